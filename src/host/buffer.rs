@@ -1,0 +1,98 @@
+//! What travels between ranks of the host executor: views of a payload's arrays.
+
+use std::ops::Range;
+
+use super::array::HostArray;
+use crate::problem::Problem;
+use crate::schedule::Payload;
+
+/// The arrays of one payload, all with the same rows.
+///
+/// | payload | arrays |
+/// |---|---|
+/// | queries, forward | q |
+/// | queries, backward | q, dout, lse, delta |
+/// | keys | k, v |
+/// | partial | acc, m, l |
+/// | query gradients | dq |
+/// | key gradients | dk, dv |
+#[derive(Debug, Clone)]
+pub struct HostBuffer {
+    /// In the order of the table; empty if the payload needs no memory.
+    pub arrays: Vec<HostArray>,
+}
+
+impl HostBuffer {
+    /// New memory for an accumulator.
+    pub fn accumulator(problem: &Problem, payload: Payload, rows: Range<usize>) -> HostBuffer {
+        let array = |heads, dim| HostArray::accumulator(problem.batch, rows.clone(), heads, dim);
+        let (heads, dim) = (problem.heads, problem.head_dim);
+        let arrays = match payload {
+            Payload::Partial => vec![array(heads, dim), array(heads, 1), array(heads, 1)],
+            Payload::QueryGrads => vec![array(heads, dim)],
+            Payload::KeyGrads => vec![array(problem.kv_heads, dim), array(problem.kv_heads, dim)],
+            Payload::Queries | Payload::Keys => unreachable!("inputs are not accumulated"),
+        };
+        HostBuffer { arrays }
+    }
+
+    /// The same memory, restricted to `rows`.
+    pub fn slice(&self, rows: &Range<usize>) -> HostBuffer {
+        HostBuffer { arrays: self.arrays.iter().map(|array| array.slice(rows.clone())).collect() }
+    }
+
+    /// Bytes of data in `rows`.
+    pub fn bytes(&self, rows: &Range<usize>) -> usize {
+        self.arrays.iter().map(|array| array.bytes(rows)).sum()
+    }
+
+    /// A copy of `rows` in memory of its own, as a network would deliver it.
+    pub fn copy(&self, rows: &Range<usize>) -> HostBuffer {
+        HostBuffer { arrays: self.arrays.iter().map(|array| array.copy(rows.clone())).collect() }
+    }
+}
+
+impl HostArray {
+    /// A row-major copy of `rows` in memory of its own.
+    fn copy(&self, rows: Range<usize>) -> HostArray {
+        let bytes = self.dtype.bytes();
+        let len = self.batch * rows.len() * self.heads * self.dim;
+        let target = HostArray {
+            dtype: self.dtype,
+            dim: self.dim,
+            batch_stride: rows.len() * self.heads * self.dim,
+            row_stride: self.heads * self.dim,
+            head_stride: self.dim,
+            ..HostArray::accumulator(1, 0..(len * bytes).div_ceil(4), 1, 1)
+        };
+        let target =
+            HostArray { batch: self.batch, rows: rows.clone(), heads: self.heads, ..target };
+        for (batch, row, head) in self.indices(&rows) {
+            // SAFETY: both rows lie inside their views and hold `dim` elements; the target is new.
+            unsafe {
+                let source = self.row(batch, row, head);
+                source.copy_to_nonoverlapping(target.row(batch, row, head), self.dim * bytes);
+            }
+        }
+        target
+    }
+
+    /// Overwrites all elements with NaN, so that use after release shows.
+    pub fn poison(&self) {
+        for (batch, row, head) in self.indices(&self.rows) {
+            let row = self.row(batch, row, head);
+            for byte in 0..self.dim * self.dtype.bytes() {
+                // All bits set is NaN in every element type.
+                // SAFETY: the row lies inside the view and holds `dim` elements.
+                unsafe { row.add(byte).write(0xff) }
+            }
+        }
+    }
+
+    fn indices(&self, rows: &Range<usize>) -> impl Iterator<Item = (usize, usize, usize)> + use<> {
+        let (rows, heads) = (rows.clone(), self.heads);
+        (0..self.batch).flat_map(move |batch| {
+            rows.clone().flat_map(move |row| (0..heads).map(move |head| (batch, row, head)))
+        })
+    }
+}

@@ -1,0 +1,125 @@
+//! Which vector instructions the host kernels use, decided at run time.
+
+use std::fmt;
+
+use super::simd::{Portable, Simd, Task};
+use crate::error::{Error, Result};
+
+/// Environment variable that forces an instruction set by [`Isa::name`].
+pub const ISA_VARIABLE: &str = "BURST_ATTENTION_ISA";
+
+/// A set of vector instructions that the host kernels exist for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Isa {
+    /// AVX-512 (F, BW, DQ, VL): 16 float32 lanes.
+    Avx512,
+    /// AVX2, FMA and F16C: 8 float32 lanes.
+    Avx2,
+    /// What every target of the compiler has.
+    Portable,
+}
+
+impl Isa {
+    /// All of them, the fastest first.
+    pub const ALL: [Isa; 3] = [Isa::Avx512, Isa::Avx2, Isa::Portable];
+
+    /// The word for this set in the environment variable and in messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Isa::Avx512 => "avx512",
+            Isa::Avx2 => "avx2",
+            Isa::Portable => "portable",
+        }
+    }
+
+    /// Does this CPU have it?
+    pub fn is_available(self) -> bool {
+        match self {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => {
+                is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
+                    && Isa::Avx2.is_available()
+            }
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("fma")
+                    && is_x86_feature_detected!("f16c")
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            Isa::Avx512 | Isa::Avx2 => false,
+            Isa::Portable => true,
+        }
+    }
+
+    /// What this CPU has, the fastest first.
+    pub fn available() -> Vec<Isa> {
+        Isa::ALL.into_iter().filter(|isa| isa.is_available()).collect()
+    }
+
+    /// The fastest set that this CPU has.
+    pub fn best() -> Isa {
+        Isa::ALL.into_iter().find(|isa| isa.is_available()).unwrap_or(Isa::Portable)
+    }
+
+    /// The set named by the environment variable `BURST_ATTENTION_ISA`, else the best one.
+    ///
+    /// # Errors
+    /// [`Error::MissingIsa`] where this CPU lacks what was asked for, [`Error::InvalidProblem`]
+    /// where the variable holds no known name.
+    pub fn detect() -> Result<Isa> {
+        match std::env::var_os(ISA_VARIABLE) {
+            Some(name) if !name.is_empty() => Isa::named(&name.to_string_lossy()),
+            _ => Ok(Isa::best()),
+        }
+    }
+
+    /// The set called `name`, if this CPU has it.
+    ///
+    /// # Errors
+    /// As [`Isa::detect`].
+    pub fn named(name: &str) -> Result<Isa> {
+        let Some(isa) = Isa::ALL.into_iter().find(|isa| isa.name() == name) else {
+            return Err(Error::InvalidProblem {
+                name: ISA_VARIABLE,
+                expected: format!("one of {}", names(&Isa::available())),
+                got: format!("{name:?}"),
+            });
+        };
+        if !isa.is_available() {
+            let available = names(&Isa::available());
+            return Err(Error::MissingIsa { isa: isa.name(), available });
+        }
+        Ok(isa)
+    }
+
+    /// Runs `task` compiled for this instruction set.
+    ///
+    /// # Panics
+    /// If this CPU lacks it.
+    pub(super) fn run<T: Task>(self, task: T) {
+        assert!(self.is_available(), "this CPU lacks {self}; ask Isa::available first");
+        match self {
+            // SAFETY: the CPU has the instructions, as was just checked.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => unsafe { super::simd::Avx512::new() }.vectorize(task),
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => unsafe { super::simd::Avx2::new() }.vectorize(task),
+            _ => Portable.vectorize(task),
+        }
+    }
+}
+
+impl fmt::Display for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+fn names(isas: &[Isa]) -> String {
+    isas.iter().map(|isa| isa.name()).collect::<Vec<_>>().join(", ")
+}

@@ -1,0 +1,21 @@
+//! The host executor: CPU kernels, the in-process transport and the threads that run rings.
+
+pub mod array;
+pub mod backward;
+pub mod buffer;
+pub mod cast;
+pub mod forward;
+pub mod isa;
+pub mod kernel;
+mod matmul;
+mod pack;
+pub mod partial;
+pub mod ring;
+mod simd;
+mod softmax;
+pub mod threads;
+pub mod trace;
+pub mod transport;
+
+#[cfg(test)]
+mod tests;

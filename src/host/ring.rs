@@ -1,0 +1,260 @@
+//! Runs all ranks of a ring in one process.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError, mpsc};
+
+use rayon::ThreadPool;
+
+use super::array::HostArray;
+use super::isa::Isa;
+use super::kernel::HostKernel;
+pub use super::kernel::{BackwardBuffers, ForwardBuffers, RingBuffers};
+use super::transport::{HostTransport, Mailboxes};
+use super::{threads, trace};
+use crate::engine::walk;
+use crate::error::{Error, Result};
+use crate::problem::{Dtype, Pass, Problem, Travels};
+use crate::schedule::{Schedule, choose_travels, ring};
+use crate::transport::Transport;
+
+/// The compute workers that all rings of the process share, and what they compute with.
+#[derive(Debug)]
+pub struct Executor {
+    /// Instruction set of the kernels.
+    pub isa: Isa,
+    /// One worker for each core.
+    pub pool: ThreadPool,
+}
+
+impl Executor {
+    /// With `threads` workers.
+    ///
+    /// # Panics
+    /// If the operating system refuses a thread.
+    pub fn new(isa: Isa, threads: usize) -> Executor {
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .thread_name(|index| format!("burst-attention-compute-{index}"))
+            .build()
+            .expect("the operating system grants a thread for each core");
+        Executor { isa, pool }
+    }
+
+    /// The one that XLA's calls use: the best instruction set of this CPU, a worker for each core.
+    /// `BURST_ATTENTION_THREADS` sets another number of workers.
+    ///
+    /// # Errors
+    /// If `BURST_ATTENTION_ISA` asks for an instruction set that there is not.
+    pub fn global() -> Result<&'static Executor> {
+        static GLOBAL: LazyLock<Result<Executor>> = LazyLock::new(|| {
+            let wanted = std::env::var("BURST_ATTENTION_THREADS").ok();
+            let wanted = wanted.and_then(|threads| threads.parse().ok()).filter(|&n| n > 0);
+            let cores = || std::thread::available_parallelism().map_or(1, usize::from);
+            Ok(Executor::new(Isa::detect()?, wanted.unwrap_or_else(cores)))
+        });
+        GLOBAL.as_ref().map_err(Clone::clone)
+    }
+}
+
+/// Runs one pass of `problem` over `buffers`, one entry for each rank, and returns the bytes that
+/// all ranks sent. `travels` is the side that goes round; `None` takes the one that costs fewer
+/// bytes. Blocks until every rank is through, so it belongs on a thread of [`threads`].
+///
+/// # Errors
+/// If the problem is invalid, a buffer does not fit it, or a rank failed.
+pub fn run(problem: &Problem, travels: Option<Travels>, buffers: RingBuffers) -> Result<u64> {
+    problem.validate()?;
+    check_buffers(problem, &buffers)?;
+    let pass = buffers.pass();
+    let schedules = schedules(problem, pass, travels);
+    let mailboxes = Arc::new(Mailboxes::default());
+    let number = trace::next_ring();
+    let job = |rank: usize| Job {
+        problem: problem.clone(),
+        schedules: schedules.clone(),
+        rank,
+        mailboxes: mailboxes.clone(),
+        number,
+    };
+    match buffers {
+        RingBuffers::Forward(ranks) => gather(ranks, &mailboxes, |rank, io| {
+            let job = job(rank);
+            move || job.forward(io)
+        }),
+        RingBuffers::Backward(ranks) => gather(ranks, &mailboxes, |rank, io| {
+            let job = job(rank);
+            move || job.backward(io)
+        }),
+    }
+}
+
+/// How many problems' schedules are kept; a training step uses a handful.
+const KEPT_SCHEDULES: usize = 64;
+
+/// A problem with the pass and the travelling side that were asked for.
+type Asked = (Problem, Pass, Option<Travels>);
+
+/// The schedules of all ranks, made once for each problem: at world 8 that takes 0.1 to 0.2 ms, as
+/// long as the arithmetic of a small call.
+fn schedules(problem: &Problem, pass: Pass, travels: Option<Travels>) -> Arc<Vec<Schedule>> {
+    static KEPT: Mutex<VecDeque<(Asked, Arc<Vec<Schedule>>)>> = Mutex::new(VecDeque::new());
+    let kept = || KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+    let asked = (problem.clone(), pass, travels);
+    if let Some((_, schedules)) = kept().iter().find(|(known, _)| *known == asked) {
+        return schedules.clone();
+    }
+    let side = travels.unwrap_or_else(|| choose_travels(problem, pass));
+    let schedules = Arc::new(ring(problem, pass, side));
+    let mut kept = kept();
+    kept.truncate(KEPT_SCHEDULES - 1);
+    kept.push_front((asked, schedules.clone()));
+    schedules
+}
+
+/// What one rank's thread needs to know.
+struct Job {
+    problem: Problem,
+    schedules: Arc<Vec<Schedule>>,
+    rank: usize,
+    mailboxes: Arc<Mailboxes>,
+    number: u64,
+}
+
+impl Job {
+    fn forward(&self, io: ForwardBuffers) -> Result<u64> {
+        self.walk(|device, schedule| {
+            HostKernel::forward(device, &self.problem, schedule, io, self.number)
+        })
+    }
+
+    fn backward(&self, io: BackwardBuffers) -> Result<u64> {
+        self.walk(|device, schedule| {
+            HostKernel::backward(device, &self.problem, schedule, io, self.number)
+        })
+    }
+
+    /// Walks this rank's schedule; whatever goes wrong also stops the ranks that wait for it.
+    fn walk<'a>(
+        &'a self,
+        kernel: impl FnOnce((Isa, &'a ThreadPool), &'a Schedule) -> HostKernel<'a>,
+    ) -> Result<u64> {
+        let walked = catch_unwind(AssertUnwindSafe(|| {
+            let Executor { isa, pool } = Executor::global()?;
+            let schedule = &self.schedules[self.rank];
+            let mut transport =
+                HostTransport::new(self.rank, self.problem.world_size, self.mailboxes.clone());
+            walk(schedule, &mut kernel((*isa, pool), schedule), &mut transport)?;
+            Ok(transport.bytes_sent())
+        }));
+        let result = walked.unwrap_or_else(|panic| Err(self.panicked(panic.as_ref())));
+        if let Err(error) = &result {
+            self.mailboxes.break_ring(self.rank, error.to_string());
+        }
+        result
+    }
+
+    fn panicked(&self, panic: &(dyn std::any::Any + Send)) -> Error {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+        let reason = format!("internal error: {}", text.unwrap_or("a panic without a message"));
+        let (rank, world_size) = (self.rank, self.problem.world_size);
+        Error::RingBroken { rank, peer: rank, world_size, reason }
+    }
+}
+
+/// Runs a job for each rank, the last one here, and adds up what they return. The first error that
+/// is not merely the echo of another rank's is the one reported. Whatever happens, no job runs any
+/// more when this returns, for they use the caller's memory.
+fn gather<B, J>(ranks: Vec<B>, mailboxes: &Mailboxes, job: impl Fn(usize, B) -> J) -> Result<u64>
+where
+    J: FnOnce() -> Result<u64> + Send + 'static,
+{
+    let world_size = ranks.len();
+    let (sender, results) = mpsc::channel();
+    for (rank, io) in ranks.into_iter().enumerate() {
+        let (job, results) = (job(rank, io), sender.clone());
+        let run = move || {
+            // The receiver waits below until every sender is gone.
+            let _ = results.send(job());
+        };
+        if rank + 1 == world_size {
+            run();
+        } else if let Err(refused) = threads::try_spawn(run) {
+            let reason = format!("no thread for it: {refused}");
+            mailboxes.break_ring(rank, reason.clone());
+            let _ = sender.send(Err(Error::RingBroken { rank, peer: rank, world_size, reason }));
+        }
+    }
+    drop(sender);
+    let results: Vec<Result<u64>> = results.iter().collect();
+    let own =
+        |error: &&Error| !matches!(error, Error::RingBroken { rank, peer, .. } if rank != peer);
+    match results.iter().filter_map(|result| result.as_ref().err()).find(own) {
+        Some(error) => Err(error.clone()),
+        None => results.into_iter().sum(),
+    }
+}
+
+/// Every array must have the shape and type that the problem gives it.
+fn check_buffers(problem: &Problem, buffers: &RingBuffers) -> Result<()> {
+    let count = match buffers {
+        RingBuffers::Forward(ranks) => ranks.len(),
+        RingBuffers::Backward(ranks) => ranks.len(),
+    };
+    if count != problem.world_size {
+        let (expected, got) = (problem.world_size.to_string(), count.to_string());
+        return Err(Error::InvalidProblem { name: "buffers for ranks", expected, got });
+    }
+    let Problem { q_len, kv_len, heads, kv_heads, head_dim: dim, dtype, .. } = *problem;
+    let queries = |name, array| check_array(problem, name, array, dtype, [q_len, heads, dim]);
+    let keys = |name, array| check_array(problem, name, array, dtype, [kv_len, kv_heads, dim]);
+    let output = |array: &HostArray| {
+        let dtype = if array.dtype == Dtype::F32 { Dtype::F32 } else { dtype };
+        check_array(problem, "o", array, dtype, [q_len, heads, dim])
+    };
+    let rows = |name, array| check_array(problem, name, array, Dtype::F32, [q_len, heads, 1]);
+    match buffers {
+        RingBuffers::Forward(ranks) => ranks.iter().try_for_each(|io| {
+            queries("q", &io.q)?;
+            keys("k", &io.k)?;
+            keys("v", &io.v)?;
+            output(&io.o)?;
+            rows("lse", &io.lse)
+        }),
+        RingBuffers::Backward(ranks) => ranks.iter().try_for_each(|io| {
+            queries("q", &io.q)?;
+            keys("k", &io.k)?;
+            keys("v", &io.v)?;
+            output(&io.o)?;
+            rows("lse", &io.lse)?;
+            queries("dout", &io.dout)?;
+            rows("dlse", &io.dlse)?;
+            queries("dq", &io.dq)?;
+            keys("dk", &io.dk)?;
+            keys("dv", &io.dv)
+        }),
+    }
+}
+
+fn check_array(
+    problem: &Problem,
+    name: &'static str,
+    array: &HostArray,
+    dtype: Dtype,
+    [len, heads, dim]: [usize; 3],
+) -> Result<()> {
+    if array.dtype != dtype {
+        return Err(Error::WrongDtype { name, expected: dtype, got: array.dtype });
+    }
+    let expected = (problem.batch, 0..len, heads, dim);
+    let got = (array.batch, array.rows.clone(), array.heads, array.dim);
+    if expected != got {
+        let show = |(batch, rows, heads, dim): (usize, std::ops::Range<usize>, usize, usize)| {
+            format!("[{batch}, {}, {heads}, {dim}]", rows.len())
+        };
+        let (expected, got) = (show(expected), show(got));
+        return Err(Error::InvalidProblem { name, expected, got });
+    }
+    Ok(())
+}

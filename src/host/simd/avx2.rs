@@ -1,0 +1,88 @@
+//! 8 lanes with AVX2, FMA and F16C.
+
+use std::arch::x86_64::*;
+
+use super::{Simd, Task};
+
+/// Proof that the CPU has AVX2, FMA and F16C.
+#[derive(Clone, Copy)]
+pub(in crate::host) struct Avx2(());
+
+impl Avx2 {
+    /// # Safety
+    /// The CPU has the instructions.
+    #[inline(always)]
+    pub(in crate::host) unsafe fn new() -> Avx2 {
+        Avx2(())
+    }
+
+    /// # Safety
+    /// The CPU has the instructions; a value of this type proves it.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn run<T: Task>(self, task: T) {
+        task.run(self);
+    }
+}
+
+impl Simd for Avx2 {
+    const LANES: usize = 8;
+    // 12 accumulators, 2 vectors of the right side and 2 broadcasts fill 16 registers.
+    const TILE_ROWS: usize = 6;
+    const TILE_VECTORS: usize = 2;
+    type Vector = __m256;
+
+    fn vectorize<T: Task>(self, task: T) {
+        // SAFETY: `self` proves that the CPU has the instructions.
+        unsafe { self.run(task) }
+    }
+
+    operations! {
+        fn splat(x: f32) -> __m256 { _mm256_set1_ps(x) }
+        fn add(a: __m256, b: __m256) -> __m256 { _mm256_add_ps(a, b) }
+        fn sub(a: __m256, b: __m256) -> __m256 { _mm256_sub_ps(a, b) }
+        fn mul(a: __m256, b: __m256) -> __m256 { _mm256_mul_ps(a, b) }
+        fn mul_add(a: __m256, b: __m256, c: __m256) -> __m256 { _mm256_fmadd_ps(a, b, c) }
+        fn max(a: __m256, b: __m256) -> __m256 { _mm256_max_ps(a, b) }
+        fn round(x: __m256) -> __m256 { _mm256_round_ps::<0x08>(x) }
+        fn scale(x: __m256, n: __m256) -> __m256 {{
+            // Adds n to the exponent; wrong below −126, where the result is replaced by 0.
+            let exponent = _mm256_slli_epi32::<23>(_mm256_cvtps_epi32(n));
+            let bits = _mm256_add_epi32(_mm256_castps_si256(x), exponent);
+            let tiny = _mm256_cmp_ps::<_CMP_LT_OQ>(n, _mm256_set1_ps(-125.0));
+            _mm256_andnot_ps(tiny, _mm256_castsi256_ps(bits))
+        }}
+        fn inside(start: usize, end: usize, x: __m256, other: __m256) -> __m256 {{
+            let lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+            let end = _mm256_set1_epi32(end.min(8) as i32);
+            let start = _mm256_set1_epi32(start.min(8) as i32);
+            let inside =
+                _mm256_andnot_si256(_mm256_cmpgt_epi32(start, lane), _mm256_cmpgt_epi32(end, lane));
+            _mm256_blendv_ps(other, x, _mm256_castsi256_ps(inside))
+        }}
+    }
+
+    memory_operations! {
+        fn load(ptr: *const f32) -> __m256 { _mm256_loadu_ps(ptr) }
+        fn store(ptr: *mut f32, x: __m256) { _mm256_storeu_ps(ptr, x) }
+        fn load_bf16(ptr: *const u16) -> __m256 {
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(
+                _mm_loadu_si128(ptr.cast()),
+            )))
+        }
+        fn load_f16(ptr: *const u16) -> __m256 { _mm256_cvtph_ps(_mm_loadu_si128(ptr.cast())) }
+        fn store_bf16(ptr: *mut u16, x: __m256) {{
+            let bits = _mm256_castps_si256(x);
+            let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+            let bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+            let rounded = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, bias));
+            let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(x, x));
+            let value = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+            let low = _mm256_castsi256_si128(value);
+            let high = _mm256_extracti128_si256::<1>(value);
+            _mm_storeu_si128(ptr.cast(), _mm_packus_epi32(low, high))
+        }}
+        fn store_f16(ptr: *mut u16, x: __m256) {
+            _mm_storeu_si128(ptr.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x))
+        }
+    }
+}

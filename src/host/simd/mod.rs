@@ -1,0 +1,120 @@
+//! Vectors of float32 lanes: one trait, one implementation per instruction set.
+//!
+//! A value of an implementing type is the proof that the CPU has the instructions, so arithmetic
+//! is safe and only memory access is not. Everything is inlined into [`Simd::vectorize`], the one
+//! place where the compiler may use the instructions.
+
+#[cfg(target_arch = "x86_64")]
+#[macro_use]
+mod operations;
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod portable;
+
+#[cfg(target_arch = "x86_64")]
+pub(super) use avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
+pub(super) use avx512::Avx512;
+pub(super) use portable::Portable;
+
+/// Code that is generic over the instruction set.
+pub(super) trait Task {
+    /// Does the work. Implementations are `#[inline(always)]`, as are all functions they call
+    /// with `simd`, or else they are compiled without the instructions.
+    fn run<S: Simd>(self, simd: S);
+}
+
+/// Operations on vectors of `LANES` float32 values.
+pub(super) trait Simd: Copy {
+    /// Values in a vector.
+    const LANES: usize;
+    /// Rows of the register tile of a matrix product.
+    const TILE_ROWS: usize;
+    /// Vectors across the register tile of a matrix product, at most 4.
+    const TILE_VECTORS: usize;
+    /// A vector.
+    type Vector: Copy;
+
+    /// Runs `task` as a function of its own that may use the instructions.
+    fn vectorize<T: Task>(self, task: T);
+
+    /// All lanes `x`.
+    fn splat(self, x: f32) -> Self::Vector;
+    /// `a + b`
+    fn add(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    /// `a − b`
+    fn sub(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    /// `a · b`
+    fn mul(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    /// `a · b + c`, rounded once where the CPU can.
+    fn mul_add(self, a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
+    /// The larger of both; `b` where either is NaN.
+    fn max(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    /// The nearest integers.
+    fn round(self, x: Self::Vector) -> Self::Vector;
+    /// `x · 2ⁿ` for integral `n` and x in [½, 2]; 0 instead of denormal results is allowed.
+    fn scale(self, x: Self::Vector, n: Self::Vector) -> Self::Vector;
+    /// `x` in lanes `start ≤ lane < end`, `other` elsewhere.
+    fn inside(self, start: usize, end: usize, x: Self::Vector, other: Self::Vector)
+    -> Self::Vector;
+
+    /// Reads a vector.
+    ///
+    /// # Safety
+    /// `LANES` values at `ptr` are readable; no alignment is needed. So for all loads.
+    unsafe fn load(self, ptr: *const f32) -> Self::Vector;
+    /// Writes a vector.
+    ///
+    /// # Safety
+    /// `LANES` values at `ptr` are writable; no alignment is needed. So for all stores.
+    unsafe fn store(self, ptr: *mut f32, x: Self::Vector);
+    /// Reads bfloat16 values.
+    ///
+    /// # Safety
+    /// As [`Simd::load`].
+    unsafe fn load_bf16(self, ptr: *const u16) -> Self::Vector;
+    /// Reads binary16 values.
+    ///
+    /// # Safety
+    /// As [`Simd::load`].
+    unsafe fn load_f16(self, ptr: *const u16) -> Self::Vector;
+    /// Rounds to bfloat16, ties to even, NaN to NaN.
+    ///
+    /// # Safety
+    /// As [`Simd::store`].
+    unsafe fn store_bf16(self, ptr: *mut u16, x: Self::Vector);
+    /// Rounds to binary16, ties to even, NaN to NaN.
+    ///
+    /// # Safety
+    /// As [`Simd::store`].
+    unsafe fn store_f16(self, ptr: *mut u16, x: Self::Vector);
+
+    /// All lanes 0.
+    #[inline(always)]
+    fn zero(self) -> Self::Vector {
+        self.splat(0.0)
+    }
+
+    /// 2ˣ with a relative error below 1.2e-7; 0 below −126 or so, NaN for NaN.
+    ///
+    /// 2ˣ = 2ⁿ · 2ʳ with n the nearest integer and a polynomial for 2ʳ, the minimax one for the
+    /// relative error on [−½, ½] that is exact at 0.
+    #[inline(always)]
+    fn exp2(self, x: Self::Vector) -> Self::Vector {
+        const COEFFICIENTS: [f32; 6] =
+            [1.5353362e-4, 1.3398875e-3, 9.618437e-3, 5.5503324e-2, 2.4022648e-1, 6.931472e-1];
+        // −∞ − n would be NaN; the operand order keeps NaN.
+        let x = self.max(self.splat(-200.0), x);
+        let n = self.round(x);
+        let r = self.sub(x, n);
+        let mut p = self.splat(COEFFICIENTS[0]);
+        for c in &COEFFICIENTS[1..] {
+            p = self.mul_add(p, r, self.splat(*c));
+        }
+        p = self.mul_add(p, r, self.splat(1.0));
+        self.scale(p, n)
+    }
+}

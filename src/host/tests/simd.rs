@@ -1,0 +1,129 @@
+use super::*;
+use crate::host::simd::{Simd, Task};
+
+/// Values that conversions get wrong: ties, denormals, the largest ones, infinities, NaN.
+fn awkward() -> Vec<f32> {
+    let mut values = vec![0.0, -0.0, 1.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MAX];
+    values.extend([1.0e-40, -3.0e-41, 65504.0, 65519.9, 65520.0, 6.0e-8, 2.9e-8, 3.0e-8, 1.0e-5]);
+    for bits in 0..64u32 {
+        // Halves of the last place of bfloat16 and binary16, and their neighbours.
+        values.push(f32::from_bits(0x3f80_0000 | (bits >> 2) << 15 | (bits & 3).wrapping_sub(1)));
+        values.push(f32::from_bits(0x3f80_0000 | (bits >> 2) << 12 | (bits & 3).wrapping_sub(1)));
+    }
+    values
+}
+
+struct Convert<'a> {
+    values: &'a [f32],
+    out: &'a mut Vec<[u64; 4]>,
+}
+
+impl Task for Convert<'_> {
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        for chunk in self.values.chunks_exact(S::LANES) {
+            let (mut halves, mut floats) = ([[0u16; 16]; 2], [[0f32; 16]; 2]);
+            // SAFETY: all memory has at least as many values as a vector has lanes.
+            unsafe {
+                let x = simd.load(chunk.as_ptr());
+                simd.store_bf16(halves[0].as_mut_ptr(), x);
+                simd.store_f16(halves[1].as_mut_ptr(), x);
+                simd.store(floats[0].as_mut_ptr(), simd.load_bf16(halves[0].as_ptr()));
+                simd.store(floats[1].as_mut_ptr(), simd.load_f16(halves[1].as_ptr()));
+            }
+            for lane in 0..S::LANES {
+                let [b, h] = [halves[0][lane], halves[1][lane]].map(u64::from);
+                let [wide_b, wide_h] = [floats[0][lane], floats[1][lane]];
+                let bits = |x: f32| if x.is_nan() { u64::MAX } else { u64::from(x.to_bits()) };
+                self.out.push([b, h, bits(wide_b), bits(wide_h)]);
+            }
+        }
+    }
+}
+
+#[test]
+fn conversions_round_to_nearest_even() {
+    let mut values = awkward();
+    values.resize(values.len().next_multiple_of(16), 1.5);
+    for isa in Isa::available() {
+        let mut out = Vec::new();
+        isa.run(Convert { values: &values, out: &mut out });
+        assert_eq!(out.len(), values.len());
+        for (x, [b, h, wide_b, wide_h]) in values.iter().zip(out) {
+            let (want_b, want_h) = (bf16::from_f32(*x), f16::from_f32(*x));
+            if x.is_nan() {
+                assert!(wide_b == u64::MAX && wide_h == u64::MAX, "{isa}: NaN is lost");
+                continue;
+            }
+            assert_eq!(b, u64::from(want_b.to_bits()), "{isa}: {x:e} to bfloat16");
+            assert_eq!(h, u64::from(want_h.to_bits()), "{isa}: {x:e} to binary16");
+            assert_eq!(wide_b, u64::from(want_b.to_f32().to_bits()), "{isa}: {x:e} from bfloat16");
+            assert_eq!(wide_h, u64::from(want_h.to_f32().to_bits()), "{isa}: {x:e} from binary16");
+        }
+    }
+}
+
+struct Exp2<'a>(&'a mut [f32]);
+
+impl Task for Exp2<'_> {
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        for chunk in self.0.chunks_exact_mut(S::LANES) {
+            // SAFETY: the chunk is as long as a vector.
+            unsafe { simd.store(chunk.as_mut_ptr(), simd.exp2(simd.load(chunk.as_ptr()))) }
+        }
+    }
+}
+
+#[test]
+fn exp2_is_accurate_and_knows_its_limits() {
+    for isa in Isa::available() {
+        let inputs: Vec<f32> = (0..1_600_000).map(|i| 1.0 - i as f32 * 7.8e-5).collect();
+        let mut outputs = inputs.clone();
+        isa.run(Exp2(&mut outputs));
+        for (x, y) in inputs.iter().zip(outputs) {
+            let expected = f64::from(*x).exp2();
+            let error = (f64::from(y) - expected).abs() / expected;
+            assert!(error < 1.2e-7, "{isa}: 2^{x} = {y:e}, off by {error:e}");
+        }
+        let mut edges = [0.0; 16];
+        edges[..4].copy_from_slice(&[f32::NEG_INFINITY, f32::NAN, -300.0, -1e30]);
+        isa.run(Exp2(&mut edges));
+        assert!(edges[1].is_nan());
+        assert_eq!([edges[0], edges[2], edges[3], edges[4]], [0.0, 0.0, 0.0, 1.0], "{isa}");
+    }
+}
+
+struct Inside<'a>(&'a mut Vec<f32>);
+
+impl Task for Inside<'_> {
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        for (start, end) in [(0, 0), (0, 3), (2, 5), (7, 40), (20, 40), (5, 2), (0, 16)] {
+            let mut lanes = [0.0; 16];
+            let value = simd.inside(start, end, simd.splat(1.0), simd.splat(0.0));
+            // SAFETY: no vector has more than 16 lanes.
+            unsafe { simd.store(lanes.as_mut_ptr(), value) };
+            let expected = |lane: usize| lane < S::LANES && start <= lane && lane < end;
+            self.0.extend((0..16).map(|lane| lanes[lane] - f32::from(u8::from(expected(lane)))));
+        }
+    }
+}
+
+#[test]
+fn inside_keeps_the_lanes_of_its_range() {
+    for isa in Isa::available() {
+        let mut differences = Vec::new();
+        isa.run(Inside(&mut differences));
+        assert!(differences.iter().all(|x| *x == 0.0), "{isa}: {differences:?}");
+    }
+}
+
+#[test]
+fn an_unknown_instruction_set_is_refused() {
+    let message = Isa::named("neon").unwrap_err().to_string();
+    assert!(message.contains("BURST_ATTENTION_ISA") && message.contains("portable"), "{message}");
+    for isa in Isa::ALL {
+        assert_eq!(Isa::named(isa.name()).is_ok(), isa.is_available());
+    }
+}

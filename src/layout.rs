@@ -1,0 +1,98 @@
+//! Which global positions a rank holds.
+//!
+//! A shard is described by its *pieces*: runs of local indices whose global positions form an
+//! arithmetic progression. Everything that depends on a layout goes through them.
+
+use std::fmt;
+use std::ops::Range;
+use std::str::FromStr;
+
+use crate::error::Error;
+
+/// Global position ↔ (rank, local index), for `world_size` ranks of `n` tokens each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Layout {
+    /// Rank r holds `[r·n, (r+1)·n)`.
+    Contiguous,
+    /// The sequence is cut into 2·world_size chunks; rank r holds chunks r and 2·world_size−1−r.
+    Zigzag,
+    /// Rank r holds r, r + world_size, r + 2·world_size, …
+    Striped,
+}
+
+impl Layout {
+    /// All layouts, in the order of the documentation.
+    pub const ALL: [Layout; 3] = [Layout::Contiguous, Layout::Zigzag, Layout::Striped];
+
+    /// The name used in the public interface.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Layout::Contiguous => "contiguous",
+            Layout::Zigzag => "zigzag",
+            Layout::Striped => "striped",
+        }
+    }
+
+    /// The pieces of the shard of `rank`, in local order; `n` tokens per rank.
+    pub fn pieces(self, rank: usize, world_size: usize, n: usize) -> Vec<Piece> {
+        match self {
+            Layout::Contiguous => vec![Piece { rows: 0..n, start: rank * n, stride: 1 }],
+            Layout::Striped => vec![Piece { rows: 0..n, start: rank, stride: world_size }],
+            Layout::Zigzag => {
+                let half = n / 2;
+                let late = 2 * world_size - 1 - rank;
+                vec![
+                    Piece { rows: 0..half, start: rank * half, stride: 1 },
+                    Piece { rows: half..n, start: late * half, stride: 1 },
+                ]
+            }
+        }
+    }
+
+    /// Global position of row `local` of `rank`; `n` tokens per rank.
+    pub fn position(self, rank: usize, local: usize, world_size: usize, n: usize) -> usize {
+        self.pieces(rank, world_size, n)
+            .iter()
+            .find(|piece| piece.rows.contains(&local))
+            .map(|piece| piece.position(local))
+            .expect("a local index below n lies in one piece")
+    }
+}
+
+impl fmt::Display for Layout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Layout {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self, Error> {
+        Layout::ALL.into_iter().find(|layout| layout.name() == name).ok_or_else(|| {
+            Error::InvalidProblem {
+                name: "layout",
+                expected: "contiguous, zigzag or striped".into(),
+                got: format!("{name:?}"),
+            }
+        })
+    }
+}
+
+/// A run of local rows whose global positions are `start + stride · (row − rows.start)`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Piece {
+    /// Local rows of the shard.
+    pub rows: Range<usize>,
+    /// Global position of the first row.
+    pub start: usize,
+    /// Distance between global positions of neighbouring rows.
+    pub stride: usize,
+}
+
+impl Piece {
+    /// Global position of local row `row`, which must lie in `rows`.
+    pub fn position(&self, row: usize) -> usize {
+        self.start + self.stride * (row - self.rows.start)
+    }
+}

@@ -1,0 +1,15 @@
+#![doc = include_str!("../README.md")]
+
+pub mod engine;
+pub mod error;
+pub mod host;
+pub mod kernel;
+pub mod layout;
+pub mod mask;
+pub mod problem;
+pub mod schedule;
+pub mod transport;
+
+pub use error::{Error, Result};
+pub use layout::Layout;
+pub use problem::{Dtype, Pass, Problem, Travels};

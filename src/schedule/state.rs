@@ -1,0 +1,198 @@
+//! Marks which tile touches the rows of an accumulator first and which last.
+//!
+//! A tile whose rows differ in that is split, so that a kernel decides once per tile. Rows at home
+//! that no tile touches get a tile without keys (or without queries), so that every output is
+//! defined.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use super::{Operand, Payload, Place, State, Step, Tile};
+use crate::mask::Band;
+use crate::problem::{Pass, Problem};
+
+/// Which side of a tile an accumulator belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Side {
+    Queries,
+    Keys,
+}
+
+impl Side {
+    fn operand(self, tile: &Tile) -> &Operand {
+        match self {
+            Side::Queries => &tile.queries,
+            Side::Keys => &tile.keys,
+        }
+    }
+
+    fn state(self, tile: &mut Tile) -> &mut State {
+        match self {
+            Side::Queries => &mut tile.query_state,
+            Side::Keys => &mut tile.key_state,
+        }
+    }
+
+    fn with_rows(self, tile: &Tile, rows: Range<usize>) -> Tile {
+        let mut part = tile.clone();
+        match self {
+            Side::Queries => part.queries.rows = rows,
+            Side::Keys => part.keys.rows = rows,
+        }
+        part
+    }
+}
+
+/// Sets `first` and `last` of all tiles and merges of one rank, in place.
+pub(super) fn mark(steps: &mut [Step], problem: &Problem, pass: Pass, rank: usize) {
+    define_untouched(steps, Side::Queries, rank, problem.q_len);
+    match pass {
+        Pass::Forward => {
+            mark_first(steps, &[(Side::Queries, Payload::Partial)]);
+            mark_last(steps);
+        }
+        Pass::Backward => {
+            define_untouched(steps, Side::Keys, rank, problem.kv_len);
+            let sides = [(Side::Queries, Payload::QueryGrads), (Side::Keys, Payload::KeyGrads)];
+            mark_first(steps, &sides);
+        }
+    }
+}
+
+/// Adds a tile with nothing to see for the rows at home that no tile writes.
+fn define_untouched(steps: &mut [Step], side: Side, rank: usize, len: usize) {
+    let mut touched = Rows::default();
+    for tile in steps.iter_mut().flat_map(|step| &mut step.tiles) {
+        if side.state(tile).place == Place::Home {
+            touched.insert(side.operand(tile).rows.clone());
+        }
+    }
+    for rows in touched.missing(&(0..len)) {
+        let operand = |rows| Operand { owner: rank, place: Place::Home, rows };
+        let state = State { place: Place::Home, first: false, last: false };
+        let (queries, keys) = match side {
+            Side::Queries => (operand(rows), operand(0..0)),
+            Side::Keys => (operand(0..0), operand(rows)),
+        };
+        let band = Band::FULL;
+        let tile = Tile { queries, keys, band, query_state: state, key_state: state };
+        steps[0].tiles.push(tile);
+    }
+}
+
+/// A tile is first for rows that nothing wrote since their buffer was opened or received.
+fn mark_first(steps: &mut [Step], sides: &[(Side, Payload)]) {
+    let mut written: HashMap<(Payload, Place), Rows> = HashMap::new();
+    for step in steps {
+        for (chunk, slot) in &step.opens {
+            written.insert((chunk.payload, Place::Slot(*slot)), Rows::default());
+        }
+        for transfer in step.exchanges.iter().flat_map(|exchange| &exchange.receives) {
+            let rows = Rows::from(transfer.chunk.rows.clone());
+            written.insert((transfer.chunk.payload, transfer.place), rows);
+        }
+        let mut waiting: Vec<Tile> = std::mem::take(&mut step.tiles);
+        waiting.reverse();
+        while let Some(mut tile) = waiting.pop() {
+            let mixed = sides.iter().find_map(|&(side, payload)| {
+                let seen = written.entry((payload, side.state(&mut tile).place)).or_default();
+                let parts = split(&tile, side, seen, |state, seen| state.first = !seen);
+                (parts.len() > 1).then_some(parts)
+            });
+            if let Some(parts) = mixed {
+                waiting.extend(parts.into_iter().rev());
+                continue;
+            }
+            for &(side, payload) in sides {
+                let rows = side.operand(&tile).rows.clone();
+                let state = side.state(&mut tile);
+                let seen = written.entry((payload, state.place)).or_default();
+                state.first = seen.common(&rows).next().is_none();
+                seen.insert(rows);
+            }
+            step.tiles.push(tile);
+        }
+    }
+}
+
+/// Going backwards, a tile or merge at home is last for rows that nothing later touches.
+fn mark_last(steps: &mut [Step]) {
+    let mut later = Rows::default();
+    for step in steps.iter_mut().rev() {
+        for merge in step.merges.iter_mut().rev() {
+            merge.last = later.missing(&merge.chunk.rows) == [merge.chunk.rows.clone()];
+            later.insert(merge.chunk.rows.clone());
+        }
+        let mut tiles: Vec<Tile> = Vec::new();
+        for tile in std::mem::take(&mut step.tiles).into_iter().rev() {
+            if tile.query_state.place == Place::Home {
+                tiles.extend(split(&tile, Side::Queries, &later, |state, seen| state.last = !seen));
+                later.insert(tile.queries.rows);
+            } else {
+                tiles.push(tile);
+            }
+        }
+        tiles.reverse();
+        step.tiles = tiles;
+    }
+}
+
+/// Cuts `tile` at the borders of `seen` and tells each part whether it was seen.
+fn split(tile: &Tile, side: Side, seen: &Rows, tell: impl Fn(&mut State, bool)) -> Vec<Tile> {
+    let rows = side.operand(tile).rows.clone();
+    let mut parts: Vec<(Range<usize>, bool)> = seen.common(&rows).map(|r| (r, true)).collect();
+    parts.extend(seen.missing(&rows).into_iter().map(|r| (r, false)));
+    parts.sort_by_key(|(rows, _)| rows.start);
+    if parts.is_empty() {
+        parts.push((rows, false));
+    }
+    let part = |(rows, seen)| {
+        let mut part = side.with_rows(tile, rows);
+        tell(side.state(&mut part), seen);
+        part
+    };
+    parts.into_iter().map(part).collect()
+}
+
+/// A set of rows as sorted, disjoint, non-empty ranges.
+#[derive(Debug, Default)]
+struct Rows(Vec<Range<usize>>);
+
+impl Rows {
+    fn from(rows: Range<usize>) -> Rows {
+        let mut set = Rows::default();
+        set.insert(rows);
+        set
+    }
+
+    fn insert(&mut self, rows: Range<usize>) {
+        let mut all = self.missing(&rows);
+        all.append(&mut self.0);
+        all.sort_by_key(|range| range.start);
+        for range in all {
+            match self.0.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => self.0.push(range),
+            }
+        }
+    }
+
+    /// Parts of `rows` in the set.
+    fn common(&self, rows: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
+        let cut = |range: &Range<usize>| range.start.max(rows.start)..range.end.min(rows.end);
+        self.0.iter().map(cut).filter(|range| !range.is_empty())
+    }
+
+    /// Parts of `rows` that are not in the set.
+    fn missing(&self, rows: &Range<usize>) -> Vec<Range<usize>> {
+        let mut gaps = Vec::new();
+        let mut start = rows.start;
+        for range in self.common(rows) {
+            gaps.push(start..range.start);
+            start = range.end;
+        }
+        gaps.push(start..rows.end);
+        gaps.retain(|range| !range.is_empty());
+        gaps
+    }
+}

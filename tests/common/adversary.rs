@@ -1,0 +1,131 @@
+//! A transport that behaves like the worst network: chunks are copied, through fixed slots as a
+//! device has them, late or early, delayed and out of order, and whatever is released or about to
+//! be received is filled with NaN.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use burst_attention::Result;
+use burst_attention::host::buffer::HostBuffer;
+use burst_attention::schedule::{Chunk, Exchange, Payload, Place, Transfer};
+use burst_attention::transport::Transport;
+
+use super::data::Random;
+
+type Address = (usize, usize, usize);
+
+/// What lies between the ranks.
+#[derive(Default)]
+pub struct Network {
+    post: Mutex<HashMap<Address, (Chunk, HostBuffer)>>,
+    arrived: Condvar,
+}
+
+pub struct Adversary {
+    rank: usize,
+    network: Arc<Network>,
+    random: Random,
+    slots: HashMap<(Payload, Place), HostBuffer>,
+    counters: HashMap<(usize, bool), usize>,
+    bytes: u64,
+}
+
+/// One exchange on its way: sends that are read late, receives that are awaited.
+pub struct Ticket {
+    late: Vec<(Address, Transfer, HostBuffer)>,
+    early: Vec<(Transfer, HostBuffer)>,
+    receives: Vec<(Address, Transfer)>,
+}
+
+impl Adversary {
+    pub fn new(rank: usize, network: Arc<Network>, seed: u64) -> Adversary {
+        let random = Random::new(seed * 1000 + rank as u64);
+        let (slots, counters) = (HashMap::new(), HashMap::new());
+        Adversary { rank, network, random, slots, counters, bytes: 0 }
+    }
+
+    fn count(&mut self, peer: usize, sending: bool) -> usize {
+        let counter = self.counters.entry((peer, sending)).or_default();
+        *counter += 1;
+        *counter - 1
+    }
+
+    /// Copies the rows and puts them on the wire after a while.
+    fn post(&mut self, address: Address, send: &Transfer, buffer: &HostBuffer) {
+        let copy = buffer.slice(&send.chunk.rows).copy(&send.chunk.rows);
+        std::thread::sleep(Duration::from_micros(self.random.below(200) as u64));
+        self.network.post.lock().unwrap().insert(address, (send.chunk.clone(), copy));
+        self.network.arrived.notify_all();
+    }
+
+    fn wait(&self, address: Address) -> (Chunk, HostBuffer) {
+        let mut post = self.network.post.lock().unwrap();
+        loop {
+            if let Some(message) = post.remove(&address) {
+                return message;
+            }
+            let (guard, timeout) =
+                self.network.arrived.wait_timeout(post, Duration::from_secs(5)).unwrap();
+            assert!(!timeout.timed_out(), "rank {}: message {address:?} never came", self.rank);
+            post = guard;
+        }
+    }
+}
+
+fn poison(buffer: &HostBuffer) {
+    buffer.arrays.iter().for_each(|array| array.poison());
+}
+
+impl Transport<HostBuffer> for Adversary {
+    type Ticket = Ticket;
+
+    fn start(&mut self, exchange: &Exchange, outgoing: Vec<HostBuffer>) -> Result<Ticket> {
+        let mut ticket = Ticket { late: vec![], early: vec![], receives: vec![] };
+        for (send, buffer) in exchange.sends.iter().zip(outgoing) {
+            self.bytes += buffer.bytes(&send.chunk.rows) as u64;
+            let address = (self.rank, send.peer, self.count(send.peer, true));
+            ticket.late.push((address, send.clone(), buffer));
+        }
+        for receive in &exchange.receives {
+            let address = (receive.peer, self.rank, self.count(receive.peer, false));
+            if let Some(slot) = self.slots.remove(&(receive.chunk.payload, receive.place)) {
+                poison(&slot);
+            }
+            ticket.receives.push((address, receive.clone()));
+        }
+        if self.random.below(2) == 0 {
+            while !ticket.late.is_empty() {
+                let index = self.random.below(ticket.late.len());
+                let (address, send, buffer) = ticket.late.swap_remove(index);
+                self.post(address, &send, &buffer);
+                ticket.early.push((send, buffer));
+            }
+        }
+        Ok(ticket)
+    }
+
+    fn finish(&mut self, ticket: Ticket) -> Result<Vec<HostBuffer>> {
+        for (address, send, buffer) in &ticket.late {
+            self.post(*address, send, buffer);
+        }
+        let sent = ticket.late.into_iter().map(|(_, send, buffer)| (send, buffer));
+        for (send, buffer) in sent.chain(ticket.early) {
+            if send.place != Place::Home {
+                poison(&buffer.slice(&send.chunk.rows));
+            }
+        }
+        let mut arrived = Vec::new();
+        for (address, receive) in ticket.receives {
+            let (chunk, buffer) = self.wait(address);
+            assert_eq!(chunk, receive.chunk, "rank {}", self.rank);
+            self.slots.insert((chunk.payload, receive.place), buffer.clone());
+            arrived.push(buffer);
+        }
+        Ok(arrived)
+    }
+
+    fn bytes_sent(&self) -> u64 {
+        self.bytes
+    }
+}
