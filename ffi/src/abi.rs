@@ -1,0 +1,104 @@
+//! Everything that the library exports. cbindgen makes the C header of this file.
+
+use std::ffi::{CStr, c_char};
+use std::panic::catch_unwind;
+use std::path::Path;
+
+use burst_attention::Pass;
+use burst_attention::host::trace;
+
+use crate::sys::{XLA_FFI_CallFrame, XLA_FFI_Error};
+use crate::{describe, handler, limit};
+
+/// XLA's handler of target `burst_attention_forward`, platform `cpu`, stage instantiate.
+///
+/// # Safety
+/// Only XLA calls it, with a frame that is valid for the call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn burst_attention_forward_instantiate(
+    frame: *mut XLA_FFI_CallFrame,
+) -> *mut XLA_FFI_Error {
+    // SAFETY: passed on.
+    unsafe { handler::instantiate(frame, Pass::Forward) }
+}
+
+/// XLA's handler of target `burst_attention_forward`, platform `cpu`, stage execute.
+///
+/// # Safety
+/// Only XLA calls it, with a frame that is valid for the call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn burst_attention_forward_execute(
+    frame: *mut XLA_FFI_CallFrame,
+) -> *mut XLA_FFI_Error {
+    // SAFETY: passed on.
+    unsafe { handler::execute(frame) }
+}
+
+/// XLA's handler of target `burst_attention_backward`, platform `cpu`, stage instantiate.
+///
+/// # Safety
+/// Only XLA calls it, with a frame that is valid for the call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn burst_attention_backward_instantiate(
+    frame: *mut XLA_FFI_CallFrame,
+) -> *mut XLA_FFI_Error {
+    // SAFETY: passed on.
+    unsafe { handler::instantiate(frame, Pass::Backward) }
+}
+
+/// XLA's handler of target `burst_attention_backward`, platform `cpu`, stage execute.
+///
+/// # Safety
+/// Only XLA calls it, with a frame that is valid for the call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn burst_attention_backward_execute(
+    frame: *mut XLA_FFI_CallFrame,
+) -> *mut XLA_FFI_Error {
+    // SAFETY: passed on.
+    unsafe { handler::execute(frame) }
+}
+
+/// Version of the library. The string is constant.
+#[unsafe(no_mangle)]
+pub extern "C" fn burst_attention_version() -> *const c_char {
+    describe::version().as_ptr()
+}
+
+/// JSON about the library, the instruction sets and threads it computes with, and the version of
+/// the XLA interface it was built for. The string is constant.
+#[unsafe(no_mangle)]
+pub extern "C" fn burst_attention_describe() -> *const c_char {
+    catch_unwind(|| describe::describe().as_ptr()).unwrap_or(c"{}".as_ptr())
+}
+
+/// Bytes that all ranks of all rings sent since the library was loaded.
+#[unsafe(no_mangle)]
+pub extern "C" fn burst_attention_bytes_sent() -> u64 {
+    handler::bytes_sent()
+}
+
+/// Sets how many seconds ranks of a ring may be late before the call fails; time in which rings
+/// compute does not count. Infinity waits for ever; what is not positive restores the default, 20.
+#[unsafe(no_mangle)]
+pub extern "C" fn burst_attention_set_rank_timeout(seconds: f64) {
+    // Nothing in there panics, and there is nobody to tell.
+    let _ = catch_unwind(|| handler::set_rank_timeout(limit::from_seconds(seconds)));
+}
+
+/// Records the steps of all rings from now on, for the Chrome trace file `path`; NULL stops and
+/// writes the file. Returns 0, or -1 if the path is not UTF-8 or the file can't be written.
+///
+/// # Safety
+/// `path` is NULL or a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn burst_attention_trace(path: *const c_char) -> i32 {
+    let traced = catch_unwind(|| {
+        if path.is_null() {
+            return trace::stop().is_ok();
+        }
+        // SAFETY: passed on.
+        let path = unsafe { CStr::from_ptr(path) };
+        path.to_str().map(|path| trace::start(Path::new(path))).is_ok()
+    });
+    if traced.unwrap_or(false) { 0 } else { -1 }
+}

@@ -1,0 +1,263 @@
+//! From a call frame to a validated problem and borrowed buffers.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use burst_attention::host::array::HostArray;
+use burst_attention::host::ring::{BackwardBuffers, ForwardBuffers, RingBuffers};
+use burst_attention::{Dtype, Layout, Pass, Problem, Travels};
+
+use crate::attributes::Attributes;
+use crate::buffer::Buffer;
+use crate::data_type::DataType;
+use crate::error::{Error, Result};
+use crate::frame::CallFrame;
+use crate::rendezvous::Call;
+
+/// Ranks that a ring of one process may have; more is taken for a garbled attribute.
+const MAX_WORLD_SIZE: usize = 1 << 16;
+
+/// What is known when a program is compiled: the attributes of a call.
+#[derive(Debug, Clone, PartialEq)]
+pub struct CallSite {
+    pass: Pass,
+    world_size: usize,
+    layout: Layout,
+    causal: bool,
+    softmax_scale: f32,
+    travels: Option<Travels>,
+    axis: Arc<str>,
+}
+
+/// One rank's memory, of either pass.
+#[derive(Debug)]
+pub enum RankBuffers {
+    /// Of the forward pass.
+    Forward(Box<ForwardBuffers>),
+    /// Of the backward pass.
+    Backward(Box<BackwardBuffers>),
+}
+
+/// One rank's call.
+#[derive(Debug)]
+pub struct RankCall {
+    /// What all ranks share.
+    pub call: Call,
+    /// Rank and ring; `None` if there is nothing to compute, as then nobody needs to meet.
+    pub place: Option<[i32; 2]>,
+    /// Its memory.
+    pub buffers: RankBuffers,
+}
+
+impl CallSite {
+    /// Reads the attributes.
+    ///
+    /// # Errors
+    /// If one is missing, of another type or out of range.
+    pub fn decode(attributes: &Attributes<'_>, pass: Pass) -> Result<CallSite> {
+        let world_size = attributes.get::<i64>("world_size")?;
+        let travels = match pass {
+            Pass::Forward => None,
+            Pass::Backward => match attributes.get::<&str>("backward")? {
+                "auto" => None,
+                "keys" => Some(Travels::Keys),
+                "queries" => Some(Travels::Queries),
+                other => {
+                    let got = format!("{other:?}");
+                    return Err(Error::mismatch("backward", "auto, keys or queries", got));
+                }
+            },
+        };
+        Ok(CallSite {
+            pass,
+            world_size: usize::try_from(world_size)
+                .ok()
+                .filter(|size| (1..=MAX_WORLD_SIZE).contains(size))
+                .ok_or_else(|| {
+                    let expected = format!("from 1 to {MAX_WORLD_SIZE}");
+                    Error::mismatch("world_size", expected, world_size)
+                })?,
+            layout: attributes.get::<&str>("layout")?.parse()?,
+            causal: attributes.get("is_causal")?,
+            softmax_scale: attributes.get("softmax_scale")?,
+            travels,
+            axis: attributes.get::<&str>("axis_name")?.into(),
+        })
+    }
+
+    /// Reads operands and results of one rank's call.
+    ///
+    /// # Errors
+    /// If they do not fit each other, or the core does not take the problem.
+    pub fn decode_call(&self, frame: &CallFrame<'_>) -> Result<RankCall> {
+        match self.pass {
+            Pass::Forward => self.forward(frame),
+            Pass::Backward => self.backward(frame),
+        }
+    }
+
+    fn forward(&self, frame: &CallFrame<'_>) -> Result<RankCall> {
+        let [q, k, v, place] = frame.arguments()?;
+        let [o, lse] = frame.results()?;
+        let shapes = self.shapes(&q, &k)?;
+        let buffers = ForwardBuffers {
+            q: shapes.query("query", &q)?,
+            k: shapes.key("key", &k)?,
+            v: shapes.key("value", &v)?,
+            o: shapes.output(&o)?,
+            lse: shapes.rows("lse", &lse)?,
+        };
+        self.rank_call(shapes.problem, &place, RankBuffers::Forward(Box::new(buffers)))
+    }
+
+    fn backward(&self, frame: &CallFrame<'_>) -> Result<RankCall> {
+        let [q, k, v, o, lse, dout, dlse, place] = frame.arguments()?;
+        let [dq, dk, dv] = frame.results()?;
+        let shapes = self.shapes(&q, &k)?;
+        let buffers = BackwardBuffers {
+            q: shapes.query("query", &q)?,
+            k: shapes.key("key", &k)?,
+            v: shapes.key("value", &v)?,
+            o: shapes.output(&o)?,
+            lse: shapes.rows("lse", &lse)?,
+            dout: shapes.query("dout", &dout)?,
+            dlse: shapes.rows("dlse", &dlse)?,
+            dq: shapes.query("dq", &dq)?,
+            dk: shapes.key("dk", &dk)?,
+            dv: shapes.key("dv", &dv)?,
+        };
+        self.rank_call(shapes.problem, &place, RankBuffers::Backward(Box::new(buffers)))
+    }
+
+    fn rank_call(
+        &self,
+        problem: Problem,
+        place: &Buffer,
+        buffers: RankBuffers,
+    ) -> Result<RankCall> {
+        let empty = problem.batch == 0 || problem.q_len == 0;
+        let place = if empty { None } else { Some(read_place(place)?) };
+        let call =
+            Call { problem, pass: self.pass, travels: self.travels, axis: self.axis.clone() };
+        Ok(RankCall { call, place, buffers })
+    }
+
+    /// The problem that `q` and `k` pose.
+    fn shapes(&self, q: &Buffer, k: &Buffer) -> Result<Shapes> {
+        let (outer, [q_len, heads, head_dim]) = split("query", q)?;
+        let (k_outer, [kv_len, kv_heads, k_dim]) = split("key", k)?;
+        if outer != k_outer || head_dim != k_dim {
+            let expected = format!("{outer:?} + [length, heads, {head_dim}], as query's");
+            return Err(Error::mismatch("shape of key", expected, format!("{:?}", k.dims)));
+        }
+        let Some(dtype) = q.dtype.activation() else {
+            return Err(Error::mismatch("dtype of query", "float32, bfloat16 or float16", q.dtype));
+        };
+        let problem = Problem {
+            // The number of elements was checked to fit, so this does not overflow, unless there
+            // are none at all.
+            batch: outer.iter().fold(1, |product, &dim| product.wrapping_mul(dim)),
+            q_len,
+            kv_len,
+            heads,
+            kv_heads,
+            head_dim,
+            dtype,
+            causal: self.causal,
+            softmax_scale: self.softmax_scale,
+            layout: self.layout,
+            world_size: self.world_size,
+        };
+        problem.validate()?;
+        Ok(Shapes { problem, outer: outer.to_vec() })
+    }
+}
+
+/// Shapes that all operands of a call must have.
+struct Shapes {
+    problem: Problem,
+    /// Leading dimensions, of which the last is the batch and the others come from vmap.
+    outer: Vec<usize>,
+}
+
+impl Shapes {
+    fn query(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
+        let Problem { q_len, heads, head_dim, dtype, .. } = self.problem;
+        self.array(name, buffer, dtype, &[q_len, heads, head_dim])
+    }
+
+    /// The output of the forward pass may keep float32.
+    fn output(&self, buffer: &Buffer) -> Result<HostArray> {
+        let Problem { q_len, heads, head_dim, dtype, .. } = self.problem;
+        let kept = buffer.dtype.activation() == Some(Dtype::F32);
+        let dtype = if kept { Dtype::F32 } else { dtype };
+        self.array("out", buffer, dtype, &[q_len, heads, head_dim])
+    }
+
+    fn key(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
+        let Problem { kv_len, kv_heads, head_dim, dtype, .. } = self.problem;
+        self.array(name, buffer, dtype, &[kv_len, kv_heads, head_dim])
+    }
+
+    fn rows(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
+        self.array(name, buffer, Dtype::F32, &[self.problem.q_len, self.problem.heads])
+    }
+
+    fn array(
+        &self,
+        name: &str,
+        buffer: &Buffer,
+        dtype: Dtype,
+        inner: &[usize],
+    ) -> Result<HostArray> {
+        let ptr: NonNull<u8> = buffer.typed(name, dtype.into())?.data(name)?;
+        let expected = [&self.outer, inner].concat();
+        if buffer.dims != expected {
+            let (expected, got) = (format!("{expected:?}"), format!("{:?}", buffer.dims));
+            return Err(Error::mismatch(format!("shape of {name}"), expected, got));
+        }
+        let dim = inner.get(2).copied().unwrap_or(1);
+        Ok(HostArray::jax(ptr, dtype, [self.problem.batch, inner[0], inner[1], dim]))
+    }
+}
+
+/// Leading dimensions, and length, heads and head_dim.
+fn split<'a>(name: &str, buffer: &'a Buffer) -> Result<(&'a [usize], [usize; 3])> {
+    match buffer.dims.split_last_chunk::<3>() {
+        Some((outer, inner)) if !outer.is_empty() => Ok((outer, *inner)),
+        _ => {
+            let expected = "[batch, length, heads, head_dim]";
+            Err(Error::mismatch(format!("shape of {name}"), expected, format!("{:?}", buffer.dims)))
+        }
+    }
+}
+
+/// Rank and ring. vmap may have put dimensions in front, along which all entries are equal.
+fn read_place(place: &Buffer) -> Result<[i32; 2]> {
+    let data = place.typed("place", DataType::S32)?.data("place")?;
+    if place.dims.last() != Some(&2) || place.elements() == 0 {
+        let got = format!("{:?}", place.dims);
+        return Err(Error::mismatch("shape of place", "[..., 2]: rank and ring", got));
+    }
+    // SAFETY: the buffer holds at least two int32, and on the host platform it is host memory.
+    Ok(unsafe { data.cast::<[i32; 2]>().read_unaligned() })
+}
+
+/// Puts the ranks' memory together; all are of the same pass.
+///
+/// # Errors
+/// If they are not.
+pub fn gather(ranks: Vec<RankBuffers>) -> Result<RingBuffers> {
+    let (mut forward, mut backward) = (Vec::new(), Vec::new());
+    for rank in ranks {
+        match rank {
+            RankBuffers::Forward(buffers) => forward.push(*buffers),
+            RankBuffers::Backward(buffers) => backward.push(*buffers),
+        }
+    }
+    match (forward.is_empty(), backward.is_empty()) {
+        (false, true) => Ok(RingBuffers::Forward(forward)),
+        (true, false) => Ok(RingBuffers::Backward(backward)),
+        _ => Err(Error::mismatch("pass of a ring", "one for all ranks", "both or none")),
+    }
+}

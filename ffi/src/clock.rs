@@ -1,0 +1,70 @@
+//! A clock that stands still while rings compute.
+
+use std::time::{Duration, Instant};
+
+/// Measures the time in which no ring of the process computes. Ranks that are late because other
+/// rings keep the cores busy are not missing, so only idle time counts against them.
+#[derive(Debug)]
+pub struct IdleClock {
+    idle: Duration,
+    idle_since: Instant,
+    computing: usize,
+}
+
+impl IdleClock {
+    /// Starts at zero, with no ring computing.
+    pub fn new(now: Instant) -> IdleClock {
+        IdleClock { idle: Duration::ZERO, idle_since: now, computing: 0 }
+    }
+
+    /// What the clock shows at `now`.
+    pub fn read(&self, now: Instant) -> Duration {
+        if self.stands() {
+            self.idle
+        } else {
+            self.idle + now.saturating_duration_since(self.idle_since)
+        }
+    }
+
+    /// Does any ring compute?
+    pub fn stands(&self) -> bool {
+        self.computing > 0
+    }
+
+    /// A ring begins to compute.
+    pub fn stop(&mut self, now: Instant) {
+        self.idle = self.read(now);
+        self.computing += 1;
+    }
+
+    /// A ring is through.
+    ///
+    /// # Panics
+    /// If none was computing.
+    pub fn resume(&mut self, now: Instant) {
+        self.computing = self.computing.checked_sub(1).expect("a ring computes");
+        self.idle_since = now;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_only_while_no_ring_computes() {
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut clock = IdleClock::new(start);
+        assert_eq!(clock.read(at(2)), Duration::from_secs(2));
+        clock.stop(at(3));
+        clock.stop(at(5));
+        assert_eq!(clock.read(at(6)), Duration::from_secs(3));
+        clock.resume(at(7));
+        assert!(clock.stands());
+        assert_eq!(clock.read(at(8)), Duration::from_secs(3));
+        clock.resume(at(10));
+        assert!(!clock.stands());
+        assert_eq!(clock.read(at(14)), Duration::from_secs(7));
+    }
+}

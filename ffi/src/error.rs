@@ -1,0 +1,145 @@
+//! What can go wrong between XLA and the core, and the XLA error code of each.
+
+use std::any::Any;
+use std::time::Duration;
+
+use crate::sys;
+
+/// Errors of the boundary. Messages say what was expected and what came.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A structure that the runtime passed does not look as the header says.
+    #[error("XLA passed a malformed {what}: expected {expected}, got {got}")]
+    Malformed {
+        /// The structure or field.
+        what: String,
+        /// What the header promises.
+        expected: String,
+        /// What came.
+        got: String,
+    },
+    /// An operand, result or attribute of the custom call is not what the target takes.
+    #[error("{name} must be {expected}, got {got}")]
+    Mismatch {
+        /// The operand, result or attribute.
+        name: String,
+        /// What the target takes.
+        expected: String,
+        /// What came.
+        got: String,
+    },
+    /// The runtime does not offer something that is needed.
+    #[error(
+        "this runtime has XLA FFI {major}.{minor} without {missing}; burst_attention needs 0.4 or \
+         newer: install jaxlib 0.11.2 or newer"
+    )]
+    OldRuntime {
+        /// Major version of the runtime's interface.
+        major: i32,
+        /// Minor version of the runtime's interface.
+        minor: i32,
+        /// The function that it lacks.
+        missing: &'static str,
+    },
+    /// A function of the runtime failed.
+    #[error("{call} failed: {message}")]
+    Runtime {
+        /// The function.
+        call: &'static str,
+        /// What the runtime says.
+        message: String,
+    },
+    /// Ranks of one ring came with different calls, or with places that can't be.
+    #[error("the ranks of ring {ring} over {axis} disagree: {what}")]
+    Disagreement {
+        /// Name of the mesh axis, as the user wrote it.
+        axis: String,
+        /// Which ring.
+        ring: i32,
+        /// The contradiction.
+        what: String,
+    },
+    /// Some ranks of a ring never came.
+    #[error(
+        "attention over {axis}, ring {ring}: {missing} of {world_size} did not reach the call \
+         within {limit:?} of the first; {arrived} did. Likely causes: the call stands under \
+         lax.cond or lax.switch and only some devices take that branch (compute it on every \
+         device and select the result instead), or a device failed before it. If devices are \
+         merely slow, raise BURST_ATTENTION_RANK_TIMEOUT_S"
+    )]
+    MissingRanks {
+        /// Name of the mesh axis, as the user wrote it.
+        axis: String,
+        /// Which ring.
+        ring: i32,
+        /// Length of the ring.
+        world_size: usize,
+        /// Ranks that did not come, in words.
+        missing: String,
+        /// Ranks that came, in words.
+        arrived: String,
+        /// How long was waited, not counting time in which rings computed.
+        limit: Duration,
+    },
+    /// A call was given up before its ring was through; a bug of this library if it is ever seen.
+    #[error("the call was given up before its ring was through")]
+    Abandoned,
+    /// The core refused or failed.
+    #[error(transparent)]
+    Core(#[from] burst_attention::Error),
+    /// A bug: the library panicked.
+    #[error("burst_attention panicked: {0}; please report this as a bug")]
+    Panic(String),
+}
+
+/// Result with the boundary's [`enum@Error`].
+pub type Result<T> = std::result::Result<T, Error>;
+
+impl Error {
+    /// A mismatch between what a target takes and what came.
+    pub fn mismatch(
+        name: impl Into<String>,
+        expected: impl Into<String>,
+        got: impl ToString,
+    ) -> Error {
+        Error::Mismatch { name: name.into(), expected: expected.into(), got: got.to_string() }
+    }
+
+    /// A structure that contradicts the header.
+    pub fn malformed(
+        what: impl Into<String>,
+        expected: impl Into<String>,
+        got: impl ToString,
+    ) -> Error {
+        Error::Malformed { what: what.into(), expected: expected.into(), got: got.to_string() }
+    }
+
+    /// From what [`std::panic::catch_unwind`] caught.
+    pub fn panic(payload: Box<dyn Any + Send>) -> Error {
+        let text = payload
+            .downcast_ref::<&str>()
+            .map(|text| (*text).to_string())
+            .or_else(|| payload.downcast_ref::<String>().cloned());
+        Error::Panic(text.unwrap_or_else(|| "no message".into()))
+    }
+
+    /// The code under which XLA reports it.
+    pub fn code(&self) -> sys::XLA_FFI_Error_Code {
+        match self {
+            Error::Malformed { .. } | Error::Mismatch { .. } | Error::Disagreement { .. } => {
+                sys::XLA_FFI_Error_Code_INVALID_ARGUMENT
+            }
+            Error::OldRuntime { .. } => sys::XLA_FFI_Error_Code_UNIMPLEMENTED,
+            Error::MissingRanks { .. } => sys::XLA_FFI_Error_Code_DEADLINE_EXCEEDED,
+            Error::Abandoned => sys::XLA_FFI_Error_Code_ABORTED,
+            Error::Core(
+                burst_attention::Error::InvalidProblem { .. }
+                | burst_attention::Error::WrongDtype { .. },
+            ) => sys::XLA_FFI_Error_Code_INVALID_ARGUMENT,
+            Error::Runtime { .. } | Error::Core(_) | Error::Panic(_) => {
+                sys::XLA_FFI_Error_Code_INTERNAL
+            }
+        }
+    }
+}
