@@ -1,0 +1,107 @@
+# BurstAttention: every task of the repository, the same here and in CI. `make help` lists them.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory --no-builtin-rules
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PACKAGE := jax_plugin/burst_attention
+LIBRARY := $(PACKAGE)/libburst_attention_ffi.so
+PYTHON_BENCH := $(PY)
+TARGET := $(if $(CARGO_TARGET_DIR),$(CARGO_TARGET_DIR),target)
+RUST := Cargo.toml Cargo.lock $(shell find $(wildcard src ffi kernels) -name '*.rs' -o -name '*.toml')
+
+# Crates' build scripts look for $PYTHON before the project's own one; PYTHON here only makes .venv.
+unexport PYTHON
+export PYTHONDONTWRITEBYTECODE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export CARGO_TERM_PROGRESS_WHEN := never
+SAY = @printf '\n\033[1m== %s\033[0m\n'
+
+.PHONY: help build demo test test-full test-wheel wheel bench lint lint-rust lint-python format clean
+.PHONY: test-rust test-ffi test-python
+
+help:  ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 19
+
+build: $(LIBRARY) $(VENV)/installed  ## make .venv, compile, install; all others imply it
+
+demo: build  ## train a transformer, its sequence sharded over 8 devices; flags in DEMO="--steps 9"
+	$(SAY) "demo: training over 8 CPU devices"
+	@$(PY) examples/train_long_context.py $(DEMO)
+
+test: build lint test-rust test-ffi test-python  ## all tests and lint
+	$(SAY) "all tests passed"
+
+test-full: PYTEST += --full
+test-full: test  ## the same with the whole product of the correctness cases (hours)
+
+test-rust:
+	$(SAY) "core: cargo test"
+	@cargo test --quiet
+
+test-ffi: $(VENV)/ready
+	$(SAY) "XLA custom calls: cargo test, and the decoder against XLA's own C++ header"
+	@cargo test --quiet -p burst-attention-ffi -p burst-attention-decode-check
+
+test-python: build
+	$(SAY) "Python: pytest, on 8 CPU devices (PYTEST=... adds arguments)"
+	@$(PY) -m pytest $(PYTEST)
+
+lint: lint-rust lint-python  ## rustfmt, clippy, ruff, mypy
+
+lint-rust: $(VENV)/ready
+	$(SAY) "lint: rustfmt, clippy"
+	@cargo fmt --all --check
+	@cargo clippy --quiet --workspace --all-targets -- -D warnings
+
+lint-python: $(VENV)/ready
+	$(SAY) "lint: ruff, mypy"
+	@$(VENV)/bin/ruff check --quiet
+	@$(VENV)/bin/ruff format --check --quiet || { $(VENV)/bin/ruff format --diff --quiet; exit 1; }
+	@$(VENV)/bin/mypy
+
+format: $(VENV)/ready  ## rustfmt, ruff: rewrite files
+	@cargo fmt --all
+	@$(VENV)/bin/ruff check --fix --quiet
+	@$(VENV)/bin/ruff format
+
+wheel: $(VENV)/ready  ## dist/*.whl, for any Python 3 on this kind of machine
+	$(SAY) "wheel"
+	@rm -rf dist
+	@$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist ./jax_plugin
+	@ls -sh dist
+
+test-wheel: wheel  ## install the wheel with the oldest and the newest JAX and run the tests
+	@for which in oldest newest; do .ci/test-wheel $(PY) $$which $(PYTEST); done
+
+bench: $(LIBRARY) $(VENV)/installed  ## measure; PYTHON_BENCH=... is a Python with torch
+	$(SAY) "benchmarks (BENCH=--quick: a look only)"
+	@cargo build --quiet --release -p burst-attention-peak
+	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/run.py \
+	    --peak $(TARGET)/release/burst-attention-peak $(BENCH)
+
+clean:  ## remove all that was made, .venv too
+	@rm -rf $(VENV) target dist out $(LIBRARY)
+
+# What needs making: the environment, the library in the package, the package in the environment.
+
+$(VENV)/ready: requirements/dev.txt requirements/constraints.txt
+	@.ci/check-tools
+	$(SAY) "Python packages into $(VENV) (once, about 500 MB)"
+	@.ci/make-venv $(VENV) "$(PYTHON)"
+	@$(PY) -m pip install --quiet -r requirements/dev.txt
+	@touch $@
+
+$(LIBRARY): $(RUST) $(VENV)/ready
+	$(SAY) "Rust library"
+	@cargo build --quiet --release -p burst-attention-ffi
+	@cp $(TARGET)/release/$(@F) $@.new && mv $@.new $@
+
+$(VENV)/installed: jax_plugin/pyproject.toml $(PACKAGE)/_version.py $(VENV)/ready
+	@$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable jax_plugin
+	@touch $@

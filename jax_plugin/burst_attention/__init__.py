@@ -1,0 +1,30 @@
+"""Exact attention over a sequence that is sharded across devices.
+
+Inside ``jax.shard_map``, where arrays are one device's shard of the sequence, call `attention`;
+on global arrays under ``jit`` call `dot_product_attention`. Forward and backward are one XLA
+custom call each: chunks travel round the ring of devices while the arrived ones are computed, and
+nothing of size sequence × sequence exists anywhere.
+"""
+
+from burst_attention._attention import attention
+from burst_attention._checkpoint import save_attention
+from burst_attention._global import dot_product_attention
+from burst_attention._later import linear_attention, linear_attention_step, pad_sequence
+from burst_attention._layouts import from_layout, layout_positions, local_positions, to_layout
+from burst_attention._trace import trace
+from burst_attention._version import __version__
+
+__all__ = [
+    "__version__",
+    "attention",
+    "dot_product_attention",
+    "from_layout",
+    "layout_positions",
+    "linear_attention",
+    "linear_attention_step",
+    "local_positions",
+    "pad_sequence",
+    "save_attention",
+    "to_layout",
+    "trace",
+]

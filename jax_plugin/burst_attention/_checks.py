@@ -1,0 +1,262 @@
+"""Every check of arguments, and the words of every error.
+
+Messages say what was expected, what came and, where there is one, the way out.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from burst_attention._types import Backward, Layout, Schedule
+
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_HEAD_DIM = 256
+LAYOUTS: tuple[str, ...] = get_args(Layout)
+BACKWARDS: tuple[str, ...] = get_args(Backward)
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+SCHEDULES_NOW = ("auto", "ring")
+
+REFUSED = {
+    "bias": "the whole bias is a sequence × sequence array; alibi_slopes will cover linear biases",
+    "mask": "the whole mask is a sequence × sequence array; is_causal=True covers the causal one, "
+    "segment_ids and local_window_size will cover packed and windowed sequences",
+    "query_seq_lengths": "cut or pack sequences to the full length; with is_causal=True, padding "
+    "at the end is seen by no real token, so drop its rows of the output",
+    "key_value_seq_lengths": "cut or pack sequences to the full length; with is_causal=True, "
+    "padding at the end is seen by no real token",
+}
+
+LATER = {
+    "local_window_size": "full and causal attention work (is_causal)",
+    "segment_ids": "give each document its own batch entry, or attend across them (is_causal)",
+    "logits_soft_cap": "normalise queries and keys to bound the logits",
+    "sinks": "return_residual=True gives lse, and out · sigmoid(lse − sink) is attention with "
+    "a sink logit",
+    "alibi_slopes": "rotary embeddings with burst_attention.local_positions work",
+    "batch_axis": "rings along other mesh axes are found without it; leave it out",
+    "head_axis": "rings along other mesh axes are found without it; leave it out",
+}
+
+
+def refused_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raises for arguments of ``jax.nn.dot_product_attention`` that a ring can't honour."""
+    for name, instead in REFUSED.items():
+        if arguments.get(name) is not None:
+            raise NotImplementedError(
+                f"{name} of jax.nn.dot_product_attention is not supported over a sharded "
+                f"sequence: {instead}"
+            )
+
+
+def later_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raises for arguments of the interface that are not implemented yet."""
+    for name, instead in LATER.items():
+        if arguments.get(name) is not None:
+            raise NotImplementedError(f"{name} is not implemented yet; what works: {instead}")
+    rate = arguments.get("dropout_rate", 0.0)
+    if not isinstance(rate, numbers.Real):
+        raise TypeError(f"dropout_rate must be a Python number, got {_describe(rate)}")
+    if rate != 0:
+        raise NotImplementedError(
+            f"dropout_rate must be 0, got {rate}: dropout of attention weights is not implemented "
+            "yet; what works: dropout on the output"
+        )
+
+
+def choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Raises unless ``value`` is one of ``allowed``."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} must be one of {_listed(allowed)}, got {value!r}")
+
+
+def schedule(value: Any) -> None:
+    """Raises unless ``value`` is a schedule that exists."""
+    choice("schedule", value, SCHEDULES)
+    if value not in SCHEDULES_NOW:
+        raise NotImplementedError(
+            f"schedule={value!r} is not implemented yet; what works: {_listed(SCHEDULES_NOW)}"
+        )
+
+
+def flag(name: str, value: Any) -> bool:
+    """A static bool."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False while tracing, got {_describe(value)}")
+    return bool(value)
+
+
+def softmax_scale(scale: Any, head_dim: int) -> float:
+    """The factor on q·k: ``scale``, by default head_dim^-0.5."""
+    if scale is None:
+        return float(head_dim**-0.5)
+    is_scalar = isinstance(scale, numbers.Real | np.generic)
+    if not is_scalar or isinstance(scale, bool | np.bool_):
+        raise TypeError(
+            f"scale must be a Python number, since it is compiled into the program, "
+            f"got {_describe(scale)}; multiply query by a traced factor instead"
+        )
+    if not math.isfinite(float(scale)):
+        raise ValueError(f"scale must be finite, got {scale}")
+    return float(scale)
+
+
+def arrays(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The three inputs as arrays, with their ranks, dtypes and heads checked."""
+    named = {"query": query, "key": key, "value": value}
+    for name, x in named.items():
+        if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+            raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+        if str(x.dtype) not in DTYPES:
+            raise TypeError(
+                f"{name} must be {_listed(DTYPES, quote=False)}, got {x.dtype}{_cast(x)}"
+            )
+        if len(x.shape) != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions [batch, seq, heads, head_dim], got shape "
+                f"{tuple(x.shape)}{_rank_hint(x)}"
+            )
+    if not query.dtype == key.dtype == value.dtype:
+        raise TypeError(
+            f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and "
+            f"{value.dtype}; cast them to the one to compute with"
+        )
+    _shapes(tuple(query.shape), tuple(key.shape), tuple(value.shape))
+    return jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+
+
+def _shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> None:
+    if key != value:
+        raise ValueError(f"key and value must have one shape, got {key} and {value}")
+    batch, q_len, heads, head_dim = query
+    kv_batch, kv_len, kv_heads, kv_dim = key
+    if batch != kv_batch:
+        raise ValueError(f"query and key must have one batch size, got {batch} and {kv_batch}")
+    if head_dim != kv_dim:
+        raise ValueError(f"query and key must have one head_dim, got {head_dim} and {kv_dim}")
+    if heads == 0 or kv_heads == 0:
+        raise ValueError(f"heads must be at least 1, got {heads} of query and {kv_heads} of key")
+    if heads % kv_heads:
+        raise ValueError(
+            f"query heads must be a multiple of key/value heads (query head h uses key/value head "
+            f"h // group_size), got {heads} and {kv_heads}"
+        )
+    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+        pad = (
+            "; pad query, key and value with zeros, drop these columns from the output, and pass "
+            f"scale={head_dim}**-0.5"
+        )
+        raise ValueError(
+            f"head_dim must be a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {head_dim}"
+            f"{pad if 0 < head_dim < MAX_HEAD_DIM else ''}"
+        )
+    if q_len != kv_len:
+        raise NotImplementedError(
+            f"query and key must have one length, got {q_len} and {kv_len}: cross attention is "
+            "not implemented yet"
+        )
+
+
+def shard_length(length: int, layout: str) -> None:
+    """Raises for a shard that ``layout`` can't cut."""
+    if layout == "zigzag" and length % 2:
+        raise ValueError(
+            f"tokens per device must be even in layout 'zigzag' (a shard is two chunks), got "
+            f"{length}; use layout 'striped' or a sequence divisible by twice the ring's size"
+        )
+
+
+def axis(name: Any) -> str:
+    """The name of one mesh axis."""
+    if isinstance(name, tuple | list):
+        raise NotImplementedError(
+            f"axis_name must be one mesh axis, got {name!r}: double rings over a pair of axes are "
+            "not implemented yet; reshape the mesh so that one axis holds the sequence"
+        )
+    if not isinstance(name, str):
+        raise TypeError(f"axis_name must be the name of a mesh axis, got {_describe(name)}")
+    return name
+
+
+def ring_mesh(axis_name: str, caller: str = "attention") -> jax.sharding.AbstractMesh:
+    """The mesh of the surrounding ``shard_map``, in which a ring along ``axis_name`` can run."""
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = mesh.manual_axes
+    if not manual:
+        raise ValueError(
+            f"{caller} must be called inside jax.shard_map, which gives axis_name={axis_name!r} "
+            "its devices (a vmap axis has none); on global arrays use "
+            "burst_attention.dot_product_attention"
+        )
+    if axis_name not in manual:
+        raise ValueError(
+            f"axis_name must be an axis of the surrounding jax.shard_map, one of "
+            f"{_listed(manual)}, got {axis_name!r}"
+        )
+    return mesh
+
+
+def all_axes_manual(mesh: jax.sharding.AbstractMesh) -> None:
+    """Raises where the surrounding ``shard_map`` leaves axes to the compiler."""
+    left = [name for name in mesh.axis_names if name not in mesh.manual_axes]
+    left = [name for name in left if mesh.shape[name] > 1]
+    if left:
+        raise ValueError(
+            f"every mesh axis must be manual in the surrounding jax.shard_map, but {_listed(left)} "
+            f"{'is' if len(left) == 1 else 'are'} not: the compiler would gather batch and heads "
+            "along them. Leave out axis_names of shard_map and name these axes in in_specs and "
+            "out_specs, or call burst_attention.dot_product_attention on global arrays"
+        )
+
+
+def devices(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> None:
+    """Raises for a mesh whose devices no ring can run on."""
+    platform = _platform(mesh)
+    if platform not in (None, "cpu"):
+        raise NotImplementedError(
+            f"burst_attention runs on CPU devices only so far, got a mesh of {platform} devices; "
+            "make the mesh of jax.devices('cpu')"
+        )
+    if isinstance(mesh, jax.sharding.Mesh):
+        several = mesh.is_multi_process
+    else:
+        several = jax.process_count() > 1 and mesh.size > jax.local_device_count()
+    if several:
+        raise NotImplementedError(
+            "a mesh over the CPU devices of several processes is not implemented yet; what works: "
+            "one process with as many devices (XLA_FLAGS=--xla_force_host_platform_device_count=8)"
+        )
+
+
+def _platform(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> str | None:
+    if isinstance(mesh, jax.sharding.Mesh):
+        return str(mesh.devices.flat[0].platform)
+    device = mesh.abstract_device
+    return None if device is None else str(device.platform)
+
+
+def _listed(values: Any, quote: bool = True) -> str:
+    words = [repr(value) if quote else str(value) for value in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, jax.core.Tracer):
+        return f"a traced array {jax.typeof(value)}"
+    return f"{value!r} ({type(value).__name__})"
+
+
+def _cast(x: Any) -> str:
+    if str(x.dtype) == "float64":
+        return "; cast to float32 (accumulation is float32 and does not lose with length)"
+    return ""
+
+
+def _rank_hint(x: Any) -> str:
+    return "; add a batch dimension with x[None]" if len(x.shape) == 3 else ""

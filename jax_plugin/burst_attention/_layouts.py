@@ -1,0 +1,155 @@
+# ruff: noqa: F722  (shapes in annotations are not Python)
+"""Which global position lies where, and reordering arrays accordingly.
+
+For ``axis_size`` devices and ``seq_len`` tokens in all:
+
+- ``contiguous``: device r holds the r-th of axis_size equal parts.
+- ``zigzag``: the sequence is cut into 2 · axis_size chunks; device r holds chunks r and
+  2 · axis_size − 1 − r, so causal work is equal on all devices.
+- ``striped``: device r holds positions r, r + axis_size, r + 2 · axis_size, …
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from burst_attention import _checks
+from burst_attention._types import Layout
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int, Int32
+
+AnyArray = TypeVar("AnyArray", np.ndarray, jax.Array)
+
+
+def layout_positions(
+    seq_len: int, axis_size: int, layout: Layout, rank: int | None = None
+) -> Int[np.ndarray, " tokens"]:
+    """Global position of every token in storage order, on the host: for data loaders.
+
+    ``tokens[layout_positions(...)]`` is what `to_layout` makes of ``tokens``.
+
+    Args:
+      seq_len: tokens in all; a multiple of axis_size, for ``zigzag`` of twice that.
+      axis_size: devices along the sequence.
+      layout: ``contiguous``, ``zigzag`` or ``striped``.
+      rank: only this device's positions, ``[seq_len / axis_size]``.
+
+    Returns:
+      int64 ``[seq_len]``, or of one device.
+
+    Raises:
+      ValueError: for a length that doesn't divide, a wrong rank or layout.
+    """
+    _check(seq_len, axis_size, layout)
+    positions = np.arange(seq_len, dtype=np.int64)
+    if layout == "zigzag":
+        chunks = positions.reshape(2, axis_size, -1)
+        shards = np.concatenate([chunks[0], chunks[1, ::-1]], axis=1)
+    elif layout == "striped":
+        shards = positions.reshape(-1, axis_size).T
+    else:
+        shards = positions.reshape(axis_size, -1)
+    if rank is None:
+        return shards.reshape(-1)
+    if not 0 <= operator.index(rank) < axis_size:
+        raise ValueError(f"rank must be from 0 to {axis_size - 1}, got {rank}")
+    return shards[rank].copy()
+
+
+def local_positions(
+    seq_len_local: int, *, axis_name: str, layout: Layout = "contiguous"
+) -> Int32[Array, " seq"]:
+    """Global positions of this device's tokens, inside ``jax.shard_map``: for rotary embeddings.
+
+    Args:
+      seq_len_local: tokens of this device.
+      axis_name: mesh axis along which the sequence is sharded.
+      layout: ``contiguous``, ``zigzag`` or ``striped``.
+
+    Returns:
+      int32 ``[seq_len_local]``, varying over ``axis_name``.
+
+    Raises:
+      ValueError: outside ``shard_map``, or for an odd length with ``zigzag``.
+    """
+    axis_name = _checks.axis(axis_name)
+    mesh = _checks.ring_mesh(axis_name, "local_positions")
+    _checks.choice("layout", layout, _checks.LAYOUTS)
+    _checks.shard_length(seq_len_local, layout)
+    axis_size, rank = mesh.shape[axis_name], lax.axis_index(axis_name)
+    local = jnp.arange(seq_len_local, dtype=jnp.int32)
+    if layout == "striped":
+        return rank + axis_size * local
+    if layout == "zigzag":
+        half = seq_len_local // 2
+        late = 2 * axis_size - 1 - rank
+        return jnp.where(local < half, rank * half + local, late * half + local - half)
+    return rank * seq_len_local + local
+
+
+def to_layout(x: AnyArray, axis_size: int, layout: Layout, axis: int = 1) -> AnyArray:
+    """Reorders a global array so that equal shards of ``axis`` hold what ``layout`` says.
+
+    Args:
+      x: global array in the order of the sequence, numpy or jax.
+      axis_size: devices along the sequence.
+      layout: ``contiguous`` (no change), ``zigzag`` or ``striped``.
+      axis: the sequence in x.
+
+    Returns:
+      numpy for numpy, jax for jax. A jax array keeps its sharding; under ``jit`` that holds on
+      Explicit mesh axes, while on Auto ones the compiler decides
+      (``jax.lax.with_sharding_constraint`` tells it).
+
+    Raises:
+      ValueError: for a length that doesn't divide, or an unknown layout.
+    """
+    return _reorder(x, axis_size, layout, axis, inverse=False)
+
+
+def from_layout(x: AnyArray, axis_size: int, layout: Layout, axis: int = 1) -> AnyArray:
+    """Back to the order of the sequence: the exact inverse of `to_layout`, same arguments."""
+    return _reorder(x, axis_size, layout, axis, inverse=True)
+
+
+def _reorder(x: Any, axis_size: int, layout: Layout, axis: int, *, inverse: bool) -> Any:
+    if not isinstance(x, np.ndarray | jax.Array):
+        raise TypeError(f"x must be a numpy or jax array, got {type(x).__name__}")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis must be one of the {x.ndim} dimensions of x, got {axis}")
+    positions = layout_positions(x.shape[axis], axis_size, layout)
+    if layout == "contiguous":
+        return x
+    order = np.argsort(positions) if inverse else positions
+    if isinstance(x, np.ndarray):
+        return np.take(x, order, axis)
+    index = (slice(None),) * (axis % x.ndim) + (order,)
+    # Each token is taken once: the transpose is a scatter without collisions.
+    taken = x.at[index].get(
+        mode="promise_in_bounds", unique_indices=True, out_sharding=_explicit_sharding(x)
+    )
+    return taken if isinstance(x, jax.core.Tracer) else jax.device_put(taken, x.sharding)
+
+
+def _explicit_sharding(x: jax.Array) -> jax.sharding.NamedSharding | None:
+    sharding = jax.typeof(x).sharding
+    return None if sharding.mesh.empty or not sharding.mesh.explicit_axes else sharding
+
+
+def _check(seq_len: int, axis_size: int, layout: str) -> None:
+    _checks.choice("layout", layout, _checks.LAYOUTS)
+    if operator.index(axis_size) < 1:
+        raise ValueError(f"axis_size must be at least 1, got {axis_size}")
+    parts = 2 * axis_size if layout == "zigzag" else axis_size
+    if operator.index(seq_len) < 0 or seq_len % parts:
+        raise ValueError(
+            f"the sequence must be a multiple of {parts} tokens for layout {layout!r} on "
+            f"{axis_size} devices, got {seq_len}; cut it or pad it at the end"
+        )

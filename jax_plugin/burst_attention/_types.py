@@ -1,0 +1,35 @@
+"""Names for the values that the public functions take."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias, TypedDict
+
+Layout: TypeAlias = Literal["contiguous", "zigzag", "striped"]
+"""Which global positions a rank holds."""
+
+Schedule: TypeAlias = Literal["auto", "ring", "balanced", "all_gather", "ulysses", "hybrid"]
+"""How chunks meet: today a ring."""
+
+Backward: TypeAlias = Literal["auto", "keys", "queries"]
+"""What travels in the backward ring."""
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Keyword arguments that `attention` and `dot_product_attention` share."""
+
+    is_causal: bool
+    scale: float | None
+    query_seq_lengths: None
+    key_value_seq_lengths: None
+    local_window_size: int | tuple[int, int] | None
+    segment_ids: Any
+    logits_soft_cap: float | None
+    sinks: Any
+    alibi_slopes: Any
+    dropout_rate: float
+    dropout_key: Any
+    batch_axis: str | None
+    head_axis: str | None
+    layout: Layout
+    schedule: Schedule
+    backward: Backward

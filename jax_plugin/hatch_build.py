@@ -1,0 +1,104 @@
+"""Build hook of the wheel: compiles the Rust library and names the platform it runs on.
+
+The library is a plain C library that Python loads with ctypes, so one wheel serves every Python 3.
+Its tag is `py3-none-manylinux_2_X_<machine>`; X is the newest glibc that the library asks for.
+"""
+
+import os
+import platform
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+LIBRARY = "libburst_attention_ffi.so"
+
+
+class CustomBuildHook(BuildHookInterface[Any]):
+    """Puts the library into the package and the right tag on the wheel."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Called by hatchling before it collects files; `version` is `standard` or `editable`."""
+        if version == "editable":  # `make build` keeps the library in the source tree up to date
+            return
+        root = Path(self.root)
+        target = root / "burst_attention" / LIBRARY
+        # To a new file, then renamed: a process that has the old one loaded keeps it.
+        built = shutil.copyfile(compile_library(root.parent), target.with_suffix(".new"))
+        built.replace(target)
+        build_data["artifacts"].append(f"burst_attention/{LIBRARY}")
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{platform_tag(target)}"
+
+
+def compile_library(repository: Path) -> Path:
+    """Run cargo, with the headers and libclang of the Python that builds; the library's path."""
+    if shutil.which("cargo") is None:
+        raise RuntimeError("building burst-attention needs a Rust toolchain, see https://rustup.rs")
+    folder = Path(os.environ.get("CARGO_TARGET_DIR", repository / "target"))
+    command = ["cargo", "build", "--release", "--locked", "-p", "burst-attention-ffi"]
+    environment = os.environ | {"PYTHON": sys.executable, "CARGO_TARGET_DIR": str(folder)}
+    subprocess.run(command, cwd=repository, env=environment, check=True)
+    return folder / "release" / LIBRARY
+
+
+def platform_tag(library: Path) -> str:
+    """`manylinux_2_X_<machine>` on Linux with glibc."""
+    glibc = max(glibc_versions(library.read_bytes()), default=(2, 17))
+    return f"manylinux_{glibc[0]}_{glibc[1]}_{platform.machine()}"
+
+
+class Section(NamedTuple):
+    """What is needed of an ELF section header, in its order there."""
+
+    kind: int
+    offset: int
+    size: int
+    link: int
+
+
+def glibc_versions(elf: bytes) -> set[tuple[int, int]]:
+    """The glibc versions (major, minor) that a 64-bit little-endian ELF file asks for.
+
+    They stand in its section of needed versions (SHT_GNU_verneed): a list of files, each with a
+    list of version names. See the gABI and the LSB's chapter on symbol versioning.
+    """
+    if elf[:6] != b"\x7fELF\x02\x01":
+        raise RuntimeError("expected a 64-bit little-endian ELF library: wheels are for Linux only")
+    (table,) = struct.unpack_from("<Q", elf, 0x28)
+    entry_size, count = struct.unpack_from("<HH", elf, 0x3A)
+    sections = [
+        Section(kind, offset, size, link)
+        for kind, offset, size, link in (
+            struct.unpack_from("<4xI16xQQI", elf, table + index * entry_size)
+            for index in range(count)
+        )
+    ]
+    found: set[tuple[int, int]] = set()
+    for section in sections:
+        if section.kind == 0x6FFFFFFE:  # SHT_GNU_verneed
+            for at in _needed(elf, section, sections[section.link]):
+                if version := re.match(rb"GLIBC_(\d+)\.(\d+)", elf[at : at + 32]):
+                    found.add((int(version[1]), int(version[2])))
+    return found
+
+
+def _needed(elf: bytes, section: Section, strings: Section) -> list[int]:
+    """Where the names of all needed versions stand in the file."""
+    offsets = []
+    file = section.offset
+    while True:
+        count, first, next_file = struct.unpack_from("<2xH4xII", elf, file)
+        version = file + first
+        for _ in range(count):
+            name, next_version = struct.unpack_from("<8xII", elf, version)
+            offsets.append(strings.offset + name)
+            version += next_version
+        if not next_file:
+            return offsets
+        file += next_file

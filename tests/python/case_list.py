@@ -1,0 +1,160 @@
+"""The shared list of cases, and the choice of them that the correctness tests run."""
+
+import itertools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE = Path(__file__).parents[1] / "cases.json"
+LARGEST = 4000**2 * 160
+"""What a case of the pairwise choice should cost the reference, where its pairs leave a choice."""
+EXPONENTIAL = 128
+"""Cost of a pair of query and key beside head_dim."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem over a mesh."""
+
+    name: str
+    batch: int
+    seq: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    causal: bool
+    layout: str
+    mesh: tuple[int, int, int]
+    variants: tuple[tuple[str, bool], ...]
+    """(backward, with a cotangent for lse), for each run against the same reference."""
+
+    @property
+    def q_shape(self):
+        return (self.batch, self.seq, self.heads, self.head_dim)
+
+    @property
+    def kv_shape(self):
+        return (self.batch, self.seq, self.kv_heads, self.head_dim)
+
+
+def correctness_cases(full=False):
+    """The named test cases, and of the values' product all or a pairwise-covering choice."""
+    content = json.loads(FILE.read_text())
+    named = [_named(entry) for entry in content["cases"] if "test" in entry["tags"]]
+    values = content["values"]
+    if not full:
+        return named + [_case([choice]) for choice in pairwise(values)]
+    inner = ("backward", "lse_cotangent")
+    outer = {name: values[name] for name in values if name not in inner}
+    variants = [
+        dict(zip(inner, v, strict=True)) for v in itertools.product(*map(values.get, inner))
+    ]
+    products = (dict(zip(outer, v, strict=True)) for v in itertools.product(*outer.values()))
+    return named + [_case([p | v for v in variants]) for p in products if _allowed(p)]
+
+
+def pairwise(values):
+    """A small set of choices in which every allowed pair of values occurs together: greedy.
+
+    Each choice starts from a pair not covered yet and takes, factor by factor, the value that
+    covers most new pairs, among equals the cheapest.
+    """
+    names = list(values)
+    pairs = [
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(names, 2)
+        for i, j in itertools.product(range(len(values[a])), range(len(values[b])))
+        if _allowed({a: values[a][i], b: values[b][j]})
+    ]
+    # Expensive pairs first: what is cheap joins them while they are few.
+    pairs.sort(key=lambda pair: -_cost({n: values[n][i] for n, i in pair}, values))
+    uncovered = dict.fromkeys(pairs)
+    while uncovered:
+        chosen = dict(next(iter(uncovered)))
+        for name in names:
+            if name not in chosen:
+                chosen[name] = _best_value(name, chosen, values, uncovered)
+        for pair in _pairs_of(chosen, names):
+            uncovered.pop(pair, None)
+        yield {name: values[name][chosen[name]] for name in names}
+
+
+def _best_value(name, chosen, values, uncovered):
+    names = list(values)
+
+    def rank(index):
+        candidate = chosen | {name: index}
+        picked = {n: values[n][i] for n, i in candidate.items()}
+        new = sum(pair in uncovered for pair in _pairs_of(candidate, names) if name in dict(pair))
+        cost = _cost(picked, values)
+        return (not _allowed(picked), max(cost, LARGEST), -new, cost, index)
+
+    return min(range(len(values[name])), key=rank)
+
+
+def _pairs_of(chosen, names):
+    items = [(name, chosen[name]) for name in names if name in chosen]
+    return itertools.combinations(items, 2)
+
+
+def _allowed(picked):
+    odd = picked.get("tokens_per_rank", 2) % 2
+    return not (odd and picked.get("layout") == "zigzag")
+
+
+def _cost(picked, values):
+    """Work of the reference, with the smallest value where none is picked yet."""
+    full = {name: picked.get(name, min(values[name], key=_size)) for name in values}
+    data, context, tensor = full["mesh"]
+    pairs = (context * full["tokens_per_rank"]) ** 2
+    return data * tensor * full["group_size"] * pairs * (full["head_dim"] + EXPONENTIAL)
+
+
+def _size(value):
+    return math.prod(value) if isinstance(value, list) else 0 if isinstance(value, str) else value
+
+
+def _case(choices):
+    first = choices[0]
+    data, context, tensor = first["mesh"]
+    seq = context * first["tokens_per_rank"]
+    few = seq <= 500
+    kv_heads = tensor * (2 if few and first["group_size"] < 8 else 1)
+    variants = tuple((choice["backward"], choice["lse_cotangent"]) for choice in choices)
+    words = [
+        "x".join(map(str, first["mesh"])),
+        first["layout"],
+        "causal" if first["causal"] else "full",
+        f"n{first['tokens_per_rank']}",
+        f"g{first['group_size']}",
+        f"d{first['head_dim']}",
+        first["dtype"],
+    ]
+    if len(variants) == 1:
+        words += [variants[0][0], "dlse" if variants[0][1] else "nodlse"]
+    return Case(
+        name="-".join(words),
+        batch=data * (2 if few else 1),
+        seq=seq,
+        heads=kv_heads * first["group_size"],
+        kv_heads=kv_heads,
+        head_dim=first["head_dim"],
+        dtype=first["dtype"],
+        causal=first["causal"],
+        layout=first["layout"],
+        mesh=tuple(first["mesh"]),
+        variants=variants,
+    )
+
+
+def _named(entry):
+    taken = ("batch", "heads", "kv_heads", "head_dim", "dtype", "causal", "layout")
+    return Case(
+        name=entry["name"],
+        seq=entry.get("seq") or entry["tokens_per_rank"] * entry["mesh"][1],
+        mesh=tuple(entry["mesh"]),
+        variants=((entry["backward"], True),),
+        **{name: entry[name] for name in taken},
+    )

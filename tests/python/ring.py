@@ -1,0 +1,67 @@
+"""Meshes, inputs and compiled runs that the tests share."""
+
+import burst_attention as ba
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+AXES = ("data", "context", "tensor")
+SPEC = P(*AXES, None)
+
+
+def mesh(*sizes, axis_type=AxisType.Auto):
+    """The first devices, as data × context × tensor."""
+    count = int(np.prod(sizes))
+    devices = np.array(jax.devices()[:count]).reshape(sizes)
+    return Mesh(devices, AXES, axis_types=(axis_type,) * 3)
+
+
+def line(size, axis_type=AxisType.Auto):
+    """A mesh whose one axis of more than one device is context."""
+    return mesh(1, size, 1, axis_type=axis_type)
+
+
+def normal(seed, *shapes, dtype="float32"):
+    """Standard normal numpy arrays, rounded to ``dtype``."""
+    generator = np.random.default_rng(seed)
+    dtype = jax.numpy.dtype(dtype)
+    return [generator.standard_normal(shape, dtype=np.float32).astype(dtype) for shape in shapes]
+
+
+def put(mesh, *arrays, spec=SPEC):
+    """Arrays on the mesh; the last entries of ``spec`` are dropped for smaller ranks."""
+    return [jax.device_put(x, NamedSharding(mesh, P(*spec[: x.ndim]))) for x in arrays]
+
+
+def sharded(mesh, check_vma=True, spec=SPEC, **options):
+    """`attention` as a function of global arrays."""
+    out_specs = (spec, P(*spec[:3])) if options.get("return_residual") else spec
+
+    def local(q, k, v):
+        return ba.attention(q, k, v, axis_name="context", **options)
+
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(spec,) * 3, out_specs=out_specs, check_vma=check_vma
+    )
+
+
+def gradients(function):
+    """Compiled (results, gradients) of ``function(q, k, v)`` for given cotangents."""
+
+    @jax.jit
+    def run(inputs, cotangents):
+        results, pullback = jax.vjp(function, *inputs)
+        return results, pullback(cotangents)
+
+    return run
+
+
+def stored(case_layout, size, *arrays):
+    """Arrays in the order of a layout."""
+    return [ba.to_layout(x, size, case_layout) for x in arrays]
+
+
+def restored(case_layout, size, *arrays):
+    """Back on the host, in the order of the sequence."""
+    return [ba.from_layout(np.asarray(x), size, case_layout) for x in arrays]

@@ -1,0 +1,259 @@
+"""Arguments that can't be served: a helpful error while tracing, or a defined result."""
+
+import burst_attention as ba
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ring
+from burst_attention import _checks, _ffi
+from jax.sharding import PartitionSpec as P
+
+
+def qkv(batch=1, seq=8, heads=4, kv_heads=2, dim=32, dtype="float32"):
+    shapes = [(batch, seq, heads, dim)] + [(batch, seq, kv_heads, dim)] * 2
+    return ring.normal(0, *shapes, dtype=dtype)
+
+
+def call(*arrays, spec=None, axis_name="context", **options):
+    """`attention` on two devices."""
+    spec = P(None, "context") if spec is None else spec
+
+    def local(*arrays):
+        return ba.attention(*arrays, axis_name=axis_name, **options)
+
+    return jax.shard_map(local, mesh=ring.line(2), in_specs=spec, out_specs=spec)(*arrays)
+
+
+def refused(kind, words, *arrays, **options):
+    with pytest.raises(kind, match=words):
+        call(*(arrays or qkv()), **options)
+
+
+@pytest.mark.parametrize("name", ["bias", "mask", "query_seq_lengths", "key_value_seq_lengths"])
+def test_arguments_of_jax_nn_name_the_alternative(name):
+    words = rf"{name} of jax.nn.dot_product_attention is not supported over a sharded.*: \w+"
+    refused(NotImplementedError, words, **{name: np.zeros(1)})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "local_window_size",
+        "segment_ids",
+        "logits_soft_cap",
+        "sinks",
+        "alibi_slopes",
+        "batch_axis",
+        "head_axis",
+    ],
+)
+def test_later_arguments_say_so(name):
+    refused(NotImplementedError, f"{name} is not implemented yet; what works: ", **{name: 1})
+
+
+def test_dropout():
+    refused(NotImplementedError, "dropout_rate must be 0, got 0.1", dropout_rate=0.1)
+    refused(TypeError, "dropout_rate must be a Python number", dropout_rate=jnp.ones(()))
+    q, k, v = qkv()
+    found = call(q, k, v, dropout_rate=0.0, dropout_key=jax.random.key(0))
+    assert np.array_equal(found, call(q, k, v))
+
+
+@pytest.mark.parametrize("name", ["linear_attention", "linear_attention_step", "pad_sequence"])
+def test_later_functions_say_so(name):
+    with pytest.raises(NotImplementedError, match=f"{name} is not implemented yet"):
+        getattr(ba, name)(*[None] * (4 if name.endswith("step") else 3))
+
+
+@pytest.mark.parametrize("schedule", ["balanced", "all_gather", "ulysses", "hybrid"])
+def test_later_schedules_say_so(schedule):
+    refused(NotImplementedError, "what works: 'auto' or 'ring'", schedule=schedule)
+
+
+def test_misspelt_choices_list_what_there_is():
+    refused(
+        ValueError,
+        "layout must be one of 'contiguous', 'zigzag' or 'striped', got 'zigzg'",
+        layout="zigzg",
+    )
+    refused(
+        ValueError, "backward must be one of 'auto', 'keys' or 'queries', got 'key'", backward="key"
+    )
+    refused(ValueError, "schedule must be one of .*'hybrid', got 'rings'", schedule="rings")
+    refused(ValueError, "layout must be one of .*, got None", layout=None)
+
+
+def test_wrong_rank():
+    q, k, v = qkv()
+    refused(
+        ValueError,
+        r"query must have 4 dimensions.*got shape \(8, 4, 32\).*x\[None\]",
+        q[0],
+        k[0],
+        v[0],
+        spec=P(),
+    )
+    refused(ValueError, "key must have 4 dimensions", q, k[None], v, spec=P())
+
+
+def test_shapes_that_do_not_match():
+    q, k, v = qkv()
+    refused(ValueError, r"key and value must have one shape", q, k, v[..., :16])
+    refused(ValueError, "one batch size, got 2 and 1", np.repeat(q, 2, 0), k, v)
+    refused(ValueError, "one head_dim, got 16 and 32", q[..., :16], k, v)
+    refused(ValueError, "multiple of key/value heads.*got 3 and 2", q[:, :, :3], k, v)
+    refused(NotImplementedError, "one length, got 3 and 4: cross attention", q[:, :6], k, v)
+    refused(ValueError, "heads must be at least 1, got 0 of query", q[:, :, :0], k, v)
+    refused(ValueError, "heads must be at least 1", q, k[:, :, :0], v[:, :, :0])
+
+
+@pytest.mark.parametrize("dim", [4, 36, 264, 0])
+def test_head_dim(dim):
+    pad = rf"; pad .* pass scale={dim}\*\*-0.5" if 0 < dim < 256 else ""
+    refused(ValueError, f"multiple of 8 from 8 to 256, got {dim}{pad}", *qkv(dim=dim))
+
+
+def test_dtypes():
+    q, k, v = qkv()
+    refused(
+        TypeError, "query must be float32, bfloat16 or float16, got int32", q.astype("int32"), k, v
+    )
+    refused(TypeError, "one dtype, got float32, bfloat16 and float32", q, k.astype("bfloat16"), v)
+    with pytest.raises(TypeError, match="query must be an array, got list"):
+        _checks.arrays([1.0], k, v)
+    with pytest.raises(TypeError, match="got float64; cast to float32"):
+        _checks.arrays(q.astype("float64"), k, v)
+
+
+def test_odd_zigzag_shard():
+    refused(
+        ValueError,
+        "even in layout 'zigzag'.*got 5; use layout 'striped'",
+        *qkv(seq=10),
+        layout="zigzag",
+    )
+
+
+def test_scale_and_flags_are_static():
+    refused(ValueError, "scale must be finite, got nan", scale=float("nan"))
+    refused(TypeError, "scale must be a Python number.*compiled into", scale="half")
+    refused(TypeError, "is_causal must be True or False", is_causal="yes")
+    refused(TypeError, "return_residual must be True or False", return_residual=1)
+    q, k, v = qkv()
+    with pytest.raises(TypeError, match=r"scale must be .* got a traced array ~float32\[\]"):
+        jax.jit(lambda s: call(q, k, v, scale=s))(1.0)
+    with pytest.raises(TypeError, match=r"is_causal must be True or False .* got a traced array"):
+        jax.jit(lambda c: call(q, k, v, is_causal=c))(True)
+    assert np.array_equal(call(q, k, v, scale=np.float32(0.5)), call(q, k, v, scale=0.5))
+
+
+def test_axis_names():
+    refused(
+        ValueError,
+        r"an axis of the surrounding jax.shard_map, one of 'data', .*got 'ring'",
+        axis_name="ring",
+    )
+    refused(NotImplementedError, "double rings", axis_name=("data", "context"))
+    refused(TypeError, "axis_name must be the name of a mesh axis, got 1 ", axis_name=1)
+
+
+def test_outside_shard_map():
+    q, k, v = qkv()
+    words = "must be called inside jax.shard_map.*dot_product_attention"
+    for run in (ba.attention, jax.jit(ba.attention, static_argnames="axis_name")):
+        with pytest.raises(ValueError, match=words):
+            run(q, k, v, axis_name="context")
+    with pytest.raises(ValueError, match="a vmap axis has none"):
+        jax.vmap(lambda *x: ba.attention(*x, axis_name="context"), axis_name="context")(
+            q[None], k[None], v[None]
+        )
+
+
+def test_axes_left_to_the_compiler():
+    mesh = ring.mesh(2, 4, 1)
+    function = jax.shard_map(
+        lambda *x: ba.attention(*x, axis_name="context"),
+        mesh=mesh,
+        axis_names={"context"},
+        in_specs=P(None, "context"),
+        out_specs=P(None, "context"),
+    )
+    with pytest.raises(ValueError, match=r"every mesh axis must be manual .* 'data' is not"):
+        jax.jit(function)(*qkv(batch=2))
+
+
+def test_several_processes(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    refused(NotImplementedError, "several processes is not implemented yet; what works")
+
+
+def test_other_platforms(monkeypatch):
+    monkeypatch.setattr(_checks, "_platform", lambda mesh: "cuda")
+    refused(NotImplementedError, r"CPU devices only so far, got a mesh of cuda devices")
+
+
+def test_second_derivative():
+    q, k, v = qkv()
+    function = ring.sharded(ring.line(2))
+
+    def loss(q):
+        return jnp.sum(function(q, k, v) ** 2)
+
+    words = "second derivatives of burst_attention are not implemented"
+    with pytest.raises(NotImplementedError, match=words):
+        jax.grad(lambda q: jnp.sum(jax.grad(loss)(q)))(q)
+    with pytest.raises(NotImplementedError, match=words):
+        jax.jit(lambda q: jax.jvp(jax.grad(loss), (q,), (q,)))(q)
+    with pytest.raises(NotImplementedError, match=words):
+        jax.jit(jax.hessian(loss))(q)
+
+
+def test_forward_mode():
+    q, k, v = qkv()
+    function = ring.sharded(ring.line(2))
+    words = r"can't apply forward-mode autodiff \(jvp\)"
+    with pytest.raises(TypeError, match=words):
+        jax.jit(lambda q: jax.jvp(lambda q: function(q, k, v), (q,), (q,)))(q)
+    with pytest.raises(TypeError, match=words):
+        jax.jacfwd(lambda q: function(q, k, v))(q)
+
+
+def test_nan_in_one_query_reaches_its_row_only():
+    q, k, v = qkv()
+    q[0, 3, 1, 5] = np.nan
+    function = ring.sharded(ring.line(2), is_causal=True, return_residual=True)
+    out, lse = jax.jit(function)(q, k, v)
+    expected = np.zeros((1, 8, 4), bool)
+    expected[0, 3, 1] = True
+    assert np.array_equal(np.isnan(lse), expected)
+    assert np.array_equal(np.isnan(out).all(-1), expected)
+    assert np.array_equal(np.isnan(out).any(-1), expected)
+    _, (dq, dk, dv) = ring.gradients(ring.sharded(ring.line(2), is_causal=True))(
+        (q, k, v), q * 0 + 1
+    )
+    assert np.isnan(dq[0, 3, 1]).all()
+    assert np.isfinite(dq[0, :3]).all()
+    assert np.isnan(dk).any()
+    assert np.isnan(dv).any()
+
+
+@pytest.mark.parametrize("empty", [{"batch": 0}, {"seq": 0}])
+def test_nothing_to_compute(empty):
+    """No batch entry or no token: empty results and gradients, and nothing is sent."""
+    arrays = qkv(**empty)
+    before = _ffi.bytes_sent()
+    function = ring.sharded(ring.line(2), return_residual=True)
+    (out, lse), grads = ring.gradients(function)(arrays, (arrays[0], arrays[0][..., 0]))
+    assert out.shape == arrays[0].shape
+    assert lse.shape == arrays[0].shape[:3]
+    assert lse.dtype == jnp.float32
+    assert [g.shape for g in grads] == [x.shape for x in arrays]
+    assert _ffi.bytes_sent() == before
+
+
+def test_one_token_on_each_device():
+    q, k, v = qkv(seq=2)
+    out = call(q, k, v, is_causal=True)
+    assert np.allclose(out[:, 0], np.repeat(v[:, 0], 2, axis=1), atol=1e-6)

@@ -1,0 +1,88 @@
+"""Output, lse and gradients of the ring against dense float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ring
+from reference import dense, error, rounding
+
+OUTPUT_LIMIT, GRADIENT_LIMIT = 1e-6, 1.5e-6
+ROUNDING_LIMIT = 1.15
+
+
+def test_ring_equals_dense(case):
+    shapes = (case.q_shape, case.kv_shape, case.kv_shape, case.q_shape)
+    q, k, v, dout = ring.normal(len(case.name), *shapes, dtype=case.dtype)
+    (dlse,) = ring.normal(1, case.q_shape[:3])
+    expected = {}
+    for backward, with_dlse in case.variants:
+        if with_dlse not in expected:
+            expected[with_dlse] = dense(q, k, v, dout, dlse * with_dlse, causal=case.causal)
+        found = _run(case, backward, with_dlse, q, k, v, dout, dlse)
+        _check(found, expected[with_dlse], case.dtype)
+
+
+def _run(case, backward, with_dlse, q, k, v, dout, dlse):
+    mesh, size = ring.mesh(*case.mesh), case.mesh[1]
+    function = ring.sharded(
+        mesh,
+        is_causal=case.causal,
+        layout=case.layout,
+        backward=backward,
+        return_residual=with_dlse,
+    )
+    placed = ring.put(mesh, *ring.stored(case.layout, size, q, k, v, dout, dlse))
+    cotangents = (placed[3], placed[4]) if with_dlse else placed[3]
+    results, grads = ring.gradients(function)(placed[:3], cotangents)
+    outputs = results if with_dlse else (results,)
+    names = ("o", "lse")[: len(outputs)] + ("dq", "dk", "dv")
+    values = ring.restored(case.layout, size, *outputs, *grads)
+    return dict(zip(names, values, strict=True))
+
+
+def _check(found, expected, dtype):
+    for name, value in found.items():
+        assert value.dtype == (np.float32 if name == "lse" else jnp.dtype(dtype)), name
+        wrong, size = error(name, value, expected)
+        limit = (OUTPUT_LIMIT if name in ("o", "lse") else GRADIENT_LIMIT) * size
+        if dtype != "float32" and name != "lse":
+            limit = max(limit, ROUNDING_LIMIT * rounding(name, expected, jnp.dtype(dtype)))
+        assert wrong <= limit, f"{name}: error {wrong / size:.2e}, allowed {limit / size:.2e}"
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_error_does_not_grow_with_the_ring(layout):
+    shape = (1, 1024, 2, 64)
+    inputs = ring.normal(0, *[shape] * 4)
+    expected = dense(*inputs, np.zeros(shape[:3]), causal=True)
+    errors = {}
+    for size in (1, 8):
+        function = ring.gradients(ring.sharded(ring.line(size), is_causal=True, layout=layout))
+        *qkv, dout = ring.put(ring.line(size), *ring.stored(layout, size, *inputs))
+        _, grads = function(qkv, dout)
+        found = dict(zip(("dq", "dk", "dv"), ring.restored(layout, size, *grads), strict=True))
+        errors[size] = {name: error(name, x, expected)[0] for name, x in found.items()}
+    for name, wrong in errors[8].items():
+        assert wrong <= 1.1 * errors[1][name], f"{name}: {wrong:.2e} and {errors[1][name]:.2e}"
+
+
+def test_scale_is_used_in_both_passes():
+    shape = (1, 16, 1, 32)
+    q, k, v, dout = ring.normal(3, *[shape] * 4)
+    expected = dense(q, k, v, dout, np.zeros(shape[:3]), causal=False, scale=0.3)
+    function = ring.gradients(ring.sharded(ring.line(2), scale=0.3))
+    o, grads = function((q, k, v), dout)
+    for name, value in zip(("o", "dq", "dk", "dv"), (o, *grads), strict=True):
+        wrong, size = error(name, value, expected)
+        assert wrong <= GRADIENT_LIMIT * size, name
+
+
+def test_results_are_bitwise_repeatable():
+    shapes = [(2, 96, 4, 64), (2, 96, 2, 64), (2, 96, 2, 64), (2, 96, 4, 64)]
+    *qkv, dout = ring.normal(4, *shapes)
+    run = ring.gradients(ring.sharded(ring.mesh(2, 4, 1), is_causal=True))
+    first = jax.tree.map(np.asarray, run(qkv, dout))
+    for _ in range(20):
+        again = jax.tree.map(np.asarray, run(qkv, dout))
+        assert jax.tree.all(jax.tree.map(np.array_equal, first, again))

@@ -1,0 +1,139 @@
+"""What needs a process of its own: x64, the compilation cache, export, the report."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import burst_attention
+import jax
+import numpy as np
+import pytest
+import ring
+from jax.sharding import PartitionSpec as P
+
+TARGETS = ("burst_attention_forward", "burst_attention_backward")
+
+
+def python(*arguments, code=0, **environment):
+    """Output of a Python process with eight CPU devices."""
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stdout
+
+
+PROGRAM = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+import burst_attention as ba
+from jax.sharding import PartitionSpec as P
+
+mesh = jax.make_mesh((4,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+q, k, v = np.random.default_rng(0).standard_normal((3, 1, 16, 2, 32)).astype(np.float32)
+
+def loss(q, k, v):
+    out, lse = ba.dot_product_attention(
+        q, k, v, mesh=mesh, spec=P(None, "context"), is_causal=True, return_residual=True
+    )
+    assert out.dtype == lse.dtype == jnp.float32
+    return jnp.sum(out**2) + jnp.sum(lse)
+
+hits = []
+jax.monitoring.register_event_listener(
+    lambda event, **_: hits.append(event) if event.endswith("cache_hits") else None
+)
+value, grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(q, k, v)
+print("result", float(value).hex(), *(float(jnp.sum(g * g)).hex() for g in grads))
+print("hits", len(hits))
+"""
+
+
+def result(output):
+    return next(line for line in output.splitlines() if line.startswith("result"))
+
+
+def test_x64_and_the_compilation_cache(tmp_path):
+    """The second process compiles nothing, and neither setting changes a bit."""
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+    refusal = """
+try:
+    loss(*(x.astype(np.float64) for x in (q, k, v)))
+except TypeError as error:
+    print(error)
+"""
+    first = python("-c", PROGRAM, **cache)
+    second = python("-c", PROGRAM, **cache)
+    wide = python("-c", PROGRAM + refusal, JAX_ENABLE_X64="1")
+    assert "hits 0" in first
+    assert "hits 0" not in second
+    assert result(first) == result(second)
+    assert "query must be float32, bfloat16 or float16, got float64; cast to float32" in wide
+    narrow, wide = ([float.fromhex(x) for x in result(y).split()[1:]] for y in (first, wide))
+    assert np.allclose(narrow, wide, rtol=1e-6)
+
+
+def test_exported_program_runs_in_a_new_process(tmp_path):
+    """A gradient, serialised here, called where nothing but the package is imported."""
+    function = ring.sharded(ring.line(4), is_causal=True)
+
+    def gradient(q, k, v):
+        out, pullback = jax.vjp(function, q, k, v)
+        return out, *pullback(out)
+
+    sharding = jax.sharding.NamedSharding(ring.line(4), P(None, "context"))
+    inputs = ring.normal(0, *[(1, 16, 2, 32)] * 3)
+    run = jax.jit(gradient, in_shardings=sharding, out_shardings=sharding)
+    with pytest.raises(ValueError, match="burst_attention"):
+        jax.export.export(run)(*inputs)
+    checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
+    exported = jax.export.export(run, disabled_checks=checks)(*inputs)
+    (tmp_path / "program").write_bytes(exported.serialize())
+    np.savez(tmp_path / "inputs.npz", *inputs)
+    program = f"""
+import jax, numpy as np
+import burst_attention
+
+exported = jax.export.deserialize(bytearray(open("{tmp_path}/program", "rb").read()))
+mesh = jax.make_mesh((4,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "context"))
+inputs = np.load("{tmp_path}/inputs.npz")
+placed = [jax.device_put(x, sharding) for x in inputs.values()]
+np.savez("{tmp_path}/outputs.npz", *exported.call(*placed))
+"""
+    python("-c", program)
+    with np.load(tmp_path / "outputs.npz") as outputs:
+        for found, expected in zip(outputs.values(), run(*inputs), strict=True):
+            assert np.array_equal(found, expected)
+
+
+def test_report_and_self_check():
+    output = python("-m", "burst_attention")
+    for line in ("burst_attention", "jax, jaxlib", "devices", "instruction_set"):
+        assert line in output
+    assert "ok: ring of 8" in output
+
+
+def test_missing_library_says_how_to_get_it(tmp_path):
+    package, copy = Path(burst_attention.__file__).parent, tmp_path / "burst_attention"
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    program = """
+try:
+    import burst_attention
+except ImportError as error:
+    print(error)
+"""
+    output = python("-c", program, PYTHONPATH=str(tmp_path))
+    assert "libburst_attention_ffi.so is missing" in output
+    assert "make build" in output
