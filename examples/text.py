@@ -1,0 +1,37 @@
+"""Long real text that is on every machine with Python: the standard library's own sources."""
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+# Installed packages differ from machine to machine, and tables of code points are no text.
+_LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
+
+
+def standard_library_bytes(limit: int = 8_000_000) -> np.ndarray:
+    """The .py files of the standard library in sorted order, joined: uint8 `[<= limit]`."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = (path for path in root.rglob("*.py") if not _LEFT_OUT & {*path.relative_to(root).parts})
+    parts: list[bytes] = []
+    size = 0
+    for path in sorted(files):
+        parts.append(path.read_bytes())
+        size += len(parts[-1])
+        if size >= limit:
+            break
+    return np.frombuffer(b"".join(parts)[:limit], np.uint8)
+
+
+def batches(
+    text: np.ndarray, batch: int, length: int, seed: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Endless (inputs, targets), int32 `[batch, length]`: windows at random places of the text."""
+    if text.size <= length:
+        raise SystemExit(f"the text has {text.size} bytes, expected more than --length {length}")
+    random = np.random.default_rng(seed)
+    while True:
+        starts = random.integers(0, text.size - length, size=batch)
+        windows = np.stack([text[start : start + length + 1] for start in starts]).astype(np.int32)
+        yield windows[:, :-1], windows[:, 1:]

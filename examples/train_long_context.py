@@ -1,0 +1,261 @@
+"""Train a byte-level transformer on long real text, its sequence sharded across devices.
+
+Every device holds a part of the sequence and the whole (small) model. Inside `jax.shard_map`
+one call, `burst_attention.attention`, lets every token attend to all earlier ones, wherever
+they are. Run `python examples/train_long_context.py --help` for what can be changed.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import burst_attention as ba
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from text import batches, standard_library_bytes
+from tqdm import tqdm
+from transformer import Attend, Config, Transformer
+
+AXIS = "context"
+Params = nnx.State[Any, Any]
+Layout = Literal["contiguous", "zigzag", "striped"]
+Loss = Callable[[Params, jax.Array, jax.Array], jax.Array]
+Batch = tuple[np.ndarray, np.ndarray]
+Flags = argparse.Namespace
+
+# Relative difference between sharded and plain that rounding explains, by activations' type.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+
+# Tokens that the plain attention of the check can hold: its memory grows with their square.
+MOST_CHECKED = 16_384
+
+
+def parts_of(layout: Layout, devices: int) -> int:
+    """Equal pieces into which the layout cuts a sequence."""
+    return devices * (2 if layout == "zigzag" else 1)
+
+
+def parse() -> Flags:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--length", type=int, default=8192, help="tokens per sequence")
+    parser.add_argument("--batch", type=int, default=1, help="sequences per step")
+    parser.add_argument("--devices", type=int, default=8, help="CPU devices in the ring")
+    parser.add_argument("--layout", choices=get_args(Layout), default="zigzag")
+    parser.add_argument("--steps", type=int, default=60, help="optimiser steps")
+    parser.add_argument("--dtype", choices=[*TOLERANCE], default="float32", help="of activations")
+    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the results")
+    flags = parser.parse_args()
+    for name in ("length", "batch", "devices", "steps"):
+        if getattr(flags, name) < 1:
+            parser.error(f"--{name}: expected at least 1, got {getattr(flags, name)}")
+    parts = parts_of(flags.layout, flags.devices)
+    if flags.length % parts:
+        parser.error(
+            f"--length {flags.length} can't be cut into {parts} equal parts, which layout "
+            f"{flags.layout} over {flags.devices} devices needs; "
+            f"use {-(-flags.length // parts) * parts}"
+        )
+    return flags
+
+
+def mean_loss(
+    model: Transformer, inputs: jax.Array, targets: jax.Array, positions: jax.Array, attend: Attend
+) -> jax.Array:
+    """Mean cross entropy, nats per byte, of `inputs` and `targets [batch, seq]`."""
+    logits = model(inputs, positions, attend)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The devices that share a sequence, and which part of it each holds."""
+
+    mesh: Mesh
+    layout: Layout
+
+    def shard(self, tokens: np.ndarray) -> jax.Array:
+        """Reorder `tokens [batch, seq]` so that equal pieces are what the layout says; spread."""
+        ordered = ba.to_layout(tokens, self.mesh.size, self.layout, axis=1)
+        return jax.device_put(ordered, NamedSharding(self.mesh, P(None, AXIS)))
+
+    def replicate(self, params: Params) -> Params:
+        """The same values on every device."""
+        return jax.device_put(params, NamedSharding(self.mesh, P()))
+
+    def loss(self, graph: nnx.GraphDef[Transformer]) -> Loss:
+        """The loss on a sharded sequence: what a training program runs."""
+
+        @jax.shard_map(mesh=self.mesh, in_specs=(P(), P(None, AXIS), P(None, AXIS)), out_specs=P())
+        def loss(params: Params, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+            positions = ba.local_positions(inputs.shape[1], axis_name=AXIS, layout=self.layout)
+            attend = partial(ba.attention, axis_name=AXIS, is_causal=True, layout=self.layout)
+            local = mean_loss(nnx.merge(graph, params), inputs, targets, positions, attend)
+            return jax.lax.pmean(local, AXIS)
+
+        return loss
+
+
+def plain_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """`jax.nn.dot_product_attention` on one device; 1,024 queries at a time, for memory's sake."""
+    attend = jax.checkpoint(jax.nn.dot_product_attention)
+    chunks = []
+    for start in range(0, query.shape[1], 1024):
+        rows = query[:, start : start + 1024]
+        end = start + rows.shape[1]
+        mask = jnp.arange(start, end)[:, None] >= jnp.arange(end)
+        chunks.append(attend(rows, key[:, :end], value[:, :end], mask=mask[None, None]))
+    return jnp.concatenate(chunks, axis=1)
+
+
+def plain_loss(graph: nnx.GraphDef[Transformer]) -> Loss:
+    """The same loss with the whole sequence, in its natural order, on one device."""
+
+    def loss(params: Params, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+        positions = jnp.arange(inputs.shape[1])
+        return mean_loss(nnx.merge(graph, params), inputs, targets, positions, plain_attention)
+
+    return loss
+
+
+def relative_difference(got: Params, expected: Params) -> float:
+    """||got - expected|| / ||expected|| over all leaves."""
+    pairs = [
+        (np.asarray(a, np.float64), np.asarray(b, np.float64))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+    ]
+    difference = sum(np.sum((a - b) ** 2) for a, b in pairs)
+    return float(np.sqrt(difference / sum(np.sum(b**2) for _, b in pairs)))
+
+
+def check_first_step(
+    graph: nnx.GraphDef[Transformer], params: Params, batch: Batch, ring: Ring, dtype: str
+) -> None:
+    """Print how far sharded loss and gradient are from plain ones; stop if rounding is not why."""
+    parts = parts_of(ring.layout, ring.mesh.size)
+    length = min(batch[0].shape[1], MOST_CHECKED // parts * parts)
+    inputs, targets = (tokens[:, :length] for tokens in batch)
+    plain, plain_gradient = jax.jit(jax.value_and_grad(plain_loss(graph)))(params, inputs, targets)
+    loss, gradient = jax.jit(jax.value_and_grad(ring.loss(graph)))(
+        ring.replicate(params), ring.shard(inputs), ring.shard(targets)
+    )
+    loss_difference = abs(float(loss) - float(plain)) / float(plain)
+    gradient_difference = relative_difference(gradient, plain_gradient)
+    print(
+        f"step 0 on {length:,} tokens: loss {loss:.6f}, with plain attention on one device "
+        f"{plain:.6f}; relative difference of loss {loss_difference:.1e}, of gradient "
+        f"{gradient_difference:.1e}"
+    )
+    if not max(loss_difference, gradient_difference) <= TOLERANCE[dtype]:
+        raise SystemExit(f"expected differences of at most {TOLERANCE[dtype]:.0e} in {dtype}")
+
+
+def save_checkpoint(path: Path, params: Params) -> None:
+    """Write all parameters under their paths in the model."""
+    leaves, _ = jax.tree.flatten_with_path(params)
+    arrays: dict[str, Any] = {jax.tree_util.keystr(key): np.asarray(leaf) for key, leaf in leaves}
+    np.savez(path, **arrays)
+
+
+def load_checkpoint(path: Path, like: Params) -> Params:
+    """Read parameters back into the structure, and onto the devices, of `like`."""
+    with np.load(path) as arrays:
+        return jax.tree.map_with_path(
+            lambda key, leaf: jax.device_put(arrays[jax.tree_util.keystr(key)], leaf.sharding), like
+        )
+
+
+def save_curve(path: Path, losses: list[float], title: str) -> None:
+    """Draw loss against step, and its mean over the ten steps before."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    smooth = [float(np.mean(losses[max(0, at - 9) : at + 1])) for at in range(len(losses))]
+    axes.plot(losses, color="tab:blue", alpha=0.35, label="each step")
+    axes.plot(smooth, color="tab:blue", label="mean of ten")
+    axes.legend()
+    axes.set(xlabel="step", ylabel="loss, nats per byte", title=title)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def train(
+    loss: Loss, params: Params, data: Iterator[tuple[jax.Array, jax.Array]], flags: Flags
+) -> tuple[Params, list[float]]:
+    """AdamW with warm-up and cosine decay; returns the parameters and the loss of every step."""
+    warmup = min(10, flags.steps)
+    rate = optax.warmup_cosine_decay_schedule(0.0, flags.learning_rate, warmup, flags.steps + 1)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95))
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(
+        params: Params, opt_state: optax.OptState, inputs: jax.Array, targets: jax.Array
+    ) -> tuple[Params, optax.OptState, jax.Array]:
+        value, gradient = jax.value_and_grad(loss)(params, inputs, targets)
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    sharding = jax.tree.leaves(params)[0].sharding
+    opt_state = jax.device_put(optimizer.init(params), sharding)
+    losses: list[float] = []
+    progress = tqdm(range(flags.steps), desc="training", unit="step", mininterval=1.0)
+    for _ in progress:
+        start = time.perf_counter()
+        params, opt_state, value = step(params, opt_state, *next(data))
+        losses.append(float(value))
+        speed = flags.batch * flags.length / (time.perf_counter() - start)
+        progress.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s", refresh=False)
+    return params, losses
+
+
+def main() -> None:
+    """Check, train, save."""
+    flags = parse()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", flags.devices)
+    ring = Ring(jax.make_mesh((flags.devices,), (AXIS,)), flags.layout)
+    graph, params = nnx.split(Transformer(Config(dtype=flags.dtype), nnx.Rngs(0)))
+    text = standard_library_bytes()
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    print(
+        f"mesh {dict(ring.mesh.shape)} of {jax.default_backend()} devices, layout {flags.layout}, "
+        f"{flags.batch} x {flags.length:,} tokens ({flags.length // flags.devices:,} per device), "
+        f"{flags.dtype}, {size / 1e6:.1f} M parameters, {text.size / 1e6:.1f} MB of Python sources"
+    )
+    first = next(batches(text, flags.batch, flags.length, seed=0))
+    check_first_step(graph, params, first, ring, flags.dtype)
+
+    params = ring.replicate(params)
+    data = (
+        (ring.shard(inputs), ring.shard(targets))
+        for inputs, targets in batches(text, flags.batch, flags.length, seed=0)
+    )
+    params, losses = train(ring.loss(graph), params, data, flags)
+
+    flags.out.mkdir(parents=True, exist_ok=True)
+    curve, checkpoint = flags.out / "loss.png", flags.out / "checkpoint.npz"
+    save_curve(curve, losses, f"{flags.length:,} tokens, {flags.devices} devices, {flags.layout}")
+    save_checkpoint(checkpoint, params)
+    evaluate, batch = jax.jit(ring.loss(graph)), next(data)
+    if evaluate(load_checkpoint(checkpoint, params), *batch) != evaluate(params, *batch):
+        raise SystemExit(f"{checkpoint}: the reloaded parameters give another loss")
+    print(f"loss {losses[0]:.3f} -> {np.mean(losses[-10:]):.3f} (mean of the last ten steps)")
+    print(f"saved {curve} and {checkpoint} (read back: same loss)")
+
+
+if __name__ == "__main__":
+    main()

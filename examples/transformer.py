@@ -1,0 +1,98 @@
+"""A small decoder-only transformer over bytes. How it attends is the caller's choice."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import burst_attention as ba
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the model. Parameters are float32; activations are of `dtype`."""
+
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    hidden: int = 512
+    vocabulary: int = 256
+    dtype: str = "float32"
+
+    @property
+    def width(self) -> int:
+        """Size of the residual stream."""
+        return self.heads * self.head_dim
+
+
+def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rotary embedding of `x [batch, seq, heads, head_dim]` at global `positions [seq]`.
+
+    Pairs (x_i, x_(i + head_dim/2)) turn by position · 10000^(-2i/head_dim).
+    """
+    half = x.shape[-1] // 2
+    frequencies = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + gated feed-forward(norm(x))."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        def linear(inputs: int, outputs: int) -> nnx.Linear:
+            return nnx.Linear(inputs, outputs, use_bias=False, dtype=config.dtype, rngs=rngs)
+
+        width, head_dim = config.width, config.head_dim
+        self.head_dim = head_dim
+        self.norm_attention = nnx.RMSNorm(width, dtype=config.dtype, rngs=rngs)
+        self.query = linear(width, config.heads * head_dim)
+        self.key = linear(width, config.kv_heads * head_dim)
+        self.value = linear(width, config.kv_heads * head_dim)
+        self.out = linear(config.heads * head_dim, width)
+        self.norm_hidden = nnx.RMSNorm(width, dtype=config.dtype, rngs=rngs)
+        self.gate = linear(width, config.hidden)
+        self.up = linear(width, config.hidden)
+        self.down = linear(config.hidden, width)
+
+    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        """`x [batch, seq, width]`, positions `[seq]` -> `[batch, seq, width]`."""
+
+        def heads(y: jax.Array) -> jax.Array:
+            return y.reshape(*y.shape[:2], -1, self.head_dim)
+
+        y = self.norm_attention(x)
+        query = rotate(heads(self.query(y)), positions)
+        key = rotate(heads(self.key(y)), positions)
+        y = attend(query, key, heads(self.value(y)))
+        x = x + self.out(y.reshape(*y.shape[:2], -1))
+        y = self.norm_hidden(x)
+        return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
+
+
+class Transformer(nnx.Module):
+    """Bytes `[batch, seq]` -> logits float32 `[batch, seq, vocabulary]`."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.dtype = config.dtype
+        self.embed = nnx.Embed(config.vocabulary, config.width, rngs=rngs)
+        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+        self.norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
+        self.unembed = nnx.Linear(
+            config.width, config.vocabulary, use_bias=False, dtype=config.dtype, rngs=rngs
+        )
+
+    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        """Every block is rematerialised in the backward pass, except its attention."""
+        x = self.embed(tokens).astype(self.dtype)
+        for block in self.blocks:
+            run = nnx.remat(lambda b, y: b(y, positions, attend), policy=ba.save_attention)
+            x = run(block, x)
+        return self.unembed(self.norm(x)).astype(jnp.float32)
