@@ -1,0 +1,86 @@
+"""The benchmark cases of tests/cases.json and what they cost."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FILE = Path(__file__).parents[1] / "tests" / "cases.json"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem; the mesh is (data, context, tensor)."""
+
+    name: str
+    batch: int
+    seq: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    causal: bool
+    layout: str
+    mesh: tuple[int, int, int]
+    tags: frozenset[str]
+
+    @property
+    def q_shape(self) -> tuple[int, int, int, int]:
+        """Of query and output."""
+        return (self.batch, self.seq, self.heads, self.head_dim)
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int, int]:
+        """Of key and value."""
+        return (self.batch, self.seq, self.kv_heads, self.head_dim)
+
+    @property
+    def shape(self) -> str:
+        """For people."""
+        heads = f"H{self.heads}" + (f":{self.kv_heads}" if self.kv_heads != self.heads else "")
+        mask = "causal" if self.causal else "full"
+        return f"B{self.batch} S{self.seq} {heads} D{self.head_dim} {mask} {self.dtype}"
+
+    def flop(self, which: str) -> float:
+        """Forward 4·B·S²·H·D, half of it if causal; backward 2.5 times that; or both."""
+        forward = 4.0 * self.batch * self.seq**2 * self.heads * self.head_dim
+        forward /= 2 if self.causal else 1
+        return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5}[which]
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """q, k, v and dout in float32, from a fixed seed."""
+        random = np.random.default_rng(0)
+        shapes = (self.q_shape, self.kv_shape, self.kv_shape, self.q_shape)
+        q, k, v, dout = (random.standard_normal(shape, np.float32) for shape in shapes)
+        return q, k, v, dout
+
+    def on_one_device(self) -> "Case":
+        """The same global problem without a ring."""
+        return replace(self, mesh=(1, 1, 1), layout="contiguous")
+
+
+def load() -> list[Case]:
+    """All cases with the tag `bench`, in the order of the file."""
+    entries: list[dict[str, Any]] = json.loads(FILE.read_text())["cases"]
+    return [_case(entry) for entry in entries if "bench" in entry["tags"]]
+
+
+def find(name: str, seq: int | None = None) -> Case:
+    """A case by its name, perhaps with another length."""
+    for case in load():
+        if case.name == name:
+            return case if seq is None else replace(case, seq=seq)
+    raise SystemExit(f"no benchmark case {name} in {FILE}")
+
+
+def _case(entry: dict[str, Any]) -> Case:
+    data, context, tensor = entry["mesh"]
+    taken = ("name", "batch", "heads", "kv_heads", "head_dim", "dtype", "causal", "layout")
+    return Case(
+        seq=entry.get("seq") or entry["tokens_per_rank"] * context,
+        mesh=(data, context, tensor),
+        tags=frozenset(entry["tags"]),
+        **{name: entry[name] for name in taken},
+    )

@@ -1,0 +1,109 @@
+"""What is timed: our attention, `jax.nn.dot_product_attention` and torch's, on the same numbers."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import burst_attention as ba
+import jax
+import jax.numpy as jnp
+from cases import Case
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+AXES = ("data", "context", "tensor")
+SPEC = P("data", "context", "tensor", None)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Two programs, compiled and with their inputs in place; a call returns when it is done."""
+
+    name: str
+    forward: Callable[[], Any]
+    both: Callable[[], Any]
+
+    def program(self, which: str) -> Callable[[], Any]:
+        """`forward`, or `both`: forward and backward."""
+        return self.forward if which == "forward" else self.both
+
+
+def ours(case: Case, name: str = "ours") -> Contender:
+    """`burst_attention.attention` inside shard_map over the case's mesh."""
+    devices = jax.devices()[: case.mesh[0] * case.mesh[1] * case.mesh[2]]
+    mesh = jax.make_mesh(case.mesh, AXES, devices=devices)
+    attend = jax.shard_map(
+        partial(ba.attention, axis_name="context", is_causal=case.causal, layout=case.layout),
+        mesh=mesh,
+        in_specs=(SPEC, SPEC, SPEC),
+        out_specs=SPEC,
+    )
+    return _jax_contender(name, case, attend, NamedSharding(mesh, SPEC))
+
+
+def jax_nn(case: Case) -> Contender:
+    """XLA's own, which writes all logits to memory."""
+    attend = partial(jax.nn.dot_product_attention, is_causal=case.causal)
+    return _jax_contender("jax.nn", case, attend, jax.devices()[0])
+
+
+def jax_nn_bytes(case: Case) -> int:
+    """About what `jax_nn` needs forward and backward: four arrays of logits in float32."""
+    return 4 * 4 * case.batch * case.heads * case.seq**2
+
+
+def _jax_contender(
+    name: str, case: Case, attend: Callable[..., jax.Array], place: Any
+) -> Contender:
+    dtype = jnp.dtype(case.dtype)
+    q, k, v, dout = (jax.device_put(x.astype(dtype), place) for x in case.arrays())
+
+    def forward_backward(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, vjp(dout)
+
+    forward = jax.jit(attend).lower(q, k, v).compile()
+    both = jax.jit(forward_backward).lower(q, k, v, dout).compile()
+    return Contender(
+        name,
+        lambda: jax.block_until_ready(forward(q, k, v)),
+        lambda: jax.block_until_ready(both(q, k, v, dout)),
+    )
+
+
+def torch_available() -> bool:
+    """Whether this Python has torch."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def torch_sdpa(case: Case) -> Contender:
+    """torch's `scaled_dot_product_attention` on all cores, in the layout it likes best."""
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    dtype = getattr(torch, case.dtype)
+    q, k, v, dout = (
+        torch.from_numpy(x).to(dtype).transpose(1, 2).contiguous() for x in case.arrays()
+    )
+    attend = partial(
+        torch.nn.functional.scaled_dot_product_attention,
+        is_causal=case.causal,
+        enable_gqa=case.heads != case.kv_heads,
+    )
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return attend(q, k, v)
+
+    def both() -> Any:
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attend(*inputs)
+        return out, torch.autograd.grad(out, inputs, dout)
+
+    return Contender("torch", forward, both)

@@ -1,0 +1,207 @@
+"""Speed and memory of the attention against its peers, all measured in this run.
+
+Prints a table, writes results/<cpu>.json and draws results/<cpu>.png. Needs jax; torch and
+matplotlib are used if this Python has them. `make bench` is the way to call it.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import burst_attention as ba
+import contenders
+import jax
+import machine
+from cases import Case, load
+from timing import alternate
+
+HERE = Path(__file__).parent
+QUICK = 16  # how many times shorter --quick makes the sequences
+COLUMNS = "{:<23} {:<36} {:<8} {:>9} {:>8} {:>7} {:>9} {:>9} {:>9}"
+
+
+def time_case(case: Case, peak: float, budget_s: float) -> list[dict[str, Any]]:
+    """Rows of the table, one per pass: seconds of every contender, GFLOP/s and ratios of ours."""
+    entrants = [contenders.ours(case)]
+    if contenders.jax_nn_bytes(case) < machine.available_bytes() / 2:
+        entrants.append(contenders.jax_nn(case))
+    if contenders.torch_available():
+        entrants.append(contenders.torch_sdpa(case))
+    names = [entrant.name for entrant in entrants]
+    rows = []
+    for which, samples in time_passes(entrants, budget_s).items():
+        seconds = {name: median(values) for name, values in zip(names, samples, strict=True)}
+        gflops = case.flop(which) / seconds["ours"] / 1e9
+        rows.append(
+            {
+                "case": case.name,
+                "shape": case.shape,
+                "tags": sorted(case.tags),
+                "seq": case.seq,
+                "pass": which,
+                "seconds": seconds,
+                "gflops": gflops,
+                "of_peak": gflops / peak,
+                "times_faster": {
+                    name: value / seconds["ours"]
+                    for name, value in seconds.items()
+                    if name != "ours"
+                },
+            }
+        )
+    return rows
+
+
+def time_passes(
+    entrants: list[contenders.Contender], budget_s: float
+) -> dict[str, list[list[float]]]:
+    """Seconds of every round, for each pass and each entrant."""
+    programs = {
+        (c.name, which): c.program(which) for c in entrants for which in ("forward", "both")
+    }
+    taken = alternate(programs, budget_s)
+    forward, both = ([taken[c.name, which] for c in entrants] for which in ("forward", "both"))
+    # The backward pass can't be run alone from outside: it is what the forward pass leaves.
+    backward = [
+        [total - part for total, part in zip(totals, parts, strict=True)]
+        for totals, parts in zip(both, forward, strict=True)
+    ]
+    return {"forward": forward, "backward": backward, "both": both}
+
+
+def print_row(row: dict[str, Any], memory: dict[str, Any]) -> None:
+    """One line: shape, time, speed, share of peak, memory, ratios."""
+    ratios = (row["times_faster"].get(name) for name in ("jax.nn", "torch"))
+    grown = f"{memory['grown_bytes'] / 2**20:,.0f} MiB" if row["pass"] == "both" else ""
+    print(
+        COLUMNS.format(
+            row["case"],
+            row["shape"],
+            row["pass"],
+            f"{row['seconds']['ours'] * 1e3:,.1f} ms",
+            f"{row['gflops']:,.0f}",
+            f"{row['of_peak']:.0%}",
+            grown,
+            *("-" if ratio is None else f"{ratio:.2f} x" for ratio in ratios),
+        ),
+        flush=True,
+    )
+
+
+def worker(measurement: str, case: Case, budget_s: float) -> dict[str, Any]:
+    """Run worker.py and read its JSON."""
+    command = [sys.executable, str(HERE / "worker.py"), measurement, case.name]
+    command += ["--seq", str(case.seq), "--budget", str(budget_s)]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    measured: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return measured
+
+
+def bench(cases: list[Case], peak: machine.Peak, budget_s: float) -> dict[str, Any]:
+    """Everything, printed as it comes."""
+    results: dict[str, Any] = {"cases": [], "ring": [], "memory": []}
+    single = [case for case in cases if case.tags & {"speed", "length"}]
+    print(
+        COLUMNS.format(
+            "case", "shape", "pass", "time", "GFLOP/s", "of peak", "memory", "vs jax.nn", "vs torch"
+        )
+    )
+    for case in single:
+        memory = worker("memory", case, budget_s)
+        rows = time_case(case, peak.gflops, budget_s)
+        for row in rows:
+            print_row(row, memory)
+        results["cases"] += [row | {"grown_bytes": memory["grown_bytes"]} for row in rows]
+    for case in (case for case in cases if "ring" in case.tags):
+        tax = worker("ring", case, budget_s)
+        results["ring"].append(tax)
+        for which in ("forward", "both"):
+            print(
+                f"ring tax: {case.shape}, {case.mesh[1]} devices {case.layout}, {which}: "
+                f"{tax[which]['ring_s']:.3f} s, {tax[which]['ratio']:.3f} x one device"
+            )
+    for case in (case for case in cases if "memory" in case.tags):
+        memory = worker("memory", case, budget_s)
+        results["memory"].append(memory)
+        print(
+            f"memory: {case.shape}, {case.mesh[1]} devices {case.layout}, both: "
+            f"{memory['extra_bytes'] / 2**20:,.0f} MiB beyond inputs, output and gradients, "
+            f"{memory['of_kv']:.2f} x key and value in float32"
+        )
+    return results
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peak", type=Path, required=True, help="program burst-attention-peak")
+    parser.add_argument("--only", help="cases whose name or tag is this")
+    parser.add_argument("--quick", action="store_true", help="short sequences: does it run at all?")
+    parser.add_argument("--budget", type=float, default=40.0, help="seconds of timing per case")
+    parser.add_argument("--out", type=Path, help="folder of the results")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, print, write, draw."""
+    flags = parse()
+    jax.config.update("jax_platforms", "cpu")
+    cases = [case for case in load() if not flags.only or flags.only in {case.name, *case.tags}]
+    if not cases:
+        raise SystemExit(f"--only {flags.only}: no benchmark case has this name or tag")
+    if flags.quick:
+        cases = [replace(case, seq=case.seq // QUICK) for case in cases]
+    budget_s = 0.1 if flags.quick else flags.budget
+
+    peak = machine.Peak(flags.peak, 1024 if flags.quick else 4096)
+    for _ in range(2):
+        peak.measure()
+    versions = {"burst_attention": ba.__version__, "jax": jax.__version__}
+    if contenders.torch_available():
+        import torch
+
+        versions["torch"] = torch.__version__
+    print(
+        f"{machine.cpu_name()}, {machine.cores()} cores; {platform.platform()}; "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+    )
+    print(
+        f"matrix product {peak.size}^3 float32: gemm crate {peak.gemm:,.0f} GFLOP/s, "
+        f"XLA {peak.xla:,.0f} GFLOP/s; peak is the better"
+    )
+    results = {
+        "cpu": machine.cpu_name(),
+        "cores": machine.cores(),
+        "versions": versions,
+        "quick": flags.quick,
+        "peak": peak.as_dict(),
+        **bench(cases, peak, budget_s),
+    }
+    write(results, flags.out or HERE / "results" / ("partial" if flags.quick or flags.only else ""))
+
+
+def write(results: dict[str, Any], folder: Path) -> None:
+    """JSON, and the curve if there are lengths to draw and something to draw with."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{machine.slug()}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"wrote {path}")
+    try:
+        from plot import draw
+    except ImportError:
+        warnings.warn("no curve: this Python has no matplotlib", stacklevel=1)
+        return
+    if any("length" in row["tags"] for row in results["cases"]):
+        draw(results, path.with_suffix(".png"))
+        print(f"drew {path.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    main()

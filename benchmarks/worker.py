@@ -1,0 +1,81 @@
+"""One measurement in a process of its own: `worker.py ring|memory CASE [--seq N]` prints JSON.
+
+`ring` times a case on its mesh against the same global problem on one device; both see the same
+process, with as many virtual devices as the mesh has. `memory` runs forward and backward once.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import re
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+from cases import Case, find
+
+
+def ring_tax(case: Case, budget_s: float) -> dict[str, Any]:
+    """Median seconds with and without the ring, alternated, and their ratio."""
+    from contenders import ours
+    from timing import alternate
+
+    contenders = [ours(case, "ring"), ours(case.on_one_device(), "one device")]
+    result: dict[str, Any] = {"case": case.name, "shape": case.shape, "world_size": case.mesh[1]}
+    for which in ("forward", "both"):
+        taken = alternate({c.name: c.program(which) for c in contenders}, budget_s)
+        ring, one_device = (median(taken[c.name]) for c in contenders)
+        result[which] = {"ring_s": ring, "one_device_s": one_device, "ratio": ring / one_device}
+    return result
+
+
+def peak_memory(case: Case) -> dict[str, Any]:
+    """How far resident memory rises above that with the inputs in place, in bytes.
+
+    `extra` leaves the results (output and gradients) out; `of_kv` compares it with key and value
+    in float32.
+    """
+    from contenders import ours
+
+    both = ours(case).both
+    ctypes.CDLL(None).malloc_trim(0)  # memory that the compiler left free would hide growth
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again here
+    before = _status("VmRSS")
+    results = both()
+    grown = _status("VmHWM") - before
+    extra = grown - sum(leaf.nbytes for leaf in jax.tree.leaves(results))
+    kv = 2 * 4 * case.batch * case.seq * case.kv_heads * case.head_dim
+    return {
+        "case": case.name,
+        "shape": case.shape,
+        "grown_bytes": grown,
+        "extra_bytes": extra,
+        "of_kv": extra / kv,
+    }
+
+
+def _status(field: str) -> int:
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    assert found is not None, f"/proc/self/status has no {field}"
+    return int(found[1]) * 1024
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("measurement", choices=["ring", "memory"])
+    parser.add_argument("case")
+    parser.add_argument("--seq", type=int, help="another length")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds of timing per pass")
+    flags = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    case = find(flags.case, flags.seq)
+    jax.config.update("jax_num_cpu_devices", case.mesh[0] * case.mesh[1] * case.mesh[2])
+    measured = ring_tax(case, flags.budget) if flags.measurement == "ring" else peak_memory(case)
+    print(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    main()
