@@ -258,3 +258,35 @@ fn check_array(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::Layout;
+
+    #[test]
+    fn a_rank_that_panics_before_its_first_step_releases_those_that_wait_for_it() {
+        let problem = Problem {
+            batch: 1,
+            q_len: 2,
+            kv_len: 2,
+            heads: 1,
+            kv_heads: 1,
+            head_dim: 8,
+            dtype: Dtype::F32,
+            causal: false,
+            softmax_scale: 1.0,
+            layout: Layout::Contiguous,
+            world_size: 2,
+        };
+        let schedules = schedules(&problem, Pass::Forward, None);
+        let mailboxes = Arc::new(Mailboxes::default());
+        let job = Job { problem, schedules, rank: 0, mailboxes: mailboxes.clone(), number: 0 };
+        let failed = job.walk(|_, _| panic!("on purpose")).expect_err("the kernel panicked");
+        assert!(failed.to_string().contains("internal error: on purpose"), "{failed}");
+        let waiting = HostTransport::new(1, 2, mailboxes).finish(vec![(0, 1, 0)]);
+        let Err(Error::RingBroken { rank: 1, peer: 0, .. }) = waiting else {
+            panic!("rank 1 must learn that rank 0 is gone, got {waiting:?}");
+        };
+    }
+}
