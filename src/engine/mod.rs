@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use crate::error::{Error, Result};
 use crate::kernel::{AttentionKernel, BackwardOperands};
 use crate::problem::Pass;
-use crate::schedule::{Due, Exchange, Operand, Payload, Place, Schedule, Step, Tile};
+use crate::schedule::{Due, Exchange, Payload, Place, Schedule, Step, Tile};
 use crate::transport::Transport;
 
 /// Carries out `schedule` on one rank, from the first step to the outputs.
@@ -86,8 +86,8 @@ impl<'a, K: AttentionKernel, T: Transport<K::Buffer>> Walk<'a, K, T> {
     }
 
     fn forward_tile(&mut self, tile: &Tile) -> Result<()> {
-        let queries = self.operand(Payload::Queries, &tile.queries)?;
-        let keys = self.operand(Payload::Keys, &tile.keys)?;
+        let queries = self.buffer(Payload::Queries, tile.queries.place)?;
+        let keys = self.buffer(Payload::Keys, tile.keys.place)?;
         let partial = self.buffer(Payload::Partial, tile.query_state.place)?;
         self.kernel.forward(tile, &queries, &keys, &partial)
     }
@@ -98,8 +98,8 @@ impl<'a, K: AttentionKernel, T: Transport<K::Buffer>> Walk<'a, K, T> {
             let query_grads = self.at_home(queries, tile.query_state.place)?;
             let key_grads = self.at_home(keys, tile.key_state.place)?;
             let operands = BackwardOperands {
-                queries: &self.operand(Payload::Queries, &tile.queries)?,
-                keys: &self.operand(Payload::Keys, &tile.keys)?,
+                queries: &self.buffer(Payload::Queries, tile.queries.place)?,
+                keys: &self.buffer(Payload::Keys, tile.keys.place)?,
                 query_grads: query_grads.as_ref(),
                 key_grads: key_grads.as_ref(),
             };
@@ -108,8 +108,8 @@ impl<'a, K: AttentionKernel, T: Transport<K::Buffer>> Walk<'a, K, T> {
         self.complete(Due::Fold(step.index))?;
         for tile in &step.tiles {
             let operands = BackwardOperands {
-                queries: &self.operand(Payload::Queries, &tile.queries)?,
-                keys: &self.operand(Payload::Keys, &tile.keys)?,
+                queries: &self.buffer(Payload::Queries, tile.queries.place)?,
+                keys: &self.buffer(Payload::Keys, tile.keys.place)?,
                 query_grads: Some(&self.buffer(queries, tile.query_state.place)?),
                 key_grads: Some(&self.buffer(keys, tile.key_state.place)?),
             };
@@ -145,11 +145,6 @@ impl<'a, K: AttentionKernel, T: Transport<K::Buffer>> Walk<'a, K, T> {
             }
         }
         Ok(())
-    }
-
-    /// The buffer a tile reads; without rows it does not matter which.
-    fn operand(&mut self, payload: Payload, operand: &Operand) -> Result<K::Buffer> {
-        self.buffer(payload, operand.place)
     }
 
     fn at_home(&mut self, payload: Payload, place: Place) -> Result<Option<K::Buffer>> {

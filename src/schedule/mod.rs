@@ -202,19 +202,6 @@ impl Schedule {
     pub fn sends(&self) -> impl Iterator<Item = &Transfer> {
         self.steps.iter().flat_map(|step| &step.exchanges).flat_map(|exchange| &exchange.sends)
     }
-
-    /// How many slots the schedule uses for `payload`.
-    pub fn slots(&self, payload: Payload) -> usize {
-        let transfers = self.steps.iter().flat_map(|step| &step.exchanges);
-        let places = transfers
-            .flat_map(|exchange| exchange.sends.iter().chain(&exchange.receives))
-            .filter(|transfer| transfer.chunk.payload == payload)
-            .map(|transfer| transfer.place);
-        places
-            .map(|place| if let Place::Slot(slot) = place { slot + 1 } else { 0 })
-            .max()
-            .unwrap_or(0)
-    }
 }
 
 impl fmt::Display for Chunk {
