@@ -13,7 +13,13 @@ PACKAGE := jax_plugin/burst_attention
 LIBRARY := $(PACKAGE)/libburst_attention_ffi.so
 PYTHON_BENCH := $(PY)
 TARGET := $(if $(CARGO_TARGET_DIR),$(CARGO_TARGET_DIR),target)
-RUST := Cargo.toml Cargo.lock $(shell find $(wildcard src ffi kernels) -name '*.rs' -o -name '*.toml')
+RUST := Cargo.toml Cargo.lock $(shell find src ffi kernels/build.rs kernels/Cargo.toml kernels/src \
+    -name '*.rs' -o -name '*.toml')
+# Before a cargo that compiles the CUDA kernels: tells it where .venv has its tools.
+KERNEL_TOOLS = eval "$$($(PY) kernels/toolchain.py)" &&
+# Always the same packages and features, so that one build serves build, test, lint and wheel.
+WITH_KERNELS := --quiet --release -p burst-attention-ffi -p burst-attention-kernels \
+    --features burst-attention-ffi/cuda
 
 # Crates' build scripts look for $PYTHON before the project's own one; PYTHON here only makes .venv.
 unexport PYTHON
@@ -22,8 +28,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CARGO_TERM_PROGRESS_WHEN := never
 SAY = @printf '\n\033[1m== %s\033[0m\n'
 
-.PHONY: help build demo test test-full test-wheel wheel bench lint lint-rust lint-python format clean
-.PHONY: test-rust test-ffi test-python
+.PHONY: help build demo test test-full test-wheel wheel bench kernel-bench lint lint-rust lint-python format clean
+.PHONY: test-rust test-ffi test-kernels test-python kernel-quality
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 19
@@ -34,7 +40,7 @@ demo: build  ## train a transformer, its sequence sharded over 8 devices; flags 
 	$(SAY) "demo: training over 8 CPU devices"
 	@$(PY) examples/train_long_context.py $(DEMO)
 
-test: build lint test-rust test-ffi test-python  ## all tests and lint
+test: build lint test-rust test-ffi test-kernels test-python  ## all tests and lint
 	$(SAY) "all tests passed"
 
 test-full: PYTEST += --full
@@ -48,6 +54,15 @@ test-ffi: $(VENV)/ready
 	$(SAY) "XLA custom calls: cargo test, and the decoder against XLA's own C++ header"
 	@cargo test --quiet -p burst-attention-ffi -p burst-attention-decode-check
 
+test-kernels: $(VENV)/ready
+	$(SAY) "CUDA kernels: launches, images, and what they compute, on an interpreter"
+	@$(KERNEL_TOOLS) cargo test $(WITH_KERNELS)
+	@$(KERNEL_TOOLS) cargo test --quiet -p burst-attention-interpreter
+
+kernel-quality: $(VENV)/ready  ## what the compiler made of each CUDA kernel; WRITE=1: accept it
+	@$(KERNEL_TOOLS) cargo build $(WITH_KERNELS) && \
+	    $(TARGET)/release/kernel-quality $(if $(WRITE),--write)
+
 test-python: build
 	$(SAY) "Python: pytest, on 8 CPU devices (PYTEST=... adds arguments)"
 	@$(PY) -m pytest $(PYTEST)
@@ -57,7 +72,8 @@ lint: lint-rust lint-python  ## rustfmt, clippy, ruff, mypy
 lint-rust: $(VENV)/ready
 	$(SAY) "lint: rustfmt, clippy"
 	@cargo fmt --all --check
-	@cargo clippy --quiet --workspace --all-targets -- -D warnings
+	@$(KERNEL_TOOLS) cargo clippy --quiet --workspace --all-targets -- -D warnings
+	@$(KERNEL_TOOLS) cargo clippy $(WITH_KERNELS) --all-targets -- -D warnings
 
 lint-python: $(VENV)/ready
 	$(SAY) "lint: ruff, mypy"
@@ -85,6 +101,9 @@ bench: $(LIBRARY) $(VENV)/installed  ## measure; PYTHON_BENCH=... is a Python wi
 	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/run.py \
 	    --peak $(TARGET)/release/burst-attention-peak $(BENCH)
 
+kernel-bench: $(LIBRARY)  ## the CUDA kernels on an NVIDIA GPU; PYTHON_BENCH with torch, cuda-bindings
+	@$(PYTHON_BENCH) benchmarks/kernels.py --library $(LIBRARY) $(BENCH)
+
 clean:  ## remove all that was made, .venv too
 	@rm -rf $(VENV) target dist out $(LIBRARY)
 
@@ -92,14 +111,14 @@ clean:  ## remove all that was made, .venv too
 
 $(VENV)/ready: requirements/dev.txt requirements/constraints.txt
 	@.ci/check-tools
-	$(SAY) "Python packages into $(VENV) (once, about 500 MB)"
+	$(SAY) "Python packages into $(VENV) (once, about 1.2 GB)"
 	@.ci/make-venv $(VENV) "$(PYTHON)"
 	@$(PY) -m pip install --quiet -r requirements/dev.txt
 	@touch $@
 
 $(LIBRARY): $(RUST) $(VENV)/ready
 	$(SAY) "Rust library"
-	@cargo build --quiet --release -p burst-attention-ffi
+	@$(KERNEL_TOOLS) cargo build $(WITH_KERNELS)
 	@cp $(TARGET)/release/$(@F) $@.new && mv $@.new $@
 
 $(VENV)/installed: jax_plugin/pyproject.toml $(PACKAGE)/_version.py $(VENV)/ready

@@ -7,6 +7,7 @@ Its tag is `py3-none-manylinux_2_X_<machine>`; X is the newest glibc that the li
 import os
 import platform
 import re
+import runpy
 import shutil
 import struct
 import subprocess
@@ -42,7 +43,11 @@ def compile_library(repository: Path) -> Path:
         raise RuntimeError("building burst-attention needs a Rust toolchain, see https://rustup.rs")
     folder = Path(os.environ.get("CARGO_TARGET_DIR", repository / "target"))
     command = ["cargo", "build", "--release", "--locked", "-p", "burst-attention-ffi"]
-    environment = os.environ | {"PYTHON": sys.executable, "CARGO_TARGET_DIR": str(folder)}
+    # The same packages and features as in the Makefile, so that cargo builds them once.
+    command += ["-p", "burst-attention-kernels", "--features", "burst-attention-ffi/cuda"]
+    toolchain = runpy.run_path(str(repository / "kernels" / "toolchain.py"))["environment"]()
+    environment = os.environ | toolchain | {"PYTHON": sys.executable}
+    environment["CARGO_TARGET_DIR"] = str(folder)
     subprocess.run(command, cwd=repository, env=environment, check=True)
     return folder / "release" / LIBRARY
 

@@ -8,7 +8,7 @@ use burst_attention::Pass;
 use burst_attention::host::trace;
 
 use crate::sys::{XLA_FFI_CallFrame, XLA_FFI_Error};
-use crate::{describe, handler, limit};
+use crate::{describe, handler, kernels, limit};
 
 /// XLA's handler of target `burst_attention_forward`, platform `cpu`, stage instantiate.
 ///
@@ -101,4 +101,48 @@ pub unsafe extern "C" fn burst_attention_trace(path: *const c_char) -> i32 {
         path.to_str().map(|path| trace::start(Path::new(path))).is_ok()
     });
     if traced.unwrap_or(false) { 0 } else { -1 }
+}
+
+/// JSON about the CUDA kernels: every image's name, tile and arguments, and whether this library
+/// embeds the images. The string is constant.
+#[unsafe(no_mangle)]
+pub extern "C" fn burst_attention_kernels() -> *const c_char {
+    catch_unwind(|| kernels::describe().as_ptr()).unwrap_or(c"{}".as_ptr())
+}
+
+/// JSON with the kernel launches that compute what `request`, JSON too, describes, on a device of
+/// `target`, such as `sm_90`; or with an `error`. The string stays until the thread's next call.
+///
+/// # Safety
+/// Both are C strings.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn burst_attention_kernel_launches(
+    target: *const c_char,
+    request: *const c_char,
+) -> *const c_char {
+    // SAFETY: passed on.
+    let (target, request) = unsafe { (CStr::from_ptr(target), CStr::from_ptr(request)) };
+    catch_unwind(|| kernels::launches(target, request))
+        .unwrap_or(c"{\"error\": \"a panic; please report it\"}".as_ptr())
+}
+
+/// The image of that name, as the CUDA driver loads it, and its length; NULL if there is none.
+///
+/// # Safety
+/// `name` is a C string, `bytes` can be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn burst_attention_kernel_image(
+    name: *const c_char,
+    bytes: *mut u64,
+) -> *const u8 {
+    // SAFETY: passed on.
+    let name = unsafe { CStr::from_ptr(name) };
+    match catch_unwind(|| kernels::image(name)) {
+        Ok(Some(image)) => {
+            // SAFETY: passed on.
+            unsafe { bytes.write(image.len() as u64) };
+            image.as_ptr()
+        }
+        _ => std::ptr::null(),
+    }
 }

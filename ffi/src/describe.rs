@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 use burst_attention::host::isa::Isa;
 use burst_attention::host::ring::Executor;
 
-use crate::sys;
+use crate::{kernels, sys};
 
 /// The version of the package, as a C string.
 pub fn version() -> &'static CStr {
@@ -33,9 +33,10 @@ fn json() -> String {
     };
     format!(
         "{{\"version\":{},{executor},\"available_instruction_sets\":[{}],\
-         \"xla_ffi_api\":\"{}.{}\"}}",
+         \"cuda_kernel_images\":{},\"xla_ffi_api\":\"{}.{}\"}}",
         quoted(env!("CARGO_PKG_VERSION")),
         available.join(","),
+        kernels::images(),
         sys::XLA_FFI_API_MAJOR,
         sys::XLA_FFI_API_MINOR,
     )
@@ -58,7 +59,8 @@ mod tests {
     #[test]
     fn says_what_computes() {
         let text = describe().to_str().expect("UTF-8");
-        for part in ["\"version\":\"", "\"instruction_set\":\"", "\"portable\"", "\"xla_ffi_api\":"]
+        for part in
+            ["\"version\":\"", "\"instruction_set\":\"", "\"portable\"", "\"cuda_kernel_images\":"]
         {
             assert!(text.contains(part), "{part} in {text}");
         }

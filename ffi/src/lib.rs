@@ -21,6 +21,7 @@ pub mod error;
 pub mod frame;
 mod handler;
 pub mod hub;
+mod kernels;
 mod limit;
 pub mod rendezvous;
 #[doc(hidden)]

@@ -52,7 +52,7 @@ def _report() -> dict[str, Any]:
         "python": f"{platform.python_version()}, numpy {np.__version__}",
         "platform": f"{platform.platform()}, {os.cpu_count()} cores",
         "devices": f"{len(devices)} × {devices[0].device_kind} ({jax.default_backend()})",
-        "kernels": "CPU, on host devices; none for GPU or TPU",
+        "kernels": "CPU, on host devices; the CUDA images are not used yet",
     }
     report |= {f"  {name}": value for name, value in _ffi.describe().items()}
     return report | {"nccl": "not used"}

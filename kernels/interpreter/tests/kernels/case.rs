@@ -1,0 +1,208 @@
+//! What a check computes: sizes, band, how the work is cut; and its inputs.
+
+use burst_attention_kernels::instances::{Element, Kernel, Target};
+use burst_attention_kernels::launch::{MAX_VIEW_BYTES, Rectangle};
+use half::{bf16, f16};
+use std::ops::Range;
+
+/// No limit of a band.
+pub const NONE: (i64, i64) = (i64::MIN, i64::MAX);
+/// Each query sees the keys up to its own position.
+pub const CAUSAL: (i64, i64) = (i64::MIN, 0);
+
+/// Segments of rows: so many rows of a segment, so many of the next, and again from the start.
+pub type Runs = &'static [(usize, i32)];
+
+#[derive(Debug, Clone, Copy)]
+pub struct Case {
+    pub element: Element,
+    pub target: Target,
+    pub batch: usize,
+    pub q_len: usize,
+    pub kv_len: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    /// Smallest and largest key row − query row that is seen.
+    pub band: (i64, i64),
+    /// Of queries and keys; one for all where none.
+    pub segments: Option<(Runs, Runs)>,
+    /// 0 for none.
+    pub soft_cap: f32,
+    /// The default scale where none.
+    pub softmax_scale: Option<f32>,
+    /// Factor on the queries, to make logits large.
+    pub magnitude: f32,
+    /// Rows of each array before and after those that are used.
+    pub margin: usize,
+    /// What a view's bytes stay below.
+    pub limit: u64,
+    /// The streamed rows of each step, in order; all in one where none are given.
+    pub steps: &'static [(usize, usize)],
+    /// Does the last step write the results, not the running state?
+    pub finished: bool,
+    /// Are streamed rows that no block may visit left unwritten? Only for a single resident tile.
+    pub lean: bool,
+    /// Has lse a gradient (for [`Kernel::Delta`]), is there a second summand (for `Finish`)?
+    ///
+    /// [`Kernel::Delta`]: burst_attention_kernels::instances::Kernel::Delta
+    pub second: bool,
+}
+
+pub const CASE: Case = Case {
+    element: Element::Bf16,
+    target: Target::Sm90,
+    batch: 1,
+    q_len: 100,
+    kv_len: 100,
+    heads: 1,
+    kv_heads: 1,
+    head_dim: 64,
+    band: NONE,
+    segments: None,
+    soft_cap: 0.0,
+    softmax_scale: None,
+    magnitude: 1.0,
+    margin: 4,
+    limit: MAX_VIEW_BYTES,
+    steps: &[],
+    finished: true,
+    lean: false,
+    second: true,
+};
+
+impl Case {
+    pub fn scale(&self) -> f32 {
+        self.softmax_scale.unwrap_or_else(|| (self.head_dim as f32).sqrt().recip())
+    }
+
+    /// Does it need the general variant of a kernel?
+    pub fn is_general(&self) -> bool {
+        self.segments.is_some() || self.soft_cap > 0.0
+    }
+
+    /// The variant of a plain kernel that computes it.
+    pub fn variant(&self, kernel: Kernel) -> Kernel {
+        let general = |variant: &Kernel| *variant != kernel && variant.plain() == kernel;
+        let variant = Kernel::ALL.into_iter().find(general).filter(|_| self.is_general());
+        variant.unwrap_or(kernel)
+    }
+
+    /// The segment of row `i` of entry `b` of the queries.
+    pub fn q_segment(&self, b: usize, i: usize) -> i32 {
+        self.segments.map_or(0, |(runs, _)| segment(runs, b, i))
+    }
+
+    /// The segment of row `j` of entry `b` of the keys.
+    pub fn kv_segment(&self, b: usize, j: usize) -> i32 {
+        self.segments.map_or(0, |(_, runs)| segment(runs, b, j))
+    }
+
+    /// Does the band let query `i` see key `j`?
+    pub fn allows(&self, i: usize, j: usize) -> bool {
+        (self.band.0..=self.band.1).contains(&(j as i64 - i as i64))
+    }
+
+    /// Does query `i` of entry `b` see key `j`?
+    pub fn sees(&self, b: usize, i: usize, j: usize) -> bool {
+        let segment = self.q_segment(b, i);
+        self.allows(i, j) && segment == self.kv_segment(b, j) && segment >= 0
+    }
+
+    /// The streamed rows of each step, `len` in all.
+    pub fn ranges(&self, len: usize) -> Vec<Range<usize>> {
+        match self.steps {
+            [] => std::iter::once(0..len).collect(),
+            steps => steps.iter().map(|&(start, end)| start..end.min(len)).collect(),
+        }
+    }
+
+    /// The rectangle of some queries and some keys.
+    pub fn rectangle(&self, queries: &Range<usize>, keys: &Range<usize>) -> Rectangle {
+        let shift = queries.start as i64 - keys.start as i64;
+        let shifted = |limit: i64| match limit {
+            i64::MIN | i64::MAX => limit,
+            _ => limit + shift,
+        };
+        Rectangle {
+            batch: self.batch,
+            q_len: queries.len(),
+            kv_len: keys.len(),
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            element: self.element,
+            lower: shifted(self.band.0),
+            upper: shifted(self.band.1),
+            softmax_scale: self.scale(),
+        }
+    }
+}
+
+/// The segment of a row, of which each entry has its first so many rows later.
+fn segment(runs: Runs, b: usize, row: usize) -> i32 {
+    let period: usize = runs.iter().map(|(rows, _)| rows).sum();
+    let mut left = (row + 29 * b) % period;
+    for &(rows, segment) in runs {
+        if left < rows {
+            return segment;
+        }
+        left -= rows;
+    }
+    unreachable!("row {left} is within the period of {period}")
+}
+
+/// Rounds to the type of the activations.
+pub fn round(element: Element, value: f32) -> f32 {
+    match element {
+        Element::Bf16 => bf16::from_f32(value).to_f32(),
+        Element::F16 => f16::from_f32(value).to_f32(),
+    }
+}
+
+/// Numbers about normally distributed, the same for the same seed.
+pub struct Random(pub u64);
+
+impl Random {
+    fn uniform(&mut self) -> f32 {
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 40) as f32 / (1 << 24) as f32 - 0.5
+    }
+
+    /// The sum of six uniform numbers, of variance ½, scaled to 1.
+    pub fn normal(&mut self) -> f32 {
+        (0..6).map(|_| self.uniform()).sum::<f32>() * std::f32::consts::SQRT_2
+    }
+
+    pub fn tensor(&mut self, count: usize, to: impl Fn(f32) -> f32) -> Vec<f32> {
+        (0..count).map(|_| to(self.normal())).collect()
+    }
+}
+
+/// Activations `[batch, rows, heads, head_dim]` as they are in 16 bits, and
+/// dlse `[batch, q_len, heads]`.
+pub struct Inputs {
+    pub q: Vec<f32>,
+    pub k: Vec<f32>,
+    pub v: Vec<f32>,
+    pub dout: Vec<f32>,
+    pub dlse: Vec<f32>,
+}
+
+impl Inputs {
+    pub fn new(case: &Case) -> Inputs {
+        let mut random = Random(7);
+        let Case { batch, q_len, kv_len, heads, kv_heads, head_dim, .. } = *case;
+        let queries = batch * q_len * heads * head_dim;
+        let keys = batch * kv_len * kv_heads * head_dim;
+        let rounded = |value| round(case.element, value);
+        Inputs {
+            q: random.tensor(queries, |value| rounded(value * case.magnitude)),
+            k: random.tensor(keys, rounded),
+            v: random.tensor(keys, rounded),
+            dout: random.tensor(queries, rounded),
+            dlse: random.tensor(batch * q_len * heads, |value| value),
+        }
+    }
+}

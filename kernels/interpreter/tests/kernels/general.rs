@@ -1,0 +1,112 @@
+//! The general variants of the kernels: segments, a soft cap, and both.
+
+use burst_attention_kernels::instances::Element::*;
+
+use super::case::{CASE, CAUSAL, Case, NONE, Runs};
+use super::problem::Problem;
+use super::values::check;
+
+/// One for all.
+pub const ONE: Runs = &[(1, 3)];
+/// Documents that begin within tiles, one of a single row and one of which there are two parts.
+pub const DOCUMENTS: Runs = &[(45, 7), (1, 2), (83, 0), (37, 3), (64, 7)];
+/// Few rows that count, then padding.
+pub const PADDED: Runs = &[(61, 0), (30, 1), (400, -1)];
+/// For keys: lacks some of the documents, and has others.
+pub const OTHERS: Runs = &[(50, 3), (29, -1), (70, 9), (31, i32::MIN), (40, 7), (7, i32::MAX)];
+/// None that counts.
+const NOBODY: Runs = &[(33, -1), (20, -7)];
+
+const SEGMENTED: Case = Case { segments: Some((DOCUMENTS, DOCUMENTS)), ..CASE };
+/// Two tiles of each side, two entries, and groups of two heads.
+const WIDE: Case =
+    Case { q_len: 200, kv_len: 180, batch: 2, heads: 2, head_dim: 24, soft_cap: 4.0, ..SEGMENTED };
+
+#[test]
+fn segments_that_cut_tiles_of_every_width() {
+    let causal = Case { q_len: 190, kv_len: 170, heads: 2, band: CAUSAL, ..SEGMENTED };
+    let dims = [(64, Bf16), (96, F16), (128, Bf16), (256, F16)];
+    check(&dims.map(|(head_dim, element)| Case { head_dim, element, ..causal }));
+}
+
+#[test]
+fn one_segment_and_no_cap_are_the_plain_kernels() {
+    let plain = Case { q_len: 190, kv_len: 170, heads: 2, band: (-100, 30), ..CASE };
+    check(&[plain, Case { segments: Some((ONE, ONE)), ..plain }]);
+}
+
+#[test]
+fn padding_and_segments_that_one_side_lacks() {
+    let pairs = [
+        (PADDED, PADDED),
+        (DOCUMENTS, OTHERS),
+        (OTHERS, OTHERS),
+        (DOCUMENTS, NOBODY),
+        (NOBODY, NOBODY),
+    ];
+    let case = Case { soft_cap: 0.0, ..WIDE };
+    check(&pairs.map(|segments| Case { segments: Some(segments), ..case }));
+    for band in [CAUSAL, (-40, 10)] {
+        check(&[Case { segments: Some((DOCUMENTS, OTHERS)), band, ..case }]);
+    }
+}
+
+/// Rows past the end read as segment 0, which is here that of the last rows too.
+#[test]
+fn general_lengths() {
+    const ENDING: Runs = &[(30, 5), (400, 0)];
+    let lengths = [(1, 1), (1, 140), (140, 1), (129, 257), (31, 150), (5, 0), (0, 5)];
+    check(&lengths.map(|(q_len, kv_len)| Case {
+        q_len,
+        kv_len,
+        head_dim: 32,
+        segments: Some((ENDING, ENDING)),
+        soft_cap: 2.0,
+        ..CASE
+    }));
+}
+
+#[test]
+fn soft_caps_of_large_logits() {
+    let large = Case { magnitude: 30.0, band: CAUSAL, ..CASE };
+    assert!(Problem::new(large).exact.largest > 100.0);
+    check(&[1.0, 20.0, 50.0].map(|soft_cap| Case { soft_cap, ..large }));
+    check(&[
+        Case { soft_cap: 1e-3, ..CASE },
+        // Its error, a share of the cap, is still below what f16 rounds away.
+        Case { soft_cap: 1000.0, element: F16, ..CASE },
+        Case { soft_cap: 20.0, element: F16, magnitude: 1.0, ..large },
+        Case { soft_cap: 20.0, magnitude: 2500.0, ..large },
+        Case { soft_cap: 30.0, softmax_scale: Some(1.0), head_dim: 128, ..large },
+    ]);
+}
+
+#[test]
+fn general_steps_carry_their_state() {
+    const ORDERS: [&[(usize, usize)]; 2] =
+        [&[(0, 76), (76, 200)], &[(132, 200), (0, 60), (60, 132)]];
+    let long = Case { q_len: 200, kv_len: 200, batch: 1, ..WIDE };
+    check(&[
+        Case { steps: ORDERS[0], ..long },
+        Case { steps: ORDERS[1], band: CAUSAL, element: F16, ..long },
+        Case { steps: ORDERS[1], segments: Some((PADDED, PADDED)), finished: false, ..long },
+    ]);
+}
+
+#[test]
+fn large_general_problems_are_cut() {
+    let cut = Case {
+        batch: 2,
+        q_len: 300,
+        kv_len: 300,
+        heads: 2,
+        kv_heads: 2,
+        limit: 70_000,
+        soft_cap: 2.0,
+        ..SEGMENTED
+    };
+    let launches = check(&[Case { band: (-130, 20), ..cut }]);
+    assert!(launches[0][..3].iter().all(|&launches| launches > cut.batch), "{launches:?}");
+    // Entries of which several fit.
+    check(&[Case { batch: 3, q_len: 40, kv_len: 40, limit: 60_000, band: NONE, ..cut }]);
+}

@@ -1,0 +1,179 @@
+//! `attention_bwd_dkdv` and `attention_bwd_dq`: their launches, and whether they compute what they
+//! should from exact statistics.
+
+use burst_attention_kernels::instances::Kernel;
+use burst_attention_kernels::launch::{KeyGrads, MAX_VIEW_BYTES, QueryGrads};
+
+use super::case::Case;
+use super::problem::{Found, Output, Problem};
+use super::segments::Segments;
+use super::world::{Array, Change, Scalar, Stores, World};
+
+/// What both kernels read.
+struct Read {
+    q: Array,
+    k: Array,
+    v: Array,
+    dout: Array,
+    lse_log2: Array,
+    delta: Array,
+    segments: Segments,
+}
+
+impl Read {
+    fn new(world: &mut World, problem: &Problem, kernel: Kernel) -> Read {
+        let Case { batch, q_len, kv_len, heads, kv_heads, head_dim, margin, .. } = problem.case;
+        let (queries, keys) =
+            ([batch, q_len, heads, head_dim], [batch, kv_len, kv_heads, head_dim]);
+        let (activation, statistics) =
+            (Scalar::Activation(problem.case.element), [batch, q_len, heads]);
+        let keys_stream = kernel == Kernel::QueryGrads;
+        let queries_read = if keys_stream { 0..q_len } else { problem.visited_queries(kernel) };
+        let keys_read = if keys_stream { problem.visited_keys(kernel) } else { 0..kv_len };
+        let (of_queries, of_keys) = (queries_read.clone(), keys_read.clone());
+        let read = Read {
+            q: world.rows("q", activation, queries, margin),
+            k: world.rows("k", activation, keys, 2 * margin),
+            v: world.rows("v", activation, keys, 2 * margin),
+            dout: world.rows("dout", activation, queries, margin),
+            lse_log2: world.statistics("lse_log2", statistics, margin),
+            delta: world.statistics("delta", statistics, margin),
+            segments: Segments::new(world, &problem.case, of_queries, of_keys),
+        };
+        let memory = &mut world.memory;
+        read.q.fill(memory, queries_read.clone(), &problem.inputs.q);
+        read.dout.fill(memory, queries_read.clone(), &problem.inputs.dout);
+        read.lse_log2.fill(memory, queries_read.clone(), &problem.saved.lse_log2);
+        read.delta.fill(memory, queries_read, &problem.saved.delta);
+        read.k.fill(memory, keys_read.clone(), &problem.inputs.k);
+        read.v.fill(memory, keys_read, &problem.inputs.v);
+        read
+    }
+
+    fn audit(&self, world: &World) -> Result<(), String> {
+        let Read { q, k, v, dout, lse_log2, delta, segments } = self;
+        segments.audit(world)?;
+        world.audit(&[q, k, v, dout, lse_log2, delta].map(|array| (array, Stores::Never)))
+    }
+}
+
+/// Results and accumulators of one kernel: those that it wrote last, after an audit of all.
+fn outputs(
+    case: &Case,
+    world: &World,
+    pairs: &[(&Array, &Array)],
+) -> Result<Vec<Vec<f32>>, String> {
+    let (carried, results) = (world.carries(case.finished), Stores::Exactly(case.finished.into()));
+    let mut outputs = vec![];
+    for &(accumulator, result) in pairs {
+        world.audit(&[(accumulator, carried), (result, results)])?;
+        let written = if case.finished { result } else { accumulator };
+        outputs.push(written.read(&world.memory));
+    }
+    Ok(outputs)
+}
+
+fn is_alone(case: &Case) -> bool {
+    case.steps.len() <= 1 && case.finished && case.limit == MAX_VIEW_BYTES
+}
+
+fn run_keys(
+    problem: &Problem,
+    seed: u64,
+    change: Change,
+) -> Result<(Vec<Vec<f32>>, usize), String> {
+    let case = &problem.case;
+    let Case { batch, kv_len, kv_heads, head_dim, margin, element, .. } = *case;
+    let mut world = World::new(seed, change);
+    let read = Read::new(&mut world, problem, Kernel::KeyGrads);
+    let sizes = [batch, kv_len, kv_heads, head_dim];
+    let [dk_acc, dv_acc] =
+        ["dk_acc", "dv_acc"].map(|name| world.rows(name, Scalar::F32, sizes, 3 * margin));
+    let [dk, dv] =
+        ["dk", "dv"].map(|name| world.rows(name, Scalar::Activation(element), sizes, 5 * margin));
+    let steps = case.ranges(case.q_len);
+    let mut launches = 0;
+    for (n, queries) in steps.iter().enumerate() {
+        let description = KeyGrads {
+            rectangle: case.rectangle(queries, &(0..kv_len)),
+            general: read.segments.general(case, queries.start, 0),
+            q: read.q.rows(queries.start),
+            k: read.k.rows(0),
+            v: read.v.rows(0),
+            dout: read.dout.rows(queries.start),
+            lse_log2: read.lse_log2.statistics(queries.start),
+            delta: read.delta.statistics(queries.start),
+            dk_acc: (!is_alone(case)).then(|| dk_acc.rows(0)),
+            dv_acc: (!is_alone(case)).then(|| dv_acc.rows(0)),
+            dk: case.finished.then(|| dk.rows(0)),
+            dv: case.finished.then(|| dv.rows(0)),
+            first: n == 0,
+            last: case.finished && n + 1 == steps.len(),
+        };
+        let chain = description.launches_within(case.target, case.limit);
+        let chain = chain.map_err(|error| error.to_string())?;
+        launches += chain.len();
+        world.run(chain, |_| None)?;
+    }
+    read.audit(&world)?;
+    Ok((outputs(case, &world, &[(&dk_acc, &dk), (&dv_acc, &dv)])?, launches))
+}
+
+fn run_queries(
+    problem: &Problem,
+    seed: u64,
+    change: Change,
+) -> Result<(Vec<Vec<f32>>, usize), String> {
+    let case = &problem.case;
+    let Case { batch, q_len, heads, head_dim, margin, element, .. } = *case;
+    let mut world = World::new(seed, change);
+    let read = Read::new(&mut world, problem, Kernel::QueryGrads);
+    let sizes = [batch, q_len, heads, head_dim];
+    let dq_acc = world.rows("dq_acc", Scalar::F32, sizes, 3 * margin);
+    let dq = world.rows("dq", Scalar::Activation(element), sizes, 5 * margin);
+    let steps = case.ranges(case.kv_len);
+    let mut launches = 0;
+    for (n, keys) in steps.iter().enumerate() {
+        let description = QueryGrads {
+            rectangle: case.rectangle(&(0..q_len), keys),
+            general: read.segments.general(case, 0, keys.start),
+            q: read.q.rows(0),
+            k: read.k.rows(keys.start),
+            v: read.v.rows(keys.start),
+            dout: read.dout.rows(0),
+            lse_log2: read.lse_log2.statistics(0),
+            delta: read.delta.statistics(0),
+            dq_acc: (!is_alone(case)).then(|| dq_acc.rows(0)),
+            dq: case.finished.then(|| dq.rows(0)),
+            first: n == 0,
+            last: case.finished && n + 1 == steps.len(),
+        };
+        let chain = description.launches_within(case.target, case.limit);
+        let chain = chain.map_err(|error| error.to_string())?;
+        launches += chain.len();
+        world.run(chain, |_| None)?;
+    }
+    read.audit(&world)?;
+    Ok((outputs(case, &world, &[(&dq_acc, &dq)])?, launches))
+}
+
+pub fn check_keys(problem: &Problem, change: Change) -> Result<Found, String> {
+    let (outputs, launches) = problem.twice(|seed| run_keys(problem, seed, change))?;
+    let [dk, dv] = &outputs[..] else { panic!("dk and dv, got {} outputs", outputs.len()) };
+    let (exact, plain) = (&problem.exact, &problem.plain);
+    let (floor, of_queries) =
+        (problem.gradient_floor(1.0), problem.gradient_floor(problem.case.magnitude));
+    problem.zero("dk", dk, |at| problem.unseen(at))?;
+    problem.zero("dv", dv, |at| problem.unseen(at))?;
+    let dk = Output { name: "dk", got: dk, exact: &exact.dk, plain: &plain.dk, floor: of_queries };
+    let dv = Output { name: "dv", got: dv, exact: &exact.dv, plain: &plain.dv, floor };
+    Ok(Found { worst: problem.ratio(&dk)?.max(problem.ratio(&dv)?), launches })
+}
+
+pub fn check_queries(problem: &Problem, change: Change) -> Result<Found, String> {
+    let (outputs, launches) = problem.twice(|seed| run_queries(problem, seed, change))?;
+    let (exact, plain, floor) = (&problem.exact.dq, &problem.plain.dq, problem.gradient_floor(1.0));
+    problem.zero("dq", &outputs[0], |at| problem.blind(at))?;
+    let worst = problem.ratio(&Output { name: "dq", got: &outputs[0], exact, plain, floor })?;
+    Ok(Found { worst, launches })
+}

@@ -1,0 +1,17 @@
+//! What every kernel computes, from its description to memory, against dense float64.
+
+mod case;
+mod forward;
+mod general;
+mod gradients;
+mod large;
+mod modules;
+mod mutants;
+mod mutants_general;
+mod problem;
+mod reference;
+mod rows;
+mod segments;
+mod values;
+mod visits;
+mod world;

@@ -1,0 +1,179 @@
+//! Kernels and launches with one mistake each, which the checks must find.
+
+use burst_attention_kernels::launch::Launch;
+use burst_attention_kernels::record::Value;
+use cutile_ir::Module;
+use cutile_ir::bytecode::Opcode::{self, *};
+
+use super::case::{CASE, CAUSAL, Case};
+use super::forward::check as fwd;
+use super::gradients::{check_keys as dkdv, check_queries as dq};
+use super::modules::{find, masked};
+use super::problem::{Found, Problem};
+use super::rows::{check_delta as delta, check_finish as finish};
+use super::world::Change::{self, Launch as Launched, Module as Compiled};
+
+/// What it is called, what must find it, in which case, and the mistake.
+pub type Mutant = (&'static str, Check, Case, Change);
+type Check = fn(&Problem, Change) -> Result<Found, String>;
+
+/// Two entries, two heads per key head, two tiles of rows.
+const FULL: Case =
+    Case { batch: 2, heads: 4, kv_heads: 2, q_len: 150, kv_len: 150, head_dim: 16, ..CASE };
+const BAND: Case = Case { band: (-60, 4), ..FULL };
+const BLIND: Case = Case { band: (30, 80), ..FULL };
+const STEPS: Case = Case { steps: &[(0, 64), (64, 150)], band: CAUSAL, ..FULL };
+/// The last queries see few keys and many rows after the end, and an lse may be far below 0, so
+/// that 2^(0 − lse) is infinite.
+const STEEP: Case = Case { magnitude: 1000.0, band: (0, 3), ..FULL };
+
+/// Changes the value of an argument.
+pub fn set(launch: &mut Launch, name: &str, change: impl Fn(Value) -> Value) {
+    let arguments = launch.instance.kernel.arguments();
+    let at = arguments.iter().position(|argument| argument.name == name);
+    let value = &mut launch.values[at.unwrap_or_else(|| panic!("no argument {name}"))];
+    *value = change(*value);
+}
+
+pub fn swap(launch: &mut Launch, one: &str, other: &str) {
+    let values = [one, other].map(|name| launch.value(name).expect("an argument of that name"));
+    set(launch, one, |_| values[1]);
+    set(launch, other, |_| values[0]);
+}
+
+fn force(launch: &mut Launch, name: &str, value: i32) {
+    set(launch, name, |_| Value::I32(value));
+}
+
+pub fn scale(launch: &mut Launch, name: &str, value: f32) {
+    set(launch, name, |_| Value::F32(value));
+}
+
+/// Moves an array of 16-bit rows by one row.
+fn move_a_row(launch: &mut Launch, name: &str, heads: &str) {
+    let integer = |name: &str| match launch.value(name) {
+        Some(Value::I32(value)) => value as u64,
+        other => panic!("{name} is {other:?}"),
+    };
+    let bytes = 2 * integer(heads) * integer("head_dim");
+    set(launch, name, |value| match value {
+        Value::Pointer(at) => Value::Pointer(at + bytes),
+        other => other,
+    });
+}
+
+/// One operand of the `n`-th operation in the masked loop becomes another one of it.
+pub fn reroute(module: &mut Module, opcode: Opcode, n: usize, to: usize, from: usize) {
+    let id = masked(module, opcode)[n];
+    let op = module.op_mut(id);
+    op.operands[to] = op.operands[from];
+}
+
+/// The mask's last condition, that a key exists, is dropped.
+fn drop_end(module: &mut Module) {
+    let last = masked(module, AndI).len() - 1;
+    reroute(module, AndI, last, 1, 0);
+}
+
+/// The last product of the masked loop starts from what its accumulator was before rescaling.
+fn drop_fading(module: &mut Module) {
+    let [mul, mma] =
+        [MulF, MmaF].map(|opcode| *masked(module, opcode).last().expect("in the loop"));
+    let unfaded = module.op(mul).operands[0];
+    module.op_mut(mma).operands[2] = unfaded;
+}
+
+/// p·(dp − delta) becomes p·dp.
+fn drop_delta(module: &mut Module) {
+    let [mul, sub] =
+        [MulF, SubF].map(|opcode| *masked(module, opcode).last().expect("in the loop"));
+    let without = module.op(sub).operands[0];
+    module.op_mut(mul).operands[1] = without;
+}
+
+/// The tile that the first store writes goes where rows and heads are mistaken for each other.
+fn misplace(module: &mut Module) {
+    let store = find(module, StoreViewTko)[0];
+    module.op_mut(store).operands.swap(3, 4);
+}
+
+/// The last choice of a kernel always takes its first option.
+fn drop_choice(module: &mut Module) {
+    let select = *find(module, Select).last().expect("a choice");
+    let op = module.op_mut(select);
+    op.operands[2] = op.operands[1];
+}
+
+/// Operands of a load of activations: view, entry, tile, head, column; of one of statistics: view,
+/// entry, head, tile.
+pub const ENTRY: usize = 1;
+pub const TILE: usize = 2;
+const HEAD: usize = 3;
+
+#[rustfmt::skip]
+const MUTANTS: [Mutant; 40] = [
+    ("fwd: keys of another head", fwd, FULL, Compiled(|m| reroute(m, LoadViewTko, 0, HEAD, ENTRY))),
+    ("fwd: v of another tile", fwd, FULL, Compiled(|m| reroute(m, LoadViewTko, 1, TILE, ENTRY))),
+    ("fwd: no mask", fwd, BAND, Compiled(|m| reroute(m, Select, 0, 2, 1))),
+    ("fwd: keys past the end count", fwd, FULL, Compiled(drop_end)),
+    ("fwd: accumulator not rescaled", fwd, FULL, Compiled(drop_fading)),
+    ("fwd: rows stored as heads", fwd, FULL, Compiled(misplace)),
+    ("fwd: lse of blind rows finite", fwd, BLIND, Compiled(drop_choice)),
+    ("fwd: k and v swapped", fwd, FULL, Launched(|l| swap(l, "k", "v"))),
+    ("fwd: lower and upper swapped", fwd, BAND, Launched(|l| swap(l, "lower", "upper"))),
+    ("fwd: upper off by one", fwd, BAND, Launched(|l| force(l, "upper", 5))),
+    ("fwd: lower off by one", fwd, BAND, Launched(|l| force(l, "lower", -59))),
+    ("fwd: scale for e", fwd, FULL, Launched(|l| scale(l, "scale_log2", 0.25))),
+    ("fwd: state not loaded", fwd, STEPS, Launched(|l| force(l, "first", 1))),
+    ("fwd: results too early", fwd, STEPS, Launched(|l| force(l, "last", 1))),
+    ("fwd: o a row further on", fwd, FULL, Launched(|l| move_a_row(l, "o", "heads"))),
+    ("fwd: strides swapped", fwd, FULL, Launched(|l| swap(l, "q_batch_stride", "kv_batch_stride"))),
+    ("fwd: other sections", fwd, FULL, Launched(|l| force(l, "section", 3))),
+    ("fwd: a key too few", fwd, FULL, Launched(|l| force(l, "kv_len", 149))),
+    ("fwd: a query too few", fwd, FULL, Launched(|l| force(l, "q_len", 149))),
+    ("dkdv: no mask", dkdv, BAND, Compiled(|m| reroute(m, Select, 0, 2, 1))),
+    ("dkdv: q of another tile", dkdv, FULL, Compiled(|m| reroute(m, LoadViewTko, 0, TILE, ENTRY))),
+    ("dkdv: lse of another head", dkdv, FULL, Compiled(|m| reroute(m, LoadViewTko, 1, 2, ENTRY))),
+    ("dkdv: delta not subtracted", dkdv, FULL, Compiled(drop_delta)),
+    ("dkdv: rows stored as heads", dkdv, FULL, Compiled(misplace)),
+    ("dkdv: dk and dv swapped", dkdv, FULL, Launched(|l| swap(l, "dk", "dv"))),
+    ("dkdv: bounds swapped", dkdv, BAND, Launched(|l| swap(l, "lower", "upper"))),
+    ("dkdv: dk unscaled", dkdv, FULL, Launched(|l| scale(l, "softmax_scale", 1.0))),
+    ("dkdv: accumulators not loaded", dkdv, STEPS, Launched(|l| force(l, "first", 1))),
+    ("dkdv: dv a row further on", dkdv, FULL, Launched(|l| move_a_row(l, "dv", "kv_heads"))),
+    ("dq: no mask", dq, BAND, Compiled(|m| reroute(m, Select, 0, 2, 1))),
+    ("dq: keys past the end count", dq, STEEP, Compiled(drop_end)),
+    ("dq: keys of another head", dq, FULL, Compiled(|m| reroute(m, LoadViewTko, 0, HEAD, ENTRY))),
+    ("dq: delta not subtracted", dq, FULL, Compiled(drop_delta)),
+    ("dq: accumulator not loaded", dq, STEPS, Launched(|l| force(l, "first", 1))),
+    ("dq: dout for q", dq, FULL, Launched(|l| swap(l, "q", "dout"))),
+    ("delta: dlse ignored", delta, FULL, Launched(|l| force(l, "has_dlse", 0))),
+    ("delta: lse of blind rows stays −inf", delta, BLIND, Compiled(drop_choice)),
+    ("delta: results swapped", delta, FULL, Launched(|l| swap(l, "lse_log2", "delta"))),
+    ("finish: b ignored", finish, FULL, Launched(|l| force(l, "has_b", 0))),
+    ("finish: out a row further on", finish, FULL, Launched(|l| move_a_row(l, "out", "heads"))),
+];
+
+#[test]
+fn every_mistake_is_found() {
+    assert_found(&[FULL, BAND, BLIND, STEPS, STEEP], &[fwd, dkdv, dq, delta, finish], &MUTANTS);
+}
+
+/// All checks pass in all cases, save where there is a mistake.
+pub fn assert_found(cases: &[Case], checks: &[Check], mutants: &[Mutant]) {
+    for case in cases {
+        let problem = Problem::new(*case);
+        for check in checks {
+            let found = check(&problem, Change::None);
+            found.unwrap_or_else(|error| panic!("without a mistake: {error}\n{case:?}"));
+        }
+    }
+    let mut missed = vec![];
+    for (name, check, case, change) in mutants {
+        match check(&Problem::new(*case), *change) {
+            Ok(found) => missed.push((name, found.worst)),
+            Err(error) => println!("{name}: {error}"),
+        }
+    }
+    assert!(missed.is_empty(), "not found: {missed:?}");
+}

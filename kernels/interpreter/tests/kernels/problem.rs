@@ -1,0 +1,180 @@
+//! A case with its inputs and what is right, and how far results may be from it.
+
+use std::ops::Range;
+
+use burst_attention_kernels::instances::{Instance, Kernel, TileShape, width_of};
+use std::f64::consts::LOG2_E;
+
+use super::case::{Case, Inputs, round};
+use super::reference::{Dense, dense};
+
+/// What a row that sees nothing has for its lse.
+const HUGE: f32 = 1.0e38;
+
+/// What the forward pass and `delta` leave to the backward pass.
+pub struct Saved {
+    /// As it is in 16 bits.
+    pub o: Vec<f32>,
+    pub lse: Vec<f32>,
+    pub lse_log2: Vec<f32>,
+    pub delta: Vec<f32>,
+}
+
+pub struct Problem {
+    pub case: Case,
+    pub inputs: Inputs,
+    /// At first what is exact, rounded once.
+    pub saved: Saved,
+    /// In float64.
+    pub exact: Dense,
+    /// In float32, not rounded further.
+    pub plain: Dense,
+}
+
+/// What a check found.
+#[derive(Debug, Clone, Copy)]
+pub struct Found {
+    /// The largest ratio of an output's error to what it is measured by; 2 is the limit.
+    pub worst: f64,
+    /// Launches of all steps.
+    pub launches: usize,
+}
+
+/// An output, what it should be, and what plain float32 makes of it.
+pub struct Output<'a> {
+    pub name: &'static str,
+    pub got: &'a [f32],
+    pub exact: &'a [f64],
+    pub plain: &'a [f64],
+    /// Root mean square of an error that is allowed whatever the plain one's is.
+    pub floor: f64,
+}
+
+impl Problem {
+    pub fn new(case: Case) -> Problem {
+        let inputs = Inputs::new(&case);
+        let exact = dense::<f64>(&case, &inputs, |o| o);
+        let plain = dense::<f32>(&case, &inputs, |o| o);
+        let in_base_2 = |&lse: &f64| match lse == f64::NEG_INFINITY {
+            true => HUGE,
+            false => (lse * LOG2_E) as f32,
+        };
+        let saved = Saved {
+            o: exact.o.iter().map(|&x| round(case.element, x as f32)).collect(),
+            lse: exact.lse.iter().map(|&x| x as f32).collect(),
+            lse_log2: exact.lse.iter().map(in_base_2).collect(),
+            delta: exact.delta.iter().map(|&x| x as f32).collect(),
+        };
+        Problem { case, inputs, saved, exact, plain }
+    }
+
+    /// The tile shape of a kernel for this case.
+    pub fn tile(&self, kernel: Kernel) -> TileShape {
+        let Case { element, target, head_dim, .. } = self.case;
+        let width = width_of(head_dim).expect("a tile holds head_dim");
+        Instance { kernel: self.case.variant(kernel), element, width, target }.tile()
+    }
+
+    /// Float32's rounding, 2^-24, of what a gradient's sum cancels: terms p·scale·(dp − delta)·x
+    /// where x, of size `factor`, is what they weigh, and dp and delta are dot products of
+    /// `head_dim` terms of about 1, thus of about its root. Four of that, where one key has all the
+    /// weight, so that dp = delta and plain float32 may hit 0.
+    pub fn gradient_floor(&self, factor: f32) -> f64 {
+        let dot = f64::from(self.case.scale()) * (self.case.head_dim as f64).sqrt();
+        4.0 * 2f64.powi(-24) * dot * f64::from(factor)
+    }
+
+    /// The ratio of errors; it must be at most 2, and nothing may be NaN.
+    pub fn ratio(&self, output: &Output) -> Result<f64, String> {
+        let Output { name, got, exact, plain, floor } = *output;
+        if got.len() != exact.len() {
+            return Err(format!("{} elements of {name}, expected {}", got.len(), exact.len()));
+        }
+        if let Some(at) = got.iter().position(|x| !x.is_finite()) {
+            return Err(format!("element {at} of {name} is {}", got[at]));
+        }
+        let rounded = plain.iter().map(|&x| f64::from(round(self.case.element, x as f32)));
+        let error = norm(got.iter().zip(exact).map(|(&got, exact)| f64::from(got) - exact));
+        let bar = norm(rounded.zip(exact).map(|(plain, exact)| plain - exact));
+        let floor = floor * (got.len() as f64).sqrt();
+        let ratio = if error == 0.0 { 0.0 } else { error / (bar + floor / 2.0) };
+        let relative = error / norm(exact.iter().copied());
+        match ratio <= 2.0 {
+            true => Ok(ratio),
+            false => {
+                Err(format!("{name} is off by {relative:.2e}, {ratio:.2} times plain float32"))
+            }
+        }
+    }
+
+    /// Rows `dim` wide of which `dead` says that they must be 0.
+    pub fn zero(
+        &self,
+        name: &str,
+        got: &[f32],
+        dead: impl Fn(usize) -> bool,
+    ) -> Result<(), String> {
+        let rows = got.chunks(self.case.head_dim).enumerate();
+        match rows.clone().find(|(at, row)| dead(*at) && row.iter().any(|&x| x != 0.0)) {
+            None => Ok(()),
+            Some((at, _)) => Err(format!("row {at} of {name} sees nothing and is not 0")),
+        }
+    }
+
+    /// Does query row `at`, counted over entries and heads, see no key?
+    pub fn blind(&self, at: usize) -> bool {
+        let Case { q_len, kv_len, heads, .. } = self.case;
+        let (b, i) = (at / heads / q_len, at / heads % q_len);
+        (0..kv_len).all(|j| !self.case.sees(b, i, j))
+    }
+
+    /// Does no query see key row `at`, counted over entries and heads?
+    pub fn unseen(&self, at: usize) -> bool {
+        let Case { q_len, kv_len, kv_heads, .. } = self.case;
+        let (b, j) = (at / kv_heads / kv_len, at / kv_heads % kv_len);
+        (0..q_len).all(|i| !self.case.sees(b, i, j))
+    }
+
+    /// Runs a chain of launches with blocks in two orders; the outputs must be the same bits.
+    pub fn twice<T>(
+        &self,
+        run: impl Fn(u64) -> Result<(Vec<Vec<f32>>, T), String>,
+    ) -> Result<(Vec<Vec<f32>>, T), String> {
+        let first = run(1)?;
+        let second = run(2)?.0;
+        let bits = |outputs: &[Vec<f32>]| -> Vec<u32> {
+            outputs.iter().flatten().map(|x| x.to_bits()).collect()
+        };
+        match bits(&first.0) == bits(&second) {
+            true => Ok(first),
+            false => Err("another order of blocks gives other bits".into()),
+        }
+    }
+
+    /// Where a lean case has keys: in tiles of which the band lets any row be seen.
+    pub fn visited_keys(&self, kernel: Kernel) -> Range<usize> {
+        self.visited(self.tile(kernel).keys as usize, self.case.kv_len, |j| {
+            (0..self.case.q_len).any(|i| self.case.allows(i, j))
+        })
+    }
+
+    /// Where a lean case has queries: in tiles of which the band lets any row see something.
+    pub fn visited_queries(&self, kernel: Kernel) -> Range<usize> {
+        self.visited(self.tile(kernel).rows as usize, self.case.q_len, |i| {
+            (0..self.case.kv_len).any(|j| self.case.allows(i, j))
+        })
+    }
+
+    fn visited(&self, unit: usize, len: usize, seen: impl Fn(usize) -> bool) -> Range<usize> {
+        if !self.case.lean {
+            return 0..len;
+        }
+        let first = (0..len).find(|&row| seen(row)).unwrap_or(0);
+        let end = (0..len).rfind(|&row| seen(row)).map_or(0, |last| last + 1);
+        first / unit * unit..end.next_multiple_of(unit).min(len)
+    }
+}
+
+fn norm(values: impl Iterator<Item = f64>) -> f64 {
+    values.map(|x| x * x).sum::<f64>().sqrt()
+}

@@ -1,0 +1,134 @@
+//! `delta` and `finish`: their launches, and whether they compute what they should.
+
+use burst_attention_kernels::launch::{Delta, Finish};
+
+use super::case::{Case, Random, round};
+use super::problem::{Found, Problem};
+use super::world::{Change, Scalar, Stores, World};
+
+pub fn run_delta(
+    problem: &Problem,
+    seed: u64,
+    change: Change,
+) -> Result<(Vec<Vec<f32>>, usize), String> {
+    let Case { batch, q_len, heads, head_dim, margin, element, second, .. } = problem.case;
+    let mut world = World::new(seed, change);
+    let sizes = [batch, q_len, heads, head_dim];
+    let [o, dout] =
+        ["o", "dout"].map(|name| world.rows(name, Scalar::Activation(element), sizes, margin));
+    let per_row = [batch, q_len, heads, 1];
+    let [lse, dlse] =
+        ["lse", "dlse"].map(|name| world.rows(name, Scalar::F32, per_row, 3 * margin / 2));
+    let [lse_log2, delta] =
+        ["lse_log2", "delta"].map(|name| world.statistics(name, [batch, q_len, heads], margin));
+    o.fill(&mut world.memory, 0..q_len, &problem.saved.o);
+    dout.fill(&mut world.memory, 0..q_len, &problem.inputs.dout);
+    lse.fill(&mut world.memory, 0..q_len, &problem.saved.lse);
+    if second {
+        dlse.fill(&mut world.memory, 0..q_len, &problem.inputs.dlse);
+    }
+    let description = Delta {
+        batch,
+        q_len,
+        heads,
+        head_dim,
+        element,
+        o: o.rows(0),
+        dout: dout.rows(0),
+        lse: lse.rows(0),
+        dlse: second.then(|| dlse.rows(0)),
+        lse_log2: lse_log2.statistics(0),
+        delta: delta.statistics(0),
+    };
+    let chain = description.launches_within(problem.case.target, problem.case.limit);
+    let chain = chain.map_err(|error| error.to_string())?;
+    let launches = chain.len();
+    world.run(chain, |_| None)?;
+    world.audit(&[&o, &dout, &lse, &dlse].map(|array| (array, Stores::Never)))?;
+    world.audit(&[&lse_log2, &delta].map(|array| (array, Stores::Exactly(1))))?;
+    Ok((vec![lse_log2.read(&world.memory), delta.read(&world.memory)], launches))
+}
+
+/// Each delta within the error of a float32 sum, each lse within that of one product; `worst` is
+/// the share of that.
+pub fn check_delta(problem: &Problem, change: Change) -> Result<Found, String> {
+    let (outputs, launches) = problem.twice(|seed| run_delta(problem, seed, change))?;
+    let (case, dim) = (&problem.case, problem.case.head_dim);
+    let step = 2f64.powi(-24);
+    let mut worst = 0f64;
+    for (at, (&lse_log2, &delta)) in outputs[0].iter().zip(&outputs[1]).enumerate() {
+        let o = problem.saved.o[at * dim..][..dim].iter().map(|&o| f64::from(o));
+        let terms = o.zip(&problem.inputs.dout[at * dim..]).map(|(o, &dout)| o * f64::from(dout));
+        let dlse = if case.second { f64::from(problem.inputs.dlse[at]) } else { 0.0 };
+        let (sum, size) =
+            terms.fold((-dlse, dlse.abs()), |(sum, size), term| (sum + term, size + term.abs()));
+        // Errors of a sum of n terms: about √n steps of its size; 2^-64 stands for an exact 0.
+        let bound = step * size * (dim as f64).sqrt() + 2f64.powi(-64);
+        worst = worst.max((f64::from(delta) - sum).abs() / bound);
+        let lse = problem.saved.lse[at];
+        if lse == f32::NEG_INFINITY {
+            if !(lse_log2 > 1e37 && lse_log2.is_finite()) {
+                return Err(format!("lse_log2 {at} of a row that sees nothing is {lse_log2}"));
+            }
+            continue;
+        }
+        let exact = f64::from(lse) * std::f64::consts::LOG2_E;
+        worst = worst.max((f64::from(lse_log2) - exact).abs() / (2.0 * step * exact.abs()));
+    }
+    match worst <= 2.0 {
+        true => Ok(Found { worst, launches }),
+        false => Err(format!("a statistic is off by {worst} times its bound")),
+    }
+}
+
+fn run_finish(
+    problem: &Problem,
+    seed: u64,
+    change: Change,
+) -> Result<(Vec<Vec<f32>>, usize), String> {
+    let Case { batch, q_len: rows, heads, head_dim, margin, element, second, .. } = problem.case;
+    let mut world = World::new(seed, change);
+    let sizes = [batch, rows, heads, head_dim];
+    let a = world.rows("a", Scalar::F32, sizes, margin);
+    let b = world.rows("b", Scalar::F32, sizes, 2 * margin);
+    let out = world.rows("out", Scalar::Activation(element), sizes, 3 * margin);
+    let [first, other] = summands(problem);
+    a.fill(&mut world.memory, 0..rows, &first);
+    if second {
+        b.fill(&mut world.memory, 0..rows, &other);
+    }
+    let description = Finish {
+        batch,
+        rows,
+        heads,
+        head_dim,
+        element,
+        a: a.rows(0),
+        b: second.then(|| b.rows(0)),
+        out: out.rows(0),
+    };
+    let chain = description.launches_within(problem.case.target, problem.case.limit);
+    let chain = chain.map_err(|error| error.to_string())?;
+    let launches = chain.len();
+    world.run(chain, |_| None)?;
+    world.audit(&[(&a, Stores::Never), (&b, Stores::Never), (&out, Stores::Exactly(1))])?;
+    Ok((vec![out.read(&world.memory)], launches))
+}
+
+fn summands(problem: &Problem) -> [Vec<f32>; 2] {
+    let mut random = Random(11);
+    [0, 1].map(|_| random.tensor(problem.inputs.q.len(), |value| value))
+}
+
+/// Bit for bit a float32 sum, rounded once more.
+pub fn check_finish(problem: &Problem, change: Change) -> Result<Found, String> {
+    let (outputs, launches) = problem.twice(|seed| run_finish(problem, seed, change))?;
+    let [a, b] = summands(problem);
+    let element = problem.case.element;
+    let sum =
+        a.iter().zip(&b).map(|(a, b)| round(element, if problem.case.second { a + b } else { *a }));
+    match sum.zip(&outputs[0]).position(|(sum, &got)| sum.to_bits() != got.to_bits()) {
+        None => Ok(Found { worst: 0.0, launches }),
+        Some(at) => Err(format!("element {at} of out is {}", outputs[0][at])),
+    }
+}

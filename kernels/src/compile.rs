@@ -1,0 +1,118 @@
+//! From a kernel's source to Tile IR, with what its launch record says.
+//!
+//! The IR is the same for all targets that share a tile shape, but for the name of the target in
+//! the compiler's hints: [`Front`] runs the compiler once and renames.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+use cutile_compiler::ast::Module as Source;
+use cutile_compiler::compile_api::{CompileArtifacts, KernelCompiler};
+use cutile_compiler::cuda_tile_runtime_utils::serialize_tile_ir_bytecode;
+use cutile_compiler::hints::{CompileOptions, DebugInfoLevel};
+use cutile_compiler::specialization::DivHint;
+use cutile_ir::Module;
+use cutile_ir::ir::{Attribute, OpId};
+
+use crate::device;
+use crate::instances::{Element, Instance, Kernel, TileShape};
+
+/// Stack that the compiler's front end, which recurses deeply, needs.
+pub const STACK: usize = 256 << 20;
+
+/// The module that a kernel stands in: its source and its name.
+fn source(kernel: Kernel) -> (fn() -> Source, &'static str) {
+    macro_rules! module {
+        ($name:ident) => {
+            (device::$name::$name::__module_ast_self, stringify!($name))
+        };
+    }
+    match kernel {
+        Kernel::Forward => module!(forward),
+        Kernel::KeyGrads => module!(backward_keys),
+        Kernel::QueryGrads => module!(backward_queries),
+        Kernel::ForwardGeneral => module!(forward_general),
+        Kernel::KeyGradsGeneral => module!(backward_keys_general),
+        Kernel::QueryGradsGeneral => module!(backward_queries_general),
+        Kernel::Delta | Kernel::Finish => module!(rows),
+    }
+}
+
+/// The compiler's front end, with what it has compiled so far.
+#[derive(Debug, Default)]
+pub struct Front {
+    done: Mutex<HashMap<(Kernel, Element, i32, TileShape), Module>>,
+}
+
+impl Front {
+    /// Compiles an instance to Tile IR. Needs [`STACK`] bytes of stack.
+    ///
+    /// # Errors
+    /// What the compiler reports.
+    pub fn compile(&self, instance: &Instance) -> Result<Module, String> {
+        let key = (instance.kernel, instance.element, instance.width, instance.tile());
+        let found = self.done.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
+        let mut module = match found {
+            Some(module) => module,
+            None => compile(instance)?,
+        };
+        for function in module.functions.clone() {
+            retarget(&mut module, function, instance.target.name());
+        }
+        let mut done = self.done.lock().unwrap_or_else(PoisonError::into_inner);
+        done.entry(key).or_insert_with(|| module.clone());
+        Ok(module)
+    }
+}
+
+/// Tile IR as the assembler reads it.
+///
+/// # Errors
+/// What the compiler reports; the version of the bytecode follows from the assembler's.
+pub fn bytecode(module: &Module) -> Result<Vec<u8>, String> {
+    let bytes = serialize_tile_ir_bytecode(module).map_err(|error| format!("{error:?}"))?;
+    Ok(bytes.0)
+}
+
+fn compile(instance: &Instance) -> Result<Module, String> {
+    let (source, module) = source(instance.kernel);
+    let hints: Vec<(&str, DivHint)> = instance
+        .kernel
+        .arguments()
+        .iter()
+        .filter(|argument| argument.divisor > 1)
+        .map(|argument| (argument.name, DivHint { divisor: argument.divisor, max: 16 }))
+        .collect();
+    let options = CompileOptions::new()
+        .debug_info(DebugInfoLevel::None)
+        .opt_level(3)
+        .num_worker_warps_per_cta(instance.tile().warps)
+        .occupancy(1);
+    KernelCompiler::new(source, module, instance.kernel.name())
+        .target(instance.target.name())
+        .generics(instance.generics())
+        .scalar_hints(&hints)
+        .options(options)
+        .compile()
+        .map(CompileArtifacts::into_module)
+        .map_err(|error| format!("{instance}: {error:?}"))
+}
+
+/// Makes the hints of an operation, and of those inside it, hints for `target`.
+fn retarget(module: &mut Module, operation: OpId, target: &str) {
+    let operation = module.op_mut(operation);
+    for (_, attribute) in &mut operation.attributes {
+        if let Attribute::OptimizationHints(hints) = attribute {
+            for (name, _) in &mut hints.entries {
+                target.clone_into(name);
+            }
+        }
+    }
+    for region in operation.regions.clone() {
+        for block in module.region(region).blocks.clone() {
+            for operation in module.block(block).ops.clone() {
+                retarget(module, operation, target);
+            }
+        }
+    }
+}

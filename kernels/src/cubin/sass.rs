@@ -1,0 +1,249 @@
+//! The text that `nvdisasm -c` prints: instructions, labels and branches of a kernel.
+
+use std::collections::HashMap;
+
+use super::Error;
+
+/// A machine instruction.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Instruction {
+    /// Bytes from the start of its section.
+    pub address: u64,
+    /// The predicate that it runs under, as `P0` or `!UP1`; `None` where it always runs.
+    pub guard: Option<String>,
+    /// Opcode with its modifiers, as `MUFU.EX2`.
+    pub opcode: String,
+    /// What stands behind the opcode.
+    pub operands: String,
+    /// Where it can branch to: positions in the listing. Empty where it names no label.
+    pub targets: Vec<usize>,
+}
+
+impl Instruction {
+    /// The opcode without modifiers: `MUFU` of `MUFU.EX2`.
+    pub fn base(&self) -> &str {
+        self.opcode.split('.').next().unwrap_or_default()
+    }
+
+    /// The operands, one by one.
+    pub fn operand_list(&self) -> impl Iterator<Item = &str> {
+        self.operands.split(',').map(str::trim).filter(|operand| !operand.is_empty())
+    }
+
+    /// Whether it runs whenever it is reached.
+    pub fn always(&self) -> bool {
+        self.guard.is_none()
+    }
+}
+
+/// The instructions of one code section, in the order of their addresses.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Listing {
+    /// The instructions.
+    pub instructions: Vec<Instruction>,
+    /// Where functions start: the labels that are names of functions, and positions.
+    pub functions: Vec<(String, usize)>,
+}
+
+impl Listing {
+    /// Reads the disassembly of an image with one code section.
+    ///
+    /// # Errors
+    ///
+    /// On every line that has an unknown form, on a branch to an unknown label, and if there is
+    /// no instruction at all.
+    pub fn parse(text: &str) -> Result<Self, Error> {
+        let mut instructions: Vec<Instruction> = Vec::new();
+        let mut labels = HashMap::new();
+        let mut declared = Vec::new();
+        for (number, line) in (1..).zip(text.lines()) {
+            let unknown = || Error::Line { line: number, text: line.into() };
+            match Line::of(line).ok_or_else(unknown)? {
+                Line::Nothing => {}
+                Line::Function(name) => declared.push(name),
+                Line::Label(label) => {
+                    if labels.insert(label, instructions.len()).is_some() {
+                        return Err(unknown());
+                    }
+                }
+                Line::Instruction(instruction) => {
+                    if instructions.last().is_some_and(|last| last.address >= instruction.address) {
+                        return Err(Error::Address(instruction.address));
+                    }
+                    instructions.push(instruction);
+                }
+            }
+        }
+        if instructions.is_empty() {
+            return Err(Error::NoInstruction);
+        }
+        let count = instructions.len();
+        for instruction in &mut instructions {
+            instruction.targets = targets(instruction, &labels, count)?;
+        }
+        let place = |name: &str| labels.get(name).map(|&at| (name.to_owned(), at));
+        let functions = declared.into_iter().filter_map(place).collect();
+        Ok(Self { instructions, functions })
+    }
+}
+
+enum Line<'a> {
+    Nothing,
+    Function(&'a str),
+    Label(&'a str),
+    Instruction(Instruction),
+}
+
+impl<'a> Line<'a> {
+    fn of(line: &'a str) -> Option<Self> {
+        let text = line.trim();
+        if text.is_empty() || text.starts_with("//") {
+            return Some(Self::Nothing);
+        }
+        if let Some(rest) = text.strip_prefix("/*") {
+            let (address, rest) = rest.split_once("*/")?;
+            let address = u64::from_str_radix(address, 16).ok()?;
+            return instruction(address, rest.trim()).map(Self::Instruction);
+        }
+        if let Some(label) = text.strip_suffix(':') {
+            let name = !label.is_empty() && !label.contains(char::is_whitespace);
+            return name.then_some(Self::Label(label));
+        }
+        if let Some(declaration) = text.strip_prefix(".type") {
+            let (name, kind) = declaration.split_once(',')?;
+            let function = kind.trim() == "@function";
+            return Some(if function { Self::Function(name.trim()) } else { Self::Nothing });
+        }
+        text.starts_with('.').then_some(Self::Nothing)
+    }
+}
+
+fn instruction(address: u64, text: &str) -> Option<Instruction> {
+    let text = text.strip_suffix(';')?.trim();
+    let (guard, text) = match text.strip_prefix('@') {
+        Some(guarded) => guarded.split_once(' ').map(|(guard, rest)| (Some(guard), rest.trim()))?,
+        None => (None, text),
+    };
+    let (opcode, operands) = text.split_once(' ').unwrap_or((text, ""));
+    let known = |c: char| c.is_ascii_alphanumeric() || c == '.' || c == '_';
+    let named = opcode.starts_with(|c: char| c.is_ascii_uppercase()) && opcode.chars().all(known);
+    named.then(|| Instruction {
+        address,
+        // A guard that always holds is none.
+        guard: guard.filter(|&guard| guard != "PT" && guard != "UPT").map(str::to_owned),
+        opcode: opcode.into(),
+        operands: operands.trim().into(),
+        targets: Vec::new(),
+    })
+}
+
+/// Labels stand as `` `(.L_x_1)`` among the operands, those of a jump table in a remark behind.
+fn targets(
+    instruction: &Instruction,
+    labels: &HashMap<&str, usize>,
+    count: usize,
+) -> Result<Vec<usize>, Error> {
+    let operands = &instruction.operands;
+    // A return names the function that it is in, not where it goes.
+    if instruction.base() == "RET" {
+        return Ok(Vec::new());
+    }
+    let direct = operands.split("`(").skip(1).map(|rest| rest.split(')').next());
+    let table = operands.split_once("BRANCH_TARGETS ").map(|(_, rest)| rest);
+    let table = table.and_then(|rest| rest.split('"').next());
+    let table = table.into_iter().flat_map(|list| list.split(',')).map(Some);
+    let find = |label: Option<&str>| {
+        let label = label.unwrap_or_default().trim();
+        let at = labels.get(label).copied().filter(|&at| at < count);
+        let address = instruction.address;
+        at.ok_or_else(|| Error::Label { address, label: label.into() })
+    };
+    direct.chain(table).map(find).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SMALL: &str = "\t.target\tsm_90a
+
+\t.elftype\t@\"ET_EXEC\"
+
+//--------------------- .text.kernel       --------------------------
+\t.section\t.text.kernel,\"ax\",@progbits
+        .type           kernel,@function
+        .size           kernel,(.L_x_1 - kernel)
+kernel:
+.text.kernel:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_0:
+        /*0010*/                   MUFU.EX2 R3, R2 ;
+        /*0020*/              @!P0 BRA `(.L_x_0) ;
+        /*0030*/               @PT BRX R4 -0x40     (*\"BRANCH_TARGETS .L_x_0,.L_x_2\"*);
+.L_x_2:
+        /*0040*/                   EXIT ;
+.L_x_1:
+";
+
+    #[test]
+    fn reads_addresses_guards_opcodes_operands_and_targets() {
+        let listing = Listing::parse(SMALL).unwrap();
+        assert_eq!(listing.functions, [("kernel".to_owned(), 0)]);
+        let [load, power, branch, table, exit] = &listing.instructions[..] else {
+            panic!("expected 5 instructions, came {:?}", listing.instructions)
+        };
+        assert_eq!((load.opcode.as_str(), load.operands.as_str()), ("LDC", "R1, c[0x0][0x28]"));
+        assert_eq!((power.base(), power.address), ("MUFU", 0x10));
+        assert_eq!(power.operand_list().collect::<Vec<_>>(), ["R3", "R2"]);
+        assert_eq!((branch.guard.as_deref(), &branch.targets[..]), (Some("!P0"), &[1][..]));
+        assert_eq!((table.guard.as_deref(), &table.targets[..]), (None, &[1, 4][..]));
+        assert_eq!((exit.operands.as_str(), exit.always()), ("", true));
+    }
+
+    #[test]
+    fn a_return_names_its_function_but_does_not_go_there() {
+        let code = SMALL.replace("EXIT ;", "RET.REL.NODEC R2 `(kernel) ;");
+        let last = Listing::parse(&code).unwrap().instructions.pop().unwrap();
+        assert_eq!((last.base(), &last.targets[..]), ("RET", &[][..]));
+    }
+
+    #[test]
+    fn refuses_text_that_is_not_a_listing() {
+        assert_eq!(Listing::parse(""), Err(Error::NoInstruction));
+        assert_eq!(Listing::parse("\t.target\tsm_90a\n.L_x_0:\n"), Err(Error::NoInstruction));
+        let lines = [
+            "error : File 'x.cubin' is not in CUDA ELF format",
+            "        /*0050*/                   EXIT",
+            "        /*zz*/                   EXIT ;",
+            "        /*0050*/                   exit ;",
+            "        /*0050*/               @P0;",
+            "        /*0050*/                   MOV! R1, R2 ;",
+        ];
+        for line in lines {
+            let came = Listing::parse(&format!("{SMALL}{line}\n"));
+            assert!(matches!(came, Err(Error::Line { line: 19, .. })), "{line}: {came:?}");
+        }
+    }
+
+    #[test]
+    fn refuses_branches_to_nowhere_and_labels_twice() {
+        let nowhere = SMALL.replace("BRA `(.L_x_0)", "BRA `(.L_x_9)");
+        let expected = Error::Label { address: 0x20, label: ".L_x_9".into() };
+        assert_eq!(Listing::parse(&nowhere), Err(expected));
+        // The label of the end is in the listing, but there is no instruction to go to.
+        let end = SMALL.replace("BRA `(.L_x_0)", "BRA `(.L_x_1)");
+        assert!(matches!(Listing::parse(&end), Err(Error::Label { .. })));
+        let table = SMALL.replace(",.L_x_2\"", ",.L_x_8\"");
+        assert!(matches!(Listing::parse(&table), Err(Error::Label { address: 0x30, .. })));
+        let twice = SMALL.replace(".L_x_2:", ".L_x_0:");
+        assert!(matches!(Listing::parse(&twice), Err(Error::Line { line: 16, .. })));
+    }
+
+    #[test]
+    fn refuses_a_second_code_section() {
+        assert_eq!(
+            Listing::parse(&format!("{SMALL}        /*0000*/                   EXIT ;\n")),
+            Err(Error::Address(0))
+        );
+    }
+}

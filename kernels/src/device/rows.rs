@@ -1,0 +1,118 @@
+//! What is done once per row: statistics for the backward pass before it, casts after it.
+
+#[cutile::module]
+pub mod rows {
+    use super::super::common::common::{block_of, per_row_view, rows_view, statistics_view};
+    use super::super::common::common::{write, write_statistics};
+    use cutile::core::*;
+
+    /// delta = rowsum(dout ∘ o) − dlse, and lse in base 2, both `[batch, heads, rows]`, for
+    /// `BM` rows of one head.
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn delta<E: ElementType, const BM: i32, const DT: i32>(
+        o: *mut E,
+        dout: *mut E,
+        lse: *mut f32,
+        dlse: *mut f32,
+        lse_log2: *mut f32,
+        delta: *mut f32,
+        batch: i32,
+        q_len: i32,
+        heads: i32,
+        head_dim: i32,
+        o_batch_stride: i32,
+        lse_batch_stride: i32,
+        stat_batch_stride: i32,
+        stat_head_stride: i32,
+        has_dlse: i32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let order: (i32, i32) = block_of(pid.0, ceil_div(q_len, BM), heads, 0i32);
+        let i: i32 = order.0;
+        let b: i32 = order.1 / heads;
+        let h: i32 = order.1 - b * heads;
+
+        let o_view: Tensor<E, { [-1, -1, -1, -1] }> =
+            unsafe { rows_view(o, batch, q_len, heads, head_dim, o_batch_stride) };
+        let dout_view: Tensor<E, { [-1, -1, -1, -1] }> =
+            unsafe { rows_view(dout, batch, q_len, heads, head_dim, o_batch_stride) };
+        let t: Tile<E, { [1, BM, 1, DT] }> =
+            o_view.partition(const_shape![1, BM, 1, DT]).load([b, i, h, 0i32]);
+        let t: Tile<E, { [BM, DT] }> = t.reshape(const_shape![BM, DT]);
+        let to: Tile<f32, { [BM, DT] }> = convert_tile(t);
+        let t: Tile<E, { [1, BM, 1, DT] }> =
+            dout_view.partition(const_shape![1, BM, 1, DT]).load([b, i, h, 0i32]);
+        let t: Tile<E, { [BM, DT] }> = t.reshape(const_shape![BM, DT]);
+        let tdo: Tile<f32, { [BM, DT] }> = convert_tile(t);
+        let product: Tile<f32, { [BM, DT] }> = to * tdo;
+        let sum: Tile<f32, { [BM] }> = reduce_sum(product, 1i32);
+        let mut sum: Tile<f32, { [BM, 1] }> = sum.reshape(const_shape![BM, 1]);
+        if has_dlse == 1i32 {
+            let dlse_view: Tensor<f32, { [-1, -1, -1] }> =
+                unsafe { per_row_view(dlse, batch, q_len, heads, lse_batch_stride) };
+            let t: Tile<f32, { [1, BM, 1] }> =
+                dlse_view.partition(const_shape![1, BM, 1]).load([b, i, h]);
+            let t: Tile<f32, { [BM, 1] }> = t.reshape(const_shape![BM, 1]);
+            sum = sum - t;
+        }
+        let delta_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
+            statistics_view(delta, batch, heads, q_len, stat_batch_stride, stat_head_stride)
+        };
+        unsafe { write_statistics(&delta_view, sum, b, i, h) };
+
+        let lse_view: Tensor<f32, { [-1, -1, -1] }> =
+            unsafe { per_row_view(lse, batch, q_len, heads, lse_batch_stride) };
+        let t: Tile<f32, { [1, BM, 1] }> =
+            lse_view.partition(const_shape![1, BM, 1]).load([b, i, h]);
+        let t: Tile<f32, { [BM, 1] }> = t.reshape(const_shape![BM, 1]);
+        // A row that sees nothing has lse = −inf; a huge one instead makes all its p zero.
+        let log2e: Tile<f32, { [BM, 1] }> = constant(1.442695040888963407f32, const_shape![BM, 1]);
+        let nothing: Tile<f32, { [BM, 1] }> = constant(f32::NEG_INFINITY, const_shape![BM, 1]);
+        let huge: Tile<f32, { [BM, 1] }> = constant(1.0e38f32, const_shape![BM, 1]);
+        let scaled: Tile<f32, { [BM, 1] }> = t * log2e;
+        let value: Tile<f32, { [BM, 1] }> = select(gt_tile(t, nothing), scaled, huge);
+        let lse_log2_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
+            statistics_view(lse_log2, batch, heads, q_len, stat_batch_stride, stat_head_stride)
+        };
+        unsafe { write_statistics(&lse_log2_view, value, b, i, h) };
+    }
+
+    /// out = a + b, cast to the type of the activations; without `has_b`, out = a.
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn finish<E: ElementType, const BM: i32, const DT: i32>(
+        a: *mut f32,
+        b: *mut f32,
+        out: *mut E,
+        batch: i32,
+        rows: i32,
+        heads: i32,
+        head_dim: i32,
+        a_batch_stride: i32,
+        b_batch_stride: i32,
+        out_batch_stride: i32,
+        has_b: i32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let order: (i32, i32) = block_of(pid.0, ceil_div(rows, BM), heads, 0i32);
+        let i: i32 = order.0;
+        let n: i32 = order.1 / heads;
+        let h: i32 = order.1 - n * heads;
+        let a_view: Tensor<f32, { [-1, -1, -1, -1] }> =
+            unsafe { rows_view(a, batch, rows, heads, head_dim, a_batch_stride) };
+        let t: Tile<f32, { [1, BM, 1, DT] }> =
+            a_view.partition(const_shape![1, BM, 1, DT]).load([n, i, h, 0i32]);
+        let mut sum: Tile<f32, { [BM, DT] }> = t.reshape(const_shape![BM, DT]);
+        if has_b == 1i32 {
+            let b_view: Tensor<f32, { [-1, -1, -1, -1] }> =
+                unsafe { rows_view(b, batch, rows, heads, head_dim, b_batch_stride) };
+            let t: Tile<f32, { [1, BM, 1, DT] }> =
+                b_view.partition(const_shape![1, BM, 1, DT]).load([n, i, h, 0i32]);
+            let t: Tile<f32, { [BM, DT] }> = t.reshape(const_shape![BM, DT]);
+            sum = sum + t;
+        }
+        let out_view: Tensor<E, { [-1, -1, -1, -1] }> =
+            unsafe { rows_view(out, batch, rows, heads, head_dim, out_batch_stride) };
+        let t: Tile<E, { [BM, DT] }> = convert_tile(sum);
+        unsafe { write(&out_view, t, n, i, h) };
+    }
+}

@@ -1,0 +1,365 @@
+//! What to compute, and where its arrays lie.
+
+use serde::Deserialize;
+
+use super::array::Side;
+use super::job::Job;
+use super::{Launch, LaunchError, MAX_VIEW_BYTES};
+use crate::instances::{Element, Kernel, Target};
+
+/// Where an array `[batch, rows, heads, head_dim]` or `[batch, rows, heads]` lies: within a batch
+/// entry contiguous, from the first row that is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Rows {
+    /// Of the first element of the first row used; 0 is as if the array were not given.
+    pub address: u64,
+    /// Elements between batch entries; any number where there is one entry.
+    pub batch_stride: u64,
+}
+
+/// Where float32 statistics `[batch, heads, rows]` lie: within a head contiguous.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Statistics {
+    /// Of the first row used of the first head; 0 is as if the array were not given.
+    pub address: u64,
+    /// Elements between batch entries; any number where there is one entry. A multiple of 4, so
+    /// that each entry is aligned where not all fit one launch.
+    pub batch_stride: u64,
+    /// Elements between heads; any number where there is one head.
+    pub head_stride: u64,
+}
+
+/// A rectangle of queries × keys, and which of its pairs see each other.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Rectangle {
+    /// Batch entries; with 0 there are no launches.
+    pub batch: usize,
+    /// Query rows.
+    pub q_len: usize,
+    /// Key rows.
+    pub kv_len: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads, a divisor of `heads`.
+    pub kv_heads: usize,
+    /// Columns, a multiple of 8 up to 256.
+    pub head_dim: usize,
+    /// Type of the activations.
+    pub element: Element,
+    /// Query row i sees key row j when `lower ≤ j − i ≤ upper`; `i64::MIN` for no limit.
+    pub lower: i64,
+    /// See `lower`; `i64::MAX` for no limit.
+    pub upper: i64,
+    /// Factor on q·k, positive.
+    pub softmax_scale: f32,
+}
+
+/// What the general variants of the kernels do beside: segments and a soft cap.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct General {
+    /// Segment of each query row, `[batch, q_len]` int32: rows see keys of their own segment only,
+    /// and a negative one sees nothing.
+    pub q_segments: Rows,
+    /// Segment of each key row, `[batch, kv_len]` int32.
+    pub kv_segments: Rows,
+    /// Scores become `cap · tanh(score / cap)`, with a cap from 0.001 to 1000; 0 leaves them.
+    pub soft_cap: f32,
+}
+
+/// Folds a rectangle of keys into the running softmax of its queries.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Forward {
+    /// What sees what.
+    pub rectangle: Rectangle,
+    /// Masks and features of the general variant; without, the plain one runs.
+    pub general: Option<General>,
+    /// Queries.
+    pub q: Rows,
+    /// Keys.
+    pub k: Rows,
+    /// Values, strided as `k`.
+    pub v: Rows,
+    /// State: Σ p·v, float32 as `q`. The three arrays of the state may be missing if `first` and
+    /// `last` and one launch is enough.
+    pub acc: Option<Rows>,
+    /// State: maximum of the scaled scores, in base 2.
+    pub row_max: Option<Statistics>,
+    /// State: Σ p, strided as `row_max`.
+    pub row_sum: Option<Statistics>,
+    /// Result, as `q`; needed if `last`.
+    pub o: Option<Rows>,
+    /// Log-sum-exp `[batch, q_len, heads]`, float32; needed if `last`.
+    pub lse: Option<Rows>,
+    /// The state starts empty and is not read.
+    pub first: bool,
+    /// `o` and `lse` are written, and the state is left undefined.
+    pub last: bool,
+}
+
+/// Adds a rectangle's part to dk and dv.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KeyGrads {
+    /// What sees what.
+    pub rectangle: Rectangle,
+    /// Masks and features of the general variant; without, the plain one runs.
+    pub general: Option<General>,
+    /// Queries.
+    pub q: Rows,
+    /// Keys.
+    pub k: Rows,
+    /// Values, strided as `k`.
+    pub v: Rows,
+    /// Gradient of the result, strided as `q`.
+    pub dout: Rows,
+    /// From [`Delta`].
+    pub lse_log2: Statistics,
+    /// From [`Delta`], strided as `lse_log2`.
+    pub delta: Statistics,
+    /// Running dk, float32 as `k`. The accumulators may be missing if `first` and `last` and one
+    /// launch is enough.
+    pub dk_acc: Option<Rows>,
+    /// Running dv, strided as `dk_acc`.
+    pub dv_acc: Option<Rows>,
+    /// Result, as `k`; needed if `last`.
+    pub dk: Option<Rows>,
+    /// Result, strided as `dk`; needed if `last`.
+    pub dv: Option<Rows>,
+    /// The accumulators start at 0 and are not read.
+    pub first: bool,
+    /// `dk` and `dv` are written, and the accumulators are left undefined.
+    pub last: bool,
+}
+
+/// Adds a rectangle's part to dq.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct QueryGrads {
+    /// What sees what.
+    pub rectangle: Rectangle,
+    /// Masks and features of the general variant; without, the plain one runs.
+    pub general: Option<General>,
+    /// Queries.
+    pub q: Rows,
+    /// Keys.
+    pub k: Rows,
+    /// Values, strided as `k`.
+    pub v: Rows,
+    /// Gradient of the result, strided as `q`.
+    pub dout: Rows,
+    /// From [`Delta`].
+    pub lse_log2: Statistics,
+    /// From [`Delta`], strided as `lse_log2`.
+    pub delta: Statistics,
+    /// Running dq, float32 as `q`. May be missing if `first` and `last` and one launch is enough.
+    pub dq_acc: Option<Rows>,
+    /// Result, as `q`; needed if `last`.
+    pub dq: Option<Rows>,
+    /// The accumulator starts at 0 and is not read.
+    pub first: bool,
+    /// `dq` is written, and the accumulator is left undefined.
+    pub last: bool,
+}
+
+/// delta = rowsum(dout ∘ o) − dlse, and lse in base 2, for the backward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Delta {
+    /// Batch entries.
+    pub batch: usize,
+    /// Rows.
+    pub q_len: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Columns, a multiple of 8 up to 256.
+    pub head_dim: usize,
+    /// Type of the activations.
+    pub element: Element,
+    /// Result of the forward pass.
+    pub o: Rows,
+    /// Its gradient, strided as `o`.
+    pub dout: Rows,
+    /// Log-sum-exp `[batch, q_len, heads]`, float32.
+    pub lse: Rows,
+    /// Its gradient, strided as `lse`, if it has one.
+    pub dlse: Option<Rows>,
+    /// Result.
+    pub lse_log2: Statistics,
+    /// Result, strided as `lse_log2`.
+    pub delta: Statistics,
+}
+
+/// out = a + b, or a alone, cast from float32 to the type of the activations.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Finish {
+    /// Batch entries.
+    pub batch: usize,
+    /// Rows.
+    pub rows: usize,
+    /// Heads.
+    pub heads: usize,
+    /// Columns, a multiple of 8 up to 256.
+    pub head_dim: usize,
+    /// Type of the result.
+    pub element: Element,
+    /// An accumulator, float32.
+    pub a: Rows,
+    /// Another, if there is one.
+    pub b: Option<Rows>,
+    /// Result.
+    pub out: Rows,
+}
+
+impl Rectangle {
+    /// A job of the plain or the general kernel.
+    fn job(
+        &self,
+        (plain, featured): (Kernel, Kernel),
+        general: Option<General>,
+        resident: Side,
+        ends: (bool, bool),
+    ) -> Job {
+        let Some(General { q_segments, kv_segments, soft_cap }) = general else {
+            return Job::new(plain, self, resident, ends);
+        };
+        let job = Job { soft_cap, ..Job::new(featured, self, resident, ends) };
+        let strides = ("q_segments_batch_stride", "kv_segments_batch_stride");
+        job.per_token(Side::Queries, "q_segments", strides.0, q_segments).per_token(
+            Side::Keys,
+            "kv_segments",
+            strides.1,
+            kv_segments,
+        )
+    }
+}
+
+impl Forward {
+    fn job(&self) -> Job {
+        let kernels = (Kernel::Forward, Kernel::ForwardGeneral);
+        self.rectangle
+            .job(kernels, self.general, Side::Queries, (self.first, self.last))
+            .queries("q", "q_batch_stride", Some(self.q))
+            .keys("k", "kv_batch_stride", Some(self.k))
+            .keys("v", "kv_batch_stride", Some(self.v))
+            .queries("acc", "acc_batch_stride", self.acc)
+            .statistics("row_max", self.row_max)
+            .statistics("row_sum", self.row_sum)
+            .queries("o", "o_batch_stride", self.o)
+            .per_query("lse", "lse_batch_stride", self.lse)
+    }
+}
+
+impl KeyGrads {
+    fn job(&self) -> Job {
+        let kernels = (Kernel::KeyGrads, Kernel::KeyGradsGeneral);
+        self.rectangle
+            .job(kernels, self.general, Side::Keys, (self.first, self.last))
+            .queries("q", "q_batch_stride", Some(self.q))
+            .keys("k", "kv_batch_stride", Some(self.k))
+            .keys("v", "kv_batch_stride", Some(self.v))
+            .queries("dout", "q_batch_stride", Some(self.dout))
+            .statistics("lse_log2", Some(self.lse_log2))
+            .statistics("delta", Some(self.delta))
+            .keys("dk_acc", "acc_batch_stride", self.dk_acc)
+            .keys("dv_acc", "acc_batch_stride", self.dv_acc)
+            .keys("dk", "out_batch_stride", self.dk)
+            .keys("dv", "out_batch_stride", self.dv)
+    }
+}
+
+impl QueryGrads {
+    fn job(&self) -> Job {
+        let kernels = (Kernel::QueryGrads, Kernel::QueryGradsGeneral);
+        self.rectangle
+            .job(kernels, self.general, Side::Queries, (self.first, self.last))
+            .queries("q", "q_batch_stride", Some(self.q))
+            .keys("k", "kv_batch_stride", Some(self.k))
+            .keys("v", "kv_batch_stride", Some(self.v))
+            .queries("dout", "q_batch_stride", Some(self.dout))
+            .statistics("lse_log2", Some(self.lse_log2))
+            .statistics("delta", Some(self.delta))
+            .queries("dq_acc", "acc_batch_stride", self.dq_acc)
+            .queries("dq", "out_batch_stride", self.dq)
+    }
+}
+
+impl Delta {
+    fn job(&self) -> Job {
+        let Delta { batch, q_len, heads, head_dim, element, .. } = *self;
+        per_row(Kernel::Delta, (batch, q_len, heads, head_dim), element)
+            .queries("o", "o_batch_stride", Some(self.o))
+            .queries("dout", "o_batch_stride", Some(self.dout))
+            .per_query("lse", "lse_batch_stride", Some(self.lse))
+            .per_query("dlse", "lse_batch_stride", self.dlse)
+            .statistics("lse_log2", Some(self.lse_log2))
+            .statistics("delta", Some(self.delta))
+    }
+}
+
+impl Finish {
+    fn job(&self) -> Job {
+        let Finish { batch, rows, heads, head_dim, element, .. } = *self;
+        per_row(Kernel::Finish, (batch, rows, heads, head_dim), element)
+            .queries("a", "a_batch_stride", Some(self.a))
+            .queries("b", "b_batch_stride", self.b)
+            .queries("out", "out_batch_stride", Some(self.out))
+    }
+}
+
+/// A job over rows alone: queries that see no keys.
+fn per_row(
+    kernel: Kernel,
+    (batch, q_len, heads, head_dim): (usize, usize, usize, usize),
+    element: Element,
+) -> Job {
+    let (lower, upper) = (i64::MIN, i64::MAX);
+    let (kv_len, kv_heads, softmax_scale) = (0, heads, 1.0);
+    let rectangle = Rectangle {
+        batch,
+        q_len,
+        kv_len,
+        heads,
+        kv_heads,
+        head_dim,
+        element,
+        lower,
+        upper,
+        softmax_scale,
+    };
+    Job::new(kernel, &rectangle, Side::Queries, (true, true))
+}
+
+macro_rules! launches {
+    ($($description:ident),*) => {$(
+        impl $description {
+            /// The launches that compute it, to be run in order on a device of `target`.
+            ///
+            /// # Errors
+            /// [`LaunchError`], with what was expected and what came.
+            pub fn launches(&self, target: Target) -> Result<Vec<Launch>, LaunchError> {
+                self.launches_within(target, MAX_VIEW_BYTES)
+            }
+
+            /// As [`launches`](Self::launches), with every view below `limit` bytes too: cuts
+            /// small problems as if they were large.
+            ///
+            /// # Errors
+            /// [`LaunchError`], with what was expected and what came.
+            pub fn launches_within(
+                &self,
+                target: Target,
+                limit: u64,
+            ) -> Result<Vec<Launch>, LaunchError> {
+                self.job().launches(target, limit)
+            }
+        }
+    )*};
+}
+
+launches!(Forward, KeyGrads, QueryGrads, Delta, Finish);

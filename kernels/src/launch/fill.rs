@@ -1,0 +1,117 @@
+//! The values of a launch's arguments.
+
+use std::f64::consts::LOG2_E;
+
+use super::Launch;
+use super::array::Side;
+use super::error::LaunchError;
+use super::job::Job;
+use super::order::Order;
+use super::split::Piece;
+use crate::record::{Access, Argument, Value};
+
+impl Job {
+    /// Puts another array's address where an array is neither there nor used.
+    ///
+    /// The driver makes tensor maps of all views before the kernel runs, of those too that it
+    /// then doesn't touch, and need not accept null.
+    pub fn stand_in(&self, launch: &mut Launch, piece: &Piece) {
+        let given = |value: &Value| matches!(value, Value::Pointer(address) if *address != 0);
+        let Some(other) = launch.values.iter().copied().find(given) else { return };
+        for (argument, value) in self.kernel.arguments().iter().zip(&mut launch.values) {
+            if *value == Value::Pointer(0) && !self.uses(argument, piece) {
+                *value = other;
+            }
+        }
+    }
+
+    /// Does the launch of a piece touch the array?
+    fn uses(&self, argument: &Argument, piece: &Piece) -> bool {
+        match argument.access {
+            Access::In => {
+                let mut arrays = self.arrays.iter().filter(|array| array.name == argument.name);
+                !piece.streams_nothing || arrays.any(|array| array.side == self.resident)
+            }
+            Access::Out => true,
+            Access::MaybeIn => self.is_given(argument.name),
+            Access::MaybeOut => piece.last,
+            Access::Carry => !(piece.first && piece.last),
+        }
+    }
+
+    fn is_given(&self, name: &str) -> bool {
+        self.arrays.iter().any(|array| array.name == name && array.is_given())
+    }
+
+    /// The scale for scores in base 2.
+    pub fn scale_log2(&self) -> f32 {
+        (f64::from(self.softmax_scale) * LOG2_E) as f32
+    }
+
+    /// 2 · softmax_scale · log2 e / soft cap.
+    fn twice_by_cap(&self) -> f32 {
+        if self.soft_cap == 0.0 { 0.0 } else { 2.0 * self.scale_log2() / self.soft_cap }
+    }
+
+    /// The value of an argument in the launch of a piece.
+    pub fn value(
+        &self,
+        argument: &Argument,
+        piece: &Piece,
+        order: Order,
+    ) -> Result<Value, LaunchError> {
+        let rows = |side| piece.rows(side).len().max(1) as u64;
+        let integer = match argument.name {
+            name if argument.kind.is_pointer() => {
+                return Ok(Value::Pointer(self.address(name, piece)));
+            }
+            "scale_log2" => return Ok(Value::F32(self.scale_log2())),
+            "softmax_scale" => return Ok(Value::F32(self.softmax_scale)),
+            "cap_log2" => return Ok(Value::F32(self.soft_cap * LOG2_E as f32)),
+            "twice_by_cap" => return Ok(Value::F32(self.twice_by_cap())),
+            "lower" => return Ok(Value::I32(piece.lower)),
+            "upper" => return Ok(Value::I32(piece.upper)),
+            "batch" => piece.batch.len() as u64,
+            "q_len" | "rows" => rows(Side::Queries),
+            "kv_len" => rows(Side::Keys),
+            "heads" => self.heads as u64,
+            "kv_heads" => self.kv_heads as u64,
+            "head_dim" => self.head_dim as u64,
+            "section" => order.section,
+            "reverse" => order.reverse.into(),
+            "first" => piece.first.into(),
+            "last" => piece.last.into(),
+            "has_dlse" => self.is_given("dlse").into(),
+            "has_b" => self.is_given("b").into(),
+            stride => self.stride(stride, piece),
+        };
+        let too_large = |_| {
+            let expected = format!("at most {}", i32::MAX);
+            LaunchError::invalid(argument.name, expected, integer)
+        };
+        i32::try_from(integer).map(Value::I32).map_err(too_large)
+    }
+
+    fn address(&self, name: &str, piece: &Piece) -> u64 {
+        let array = self.arrays.iter().find(|array| array.name == name);
+        let at = array.map(|array| array.at(&piece.batch, piece.rows(array.side)));
+        at.unwrap_or_else(|| unreachable!("{} is not described", name))
+    }
+
+    /// The stride `name`. That between entries of a single one may be any, even beyond 32 bits:
+    /// the kernel gets one that fits.
+    fn stride(&self, name: &str, piece: &Piece) -> u64 {
+        let of_heads = name == "stat_head_stride";
+        let name = if of_heads { "stat_batch_stride" } else { name };
+        let mut arrays = self.arrays.iter().filter(|array| array.stride_name == name);
+        let Some(array) = arrays.next() else { unreachable!("{name} is not described") };
+        if of_heads {
+            // 0 where there are no rows, which no view may have.
+            array.head_stride.max(1)
+        } else if piece.batch.len() == 1 {
+            array.extent(piece.rows(array.side).len()) as u64
+        } else {
+            array.batch_stride
+        }
+    }
+}

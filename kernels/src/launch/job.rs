@@ -1,0 +1,195 @@
+//! What the descriptions share: their sizes, their arrays, and the way to launches.
+
+use super::array::{Array, Side};
+use super::description::{Rectangle, Rows, Statistics};
+use super::error::LaunchError;
+use super::order::order;
+use super::split::{Piece, pieces};
+use super::{Launch, MAX_VIEW_BYTES};
+use crate::instances::{Element, Instance, Kernel, Target, width_of};
+use crate::record::{Argument, Kind};
+
+/// Any description, in terms of the kernel's arguments.
+#[derive(Debug, Clone)]
+pub(super) struct Job {
+    pub kernel: Kernel,
+    pub element: Element,
+    pub batch: usize,
+    pub q_len: usize,
+    pub kv_len: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub lower: i64,
+    pub upper: i64,
+    pub softmax_scale: f32,
+    /// 0 for none.
+    pub soft_cap: f32,
+    /// Whose results a block keeps.
+    pub resident: Side,
+    pub first: bool,
+    pub last: bool,
+    pub arrays: Vec<Array>,
+}
+
+impl Job {
+    /// A job over a rectangle, its arrays still to be named.
+    pub fn new(
+        kernel: Kernel,
+        rectangle: &Rectangle,
+        resident: Side,
+        (first, last): (bool, bool),
+    ) -> Job {
+        let Rectangle { batch, q_len, kv_len, heads, kv_heads, head_dim, element, .. } = *rectangle;
+        let Rectangle { lower, upper, softmax_scale, .. } = *rectangle;
+        Job {
+            kernel,
+            element,
+            batch,
+            q_len,
+            kv_len,
+            heads,
+            kv_heads,
+            head_dim,
+            lower,
+            upper,
+            softmax_scale,
+            soft_cap: 0.0,
+            resident,
+            first,
+            last,
+            arrays: Vec::new(),
+        }
+    }
+
+    /// Names an array `[batch, q_len, heads, head_dim]`.
+    pub fn queries(self, name: &'static str, stride: &'static str, at: Option<Rows>) -> Job {
+        let (heads, dim) = (self.heads, self.head_dim);
+        self.rows_of(Side::Queries, name, stride, (heads, dim), at)
+    }
+
+    /// Names an array `[batch, kv_len, kv_heads, head_dim]`.
+    pub fn keys(self, name: &'static str, stride: &'static str, at: Option<Rows>) -> Job {
+        let (heads, dim) = (self.kv_heads, self.head_dim);
+        self.rows_of(Side::Keys, name, stride, (heads, dim), at)
+    }
+
+    /// Names an array `[batch, q_len, heads]`.
+    pub fn per_query(self, name: &'static str, stride: &'static str, at: Option<Rows>) -> Job {
+        let heads = self.heads;
+        self.rows_of(Side::Queries, name, stride, (heads, 1), at)
+    }
+
+    /// Names an array `[batch, heads, q_len]`.
+    pub fn statistics(mut self, name: &'static str, at: Option<Statistics>) -> Job {
+        let at = at.unwrap_or_default();
+        let any_stride = self.heads == 1 || at.address == 0;
+        let array = Array {
+            name,
+            stride_name: "stat_batch_stride",
+            side: Side::Queries,
+            address: at.address,
+            bytes: 4,
+            batch_stride: at.batch_stride,
+            row_stride: 1,
+            head_stride: if any_stride { self.q_len as u64 } else { at.head_stride },
+            heads: self.heads as u64,
+            dim: 1,
+        };
+        self.arrays.push(array);
+        self
+    }
+
+    /// Names an array `[batch, q_len]` or `[batch, kv_len]`.
+    pub fn per_token(self, side: Side, name: &'static str, stride: &'static str, at: Rows) -> Job {
+        self.rows_of(side, name, stride, (1, 1), Some(at))
+    }
+
+    fn rows_of(
+        mut self,
+        side: Side,
+        name: &'static str,
+        stride_name: &'static str,
+        (heads, dim): (usize, usize),
+        at: Option<Rows>,
+    ) -> Job {
+        let at = at.unwrap_or_default();
+        let bytes = match self.argument(name).kind {
+            Kind::Activations => 2,
+            _ => 4,
+        };
+        let (heads, dim) = (heads as u64, dim as u64);
+        let array = Array {
+            name,
+            stride_name,
+            side,
+            address: at.address,
+            bytes,
+            batch_stride: at.batch_stride,
+            row_stride: heads.saturating_mul(dim),
+            head_stride: dim,
+            heads,
+            dim,
+        };
+        self.arrays.push(array);
+        self
+    }
+
+    /// Rows of one side.
+    pub fn rows(&self, side: Side) -> usize {
+        match side {
+            Side::Queries => self.q_len,
+            Side::Keys => self.kv_len,
+        }
+    }
+
+    /// The record of the argument `name`.
+    pub fn argument(&self, name: &str) -> &'static Argument {
+        let found = self.kernel.arguments().iter().find(|argument| argument.name == name);
+        found.unwrap_or_else(|| unreachable!("{} has no argument {name}", self.kernel.name()))
+    }
+
+    /// The launches, each of whose views spans less than `limit` bytes.
+    pub fn launches(mut self, target: Target, limit: u64) -> Result<Vec<Launch>, LaunchError> {
+        self.check_sizes()?;
+        self.check_arrays()?;
+        self.lay_out_absent();
+        let Some(width) = width_of(self.head_dim) else {
+            unreachable!("a tile holds every head_dim that was accepted");
+        };
+        let (kernel, element) = (self.kernel, self.element);
+        let instance = Instance { kernel, element, width, target };
+        let pieces = pieces(&self, instance.tile(), limit.min(MAX_VIEW_BYTES))?;
+        pieces.iter().map(|piece| self.launch(instance, piece)).collect()
+    }
+
+    /// Gives arrays that are not there a layout, since the kernels make views of them too: as if
+    /// entries and heads were contiguous. So too for those that have no rows.
+    fn lay_out_absent(&mut self) {
+        let (q_len, kv_len) = (self.q_len, self.kv_len);
+        for array in &mut self.arrays {
+            let rows = if array.side == Side::Queries { q_len } else { kv_len };
+            if rows == 0 {
+                array.address = 0;
+            }
+            if !array.is_given() {
+                // What doesn't fit 64 bits is too large for a launch anyway.
+                array.batch_stride = u64::try_from(array.extent(rows)).unwrap_or(u64::MAX);
+            }
+        }
+    }
+
+    fn launch(&self, instance: Instance, piece: &Piece) -> Result<Launch, LaunchError> {
+        let order = order(self, piece, instance.tile(), instance.target)?;
+        let arguments = self.kernel.arguments().iter();
+        let values = arguments.map(|argument| self.value(argument, piece, order));
+        let mut launch = Launch {
+            instance,
+            grid: [order.blocks, 1, 1],
+            values: values.collect::<Result<_, _>>()?,
+        };
+        self.stand_in(&mut launch, piece);
+        launch.check()?;
+        Ok(launch)
+    }
+}

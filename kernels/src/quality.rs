@@ -1,0 +1,126 @@
+//! The table of what the compiler made of every image, and the rules it must keep.
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::Mutex;
+use std::{env, fs, process, thread};
+
+use crate::cubin::{Cubin, Listing, Quality, Row};
+use crate::images::{IMAGES, Image};
+use crate::instances::{Instance, Kernel, Target};
+
+/// The table as it was last accepted.
+pub const BASELINE: &str = include_str!("../quality.tsv");
+
+/// Spilled instructions (loads and stores) allowed where the accumulators do not fit the registers
+/// at any tile shape that was tried: on other targets than sm_90 tile width 256 and the general
+/// variants.
+pub const SPILLS: u32 = 420;
+
+/// What the compiler made of each image, in their order.
+///
+/// # Errors
+/// If CUDA's disassembler cannot be run, or an image or its listing not be understood.
+pub fn qualities() -> Result<Vec<(Instance, Quality)>, String> {
+    let home = env::var("CUDA_HOME").map_err(|_| {
+        "expected CUDA_HOME to name the folder with bin/nvdisasm, which comes with the Python \
+         package nvidia-cuda-nvdisasm; it is not set: run through make, or \
+         eval \"$(.venv/bin/python kernels/toolchain.py)\""
+    })?;
+    let disassembler = Path::new(&home).join("bin/nvdisasm");
+    let next = Mutex::new(IMAGES.iter().enumerate());
+    let done = Mutex::new(vec![None; IMAGES.len()]);
+    thread::scope(|scope| {
+        for _ in 0..thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(|| {
+                loop {
+                    let Some((index, image)) = next.lock().expect("no panics").next() else {
+                        return;
+                    };
+                    let quality = quality(image, &disassembler);
+                    done.lock().expect("no panics")[index] = Some(quality);
+                }
+            });
+        }
+    });
+    let done = done.into_inner().expect("no panics");
+    let instances = IMAGES.iter().map(|image| image.instance);
+    instances.zip(done).map(|(i, q)| Ok((i, q.expect("every image was taken")?))).collect()
+}
+
+fn quality(image: &Image, disassembler: &Path) -> Result<Quality, String> {
+    let name = image.instance.to_string();
+    let fail = |what: &dyn std::fmt::Display| format!("{name}: {what}");
+    let cubin = Cubin::parse(image.cubin).map_err(|error| fail(&error))?;
+    let file = env::temp_dir().join(format!("{name}-{}.cubin", process::id()));
+    fs::write(&file, image.cubin).map_err(|error| fail(&error))?;
+    let output = Command::new(disassembler).arg("-c").arg(&file).output();
+    let _ = fs::remove_file(&file);
+    let output = output.map_err(|error| fail(&format!("{}: {error}", disassembler.display())))?;
+    if !output.status.success() {
+        return Err(fail(&String::from_utf8_lossy(&output.stderr)));
+    }
+    let listing = Listing::parse(&String::from_utf8_lossy(&output.stdout));
+    let listing = listing.map_err(|error| fail(&error))?;
+    Quality::new(&name, &cubin, &listing).map_err(|error| fail(&error))
+}
+
+/// The table's text.
+pub fn table(qualities: &[(Instance, Quality)]) -> String {
+    let rows = qualities.iter().map(|(_, quality)| quality.to_row().to_string());
+    let lines: Vec<String> = std::iter::once(Row::header()).chain(rows).collect();
+    lines.join("\n") + "\n"
+}
+
+/// The rows of a table's text.
+///
+/// # Errors
+/// If its header or a line is not as [`table`] writes it.
+pub fn parse(table: &str) -> Result<Vec<Row>, String> {
+    let mut lines = table.lines();
+    if lines.next() != Some(&Row::header()) {
+        return Err(format!("expected the table to begin with {:?}", Row::header()));
+    }
+    lines.map(|line| line.parse().map_err(|error| format!("{line:?}: {error}"))).collect()
+}
+
+/// What is wrong with an image, whatever the baseline says.
+pub fn faults(instance: &Instance, quality: &Quality) -> Vec<String> {
+    let mut faults = Vec::new();
+    let mut expect = |holds: bool, what: String| {
+        if !holds {
+            faults.push(format!("{instance}: {what}"));
+        }
+    };
+    let spills = quality.total.spill_loads + quality.total.spill_stores;
+    let plain = instance.kernel == instance.kernel.plain();
+    let tight = instance.target == Target::Sm90 || (plain && instance.width < 256);
+    let allowed = if tight { 0 } else { SPILLS };
+    expect(spills <= allowed, format!("expected at most {allowed} spills, found {spills}"));
+    if !instance.kernel.is_attention() {
+        return faults;
+    }
+    let matrix = quality.in_loops(|counts| counts.matrix);
+    expect(matrix > 0, "expected matrix instructions in its loops, found none".into());
+    if instance.target == Target::Sm90 {
+        let loads = quality.in_loops(|counts| counts.tma_loads);
+        expect(loads > 0, "expected TMA loads in its loops, found none".into());
+        let (main, loops) = (quality.main_loops().count(), if plain { 2 } else { 1 });
+        expect(main >= loops, format!("expected {loops} main loops, found {main}"));
+        if instance.kernel == Kernel::Forward && instance.width <= 128 {
+            let orders: Vec<String> =
+                quality.attention_loops().map(|l| l.order.to_string()).collect();
+            let pipelined = quality
+                .attention_loops()
+                .any(|l| l.order.qk_before_pv() && l.order.exponentials_between_pv() > 0);
+            expect(
+                pipelined,
+                format!(
+                    "expected a loop that issues the next QKᵀ before PV and exponentials between \
+                     PV's instructions, found {orders:?}"
+                ),
+            );
+        }
+    }
+    faults
+}

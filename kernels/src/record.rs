@@ -1,0 +1,309 @@
+//! Launch records: what each kernel takes, in order. The one place that compiling, launching,
+//! interpreting and documenting go by.
+
+use std::fmt;
+
+/// Type of a kernel's argument.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Pointer to 16-bit activations.
+    Activations,
+    /// Pointer to float32.
+    Float32s,
+    /// Pointer to 32-bit integers.
+    Int32s,
+    /// A 32-bit integer.
+    I32,
+    /// A float32.
+    F32,
+}
+
+impl Kind {
+    /// Bytes that the argument takes in the parameter block; it is aligned to as many.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Kind::Activations | Kind::Float32s | Kind::Int32s => 8,
+            Kind::I32 | Kind::F32 => 4,
+        }
+    }
+
+    /// Is it a pointer?
+    pub const fn is_pointer(self) -> bool {
+        matches!(self, Kind::Activations | Kind::Float32s | Kind::Int32s)
+    }
+}
+
+/// What a kernel does with an argument.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// Reads it.
+    In,
+    /// Reads it if the launch says so (`first`, `last`, `has_…`); else it may be null.
+    MaybeIn,
+    /// Writes it, each element once.
+    Out,
+    /// Writes it if the launch says so; else it may be null.
+    MaybeOut,
+    /// Reads it, writes it, both or neither, as the launch says; may be null if neither.
+    Carry,
+}
+
+/// One argument of a kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Argument {
+    /// Its name in the kernel.
+    pub name: &'static str,
+    /// Its type.
+    pub kind: Kind,
+    /// What the kernel does with it.
+    pub access: Access,
+    /// What the compiler was told divides it: bytes of an address, or the integer itself.
+    pub divisor: i32,
+    /// What it means.
+    pub doc: &'static str,
+}
+
+/// The value of an argument.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Value {
+    /// A device address; 0 where a [`Access::MaybeIn`], [`Access::MaybeOut`] or
+    /// [`Access::Carry`] argument is not used.
+    Pointer(u64),
+    /// A 32-bit integer.
+    I32(i32),
+    /// A float32.
+    F32(f32),
+}
+
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Value::Pointer(address) => write!(f, "{address:#x}"),
+            Value::I32(value) => write!(f, "{value}"),
+            Value::F32(value) => write!(f, "{value}"),
+        }
+    }
+}
+
+/// Declares arguments: `name: Kind Access / divisor, "meaning"`.
+macro_rules! arguments {
+    ($($name:ident: $kind:ident $($access:ident)? $(/ $divisor:literal)?, $doc:literal;)*) => {
+        [$(Argument {
+            name: stringify!($name),
+            kind: Kind::$kind,
+            access: arguments!(@access $($access)?),
+            divisor: arguments!(@divisor $($divisor)?),
+            doc: $doc,
+        }),*]
+    };
+    (@access) => { Access::In };
+    (@access $access:ident) => { Access::$access };
+    (@divisor) => { 1 };
+    (@divisor $divisor:literal) => { $divisor };
+}
+
+/// The parts of a record one after the other.
+macro_rules! record {
+    ($($part:expr),*) => {{
+        const PARTS: &[&[Argument]] = &[$(&$part),*];
+        const COUNT: usize = count(PARTS);
+        const RECORD: [Argument; COUNT] = joined(PARTS);
+        &RECORD
+    }};
+}
+
+const fn count(parts: &[&[Argument]]) -> usize {
+    let (mut count, mut part) = (0, 0);
+    while part < parts.len() {
+        count += parts[part].len();
+        part += 1;
+    }
+    count
+}
+
+const fn joined<const COUNT: usize>(parts: &[&[Argument]]) -> [Argument; COUNT] {
+    let mut record = [parts[0][0]; COUNT];
+    let (mut end, mut part) = (0, 0);
+    while part < parts.len() {
+        let mut index = 0;
+        while index < parts[part].len() {
+            record[end] = parts[part][index];
+            end += 1;
+            index += 1;
+        }
+        part += 1;
+    }
+    record
+}
+
+const INPUTS: [Argument; 3] = arguments! {
+    q: Activations / 16, "queries [batch, q_len, heads, head_dim]";
+    k: Activations / 16, "keys [batch, kv_len, kv_heads, head_dim]";
+    v: Activations / 16, "values, as k";
+};
+
+const RESULT_GRADIENT: [Argument; 3] = arguments! {
+    dout: Activations / 16, "gradient of the result, as q";
+    lse_log2: Float32s / 16, "log-sum-exp in base 2 [batch, heads, q_len]; huge where a row sees nothing";
+    delta: Float32s / 16, "rowsum(dout ∘ o) − dlse, as lse_log2";
+};
+
+const SIZES: [Argument; 6] = arguments! {
+    batch: I32, "batch entries";
+    q_len: I32, "query rows";
+    kv_len: I32, "key rows";
+    heads: I32, "query heads";
+    kv_heads: I32, "key/value heads, a divisor of heads";
+    head_dim: I32 / 8, "columns of the activations";
+};
+
+const INPUT_STRIDES: [Argument; 2] = arguments! {
+    q_batch_stride: I32 / 8, "elements between batch entries of q, and of dout";
+    kv_batch_stride: I32 / 8, "elements between batch entries of k, and of v";
+};
+
+const GRADIENT_STRIDES: [Argument; 2] = arguments! {
+    acc_batch_stride: I32 / 8, "elements between batch entries of the accumulators";
+    out_batch_stride: I32 / 8, "elements between batch entries of the results";
+};
+
+const STATISTICS_STRIDES: [Argument; 2] = arguments! {
+    stat_batch_stride: I32, "elements between batch entries of the statistics [batch, heads, q_len]";
+    stat_head_stride: I32, "elements between heads of the statistics";
+};
+
+const SCALE_LOG2: [Argument; 1] = arguments! {
+    scale_log2: F32, "softmax_scale · log2 e, positive";
+};
+
+const SOFTMAX_SCALE: [Argument; 1] = arguments! {
+    softmax_scale: F32, "factor on q·k, positive";
+};
+
+const WORK: [Argument; 6] = arguments! {
+    lower: I32, "smallest key row − query row that is seen";
+    upper: I32, "largest key row − query row that is seen";
+    section: I32, "heads of the resident rows, over all batch entries, worked on together; a divisor of their number";
+    reverse: I32, "1: the last rows first";
+    first: I32, "1: the state or accumulator is not read but starts empty";
+    last: I32, "1: the results are written, not the state or accumulator";
+};
+
+/// What the general variants take beside: masks and features that the plain ones do without.
+const GENERAL: [Argument; 6] = arguments! {
+    q_segments: Int32s / 4, "segment of each query row [batch, q_len]; a negative one sees nothing";
+    kv_segments: Int32s / 4, "segment of each key row [batch, kv_len]; queries see their own only";
+    q_segments_batch_stride: I32, "elements between batch entries of q_segments";
+    kv_segments_batch_stride: I32, "elements between batch entries of kv_segments";
+    cap_log2: F32, "soft cap of the scaled scores, times log2 e; 0 for none";
+    twice_by_cap: F32, "2 · softmax_scale · log2 e / soft cap; 0 for none";
+};
+
+const FORWARD_ARRAYS: [Argument; 5] = arguments! {
+    acc: Float32s Carry / 16, "running Σ p·v, as q in float32";
+    row_max: Float32s Carry / 16, "running maximum of the scaled scores, in base 2 [batch, heads, q_len]";
+    row_sum: Float32s Carry / 16, "running Σ p, as row_max";
+    o: Activations MaybeOut / 16, "result, as q; written if last";
+    lse: Float32s MaybeOut / 4, "log-sum-exp [batch, q_len, heads], natural; written if last";
+};
+
+const FORWARD_STRIDES: [Argument; 3] = arguments! {
+    acc_batch_stride: I32 / 8, "elements between batch entries of acc";
+    o_batch_stride: I32 / 8, "elements between batch entries of o";
+    lse_batch_stride: I32, "elements between batch entries of lse";
+};
+
+const KEY_GRAD_ARRAYS: [Argument; 4] = arguments! {
+    dk_acc: Float32s Carry / 16, "running dk, as k in float32";
+    dv_acc: Float32s Carry / 16, "running dv, as dk_acc";
+    dk: Activations MaybeOut / 16, "result, as k; written if last";
+    dv: Activations MaybeOut / 16, "result, as v; written if last";
+};
+
+const QUERY_GRAD_ARRAYS: [Argument; 2] = arguments! {
+    dq_acc: Float32s Carry / 16, "running dq, as q in float32";
+    dq: Activations MaybeOut / 16, "result, as q; written if last";
+};
+
+/// Arguments of `attention_fwd`.
+pub const FORWARD: &[Argument] = record!(
+    INPUTS,
+    FORWARD_ARRAYS,
+    SIZES,
+    INPUT_STRIDES,
+    FORWARD_STRIDES,
+    STATISTICS_STRIDES,
+    SCALE_LOG2,
+    WORK
+);
+
+/// Arguments of `attention_bwd_dkdv`.
+pub const KEY_GRADS: &[Argument] = record!(
+    INPUTS,
+    RESULT_GRADIENT,
+    KEY_GRAD_ARRAYS,
+    SIZES,
+    INPUT_STRIDES,
+    GRADIENT_STRIDES,
+    STATISTICS_STRIDES,
+    SCALE_LOG2,
+    SOFTMAX_SCALE,
+    WORK
+);
+
+/// Arguments of `attention_bwd_dq`.
+pub const QUERY_GRADS: &[Argument] = record!(
+    INPUTS,
+    RESULT_GRADIENT,
+    QUERY_GRAD_ARRAYS,
+    SIZES,
+    INPUT_STRIDES,
+    GRADIENT_STRIDES,
+    STATISTICS_STRIDES,
+    SCALE_LOG2,
+    SOFTMAX_SCALE,
+    WORK
+);
+
+/// Arguments of `attention_fwd_general`.
+pub const FORWARD_GENERAL: &[Argument] = record!(FORWARD, GENERAL);
+
+/// Arguments of `attention_bwd_dkdv_general`.
+pub const KEY_GRADS_GENERAL: &[Argument] = record!(KEY_GRADS, GENERAL);
+
+/// Arguments of `attention_bwd_dq_general`.
+pub const QUERY_GRADS_GENERAL: &[Argument] = record!(QUERY_GRADS, GENERAL);
+
+/// Arguments of `delta`.
+pub const DELTA: &[Argument] = &arguments! {
+    o: Activations / 16, "result of the forward pass [batch, q_len, heads, head_dim]";
+    dout: Activations / 16, "its gradient, as o";
+    lse: Float32s / 4, "log-sum-exp [batch, q_len, heads], natural";
+    dlse: Float32s MaybeIn / 4, "its gradient, as lse; read if has_dlse";
+    lse_log2: Float32s Out / 16, "lse in base 2 [batch, heads, q_len]; huge where lse is −inf";
+    delta: Float32s Out / 16, "rowsum(dout ∘ o) − dlse, as lse_log2";
+    batch: I32, "batch entries";
+    q_len: I32, "rows";
+    heads: I32, "heads";
+    head_dim: I32 / 8, "columns of o and dout";
+    o_batch_stride: I32 / 8, "elements between batch entries of o, and of dout";
+    lse_batch_stride: I32, "elements between batch entries of lse, and of dlse";
+    stat_batch_stride: I32, "elements between batch entries of lse_log2, and of delta";
+    stat_head_stride: I32, "elements between heads of lse_log2, and of delta";
+    has_dlse: I32, "1: dlse is read";
+};
+
+/// Arguments of `finish`.
+pub const FINISH: &[Argument] = &arguments! {
+    a: Float32s / 16, "an accumulator [batch, rows, heads, head_dim]";
+    b: Float32s MaybeIn / 16, "another, as a; read if has_b";
+    out: Activations Out / 16, "a + b, rounded";
+    batch: I32, "batch entries";
+    rows: I32, "rows";
+    heads: I32, "heads";
+    head_dim: I32 / 8, "columns";
+    a_batch_stride: I32 / 8, "elements between batch entries of a";
+    b_batch_stride: I32 / 8, "elements between batch entries of b";
+    out_batch_stride: I32 / 8, "elements between batch entries of out";
+    has_b: I32, "1: b is read";
+};

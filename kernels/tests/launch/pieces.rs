@@ -1,0 +1,287 @@
+//! What the launches of a description cover.
+
+use burst_attention_kernels::instances::{Element, Kernel, Target};
+use burst_attention_kernels::launch::{Launch, MAX_VIEW_BYTES, Rectangle};
+use burst_attention_kernels::record::{Kind, Value};
+
+use crate::trial::{Part, Random, Trial, integer, rectangle};
+
+/// A limit that some tiles of rows fit, and often not all.
+fn small_limit(random: &mut Random, shape: &Rectangle) -> u64 {
+    let row = shape.heads * shape.head_dim * 4;
+    let statistics = (shape.heads * (shape.q_len + 8) + 128) * 4;
+    let tile = (row * 128).max(statistics) + 64;
+    (tile * (1 + random.below(4)) + random.below(tile)) as u64
+}
+
+fn each_small_trial(mut check: impl FnMut(&Trial, &[Launch])) {
+    let mut random = Random(7);
+    let mut cut = 0;
+    for seed in 0..400 {
+        let shape = rectangle(&mut random, 800);
+        let limit = small_limit(&mut random, &shape);
+        let kernel = random.of(&Kernel::ALL);
+        let mut trial = Trial::new(kernel, shape, limit, seed);
+        let launches = trial.launches(random.of(&Target::ALL)).unwrap();
+        cut += usize::from(launches.len() > 3);
+        check(&trial, &launches);
+    }
+    assert!(cut > 100, "only {cut} trials were cut into more than 3 launches");
+}
+
+fn each_huge_trial(mut check: impl FnMut(&Trial, &[Launch])) {
+    let mut random = Random(11);
+    for kernel in Kernel::ALL {
+        for (lower, upper) in [(i64::MIN, i64::MAX), (i64::MIN, 0), (-4096, 0), (1 << 40, i64::MAX)]
+        {
+            for target in Target::ALL {
+                let kv_heads = random.of(&[8, 64]);
+                let shape = Rectangle {
+                    batch: 3,
+                    q_len: 300_000 + random.below(500),
+                    kv_len: 300_000 + random.below(500),
+                    heads: 64,
+                    kv_heads,
+                    head_dim: 128,
+                    element: Element::Bf16,
+                    lower,
+                    upper,
+                    softmax_scale: 0.1,
+                };
+                let mut trial = Trial::new(kernel, shape, MAX_VIEW_BYTES, random.next());
+                let launches = trial.launches(target).unwrap();
+                check(&trial, &launches);
+            }
+        }
+    }
+}
+
+fn parts(trial: &Trial, launches: &[Launch]) -> Vec<Part> {
+    launches.iter().map(|launch| trial.part(launch)).collect()
+}
+
+/// The launches that work on one resident row, in order, have the flags of one chain.
+fn assert_chained(trial: &Trial, parts: &[Part], b: usize, row: usize) {
+    let resident = |part: &Part| match trial.resident_is_keys() {
+        true => part.keys.contains(&row),
+        false => part.queries.contains(&row),
+    };
+    let chain: Vec<_> =
+        parts.iter().filter(|part| part.batch.contains(&b) && resident(part)).collect();
+    let flags: Vec<_> = chain.iter().map(|part| (part.first, part.last)).collect();
+    if flags.is_empty() {
+        assert!(!trial.first && !trial.last, "entry {b}, row {row} is neither started nor written");
+        return;
+    }
+    let end = flags.len() - 1;
+    let expected = |n| (trial.first && n == 0, trial.last && n == end);
+    assert_eq!(flags, (0..=end).map(expected).collect::<Vec<_>>(), "entry {b}, row {row}");
+}
+
+fn assert_seen_once(trial: &Trial, parts: &[Part], b: usize, i: usize, j: usize) {
+    let Rectangle { lower, upper, .. } = trial.rectangle;
+    let expected = usize::from((lower..=upper).contains(&(j as i64 - i as i64)));
+    let times = parts.iter().filter(|part| part.sees(b, i, j)).count();
+    assert_eq!(times, expected, "entry {b}, query {i}, key {j}");
+}
+
+fn resident_rows(trial: &Trial) -> usize {
+    if trial.resident_is_keys() { trial.rectangle.kv_len } else { trial.rectangle.q_len }
+}
+
+fn streams(trial: &Trial) -> bool {
+    !matches!(trial.kernel, Kernel::Delta | Kernel::Finish)
+}
+
+#[test]
+fn each_resident_row_is_started_and_written_once() {
+    each_small_trial(|trial, launches| {
+        let parts = parts(trial, launches);
+        for b in 0..trial.rectangle.batch {
+            (0..resident_rows(trial)).for_each(|row| assert_chained(trial, &parts, b, row));
+        }
+    });
+    each_huge_trial(|trial, launches| {
+        let parts = parts(trial, launches);
+        for b in 0..trial.rectangle.batch {
+            let rows = (0..resident_rows(trial)).step_by(61).chain([resident_rows(trial) - 1]);
+            rows.for_each(|row| assert_chained(trial, &parts, b, row));
+        }
+    });
+}
+
+#[test]
+fn each_pair_of_the_band_is_seen_once() {
+    each_small_trial(|trial, launches| {
+        let parts = parts(trial, launches);
+        let Rectangle { batch, q_len, kv_len, .. } = trial.rectangle;
+        for b in (0..batch).filter(|_| streams(trial)) {
+            // Every query row, and keys at a step that meets each residue within a tile.
+            for i in 0..q_len {
+                (i % 7..kv_len).step_by(7).for_each(|j| assert_seen_once(trial, &parts, b, i, j));
+            }
+        }
+    });
+    let mut random = Random(3);
+    each_huge_trial(|trial, launches| {
+        let parts = parts(trial, launches);
+        let Rectangle { batch, q_len, kv_len, .. } = trial.rectangle;
+        for _ in (0..3000).filter(|_| streams(trial)) {
+            let (b, i) = (random.below(batch), random.below(q_len));
+            let near = (i + random.below(5000)).saturating_sub(4500).min(kv_len - 1);
+            let j = if random.flip() { near } else { random.below(kv_len) };
+            assert_seen_once(trial, &parts, b, i, j);
+        }
+    });
+}
+
+#[test]
+fn pieces_that_see_each_other_at_a_single_pair_are_launched() {
+    let mut cut = 0;
+    for kernel in [Kernel::Forward, Kernel::KeyGrads, Kernel::QueryGrads] {
+        for diagonal in -400..400 {
+            let shape = Rectangle {
+                batch: 1,
+                q_len: 400,
+                kv_len: 400,
+                heads: 1,
+                kv_heads: 1,
+                head_dim: 64,
+                element: Element::F16,
+                lower: diagonal,
+                upper: diagonal,
+                softmax_scale: 1.0,
+            };
+            // 128 rows of float32.
+            let mut trial = Trial::new(kernel, shape, 128 * 64 * 4 + 4, 1);
+            let launches = trial.launches(Target::Sm90).unwrap();
+            let parts = parts(&trial, &launches);
+            cut += usize::from(parts.len() > 3);
+            for i in (0..400).filter(|i| (0..400).contains(&(i + diagonal))) {
+                assert_seen_once(&trial, &parts, 0, i as usize, (i + diagonal) as usize);
+            }
+        }
+    }
+    assert!(cut > 1000, "only {cut} were cut");
+}
+
+/// Bytes of the view that a kernel makes of its `name`, from the launch alone.
+fn span(launch: &Launch, name: &str, kind: Kind) -> u64 {
+    let get = |name| integer(launch, name) as u64;
+    let rows = if launch.instance.kernel == Kernel::Finish { "rows" } else { "q_len" };
+    let (stride, rows, heads) = match (name, launch.instance.kernel) {
+        ("o" | "dout", Kernel::Delta) => ("o_batch_stride", rows, "heads"),
+        ("q" | "dout", _) => ("q_batch_stride", rows, "heads"),
+        ("k" | "v", _) => ("kv_batch_stride", "kv_len", "kv_heads"),
+        ("acc" | "dq_acc", _) => ("acc_batch_stride", rows, "heads"),
+        ("dk_acc" | "dv_acc", _) => ("acc_batch_stride", "kv_len", "kv_heads"),
+        ("dk" | "dv", _) => ("out_batch_stride", "kv_len", "kv_heads"),
+        ("o", _) => ("o_batch_stride", rows, "heads"),
+        ("dq" | "out", _) => ("out_batch_stride", rows, "heads"),
+        ("a", _) => ("a_batch_stride", rows, "heads"),
+        ("b", _) => ("b_batch_stride", rows, "heads"),
+        ("lse" | "dlse", _) => ("lse_batch_stride", rows, "heads"),
+        ("row_max" | "row_sum" | "lse_log2" | "delta", _) => ("stat_batch_stride", rows, "heads"),
+        ("q_segments", _) => ("q_segments_batch_stride", "q_len", "heads"),
+        ("kv_segments", _) => ("kv_segments_batch_stride", "kv_len", "heads"),
+        (name, _) => panic!("{name}"),
+    };
+    assert!(get(stride) > 0, "{stride}");
+    let before = (get("batch") - 1) * get(stride);
+    let entry = match stride {
+        "stat_batch_stride" => (get("heads") - 1) * get("stat_head_stride") + get(rows),
+        "lse_batch_stride" => get(rows) * get(heads),
+        "q_segments_batch_stride" | "kv_segments_batch_stride" => get(rows),
+        _ => get(rows) * get(heads) * get("head_dim"),
+    };
+    (before + entry) * if kind == Kind::Activations { 2 } else { 4 }
+}
+
+fn assert_in_reach(trial: &Trial, launches: &[Launch]) {
+    for launch in launches {
+        let arguments = launch.instance.kernel.arguments();
+        for argument in arguments.iter().filter(|argument| argument.kind.is_pointer()) {
+            let span = span(launch, argument.name, argument.kind);
+            assert!(span < trial.limit, "{} of {launch:?} spans {span}", argument.name);
+        }
+    }
+}
+
+#[test]
+fn every_view_stays_below_the_limit() {
+    each_small_trial(assert_in_reach);
+    each_huge_trial(assert_in_reach);
+}
+
+#[test]
+fn what_fits_is_one_launch_from_the_given_addresses() {
+    let mut random = Random(5);
+    for seed in 0..200 {
+        let shape = rectangle(&mut random, 600);
+        let kernel = random.of(&Kernel::ALL);
+        let mut trial = Trial::new(kernel, shape, MAX_VIEW_BYTES, seed);
+        (trial.first, trial.last) = (true, true);
+        let launches = trial.launches(Target::Sm90).unwrap();
+        assert_eq!(launches.len(), 1);
+        let part = trial.part(&launches[0]);
+        let resident = if trial.resident_is_keys() { part.keys } else { part.queries };
+        assert_eq!((part.batch, resident), (0..shape.batch, 0..resident_rows(&trial)));
+    }
+}
+
+#[test]
+fn pieces_begin_at_tiles() {
+    each_small_trial(|trial, launches| {
+        for launch in launches {
+            let (part, tile) = (trial.part(launch), launch.instance.tile());
+            assert_eq!(part.queries.start % tile.rows as usize, 0);
+            assert_eq!(part.keys.start % (tile.keys as usize).max(1), 0);
+        }
+    });
+}
+
+#[test]
+fn the_grid_has_a_block_per_tile_and_head_and_sections_divide_the_heads() {
+    let check = |trial: &Trial, launches: &[Launch]| {
+        for launch in launches {
+            let (part, tile) = (trial.part(launch), launch.instance.tile());
+            let (rows, tile, heads) = match trial.resident_is_keys() {
+                true => (part.keys.len(), tile.keys, trial.rectangle.kv_heads),
+                false => (part.queries.len(), tile.rows, trial.rectangle.heads),
+            };
+            let heads = heads * part.batch.len();
+            let blocks = rows.div_ceil(tile as usize) * heads;
+            assert_eq!(launch.grid, [blocks as u32, 1, 1]);
+            if streams(trial) {
+                assert_eq!(heads as i64 % integer(launch, "section"), 0);
+            }
+        }
+    };
+    each_small_trial(check);
+    each_huge_trial(check);
+}
+
+#[test]
+fn parameters_lie_in_order_at_their_natural_alignment() {
+    each_small_trial(|_, launches| {
+        for launch in launches {
+            let parameters = launch.parameters();
+            let arguments = launch.instance.kernel.arguments();
+            assert_eq!(parameters.layout.len(), arguments.len());
+            let mut end = 0;
+            for (n, (argument, lies)) in arguments.iter().zip(&parameters.layout).enumerate() {
+                let (offset, size) = (usize::from(lies.offset), usize::from(lies.size));
+                assert_eq!((usize::from(lies.ordinal), size), (n, argument.kind.bytes()));
+                assert!(offset % size == 0 && (end..end + size).contains(&offset));
+                let bytes = &parameters.bytes[offset..offset + size];
+                match launch.values[n] {
+                    Value::Pointer(address) => assert_eq!(bytes, address.to_le_bytes()),
+                    Value::I32(integer) => assert_eq!(bytes, integer.to_le_bytes()),
+                    Value::F32(number) => assert_eq!(bytes, number.to_le_bytes()),
+                }
+                end = offset + size;
+            }
+            assert_eq!(parameters.bytes.len(), end);
+        }
+    });
+}

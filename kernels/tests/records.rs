@@ -1,0 +1,84 @@
+//! Launch records beside the kernels' own parameter lists.
+
+use burst_attention_kernels::instances::{Instance, Kernel, Target};
+use burst_attention_kernels::record::Kind;
+
+const SOURCES: [&str; 7] = [
+    include_str!("../src/device/forward.rs"),
+    include_str!("../src/device/forward_general.rs"),
+    include_str!("../src/device/backward_keys.rs"),
+    include_str!("../src/device/backward_keys_general.rs"),
+    include_str!("../src/device/backward_queries.rs"),
+    include_str!("../src/device/backward_queries_general.rs"),
+    include_str!("../src/device/rows.rs"),
+];
+
+/// Name and type of each parameter in the kernel's source.
+fn parameters(kernel: Kernel) -> Vec<(&'static str, Kind)> {
+    let start = format!("unsafe fn {}<", kernel.name());
+    let mut found = SOURCES.iter().filter_map(|source| source.split_once(&start));
+    let (_, rest) = found.next().unwrap_or_else(|| panic!("{start} is in no source"));
+    let list = rest.split_once(">(").unwrap().1.split_once(") {").unwrap().0;
+    let parameters = list.split(',').map(str::trim).filter(|parameter| !parameter.is_empty());
+    parameters
+        .map(|parameter| {
+            let (name, kind) = parameter.split_once(": ").unwrap();
+            let kind = match kind {
+                "*mut E" => Kind::Activations,
+                "*mut f32" => Kind::Float32s,
+                "*mut i32" => Kind::Int32s,
+                "i32" => Kind::I32,
+                "f32" => Kind::F32,
+                other => panic!("{name} of {start} is a {other}"),
+            };
+            (name, kind)
+        })
+        .collect()
+}
+
+#[test]
+fn records_are_the_kernels_parameter_lists() {
+    for kernel in Kernel::ALL {
+        let record: Vec<_> =
+            kernel.arguments().iter().map(|argument| (argument.name, argument.kind)).collect();
+        assert_eq!(record, parameters(kernel), "{}", kernel.name());
+    }
+}
+
+#[test]
+fn general_kernels_take_what_the_plain_ones_take_and_more() {
+    for kernel in Kernel::ALL.into_iter().filter(|kernel| kernel.plain() != *kernel) {
+        let plain = kernel.plain().arguments();
+        assert_eq!(kernel.arguments()[..plain.len()], *plain);
+        assert!(kernel.arguments().len() > plain.len());
+    }
+}
+
+#[test]
+fn every_argument_says_what_it_means() {
+    for kernel in Kernel::ALL {
+        for argument in kernel.arguments() {
+            assert!(argument.doc.len() > 3, "{} of {}", argument.name, kernel.name());
+            assert!(argument.divisor > 0 && 16 % argument.divisor == 0, "{}", argument.name);
+        }
+    }
+}
+
+#[test]
+fn names_of_images_tell_them_apart() {
+    let mut names: Vec<String> = Instance::all().map(|instance| instance.to_string()).collect();
+    let count = names.len();
+    names.sort();
+    names.dedup();
+    assert_eq!(names.len(), count);
+    assert!(names.contains(&"attention_fwd_bf16_d128_sm_90".to_owned()));
+}
+
+#[test]
+fn capabilities_find_their_target() {
+    assert_eq!(Target::of_capability(8, 6), Some(Target::Sm80));
+    assert_eq!(Target::of_capability(9, 0), Some(Target::Sm90));
+    assert_eq!(Target::of_capability(10, 3), Some(Target::Sm103));
+    assert_eq!(Target::of_capability(12, 1), None);
+    assert_eq!(Target::of_capability(7, 5), None);
+}
