@@ -1,0 +1,124 @@
+"""Our library's C functions for its CUDA kernels, and the driver that runs them."""
+
+import ctypes
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+NAME = "libburst_attention_ffi.so"
+TARGETS = {(9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_103", (12, 0): "sm_120"}
+
+
+def find_library(path: str | None) -> Path:
+    """The library at `path`, else that of the installed package, which is not imported."""
+    if path is not None:
+        return Path(path)
+    package = importlib.util.find_spec("burst_attention")
+    if package is None or not package.submodule_search_locations:
+        raise RuntimeError(
+            f"expected burst_attention to be installed, or --library to name {NAME}; found neither"
+        )
+    return Path(package.submodule_search_locations[0]) / NAME
+
+
+def target_of(capability: tuple[int, int]) -> str:
+    """The images that run on a device of compute capability `major, minor`."""
+    if capability[0] == 8:
+        return "sm_80"
+    if capability not in TARGETS:
+        known = ", ".join(f"{major}.{minor}" for major, minor in TARGETS)
+        raise RuntimeError(
+            f"expected compute capability 8.x, {known}; this device has {capability}"
+        )
+    return TARGETS[capability]
+
+
+class Kernels:
+    """What the library knows of its kernels: images and launches."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._library = ctypes.CDLL(str(path))
+        self._library.burst_attention_kernels.restype = ctypes.c_char_p
+        self._library.burst_attention_kernel_launches.restype = ctypes.c_char_p
+        self._library.burst_attention_kernel_image.restype = ctypes.c_void_p
+        described = json.loads(self._library.burst_attention_kernels())
+        if not described["embedded"]:
+            raise RuntimeError(f"{path} was built without the feature cuda: it has no images")
+        self.images: dict[str, dict[str, Any]] = {i["name"]: i for i in described["images"]}
+
+    def image(self, name: str) -> bytes:
+        """A cubin."""
+        count = ctypes.c_uint64()
+        at = self._library.burst_attention_kernel_image(name.encode(), ctypes.byref(count))
+        if not at:
+            raise RuntimeError(f"{self.path} has no image {name}")
+        return ctypes.string_at(at, count.value)
+
+    def launches(self, target: str, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """The launches that compute `request`."""
+        text = json.dumps(request).encode()
+        answer = json.loads(self._library.burst_attention_kernel_launches(target.encode(), text))
+        if "error" in answer:
+            raise ValueError(f"{next(iter(request))}: {answer['error']}")
+        found: list[dict[str, Any]] = answer["launches"]
+        return found
+
+
+def arguments(values: list[dict[str, Any]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """A launch's values and their C types, as cuLaunchKernel of cuda-bindings takes them."""
+    types = {"pointer": ctypes.c_void_p, "i32": ctypes.c_int, "f32": ctypes.c_float}
+    pairs = [next(iter(value.items())) for value in values]
+    return tuple(value for _, value in pairs), tuple(types[kind] for kind, _ in pairs)
+
+
+class Driver:
+    """Loads images and launches them on torch's current stream."""
+
+    def __init__(self, kernels: Kernels, target: str):
+        from cuda.bindings import driver
+
+        self.kernels, self.target, self._cuda = kernels, target, driver
+        self._functions: dict[str, Any] = {}
+
+    def run(self, request: dict[str, Any]) -> None:
+        """Enqueues what computes `request`."""
+        self.prepare(request)()
+
+    def prepare(self, request: dict[str, Any]) -> Any:
+        """A function that enqueues what computes `request`, with no work left but launching."""
+        prepared = []
+        for launch in self.kernels.launches(self.target, request):
+            function = self._function(launch["image"], launch["entry"])
+            prepared.append((function, launch["grid"], arguments(launch["values"])))
+
+        def enqueue() -> None:
+            import torch
+
+            stream = torch.cuda.current_stream().cuda_stream
+            for function, grid, values in prepared:
+                # One thread: the number of threads is the image's own.
+                result = self._cuda.cuLaunchKernel(function, *grid, 1, 1, 1, 0, stream, values, 0)
+                self._check(result, "cuLaunchKernel")
+
+        return enqueue
+
+    def _function(self, image: str, entry: str) -> Any:
+        if image not in self._functions:
+            cubin = self.kernels.image(image)
+            module = self._check(self._cuda.cuModuleLoadData(cubin), f"loading {image}")
+            function = self._cuda.cuModuleGetFunction(module, entry.encode())
+            self._functions[image] = self._check(function, entry)
+        return self._functions[image]
+
+    def _check(self, result: tuple[Any, ...], what: str) -> Any:
+        error, *values = result
+        if error != self._cuda.CUresult.CUDA_SUCCESS:
+            _, text = self._cuda.cuGetErrorString(error)
+            _, version = self._cuda.cuDriverGetVersion()
+            raise RuntimeError(
+                f"{what}: {error.name}, {text.decode() if text else '?'} (the driver knows CUDA "
+                f"{version // 1000}.{version % 1000 // 10}; the images are of CUDA 13.5)"
+            )
+        return values[0] if values else None
