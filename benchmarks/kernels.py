@@ -1,152 +1,231 @@
 """Our CUDA kernels on a GPU: right by float64, and as fast as whom.
 
 One command, under five minutes, for a machine with an NVIDIA GPU, torch and cuda-bindings, but no
-Rust: numerics on small problems, then TFLOP/s beside cuDNN and flash attention. Prints a table,
-writes results/<device>.json and .png. Each part reports on its own: one failure hides nothing.
+Rust: loads every image, checks each kernel on small problems, then TFLOP/s beside cuDNN and flash
+attention. Prints tables and writes results/<device>.json and .png as it goes. Everything is done by
+a worker process, which is replaced if a kernel hangs or crashes: one failure hides nothing.
+
+Exit code 0: all passed; 1: something failed or missed its bar; 2: nothing to measure with.
 """
 
 import argparse
-import platform
-import subprocess
 import sys
-import time
-import traceback
-from collections.abc import Callable
-from functools import partial
+import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from gpu import numerics, report, speed
-from gpu.library import Driver, Kernels, find_library, target_of
+from gpu.session import Budget, LostError, Session, UnusableError
 
-ROUNDS = 15
+RESULTS = Path(__file__).parent / "results"
+SHARES = {"images": 0.20, "numerics": 0.50, "speed": 0.90, "jax": 1.0}
+"""Until which share of the budget each part may go on; it begins when the one before is done."""
+SLACK_S = 8.0
+"""Seconds over the budget that the last item may take before its worker is ended."""
+ITEM_S = 45.0
+"""An item that takes longer hangs."""
+TIMING_S = 2.0
+"""Timing of one row; then as few rounds as can be told apart."""
+FORGIVEN = 2
+"""A kernel of one width that cost so many workers is not tried again."""
 
 
-class Parts:
-    """Runs the parts, each on its own, and keeps what failed."""
+class Benchmark:
+    """Gives the items to the session and keeps what comes back, on disk too."""
 
-    def __init__(self, budget_s: float):
-        self.failed: list[str] = []
-        self._end = time.monotonic() + budget_s
-
-    def run(self, name: str, part: Callable[[], Any]) -> Any:
-        """What `part` returns, or None if it raised, which is printed."""
-        try:
-            return part()
-        except Exception as error:  # one failure must not hide the rest
-            self.failed.append(name)
-            print(f"{name:<26}FAILED {type(error).__name__}: {error}", flush=True)
-            traceback.print_exc(limit=-2)
-            return None
+    def __init__(self, session: Any, budget: Budget, folder: Path, quick: bool = False):
+        self._session, self._budget, self._folder, self._quick = session, budget, folder, quick
+        self._lost: Counter[str] = Counter()
+        self.results: dict[str, Any] = {
+            "quick": quick,
+            "tokens": speed.TOKENS,
+            "numerics": [],
+            "speed": [],
+            "jax": [],
+            "left_out": [],
+            "failed": [],
+            "complete": False,
+        }
 
     @property
-    def time_left(self) -> bool:
-        """Is there time for another part?"""
-        return time.monotonic() < self._end
+    def file(self) -> Path:
+        """Where the results are."""
+        device = self.results.get("environment", {}).get("device", "unknown device")
+        return self._folder / f"{report.slug(device)}.json"
 
+    @property
+    def failed(self) -> list[dict[str, str]]:
+        """What failed, and why."""
+        found: list[dict[str, str]] = self.results["failed"]
+        return found
 
-def environment(path: Path) -> dict[str, Any]:
-    """What ran: device, versions, clocks."""
-    import torch
+    def run(self) -> bool:
+        """All parts; did all pass?"""
+        self._environment()
+        if self._images():
+            self._numerics()
+            self._speed()
+            self._jax()
+        if self.results["speed"]:
+            self._picture()
+        self.results |= {"complete": True, "seconds": round(self._budget.spent, 1)}
+        report.save(self.results, self.file)
+        self._summary()
+        return not self.failed
 
-    query = "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit"
-    try:
-        command = ["nvidia-smi", query, "--format=csv,noheader"]
-        clocks = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError) as error:
-        clocks = f"nvidia-smi: {error}"
-    found = {
-        "device": torch.cuda.get_device_name(),
-        "capability": list(torch.cuda.get_device_capability()),
-        "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
-        "driver, clocks, power limit": clocks,
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-        "python": platform.python_version(),
-        "library": path.name,
-    }
-    for name, value in found.items():
-        print(f"{name:<30}{value}")
-    return found
-
-
-def run(options: argparse.Namespace) -> int:
-    """All parts; 0 if every one passed."""
-    import torch
-
-    parts = Parts(options.budget)
-    path = find_library(options.library)
-    results: dict[str, Any] = environment(path) | {"tokens": speed.TOKENS}
-    driver = Driver(Kernels(path), target_of(torch.cuda.get_device_capability()))
-    file = Path(options.out) / f"{report.slug(results['device'])}.json"
-
-    print(f"\nrelative errors against float64, in brackets cuDNN's; bar {numerics.BAR} × cuDNN's")
-    results["numerics"] = []
-    for case in numerics.CHECKS[:: 6 if options.quick else 1]:
-        row = parts.run(case.name, partial(numerics.check, case, driver))
+    def _environment(self) -> None:
+        row = self._ask("environment", {"part": "environment"}, 1.0)
         if row is not None:
-            report.print_check(row)
-            results["numerics"].append(row)
-            if not row["passed"]:
-                parts.failed.append(case.name)
-        report.save(results, file)
+            self.results["environment"] = row
+            report.print_environment(row)
 
-    peak = parts.run("matrix product", speed.matrix_peak) or float("nan")
-    results |= {"peak_tflops": peak, "speed": [], "left_out": []}
-    print(f"\nTFLOP/s in bfloat16; matrix product 8192: {peak:.0f}")
-    report.print_header()
-    for shape in speed.shapes()[: 2 if options.quick else None]:
-        if not parts.time_left:
-            results["left_out"].append(shape.name)
-            continue
-        row = parts.run(shape.name, partial(speed.measure, shape, driver, ROUNDS))
-        if row is not None:
-            report.print_speed(row, peak)
-            results["speed"].append(row)
-            parts.failed += missed_bars(shape, row)
-        report.save(results, file)
-    if results["left_out"]:
-        print(f"left out, as the time was up: {', '.join(results['left_out'])}")
-    if results["speed"]:
-        parts.run("picture", lambda: report.draw(results, file.with_suffix(".png")))
-    results["failed"] = parts.failed
-    report.save(results, file)
-    print(f"\n{file}: " + (f"FAILED: {', '.join(parts.failed)}" if parts.failed else "all passed"))
-    return 1 if parts.failed else 0
+    def _images(self) -> bool:
+        """Is there a kernel to run?"""
+        print()
+        row = self._ask("images", {"part": "images"}, SHARES["images"], limit_s=4 * ITEM_S)
+        if row is None:
+            return False
+        self.results["images"] = row
+        report.print_images(row)
+        for name, error in row["refused"].items():
+            self._fail(name, error, tell=False)
+        report.save(self.results, self.file)
+        return bool(row["of"] > len(row["refused"]))
 
+    def _numerics(self) -> None:
+        print(f"\nerrors relative to float64, in brackets cuDNN's; bar {numerics.BAR} × cuDNN's")
+        for case in numerics.QUICK if self._quick else numerics.CASES:
+            for kernel in numerics.CASES[case].kernels:
+                item = {"part": "numerics", "case": case, "kernel": kernel}
+                name = f"{case}, {kernel}"
+                kept = f"{kernel} D{numerics.CASES[case].width}"
+                row = self._ask(name, item, SHARES["numerics"], kept, must=True)
+                if row is not None:
+                    report.print_check(row)
+                    self._keep("numerics", row)
+                    if row["wrong"]:
+                        self._fail(name, "; ".join(row["wrong"]), tell=False)
 
-def missed_bars(shape: speed.Shape, row: dict[str, Any]) -> list[str]:
-    """The bars that a shape misses, printed either way."""
-    missed = []
-    for which, bar in speed.BARS.items():
-        times = row["passes"][which]
-        if shape.decides and "cudnn" in times:
-            ratio = times["cudnn"]["ms"] / times["ours"]["ms"]
-            print(f"    bar: {which} at least {bar:.2f} × cuDNN, measured {ratio:.2f}")
-            if ratio < bar:
-                missed.append(f"{which} {shape.name}")
-    return missed
+    def _speed(self) -> None:
+        row = self._ask("matrix product", {"part": "peak"}, SHARES["speed"])
+        peak = row["tflops"] if row else float("nan")
+        self.results["peak_tflops"] = row and row["tflops"]
+        print(f"\nspeed in bfloat16; matrix product of {speed.SIDE}³: {peak:.0f} TFLOP/s")
+        report.print_header()
+        for shape in speed.shapes()[: 2 if self._quick else None]:
+            for which in ("forward", "backward"):
+                item = {"part": "speed", "shape": shape.name, "which": which, "seconds": TIMING_S}
+                name = f"{shape.name}, {which}"
+                row = self._ask(name, item, SHARES["speed"], f"timed {which} D{shape.dim}")
+                if row is not None:
+                    report.print_speed(row, peak)
+                    self._keep("speed", row)
+                    self._judge(name, row)
+
+    def _judge(self, name: str, row: dict[str, Any]) -> None:
+        differs = row.get("differs")
+        if differs is not None and not differs <= speed.AGREE:
+            self._fail(name, f"o differs from cuDNN's by {differs:.1e}, expected {speed.AGREE}")
+        bar = speed.bar_of(row)
+        if bar is not None and not bar[1] >= bar[0]:
+            self._fail(name, f"{bar[1]:.2f} × cuDNN, expected at least {bar[0]:.2f}", tell=False)
+
+    def _jax(self) -> None:
+        print("\nbeside jax.nn.dot_product_attention, by the clock on the wall")
+        for shape in speed.beside_jax()[: 1 if self._quick else None]:
+            item = {"part": "jax", "shape": shape.name, "seconds": TIMING_S}
+            row = self._ask(f"{shape.name}, jax", item, SHARES["jax"], "timed beside jax")
+            if row is not None:
+                report.print_jax(row)
+                self._keep("jax", row)
+
+    def _picture(self) -> None:
+        try:
+            report.draw(self.results, self.file.with_suffix(".png"))
+        except ImportError:
+            warnings.warn("no picture: this Python has no matplotlib", stacklevel=1)
+        except Exception as error:  # the numbers count without it
+            self._fail("picture", repr(error))
+
+    def _ask(
+        self,
+        name: str,
+        item: dict[str, Any],
+        share: float,
+        kernel: str = "",
+        must: bool = False,
+        limit_s: float = ITEM_S,
+    ) -> dict[str, Any] | None:
+        """The answer to an item, or None if it failed or was left out, which is kept."""
+        left = self._budget.left(share)
+        if left <= 0 or self._lost[kernel] >= FORGIVEN:
+            why = "the time was up" if left <= 0 else f"{kernel} crashed or hung {FORGIVEN} times"
+            self.results["left_out"].append({"name": name, "why": why})
+            if must:
+                self._fail(name, f"not checked: {why}", tell=False)
+            return None
+        limit_s = max(1.0, min(limit_s, self._budget.left() + SLACK_S))
+        answer = self._session.ask(item, limit_s)
+        if answer.get("lost") and kernel:
+            self._lost[kernel] += 1
+        if "absent" in answer:
+            print(f"{name}: left out: {answer['absent']}", flush=True)
+            self.results["left_out"].append({"name": name, "why": answer["absent"]})
+        if "error" in answer:
+            self._fail(name, answer["error"])
+            print(answer.get("trace", ""), end="", file=sys.stderr)
+        found: dict[str, Any] | None = answer.get("result")
+        return found
+
+    def _keep(self, part: str, row: dict[str, Any]) -> None:
+        self.results[part].append(row)
+        report.save(self.results, self.file)
+
+    def _fail(self, name: str, why: str, tell: bool = True) -> None:
+        self.failed.append({"name": name, "why": why})
+        if tell:
+            print(f"{name}: FAILED: {why}", flush=True)
+        report.save(self.results, self.file)
+
+    def _summary(self) -> None:
+        left_out = Counter(entry["why"] for entry in self.results["left_out"])
+        for why, count in left_out.items():
+            names = [entry["name"] for entry in self.results["left_out"] if entry["why"] == why]
+            some = ", ".join(names[:8]) + (f" and {count - 8} more" if count > 8 else "")
+            print(f"\nleft out, {why}: {some}")
+        checked, timed = len(self.results["numerics"]), len(self.results["speed"])
+        print(
+            f"\n{checked} checks, {timed} rows of speed in {self._budget.spent:.0f} s: {self.file}"
+        )
+        print(f"{len(self.failed)} FAILED" if self.failed else "all passed")
+        for entry in self.failed[:30]:
+            print(f"    {entry['name']}: {entry['why'][:160]}")
+        if len(self.failed) > 30:
+            print(f"    and {len(self.failed) - 30} more, in the file")
 
 
 def main() -> int:
-    """Checks that there is a GPU, then runs."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Sees whether there is a GPU, then measures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--library", help="libburst_attention_ffi.so; default: the package's")
-    parser.add_argument("--out", default=Path(__file__).parent / "results", help="folder")
+    parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--quick", action="store_true", help="a look only")
-    parser.add_argument("--budget", type=float, default=270.0, help="seconds, then no new part")
-    options = parser.parse_args()
+    parser.add_argument("--budget", type=float, default=280.0, help="seconds, about, for all")
+    flags = parser.parse_args()
+    budget = Budget(flags.budget)
+    session = Session(flags.library)
+    folder = flags.out or (RESULTS / "partial" if flags.quick else RESULTS)
     try:
-        import torch
-        from cuda.bindings import driver as _  # noqa: F401
-    except ImportError as error:
-        print(f"expected a Python with torch and cuda-bindings, found none: {error}")
+        session.start()
+        return 0 if Benchmark(session, budget, folder, flags.quick).run() else 1
+    except (LostError, UnusableError) as why:
+        print(why)
         return 2
-    if not torch.cuda.is_available():
-        print("expected an NVIDIA GPU that torch can use, found none")
-        return 2
-    torch.zeros(1, device="cuda")  # makes the context that the driver's calls go to
-    return run(options)
+    finally:
+        session.close()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Our library's C functions for its CUDA kernels, and the driver that runs them."""
+"""Our library's C functions for its CUDA kernels: what there is, how it is launched."""
 
 import ctypes
 import importlib.util
@@ -34,6 +34,10 @@ def target_of(capability: tuple[int, int]) -> str:
     return TARGETS[capability]
 
 
+class AbsentError(Exception):
+    """Something that a measurement can do without is not there; the message says what."""
+
+
 class Kernels:
     """What the library knows of its kernels: images and launches."""
 
@@ -47,6 +51,10 @@ class Kernels:
         if not described["embedded"]:
             raise RuntimeError(f"{path} was built without the feature cuda: it has no images")
         self.images: dict[str, dict[str, Any]] = {i["name"]: i for i in described["images"]}
+
+    def images_for(self, target: str) -> list[str]:
+        """Names of the images for a kind of device."""
+        return [name for name, image in self.images.items() if image["target"] == target]
 
     def image(self, name: str) -> bytes:
         """A cubin."""
@@ -71,54 +79,3 @@ def arguments(values: list[dict[str, Any]]) -> tuple[tuple[Any, ...], tuple[Any,
     types = {"pointer": ctypes.c_void_p, "i32": ctypes.c_int, "f32": ctypes.c_float}
     pairs = [next(iter(value.items())) for value in values]
     return tuple(value for _, value in pairs), tuple(types[kind] for kind, _ in pairs)
-
-
-class Driver:
-    """Loads images and launches them on torch's current stream."""
-
-    def __init__(self, kernels: Kernels, target: str):
-        from cuda.bindings import driver
-
-        self.kernels, self.target, self._cuda = kernels, target, driver
-        self._functions: dict[str, Any] = {}
-
-    def run(self, request: dict[str, Any]) -> None:
-        """Enqueues what computes `request`."""
-        self.prepare(request)()
-
-    def prepare(self, request: dict[str, Any]) -> Any:
-        """A function that enqueues what computes `request`, with no work left but launching."""
-        prepared = []
-        for launch in self.kernels.launches(self.target, request):
-            function = self._function(launch["image"], launch["entry"])
-            prepared.append((function, launch["grid"], arguments(launch["values"])))
-
-        def enqueue() -> None:
-            import torch
-
-            stream = torch.cuda.current_stream().cuda_stream
-            for function, grid, values in prepared:
-                # One thread: the number of threads is the image's own.
-                result = self._cuda.cuLaunchKernel(function, *grid, 1, 1, 1, 0, stream, values, 0)
-                self._check(result, "cuLaunchKernel")
-
-        return enqueue
-
-    def _function(self, image: str, entry: str) -> Any:
-        if image not in self._functions:
-            cubin = self.kernels.image(image)
-            module = self._check(self._cuda.cuModuleLoadData(cubin), f"loading {image}")
-            function = self._cuda.cuModuleGetFunction(module, entry.encode())
-            self._functions[image] = self._check(function, entry)
-        return self._functions[image]
-
-    def _check(self, result: tuple[Any, ...], what: str) -> Any:
-        error, *values = result
-        if error != self._cuda.CUresult.CUDA_SUCCESS:
-            _, text = self._cuda.cuGetErrorString(error)
-            _, version = self._cuda.cuDriverGetVersion()
-            raise RuntimeError(
-                f"{what}: {error.name}, {text.decode() if text else '?'} (the driver knows CUDA "
-                f"{version // 1000}.{version % 1000 // 10}; the images are of CUDA 13.5)"
-            )
-        return values[0] if values else None

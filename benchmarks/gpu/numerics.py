@@ -1,21 +1,32 @@
-"""Our kernels against float64 on small problems, beside cuDNN on the same inputs."""
+"""Each of our kernels against float64 on small problems, beside cuDNN on the same inputs.
 
+Each kernel gets exact inputs, so that one that is wrong spoils no other.
+"""
+
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .library import Driver
-from .ours import ANY, Attention
+from . import peers, reference
+from .driver import Launcher
+from .memory import Arrays, unwritten
+from .ours import ANY, CAUSAL, LEAST, Attention, Band, finish_request
+from .reference import relative
 
-CAUSAL = (-(2**63), 0)
 BAR = 1.5
 """Our relative error may be so many times that of cuDNN."""
-ROUNDINGS = {"bf16": 2.0**-8, "f16": 2.0**-11}
-ALONE = 1.5
-"""Where cuDNN has no such mask: error in units of the type's largest rounding error."""
+ALONE = 1.0
+"""Where cuDNN has no such problem: error in units of the type's largest rounding error."""
+UNITS = {"bf16": 2.0**-8, "f16": 2.0**-11}
+ROUNDED_ONCE = 0.6
+"""The same for a result that is only rounded: to nearest gives 0.42 of a unit, cutting 0.83."""
+FLOAT32 = 1e-5
+"""Relative error of what is computed and kept in float32; absolute for lse."""
 
 
 @dataclass(frozen=True)
-class Check:
+class Case:
     """A small problem; `band` limits key row − query row."""
 
     name: str
@@ -26,115 +37,237 @@ class Check:
     heads: int = 4
     kv_heads: int = 4
     dim: int = 128
-    band: tuple[int, int] = ANY
+    band: Band = ANY
     steps: int = 1
     dlse: bool = False
+    segments: bool = False
+    soft_cap: float = 0.0
+    kernels: tuple[str, ...] = ("forward", "delta", "key_grads", "query_grads")
+
+    @property
+    def width(self) -> int:
+        """Of the tile that the columns are padded to."""
+        return next(width for width in (64, 128, 256) if self.dim <= width)
+
+    @property
+    def plain(self) -> bool:
+        """Is it one that torch's attention can compute?"""
+        square = self.q_len == self.kv_len
+        masked = self.band != ANY and not (self.band == CAUSAL and square)
+        return not (masked or self.dlse or self.segments or self.soft_cap)
 
 
-CHECKS = [
-    *(Check(f"{e} D{d} {name}", e, dim=d, band=band)
-      for e in ("bf16", "f16") for d in (64, 128, 256)
-      for name, band in (("full", ANY), ("causal", CAUSAL))),
-    Check("padded head dimension", dim=96, band=CAUSAL),
-    Check("grouped heads", heads=8, kv_heads=2, band=CAUSAL),
-    Check("ragged lengths", q_len=333, kv_len=333, band=CAUSAL),
-    Check("one row", q_len=1, kv_len=77),
-    Check("window", band=(-100, 30)),
-    Check("rows that see nothing", band=(-(2**63), -200)),
-    Check("three steps", band=CAUSAL, steps=3),
-    Check("lse has a gradient", band=CAUSAL, dlse=True),
-]  # fmt: skip
+def _cases() -> list[Case]:
+    masks = (("causal", CAUSAL), ("full", ANY))
+    common = [
+        Case(f"{element} D{dim} {name}", element, dim=dim, band=band)
+        for element in ("bf16", "f16")
+        for dim in (128, 64, 256)
+        for name, band in masks
+    ]
+    special = [
+        Case("padded head dimension 96", dim=96, band=CAUSAL),
+        Case("padded head dimension 40", dim=40, q_len=200, kv_len=200),
+        Case("grouped heads 8:2", heads=8, kv_heads=2, band=CAUSAL),
+        Case("ragged lengths", q_len=333, kv_len=333, band=CAUSAL),
+        Case("other lengths", q_len=70, kv_len=1001, dim=64),
+        Case("one row", q_len=1, kv_len=77),
+        Case("window", band=(-100, 30)),
+        Case("window D256 f16", element="f16", dim=256, band=(-64, 0)),
+        Case("ring step, empty rows", q_len=300, kv_len=260, band=(-170, -60)),
+        Case("ring step, D64", dim=64, heads=4, kv_heads=2, band=(LEAST, -200)),
+        Case("nothing is seen", q_len=200, kv_len=200, band=(LEAST, -1000)),
+        Case("three steps", band=CAUSAL, steps=3),
+        Case("three steps, ragged", q_len=333, kv_len=401, heads=8, kv_heads=2, steps=3),
+        Case("three steps, D256 f16", element="f16", dim=256, band=(-200, 50), steps=3),
+        Case("lse has a gradient", band=CAUSAL, dlse=True),
+        Case("segments", band=CAUSAL, segments=True),
+        Case("segments, steps, D64", dim=64, segments=True, soft_cap=20.0, steps=3),
+        Case("soft cap", segments=True, soft_cap=5.0, band=CAUSAL),
+        Case("2K", batch=1, q_len=2048, kv_len=2048, heads=2, kv_heads=1, band=CAUSAL),
+    ]
+    sums = [
+        Case(f"sum of two, {element} D{dim}", element, dim=dim, q_len=333, kernels=("finish",))
+        for element, dim in (("bf16", 128), ("f16", 64), ("bf16", 96), ("bf16", 256))
+    ]
+    return common[:6] + sums + special + common[6:]
 
 
-def check(case: Check, driver: Driver) -> dict[str, Any]:
-    """Errors of ours and of cuDNN, relative in the norm, and whether the bar holds."""
-    import torch
+CASES = {case.name: case for case in _cases()}
+QUICK = ("bf16 D128 causal", "bf16 D64 full", "three steps", "sum of two, bf16 D128")
 
-    generator = torch.Generator(device="cuda").manual_seed(1)
-    dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[case.element]
 
-    def random(length: int, heads: int) -> Any:
-        shape = (case.batch, length, heads, case.dim)
-        return torch.randn(shape, device="cuda", generator=generator).to(dtype)
-
-    q, dout = random(case.q_len, case.heads), random(case.q_len, case.heads)
-    k, v = random(case.kv_len, case.kv_heads), random(case.kv_len, case.kv_heads)
-    dlse = None
-    if case.dlse:
-        shape = (case.batch, case.q_len, case.heads)
-        dlse = torch.randn(shape, device="cuda", generator=generator)
-    ours = Attention(driver, q, k, v, case.band, dout, dlse)
-    forward = ours.forward() if case.steps == 1 else ours.forward_in_steps(case.steps)
-    forward()
-    ours.backward()()
-    torch.cuda.synchronize()
-    exact = reference(q, k, v, dout, dlse, case.band)
-    got = {"o": ours.o, "dq": ours.dq, "dk": ours.dk, "dv": ours.dv}
-    errors = {name: relative(got[name], exact[name]) for name in got}
-    finite = exact["lse"].isfinite()
-    errors["lse"] = float((ours.lse.double() - exact["lse"])[finite].abs().max())
-    same_empty = bool((ours.lse.isinf() == exact["lse"].isinf()).all())
-    peer = cudnn_errors(case, q, k, v, dout, exact)
-    limits = {name: BAR * peer[name] if peer else ALONE * ROUNDINGS[case.element] for name in got}
-    limits["lse"] = 1e-4
-    failed = [name for name in errors if not errors[name] <= limits[name]]
+def check(name: str, kernel: str, launcher: Launcher, device: str) -> dict[str, Any]:
+    """Errors of a kernel and of cuDNN, relative in the norm, and what is wrong, if anything."""
+    case = CASES[name]
+    measure = {"delta": _delta, "finish": _finish}.get(kernel, _attention)
+    arrays = Arrays(device)
+    given, run, wanted = measure(case, kernel, launcher, arrays)
+    before = {key: array.clone() for key, array in given.items()}
+    first = _outcome(run, launcher, wanted)
+    again = _outcome(run, launcher, wanted)
+    limits = _limits(case, kernel, wanted, device)
+    errors = {key: _error(key, got, wanted[key][1]) for key, got in first.items()}
     return {
-        "case": case.name,
+        "case": name,
+        "kernel": kernel,
         "errors": errors,
-        "cudnn": peer,
-        "passed": not failed and same_empty,
-        "failed": failed + ([] if same_empty else ["rows that see nothing"]),
+        "limits": limits,
+        "cudnn": {k: e for k, e in _peer(case, device).items() if k in errors},
+        "wrong": [
+            *(
+                f"{key}: error {error:.1e}, expected at most {limits[key]:.1e}"
+                for key, error in errors.items()
+                if not error <= limits[key]
+            ),
+            *(
+                f"{key}: {count} elements never written"
+                for key, (array, _) in wanted.items()
+                if (count := unwritten(array))
+            ),
+            *(f"{key}: not the same again" for key in first if not _same(first[key], again[key])),
+            *(f"{key}: wrote beside it" for key in arrays.overrun()),
+            *(f"{key}: an input, changed" for key in given if not _same(given[key], before[key])),
+        ],
     }
 
 
-def relative(got: Any, exact: Any) -> float:
-    """‖got − exact‖ / ‖exact‖; NaN if anything is."""
-    return float((got.double() - exact).norm() / exact.norm())
+Measured = tuple[dict[str, Any], Callable[[], None], dict[str, tuple[Any, Any]]]
+"""Inputs, what launches the kernel, and by name its results: ours and the exact one."""
 
 
-def reference(
-    q: Any, k: Any, v: Any, dout: Any, dlse: Any, band: tuple[int, int]
-) -> dict[str, Any]:
-    """Dense attention and its gradients in float64."""
+def _attention(case: Case, kernel: str, launcher: Launcher, arrays: Arrays) -> Measured:
+    problem, exact = _problem(case, arrays.device)
+    names = ["q", "k", "v", "q_segments", "kv_segments"]
+    if kernel != "forward":
+        names += ["dout", "lse_log2", "delta"]
+    given = {name: _placed(arrays, name, problem[name]) for name in names if name in problem}
+    ours = Attention(launcher, dict(given), arrays.empty, case.band, case.soft_cap)
+    run = {"forward": ours.forward, "key_grads": ours.key_grads, "query_grads": ours.query_grads}
+    enqueue = run[kernel](case.steps)
+    results = {"forward": ("o", "lse"), "key_grads": ("dk", "dv"), "query_grads": ("dq",)}
+    return given, enqueue, {n: (ours.arrays[n], exact[n]) for n in results[kernel]}
+
+
+def _delta(case: Case, kernel: str, launcher: Launcher, arrays: Arrays) -> Measured:
+    problem, _ = _problem(case, arrays.device)
+    names = ("q", "o", "dout", "lse", "dlse")
+    given = {name: arrays.holding(name, problem[name]) for name in names if name in problem}
+    ours = Attention(launcher, dict(given), arrays.empty)
+    enqueue = ours.make_delta()
+    q_len = case.q_len
+    wanted = reference.statistics(given)
+    return given, enqueue, {n: (ours.arrays[n][:, :, :q_len], x) for n, x in wanted.items()}
+
+
+def _finish(case: Case, kernel: str, launcher: Launcher, arrays: Arrays) -> Measured:
     import torch
 
-    group = q.shape[2] // k.shape[2]
-    inputs = [x.double().requires_grad_() for x in (q, k, v)]
-    heads = [inputs[0], *(x.repeat_interleave(group, 2) for x in inputs[1:])]
-    qh, kh, vh = (x.transpose(1, 2) for x in heads)
-    logits = qh @ kh.mT * q.shape[-1] ** -0.5
-    rows = torch.arange(q.shape[1], device=q.device)[:, None]
-    diagonal = torch.arange(k.shape[1], device=q.device)[None, :] - rows
-    seen = (diagonal >= band[0]) & (diagonal <= band[1])
-    some = seen.any(-1, keepdim=True)
-    logits = logits.masked_fill(~seen & some, -torch.inf)
-    lse = torch.logsumexp(logits, -1)
-    weights = torch.exp(logits - lse[..., None]) * some
-    o = (weights @ vh).transpose(1, 2)
-    loss = (o * dout.double()).sum()
-    if dlse is not None:
-        loss = loss + (lse.transpose(1, 2) * some.squeeze(-1)[None, :, None] * dlse.double()).sum()
-    dq, dk, dv = torch.autograd.grad(loss, inputs)
-    lse = lse.masked_fill(~some.squeeze(-1), -torch.inf).transpose(1, 2)
-    return {"o": o.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+    random = _random(arrays.device)
+    shape = (case.batch, case.q_len, case.heads, case.dim)
+    given = {name: arrays.holding(name, random(shape, torch.float32)) for name in ("a", "b")}
+    both, one = (arrays.empty(n, shape, _dtype(case)) for n in ("a + b", "a alone"))
+    summed = launcher.prepare(finish_request(given["a"], given["b"], both))
+    cast = launcher.prepare(finish_request(given["a"], None, one))
+    a, b = given["a"].double(), given["b"].double()
+
+    def enqueue() -> None:
+        summed()
+        cast()
+
+    return given, enqueue, {"a + b": (both, a + b), "a alone": (one, a)}
 
 
-def cudnn_errors(
-    case: Check, q: Any, k: Any, v: Any, dout: Any, exact: dict[str, Any]
-) -> dict[str, float] | None:
-    """cuDNN's errors, where it has the mask and the shape."""
+def _placed(arrays: Arrays, name: str, values: Any) -> Any:
+    if name not in ("lse_log2", "delta"):
+        return arrays.holding(name, values)
+    batch, heads, length = values.shape
+    array = arrays.empty(name, (batch, heads, -(-length // 4) * 4), values.dtype)[:, :, :length]
+    return array.copy_(values)
+
+
+def _outcome(run: Callable[[], None], launcher: Launcher, wanted: dict[str, Any]) -> dict[str, Any]:
+    run()
+    launcher.synchronize()
+    return {name: array.clone() for name, (array, _) in wanted.items()}
+
+
+def _error(name: str, got: Any, wanted: Any) -> float:
+    if name == "lse_log2":  # the huge ones would hide the others
+        empty = wanted == reference.HUGE
+        if not bool((got[empty] > reference.HUGE / 2).all()):
+            return float("inf")
+        return relative(got[~empty], wanted[~empty])
+    if name != "lse":
+        return relative(got, wanted)
+    finite = wanted.isfinite()
+    if not bool((got[~finite] == wanted[~finite]).all()):
+        return float("inf")
+    off = (got.double() - wanted)[finite].abs()
+    return float(off.max()) if off.numel() else 0.0
+
+
+def _limits(case: Case, kernel: str, wanted: dict[str, Any], device: str) -> dict[str, float]:
+    if kernel == "finish":
+        return dict.fromkeys(wanted, ROUNDED_ONCE * UNITS[case.element])
+    peer = _peer(case, device)
+    limits = dict.fromkeys(wanted, ALONE * UNITS[case.element])
+    limits |= {name: BAR * error for name, error in peer.items() if name in wanted}
+    limits |= {name: FLOAT32 for name in wanted if name in ("lse", "lse_log2", "delta")}
+    return limits
+
+
+@functools.lru_cache(maxsize=1)
+def _problem(case: Case, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Inputs of all kernels, the later ones' exact but rounded; and exact results."""
     import torch
 
-    if case.band not in (ANY, CAUSAL) or case.dlse or case.q_len == 1:
-        return None
-    inputs = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    try:
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
-            o = torch.nn.functional.scaled_dot_product_attention(
-                *inputs, is_causal=case.band == CAUSAL, enable_gqa=case.heads != case.kv_heads
-            )
-        grads = torch.autograd.grad(o, inputs, dout.transpose(1, 2))
-    except RuntimeError:  # cuDNN has no kernel for this shape
-        return None
-    got = dict(zip(("dq", "dk", "dv"), grads, strict=True)) | {"o": o.detach()}
-    return {name: relative(x.transpose(1, 2), exact[name]) for name, x in got.items()}
+    random, dtype = _random(device), _dtype(case)
+    q_shape = (case.batch, case.q_len, case.heads, case.dim)
+    kv_shape = (case.batch, case.kv_len, case.kv_heads, case.dim)
+    arrays = {"q": random(q_shape, dtype), "dout": random(q_shape, dtype)}
+    arrays |= {"k": random(kv_shape, dtype), "v": random(kv_shape, dtype)}
+    if case.dlse:
+        arrays["dlse"] = random(q_shape[:3], torch.float32)
+    if case.segments:
+        for name, length in (("q_segments", case.q_len), ("kv_segments", case.kv_len)):
+            # Three segments, the last rows in none; of other lengths in other batch entries.
+            row = torch.arange(length, device=device) * 7 // (2 * length)
+            entries = [torch.where(row < 3, (row + n) // (n + 1), -1) for n in range(case.batch)]
+            arrays[name] = torch.stack(entries).int()
+    exact = reference.exact(arrays, case.band, case.soft_cap)
+    arrays |= {"o": exact["o"].to(dtype), "lse": exact["lse"].float()}
+    arrays |= {name: x.float() for name, x in reference.statistics(arrays).items()}
+    return arrays, exact
+
+
+@functools.lru_cache(maxsize=1)
+def _peer(case: Case, device: str) -> dict[str, float]:
+    """cuDNN's errors, none of what it can't compute."""
+    if device != "cuda" or not case.plain or case.kernels == ("finish",):
+        return {}
+    arrays, exact = _problem(case, device)
+    got = peers.results("cudnn", arrays, causal=case.band == CAUSAL)
+    errors = {name: relative(x, exact[name]) for name, x in got.items()}
+    # A peer that is wrong is no measure: then the bar is that of a problem it can't compute.
+    return {name: error for name, error in errors.items() if error < 8 * UNITS[case.element]}
+
+
+def _same(a: Any, b: Any) -> bool:
+    import torch
+
+    bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return bool(torch.equal(a.contiguous().view(bits), b.contiguous().view(bits)))
+
+
+def _dtype(case: Case) -> Any:
+    import torch
+
+    return {"bf16": torch.bfloat16, "f16": torch.float16}[case.element]
+
+
+def _random(device: str) -> Callable[[tuple[int, ...], Any], Any]:
+    import torch
+
+    generator = torch.Generator(device=device).manual_seed(1)
+    return lambda shape, dtype: torch.randn(shape, device=device, generator=generator).to(dtype)

@@ -1,17 +1,22 @@
 """Our kernels as functions of torch tensors, [batch, seq, heads, head_dim]."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
-from .library import Driver
+from .driver import Launcher
 
-ANY = (-(2**63), 2**63 - 1)
+Band = tuple[int, int]
+LEAST, MOST = -(2**63), 2**63 - 1
+ANY: Band = (LEAST, MOST)
 """A band that hides nothing."""
+CAUSAL: Band = (LEAST, 0)
+WHOLE = slice(None)
+ELEMENTS = {"torch.bfloat16": "bf16", "torch.float16": "f16"}
 
 
 def rows(tensor: Any) -> dict[str, int]:
-    """Where [batch, rows, heads, head_dim] or [batch, rows, heads] lies."""
+    """Where [batch, rows, heads, head_dim], [batch, rows, heads] or [batch, rows] lies."""
     return {"address": tensor.data_ptr(), "batch_stride": tensor.stride(0)}
 
 
@@ -21,7 +26,7 @@ def statistics(tensor: Any) -> dict[str, int]:
     return {"address": tensor.data_ptr(), **strides}
 
 
-def rectangle(q: Any, k: Any, band: tuple[int, int], scale: float) -> dict[str, Any]:
+def rectangle(q: Any, k: Any, band: Band, scale: float) -> dict[str, Any]:
     """Sizes, types and mask of queries × keys."""
     return {
         "batch": q.shape[0],
@@ -30,128 +35,153 @@ def rectangle(q: Any, k: Any, band: tuple[int, int], scale: float) -> dict[str, 
         "heads": q.shape[2],
         "kv_heads": k.shape[2],
         "head_dim": q.shape[3],
-        "element": {"bfloat16": "bf16", "float16": "f16"}[str(q.dtype).removeprefix("torch.")],
+        "element": ELEMENTS[str(q.dtype)],
         "lower": band[0],
         "upper": band[1],
         "softmax_scale": scale,
     }
 
 
-@dataclass
+def shifted(band: Band, queries: slice, keys: slice) -> Band:
+    """The band of a part of the queries and of the keys, whose rows count from its start."""
+    shift = (queries.start or 0) - (keys.start or 0)
+    lower, upper = (limit if limit in ANY else limit + shift for limit in band)
+    return (lower, upper)
+
+
+def slices(length: int, steps: int) -> list[slice]:
+    """Parts of about the same length, in order; each starts 4 rows or a multiple on."""
+    cuts = [length * step // steps // 4 * 4 for step in range(steps)] + [length]
+    return [slice(start, end) for start, end in pairwise(cuts)]
+
+
+def padded(length: int) -> int:
+    """Rows of a head in an array of statistics: each head begins at 16 bytes."""
+    return -(-length // 4) * 4
+
+
 class Attention:
-    """One attention problem on the GPU; results and scratch are poisoned with NaN."""
+    """One problem: its arrays by name, and functions that enqueue the kernels.
 
-    driver: Driver
-    q: Any
-    k: Any
-    v: Any
-    band: tuple[int, int] = ANY
-    dout: Any = None
-    dlse: Any = None
-    scale: float = field(init=False)
+    `arrays` has q, k, v and, for the backward pass, dout, o, lse, lse_log2, delta and perhaps
+    dlse; for the general variant q_segments and kv_segments. Results are added to it, made by
+    `empty(name, shape, dtype)`. It must live as long as the functions are called.
+    """
 
-    def __post_init__(self) -> None:
-        import torch
+    def __init__(
+        self,
+        launcher: Launcher,
+        arrays: dict[str, Any],
+        empty: Callable[[str, tuple[int, ...], Any], Any],
+        band: Band = ANY,
+        soft_cap: float = 0.0,
+    ):
+        self.arrays = arrays
+        self._launcher, self._empty, self._band, self._soft_cap = launcher, empty, band, soft_cap
 
-        batch, q_len, heads, dim = self.q.shape
-        self.scale = dim**-0.5
-
-        def poisoned(*shape: int) -> Any:
-            return torch.full(shape, float("nan"), device=self.q.device, dtype=torch.float32)
-
-        self.o = torch.full_like(self.q, float("nan"))
-        self.lse = poisoned(batch, q_len, heads)
-        self.row_max, self.row_sum = (poisoned(batch, heads, _padded(q_len)) for _ in range(2))
-        self.lse_log2, self.delta = (poisoned(batch, heads, _padded(q_len)) for _ in range(2))
-        self.dq = torch.full_like(self.q, float("nan"))
-        self.dk, self.dv = (torch.full_like(self.k, float("nan")) for _ in range(2))
-
-    def _inputs(self, keys: slice = slice(None)) -> dict[str, Any]:
-        k, v = self.k[:, keys], self.v[:, keys]
-        start = keys.start or 0
-        band = tuple(b if b in ANY else b - start for b in self.band)
-        shape = rectangle(self.q, k, (band[0], band[1]), self.scale)
-        return {"rectangle": shape, "q": rows(self.q), "k": rows(k), "v": rows(v)}
-
-    def forward(self) -> Callable[[], None]:
-        """o and lse in one step."""
-        ends = {"first": True, "last": True, "o": rows(self.o), "lse": rows(self.lse)}
-        return self.driver.prepare({"forward": self._inputs() | ends})
-
-    def forward_in_steps(self, steps: int) -> Callable[[], None]:
-        """o and lse over several rectangles of keys, the state carried between them."""
-        import torch
-
-        acc = torch.full(self.q.shape, float("nan"), device=self.q.device, dtype=torch.float32)
-        state = {
-            "acc": rows(acc),
-            "row_max": statistics(self.row_max),
-            "row_sum": statistics(self.row_sum),
-            "o": rows(self.o),
-            "lse": rows(self.lse),
-        }
-        length = self.k.shape[1]
-        cuts = [length * step // steps for step in range(steps + 1)]
-        enqueue = []
-        for step in range(steps):
-            ends = {"first": step == 0, "last": step == steps - 1}
-            inputs = self._inputs(slice(cuts[step], cuts[step + 1]))
-            enqueue.append(self.driver.prepare({"forward": inputs | state | ends}))
-
-        def run(keep: Any = acc) -> None:
-            for each in enqueue:
-                each()
-
-        return run
+    def forward(self, steps: int = 1) -> Callable[[], None]:
+        """o and lse, the keys in so many parts."""
+        q = self.arrays["q"]
+        state = {"o": rows(self._like("o", "q")), "lse": rows(self._new("lse", q.shape[:3]))}
+        if steps > 1:
+            state["acc"] = rows(self._new("acc", q.shape))
+            state |= {name: statistics(self.statistic(name)) for name in ("row_max", "row_sum")}
+        return self._in_steps("forward", steps, "k", lambda keys: self._pair(WHOLE, keys) | state)
 
     def make_delta(self) -> Callable[[], None]:
-        """delta and lse in base 2, from o, lse, dout."""
-        batch, q_len, heads, dim = self.q.shape
-        request: dict[str, Any] = {
-            "batch": batch,
-            "q_len": q_len,
-            "heads": heads,
-            "head_dim": dim,
-            "element": self._inputs()["rectangle"]["element"],
-            "o": rows(self.o),
-            "dout": rows(self.dout),
-            "lse": rows(self.lse),
-            "lse_log2": statistics(self.lse_log2),
-            "delta": statistics(self.delta),
+        """delta, and lse in base 2."""
+        q = self.arrays["q"]
+        request = {
+            "batch": q.shape[0],
+            "q_len": q.shape[1],
+            "heads": q.shape[2],
+            "head_dim": q.shape[3],
+            "element": ELEMENTS[str(q.dtype)],
+            **{name: rows(self.arrays[name]) for name in ("o", "dout", "lse")},
+            **{name: statistics(self.statistic(name)) for name in ("lse_log2", "delta")},
         }
-        if self.dlse is not None:
-            request["dlse"] = rows(self.dlse)
-        return self.driver.prepare({"delta": request})
+        if "dlse" in self.arrays:
+            request["dlse"] = rows(self.arrays["dlse"])
+        return self._launcher.prepare({"delta": request})
 
-    def _gradient_inputs(self) -> dict[str, Any]:
-        return self._inputs() | {
-            "dout": rows(self.dout),
-            "lse_log2": statistics(self.lse_log2),
-            "delta": statistics(self.delta),
-            "first": True,
-            "last": True,
-        }
+    def key_grads(self, steps: int = 1) -> Callable[[], None]:
+        """dk and dv, the queries in so many parts."""
+        running = {name: rows(self._like(name, "k")) for name in ("dk", "dv")}
+        if steps > 1:
+            shape = self.arrays["k"].shape
+            running |= {name: rows(self._new(name, shape)) for name in ("dk_acc", "dv_acc")}
+        return self._in_steps(
+            "key_grads", steps, "q", lambda part: self._gradient(part, WHOLE) | running
+        )
 
-    def key_grads(self) -> Callable[[], None]:
-        """dk and dv in one step."""
-        results = {"dk": rows(self.dk), "dv": rows(self.dv)}
-        return self.driver.prepare({"key_grads": self._gradient_inputs() | results})
+    def query_grads(self, steps: int = 1) -> Callable[[], None]:
+        """dq, the keys in so many parts."""
+        running = {"dq": rows(self._like("dq", "q"))}
+        if steps > 1:
+            running["dq_acc"] = rows(self._new("dq_acc", self.arrays["q"].shape))
+        return self._in_steps(
+            "query_grads", steps, "k", lambda part: self._gradient(WHOLE, part) | running
+        )
 
-    def query_grads(self) -> Callable[[], None]:
-        """dq in one step."""
-        return self.driver.prepare({"query_grads": self._gradient_inputs() | {"dq": rows(self.dq)}})
+    def statistic(self, name: str) -> Any:
+        """A new [batch, heads, rows]."""
+        batch, q_len, heads, _ = self.arrays["q"].shape
+        return self._new(name, (batch, heads, padded(q_len)))[:, :, :q_len]
 
-    def backward(self) -> Callable[[], None]:
-        """delta, then dk and dv, then dq."""
-        parts = [self.make_delta(), self.key_grads(), self.query_grads()]
+    def _in_steps(
+        self, kernel: str, steps: int, along: str, request: Callable[[slice], dict[str, Any]]
+    ) -> Callable[[], None]:
+        parts = slices(self.arrays[along].shape[1], steps)
+        ends = [{"first": n == 0, "last": n == steps - 1} for n in range(steps)]
+        prepared = [
+            self._launcher.prepare({kernel: request(part) | end})
+            for part, end in zip(parts, ends, strict=True)
+        ]
+        return sequence(*prepared)
 
-        def run() -> None:
-            for part in parts:
-                part()
+    def _pair(self, queries: slice, keys: slice) -> dict[str, Any]:
+        q = self.arrays["q"][:, queries]
+        k, v = (self.arrays[name][:, keys] for name in ("k", "v"))
+        shape = rectangle(q, k, shifted(self._band, queries, keys), q.shape[3] ** -0.5)
+        found = {"rectangle": shape, "q": rows(q), "k": rows(k), "v": rows(v)}
+        if "q_segments" in self.arrays:
+            found["general"] = {
+                "q_segments": rows(self.arrays["q_segments"][:, queries]),
+                "kv_segments": rows(self.arrays["kv_segments"][:, keys]),
+                "soft_cap": self._soft_cap,
+            }
+        return found
 
-        return run
+    def _gradient(self, queries: slice, keys: slice) -> dict[str, Any]:
+        per_row = {n: statistics(self.arrays[n][:, :, queries]) for n in ("lse_log2", "delta")}
+        dout = rows(self.arrays["dout"][:, queries])
+        return self._pair(queries, keys) | {"dout": dout} | per_row
+
+    def _like(self, name: str, model: str) -> Any:
+        like = self.arrays[model]
+        self.arrays[name] = self._empty(name, tuple(like.shape), like.dtype)
+        return self.arrays[name]
+
+    def _new(self, name: str, shape: tuple[int, ...]) -> Any:
+        import torch
+
+        self.arrays[name] = self._empty(name, tuple(shape), torch.float32)
+        return self.arrays[name]
 
 
-def _padded(length: int) -> int:
-    """Statistics of a head begin at 16 bytes."""
-    return -(-length // 4) * 4
+def sequence(*parts: Callable[[], None]) -> Callable[[], None]:
+    """One function that calls all, in order."""
+
+    def run() -> None:
+        for part in parts:
+            part()
+
+    return run
+
+
+def finish_request(a: Any, b: Any, out: Any) -> dict[str, Any]:
+    """out = a + b, or a alone, rounded to the type of `out`."""
+    batch, length, heads, dim = out.shape
+    found = {"batch": batch, "rows": length, "heads": heads, "head_dim": dim}
+    found |= {"element": ELEMENTS[str(out.dtype)], "a": rows(a), "out": rows(out)}
+    return {"finish": found if b is None else found | {"b": rows(b)}}

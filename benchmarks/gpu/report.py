@@ -1,13 +1,16 @@
 """The table, the JSON file and the picture."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
+from .speed import bar_of
+
 COLOURS = {"ours": "tab:red", "cudnn": "tab:green", "flash": "tab:orange"}
-LABELS = {"ours": "burst_attention", "cudnn": "cuDNN", "flash": "flash attention (torch)"}
-COLUMNS = "{:<24}{:<10}{:>9}{:>9}{:>8}{:>9}{:>9}"
+LABELS = {"ours": "burst_attention", "cudnn": "cuDNN (torch)", "flash": "flash attention (torch)"}
+COLUMNS = "{:<23}{:<10}{:>9}{:>10}{:>8}{:>6}{:>9}{:>9}  {}"
 
 
 def slug(device: str) -> str:
@@ -23,84 +26,136 @@ def save(results: dict[str, Any], path: Path) -> None:
     fresh.replace(path)
 
 
+def print_environment(found: dict[str, Any]) -> None:
+    """A line for each entry."""
+    for name, value in found.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {number}" for key, number in value.items() if number)
+        print(f"{name:<16}{value}", flush=True)
+
+
+def print_images(row: dict[str, Any]) -> None:
+    """How many images load, and what the driver says of those that do not."""
+    loaded = row["of"] - len(row["refused"])
+    print(f"{row['library']}: {loaded} of {row['of']} images of {row['target']} load", flush=True)
+    for name, error in list(row["refused"].items())[:3]:
+        print(f"    {name}: {error}", flush=True)
+
+
 def print_check(row: dict[str, Any]) -> None:
     """One line: our errors, and in brackets cuDNN's."""
-    peer = row["cudnn"] or {}
+    peer = row["cudnn"]
     shown = [
         f"{name} {error:.1e}" + (f" ({peer[name]:.1e})" if name in peer else "")
         for name, error in row["errors"].items()
     ]
-    verdict = "ok" if row["passed"] else "FAILED: " + ", ".join(row["failed"])
-    print(f"{row['case']:<26}{'  '.join(shown)}  {verdict}", flush=True)
+    verdict = "FAILED: " + "; ".join(row["wrong"]) if row["wrong"] else "ok"
+    print(f"{row['case']:<26}{row['kernel']:<13}{'  '.join(shown)}  {verdict}", flush=True)
 
 
 def print_header() -> None:
     """Above the lines of `print_speed`."""
-    print(COLUMNS.format("shape", "pass", "ours", "ms", "peak", "/cuDNN", "/flash"))
+    columns = ("shape", "pass", "TFLOP/s", "ms", "spread", "peak", "× cuDNN", "× flash")
+    print(COLUMNS.format(*columns, "alone: ms, TFLOP/s of what it multiplies"), flush=True)
 
 
 def print_speed(row: dict[str, Any], peak: float) -> None:
-    """A line for each pass: TFLOP/s, milliseconds, share of the peak, ratios to the peers."""
-    for which, times in row["passes"].items():
-        ours = times["ours"]
-
-        def ratio(peer: str, times: dict[str, Any] = times) -> str:
-            return f"{times[peer]['ms'] / times['ours']['ms']:.2f}" if peer in times else "-"
-
-        line = (f"{ours['tflops']:.0f}", f"{ours['ms']:.3f}", f"{ours['tflops'] / peak:.0%}")
+    """Speed of ours, share of the peak, ratios to the peers, its kernels alone, what to know."""
+    times = row["contenders"]
+    ours = times["ours"]
+    line = (f"{ours['tflops']:.0f}", f"{ours['ms']:.3f}", f"{ours['spread']:.0%}")
+    ratios = (
+        f"{times[peer]['ms'] / ours['ms']:.2f}" if peer in times else "-"
+        for peer in ("cudnn", "flash")
+    )
+    share = f"{ours['tflops'] / peak:.0%}" if math.isfinite(peak) else "-"
+    alone = ", ".join(
+        f"{name} {found['ms']:.3f}" + (f" {found['tflops']:.0f}" if found["tflops"] else "")
+        for name, found in row["kernels"].items()
+    )
+    print(COLUMNS.format(row["shape"], row["pass"], *line, share, *ratios, alone), flush=True)
+    for note in [*row["notes"], *(f"no {name}: {why}" for name, why in row["absent"].items())]:
+        print(f"    {note[:150]}", flush=True)
+    bar = bar_of(row)
+    if bar is not None:
+        verdict = "met" if bar[1] >= bar[0] else "MISSED"
         print(
-            COLUMNS.format(row["shape"], which, *line, ratio("cudnn"), ratio("flash")), flush=True
+            f"    bar {verdict}: at least {bar[0]:.2f} × cuDNN, measured {bar[1]:.2f}", flush=True
+        )
+
+
+def print_jax(row: dict[str, Any]) -> None:
+    """A line for each pass."""
+    for which, times in row["passes"].items():
+        ours, jax = times["ours"], times["jax"]
+        print(
+            f"{row['shape']:<23}{which:<10}{ours['tflops']:>9.0f}{ours['ms']:>10.3f} ms  "
+            f"{jax['ms'] / ours['ms']:.2f} × jax.nn with cuDNN ({jax['tflops']:.0f} TFLOP/s)",
+            flush=True,
         )
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """TFLOP/s against length, a panel for each head dimension, mask and pass; heads 1:1."""
+    """TFLOP/s against length: a line of panels for each head dimension, as many query as key heads.
+
+    Where such shapes were left out there is nothing to draw.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [row for row in results["speed"] if _equal_heads(row["shape"])]
-    dims = sorted({_field(row, 0) for row in rows}, key=lambda dim: int(dim[1:]))
-    panels = [(which, mask) for which in ("forward", "backward") for mask in ("causal", "full")]
+    rows = [row for row in results["speed"] if row["heads"] == row["kv_heads"]]
+    dims = sorted({row["dim"] for row in rows})
+    columns = [(which, causal) for which in ("forward", "backward") for causal in (True, False)]
     figure, axes = pyplot.subplots(
-        len(dims), 4, figsize=(15, 3.2 * len(dims)), layout="constrained", squeeze=False
+        max(1, len(dims)),
+        len(columns),
+        figsize=(14, 0.9 + 2.9 * max(1, len(dims))),
+        layout="constrained",
+        squeeze=False,
+        sharey="row",
     )
-    for line, dim in enumerate(dims):
-        for axis, (which, mask) in zip(axes[line], panels, strict=True):
-            chosen = [row for row in rows if _field(row, 0) == dim and _field(row, 1) == mask]
-            chosen.sort(key=_length)
-            for name, label in LABELS.items():
-                points = [
-                    (_length(row), row["passes"][which][name]["tflops"])
-                    for row in chosen
-                    if name in row["passes"][which]
-                ]
-                if points:
-                    axis.plot(*zip(*points, strict=True), "o-", color=COLOURS[name], label=label)
-            axis.axhline(results["peak_tflops"], color="grey", ls=":", label="matrix product")
-            axis.set_xscale("log", base=2)
-            lengths = [_length(row) for row in chosen]
-            axis.set_xticks(lengths, [f"{length}K" for length in lengths])
-            axis.set_ylim(0)
-            axis.set_title(f"{dim} {mask} {which}")
-            axis.grid(alpha=0.25)
-        axes[line][0].set_ylabel("TFLOP/s")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-    figure.suptitle(f"{results['device']}, bfloat16, {results['tokens'] // 1024}K tokens a batch")
+    peak = results.get("peak_tflops")
+    lines: dict[str, Any] = {}
+    for dim, panels in zip(dims, axes, strict=False):
+        for axis, (which, causal) in zip(panels, columns, strict=True):
+            wanted = {"dim": dim, "pass": which, "causal": causal}
+            chosen = [row for row in rows if wanted.items() <= row.items()]
+            lines |= _panel(axis, sorted(chosen, key=lambda row: row["seq"]), peak)
+            axis.set_title(f"{which}, {'causal' if causal else 'full'}, D {dim}", fontsize=10)
+        panels[0].set_ylabel("TFLOP/s")
+        panels[0].set_ylim(0)
+    for axis in axes[-1]:
+        axis.set_xlabel("sequence length, tokens")
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle(
+        f"Attention on {results['environment']['device']}, bfloat16, "
+        f"{results['tokens'] // 1024}K tokens a batch"
+    )
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
-def _field(row: dict[str, Any], index: int) -> str:
-    return str(row["shape"].split()[index])
-
-
-def _length(row: dict[str, Any]) -> int:
-    return int(_field(row, 2).removesuffix("K"))
-
-
-def _equal_heads(shape: str) -> bool:
-    heads, kv_heads = shape.split()[3].split(":")
-    return heads == kv_heads
+def _panel(axis: Any, rows: list[dict[str, Any]], peak: float | None) -> dict[str, Any]:
+    """Draws a panel and returns its lines by label."""
+    lines = {}
+    for name, label in LABELS.items():
+        points = [
+            (row["seq"], row["contenders"][name]["tflops"])
+            for row in rows
+            if name in row["contenders"]
+        ]
+        if points:
+            style = {"lw": 2.2, "zorder": 3} if name == "ours" else {"lw": 1.4}
+            (lines[label],) = axis.plot(
+                *zip(*points, strict=True), "o-", ms=4, color=COLOURS[name], **style
+            )
+    if peak:
+        lines["matrix product of 8192³"] = axis.axhline(peak, color="grey", ls=":")
+    axis.set_xscale("log", base=2)
+    lengths = [row["seq"] for row in rows]
+    axis.set_xticks(lengths, [f"{length // 1024}K" for length in lengths])
+    axis.minorticks_off()
+    axis.grid(alpha=0.25)
+    return lines

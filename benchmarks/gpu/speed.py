@@ -1,17 +1,26 @@
 """TFLOP/s of our kernels and of their peers, which take turns."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
-from .library import Driver
-from .numerics import CAUSAL
-from .ours import ANY, Attention
+from . import peers
+from .driver import Launcher
+from .library import AbsentError
+from .ours import ANY, CAUSAL, Attention, sequence
 
 TOKENS = 32 * 1024
 BARS = {"forward": 0.85, "backward": 0.70}
 """Least share of cuDNN's speed, at D 128, causal, 8K."""
+SIDE = 8192
+"""Of the matrix product that is called the peak."""
+FLUSH_BYTES = 512 * 2**20
+PRODUCTS = {"forward": 2, "backward": 5, "both": 7, "delta": 0, "dkdv": 4, "dq": 3}
+"""Matrix products of B·H·S·S·D: of the convention for a pass, done for a kernel."""
+AGREE = 0.02
+"""Largest relative difference between our o and cuDNN's at the sizes that are timed."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +49,20 @@ class Shape:
         """Do the bars stand for this shape?"""
         return self.dim == 128 and self.causal and self.seq == 8192 and self.heads == self.kv_heads
 
+    @property
+    def q_shape(self) -> tuple[int, int, int, int]:
+        """Of query and output."""
+        return (self.batch, self.seq, self.heads, self.dim)
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int, int]:
+        """Of key and value."""
+        return (self.batch, self.seq, self.kv_heads, self.dim)
+
     def flop(self, which: str) -> float:
-        """Forward 4·B·S²·H·D, half of it if causal; backward 2.5 times that."""
-        forward = 4.0 * self.batch * self.seq**2 * self.heads * self.dim
-        forward /= 2 if self.causal else 1
-        return forward * {"forward": 1.0, "backward": 2.5}[which]
+        """2·B·S²·H·D for each matrix product, half of it if causal: forward 4·…, backward 10·…"""
+        product = 2.0 * self.batch * self.seq**2 * self.heads * self.dim
+        return PRODUCTS[which] * product / (2 if self.causal else 1)
 
 
 def shapes() -> list[Shape]:
@@ -56,90 +74,205 @@ def shapes() -> list[Shape]:
         for causal in (True, False)
         for seq in (8, 2, 4, 16, 32)
     ]
-    return sorted(found, key=lambda shape: (not shape.decides, shape.dim != 128))
+    grouped = [shape for shape in found if shape.heads != shape.kv_heads]
+    # Grouped heads of D 128 before other widths; those of other widths at the end.
+    late = [shape for shape in grouped if shape.dim != 128]
+    return [shape for shape in found if shape not in late] + late
 
 
-def milliseconds(programs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Times of each program on the GPU, the programs taking turns."""
-    import torch
+def beside_jax() -> list[Shape]:
+    """Where jax.nn is timed too."""
+    return [shape for shape in shapes() if shape.seq == 8192 and shape.heads == shape.kv_heads]
 
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    for program in programs.values():
-        program()
-    torch.cuda.synchronize()
-    taken: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(rounds):
-        for name, program in programs.items():
-            events[0].record()
-            program()
-            events[1].record()
-            events[1].synchronize()
-            taken[name].append(events[0].elapsed_time(events[1]))
-    return taken
+
+SHAPES = {shape.name: shape for shape in shapes()}
 
 
 def matrix_peak() -> float:
-    """TFLOP/s of a bfloat16 matrix product of 8192³."""
+    """TFLOP/s of a bfloat16 matrix product of 8192³ on random numbers."""
     import torch
 
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    taken = milliseconds({"product": lambda: a @ a}, 20)["product"]
-    return 2 * 8192**3 / median(taken) / 1e9
+    a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    taken = milliseconds({"product": lambda: a @ b}, budget_s=2.0, most=50)["product"]
+    return 2 * SIDE**3 / median(taken) / 1e9
 
 
-def measure(shape: Shape, driver: Driver, rounds: int) -> dict[str, Any]:
-    """Median milliseconds and TFLOP/s of every contender, both passes."""
+def measure(name: str, which: str, launcher: Launcher, budget_s: float) -> dict[str, Any]:
+    """A pass of one shape: milliseconds and TFLOP/s of every contender, who take turns."""
+    shape = SHAPES[name]
+    arrays = _arrays(shape)
+    programs, absent, notes = _peers(shape, which, arrays)
+    row = _row(shape, which) | {"absent": absent, "notes": notes}
+    ours = Attention(launcher, arrays, _empty, CAUSAL if shape.causal else ANY)
+    kernels: dict[str, Callable[[], None]] = {}
+    if which == "forward":
+        programs["ours"] = ours.forward()
+        row["differs"] = _difference(programs, ours)
+    else:  # delta first: the others read what it makes
+        kernels = {"delta": ours.make_delta()}
+        kernels |= {"dkdv": ours.key_grads(), "dq": ours.query_grads()}
+        programs["ours"] = sequence(*kernels.values())
+    taken = milliseconds(programs, budget_s)
+    row["contenders"] = {n: _figures(times, shape.flop(which)) for n, times in taken.items()}
+    taken = milliseconds(kernels, budget_s / 3)
+    row["kernels"] = {n: _figures(times, shape.flop(n)) for n, times in taken.items()}
+    return row
+
+
+def measure_beside_jax(name: str, launcher: Launcher, budget_s: float) -> dict[str, Any]:
+    """Forward, and forward with backward, of ours and of jax.nn, by the clock on the wall.
+
+    jax's calls can't be put between our events; several calls in a row hide what calling costs.
+    """
+    shape = SHAPES[name]
+    jax = peers.Jax(shape.q_shape, shape.kv_shape, shape.causal)
+    ours = Attention(launcher, _arrays(shape), _empty, CAUSAL if shape.causal else ANY)
+    forward = ours.forward()
+    both = sequence(forward, ours.make_delta(), ours.key_grads(), ours.query_grads())
+    row = _row(shape, "both") | {"jax": jax.version, "passes": {}}
+    for which, mine, theirs in (("forward", forward, jax.forward), ("both", both, jax.both)):
+
+        def run_ours(call: Callable[[], None] = mine) -> None:
+            for _ in range(4):
+                call()
+            launcher.synchronize()
+
+        def run_jax(call: Callable[[], Any] = theirs) -> None:
+            jax.wait([call() for _ in range(4)][-1])
+
+        taken = _wall({"ours": run_ours, "jax": run_jax}, budget_s / 2)
+        flop = shape.flop(which)
+        row["passes"][which] = {
+            n: _figures([ms / 4 for ms in times], flop) for n, times in taken.items()
+        }
+    return row
+
+
+def milliseconds(
+    programs: dict[str, Callable[[], Any]], budget_s: float, least: int = 3, most: int = 15
+) -> dict[str, list[float]]:
+    """Times of each program on the GPU; as many rounds of turns as the budget allows."""
     import torch
 
-    def random(heads: int) -> Any:
-        size = (shape.batch, shape.seq, heads, shape.dim)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+    def one(program: Callable[[], Any]) -> float:
+        # Takes long enough to enqueue the program behind it, and leaves nothing in the cache.
+        flush.zero_()
+        start.record()
+        result = program()
+        end.record()
+        end.synchronize()
+        del result
+        return float(start.elapsed_time(end))
+
+    for program in programs.values():
+        one(program)  # may compile, choose, allocate
+    began = time.monotonic()
+    for program in programs.values():
+        one(program)
+    rounds = _rounds(budget_s, time.monotonic() - began, least, most)
+    taken: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(rounds):
+        for name, program in programs.items():
+            taken[name].append(one(program))
+    return taken
+
+
+def _wall(
+    programs: dict[str, Callable[[], None]], budget_s: float, least: int = 3, most: int = 10
+) -> dict[str, list[float]]:
+    def one(program: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        program()
+        return (time.perf_counter() - began) * 1e3
+
+    for program in programs.values():
+        one(program)
+    warm = sum(one(program) for program in programs.values()) / 1e3
+    taken: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(_rounds(budget_s, warm, least, most)):
+        for name, program in programs.items():
+            taken[name].append(one(program))
+    return taken
+
+
+def _rounds(budget_s: float, round_s: float, least: int, most: int) -> int:
+    return max(least, min(most, int(budget_s / max(round_s, 1e-6))))
+
+
+def _arrays(shape: Shape) -> dict[str, Any]:
+    """Inputs of every kernel; those of the backward pass as random numbers make them, nearly.
+
+    The scores of random numbers are normal, so that lse is about log(keys seen) + ½: gradients
+    come out in the right range, and no kernel's time waits for another's result.
+    """
+    import torch
+
+    def random(size: tuple[int, ...]) -> Any:
         return torch.randn(size, device="cuda", dtype=torch.bfloat16)
 
-    q, dout = random(shape.heads), random(shape.heads)
-    k, v = random(shape.kv_heads), random(shape.kv_heads)
-    ours = Attention(driver, q, k, v, CAUSAL if shape.causal else ANY, dout)
-    forward, backward = {"ours": ours.forward()}, {"ours": ours.backward()}
-    missing = {}
-    for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
-        label = name.split("_")[0].lower()
-        try:
-            forward[label], backward[label] = torch_sdpa(name, shape, q, k, v, dout)
-        except RuntimeError as error:
-            missing[label] = str(error).splitlines()[0]
-    forward["ours"]()  # backward reads o and lse
-    found: dict[str, Any] = {"shape": shape.name, "missing": missing, "passes": {}}
-    for which, programs in (("forward", forward), ("backward", backward)):
-        taken = milliseconds(programs, rounds)
-        found["passes"][which] = {
-            name: {
-                "ms": median(times),
-                "spread": (max(times) - min(times)) / median(times),
-                "tflops": shape.flop(which) / median(times) / 1e9,
-            }
-            for name, times in taken.items()
-        }
-    parts = {"delta": ours.make_delta(), "dkdv": ours.key_grads(), "dq": ours.query_grads()}
-    found["parts_ms"] = {n: median(t) for n, t in milliseconds(parts, rounds).items()}
-    return found
+    arrays = {"q": random(shape.q_shape), "dout": random(shape.q_shape)}
+    arrays |= {"k": random(shape.kv_shape), "v": random(shape.kv_shape)}
+    seen = torch.full((shape.seq,), float(shape.seq), device="cuda")
+    if shape.causal:
+        seen = torch.arange(1, shape.seq + 1, device="cuda").float()
+    lse = (seen.log() + 0.5)[None, :, None].expand(shape.q_shape[:3]).contiguous()
+    o = random(shape.q_shape) * seen.rsqrt()[None, :, None, None].bfloat16()
+    return arrays | {"o": o, "lse": lse}
 
 
-def torch_sdpa(
-    backend: str, shape: Shape, q: Any, k: Any, v: Any, dout: Any
-) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """torch's attention by one backend, forward and backward, on the same memory."""
+def _empty(name: str, size: tuple[int, ...], dtype: Any) -> Any:
     import torch
 
-    inputs = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    return torch.empty(size, device="cuda", dtype=dtype)
 
-    def forward() -> Any:
-        with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
-            return torch.nn.functional.scaled_dot_product_attention(
-                *inputs, is_causal=shape.causal, enable_gqa=shape.heads != shape.kv_heads
-            )
 
-    o, gradient = forward(), dout.transpose(1, 2)
+def _peers(
+    shape: Shape, which: str, arrays: dict[str, Any]
+) -> tuple[dict[str, Callable[[], Any]], dict[str, str], list[str]]:
+    """What torch can do by each backend, why not where it can't, and what to know of it."""
+    programs: dict[str, Callable[[], Any]] = {}
+    absent, notes = {}, []
+    for name in peers.BACKENDS:
+        try:
+            peer = peers.Torch(name, arrays["q"], arrays["k"], arrays["v"], shape.causal)
+            backward = which == "backward"
+            programs[name] = peer.backward(arrays["dout"]) if backward else peer.forward
+        except AbsentError as reason:
+            absent[name] = str(reason)
+            continue
+        if peer.repeated:
+            notes.append(f"{name} has key and value repeated beforehand, which is not timed")
+    return programs, absent, notes
 
-    def backward() -> Any:
-        return torch.autograd.grad(o, inputs, gradient, retain_graph=True)
 
-    return forward, backward
+def _difference(programs: dict[str, Callable[[], Any]], ours: Attention) -> float | None:
+    """Between our o and cuDNN's, relative in the norm."""
+    if "cudnn" not in programs:
+        return None
+    programs["ours"]()
+    theirs = programs["cudnn"]().detach().transpose(1, 2).float()
+    return float((ours.arrays["o"].float() - theirs).norm() / theirs.norm())
+
+
+def _row(shape: Shape, which: str) -> dict[str, Any]:
+    fields = {"seq": shape.seq, "dim": shape.dim, "heads": shape.heads, "causal": shape.causal}
+    fields |= {"kv_heads": shape.kv_heads, "batch": shape.batch}
+    return {"shape": shape.name, "pass": which, **fields}
+
+
+def _figures(times: list[float], flop: float) -> dict[str, float]:
+    """Median, half the samples' width relative to it, and speed."""
+    middle = median(times)
+    low, _, high = quantiles(times, n=4)
+    return {"ms": middle, "spread": (high - low) / middle, "tflops": flop / middle / 1e9}
+
+
+def bar_of(row: dict[str, Any]) -> tuple[float, float] | None:
+    """The bar that stands for a row, and our share of cuDNN's speed."""
+    times = row["contenders"]
+    if not SHAPES[row["shape"]].decides or not {"ours", "cudnn"} <= times.keys():
+        return None
+    return BARS[row["pass"]], times["cudnn"]["ms"] / times["ours"]["ms"]

@@ -1,0 +1,158 @@
+"""Gives items to a worker process, with a limit on time; one that hangs or dies is replaced."""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+WORKER = Path(__file__).with_name("worker.py")
+START_S = 120.0
+TAIL = 400
+"""Characters of what a lost worker last said."""
+
+
+class LostError(Exception):
+    """The worker ended or did not answer."""
+
+
+class UnusableError(Exception):
+    """Nothing can be measured here; the message says what was expected and found."""
+
+
+class Worker:
+    """One process, and what it says on stderr."""
+
+    def __init__(self, command: list[str]):
+        self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - until `end`
+        # jax must leave torch its memory.
+        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            env=environment,
+        )
+        self._unread = b""
+
+    def ask(self, item: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        """The answer to an item."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(item).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise LostError(self._ended()) from error
+        return self.hear(limit_s)
+
+    def hear(self, limit_s: float) -> dict[str, Any]:
+        """The next answer."""
+        assert self._process.stdout is not None
+        end = time.monotonic() + limit_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._unread:
+                if not selector.select(max(0.0, end - time.monotonic())):
+                    raise LostError(f"no answer within {limit_s:.0f} s{self._tail()}")
+                read = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not read:
+                    raise LostError(self._ended())
+                self._unread += read
+        line, self._unread = self._unread.split(b"\n", 1)
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def end(self) -> None:
+        """Kills the process if it still runs."""
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # what could not be written any more
+                    pipe.close()
+        self._said.close()
+        # The GPU's driver may hold it; there is nothing more to do then.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(10)
+
+    def _ended(self) -> str:
+        try:
+            code = self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            return f"the worker closed its output{self._tail()}"
+        how = signal.Signals(-code).name if code < 0 else f"code {code}"
+        return f"the worker ended by {how}{self._tail()}"
+
+    def _tail(self) -> str:
+        said = _last(self._said)
+        return f"; it last said: {said}" if said else ""
+
+
+class Session:
+    """Always has a worker, or makes one."""
+
+    def __init__(self, library: str | None, command: list[str] | None = None):
+        self._command = command or [sys.executable, str(WORKER), *([library] if library else [])]
+        self._worker: Worker | None = None
+        self.losses = 0
+
+    def start(self, limit_s: float = START_S) -> None:
+        """Makes sure there is a worker, or raises `UnusableError` or `LostError`."""
+        if self._worker is not None:
+            return
+        self._worker = Worker(self._command)
+        try:
+            missing = self._worker.hear(limit_s)["missing"]
+        except LostError:
+            self.close()
+            raise
+        if missing is not None:
+            self.close()
+            raise UnusableError(missing)
+
+    def ask(self, item: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        """`result`, or `absent` or `error`; with `lost` if it cost the worker."""
+        try:
+            self.start(limit_s + START_S / 4)
+            assert self._worker is not None
+            answer = self._worker.ask(item, limit_s)
+        except (LostError, UnusableError) as error:
+            answer = {"error": str(error), "lost": True}
+        if answer.get("lost"):
+            self.losses += 1
+            self.close()
+        return answer
+
+    def close(self) -> None:
+        """Ends the worker."""
+        if self._worker is not None:
+            self._worker.end()
+            self._worker = None
+
+
+class Budget:
+    """Seconds for all, of which each part may use those up to a share of the whole."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
+        self._seconds, self._clock, self._began = seconds, clock, clock()
+
+    def left(self, share: float = 1.0) -> float:
+        """Seconds until that share of the whole is used up, perhaps by parts before."""
+        return self._began + share * self._seconds - self._clock()
+
+    @property
+    def spent(self) -> float:
+        """Seconds so far."""
+        return self._clock() - self._began
+
+
+def _last(file: TextIO) -> str:
+    file.seek(0)
+    return " | ".join(file.read().split("\n"))[-TAIL:].strip(" |")
