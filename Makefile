@@ -20,6 +20,9 @@ KERNEL_TOOLS = eval "$$($(PY) kernels/toolchain.py)" &&
 # Always the same packages and features, so that one build serves build, test, lint and wheel.
 WITH_KERNELS := --quiet --release -p burst-attention-ffi -p burst-attention-kernels \
     --features burst-attention-ffi/cuda
+DECODE_CHECK := -p burst-attention-decode-check
+# The other crates, which need no images.
+PLAIN := --quiet -p burst-attention -p burst-attention-peak -p burst-attention-interpreter
 
 # Crates' build scripts look for $PYTHON before the project's own one; PYTHON here only makes .venv.
 unexport PYTHON
@@ -51,12 +54,11 @@ test-rust:
 	@cargo test --quiet
 
 test-ffi: $(VENV)/ready
-	$(SAY) "XLA custom calls: cargo test, and the decoder against XLA's own C++ header"
-	@cargo test --quiet -p burst-attention-ffi -p burst-attention-decode-check
+	$(SAY) "XLA custom calls, the decoder against XLA's own C++ header, CUDA kernels: cargo test"
+	@$(KERNEL_TOOLS) cargo test $(WITH_KERNELS) $(DECODE_CHECK)
 
 test-kernels: $(VENV)/ready
-	$(SAY) "CUDA kernels: launches, images, and what they compute, on an interpreter"
-	@$(KERNEL_TOOLS) cargo test $(WITH_KERNELS)
+	$(SAY) "what the CUDA kernels compute, on an interpreter: cargo test"
 	@$(KERNEL_TOOLS) cargo test --quiet -p burst-attention-interpreter
 
 kernel-quality: $(VENV)/ready  ## what the compiler made of each CUDA kernel; WRITE=1: accept it
@@ -72,8 +74,8 @@ lint: lint-rust lint-python  ## rustfmt, clippy, ruff, mypy
 lint-rust: $(VENV)/ready
 	$(SAY) "lint: rustfmt, clippy"
 	@cargo fmt --all --check
-	@$(KERNEL_TOOLS) cargo clippy --quiet --workspace --all-targets -- -D warnings
-	@$(KERNEL_TOOLS) cargo clippy $(WITH_KERNELS) --all-targets -- -D warnings
+	@$(KERNEL_TOOLS) cargo clippy $(PLAIN) --all-targets -- -D warnings
+	@$(KERNEL_TOOLS) cargo clippy $(WITH_KERNELS) $(DECODE_CHECK) --all-targets -- -D warnings
 
 lint-python: $(VENV)/ready
 	$(SAY) "lint: ruff, mypy"
@@ -89,7 +91,7 @@ format: $(VENV)/ready  ## rustfmt, ruff: rewrite files
 wheel: $(VENV)/ready  ## dist/*.whl, for any Python 3 on this kind of machine
 	$(SAY) "wheel"
 	@rm -rf dist
-	@$(PY) -m pip wheel --quiet --no-deps --wheel-dir dist ./jax_plugin
+	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist ./jax_plugin
 	@ls -sh dist
 
 test-wheel: wheel  ## install the wheel with the oldest and the newest JAX and run the tests
