@@ -15,6 +15,9 @@ mod device;
 #[path = "src/instances.rs"]
 mod instances;
 #[cfg(feature = "cuda")]
+#[path = "src/parallel.rs"]
+mod parallel;
+#[cfg(feature = "cuda")]
 #[allow(dead_code)]
 #[path = "src/record.rs"]
 mod record;
@@ -32,13 +35,12 @@ mod images {
     use std::fs;
     use std::path::{Path, PathBuf};
     use std::process::Command;
-    use std::sync::Mutex;
-    use std::thread;
 
     use sha2::{Digest, Sha256};
 
     use crate::compile::{Front, STACK, bytecode};
     use crate::instances::Instance;
+    use crate::parallel::on_all_cores;
 
     /// The assembler, and its version as part of each image's name.
     struct Assembler {
@@ -60,7 +62,7 @@ mod images {
         let assembler = Assembler::find();
 
         let (instances, front): (Vec<Instance>, _) = (Instance::all().collect(), Front::default());
-        let images = all(&instances, |instance| {
+        let images = on_all_cores(&instances, STACK, |instance| {
             let module = front.compile(instance).unwrap_or_else(|error| fail(&error));
             let bytecode = bytecode(&module).unwrap_or_else(|error| fail(&error));
             image(instance, &bytecode, &assembler, &store)
@@ -90,28 +92,6 @@ mod images {
     /// Cargo's folder for all output: the one that it marks as a cache.
     fn target_folder(out: &Path) -> &Path {
         out.ancestors().find(|folder| folder.join("CACHEDIR.TAG").exists()).unwrap_or(out)
-    }
-
-    /// `make` of each instance, in order, on all cores.
-    fn all(instances: &[Instance], make: impl Fn(&Instance) -> PathBuf + Sync) -> Vec<PathBuf> {
-        let next = Mutex::new(instances.iter().enumerate());
-        let images = Mutex::new(vec![PathBuf::new(); instances.len()]);
-        thread::scope(|scope| {
-            for _ in 0..thread::available_parallelism().map_or(1, usize::from) {
-                let work = || {
-                    loop {
-                        let Some((index, instance)) = next.lock().expect("no panics").next() else {
-                            return;
-                        };
-                        let image = make(instance);
-                        images.lock().expect("no panics")[index] = image;
-                    }
-                };
-                let builder = thread::Builder::new().stack_size(STACK);
-                builder.spawn_scoped(scope, work).expect("threads can be started");
-            }
-        });
-        images.into_inner().expect("no panics")
     }
 
     /// The cubin of an instance, assembled unless it is there.

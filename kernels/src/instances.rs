@@ -219,7 +219,7 @@ impl Instance {
             // The general variants keep more tiles of pairs at once.
             (Kernel::KeyGradsGeneral, Target::Sm80, 64) => tile(32, 64, 8),
             (Kernel::KeyGradsGeneral, Target::Sm80 | Target::Sm120, 128) => tile(16, 64, 8),
-            (Kernel::QueryGradsGeneral, Target::Sm80, 64) => tile(64, 32, 4),
+            (Kernel::QueryGradsGeneral, Target::Sm80, 64) => tile(64, 32, 8),
             (Kernel::QueryGradsGeneral, Target::Sm80, 128) => tile(64, 16, 8),
             (Kernel::KeyGradsGeneral, Target::Sm90, 128) => tile(32, 128, 8),
             (Kernel::QueryGradsGeneral, Target::Sm90, 64) => tile(128, 64, 8),

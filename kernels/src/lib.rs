@@ -10,5 +10,7 @@ pub mod images;
 pub mod instances;
 pub mod launch;
 #[cfg(feature = "cuda")]
+mod parallel;
+#[cfg(feature = "cuda")]
 pub mod quality;
 pub mod record;

@@ -2,12 +2,12 @@
 
 use std::path::Path;
 use std::process::Command;
-use std::sync::Mutex;
-use std::{env, fs, process, thread};
+use std::{env, fs, process};
 
 use crate::cubin::{Cubin, Listing, Quality, Row};
 use crate::images::{IMAGES, Image};
 use crate::instances::{Instance, Kernel, Target};
+use crate::parallel::on_all_cores;
 
 /// The table as it was last accepted.
 pub const BASELINE: &str = include_str!("../quality.tsv");
@@ -16,6 +16,9 @@ pub const BASELINE: &str = include_str!("../quality.tsv");
 /// at any tile shape that was tried: on other targets than sm_90 tile width 256 and the general
 /// variants.
 pub const SPILLS: u32 = 420;
+
+/// Stack of a thread that reads an image: what threads have by default.
+const STACK: usize = 2 << 20;
 
 /// What the compiler made of each image, in their order.
 ///
@@ -28,24 +31,9 @@ pub fn qualities() -> Result<Vec<(Instance, Quality)>, String> {
          eval \"$(.venv/bin/python kernels/toolchain.py)\""
     })?;
     let disassembler = Path::new(&home).join("bin/nvdisasm");
-    let next = Mutex::new(IMAGES.iter().enumerate());
-    let done = Mutex::new(vec![None; IMAGES.len()]);
-    thread::scope(|scope| {
-        for _ in 0..thread::available_parallelism().map_or(1, usize::from) {
-            scope.spawn(|| {
-                loop {
-                    let Some((index, image)) = next.lock().expect("no panics").next() else {
-                        return;
-                    };
-                    let quality = quality(image, &disassembler);
-                    done.lock().expect("no panics")[index] = Some(quality);
-                }
-            });
-        }
-    });
-    let done = done.into_inner().expect("no panics");
+    let done = on_all_cores(IMAGES, STACK, |image| quality(image, &disassembler));
     let instances = IMAGES.iter().map(|image| image.instance);
-    instances.zip(done).map(|(i, q)| Ok((i, q.expect("every image was taken")?))).collect()
+    instances.zip(done).map(|(instance, quality)| Ok((instance, quality?))).collect()
 }
 
 fn quality(image: &Image, disassembler: &Path) -> Result<Quality, String> {

@@ -21,10 +21,7 @@ pub enum Kind {
 impl Kind {
     /// Bytes that the argument takes in the parameter block; it is aligned to as many.
     pub const fn bytes(self) -> usize {
-        match self {
-            Kind::Activations | Kind::Float32s | Kind::Int32s => 8,
-            Kind::I32 | Kind::F32 => 4,
-        }
+        if self.is_pointer() { 8 } else { 4 }
     }
 
     /// Is it a pointer?
@@ -38,14 +35,41 @@ impl Kind {
 pub enum Access {
     /// Reads it.
     In,
-    /// Reads it if the launch says so (`first`, `last`, `has_…`); else it may be null.
+    /// Reads it if `has_` and its name is 1; else nothing touches what it points to.
     MaybeIn,
     /// Writes it, each element once.
     Out,
-    /// Writes it if the launch says so; else it may be null.
+    /// Writes it if `last`; else nothing touches what it points to.
     MaybeOut,
-    /// Reads it, writes it, both or neither, as the launch says; may be null if neither.
+    /// Reads it unless `first`, writes it unless `last`; if both, nothing touches what it points to.
     Carry,
+}
+
+/// What the elements of an array are of, outermost first; all but entries, and heads of
+/// statistics, are contiguous.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shape {
+    /// `[batch, q_len, heads, head_dim]`.
+    Queries,
+    /// `[batch, kv_len, kv_heads, head_dim]`.
+    Keys,
+    /// `[batch, q_len, heads]`.
+    PerQuery,
+    /// `[batch, heads, q_len]`, heads `stat_head_stride` elements apart.
+    Statistics,
+    /// `[batch, q_len]`.
+    QueryTokens,
+    /// `[batch, kv_len]`.
+    KeyTokens,
+}
+
+/// How a kernel views the array that a pointer leads to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct View {
+    /// Its elements.
+    pub shape: Shape,
+    /// The argument that says how many elements lie between batch entries.
+    pub batch_stride: &'static str,
 }
 
 /// One argument of a kernel.
@@ -55,6 +79,8 @@ pub struct Argument {
     pub name: &'static str,
     /// Its type.
     pub kind: Kind,
+    /// How a pointer's array is viewed; nothing for a number.
+    pub view: Option<View>,
     /// What the kernel does with it.
     pub access: Access,
     /// What the compiler was told divides it: bytes of an address, or the integer itself.
@@ -66,8 +92,7 @@ pub struct Argument {
 /// The value of an argument.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Value {
-    /// A device address; 0 where a [`Access::MaybeIn`], [`Access::MaybeOut`] or
-    /// [`Access::Carry`] argument is not used.
+    /// A device address, never 0: where the launch does not use an array, another one's.
     Pointer(u64),
     /// A 32-bit integer.
     I32(i32),
@@ -85,16 +110,22 @@ impl fmt::Display for Value {
     }
 }
 
-/// Declares arguments: `name: Kind Access / divisor, "meaning"`.
+/// Declares arguments: `name: Kind[Shape, batch_stride] Access / divisor, "meaning"`.
 macro_rules! arguments {
-    ($($name:ident: $kind:ident $($access:ident)? $(/ $divisor:literal)?, $doc:literal;)*) => {
+    ($($name:ident: $kind:ident $([$shape:ident, $stride:ident])? $($access:ident)?
+       $(/ $divisor:literal)?, $doc:literal;)*) => {
         [$(Argument {
             name: stringify!($name),
             kind: Kind::$kind,
+            view: arguments!(@view $($shape $stride)?),
             access: arguments!(@access $($access)?),
             divisor: arguments!(@divisor $($divisor)?),
             doc: $doc,
         }),*]
+    };
+    (@view) => { None };
+    (@view $shape:ident $stride:ident) => {
+        Some(View { shape: Shape::$shape, batch_stride: stringify!($stride) })
     };
     (@access) => { Access::In };
     (@access $access:ident) => { Access::$access };
@@ -137,15 +168,15 @@ const fn joined<const COUNT: usize>(parts: &[&[Argument]]) -> [Argument; COUNT] 
 }
 
 const INPUTS: [Argument; 3] = arguments! {
-    q: Activations / 16, "queries [batch, q_len, heads, head_dim]";
-    k: Activations / 16, "keys [batch, kv_len, kv_heads, head_dim]";
-    v: Activations / 16, "values, as k";
+    q: Activations[Queries, q_batch_stride] / 16, "queries [batch, q_len, heads, head_dim]";
+    k: Activations[Keys, kv_batch_stride] / 16, "keys [batch, kv_len, kv_heads, head_dim]";
+    v: Activations[Keys, kv_batch_stride] / 16, "values, as k";
 };
 
 const RESULT_GRADIENT: [Argument; 3] = arguments! {
-    dout: Activations / 16, "gradient of the result, as q";
-    lse_log2: Float32s / 16, "log-sum-exp in base 2 [batch, heads, q_len]; huge where a row sees nothing";
-    delta: Float32s / 16, "rowsum(dout ∘ o) − dlse, as lse_log2";
+    dout: Activations[Queries, q_batch_stride] / 16, "gradient of the result, as q";
+    lse_log2: Float32s[Statistics, stat_batch_stride] / 16, "log-sum-exp in base 2 [batch, heads, q_len]; huge where a row sees nothing";
+    delta: Float32s[Statistics, stat_batch_stride] / 16, "rowsum(dout ∘ o) − dlse, as lse_log2";
 };
 
 const SIZES: [Argument; 6] = arguments! {
@@ -191,8 +222,8 @@ const WORK: [Argument; 6] = arguments! {
 
 /// What the general variants take beside: masks and features that the plain ones do without.
 const GENERAL: [Argument; 6] = arguments! {
-    q_segments: Int32s / 4, "segment of each query row [batch, q_len]; a negative one sees nothing";
-    kv_segments: Int32s / 4, "segment of each key row [batch, kv_len]; queries see their own only";
+    q_segments: Int32s[QueryTokens, q_segments_batch_stride] / 4, "segment of each query row [batch, q_len]; a negative one sees nothing";
+    kv_segments: Int32s[KeyTokens, kv_segments_batch_stride] / 4, "segment of each key row [batch, kv_len]; queries see their own only";
     q_segments_batch_stride: I32, "elements between batch entries of q_segments";
     kv_segments_batch_stride: I32, "elements between batch entries of kv_segments";
     cap_log2: F32, "soft cap of the scaled scores, times log2 e; 0 for none";
@@ -200,11 +231,11 @@ const GENERAL: [Argument; 6] = arguments! {
 };
 
 const FORWARD_ARRAYS: [Argument; 5] = arguments! {
-    acc: Float32s Carry / 16, "running Σ p·v, as q in float32";
-    row_max: Float32s Carry / 16, "running maximum of the scaled scores, in base 2 [batch, heads, q_len]";
-    row_sum: Float32s Carry / 16, "running Σ p, as row_max";
-    o: Activations MaybeOut / 16, "result, as q; written if last";
-    lse: Float32s MaybeOut / 4, "log-sum-exp [batch, q_len, heads], natural; written if last";
+    acc: Float32s[Queries, acc_batch_stride] Carry / 16, "running Σ p·v, as q in float32";
+    row_max: Float32s[Statistics, stat_batch_stride] Carry / 16, "running maximum of the scaled scores, in base 2 [batch, heads, q_len]";
+    row_sum: Float32s[Statistics, stat_batch_stride] Carry / 16, "running Σ p, as row_max";
+    o: Activations[Queries, o_batch_stride] MaybeOut / 16, "result, as q; written if last";
+    lse: Float32s[PerQuery, lse_batch_stride] MaybeOut / 4, "log-sum-exp [batch, q_len, heads], natural; written if last";
 };
 
 const FORWARD_STRIDES: [Argument; 3] = arguments! {
@@ -214,15 +245,15 @@ const FORWARD_STRIDES: [Argument; 3] = arguments! {
 };
 
 const KEY_GRAD_ARRAYS: [Argument; 4] = arguments! {
-    dk_acc: Float32s Carry / 16, "running dk, as k in float32";
-    dv_acc: Float32s Carry / 16, "running dv, as dk_acc";
-    dk: Activations MaybeOut / 16, "result, as k; written if last";
-    dv: Activations MaybeOut / 16, "result, as v; written if last";
+    dk_acc: Float32s[Keys, acc_batch_stride] Carry / 16, "running dk, as k in float32";
+    dv_acc: Float32s[Keys, acc_batch_stride] Carry / 16, "running dv, as dk_acc";
+    dk: Activations[Keys, out_batch_stride] MaybeOut / 16, "result, as k; written if last";
+    dv: Activations[Keys, out_batch_stride] MaybeOut / 16, "result, as v; written if last";
 };
 
 const QUERY_GRAD_ARRAYS: [Argument; 2] = arguments! {
-    dq_acc: Float32s Carry / 16, "running dq, as q in float32";
-    dq: Activations MaybeOut / 16, "result, as q; written if last";
+    dq_acc: Float32s[Queries, acc_batch_stride] Carry / 16, "running dq, as q in float32";
+    dq: Activations[Queries, out_batch_stride] MaybeOut / 16, "result, as q; written if last";
 };
 
 /// Arguments of `attention_fwd`.
@@ -276,12 +307,12 @@ pub const QUERY_GRADS_GENERAL: &[Argument] = record!(QUERY_GRADS, GENERAL);
 
 /// Arguments of `delta`.
 pub const DELTA: &[Argument] = &arguments! {
-    o: Activations / 16, "result of the forward pass [batch, q_len, heads, head_dim]";
-    dout: Activations / 16, "its gradient, as o";
-    lse: Float32s / 4, "log-sum-exp [batch, q_len, heads], natural";
-    dlse: Float32s MaybeIn / 4, "its gradient, as lse; read if has_dlse";
-    lse_log2: Float32s Out / 16, "lse in base 2 [batch, heads, q_len]; huge where lse is −inf";
-    delta: Float32s Out / 16, "rowsum(dout ∘ o) − dlse, as lse_log2";
+    o: Activations[Queries, o_batch_stride] / 16, "result of the forward pass [batch, q_len, heads, head_dim]";
+    dout: Activations[Queries, o_batch_stride] / 16, "its gradient, as o";
+    lse: Float32s[PerQuery, lse_batch_stride] / 4, "log-sum-exp [batch, q_len, heads], natural";
+    dlse: Float32s[PerQuery, lse_batch_stride] MaybeIn / 4, "its gradient, as lse; read if has_dlse";
+    lse_log2: Float32s[Statistics, stat_batch_stride] Out / 16, "lse in base 2 [batch, heads, q_len]; huge where lse is −inf";
+    delta: Float32s[Statistics, stat_batch_stride] Out / 16, "rowsum(dout ∘ o) − dlse, as lse_log2";
     batch: I32, "batch entries";
     q_len: I32, "rows";
     heads: I32, "heads";
@@ -295,9 +326,9 @@ pub const DELTA: &[Argument] = &arguments! {
 
 /// Arguments of `finish`.
 pub const FINISH: &[Argument] = &arguments! {
-    a: Float32s / 16, "an accumulator [batch, rows, heads, head_dim]";
-    b: Float32s MaybeIn / 16, "another, as a; read if has_b";
-    out: Activations Out / 16, "a + b, rounded";
+    a: Float32s[Queries, a_batch_stride] / 16, "an accumulator [batch, rows, heads, head_dim]";
+    b: Float32s[Queries, b_batch_stride] MaybeIn / 16, "another, as a; read if has_b";
+    out: Activations[Queries, out_batch_stride] Out / 16, "a + b, rounded";
     batch: I32, "batch entries";
     rows: I32, "rows";
     heads: I32, "heads";

@@ -1,7 +1,7 @@
 //! Launch records beside the kernels' own parameter lists.
 
 use burst_attention_kernels::instances::{Instance, Kernel, Target};
-use burst_attention_kernels::record::Kind;
+use burst_attention_kernels::record::{Access, Kind, Shape};
 
 const SOURCES: [&str; 7] = [
     include_str!("../src/device/forward.rs"),
@@ -60,6 +60,35 @@ fn every_argument_says_what_it_means() {
         for argument in kernel.arguments() {
             assert!(argument.doc.len() > 3, "{} of {}", argument.name, kernel.name());
             assert!(argument.divisor > 0 && 16 % argument.divisor == 0, "{}", argument.name);
+        }
+    }
+}
+
+#[test]
+fn every_pointer_has_a_view_that_arguments_of_its_kernel_describe() {
+    for kernel in Kernel::ALL {
+        let is_integer = |name: &str| {
+            let arguments = kernel.arguments().iter();
+            arguments.filter(|other| other.kind == Kind::I32).any(|other| other.name == name)
+        };
+        for argument in kernel.arguments() {
+            let name = format!("{} of {}", argument.name, kernel.name());
+            assert_eq!(argument.view.is_some(), argument.kind.is_pointer(), "{name}");
+            let Some(view) = argument.view else { continue };
+            assert!(is_integer(view.batch_stride), "{name}: {}", view.batch_stride);
+            let sizes: &[&str] = match view.shape {
+                Shape::Queries if kernel == Kernel::Finish => &["rows", "heads", "head_dim"],
+                Shape::Queries => &["q_len", "heads", "head_dim"],
+                Shape::Keys => &["kv_len", "kv_heads", "head_dim"],
+                Shape::PerQuery => &["q_len", "heads"],
+                Shape::Statistics => &["q_len", "heads", "stat_head_stride"],
+                Shape::QueryTokens => &["q_len"],
+                Shape::KeyTokens => &["kv_len"],
+            };
+            assert!(sizes.iter().all(|size| is_integer(size)), "{name}: {sizes:?}");
+            if argument.access == Access::MaybeIn {
+                assert!(is_integer(&format!("has_{}", argument.name)), "{name}");
+            }
         }
     }
 }

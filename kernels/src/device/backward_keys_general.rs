@@ -3,7 +3,9 @@
 #[cutile::module]
 pub mod backward_keys_general {
     use super::super::backward_keys::backward_keys::{add, exponents};
-    use super::super::common::common::{band, block_of, capped, product, rows_view, same_segment};
+    use super::super::common::common::{
+        band, block_of, cap_ratio, capped, product, rows_view, same_segment,
+    };
     use super::super::common::common::{segments_view, statistics_view, stream, streamed};
     use super::super::common::common::{uncapped, write};
     use cutile::core::*;
@@ -111,7 +113,8 @@ pub mod backward_keys_general {
             let h: i32 = h0 + g;
             let tq: Tile<E, { [BM, DT] }> = stream(&q_part, b, i, h);
             let s: Tile<f32, { [BN, BM] }> = product(tk, tq);
-            let scores: Tile<f32, { [BN, BM] }> = capped(s, scale_log2, cap_log2, twice_by_cap);
+            let ratio: Tile<f32, { [BN, BM] }> = cap_ratio(s, twice_by_cap);
+            let scores: Tile<f32, { [BN, BM] }> = capped(s, ratio, scale_log2, cap_log2);
             let lse: Tile<f32, { [1, 1, BM] }> = lse_part.load([b, h, i]);
             let e: Tile<f32, { [BN, BM] }> = exponents(scores, lse, 1.0f32);
             let p: Tile<f32, { [BN, BM] }> = exp2(e, ftz::Enabled);
@@ -122,7 +125,7 @@ pub mod backward_keys_general {
             let same: Tile<bool, { [BN, BM] }> = same_segment(own, other);
             let zero: Tile<f32, { [BN, BM] }> = constant(0.0f32, const_shape![BN, BM]);
             let p: Tile<f32, { [BN, BM] }> = select(seen & same, p, zero);
-            let w: Tile<f32, { [BN, BM] }> = uncapped(p, s, cap_log2, twice_by_cap);
+            let w: Tile<f32, { [BN, BM] }> = uncapped(p, ratio);
             let tdo: Tile<E, { [BM, DT] }> = stream(&dout_part, b, i, h);
             let delta: Tile<f32, { [1, 1, BM] }> = delta_part.load([b, h, i]);
             let sums = add(p, w, tq, tdo, tv, delta, sum_k, sum_v);

@@ -3,7 +3,9 @@
 #[cutile::module]
 pub mod backward_queries_general {
     use super::super::backward_queries::backward_queries::{add, exponents};
-    use super::super::common::common::{band, block_of, capped, existing, product, rows_view};
+    use super::super::common::common::{
+        band, block_of, cap_ratio, capped, existing, product, rows_view,
+    };
     use super::super::common::common::{deliver, streamed, uncapped};
     use super::super::common::common::{same_segment, segments_view, statistics_view, stream};
     use cutile::core::*;
@@ -104,7 +106,8 @@ pub mod backward_queries_general {
         for j in tiles.0..tiles.3 {
             let tk: Tile<E, { [BN, DT] }> = stream(&k_part, b, j, hk);
             let s: Tile<f32, { [BM, BN] }> = product(tq, tk);
-            let scores: Tile<f32, { [BM, BN] }> = capped(s, scale_log2, cap_log2, twice_by_cap);
+            let ratio: Tile<f32, { [BM, BN] }> = cap_ratio(s, twice_by_cap);
+            let scores: Tile<f32, { [BM, BN] }> = capped(s, ratio, scale_log2, cap_log2);
             let e: Tile<f32, { [BM, BN] }> = exponents(scores, lse, 1.0f32);
             let p: Tile<f32, { [BM, BN] }> = exp2(e, ftz::Enabled);
             let seen: Tile<bool, { [BM, BN] }> = band::<BM, BN>(lower, upper, j * BN - row);
@@ -114,7 +117,7 @@ pub mod backward_queries_general {
             let same: Tile<bool, { [BM, BN] }> = same_segment(own, other);
             let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
             let p: Tile<f32, { [BM, BN] }> = select(seen & exist & same, p, zero);
-            let w: Tile<f32, { [BM, BN] }> = uncapped(p, s, cap_log2, twice_by_cap);
+            let w: Tile<f32, { [BM, BN] }> = uncapped(p, ratio);
             let tv: Tile<E, { [BN, DT] }> = stream(&v_part, b, j, hk);
             sum = add(w, tk, tv, tdo, delta, sum);
         }

@@ -207,24 +207,36 @@ pub mod common {
         eq_tile(rows, columns) & ge_tile(rows, zero)
     }
 
-    /// Scores in base 2, scaled: scale · s, or with a soft cap cap · tanh(scale · s / cap), where
-    /// tanh x = 1 − 2 / (1 + 2^(2 x log2 e)): exact to 1e-7 of the cap, which is what counts.
-    pub fn capped<const R: i32, const C: i32>(
+    /// tanh(scale · s / cap), of which cap times is the capped score; 0 without a cap.
+    ///
+    /// tanh x = 1 − 2 / (1 + 2^(2 x log2 e)): exact to 1e-7, which is what counts of a score.
+    pub fn cap_ratio<const R: i32, const C: i32>(
         s: Tile<f32, { [R, C] }>,
-        scale_log2: f32,
-        cap_log2: f32,
         twice_by_cap: f32,
     ) -> Tile<f32, { [R, C] }> {
-        let scale: Tile<f32, { [R, C] }> = scale_log2.broadcast(const_shape![R, C]);
-        let mut scores: Tile<f32, { [R, C] }> = s * scale;
-        if cap_log2 > 0.0f32 {
+        let mut ratio: Tile<f32, { [R, C] }> = constant(0.0f32, const_shape![R, C]);
+        if twice_by_cap > 0.0f32 {
             let scale: Tile<f32, { [R, C] }> = twice_by_cap.broadcast(const_shape![R, C]);
             let doubled: Tile<f32, { [R, C] }> = exp2(s * scale, ftz::Enabled);
             let one: Tile<f32, { [R, C] }> = constant(1.0f32, const_shape![R, C]);
             let two: Tile<f32, { [R, C] }> = constant(2.0f32, const_shape![R, C]);
             let below: Tile<f32, { [R, C] }> =
                 divf(two, doubled + one, rounding::Approx, ftz::Enabled);
-            let ratio: Tile<f32, { [R, C] }> = one - below;
+            ratio = one - below;
+        }
+        ratio
+    }
+
+    /// Scores in base 2, scaled: scale · s, or with a soft cap cap · ratio.
+    pub fn capped<const R: i32, const C: i32>(
+        s: Tile<f32, { [R, C] }>,
+        ratio: Tile<f32, { [R, C] }>,
+        scale_log2: f32,
+        cap_log2: f32,
+    ) -> Tile<f32, { [R, C] }> {
+        let scale: Tile<f32, { [R, C] }> = scale_log2.broadcast(const_shape![R, C]);
+        let mut scores: Tile<f32, { [R, C] }> = s * scale;
+        if cap_log2 > 0.0f32 {
             let cap: Tile<f32, { [R, C] }> = cap_log2.broadcast(const_shape![R, C]);
             scores = ratio * cap;
         }
@@ -234,25 +246,13 @@ pub mod common {
     /// p times the derivative of the soft cap, 1 − tanh²; without a cap, p.
     pub fn uncapped<const R: i32, const C: i32>(
         p: Tile<f32, { [R, C] }>,
-        s: Tile<f32, { [R, C] }>,
-        cap_log2: f32,
-        twice_by_cap: f32,
+        ratio: Tile<f32, { [R, C] }>,
     ) -> Tile<f32, { [R, C] }> {
-        let mut weights: Tile<f32, { [R, C] }> = p;
-        if cap_log2 > 0.0f32 {
-            let scale: Tile<f32, { [R, C] }> = twice_by_cap.broadcast(const_shape![R, C]);
-            let doubled: Tile<f32, { [R, C] }> = exp2(s * scale, ftz::Enabled);
-            let one: Tile<f32, { [R, C] }> = constant(1.0f32, const_shape![R, C]);
-            let two: Tile<f32, { [R, C] }> = constant(2.0f32, const_shape![R, C]);
-            let below: Tile<f32, { [R, C] }> =
-                divf(two, doubled + one, rounding::Approx, ftz::Enabled);
-            let ratio: Tile<f32, { [R, C] }> = one - below;
-            let minus: Tile<f32, { [R, C] }> = negf(ratio);
-            let slope: Tile<f32, { [R, C] }> =
-                fma(minus, ratio, one, rounding::NearestEven, ftz::Disabled);
-            weights = p * slope;
-        }
-        weights
+        let minus: Tile<f32, { [R, C] }> = negf(ratio);
+        let one: Tile<f32, { [R, C] }> = constant(1.0f32, const_shape![R, C]);
+        let slope: Tile<f32, { [R, C] }> =
+            fma(minus, ratio, one, rounding::NearestEven, ftz::Disabled);
+        p * slope
     }
 
     /// Adds what has been accumulated of a tile of rows to its accumulator, or with `first` to

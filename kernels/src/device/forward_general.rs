@@ -2,7 +2,9 @@
 
 #[cutile::module]
 pub mod forward_general {
-    use super::super::common::common::{band, block_of, capped, existing, per_row_view, product};
+    use super::super::common::common::{
+        band, block_of, cap_ratio, capped, existing, per_row_view, product,
+    };
     use super::super::common::common::{rows_view, same_segment, segments_view, statistics_view};
     use super::super::common::common::{stream, streamed, write, write_statistics};
     use super::super::forward::forward::{conclude, fold};
@@ -104,7 +106,8 @@ pub mod forward_general {
         for j in tiles.0..tiles.3 {
             let tk: Tile<E, { [BN, DT] }> = stream(&k_part, b, j, hk);
             let s: Tile<f32, { [BM, BN] }> = product(tq, tk);
-            let s: Tile<f32, { [BM, BN] }> = capped(s, scale_log2, cap_log2, twice_by_cap);
+            let ratio: Tile<f32, { [BM, BN] }> = cap_ratio(s, twice_by_cap);
+            let s: Tile<f32, { [BM, BN] }> = capped(s, ratio, scale_log2, cap_log2);
             let seen: Tile<bool, { [BM, BN] }> = band::<BM, BN>(lower, upper, j * BN - row);
             let exist: Tile<bool, { [BM, BN] }> = existing::<BM, BN>(kv_len - j * BN);
             let other: Tile<i32, { [1, BN] }> = kv_segments_part.load([b, j]);

@@ -2,6 +2,10 @@
 
 use std::ops::Range;
 
+use super::description::Statistics;
+use crate::instances::Kernel;
+use crate::record::{Argument, Kind, Shape};
+
 /// Whose rows an array has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Side {
@@ -9,6 +13,31 @@ pub(super) enum Side {
     Queries,
     /// One row per key.
     Keys,
+}
+
+impl Side {
+    /// The side whose results a block of the kernel keeps.
+    pub fn resident(kernel: Kernel) -> Side {
+        if kernel.plain() == Kernel::KeyGrads { Side::Keys } else { Side::Queries }
+    }
+
+    /// The side whose rows an array of a shape has.
+    pub fn of(shape: Shape) -> Side {
+        match shape {
+            Shape::Queries | Shape::PerQuery | Shape::Statistics | Shape::QueryTokens => {
+                Side::Queries
+            }
+            Shape::Keys | Shape::KeyTokens => Side::Keys,
+        }
+    }
+}
+
+/// What the sizes of arrays follow from, beside entries and rows.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sizes {
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
 }
 
 /// An array of a description: element (b, r, h, d) lies at
@@ -33,6 +62,34 @@ pub(super) struct Array {
 }
 
 impl Array {
+    /// The array that a pointer leads to; the head stride of `at` counts for statistics alone.
+    pub fn new(argument: &'static Argument, sizes: Sizes, at: Statistics) -> Array {
+        let Some(view) = argument.view else { unreachable!("{} is no array", argument.name) };
+        let (heads, dim) = match view.shape {
+            Shape::Queries => (sizes.heads, sizes.head_dim),
+            Shape::Keys => (sizes.kv_heads, sizes.head_dim),
+            Shape::PerQuery | Shape::Statistics => (sizes.heads, 1),
+            Shape::QueryTokens | Shape::KeyTokens => (1, 1),
+        };
+        let (heads, dim) = (heads as u64, dim as u64);
+        let (row_stride, head_stride) = match view.shape {
+            Shape::Statistics => (1, at.head_stride),
+            _ => (heads.saturating_mul(dim), dim),
+        };
+        Array {
+            name: argument.name,
+            stride_name: view.batch_stride,
+            side: Side::of(view.shape),
+            address: at.address,
+            bytes: if argument.kind == Kind::Activations { 2 } else { 4 },
+            batch_stride: at.batch_stride,
+            row_stride,
+            head_stride,
+            heads,
+            dim,
+        }
+    }
+
     pub fn is_given(&self) -> bool {
         self.address != 0
     }

@@ -2,7 +2,6 @@
 
 use serde::Deserialize;
 
-use super::array::Side;
 use super::job::Job;
 use super::{Launch, LaunchError, MAX_VIEW_BYTES};
 use crate::instances::{Element, Kernel, Target};
@@ -222,20 +221,13 @@ impl Rectangle {
         &self,
         (plain, featured): (Kernel, Kernel),
         general: Option<General>,
-        resident: Side,
         ends: (bool, bool),
     ) -> Job {
         let Some(General { q_segments, kv_segments, soft_cap }) = general else {
-            return Job::new(plain, self, resident, ends);
+            return Job::new(plain, self, ends);
         };
-        let job = Job { soft_cap, ..Job::new(featured, self, resident, ends) };
-        let strides = ("q_segments_batch_stride", "kv_segments_batch_stride");
-        job.per_token(Side::Queries, "q_segments", strides.0, q_segments).per_token(
-            Side::Keys,
-            "kv_segments",
-            strides.1,
-            kv_segments,
-        )
+        let job = Job { soft_cap, ..Job::new(featured, self, ends) };
+        job.array("q_segments", Some(q_segments)).array("kv_segments", Some(kv_segments))
     }
 }
 
@@ -243,15 +235,15 @@ impl Forward {
     fn job(&self) -> Job {
         let kernels = (Kernel::Forward, Kernel::ForwardGeneral);
         self.rectangle
-            .job(kernels, self.general, Side::Queries, (self.first, self.last))
-            .queries("q", "q_batch_stride", Some(self.q))
-            .keys("k", "kv_batch_stride", Some(self.k))
-            .keys("v", "kv_batch_stride", Some(self.v))
-            .queries("acc", "acc_batch_stride", self.acc)
+            .job(kernels, self.general, (self.first, self.last))
+            .array("q", Some(self.q))
+            .array("k", Some(self.k))
+            .array("v", Some(self.v))
+            .array("acc", self.acc)
             .statistics("row_max", self.row_max)
             .statistics("row_sum", self.row_sum)
-            .queries("o", "o_batch_stride", self.o)
-            .per_query("lse", "lse_batch_stride", self.lse)
+            .array("o", self.o)
+            .array("lse", self.lse)
     }
 }
 
@@ -259,17 +251,17 @@ impl KeyGrads {
     fn job(&self) -> Job {
         let kernels = (Kernel::KeyGrads, Kernel::KeyGradsGeneral);
         self.rectangle
-            .job(kernels, self.general, Side::Keys, (self.first, self.last))
-            .queries("q", "q_batch_stride", Some(self.q))
-            .keys("k", "kv_batch_stride", Some(self.k))
-            .keys("v", "kv_batch_stride", Some(self.v))
-            .queries("dout", "q_batch_stride", Some(self.dout))
+            .job(kernels, self.general, (self.first, self.last))
+            .array("q", Some(self.q))
+            .array("k", Some(self.k))
+            .array("v", Some(self.v))
+            .array("dout", Some(self.dout))
             .statistics("lse_log2", Some(self.lse_log2))
             .statistics("delta", Some(self.delta))
-            .keys("dk_acc", "acc_batch_stride", self.dk_acc)
-            .keys("dv_acc", "acc_batch_stride", self.dv_acc)
-            .keys("dk", "out_batch_stride", self.dk)
-            .keys("dv", "out_batch_stride", self.dv)
+            .array("dk_acc", self.dk_acc)
+            .array("dv_acc", self.dv_acc)
+            .array("dk", self.dk)
+            .array("dv", self.dv)
     }
 }
 
@@ -277,15 +269,15 @@ impl QueryGrads {
     fn job(&self) -> Job {
         let kernels = (Kernel::QueryGrads, Kernel::QueryGradsGeneral);
         self.rectangle
-            .job(kernels, self.general, Side::Queries, (self.first, self.last))
-            .queries("q", "q_batch_stride", Some(self.q))
-            .keys("k", "kv_batch_stride", Some(self.k))
-            .keys("v", "kv_batch_stride", Some(self.v))
-            .queries("dout", "q_batch_stride", Some(self.dout))
+            .job(kernels, self.general, (self.first, self.last))
+            .array("q", Some(self.q))
+            .array("k", Some(self.k))
+            .array("v", Some(self.v))
+            .array("dout", Some(self.dout))
             .statistics("lse_log2", Some(self.lse_log2))
             .statistics("delta", Some(self.delta))
-            .queries("dq_acc", "acc_batch_stride", self.dq_acc)
-            .queries("dq", "out_batch_stride", self.dq)
+            .array("dq_acc", self.dq_acc)
+            .array("dq", self.dq)
     }
 }
 
@@ -293,10 +285,10 @@ impl Delta {
     fn job(&self) -> Job {
         let Delta { batch, q_len, heads, head_dim, element, .. } = *self;
         per_row(Kernel::Delta, (batch, q_len, heads, head_dim), element)
-            .queries("o", "o_batch_stride", Some(self.o))
-            .queries("dout", "o_batch_stride", Some(self.dout))
-            .per_query("lse", "lse_batch_stride", Some(self.lse))
-            .per_query("dlse", "lse_batch_stride", self.dlse)
+            .array("o", Some(self.o))
+            .array("dout", Some(self.dout))
+            .array("lse", Some(self.lse))
+            .array("dlse", self.dlse)
             .statistics("lse_log2", Some(self.lse_log2))
             .statistics("delta", Some(self.delta))
     }
@@ -306,9 +298,9 @@ impl Finish {
     fn job(&self) -> Job {
         let Finish { batch, rows, heads, head_dim, element, .. } = *self;
         per_row(Kernel::Finish, (batch, rows, heads, head_dim), element)
-            .queries("a", "a_batch_stride", Some(self.a))
-            .queries("b", "b_batch_stride", self.b)
-            .queries("out", "out_batch_stride", Some(self.out))
+            .array("a", Some(self.a))
+            .array("b", self.b)
+            .array("out", Some(self.out))
     }
 }
 
@@ -332,7 +324,7 @@ fn per_row(
         upper,
         softmax_scale,
     };
-    Job::new(kernel, &rectangle, Side::Queries, (true, true))
+    Job::new(kernel, &rectangle, (true, true))
 }
 
 macro_rules! launches {

@@ -8,37 +8,25 @@ use super::error::LaunchError;
 use super::job::Job;
 use super::order::Order;
 use super::split::Piece;
-use crate::record::{Access, Argument, Value};
+use crate::record::{Argument, Value};
 
-impl Job {
+impl Launch {
     /// Puts another array's address where an array is neither there nor used.
     ///
     /// The driver makes tensor maps of all views before the kernel runs, of those too that it
     /// then doesn't touch, and need not accept null.
-    pub fn stand_in(&self, launch: &mut Launch, piece: &Piece) {
+    pub(super) fn stand_in(&mut self) {
         let given = |value: &Value| matches!(value, Value::Pointer(address) if *address != 0);
-        let Some(other) = launch.values.iter().copied().find(given) else { return };
-        for (argument, value) in self.kernel.arguments().iter().zip(&mut launch.values) {
-            if *value == Value::Pointer(0) && !self.uses(argument, piece) {
-                *value = other;
+        let Some(other) = self.values.iter().copied().find(given) else { return };
+        for (n, argument) in self.instance.kernel.arguments().iter().enumerate() {
+            if self.values[n] == Value::Pointer(0) && !self.uses(argument) {
+                self.values[n] = other;
             }
         }
     }
+}
 
-    /// Does the launch of a piece touch the array?
-    fn uses(&self, argument: &Argument, piece: &Piece) -> bool {
-        match argument.access {
-            Access::In => {
-                let mut arrays = self.arrays.iter().filter(|array| array.name == argument.name);
-                !piece.streams_nothing || arrays.any(|array| array.side == self.resident)
-            }
-            Access::Out => true,
-            Access::MaybeIn => self.is_given(argument.name),
-            Access::MaybeOut => piece.last,
-            Access::Carry => !(piece.first && piece.last),
-        }
-    }
-
+impl Job {
     fn is_given(&self, name: &str) -> bool {
         self.arrays.iter().any(|array| array.name == name && array.is_given())
     }

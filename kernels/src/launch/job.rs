@@ -1,13 +1,13 @@
 //! What the descriptions share: their sizes, their arrays, and the way to launches.
 
-use super::array::{Array, Side};
+use super::array::{Array, Side, Sizes};
 use super::description::{Rectangle, Rows, Statistics};
 use super::error::LaunchError;
 use super::order::order;
 use super::split::{Piece, pieces};
 use super::{Launch, MAX_VIEW_BYTES};
 use crate::instances::{Element, Instance, Kernel, Target, width_of};
-use crate::record::{Argument, Kind};
+use crate::record::Argument;
 
 /// Any description, in terms of the kernel's arguments.
 #[derive(Debug, Clone)]
@@ -33,13 +33,8 @@ pub(super) struct Job {
 }
 
 impl Job {
-    /// A job over a rectangle, its arrays still to be named.
-    pub fn new(
-        kernel: Kernel,
-        rectangle: &Rectangle,
-        resident: Side,
-        (first, last): (bool, bool),
-    ) -> Job {
+    /// A job over a rectangle, its arrays still to be placed.
+    pub fn new(kernel: Kernel, rectangle: &Rectangle, (first, last): (bool, bool)) -> Job {
         let Rectangle { batch, q_len, kv_len, heads, kv_heads, head_dim, element, .. } = *rectangle;
         let Rectangle { lower, upper, softmax_scale, .. } = *rectangle;
         Job {
@@ -55,83 +50,31 @@ impl Job {
             upper,
             softmax_scale,
             soft_cap: 0.0,
-            resident,
+            resident: Side::resident(kernel),
             first,
             last,
             arrays: Vec::new(),
         }
     }
 
-    /// Names an array `[batch, q_len, heads, head_dim]`.
-    pub fn queries(self, name: &'static str, stride: &'static str, at: Option<Rows>) -> Job {
-        let (heads, dim) = (self.heads, self.head_dim);
-        self.rows_of(Side::Queries, name, stride, (heads, dim), at)
+    /// Says where an array lies, other than statistics.
+    pub fn array(self, name: &'static str, at: Option<Rows>) -> Job {
+        let Rows { address, batch_stride } = at.unwrap_or_default();
+        self.place(name, Statistics { address, batch_stride, head_stride: 0 })
     }
 
-    /// Names an array `[batch, kv_len, kv_heads, head_dim]`.
-    pub fn keys(self, name: &'static str, stride: &'static str, at: Option<Rows>) -> Job {
-        let (heads, dim) = (self.kv_heads, self.head_dim);
-        self.rows_of(Side::Keys, name, stride, (heads, dim), at)
-    }
-
-    /// Names an array `[batch, q_len, heads]`.
-    pub fn per_query(self, name: &'static str, stride: &'static str, at: Option<Rows>) -> Job {
-        let heads = self.heads;
-        self.rows_of(Side::Queries, name, stride, (heads, 1), at)
-    }
-
-    /// Names an array `[batch, heads, q_len]`.
-    pub fn statistics(mut self, name: &'static str, at: Option<Statistics>) -> Job {
+    /// Says where statistics lie.
+    pub fn statistics(self, name: &'static str, at: Option<Statistics>) -> Job {
         let at = at.unwrap_or_default();
         let any_stride = self.heads == 1 || at.address == 0;
-        let array = Array {
-            name,
-            stride_name: "stat_batch_stride",
-            side: Side::Queries,
-            address: at.address,
-            bytes: 4,
-            batch_stride: at.batch_stride,
-            row_stride: 1,
-            head_stride: if any_stride { self.q_len as u64 } else { at.head_stride },
-            heads: self.heads as u64,
-            dim: 1,
-        };
-        self.arrays.push(array);
-        self
+        let head_stride = if any_stride { self.q_len as u64 } else { at.head_stride };
+        self.place(name, Statistics { head_stride, ..at })
     }
 
-    /// Names an array `[batch, q_len]` or `[batch, kv_len]`.
-    pub fn per_token(self, side: Side, name: &'static str, stride: &'static str, at: Rows) -> Job {
-        self.rows_of(side, name, stride, (1, 1), Some(at))
-    }
-
-    fn rows_of(
-        mut self,
-        side: Side,
-        name: &'static str,
-        stride_name: &'static str,
-        (heads, dim): (usize, usize),
-        at: Option<Rows>,
-    ) -> Job {
-        let at = at.unwrap_or_default();
-        let bytes = match self.argument(name).kind {
-            Kind::Activations => 2,
-            _ => 4,
-        };
-        let (heads, dim) = (heads as u64, dim as u64);
-        let array = Array {
-            name,
-            stride_name,
-            side,
-            address: at.address,
-            bytes,
-            batch_stride: at.batch_stride,
-            row_stride: heads.saturating_mul(dim),
-            head_stride: dim,
-            heads,
-            dim,
-        };
-        self.arrays.push(array);
+    fn place(mut self, name: &'static str, at: Statistics) -> Job {
+        let Job { heads, kv_heads, head_dim, .. } = self;
+        let sizes = Sizes { heads, kv_heads, head_dim };
+        self.arrays.push(Array::new(self.argument(name), sizes, at));
         self
     }
 
@@ -188,7 +131,7 @@ impl Job {
             grid: [order.blocks, 1, 1],
             values: values.collect::<Result<_, _>>()?,
         };
-        self.stand_in(&mut launch, piece);
+        launch.stand_in();
         launch.check()?;
         Ok(launch)
     }

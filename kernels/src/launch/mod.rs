@@ -10,16 +10,18 @@
 //!   results a block keeps: queries, for dk and dv the keys) goes through the pieces of the streamed
 //!   rows one after the other and hands its state on in the float32 accumulators.
 //! - Pieces that see nothing of each other are not launched, except to start or to write results.
-//! - A null address is allowed where a launch does not use the array; see [`Launch::check`].
+//! - An array may be missing where no launch uses it; another's address stands in for it, see
+//!   [`Launch::check`].
 //!
-//! Nobody checks that arrays which a kernel writes overlap no others: the lengths of the
-//! allocations are not known here.
+//! Nobody checks here that arrays which a kernel writes overlap no others; what a launch touches
+//! is its [`Launch::footprint`].
 
 mod array;
 mod check;
 mod description;
 mod error;
 mod fill;
+mod footprint;
 mod job;
 mod names;
 mod order;
@@ -28,6 +30,7 @@ mod split;
 pub use description::{Delta, Finish, Forward, General, KeyGrads, QueryGrads, Rectangle};
 pub use description::{Rows, Statistics};
 pub use error::LaunchError;
+pub use footprint::Footprint;
 
 use crate::cubin::Parameter;
 use crate::instances::Instance;
@@ -109,7 +112,6 @@ impl Launch {
 
     /// Why a launch needs an array, to say so where it is missing.
     fn why_used(&self, argument: &Argument) -> String {
-        let flag = |name| matches!(self.value(name), Some(Value::I32(1)));
         match argument.access {
             Access::In | Access::MaybeIn => "it is read".to_owned(),
             Access::Out => "it is written".to_owned(),
@@ -117,8 +119,8 @@ impl Launch {
             Access::Carry => format!(
                 "it carries the state from launch to launch (here first is {}, last {}); what is \
                  not both first and last, or too large for one launch, needs it",
-                flag("first"),
-                flag("last"),
+                self.flag("first"),
+                self.flag("last"),
             ),
         }
     }
@@ -158,7 +160,8 @@ mod tests {
 
     #[test]
     fn arguments_are_aligned_to_their_own_size() {
-        let argument = |kind| Argument { name: "", kind, access: Access::In, divisor: 1, doc: "" };
+        let argument =
+            |kind| Argument { name: "", kind, view: None, access: Access::In, divisor: 1, doc: "" };
         let places = layout(&[Kind::I32, Kind::Activations, Kind::F32, Kind::I32].map(argument));
         let places: Vec<_> = places.iter().map(|lies| (lies.offset, lies.size)).collect();
         assert_eq!(places, [(0, 4), (8, 8), (16, 4), (20, 4)]);

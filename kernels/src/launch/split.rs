@@ -22,8 +22,6 @@ pub(super) struct Piece {
     pub upper: i32,
     pub first: bool,
     pub last: bool,
-    /// It only starts or writes results.
-    pub streams_nothing: bool,
 }
 
 impl Piece {
@@ -129,7 +127,6 @@ fn chain(
             upper: upper as i32,
             first: job.first && n == 0,
             last: job.last && n + 1 == count,
-            streams_nothing,
         }
     };
     seen.into_iter().enumerate().map(piece).collect()

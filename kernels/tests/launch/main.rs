@@ -2,6 +2,7 @@
 //! that the kernels address stays in their reach. No memory is needed: addresses are made up.
 
 mod errors;
+mod footprint;
 mod order;
 mod pieces;
 mod trial;

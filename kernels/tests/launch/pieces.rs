@@ -14,7 +14,7 @@ fn small_limit(random: &mut Random, shape: &Rectangle) -> u64 {
     (tile * (1 + random.below(4)) + random.below(tile)) as u64
 }
 
-fn each_small_trial(mut check: impl FnMut(&Trial, &[Launch])) {
+pub fn each_small_trial(mut check: impl FnMut(&Trial, &[Launch])) {
     let mut random = Random(7);
     let mut cut = 0;
     for seed in 0..400 {
@@ -29,7 +29,7 @@ fn each_small_trial(mut check: impl FnMut(&Trial, &[Launch])) {
     assert!(cut > 100, "only {cut} trials were cut into more than 3 launches");
 }
 
-fn each_huge_trial(mut check: impl FnMut(&Trial, &[Launch])) {
+pub fn each_huge_trial(mut check: impl FnMut(&Trial, &[Launch])) {
     let mut random = Random(11);
     for kernel in Kernel::ALL {
         for (lower, upper) in [(i64::MIN, i64::MAX), (i64::MIN, 0), (-4096, 0), (1 << 40, i64::MAX)]
@@ -166,7 +166,7 @@ fn pieces_that_see_each_other_at_a_single_pair_are_launched() {
 }
 
 /// Bytes of the view that a kernel makes of its `name`, from the launch alone.
-fn span(launch: &Launch, name: &str, kind: Kind) -> u64 {
+pub fn span(launch: &Launch, name: &str, kind: Kind) -> u64 {
     let get = |name| integer(launch, name) as u64;
     let rows = if launch.instance.kernel == Kernel::Finish { "rows" } else { "q_len" };
     let (stride, rows, heads) = match (name, launch.instance.kernel) {

@@ -6,14 +6,14 @@
 use burst_attention_kernels::launch::Launch;
 use burst_attention_kernels::record::Value;
 use cutile_ir::Module;
-use cutile_ir::bytecode::Opcode::{self, *};
+use cutile_ir::bytecode::Opcode::*;
 use cutile_ir::ir::{OpId, ScalarType, TileElementType, Type};
 
 use super::case::{CASE, CAUSAL, Case};
 use super::forward::check as fwd;
 use super::general::{DOCUMENTS, OTHERS, PADDED};
 use super::gradients::{check_keys as dkdv, check_queries as dq};
-use super::modules::{inside, is_wide, masked, of};
+use super::modules::{is_wide, masked};
 use super::mutants::{ENTRY, Mutant, TILE, assert_found, reroute, scale, set, swap};
 use super::world::Change::{Launch as Launched, Module as Compiled};
 
@@ -64,29 +64,23 @@ fn another_entry(module: &mut Module) {
     reroute_segments(module, ENTRY, TILE);
 }
 
-/// The last operation of an opcode where the last branch, if there is a cap, turns p to
-/// p · (1 − tanh²); before what happens if there is none.
-fn last_of_slope(module: &Module, opcode: Opcode) -> OpId {
-    let branch = *masked(module, If).last().expect("a branch for the soft cap");
-    let operations = inside(module, branch);
-    let end = operations.iter().position(|&id| module.op(id).opcode == Yield).expect("an end");
-    let capped = operations[..=end].to_vec();
-    *of(module, capped, opcode).last().expect("of the soft cap's slope")
+/// The soft cap's slope, 1 − tanh²: the last fused product of the masked loop, −tanh · tanh + 1.
+fn slope(module: &Module) -> OpId {
+    *masked(module, Fma).last().expect("the soft cap's slope")
 }
 
 /// p · (1 − tanh²) becomes p · (1 − tanh).
 fn forget_square(module: &mut Module) {
-    let fma = last_of_slope(module, Fma);
+    let fma = slope(module);
     let op = module.op_mut(fma);
     op.operands[1] = op.operands[2];
 }
 
-/// p · (1 − tanh²) becomes p.
+/// p · (1 − tanh²) becomes p · 1.
 fn drop_slope(module: &mut Module) {
-    let [product, end] = [MulF, Yield].map(|opcode| last_of_slope(module, opcode));
-    let p = module.op(product).operands[0];
-    let op = module.op_mut(end);
-    op.operands.fill(p);
+    let (fma, select) = (slope(module), *masked(module, Select).last().expect("a mask"));
+    let zero = module.op(select).operands[2];
+    module.op_mut(fma).operands[0] = zero;
 }
 
 fn move_a_row(launch: &mut Launch, name: &str) {

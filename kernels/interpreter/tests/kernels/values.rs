@@ -23,6 +23,11 @@ const CHECKS: [(Kernel, Check); 5] = [
 /// Runs all kernels over all cases, or for a general one the variants that there are, and says how
 /// many launches each took.
 pub fn check(cases: &[Case]) -> Vec<[usize; 5]> {
+    check_with(cases, Change::None)
+}
+
+/// As [`check`], with what is looked at.
+pub fn check_with(cases: &[Case], change: Change) -> Vec<[usize; 5]> {
     let mut worst = [0f64; 5];
     let mut launches = vec![];
     for case in cases {
@@ -33,7 +38,7 @@ pub fn check(cases: &[Case]) -> Vec<[usize; 5]> {
                 continue;
             }
             let kernel = case.variant(kernel);
-            let found = check(&problem, Change::None)
+            let found = check(&problem, change)
                 .unwrap_or_else(|error| panic!("{}: {error}\n{case:?}", kernel.name()));
             worst[n] = worst[n].max(found.worst);
             counts[n] = found.launches;

@@ -13,10 +13,12 @@ use std::ops::Range;
 /// All kernels, compiled once for all tests.
 pub static KERNELS: LazyLock<Kernels> = LazyLock::new(Kernels::default);
 
-/// What is changed of a kernel, for a check to find.
+/// What is changed of a kernel, for a check to find; or what is looked at, and nothing changed.
 #[derive(Clone, Copy)]
 pub enum Change {
     None,
+    /// Before each launch, with the memory that it will find.
+    Before(fn(&Launch, &Order, &Memory) -> Result<(), String>),
     /// The kernel itself.
     Module(fn(&mut Module)),
     /// What it is launched with.
@@ -248,6 +250,10 @@ impl World {
             };
             let outcome = match self.change {
                 Change::None => KERNELS.run(&launch, &order, &mut self.memory),
+                Change::Before(look) => {
+                    look(&launch, &order, &self.memory)?;
+                    KERNELS.run(&launch, &order, &mut self.memory)
+                }
                 Change::Launch(change) => {
                     change(&mut launch);
                     KERNELS.run(&launch, &order, &mut self.memory)
