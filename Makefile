@@ -21,8 +21,9 @@ KERNEL_TOOLS = eval "$$($(PY) kernels/toolchain.py)" &&
 WITH_KERNELS := --quiet --release -p burst-attention-ffi -p burst-attention-kernels \
     --features burst-attention-ffi/cuda
 DECODE_CHECK := -p burst-attention-decode-check
-# The other crates, which need no images.
-PLAIN := --quiet -p burst-attention -p burst-attention-peak -p burst-attention-interpreter
+# The crates with tests that need no images, in one selection for the same reason.
+PLAIN := --quiet -p burst-attention -p burst-attention-interpreter -p burst-attention-device-tests
+MEASURE := -p burst-attention-peak -p burst-attention-host-cost
 
 # Crates' build scripts look for $PYTHON before the project's own one; PYTHON here only makes .venv.
 unexport PYTHON
@@ -32,7 +33,7 @@ export CARGO_TERM_PROGRESS_WHEN := never
 SAY = @printf '\n\033[1m== %s\033[0m\n'
 
 .PHONY: help build demo test test-full test-wheel wheel bench kernel-bench lint lint-rust lint-python format clean
-.PHONY: test-rust test-ffi test-kernels test-python kernel-quality
+.PHONY: test-rust test-ffi test-python kernel-quality gpu-check host-cost
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 19
@@ -43,23 +44,19 @@ demo: build  ## train a transformer, its sequence sharded over 8 devices; flags 
 	$(SAY) "demo: training over 8 CPU devices"
 	@$(PY) examples/train_long_context.py $(DEMO)
 
-test: build lint test-rust test-ffi test-kernels test-python  ## all tests and lint
+test: build lint test-rust test-ffi test-python  ## all tests and lint
 	$(SAY) "all tests passed"
 
 test-full: PYTEST += --full
 test-full: test  ## the same with the whole product of the correctness cases (hours)
 
-test-rust:
-	$(SAY) "core: cargo test"
-	@cargo test --quiet
+test-rust: $(VENV)/ready
+	$(SAY) "core, CUDA executor, what the CUDA kernels compute on an interpreter: cargo test"
+	@$(KERNEL_TOOLS) cargo test $(PLAIN)
 
 test-ffi: $(VENV)/ready
 	$(SAY) "XLA custom calls, the decoder against XLA's own C++ header, CUDA kernels: cargo test"
 	@$(KERNEL_TOOLS) cargo test $(WITH_KERNELS) $(DECODE_CHECK)
-
-test-kernels: $(VENV)/ready
-	$(SAY) "what the CUDA kernels compute, on an interpreter: cargo test"
-	@$(KERNEL_TOOLS) cargo test --quiet -p burst-attention-interpreter
 
 kernel-quality: $(VENV)/ready  ## what the compiler made of each CUDA kernel; WRITE=1: accept it
 	@$(KERNEL_TOOLS) cargo build $(WITH_KERNELS) && \
@@ -74,7 +71,7 @@ lint: lint-rust lint-python  ## rustfmt, clippy, ruff, mypy
 lint-rust: $(VENV)/ready
 	$(SAY) "lint: rustfmt, clippy"
 	@cargo fmt --all --check
-	@$(KERNEL_TOOLS) cargo clippy $(PLAIN) --all-targets -- -D warnings
+	@$(KERNEL_TOOLS) cargo clippy $(PLAIN) $(MEASURE) --all-targets -- -D warnings
 	@$(KERNEL_TOOLS) cargo clippy $(WITH_KERNELS) $(DECODE_CHECK) --all-targets -- -D warnings
 
 lint-python: $(VENV)/ready
@@ -105,6 +102,12 @@ bench: $(LIBRARY) $(VENV)/installed  ## measure; PYTHON_BENCH=... is a Python wi
 
 kernel-bench: $(LIBRARY)  ## the CUDA kernels on an NVIDIA GPU; PYTHON_BENCH with torch, cuda-bindings
 	@$(PYTHON_BENCH) benchmarks/kernels.py --library $(LIBRARY) $(BENCH)
+
+gpu-check: $(LIBRARY)  ## the ring on an NVIDIA GPU; PYTHON_BENCH with jax[cuda13] and the wheel
+	@$(PYTHON_BENCH) benchmarks/gpu_check.py $(BENCH)
+
+host-cost:  ## host time that issuing a ring to a GPU takes
+	@cargo run --quiet --release -p burst-attention-host-cost
 
 clean:  ## remove all that was made, .venv too
 	@rm -rf $(VENV) target dist out $(LIBRARY)

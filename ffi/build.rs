@@ -19,6 +19,7 @@ fn main() {
     }
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rerun-if-changed=src/abi.rs");
+    println!("cargo::rerun-if-changed=src/abi_cuda.rs");
 
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let include = xla_include();
@@ -161,9 +162,10 @@ fn write_header(out: &Path) -> PathBuf {
     let header = out.join("burst_attention.h");
     cbindgen::Builder::new()
         .with_src("src/abi.rs")
+        .with_src("src/abi_cuda.rs")
         .with_config(config)
         .generate()
-        .unwrap_or_else(|error| fail(&format!("cbindgen can't read src/abi.rs: {error}")))
+        .unwrap_or_else(|error| fail(&format!("cbindgen can't read src/abi*.rs: {error}")))
         .write_to_file(&header);
 
     // OUT_DIR is <target>/[<triple>/]<profile>/build/<package>/out.

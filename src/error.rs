@@ -1,5 +1,7 @@
 //! The one error type of the core.
 
+use burst_attention_kernels::launch::LaunchError;
+
 use crate::problem::Dtype;
 
 /// Everything that can go wrong in the core. Messages carry the values that were found and say
@@ -57,6 +59,69 @@ pub enum Error {
         /// What there is.
         available: String,
     },
+    /// A kernel can't be launched for what it is to compute.
+    #[error("{0}")]
+    Launch(#[from] LaunchError),
+    /// This executor has no way to compute it.
+    #[error("{what} is not supported on {executor}: {instead}")]
+    Unsupported {
+        /// What was asked for.
+        what: String,
+        /// Where.
+        executor: &'static str,
+        /// What works.
+        instead: String,
+    },
+    /// A library is not there, or lacks something.
+    #[error("{library} can't be used: {reason}; {remedy}")]
+    Library {
+        /// Its name.
+        library: &'static str,
+        /// What is wrong.
+        reason: String,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// The CUDA driver refused a call.
+    #[error("{call} failed: {reason}")]
+    Driver {
+        /// The function of the driver.
+        call: &'static str,
+        /// What it was for, and what the driver says.
+        reason: String,
+    },
+    /// NCCL refused a call, or found its communicator broken.
+    #[error("rank {rank} of {world_size}{}: {call} failed: {reason}", place(*step, *peer))]
+    Network {
+        /// The function of NCCL.
+        call: &'static str,
+        /// The rank that noticed.
+        rank: usize,
+        /// Length of the ring.
+        world_size: usize,
+        /// The step of the ring, within a pass.
+        step: Option<usize>,
+        /// The rank at the other end.
+        peer: Option<usize>,
+        /// What NCCL says.
+        reason: String,
+    },
+    /// Memory that the caller gives for a ring does not fit it.
+    #[error("{name} must have at least {expected} bytes, got {got}")]
+    Workspace {
+        /// The memory.
+        name: &'static str,
+        /// What the ring needs.
+        expected: u64,
+        /// What came.
+        got: u64,
+    },
+}
+
+/// Where in a ring something happened.
+fn place(step: Option<usize>, peer: Option<usize>) -> String {
+    let step = step.map_or(String::new(), |step| format!(", step {step}"));
+    peer.map_or(step.clone(), |peer| format!("{step}, peer rank {peer}"))
 }
 
 /// Result with the core's [`enum@Error`].

@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub mod cuda;
 pub mod engine;
 pub mod error;
 pub mod host;

@@ -1,4 +1,4 @@
-//! Everything that the library exports. cbindgen makes the C header of this file.
+//! What the library exports beside the handlers for CUDA. cbindgen makes the C header of this file.
 
 use std::ffi::{CStr, c_char};
 use std::panic::catch_unwind;

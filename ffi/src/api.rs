@@ -110,7 +110,7 @@ impl Api {
     }
 
     /// Turns an answer of the runtime into a result and frees it.
-    fn check(&self, call: &'static str, error: *mut sys::XLA_FFI_Error) -> Result<()> {
+    pub(crate) fn check(&self, call: &'static str, error: *mut sys::XLA_FFI_Error) -> Result<()> {
         if error.is_null() {
             return Ok(());
         }
@@ -169,6 +169,40 @@ impl Api {
             { ctx: context.raw, device_ordinal: 0 }
         );
         Ok(arguments.device_ordinal)
+    }
+
+    /// The stream that the call belongs to, a `CUstream` on CUDA.
+    ///
+    /// # Errors
+    /// If the runtime has none for this context.
+    pub fn stream(&self, context: Context<'_>) -> Result<usize> {
+        let arguments = call!(
+            self,
+            XLA_FFI_Stream_Get,
+            XLA_FFI_Stream_Get_Args,
+            XLA_FFI_Stream_Get_Args_STRUCT_SIZE,
+            { ctx: context.raw, stream: ptr::null_mut() }
+        );
+        Ok(arguments.stream as usize)
+    }
+
+    /// An extension of the runtime for this call, if it offers it.
+    ///
+    /// # Errors
+    /// If the runtime knows of no extensions, or asking for one failed.
+    pub fn extension(
+        &self,
+        context: Context<'_>,
+        kind: u32,
+    ) -> Result<Option<NonNull<sys::XLA_FFI_Extension>>> {
+        let arguments = call!(
+            self,
+            XLA_FFI_InvokeContext_FindExtension,
+            XLA_FFI_InvokeContext_FindExtension_Args,
+            XLA_FFI_InvokeContext_FindExtension_Args_STRUCT_SIZE,
+            { ctx: context.raw, extension_type: i64::from(kind), extension: ptr::null() }
+        );
+        Ok(NonNull::new(arguments.extension.cast_mut()))
     }
 
     /// Announces a type of state, and returns the number that the runtime gives it.

@@ -20,13 +20,13 @@ const MAX_WORLD_SIZE: usize = 1 << 16;
 /// What is known when a program is compiled: the attributes of a call.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CallSite {
-    pass: Pass,
-    world_size: usize,
+    pub(crate) pass: Pass,
+    pub(crate) world_size: usize,
     layout: Layout,
     causal: bool,
     softmax_scale: f32,
-    travels: Option<Travels>,
-    axis: Arc<str>,
+    pub(crate) travels: Option<Travels>,
+    pub(crate) axis: Arc<str>,
 }
 
 /// One rank's memory, of either pass.
@@ -58,15 +58,7 @@ impl CallSite {
         let world_size = attributes.get::<i64>("world_size")?;
         let travels = match pass {
             Pass::Forward => None,
-            Pass::Backward => match attributes.get::<&str>("backward")? {
-                "auto" => None,
-                "keys" => Some(Travels::Keys),
-                "queries" => Some(Travels::Queries),
-                other => {
-                    let got = format!("{other:?}");
-                    return Err(Error::mismatch("backward", "auto, keys or queries", got));
-                }
-            },
+            Pass::Backward => travels_of(attributes.get("backward")?)?,
         };
         Ok(CallSite {
             pass,
@@ -101,11 +93,11 @@ impl CallSite {
         let [o, lse] = frame.results()?;
         let shapes = self.shapes(&q, &k)?;
         let buffers = ForwardBuffers {
-            q: shapes.query("query", &q)?,
-            k: shapes.key("key", &k)?,
-            v: shapes.key("value", &v)?,
-            o: shapes.output(&o)?,
-            lse: shapes.rows("lse", &lse)?,
+            q: shapes.query("query", &q)?.host(),
+            k: shapes.key("key", &k)?.host(),
+            v: shapes.key("value", &v)?.host(),
+            o: shapes.output(&o)?.host(),
+            lse: shapes.rows("lse", &lse)?.host(),
         };
         self.rank_call(shapes.problem, &place, RankBuffers::Forward(Box::new(buffers)))
     }
@@ -115,16 +107,16 @@ impl CallSite {
         let [dq, dk, dv] = frame.results()?;
         let shapes = self.shapes(&q, &k)?;
         let buffers = BackwardBuffers {
-            q: shapes.query("query", &q)?,
-            k: shapes.key("key", &k)?,
-            v: shapes.key("value", &v)?,
-            o: shapes.output(&o)?,
-            lse: shapes.rows("lse", &lse)?,
-            dout: shapes.query("dout", &dout)?,
-            dlse: shapes.rows("dlse", &dlse)?,
-            dq: shapes.query("dq", &dq)?,
-            dk: shapes.key("dk", &dk)?,
-            dv: shapes.key("dv", &dv)?,
+            q: shapes.query("query", &q)?.host(),
+            k: shapes.key("key", &k)?.host(),
+            v: shapes.key("value", &v)?.host(),
+            o: shapes.output(&o)?.host(),
+            lse: shapes.rows("lse", &lse)?.host(),
+            dout: shapes.query("dout", &dout)?.host(),
+            dlse: shapes.rows("dlse", &dlse)?.host(),
+            dq: shapes.query("dq", &dq)?.host(),
+            dk: shapes.key("dk", &dk)?.host(),
+            dv: shapes.key("dv", &dv)?.host(),
         };
         self.rank_call(shapes.problem, &place, RankBuffers::Backward(Box::new(buffers)))
     }
@@ -143,7 +135,10 @@ impl CallSite {
     }
 
     /// The problem that `q` and `k` pose.
-    fn shapes(&self, q: &Buffer, k: &Buffer) -> Result<Shapes> {
+    ///
+    /// # Errors
+    /// If they do not fit each other, or the core does not take the problem.
+    pub(crate) fn shapes(&self, q: &Buffer, k: &Buffer) -> Result<Shapes> {
         let (outer, [q_len, heads, head_dim]) = split("query", q)?;
         let (k_outer, [kv_len, kv_heads, k_dim]) = split("key", k)?;
         if outer != k_outer || head_dim != k_dim {
@@ -174,50 +169,77 @@ impl CallSite {
 }
 
 /// Shapes that all operands of a call must have.
-struct Shapes {
-    problem: Problem,
+pub(crate) struct Shapes {
+    /// What they pose together.
+    pub problem: Problem,
     /// Leading dimensions, of which the last is the batch and the others come from vmap.
-    outer: Vec<usize>,
+    pub outer: Vec<usize>,
+}
+
+/// Memory of an operand or result that is as it must be.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Checked {
+    data: NonNull<u8>,
+    dtype: Dtype,
+    dims: [usize; 4],
+}
+
+impl Checked {
+    fn host(self) -> HostArray {
+        HostArray::jax(self.data, self.dtype, self.dims)
+    }
+
+    /// Address of the first element.
+    pub fn address(self) -> u64 {
+        self.data.as_ptr() as u64
+    }
 }
 
 impl Shapes {
-    fn query(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
+    pub fn query(&self, name: &str, buffer: &Buffer) -> Result<Checked> {
         let Problem { q_len, heads, head_dim, dtype, .. } = self.problem;
         self.array(name, buffer, dtype, &[q_len, heads, head_dim])
     }
 
     /// The output of the forward pass may keep float32.
-    fn output(&self, buffer: &Buffer) -> Result<HostArray> {
+    fn output(&self, buffer: &Buffer) -> Result<Checked> {
         let Problem { q_len, heads, head_dim, dtype, .. } = self.problem;
         let kept = buffer.dtype.activation() == Some(Dtype::F32);
         let dtype = if kept { Dtype::F32 } else { dtype };
         self.array("out", buffer, dtype, &[q_len, heads, head_dim])
     }
 
-    fn key(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
+    pub fn key(&self, name: &str, buffer: &Buffer) -> Result<Checked> {
         let Problem { kv_len, kv_heads, head_dim, dtype, .. } = self.problem;
         self.array(name, buffer, dtype, &[kv_len, kv_heads, head_dim])
     }
 
-    fn rows(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
+    pub fn rows(&self, name: &str, buffer: &Buffer) -> Result<Checked> {
         self.array(name, buffer, Dtype::F32, &[self.problem.q_len, self.problem.heads])
     }
 
-    fn array(
-        &self,
-        name: &str,
-        buffer: &Buffer,
-        dtype: Dtype,
-        inner: &[usize],
-    ) -> Result<HostArray> {
-        let ptr: NonNull<u8> = buffer.typed(name, dtype.into())?.data(name)?;
+    fn array(&self, name: &str, buffer: &Buffer, dtype: Dtype, inner: &[usize]) -> Result<Checked> {
+        let data: NonNull<u8> = buffer.typed(name, dtype.into())?.data(name)?;
         let expected = [&self.outer, inner].concat();
         if buffer.dims != expected {
             let (expected, got) = (format!("{expected:?}"), format!("{:?}", buffer.dims));
             return Err(Error::mismatch(format!("shape of {name}"), expected, got));
         }
         let dim = inner.get(2).copied().unwrap_or(1);
-        Ok(HostArray::jax(ptr, dtype, [self.problem.batch, inner[0], inner[1], dim]))
+        Ok(Checked { data, dtype, dims: [self.problem.batch, inner[0], inner[1], dim] })
+    }
+}
+
+/// What travels backward, by its name in the public interface.
+///
+/// # Errors
+/// If there is no such name.
+pub(crate) fn travels_of(name: &str) -> Result<Option<Travels>> {
+    match name {
+        "auto" => Ok(None),
+        "keys" => Ok(Some(Travels::Keys)),
+        "queries" => Ok(Some(Travels::Queries)),
+        other => Err(Error::mismatch("backward", "auto, keys or queries", format!("{other:?}"))),
     }
 }
 

@@ -3,8 +3,13 @@
 use std::ffi::{CStr, CString};
 use std::sync::LazyLock;
 
+use burst_attention::cuda::libcuda::LibCuda;
+use burst_attention::cuda::nccl::Nccl;
 use burst_attention::host::isa::Isa;
 use burst_attention::host::ring::Executor;
+use burst_attention_kernels::images;
+use burst_attention_kernels::instances::Target;
+use serde_json::{Value, json};
 
 use crate::{kernels, sys};
 
@@ -17,39 +22,44 @@ pub fn version() -> &'static CStr {
 /// A JSON object, as a C string. Asking for it starts the compute threads.
 pub fn describe() -> &'static CStr {
     static TEXT: LazyLock<CString> =
-        LazyLock::new(|| CString::new(json()).expect("quoting leaves no zero bytes"));
+        LazyLock::new(|| CString::new(json()).expect("JSON has no zero bytes"));
     &TEXT
 }
 
 fn json() -> String {
-    let available: Vec<_> = Isa::available().iter().map(|isa| quoted(isa.name())).collect();
-    let executor = match Executor::global() {
-        Ok(executor) => format!(
-            "\"instruction_set\":{},\"compute_threads\":{}",
-            quoted(executor.isa.name()),
-            executor.pool.current_num_threads()
-        ),
-        Err(error) => format!("\"error\":{}", quoted(&error.to_string())),
-    };
-    format!(
-        "{{\"version\":{},{executor},\"available_instruction_sets\":[{}],\
-         \"cuda_kernel_images\":{},\"xla_ffi_api\":\"{}.{}\"}}",
-        quoted(env!("CARGO_PKG_VERSION")),
-        available.join(","),
-        kernels::images(),
-        sys::XLA_FFI_API_MAJOR,
-        sys::XLA_FFI_API_MINOR,
-    )
+    let available: Vec<_> = Isa::available().iter().map(|isa| isa.name()).collect();
+    let mut text = json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "available_instruction_sets": available,
+        "cuda_kernel_images": kernels::images(),
+        "cuda": cuda(),
+        "xla_ffi_api": format!("{}.{}", sys::XLA_FFI_API_MAJOR, sys::XLA_FFI_API_MINOR),
+    });
+    match Executor::global() {
+        Ok(executor) => {
+            text["instruction_set"] = executor.isa.name().into();
+            text["compute_threads"] = executor.pool.current_num_threads().into();
+        }
+        Err(error) => text["error"] = error.to_string().into(),
+    }
+    text.to_string()
 }
 
-/// A JSON string.
-fn quoted(text: &str) -> String {
-    let escape = |c: char| match c {
-        '"' | '\\' => format!("\\{c}"),
-        c if c.is_control() => format!("\\u{:04x}", u32::from(c)),
-        c => c.to_string(),
+/// What there is to run on GPUs with. It does not start the driver.
+fn cuda() -> Value {
+    let known = |version: Option<String>| version.unwrap_or_else(|| "of unknown version".into());
+    let driver = match LibCuda::find() {
+        Ok(driver) => format!("CUDA {}", known(driver.version())),
+        Err(error) => error.to_string(),
     };
-    format!("\"{}\"", text.chars().map(escape).collect::<String>())
+    let nccl = match Nccl::load() {
+        Ok(nccl) => known(nccl.version()),
+        Err(error) => error.to_string(),
+    };
+    let mut targets: Vec<_> = images::IMAGES.iter().map(|image| image.instance.target).collect();
+    targets.dedup();
+    let targets: Vec<_> = targets.into_iter().map(Target::name).collect();
+    json!({ "driver": driver, "nccl": nccl, "kernels_for": targets.join(" ") })
 }
 
 #[cfg(test)]
@@ -59,11 +69,17 @@ mod tests {
     #[test]
     fn says_what_computes() {
         let text = describe().to_str().expect("UTF-8");
-        for part in
-            ["\"version\":\"", "\"instruction_set\":\"", "\"portable\"", "\"cuda_kernel_images\":"]
-        {
+        let parts = [
+            "\"version\":\"",
+            "\"instruction_set\":\"",
+            "\"portable\"",
+            "\"cuda_kernel_images\":",
+            "\"xla_ffi_api\":\"",
+            "\"driver\":\"",
+            "\"nccl\":\"",
+        ];
+        for part in parts {
             assert!(text.contains(part), "{part} in {text}");
         }
-        assert_eq!(quoted("a\"b\\\n"), "\"a\\\"b\\\\\\u000a\"");
     }
 }

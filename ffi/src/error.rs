@@ -88,6 +88,25 @@ pub enum Error {
     /// The core refused or failed.
     #[error(transparent)]
     Core(#[from] burst_attention::Error),
+    /// The core failed in a ring on GPUs.
+    #[error("ring over mesh axis {axis:?}: {error}")]
+    Ring {
+        /// Name of the mesh axis, as the user wrote it.
+        axis: String,
+        /// What went wrong.
+        error: Box<burst_attention::Error>,
+    },
+    /// XLA has no communicator for the ring.
+    #[error(
+        "XLA lends no communicator for the ring over mesh axis {axis:?}: {reason}; rings on GPUs \
+         need jaxlib and jax-cuda13-plugin 0.11.2 or newer"
+    )]
+    NoCommunicator {
+        /// Name of the mesh axis.
+        axis: String,
+        /// What is missing.
+        reason: String,
+    },
     /// A bug: the library panicked.
     #[error("burst_attention panicked: {0}; please report this as a bug")]
     Panic(String),
@@ -130,14 +149,21 @@ impl Error {
             Error::Malformed { .. } | Error::Mismatch { .. } | Error::Disagreement { .. } => {
                 sys::XLA_FFI_Error_Code_INVALID_ARGUMENT
             }
-            Error::OldRuntime { .. } => sys::XLA_FFI_Error_Code_UNIMPLEMENTED,
+            Error::Ring { error, .. }
+                if matches!(**error, burst_attention::Error::Unsupported { .. }) =>
+            {
+                sys::XLA_FFI_Error_Code_UNIMPLEMENTED
+            }
+            Error::NoCommunicator { .. } | Error::OldRuntime { .. } => {
+                sys::XLA_FFI_Error_Code_UNIMPLEMENTED
+            }
             Error::MissingRanks { .. } => sys::XLA_FFI_Error_Code_DEADLINE_EXCEEDED,
             Error::Abandoned => sys::XLA_FFI_Error_Code_ABORTED,
             Error::Core(
                 burst_attention::Error::InvalidProblem { .. }
                 | burst_attention::Error::WrongDtype { .. },
             ) => sys::XLA_FFI_Error_Code_INVALID_ARGUMENT,
-            Error::Runtime { .. } | Error::Core(_) | Error::Panic(_) => {
+            Error::Runtime { .. } | Error::Core(_) | Error::Ring { .. } | Error::Panic(_) => {
                 sys::XLA_FFI_Error_Code_INTERNAL
             }
         }

@@ -8,13 +8,17 @@
 //! future. When the last rank of a ring has come, the ring runs on threads of its own, and then
 //! each rank's future is completed on yet another thread: the rest of that device's program runs
 //! there and may wait for the other devices.
+//!
+//! On CUDA ([`cuda`]) a handler enqueues its rank's part of the ring and returns.
 
 pub mod abi;
+pub mod abi_cuda;
 pub mod api;
 pub mod attributes;
 pub mod buffer;
 pub mod call;
 pub mod clock;
+pub mod cuda;
 pub mod data_type;
 mod describe;
 pub mod error;
@@ -24,5 +28,6 @@ pub mod hub;
 mod kernels;
 mod limit;
 pub mod rendezvous;
+pub mod state;
 #[doc(hidden)]
 pub mod sys;

@@ -5,7 +5,7 @@ use std::process::Command;
 
 /// Names of all functions that the library exports, as the source has them.
 fn exported() -> Vec<String> {
-    let source = include_str!("../src/abi.rs");
+    let source = [include_str!("../src/abi.rs"), include_str!("../src/abi_cuda.rs")].concat();
     let mut lines = source.lines();
     let mut names = Vec::new();
     while lines.any(|line| line == "#[unsafe(no_mangle)]") {
@@ -20,7 +20,7 @@ fn exported() -> Vec<String> {
 #[test]
 fn header_is_c_and_declares_every_export() {
     let names = exported();
-    assert_eq!(names.len(), 12, "{names:?}");
+    assert_eq!(names.len(), 27, "{names:?}");
 
     let header = Path::new(env!("BURST_ATTENTION_HEADER"));
     // Taking the address of an undeclared function does not compile.

@@ -1,4 +1,4 @@
-"""``python -m burst_attention``: what a bug report needs, and a two-second self-check."""
+"""``python -m burst_attention``: what a bug report needs, and self-checks of seconds."""
 
 from __future__ import annotations
 
@@ -6,37 +6,55 @@ import argparse
 import os
 import platform
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import burst_attention as ba
-from burst_attention import _ffi
+from burst_attention import _ffi, _nccl
 
 WIDTH = 30
-LIMIT = 2e-6
-"""Largest relative error, in the norm, of the float32 self-check."""
+LIMITS = {"float32": 2e-6, "bfloat16": 1e-2}
+"""Largest relative error, in the norm, of a self-check in each dtype."""
 
 
 def main() -> int:
-    """Prints the report; 0 if the self-check passed."""
+    """Prints the report; 0 if every self-check passed."""
     argparse.ArgumentParser(prog="python -m burst_attention", description=__doc__).parse_args()
     _ask_for_cpu_devices(8)
     for name, value in _report().items():
         print(f"{name:{WIDTH}}{value}")
+    passed = [_reported("self-check, CPU", lambda: jax.devices("cpu"), "float32")]
+    if gpus := _gpus():
+        # One device: a ring of its own, which needs no communicator.
+        passed.append(_reported("self-check, GPU", lambda: gpus[:1], "bfloat16"))
+    return 0 if all(passed) else 1
+
+
+def _reported(name: str, devices: Callable[[], list[Any]], dtype: str) -> bool:
+    """Runs a self-check and prints how it went."""
     try:
-        size, errors = _self_check()
+        size, errors = _self_check(devices(), dtype)
     except Exception as error:  # the report must name whatever went wrong
-        print(f"{'self-check':{WIDTH}}failed: {type(error).__name__}: {error}")
-        return 1
-    passed = all(error <= LIMIT for error in errors.values())
+        print(f"{name:{WIDTH}}failed: {type(error).__name__}: {error}")
+        return False
+    passed = all(error <= LIMITS[dtype] for error in errors.values())
     shown = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
     verdict = "ok" if passed else "failed"
-    print(f"{'self-check':{WIDTH}}{verdict}: ring of {size}, relative error {shown}")
-    return 0 if passed else 1
+    print(f"{name:{WIDTH}}{verdict}: ring of {size}, {dtype}, relative error {shown}")
+    return passed
+
+
+def _gpus() -> list[Any]:
+    try:
+        return jax.devices("cuda")
+    except RuntimeError:
+        return []  # no NVIDIA GPU, or JAX was told not to use it
 
 
 def _ask_for_cpu_devices(count: int) -> None:
@@ -52,23 +70,29 @@ def _report() -> dict[str, Any]:
         "python": f"{platform.python_version()}, numpy {np.__version__}",
         "platform": f"{platform.platform()}, {os.cpu_count()} cores",
         "devices": f"{len(devices)} × {devices[0].device_kind} ({jax.default_backend()})",
-        "kernels": "CPU, on host devices; the CUDA images are not used yet",
+        "kernels": "the library's for CPU devices, its CUDA images for NVIDIA GPUs",
     }
-    report |= {f"  {name}": value for name, value in _ffi.describe().items()}
-    return report | {"nccl": "not used"}
+    for name, value in _ffi.describe().items():
+        nested = value.items() if isinstance(value, dict) else [("", value)]
+        report |= {f"  {name} {inner}".rstrip(): found for inner, found in nested}
+    return report | {_nccl.VARIABLE: _nccl.launch_order()}
 
 
 def _self_check(
-    seq: int = 512, heads: int = 4, kv_heads: int = 2, head_dim: int = 64
+    devices: list[Any],
+    dtype: str,
+    seq: int = 512,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
 ) -> tuple[int, dict[str, float]]:
     """Size of a causal ring, and its relative errors against dense float64."""
-    devices = jax.devices("cpu")
     size = max(n for n in (1, 2, 4, 8) if n <= len(devices))
     mesh = jax.sharding.Mesh(np.array(devices[:size]), ("context",))
     generator = np.random.default_rng(0)
     shapes = [(1, seq, heads, head_dim)] + [(1, seq, kv_heads, head_dim)] * 2
     shapes.append(shapes[0])
-    q, k, v, dout = (generator.standard_normal(shape, dtype=np.float32) for shape in shapes)
+    q, k, v, dout = (generator.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in shapes)
 
     @jax.jit
     def run(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
@@ -83,7 +107,7 @@ def _self_check(
     sharding = jax.sharding.NamedSharding(mesh, P(None, "context"))
     stored = (ba.to_layout(x, size, "zigzag") for x in (q, k, v, dout))
     found = run(*(jax.device_put(x, sharding) for x in stored))
-    restored = [ba.from_layout(np.asarray(x), size, "zigzag") for x in found]
+    restored = [ba.from_layout(np.asarray(x, np.float64), size, "zigzag") for x in found]
     expected = _dense(*(x.astype(np.float64) for x in (q, k, v, dout)))
     names = ("out", "dq", "dk", "dv")
     return size, {

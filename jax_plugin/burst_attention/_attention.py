@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from burst_attention import _checks, _ffi
+from burst_attention import _checks
+from burst_attention._ring import Ring, ring_groups, vary_together
 from burst_attention._types import AttentionOptions, Backward, Layout, Schedule
 from burst_attention._vjp import ring_attention
 
@@ -99,8 +100,8 @@ def attention(
     ``out`` and ``lse`` are one more custom call; forward mode and second derivatives are errors.
 
     Args:
-      query: ``[batch, seq, heads, head_dim]``, this device's part of the sequence. float32,
-        bfloat16 or float16; head_dim a multiple of 8 up to 256.
+      query: ``[batch, seq, heads, head_dim]``, this device's part of the sequence. bfloat16 or
+        float16, on CPU devices also float32; head_dim a multiple of 8 up to 256.
       key: ``[batch, seq, kv_heads, head_dim]``, same dtype; kv_heads divides heads.
       value: like key.
       bias: must be None: a sequence × sequence array.
@@ -153,7 +154,7 @@ def attention(
 
 def _ring(
     arguments: dict[str, Any], query: jax.Array, key: jax.Array, value: jax.Array
-) -> tuple[_ffi.Ring, tuple[jax.Array, ...]]:
+) -> tuple[Ring, tuple[jax.Array, ...]]:
     """The static side of the call, and the inputs cast to one set of varying axes."""
     _checks.choice("layout", arguments["layout"], _checks.LAYOUTS)
     _checks.choice("backward", arguments["backward"], _checks.BACKWARDS)
@@ -163,12 +164,12 @@ def _ring(
     axis_name = _checks.axis(arguments["axis_name"])
     mesh = _checks.ring_mesh(axis_name)
     _checks.all_axes_manual(mesh)
-    _checks.devices(mesh)
+    platform = _checks.devices(mesh, query.dtype)
     _checks.shard_length(query.shape[1], arguments["layout"])
     # Before the custom_vjp: the transpose of this cast is what sums the gradients of an input
     # that several devices share, and inside, the types of the backward rule would not match.
-    varying, operands = _ffi.vary_together(axis_name, query, key, value)
-    ring = _ffi.Ring(
+    varying, operands = vary_together(axis_name, query, key, value)
+    ring = Ring(
         axis_name=axis_name,
         world_size=mesh.shape[axis_name],
         is_causal=is_causal,
@@ -176,5 +177,7 @@ def _ring(
         layout=arguments["layout"],
         backward=arguments["backward"],
         varying=varying,
+        platform=platform,
+        groups=ring_groups(mesh, axis_name),
     )
     return ring, operands

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ import numpy as np
 
 from burst_attention._types import Backward, Layout, Schedule
 
+AnyMesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
+PLATFORMS = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_HEAD_DIM = 256
 LAYOUTS: tuple[str, ...] = get_args(Layout)
@@ -215,30 +217,51 @@ def all_axes_manual(mesh: jax.sharding.AbstractMesh) -> None:
         )
 
 
-def devices(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> None:
-    """Raises for a mesh whose devices no ring can run on."""
-    platform = _platform(mesh)
-    if platform not in (None, "cpu"):
+def devices(mesh: AnyMesh, dtype: Any) -> str | None:
+    """Platform of the mesh, ``cpu`` or ``cuda``; None where an abstract mesh doesn't tell.
+
+    Raises for a mesh whose devices no ring can run on, or not with this dtype.
+    """
+    found = _platform(mesh)
+    if found not in (None, *PLATFORMS):
         raise NotImplementedError(
-            f"burst_attention runs on CPU devices only so far, got a mesh of {platform} devices; "
-            "make the mesh of jax.devices('cpu')"
+            f"burst_attention runs on CPU devices and NVIDIA GPUs, got a mesh of {found} devices; "
+            "make the mesh of jax.devices('cpu') or jax.devices('cuda')"
         )
-    if isinstance(mesh, jax.sharding.Mesh):
-        several = mesh.is_multi_process
-    else:
-        several = jax.process_count() > 1 and mesh.size > jax.local_device_count()
-    if several:
+    if found == "cuda" and dtype == jnp.float32:
+        raise NotImplementedError(
+            "on NVIDIA GPUs query, key and value must be bfloat16 or float16, got float32, for "
+            "which there is no kernel yet; cast them with x.astype(jnp.bfloat16) (accumulation is "
+            "float32 all the same), or use a mesh of jax.devices('cpu')"
+        )
+    if _on_cpu(found) and _of_several_processes(mesh):
         raise NotImplementedError(
             "a mesh over the CPU devices of several processes is not implemented yet; what works: "
-            "one process with as many devices (XLA_FLAGS=--xla_force_host_platform_device_count=8)"
+            "one process with as many devices (XLA_FLAGS=--xla_force_host_platform_device_count=8),"
+            " and GPUs of any number of processes"
         )
+    return found
 
 
-def _platform(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> str | None:
+def _platform(mesh: AnyMesh) -> str | None:
+    abstract = mesh.abstract_mesh if isinstance(mesh, jax.sharding.Mesh) else mesh
+    device = abstract.abstract_device
+    if device is None:
+        return None
+    if device.platform != "gpu":
+        return str(device.platform)
+    # JAX calls the GPUs of all vendors "gpu".
+    return "rocm" if device.device_kind.startswith(("AMD", "gfx")) else "cuda"
+
+
+def _on_cpu(platform: str | None) -> bool:
+    return (platform or jax.default_backend()) == "cpu"
+
+
+def _of_several_processes(mesh: AnyMesh) -> bool:
     if isinstance(mesh, jax.sharding.Mesh):
-        return str(mesh.devices.flat[0].platform)
-    device = mesh.abstract_device
-    return None if device is None else str(device.platform)
+        return bool(mesh.is_multi_process)
+    return jax.process_count() > 1 and mesh.size > jax.local_device_count()
 
 
 def _listed(values: Any, quote: bool = True) -> str:

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec
 
 from burst_attention import _checks
 from burst_attention._attention import attention
-from burst_attention._placement import AnyMesh, Placement, find_mesh, find_placement
+from burst_attention._checks import AnyMesh
+from burst_attention._placement import Placement, find_mesh, find_placement
 from burst_attention._types import AttentionOptions
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def dot_product_attention(
     _checks.later_arguments(options)
     query, key, value = _checks.arrays(query, key, value)
     mesh = find_mesh(mesh, query)
-    _checks.devices(mesh)
+    _checks.devices(mesh, query.dtype)
     placement = find_placement(mesh, spec, axis_name, query, key, value)
     with_lse = _checks.flag("return_residual", return_residual)
     local = partial(

@@ -10,8 +10,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from burst_attention import _checks
+from burst_attention._checks import AnyMesh
 
-AnyMesh: TypeAlias = Mesh | AbstractMesh
 Axes: TypeAlias = tuple[str, ...]
 DIMENSIONS = ("batch", "seq", "heads", "head_dim")
 

@@ -8,9 +8,9 @@ from typing import NoReturn, TypeAlias
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from burst_attention import _ffi
+from burst_attention import _calls
 from burst_attention._checkpoint import LSE_NAME, OUT_NAME
-from burst_attention._ffi import Ring
+from burst_attention._ring import Ring
 
 Gradients: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 Residuals: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
@@ -46,7 +46,8 @@ def _results(ring: Ring, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     s = softmax_scale · q kᵀ;   lse = ln Σ e^s;   o = e^(s − lse) v
     """
-    return _ffi.forward(ring, *operands)
+    o, lse = _calls.forward(ring, *operands)
+    return o, lse
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -56,7 +57,8 @@ def _gradients(ring: Ring, *operands: jax.Array) -> Gradients:
     delta = rowsum(dout ∘ o) − dlse;   p = e^(s − lse);   ds = p ∘ (dout vᵀ − delta)
     dv = pᵀ dout;   dk = softmax_scale · dsᵀ q;   dq = softmax_scale · ds k
     """
-    return _ffi.backward(ring, *operands)
+    dq, dk, dv = _calls.backward(ring, *operands)
+    return dq, dk, dv
 
 
 def _second_derivative(ring: Ring, primals: object, tangents: object) -> NoReturn:

@@ -1,8 +1,7 @@
 //! Runs all ranks of a ring in one process.
 
-use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, LazyLock, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, LazyLock, mpsc};
 
 use rayon::ThreadPool;
 
@@ -14,8 +13,8 @@ use super::transport::{HostTransport, Mailboxes};
 use super::{threads, trace};
 use crate::engine::walk;
 use crate::error::{Error, Result};
-use crate::problem::{Dtype, Pass, Problem, Travels};
-use crate::schedule::{Schedule, choose_travels, ring};
+use crate::problem::{Dtype, Problem, Travels};
+use crate::schedule::{self, Schedule};
 use crate::transport::Transport;
 
 /// The compute workers that all rings of the process share, and what they compute with.
@@ -67,7 +66,7 @@ pub fn run(problem: &Problem, travels: Option<Travels>, buffers: RingBuffers) ->
     problem.validate()?;
     check_buffers(problem, &buffers)?;
     let pass = buffers.pass();
-    let schedules = schedules(problem, pass, travels);
+    let schedules = schedule::kept(problem, pass, travels);
     let mailboxes = Arc::new(Mailboxes::default());
     let number = trace::next_ring();
     let job = |rank: usize| Job {
@@ -87,29 +86,6 @@ pub fn run(problem: &Problem, travels: Option<Travels>, buffers: RingBuffers) ->
             move || job.backward(io)
         }),
     }
-}
-
-/// How many problems' schedules are kept; a training step uses a handful.
-const KEPT_SCHEDULES: usize = 64;
-
-/// A problem with the pass and the travelling side that were asked for.
-type Asked = (Problem, Pass, Option<Travels>);
-
-/// The schedules of all ranks, made once for each problem: at world 8 that takes 0.1 to 0.2 ms, as
-/// long as the arithmetic of a small call.
-fn schedules(problem: &Problem, pass: Pass, travels: Option<Travels>) -> Arc<Vec<Schedule>> {
-    static KEPT: Mutex<VecDeque<(Asked, Arc<Vec<Schedule>>)>> = Mutex::new(VecDeque::new());
-    let kept = || KEPT.lock().unwrap_or_else(PoisonError::into_inner);
-    let asked = (problem.clone(), pass, travels);
-    if let Some((_, schedules)) = kept().iter().find(|(known, _)| *known == asked) {
-        return schedules.clone();
-    }
-    let side = travels.unwrap_or_else(|| choose_travels(problem, pass));
-    let schedules = Arc::new(ring(problem, pass, side));
-    let mut kept = kept();
-    kept.truncate(KEPT_SCHEDULES - 1);
-    kept.push_front((asked, schedules.clone()));
-    schedules
 }
 
 /// What one rank's thread needs to know.
@@ -263,6 +239,7 @@ fn check_array(
 mod tests {
     use super::*;
     use crate::layout::Layout;
+    use crate::problem::Pass;
 
     #[test]
     fn a_rank_that_panics_before_its_first_step_releases_those_that_wait_for_it() {
@@ -279,7 +256,7 @@ mod tests {
             layout: Layout::Contiguous,
             world_size: 2,
         };
-        let schedules = schedules(&problem, Pass::Forward, None);
+        let schedules = schedule::kept(&problem, Pass::Forward, None);
         let mailboxes = Arc::new(Mailboxes::default());
         let job = Job { problem, schedules, rank: 0, mailboxes: mailboxes.clone(), number: 0 };
         let failed = job.walk(|_, _| panic!("on purpose")).expect_err("the kernel panicked");

@@ -5,16 +5,21 @@
 
 mod check;
 mod geometry;
+mod kept;
 mod positions;
 mod ring;
+mod rows;
 mod state;
 
 pub use check::{Violation, check};
 pub use geometry::{Rectangle, rectangles};
+pub use kept::kept;
 pub use ring::{Direction, choose_travels, ring, total_bytes};
 
 use std::fmt;
 use std::ops::Range;
+
+pub(crate) use rows::Rows;
 
 use crate::mask::Band;
 use crate::problem::{Pass, Travels};

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::{Operand, Payload, Place, State, Step, Tile};
+use super::{Operand, Payload, Place, Rows, State, Step, Tile};
 use crate::mask::Band;
 use crate::problem::{Pass, Problem};
 
@@ -152,47 +152,4 @@ fn split(tile: &Tile, side: Side, seen: &Rows, tell: impl Fn(&mut State, bool)) 
         part
     };
     parts.into_iter().map(part).collect()
-}
-
-/// A set of rows as sorted, disjoint, non-empty ranges.
-#[derive(Debug, Default)]
-struct Rows(Vec<Range<usize>>);
-
-impl Rows {
-    fn from(rows: Range<usize>) -> Rows {
-        let mut set = Rows::default();
-        set.insert(rows);
-        set
-    }
-
-    fn insert(&mut self, rows: Range<usize>) {
-        let mut all = self.missing(&rows);
-        all.append(&mut self.0);
-        all.sort_by_key(|range| range.start);
-        for range in all {
-            match self.0.last_mut() {
-                Some(last) if last.end == range.start => last.end = range.end,
-                _ => self.0.push(range),
-            }
-        }
-    }
-
-    /// Parts of `rows` in the set.
-    fn common(&self, rows: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
-        let cut = |range: &Range<usize>| range.start.max(rows.start)..range.end.min(rows.end);
-        self.0.iter().map(cut).filter(|range| !range.is_empty())
-    }
-
-    /// Parts of `rows` that are not in the set.
-    fn missing(&self, rows: &Range<usize>) -> Vec<Range<usize>> {
-        let mut gaps = Vec::new();
-        let mut start = rows.start;
-        for range in self.common(rows) {
-            gaps.push(start..range.start);
-            start = range.end;
-        }
-        gaps.push(start..rows.end);
-        gaps.retain(|range| !range.is_empty());
-        gaps
-    }
 }

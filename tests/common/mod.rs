@@ -3,6 +3,7 @@
 
 pub mod adversary;
 pub mod data;
+pub mod devices;
 pub mod reference;
 
 use burst_attention::Layout;

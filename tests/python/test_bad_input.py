@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import ring
 from burst_attention import _checks, _ffi
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 
@@ -183,15 +184,41 @@ def test_axes_left_to_the_compiler():
         jax.jit(function)(*qkv(batch=2))
 
 
+def abstract_mesh(platform, kind):
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
+    return AbstractMesh((2,), ("context",), axis_types=(AxisType.Auto,), abstract_device=device)
+
+
 def test_several_processes(monkeypatch):
+    """Of CPU devices; GPUs reach each other."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "local_device_count", lambda: 1)
-    refused(NotImplementedError, "several processes is not implemented yet; what works")
+    words = "CPU devices of several processes is not implemented yet; what works"
+    refused(NotImplementedError, words)
+    with pytest.raises(NotImplementedError, match=words):
+        _checks.devices(AbstractMesh((2,), ("context",)), jnp.bfloat16)
+    assert _checks.devices(abstract_mesh("gpu", "NVIDIA H200"), jnp.bfloat16) == "cuda"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert _checks.devices(AbstractMesh((2,), ("context",)), jnp.bfloat16) is None
 
 
-def test_other_platforms(monkeypatch):
-    monkeypatch.setattr(_checks, "_platform", lambda mesh: "cuda")
-    refused(NotImplementedError, r"CPU devices only so far, got a mesh of cuda devices")
+@pytest.mark.parametrize(
+    ("platform", "kind", "name"),
+    [("tpu", "TPU v5e", "tpu"), ("gpu", "AMD Instinct MI300X", "rocm"), ("rocm", "gfx942", "rocm")],
+)
+def test_other_platforms(platform, kind, name):
+    words = f"runs on CPU devices and NVIDIA GPUs, got a mesh of {name} devices; make the mesh of"
+    mesh, arrays = abstract_mesh(platform, kind), qkv(dtype="bfloat16")
+    with pytest.raises(NotImplementedError, match=words):
+        ba.dot_product_attention(*arrays, mesh=mesh, spec=P(None, "context"))
+    local = jax.shard_map(
+        lambda *x: ba.attention(*x, axis_name="context"),
+        mesh=mesh,
+        in_specs=P(None, "context"),
+        out_specs=P(None, "context"),
+    )
+    with pytest.raises(NotImplementedError, match=words):
+        jax.jit(local).trace(*arrays)
 
 
 def test_second_derivative():

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import ring
+from burst_attention import __main__ as report
 from jax.sharding import PartitionSpec as P
 
 TARGETS = ("burst_attention_forward", "burst_attention_backward")
@@ -120,9 +121,50 @@ np.savez("{tmp_path}/outputs.npz", *exported.call(*placed))
 
 def test_report_and_self_check():
     output = python("-m", "burst_attention")
-    for line in ("burst_attention", "jax, jaxlib", "devices", "instruction_set"):
+    for line in ("burst_attention", "jax, jaxlib", "devices", "instruction_set", "NCCL_LAUNCH"):
         assert line in output
     assert "ok: ring of 8" in output
+    assert "self-check, GPU" not in output
+
+
+def test_report_survives_a_gpu_that_fails(monkeypatch, capsys):
+    """And says so beside what the CPU devices did."""
+    monkeypatch.setattr(sys, "argv", ["burst_attention"])
+    monkeypatch.setattr(report, "_gpus", lambda: ["not a device"])
+    monkeypatch.setattr(report._ffi, "describe", lambda: {"cuda": {"driver": "13.0"}, "a": 1})
+    assert report.main() == 1
+    lines = dict(line.split(maxsplit=2)[1:] for line in capsys.readouterr().out.splitlines()[-2:])
+    assert lines["CPU"].startswith("ok: ring of 8, float32")
+    assert lines["GPU"].startswith("failed: ")
+
+
+def test_one_device_check_in_bfloat16():
+    """What runs on a GPU if there is one, on a CPU device."""
+    size, errors = report._self_check(jax.devices()[:1], "bfloat16")
+    assert size == 1
+    assert set(errors) == {"out", "dq", "dk", "dv"}
+    assert all(1e-4 < error < report.LIMITS["bfloat16"] for error in errors.values())
+
+
+@pytest.mark.parametrize("given", [None, "0"])
+def test_import_sets_the_order_of_nccl_where_c_sees_it(given):
+    """Or warns, at the line that imports."""
+    program = f"""
+import ctypes, os, warnings
+os.environ.pop("NCCL_LAUNCH_ORDER_IMPLICIT", None)
+if {given!r}:
+    os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = {given!r}
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always", UserWarning)
+    import burst_attention
+getenv = ctypes.CDLL(None).getenv
+getenv.restype = ctypes.c_char_p
+print(getenv(b"NCCL_LAUNCH_ORDER_IMPLICIT").decode())
+print([(x.category.__name__, x.filename) for x in found if x.category is UserWarning])
+"""
+    value, warned = python("-c", program).splitlines()
+    assert value == (given or "1")
+    assert warned == ("[('UserWarning', '<string>')]" if given else "[]")
 
 
 def test_missing_library_says_how_to_get_it(tmp_path):

@@ -11,6 +11,8 @@ use std::thread::ThreadId;
 
 use burst_attention_ffi::sys;
 
+pub mod gpu;
+
 /// An operand, a result or a deliberately broken description of one.
 #[derive(Clone)]
 pub struct FakeBuffer {
@@ -186,6 +188,7 @@ pub struct FakeContext {
     pub run_id: i64,
     pub device: i32,
     pub state: Cell<*mut c_void>,
+    pub gpu: Option<Box<gpu::FakeGpu>>,
 }
 
 /// A table of functions and one device's context.
@@ -249,7 +252,7 @@ impl FakeRuntime {
         table.XLA_FFI_Future_SetError = Some(set_error);
         table.XLA_FFI_RunId_Get = Some(get_run_id);
         table.XLA_FFI_DeviceOrdinal_Get = Some(get_device_ordinal);
-        let context = FakeContext { run_id, device, state: Cell::new(ptr::null_mut()) };
+        let context = FakeContext { run_id, device, state: Cell::new(ptr::null_mut()), gpu: None };
         FakeRuntime { table, context: Box::new(context) }
     }
 

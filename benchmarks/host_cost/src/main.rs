@@ -1,0 +1,77 @@
+//! What it costs the host to issue one step of a ring, on a driver that only writes down.
+//!
+//! Prints the median of the whole call, schedules kept and memory at random, divided by its steps.
+
+use std::time::Instant;
+
+use burst_attention::cuda::device::{Executor, Share};
+use burst_attention::cuda::nccl::Communicator;
+use burst_attention::cuda::rank::Arrays;
+use burst_attention::cuda::record::{Recorder, images, nccl};
+use burst_attention::cuda::ring::{Call, Given};
+use burst_attention::{Dtype, Layout, Pass, Problem, Travels};
+
+const CALLS: usize = 2001;
+
+fn call(world_size: usize, batch: usize, pass: Pass, travels: Option<Travels>) -> Call {
+    let problem = Problem {
+        batch,
+        q_len: 8192,
+        kv_len: 8192,
+        heads: 32,
+        kv_heads: 8,
+        head_dim: 128,
+        dtype: Dtype::Bf16,
+        causal: true,
+        softmax_scale: 0.088,
+        layout: Layout::Zigzag,
+        world_size,
+    };
+    Call { problem, pass, travels }
+}
+
+/// Microseconds that one call takes, in the median.
+fn median_us(call: &Call) -> f64 {
+    let world_size = call.problem.world_size;
+    let recorder = Recorder::new();
+    let executor = Executor::new(Box::new(recorder.clone()), images);
+    let stream = recorder.add_device();
+    let comm = recorder.add_comm(0, world_size, stream);
+    let communicator = Communicator::new(nccl(), comm, world_size).expect("it is as large");
+    let share = Share::Rank(Some(&communicator));
+    executor.initialize(stream, call, share).expect("the recorder refuses nothing");
+    let mut times: Vec<f64> = (0..CALLS as u64)
+        .map(|n| {
+            recorder.take();
+            let given = Given { workspace: (1 << 46) + 256 * n, bytes: call.workspace_bytes() };
+            let begin = Instant::now();
+            let arrays = [Arrays::new(call.pass, |array| ((array + 1) << 40) + 256 * n)];
+            executor.initialize(stream, call, share).expect("as before");
+            executor.run(stream, call, share, &arrays, given).expect("as before");
+            begin.elapsed().as_secs_f64() * 1e6
+        })
+        .collect();
+    times.sort_by(f64::total_cmp);
+    times[CALLS / 2]
+}
+
+fn main() {
+    println!("causal zigzag, 8,192 tokens per rank, 32:8 heads, D 128, bfloat16; rank 0");
+    let ways = [
+        ("forward", Pass::Forward, None),
+        ("backward, keys travel", Pass::Backward, Some(Travels::Keys)),
+        ("backward, queries travel", Pass::Backward, Some(Travels::Queries)),
+    ];
+    for world_size in [2, 8, 32] {
+        for (name, pass, travels) in ways {
+            for batch in [1, 4] {
+                let us = median_us(&call(world_size, batch, pass, travels));
+                let step = us / world_size as f64;
+                println!(
+                    "world {world_size:2} batch {batch} {name:24} {us:7.1} us a call, \
+                     {step:5.1} us a step"
+                );
+            }
+        }
+    }
+}

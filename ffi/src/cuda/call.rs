@@ -1,0 +1,195 @@
+//! From a call frame to a ring on GPUs.
+
+use burst_attention::cuda::rank::Arrays;
+use burst_attention::cuda::ring::{Call, Given};
+use burst_attention::{Pass, Problem};
+
+use super::Spread;
+use crate::attributes::Attributes;
+use crate::buffer::Buffer;
+use crate::call::{CallSite, Shapes};
+use crate::data_type::DataType;
+use crate::error::{Error, Result};
+use crate::frame::CallFrame;
+use crate::sys;
+
+/// What is known when a program is compiled.
+#[derive(Debug, Clone, PartialEq)]
+pub struct CudaSite {
+    site: CallSite,
+    /// Where the ranks are.
+    pub spread: Spread,
+    /// Devices of all rings of the mesh, ring after ring, as XLA numbers them in a program.
+    pub groups: Vec<i64>,
+    /// Tells our communicators from XLA's own over the same devices.
+    pub communication_id: i64,
+}
+
+/// One call with its memory.
+#[derive(Debug)]
+pub struct Ranks {
+    /// What is computed.
+    pub call: Call,
+    /// Of this device's rank; in a virtual ring of all ranks.
+    pub arrays: Vec<Arrays>,
+    /// Workspace.
+    pub given: Given,
+}
+
+impl CudaSite {
+    /// Reads the attributes.
+    ///
+    /// # Errors
+    /// If one is missing, of another type or out of range.
+    pub fn decode(attributes: &Attributes<'_>, pass: Pass, spread: Spread) -> Result<CudaSite> {
+        let site = CallSite::decode(attributes, pass)?;
+        if spread == Spread::Virtual {
+            return Ok(CudaSite { site, spread, groups: vec![], communication_id: 0 });
+        }
+        if !attributes.names().any(|name| name == "groups") {
+            let expected = "given: a program for GPUs has to be traced for a mesh of GPUs or for a \
+                            jax.sharding.AbstractMesh";
+            return Err(Error::mismatch("attribute groups", expected, "none, as for CPU devices"));
+        }
+        let groups: &[i64] = attributes.get("groups")?;
+        let world_size = site.world_size;
+        if groups.is_empty()
+            || !groups.len().is_multiple_of(world_size)
+            || groups.iter().any(|&id| id < 0)
+        {
+            let expected = format!("the ids of rings of {world_size} devices each");
+            return Err(Error::mismatch("groups", expected, format!("{groups:?}")));
+        }
+        let communication_id = attributes.get("communication_id")?;
+        Ok(CudaSite { site, spread, groups: groups.to_vec(), communication_id })
+    }
+
+    /// Is the ring one device, which needs no communicator?
+    pub fn is_alone(&self) -> bool {
+        self.spread == Spread::Virtual || self.site.world_size == 1
+    }
+
+    /// Ranks of a ring.
+    pub fn world_size(&self) -> usize {
+        self.site.world_size
+    }
+
+    /// Name of the mesh axis.
+    pub fn axis(&self) -> String {
+        self.site.axis.to_string()
+    }
+
+    /// An error of the core, with the ring it happened in.
+    pub fn failed(&self, error: burst_attention::Error) -> Error {
+        Error::Ring { axis: self.axis(), error: Box::new(error) }
+    }
+
+    /// What is computed, from the shapes of q and k alone.
+    ///
+    /// # Errors
+    /// If they do not fit each other, or the core does not take the problem.
+    pub fn call(&self, frame: &CallFrame<'_>) -> Result<Call> {
+        let operands = frame.all_arguments()?;
+        let [q, k, ..] = operands.as_slice() else {
+            return Err(Error::mismatch("number of operands", "3 or more", operands.len()));
+        };
+        self.call_of(&self.site.shapes(q, k)?)
+    }
+
+    fn call_of(&self, shapes: &Shapes) -> Result<Call> {
+        let mut problem: Problem = shapes.problem.clone();
+        if self.spread == Spread::Virtual {
+            let world_size = self.site.world_size;
+            if shapes.outer.len() < 2 || shapes.outer[0] != world_size {
+                let expected = format!("[{world_size}, batch, length, heads, head_dim]");
+                let got = format!("{:?} in front", shapes.outer);
+                return Err(Error::mismatch("shape of query", expected, got));
+            }
+            problem.batch /= world_size;
+        }
+        Ok(Call { problem, pass: self.site.pass, travels: self.site.travels })
+    }
+
+    /// The call with its operands and results.
+    ///
+    /// # Errors
+    /// If they do not fit each other.
+    pub fn ranks(&self, frame: &CallFrame<'_>) -> Result<Ranks> {
+        let (shapes, arrays, workspace) = match self.site.pass {
+            Pass::Forward => self.forward(frame)?,
+            Pass::Backward => self.backward(frame)?,
+        };
+        let call = self.call_of(&shapes)?;
+        let u8 = DataType(sys::XLA_FFI_DataType_U8);
+        let workspace = workspace.typed("workspace", u8)?;
+        let given = Given {
+            workspace: workspace.data("workspace")?.as_ptr() as u64,
+            bytes: workspace.bytes() as u64,
+        };
+        let count = if self.spread == Spread::Virtual { self.site.world_size } else { 1 };
+        let arrays = (0..count).map(|rank| of_rank(arrays, &call.problem, rank)).collect();
+        Ok(Ranks { call, arrays, given })
+    }
+
+    fn forward(&self, frame: &CallFrame<'_>) -> Result<(Shapes, Arrays, Buffer)> {
+        let [q, k, v] = frame.arguments()?;
+        let [o, lse, workspace] = frame.results()?;
+        let shapes = self.site.shapes(&q, &k)?;
+        let arrays = Arrays::Forward {
+            q: shapes.query("query", &q)?.address(),
+            k: shapes.key("key", &k)?.address(),
+            v: shapes.key("value", &v)?.address(),
+            o: shapes.query("out", &o)?.address(),
+            lse: shapes.rows("lse", &lse)?.address(),
+        };
+        Ok((shapes, arrays, workspace))
+    }
+
+    fn backward(&self, frame: &CallFrame<'_>) -> Result<(Shapes, Arrays, Buffer)> {
+        let [q, k, v, o, lse, dout, dlse] = frame.arguments()?;
+        let [dq, dk, dv, workspace] = frame.results()?;
+        let shapes = self.site.shapes(&q, &k)?;
+        let arrays = Arrays::Backward {
+            q: shapes.query("query", &q)?.address(),
+            k: shapes.key("key", &k)?.address(),
+            v: shapes.key("value", &v)?.address(),
+            o: shapes.query("out", &o)?.address(),
+            lse: shapes.rows("lse", &lse)?.address(),
+            dout: shapes.query("dout", &dout)?.address(),
+            dlse: shapes.rows("dlse", &dlse)?.address(),
+            dq: shapes.query("dq", &dq)?.address(),
+            dk: shapes.key("dk", &dk)?.address(),
+            dv: shapes.key("dv", &dv)?.address(),
+        };
+        Ok((shapes, arrays, workspace))
+    }
+}
+
+/// The arrays of a rank where all ranks' lie one after the other.
+fn of_rank(arrays: Arrays, problem: &Problem, rank: usize) -> Arrays {
+    let Problem { batch, q_len, kv_len, heads, kv_heads, head_dim, dtype, .. } = *problem;
+    let queries = (rank * batch * q_len * heads * head_dim * dtype.bytes()) as u64;
+    let keys = (rank * batch * kv_len * kv_heads * head_dim * dtype.bytes()) as u64;
+    let rows = (rank * batch * q_len * heads * 4) as u64;
+    match arrays {
+        Arrays::Forward { q, k, v, o, lse } => Arrays::Forward {
+            q: q + queries,
+            k: k + keys,
+            v: v + keys,
+            o: o + queries,
+            lse: lse + rows,
+        },
+        Arrays::Backward { q, k, v, o, lse, dout, dlse, dq, dk, dv } => Arrays::Backward {
+            q: q + queries,
+            k: k + keys,
+            v: v + keys,
+            o: o + queries,
+            lse: lse + rows,
+            dout: dout + queries,
+            dlse: dlse + rows,
+            dq: dq + queries,
+            dk: dk + keys,
+            dv: dv + keys,
+        },
+    }
+}

@@ -1,0 +1,110 @@
+//! XLA's communicators, through its Collectives extension.
+
+use std::mem::offset_of;
+use std::ptr::{self, NonNull};
+
+use burst_attention::cuda::nccl::Comm;
+
+use super::call::CudaSite;
+use crate::api::Api;
+use crate::error::{Error, Result};
+use crate::frame::CallFrame;
+use crate::sys;
+
+/// The extension of a running call.
+pub struct Collectives(NonNull<sys::XLA_FFI_Collectives_Extension>);
+
+/// Major version of the extension that is understood; minor ones only add to it.
+const MAJOR: i32 = 0;
+
+impl Collectives {
+    /// The runtime's.
+    ///
+    /// # Errors
+    /// If it has none, or one of another kind.
+    pub fn of(frame: &CallFrame<'_>, site: &CudaSite) -> Result<Collectives> {
+        let missing = |reason: String| Error::NoCommunicator { axis: site.axis(), reason };
+        let api = frame.runtime();
+        let (major, minor) = api.version();
+        let found = api
+            .extension(frame.context(), sys::XLA_FFI_Extension_Collectives)
+            .map_err(|error| missing(error.to_string()))?;
+        let Some(found) = found else {
+            let what = format!("its FFI {major}.{minor} has no Collectives extension here");
+            return Err(missing(what));
+        };
+        // SAFETY: every extension starts with this structure.
+        let base = unsafe { found.read() };
+        let least =
+            offset_of!(sys::XLA_FFI_Collectives_Extension, get_communicator) + size_of::<usize>();
+        if base.id.major_version != MAJOR || base.struct_size < least {
+            let (version, size) = (base.id.major_version, base.struct_size);
+            let what = format!(
+                "its Collectives extension has major version {version} and {size} bytes, expected \
+                 {MAJOR} and at least {least}"
+            );
+            return Err(missing(what));
+        }
+        Ok(Collectives(found.cast()))
+    }
+
+    /// Asks for the communicator of the ring's devices, before the program runs.
+    ///
+    /// # Errors
+    /// What the runtime says.
+    pub fn request(&self, api: Api, site: &CudaSite) -> Result<()> {
+        let groups = groups(site);
+        let mut arguments = sys::XLA_FFI_Communicator_Request_Args {
+            struct_size: sys::XLA_FFI_Communicator_Request_Args_STRUCT_SIZE as usize,
+            extension_start: ptr::null_mut(),
+            group_mode: sys::XLA_FFI_GROUP_FLATTENED_ID,
+            groups: groups.as_ptr(),
+            num_groups: groups.len(),
+            communication_id: site.communication_id,
+        };
+        // SAFETY: `of` has seen that the structure reaches this far.
+        let request = unsafe { (&raw const (*self.0.as_ptr()).request_communicator).read() };
+        let request = request.ok_or_else(|| self.lacks(site, "request_communicator"))?;
+        // SAFETY: the arguments are as the header says and live for the call.
+        let error = unsafe { request(self.0.as_ptr(), &raw mut arguments) };
+        api.check("request_communicator of XLA's Collectives extension", error)
+    }
+
+    /// The communicator that was asked for.
+    ///
+    /// # Errors
+    /// What the runtime says.
+    pub fn get(&self, api: Api, site: &CudaSite) -> Result<Comm> {
+        let groups = groups(site);
+        let mut arguments = sys::XLA_FFI_Communicator_Get_Args {
+            struct_size: sys::XLA_FFI_Communicator_Get_Args_STRUCT_SIZE as usize,
+            extension_start: ptr::null_mut(),
+            group_mode: sys::XLA_FFI_GROUP_FLATTENED_ID,
+            groups: groups.as_ptr(),
+            num_groups: groups.len(),
+            communication_id: site.communication_id,
+            communicator: ptr::null_mut(),
+        };
+        // SAFETY: as in `request`.
+        let get = unsafe { (&raw const (*self.0.as_ptr()).get_communicator).read() };
+        let get = get.ok_or_else(|| self.lacks(site, "get_communicator"))?;
+        // SAFETY: as in `request`.
+        let error = unsafe { get(self.0.as_ptr(), &raw mut arguments) };
+        api.check("get_communicator of XLA's Collectives extension", error)?;
+        if arguments.communicator.is_null() {
+            return Err(self.lacks(site, "a communicator"));
+        }
+        Ok(Comm(arguments.communicator as usize))
+    }
+
+    fn lacks(&self, site: &CudaSite, what: &str) -> Error {
+        let reason = format!("its Collectives extension has no {what}");
+        Error::NoCommunicator { axis: site.axis(), reason }
+    }
+}
+
+/// The rings' devices as XLA takes them, each ring in order of rank.
+fn groups(site: &CudaSite) -> Vec<sys::XLA_FFI_ReplicaGroup> {
+    let group = |ids: &[i64]| sys::XLA_FFI_ReplicaGroup { ids: ids.as_ptr(), size: ids.len() };
+    site.groups.chunks(site.world_size()).map(group).collect()
+}

@@ -1,0 +1,193 @@
+//! Rings on GPUs: what happens when XLA compiles a call, prepares a run and enqueues it.
+//!
+//! Prepare asks XLA for a communicator of the ring's devices, initialize makes what a device needs
+//! once, execute enqueues the rank's part of the ring and returns. A virtual ring runs all ranks'
+//! parts on one device, for tests and benchmarks.
+
+mod call;
+mod collectives;
+mod workspace;
+
+use burst_attention::Pass;
+use burst_attention::cuda::device::{Executor, Images, Share};
+use burst_attention::cuda::driver::{Driver, Stream};
+use burst_attention::cuda::libcuda::LibCuda;
+use burst_attention::cuda::nccl::{Communicator, Nccl};
+use burst_attention_kernels::images;
+use std::sync::LazyLock;
+
+use crate::error::{Error, Result};
+use crate::frame::CallFrame;
+use crate::state::{self, CallState, Kind};
+use crate::{handler, sys};
+use call::{CudaSite, Ranks};
+use collectives::Collectives;
+
+pub use workspace::workspace;
+
+/// What the handlers run on: a driver and NCCL.
+#[derive(Debug)]
+pub struct Platform {
+    executor: Executor,
+    nccl: fn() -> burst_attention::Result<&'static Nccl>,
+}
+
+impl Platform {
+    /// Of any driver and NCCL.
+    pub fn new(
+        driver: Box<dyn Driver>,
+        images: Images,
+        nccl: fn() -> burst_attention::Result<&'static Nccl>,
+    ) -> Platform {
+        Platform { executor: Executor::new(driver, images), nccl }
+    }
+
+    /// This machine's.
+    ///
+    /// # Errors
+    /// If it has no driver.
+    pub fn of_this_machine() -> Result<&'static Platform> {
+        static PLATFORM: LazyLock<burst_attention::Result<Platform>> = LazyLock::new(|| {
+            let image: Images = |instance| images::image(instance).map(|image| image.cubin);
+            Ok(Platform::new(Box::new(LibCuda::find()?), image, Nccl::load))
+        });
+        PLATFORM.as_ref().map_err(|error| Error::Core(error.clone()))
+    }
+}
+
+/// Where the ranks of a call are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Spread {
+    /// One on each device, which exchange messages.
+    Devices,
+    /// All on one device.
+    Virtual,
+}
+
+/// What a custom call of a compiled program keeps.
+#[derive(Debug)]
+struct State(CudaSite);
+
+impl CallState for State {
+    fn kind() -> &'static Kind {
+        static KIND: Kind = Kind::of::<State>("CudaState");
+        &KIND
+    }
+}
+
+/// A stage of a handler.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    /// A device is about to run a program: it asks for communicators.
+    Prepare,
+    /// The communicators are there.
+    Initialize,
+    /// The operands are there.
+    Execute,
+}
+
+/// The handler of the instantiate stage: reads the attributes, once for each call site.
+///
+/// # Safety
+/// `raw` is a frame as XLA passes it to a handler, for the duration of this call.
+pub unsafe fn instantiate(
+    raw: *mut sys::XLA_FFI_CallFrame,
+    pass: Pass,
+    spread: Spread,
+) -> *mut sys::XLA_FFI_Error {
+    let body = |frame: &mut CallFrame<'_>| {
+        let api = frame.runtime();
+        if let Some(query) = frame.metadata_query()? {
+            query.answer(State::kind().number(api)?);
+            return Ok(());
+        }
+        frame.expect_stage(sys::XLA_FFI_ExecutionStage_INSTANTIATE)?;
+        handler::check_version(api)?;
+        let site = CudaSite::decode(&frame.attributes()?, pass, spread)?;
+        state::set(api, frame.context(), State(site))
+    };
+    // SAFETY: passed on.
+    unsafe { handler::guard(raw, body) }
+}
+
+/// The handler of a later stage, on `platform`.
+///
+/// # Safety
+/// `raw` is a frame as XLA passes it to a handler, for the duration of this call; the memory of its
+/// buffers is the device's of the call's stream and is not reused before that stream has passed
+/// this call.
+pub unsafe fn run(
+    raw: *mut sys::XLA_FFI_CallFrame,
+    stage: Stage,
+    platform: impl FnOnce() -> Result<&'static Platform>,
+) -> *mut sys::XLA_FFI_Error {
+    let body = |frame: &mut CallFrame<'_>| {
+        if let Some(query) = frame.metadata_query()? {
+            query.answer(0);
+            return Ok(());
+        }
+        frame.expect_stage(match stage {
+            Stage::Prepare => sys::XLA_FFI_ExecutionStage_PREPARE,
+            Stage::Initialize => sys::XLA_FFI_ExecutionStage_INITIALIZE,
+            Stage::Execute => sys::XLA_FFI_ExecutionStage_EXECUTE,
+        })?;
+        let State(site) = state::get(frame.runtime(), frame.context())?;
+        match stage {
+            Stage::Prepare => prepare(frame, site),
+            Stage::Initialize => initialize(frame, site, platform()?),
+            Stage::Execute => execute(frame, site, platform()?),
+        }
+    };
+    // SAFETY: passed on.
+    unsafe { handler::guard(raw, body) }
+}
+
+fn prepare(frame: &CallFrame<'_>, site: &CudaSite) -> Result<()> {
+    if site.is_alone() {
+        return Ok(());
+    }
+    Collectives::of(frame, site)?.request(frame.runtime(), site)
+}
+
+fn initialize(frame: &CallFrame<'_>, site: &CudaSite, platform: &Platform) -> Result<()> {
+    let call = site.call(frame)?;
+    if call.problem.batch == 0 || call.problem.q_len == 0 {
+        return Ok(());
+    }
+    let stream = Stream(frame.runtime().stream(frame.context())?);
+    with_share(frame, site, platform, |share| {
+        platform.executor.initialize(stream, &call, share).map_err(|error| site.failed(error))
+    })
+}
+
+fn execute(frame: &CallFrame<'_>, site: &CudaSite, platform: &Platform) -> Result<()> {
+    let Ranks { call, arrays, given } = site.ranks(frame)?;
+    if call.problem.batch == 0 || call.problem.q_len == 0 {
+        return Ok(());
+    }
+    let stream = Stream(frame.runtime().stream(frame.context())?);
+    with_share(frame, site, platform, |share| {
+        let sent = platform.executor.run(stream, &call, share, &arrays, given);
+        handler::count_bytes(sent.map_err(|error| site.failed(error))?);
+        Ok(())
+    })
+}
+
+/// Which ranks' part this device runs, and with which communicator.
+fn with_share(
+    frame: &CallFrame<'_>,
+    site: &CudaSite,
+    platform: &Platform,
+    body: impl FnOnce(Share<'_>) -> Result<()>,
+) -> Result<()> {
+    if site.spread == Spread::Virtual {
+        return body(Share::All);
+    }
+    if site.is_alone() {
+        return body(Share::Rank(None));
+    }
+    let comm = Collectives::of(frame, site)?.get(frame.runtime(), site)?;
+    let nccl = (platform.nccl)().map_err(|error| site.failed(error))?;
+    let communicator = Communicator::new(nccl, comm, site.world_size());
+    body(Share::Rank(Some(&communicator.map_err(|error| site.failed(error))?)))
+}

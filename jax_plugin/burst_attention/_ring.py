@@ -1,0 +1,73 @@
+"""What is static about a ring, its place in the mesh, and the mesh axes its results vary over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Everything static about a call: what the custom calls get as attributes."""
+
+    axis_name: str
+    world_size: int
+    is_causal: bool
+    softmax_scale: float
+    layout: str
+    backward: str
+    varying: tuple[str, ...]
+    """Mesh axes over which the results differ; empty where ``shard_map`` doesn't track them."""
+    platform: str | None
+    """``cpu`` or ``cuda``; None where the mesh doesn't tell while tracing."""
+    groups: tuple[int, ...]
+    """Logical ids of the devices of all rings, see `ring_groups`."""
+
+
+def ring_groups(mesh: jax.sharding.AbstractMesh, axis_name: str) -> tuple[int, ...]:
+    """Logical device ids of all rings along an axis, ring after ring, each in the ring's order.
+
+    The logical id of a device is its position in the mesh, row-major over all axes: what the
+    replica groups of XLA's own collectives consist of.
+    """
+    ids = np.arange(mesh.size).reshape(mesh.axis_sizes)
+    rings = np.moveaxis(ids, mesh.axis_names.index(axis_name), -1)
+    return tuple(rings.reshape(-1).tolist())
+
+
+def place(axis_name: str) -> jax.Array:
+    """(rank, ring): the index along the ring's axis, and that of the ring among all of the mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    ring: Any = 0
+    for name in mesh.axis_names:
+        if name in mesh.manual_axes and name != axis_name and mesh.shape[name] > 1:
+            ring = ring * mesh.shape[name] + lax.axis_index(name)
+    return jnp.stack([lax.axis_index(axis_name), ring]).astype(jnp.int32)
+
+
+def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """``x`` typed as different along ``axes``."""
+    missing = tuple(name for name in axes if name not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """Mesh axes over which ``x`` differs, as far as ``shard_map`` tracks them."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def vary_together(
+    axis_name: str, *inputs: jax.Array
+) -> tuple[tuple[str, ...], tuple[jax.Array, ...]]:
+    """The union of the inputs' varying axes and the ring's, and the inputs cast to it."""
+    # With check_vma=False not even the rank itself is tracked as varying, and nothing is cast.
+    tracked = varying_axes(lax.axis_index(axis_name))
+    union = tracked.union(*(varying_axes(x) for x in inputs))
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(name for name in mesh.axis_names if name in union)
+    return axes, tuple(vary(x, axes) for x in inputs)

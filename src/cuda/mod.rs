@@ -1,0 +1,24 @@
+//! The executor on NVIDIA GPUs.
+//!
+//! The engine walks a rank's schedule onto a [`tape`]: launches of the CUDA kernels and exchanges,
+//! with the memory they use. Events are added where the two streams need them, and only then all of
+//! it is issued: kernels on XLA's stream, messages on a stream of our own. Nothing waits on the
+//! host, and nothing is created but when a device is first seen.
+//!
+//! From the bottom: [`driver`] and [`nccl`] are the libraries' calls; [`memory`], [`workspace`] and
+//! [`rank`] say where things lie; [`kernel`] and [`transport`] are the engine's two traits;
+//! [`ring`] puts a ring together, [`device`] issues it. [`record`] is a driver for tests.
+
+pub mod device;
+pub mod driver;
+pub mod kernel;
+pub mod last;
+pub mod libcuda;
+pub mod memory;
+pub mod nccl;
+pub mod rank;
+pub mod record;
+pub mod ring;
+pub mod tape;
+pub mod transport;
+pub mod workspace;

@@ -1,0 +1,160 @@
+//! One rank's memory: XLA's arrays and the workspace.
+
+use std::ops::Range;
+
+use super::memory::{Array, Buffer, Region};
+use super::workspace::{Workspace, statistics};
+use crate::problem::{Pass, Problem};
+use crate::schedule::Payload;
+
+/// Addresses of one rank's inputs and outputs, as XLA has them: row-major, without gaps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Arrays {
+    /// Of the forward pass.
+    Forward {
+        /// `[batch, seq, heads, head_dim]`
+        q: u64,
+        /// `[batch, seq, kv_heads, head_dim]`
+        k: u64,
+        /// As `k`.
+        v: u64,
+        /// Result, as `q`.
+        o: u64,
+        /// Result, float32 `[batch, seq, heads]`.
+        lse: u64,
+    },
+    /// Of the backward pass.
+    Backward {
+        /// `[batch, seq, heads, head_dim]`
+        q: u64,
+        /// `[batch, seq, kv_heads, head_dim]`
+        k: u64,
+        /// As `k`.
+        v: u64,
+        /// Of the forward pass, as `q`.
+        o: u64,
+        /// Of the forward pass, float32 `[batch, seq, heads]`.
+        lse: u64,
+        /// As `q`.
+        dout: u64,
+        /// As `lse`.
+        dlse: u64,
+        /// Result, as `q`.
+        dq: u64,
+        /// Result, as `k`.
+        dk: u64,
+        /// Result, as `v`.
+        dv: u64,
+    },
+}
+
+impl Arrays {
+    /// Those of a pass, the n-th of the list above at `at(n)`.
+    pub fn new(pass: Pass, at: impl Fn(u64) -> u64) -> Arrays {
+        let [q, k, v, o, lse] = [0, 1, 2, 3, 4].map(&at);
+        let [dout, dlse, dq, dk, dv] = [5, 6, 7, 8, 9].map(&at);
+        match pass {
+            Pass::Forward => Arrays::Forward { q, k, v, o, lse },
+            Pass::Backward => Arrays::Backward { q, k, v, o, lse, dout, dlse, dq, dk, dv },
+        }
+    }
+
+    /// The pass they belong to.
+    pub fn pass(&self) -> Pass {
+        match self {
+            Arrays::Forward { .. } => Pass::Forward,
+            Arrays::Backward { .. } => Pass::Backward,
+        }
+    }
+}
+
+/// Where one rank's memory lies.
+#[derive(Debug, Clone, Copy)]
+pub struct Memory<'a> {
+    /// The problem.
+    pub problem: &'a Problem,
+    /// Inputs and outputs.
+    pub arrays: Arrays,
+    /// Start of the workspace.
+    pub base: u64,
+    /// Its parts.
+    pub workspace: &'a Workspace,
+}
+
+impl Memory<'_> {
+    /// The rank's own rows of a payload.
+    pub fn home(&self, payload: Payload) -> Buffer {
+        match payload {
+            Payload::Queries => self.queries(),
+            Payload::Keys => self.keys(),
+            Payload::KeyGrads => self.own(payload, self.problem.kv_len),
+            Payload::Partial | Payload::QueryGrads => self.own(payload, self.problem.q_len),
+        }
+    }
+
+    /// A buffer for `rows` in a slot; none if the workspace has no such slot.
+    pub fn slot(&self, payload: Payload, slot: usize, rows: &Range<usize>) -> Option<Buffer> {
+        let region = Region::Slot(payload, slot);
+        let address = self.workspace.at(region, self.base)?;
+        let made = Buffer::at(self.problem, region, self.arrays.pass(), rows.clone(), address)?;
+        Some(made.0)
+    }
+
+    /// Where what is sent is put together.
+    pub fn staging(&self) -> Option<u64> {
+        self.workspace.at(Region::Staging, self.base)
+    }
+
+    /// Results `[batch, seq, heads, head_dim]` of the input's type.
+    pub fn result(&self, address: u64, payload: Payload) -> Buffer {
+        let Problem { q_len, kv_len, heads, kv_heads, .. } = *self.problem;
+        let (heads, len) = match payload {
+            Payload::Keys | Payload::KeyGrads => (kv_heads, kv_len),
+            _ => (heads, q_len),
+        };
+        Buffer::of(self.problem, payload, 0..len, vec![self.activations(address, heads)])
+    }
+
+    /// Values `[batch, seq, heads]` in float32.
+    pub fn per_query(&self, address: u64) -> Buffer {
+        let Problem { q_len, heads, .. } = *self.problem;
+        let array = Array::Rows { address, width: heads, element: 4 };
+        Buffer::of(self.problem, Payload::Queries, 0..q_len, vec![array])
+    }
+
+    fn activations(&self, address: u64, heads: usize) -> Array {
+        let Problem { head_dim, dtype, .. } = *self.problem;
+        Array::Rows { address, width: heads * head_dim, element: dtype.bytes() }
+    }
+
+    fn queries(&self) -> Buffer {
+        let Problem { q_len, heads, .. } = *self.problem;
+        let arrays = match self.arrays {
+            Arrays::Forward { q, .. } => vec![self.activations(q, heads)],
+            Arrays::Backward { q, dout, .. } => {
+                let region = Region::Home(Payload::Queries);
+                let at = self.workspace.at(region, self.base).unwrap_or(0);
+                let inputs = [q, dout].map(|address| self.activations(address, heads));
+                inputs.into_iter().chain(statistics(self.problem, 0..q_len, at).0).collect()
+            }
+        };
+        Buffer::of(self.problem, Payload::Queries, 0..q_len, arrays)
+    }
+
+    fn keys(&self) -> Buffer {
+        let Problem { kv_len, kv_heads, .. } = *self.problem;
+        let (Arrays::Forward { k, v, .. } | Arrays::Backward { k, v, .. }) = self.arrays;
+        let arrays = [k, v].map(|address| self.activations(address, kv_heads));
+        Buffer::of(self.problem, Payload::Keys, 0..kv_len, arrays.into())
+    }
+
+    /// An accumulator of this rank's own rows; without arrays where every tile does all of its
+    /// rows, so that there is nothing to keep.
+    fn own(&self, payload: Payload, len: usize) -> Buffer {
+        let region = Region::Home(payload);
+        let (problem, pass) = (self.problem, self.arrays.pass());
+        let at = self.workspace.at(region, self.base);
+        let made = at.and_then(|address| Buffer::at(problem, region, pass, 0..len, address));
+        made.map_or_else(|| Buffer::of(problem, payload, 0..len, vec![]), |(buffer, _)| buffer)
+    }
+}

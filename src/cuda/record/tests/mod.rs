@@ -1,0 +1,51 @@
+//! Small programs by hand.
+
+mod check;
+mod nccl;
+mod recorder;
+mod simulate;
+
+use burst_attention_kernels::instances::{Element, Target};
+use burst_attention_kernels::launch::{Finish, Launch, Rows};
+
+use super::{Call, Exchange, Program, What};
+use crate::cuda::driver::{Block, Copy, Event, Stream};
+use crate::cuda::nccl::{Comm, Group, Message};
+
+const COMPUTE: Stream = Stream(1);
+const OTHER: Stream = Stream(2);
+
+/// Casts `rows` rows of 8 float32 at `from` to bfloat16 at `to`.
+fn launch(from: u64, to: u64, rows: usize) -> Launch {
+    let at = |address| Rows { address, batch_stride: 0 };
+    let (batch, heads, head_dim, element) = (1, 1, 8, Element::Bf16);
+    let (a, b, out) = (at(from), None, at(to));
+    let finish = Finish { batch, rows, heads, head_dim, element, a, b, out };
+    let mut launches = finish.launches(Target::Sm90).unwrap();
+    assert_eq!(launches.len(), 1);
+    launches.remove(0)
+}
+
+fn copy(from: u64, to: u64, bytes: u64) -> What {
+    What::Copy(Copy { from: Block::run(from, bytes), to: Block::run(to, bytes) })
+}
+
+/// Messages of a rank: (peer, address, bytes).
+fn exchange(rank: usize, sends: &[(usize, u64, u64)], receives: &[(usize, u64, u64)]) -> What {
+    let message = |&(peer, address, bytes): &(usize, u64, u64)| Message { address, bytes, peer };
+    let [sends, receives] = [sends, receives].map(|all| all.iter().map(message).collect());
+    What::Exchange(Exchange { comm: Comm(9), ring: 0, rank, group: Group { sends, receives } })
+}
+
+fn record(event: usize) -> What {
+    What::Record(Event(event))
+}
+
+fn wait(event: usize) -> What {
+    What::Wait(Event(event))
+}
+
+fn program(calls: &[(Stream, What)]) -> Program {
+    let call = |(stream, what): &(Stream, What)| Call { stream: *stream, what: what.clone() };
+    Program { compute: COMPUTE, calls: calls.iter().map(call).collect() }
+}

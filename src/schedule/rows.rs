@@ -1,0 +1,48 @@
+//! Sets of rows.
+
+use std::ops::Range;
+
+/// A set of rows as sorted, disjoint, non-empty ranges.
+#[derive(Debug, Default)]
+pub struct Rows(Vec<Range<usize>>);
+
+impl Rows {
+    /// Those of one range.
+    pub fn from(rows: Range<usize>) -> Rows {
+        let mut set = Rows::default();
+        set.insert(rows);
+        set
+    }
+
+    /// Adds a range.
+    pub fn insert(&mut self, rows: Range<usize>) {
+        let mut all = self.missing(&rows);
+        all.append(&mut self.0);
+        all.sort_by_key(|range| range.start);
+        for range in all {
+            match self.0.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => self.0.push(range),
+            }
+        }
+    }
+
+    /// Parts of `rows` in the set.
+    pub fn common(&self, rows: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
+        let cut = |range: &Range<usize>| range.start.max(rows.start)..range.end.min(rows.end);
+        self.0.iter().map(cut).filter(|range| !range.is_empty())
+    }
+
+    /// Parts of `rows` that are not in the set.
+    pub fn missing(&self, rows: &Range<usize>) -> Vec<Range<usize>> {
+        let mut gaps = Vec::new();
+        let mut start = rows.start;
+        for range in self.common(rows) {
+            gaps.push(start..range.start);
+            start = range.end;
+        }
+        gaps.push(start..rows.end);
+        gaps.retain(|range| !range.is_empty());
+        gaps
+    }
+}

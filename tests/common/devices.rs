@@ -1,0 +1,81 @@
+//! Rings on recorded devices.
+
+use burst_attention::Result;
+use burst_attention::cuda::device::{Executor, Share};
+use burst_attention::cuda::driver::Stream;
+use burst_attention::cuda::nccl::{Comm, Communicator};
+use burst_attention::cuda::rank::Arrays;
+use burst_attention::cuda::record::{Program, Recorder, images, nccl};
+use burst_attention::cuda::ring::{Call, Given};
+use burst_attention::problem::{Dtype, Pass, Problem};
+
+/// Distance between arrays, which are all smaller.
+const APART: u64 = 1 << 40;
+
+/// One recorded device for each rank, and one more for a virtual ring.
+pub struct Devices {
+    pub recorder: Recorder,
+    pub executor: Executor,
+    ranks: Vec<(Stream, Comm)>,
+}
+
+impl Devices {
+    pub fn new(world_size: usize) -> Devices {
+        let recorder = Recorder::new();
+        let executor = Executor::new(Box::new(recorder.clone()), images);
+        let rank = |rank| {
+            let stream = recorder.add_device();
+            (stream, recorder.add_comm(rank, world_size, stream))
+        };
+        let ranks = (0..world_size).map(rank).collect();
+        Devices { recorder, executor, ranks }
+    }
+
+    /// One rank's two stages, as XLA calls them.
+    pub fn run_rank(&self, call: &Call, rank: usize) -> Result<u64> {
+        let (stream, comm) = self.ranks[rank];
+        let world_size = call.problem.world_size;
+        let communicator =
+            if world_size == 1 { None } else { Some(Communicator::new(nccl(), comm, world_size)?) };
+        let share = Share::Rank(communicator.as_ref());
+        self.executor.initialize(stream, call, share)?;
+        self.recorder.take();
+        self.executor.run(stream, call, share, &[arrays(call.pass, 0)], given(call, 1))
+    }
+
+    /// What each rank's device is given for a call; connecting left out.
+    pub fn programs(&self, call: &Call) -> Vec<Program> {
+        let world_size = call.problem.world_size;
+        let program = |rank| {
+            self.run_rank(call, rank).unwrap_or_else(|error| panic!("rank {rank}: {error}"));
+            self.recorder.take().swap_remove(rank)
+        };
+        (0..world_size).map(program).collect()
+    }
+
+    /// What the first device is given for all ranks.
+    pub fn virtual_program(&self, call: &Call) -> Program {
+        let stream = self.ranks[0].0;
+        let ranks = call.problem.world_size;
+        let all: Vec<_> = (0..ranks as u64).map(|rank| arrays(call.pass, rank)).collect();
+        self.executor.initialize(stream, call, Share::All).expect("nothing refuses");
+        self.recorder.take();
+        let given = given(call, ranks as u64);
+        self.executor.run(stream, call, Share::All, &all, given).expect("nothing refuses");
+        self.recorder.take().swap_remove(0)
+    }
+}
+
+/// Addresses of a rank's arrays.
+pub fn arrays(pass: Pass, rank: u64) -> Arrays {
+    Arrays::new(pass, |n| (16 * rank + n + 1) * APART)
+}
+
+fn given(call: &Call, ranks: u64) -> Given {
+    Given { workspace: APART / 2, bytes: ranks * call.workspace_bytes() }
+}
+
+/// A problem in bfloat16 for the CUDA kernels.
+pub fn in_bfloat16(problem: Problem) -> Problem {
+    Problem { dtype: Dtype::Bf16, ..problem }
+}

@@ -1,0 +1,153 @@
+//! The handlers for CUDA, called as XLA calls them: a ring of devices that a recorder stands for.
+#![allow(dead_code, reason = "each test uses a part")]
+
+use std::ffi::c_void;
+use std::ptr;
+
+use burst_attention::cuda::driver::Stream;
+use burst_attention::cuda::nccl::Comm;
+use burst_attention::cuda::rank::Arrays;
+use burst_attention::cuda::record::{Recorder, images, nccl};
+use burst_attention::cuda::ring::Call;
+use burst_attention::{Dtype, Pass, Problem, Travels};
+use burst_attention_ffi::cuda::{Platform, Spread, Stage, instantiate, run};
+use burst_attention_ffi::sys;
+
+use crate::fake::gpu::FakeGpu;
+use crate::fake::{FakeAttribute, FakeBuffer, FakeFrame, FakeRuntime, take_error};
+
+pub const STAGES: [Stage; 3] = [Stage::Prepare, Stage::Initialize, Stage::Execute];
+pub const COMMUNICATION_ID: i64 = 77;
+
+/// Code and message of an XLA error.
+pub type XlaError = (u32, String);
+
+/// One ring on recorded devices.
+pub struct Handlers {
+    pub recorder: Recorder,
+    pub platform: &'static Platform,
+    pub devices: Vec<(Stream, Comm)>,
+}
+
+impl Handlers {
+    pub fn new(world_size: usize) -> Handlers {
+        let recorder = Recorder::new();
+        let platform = Platform::new(Box::new(recorder.clone()), images, || Ok(nccl()));
+        let device = |rank| {
+            let stream = recorder.add_device();
+            (stream, recorder.add_comm(rank, world_size, stream))
+        };
+        let devices = (0..world_size).map(device).collect();
+        // Handlers want it for as long as the process.
+        Handlers { recorder, platform: Box::leak(Box::new(platform)), devices }
+    }
+
+    /// A rank's call, not instantiated yet.
+    pub fn rank(&self, call: &Call, rank: usize, arrays: Arrays, workspace: u64) -> RankCall {
+        let (stream, comm) = self.devices[rank];
+        let runtime = FakeRuntime::new(5, 1, rank as i32).on_gpu(FakeGpu::new(stream.0, comm.0));
+        let (args, rets) = buffers(call, arrays, workspace);
+        RankCall { runtime, attributes: attributes(call), args, rets, spread: Spread::Devices }
+    }
+}
+
+/// What XLA calls the handlers of one rank with.
+pub struct RankCall {
+    pub runtime: FakeRuntime,
+    pub attributes: Vec<(String, FakeAttribute)>,
+    pub args: Vec<FakeBuffer>,
+    pub rets: Vec<FakeBuffer>,
+    pub spread: Spread,
+}
+
+impl RankCall {
+    fn frame(&self) -> FakeFrame {
+        FakeFrame::new(&self.args, &self.rets, self.attributes.clone(), &self.runtime)
+    }
+
+    pub fn instantiate(&self, pass: Pass) -> Result<(), XlaError> {
+        let mut frame = self.frame();
+        frame.raw.stage = sys::XLA_FFI_ExecutionStage_INSTANTIATE;
+        // SAFETY: the frame is as the header says.
+        answer(unsafe { instantiate(frame.address(), pass, self.spread) })
+    }
+
+    pub fn stage(&self, platform: &'static Platform, stage: Stage) -> Result<(), XlaError> {
+        let mut frame = self.frame();
+        frame.raw.stage = match stage {
+            Stage::Prepare => sys::XLA_FFI_ExecutionStage_PREPARE,
+            Stage::Initialize => sys::XLA_FFI_ExecutionStage_INITIALIZE,
+            Stage::Execute => sys::XLA_FFI_ExecutionStage_EXECUTE,
+        };
+        // SAFETY: the frame is as the header says; the recorder keeps addresses and follows none.
+        answer(unsafe { run(frame.address(), stage, || Ok(platform)) })
+    }
+
+    /// All that XLA calls when a program that is new to it runs.
+    pub fn all(&self, platform: &'static Platform, pass: Pass) -> Result<(), XlaError> {
+        self.instantiate(pass)?;
+        STAGES.into_iter().try_for_each(|stage| self.stage(platform, stage))
+    }
+}
+
+fn answer(error: *mut sys::XLA_FFI_Error) -> Result<(), XlaError> {
+    take_error(error).map_or(Ok(()), Err)
+}
+
+fn attributes(call: &Call) -> Vec<(String, FakeAttribute)> {
+    let Problem { world_size, layout, causal, softmax_scale, .. } = call.problem;
+    let s64 =
+        |value: i64| FakeAttribute::Scalar(sys::XLA_FFI_DataType_S64, value.to_ne_bytes().into());
+    let text = |text: &str| FakeAttribute::Text(text.into());
+    let scale = softmax_scale.to_ne_bytes().into();
+    // Two rings, so that there is more than one group.
+    let ids: Vec<u8> = (0..2 * world_size as i64).flat_map(i64::to_ne_bytes).collect();
+    let groups = FakeAttribute::Array(sys::XLA_FFI_DataType_S64, 2 * world_size, ids);
+    let mut entries = vec![
+        ("world_size".into(), s64(world_size as i64)),
+        ("layout".into(), text(layout.name())),
+        (
+            "is_causal".into(),
+            FakeAttribute::Scalar(sys::XLA_FFI_DataType_PRED, vec![causal.into()]),
+        ),
+        ("softmax_scale".into(), FakeAttribute::Scalar(sys::XLA_FFI_DataType_F32, scale)),
+        ("axis_name".into(), text("context")),
+        ("groups".into(), groups),
+        ("communication_id".into(), s64(COMMUNICATION_ID)),
+    ];
+    if call.pass == Pass::Backward {
+        let travels = match call.travels {
+            None => "auto",
+            Some(Travels::Keys) => "keys",
+            Some(Travels::Queries) => "queries",
+        };
+        entries.push(("backward".into(), text(travels)));
+    }
+    entries
+}
+
+/// Operands and results.
+fn buffers(call: &Call, arrays: Arrays, workspace: u64) -> (Vec<FakeBuffer>, Vec<FakeBuffer>) {
+    let Problem { batch, q_len: n, heads, kv_heads, head_dim, .. } = call.problem;
+    let dims = |heads: usize| [batch, n, heads, head_dim].map(|dim| dim as i64);
+    let dtype = match call.problem.dtype {
+        Dtype::F16 => sys::XLA_FFI_DataType_F16,
+        _ => sys::XLA_FFI_DataType_BF16,
+    };
+    let at = |address: u64| ptr::without_provenance_mut::<c_void>(address as usize);
+    let queries = |address| FakeBuffer::new(dtype, &dims(heads), at(address));
+    let keys = |address| FakeBuffer::new(dtype, &dims(kv_heads), at(address));
+    let rows = |address| FakeBuffer::new(sys::XLA_FFI_DataType_F32, &dims(heads)[..3], at(address));
+    let bytes = [call.workspace_bytes() as i64];
+    let scratch = FakeBuffer::new(sys::XLA_FFI_DataType_U8, &bytes, at(workspace));
+    match arrays {
+        Arrays::Forward { q, k, v, o, lse } => {
+            (vec![queries(q), keys(k), keys(v)], vec![queries(o), rows(lse), scratch])
+        }
+        Arrays::Backward { q, k, v, o, lse, dout, dlse, dq, dk, dv } => {
+            let args = [queries(q), keys(k), keys(v), queries(o), rows(lse), queries(dout)];
+            let rets = vec![queries(dq), keys(dk), keys(dv), scratch];
+            (args.into_iter().chain([rows(dlse)]).collect(), rets)
+        }
+    }
+}

@@ -1,0 +1,155 @@
+//! The executor, from what it is called with to results in memory: every rank's device is given
+//! both passes, and what they were given is carried out in random orders.
+
+use burst_attention::cuda::device::{Executor, Share};
+use burst_attention::cuda::driver::Stream;
+use burst_attention::cuda::nccl::{Comm, Communicator};
+use burst_attention::cuda::record::{Program, Recorder, check, images, nccl};
+use burst_attention::cuda::ring::{Call, Given};
+use burst_attention::{Dtype, Layout, Pass, Problem, Travels};
+use burst_attention_device_tests::{Ring, Shard, World};
+
+const PROBLEM: Problem = Problem {
+    batch: 2,
+    q_len: 12,
+    kv_len: 12,
+    heads: 2,
+    kv_heads: 1,
+    head_dim: 16,
+    dtype: Dtype::Bf16,
+    causal: true,
+    softmax_scale: 0.25,
+    layout: Layout::Contiguous,
+    world_size: 4,
+};
+
+/// The devices of a ring, with the memory of all.
+struct Setup<'a> {
+    ring: &'a Ring,
+    shards: Vec<Shard>,
+    world: World,
+    recorder: Recorder,
+    executor: Executor,
+    devices: Vec<Stream>,
+    comms: Vec<Comm>,
+}
+
+impl<'a> Setup<'a> {
+    /// A device for each rank, or one for all of them.
+    fn new(ring: &'a Ring, one_device: bool) -> Setup<'a> {
+        let (recorder, mut world) = (Recorder::new(), World::new());
+        let ranks = ring.problem.world_size;
+        let shards = ring.place(&mut world, |rank| if one_device { 0 } else { rank });
+        let executor = Executor::new(Box::new(recorder.clone()), images);
+        let devices: Vec<_> =
+            (0..if one_device { 1 } else { ranks }).map(|_| recorder.add_device()).collect();
+        let comm = |(rank, device): (usize, &Stream)| recorder.add_comm(rank, ranks, *device);
+        let comms = devices.iter().enumerate().map(comm).collect();
+        Setup { ring, shards, world, recorder, executor, devices, comms }
+    }
+
+    /// Both stages of a call on every device, as XLA calls them; what each stage enqueued.
+    fn enqueue(&mut self, call: &Call) -> [Vec<Program>; 2] {
+        for rank in 0..self.devices.len() {
+            self.on(rank, call, |setup, share, device| {
+                setup.executor.initialize(device, call, share).expect("nothing refuses");
+            });
+        }
+        let connecting = self.recorder.take();
+        self.world.adopt(&self.recorder);
+        let bytes = call.workspace_bytes() * (self.shards.len() / self.devices.len()) as u64;
+        for rank in 0..self.devices.len() {
+            let workspace = self.world.allocate(rank, "workspace", bytes).0;
+            self.on(rank, call, |setup, share, device| {
+                let arrays: Vec<_> =
+                    setup.shards.iter().map(|shard| shard.arrays(call.pass)).collect();
+                let arrays =
+                    if matches!(share, Share::All) { &arrays[..] } else { &arrays[rank..=rank] };
+                let given = Given { workspace, bytes };
+                let ran = setup.executor.run(device, call, share, arrays, given);
+                ran.expect("nothing refuses");
+            });
+        }
+        assert_eq!(self.recorder.violations(), [""; 0]);
+        [connecting, self.recorder.take()]
+    }
+
+    fn on(&self, rank: usize, call: &Call, act: impl Fn(&Setup<'_>, Share<'_>, Stream)) {
+        let (ranks, device) = (call.problem.world_size, self.devices[rank]);
+        if self.devices.len() < ranks {
+            return act(self, Share::All, device);
+        }
+        let comm = (ranks > 1).then(|| Communicator::new(nccl(), self.comms[rank], ranks));
+        let comm = comm.map(|comm| comm.expect("a communicator of the ring"));
+        act(self, Share::Rank(comm.as_ref()), device);
+    }
+
+    /// One pass; the largest ratio of an error to that of plain float32.
+    fn pass(&mut self, pass: Pass, travels: Option<Travels>, seed: u64) -> Result<f64, String> {
+        // In the forward pass keys travel.
+        let travels = travels.filter(|_| pass == Pass::Backward);
+        let call = Call { problem: self.ring.problem.clone(), pass, travels };
+        let stages = self.enqueue(&call);
+        for program in &stages[1] {
+            check(program).map_err(|race| race.to_string())?;
+        }
+        for programs in stages {
+            self.world.carry_out(&programs, seed).map_err(|stuck| stuck.to_string())?;
+        }
+        match pass {
+            Pass::Forward => self.ring.check_forward(&self.world, &self.shards),
+            Pass::Backward => self.ring.check_backward(&self.world, &self.shards),
+        }
+    }
+}
+
+/// Both passes, the second from what the first one left, in several orders.
+fn assert_right(problem: &Problem, travels: Option<Travels>, one_device: bool) {
+    let ring = Ring::new(problem.clone(), 5);
+    for seed in 0..3 {
+        let mut setup = Setup::new(&ring, one_device);
+        for pass in [Pass::Forward, Pass::Backward] {
+            let ratio = setup.pass(pass, travels, seed);
+            let ratio = ratio.unwrap_or_else(|error| {
+                panic!("{problem:?}, {pass:?}, {travels:?} travels, seed {seed}: {error}")
+            });
+            println!("{ratio:.2} {pass:?} {travels:?} {problem:?}");
+        }
+    }
+}
+
+#[test]
+fn rings_compute_attention() {
+    for layout in Layout::ALL {
+        for causal in [true, false] {
+            let of = |world_size| Problem { layout, causal, world_size, ..PROBLEM };
+            assert_right(&of(1), None, false);
+            assert_right(&of(2), Some(Travels::Queries), false);
+            assert_right(&of(3), None, false);
+            assert_right(&of(4), Some(Travels::Keys), false);
+        }
+    }
+}
+
+#[test]
+fn shapes_and_types() {
+    let odd = Problem { q_len: 6, kv_len: 6, batch: 3, world_size: 3, ..PROBLEM };
+    let wide = Problem { heads: 4, kv_heads: 4, head_dim: 72, batch: 1, world_size: 2, ..PROBLEM };
+    for layout in Layout::ALL {
+        for travels in [Travels::Keys, Travels::Queries] {
+            assert_right(&Problem { layout, ..odd.clone() }, Some(travels), false);
+        }
+        assert_right(&Problem { layout, dtype: Dtype::F16, ..wide.clone() }, None, false);
+    }
+    assert_right(&Problem { q_len: 5, kv_len: 5, ..odd }, None, false);
+}
+
+#[test]
+fn one_device_runs_all_ranks() {
+    for layout in Layout::ALL {
+        for travels in [Travels::Keys, Travels::Queries] {
+            let problem = Problem { layout, world_size: 3, ..PROBLEM };
+            assert_right(&problem, Some(travels), true);
+        }
+    }
+}

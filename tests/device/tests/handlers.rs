@@ -1,0 +1,252 @@
+//! From XLA's handler through engine and executor to kernels and messages: all ranks of a ring in
+//! one process compute attention, and whatever fails on the way becomes an XLA error.
+
+mod calls;
+#[path = "../../../ffi/tests/fake/mod.rs"]
+mod fake;
+
+use burst_attention::cuda::record::{check, group_is_open};
+use burst_attention::cuda::ring::Call;
+use burst_attention::{Dtype, Layout, Pass, Problem, Travels};
+use burst_attention_device_tests::{Ring, Shard, World};
+use burst_attention_ffi::cuda::Stage;
+use burst_attention_ffi::sys;
+use burst_attention_interpreter::Address;
+use calls::{COMMUNICATION_ID, Handlers, RankCall, STAGES, XlaError};
+
+fn problem(world_size: usize, layout: Layout) -> Problem {
+    Problem {
+        batch: 2,
+        q_len: 12,
+        kv_len: 12,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 16,
+        dtype: Dtype::Bf16,
+        causal: true,
+        softmax_scale: 0.25,
+        layout,
+        world_size,
+    }
+}
+
+/// Runs one pass of all ranks through the handlers and carries out what they enqueued.
+fn pass(handlers: &Handlers, call: &Call, world: &mut World, shards: &[Shard], seed: u64) {
+    let place = |rank: usize, world: &mut World| {
+        let bytes = call.workspace_bytes().max(1);
+        let workspace = world.allocate(rank, "workspace", bytes).0;
+        handlers.rank(call, rank, shards[rank].arrays(call.pass), workspace)
+    };
+    let ranks: Vec<RankCall> =
+        (0..call.problem.world_size).map(|rank| place(rank, world)).collect();
+    ranks.iter().for_each(|rank| assert_eq!(rank.instantiate(call.pass), Ok(())));
+    for stage in STAGES {
+        for rank in &ranks {
+            assert_eq!(rank.stage(handlers.platform, stage), Ok(()), "{stage:?} of {call:?}");
+        }
+        world.adopt(&handlers.recorder);
+        let programs = handlers.recorder.take();
+        world.carry_out(&programs, seed).unwrap_or_else(|stuck| panic!("{call:?}: {stuck}"));
+    }
+}
+
+/// Forward, then backward from its results, in memory where nothing else was written.
+fn both_passes(problem: &Problem, travels: Travels, seed: u64) {
+    let ring = Ring::new(problem.clone(), seed);
+    let handlers = Handlers::new(problem.world_size);
+    let mut world = World::new();
+    let shards = ring.place(&mut world, |rank| rank);
+    let call = |pass, travels| Call { problem: problem.clone(), pass, travels };
+    let case = || format!("{travels:?} travel, seed {seed}, {problem:?}");
+    pass(&handlers, &call(Pass::Forward, None), &mut world, &shards, seed);
+    ring.check_forward(&world, &shards).unwrap_or_else(|what| panic!("{}: {what}", case()));
+    pass(&handlers, &call(Pass::Backward, Some(travels)), &mut world, &shards, seed);
+    ring.check_backward(&world, &shards).unwrap_or_else(|what| panic!("{}: {what}", case()));
+    assert_eq!(handlers.recorder.violations(), [""; 0], "{}", case());
+}
+
+#[test]
+fn rings_of_1_2_and_4_compute_attention_in_every_layout_both_ways_round() {
+    for world_size in [1, 2, 4] {
+        for layout in Layout::ALL {
+            for (seed, travels) in [(1, Travels::Keys), (2, Travels::Queries)] {
+                both_passes(&problem(world_size, layout), travels, seed);
+            }
+        }
+    }
+}
+
+#[test]
+fn so_do_full_masks_float16_and_halves_that_are_not_aligned() {
+    for travels in [Travels::Keys, Travels::Queries] {
+        let full = Problem { causal: false, ..problem(4, Layout::Zigzag) };
+        both_passes(&full, travels, 3);
+        let odd =
+            Problem { q_len: 10, kv_len: 10, dtype: Dtype::F16, ..problem(2, Layout::Zigzag) };
+        both_passes(&odd, travels, 4);
+    }
+}
+
+#[test]
+fn the_communicator_is_asked_for_under_a_number_of_our_own() {
+    let (handlers, call) = (Handlers::new(2), forward(2));
+    let rank = rank(&handlers, &call, 0);
+    assert_eq!(rank.all(handlers.platform, Pass::Forward), Ok(()));
+    let gpu = rank.runtime.context.gpu.as_deref().expect("it has one");
+    assert_eq!(gpu.requests(), [(vec![vec![0, 1], vec![2, 3]], COMMUNICATION_ID)]);
+
+    let (alone, call) = (Handlers::new(1), forward(1));
+    let rank = self::rank(&alone, &call, 0);
+    assert_eq!(rank.all(alone.platform, Pass::Forward), Ok(()));
+    let gpu = rank.runtime.context.gpu.as_deref().expect("it has one");
+    assert!(gpu.requests().is_empty(), "a ring of one needs no communicator");
+}
+
+fn forward(world_size: usize) -> Call {
+    let problem = problem(world_size, Layout::Zigzag);
+    Call { problem, pass: Pass::Forward, travels: None }
+}
+
+fn backward(travels: Travels) -> Call {
+    let problem = problem(2, Layout::Zigzag);
+    Call { problem, pass: Pass::Backward, travels: Some(travels) }
+}
+
+/// A rank's call over memory that nobody looks into.
+fn rank(handlers: &Handlers, call: &Call, rank: usize) -> RankCall {
+    let at = |n: u64| (n + 1) << 40;
+    let shard = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].map(|n| Address(at(n)));
+    let [q, k, v, o, lse, dout, dlse, dq, dk, dv] = shard;
+    let shard = Shard { q, k, v, o, lse, dout, dlse, dq, dk, dv };
+    handlers.rank(call, rank, shard.arrays(call.pass), 1 << 46)
+}
+
+/// The first error of a rank's stages. What was enqueued while executing stays recorded.
+fn stages(handlers: &Handlers, rank: &RankCall) -> Result<(), XlaError> {
+    STAGES.into_iter().try_for_each(|stage| {
+        handlers.recorder.take();
+        rank.stage(handlers.platform, stage)
+    })
+}
+
+#[test]
+fn every_call_that_fails_becomes_an_error_and_the_next_run_works() {
+    for call in [forward(2), backward(Travels::Keys), backward(Travels::Queries)] {
+        let whole = Handlers::new(2);
+        let rank_of = |handlers: &Handlers| {
+            let rank = rank(handlers, &call, 0);
+            assert_eq!(rank.instantiate(call.pass), Ok(()));
+            rank
+        };
+        let rank = rank_of(&whole);
+        let mut stage = |stage| assert_eq!(rank.stage(whole.platform, stage), Ok(()));
+        [Stage::Prepare, Stage::Initialize].into_iter().for_each(&mut stage);
+        let initialized = whole.recorder.calls().len();
+        stage(Stage::Execute);
+        let names = whole.recorder.calls();
+        assert!(names.len() > 30, "driver and NCCL are called often: {names:?}");
+        for (n, name) in names.iter().enumerate() {
+            let handlers = Handlers::new(2);
+            let rank = rank_of(&handlers);
+            handlers.recorder.fail_at(n);
+            let failed = stages(&handlers, &rank);
+            let Err((code, message)) = failed else { panic!("{name}, call {n}, failed unseen") };
+            assert_eq!(code, sys::XLA_FFI_Error_Code_INTERNAL, "{message}");
+            assert!(message.contains(name), "call {n}: {name} in {message}");
+            assert!(message.contains("ring over mesh axis \"context\""), "{message}");
+            let is_network = name.starts_with("nccl") && !name.starts_with("ncclComm");
+            if is_network {
+                assert!(message.contains("rank 0 of 2"), "{message}");
+            }
+            if *name == "ncclSend" || *name == "ncclRecv" {
+                assert!(message.contains("peer rank 1"), "{message}");
+            }
+            assert!(!group_is_open(), "{name}, call {n}, leaves a group open");
+            assert_eq!(handlers.recorder.pushed(), 0, "{name}, call {n}, leaves its context");
+            // What was enqueued before is ordered before whatever XLA's stream does next. The scratch
+            // memory of connections is not XLA's.
+            let program = &handlers.recorder.take()[0];
+            if let (true, Err(race)) = (n >= initialized, check(program)) {
+                panic!("after {name}, call {n}: {race}");
+            }
+            assert_eq!(stages(&handlers, &rank), Ok(()), "after {name}, call {n}");
+            assert_eq!(handlers.recorder.created(), whole.recorder.created(), "{name}, call {n}");
+        }
+    }
+}
+
+#[test]
+fn what_the_runtime_lacks_is_named() {
+    let (handlers, call) = (Handlers::new(2), forward(2));
+    let refused = |change: &dyn Fn(&mut RankCall), stage: Stage, parts: &[&str]| {
+        let mut rank = rank(&handlers, &call, 0);
+        change(&mut rank);
+        assert_eq!(rank.instantiate(Pass::Forward), Ok(()));
+        if stage != Stage::Prepare {
+            assert_eq!(rank.stage(handlers.platform, Stage::Prepare), Ok(()));
+        }
+        let (_, message) = rank.stage(handlers.platform, stage).expect_err("refused");
+        parts.iter().for_each(|part| assert!(message.contains(part), "{part} in {message}"));
+    };
+    let no_extension = |rank: &mut RankCall| {
+        *rank.runtime.context.gpu.as_mut().expect("it has one").extension() = None;
+    };
+    let needed = ["context", "no Collectives extension", "jaxlib and jax-cuda13-plugin 0.11.2"];
+    refused(&no_extension, Stage::Prepare, &needed);
+    let newer = |rank: &mut RankCall| {
+        let extension = rank.runtime.context.gpu.as_mut().expect("it has one").extension();
+        extension.as_mut().expect("it has one").extension_base.id.major_version = 1;
+    };
+    refused(&newer, Stage::Prepare, &["major version 1", "expected 0"]);
+    let old = |rank: &mut RankCall| {
+        rank.runtime.table.XLA_FFI_InvokeContext_FindExtension = None;
+    };
+    refused(&old, Stage::Prepare, &["XLA_FFI_InvokeContext_FindExtension", "0.11.2"]);
+    let float32 = |rank: &mut RankCall| {
+        let buffers = rank.args.iter_mut().chain(&mut rank.rets[..2]);
+        buffers.for_each(|buffer| buffer.dtype = sys::XLA_FFI_DataType_F32);
+    };
+    let words = ["float32 is not supported on CUDA", "bfloat16 or float16"];
+    refused(&float32, Stage::Initialize, &words);
+    let small = |rank: &mut RankCall| rank.rets[2].dims[0] -= 1;
+    refused(&small, Stage::Execute, &["workspace must have at least"]);
+}
+
+#[test]
+fn a_communicator_that_is_not_the_rings_or_is_broken_is_refused() {
+    let (handlers, call) = (Handlers::new(2), forward(2));
+    let rank = rank(&handlers, &call, 0);
+    assert_eq!(rank.all(handlers.platform, Pass::Forward), Ok(()));
+    handlers.recorder.set_async_error(handlers.devices[0].1, 6);
+    let (_, message) = rank.stage(handlers.platform, Stage::Execute).expect_err("refused");
+    for part in ["ncclCommGetAsyncError", "rank 0 of 2", "code 6"] {
+        assert!(message.contains(part), "{part} in {message}");
+    }
+    let (other, call) = (Handlers::new(3), forward(2));
+    let rank = self::rank(&other, &call, 0);
+    let (_, message) = rank.all(other.platform, Pass::Forward).expect_err("refused");
+    assert!(message.contains("expected a communicator of 2 ranks"), "{message}");
+}
+
+#[test]
+fn a_communicator_that_does_not_block_is_asked_until_it_is_done() {
+    let (handlers, call) = (Handlers::new(2), forward(2));
+    handlers.recorder.set_in_progress(handlers.devices[0].1, 3, 0);
+    let rank = rank(&handlers, &call, 0);
+    assert_eq!(rank.all(handlers.platform, Pass::Forward), Ok(()));
+    assert_eq!(handlers.recorder.violations(), [""; 0]);
+}
+
+#[test]
+fn unknown_gpus_are_refused() {
+    let handlers = Handlers::new(1);
+    let turing = handlers.recorder.add_device_of((7, 5));
+    let unknown = Handlers { devices: vec![(turing, handlers.devices[0].1)], ..handlers };
+    let call = forward(1);
+    let rank = rank(&unknown, &call, 0);
+    let (code, message) = rank.all(unknown.platform, Pass::Forward).expect_err("refused");
+    assert_eq!(code, sys::XLA_FFI_Error_Code_UNIMPLEMENTED);
+    for part in ["compute capability 7.5", "9.0 (H100, H200)"] {
+        assert!(message.contains(part), "{part} in {message}");
+    }
+}
