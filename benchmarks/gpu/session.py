@@ -30,16 +30,16 @@ class UnusableError(Exception):
 class Worker:
     """One process, and what it says on stderr."""
 
-    def __init__(self, command: list[str]):
+    def __init__(self, command: list[str], environment: dict[str, str] | None = None):
         self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - until `end`
         # jax must leave torch its memory.
-        environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        preallocate = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
-            env=environment,
+            env=os.environ | preallocate | (environment or {}),
         )
         self._unread = b""
 
@@ -70,9 +70,13 @@ class Worker:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def end(self) -> None:
-        """Kills the process if it still runs."""
+    def kill(self) -> None:
+        """Ends the process; who hears it then learns so."""
         self._process.kill()
+
+    def end(self) -> None:
+        """Kills the process if it still runs, and forgets it."""
+        self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):  # what could not be written any more
@@ -98,7 +102,13 @@ class Worker:
 class Session:
     """Always has a worker, or makes one."""
 
-    def __init__(self, library: str | None, command: list[str] | None = None):
+    def __init__(
+        self,
+        library: str | None,
+        command: list[str] | None = None,
+        environment: dict[str, str] | None = None,
+    ):
+        self._environment = environment
         self._command = command or [sys.executable, str(WORKER), *([library] if library else [])]
         self._worker: Worker | None = None
         self.losses = 0
@@ -107,7 +117,7 @@ class Session:
         """Makes sure there is a worker, or raises `UnusableError` or `LostError`."""
         if self._worker is not None:
             return
-        self._worker = Worker(self._command)
+        self._worker = Worker(self._command, self._environment)
         try:
             missing = self._worker.hear(limit_s)["missing"]
         except LostError:

@@ -113,9 +113,9 @@ def measure(name: str, which: str, launcher: Launcher, budget_s: float) -> dict[
         kernels |= {"dkdv": ours.key_grads(), "dq": ours.query_grads()}
         programs["ours"] = sequence(*kernels.values())
     taken = milliseconds(programs, budget_s)
-    row["contenders"] = {n: _figures(times, shape.flop(which)) for n, times in taken.items()}
+    row["contenders"] = {n: figures(times, shape.flop(which)) for n, times in taken.items()}
     taken = milliseconds(kernels, budget_s / 3)
-    row["kernels"] = {n: _figures(times, shape.flop(n)) for n, times in taken.items()}
+    row["kernels"] = {n: figures(times, shape.flop(n)) for n, times in taken.items()}
     return row
 
 
@@ -140,10 +140,10 @@ def measure_beside_jax(name: str, launcher: Launcher, budget_s: float) -> dict[s
         def run_jax(call: Callable[[], Any] = theirs) -> None:
             jax.wait([call() for _ in range(4)][-1])
 
-        taken = _wall({"ours": run_ours, "jax": run_jax}, budget_s / 2)
+        taken = wall_milliseconds({"ours": run_ours, "jax": run_jax}, budget_s / 2)
         flop = shape.flop(which)
         row["passes"][which] = {
-            n: _figures([ms / 4 for ms in times], flop) for n, times in taken.items()
+            n: figures([ms / 4 for ms in times], flop) for n, times in taken.items()
         }
     return row
 
@@ -180,9 +180,11 @@ def milliseconds(
     return taken
 
 
-def _wall(
+def wall_milliseconds(
     programs: dict[str, Callable[[], None]], budget_s: float, least: int = 3, most: int = 10
 ) -> dict[str, list[float]]:
+    """Times by the clock on the wall of programs that return when they are done and take turns."""
+
     def one(program: Callable[[], None]) -> float:
         began = time.perf_counter()
         program()
@@ -263,7 +265,7 @@ def _row(shape: Shape, which: str) -> dict[str, Any]:
     return {"shape": shape.name, "pass": which, **fields}
 
 
-def _figures(times: list[float], flop: float) -> dict[str, float]:
+def figures(times: list[float], flop: float) -> dict[str, float]:
     """Median, half the samples' width relative to it, and speed."""
     middle = median(times)
     low, _, high = quantiles(times, n=4)

@@ -6,24 +6,18 @@ the context takes this process with it, not what was measured before.
 
 import functools
 import gc
-import json
-import os
 import platform
-import subprocess
 import sys
-import traceback
-from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gpu import numerics, speed
+from gpu import serve as shared
 from gpu.driver import Driver, version
-from gpu.library import AbsentError, Kernels, find_library, target_of
+from gpu.library import Kernels, find_library, target_of
 
-SMI = "--query-gpu=name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit"
 PACKAGES = ("torch", "cuda-bindings", "jax", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "matplotlib")
 
 
@@ -52,12 +46,12 @@ class Work:
             "capability": list(torch.cuda.get_device_capability()),
             "multiprocessors": properties.multi_processor_count,
             "memory_gib": round(properties.total_memory / 2**30, 1),
-            "nvidia-smi": _nvidia_smi(),
+            "nvidia-smi": shared.nvidia_smi(),
             "driver's CUDA": version(cuda),
             "torch's CUDA": torch.version.cuda,
             "torch's cuDNN": torch.backends.cudnn.version(),
             "python": platform.python_version(),
-            "packages": {name: _package(name) for name in PACKAGES},
+            "packages": {name: shared.package(name) for name in PACKAGES},
         }
 
     def images(self) -> dict[str, Any]:
@@ -84,7 +78,7 @@ class Work:
 
     def peak(self) -> dict[str, Any]:
         """TFLOP/s of a matrix product, and the clocks just after it."""
-        return {"tflops": speed.matrix_peak(), "nvidia-smi": _nvidia_smi()}
+        return {"tflops": speed.matrix_peak(), "nvidia-smi": shared.nvidia_smi()}
 
     def speed(self, shape: str, which: str, seconds: float) -> dict[str, Any]:
         """See speed.py."""
@@ -93,17 +87,6 @@ class Work:
     def jax(self, shape: str, seconds: float) -> dict[str, Any]:
         """See speed.py."""
         return speed.measure_beside_jax(shape, self.launcher, seconds)
-
-
-def answer(call: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """`result` of the call, or why there is none: `absent` if it may be so, or `error`."""
-    try:
-        return {"result": call(**arguments)}
-    except AbsentError as reason:
-        return {"absent": str(reason)}
-    except Exception as error:  # whatever it was, the next item has its turn
-        where = traceback.format_exc(limit=-3)
-        return {"error": f"{type(error).__name__}: {error}", "trace": where}
 
 
 def context_is_lost() -> str | None:
@@ -134,40 +117,9 @@ def missing() -> str | None:
 
 def serve(work: Any, items: TextIO, answers: TextIO) -> None:
     """Until there are no more items, or the context is lost."""
-
-    def tell(what: dict[str, Any]) -> None:
-        print(json.dumps(what), file=answers, flush=True)
-
-    tell({"missing": missing()})
-    for line in items:
-        item = json.loads(line)
-        told = answer(getattr(work, item.pop("part")), item)
-        lost = context_is_lost()
-        if lost is not None:
-            told = {"error": f"lost the GPU: {told.get('error', lost)}", "lost": True}
-        tell(told)
-        if lost is not None:
-            return
-
-
-def _nvidia_smi() -> str:
-    command = ["nvidia-smi", SMI, "--format=csv,noheader"]
-    try:
-        ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"unknown: {error}"
-    return ran.stdout.strip()
-
-
-def _package(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    shared.serve(work, items, answers, missing, context_is_lost)
 
 
 if __name__ == "__main__":
-    # Libraries print to stdout too: only what is meant as an answer may get there.
-    ANSWERS = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    ANSWERS = shared.own_output()
     serve(Work(sys.argv[1] if len(sys.argv) > 1 else None), sys.stdin, ANSWERS)

@@ -1,0 +1,61 @@
+"""What each of several processes does: finds the others, then its part of a ring."""
+
+from typing import Any
+
+import burst_attention as ba
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from . import exact, ours, plain
+from .problem import Problem
+
+MEMBERS = {
+    "zigzag causal, keys travel": Problem(
+        "", 2, 1584, 8, 2, 128, "bfloat16", True, "zigzag", backward="keys"
+    ),
+    "zigzag causal, queries travel": Problem(
+        "", 2, 1584, 8, 2, 128, "bfloat16", True, "zigzag", backward="queries"
+    ),
+    "striped causal, float16": Problem("", 1, 788, 4, 4, 64, "float16", True, "striped"),
+    "contiguous full": Problem("", 2, 788, 8, 1, 64, "bfloat16", False, "contiguous"),
+    "messages of megabytes": Problem("", 1, 8192, 8, 8, 128, "bfloat16", True, "zigzag"),
+}
+FEW = ("zigzag causal, keys travel",)
+
+
+def join(address: str, count: int, rank: int) -> dict[str, Any]:
+    """Connects the processes, one device each, and adds something up over all of them."""
+    jax.distributed.initialize(address, count, rank, local_device_ids=[0])
+    assert jax.process_count() == count, f"{jax.process_count()} processes, expected {count}"
+    assert jax.device_count() == count, f"{jax.device_count()} devices, expected {count}"
+    found = multihost_utils.process_allgather(jnp.asarray(1 << rank)).sum()
+    assert int(found) == (1 << count) - 1, f"a sum over all ranks gave {found}"
+    return {"device": jax.local_devices()[0].device_kind}
+
+
+class Members:
+    """Problems for the ring over all processes."""
+
+    def names(self, rehearse: bool) -> list[str]:
+        """Of the items."""
+        return [name for name in MEMBERS if not rehearse or name in FEW]
+
+    def measure(self, name: str, rehearse: bool) -> dict[str, Any]:
+        """Errors of output, lse and gradients of the ring over all processes."""
+        size = jax.device_count()
+        problem = MEMBERS[name]
+        seq = problem.seq // (16 if rehearse else 1) // (2 * size) * 2 * size
+        problem = Problem(**(vars(problem) | {"seq": seq, "world_size": size}))
+        mesh = ours.line(size)
+        attention = plain.gathered if rehearse else ba.attention
+        run, given = ours.passes(problem, mesh, attention), ours.put(mesh, problem)
+        first, again = (jax.block_until_ready(run(*given)) for _ in range(2))
+        whole = [multihost_utils.process_allgather(x, tiled=True) for x in first]
+        row = exact.judge(problem, ours.restored(problem, whole))
+        for result, x, y in zip(ours.NAMES, first, again, strict=True):
+            mine = (np.asarray(part.addressable_data(0)).tobytes() for part in (x, y))
+            if len(set(mine)) != 1:
+                row["wrong"].append(f"{result}: not the same again")
+        return {"name": name, "shown": exact.shown(row["errors"]), **row}

@@ -1,0 +1,236 @@
+"""Time of the virtual ring against one launch of the same work, and of a layer against cuDNN's."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import burst_attention as ba
+import jax
+import jax.numpy as jnp
+from gpu.library import AbsentError
+from gpu.speed import AGREE, figures, wall_milliseconds
+from jax.sharding import NamedSharding
+
+from . import ours, virtual
+from .problem import Problem
+
+BARS = {"forward": 1.12, "forward + backward": 1.08}
+"""The virtual ring may take so many times one launch."""
+WORLD_SIZE = 8
+SECONDS = 2.5
+"""For the rounds of one row, about."""
+SAMPLE_MS = 40.0
+ROOMY = 60e9
+"""Bytes of a device that holds 32 heads of 64K tokens twice, with gradients."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A row: the ring's tax, or a whole layer."""
+
+    problem: Problem
+    kind: str
+    which: str
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        p = self.problem
+        local = p.seq // p.world_size
+        length = f"{local // 1024}K" if local >= 1024 else str(local)
+        what = (
+            f"{p.world_size} × {length}" if self.kind == "ring" else f"layer {p.batch} × {length}"
+        )
+        return f"{what} {p.heads}:{p.kv_heads} D{p.head_dim}, {self.which}"
+
+    @property
+    def flop(self) -> float:
+        """4·B·S²·H·D / 2 forward, 2.5 times that backward."""
+        p = self.problem
+        forward = 2.0 * p.batch * p.seq**2 * p.heads * p.head_dim
+        return forward * (1.0 if self.which == "forward" else 3.5)
+
+
+class Speed:
+    """The ring's rows first."""
+
+    def names(self, rehearse: bool) -> list[str]:
+        """Of the items."""
+        return list(_items(rehearse))
+
+    def measure(self, name: str, rehearse: bool) -> dict[str, Any]:
+        """Medians of both contenders, who take turns."""
+        item = _items(rehearse)[name]
+        contenders = _ring if item.kind == "ring" else _layer
+        try:
+            return _measure(item, *contenders(item, rehearse), rehearse)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise AbsentError(f"not enough memory: {str(error)[:120]}") from error
+            raise
+
+
+def heads(rehearse: bool) -> tuple[int, int]:
+    """Query heads, and those of key and value where they are grouped."""
+    if rehearse:
+        return 2, 1
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+    return (32, 8) if limit >= ROOMY else (8, 2)
+
+
+def _items(rehearse: bool) -> dict[str, Item]:
+    many, few = heads(rehearse)
+    unit = 16 if rehearse else 4096
+    rings = [
+        Problem("", 1, WORLD_SIZE * local, many, kv, 128, world_size=WORLD_SIZE, with_dlse=False)
+        for local in (unit, 2 * unit)
+        for kv in (many, few)
+    ]
+    layers = [Problem("", 4, 2 * unit, many, kv, 128, with_dlse=False) for kv in (many, few)]
+    if rehearse:
+        rings, layers = rings[1:2], layers[1:]
+    found = [Item(p, "ring", which) for p in rings for which in BARS]
+    found += [Item(p, "layer", which) for p in layers for which in BARS]
+    return {item.name: item for item in found}
+
+
+Program = Callable[[], Any]
+
+
+def _ring(item: Item, rehearse: bool) -> tuple[Program, Program, Any]:
+    """The virtual ring, one launch of the same work, and how far their results are apart."""
+    problem, calls = item.problem, virtual.ring(rehearse)
+    inputs = _inputs(problem)
+    with jax.default_device(jax.local_devices()[0]):
+        cut = jax.jit(lambda xs: [virtual.stacked(problem, x) for x in xs])(inputs)
+    mesh = ours.line(1)
+    whole = [jax.device_put(x, NamedSharding(mesh, ours.SPEC)) for x in inputs]
+    one = problem.on_one_rank()
+    if item.which == "forward":
+        ring_pass = jax.jit(functools.partial(calls.forward, problem))
+        one_pass = jax.jit(_attend(one, mesh))
+        cut, whole = cut[:3], whole[:3]
+    else:
+        ring_pass, one_pass = virtual.passes(problem, calls), ours.passes(one, mesh)
+
+    def apart() -> list[float]:
+        pairs = zip(ring_pass(*cut), one_pass(*whole), strict=True)
+        return [float(_apart(virtual.unstacked(problem, x), y)) for x, y in pairs]
+
+    return lambda: ring_pass(*cut), lambda: one_pass(*whole), apart
+
+
+def _attend(problem: Problem, mesh: Any) -> Callable[..., Any]:
+    local = functools.partial(
+        ba.attention,
+        axis_name=ours.AXIS,
+        is_causal=problem.is_causal,
+        layout=problem.layout,
+        return_residual=True,
+    )
+    specs = (ours.SPEC,) * 3
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[:2])
+
+
+def _layer(item: Item, rehearse: bool) -> tuple[Program, Program, Any]:
+    """Our function on global arrays, and jax.nn's by cuDNN."""
+    mesh = ours.line(1)
+    *qkv, dout, _ = (
+        jax.device_put(x, NamedSharding(mesh, ours.SPEC)) for x in _inputs(item.problem)
+    )
+    mine = functools.partial(
+        ba.dot_product_attention, mesh=mesh, spec=ours.SPEC, is_causal=True, layout="zigzag"
+    )
+    theirs = functools.partial(
+        jax.nn.dot_product_attention,
+        is_causal=True,
+        implementation="xla" if rehearse else "cudnn",
+    )
+
+    def program(attend: Callable[..., jax.Array]) -> Callable[[], Any]:
+        def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
+            o, pullback = jax.vjp(attend, q, k, v)
+            return o, *pullback(dout)
+
+        if item.which == "forward":
+            forward = jax.jit(lambda q, k, v: (attend(q, k, v),))
+            return lambda: forward(*qkv)
+        jitted = jax.jit(both)
+        return lambda: jitted(*qkv, dout)
+
+    ours_, peer = program(mine), program(theirs)
+    try:
+        jax.block_until_ready(peer())
+    except Exception as error:  # of whatever type: it's a peer, not what is measured
+        raise AbsentError(f"jax.nn can't: {error}"[:300]) from error
+    return ours_, peer, lambda: [float(_apart(x, y)) for x, y in zip(ours_(), peer(), strict=True)]
+
+
+def _measure(item: Item, mine: Program, other: Program, apart: Any, rehearse: bool) -> Any:
+    names = ("virtual ring", "one launch") if item.kind == "ring" else ("ours", "cuDNN")
+    differs = apart()
+    wrong = [
+        f"result {index} differs from that of {names[1]} by {x:.1e}, expected at most {AGREE}"
+        for index, x in enumerate(differs)
+        if not x <= AGREE
+    ]
+    once = wall_milliseconds(
+        {n: _waited(p, 1) for n, p in zip(names, (mine, other), strict=True)}, 0
+    )
+    fastest = min(median(times) for times in once.values())
+    repeat = 2 if rehearse else max(2, min(50, int(SAMPLE_MS / fastest) + 1))
+    programs = {n: _waited(p, repeat) for n, p in zip(names, (mine, other), strict=True)}
+    taken = wall_milliseconds(programs, 0.0 if rehearse else SECONDS)
+    contenders = {
+        n: figures([ms / repeat for ms in times], item.flop) for n, times in taken.items()
+    }
+    first, second = (contenders[n] for n in names)
+    row: dict[str, Any] = {
+        "name": item.name,
+        "kind": item.kind,
+        "which": item.which,
+        "contenders": contenders,
+    }
+    if item.kind == "ring":
+        ratio, bar = first["ms"] / second["ms"], BARS[item.which]
+        verdict = f"{ratio:.3f} × one launch, bar {bar:.2f}"
+        if not ratio <= bar and not rehearse:
+            wrong.append(f"{ratio:.3f} × one launch, expected at most {bar:.2f}")
+        row |= {"ratio": ratio, "bar": bar}
+    else:
+        ratio = second["ms"] / first["ms"]
+        verdict = f"{ratio:.2f} × its speed" + (" (XLA stands in)" if rehearse else "")
+        row |= {"ratio": ratio}
+    shown = (
+        f"{first['tflops']:.0f} TFLOP/s  {first['ms']:.2f} ms (spread {first['spread']:.1%}), "
+        f"{names[1]} {second['ms']:.2f} ms: {verdict}"
+    )
+    return row | {"differs": differs, "repeat": repeat, "shown": shown, "wrong": wrong}
+
+
+def _waited(program: Program, repeat: int) -> Callable[[], None]:
+    """Several calls in a row hide what calling costs."""
+
+    def run() -> None:
+        result = None
+        for _ in range(repeat):
+            result = program()
+        jax.block_until_ready(result)
+
+    return run
+
+
+def _inputs(problem: Problem) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (problem.q_shape, problem.kv_shape, problem.kv_shape, problem.q_shape)
+    arrays = [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)]
+    return [*arrays, jnp.zeros(problem.q_shape[:3], jnp.float32)]
+
+
+@jax.jit
+def _apart(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Relative, in the norm."""
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return jnp.linalg.norm((x - y).ravel()) / jnp.linalg.norm(y.ravel())

@@ -1,0 +1,165 @@
+"""The virtual ring: all ranks of a ring on one GPU, one custom call for each pass.
+
+It is no part of the package: the library has the calls, and they are registered here. Arrays hold
+the ranks' shards one after the other, [world_size, batch, seq of a rank, heads, head_dim].
+"""
+
+import ctypes
+import functools
+import json
+from typing import Any
+
+import burst_attention as ba
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gpu.library import find_library
+
+from . import plain
+from .problem import Problem
+
+TARGETS = {name: f"burst_attention_virtual_{name}" for name in ("forward", "backward")}
+STAGES = ("instantiate", "initialize", "execute")
+
+
+def stacked(problem: Problem, x: Any) -> Any:
+    """[batch, seq, …] in the order of the sequence -> the shards."""
+    size = problem.world_size
+    x = ba.to_layout(x, size, problem.layout)
+    return x.reshape(x.shape[0], size, -1, *x.shape[2:]).swapaxes(0, 1)
+
+
+def merged(shards: Any) -> Any:
+    """The shards one after the other along the sequence, [batch, seq, …]."""
+    x = shards.swapaxes(0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def unstacked(problem: Problem, shards: Any) -> Any:
+    """The inverse of `stacked`."""
+    return ba.from_layout(merged(shards), problem.world_size, problem.layout)
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The package's."""
+    return ctypes.CDLL(str(find_library(None)))
+
+
+def workspace_bytes(problem: Problem, which: str) -> int:
+    """Of all ranks together, from the library."""
+    function = library().burst_attention_workspace
+    function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_char_p
+    local = problem.seq // problem.world_size
+    request: dict[str, Any] = {
+        "pass": which,
+        "batch": problem.batch,
+        "q_len": local,
+        "kv_len": local,
+    }
+    request |= {"heads": problem.heads, "kv_heads": problem.kv_heads}
+    request |= {"head_dim": problem.head_dim, "dtype": problem.dtype}
+    request |= {"is_causal": problem.is_causal, "softmax_scale": problem.softmax_scale}
+    request |= {"layout": problem.layout, "world_size": problem.world_size}
+    request |= {"backward": problem.backward}
+    answer = json.loads(function(json.dumps(request).encode()))
+    if "error" in answer:
+        raise RuntimeError(f"workspace of {request}: {answer['error']}")
+    return problem.world_size * int(answer["bytes"])
+
+
+class Calls:
+    """The custom calls, on a GPU."""
+
+    def __init__(self) -> None:
+        _register()
+
+    def forward(self, problem: Problem, q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array]:
+        """o and lse."""
+        lse = jax.ShapeDtypeStruct(q.shape[:4], jnp.float32)
+        o, lse, _ = self._call(problem, "forward", [q, lse], q, k, v)
+        return o, lse
+
+    def backward(self, problem: Problem, *operands: Any) -> tuple[jax.Array, ...]:
+        """dq, dk, dv from q, k, v, o, lse, dout, dlse."""
+        found = self._call(problem, "backward", operands[:3], *operands, backward=problem.backward)
+        return tuple(found[:3])
+
+    def _call(
+        self, problem: Problem, which: str, results: Any, *operands: Any, **attributes: str
+    ) -> Any:
+        bytes_ = workspace_bytes(problem, which)
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
+        shapes.append(jax.ShapeDtypeStruct((bytes_,), jnp.uint8))
+        call = jax.ffi.ffi_call(TARGETS[which], shapes, has_side_effect=False)
+        return call(
+            *operands,
+            world_size=np.int64(problem.world_size),
+            layout=problem.layout,
+            is_causal=problem.is_causal,
+            softmax_scale=np.float32(problem.softmax_scale),
+            axis_name="context",
+            **attributes,
+        )
+
+
+class StandIn:
+    """Dense attention on the same arrays, where there is no GPU."""
+
+    def forward(self, problem: Problem, q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array]:
+        """See `Calls`."""
+        self._ask(problem, "forward")
+        o, lse = self._attend(problem, *(merged(x) for x in (q, k, v)))
+        return self._split(problem, o), self._split(problem, lse)
+
+    def backward(self, problem: Problem, *operands: Any) -> tuple[jax.Array, ...]:
+        """See `Calls`."""
+        self._ask(problem, "backward")
+        q, k, v, _, _, dout, dlse = (merged(x) for x in operands)
+        _, pullback = jax.vjp(functools.partial(self._attend, problem), q, k, v)
+        return tuple(self._split(problem, x) for x in pullback((dout, dlse)))
+
+    def _attend(self, problem: Problem, q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array]:
+        size = problem.world_size
+        positions = jnp.asarray(ba.to_layout(np.arange(problem.seq), size, problem.layout, axis=0))
+        return plain.dense(q, k, v, positions, positions, problem.is_causal)
+
+    def _split(self, problem: Problem, x: jax.Array) -> jax.Array:
+        return x.reshape(x.shape[0], problem.world_size, -1, *x.shape[2:]).swapaxes(0, 1)
+
+    def _ask(self, problem: Problem, which: str) -> None:
+        # The library answers without a GPU too, if it was built with its calls.
+        if hasattr(library(), "burst_attention_workspace"):
+            assert workspace_bytes(problem, which) >= 0
+
+
+def ring(rehearse: bool) -> Calls | StandIn:
+    """What computes."""
+    return StandIn() if rehearse else Calls()
+
+
+def passes(problem: Problem, ring: Calls | StandIn) -> Any:
+    """A compiled function of stacked q, k, v, dout, dlse: o, lse, dq, dk, dv."""
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> tuple[jax.Array, ...]:
+        o, lse = ring.forward(problem, q, k, v)
+        return o, lse, *ring.backward(problem, q, k, v, o, lse, dout, dlse)
+
+    return run
+
+
+@functools.cache
+def _register() -> None:
+    for target in TARGETS.values():
+        try:
+            stages = {
+                stage: jax.ffi.pycapsule(getattr(library(), f"{target}_{stage}"))
+                for stage in STAGES
+            }
+        except AttributeError as error:
+            raise RuntimeError(
+                f"expected {library()._name} to have {target}, found none: it was built without "
+                "the feature cuda, or is too old"
+            ) from error
+        jax.ffi.register_ffi_target(target, stages, platform="CUDA")

@@ -1,0 +1,73 @@
+"""The worker's half of session.py: items from stdin, one line of JSON each, answers to stdout."""
+
+import json
+import os
+import subprocess
+import traceback
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any, TextIO
+
+from .library import AbsentError
+
+SMI = "--query-gpu=name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit"
+
+
+def answer(call: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """`result` of the call, or why there is none: `absent` if it may be so, or `error`."""
+    try:
+        return {"result": call(**arguments)}
+    except AbsentError as reason:
+        return {"absent": str(reason)}
+    except Exception as error:  # whatever it was, the next item has its turn
+        where = traceback.format_exc(limit=-3)
+        return {"error": f"{type(error).__name__}: {error}", "trace": where}
+
+
+def serve(
+    work: Any,
+    items: TextIO,
+    answers: TextIO,
+    missing: Callable[[], str | None],
+    context_is_lost: Callable[[], str | None],
+) -> None:
+    """Until there are no more items, or the context is lost."""
+
+    def tell(what: dict[str, Any]) -> None:
+        print(json.dumps(what), file=answers, flush=True)
+
+    tell({"missing": missing()})
+    for line in items:
+        item = json.loads(line)
+        told = answer(getattr(work, item.pop("part")), item)
+        lost = context_is_lost()
+        if lost is not None:
+            told = {"error": f"lost the GPU: {told.get('error', lost)}", "lost": True}
+        tell(told)
+        if lost is not None:
+            return
+
+
+def own_output() -> TextIO:
+    """Stdout for answers alone: what libraries print there goes to stderr from now on."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def nvidia_smi() -> str:
+    """Name, driver, clocks and power, or why they are unknown."""
+    command = ["nvidia-smi", SMI, "--format=csv,noheader"]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"unknown: {error}"
+    return ran.stdout.strip()
+
+
+def package(name: str) -> str | None:
+    """Version of an installed package."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
