@@ -103,7 +103,7 @@ bench: $(LIBRARY) $(VENV)/installed  ## measure; PYTHON_BENCH=... is a Python wi
 kernel-bench: $(LIBRARY)  ## the CUDA kernels on an NVIDIA GPU; PYTHON_BENCH with torch, cuda-bindings
 	@$(PYTHON_BENCH) benchmarks/kernels.py --library $(LIBRARY) $(BENCH)
 
-gpu-check: $(LIBRARY)  ## the ring on an NVIDIA GPU; PYTHON_BENCH with jax[cuda13] and the wheel
+gpu-check:  ## the ring on an NVIDIA GPU; PYTHON_BENCH with jax[cuda13] and the wheel
 	@$(PYTHON_BENCH) benchmarks/gpu_check.py $(BENCH)
 
 host-cost:  ## host time that issuing a ring to a GPU takes
