@@ -18,11 +18,11 @@ RUST := Cargo.toml Cargo.lock $(shell find src ffi kernels/build.rs kernels/Carg
 # Before a cargo that compiles the CUDA kernels: tells it where .venv has its tools.
 KERNEL_TOOLS = eval "$$($(PY) kernels/toolchain.py)" &&
 # Always the same packages and features, so that one build serves build, test, lint and wheel.
-WITH_KERNELS := --quiet --release -p burst-attention-ffi -p burst-attention-kernels \
+WITH_KERNELS := --release -p burst-attention-ffi -p burst-attention-kernels \
     --features burst-attention-ffi/cuda
 DECODE_CHECK := -p burst-attention-decode-check
 # The crates with tests that need no images, in one selection for the same reason.
-PLAIN := --quiet -p burst-attention -p burst-attention-interpreter -p burst-attention-device-tests
+PLAIN := -p burst-attention -p burst-attention-interpreter -p burst-attention-device-tests
 MEASURE := -p burst-attention-peak -p burst-attention-host-cost
 
 # Crates' build scripts look for $PYTHON before the project's own one; PYTHON here only makes .venv.
@@ -52,14 +52,14 @@ test-full: test  ## the same with the whole product of the correctness cases (ho
 
 test-rust: $(VENV)/ready
 	$(SAY) "core, CUDA executor, what the CUDA kernels compute on an interpreter: cargo test"
-	@$(KERNEL_TOOLS) cargo test $(PLAIN)
+	@$(KERNEL_TOOLS) cargo test --quiet $(PLAIN)
 
 test-ffi: $(VENV)/ready
 	$(SAY) "XLA custom calls, the decoder against XLA's own C++ header, CUDA kernels: cargo test"
-	@$(KERNEL_TOOLS) cargo test $(WITH_KERNELS) $(DECODE_CHECK)
+	@$(KERNEL_TOOLS) cargo test --quiet $(WITH_KERNELS) $(DECODE_CHECK)
 
 kernel-quality: $(VENV)/ready  ## what the compiler made of each CUDA kernel; WRITE=1: accept it
-	@$(KERNEL_TOOLS) cargo build $(WITH_KERNELS) && \
+	@$(KERNEL_TOOLS) cargo build --quiet $(WITH_KERNELS) && \
 	    $(TARGET)/release/kernel-quality $(if $(WRITE),--write)
 
 test-python: build
@@ -71,8 +71,8 @@ lint: lint-rust lint-python  ## rustfmt, clippy, ruff, mypy
 lint-rust: $(VENV)/ready
 	$(SAY) "lint: rustfmt, clippy"
 	@cargo fmt --all --check
-	@$(KERNEL_TOOLS) cargo clippy $(PLAIN) $(MEASURE) --all-targets -- -D warnings
-	@$(KERNEL_TOOLS) cargo clippy $(WITH_KERNELS) $(DECODE_CHECK) --all-targets -- -D warnings
+	@$(KERNEL_TOOLS) cargo clippy --quiet $(WITH_KERNELS) $(PLAIN) $(MEASURE) $(DECODE_CHECK) \
+	    --all-targets -- -D warnings
 
 lint-python: $(VENV)/ready
 	$(SAY) "lint: ruff, mypy"
@@ -123,7 +123,7 @@ $(VENV)/ready: requirements/dev.txt requirements/constraints.txt
 
 $(LIBRARY): $(RUST) $(VENV)/ready
 	$(SAY) "Rust library"
-	@$(KERNEL_TOOLS) cargo build $(WITH_KERNELS)
+	@$(KERNEL_TOOLS) cargo build --quiet $(WITH_KERNELS)
 	@cp $(TARGET)/release/$(@F) $@.new && mv $@.new $@
 
 $(VENV)/installed: jax_plugin/pyproject.toml $(PACKAGE)/_version.py $(VENV)/ready

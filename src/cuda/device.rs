@@ -1,6 +1,7 @@
 //! Issues rings to devices.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burst_attention_kernels::instances::{Instance, Target};
@@ -138,8 +139,10 @@ impl Executor {
     fn within<T>(&self, stream: Stream, body: impl FnOnce(Context) -> Result<T>) -> Result<T> {
         let context = self.driver.stream_context(stream)?;
         self.driver.push_context(context)?;
-        let outcome = body(context);
+        // XLA's thread gets its own context back whatever happens.
+        let outcome = catch_unwind(AssertUnwindSafe(|| body(context)));
         let popped = self.driver.pop_context();
+        let outcome = outcome.unwrap_or_else(|panic| resume_unwind(panic));
         outcome.and_then(|done| popped.map(|()| done))
     }
 

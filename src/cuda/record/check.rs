@@ -58,12 +58,21 @@ impl std::fmt::Display for Party {
 /// # Errors
 /// The first [`Race`].
 pub fn check(program: &Program) -> Result<(), Race> {
+    let touches = touches(program);
+    ordered(program, &touches.iter().map(Vec::as_slice).collect::<Vec<_>>())
+}
+
+/// What the program before, each call and the program after touch.
+fn touches(program: &Program) -> Vec<Vec<Touch>> {
+    Order::of(program).items.iter().map(|item| item.touches(program)).collect()
+}
+
+fn ordered(program: &Program, touches: &[&[Touch]]) -> Result<(), Race> {
     let order = Order::of(program);
-    let touches: Vec<Vec<Touch>> = order.items.iter().map(|item| item.touches(program)).collect();
     for second in 0..order.items.len() {
-        at_odds(program, &order.items[second], &touches[second])?;
+        at_odds(program, &order.items[second], touches[second])?;
         for first in (0..second).filter(|&first| !order.is_before(first, second)) {
-            if let Some((one, other, bytes)) = conflict(&touches[first], &touches[second]) {
+            if let Some((one, other, bytes)) = conflict(touches[first], touches[second]) {
                 return Err(Race {
                     first: order.items[first].party(program, one),
                     second: order.items[second].party(program, other),
@@ -74,6 +83,19 @@ pub fn check(program: &Program) -> Result<(), Race> {
         }
     }
     Ok(())
+}
+
+/// The records and waits without which nothing would race either.
+pub fn unneeded(program: &Program) -> Vec<Mutation> {
+    let touches = touches(program);
+    let without = |index: usize| {
+        let mut rest: Vec<&[Touch]> = touches.iter().map(Vec::as_slice).collect();
+        // In front of the calls stands the program before.
+        rest.remove(index + 1);
+        rest
+    };
+    let mutations = mutations(program).into_iter();
+    mutations.filter(|one| ordered(&one.program, &without(one.index)).is_ok()).collect()
 }
 
 /// A program without one of its records or waits.

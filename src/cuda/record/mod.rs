@@ -9,7 +9,7 @@
 //! - [`check`] proves that nothing in it races, from the memory that each call touches and the
 //!   events between streams alone.
 //! - [`mutations`] are the programs with one event less: [`check`] must refuse each of them, or
-//!   the event was not needed.
+//!   the event was [`unneeded`].
 //! - [`simulate`] runs the programs of all ranks, streams in a random order, messages when both
 //!   ends are there, and finds deadlocks. What launches, copies and messages do is up to the
 //!   caller.
@@ -26,7 +26,7 @@ mod touch;
 #[cfg(test)]
 mod tests;
 
-pub use check::{Mutation, Party, Race, check, mutations};
+pub use check::{Mutation, Party, Race, check, mutations, unneeded};
 pub use nccl::{group_is_open, nccl};
 pub use recorder::{Allocation, Created, Recorder, image, images};
 pub use simulate::{Action, Delivery, Stuck, simulate};

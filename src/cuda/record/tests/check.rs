@@ -1,6 +1,6 @@
 //! The order checker.
 
-use super::super::{Party, check, common, mutations};
+use super::super::{Party, check, common, mutations, unneeded};
 use super::*;
 
 /// A kernel writes, the other stream sends what it wrote and receives something else, the kernel
@@ -31,6 +31,15 @@ fn every_event_is_needed() {
     for mutation in all {
         assert!(check(&mutation.program).is_err(), "without {} nothing races", mutation.removed);
     }
+    assert_eq!(unneeded(&program(&ring_step())), []);
+}
+
+#[test]
+fn an_event_that_orders_nothing_is_unneeded() {
+    let mut calls = ring_step();
+    calls.splice(3..3, [(COMPUTE, record(3)), (OTHER, wait(3))]);
+    let unneeded = unneeded(&program(&calls));
+    assert_eq!(unneeded.iter().map(|mutation| mutation.index).collect::<Vec<_>>(), [1, 2, 3, 4]);
 }
 
 #[test]
