@@ -92,7 +92,7 @@ def attention(
     Computes, for every query of this shard and the keys of all devices along ``axis_name``::
 
         s = scale · q kᵀ          −inf where is_causal and the key is later than the query
-        lse = ln Σ e^s;   out = e^(s − lse) v
+        lse = ln Σ e^s;   out = e^(s − lse) v          with a sink z, e^z is part of that sum
 
     Query head h uses key/value head h // (heads / kv_heads). Names and meaning are those of
     ``jax.nn.dot_product_attention``; the sequence is cut as ``layout`` says. Products are
@@ -115,7 +115,8 @@ def attention(
       local_window_size: not implemented yet.
       segment_ids: not implemented yet.
       logits_soft_cap: not implemented yet.
-      sinks: not implemented yet.
+      sinks: float32 ``[heads]``, for each query head a logit that joins the softmax of every row
+        but has no value. Differentiable; where the heads are sharded, a device takes its own.
       alibi_slopes: not implemented yet.
       dropout_rate: must be 0: not implemented yet.
       dropout_key: not used while dropout_rate is 0.
@@ -142,7 +143,8 @@ def attention(
     _checks.refused_arguments(arguments)
     _checks.later_arguments(arguments)
     query, key, value = _checks.arrays(query, key, value)
-    ring, operands = _ring(arguments, query, key, value)
+    sinks = _checks.sinks(sinks, query.shape[2])
+    ring, operands = _ring(arguments, query, key, value, sinks)
     with_lse = _checks.flag("return_residual", return_residual)
     if query.size == 0:
         # No token or no batch entry: nothing to compute, so no device needs another.
@@ -153,7 +155,11 @@ def attention(
 
 
 def _ring(
-    arguments: dict[str, Any], query: jax.Array, key: jax.Array, value: jax.Array
+    arguments: dict[str, Any],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    sinks: jax.Array | None,
 ) -> tuple[Ring, tuple[jax.Array, ...]]:
     """The static side of the call, and the inputs cast to one set of varying axes."""
     _checks.choice("layout", arguments["layout"], _checks.LAYOUTS)
@@ -168,7 +174,8 @@ def _ring(
     _checks.shard_length(query.shape[1], arguments["layout"])
     # Before the custom_vjp: the transpose of this cast is what sums the gradients of an input
     # that several devices share, and inside, the types of the backward rule would not match.
-    varying, operands = vary_together(axis_name, query, key, value)
+    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
+    varying, operands = vary_together(axis_name, *inputs)
     ring = Ring(
         axis_name=axis_name,
         world_size=mesh.shape[axis_name],
@@ -179,5 +186,6 @@ def _ring(
         varying=varying,
         platform=platform,
         groups=ring_groups(mesh, axis_name),
+        has_sinks=sinks is not None,
     )
     return ring, operands

@@ -31,7 +31,8 @@ over the same devices. Forward and backward share theirs."""
 def forward(ring: Ring, *operands: jax.Array) -> Arrays:
     """o and lse, float32 ``[batch, seq, heads]``, of one rank from its q, k, v.
 
-    o has the dtype of q, but is float32 for sequences of up to `SHORT_SEQUENCE` tokens.
+    o has the dtype of `kept_dtype`, but is float32 where sinks are to scale it: rounding it before
+    and after would make its error 1.4 times that of rounding. Kernels of GPUs do round it before.
     """
     return _on_platform(ring, operands, cpu=_cpu_forward, cuda=_cuda_forward)
 
@@ -64,7 +65,7 @@ def _cpu_backward(ring: Ring, *operands: jax.Array) -> Arrays:
 def _cuda_forward(ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array) -> Arrays:
     results = _forward_results(q, q.dtype)
     o, lse = _cuda_call(_ffi.FORWARD, ring, results, (_signed(ring, q), k, v))
-    # Kernels write o in q's dtype; what is kept has one dtype on all platforms.
+    # Kernels write o in q's dtype; what comes out has one dtype on all platforms.
     return o.astype(_o_dtype(ring, q)), lse
 
 
@@ -77,8 +78,13 @@ def _cuda_backward(
     return _signed(ring, dq), dk, dv
 
 
-def _o_dtype(ring: Ring, q: jax.Array) -> Any:
+def kept_dtype(ring: Ring, q: jax.Array) -> Any:
+    """dtype of the o that the backward pass gets: that of q, or float32 for short sequences."""
     return jnp.float32 if ring.world_size * q.shape[1] <= SHORT_SEQUENCE else q.dtype
+
+
+def _o_dtype(ring: Ring, q: jax.Array) -> Any:
+    return jnp.float32 if ring.has_sinks else kept_dtype(ring, q)
 
 
 def _forward_results(q: jax.Array, o_dtype: Any) -> Shapes:

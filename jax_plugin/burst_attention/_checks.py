@@ -39,8 +39,6 @@ LATER = {
     "local_window_size": "full and causal attention work (is_causal)",
     "segment_ids": "give each document its own batch entry, or attend across them (is_causal)",
     "logits_soft_cap": "normalise queries and keys to bound the logits",
-    "sinks": "return_residual=True gives lse, and out · sigmoid(lse − sink) is attention with "
-    "a sink logit",
     "alibi_slopes": "rotary embeddings with burst_attention.local_positions work",
     "batch_axis": "rings along other mesh axes are found without it; leave it out",
     "head_axis": "rings along other mesh axes are found without it; leave it out",
@@ -131,6 +129,25 @@ def arrays(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.
         )
     _shapes(tuple(query.shape), tuple(key.shape), tuple(value.shape))
     return jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+
+
+def sinks(value: Any, heads: int) -> jax.Array | None:
+    """One logit for each head of query as an array, or None."""
+    if value is None:
+        return None
+    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        raise TypeError(f"sinks must be an array, got {type(value).__name__}")
+    if value.dtype != jnp.float32:
+        raise TypeError(f"sinks must be float32, got {value.dtype}; use x.astype(jnp.float32)")
+    shape = tuple(value.shape)
+    if shape != (heads,):
+        whole = len(shape) == 1 and shape[0] > heads and shape[0] % heads == 0
+        hint = "; where heads are sharded, each device takes the logits of its own" if whole else ""
+        raise ValueError(
+            f"sinks must have shape {(heads,)}, one logit for each head of query, got shape "
+            f"{shape}{hint}"
+        )
+    return jnp.asarray(value)
 
 
 def _shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> None:

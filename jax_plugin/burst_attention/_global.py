@@ -100,7 +100,8 @@ def dot_product_attention(
         each device takes the ones that its query heads use.
       axis_name: mesh axis of the sequence; default: the one that shards dimension 1.
       return_residual: also return lse.
-      **options: those of `attention`.
+      **options: those of `attention`. sinks are those of all heads, sharded like the heads of query
+        or not at all.
 
     Returns:
       ``out``, sharded like query; with ``return_residual=True`` ``(out, lse)``.
@@ -111,9 +112,10 @@ def dot_product_attention(
     _checks.refused_arguments({"bias": bias, "mask": mask, **options})
     _checks.later_arguments(options)
     query, key, value = _checks.arrays(query, key, value)
+    sinks = _checks.sinks(options.pop("sinks", None), query.shape[2])
     mesh = find_mesh(mesh, query)
     _checks.devices(mesh, query.dtype)
-    placement = find_placement(mesh, spec, axis_name, query, key, value)
+    placement = find_placement(mesh, spec, axis_name, query, key, value, sinks)
     with_lse = _checks.flag("return_residual", return_residual)
     local = partial(
         _local,
@@ -128,16 +130,17 @@ def dot_product_attention(
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(placement.q_spec, placement.kv_spec, placement.kv_spec),
+        in_specs=(placement.q_spec, placement.kv_spec, placement.kv_spec, placement.sinks_spec),
         out_specs=out_specs,
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-    )(query, key, value)
+    )(query, key, value, sinks)
 
 
 def _local(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    sinks: jax.Array | None,
     *,
     placement: Placement,
     kv_heads: int,
@@ -148,6 +151,11 @@ def _local(
         count = max(1, kv_heads // placement.head_shards)
         start = lax.axis_index(placement.head_axes) * kv_heads // placement.head_shards
         key, value = (lax.dynamic_slice_in_dim(x, start, count, axis=2) for x in (key, value))
+    heads = query.shape[2]
+    if sinks is not None and sinks.shape[0] > heads:
+        start = lax.axis_index(placement.q_spec[2]) * heads
+        sinks = lax.dynamic_slice_in_dim(sinks, start, heads)
+    options = {**options, "sinks": sinks}
     return attention(
         query, key, value, axis_name=placement.axis_name, return_residual=return_residual, **options
     )

@@ -23,6 +23,8 @@ class Placement:
     axis_name: str
     q_spec: PartitionSpec
     kv_spec: PartitionSpec
+    sinks_spec: PartitionSpec
+    """Like the query heads, or of no axis, where every device holds all sinks."""
     head_axes: Axes
     """Axes that cut the query heads while every device holds all key/value heads."""
     head_shards: int
@@ -67,6 +69,7 @@ def find_placement(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    sinks: jax.Array | None = None,
 ) -> Placement:
     """From ``spec``, or from the arrays' types where all axes are Explicit."""
     if spec is None:
@@ -92,7 +95,8 @@ def find_placement(
     replicated = () if kv_axes[2] == q_axes[2] else q_axes[2]
     if replicated:
         _check_owned(key.shape[2], shards)
-    return Placement(name, _spec(q_axes), _spec(kv_axes), replicated, shards)
+    sinks_spec = _sinks_spec(mesh, q_axes[2], sinks)
+    return Placement(name, _spec(q_axes), _spec(kv_axes), sinks_spec, replicated, shards)
 
 
 def _axes_from_types(
@@ -118,7 +122,7 @@ def _axes_from_types(
 
 def _actual_axes(x: jax.Array) -> tuple[Axes, ...]:
     spec = tuple(jax.typeof(x).sharding.spec)
-    return tuple(_tuple(entry) for entry in spec + (None,) * (4 - len(spec)))
+    return tuple(_tuple(entry) for entry in spec + (None,) * (x.ndim - len(spec)))
 
 
 def _axes_of(spec: PartitionSpec, mesh: AnyMesh) -> tuple[Axes, ...]:
@@ -143,6 +147,22 @@ def _kv_axes(q_axes: tuple[Axes, ...], mesh: AnyMesh, kv_heads: int) -> tuple[Ax
     if kv_heads < _size(mesh, q_axes[2]):
         return (*q_axes[:2], (), q_axes[3])
     return q_axes
+
+
+def _sinks_spec(mesh: AnyMesh, head_axes: Axes, sinks: jax.Array | None) -> PartitionSpec:
+    """Like the query heads, but as they are where their type says that no axis cuts them."""
+    if sinks is None:
+        return PartitionSpec()
+    explicit = set(_of_type(mesh, AxisType.Explicit))
+    actual = tuple(name for name in _actual_axes(sinks)[0] if name in explicit)
+    if actual == tuple(name for name in head_axes if name in explicit):
+        return _spec((head_axes,))
+    if actual:
+        raise ValueError(
+            f"sinks must be sharded like the heads of query, {_spec((head_axes,))}, or not at all, "
+            f"got {_spec((actual,))}; use jax.reshard"
+        )
+    return PartitionSpec()
 
 
 def _check_owned(kv_heads: int, shards: int) -> None:

@@ -27,6 +27,8 @@ class Ring:
     """``cpu`` or ``cuda``; None where the mesh doesn't tell while tracing."""
     groups: tuple[int, ...]
     """Logical ids of the devices of all rings, see `ring_groups`."""
+    has_sinks: bool
+    """Whether sink logits join the rows: then o comes in float32, to be rounded after them."""
 
 
 def ring_groups(mesh: jax.sharding.AbstractMesh, axis_name: str) -> tuple[int, ...]:

@@ -43,7 +43,6 @@ def test_arguments_of_jax_nn_name_the_alternative(name):
         "local_window_size",
         "segment_ids",
         "logits_soft_cap",
-        "sinks",
         "alibi_slopes",
         "batch_axis",
         "head_axis",

@@ -229,7 +229,7 @@ def test_options_are_checked_before_the_mesh():
     q, k, v, _ = inputs()
     refused(NotImplementedError, "mask of jax.nn.dot_product_attention", q, k, v, None, q)
     refused(NotImplementedError, "key_value_seq_lengths", q, k, v, key_value_seq_lengths=q)
-    refused(NotImplementedError, "sinks is not implemented yet", q, k, v, sinks=q)
+    refused(NotImplementedError, "segment_ids is not implemented yet", q, k, v, segment_ids=q)
     refused(
         TypeError,
         "return_residual must be True or False",
