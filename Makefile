@@ -71,8 +71,8 @@ lint: lint-rust lint-python  ## rustfmt, clippy, ruff, mypy
 lint-rust: $(VENV)/ready
 	$(SAY) "lint: rustfmt, clippy"
 	@cargo fmt --all --check
-	@$(KERNEL_TOOLS) cargo clippy --quiet $(WITH_KERNELS) $(PLAIN) $(MEASURE) $(DECODE_CHECK) \
-	    --all-targets -- -D warnings
+	@$(KERNEL_TOOLS) cargo clippy --quiet $(PLAIN) $(MEASURE) --all-targets -- -D warnings
+	@$(KERNEL_TOOLS) cargo clippy --quiet $(WITH_KERNELS) $(DECODE_CHECK) --all-targets -- -D warnings
 
 lint-python: $(VENV)/ready
 	$(SAY) "lint: ruff, mypy"
