@@ -144,28 +144,22 @@ fn interleaved(tapes: Vec<Vec<Op>>) -> Result<Vec<Op>> {
 /// The copies that do what the exchanges of one step do: each piece that is sent goes to the next
 /// one that its receiver expects from its sender.
 fn copies(step: usize, exchanges: Vec<(usize, Op)>) -> Result<Vec<Op>> {
-    let mut expected: Vec<(usize, usize, usize)> = Vec::new();
-    let receives = |op: &Op| match &op.work {
-        Work::Pieces(Pieces { receives, .. }) => receives.clone(),
-        _ => vec![],
-    };
-    for (index, (rank, op)) in exchanges.iter().enumerate() {
-        let from = receives(op).into_iter().enumerate();
-        expected.extend(from.map(|(n, _)| (*rank, index, n)));
+    // Receiver, sender, where it lands, and which exchange expects it.
+    let mut expected = Vec::new();
+    for (index, (receiver, op)) in exchanges.iter().enumerate() {
+        let Work::Pieces(Pieces { receives, .. }) = &op.work else { continue };
+        expected.extend(receives.iter().map(|(sender, to)| (*receiver, *sender, *to, index)));
     }
     let mut made = Vec::new();
     for (sender, op) in &exchanges {
         let Work::Pieces(Pieces { sends, .. }) = &op.work else { continue };
         for (receiver, from) in sends {
-            let meets = |&(rank, index, n): &(usize, usize, usize)| {
-                rank == *receiver && receives(&exchanges[index].1)[n].0 == *sender
-            };
-            let found = expected.iter().position(meets).map(|at| expected.remove(at));
-            let Some((_, index, n)) = found else {
+            let met = expected.iter().position(|(to, of, ..)| (to, of) == (receiver, sender));
+            let Some((_, _, to, index)) = met.map(|at| expected.remove(at)) else {
                 let what = format!("what rank {sender} sends to rank {receiver} is not expected");
                 return Err(Error::BrokenSchedule { rank: *receiver, step, what });
             };
-            let to = from.packed_at(receives(&exchanges[index].1)[n].1.address);
+            let to = from.packed_at(to.address);
             let reads = op.uses.iter().filter(|used| !used.writes);
             let writes = exchanges[index].1.uses.iter().filter(|used| used.writes);
             let uses = reads.chain(writes).copied().collect();
