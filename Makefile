@@ -22,8 +22,8 @@ WITH_KERNELS := --release -p burst-attention-ffi -p burst-attention-kernels \
     --features burst-attention-ffi/cuda
 DECODE_CHECK := -p burst-attention-decode-check
 # The crates with tests that need no images, in one selection for the same reason.
-PLAIN := -p burst-attention -p burst-attention-interpreter -p burst-attention-device-tests
-MEASURE := -p burst-attention-peak -p burst-attention-host-cost
+PLAIN := --profile checked -p burst-attention -p burst-attention-interpreter \
+    -p burst-attention-device-tests
 
 # Crates' build scripts look for $PYTHON before the project's own one; PYTHON here only makes .venv.
 unexport PYTHON
@@ -71,7 +71,9 @@ lint: lint-rust lint-python  ## rustfmt, clippy, ruff, mypy
 lint-rust: $(VENV)/ready
 	$(SAY) "lint: rustfmt, clippy"
 	@cargo fmt --all --check
-	@$(KERNEL_TOOLS) cargo clippy --quiet $(PLAIN) $(MEASURE) --all-targets -- -D warnings
+	@$(KERNEL_TOOLS) cargo clippy --quiet $(PLAIN) -p burst-attention-host-cost --all-targets \
+	    -- -D warnings
+	@cargo clippy --quiet --profile checked -p burst-attention-peak --all-targets -- -D warnings
 	@$(KERNEL_TOOLS) cargo clippy --quiet $(WITH_KERNELS) $(DECODE_CHECK) --all-targets -- -D warnings
 
 lint-python: $(VENV)/ready

@@ -25,6 +25,10 @@ class Case:
     layout: str
     mesh: tuple[int, int, int]
     tags: frozenset[str]
+    window: tuple[int, int] | None = None
+    """How far a query sees back and ahead."""
+    documents: int = 1
+    """Equal documents that are packed into the sequence."""
 
     @property
     def q_shape(self) -> tuple[int, int, int, int]:
@@ -41,12 +45,19 @@ class Case:
         """For people."""
         heads = f"H{self.heads}" + (f":{self.kv_heads}" if self.kv_heads != self.heads else "")
         mask = "causal" if self.causal else "full"
+        mask += f" window {self.window[0]}" if self.window else ""
+        mask += f" {self.documents} documents" if self.documents > 1 else ""
         return f"B{self.batch} S{self.seq} {heads} D{self.head_dim} {mask} {self.dtype}"
 
+    def seen(self) -> float:
+        """The part of all pairs of a query and a key that the mask allows, edges aside."""
+        part = (0.5 if self.causal else 1.0) / self.documents
+        return min(part, (sum(self.window) + 1) / self.seq) if self.window else part
+
     def flop(self, which: str) -> float:
-        """Forward 4·B·S²·H·D, half of it if causal; backward 2.5 times that; or both."""
+        """Forward 4·B·S²·H·D times what the mask allows; backward 2.5 times that; or both."""
         forward = 4.0 * self.batch * self.seq**2 * self.heads * self.head_dim
-        forward /= 2 if self.causal else 1
+        forward *= self.seen()
         return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5}[which]
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -55,6 +66,25 @@ class Case:
         shapes = (self.q_shape, self.kv_shape, self.kv_shape, self.q_shape)
         q, k, v, dout = (random.standard_normal(shape, np.float32) for shape in shapes)
         return q, k, v, dout
+
+    def options(self) -> dict[str, Any]:
+        """Mask and layout, as arguments of `burst_attention.attention` but for segment ids."""
+        return {
+            "is_causal": self.causal,
+            "local_window_size": self.window,
+            "layout": self.layout,
+        }
+
+    def segment_ids(self) -> np.ndarray | None:
+        """int32 ``[batch, seq]`` in the order of the sequence, where there are documents."""
+        if self.documents == 1:
+            return None
+        ids = np.arange(self.seq) * self.documents // self.seq
+        return np.broadcast_to(ids.astype(np.int32), (self.batch, self.seq))
+
+    def without_mask(self) -> "Case":
+        """The same without window and documents."""
+        return replace(self, window=None, documents=1)
 
     def on_one_device(self) -> "Case":
         """The same global problem without a ring."""
@@ -82,5 +112,7 @@ def _case(entry: dict[str, Any]) -> Case:
         seq=entry.get("seq") or entry["tokens_per_rank"] * context,
         mesh=(data, context, tensor),
         tags=frozenset(entry["tags"]),
+        window=tuple(entry["window"]) if "window" in entry else None,
+        documents=entry.get("documents", 1),
         **{name: entry[name] for name in taken},
     )

@@ -34,12 +34,22 @@ def ours(case: Case, name: str = "ours") -> Contender:
     """`burst_attention.attention` inside shard_map over the case's mesh."""
     devices = jax.devices()[: case.mesh[0] * case.mesh[1] * case.mesh[2]]
     mesh = jax.make_mesh(case.mesh, AXES, devices=devices)
-    attend = jax.shard_map(
-        partial(ba.attention, axis_name="context", is_causal=case.causal, layout=case.layout),
-        mesh=mesh,
-        in_specs=(SPEC, SPEC, SPEC),
-        out_specs=SPEC,
+    extras, ids = {}, case.segment_ids()
+    if ids is not None:
+        layout: Any = case.layout
+        stored = ba.to_layout(ids, case.mesh[1], layout)
+        extras["segment_ids"] = jax.device_put(stored, NamedSharding(mesh, P(*AXES[:2])))
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, extras: dict[str, Any]) -> jax.Array:
+        return ba.attention(q, k, v, axis_name="context", **case.options(), **extras)
+
+    sharded = jax.shard_map(
+        local, mesh=mesh, in_specs=(SPEC, SPEC, SPEC, P(*AXES[:2])), out_specs=SPEC
     )
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return sharded(q, k, v, extras)
+
     return _jax_contender(name, case, attend, NamedSharding(mesh, SPEC))
 
 

@@ -106,7 +106,7 @@ def worker(measurement: str, case: Case, budget_s: float) -> dict[str, Any]:
 
 def bench(cases: list[Case], peak: machine.Peak, budget_s: float) -> dict[str, Any]:
     """Everything, printed as it comes."""
-    results: dict[str, Any] = {"cases": [], "ring": [], "memory": []}
+    results: dict[str, Any] = {"cases": [], "ring": [], "masks": [], "memory": []}
     single = [case for case in cases if case.tags & {"speed", "length"}]
     print(
         COLUMNS.format(
@@ -126,6 +126,15 @@ def bench(cases: list[Case], peak: machine.Peak, budget_s: float) -> dict[str, A
             print(
                 f"ring tax: {case.shape}, {case.mesh[1]} devices {case.layout}, {which}: "
                 f"{tax[which]['ring_s']:.3f} s, {tax[which]['ratio']:.3f} x one device"
+            )
+    for case in (case for case in cases if "mask" in case.tags):
+        gain = worker("mask", case, budget_s)
+        results["masks"].append(gain)
+        for which in ("forward", "both"):
+            print(
+                f"mask: {case.shape}, {case.mesh[1]} devices {case.layout}, {which}: "
+                f"{gain[which]['masked_s']:.3f} s, {gain[which]['ratio']:.3f} x without "
+                f"(of the pairs {case.seen() / case.without_mask().seen():.3f})"
             )
     for case in (case for case in cases if "memory" in case.tags):
         memory = worker("memory", case, budget_s)

@@ -1,7 +1,8 @@
-"""One measurement in a process of its own: `worker.py ring|memory CASE [--seq N]` prints JSON.
+"""One measurement in a process of its own: `worker.py ring|mask|memory CASE [--seq N]` prints JSON.
 
 `ring` times a case on its mesh against the same global problem on one device; both see the same
-process, with as many virtual devices as the mesh has. `memory` runs forward and backward once.
+process, with as many virtual devices as the mesh has. `mask` times it against itself without window
+and documents. `memory` runs forward and backward once.
 """
 
 import argparse
@@ -19,15 +20,25 @@ from cases import Case, find
 
 def ring_tax(case: Case, budget_s: float) -> dict[str, Any]:
     """Median seconds with and without the ring, alternated, and their ratio."""
+    return _compare(case, case.on_one_device(), ("ring", "one_device"), budget_s)
+
+
+def mask_gain(case: Case, budget_s: float) -> dict[str, Any]:
+    """The same with and without window and documents."""
+    return _compare(case, case.without_mask(), ("masked", "whole"), budget_s)
+
+
+def _compare(case: Case, other: Case, names: tuple[str, str], budget_s: float) -> dict[str, Any]:
     from contenders import ours
     from timing import alternate
 
-    contenders = [ours(case, "ring"), ours(case.on_one_device(), "one device")]
+    contenders = [ours(one, name) for one, name in zip((case, other), names, strict=True)]
     result: dict[str, Any] = {"case": case.name, "shape": case.shape, "world_size": case.mesh[1]}
     for which in ("forward", "both"):
         taken = alternate({c.name: c.program(which) for c in contenders}, budget_s)
-        ring, one_device = (median(taken[c.name]) for c in contenders)
-        result[which] = {"ring_s": ring, "one_device_s": one_device, "ratio": ring / one_device}
+        seconds = {name: median(taken[name]) for name in names}
+        result[which] = {f"{name}_s": value for name, value in seconds.items()}
+        result[which]["ratio"] = seconds[names[0]] / seconds[names[1]]
     return result
 
 
@@ -65,7 +76,7 @@ def _status(field: str) -> int:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("measurement", choices=["ring", "memory"])
+    parser.add_argument("measurement", choices=["ring", "mask", "memory"])
     parser.add_argument("case")
     parser.add_argument("--seq", type=int, help="another length")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of timing per pass")
@@ -73,8 +84,11 @@ def main() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     case = find(flags.case, flags.seq)
     jax.config.update("jax_num_cpu_devices", case.mesh[0] * case.mesh[1] * case.mesh[2])
-    measured = ring_tax(case, flags.budget) if flags.measurement == "ring" else peak_memory(case)
-    print(json.dumps(measured))
+    comparisons = {"ring": ring_tax, "mask": mask_gain}
+    if compare := comparisons.get(flags.measurement):
+        print(json.dumps(compare(case, flags.budget)))
+    else:
+        print(json.dumps(peak_memory(case)))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ pub trait AttentionKernel {
     /// Folds one tile into the running (acc, m, l) of its query rows:
     ///
     /// ```text
-    /// s = softmax_scale · q kᵀ, −inf outside the band
+    /// s = softmax_scale · q kᵀ, with a soft cap cap · tanh(s / cap), −inf outside the band
     /// m' = max(m, rowmax s);  l' = l·e^(m−m') + rowsum e^(s−m');  acc' = acc·e^(m−m') + e^(s−m') v
     /// ```
     ///
@@ -80,7 +80,7 @@ pub trait AttentionKernel {
     /// dq += softmax_scale · ds k;  dk += softmax_scale · dsᵀ q
     /// ```
     ///
-    /// A state marked `first` is overwritten.
+    /// With a soft cap, ds gets the factor 1 − tanh². A state marked `first` is overwritten.
     ///
     /// # Errors
     /// If the device refuses the work.

@@ -13,4 +13,5 @@ pub mod transport;
 
 pub use error::{Error, Result};
 pub use layout::Layout;
-pub use problem::{Dtype, Pass, Problem, Travels};
+pub use mask::Window;
+pub use problem::{Dtype, Features, Pass, Problem, Travels};

@@ -14,15 +14,83 @@ pub struct Band {
     pub upper: i64,
 }
 
-/// How much of a rectangle a [`Band`] allows.
+/// Which global positions a query at position p sees: those from p − left to p + right.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Window {
+    /// How far back; `None` for no limit.
+    pub left: Option<usize>,
+    /// How far ahead; `None` for no limit.
+    pub right: Option<usize>,
+}
+
+impl Window {
+    /// All positions.
+    pub const FULL: Window = Window { left: None, right: None };
+    /// A query's own position and those before.
+    pub const CAUSAL: Window = Window { left: None, right: Some(0) };
+
+    /// Does a query at position `query` see a key at position `key`?
+    pub fn allows(&self, query: usize, key: usize) -> bool {
+        self.left.is_none_or(|left| query <= key.saturating_add(left))
+            && self.right.is_none_or(|right| key <= query.saturating_add(right))
+    }
+}
+
+/// How much of a rectangle is allowed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Coverage {
     /// Every pair.
     Full,
-    /// Some pairs.
+    /// Some pairs, as far as is known.
     Partial,
     /// No pair.
     Empty,
+}
+
+impl Coverage {
+    /// What two masks allow together. Where each allows some pairs, these may be different ones:
+    /// then nothing is left of [`Coverage::Partial`], and nobody knows.
+    pub fn and(self, other: Coverage) -> Coverage {
+        match (self, other) {
+            (Coverage::Empty, _) | (_, Coverage::Empty) => Coverage::Empty,
+            (Coverage::Full, Coverage::Full) => Coverage::Full,
+            _ => Coverage::Partial,
+        }
+    }
+}
+
+/// The segments of a run of rows, as far as their smallest and largest tell. Two rows see each
+/// other where their segments are equal and not negative.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    /// Smallest segment; below 0 if a row of the run is in none. `i32::MAX` without rows.
+    pub min: i32,
+    /// Largest segment; `i32::MIN` without rows.
+    pub max: i32,
+}
+
+impl Span {
+    /// Of rows with these segments.
+    pub fn of(segments: impl Iterator<Item = i32>) -> Span {
+        let nothing = Span { min: i32::MAX, max: i32::MIN };
+        segments.fold(nothing, |Span { min, max }, segment| Span {
+            min: min.min(segment),
+            max: max.max(segment),
+        })
+    }
+
+    /// How many pairs of a row of each are in one segment: none where the two have no segment in
+    /// common, all where both are the same single one.
+    pub fn coverage(self, other: Span) -> Coverage {
+        let (first, last) = (self.min.max(other.min).max(0), self.max.min(other.max));
+        if last < first {
+            Coverage::Empty
+        } else if self == other && self.min == self.max {
+            Coverage::Full
+        } else {
+            Coverage::Partial
+        }
+    }
 }
 
 impl Band {
@@ -63,20 +131,45 @@ impl Band {
         }
     }
 
+    /// The rows of `queries × keys` that have an allowed pair there: of both sides one run each.
+    pub fn trim(
+        &self,
+        queries: &Range<usize>,
+        keys: &Range<usize>,
+    ) -> (Range<usize>, Range<usize>) {
+        if self.coverage(queries, keys) == Coverage::Empty {
+            return (queries.start..queries.start, keys.start..keys.start);
+        }
+        let (q_first, q_last) = (queries.start as i64, queries.end as i64 - 1);
+        let (k_first, k_last) = (keys.start as i64, keys.end as i64 - 1);
+        let seeing = (k_first.saturating_sub(self.upper), k_last.saturating_sub(self.lower));
+        let seen = (q_first.saturating_add(self.lower), q_last.saturating_add(self.upper));
+        (clamp(seeing.0, seeing.1, queries), clamp(seen.0, seen.1, keys))
+    }
+
     /// Allowed pairs in `queries × keys`.
     pub fn pairs(&self, queries: &Range<usize>, keys: &Range<usize>) -> usize {
         queries.clone().map(|i| self.keys_of(i, keys).len()).sum()
     }
 
-    /// The causal mask between two pieces of one layout: key position ≤ query position.
+    /// The mask of `window` between two pieces of one layout.
     ///
-    /// With positions `a + s·(i − i₀)` and `b + s·(j − j₀)` that is
-    /// `j − i ≤ j₀ − i₀ + ⌊(a − b) / s⌋`.
-    pub fn causal(queries: &Piece, keys: &Piece) -> Band {
+    /// With positions `a + s·(i − i₀)` and `b + s·(j − j₀)` and d = j₀ − i₀, that is
+    ///
+    /// ```text
+    /// d + ⌈(a − b − left) / s⌉ ≤ j − i ≤ d + ⌊(a − b + right) / s⌋
+    /// ```
+    pub fn between(window: Window, queries: &Piece, keys: &Piece) -> Band {
         assert_eq!(queries.stride, keys.stride, "pieces of one layout share their stride");
-        let ahead = queries.start as i64 - keys.start as i64;
+        let (stride, ahead) = (queries.stride as i64, queries.start as i64 - keys.start as i64);
         let origin = keys.rows.start as i64 - queries.rows.start as i64;
-        Band { lower: i64::MIN, upper: origin + ahead.div_euclid(queries.stride as i64) }
+        // No sequence is that long; a wider window is no different.
+        let wide = |limit: usize| limit.min(1 << 60) as i64;
+        let steps = |distance: i64| distance.div_euclid(stride);
+        Band {
+            lower: window.left.map_or(i64::MIN, |left| origin - steps(wide(left) - ahead)),
+            upper: window.right.map_or(i64::MAX, |right| origin + steps(wide(right) + ahead)),
+        }
     }
 }
 

@@ -1,13 +1,18 @@
 //! A validated attention problem: what one ring computes, without any data.
 
 use std::fmt;
+use std::ops::RangeInclusive;
 
 use crate::error::{Error, Result};
 use crate::layout::Layout;
+use crate::mask::Window;
 use crate::schedule::Payload;
 
 /// Largest head dimension that a kernel accepts.
 pub const MAX_HEAD_DIM: usize = 256;
+
+/// Soft caps that float32 computes with: neither 2 / cap nor cap · log2(e) leaves its range.
+pub const SOFT_CAPS: RangeInclusive<f32> = 1e-30..=1e30;
 
 /// Element type of the activations. Accumulation is float32 for all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -58,8 +63,41 @@ pub enum Travels {
     Queries,
 }
 
+/// What goes into scores and weights beside q·k, its scale and the positions.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Features {
+    /// Scores become `cap · tanh(score / cap)` before anything is added or masked.
+    pub soft_cap: Option<f32>,
+    /// Every query and key has a segment, int32; they see each other where these are equal and not
+    /// negative.
+    pub segments: bool,
+    /// Every query head has a slope, float32; `slope · (key position − query position)` is added to
+    /// its scores.
+    pub slopes: bool,
+    /// Weights are dropped with this probability, and the others divided by what is left of 1.
+    pub dropout: Option<f32>,
+}
+
+impl Features {
+    /// None of them.
+    pub const NONE: Features =
+        Features { soft_cap: None, segments: false, slopes: false, dropout: None };
+
+    fn validate(&self) -> Result<()> {
+        if let Some(cap) = self.soft_cap.filter(|cap| !SOFT_CAPS.contains(cap)) {
+            let (least, most) = (SOFT_CAPS.start(), SOFT_CAPS.end());
+            let expected = format!("from {least:e} to {most:e} (0 or nothing for no cap)");
+            return Err(invalid("soft cap", expected, format!("{cap:e}")));
+        }
+        if let Some(rate) = self.dropout.filter(|rate| !(0.0..1.0).contains(rate)) {
+            return Err(invalid("dropout rate", "at least 0 and below 1", rate));
+        }
+        Ok(())
+    }
+}
+
 /// One attention problem over a ring: every rank holds `q_len` queries and `kv_len` keys of every
-/// batch entry and head.
+/// batch entry and head. Both sequences are laid out alike, each from position 0.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Problem {
     /// Batch entries (leading dimensions folded together).
@@ -74,12 +112,16 @@ pub struct Problem {
     pub kv_heads: usize,
     /// Length of a query or key vector.
     pub head_dim: usize,
+    /// Length of a value or output vector.
+    pub value_dim: usize,
     /// Element type of q, k, v, o and their gradients.
     pub dtype: Dtype,
-    /// Query at global position p sees keys at global positions ≤ p only.
-    pub causal: bool,
+    /// Which global positions see each other.
+    pub window: Window,
     /// Factor on q·k.
     pub softmax_scale: f32,
+    /// What else goes into scores and weights.
+    pub features: Features,
     /// Which global positions a rank holds.
     pub layout: Layout,
     /// Ranks in the ring.
@@ -103,43 +145,46 @@ impl Problem {
             let expected = format!("a multiple of key/value heads ({})", self.kv_heads);
             return Err(invalid("query heads", expected, self.heads));
         }
-        if self.head_dim == 0 || !self.head_dim.is_multiple_of(8) || self.head_dim > MAX_HEAD_DIM {
-            let expected = format!("a multiple of 8 from 8 to {MAX_HEAD_DIM}");
-            return Err(invalid("head_dim", expected, self.head_dim));
+        for (name, dim) in [("head_dim", self.head_dim), ("head_dim of value", self.value_dim)] {
+            if dim == 0 || !dim.is_multiple_of(8) || dim > MAX_HEAD_DIM {
+                let expected = format!("a multiple of 8 from 8 to {MAX_HEAD_DIM}");
+                return Err(invalid(name, expected, dim));
+            }
         }
-        if self.q_len != self.kv_len {
-            let expected = format!("equal to the query length per rank ({})", self.q_len);
-            return Err(invalid("key length per rank", expected, self.kv_len));
-        }
-        if self.layout == Layout::Zigzag && !self.q_len.is_multiple_of(2) {
-            let expected = "even in the zigzag layout (a shard is two equal chunks)";
-            return Err(invalid("tokens per rank", expected, self.q_len));
+        for (name, len) in [("queries per rank", self.q_len), ("keys per rank", self.kv_len)] {
+            if self.layout == Layout::Zigzag && !len.is_multiple_of(2) {
+                let expected = "even in the zigzag layout (a shard is two equal chunks)";
+                return Err(invalid(name, expected, len));
+            }
         }
         if !self.softmax_scale.is_finite() {
             return Err(invalid("scale", "finite", self.softmax_scale));
         }
-        Ok(())
+        self.features.validate()
     }
 
     /// Bytes that one row (one token of every batch entry and head) of `payload` occupies when it
-    /// travels: with b bytes per element, Hkv·2·D·b for keys, Hkv·2·D·4 for their gradients; Hq·D·b
-    /// for queries forward and Hq·(2·D·b + 8) backward (q, dout, lse, delta); Hq·D·4 for dq and
-    /// Hq·(D + 2)·4 for a running softmax state.
+    /// travels: with b bytes per element, Hkv·(D + Dv)·b for keys, Hkv·(D + Dv)·4 for their
+    /// gradients; Hq·D·b for queries forward and Hq·((D + Dv)·b + 8) backward (q, dout, lse, delta);
+    /// Hq·D·4 for dq and Hq·(Dv + 2)·4 for a running softmax state. Segments add 4 to queries and
+    /// keys.
     pub fn row_bytes(&self, payload: Payload, pass: Pass) -> usize {
         let (element, dim) = (self.dtype.bytes(), self.head_dim);
+        let both = dim + self.value_dim;
         let per_head = match (payload, pass) {
-            (Payload::Keys, _) => 2 * dim * element,
-            (Payload::KeyGrads, _) => 2 * dim * 4,
+            (Payload::Keys, _) => both * element,
+            (Payload::KeyGrads, _) => both * 4,
             (Payload::Queries, Pass::Forward) => dim * element,
-            (Payload::Queries, Pass::Backward) => 2 * dim * element + 8,
+            (Payload::Queries, Pass::Backward) => both * element + 8,
             (Payload::QueryGrads, _) => dim * 4,
-            (Payload::Partial, _) => (dim + 2) * 4,
+            (Payload::Partial, _) => (self.value_dim + 2) * 4,
         };
         let heads = match payload {
             Payload::Keys | Payload::KeyGrads => self.kv_heads,
             _ => self.heads,
         };
-        self.batch * heads * per_head
+        let segment = if self.features.segments && !payload.is_accumulator() { 4 } else { 0 };
+        self.batch * (heads * per_head + segment)
     }
 
     /// Query heads per key/value head.

@@ -2,11 +2,12 @@
 
 mod common;
 
-use burst_attention::mask::{Band, Coverage};
-use burst_attention::problem::Problem;
-use burst_attention::schedule::rectangles;
-use burst_attention::{Error, Layout};
-use common::problem;
+use burst_attention::layout::Piece;
+use burst_attention::mask::{Band, Coverage, Span};
+use burst_attention::problem::{Features, Problem};
+use burst_attention::schedule::{QUERY_GRAIN, rectangles};
+use burst_attention::{Error, Layout, Window};
+use common::{problem, windowed, windows};
 
 #[test]
 fn every_layout_holds_every_position_once() {
@@ -60,6 +61,11 @@ fn a_band_agrees_with_its_definition_on_every_small_rectangle() {
                     "{band:?} {queries:?} {keys:?}"
                 );
                 assert_eq!(band.pairs(&queries, &keys), pairs);
+                let seeing = queries.clone().filter(|&i| keys.clone().any(|j| allowed(i, j)));
+                let seen = keys.clone().filter(|&j| queries.clone().any(|i| allowed(i, j)));
+                let (q_rows, k_rows) = band.trim(&queries, &keys);
+                assert!(q_rows.eq(seeing), "{band:?} trims {queries:?} against {keys:?}");
+                assert!(k_rows.eq(seen), "{band:?} trims {keys:?} against {queries:?}");
                 for i in queries.clone() {
                     let seen: Vec<usize> = keys.clone().filter(|&j| allowed(i, j)).collect();
                     assert!(band.keys_of(i, &keys).eq(seen), "{band:?} keys of {i}");
@@ -75,27 +81,112 @@ fn a_band_agrees_with_its_definition_on_every_small_rectangle() {
 
 #[test]
 fn rectangles_cover_exactly_the_allowed_pairs_of_two_ranks() {
-    for layout in Layout::ALL {
-        for (world_size, n, causal) in [1, 2, 5]
-            .into_iter()
-            .flat_map(|w| [2, 4, 8].map(|n| [(w, n, false), (w, n, true)]))
-            .flatten()
-        {
-            let problem = Problem { layout, causal, ..problem(world_size, n) };
-            for (a, b) in (0..world_size).flat_map(|a| (0..world_size).map(move |b| (a, b))) {
-                let found = rectangles(&problem, a, b);
-                for (i, j) in (0..n).flat_map(|i| (0..n).map(move |j| (i, j))) {
-                    let covered = found.iter().filter(|rectangle| {
-                        rectangle.queries.contains(&i)
-                            && rectangle.keys.contains(&j)
-                            && rectangle.band.allows(i, j)
-                    });
-                    let position = |rank, row| layout.position(rank, row, world_size, n);
-                    let allowed = !causal || position(b, j) <= position(a, i);
-                    assert_eq!(covered.count(), usize::from(allowed), "{problem:?} {a} {b}");
+    let tokens = [(1, 1), (2, 2), (4, 4), (8, 8), (4, 6), (6, 4), (2, 8), (8, 2), (10, 14)];
+    for problem in windowed([1, 2, 3, 5], &tokens, &windows()) {
+        let Problem { layout, window, world_size, q_len, kv_len, .. } = problem;
+        for (a, b) in (0..world_size).flat_map(|a| (0..world_size).map(move |b| (a, b))) {
+            let query = |row| layout.position(a, row, world_size, q_len);
+            let key = |row| layout.position(b, row, world_size, kv_len);
+            let allowed = |i: usize, j: usize| window.allows(query(i), key(j));
+            let found = rectangles(&problem, a, b);
+            for (i, j) in (0..q_len).flat_map(|i| (0..kv_len).map(move |j| (i, j))) {
+                let covered = found.iter().filter(|rectangle| {
+                    rectangle.queries.contains(&i)
+                        && rectangle.keys.contains(&j)
+                        && rectangle.band.allows(i, j)
+                });
+                let expected = usize::from(allowed(i, j));
+                assert_eq!(covered.count(), expected, "{problem:?} {a} {b}");
+            }
+            if layout == Layout::Striped {
+                continue;
+            }
+            for rectangle in found {
+                let sees = |i: usize| rectangle.keys.clone().any(|j| allowed(i, j));
+                let is_seen = |j: usize| rectangle.queries.clone().any(|i| allowed(i, j));
+                let mut keys = rectangle.keys.clone();
+                assert!(keys.all(is_seen), "{problem:?} {a} {b}: {rectangle:?}");
+                let mut covered = Vec::new();
+                for piece in layout.pieces(a, world_size, q_len) {
+                    for grain in piece.rows.clone().step_by(QUERY_GRAIN) {
+                        let rows = grain..piece.rows.end.min(grain + QUERY_GRAIN);
+                        if rectangle.queries.contains(&grain) && rows.clone().any(sees) {
+                            covered.extend(rows);
+                        }
+                    }
                 }
+                assert!(rectangle.queries.clone().eq(covered), "{problem:?} {a}: {rectangle:?}");
             }
         }
+    }
+}
+
+#[test]
+fn a_window_beyond_every_sequence_is_no_window() {
+    let wide = Window { left: Some(usize::MAX), right: Some(usize::MAX) };
+    for layout in Layout::ALL {
+        let pieces = |rank| layout.pieces(rank, 3, 4);
+        for (queries, keys) in pieces(0).into_iter().zip(pieces(2)) {
+            for (queries, keys) in [(&queries, &keys), (&keys, &queries)] {
+                let band = Band::between(wide, queries, keys);
+                assert_eq!(band.coverage(&queries.rows, &keys.rows), Coverage::Full, "{layout}");
+            }
+        }
+    }
+}
+
+/// All sequences of at most three segments from −1 to 2.
+fn segments() -> Vec<Vec<i32>> {
+    let mut all: Vec<Vec<i32>> = vec![vec![]];
+    for length in 0..3 {
+        let longest: Vec<_> = all.iter().filter(|ids| ids.len() == length).cloned().collect();
+        for ids in longest {
+            all.extend((-1..=2).map(|id| [ids.as_slice(), &[id]].concat()));
+        }
+    }
+    all
+}
+
+/// What a matrix of allowed pairs amounts to.
+fn coverage_of(pairs: impl IntoIterator<Item = bool>) -> Coverage {
+    let pairs: Vec<bool> = pairs.into_iter().collect();
+    match pairs.iter().filter(|allowed| **allowed).count() {
+        0 => Coverage::Empty,
+        some if some == pairs.len() => Coverage::Full,
+        _ => Coverage::Partial,
+    }
+}
+
+#[test]
+fn segments_and_windows_together_are_never_taken_for_more_or_less_than_they_are() {
+    let (segments, windows) = (segments(), windows());
+    for (queries, keys) in segments.iter().flat_map(|a| segments.iter().map(move |b| (a, b))) {
+        let pairs = || (0..queries.len()).flat_map(|i| (0..keys.len()).map(move |j| (i, j)));
+        let same = |(i, j): (usize, usize)| queries[i] == keys[j] && queries[i] >= 0;
+        let spans = [queries, keys].map(|ids| Span::of(ids.iter().copied()));
+        let by_segment = spans[0].coverage(spans[1]);
+        assert_eq!(by_segment, spans[1].coverage(spans[0]));
+        // Keys that start up to three positions before or behind the queries.
+        for (&window, ahead) in windows.iter().flat_map(|w| (0..7).map(move |ahead| (w, ahead))) {
+            let piece = |start, len| Piece { rows: 0..len, start, stride: 1 };
+            let (q_piece, k_piece) = (piece(3, queries.len()), piece(ahead, keys.len()));
+            let by_window =
+                Band::between(window, &q_piece, &k_piece).coverage(&q_piece.rows, &k_piece.rows);
+            let near = |(i, j)| window.allows(q_piece.position(i), k_piece.position(j));
+            assert_eq!(by_window, coverage_of(pairs().map(near)));
+            let truth = coverage_of(pairs().map(|pair| same(pair) && near(pair)));
+            let found = by_segment.and(by_window);
+            assert_eq!(found, by_window.and(by_segment));
+            assert!(
+                found == truth || found == Coverage::Partial,
+                "{queries:?} {keys:?} {window:?} {ahead}: {found:?}"
+            );
+        }
+        let truth = coverage_of(pairs().map(same));
+        let single = spans.iter().all(|span| span.min == span.max);
+        let apart = spans[0].max < spans[1].min || spans[1].max < spans[0].min;
+        let known = single || apart;
+        assert!(by_segment == truth || !known, "{queries:?} {keys:?}: {by_segment:?}");
     }
 }
 
@@ -113,7 +204,7 @@ fn problems_that_no_kernel_can_do_are_refused_with_the_reason() {
     );
     assert_eq!(
         refused(Problem { layout: Layout::Zigzag, q_len: 5, kv_len: 5, ..base() }),
-        "tokens per rank must be even in the zigzag layout (a shard is two equal chunks), got 5"
+        "queries per rank must be even in the zigzag layout (a shard is two equal chunks), got 5"
     );
     assert_eq!(
         refused(Problem { world_size: 0, ..base() }),
@@ -123,6 +214,15 @@ fn problems_that_no_kernel_can_do_are_refused_with_the_reason() {
         refused(Problem { softmax_scale: f32::NAN, ..base() }),
         "scale must be finite, got NaN"
     );
+    for (cap, got) in [(0.0, "0e0"), (-1.0, "-1e0"), (1e-40, "1e-40"), (f32::INFINITY, "inf")] {
+        assert_eq!(
+            refused(Problem {
+                features: Features { soft_cap: Some(cap), ..Features::default() },
+                ..base()
+            }),
+            format!("soft cap must be from 1e-30 to 1e30 (0 or nothing for no cap), got {got}")
+        );
+    }
     let error = "zig-zag".parse::<Layout>().expect_err("misspelt");
     assert!(matches!(error, Error::InvalidProblem { .. }));
     assert_eq!(error.to_string(), "layout must be contiguous, zigzag or striped, got \"zig-zag\"");

@@ -2,11 +2,13 @@
 
 mod common;
 
-use burst_attention::mask::Band;
 use burst_attention::problem::{Dtype, Pass, Problem, Travels};
-use burst_attention::schedule::{Place, Schedule, check, choose_travels, ring, total_bytes};
-use burst_attention::{Layout, mask};
-use common::{problem, problems};
+use burst_attention::schedule::{
+    Payload, QUERY_GRAIN, Schedule, Transfer, check, choose_travels, ring, total_bytes,
+};
+use burst_attention::{Layout, Window};
+use common::spoilers::assert_spoilers_noticed;
+use common::{problem, problems, windowed, windows};
 
 const PASSES: [Pass; 2] = [Pass::Forward, Pass::Backward];
 const SIDES: [Travels; 2] = [Travels::Keys, Travels::Queries];
@@ -25,9 +27,35 @@ fn every_allowed_pair_is_computed_exactly_once_and_returns_home() {
     }
 }
 
+fn assert_proven(problem: &Problem) {
+    for (pass, travels) in PASSES.into_iter().flat_map(|pass| SIDES.map(|side| (pass, side))) {
+        if let Err(violation) = check(problem, &ring(problem, pass, travels)) {
+            panic!("{pass:?}, {travels:?} travel, {problem:?}: {violation}");
+        }
+    }
+}
+
+#[test]
+fn so_it_is_in_every_window_and_with_more_keys_or_queries() {
+    let alike = [(1, 1), (2, 2), (3, 3), (4, 4), (6, 6)];
+    let unlike = [(4, 6), (6, 4), (2, 8), (8, 2), (1, 3), (3, 1)];
+    let mut problems = windowed(1..=8, &[alike.as_slice(), &unlike].concat(), &windows());
+    problems.extend(windowed(1..=4, &[(12, 12), (10, 14), (14, 5)], &windows()));
+    let few = [(None, Some(3)), (Some(2), Some(0)), (Some(1), Some(1)), (Some(70), Some(9))];
+    let few = few.map(|(left, right)| Window { left, right });
+    problems.extend(windowed([11, 16], &[(2, 2), (6, 6), (4, 6), (8, 2)], &few));
+    // A thread for each core, each with its part of the problems.
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for part in problems.chunks(problems.len().div_ceil(threads)) {
+            scope.spawn(move || part.iter().for_each(assert_proven));
+        }
+    });
+}
+
 /// Positions that a query at `position` sees, straight from the definition.
 fn allowed(problem: &Problem, query: usize, key: usize) -> bool {
-    !problem.causal || key <= query
+    problem.window.allows(query, key)
 }
 
 /// Row hops of (chunks, followers) by counting, from the definition of the mask alone.
@@ -85,9 +113,148 @@ fn bytes_sent_equal_the_hops_to_the_last_rank_that_needs_a_chunk() {
     }
 }
 
+/// Of a chunk: which of its rows a rank computes with, from the definition of the mask alone; of
+/// queries, grain by grain. In the striped layout that is all or nothing.
+fn needed(problem: &Problem, travels: Travels, owner: usize, at: usize) -> Vec<bool> {
+    let Problem { layout, world_size, q_len, kv_len, .. } = *problem;
+    let query = |rank, row| layout.position(rank, row, world_size, q_len);
+    let key = |rank, row| layout.position(rank, row, world_size, kv_len);
+    let rows: Vec<bool> = match travels {
+        Travels::Keys => {
+            let seen = |j| (0..q_len).any(|i| allowed(problem, query(at, i), key(owner, j)));
+            (0..kv_len).map(seen).collect()
+        }
+        Travels::Queries => {
+            let sees = |i| (0..kv_len).any(|j| allowed(problem, query(owner, i), key(at, j)));
+            let mut rows: Vec<bool> = (0..q_len).map(sees).collect();
+            for piece in layout.pieces(owner, world_size, q_len) {
+                let grains = rows[piece.rows].chunks_mut(QUERY_GRAIN);
+                grains.for_each(|grain| grain.fill(grain.contains(&true)));
+            }
+            rows
+        }
+    };
+    let any = rows.contains(&true);
+    if layout == Layout::Striped { vec![any; rows.len()] } else { rows }
+}
+
+/// Row hops with some hops up and the others down: those of chunks, then the fewest and the most
+/// that their accumulators may make.
+fn split_hops(problem: &Problem, travels: Travels, ups: usize) -> [usize; 3] {
+    let world_size = problem.world_size;
+    let mut hops = [0; 3];
+    for (owner, down) in (0..world_size).flat_map(|owner| [(owner, false), (owner, true)]) {
+        let leg = 1..=if down { world_size - 1 - ups } else { ups };
+        let at = |hop: usize| (owner + if down { world_size - hop } else { hop }) % world_size;
+        let needs: Vec<Vec<bool>> =
+            leg.map(|hop| needed(problem, travels, owner, at(hop))).collect();
+        let first = needs.iter().position(|rows| rows.contains(&true));
+        for row in 0..needs.first().map_or(0, Vec::len) {
+            let needing = |rows: &Vec<bool>| rows[row];
+            let Some(last) = needs.iter().rposition(needing) else { continue };
+            let own_first = needs.iter().position(needing);
+            hops[0] += last + 1;
+            // From the first rank that adds to this row, or to any of the chunk, and home.
+            hops[1] += last + 1 - own_first.unwrap_or(0);
+            hops[2] += last + 1 - first.unwrap_or(0);
+        }
+    }
+    hops
+}
+
+/// Rows that all ranks send of inputs and of accumulators.
+fn rows_sent(schedules: &[Schedule]) -> (usize, usize) {
+    let sent = |accumulators: bool| {
+        let sends = schedules.iter().flat_map(Schedule::sends);
+        let of_kind = sends.filter(|send| send.chunk.payload.is_accumulator() == accumulators);
+        of_kind.map(|send| send.chunk.rows.len()).sum()
+    };
+    (sent(false), sent(true))
+}
+
+#[test]
+fn rows_sent_in_windows_equal_the_hops_on_the_better_split_of_ways() {
+    let tokens = [(1, 1), (2, 2), (5, 5), (8, 8), (4, 6), (6, 4), (2, 8), (8, 2), (14, 10)];
+    let (mut exact, mut more) = (0, 0);
+    for problem in windowed(1..=8, &tokens, &windows()) {
+        for travels in SIDES {
+            // Up all the way or down all the way, where nothing else is better.
+            let all = problem.world_size - 1;
+            let splits = [all, 0].into_iter().chain(1..all);
+            let splits = splits.map(|ups| split_hops(&problem, travels, ups));
+            let [chunk, fewest, most] = splits.min_by_key(|hops| hops[0]).expect("a split");
+            for pass in PASSES {
+                let (inputs, sums) = rows_sent(&ring(&problem, pass, travels));
+                let what = format!("{pass:?} {travels:?} {problem:?}");
+                assert_eq!(inputs, chunk, "{what}");
+                if (pass, travels) == (Pass::Forward, Travels::Keys) {
+                    assert_eq!(sums, 0, "{what}");
+                    continue;
+                }
+                assert!(fewest <= sums && sums <= most, "{what}: {fewest} {sums} {most}");
+                *(if sums == fewest { &mut exact } else { &mut more }) += 1;
+            }
+        }
+    }
+    assert!(0 < more && more < exact, "{exact} without a zero, {more} with some");
+}
+
+#[test]
+fn a_window_reaches_no_farther_than_it_has_to() {
+    let limits = [0, 1, 3, 4, 5, 8, 9, 17];
+    for (left, right) in limits.into_iter().flat_map(|left| limits.map(|right| (left, right))) {
+        let window = Window { left: Some(left), right: Some(right) };
+        for (world_size, n) in (2..=12).flat_map(|world_size| [1, 4, 6, 9].map(|n| (world_size, n)))
+        {
+            let problem = Problem { window, ..problem(world_size, n) };
+            let schedules = ring(&problem, Pass::Forward, Travels::Keys);
+            let chunks = left.div_ceil(n) + right.div_ceil(n);
+            for schedule in &schedules {
+                let sent = schedule.sends().count();
+                assert!(sent <= chunks, "{sent} chunks, not {chunks}: {problem:?}");
+            }
+            if left < n && right < n {
+                // Each border is crossed by the rows next to it and nothing else.
+                let rows = (world_size - 1) * (left + right);
+                assert_eq!(rows_sent(&schedules), (rows, 0), "{problem:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn queries_are_split_only_where_kernels_can_start() {
+    let tokens = [(12, 12), (10, 10), (14, 5), (6, 9), (7, 7)];
+    for problem in windowed(1..=5, &tokens, &windows()) {
+        for (pass, travels) in PASSES.into_iter().flat_map(|pass| SIDES.map(|side| (pass, side))) {
+            for schedule in ring(&problem, pass, travels) {
+                let tiles = schedule.steps.iter().flat_map(|step| &step.tiles);
+                let tiles = tiles.map(|tile| tile.queries.rows.clone());
+                let chunks = schedule.sends().map(|send| &send.chunk);
+                let merged = schedule.steps.iter().flat_map(|step| &step.merges);
+                let chunks = chunks.chain(merged.map(|merge| &merge.chunk));
+                let of_keys = [Payload::Keys, Payload::KeyGrads];
+                let chunks = chunks.filter(|chunk| !of_keys.contains(&chunk.payload));
+                for rows in tiles.chain(chunks.map(|chunk| chunk.rows.clone())) {
+                    let pieces = problem.layout.pieces(0, problem.world_size, problem.q_len);
+                    let fits = |row: usize| {
+                        pieces.iter().any(|piece| {
+                            let from_start = row.checked_sub(piece.rows.start);
+                            let on_grain = from_start.is_some_and(|n| n % QUERY_GRAIN == 0);
+                            row == piece.rows.end || (row < piece.rows.end && on_grain)
+                        })
+                    };
+                    let fits = rows.is_empty() || (fits(rows.start) && fits(rows.end));
+                    assert!(fits, "{rows:?}: {pass:?} {travels:?} {problem:?}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn a_full_mask_takes_one_hop_less_than_ranks_for_chunk_and_accumulator() {
-    let problem = Problem { causal: false, ..problem(8, 4) };
+    let problem = Problem { window: Window::FULL, ..problem(8, 4) };
     let rows = 8 * 4 * 7;
     let keys = ring(&problem, Pass::Backward, Travels::Keys);
     let per_row = 2 * problem.kv_heads * problem.head_dim * (problem.dtype.bytes() + 4);
@@ -99,8 +266,14 @@ fn auto_takes_the_cheaper_side() {
     // Queries win while group_size < 12/8 for 16-bit inputs, so for multi-head attention only.
     for (kv_heads, cheaper) in [(8, Travels::Queries), (4, Travels::Keys), (1, Travels::Keys)] {
         let base = problem(4, 8);
-        let problem =
-            Problem { heads: 8, kv_heads, dtype: Dtype::Bf16, causal: false, head_dim: 64, ..base };
+        let problem = Problem {
+            heads: 8,
+            kv_heads,
+            dtype: Dtype::Bf16,
+            window: Window::FULL,
+            head_dim: 64,
+            ..base
+        };
         assert_eq!(choose_travels(&problem, Pass::Backward), cheaper);
         assert_eq!(choose_travels(&problem, Pass::Forward), Travels::Keys);
     }
@@ -128,7 +301,8 @@ fn causal_work_is_balanced_at_every_step() {
         for (layout, n, limit) in [(Layout::Zigzag, 64, 1.0), (Layout::Striped, 64, 1.04)] {
             for pass in PASSES {
                 for travels in SIDES {
-                    let problem = Problem { layout, causal: true, ..problem(world_size, n) };
+                    let problem =
+                        Problem { layout, window: Window::CAUSAL, ..problem(world_size, n) };
                     for ranks in work(&ring(&problem, pass, travels)) {
                         let mean = ranks.iter().sum::<usize>() as f64 / world_size as f64;
                         let max = *ranks.iter().max().expect("a rank") as f64;
@@ -142,7 +316,7 @@ fn causal_work_is_balanced_at_every_step() {
 
 #[test]
 fn a_mask_that_empties_steps_drops_them() {
-    let problem = Problem { layout: Layout::Contiguous, causal: true, ..problem(8, 4) };
+    let problem = Problem { layout: Layout::Contiguous, window: Window::CAUSAL, ..problem(8, 4) };
     for schedule in ring(&problem, Pass::Forward, Travels::Keys) {
         // Rank r computes with itself and the r ranks before it, and nothing else happens.
         let computing = schedule.steps.iter().filter(|step| !step.tiles.is_empty()).count();
@@ -170,73 +344,50 @@ fn nothing_is_exchanged_by_one_rank() {
 fn spoiled_schedules_are_refused() {
     for layout in Layout::ALL {
         for (pass, travels) in PASSES.into_iter().flat_map(|p| SIDES.map(|side| (p, side))) {
-            let problem = Problem { layout, causal: true, ..problem(5, 4) };
-            let good = ring(&problem, pass, travels);
-            for rank in 0..5 {
-                for step in 0..good[rank].steps.len() {
-                    for (name, spoil) in SPOILERS {
-                        let mut bad = good.clone();
-                        if spoil(&mut bad[rank], step) {
-                            let what =
-                                format!("{name}: {pass:?} {travels:?} {layout} {rank}/{step}");
-                            assert!(check(&problem, &bad).is_err(), "{what}");
-                        }
-                    }
-                }
+            for window in [Window::CAUSAL, Window { left: Some(6), right: Some(3) }] {
+                let problem = Problem { layout, window, ..problem(5, 4) };
+                assert_spoilers_noticed(&problem, &ring(&problem, pass, travels));
             }
         }
     }
 }
 
-type Spoiler = fn(&mut Schedule, usize) -> bool;
-
-/// Each returns whether it changed anything that matters.
-const SPOILERS: [(&str, Spoiler); 8] = [
-    ("step dropped", |schedule, step| {
-        schedule.steps.remove(step);
-        true
-    }),
-    ("peer swapped", |schedule, step| {
-        let world_size = schedule.world_size;
-        let exchange = schedule.steps[step].exchanges.first_mut();
-        let send = exchange.and_then(|exchange| exchange.sends.first_mut());
-        send.map(|send| send.peer = (send.peer + 1) % world_size).is_some()
-    }),
-    ("mask shifted", |schedule, step| {
-        let tile = schedule.steps[step].tiles.iter_mut().find(|tile| tile.band != Band::FULL);
-        let Some(tile) = tile else { return false };
-        let before = tile.band.pairs(&tile.queries.rows, &tile.keys.rows);
-        tile.band = mask::Band { upper: tile.band.upper - 1, ..tile.band };
-        before != tile.band.pairs(&tile.queries.rows, &tile.keys.rows)
-    }),
-    ("tile repeated", |schedule, step| {
-        let Some(tile) = schedule.steps[step].tiles.first().cloned() else { return false };
-        schedule.steps[step].tiles.push(tile);
-        true
-    }),
-    ("slot confused", |schedule, step| {
-        let exchange = schedule.steps[step].exchanges.first_mut();
-        let Some(receive) = exchange.and_then(|exchange| exchange.receives.first_mut()) else {
-            return false;
+/// Accumulators that come home from two sides, chunks that are cut, sums that begin late.
+#[test]
+fn so_they_are_where_chunks_go_both_ways() {
+    let two_ways = |schedules: &[Schedule]| {
+        let onward = |send: &Transfer| !send.chunk.payload.is_accumulator();
+        let to = |schedule: &Schedule, peer: usize| {
+            schedule.sends().filter(|send| onward(send)).any(|send| send.peer == peer)
         };
-        receive.place = Place::Slot(7);
-        true
-    }),
-    ("state taken for first", |schedule, step| {
-        let tile = schedule.steps[step].tiles.iter_mut().find(|tile| !tile.query_state.first);
-        tile.map(|tile| tile.query_state.first = true).is_some()
-    }),
-    ("merge forgotten", |schedule, step| schedule.steps[step].merges.pop().is_some()),
-    ("receive forgotten", |schedule, step| {
-        let exchange = schedule.steps[step].exchanges.first_mut();
-        exchange.and_then(|exchange| exchange.receives.pop()).is_some()
-    }),
-];
+        let world_size = schedules.len();
+        schedules.iter().any(|s| to(s, (s.rank + 1) % world_size))
+            && schedules.iter().any(|s| to(s, (s.rank + world_size - 1) % world_size))
+    };
+    let window = |left, right| Window { left: Some(left), right: Some(right) };
+    let cases = [
+        (Layout::Contiguous, 5, (4, 4), window(6, 3)),
+        (Layout::Contiguous, 4, (2, 8), window(3, 9)),
+        (Layout::Zigzag, 5, (4, 4), window(3, 1)),
+        (Layout::Zigzag, 4, (8, 8), window(6, 5)),
+        (Layout::Striped, 6, (4, 4), window(1, 1)),
+    ];
+    let mut both = 0;
+    for (layout, world_size, (q_len, kv_len), window) in cases {
+        let problem = Problem { layout, window, kv_len, ..problem(world_size, q_len) };
+        for (pass, travels) in PASSES.into_iter().flat_map(|pass| SIDES.map(|side| (pass, side))) {
+            let good = ring(&problem, pass, travels);
+            both += usize::from(two_ways(&good));
+            assert_spoilers_noticed(&problem, &good);
+        }
+    }
+    assert!(both >= 16, "only {both} of 20 go both ways");
+}
 
 #[test]
 fn steps_are_joined_into_one_tile_where_one_band_says_it_all() {
     for layout in Layout::ALL {
-        let problem = Problem { layout, causal: true, ..problem(4, 8) };
+        let problem = Problem { layout, window: Window::CAUSAL, ..problem(4, 8) };
         for schedule in ring(&problem, Pass::Backward, Travels::Keys) {
             assert!(schedule.steps.iter().all(|step| step.tiles.len() <= 1), "{layout}");
         }

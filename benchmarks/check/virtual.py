@@ -58,14 +58,26 @@ def workspace_bytes(problem: Problem, which: str) -> int:
         "kv_len": local,
     }
     request |= {"heads": problem.heads, "kv_heads": problem.kv_heads}
-    request |= {"head_dim": problem.head_dim, "dtype": problem.dtype}
-    request |= {"is_causal": problem.is_causal, "softmax_scale": problem.softmax_scale}
+    request |= {"head_dim": problem.head_dim, "value_dim": problem.head_dim}
+    request |= {"dtype": problem.dtype, "softmax_scale": problem.softmax_scale}
     request |= {"layout": problem.layout, "world_size": problem.world_size}
+    request |= {"options": _options(problem)}
     request |= {"backward": problem.backward}
     answer = json.loads(function(json.dumps(request).encode()))
     if "error" in answer:
         raise RuntimeError(f"workspace of {request}: {answer['error']}")
     return problem.world_size * int(answer["bytes"])
+
+
+def _options(problem: Problem) -> dict[str, Any]:
+    """Of the plain variant of the kernels: full or causal, and no features."""
+    window = {"window_left": -1, "window_right": 0 if problem.is_causal else -1}
+    return window | {
+        "logits_soft_cap": 0.0,
+        "has_segments": False,
+        "has_slopes": False,
+        "dropout_rate": 0.0,
+    }
 
 
 class Calls:
@@ -91,14 +103,16 @@ class Calls:
         bytes_ = workspace_bytes(problem, which)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
         shapes.append(jax.ShapeDtypeStruct((bytes_,), jnp.uint8))
+        types = {int: np.int64, float: np.float32, bool: bool}
+        options = {name: types[type(x)](x) for name, x in _options(problem).items()}
         call = jax.ffi.ffi_call(TARGETS[which], shapes, has_side_effect=False)
         return call(
             *operands,
             world_size=np.int64(problem.world_size),
             layout=problem.layout,
-            is_causal=problem.is_causal,
             softmax_scale=np.float32(problem.softmax_scale),
             axis_name="context",
+            **options,
             **attributes,
         )
 

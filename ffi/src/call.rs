@@ -4,6 +4,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use burst_attention::host::array::HostArray;
+use burst_attention::host::extras::Extras;
 use burst_attention::host::ring::{BackwardBuffers, ForwardBuffers, RingBuffers};
 use burst_attention::{Dtype, Layout, Pass, Problem, Travels};
 
@@ -12,6 +13,7 @@ use crate::buffer::Buffer;
 use crate::data_type::DataType;
 use crate::error::{Error, Result};
 use crate::frame::CallFrame;
+use crate::options::Options;
 use crate::rendezvous::Call;
 
 /// Ranks that a ring of one process may have; more is taken for a garbled attribute.
@@ -23,7 +25,7 @@ pub struct CallSite {
     pub(crate) pass: Pass,
     pub(crate) world_size: usize,
     layout: Layout,
-    causal: bool,
+    options: Options,
     softmax_scale: f32,
     pub(crate) travels: Option<Travels>,
     pub(crate) axis: Arc<str>,
@@ -70,7 +72,7 @@ impl CallSite {
                     Error::mismatch("world_size", expected, world_size)
                 })?,
             layout: attributes.get::<&str>("layout")?.parse()?,
-            causal: attributes.get("is_causal")?,
+            options: Options::decode(attributes)?,
             softmax_scale: attributes.get("softmax_scale")?,
             travels,
             axis: attributes.get::<&str>("axis_name")?.into(),
@@ -89,36 +91,74 @@ impl CallSite {
     }
 
     fn forward(&self, frame: &CallFrame<'_>) -> Result<RankCall> {
-        let [q, k, v, place] = frame.arguments()?;
+        let ([q, k, v], extras, [place]) = self.operands(frame)?;
         let [o, lse] = frame.results()?;
-        let shapes = self.shapes(&q, &k)?;
+        let shapes = self.shapes(&q, &k, &v)?;
         let buffers = ForwardBuffers {
             q: shapes.query("query", &q)?.host(),
             k: shapes.key("key", &k)?.host(),
-            v: shapes.key("value", &v)?.host(),
+            v: shapes.value("value", &v)?.host(),
             o: shapes.output(&o)?.host(),
             lse: shapes.rows("lse", &lse)?.host(),
+            extras: shapes.extras(&extras)?,
         };
         self.rank_call(shapes.problem, &place, RankBuffers::Forward(Box::new(buffers)))
     }
 
     fn backward(&self, frame: &CallFrame<'_>) -> Result<RankCall> {
-        let [q, k, v, o, lse, dout, dlse, place] = frame.arguments()?;
-        let [dq, dk, dv] = frame.results()?;
-        let shapes = self.shapes(&q, &k)?;
+        let ([q, k, v, o, lse, dout, dlse], extras, [place]) = self.operands(frame)?;
+        let mut results = frame.all_results()?.into_iter();
+        let wanted = if self.options.features().slopes { 4 } else { 3 };
+        let (Some(dq), Some(dk), Some(dv), dslopes, None) =
+            (results.next(), results.next(), results.next(), results.next(), results.next())
+        else {
+            return Err(Error::mismatch(
+                "number of results",
+                format!("{wanted}"),
+                frame.all_results()?.len(),
+            ));
+        };
+        let shapes = self.shapes(&q, &k, &v)?;
+        let mut extras = shapes.extras(&extras)?;
+        if let Some(dslopes) = dslopes {
+            extras.dslopes = Some(shapes.slopes("dslopes", &dslopes)?);
+        }
         let buffers = BackwardBuffers {
             q: shapes.query("query", &q)?.host(),
             k: shapes.key("key", &k)?.host(),
-            v: shapes.key("value", &v)?.host(),
+            v: shapes.value("value", &v)?.host(),
             o: shapes.output(&o)?.host(),
             lse: shapes.rows("lse", &lse)?.host(),
-            dout: shapes.query("dout", &dout)?.host(),
+            dout: shapes.result("dout", &dout)?.host(),
             dlse: shapes.rows("dlse", &dlse)?.host(),
             dq: shapes.query("dq", &dq)?.host(),
             dk: shapes.key("dk", &dk)?.host(),
-            dv: shapes.key("dv", &dv)?.host(),
+            dv: shapes.value("dv", &dv)?.host(),
+            extras,
         };
         self.rank_call(shapes.problem, &place, RankBuffers::Backward(Box::new(buffers)))
+    }
+
+    /// The first `N` operands, those of features, and the last `M`.
+    ///
+    /// # Errors
+    /// If their number is wrong.
+    pub(crate) fn operands<const N: usize, const M: usize>(
+        &self,
+        frame: &CallFrame<'_>,
+    ) -> Result<([Buffer; N], Vec<Buffer>, [Buffer; M])> {
+        let all = frame.all_arguments()?;
+        let features = self.options.features();
+        let segments = if features.segments { 2 } else { 0 };
+        let extras =
+            segments + usize::from(features.slopes) + usize::from(features.dropout.is_some());
+        if let (Some((first, rest)), true) =
+            (all.split_first_chunk::<N>(), all.len() == N + extras + M)
+            && let Some((middle, last)) = rest.split_last_chunk::<M>()
+        {
+            return Ok((first.clone(), middle.to_vec(), last.clone()));
+        }
+        Err(Error::mismatch("number of operands", format!("{}", N + extras + M), all.len()))
     }
 
     fn rank_call(
@@ -127,24 +167,25 @@ impl CallSite {
         place: &Buffer,
         buffers: RankBuffers,
     ) -> Result<RankCall> {
-        let empty = problem.batch == 0 || problem.q_len == 0;
+        let empty = problem.batch == 0 || problem.q_len == 0 && problem.kv_len == 0;
         let place = if empty { None } else { Some(read_place(place)?) };
         let call =
             Call { problem, pass: self.pass, travels: self.travels, axis: self.axis.clone() };
         Ok(RankCall { call, place, buffers })
     }
 
-    /// The problem that `q` and `k` pose.
+    /// The problem that `q`, `k` and `v` pose.
     ///
     /// # Errors
     /// If they do not fit each other, or the core does not take the problem.
-    pub(crate) fn shapes(&self, q: &Buffer, k: &Buffer) -> Result<Shapes> {
+    pub(crate) fn shapes(&self, q: &Buffer, k: &Buffer, v: &Buffer) -> Result<Shapes> {
         let (outer, [q_len, heads, head_dim]) = split("query", q)?;
         let (k_outer, [kv_len, kv_heads, k_dim]) = split("key", k)?;
         if outer != k_outer || head_dim != k_dim {
             let expected = format!("{outer:?} + [length, heads, {head_dim}], as query's");
             return Err(Error::mismatch("shape of key", expected, format!("{:?}", k.dims)));
         }
+        let (_, [.., value_dim]) = split("value", v)?;
         let Some(dtype) = q.dtype.activation() else {
             return Err(Error::mismatch("dtype of query", "float32, bfloat16 or float16", q.dtype));
         };
@@ -157,9 +198,11 @@ impl CallSite {
             heads,
             kv_heads,
             head_dim,
+            value_dim,
             dtype,
-            causal: self.causal,
+            window: self.options.window(),
             softmax_scale: self.softmax_scale,
+            features: self.options.features(),
             layout: self.layout,
             world_size: self.world_size,
         };
@@ -203,10 +246,66 @@ impl Shapes {
 
     /// The output of the forward pass may keep float32.
     fn output(&self, buffer: &Buffer) -> Result<Checked> {
-        let Problem { q_len, heads, head_dim, dtype, .. } = self.problem;
+        let Problem { q_len, heads, value_dim, dtype, .. } = self.problem;
         let kept = buffer.dtype.activation() == Some(Dtype::F32);
         let dtype = if kept { Dtype::F32 } else { dtype };
-        self.array("out", buffer, dtype, &[q_len, heads, head_dim])
+        self.array("out", buffer, dtype, &[q_len, heads, value_dim])
+    }
+
+    /// The output or its gradient.
+    pub fn result(&self, name: &str, buffer: &Buffer) -> Result<Checked> {
+        let Problem { q_len, heads, value_dim, dtype, .. } = self.problem;
+        self.array(name, buffer, dtype, &[q_len, heads, value_dim])
+    }
+
+    pub fn value(&self, name: &str, buffer: &Buffer) -> Result<Checked> {
+        let Problem { kv_len, kv_heads, value_dim, dtype, .. } = self.problem;
+        self.array(name, buffer, dtype, &[kv_len, kv_heads, value_dim])
+    }
+
+    /// Operands of features, in their order.
+    pub fn extras(&self, buffers: &[Buffer]) -> Result<Extras> {
+        let Problem { q_len, kv_len, features, .. } = self.problem;
+        let mut buffers = buffers.iter();
+        let too_few = || Error::mismatch("number of operands", "one for each feature", "fewer");
+        let mut next = || buffers.next().ok_or_else(too_few);
+        let mut extras = Extras::default();
+        if features.segments {
+            let (q, k) =
+                (("segments of query", [q_len, 1, 1]), ("segments of key", [kv_len, 1, 1]));
+            extras.q_segments = Some(self.words(q.0, next()?, DataType::S32, q.1)?);
+            extras.k_segments = Some(self.words(k.0, next()?, DataType::S32, k.1)?);
+        }
+        if features.slopes {
+            extras.slopes = Some(self.slopes("slopes", next()?)?);
+        }
+        if features.dropout.is_some() {
+            let numbers = self.words("numbers for dropout", next()?, DataType::U32, [1, 1, 4])?;
+            extras.dropout = Some(numbers);
+        }
+        Ok(extras)
+    }
+
+    fn slopes(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
+        self.words(name, buffer, Dtype::F32.into(), [1, self.problem.heads, 1])
+    }
+
+    /// An array of 32-bit numbers with all dimensions of length 1 left out behind the batch.
+    fn words(
+        &self,
+        name: &str,
+        buffer: &Buffer,
+        dtype: DataType,
+        [len, heads, dim]: [usize; 3],
+    ) -> Result<HostArray> {
+        let data: NonNull<u8> = buffer.typed(name, dtype)?.data(name)?;
+        let inner = len * heads * dim;
+        let expected = [&self.outer, [inner].as_slice()].concat();
+        if buffer.dims != expected {
+            let (expected, got) = (format!("{expected:?}"), format!("{:?}", buffer.dims));
+            return Err(Error::mismatch(format!("shape of {name}"), expected, got));
+        }
+        Ok(HostArray::jax(data, Dtype::F32, [self.problem.batch, len, heads, dim]))
     }
 
     pub fn key(&self, name: &str, buffer: &Buffer) -> Result<Checked> {

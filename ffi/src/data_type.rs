@@ -19,6 +19,8 @@ impl DataType {
     pub const F16: DataType = DataType(sys::XLA_FFI_DataType_F16);
     /// int32.
     pub const S32: DataType = DataType(sys::XLA_FFI_DataType_S32);
+    /// uint32
+    pub const U32: DataType = DataType(sys::XLA_FFI_DataType_U32);
 
     /// Bytes per element, for the types that have whole bytes; 0 for tokens.
     pub fn bytes(self) -> Option<usize> {

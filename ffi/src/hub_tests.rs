@@ -1,7 +1,7 @@
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::ThreadId;
 
-use burst_attention::{Dtype, Layout, Pass, Problem};
+use burst_attention::{Dtype, Features, Layout, Pass, Problem, Window};
 
 use super::*;
 
@@ -40,9 +40,11 @@ fn call(world_size: usize) -> Call {
         heads: 1,
         kv_heads: 1,
         head_dim: 8,
+        value_dim: 8,
         dtype: Dtype::F32,
-        causal: false,
+        window: Window::FULL,
         softmax_scale: 1.0,
+        features: Features::default(),
         layout: Layout::Contiguous,
         world_size,
     };

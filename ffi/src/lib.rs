@@ -27,6 +27,7 @@ mod handler;
 pub mod hub;
 mod kernels;
 mod limit;
+mod options;
 pub mod rendezvous;
 pub mod state;
 #[doc(hidden)]

@@ -320,11 +320,12 @@ impl fmt::Display for Call {
         write!(
             f,
             "{:?} q [{batch}, {q_len}, {heads}, {head_dim}], k and v [{batch}, {kv_len}, \
-             {kv_heads}, {head_dim}], {dtype}, layout {}, causal {}, scale {}, world_size {}",
+             {kv_heads}, {head_dim}], {dtype}, layout {}, {:?}, scale {}, {:?}, world_size {}",
             self.pass,
             self.problem.layout,
-            self.problem.causal,
+            self.problem.window,
             self.problem.softmax_scale,
+            self.problem.features,
             self.problem.world_size
         )
     }

@@ -1,4 +1,4 @@
-use burst_attention::{Dtype, Layout};
+use burst_attention::{Dtype, Features, Layout, Window};
 
 use super::*;
 
@@ -14,9 +14,11 @@ fn call(world_size: usize) -> Call {
             heads: 2,
             kv_heads: 1,
             head_dim: 8,
+            value_dim: 8,
             dtype: Dtype::F32,
-            causal: true,
+            window: Window::CAUSAL,
             softmax_scale: 0.5,
+            features: Features::default(),
             layout: Layout::Contiguous,
             world_size,
         },

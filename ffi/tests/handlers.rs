@@ -15,12 +15,20 @@ const DIMS: [i64; 4] = [1, 2, 1, 8];
 fn attributes(world_size: i64) -> Vec<(String, FakeAttribute)> {
     let text = |text: &str| FakeAttribute::Text(text.into());
     let scale = FakeAttribute::Scalar(F32, 0.5f32.to_ne_bytes().into());
-    let size = FakeAttribute::Scalar(sys::XLA_FFI_DataType_S64, world_size.to_ne_bytes().into());
+    let s64 =
+        |value: i64| FakeAttribute::Scalar(sys::XLA_FFI_DataType_S64, value.to_ne_bytes().into());
+    let no = || FakeAttribute::Scalar(sys::XLA_FFI_DataType_PRED, vec![0]);
+    let none = || FakeAttribute::Scalar(F32, 0f32.to_ne_bytes().into());
     vec![
-        ("world_size".into(), size),
+        ("world_size".into(), s64(world_size)),
         ("layout".into(), text("contiguous")),
-        ("is_causal".into(), FakeAttribute::Scalar(sys::XLA_FFI_DataType_PRED, vec![0])),
+        ("window_left".into(), s64(-1)),
+        ("window_right".into(), s64(-1)),
+        ("has_segments".into(), no()),
+        ("has_slopes".into(), no()),
+        ("dropout_rate".into(), none()),
         ("softmax_scale".into(), scale),
+        ("logits_soft_cap".into(), none()),
         ("axis_name".into(), text("context")),
     ]
 }
@@ -215,7 +223,7 @@ fn wrong_attributes_are_refused_when_the_call_is_compiled() {
     refused("world_size", int(0), &["world_size", "from 1", "got 0"]);
     refused("world_size", int(i64::MAX), &["world_size", "65536"]);
     let bool_of_two = FakeAttribute::Scalar(sys::XLA_FFI_DataType_PRED, vec![2]);
-    refused("is_causal", Some(bool_of_two), &["0 or 1, got 2"]);
+    refused("has_segments", Some(bool_of_two), &["0 or 1, got 2"]);
 }
 
 #[test]

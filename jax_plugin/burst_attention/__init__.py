@@ -9,9 +9,10 @@ nothing of size sequence × sequence exists anywhere.
 from burst_attention._attention import attention
 from burst_attention._checkpoint import save_attention
 from burst_attention._global import dot_product_attention
-from burst_attention._later import linear_attention, linear_attention_step, pad_sequence
+from burst_attention._later import linear_attention, linear_attention_step
 from burst_attention._layouts import from_layout, layout_positions, local_positions, to_layout
 from burst_attention._nccl import order_launches
+from burst_attention._padding import pad_sequence
 from burst_attention._trace import trace
 from burst_attention._version import __version__
 

@@ -3,20 +3,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, overload
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
 
-from burst_attention import _checks
-from burst_attention._ring import Ring, ring_groups, vary_together
+from burst_attention import _check_masks, _checks
+from burst_attention._extras import Extras, differentiable, dropout_place
+from burst_attention._ring import Ring, ring_groups, vary, vary_together, varying_axes
 from burst_attention._types import AttentionOptions, Backward, Layout, Schedule
-from burst_attention._vjp import ring_attention
+from burst_attention._vjp import Qkv, Sinks, ring_attention
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from jaxtyping import Array, Float, Float32, Int32, PRNGKeyArray
+    from jaxtyping import Array, Float, Float32, Int32, PRNGKeyArray, UInt32
+
+    SegmentIds: TypeAlias = (
+        Int32[Array, "batch q_len"]
+        | tuple[Int32[Array, "batch q_len"], Int32[Array, "batch kv_len"]]
+    )
 
 
 @overload
@@ -62,9 +69,9 @@ def attention(
 
 
 def attention(
-    query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch seq kv_heads head_dim"],
-    value: Float[Array, "batch seq kv_heads head_dim"],
+    query: Float[Array, "batch q_len heads head_dim"],
+    key: Float[Array, "batch kv_len kv_heads head_dim"],
+    value: Float[Array, "batch kv_len kv_heads value_dim"],
     bias: None = None,
     mask: None = None,
     *,
@@ -74,14 +81,14 @@ def attention(
     query_seq_lengths: None = None,
     key_value_seq_lengths: None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    segment_ids: Int32[Array, "batch seq"] | None = None,
+    segment_ids: SegmentIds | None = None,
     logits_soft_cap: float | None = None,
     sinks: Float32[Array, " heads"] | None = None,
     alibi_slopes: Float32[Array, " heads"] | None = None,
     dropout_rate: float = 0.0,
-    dropout_key: PRNGKeyArray | None = None,
-    batch_axis: str | None = None,
-    head_axis: str | None = None,
+    dropout_key: PRNGKeyArray | UInt32[Array, " 2"] | None = None,
+    batch_axis: str | tuple[str, ...] | None = None,
+    head_axis: str | tuple[str, ...] | None = None,
     layout: Layout = "contiguous",
     schedule: Schedule = "auto",
     backward: Backward = "auto",
@@ -91,19 +98,24 @@ def attention(
 
     Computes, for every query of this shard and the keys of all devices along ``axis_name``::
 
-        s = scale · q kᵀ          −inf where is_causal and the key is later than the query
+        s = scale · q kᵀ          with logits_soft_cap: cap · tanh(s / cap)
+                                  with alibi_slopes: + slope · (key position − query position)
+                                  −inf where the mask hides the key
         lse = ln Σ e^s;   out = e^(s − lse) v          with a sink z, e^z is part of that sum
 
-    Query head h uses key/value head h // (heads / kv_heads). Names and meaning are those of
-    ``jax.nn.dot_product_attention``; the sequence is cut as ``layout`` says. Products are
+    A query sees the keys that ``is_causal``, ``local_window_size`` and ``segment_ids`` all allow.
+    If that is none, its out is 0, its lse −inf (with a sink: z), and it gives no gradient to key
+    and value. Positions are those of the whole sequence; with query and key of different lengths
+    both begin at 0. Query head h uses key/value head h // (heads / kv_heads). Names and meaning are
+    those of ``jax.nn.dot_product_attention``; the sequence is cut as ``layout`` says. Products are
     accumulated in float32, in the backward pass over the whole ring. Reverse-mode derivatives of
     ``out`` and ``lse`` are one more custom call; forward mode and second derivatives are errors.
 
     Args:
-      query: ``[batch, seq, heads, head_dim]``, this device's part of the sequence. bfloat16 or
+      query: ``[batch, q_len, heads, head_dim]``, this device's part of the sequence. bfloat16 or
         float16, on CPU devices also float32; head_dim a multiple of 8 up to 256.
-      key: ``[batch, seq, kv_heads, head_dim]``, same dtype; kv_heads divides heads.
-      value: like key.
+      key: ``[batch, kv_len, kv_heads, head_dim]``, same dtype; kv_heads divides heads.
+      value: ``[batch, kv_len, kv_heads, value_dim]``; value_dim like head_dim, but may be another.
       bias: must be None: a sequence × sequence array.
       mask: must be None: a sequence × sequence array.
       axis_name: mesh axis along which the sequence is sharded. All axes of the mesh must be manual
@@ -112,16 +124,29 @@ def attention(
       scale: factor on q·k, a Python number; default head_dim ** -0.5.
       query_seq_lengths: must be None.
       key_value_seq_lengths: must be None.
-      local_window_size: not implemented yet.
-      segment_ids: not implemented yet.
-      logits_soft_cap: not implemented yet.
+      local_window_size: (left, right): a query sees so many positions before its own and after it;
+        one number means both. With is_causal right is 0.
+      segment_ids: int32 ``[batch, seq]``, in the order of ``layout``: a query sees keys of its own
+        segment only, for packed documents. Negative ids match nothing, not even themselves: that
+        is padding, see `pad_sequence`. Or a pair: ids of query, ids of key.
+      logits_soft_cap: bounds scores smoothly: s becomes cap · tanh(s / cap), before the mask. A
+        Python number from 1e-30 to 1e30, on GPUs from 0.001 to 1000.
       sinks: float32 ``[heads]``, for each query head a logit that joins the softmax of every row
-        but has no value. Differentiable; where the heads are sharded, a device takes its own.
-      alibi_slopes: not implemented yet.
-      dropout_rate: must be 0: not implemented yet.
-      dropout_key: not used while dropout_rate is 0.
-      batch_axis: not implemented yet.
-      head_axis: not implemented yet.
+        but has no value. Differentiable; where the heads are sharded, a device takes its own. −inf
+        is none; +inf takes all weight, so out is 0 and lse +inf.
+      alibi_slopes: float32 ``[heads]``, added to scores times the distance (key − query position),
+        so positive ones favour near keys of the past. Differentiable on CPU devices; where the
+        heads are sharded, a device takes its own.
+      dropout_rate: probability, a Python number, with which each weight is dropped after the
+        softmax; what is left is divided by 1 − dropout_rate. lse is that without dropout. On GPUs
+        not implemented yet.
+      dropout_key: a key of ``jax.random``, or its data, uint32 ``[2]``; the same on all devices of
+        a ring. Of longer data the first and the last word count. Which weights are dropped depends
+        on the key and on the place of a weight in the whole array only, so it is the same for
+        every mesh, layout and schedule, and under ``vmap`` for all instances that share a key.
+      batch_axis: mesh axes that shard the batch, the major one first; for dropout only, which
+        otherwise treats the shards of other devices alike.
+      head_axis: mesh axes that shard the heads, likewise.
       layout: which global positions a device holds: ``contiguous``, ``zigzag`` (balances causal
         work) or ``striped``; see `to_layout`.
       schedule: ``auto`` or ``ring``.
@@ -130,38 +155,48 @@ def attention(
       return_residual: also return lse.
 
     Returns:
-      ``out`` like query; with ``return_residual=True`` ``(out, lse)``, lse float32
-      ``[batch, seq, heads]``, natural logarithm, differentiable. Both vary over the mesh axes of
-      the inputs and the ring. With ``check_vma=False`` and ``jax.grad`` taken inside the
-      ``shard_map``, gradients of inputs that are equal on several devices are those of one device:
-      sum them with ``lax.psum``.
+      ``out``, ``[batch, q_len, heads, value_dim]`` in query's dtype; with ``return_residual=True``
+      ``(out, lse)``, lse float32 ``[batch, q_len, heads]``, natural logarithm, differentiable. Both
+      vary over the mesh axes of the inputs and the ring. With ``check_vma=False`` and ``jax.grad``
+      taken inside the ``shard_map``, gradients of inputs that are equal on several devices are
+      those of one device: sum them with ``lax.psum``.
 
     Raises:
       ValueError, TypeError, NotImplementedError: while tracing, with the way out.
     """
     arguments = dict(locals())
     _checks.refused_arguments(arguments)
-    _checks.later_arguments(arguments)
-    query, key, value = _checks.arrays(query, key, value)
-    sinks = _checks.sinks(sinks, query.shape[2])
-    ring, operands = _ring(arguments, query, key, value, sinks)
+    qkv = _checks.arrays(query, key, value)
+    sinks = _check_masks.per_head("sinks", sinks, qkv[0].shape[2], "logit")
+    extras = _extras(arguments, *qkv[:2])
     with_lse = _checks.flag("return_residual", return_residual)
-    if query.size == 0:
-        # No token or no batch entry: nothing to compute, so no device needs another.
-        out, lse = operands[0], jnp.zeros_like(operands[0][..., 0], dtype=jnp.float32)
+    ring = _ring(arguments, *qkv[:2], has_sinks=sinks is not None)
+    extras = _placed(arguments, ring, extras, qkv[0])
+    # Before the custom_vjp: the transpose of this cast is what sums the gradients of an input
+    # that several devices share, and inside, the types of the backward rule would not match.
+    varying, (qkv, sinks, extras) = vary_together(axis_name, (qkv, sinks, extras))
+    ring = replace(ring, varying=varying)
+    if qkv[0].size == 0 or qkv[1].size == 0:
+        # No batch entry, query or key: nothing to compute, so no device needs another.
+        out, lse = _nothing(ring, qkv, sinks)
     else:
-        out, lse = ring_attention(ring, *operands)
+        out, lse = ring_attention(ring, qkv, sinks, _of_entries(ring, extras, qkv[0]))
     return (out, lse) if with_lse else out
 
 
-def _ring(
-    arguments: dict[str, Any],
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    sinks: jax.Array | None,
-) -> tuple[Ring, tuple[jax.Array, ...]]:
-    """The static side of the call, and the inputs cast to one set of varying axes."""
+def _extras(arguments: dict[str, Any], query: jax.Array, key: jax.Array) -> Extras:
+    """Segments, slopes ``[heads]`` and the key's words ``[2]``, as they came."""
+    slopes = _check_masks.per_head(
+        "alibi_slopes", arguments["alibi_slopes"], query.shape[2], "slope"
+    )
+    segments = _check_masks.segments(arguments["segment_ids"], query, key) or (None, None)
+    rate = _check_masks.dropout_rate(arguments["dropout_rate"])
+    words = _check_masks.dropout_words(arguments["dropout_key"], rate)
+    return Extras(segments[0], segments[1], slopes, words)
+
+
+def _ring(arguments: dict[str, Any], query: jax.Array, key: jax.Array, *, has_sinks: bool) -> Ring:
+    """The static side of the call; which axes the results vary over comes later."""
     _checks.choice("layout", arguments["layout"], _checks.LAYOUTS)
     _checks.choice("backward", arguments["backward"], _checks.BACKWARDS)
     _checks.schedule(arguments["schedule"])
@@ -170,22 +205,52 @@ def _ring(
     axis_name = _checks.axis(arguments["axis_name"])
     mesh = _checks.ring_mesh(axis_name)
     _checks.all_axes_manual(mesh)
-    platform = _checks.devices(mesh, query.dtype)
-    _checks.shard_length(query.shape[1], arguments["layout"])
-    # Before the custom_vjp: the transpose of this cast is what sums the gradients of an input
-    # that several devices share, and inside, the types of the backward rule would not match.
-    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
-    varying, operands = vary_together(axis_name, *inputs)
-    ring = Ring(
+    world_size, platform = mesh.shape[axis_name], _checks.devices(mesh, query.dtype)
+    for name, x in (("query", query), ("key", key)):
+        _checks.shard_length(name, x.shape[1], arguments["layout"])
+    positions = world_size * max(query.shape[1], key.shape[1])
+    return Ring(
         axis_name=axis_name,
-        world_size=mesh.shape[axis_name],
-        is_causal=is_causal,
+        world_size=world_size,
+        window=_check_masks.window(arguments["local_window_size"], is_causal, positions),
         softmax_scale=softmax_scale,
+        soft_cap=_check_masks.soft_cap(arguments["logits_soft_cap"], platform),
+        dropout_rate=_check_masks.dropout_rate(arguments["dropout_rate"], platform),
         layout=arguments["layout"],
         backward=arguments["backward"],
-        varying=varying,
+        varying=(),
         platform=platform,
         groups=ring_groups(mesh, axis_name),
-        has_sinks=sinks is not None,
+        has_sinks=has_sinks,
     )
-    return ring, operands
+
+
+def _placed(arguments: dict[str, Any], ring: Ring, extras: Extras, query: jax.Array) -> Extras:
+    """With what dropout needs to know of each batch entry in the place of the key's words."""
+    mesh = _checks.ring_mesh(ring.axis_name)
+    axes = [
+        _check_masks.offset_axes(name, arguments[name], mesh, ring.axis_name)
+        for name in ("batch_axis", "head_axis")
+    ]
+    if extras.dropout is None:
+        return extras
+    _check_masks.same_on_the_ring("dropout_key", varying_axes(extras.dropout), ring.axis_name)
+    batch, _, heads, _ = query.shape
+    return extras._replace(dropout=dropout_place(extras.dropout, batch, heads, *axes))
+
+
+def _of_entries(ring: Ring, extras: Extras, query: jax.Array) -> Extras:
+    """With slopes of each batch entry in the place of those that all share."""
+    if extras.slopes is None:
+        return extras
+    slopes = differentiable(ring.platform, extras.slopes)
+    shape = (query.shape[0], query.shape[2])
+    return extras._replace(slopes=jnp.broadcast_to(slopes, shape))
+
+
+def _nothing(ring: Ring, qkv: Qkv, sinks: Sinks) -> tuple[jax.Array, jax.Array]:
+    """out and lse of queries that see no key: there are none of the one or the other."""
+    rows = qkv[0].shape[:3]
+    out = jnp.zeros((*rows, qkv[2].shape[3]), qkv[0].dtype)
+    lse = jnp.broadcast_to(jnp.float32(-jnp.inf) if sinks is None else sinks, rows)
+    return vary(out, ring.varying), vary(lse, ring.varying)

@@ -12,37 +12,44 @@ import numpy as np
 from jax import lax
 
 from burst_attention import _ffi
+from burst_attention._check_masks import NO_LIMIT, SOFT_CAPS
+from burst_attention._extras import Extras
 from burst_attention._ring import Ring, place, vary
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
 Shapes: TypeAlias = tuple[jax.ShapeDtypeStruct, ...]
 
 SHORT_SEQUENCE = 256
-"""Up to this many tokens in all, the backward pass gets o before it is rounded to 16 bits. There
+"""With up to this many keys in all, the backward pass gets o before it is rounded to 16 bits. There
 gradients are small differences (a query that sees one key has none at all), and a rounded o in
 delta = rowsum(dout ∘ o) made errors of dq and dk up to 1.6 times those of rounding alone; from 130
 tokens on it was 1.11 at most. For long sequences it would cost two bytes more per element."""
+
+SHORT_WINDOW = 64
+"""The same for windows of up to so many keys: a query sees no more, as on average in a causal
+sequence of twice as many. How long segments are is not known here: for documents of fewer tokens
+in a long sequence, errors are the figures above."""
 
 COMMUNICATION_ID = int.from_bytes(b"BURS")
 """Tells the rings' NCCL communicators from XLA's own (0 and 1) and from those of other libraries
 over the same devices. Forward and backward share theirs."""
 
 
-def forward(ring: Ring, *operands: jax.Array) -> Arrays:
-    """o and lse, float32 ``[batch, seq, heads]``, of one rank from its q, k, v.
+def forward(ring: Ring, qkv: Arrays, extras: Extras) -> Arrays:
+    """o and lse, float32 ``[batch, seq, heads]``, of one rank.
 
     o has the dtype of `kept_dtype`, but is float32 where sinks are to scale it: rounding it before
     and after would make its error 1.4 times that of rounding. Kernels of GPUs do round it before.
     """
-    return _on_platform(ring, operands, cpu=_cpu_forward, cuda=_cuda_forward)
+    return _on_platform(ring, (qkv, extras), cpu=_cpu_forward, cuda=_cuda_forward)
 
 
-def backward(ring: Ring, *operands: jax.Array) -> Arrays:
-    """dq, dk and dv of one rank from its q, k, v, o, lse, dout and dlse."""
-    return _on_platform(ring, operands, cpu=_cpu_backward, cuda=_cuda_backward)
+def backward(ring: Ring, qkv: Arrays, extras: Extras, results: Arrays) -> Arrays:
+    """dq, dk, dv and, with slopes, theirs, of one rank from its o, lse, dout and dlse."""
+    return _on_platform(ring, (qkv, extras, results), cpu=_cpu_backward, cuda=_cuda_backward)
 
 
-def _on_platform(ring: Ring, operands: Arrays, **calls: Callable[..., Arrays]) -> Arrays:
+def _on_platform(ring: Ring, operands: Any, **calls: Callable[..., Arrays]) -> Arrays:
     """Results of the call of the ring's platform, or of the one it will be lowered for."""
     if ring.platform is not None:
         return calls[ring.platform](ring, *operands)
@@ -52,71 +59,109 @@ def _on_platform(ring: Ring, operands: Arrays, **calls: Callable[..., Arrays]) -
     return results
 
 
-def _cpu_forward(ring: Ring, *operands: jax.Array) -> Arrays:
-    q = operands[0]
-    return _cpu_call(_ffi.FORWARD, ring, _forward_results(q, _o_dtype(ring, q)), operands)
+def _cpu_forward(ring: Ring, qkv: Arrays, extras: Extras) -> Arrays:
+    results = _forward_results(qkv, _o_dtype(ring, *qkv[:2]))
+    return _cpu_call(_ffi.FORWARD, ring, results, qkv, extras)
 
 
-def _cpu_backward(ring: Ring, *operands: jax.Array) -> Arrays:
-    results = _backward_results(*operands[:3])
-    return _cpu_call(_ffi.BACKWARD, ring, results, operands, backward=ring.backward)
+def _cpu_backward(ring: Ring, qkv: Arrays, extras: Extras, given: Arrays) -> Arrays:
+    slopes = () if extras.slopes is None else (extras.slopes,)
+    results = _like(*qkv, *slopes)
+    return _cpu_call(_ffi.BACKWARD, ring, results, (*qkv, *given), extras, backward=ring.backward)
 
 
-def _cuda_forward(ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array) -> Arrays:
-    results = _forward_results(q, q.dtype)
-    o, lse = _cuda_call(_ffi.FORWARD, ring, results, (_signed(ring, q), k, v))
+def _cuda_forward(ring: Ring, qkv: Arrays, extras: Extras) -> Arrays:
+    q, k, v = qkv
+    results = _forward_results(qkv, q.dtype)
+    o, lse = _cuda_call(_ffi.FORWARD, ring, results, (_signed(ring, q), k, v), extras)
     # Kernels write o in q's dtype; what comes out has one dtype on all platforms.
-    return o.astype(_o_dtype(ring, q)), lse
+    return o.astype(_o_dtype(ring, q, k)), lse
 
 
-def _cuda_backward(
-    ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, o: jax.Array, *rest: jax.Array
-) -> Arrays:
+def _cuda_backward(ring: Ring, qkv: Arrays, extras: Extras, given: Arrays) -> Arrays:
+    (q, k, v), (o, *rest) = qkv, given
     operands = (_signed(ring, q), k, v, o.astype(q.dtype), *rest)
-    results = _backward_results(q, k, v)
-    dq, dk, dv = _cuda_call(_ffi.BACKWARD, ring, results, operands, backward=ring.backward)
-    return _signed(ring, dq), dk, dv
+    dq, dk, dv = _cuda_call(
+        _ffi.BACKWARD, ring, _like(*qkv), operands, extras, backward=ring.backward
+    )
+    gradients = (_signed(ring, dq), dk, dv)
+    if extras.slopes is None:
+        return gradients
+    # No kernel computes it. Where the platform was known, who wants it was refused; else it must
+    # not be taken for one.
+    return *gradients, extras.slopes * jnp.float32(jnp.nan)
 
 
-def kept_dtype(ring: Ring, q: jax.Array) -> Any:
+def kept_dtype(ring: Ring, q: jax.Array, k: jax.Array) -> Any:
     """dtype of the o that the backward pass gets: that of q, or float32 for short sequences."""
-    return jnp.float32 if ring.world_size * q.shape[1] <= SHORT_SEQUENCE else q.dtype
+    keys, (left, right) = ring.world_size * k.shape[1], ring.window
+    short_window = NO_LIMIT not in (left, right) and left + right < SHORT_WINDOW
+    return jnp.float32 if keys <= SHORT_SEQUENCE or short_window else q.dtype
 
 
-def _o_dtype(ring: Ring, q: jax.Array) -> Any:
-    return jnp.float32 if ring.has_sinks else kept_dtype(ring, q)
+def _o_dtype(ring: Ring, q: jax.Array, k: jax.Array) -> Any:
+    return jnp.float32 if ring.has_sinks else kept_dtype(ring, q, k)
 
 
-def _forward_results(q: jax.Array, o_dtype: Any) -> Shapes:
+def _forward_results(qkv: Arrays, o_dtype: Any) -> Shapes:
+    rows = qkv[0].shape[:3]
     return (
-        jax.ShapeDtypeStruct(q.shape, o_dtype),
-        jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
+        jax.ShapeDtypeStruct((*rows, qkv[2].shape[3]), o_dtype),
+        jax.ShapeDtypeStruct(rows, jnp.float32),
     )
 
 
-def _backward_results(*inputs: jax.Array) -> Shapes:
+def _like(*inputs: jax.Array) -> Shapes:
     return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs)
 
 
 def _cpu_call(
-    target: str, ring: Ring, results: Shapes, operands: Arrays, **attributes: Any
+    target: str, ring: Ring, results: Shapes, operands: Arrays, extras: Extras, **attributes: Any
 ) -> Arrays:
     attributes |= {"softmax_scale": np.float32(ring.softmax_scale)}
-    return _call(target, ring, results, (*operands, place(ring.axis_name)), attributes)
+    attributes |= _options(ring, extras)
+    operands = (*operands, *extras.present(), place(ring.axis_name))
+    return _call(target, ring, results, operands, attributes)
 
 
 def _cuda_call(
-    target: str, ring: Ring, results: Shapes, operands: Arrays, **attributes: Any
+    target: str, ring: Ring, results: Shapes, operands: Arrays, extras: Extras, **attributes: Any
 ) -> Arrays:
+    extras = _for_kernels(ring, operands, extras)
+    options = _options(ring, extras)
     attributes |= {
         "softmax_scale": _positive_scale(ring),
         "groups": np.array(ring.groups, np.int64),
         "communication_id": np.int64(COMMUNICATION_ID),
     }
     # A result, so that XLA plans it and counts it: kernels allocate nothing.
-    workspace = jax.ShapeDtypeStruct((_workspace(target, ring, *operands[:2]),), jnp.uint8)
-    *outputs, _ = _call(target, ring, (*results, workspace), operands, attributes)
+    needed = _workspace(target, ring, operands, options)
+    workspace = jax.ShapeDtypeStruct((needed,), jnp.uint8)
+    operands = (*operands, *extras.present())
+    *outputs, _ = _call(target, ring, (*results, workspace), operands, attributes | options)
     return tuple(outputs)
+
+
+def _for_kernels(ring: Ring, operands: Arrays, extras: Extras) -> Extras:
+    """With segments where the general variant of the kernels computes: that compares them."""
+    q, k, v, *_ = operands
+    general = ring.soft_cap or extras.slopes is not None or v.shape[3] != q.shape[3]
+    if extras.q_segments is not None or not general:
+        return extras
+    one = [vary(jnp.zeros(x.shape[:2], jnp.int32), ring.varying) for x in (q, k)]
+    return extras._replace(q_segments=one[0], kv_segments=one[1])
+
+
+def _options(ring: Ring, extras: Extras) -> dict[str, Any]:
+    """Mask and features, as attributes."""
+    return {
+        "window_left": np.int64(ring.window[0]),
+        "window_right": np.int64(ring.window[1]),
+        "logits_soft_cap": np.float32(ring.soft_cap),
+        "has_segments": extras.q_segments is not None,
+        "has_slopes": extras.slopes is not None,
+        "dropout_rate": np.float32(ring.dropout_rate),
+    }
 
 
 def _call(
@@ -130,7 +175,6 @@ def _call(
             *operands,
             world_size=np.int64(ring.world_size),
             layout=ring.layout,
-            is_causal=ring.is_causal,
             axis_name=ring.axis_name,
             **attributes,
         )
@@ -138,8 +182,9 @@ def _call(
     return tuple(vary(output, ring.varying) for output in outputs)
 
 
-def _workspace(target: str, ring: Ring, q: jax.Array, k: jax.Array) -> int:
-    if q.dtype == jnp.float32:
+def _workspace(target: str, ring: Ring, operands: Arrays, options: dict[str, Any]) -> int:
+    q, k, v, *_ = operands
+    if _no_kernel(ring, q):
         # Traced without knowing the platform. There is no kernel, so on a GPU the library refuses
         # the call when it runs.
         return 0
@@ -151,13 +196,20 @@ def _workspace(target: str, ring: Ring, q: jax.Array, k: jax.Array) -> int:
         heads=q.shape[2],
         kv_heads=k.shape[2],
         head_dim=q.shape[3],
+        value_dim=v.shape[3],
         dtype=str(q.dtype),
-        is_causal=ring.is_causal,
         softmax_scale=float(_positive_scale(ring)),
+        options={name: np.asarray(value).item() for name, value in options.items()},
         layout=ring.layout,
         world_size=ring.world_size,
         backward=ring.backward,
     )
+
+
+def _no_kernel(ring: Ring, q: jax.Array) -> bool:
+    least, most = SOFT_CAPS["cuda"]
+    capped_out_of_range = bool(ring.soft_cap) and not least <= ring.soft_cap <= most
+    return q.dtype == jnp.float32 or ring.dropout_rate > 0 or capped_out_of_range
 
 
 def _positive_scale(ring: Ring) -> np.float32:

@@ -26,23 +26,16 @@ SCHEDULES: tuple[str, ...] = get_args(Schedule)
 SCHEDULES_NOW = ("auto", "ring")
 
 REFUSED = {
-    "bias": "the whole bias is a sequence × sequence array; alibi_slopes will cover linear biases",
-    "mask": "the whole mask is a sequence × sequence array; is_causal=True covers the causal one, "
-    "segment_ids and local_window_size will cover packed and windowed sequences",
-    "query_seq_lengths": "cut or pack sequences to the full length; with is_causal=True, padding "
-    "at the end is seen by no real token, so drop its rows of the output",
-    "key_value_seq_lengths": "cut or pack sequences to the full length; with is_causal=True, "
-    "padding at the end is seen by no real token",
+    "bias": "the whole bias is a sequence × sequence array; alibi_slopes covers linear biases",
+    "mask": "the whole mask is a sequence × sequence array; is_causal, local_window_size and "
+    "segment_ids cover causal, windowed, packed and padded sequences",
+    "query_seq_lengths": "give padding the segment id −1 (segment_ids), as "
+    "burst_attention.pad_sequence does",
+    "key_value_seq_lengths": "give padding the segment id −1 (segment_ids), as "
+    "burst_attention.pad_sequence does",
 }
-
-LATER = {
-    "local_window_size": "full and causal attention work (is_causal)",
-    "segment_ids": "give each document its own batch entry, or attend across them (is_causal)",
-    "logits_soft_cap": "normalise queries and keys to bound the logits",
-    "alibi_slopes": "rotary embeddings with burst_attention.local_positions work",
-    "batch_axis": "rings along other mesh axes are found without it; leave it out",
-    "head_axis": "rings along other mesh axes are found without it; leave it out",
-}
+PAD = "burst_attention.pad_sequence pads any length, with segment_ids that mask the padding"
+"""The way out of lengths that a layout can't cut."""
 
 
 def refused_arguments(arguments: Mapping[str, Any]) -> None:
@@ -55,25 +48,10 @@ def refused_arguments(arguments: Mapping[str, Any]) -> None:
             )
 
 
-def later_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises for arguments of the interface that are not implemented yet."""
-    for name, instead in LATER.items():
-        if arguments.get(name) is not None:
-            raise NotImplementedError(f"{name} is not implemented yet; what works: {instead}")
-    rate = arguments.get("dropout_rate", 0.0)
-    if not isinstance(rate, numbers.Real):
-        raise TypeError(f"dropout_rate must be a Python number, got {_describe(rate)}")
-    if rate != 0:
-        raise NotImplementedError(
-            f"dropout_rate must be 0, got {rate}: dropout of attention weights is not implemented "
-            "yet; what works: dropout on the output"
-        )
-
-
 def choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     """Raises unless ``value`` is one of ``allowed``."""
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} must be one of {_listed(allowed)}, got {value!r}")
+        raise ValueError(f"{name} must be one of {listed(allowed)}, got {value!r}")
 
 
 def schedule(value: Any) -> None:
@@ -81,14 +59,14 @@ def schedule(value: Any) -> None:
     choice("schedule", value, SCHEDULES)
     if value not in SCHEDULES_NOW:
         raise NotImplementedError(
-            f"schedule={value!r} is not implemented yet; what works: {_listed(SCHEDULES_NOW)}"
+            f"schedule={value!r} is not implemented yet; what works: {listed(SCHEDULES_NOW)}"
         )
 
 
 def flag(name: str, value: Any) -> bool:
     """A static bool."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} must be True or False while tracing, got {_describe(value)}")
+        raise TypeError(f"{name} must be True or False while tracing, got {describe(value)}")
     return bool(value)
 
 
@@ -96,15 +74,21 @@ def softmax_scale(scale: Any, head_dim: int) -> float:
     """The factor on q·k: ``scale``, by default head_dim^-0.5."""
     if scale is None:
         return float(head_dim**-0.5)
-    is_scalar = isinstance(scale, numbers.Real | np.generic)
-    if not is_scalar or isinstance(scale, bool | np.bool_):
-        raise TypeError(
-            f"scale must be a Python number, since it is compiled into the program, "
-            f"got {_describe(scale)}; multiply query by a traced factor instead"
-        )
-    if not math.isfinite(float(scale)):
+    scale = static_number("scale", scale, "; multiply query by a traced factor instead")
+    if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
-    return float(scale)
+    return scale
+
+
+def static_number(name: str, value: Any, instead: str = "") -> float:
+    """A Python number."""
+    is_scalar = isinstance(value, numbers.Real | np.generic)
+    if not is_scalar or isinstance(value, bool | np.bool_):
+        raise TypeError(
+            f"{name} must be a Python number, since it is compiled into the program, "
+            f"got {describe(value)}{instead}"
+        )
+    return float(value)
 
 
 def arrays(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -115,7 +99,7 @@ def arrays(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.
             raise TypeError(f"{name} must be an array, got {type(x).__name__}")
         if str(x.dtype) not in DTYPES:
             raise TypeError(
-                f"{name} must be {_listed(DTYPES, quote=False)}, got {x.dtype}{_cast(x)}"
+                f"{name} must be {listed(DTYPES, quote=False)}, got {x.dtype}{_cast(x)}"
             )
         if len(x.shape) != 4:
             raise ValueError(
@@ -131,30 +115,12 @@ def arrays(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.
     return jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
 
 
-def sinks(value: Any, heads: int) -> jax.Array | None:
-    """One logit for each head of query as an array, or None."""
-    if value is None:
-        return None
-    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
-        raise TypeError(f"sinks must be an array, got {type(value).__name__}")
-    if value.dtype != jnp.float32:
-        raise TypeError(f"sinks must be float32, got {value.dtype}; use x.astype(jnp.float32)")
-    shape = tuple(value.shape)
-    if shape != (heads,):
-        whole = len(shape) == 1 and shape[0] > heads and shape[0] % heads == 0
-        hint = "; where heads are sharded, each device takes the logits of its own" if whole else ""
-        raise ValueError(
-            f"sinks must have shape {(heads,)}, one logit for each head of query, got shape "
-            f"{shape}{hint}"
-        )
-    return jnp.asarray(value)
-
-
 def _shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> None:
-    if key != value:
-        raise ValueError(f"key and value must have one shape, got {key} and {value}")
-    batch, q_len, heads, head_dim = query
-    kv_batch, kv_len, kv_heads, kv_dim = key
+    if key[:3] != value[:3]:
+        raise ValueError(
+            f"key and value must have one shape but for their last dimension, got {key} and {value}"
+        )
+    (batch, _, heads, head_dim), (kv_batch, _, kv_heads, kv_dim) = query, key
     if batch != kv_batch:
         raise ValueError(f"query and key must have one batch size, got {batch} and {kv_batch}")
     if head_dim != kv_dim:
@@ -166,29 +132,35 @@ def _shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]
             f"query heads must be a multiple of key/value heads (query head h uses key/value head "
             f"h // group_size), got {heads} and {kv_heads}"
         )
-    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
-        pad = (
-            "; pad query, key and value with zeros, drop these columns from the output, and pass "
-            f"scale={head_dim}**-0.5"
-        )
+    _head_dim("head_dim", head_dim, f"pad query and key with zeros and pass scale={head_dim}**-0.5")
+    _head_dim(
+        "head_dim of value", value[3], "pad value with zeros and drop these columns of the output"
+    )
+
+
+def _head_dim(name: str, dim: int, instead: str) -> None:
+    if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
         raise ValueError(
-            f"head_dim must be a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {head_dim}"
-            f"{pad if 0 < head_dim < MAX_HEAD_DIM else ''}"
-        )
-    if q_len != kv_len:
-        raise NotImplementedError(
-            f"query and key must have one length, got {q_len} and {kv_len}: cross attention is "
-            "not implemented yet"
+            f"{name} must be a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {dim}"
+            f"{f'; {instead}' if 0 < dim < MAX_HEAD_DIM else ''}"
         )
 
 
-def shard_length(length: int, layout: str) -> None:
+def shard_length(array: str, length: int, layout: str) -> None:
     """Raises for a shard that ``layout`` can't cut."""
     if layout == "zigzag" and length % 2:
         raise ValueError(
             f"tokens per device must be even in layout 'zigzag' (a shard is two chunks), got "
-            f"{length}; use layout 'striped' or a sequence divisible by twice the ring's size"
+            f"{length} of {array}; use layout 'striped' or a sequence divisible by twice the "
+            f"ring's size: {PAD}"
         )
+
+
+def dimension(axis: int, count: int) -> int:
+    """A dimension of ``count``, from 0."""
+    if not -count <= axis < count:
+        raise ValueError(f"axis must be one of the {count} dimensions of x, got {axis}")
+    return axis % count
 
 
 def axis(name: Any) -> str:
@@ -199,7 +171,7 @@ def axis(name: Any) -> str:
             "not implemented yet; reshape the mesh so that one axis holds the sequence"
         )
     if not isinstance(name, str):
-        raise TypeError(f"axis_name must be the name of a mesh axis, got {_describe(name)}")
+        raise TypeError(f"axis_name must be the name of a mesh axis, got {describe(name)}")
     return name
 
 
@@ -216,7 +188,7 @@ def ring_mesh(axis_name: str, caller: str = "attention") -> jax.sharding.Abstrac
     if axis_name not in manual:
         raise ValueError(
             f"axis_name must be an axis of the surrounding jax.shard_map, one of "
-            f"{_listed(manual)}, got {axis_name!r}"
+            f"{listed(manual)}, got {axis_name!r}"
         )
     return mesh
 
@@ -227,7 +199,7 @@ def all_axes_manual(mesh: jax.sharding.AbstractMesh) -> None:
     left = [name for name in left if mesh.shape[name] > 1]
     if left:
         raise ValueError(
-            f"every mesh axis must be manual in the surrounding jax.shard_map, but {_listed(left)} "
+            f"every mesh axis must be manual in the surrounding jax.shard_map, but {listed(left)} "
             f"{'is' if len(left) == 1 else 'are'} not: the compiler would gather batch and heads "
             "along them. Leave out axis_names of shard_map and name these axes in in_specs and "
             "out_specs, or call burst_attention.dot_product_attention on global arrays"
@@ -281,12 +253,14 @@ def _of_several_processes(mesh: AnyMesh) -> bool:
     return jax.process_count() > 1 and mesh.size > jax.local_device_count()
 
 
-def _listed(values: Any, quote: bool = True) -> str:
+def listed(values: Any, quote: bool = True) -> str:
+    """``'a', 'b' or 'c'``."""
     words = [repr(value) if quote else str(value) for value in values]
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
-def _describe(value: Any) -> str:
+def describe(value: Any) -> str:
+    """What came, for an error."""
     if isinstance(value, jax.core.Tracer):
         return f"a traced array {jax.typeof(value)}"
     return f"{value!r} ({type(value).__name__})"

@@ -82,7 +82,7 @@ def local_positions(
     axis_name = _checks.axis(axis_name)
     mesh = _checks.ring_mesh(axis_name, "local_positions")
     _checks.choice("layout", layout, _checks.LAYOUTS)
-    _checks.shard_length(seq_len_local, layout)
+    _checks.shard_length("the sequence", seq_len_local, layout)
     axis_size, rank = mesh.shape[axis_name], lax.axis_index(axis_name)
     local = jnp.arange(seq_len_local, dtype=jnp.int32)
     if layout == "striped":
@@ -122,15 +122,14 @@ def from_layout(x: AnyArray, axis_size: int, layout: Layout, axis: int = 1) -> A
 def _reorder(x: Any, axis_size: int, layout: Layout, axis: int, *, inverse: bool) -> Any:
     if not isinstance(x, np.ndarray | jax.Array):
         raise TypeError(f"x must be a numpy or jax array, got {type(x).__name__}")
-    if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"axis must be one of the {x.ndim} dimensions of x, got {axis}")
+    axis = _checks.dimension(axis, x.ndim)
     positions = layout_positions(x.shape[axis], axis_size, layout)
     if layout == "contiguous":
         return x
     order = np.argsort(positions) if inverse else positions
     if isinstance(x, np.ndarray):
         return np.take(x, order, axis)
-    index = (slice(None),) * (axis % x.ndim) + (order,)
+    index = (slice(None),) * axis + (order,)
     # Each token is taken once: the transpose is a scatter without collisions.
     taken = x.at[index].get(
         mode="promise_in_bounds", unique_indices=True, out_sharding=_explicit_sharding(x)
@@ -143,13 +142,18 @@ def _explicit_sharding(x: jax.Array) -> jax.sharding.NamedSharding | None:
     return None if sharding.mesh.empty or not sharding.mesh.explicit_axes else sharding
 
 
-def _check(seq_len: int, axis_size: int, layout: str) -> None:
+def parts(axis_size: int, layout: str) -> int:
+    """Into how many equal parts a layout cuts a sequence for ``axis_size`` devices."""
     _checks.choice("layout", layout, _checks.LAYOUTS)
     if operator.index(axis_size) < 1:
         raise ValueError(f"axis_size must be at least 1, got {axis_size}")
-    parts = 2 * axis_size if layout == "zigzag" else axis_size
-    if operator.index(seq_len) < 0 or seq_len % parts:
+    return 2 * axis_size if layout == "zigzag" else axis_size
+
+
+def _check(seq_len: int, axis_size: int, layout: str) -> None:
+    multiple = parts(axis_size, layout)
+    if operator.index(seq_len) < 0 or seq_len % multiple:
         raise ValueError(
-            f"the sequence must be a multiple of {parts} tokens for layout {layout!r} on "
-            f"{axis_size} devices, got {seq_len}; cut it or pad it at the end"
+            f"the sequence must be a multiple of {multiple} tokens for layout {layout!r} on "
+            f"{axis_size} devices, got {seq_len}; {_checks.PAD}"
         )

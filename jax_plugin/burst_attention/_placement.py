@@ -21,13 +21,24 @@ class Placement:
     """Which mesh axes cut which dimension."""
 
     axis_name: str
-    q_spec: PartitionSpec
-    kv_spec: PartitionSpec
-    sinks_spec: PartitionSpec
-    """Like the query heads, or of no axis, where every device holds all sinks."""
-    head_axes: Axes
-    """Axes that cut the query heads while every device holds all key/value heads."""
+    q_axes: tuple[Axes, ...]
+    kv_axes: tuple[Axes, ...]
     head_shards: int
+
+    @property
+    def q_spec(self) -> PartitionSpec:
+        """Of query and of out."""
+        return _spec(self.q_axes)
+
+    @property
+    def kv_spec(self) -> PartitionSpec:
+        """Of key and value."""
+        return _spec(self.kv_axes)
+
+    @property
+    def kv_heads_whole(self) -> bool:
+        """Whether axes cut the query heads while every device holds all key/value heads."""
+        return self.kv_axes[2] != self.q_axes[2]
 
 
 def find_mesh(mesh: AnyMesh | None, query: jax.Array) -> AnyMesh:
@@ -69,7 +80,6 @@ def find_placement(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    sinks: jax.Array | None = None,
 ) -> Placement:
     """From ``spec``, or from the arrays' types where all axes are Explicit."""
     if spec is None:
@@ -92,11 +102,9 @@ def find_placement(
             "key heads must be sharded like the query heads or not at all, got "
             f"{_spec(q_axes)} and {_spec(kv_axes)}; use jax.reshard"
         )
-    replicated = () if kv_axes[2] == q_axes[2] else q_axes[2]
-    if replicated:
+    if kv_axes[2] != q_axes[2]:
         _check_owned(key.shape[2], shards)
-    sinks_spec = _sinks_spec(mesh, q_axes[2], sinks)
-    return Placement(name, _spec(q_axes), _spec(kv_axes), sinks_spec, replicated, shards)
+    return Placement(name, q_axes, kv_axes, shards)
 
 
 def _axes_from_types(
@@ -149,20 +157,24 @@ def _kv_axes(q_axes: tuple[Axes, ...], mesh: AnyMesh, kv_heads: int) -> tuple[Ax
     return q_axes
 
 
-def _sinks_spec(mesh: AnyMesh, head_axes: Axes, sinks: jax.Array | None) -> PartitionSpec:
-    """Like the query heads, but as they are where their type says that no axis cuts them."""
-    if sinks is None:
-        return PartitionSpec()
+def spec_of(
+    mesh: AnyMesh, name: str, x: jax.Array, expected: tuple[Axes, ...], like: str
+) -> PartitionSpec:
+    """``expected``, or of no axis where the type of ``x`` says that no axis cuts it."""
     explicit = set(_of_type(mesh, AxisType.Explicit))
-    actual = tuple(name for name in _actual_axes(sinks)[0] if name in explicit)
-    if actual == tuple(name for name in head_axes if name in explicit):
-        return _spec((head_axes,))
-    if actual:
+    actual = _only(explicit, _actual_axes(x))
+    if actual == _only(explicit, expected):
+        return _spec(expected)
+    if any(actual):
         raise ValueError(
-            f"sinks must be sharded like the heads of query, {_spec((head_axes,))}, or not at all, "
-            f"got {_spec((actual,))}; use jax.reshard"
+            f"{name} must be sharded like {like}, {_spec(expected)}, or not at all, "
+            f"got {_spec(actual)}; use jax.reshard"
         )
     return PartitionSpec()
+
+
+def _only(kept: set[str], axes: tuple[Axes, ...]) -> tuple[Axes, ...]:
+    return tuple(tuple(name for name in names if name in kept) for names in axes)
 
 
 def _check_owned(kv_heads: int, shards: int) -> None:
@@ -206,9 +218,10 @@ def _check_divisible(
     for dimension, names, length in zip(DIMENSIONS, axes, shape, strict=True):
         shards = _size(mesh, names)
         if length % shards:
+            pad = f"; {_checks.PAD}" if dimension == "seq" else ""
             raise ValueError(
                 f"{dimension} of {array} must be a multiple of {shards}, the size of mesh axes "
-                f"{names}, got {length}"
+                f"{names}, got {length}{pad}"
             )
 
 
@@ -217,8 +230,7 @@ def _check_explicit(mesh: AnyMesh, **arrays: tuple[jax.Array, tuple[Axes, ...]])
     explicit = set(_of_type(mesh, AxisType.Explicit))
     for name, (x, axes) in arrays.items():
         actual = _actual_axes(x)
-        expected = [tuple(a for a in names if a in explicit) for names in axes]
-        if [tuple(a for a in names if a in explicit) for names in actual] != expected:
+        if _only(explicit, actual) != _only(explicit, axes):
             raise ValueError(
                 f"{name} must be sharded as {_spec(axes)} on this Explicit mesh, got "
                 f"{_spec(actual)}; use jax.reshard({name}, spec), or leave out spec"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+Inputs = TypeVar("Inputs")
+"""Arrays, in any tree."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +20,13 @@ class Ring:
 
     axis_name: str
     world_size: int
-    is_causal: bool
+    window: tuple[int, int]
+    """How many positions back and ahead a query sees; −1 for no limit."""
     softmax_scale: float
+    soft_cap: float
+    """0 for none."""
+    dropout_rate: float
+    """0 for none."""
     layout: str
     backward: str
     varying: tuple[str, ...]
@@ -63,13 +71,11 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def vary_together(
-    axis_name: str, *inputs: jax.Array
-) -> tuple[tuple[str, ...], tuple[jax.Array, ...]]:
+def vary_together(axis_name: str, inputs: Inputs) -> tuple[tuple[str, ...], Inputs]:
     """The union of the inputs' varying axes and the ring's, and the inputs cast to it."""
     # With check_vma=False not even the rank itself is tracked as varying, and nothing is cast.
     tracked = varying_axes(lax.axis_index(axis_name))
-    union = tracked.union(*(varying_axes(x) for x in inputs))
+    union = tracked.union(*(varying_axes(x) for x in jax.tree.leaves(inputs)))
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(name for name in mesh.axis_names if name in union)
-    return axes, tuple(vary(x, axes) for x in inputs)
+    return axes, jax.tree.map(lambda x: vary(x, axes), inputs)

@@ -5,7 +5,8 @@ With sink logit z, a row that the ring left with o and lse becomes::
 
     lse' = ln(e^lse + e^z);   o' = o · e^(lse − lse') = o · sigmoid(lse − z)
 
-so a row that sees no key has lse' = z and o' = 0. With o' and lse' in place of o and lse, the
+so a row that sees no key has lse' = z and o' = 0; so has every row with z = +∞, which takes all
+weight. With o' and lse' in place of o and lse, the
 formulas of the backward ring stand as they are: e^(s − lse') is the weight of a key. What is left
 is the gradient of z, over all rows of the head::
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def join(
-    o: Float[Array, "batch seq heads head_dim"],
+    o: Float[Array, "batch seq heads value_dim"],
     lse: Float32[Array, "batch seq heads"],
     sinks: Float32[Array, " heads"],
 ) -> tuple[jax.Array, jax.Array]:
@@ -36,12 +37,13 @@ def join(
 
 def gradient(
     sinks: Float32[Array, " heads"],
-    o: Float[Array, "batch seq heads head_dim"],
+    o: Float[Array, "batch seq heads value_dim"],
     lse: Float32[Array, "batch seq heads"],
-    dout: Float[Array, "batch seq heads head_dim"],
+    dout: Float[Array, "batch seq heads value_dim"],
     dlse: Float32[Array, "batch seq heads"],
 ) -> jax.Array:
     """dz ``[heads]`` of this device's rows, from the joined o and lse."""
     delta = jnp.sum(dout.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
-    share = jnp.where(jnp.isneginf(sinks), 0.0, jnp.exp(sinks - lse))
+    # Infinite ones take all or nothing; e^(z − lse) would be that of ∞ − ∞.
+    share = jnp.where(jnp.isinf(sinks), jnp.where(sinks > 0, 1.0, 0.0), jnp.exp(sinks - lse))
     return jnp.sum(share * (dlse - delta), axis=(0, 1))

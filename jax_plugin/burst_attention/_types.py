@@ -28,8 +28,8 @@ class AttentionOptions(TypedDict, total=False):
     alibi_slopes: Any
     dropout_rate: float
     dropout_key: Any
-    batch_axis: str | None
-    head_axis: str | None
+    batch_axis: str | tuple[str, ...] | None
+    head_axis: str | tuple[str, ...] | None
     layout: Layout
     schedule: Schedule
     backward: Backward

@@ -10,70 +10,72 @@ from jax.ad_checkpoint import checkpoint_name
 
 from burst_attention import _calls, _sinks
 from burst_attention._checkpoint import LSE_NAME, OUT_NAME
+from burst_attention._extras import Extras
 from burst_attention._ring import Ring
 
-Gradients: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+Results: TypeAlias = tuple[jax.Array, jax.Array]
 Sinks: TypeAlias = jax.Array | None
-Residuals: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, Sinks, jax.Array, jax.Array]
+Qkv: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+Residuals: TypeAlias = tuple[Qkv, Sinks, Extras, jax.Array, jax.Array]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def ring_attention(
-    ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks: Sinks = None
-) -> tuple[jax.Array, jax.Array]:
+def ring_attention(ring: Ring, qkv: Qkv, sinks: Sinks, extras: Extras) -> Results:
     """Output and lse of one rank. All inputs vary over ``ring.varying``."""
-    o, lse = _joined(ring, q, k, v, sinks)
-    return o.astype(q.dtype), lse
+    o, lse = _joined(ring, qkv, sinks, extras)
+    return o.astype(qkv[0].dtype), lse
 
 
-def _forward_rule(
-    ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks: Sinks
-) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
-    o, lse = _joined(ring, q, k, v, sinks)
+def _forward_rule(ring: Ring, qkv: Qkv, sinks: Sinks, extras: Extras) -> tuple[Results, Residuals]:
+    o, lse = _joined(ring, qkv, sinks, extras)
     # Named here, not by the caller: a policy can only keep what the residuals are made of.
     o, lse = checkpoint_name(o, OUT_NAME), checkpoint_name(lse, LSE_NAME)
-    return (o.astype(q.dtype), lse), (q, k, v, sinks, o, lse)
+    return (o.astype(qkv[0].dtype), lse), (qkv, sinks, extras, o, lse)
 
 
 def _backward_rule(
-    ring: Ring, residuals: Residuals, cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, jax.Array, Sinks]:
-    q, k, v, sinks, o, lse = residuals
+    ring: Ring, residuals: Residuals, cotangents: Results
+) -> tuple[Qkv, Sinks, Extras]:
+    qkv, sinks, extras, o, lse = residuals
     # Final results on both sides: differentiating the sinks' factor instead would round dout times
     # it to 16 bits once more, and make the errors of dq, dk and dv 1.4 times those of rounding.
-    dq, dk, dv = _gradients(ring, q, k, v, o, lse, *cotangents)
-    return dq, dk, dv, None if sinks is None else _sinks.gradient(sinks, o, lse, *cotangents)
+    dq, dk, dv, *dslopes = _gradients(ring, qkv, extras, (o, lse, *cotangents))
+    dz = None if sinks is None else _sinks.gradient(sinks, o, lse, *cotangents)
+    # Nothing else of the extras is differentiable.
+    return (dq, dk, dv), dz, Extras(slopes=dslopes[0] if dslopes else None)
 
 
-def _joined(
-    ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array, sinks: Sinks
-) -> tuple[jax.Array, jax.Array]:
+def _joined(ring: Ring, qkv: Qkv, sinks: Sinks, extras: Extras) -> Results:
     """o, in the dtype that is kept, and lse, with the sinks among what a row sees."""
-    o, lse = _results(ring, q, k, v)
+    o, lse = _results(ring, qkv, extras)
     if sinks is not None:
         o, lse = _sinks.join(o, lse, sinks)
-    return o.astype(_calls.kept_dtype(ring, q)), lse
+    return o.astype(_calls.kept_dtype(ring, *qkv[:2])), lse
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _results(ring: Ring, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """o and lse of one rank from q, k, v, over the keys of all ranks, −inf where masked::
+def _results(ring: Ring, qkv: Qkv, extras: Extras) -> Results:
+    """o and lse of one rank over the keys of all ranks::
 
-    s = softmax_scale · q kᵀ;   lse = ln Σ e^s;   o = e^(s − lse) v
+    s = softmax_scale · q kᵀ;  capped: soft_cap · tanh(s / soft_cap)
+    s += slope · (key position − query position);  −inf where masked
+    lse = ln Σ e^s;  p = e^(s − lse);  o = dropped(p) v
     """
-    o, lse = _calls.forward(ring, *operands)
+    o, lse = _calls.forward(ring, qkv, extras)
     return o, lse
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _gradients(ring: Ring, *operands: jax.Array) -> Gradients:
-    """dq, dk, dv of one rank from q, k, v, o, lse, dout, dlse::
+def _gradients(
+    ring: Ring, qkv: Qkv, extras: Extras, results: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """dq, dk, dv and, with slopes, theirs, of one rank from o, lse, dout, dlse::
 
-    delta = rowsum(dout ∘ o) − dlse;   p = e^(s − lse);   ds = p ∘ (dout vᵀ − delta)
-    dv = pᵀ dout;   dk = softmax_scale · dsᵀ q;   dq = softmax_scale · ds k
+    delta = rowsum(dout ∘ o) − dlse;  ds = p ∘ (dropped(dout vᵀ) − delta)
+    dslope = Σ ds · (key position − query position);  capped: ds ∘= 1 − tanh²
+    dv = dropped(p)ᵀ dout;  dk = softmax_scale · dsᵀ q;  dq = softmax_scale · ds k
     """
-    dq, dk, dv = _calls.backward(ring, *operands)
-    return dq, dk, dv
+    return _calls.backward(ring, qkv, extras, results)
 
 
 def _second_derivative(ring: Ring, primals: object, tangents: object) -> NoReturn:

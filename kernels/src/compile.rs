@@ -34,7 +34,7 @@ fn source(kernel: Kernel) -> (fn() -> Source, &'static str) {
         Kernel::ForwardGeneral => module!(forward_general),
         Kernel::KeyGradsGeneral => module!(backward_keys_general),
         Kernel::QueryGradsGeneral => module!(backward_queries_general),
-        Kernel::Delta | Kernel::Finish => module!(rows),
+        Kernel::Delta | Kernel::Finish | Kernel::Merge => module!(rows),
     }
 }
 

@@ -3,8 +3,8 @@
 use std::fmt;
 
 use crate::record::{
-    Argument, DELTA, FINISH, FORWARD, FORWARD_GENERAL, KEY_GRADS, KEY_GRADS_GENERAL, QUERY_GRADS,
-    QUERY_GRADS_GENERAL,
+    Argument, DELTA, FINISH, FORWARD, FORWARD_GENERAL, KEY_GRADS, KEY_GRADS_GENERAL, MERGE,
+    QUERY_GRADS, QUERY_GRADS_GENERAL,
 };
 
 /// A kernel.
@@ -16,21 +16,23 @@ pub enum Kernel {
     KeyGrads,
     /// Adds a rectangle's part to dq.
     QueryGrads,
-    /// As [`Kernel::Forward`], with segments and a soft cap.
+    /// As [`Kernel::Forward`], with segments, a soft cap and ALiBi.
     ForwardGeneral,
-    /// As [`Kernel::KeyGrads`], with segments and a soft cap.
+    /// As [`Kernel::KeyGrads`], with segments, a soft cap and ALiBi.
     KeyGradsGeneral,
-    /// As [`Kernel::QueryGrads`], with segments and a soft cap.
+    /// As [`Kernel::QueryGrads`], with segments, a soft cap and ALiBi.
     QueryGradsGeneral,
     /// Per-row statistics for the backward pass.
     Delta,
     /// Adds two accumulators and casts.
     Finish,
+    /// Adds an accumulator to another.
+    Merge,
 }
 
 impl Kernel {
     /// All kernels.
-    pub const ALL: [Kernel; 8] = [
+    pub const ALL: [Kernel; 9] = [
         Kernel::Forward,
         Kernel::KeyGrads,
         Kernel::QueryGrads,
@@ -39,6 +41,7 @@ impl Kernel {
         Kernel::QueryGradsGeneral,
         Kernel::Delta,
         Kernel::Finish,
+        Kernel::Merge,
     ];
 
     /// Name of the kernel's function.
@@ -52,6 +55,7 @@ impl Kernel {
             Kernel::QueryGradsGeneral => "attention_bwd_dq_general",
             Kernel::Delta => "delta",
             Kernel::Finish => "finish",
+            Kernel::Merge => "merge",
         }
     }
 
@@ -66,6 +70,7 @@ impl Kernel {
             Kernel::QueryGradsGeneral => QUERY_GRADS_GENERAL,
             Kernel::Delta => DELTA,
             Kernel::Finish => FINISH,
+            Kernel::Merge => MERGE,
         }
     }
 
@@ -81,7 +86,17 @@ impl Kernel {
 
     /// Has it a loop of matrix products?
     pub const fn is_attention(self) -> bool {
-        !matches!(self, Kernel::Delta | Kernel::Finish)
+        !matches!(self, Kernel::Delta | Kernel::Finish | Kernel::Merge)
+    }
+
+    /// Is it for activations of a type? Otherwise it has its images under [`Element::Bf16`] alone.
+    pub const fn is_typed(self) -> bool {
+        !matches!(self, Kernel::Merge)
+    }
+
+    /// The types of activations that it has images for.
+    pub const fn elements(self) -> &'static [Element] {
+        if self.is_typed() { &Element::ALL } else { &[Element::Bf16] }
     }
 }
 
@@ -152,18 +167,18 @@ impl Target {
     }
 }
 
-/// Columns that a tile holds; a head dimension runs in the narrowest that holds it.
+/// Columns that a tile holds; a launch runs in the narrowest that holds all of an array's.
 pub const WIDTHS: [i32; 3] = [64, 128, 256];
 
-/// The narrowest tile width that holds `head_dim` columns.
-pub fn width_of(head_dim: usize) -> Option<i32> {
-    WIDTHS.into_iter().find(|&width| head_dim <= width as usize)
+/// The narrowest tile width that holds so many columns.
+pub fn width_of(columns: usize) -> Option<i32> {
+    WIDTHS.into_iter().find(|&width| columns <= width as usize)
 }
 
 /// Shape of a block's work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TileShape {
-    /// Query rows; for [`Kernel::Delta`] and [`Kernel::Finish`] the rows.
+    /// Query rows; the rows of a kernel that has no keys.
     pub rows: i32,
     /// Key rows; 0 where a kernel has none.
     pub keys: i32,
@@ -187,7 +202,11 @@ pub struct Instance {
 impl fmt::Display for Instance {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Instance { kernel, element, width, target } = self;
-        write!(f, "{}_{}_d{width}_{}", kernel.name(), element.name(), target.name())
+        write!(f, "{}_", kernel.name())?;
+        if kernel.is_typed() {
+            write!(f, "{}_", element.name())?;
+        }
+        write!(f, "d{width}_{}", target.name())
     }
 }
 
@@ -200,7 +219,7 @@ impl Instance {
     /// All images of a target.
     pub fn of_target(target: Target) -> impl Iterator<Item = Instance> {
         Kernel::ALL.into_iter().flat_map(move |kernel| {
-            Element::ALL.into_iter().flat_map(move |element| {
+            kernel.elements().iter().flat_map(move |&element| {
                 WIDTHS.map(|width| Instance { kernel, element, width, target })
             })
         })
@@ -232,8 +251,8 @@ impl Instance {
         let tile = |rows, keys, warps| TileShape { rows, keys, warps };
         let blackwell = matches!(self.target, Target::Sm100 | Target::Sm103);
         match (self.kernel.plain(), self.target, self.width) {
-            (Kernel::Delta | Kernel::Finish, _, 256) => tile(32, 0, 4),
-            (Kernel::Delta | Kernel::Finish, _, _) => tile(64, 0, 4),
+            (Kernel::Delta | Kernel::Finish | Kernel::Merge, _, 256) => tile(32, 0, 4),
+            (Kernel::Delta | Kernel::Finish | Kernel::Merge, _, _) => tile(64, 0, 4),
             (Kernel::Forward, _, 64) => tile(128, 128, 8),
             (Kernel::Forward, Target::Sm80, 128) => tile(64, 64, 4),
             (Kernel::Forward, Target::Sm80, _) => tile(64, 32, 4),
@@ -262,10 +281,14 @@ impl Instance {
         }
     }
 
-    /// What the kernel is instantiated with: element type and tile sizes, in its order.
+    /// What the kernel is instantiated with: element type, if it has one, and tile sizes, in its order.
     pub fn generics(&self) -> Vec<String> {
         let TileShape { rows, keys, .. } = self.tile();
-        let mut generics = vec![self.element.name().to_owned(), rows.to_string()];
+        let mut generics = Vec::new();
+        if self.kernel.is_typed() {
+            generics.push(self.element.name().to_owned());
+        }
+        generics.push(rows.to_string());
         if keys > 0 {
             generics.push(keys.to_string());
         }

@@ -35,12 +35,15 @@ impl Kind {
 pub enum Access {
     /// Reads it.
     In,
-    /// Reads it if `has_` and its name is 1; else nothing touches what it points to.
+    /// Reads it as [`Access::In`] if `has_` and its name is 1; else nothing touches what it points
+    /// to.
     MaybeIn,
     /// Writes it, each element once.
     Out,
     /// Writes it if `last`; else nothing touches what it points to.
     MaybeOut,
+    /// Reads it and writes it, each element once.
+    Update,
     /// Reads it unless `first`, writes it unless `last`; if both, nothing touches what it points to.
     Carry,
 }
@@ -53,6 +56,10 @@ pub enum Shape {
     Queries,
     /// `[batch, kv_len, kv_heads, head_dim]`.
     Keys,
+    /// `[batch, q_len, heads, value_dim]`; where a kernel has no `value_dim` it is `head_dim`.
+    Results,
+    /// `[batch, kv_len, kv_heads, value_dim]`; see [`Shape::Results`].
+    Values,
     /// `[batch, q_len, heads]`.
     PerQuery,
     /// `[batch, heads, q_len]`, heads `stat_head_stride` elements apart.
@@ -61,6 +68,8 @@ pub enum Shape {
     QueryTokens,
     /// `[batch, kv_len]`.
     KeyTokens,
+    /// `[batch, heads]`.
+    PerHead,
 }
 
 /// How a kernel views the array that a pointer leads to.
@@ -167,14 +176,20 @@ const fn joined<const COUNT: usize>(parts: &[&[Argument]]) -> [Argument; COUNT] 
     record
 }
 
-const INPUTS: [Argument; 3] = arguments! {
+const QUERIES_KEYS: [Argument; 2] = arguments! {
     q: Activations[Queries, q_batch_stride] / 16, "queries [batch, q_len, heads, head_dim]";
     k: Activations[Keys, kv_batch_stride] / 16, "keys [batch, kv_len, kv_heads, head_dim]";
-    v: Activations[Keys, kv_batch_stride] / 16, "values, as k";
 };
 
-const RESULT_GRADIENT: [Argument; 3] = arguments! {
-    dout: Activations[Queries, q_batch_stride] / 16, "gradient of the result, as q";
+const VALUES: [Argument; 1] = arguments! {
+    v: Activations[Values, kv_batch_stride] / 16, "values, as k";
+};
+
+const RESULT_GRADIENT: [Argument; 1] = arguments! {
+    dout: Activations[Results, q_batch_stride] / 16, "gradient of the result, as q";
+};
+
+const SAVED: [Argument; 2] = arguments! {
     lse_log2: Float32s[Statistics, stat_batch_stride] / 16, "log-sum-exp in base 2 [batch, heads, q_len]; huge where a row sees nothing";
     delta: Float32s[Statistics, stat_batch_stride] / 16, "rowsum(dout ∘ o) − dlse, as lse_log2";
 };
@@ -189,13 +204,13 @@ const SIZES: [Argument; 6] = arguments! {
 };
 
 const INPUT_STRIDES: [Argument; 2] = arguments! {
-    q_batch_stride: I32 / 8, "elements between batch entries of q, and of dout";
-    kv_batch_stride: I32 / 8, "elements between batch entries of k, and of v";
+    q_batch_stride: I32 / 8, "elements between batch entries of q, and of dout unless it has its own";
+    kv_batch_stride: I32 / 8, "elements between batch entries of k, and of v unless it has its own";
 };
 
 const GRADIENT_STRIDES: [Argument; 2] = arguments! {
-    acc_batch_stride: I32 / 8, "elements between batch entries of the accumulators";
-    out_batch_stride: I32 / 8, "elements between batch entries of the results";
+    acc_batch_stride: I32 / 8, "elements between batch entries of the accumulators, dv_acc unless it has its own";
+    out_batch_stride: I32 / 8, "elements between batch entries of the results, dv unless it has its own";
 };
 
 const STATISTICS_STRIDES: [Argument; 2] = arguments! {
@@ -221,20 +236,40 @@ const WORK: [Argument; 6] = arguments! {
 };
 
 /// What the general variants take beside: masks and features that the plain ones do without.
-const GENERAL: [Argument; 6] = arguments! {
+const GENERAL: [Argument; 13] = arguments! {
     q_segments: Int32s[QueryTokens, q_segments_batch_stride] / 4, "segment of each query row [batch, q_len]; a negative one sees nothing";
     kv_segments: Int32s[KeyTokens, kv_segments_batch_stride] / 4, "segment of each key row [batch, kv_len]; queries see their own only";
     q_segments_batch_stride: I32, "elements between batch entries of q_segments";
     kv_segments_batch_stride: I32, "elements between batch entries of kv_segments";
     cap_log2: F32, "soft cap of the scaled scores, times log2 e; 0 for none";
     twice_by_cap: F32, "2 · softmax_scale · log2 e / soft cap; 0 for none";
+    slopes: Float32s[PerHead, slopes_batch_stride] MaybeIn / 4, "ALiBi's slope of each query head [batch, heads]; read if has_slopes";
+    slopes_batch_stride: I32, "elements between batch entries of slopes";
+    has_slopes: I32, "1: slope · (key position − query position) is added to scores";
+    distance: I32, "position of the first key minus that of the first query";
+    position_stride: I32, "positions from one row to the next";
+    value_dim: I32 / 8, "columns of the values, results and what belongs to them";
+    v_batch_stride: I32 / 8, "elements between batch entries of v";
+};
+
+/// Arrays with `value_dim` columns, which share no stride with those of `head_dim`.
+const GENERAL_VALUES: [Argument; 1] = arguments! {
+    v: Activations[Values, v_batch_stride] / 16, "values [batch, kv_len, kv_heads, value_dim]";
+};
+
+const GENERAL_RESULT_GRADIENT: [Argument; 1] = arguments! {
+    dout: Activations[Results, dout_batch_stride] / 16, "gradient of the result [batch, q_len, heads, value_dim]";
+};
+
+const GENERAL_GRADIENT: [Argument; 1] = arguments! {
+    dout_batch_stride: I32 / 8, "elements between batch entries of dout";
 };
 
 const FORWARD_ARRAYS: [Argument; 5] = arguments! {
-    acc: Float32s[Queries, acc_batch_stride] Carry / 16, "running Σ p·v, as q in float32";
+    acc: Float32s[Results, acc_batch_stride] Carry / 16, "running Σ p·v, as o in float32";
     row_max: Float32s[Statistics, stat_batch_stride] Carry / 16, "running maximum of the scaled scores, in base 2 [batch, heads, q_len]";
     row_sum: Float32s[Statistics, stat_batch_stride] Carry / 16, "running Σ p, as row_max";
-    o: Activations[Queries, o_batch_stride] MaybeOut / 16, "result, as q; written if last";
+    o: Activations[Results, o_batch_stride] MaybeOut / 16, "result [batch, q_len, heads, value_dim]; written if last";
     lse: Float32s[PerQuery, lse_batch_stride] MaybeOut / 4, "log-sum-exp [batch, q_len, heads], natural; written if last";
 };
 
@@ -246,9 +281,21 @@ const FORWARD_STRIDES: [Argument; 3] = arguments! {
 
 const KEY_GRAD_ARRAYS: [Argument; 4] = arguments! {
     dk_acc: Float32s[Keys, acc_batch_stride] Carry / 16, "running dk, as k in float32";
-    dv_acc: Float32s[Keys, acc_batch_stride] Carry / 16, "running dv, as dk_acc";
+    dv_acc: Float32s[Values, acc_batch_stride] Carry / 16, "running dv, as dk_acc";
     dk: Activations[Keys, out_batch_stride] MaybeOut / 16, "result, as k; written if last";
-    dv: Activations[Keys, out_batch_stride] MaybeOut / 16, "result, as v; written if last";
+    dv: Activations[Values, out_batch_stride] MaybeOut / 16, "result, as v; written if last";
+};
+
+const GENERAL_KEY_GRAD_ARRAYS: [Argument; 4] = arguments! {
+    dk_acc: Float32s[Keys, acc_batch_stride] Carry / 16, "running dk, as k in float32";
+    dv_acc: Float32s[Values, dv_acc_batch_stride] Carry / 16, "running dv, as v in float32";
+    dk: Activations[Keys, out_batch_stride] MaybeOut / 16, "result, as k; written if last";
+    dv: Activations[Values, dv_batch_stride] MaybeOut / 16, "result, as v; written if last";
+};
+
+const GENERAL_KEY_GRAD_STRIDES: [Argument; 2] = arguments! {
+    dv_acc_batch_stride: I32 / 8, "elements between batch entries of dv_acc";
+    dv_batch_stride: I32 / 8, "elements between batch entries of dv";
 };
 
 const QUERY_GRAD_ARRAYS: [Argument; 2] = arguments! {
@@ -256,54 +303,60 @@ const QUERY_GRAD_ARRAYS: [Argument; 2] = arguments! {
     dq: Activations[Queries, out_batch_stride] MaybeOut / 16, "result, as q; written if last";
 };
 
-/// Arguments of `attention_fwd`.
-pub const FORWARD: &[Argument] = record!(
-    INPUTS,
-    FORWARD_ARRAYS,
+/// Sizes, strides and numbers of the forward pass.
+const FORWARD_NUMBERS: &[Argument] =
+    record!(SIZES, INPUT_STRIDES, FORWARD_STRIDES, STATISTICS_STRIDES, SCALE_LOG2, WORK);
+
+/// Sizes, strides and numbers of both backward passes.
+const GRADIENT_NUMBERS: &[Argument] = record!(
     SIZES,
     INPUT_STRIDES,
-    FORWARD_STRIDES,
+    GRADIENT_STRIDES,
     STATISTICS_STRIDES,
     SCALE_LOG2,
+    SOFTMAX_SCALE,
     WORK
 );
+
+/// Arguments of `attention_fwd`.
+pub const FORWARD: &[Argument] = record!(QUERIES_KEYS, VALUES, FORWARD_ARRAYS, FORWARD_NUMBERS);
 
 /// Arguments of `attention_bwd_dkdv`.
-pub const KEY_GRADS: &[Argument] = record!(
-    INPUTS,
-    RESULT_GRADIENT,
-    KEY_GRAD_ARRAYS,
-    SIZES,
-    INPUT_STRIDES,
-    GRADIENT_STRIDES,
-    STATISTICS_STRIDES,
-    SCALE_LOG2,
-    SOFTMAX_SCALE,
-    WORK
-);
+pub const KEY_GRADS: &[Argument] =
+    record!(QUERIES_KEYS, VALUES, RESULT_GRADIENT, SAVED, KEY_GRAD_ARRAYS, GRADIENT_NUMBERS);
 
 /// Arguments of `attention_bwd_dq`.
-pub const QUERY_GRADS: &[Argument] = record!(
-    INPUTS,
-    RESULT_GRADIENT,
-    QUERY_GRAD_ARRAYS,
-    SIZES,
-    INPUT_STRIDES,
-    GRADIENT_STRIDES,
-    STATISTICS_STRIDES,
-    SCALE_LOG2,
-    SOFTMAX_SCALE,
-    WORK
-);
+pub const QUERY_GRADS: &[Argument] =
+    record!(QUERIES_KEYS, VALUES, RESULT_GRADIENT, SAVED, QUERY_GRAD_ARRAYS, GRADIENT_NUMBERS);
 
 /// Arguments of `attention_fwd_general`.
-pub const FORWARD_GENERAL: &[Argument] = record!(FORWARD, GENERAL);
+pub const FORWARD_GENERAL: &[Argument] =
+    record!(QUERIES_KEYS, GENERAL_VALUES, FORWARD_ARRAYS, FORWARD_NUMBERS, GENERAL);
 
 /// Arguments of `attention_bwd_dkdv_general`.
-pub const KEY_GRADS_GENERAL: &[Argument] = record!(KEY_GRADS, GENERAL);
+pub const KEY_GRADS_GENERAL: &[Argument] = record!(
+    QUERIES_KEYS,
+    GENERAL_VALUES,
+    GENERAL_RESULT_GRADIENT,
+    SAVED,
+    GENERAL_KEY_GRAD_ARRAYS,
+    GRADIENT_NUMBERS,
+    GENERAL,
+    GENERAL_GRADIENT,
+    GENERAL_KEY_GRAD_STRIDES
+);
 
 /// Arguments of `attention_bwd_dq_general`.
-pub const QUERY_GRADS_GENERAL: &[Argument] = record!(QUERY_GRADS, GENERAL);
+pub const QUERY_GRADS_GENERAL: &[Argument] = record!(
+    QUERIES_KEYS,
+    GENERAL_VALUES,
+    GENERAL_RESULT_GRADIENT,
+    SAVED,
+    QUERY_GRAD_ARRAYS,
+    GRADIENT_NUMBERS,
+    GENERAL,
+    GENERAL_GRADIENT
+);
 
 /// Arguments of `delta`.
 pub const DELTA: &[Argument] = &arguments! {
@@ -337,4 +390,16 @@ pub const FINISH: &[Argument] = &arguments! {
     b_batch_stride: I32 / 8, "elements between batch entries of b";
     out_batch_stride: I32 / 8, "elements between batch entries of out";
     has_b: I32, "1: b is read";
+};
+
+/// Arguments of `merge`.
+pub const MERGE: &[Argument] = &arguments! {
+    home: Float32s[Queries, home_batch_stride] Update / 16, "an accumulator [batch, rows, heads, head_dim]; becomes home + arrived";
+    arrived: Float32s[Queries, arrived_batch_stride] / 16, "another, as home";
+    batch: I32, "batch entries";
+    rows: I32, "rows";
+    heads: I32, "heads";
+    head_dim: I32 / 8, "columns";
+    home_batch_stride: I32 / 8, "elements between batch entries of home";
+    arrived_batch_stride: I32 / 8, "elements between batch entries of arrived";
 };

@@ -1,7 +1,7 @@
 //! Launch records beside the kernels' own parameter lists.
 
 use burst_attention_kernels::instances::{Instance, Kernel, Target};
-use burst_attention_kernels::record::{Access, Kind, Shape};
+use burst_attention_kernels::record::{Access, Argument, Kind, Shape, View};
 
 const SOURCES: [&str; 7] = [
     include_str!("../src/device/forward.rs"),
@@ -49,8 +49,29 @@ fn records_are_the_kernels_parameter_lists() {
 fn general_kernels_take_what_the_plain_ones_take_and_more() {
     for kernel in Kernel::ALL.into_iter().filter(|kernel| kernel.plain() != *kernel) {
         let plain = kernel.plain().arguments();
-        assert_eq!(kernel.arguments()[..plain.len()], *plain);
         assert!(kernel.arguments().len() > plain.len());
+        for (general, plain) in kernel.arguments().iter().zip(plain) {
+            let taken = |argument: &Argument| {
+                let Argument { name, kind, access, divisor, view, .. } = *argument;
+                (name, kind, access, divisor, view.map(|view| view.shape))
+            };
+            assert_eq!(taken(general), taken(plain), "{}", kernel.name());
+        }
+    }
+}
+
+/// Arrays of different columns cannot have the same batch stride.
+#[test]
+fn arrays_that_share_a_stride_have_the_same_columns() {
+    for kernel in Kernel::ALL {
+        let is_apart = kernel.arguments().iter().any(|argument| argument.name == "value_dim");
+        let views: Vec<_> =
+            kernel.arguments().iter().filter_map(|argument| argument.view).collect();
+        let of_values = |view: &View| matches!(view.shape, Shape::Values | Shape::Results);
+        for one in views.iter().filter(|view| is_apart && of_values(view)) {
+            let mut shared = views.iter().filter(|view| view.batch_stride == one.batch_stride);
+            assert!(shared.all(of_values), "{} of {}", one.batch_stride, kernel.name());
+        }
     }
 }
 
@@ -77,13 +98,18 @@ fn every_pointer_has_a_view_that_arguments_of_its_kernel_describe() {
             let Some(view) = argument.view else { continue };
             assert!(is_integer(view.batch_stride), "{name}: {}", view.batch_stride);
             let sizes: &[&str] = match view.shape {
-                Shape::Queries if kernel == Kernel::Finish => &["rows", "heads", "head_dim"],
+                Shape::Queries if is_integer("rows") => &["rows", "heads", "head_dim"],
                 Shape::Queries => &["q_len", "heads", "head_dim"],
                 Shape::Keys => &["kv_len", "kv_heads", "head_dim"],
+                Shape::Results if !is_integer("value_dim") => &["q_len", "heads", "head_dim"],
+                Shape::Results => &["q_len", "heads", "value_dim"],
+                Shape::Values if !is_integer("value_dim") => &["kv_len", "kv_heads", "head_dim"],
+                Shape::Values => &["kv_len", "kv_heads", "value_dim"],
                 Shape::PerQuery => &["q_len", "heads"],
                 Shape::Statistics => &["q_len", "heads", "stat_head_stride"],
                 Shape::QueryTokens => &["q_len"],
                 Shape::KeyTokens => &["kv_len"],
+                Shape::PerHead => &["heads"],
             };
             assert!(sizes.iter().all(|size| is_integer(size)), "{name}: {sizes:?}");
             if argument.access == Access::MaybeIn {
@@ -101,6 +127,7 @@ fn names_of_images_tell_them_apart() {
     names.dedup();
     assert_eq!(names.len(), count);
     assert!(names.contains(&"attention_fwd_bf16_d128_sm_90".to_owned()));
+    assert!(names.contains(&"merge_d128_sm_90".to_owned()));
 }
 
 #[test]

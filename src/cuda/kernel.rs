@@ -1,68 +1,34 @@
 //! One rank's computation on a GPU: tiles become launches on the tape.
 
-use std::cell::{Cell, RefCell};
 use std::ops::Range;
 
 use burst_attention_kernels::instances::{Element, Target};
-use burst_attention_kernels::launch::{
-    Delta, Finish, Forward, KeyGrads, Launch, QueryGrads, Rectangle,
-};
+use burst_attention_kernels::launch::{self, Delta, Finish, Forward};
 
 use super::last::Last;
-use super::memory::{Buffer, Region, runs};
+use super::memory::Buffer;
 use super::rank::{Arrays, Memory};
-use super::tape::{Op, Queue, Use, Work};
+use super::recording::{Recording, reads, writes};
 use crate::error::{Error, Result};
 use crate::kernel::{AttentionKernel, BackwardOperands};
-use crate::mask::Band;
-use crate::problem::{Dtype, Problem};
+use crate::problem::{Dtype, Features, Problem};
 use crate::schedule::{Chunk, Merge, Payload, Place, Schedule, State, Tile};
-
-/// The tape that a rank's kernels and its transport share, and the step the engine is at.
-#[derive(Debug, Default)]
-pub struct Recording {
-    ops: RefCell<Vec<Op>>,
-    step: Cell<usize>,
-}
-
-impl Recording {
-    /// Appends an operation of the current step.
-    pub fn push(&self, queue: Queue, work: Work, uses: Vec<Use>) {
-        self.ops.borrow_mut().push(Op { queue, step: self.step.get(), work, uses });
-    }
-
-    /// Index of the current step.
-    pub fn step(&self) -> usize {
-        self.step.get()
-    }
-
-    /// What was appended.
-    pub fn into_ops(self) -> Vec<Op> {
-        self.ops.into_inner()
-    }
-}
 
 /// Puts the launches of one rank on a tape.
 #[derive(Debug)]
 pub struct TapeKernel<'a> {
     schedule: &'a Schedule,
-    target: Target,
-    element: Element,
-    memory: Memory<'a>,
+    pub(super) target: Target,
+    pub(super) element: Element,
+    pub(super) memory: Memory<'a>,
     last: &'a Last,
-    tape: &'a Recording,
+    pub(super) tape: &'a Recording,
     /// How many steps the engine has begun.
     begun: usize,
     /// Tiles of this step that have had their turn, in each of the two halves of a backward tile.
     turns: [usize; 2],
-}
-
-pub(super) fn reads(region: Region) -> Use {
-    Use { rank: 0, region, writes: false }
-}
-
-pub(super) fn writes(region: Region) -> Use {
-    Use { rank: 0, region, writes: true }
+    /// Accumulators of this step that were merged.
+    merged: usize,
 }
 
 /// The CUDA kernels' name of a type.
@@ -83,11 +49,28 @@ pub fn element_of(dtype: Dtype) -> Result<Element> {
     }
 }
 
+/// Refuses what no kernel computes.
+///
+/// # Errors
+/// [`Error::Unsupported`] with what to do.
+fn check_features(problem: &Problem) -> Result<()> {
+    let Features { soft_cap, segments, slopes, dropout } = problem.features;
+    let general = soft_cap.is_some() || slopes || problem.head_dim != problem.value_dim;
+    let (what, instead) = if dropout.is_some() {
+        ("dropout of attention weights", "apply dropout to the output, or compute on CPU devices")
+    } else if general && !segments {
+        ("a soft cap, slopes or an own head_dim of values without segments", "give segments")
+    } else {
+        return Ok(());
+    };
+    Err(Error::Unsupported { what: what.into(), executor: "CUDA", instead: instead.into() })
+}
+
 impl<'a> TapeKernel<'a> {
     /// For one rank's schedule.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for float32.
+    /// [`Error::Unsupported`] for float32 and for dropout.
     pub fn new(
         schedule: &'a Schedule,
         target: Target,
@@ -96,115 +79,18 @@ impl<'a> TapeKernel<'a> {
         tape: &'a Recording,
     ) -> Result<TapeKernel<'a>> {
         let element = element_of(memory.problem.dtype)?;
-        Ok(TapeKernel { schedule, target, element, memory, last, tape, begun: 0, turns: [0; 2] })
-    }
-
-    fn rectangle(&self, queries: &Range<usize>, keys: &Range<usize>, band: Band) -> Rectangle {
-        let Problem { batch, heads, kv_heads, head_dim, softmax_scale, .. } = *self.memory.problem;
-        // The band counts from the owners' first rows, a rectangle's from its own.
-        let shift = queries.start as i64 - keys.start as i64;
-        let shifted = |limit: i64| match limit {
-            i64::MIN | i64::MAX => limit,
-            limit => limit + shift,
-        };
-        Rectangle {
-            batch,
-            q_len: queries.len(),
-            kv_len: keys.len(),
-            heads,
-            kv_heads,
-            head_dim,
-            element: self.element,
-            lower: shifted(band.lower),
-            upper: shifted(band.upper),
-            softmax_scale,
-        }
-    }
-
-    fn push(&self, launches: Vec<Launch>, uses: &[Use]) {
-        for launch in launches {
-            self.tape.push(Queue::Compute, Work::Launch(launch), uses.to_vec());
-        }
-    }
-
-    /// The parts of a tile whose statistics lie in one array.
-    fn parts(&self, queries: &Range<usize>) -> Vec<Range<usize>> {
-        // A tile without queries only defines the state of its keys.
-        if queries.is_empty() { vec![queries.clone()] } else { runs(self.memory.problem, queries) }
-    }
-
-    fn key_grads(
-        &self,
-        tile: &Tile,
-        (queries, keys): (&Buffer, &Buffer),
-        sums: &Buffer,
-        is_last: bool,
-    ) -> Result<()> {
-        let rows = &tile.keys.rows;
-        if rows.is_empty() {
-            return Ok(());
-        }
-        let Arrays::Backward { dk, dv, .. } = self.memory.arrays else {
-            return self.wrong_pass("key gradients");
-        };
-        let [dk, dv] = [dk, dv].map(|address| self.memory.result(address, Payload::KeyGrads));
-        let parts = self.parts(&tile.queries.rows);
-        for (n, part) in parts.iter().enumerate() {
-            let launches = KeyGrads {
-                rectangle: self.rectangle(part, rows, tile.band),
-                general: None,
-                q: queries.rows_at(0, part),
-                k: keys.rows_at(0, rows),
-                v: keys.rows_at(1, rows),
-                dout: queries.rows_at(1, part),
-                lse_log2: queries.statistics_at(2, part),
-                delta: queries.statistics_at(3, part),
-                dk_acc: sums.given_rows_at(0, rows),
-                dv_acc: sums.given_rows_at(1, rows),
-                dk: is_last.then(|| dk.rows_at(0, rows)),
-                dv: is_last.then(|| dv.rows_at(0, rows)),
-                first: tile.key_state.first && n == 0,
-                last: is_last && n + 1 == parts.len(),
-            };
-            let uses = [reads(queries.region), reads(keys.region), writes(sums.region)];
-            self.push(launches.launches(self.target)?, &uses);
-        }
-        Ok(())
-    }
-
-    fn query_grads(
-        &self,
-        tile: &Tile,
-        (queries, keys): (&Buffer, &Buffer),
-        sums: &Buffer,
-        is_last: bool,
-    ) -> Result<()> {
-        if tile.queries.rows.is_empty() {
-            return Ok(());
-        }
-        let Arrays::Backward { dq, .. } = self.memory.arrays else {
-            return self.wrong_pass("query gradients");
-        };
-        let dq = self.memory.result(dq, Payload::QueryGrads);
-        for part in &self.parts(&tile.queries.rows) {
-            let launches = QueryGrads {
-                rectangle: self.rectangle(part, &tile.keys.rows, tile.band),
-                general: None,
-                q: queries.rows_at(0, part),
-                k: keys.rows_at(0, &tile.keys.rows),
-                v: keys.rows_at(1, &tile.keys.rows),
-                dout: queries.rows_at(1, part),
-                lse_log2: queries.statistics_at(2, part),
-                delta: queries.statistics_at(3, part),
-                dq_acc: sums.given_rows_at(0, part),
-                dq: is_last.then(|| dq.rows_at(0, part)),
-                first: tile.query_state.first,
-                last: is_last,
-            };
-            let uses = [reads(queries.region), reads(keys.region), writes(sums.region)];
-            self.push(launches.launches(self.target)?, &uses);
-        }
-        Ok(())
+        check_features(memory.problem)?;
+        Ok(TapeKernel {
+            schedule,
+            target,
+            element,
+            memory,
+            last,
+            tape,
+            begun: 0,
+            turns: [0; 2],
+            merged: 0,
+        })
     }
 
     /// Both gradients of a backward tile whose turn it is in `half`, of the accumulators that
@@ -219,7 +105,7 @@ impl<'a> TapeKernel<'a> {
         let turn = self.turns[half];
         self.turns[half] += 1;
         let inputs = (operands.queries, operands.keys);
-        let step = self.tape.step.get();
+        let step = self.tape.step();
         if let Some(sums) = operands.key_grads.filter(|_| wanted(tile.key_state)) {
             let is_last = self.last.is_tile(Payload::KeyGrads, step, turn);
             self.key_grads(tile, inputs, sums, is_last)?;
@@ -236,10 +122,14 @@ impl<'a> TapeKernel<'a> {
         let Arrays::Backward { dq, dk, dv, .. } = self.memory.arrays else {
             return self.wrong_pass("gradients");
         };
-        let results = if payload == Payload::KeyGrads { vec![dk, dv] } else { vec![dq] };
+        let Problem { batch, heads, kv_heads, head_dim, value_dim, .. } = *self.memory.problem;
+        let results = if payload == Payload::KeyGrads {
+            vec![(dk, head_dim), (dv, value_dim)]
+        } else {
+            vec![(dq, head_dim)]
+        };
         let home = self.memory.home(payload);
-        let Problem { batch, heads, kv_heads, head_dim, .. } = *self.memory.problem;
-        for (n, address) in results.into_iter().enumerate() {
+        for (n, (address, head_dim)) in results.into_iter().enumerate() {
             let launches = Finish {
                 batch,
                 rows: rows.len(),
@@ -248,7 +138,7 @@ impl<'a> TapeKernel<'a> {
                 element: self.element,
                 a: home.rows_at(n, rows),
                 b: arrived.map(|arrived| arrived.rows_at(n, rows)),
-                out: self.memory.result(address, payload).rows_at(0, rows),
+                out: self.memory.result(address, payload, head_dim).rows_at(0, rows),
             };
             let uses = [reads(home.region)].into_iter().chain(arrived.map(|b| reads(b.region)));
             self.push(launches.launches(self.target)?, &Vec::from_iter(uses));
@@ -256,12 +146,35 @@ impl<'a> TapeKernel<'a> {
         Ok(())
     }
 
-    fn broken<R>(&self, what: impl Into<String>) -> Result<R> {
-        let (rank, step) = (self.schedule.rank, self.tape.step.get());
+    /// Adds sums that came home to those at home.
+    fn add(&self, payload: Payload, rows: &Range<usize>, arrived: &Buffer) -> Result<()> {
+        let home = self.memory.home(payload);
+        let Problem { batch, heads, kv_heads, head_dim, value_dim, .. } = *self.memory.problem;
+        let (heads, dims) = match payload {
+            Payload::KeyGrads => (kv_heads, vec![head_dim, value_dim]),
+            _ => (heads, vec![head_dim]),
+        };
+        for (n, head_dim) in dims.into_iter().enumerate() {
+            let merge = launch::Merge {
+                batch,
+                rows: rows.len(),
+                heads,
+                head_dim,
+                home: home.rows_at(n, rows),
+                arrived: arrived.rows_at(n, rows),
+            };
+            let uses = [writes(home.region), reads(arrived.region)];
+            self.push(merge.launches(self.target)?, &uses);
+        }
+        Ok(())
+    }
+
+    pub(super) fn broken<R>(&self, what: impl Into<String>) -> Result<R> {
+        let (rank, step) = (self.schedule.rank, self.tape.step());
         Err(Error::BrokenSchedule { rank, step, what: what.into() })
     }
 
-    fn wrong_pass<R>(&self, what: &str) -> Result<R> {
+    pub(super) fn wrong_pass<R>(&self, what: &str) -> Result<R> {
         self.broken(format!("{what} are asked for, but the arrays are those of the other pass"))
     }
 }
@@ -291,24 +204,29 @@ impl AttentionKernel for TapeKernel<'_> {
             return self.wrong_pass("outputs");
         };
         let State { first, last, .. } = tile.query_state;
-        let (o, lse) = (self.memory.result(o, Payload::Queries), self.memory.per_query(lse));
+        let o = self.memory.result(o, Payload::Queries, self.memory.problem.value_dim);
+        let lse = self.memory.per_query(lse);
+        let key_parts = self.key_parts(&tile.keys.rows);
         for part in &self.parts(&tile.queries.rows) {
-            let launches = Forward {
-                rectangle: self.rectangle(part, &tile.keys.rows, tile.band),
-                general: None,
-                q: queries.rows_at(0, part),
-                k: keys.rows_at(0, &tile.keys.rows),
-                v: keys.rows_at(1, &tile.keys.rows),
-                acc: partial.given_rows_at(0, part),
-                row_max: partial.given_statistics_at(1, part),
-                row_sum: partial.given_statistics_at(2, part),
-                o: last.then(|| o.rows_at(0, part)),
-                lse: last.then(|| lse.rows_at(0, part)),
-                first,
-                last,
-            };
-            let uses = [reads(queries.region), reads(keys.region), writes(partial.region)];
-            self.push(launches.launches(self.target)?, &uses);
+            for (n, rows) in key_parts.iter().enumerate() {
+                let last = last && n + 1 == key_parts.len();
+                let launches = Forward {
+                    rectangle: self.rectangle(part, rows, tile.band),
+                    general: self.general(tile, (queries, part), (keys, rows)),
+                    q: queries.rows_at(0, part),
+                    k: keys.rows_at(0, rows),
+                    v: keys.rows_at(1, rows),
+                    acc: partial.given_rows_at(0, part),
+                    row_max: partial.given_statistics_at(1, part),
+                    row_sum: partial.given_statistics_at(2, part),
+                    o: last.then(|| o.rows_at(0, part)),
+                    lse: last.then(|| lse.rows_at(0, part)),
+                    first: first && n == 0,
+                    last,
+                };
+                let uses = [reads(queries.region), reads(keys.region), writes(partial.region)];
+                self.push(launches.launches(self.target)?, &uses);
+            }
         }
         Ok(())
     }
@@ -317,9 +235,9 @@ impl AttentionKernel for TapeKernel<'_> {
         let Arrays::Backward { o, lse, dlse, .. } = self.memory.arrays else {
             return self.wrong_pass("delta");
         };
-        let Problem { batch, q_len, heads, head_dim, .. } = *self.memory.problem;
+        let Problem { batch, q_len, heads, value_dim: head_dim, .. } = *self.memory.problem;
         let queries = self.memory.home(Payload::Queries);
-        let o = self.memory.result(o, Payload::Queries);
+        let o = self.memory.result(o, Payload::Queries, head_dim);
         let [lse, dlse] = [lse, dlse].map(|address| self.memory.per_query(address));
         for part in &self.parts(&(0..q_len)) {
             let launches = Delta {
@@ -366,10 +284,12 @@ impl AttentionKernel for TapeKernel<'_> {
                 instead: "keys and values travel".into(),
             });
         }
-        if !self.last.is_merge(*payload, rows.start) {
-            return self.broken(format!("{} is added to after it came home", merge.chunk));
+        let turn = self.merged;
+        self.merged += 1;
+        if self.last.is_merge(self.tape.step(), turn) {
+            return self.write(*payload, rows, Some(arrived));
         }
-        self.write(*payload, rows, Some(arrived))
+        self.add(*payload, rows, arrived)
     }
 
     fn finish(&mut self) -> Result<()> {
@@ -378,8 +298,9 @@ impl AttentionKernel for TapeKernel<'_> {
     }
 
     fn step(&mut self, _name: std::fmt::Arguments<'_>) {
-        self.tape.step.set(self.schedule.steps[self.begun].index);
+        self.tape.begin(self.schedule.steps[self.begun].index);
         self.begun += 1;
         self.turns = [0; 2];
+        self.merged = 0;
     }
 }

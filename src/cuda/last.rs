@@ -13,8 +13,8 @@ use crate::schedule::{Payload, Place, Rows, Schedule, State, Tile};
 pub struct Last {
     /// (payload, step, tile within the step): tiles that write results.
     tiles: HashSet<(Payload, usize, usize)>,
-    /// (payload, first row): merges that write results.
-    merges: HashSet<(Payload, usize)>,
+    /// (step, merge within the step): merges that write results.
+    merges: HashSet<(usize, usize)>,
     /// Rows at home whose sums are still sums after the last step.
     unfinished: Vec<(Payload, Range<usize>)>,
     /// Accumulators that hold a state between two operations.
@@ -34,11 +34,14 @@ impl Last {
     fn of_payload(&mut self, payload: Payload, len: usize, schedule: &Schedule) {
         let (mut later, mut finished) = (Rows::default(), Rows::default());
         for step in schedule.steps.iter().rev() {
-            for merge in step.merges.iter().rev().filter(|merge| merge.chunk.payload == payload) {
+            for (index, merge) in step.merges.iter().enumerate().rev() {
+                if merge.chunk.payload != payload {
+                    continue;
+                }
                 let rows = merge.chunk.rows.clone();
                 self.states.insert(payload);
                 if later.common(&rows).next().is_none() {
-                    self.merges.insert((payload, rows.start));
+                    self.merges.insert((step.index, index));
                     finished.insert(rows.clone());
                 }
                 later.insert(rows);
@@ -71,9 +74,9 @@ impl Last {
         self.tiles.contains(&(payload, step, tile))
     }
 
-    /// Does the merge of rows from `row` on write their results?
-    pub fn is_merge(&self, payload: Payload, row: usize) -> bool {
-        self.merges.contains(&(payload, row))
+    /// Does this merge write the results of its rows?
+    pub fn is_merge(&self, step: usize, merge: usize) -> bool {
+        self.merges.contains(&(step, merge))
     }
 
     /// Rows that are left after the last step.

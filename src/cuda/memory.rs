@@ -2,14 +2,14 @@
 //!
 //! | payload | arrays |
 //! |---|---|
-//! | queries, forward | q |
-//! | queries, backward | q, dout, and the statistics lse in base 2 and delta |
-//! | keys | k, v |
+//! | queries, forward | q, segments if there are |
+//! | queries, backward | q, dout, the statistics lse in base 2 and delta, segments if there are |
+//! | keys | k, v, segments if there are |
 //! | partial | acc, and the statistics m and l |
 //! | query gradients | dq |
 //! | key gradients | dk, dv |
 //!
-//! Rows are `[batch, rows, heads, head_dim]`, statistics float32 `[batch, heads, rows]`; both hold
+//! Rows are `[batch, rows, heads, head_dim]`, segments int32 `[batch, rows]`, statistics float32 `[batch, heads, rows]`; both hold
 //! exactly the rows of their buffer, without gaps.
 
 use std::ops::Range;
@@ -18,10 +18,11 @@ use burst_attention_kernels::launch::{Rows, Statistics};
 
 use super::driver::Block;
 use crate::problem::{Pass, Problem};
-use crate::schedule::Payload;
+use crate::schedule::{Payload, QUERY_GRAIN};
 
-/// Kernels want a row of statistics to start at a multiple of 16 bytes.
-const ALIGNED_ROWS: usize = 4;
+/// Kernels want a row of statistics to start at a multiple of 16 bytes, and schedules cut queries
+/// accordingly.
+const ALIGNED_ROWS: usize = QUERY_GRAIN;
 /// Arrays start at multiples of this.
 pub const ALIGNMENT: u64 = 256;
 
@@ -39,11 +40,11 @@ pub enum Region {
 /// One array of a buffer.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Array {
-    /// `[batch, rows, heads, head_dim]`
+    /// `[batch, rows, heads, head_dim]`, or `[batch, rows]`.
     Rows {
         /// Of the first element.
         address: u64,
-        /// Elements of a row: heads · head_dim.
+        /// Elements of a row: heads · head_dim, or 1.
         width: usize,
         /// Bytes of an element.
         element: usize,
@@ -79,36 +80,47 @@ pub struct Buffer {
 /// What an array of a payload is.
 #[derive(Debug, Clone, Copy)]
 enum Kind {
-    Rows { heads: usize, element: usize },
+    Rows { width: usize, element: usize },
     Statistics,
 }
 
 fn kinds(problem: &Problem, payload: Payload, pass: Pass) -> Vec<Kind> {
-    let input = |heads| Kind::Rows { heads, element: problem.dtype.bytes() };
-    let sums = |heads| Kind::Rows { heads, element: 4 };
-    let (q, kv) = (problem.heads, problem.kv_heads);
-    match (payload, pass) {
+    let Problem { heads, kv_heads, head_dim, value_dim, .. } = *problem;
+    let input = |width| Kind::Rows { width, element: problem.dtype.bytes() };
+    let sums = |width| Kind::Rows { width, element: 4 };
+    let (q, o) = (heads * head_dim, heads * value_dim);
+    let (k, v) = (kv_heads * head_dim, kv_heads * value_dim);
+    let mut kinds = match (payload, pass) {
         (Payload::Queries, Pass::Forward) => vec![input(q)],
         (Payload::Queries, Pass::Backward) => {
-            vec![input(q), input(q), Kind::Statistics, Kind::Statistics]
+            vec![input(q), input(o), Kind::Statistics, Kind::Statistics]
         }
-        (Payload::Keys, _) => vec![input(kv), input(kv)],
-        (Payload::Partial, _) => vec![sums(q), Kind::Statistics, Kind::Statistics],
+        (Payload::Keys, _) => vec![input(k), input(v)],
+        (Payload::Partial, _) => vec![sums(o), Kind::Statistics, Kind::Statistics],
         (Payload::QueryGrads, _) => vec![sums(q)],
-        (Payload::KeyGrads, _) => vec![sums(kv), sums(kv)],
+        (Payload::KeyGrads, _) => vec![sums(k), sums(v)],
+    };
+    if problem.features.segments && !payload.is_accumulator() {
+        kinds.push(Kind::Rows { width: 1, element: 4 });
     }
+    kinds
 }
 
 /// Runs of query rows whose statistics can be one array: where a piece of the layout starts at a
 /// row that kernels can't start at, each piece is an array of its own.
 pub fn runs(problem: &Problem, rows: &Range<usize>) -> Vec<Range<usize>> {
-    let pieces = problem.layout.pieces(0, problem.world_size, problem.q_len);
-    if pieces.iter().all(|piece| piece.rows.start.is_multiple_of(ALIGNED_ROWS)) {
+    let all = problem.layout.pieces(0, problem.world_size, problem.q_len);
+    if all.iter().all(|piece| piece.rows.start.is_multiple_of(ALIGNED_ROWS)) {
         return vec![rows.clone()];
     }
+    pieces(problem, problem.q_len, rows)
+}
+
+/// `rows` cut where a piece of the layout ends, of a shard of `len` rows.
+pub fn pieces(problem: &Problem, len: usize, rows: &Range<usize>) -> Vec<Range<usize>> {
     let cut = |piece: Range<usize>| piece.start.max(rows.start)..piece.end.min(rows.end);
-    let runs = pieces.into_iter().map(|piece| cut(piece.rows));
-    runs.filter(|run| !run.is_empty()).collect()
+    let all = problem.layout.pieces(0, problem.world_size, len);
+    all.into_iter().map(|piece| cut(piece.rows)).filter(|run| !run.is_empty()).collect()
 }
 
 fn padded(rows: usize) -> usize {
@@ -140,8 +152,7 @@ impl Buffer {
         };
         let batch = problem.batch;
         let array = |kind| match kind {
-            Kind::Rows { heads, element } => {
-                let width = heads * problem.head_dim;
+            Kind::Rows { width, element } => {
                 let address = place(batch * rows.len() * width * element);
                 Array::Rows { address, width, element }
             }

@@ -6,7 +6,7 @@
 //! host, and nothing is created but when a device is first seen.
 //!
 //! From the bottom: [`driver`] and [`nccl`] are the libraries' calls; [`memory`], [`workspace`] and
-//! [`rank`] say where things lie; [`kernel`] and [`transport`] are the engine's two traits;
+//! [`rank`] say where things lie; [`kernel`] and [`transport`] (which write to a [`recording`]) are the engine's two traits;
 //! [`ring`] puts a ring together, [`device`] issues it. [`record`] is a driver for tests.
 
 pub mod device;
@@ -18,7 +18,9 @@ pub mod memory;
 pub mod nccl;
 pub mod rank;
 pub mod record;
+pub mod recording;
 pub mod ring;
 pub mod tape;
+mod tiles;
 pub mod transport;
 pub mod workspace;

@@ -7,6 +7,17 @@ use super::workspace::{Workspace, statistics};
 use crate::problem::{Pass, Problem};
 use crate::schedule::Payload;
 
+/// Addresses of what the features of a problem need; any where they are off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Extras {
+    /// int32 `[batch, seq]`, one for each query.
+    pub q_segments: u64,
+    /// int32 `[batch, seq]`, one for each key.
+    pub k_segments: u64,
+    /// float32 `[batch, heads]`
+    pub slopes: u64,
+}
+
 /// Addresses of one rank's inputs and outputs, as XLA has them: row-major, without gaps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Arrays {
@@ -16,12 +27,14 @@ pub enum Arrays {
         q: u64,
         /// `[batch, seq, kv_heads, head_dim]`
         k: u64,
-        /// As `k`.
+        /// `[batch, seq, kv_heads, value_dim]`
         v: u64,
-        /// Result, as `q`.
+        /// Result `[batch, seq, heads, value_dim]`.
         o: u64,
         /// Result, float32 `[batch, seq, heads]`.
         lse: u64,
+        /// What features need.
+        extras: Extras,
     },
     /// Of the backward pass.
     Backward {
@@ -29,13 +42,13 @@ pub enum Arrays {
         q: u64,
         /// `[batch, seq, kv_heads, head_dim]`
         k: u64,
-        /// As `k`.
+        /// `[batch, seq, kv_heads, value_dim]`
         v: u64,
-        /// Of the forward pass, as `q`.
+        /// Of the forward pass `[batch, seq, heads, value_dim]`.
         o: u64,
         /// Of the forward pass, float32 `[batch, seq, heads]`.
         lse: u64,
-        /// As `q`.
+        /// As `o`.
         dout: u64,
         /// As `lse`.
         dlse: u64,
@@ -45,18 +58,29 @@ pub enum Arrays {
         dk: u64,
         /// Result, as `v`.
         dv: u64,
+        /// What features need.
+        extras: Extras,
     },
 }
 
 impl Arrays {
-    /// Those of a pass, the n-th of the list above at `at(n)`.
+    /// Those of a pass, the n-th of the list above at `at(n)`, those of features behind the ten of
+    /// the backward pass.
     pub fn new(pass: Pass, at: impl Fn(u64) -> u64) -> Arrays {
         let [q, k, v, o, lse] = [0, 1, 2, 3, 4].map(&at);
         let [dout, dlse, dq, dk, dv] = [5, 6, 7, 8, 9].map(&at);
+        let [q_segments, k_segments, slopes] = [10, 11, 12].map(&at);
+        let extras = Extras { q_segments, k_segments, slopes };
         match pass {
-            Pass::Forward => Arrays::Forward { q, k, v, o, lse },
-            Pass::Backward => Arrays::Backward { q, k, v, o, lse, dout, dlse, dq, dk, dv },
+            Pass::Forward => Arrays::Forward { q, k, v, o, lse, extras },
+            Pass::Backward => Arrays::Backward { q, k, v, o, lse, dout, dlse, dq, dk, dv, extras },
         }
+    }
+
+    /// What features need.
+    pub fn extras(&self) -> Extras {
+        let (Arrays::Forward { extras, .. } | Arrays::Backward { extras, .. }) = *self;
+        extras
     }
 
     /// The pass they belong to.
@@ -105,14 +129,15 @@ impl Memory<'_> {
         self.workspace.at(Region::Staging, self.base)
     }
 
-    /// Results `[batch, seq, heads, head_dim]` of the input's type.
-    pub fn result(&self, address: u64, payload: Payload) -> Buffer {
+    /// A result of the input's type: gradients as what they belong to, `dim` elements a head.
+    pub fn result(&self, address: u64, payload: Payload, dim: usize) -> Buffer {
         let Problem { q_len, kv_len, heads, kv_heads, .. } = *self.problem;
         let (heads, len) = match payload {
             Payload::Keys | Payload::KeyGrads => (kv_heads, kv_len),
             _ => (heads, q_len),
         };
-        Buffer::of(self.problem, payload, 0..len, vec![self.activations(address, heads)])
+        let array = self.activations(address, heads * dim);
+        Buffer::of(self.problem, payload, 0..len, vec![array])
     }
 
     /// Values `[batch, seq, heads]` in float32.
@@ -122,30 +147,41 @@ impl Memory<'_> {
         Buffer::of(self.problem, Payload::Queries, 0..q_len, vec![array])
     }
 
-    fn activations(&self, address: u64, heads: usize) -> Array {
-        let Problem { head_dim, dtype, .. } = *self.problem;
-        Array::Rows { address, width: heads * head_dim, element: dtype.bytes() }
+    fn activations(&self, address: u64, width: usize) -> Array {
+        Array::Rows { address, width, element: self.problem.dtype.bytes() }
+    }
+
+    /// Segments, if the problem has them.
+    fn segments(&self, address: u64) -> Option<Array> {
+        let array = Array::Rows { address, width: 1, element: 4 };
+        self.problem.features.segments.then_some(array)
     }
 
     fn queries(&self) -> Buffer {
-        let Problem { q_len, heads, .. } = *self.problem;
-        let arrays = match self.arrays {
-            Arrays::Forward { q, .. } => vec![self.activations(q, heads)],
+        let Problem { q_len, heads, head_dim, value_dim, .. } = *self.problem;
+        let mut arrays = match self.arrays {
+            Arrays::Forward { q, .. } => vec![self.activations(q, heads * head_dim)],
             Arrays::Backward { q, dout, .. } => {
                 let region = Region::Home(Payload::Queries);
                 let at = self.workspace.at(region, self.base).unwrap_or(0);
-                let inputs = [q, dout].map(|address| self.activations(address, heads));
-                inputs.into_iter().chain(statistics(self.problem, 0..q_len, at).0).collect()
+                let q = self.activations(q, heads * head_dim);
+                let dout = self.activations(dout, heads * value_dim);
+                [q, dout].into_iter().chain(statistics(self.problem, 0..q_len, at).0).collect()
             }
         };
+        arrays.extend(self.segments(self.arrays.extras().q_segments));
         Buffer::of(self.problem, Payload::Queries, 0..q_len, arrays)
     }
 
     fn keys(&self) -> Buffer {
-        let Problem { kv_len, kv_heads, .. } = *self.problem;
+        let Problem { kv_len, kv_heads, head_dim, value_dim, .. } = *self.problem;
         let (Arrays::Forward { k, v, .. } | Arrays::Backward { k, v, .. }) = self.arrays;
-        let arrays = [k, v].map(|address| self.activations(address, kv_heads));
-        Buffer::of(self.problem, Payload::Keys, 0..kv_len, arrays.into())
+        let mut arrays = vec![
+            self.activations(k, kv_heads * head_dim),
+            self.activations(v, kv_heads * value_dim),
+        ];
+        arrays.extend(self.segments(self.arrays.extras().k_segments));
+        Buffer::of(self.problem, Payload::Keys, 0..kv_len, arrays)
     }
 
     /// An accumulator of this rank's own rows; without arrays where every tile does all of its

@@ -3,9 +3,10 @@
 use burst_attention_kernels::instances::Target;
 
 use super::driver::Copy;
-use super::kernel::{Recording, TapeKernel};
+use super::kernel::TapeKernel;
 use super::last::Last;
 use super::rank::{Arrays, Memory};
+use super::recording::Recording;
 use super::tape::{Op, Queue, Work};
 use super::transport::{Pieces, TapeTransport, to_messages};
 use super::workspace::Workspace;

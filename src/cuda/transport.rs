@@ -3,10 +3,10 @@
 use std::ops::Range;
 
 use super::driver::{Block, Copy};
-use super::kernel::{Recording, reads, writes};
 use super::memory::{Buffer, Region};
 use super::nccl::{Group, Message};
 use super::rank::Memory;
+use super::recording::{Recording, reads, writes};
 use super::tape::{Op, Queue, Work};
 use crate::error::{Error, Result};
 use crate::schedule::{Chunk, Exchange, Payload, Place, Schedule, Transfer};

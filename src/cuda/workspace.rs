@@ -7,7 +7,7 @@ use burst_attention_kernels::launch::MAX_VIEW_BYTES;
 
 use super::last::Last;
 use super::memory::{ALIGNMENT, Array, Buffer, Region, bytes, runs};
-use crate::problem::{Pass, Problem, Travels};
+use crate::problem::{Features, Pass, Problem, Travels};
 use crate::schedule::{self, Chunk, Payload, Place, Schedule};
 
 /// The parts of a workspace, as bytes from its start. It depends on shapes alone.
@@ -91,18 +91,21 @@ pub fn own(problem: &Problem, pass: Pass) -> Vec<(Payload, usize)> {
 }
 
 /// May one tile take several launches, which hand on a state? One that is too large for a launch
-/// does, and for gradients of keys one whose queries have statistics in several arrays.
+/// does, for gradients of keys one whose queries have statistics in several arrays, and with slopes
+/// one of several pieces.
 fn takes_several_launches(problem: &Problem, payload: Payload) -> bool {
-    let Problem { q_len, kv_len, heads, kv_heads, head_dim, .. } = *problem;
-    let elements = (q_len * heads).max(kv_len * kv_heads) * head_dim;
-    let cut = payload == Payload::KeyGrads && runs(problem, &(0..q_len)).len() > 1;
+    let Problem { q_len, kv_len, heads, kv_heads, head_dim, value_dim, .. } = *problem;
+    let elements = (q_len * heads).max(kv_len * kv_heads) * head_dim.max(value_dim);
+    let several = problem.features.slopes && problem.layout.pieces(0, 2, q_len).len() > 1;
+    let cut = payload == Payload::KeyGrads && runs(problem, &(0..q_len)).len() > 1 || several;
     4 * elements as u64 >= MAX_VIEW_BYTES || cut
 }
 
 /// The two statistics of query rows in the backward pass from `address` on, and where they end.
 pub fn statistics(problem: &Problem, rows: Range<usize>, address: u64) -> (Vec<Array>, u64) {
     // Queries whose vectors have no elements leave the statistics alone.
-    let bare = Problem { head_dim: 0, ..problem.clone() };
+    let (head_dim, value_dim, features) = (0, 0, Features::default());
+    let bare = Problem { head_dim, value_dim, features, ..problem.clone() };
     let region = Region::Home(Payload::Queries);
     let made = Buffer::at(&bare, region, Pass::Backward, rows, address);
     let (buffer, end) = made.unwrap_or_else(|| unreachable!("queries have arrays"));

@@ -1,6 +1,8 @@
 //! The backward tile: all three gradients from one recomputation of the probabilities.
 
 mod order;
+mod products;
+mod slopes;
 mod walk;
 
 use std::ops::Range;
@@ -8,10 +10,12 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::array::HostArray;
+use super::extras::{self, Side, TileExtras};
 use super::isa::Isa;
 use super::pack::Scratch;
 use super::simd::{Simd, Task};
 use crate::mask::Band;
+use slopes::{Shared, SlopeSums};
 use walk::{Memory, Walk};
 
 /// Most queries per inner block: whole register tiles of 6 and 4 rows.
@@ -58,6 +62,10 @@ pub struct BackwardTile<'a> {
     pub dkv_first: bool,
     /// Factor on q·k.
     pub softmax_scale: f32,
+    /// Logits become `cap · tanh(logit / cap)`; `None` leaves them.
+    pub soft_cap: Option<f32>,
+    /// What other features need.
+    pub extras: TileExtras<'a>,
 }
 
 /// Adds the tile's part of the gradients:
@@ -66,6 +74,10 @@ pub struct BackwardTile<'a> {
 /// p = e^(softmax_scale · q kᵀ − lse), 0 outside the band;  ds = p ∘ (dout vᵀ − delta)
 /// dv += pᵀ dout;  dk += softmax_scale · dsᵀ q;  dq += softmax_scale · ds k
 /// ```
+///
+/// With a cap c, the logits s become c · tanh(s / c), and ds gets the factor 1 − tanh²(s / c). With
+/// dropout, the weights in dv and the products dout vᵀ get their factors 0 or 1 / (1 − rate). A slope
+/// gets Σ ds · (key position − query position).
 ///
 /// A (batch entry, key head) is cut into J × J cells of keys × queries. Cell (j, g) has the number
 /// (g − j) mod J both among the cells with its keys and among those with its queries, and is
@@ -84,6 +96,7 @@ pub fn backward(isa: Isa, pool: &rayon::ThreadPool, tile: &BackwardTile<'_>) {
             return;
         }
         let cells = cells(batch * kv_heads, tile.q_rows.len().min(tile.k_rows.len()));
+        let slopes = SlopeSums::new(tile, cells);
         let cut = |rows: &Range<usize>, index: usize| {
             let at = |i: usize| rows.start + i * rows.len() / cells;
             at(index)..at(index + 1)
@@ -96,8 +109,10 @@ pub fn backward(isa: Isa, pool: &rayon::ThreadPool, tile: &BackwardTile<'_>) {
                 queries: cut(&tile.q_rows, at.row),
                 keys: cut(&tile.k_rows, at.column),
                 overwrite: tile.dkv_first && at.wave == 0,
+                slopes: slopes.of_cell(at.row * cells + at.column),
             });
         });
+        slopes.add(tile);
     });
 }
 
@@ -125,6 +140,8 @@ struct Cell<'a> {
     queries: Range<usize>,
     keys: Range<usize>,
     overwrite: bool,
+    /// Where the sums of its heads for the slopes are.
+    slopes: Shared,
 }
 
 impl Task for Cell<'_> {
@@ -135,6 +152,9 @@ impl Task for Cell<'_> {
         let panel = S::LANES * S::TILE_VECTORS;
         let most = (BLOCK_FLOATS / k_width.max(v_width)).min(BLOCK_KEYS).next_multiple_of(panel);
         let block_keys = most.min(self.keys.len().next_multiple_of(S::LANES));
+        let extras = &self.tile.extras;
+        let [of_query, ..] = Side::sizes(extras, BLOCK_QUERIES);
+        let [of_key, ..] = Side::sizes(extras, block_keys);
         let sizes = [
             k_width * block_keys,
             k_width * block_keys,
@@ -148,15 +168,26 @@ impl Task for Cell<'_> {
             panel * BLOCK_QUERIES,
             BLOCK_QUERIES,
             BLOCK_QUERIES,
+            of_query,
+            of_query,
+            of_query,
+            of_key,
+            of_key,
+            of_key,
+            extras::keep_size(extras, BLOCK_QUERIES, panel),
         ];
         let total = sizes.iter().map(|len| Scratch::footprint(*len)).sum();
         Scratch::with(total, |mut scratch| {
-            let [k, k_columns, v_columns, dk, dv, q, dout, dq, p, ds, lse_log2, delta] =
-                sizes.map(|len| scratch.take(len));
+            #[rustfmt::skip]
+            let [
+                k, k_columns, v_columns, dk, dv, q, dout, dq, p, ds, lse_log2, delta,
+                a0, a1, a2, b0, b1, b2, keep,
+            ] = sizes.map(|len| scratch.take(len));
+            let (queries, keys) = (Side::new([a0, a1, a2]), Side::new([b0, b1, b2]));
             #[rustfmt::skip]
             let memory = Memory {
                 k, k_columns, v_columns, dk, dv, q, dout, dq, p, ds, lse_log2, delta,
-                k_width, v_width, block_keys,
+                k_width, v_width, block_keys, queries, keys, keep,
             };
             simd.vectorize(Walk { cell: &self, memory });
         });

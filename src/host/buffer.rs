@@ -10,9 +10,9 @@ use crate::schedule::Payload;
 ///
 /// | payload | arrays |
 /// |---|---|
-/// | queries, forward | q |
-/// | queries, backward | q, dout, lse, delta |
-/// | keys | k, v |
+/// | queries, forward | q, segments if there are |
+/// | queries, backward | q, dout, lse, delta, segments if there are |
+/// | keys | k, v, segments if there are |
 /// | partial | acc, m, l |
 /// | query gradients | dq |
 /// | key gradients | dk, dv |
@@ -26,11 +26,11 @@ impl HostBuffer {
     /// New memory for an accumulator.
     pub fn accumulator(problem: &Problem, payload: Payload, rows: Range<usize>) -> HostBuffer {
         let array = |heads, dim| HostArray::accumulator(problem.batch, rows.clone(), heads, dim);
-        let (heads, dim) = (problem.heads, problem.head_dim);
+        let Problem { heads, kv_heads, head_dim: dim, value_dim, .. } = *problem;
         let arrays = match payload {
-            Payload::Partial => vec![array(heads, dim), array(heads, 1), array(heads, 1)],
+            Payload::Partial => vec![array(heads, value_dim), array(heads, 1), array(heads, 1)],
             Payload::QueryGrads => vec![array(heads, dim)],
-            Payload::KeyGrads => vec![array(problem.kv_heads, dim), array(problem.kv_heads, dim)],
+            Payload::KeyGrads => vec![array(kv_heads, dim), array(kv_heads, value_dim)],
             Payload::Queries | Payload::Keys => unreachable!("inputs are not accumulated"),
         };
         HostBuffer { arrays }
@@ -85,6 +85,16 @@ impl HostArray {
                 // All bits set is NaN in every element type.
                 // SAFETY: the row lies inside the view and holds `dim` elements.
                 unsafe { row.add(byte).write(0xff) }
+            }
+        }
+    }
+
+    /// Overwrites all elements with zeros.
+    pub fn clear(&self) {
+        for (batch, row, head) in self.indices(&self.rows) {
+            // SAFETY: the row lies inside the view and holds `dim` elements.
+            unsafe {
+                self.row(batch, row, head).write_bytes(0, self.dim * self.dtype.bytes());
             }
         }
     }

@@ -6,6 +6,7 @@ use super::array::HostArray;
 use super::backward::{self, BackwardTile};
 use super::buffer::HostBuffer;
 use super::cast;
+use super::extras::{Extras, Positions, TileExtras};
 use super::forward::{self, ForwardTile, Partial};
 use super::isa::Isa;
 use super::partial::merge_partial;
@@ -22,13 +23,15 @@ pub struct ForwardBuffers {
     pub q: HostArray,
     /// Keys `[batch, seq, kv_heads, head_dim]`.
     pub k: HostArray,
-    /// Values, like the keys.
+    /// Values `[batch, seq, kv_heads, value_dim]`.
     pub v: HostArray,
-    /// Result, like the queries, or float32 where the backward pass shall start from an o that was
-    /// not rounded.
+    /// Result `[batch, seq, heads, value_dim]`, or float32 where the backward pass shall start from
+    /// an o that was not rounded.
     pub o: HostArray,
     /// Result, float32 `[batch, seq, heads, 1]`.
     pub lse: HostArray,
+    /// What the features of the problem need.
+    pub extras: Extras,
 }
 
 /// Inputs and outputs of one rank in the backward pass.
@@ -38,9 +41,9 @@ pub struct BackwardBuffers {
     pub q: HostArray,
     /// Keys `[batch, seq, kv_heads, head_dim]`.
     pub k: HostArray,
-    /// Values, like the keys.
+    /// Values `[batch, seq, kv_heads, value_dim]`.
     pub v: HostArray,
-    /// The forward result, like the queries or float32.
+    /// The forward result, of q's type or float32.
     pub o: HostArray,
     /// The forward result, float32 `[batch, seq, heads, 1]`.
     pub lse: HostArray,
@@ -54,6 +57,8 @@ pub struct BackwardBuffers {
     pub dk: HostArray,
     /// Result, like the values.
     pub dv: HostArray,
+    /// What the features of the problem need.
+    pub extras: Extras,
 }
 
 /// The arrays of a rank with the accumulators of its own rows.
@@ -114,8 +119,43 @@ impl<'a> HostKernel<'a> {
         let dq = accumulator(Payload::QueryGrads, vec![io.dq.clone()], problem.q_len);
         let outputs = vec![io.dk.clone(), io.dv.clone()];
         let dkv = accumulator(Payload::KeyGrads, outputs, problem.kv_len);
+        if let Some(dslopes) = &io.extras.dslopes {
+            dslopes.clear();
+        }
         let arrays = Arrays::Backward { io: Box::new(io), delta, dq, dkv };
         HostKernel { isa, pool, problem, arrays, span: Span::new(ring, schedule.rank) }
+    }
+
+    /// What a tile needs beside its operands; segments come last in the buffers of both sides.
+    fn tile_extras<'b>(
+        &'b self,
+        tile: &Tile,
+        queries: &'b HostBuffer,
+        keys: &'b HostBuffer,
+    ) -> TileExtras<'b> {
+        let Problem { features, q_len, kv_len, .. } = *self.problem;
+        let extras = self.extras();
+        let segments = features
+            .segments
+            .then(|| [queries, keys].map(|side| side.arrays.last()))
+            .and_then(|[queries, keys]| Some([queries?, keys?]));
+        TileExtras {
+            segments,
+            slopes: extras.slopes.as_ref(),
+            dropout: extras.dropout.as_ref().zip(features.dropout),
+            dslopes: extras.dslopes.as_ref(),
+            positions: [
+                Positions::new(self.problem, tile.queries.owner, q_len),
+                Positions::new(self.problem, tile.keys.owner, kv_len),
+            ],
+        }
+    }
+
+    fn extras(&self) -> &Extras {
+        match &self.arrays {
+            Arrays::Forward { io, .. } => &io.extras,
+            Arrays::Backward { io, .. } => &io.extras,
+        }
     }
 
     /// Where the forward pass leaves its results.
@@ -138,7 +178,7 @@ impl AttentionKernel for HostKernel<'_> {
     type Buffer = HostBuffer;
 
     fn home(&mut self, payload: Payload) -> Result<HostBuffer> {
-        let arrays = match (&self.arrays, payload) {
+        let mut arrays = match (&self.arrays, payload) {
             (Arrays::Forward { io, .. }, Payload::Queries) => vec![io.q.clone()],
             (Arrays::Forward { io, .. }, Payload::Keys) => vec![io.k.clone(), io.v.clone()],
             (Arrays::Forward { partial, .. }, Payload::Partial) => partial.arrays.clone(),
@@ -151,6 +191,11 @@ impl AttentionKernel for HostKernel<'_> {
             (Arrays::Forward { .. }, _) => unreachable!("no gradients in the forward pass"),
             (Arrays::Backward { .. }, _) => unreachable!("no softmax state in the backward pass"),
         };
+        arrays.extend(match payload {
+            Payload::Queries => self.extras().q_segments.clone(),
+            Payload::Keys => self.extras().k_segments.clone(),
+            _ => None,
+        });
         Ok(HostBuffer { arrays })
     }
 
@@ -166,6 +211,7 @@ impl AttentionKernel for HostKernel<'_> {
         partial: &HostBuffer,
     ) -> Result<()> {
         let state = tile.query_state;
+        let extras = self.tile_extras(tile, queries, keys);
         let tile = ForwardTile {
             q: &queries.arrays[0],
             k: &keys.arrays[0],
@@ -178,6 +224,8 @@ impl AttentionKernel for HostKernel<'_> {
             first: state.first,
             last: state.last,
             softmax_scale: self.problem.softmax_scale,
+            soft_cap: self.problem.features.soft_cap,
+            extras,
         };
         forward::forward(self.isa, self.pool, &tile);
         Ok(())
@@ -209,6 +257,7 @@ impl AttentionKernel for HostKernel<'_> {
         let (Some(dq), Some(dkv)) = (query_grads, key_grads) else {
             unreachable!("the engine gives both accumulators to backward_finish");
         };
+        let extras = self.tile_extras(tile, queries, keys);
         let tile = BackwardTile {
             q: &queries.arrays[0],
             k: &keys.arrays[0],
@@ -225,6 +274,8 @@ impl AttentionKernel for HostKernel<'_> {
             dq_first: tile.query_state.first,
             dkv_first: tile.key_state.first,
             softmax_scale: self.problem.softmax_scale,
+            soft_cap: self.problem.features.soft_cap,
+            extras,
         };
         backward::backward(self.isa, self.pool, &tile);
         Ok(())

@@ -292,8 +292,20 @@ pub(super) unsafe fn all_finite<S: Simd>(simd: S, values: *const f32, len: usize
         // SAFETY: the caller vouches for the memory.
         sums = simd.mul_add(unsafe { simd.load(values.add(i)) }, simd.zero(), sums);
     }
+    lanes(simd, sums).iter().all(|x| *x == 0.0)
+}
+
+/// The lanes of a vector, with zeros behind them.
+#[inline(always)]
+fn lanes<S: Simd>(simd: S, x: S::Vector) -> [f32; 16] {
     let mut lanes = [0.0f32; 16];
     // SAFETY: no vector has more than 16 lanes.
-    unsafe { simd.store(lanes.as_mut_ptr(), sums) };
-    lanes.iter().all(|x| *x == 0.0)
+    unsafe { simd.store(lanes.as_mut_ptr(), x) };
+    lanes
+}
+
+/// Sum of a vector's lanes.
+#[inline(always)]
+pub(super) fn sum<S: Simd>(simd: S, x: S::Vector) -> f32 {
+    lanes(simd, x).iter().sum()
 }

@@ -6,6 +6,7 @@ use std::sync::{Arc, LazyLock, mpsc};
 use rayon::ThreadPool;
 
 use super::array::HostArray;
+use super::extras::Extras;
 use super::isa::Isa;
 use super::kernel::HostKernel;
 pub use super::kernel::{BackwardBuffers, ForwardBuffers, RingBuffers};
@@ -13,7 +14,7 @@ use super::transport::{HostTransport, Mailboxes};
 use super::{threads, trace};
 use crate::engine::walk;
 use crate::error::{Error, Result};
-use crate::problem::{Dtype, Problem, Travels};
+use crate::problem::{Dtype, Pass, Problem, Travels};
 use crate::schedule::{self, Schedule};
 use crate::transport::Transport;
 
@@ -182,35 +183,62 @@ fn check_buffers(problem: &Problem, buffers: &RingBuffers) -> Result<()> {
         let (expected, got) = (problem.world_size.to_string(), count.to_string());
         return Err(Error::InvalidProblem { name: "buffers for ranks", expected, got });
     }
-    let Problem { q_len, kv_len, heads, kv_heads, head_dim: dim, dtype, .. } = *problem;
-    let queries = |name, array| check_array(problem, name, array, dtype, [q_len, heads, dim]);
-    let keys = |name, array| check_array(problem, name, array, dtype, [kv_len, kv_heads, dim]);
-    let output = |array: &HostArray| {
+    let Problem { q_len, kv_len, heads, kv_heads, head_dim, value_dim, dtype, .. } = *problem;
+    let array = |name, array, shape| check_array(problem, name, array, dtype, shape);
+    let queries = |name, io| array(name, io, [q_len, heads, head_dim]);
+    let outputs = |name, io| array(name, io, [q_len, heads, value_dim]);
+    let keys = |name, io| array(name, io, [kv_len, kv_heads, head_dim]);
+    let values = |name, io| array(name, io, [kv_len, kv_heads, value_dim]);
+    let kept = |array: &HostArray| {
         let dtype = if array.dtype == Dtype::F32 { Dtype::F32 } else { dtype };
-        check_array(problem, "o", array, dtype, [q_len, heads, dim])
+        check_array(problem, "o", array, dtype, [q_len, heads, value_dim])
     };
     let rows = |name, array| check_array(problem, name, array, Dtype::F32, [q_len, heads, 1]);
     match buffers {
         RingBuffers::Forward(ranks) => ranks.iter().try_for_each(|io| {
             queries("q", &io.q)?;
             keys("k", &io.k)?;
-            keys("v", &io.v)?;
-            output(&io.o)?;
-            rows("lse", &io.lse)
+            values("v", &io.v)?;
+            kept(&io.o)?;
+            rows("lse", &io.lse)?;
+            check_extras(problem, &io.extras, Pass::Forward)
         }),
         RingBuffers::Backward(ranks) => ranks.iter().try_for_each(|io| {
             queries("q", &io.q)?;
             keys("k", &io.k)?;
-            keys("v", &io.v)?;
-            output(&io.o)?;
+            values("v", &io.v)?;
+            kept(&io.o)?;
             rows("lse", &io.lse)?;
-            queries("dout", &io.dout)?;
+            outputs("dout", &io.dout)?;
             rows("dlse", &io.dlse)?;
             queries("dq", &io.dq)?;
             keys("dk", &io.dk)?;
-            keys("dv", &io.dv)
+            values("dv", &io.dv)?;
+            check_extras(problem, &io.extras, Pass::Backward)
         }),
     }
+}
+
+/// Every feature needs its arrays, and no other arrays may be there.
+fn check_extras(problem: &Problem, extras: &Extras, pass: Pass) -> Result<()> {
+    let Problem { q_len, kv_len, heads, features, .. } = *problem;
+    let (per_head, backward) = ([1, heads, 1], pass == Pass::Backward);
+    let arrays = [
+        ("segments of queries", &extras.q_segments, features.segments, [q_len, 1, 1]),
+        ("segments of keys", &extras.k_segments, features.segments, [kv_len, 1, 1]),
+        ("slopes", &extras.slopes, features.slopes, per_head),
+        ("numbers for dropout", &extras.dropout, features.dropout.is_some(), [1, 1, 4]),
+        ("dslopes", &extras.dslopes, features.slopes && backward, per_head),
+    ];
+    arrays.into_iter().try_for_each(|(name, array, wanted, shape)| match (array, wanted) {
+        (Some(array), true) => check_array(problem, name, array, Dtype::F32, shape),
+        (None, false) => Ok(()),
+        (array, _) => {
+            let say = |given: bool| if given { "given" } else { "absent" };
+            let (expected, got) = (say(wanted).to_owned(), say(array.is_some()).to_owned());
+            Err(Error::InvalidProblem { name, expected, got })
+        }
+    })
 }
 
 fn check_array(
@@ -239,7 +267,8 @@ fn check_array(
 mod tests {
     use super::*;
     use crate::layout::Layout;
-    use crate::problem::Pass;
+    use crate::mask::Window;
+    use crate::problem::Features;
 
     #[test]
     fn a_rank_that_panics_before_its_first_step_releases_those_that_wait_for_it() {
@@ -250,9 +279,11 @@ mod tests {
             heads: 1,
             kv_heads: 1,
             head_dim: 8,
+            value_dim: 8,
             dtype: Dtype::F32,
-            causal: false,
+            window: Window::FULL,
             softmax_scale: 1.0,
+            features: Features::default(),
             layout: Layout::Contiguous,
             world_size: 2,
         };

@@ -2,6 +2,7 @@
 //!
 //! A panel holds logits, times log2(e), of a register tile's width: `N` vectors per row.
 
+use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 use super::simd::Simd;
@@ -37,6 +38,121 @@ pub(super) unsafe fn mask<S: Simd>(
                 let (start, end) = (seen.start.max(first) - first, seen.end.max(first) - first);
                 let value = simd.inside(start, end, simd.load(at), simd.splat(f32::NEG_INFINITY));
                 simd.store(at, value);
+            }
+        }
+    }
+}
+
+/// Where a vector lies in a panel.
+#[derive(Clone, Copy)]
+pub(super) struct At {
+    pub row: usize,
+    /// First lane.
+    pub first: usize,
+}
+
+/// What becomes of logits, times log2(e), before their softmax, and of weights after it.
+pub(super) trait Between: Copy {
+    /// The new logits, and their derivative by the old ones; `None` for 1.
+    fn logits<S: Simd>(self, simd: S, s: S::Vector, at: At) -> (S::Vector, Option<S::Vector>);
+
+    /// `x` where the pair may see each other, `other` elsewhere.
+    #[inline(always)]
+    fn visible<S: Simd>(self, _simd: S, x: S::Vector, _other: f32, _at: At) -> S::Vector {
+        x
+    }
+
+    /// Factors of the weights; `None` for 1.
+    #[inline(always)]
+    fn kept<S: Simd>(self, _simd: S, _at: At) -> Option<S::Vector> {
+        None
+    }
+
+    /// The derivative of the logits by a slope, but for its sign.
+    #[inline(always)]
+    fn distance<S: Simd>(self, simd: S, _at: At) -> S::Vector {
+        simd.zero()
+    }
+}
+
+/// They stay.
+#[derive(Clone, Copy)]
+pub(super) struct Nothing;
+
+impl Between for Nothing {
+    #[inline(always)]
+    fn logits<S: Simd>(self, _simd: S, s: S::Vector, _at: At) -> (S::Vector, Option<S::Vector>) {
+        (s, None)
+    }
+}
+
+/// They become `cap · tanh(logit / cap)`.
+#[derive(Clone, Copy)]
+pub(super) struct SoftCap {
+    /// 2 / cap.
+    twice_by_cap: f32,
+    /// The cap times log2(e).
+    cap_log2: f32,
+}
+
+impl SoftCap {
+    pub(super) fn new(cap: f32) -> SoftCap {
+        SoftCap { twice_by_cap: 2.0 / cap, cap_log2: cap * LOG2_E }
+    }
+}
+
+impl Between for SoftCap {
+    #[inline(always)]
+    fn logits<S: Simd>(self, simd: S, s: S::Vector, _at: At) -> (S::Vector, Option<S::Vector>) {
+        // e^(2s/cap) = 2^(s·log2(e) · 2/cap)
+        let (tanh, slope) = simd.tanh(simd.mul(s, simd.splat(self.twice_by_cap)));
+        (simd.mul(tanh, simd.splat(self.cap_log2)), Some(slope))
+    }
+}
+
+/// Replaces the logits of a panel's `rows`.
+///
+/// # Safety
+/// The panel's `rows` are this thread's, `across` floats each.
+#[inline(always)]
+pub(super) unsafe fn adjust<S: Simd>(
+    simd: S,
+    panel: *mut f32,
+    across: usize,
+    rows: Range<usize>,
+    between: impl Between,
+) {
+    for row in rows {
+        for first in (0..across).step_by(S::LANES) {
+            // SAFETY: the caller vouches for the panel.
+            unsafe {
+                let place = panel.add(row * across + first);
+                let (s, _) = between.logits(simd, simd.load(place), At { row, first });
+                simd.store(place, s);
+            }
+        }
+    }
+}
+
+/// Multiplies the weights of a panel's `rows` with their factors.
+///
+/// # Safety
+/// As [`adjust`].
+#[inline(always)]
+pub(super) unsafe fn drop_out<S: Simd>(
+    simd: S,
+    panel: *mut f32,
+    across: usize,
+    rows: Range<usize>,
+    between: impl Between,
+) {
+    for row in rows {
+        for first in (0..across).step_by(S::LANES) {
+            let Some(kept) = between.kept(simd, At { row, first }) else { return };
+            // SAFETY: the caller vouches for the panel.
+            unsafe {
+                let place = panel.add(row * across + first);
+                simd.store(place, simd.mul(simd.load(place), kept));
             }
         }
     }
@@ -119,48 +235,80 @@ unsafe fn online_lanes<S: Simd, const N: usize>(
     }
 }
 
+/// The panels of the backward pass, `across` floats in each row.
+#[derive(Clone, Copy)]
+pub(super) struct Panels {
+    pub logits: *mut f32,
+    pub dp: *mut f32,
+    pub across: usize,
+}
+
 /// The backward pass between its products, for keys in lanes and queries in rows:
 ///
 /// ```text
-/// p = 2^(s − lse_log2);  ds = p ∘ (dp − delta)
+/// p = 2^(s − lse_log2), s as `between` makes it;  ds = p ∘ (dp − delta) ∘ its derivative
 /// ```
 ///
 /// p takes the place of s and ds that of dp; both are 0 outside `seen(row)`, if that is given.
+/// Where weights are dropped, p and dp get their factors. Returns Σ ds ∘ distance before the
+/// derivative, where `with_distance`.
 ///
 /// # Safety
-/// The `rows` of both panels, `across` floats each, are this thread's; `lse_log2` and `delta` hold
-/// a float for each.
+/// The `rows` of both panels are this thread's; `lse_log2` and `delta` hold a float for each.
 #[inline(always)]
-#[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
 pub(super) unsafe fn gradients<S: Simd>(
     simd: S,
-    logits: *mut f32,
-    dp: *mut f32,
-    across: usize,
+    Panels { logits, dp, across }: Panels,
     rows: Range<usize>,
-    lse_log2: *const f32,
-    delta: *const f32,
+    (lse_log2, delta): (*const f32, *const f32),
     seen: Option<impl Fn(usize) -> Range<usize>>,
-) {
+    (between, with_distance): (impl Between, bool),
+) -> f64 {
+    let mut total = 0.0;
     for row in rows {
         let seen = seen.as_ref().map(|seen| seen(row));
+        let mut sums = simd.zero();
         // SAFETY: the caller vouches for the memory.
         unsafe {
             let lse_log2 = simd.splat(*lse_log2.add(row));
             let delta = simd.splat(*delta.add(row));
             for first in (0..across).step_by(S::LANES) {
-                let s_at = logits.add(row * across + first);
-                let dp_at = dp.add(row * across + first);
-                let mut p = simd.exp2(simd.sub(simd.load(s_at), lse_log2));
-                let mut ds = simd.mul(p, simd.sub(simd.load(dp_at), delta));
-                if let Some(seen) = &seen {
-                    let (start, end) = (seen.start.max(first) - first, seen.end.max(first) - first);
-                    p = simd.inside(start, end, p, simd.zero());
-                    ds = simd.inside(start, end, ds, simd.zero());
+                let at = At { row, first };
+                let (s_at, dp_at) =
+                    (logits.add(row * across + first), dp.add(row * across + first));
+                let inside = |x: S::Vector| match &seen {
+                    Some(seen) => {
+                        let (start, end) =
+                            (seen.start.max(first) - first, seen.end.max(first) - first);
+                        simd.inside(start, end, x, simd.zero())
+                    }
+                    None => x,
+                };
+                let (s, derivative) = between.logits(simd, simd.load(s_at), at);
+                let mut p = simd.exp2(simd.sub(s, lse_log2));
+                let mut dp = simd.load(dp_at);
+                let kept = between.kept(simd, at);
+                if let Some(kept) = kept {
+                    dp = simd.mul(dp, kept);
                 }
-                simd.store(s_at, p);
+                let mut ds = simd.mul(p, simd.sub(dp, delta));
+                ds = inside(between.visible(simd, ds, 0.0, at));
+                if with_distance {
+                    sums = simd.mul_add(ds, between.distance(simd, at), sums);
+                }
+                if let Some(derivative) = derivative {
+                    ds = inside(between.visible(simd, simd.mul(ds, derivative), 0.0, at));
+                }
+                if let Some(kept) = kept {
+                    p = simd.mul(p, kept);
+                }
+                simd.store(s_at, inside(between.visible(simd, p, 0.0, at)));
                 simd.store(dp_at, ds);
             }
         }
+        if with_distance {
+            total += f64::from(super::pack::sum(simd, sums));
+        }
     }
+    total
 }

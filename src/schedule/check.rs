@@ -7,6 +7,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use super::held::{Content, Flight, Rank};
 use super::positions::Positions;
 use super::{Chunk, Due, Merge, Operand, Payload, Place, Schedule, State, Tile, Transfer};
 use crate::problem::{Pass, Problem};
@@ -23,35 +24,8 @@ pub struct Violation {
     pub what: String,
 }
 
-/// What a buffer holds.
-#[derive(Debug, Clone)]
-enum Content {
-    /// Rows of an input.
-    Input(Chunk),
-    /// Rows of an accumulator with what they contain; rows not yet written are absent.
-    Sums(Chunk, HashMap<usize, Positions>),
-}
-
-/// Use of a buffer by an exchange in flight.
-#[derive(Debug)]
-struct Flight {
-    payload: Payload,
-    place: Place,
-    due: Due,
-    /// What lands there; `None` for a send, during which the buffer may still be read.
-    arriving: Option<Content>,
-}
-
 /// A message on its way, with its deadline and what it carries.
 type Departure = (Transfer, Due, Content);
-
-struct Rank<'a> {
-    schedule: &'a Schedule,
-    buffers: HashMap<(Payload, Place), Content>,
-    flights: Vec<Flight>,
-    /// Forward: query rows whose o and lse were written.
-    finished: Vec<bool>,
-}
 
 /// Walks all ranks' schedules of one problem.
 ///
@@ -73,48 +47,6 @@ pub fn check(problem: &Problem, schedules: &[Schedule]) -> Result<(), Violation>
     checker.end(last.unwrap_or(0) + 1)
 }
 
-impl<'a> Rank<'a> {
-    fn new(problem: &Problem, schedule: &'a Schedule) -> Rank<'a> {
-        let owner = schedule.rank;
-        let chunk = |payload, len| Chunk { payload, owner, rows: 0..len };
-        let input = |payload, len| ((payload, Place::Home), Content::Input(chunk(payload, len)));
-        let sums = |payload, len| {
-            ((payload, Place::Home), Content::Sums(chunk(payload, len), HashMap::new()))
-        };
-        let (q_len, kv_len) = (problem.q_len, problem.kv_len);
-        let mut buffers =
-            HashMap::from([input(Payload::Queries, q_len), input(Payload::Keys, kv_len)]);
-        match schedule.pass {
-            Pass::Forward => buffers.extend([sums(Payload::Partial, q_len)]),
-            Pass::Backward => {
-                buffers.extend([sums(Payload::QueryGrads, q_len), sums(Payload::KeyGrads, kv_len)])
-            }
-        }
-        Rank { schedule, buffers, flights: vec![], finished: vec![false; q_len] }
-    }
-
-    /// Lands what is due.
-    fn land(&mut self, now: Due) {
-        let (due, flying) = std::mem::take(&mut self.flights)
-            .into_iter()
-            .partition(|flight| flight.due.reached_by(now));
-        self.flights = flying;
-        let due: Vec<Flight> = due;
-        for Flight { payload, place, arriving, .. } in due {
-            if let Some(content) = arriving {
-                self.buffers.insert((payload, place), content);
-            }
-        }
-    }
-
-    fn in_flight(&self, payload: Payload, place: Place, writing: bool) -> bool {
-        self.flights.iter().any(|flight| {
-            (flight.payload, flight.place) == (payload, place)
-                && (writing || flight.arriving.is_some())
-        })
-    }
-}
-
 struct Checker<'a> {
     problem: &'a Problem,
     step: usize,
@@ -126,8 +58,27 @@ impl Checker<'_> {
         Err(Violation { rank, step: self.step, what: what.into() })
     }
 
-    fn position(&self, rank: usize, row: usize) -> usize {
-        self.problem.layout.position(rank, row, self.problem.world_size, self.problem.q_len)
+    /// Global positions of rows of a rank's queries or keys, or of sums that belong to them.
+    fn positions(&self, payload: Payload, rank: usize, rows: &Range<usize>) -> Vec<(usize, usize)> {
+        let Problem { layout, world_size, .. } = *self.problem;
+        let pieces = layout.pieces(rank, world_size, self.rows_of(payload));
+        let piece_of = |row| pieces.iter().find(|piece| piece.rows.contains(&row));
+        let position = |row| Some((row, piece_of(row)?.position(row)));
+        rows.clone().filter_map(position).collect()
+    }
+
+    /// Rows that each rank has.
+    fn rows_of(&self, payload: Payload) -> usize {
+        match payload {
+            Payload::Keys | Payload::KeyGrads => self.problem.kv_len,
+            Payload::Queries | Payload::Partial | Payload::QueryGrads => self.problem.q_len,
+        }
+    }
+
+    /// How many positions a row of an accumulator may meet: those of the other side.
+    fn total(&self, payload: Payload) -> usize {
+        let other = if payload == Payload::KeyGrads { Payload::Queries } else { Payload::Keys };
+        self.rows_of(other) * self.problem.world_size
     }
 
     /// One step of all ranks.
@@ -235,8 +186,10 @@ impl Checker<'_> {
     fn tile(&mut self, rank: usize, tile: &Tile) -> Result<(), Violation> {
         self.reads(rank, Payload::Queries, &tile.queries)?;
         self.reads(rank, Payload::Keys, &tile.keys)?;
-        let query_positions: Vec<(usize, usize)> = positions(self, &tile.queries);
-        let key_positions: Vec<(usize, usize)> = positions(self, &tile.keys);
+        let of =
+            |payload, Operand { owner, rows, .. }: &Operand| self.positions(payload, *owner, rows);
+        let query_positions = of(Payload::Queries, &tile.queries);
+        let key_positions = of(Payload::Keys, &tile.keys);
         let pass = self.ranks[rank].schedule.pass;
         let payload = if pass == Pass::Forward { Payload::Partial } else { Payload::QueryGrads };
         let seen = |row| (key_positions.iter()).filter(move |(k, _)| tile.band.allows(row, *k));
@@ -249,7 +202,7 @@ impl Checker<'_> {
             let sums = sums.map(|(row, seen)| (row, seen.collect())).collect();
             self.add(rank, Payload::KeyGrads, &tile.keys, tile.key_state, sums)?;
         } else if tile.query_state.last {
-            self.finish(rank, &tile.queries.rows)?;
+            self.finish(rank, payload, &tile.queries.rows)?;
         }
         Ok(())
     }
@@ -285,7 +238,7 @@ impl Checker<'_> {
         if self.ranks[rank].in_flight(payload, state.place, true) {
             return self.fail(rank, format!("{name} is written while it is exchanged"));
         }
-        let total = self.problem.q_len * self.problem.world_size;
+        let total = self.total(payload);
         let Some(Content::Sums(held, _)) = self.ranks[rank].buffers.get(&(payload, state.place))
         else {
             return self.fail(rank, format!("{name} has no accumulator in {:?}", state.place));
@@ -294,14 +247,14 @@ impl Checker<'_> {
             let what = format!("{name} is added to {held}");
             return self.fail(rank, what);
         }
-        let home = payload == Payload::Partial && state.place == Place::Home;
-        let finished = if home { self.ranks[rank].finished.clone() } else { vec![] };
+        let finished = |row: &usize| self.ranks[rank].finished.contains(&(payload, *row));
+        let after_end = operand.rows.clone().find(finished);
+        if let Some(row) = after_end.filter(|_| state.place == Place::Home) {
+            return self.fail(rank, format!("{name}: row {row} is touched after its end"));
+        }
         let buffer = self.ranks[rank].buffers.get_mut(&(payload, state.place));
         let Some(Content::Sums(_, rows)) = buffer else { unreachable!("found above") };
         for (row, seen) in sums {
-            if finished.get(row) == Some(&true) {
-                return self.fail(rank, format!("{name}: row {row} is touched after its end"));
-            }
             if state.first == rows.contains_key(&row) {
                 let what = format!("{name}: first is {} for row {row}", state.first);
                 return self.fail(rank, what);
@@ -329,13 +282,23 @@ impl Checker<'_> {
         let operand = Operand { owner: *owner, place: Place::Home, rows: rows.clone() };
         let state = State { place: Place::Home, first: false, last: merge.last };
         self.add(rank, *payload, &operand, state, sums)?;
-        if merge.last { self.finish(rank, rows) } else { Ok(()) }
+        if merge.last {
+            return self.finish(rank, *payload, rows);
+        }
+        self.ranks[rank].unfinished.extend(rows.clone().map(|row| (*payload, row)));
+        Ok(())
     }
 
-    fn finish(&mut self, rank: usize, rows: &Range<usize>) -> Result<(), Violation> {
-        for row in rows.clone() {
-            if std::mem::replace(&mut self.ranks[rank].finished[row], true) {
-                return self.fail(rank, format!("row {row} is finished twice"));
+    fn finish(
+        &mut self,
+        rank: usize,
+        payload: Payload,
+        rows: &Range<usize>,
+    ) -> Result<(), Violation> {
+        for row in rows.clone().map(|row| (payload, row)) {
+            self.ranks[rank].unfinished.remove(&row);
+            if !self.ranks[rank].finished.insert(row) {
+                return self.fail(rank, format!("row {} of {payload:?} is finished twice", row.1));
             }
         }
         Ok(())
@@ -349,9 +312,14 @@ impl Checker<'_> {
             if !self.ranks[rank].flights.is_empty() {
                 return self.fail(rank, "an exchange is due after the last step");
             }
+            if let Some((payload, row)) = self.ranks[rank].unfinished.iter().next() {
+                return self.fail(rank, format!("row {row} of {payload:?} waits for a last merge"));
+            }
             match self.ranks[rank].schedule.pass {
                 Pass::Forward => {
-                    if let Some(row) = self.ranks[rank].finished.iter().position(|done| !done) {
+                    let finished = &self.ranks[rank].finished;
+                    let row = |row: &usize| !finished.contains(&(Payload::Partial, *row));
+                    if let Some(row) = (0..self.problem.q_len).find(row) {
                         return self.fail(rank, format!("row {row} is never finished"));
                     }
                     self.complete(rank, Payload::Partial)?;
@@ -370,12 +338,11 @@ impl Checker<'_> {
         let Content::Sums(chunk, rows) = &self.ranks[rank].buffers[&(payload, Place::Home)] else {
             return self.fail(rank, "an accumulator at home was replaced by an input");
         };
-        let total = self.problem.q_len * self.problem.world_size;
-        for row in chunk.rows.clone() {
-            let own = self.position(rank, row);
+        let total = self.total(payload);
+        for (row, own) in self.positions(payload, rank, &chunk.rows) {
             let allowed = |other: &usize| match payload {
-                Payload::KeyGrads => !self.problem.causal || own <= *other,
-                _ => !self.problem.causal || *other <= own,
+                Payload::KeyGrads => self.problem.window.allows(*other, own),
+                _ => self.problem.window.allows(own, *other),
             };
             let mut wanted = Positions::none(total);
             (0..total).filter(allowed).for_each(|other| {
@@ -387,10 +354,6 @@ impl Checker<'_> {
         }
         Ok(())
     }
-}
-
-fn positions(checker: &Checker<'_>, operand: &Operand) -> Vec<(usize, usize)> {
-    operand.rows.clone().map(|row| (row, checker.position(operand.owner, row))).collect()
 }
 
 fn holds(held: &Chunk, owner: usize, rows: &Range<usize>) -> bool {

@@ -6,6 +6,11 @@ use crate::layout::Piece;
 use crate::mask::{Band, Coverage};
 use crate::problem::Problem;
 
+/// Where rows of a piece are left out, queries begin and end at a multiple of so many from its start
+/// (or at its end): statistics of that many rows, 4 bytes each, are what kernels want them to be
+/// aligned to.
+pub const QUERY_GRAIN: usize = 4;
+
 /// Query rows of one rank × key rows of another with the mask between them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rectangle {
@@ -19,7 +24,7 @@ pub struct Rectangle {
 
 /// The mask between two pieces, in the local indices of their owners.
 fn band_between(problem: &Problem, queries: &Piece, keys: &Piece) -> Band {
-    if problem.causal { Band::causal(queries, keys) } else { Band::FULL }
+    Band::between(problem.window, queries, keys)
 }
 
 /// A block of neighbouring pieces, `queries × keys` counted in pieces.
@@ -31,11 +36,18 @@ fn hull(pieces: &[Piece]) -> Range<usize> {
 
 /// The rectangles that rank `q_rank`'s queries and rank `k_rank`'s keys form, in row order, each
 /// with at least one allowed pair. Neighbouring pieces are joined where one band describes them.
+/// Where positions are consecutive, rows at the edges of a rectangle that the mask leaves alone are
+/// not part of it; where they are not, that would be a row here and there.
 pub fn rectangles(problem: &Problem, q_rank: usize, k_rank: usize) -> Vec<Rectangle> {
     let q_pieces = problem.layout.pieces(q_rank, problem.world_size, problem.q_len);
     let k_pieces = problem.layout.pieces(k_rank, problem.world_size, problem.kv_len);
+    let consecutive = q_pieces.iter().chain(&k_pieces).all(|piece| piece.stride == 1);
+    let rectangle = |queries: &[Piece], keys: &[Piece], band| {
+        let whole = Rectangle { queries: hull(queries), keys: hull(keys), band };
+        if consecutive { trimmed(whole, queries) } else { whole }
+    };
     if let Some(band) = common_band(problem, &q_pieces, &k_pieces) {
-        return vec![Rectangle { queries: hull(&q_pieces), keys: hull(&k_pieces), band }];
+        return vec![rectangle(&q_pieces, &k_pieces, band)];
     }
     let mut blocks = blocks_by_size(q_pieces.len(), k_pieces.len());
     let mut found: Vec<(Block, Band)> = Vec::new();
@@ -52,12 +64,22 @@ pub fn rectangles(problem: &Problem, q_rank: usize, k_rank: usize) -> Vec<Rectan
         }
     }
     found.sort_by_key(|((queries, keys), _)| (queries.start, keys.start));
-    let join = |((queries, keys), band): (Block, Band)| Rectangle {
-        queries: hull(&q_pieces[queries]),
-        keys: hull(&k_pieces[keys]),
-        band,
-    };
+    let join = |((q, k), band): (Block, Band)| rectangle(&q_pieces[q], &k_pieces[k], band);
     found.into_iter().map(join).collect()
+}
+
+/// Without the rows at its edges that have no allowed pair, as far as [`QUERY_GRAIN`] lets them go.
+fn trimmed(rectangle: Rectangle, q_pieces: &[Piece]) -> Rectangle {
+    let Rectangle { queries, keys, band } = rectangle;
+    let (seeing, keys) = band.trim(&queries, &keys);
+    let grains = |row: usize| {
+        let piece = q_pieces.iter().find(|piece| piece.rows.contains(&row));
+        let Range { start, end } = piece.map_or(queries.clone(), |piece| piece.rows.clone());
+        let first = row - (row - start) % QUERY_GRAIN;
+        first..end.min(first + QUERY_GRAIN)
+    };
+    let queries = grains(seeing.start).start..grains(seeing.end - 1).end;
+    Rectangle { queries, keys, band }
 }
 
 /// All blocks of neighbouring pieces, the largest last.

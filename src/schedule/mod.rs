@@ -1,20 +1,24 @@
 //! Schedules: what a rank computes at each step of the ring and what it exchanges meanwhile.
 //!
 //! A schedule is data, made by a pure function; [`crate::engine`] walks it. Within a step the
-//! exchanges start first, then the tiles are computed while they are in flight.
+//! exchanges start first, then the tiles are computed while they are in flight. Where a tile or a
+//! message has only some rows of a layout's piece, queries keep to [`QUERY_GRAIN`].
 
 mod check;
+mod followers;
 mod geometry;
+mod held;
 mod kept;
+mod legs;
 mod positions;
 mod ring;
 mod rows;
 mod state;
 
 pub use check::{Violation, check};
-pub use geometry::{Rectangle, rectangles};
+pub use geometry::{QUERY_GRAIN, Rectangle, rectangles};
 pub use kept::kept;
-pub use ring::{Direction, choose_travels, ring, total_bytes};
+pub use ring::{choose_travels, ring, total_bytes};
 
 use std::fmt;
 use std::ops::Range;
@@ -158,7 +162,8 @@ pub struct Merge {
     pub chunk: Chunk,
     /// The slot where it arrived.
     pub slot: usize,
-    /// No later tile or merge touches these rows: in the forward pass o and lse are written.
+    /// No later tile or merge touches these rows: results can be written, in the forward pass o
+    /// and lse.
     pub last: bool,
 }
 

@@ -1,38 +1,29 @@
 //! The single ring: one side of the attention stays, the other travels from rank to rank.
 //!
-//! At step t a rank holds the chunk of the rank t hops behind it, computes its rectangles with the
-//! rows it keeps at home and meanwhile passes the chunk on. An accumulator follows its chunk one
-//! step behind: it leaves a rank during the step after the one that wrote it, arrives before the
-//! next rank's tile is folded into it, and takes a last hop home from the last rank that adds to
-//! it. What the owner itself adds never travels: it stays at home until the accumulator returns.
+//! On each [`Leg`] a rank holds, hop after hop, the chunk of the rank so many hops behind it,
+//! computes its rectangles with the rows it keeps at home and meanwhile passes the chunk on. Legs
+//! follow each other: while the last rectangles of one are computed, the next begins with each
+//! rank's own chunk. So there is never more than one chunk at hand and another on its way.
 
 use std::ops::Range;
 
 use super::geometry::{Rectangle, rectangles};
+use super::legs::{Leg, Part, legs};
 use super::{
-    Chunk, Due, Exchange, Merge, Operand, Payload, Place, Schedule, State, Step, Tile, Transfer,
+    Chunk, Due, Exchange, Operand, Payload, Place, Rows, Schedule, State, Step, Tile, Transfer,
     state,
 };
+use crate::mask::Coverage;
 use crate::problem::{Pass, Problem, Travels};
-
-/// Where accumulators that come home land; 0 and 1 are for those that pass through.
-const RETURN_SLOT: usize = 2;
-
-/// Which neighbour a rank sends to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Direction {
-    /// Rank r sends to r + 1.
-    Up,
-    /// Rank r sends to r − 1.
-    Down,
-}
 
 /// The schedules of all ranks for one pass of `problem` on a single ring.
 pub fn ring(problem: &Problem, pass: Pass, travels: Travels) -> Vec<Schedule> {
     let world_size = problem.world_size;
     let ring = Ring::new(problem, pass, travels);
+    let hops: usize = ring.legs.iter().map(|leg| leg.hops).sum();
     let schedule = |rank| {
-        let mut steps: Vec<Step> = (0..=world_size).map(|t| ring.step(rank, t)).collect();
+        // Accumulators of the last hop come home one step later.
+        let mut steps: Vec<Step> = (0..=hops + 1).map(|t| ring.step(rank, t)).collect();
         state::mark(&mut steps, problem, pass, rank);
         steps.retain(|step| !step.is_idle());
         Schedule { rank, world_size, pass, travels, steps }
@@ -57,60 +48,48 @@ pub fn choose_travels(problem: &Problem, pass: Pass) -> Travels {
 }
 
 /// What is the same for all ranks of a ring.
-struct Ring<'a> {
-    problem: &'a Problem,
-    pass: Pass,
-    travels: Travels,
-    direction: Direction,
-    /// By owner and hop: rows of the owner's chunk that are computed with at that rank.
-    needed: Vec<Vec<Range<usize>>>,
-    /// By owner and hop: rows that make the hop because somebody from there on needs them.
-    carried: Vec<Vec<Range<usize>>>,
+pub(super) struct Ring {
+    pub pass: Pass,
+    pub travels: Travels,
+    pub legs: Vec<Leg>,
+    /// `[owner][rank]`: rectangles between the owner's chunk and what the rank keeps at home.
+    meetings: Vec<Vec<Vec<Rectangle>>>,
 }
 
-impl<'a> Ring<'a> {
-    /// Takes the direction in which chunks have fewer hops to the last rank that needs them; up
-    /// where both are equal. With a causal mask that makes the ranks that need a piece the first
-    /// ones it meets.
-    fn new(problem: &'a Problem, pass: Pass, travels: Travels) -> Ring<'a> {
+/// A chunk on its way, as a rank holds it at one step.
+#[derive(Clone, Copy)]
+pub(super) struct Hop<'a> {
+    pub leg: &'a Leg,
+    /// Hops from home.
+    pub number: usize,
+}
+
+/// Where the rows of a part lie at a step, of inputs and of accumulators that pass through. Every
+/// third slot is left to accumulators that come home.
+pub(super) fn slot(part: usize, step: usize) -> usize {
+    3 * part + step % 2
+}
+
+impl Ring {
+    fn new(problem: &Problem, pass: Pass, travels: Travels) -> Ring {
         let ranks = 0..problem.world_size;
-        let at = |owner| ranks.clone().map(move |rank| rows_needed(problem, travels, owner, rank));
-        let needs: Vec<Vec<Range<usize>>> =
-            ranks.clone().map(|owner| at(owner).collect()).collect();
-        let toward = |direction| {
-            let mut ring =
-                Ring { problem, pass, travels, direction, needed: vec![], carried: vec![] };
-            for owner in ranks.clone() {
-                let at = |t| needs[owner][ring.onward(owner, t)].clone();
-                let needed: Vec<_> = ranks.clone().map(at).collect();
-                let mut carried = needed.clone();
-                for t in (1..problem.world_size).rev() {
-                    carried[t - 1] = join(carried[t - 1].clone(), carried[t].clone());
-                }
-                ring.needed.push(needed);
-                ring.carried.push(carried);
-            }
-            ring
+        let meeting = |owner, rank| match travels {
+            Travels::Keys => rectangles(problem, rank, owner),
+            Travels::Queries => rectangles(problem, owner, rank),
         };
-        let hops = |ring: &Ring<'_>| -> usize {
-            ring.carried.iter().flat_map(|hops| &hops[1..]).map(ExactSizeIterator::len).sum()
+        let of = |owner| ranks.clone().map(|rank| meeting(owner, rank)).collect();
+        let meetings: Vec<Vec<Vec<Rectangle>>> = ranks.clone().map(of).collect();
+        let needed = |met: &Vec<Rectangle>| {
+            let mut rows = Rows::default();
+            met.iter().for_each(|met| rows.insert(met.travelling(travels).clone()));
+            rows
         };
-        let (up, down) = (toward(Direction::Up), toward(Direction::Down));
-        if hops(&down) < hops(&up) { down } else { up }
-    }
-
-    /// The rank `hops` hops onward from `rank`.
-    fn onward(&self, rank: usize, hops: usize) -> usize {
-        let world_size = self.problem.world_size;
-        match self.direction {
-            Direction::Up => (rank + hops) % world_size,
-            Direction::Down => (rank + world_size - hops % world_size) % world_size,
-        }
-    }
-
-    /// The rank `hops` hops back from `rank`.
-    fn back(&self, rank: usize, hops: usize) -> usize {
-        self.onward(rank, self.problem.world_size - hops % self.problem.world_size)
+        let needs = meetings.iter().map(|of| of.iter().map(needed).collect()).collect();
+        let len = match travels {
+            Travels::Keys => problem.kv_len,
+            Travels::Queries => problem.q_len,
+        };
+        Ring { pass, travels, legs: legs(&needs, len), meetings }
     }
 
     fn input(&self) -> Payload {
@@ -120,115 +99,69 @@ impl<'a> Ring<'a> {
         }
     }
 
-    /// The accumulator that follows the chunk, if there is one.
-    fn follower(&self) -> Option<Payload> {
-        match (self.travels, self.pass) {
-            (Travels::Keys, Pass::Forward) => None,
-            (Travels::Keys, Pass::Backward) => Some(Payload::KeyGrads),
-            (Travels::Queries, Pass::Forward) => Some(Payload::Partial),
-            (Travels::Queries, Pass::Backward) => Some(Payload::QueryGrads),
-        }
+    /// The hop whose chunks are computed with at step `t`; none at home and after the last.
+    pub fn hop(&self, t: usize) -> Option<Hop<'_>> {
+        let on_its_way = |leg: &&Leg| leg.start < t && t <= leg.start + leg.hops;
+        self.legs.iter().find(on_its_way).map(|leg| Hop { leg, number: t - leg.start })
     }
 
-    /// Rows of `owner`'s chunk that are computed with at the rank `t` hops onward.
-    fn needed(&self, owner: usize, t: usize) -> Range<usize> {
-        self.needed[owner].get(t).cloned().unwrap_or(0..0)
-    }
-
-    /// Rows of `owner`'s chunk that make hop `t` because somebody from there on needs them.
-    fn carried(&self, owner: usize, t: usize) -> Range<usize> {
-        self.carried[owner].get(t).cloned().unwrap_or(0..0)
-    }
-
-    /// What `rank` does at step `t`. Step `world_size` only brings accumulators home.
+    /// What `rank` does at step `t`.
     fn step(&self, rank: usize, t: usize) -> Step {
         let mut step = Step::new(t);
-        step.exchanges.extend(self.exchange_followers(rank, t, &mut step.merges));
-        if t < self.problem.world_size {
-            step.exchanges.extend(self.exchange_inputs(rank, t));
-            let owner = self.back(rank, t);
-            step.tiles = self.tiles(rank, owner, t);
-            step.opens.extend(self.open_follower(owner, t));
+        self.move_followers(rank, &mut step);
+        step.exchanges.extend(self.exchange_inputs(rank, t));
+        match self.hop(t) {
+            Some(hop) => {
+                step.tiles = self.tiles_away(rank, hop, t);
+                self.open_followers(rank, hop, &mut step);
+            }
+            None if t == 0 => {
+                let own = self.meetings[rank][rank].iter().cloned();
+                step.tiles = own.map(|own| self.tile(rank, rank, Place::Home, own)).collect();
+            }
+            None => {}
         }
         step
     }
 
     /// Passes on the chunk held at step `t` and receives the next.
     fn exchange_inputs(&self, rank: usize, t: usize) -> Option<Exchange> {
-        let place = |t: usize| if t == 0 { Place::Home } else { Place::Slot(t % 2) };
-        let hop = |owner: usize, peer: usize, place: Place| {
-            let rows = self.carried(owner, t + 1);
-            let chunk = Chunk { payload: self.input(), owner, rows };
-            (!chunk.rows.is_empty()).then_some(Transfer { chunk, peer, place })
+        let Hop { leg, number } = self.hop(t + 1)?;
+        let transfers = |owner: usize, peer: usize, place: &dyn Fn(usize) -> Place| {
+            let transfer = |(part, rows): (usize, Range<usize>)| {
+                let chunk = Chunk { payload: self.input(), owner, rows };
+                (!chunk.rows.is_empty()).then_some(Transfer { chunk, peer, place: place(part) })
+            };
+            let carried = leg.parts(owner).iter().map(|part| part.carried(number));
+            carried.enumerate().filter_map(transfer).collect()
         };
-        let sends = hop(self.back(rank, t), self.onward(rank, 1), place(t));
-        let receives = hop(self.back(rank, t + 1), self.back(rank, 1), place(t + 1));
-        exchange(sends.into_iter().collect(), receives.into_iter().collect(), Due::Begin(t + 1))
+        let held = |part| if number == 1 { Place::Home } else { Place::Slot(slot(part, t)) };
+        let sends = transfers(leg.back(rank, number - 1), leg.onward(rank, 1), &held);
+        let lands = |part| Place::Slot(slot(part, t + 1));
+        let receives = transfers(leg.back(rank, number), leg.back(rank, 1), &lands);
+        exchange(sends, receives, Due::Begin(t + 1))
     }
 
-    fn open_follower(&self, owner: usize, t: usize) -> Option<(Chunk, usize)> {
-        let payload = self.follower()?;
-        let rows = self.needed(owner, t);
-        (t == 1 && !rows.is_empty()).then_some((Chunk { payload, owner, rows }, t % 2))
-    }
-
-    /// Moves the accumulators that were written at step `t` − 1: onward if the next rank adds to
-    /// them, home otherwise. Both are needed before this step's tiles are folded.
-    fn exchange_followers(
-        &self,
-        rank: usize,
-        t: usize,
-        merges: &mut Vec<Merge>,
-    ) -> Option<Exchange> {
-        let payload = self.follower()?;
-        if t < 2 {
-            return None;
-        }
-        let transfer = |owner: usize, rows: Range<usize>, peer: usize, slot: usize| {
-            let chunk = Chunk { payload, owner, rows };
-            (!chunk.rows.is_empty()).then_some(Transfer { chunk, peer, place: Place::Slot(slot) })
+    /// The rectangles with the chunk that is there after a hop, cut where its parts are.
+    fn tiles_away(&self, rank: usize, Hop { leg, number }: Hop<'_>, t: usize) -> Vec<Tile> {
+        let owner = leg.back(rank, number);
+        let cut = |rectangle: &Rectangle| {
+            let tile = |(index, part): (usize, &Part)| {
+                let rectangle = rectangle.within(self.travels, &part.rows)?;
+                Some(self.tile(rank, owner, Place::Slot(slot(index, t)), rectangle))
+            };
+            leg.parts(owner).iter().enumerate().filter_map(tile).collect::<Vec<_>>()
         };
-        let written = self.back(rank, t - 1);
-        let (on, home) = self.split_follower(written, t);
-        let mut sends = Vec::from_iter(transfer(written, on, self.onward(rank, 1), (t - 1) % 2));
-        sends.extend(transfer(written, home, written, (t - 1) % 2));
-
-        let coming = self.back(rank, t);
-        let (on, _) = self.split_follower(coming, t);
-        let mut receives = Vec::from_iter(transfer(coming, on, self.back(rank, 1), t % 2));
-        let (_, home) = self.split_follower(rank, t);
-        let back_home = transfer(rank, home, self.onward(rank, t - 1), RETURN_SLOT);
-        merges.extend(back_home.iter().map(|transfer| Merge {
-            chunk: transfer.chunk.clone(),
-            slot: RETURN_SLOT,
-            last: false,
-        }));
-        receives.extend(back_home);
-        exchange(sends, receives, Due::Fold(t))
+        self.meetings[owner][rank].iter().flat_map(cut).collect()
     }
 
-    /// Rows of `owner`'s accumulator written at step `t` − 1: those that go on, those that go home.
-    fn split_follower(&self, owner: usize, t: usize) -> (Range<usize>, Range<usize>) {
-        let written = self.needed(owner, t - 1);
-        let on = self.needed(owner, t);
-        if on.is_empty() {
-            return (0..0, written);
-        }
-        assert!(
-            written.start <= on.start && on.end <= written.end,
-            "ranks that add to a row follow each other round the ring"
-        );
-        let home =
-            if on.start == written.start { on.end..written.end } else { written.start..on.start };
-        assert_eq!(home.len() + on.len(), written.len(), "what goes home is one run of rows");
-        (on, home)
-    }
-
-    fn tiles(&self, rank: usize, owner: usize, t: usize) -> Vec<Tile> {
-        let place = if t == 0 { Place::Home } else { Place::Slot(t % 2) };
+    /// The tile of a rectangle between the chunk of `owner`, which lies in `place`, and what `rank`
+    /// keeps at home.
+    pub fn tile(&self, rank: usize, owner: usize, place: Place, rectangle: Rectangle) -> Tile {
+        let Rectangle { queries, keys, band } = rectangle;
         let state = |place| State { place, first: false, last: false };
         let (home, away) = (state(Place::Home), state(place));
-        let tile = |Rectangle { queries, keys, band }| match self.travels {
+        match self.travels {
             Travels::Keys => Tile {
                 queries: Operand { owner: rank, place: Place::Home, rows: queries },
                 keys: Operand { owner, place, rows: keys },
@@ -243,38 +176,37 @@ impl<'a> Ring<'a> {
                 query_state: away,
                 key_state: home,
             },
+        }
+    }
+}
+
+impl Rectangle {
+    /// The side that travels.
+    pub(super) fn travelling(&self, travels: Travels) -> &Range<usize> {
+        match travels {
+            Travels::Keys => &self.keys,
+            Travels::Queries => &self.queries,
+        }
+    }
+
+    /// With only those of the travelling rows that are in `part`; none without any pair.
+    fn within(&self, travels: Travels, part: &Range<usize>) -> Option<Rectangle> {
+        let rows = self.travelling(travels);
+        let rows = rows.start.max(part.start)..rows.end.min(part.end);
+        let cut = match travels {
+            Travels::Keys => Rectangle { keys: rows, ..self.clone() },
+            Travels::Queries => Rectangle { queries: rows, ..self.clone() },
         };
-        meeting(self.problem, self.travels, owner, rank).into_iter().map(tile).collect()
+        (cut.band.coverage(&cut.queries, &cut.keys) != Coverage::Empty).then_some(cut)
     }
 }
 
-/// Rectangles between the chunk of `owner` and what rank `at` keeps at home.
-fn meeting(problem: &Problem, travels: Travels, owner: usize, at: usize) -> Vec<Rectangle> {
-    match travels {
-        Travels::Keys => rectangles(problem, at, owner),
-        Travels::Queries => rectangles(problem, owner, at),
-    }
-}
-
-/// Rows of the chunk of `owner` that rank `at` computes with.
-fn rows_needed(problem: &Problem, travels: Travels, owner: usize, at: usize) -> Range<usize> {
-    let rows = meeting(problem, travels, owner, at).into_iter().map(|rectangle| match travels {
-        Travels::Keys => rectangle.keys,
-        Travels::Queries => rectangle.queries,
-    });
-    rows.reduce(join).unwrap_or(0..0)
-}
-
-fn exchange(sends: Vec<Transfer>, receives: Vec<Transfer>, due: Due) -> Option<Exchange> {
+/// An exchange of these messages, if there are any.
+pub(super) fn exchange(
+    sends: Vec<Transfer>,
+    receives: Vec<Transfer>,
+    due: Due,
+) -> Option<Exchange> {
     let idle = sends.is_empty() && receives.is_empty();
     (!idle).then_some(Exchange { sends, receives, due })
-}
-
-/// The smallest range that contains both; an empty range adds nothing.
-fn join(a: Range<usize>, b: Range<usize>) -> Range<usize> {
-    match (a.is_empty(), b.is_empty()) {
-        (true, _) => b,
-        (_, true) => a,
-        _ => a.start.min(b.start)..a.end.max(b.end),
-    }
 }

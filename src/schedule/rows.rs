@@ -16,6 +16,10 @@ impl Rows {
 
     /// Adds a range.
     pub fn insert(&mut self, rows: Range<usize>) {
+        let holds = |range: &Range<usize>| range.start <= rows.start && rows.end <= range.end;
+        if rows.is_empty() || self.0.iter().any(holds) {
+            return;
+        }
         let mut all = self.missing(&rows);
         all.append(&mut self.0);
         all.sort_by_key(|range| range.start);
@@ -25,6 +29,21 @@ impl Rows {
                 _ => self.0.push(range),
             }
         }
+    }
+
+    /// The ranges in order; between two of them lies at least one row.
+    pub fn ranges(&self) -> impl Iterator<Item = &Range<usize>> {
+        self.0.iter()
+    }
+
+    /// What lies between the ranges.
+    pub fn gaps(&self) -> impl Iterator<Item = Range<usize>> {
+        self.0.windows(2).map(|pair| pair[0].end..pair[1].start)
+    }
+
+    /// How many rows these are.
+    pub fn len(&self) -> usize {
+        self.0.iter().map(ExactSizeIterator::len).sum()
     }
 
     /// Parts of `rows` in the set.

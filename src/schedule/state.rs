@@ -1,13 +1,13 @@
 //! Marks which tile touches the rows of an accumulator first and which last.
 //!
-//! A tile whose rows differ in that is split, so that a kernel decides once per tile. Rows at home
-//! that no tile touches get a tile without keys (or without queries), so that every output is
-//! defined.
+//! A tile or merge whose rows differ in that is split, so that a kernel decides once for each. Rows
+//! at home that no tile touches get a tile without keys (or without queries), so that every output
+//! is defined.
 
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::{Operand, Payload, Place, Rows, State, Step, Tile};
+use super::{Chunk, Merge, Operand, Payload, Place, Rows, State, Step, Tile};
 use crate::mask::Band;
 use crate::problem::{Pass, Problem};
 
@@ -49,12 +49,19 @@ pub(super) fn mark(steps: &mut [Step], problem: &Problem, pass: Pass, rank: usiz
     match pass {
         Pass::Forward => {
             mark_first(steps, &[(Side::Queries, Payload::Partial)]);
-            mark_last(steps);
+            mark_last(steps, Side::Queries, Payload::Partial);
         }
         Pass::Backward => {
             define_untouched(steps, Side::Keys, rank, problem.kv_len);
             let sides = [(Side::Queries, Payload::QueryGrads), (Side::Keys, Payload::KeyGrads)];
             mark_first(steps, &sides);
+            let returns = |payload| {
+                let merges = steps.iter().flat_map(|step| &step.merges);
+                merges.map(|merge| merge.chunk.payload).any(|returned| returned == payload)
+            };
+            if let Some((side, payload)) = sides.into_iter().find(|(_, p)| returns(*p)) {
+                mark_last(steps, side, payload);
+            }
         }
     }
 }
@@ -115,41 +122,64 @@ fn mark_first(steps: &mut [Step], sides: &[(Side, Payload)]) {
     }
 }
 
-/// Going backwards, a tile or merge at home is last for rows that nothing later touches.
-fn mark_last(steps: &mut [Step]) {
+/// Going backwards, a tile or merge at home is last for rows that nothing later touches. Tiles are
+/// told so in the forward pass only.
+fn mark_last(steps: &mut [Step], side: Side, payload: Payload) {
     let mut later = Rows::default();
     for step in steps.iter_mut().rev() {
-        for merge in step.merges.iter_mut().rev() {
-            merge.last = later.missing(&merge.chunk.rows) == [merge.chunk.rows.clone()];
-            later.insert(merge.chunk.rows.clone());
-        }
-        let mut tiles: Vec<Tile> = Vec::new();
-        for tile in std::mem::take(&mut step.tiles).into_iter().rev() {
-            if tile.query_state.place == Place::Home {
-                tiles.extend(split(&tile, Side::Queries, &later, |state, seen| state.last = !seen));
-                later.insert(tile.queries.rows);
-            } else {
-                tiles.push(tile);
-            }
-        }
-        tiles.reverse();
-        step.tiles = tiles;
+        let merges = std::mem::take(&mut step.merges).into_iter().rev();
+        step.merges = merges.flat_map(|merge| last_merges(merge, payload, &mut later)).collect();
+        step.merges.reverse();
+        let tiles = std::mem::take(&mut step.tiles).into_iter().rev();
+        step.tiles = tiles.flat_map(|tile| last_tiles(tile, side, payload, &mut later)).collect();
+        step.tiles.reverse();
     }
 }
 
-/// Cuts `tile` at the borders of `seen` and tells each part whether it was seen.
-fn split(tile: &Tile, side: Side, seen: &Rows, tell: impl Fn(&mut State, bool)) -> Vec<Tile> {
-    let rows = side.operand(tile).rows.clone();
+fn last_merges(merge: Merge, payload: Payload, later: &mut Rows) -> Vec<Merge> {
+    if merge.chunk.payload != payload {
+        return vec![merge];
+    }
+    let Merge { chunk: Chunk { owner, rows, .. }, slot, .. } = merge;
+    let part = |(rows, followed): (Range<usize>, bool)| {
+        let chunk = Chunk { payload, owner, rows };
+        Merge { chunk, slot, last: !followed }
+    };
+    let parts = cut(rows.clone(), later).into_iter().map(part).collect();
+    later.insert(rows);
+    parts
+}
+
+fn last_tiles(mut tile: Tile, side: Side, payload: Payload, later: &mut Rows) -> Vec<Tile> {
+    if side.state(&mut tile).place != Place::Home {
+        return vec![tile];
+    }
+    let rows = side.operand(&tile).rows.clone();
+    let parts = match payload {
+        Payload::Partial => split(&tile, side, later, |state, seen| state.last = !seen),
+        _ => vec![tile],
+    };
+    later.insert(rows);
+    parts
+}
+
+/// `rows` cut at the borders of `seen`, each part with whether it was seen; at least one part.
+fn cut(rows: Range<usize>, seen: &Rows) -> Vec<(Range<usize>, bool)> {
     let mut parts: Vec<(Range<usize>, bool)> = seen.common(&rows).map(|r| (r, true)).collect();
     parts.extend(seen.missing(&rows).into_iter().map(|r| (r, false)));
     parts.sort_by_key(|(rows, _)| rows.start);
     if parts.is_empty() {
         parts.push((rows, false));
     }
+    parts
+}
+
+/// Cuts `tile` at the borders of `seen` and tells each part whether it was seen.
+fn split(tile: &Tile, side: Side, seen: &Rows, tell: impl Fn(&mut State, bool)) -> Vec<Tile> {
     let part = |(rows, seen)| {
         let mut part = side.with_rows(tile, rows);
         tell(side.state(&mut part), seen);
         part
     };
-    parts.into_iter().map(part).collect()
+    cut(side.operand(tile).rows.clone(), seen).into_iter().map(part).collect()
 }

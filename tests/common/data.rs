@@ -3,7 +3,8 @@
 use std::ptr::NonNull;
 
 use burst_attention::host::array::HostArray;
-use burst_attention::problem::{Dtype, Problem};
+use burst_attention::host::extras::Extras;
+use burst_attention::problem::{Dtype, Pass, Problem};
 use half::{bf16, f16};
 
 /// xorshift64*: repeatable, and good enough to fill arrays.
@@ -71,6 +72,15 @@ impl Array {
         }
     }
 
+    /// A whole number in the place of a float32.
+    pub fn set_word(&mut self, index: usize, word: u32) {
+        self.bytes[index] = word;
+    }
+
+    pub fn word(&self, index: usize) -> u32 {
+        self.bytes[index]
+    }
+
     pub fn get(&self, index: usize) -> f64 {
         let base = self.bytes.as_ptr();
         // SAFETY: as in `set`.
@@ -97,6 +107,70 @@ impl Array {
     }
 }
 
+/// What the features of a problem take and give; absent where they are off.
+#[derive(Clone)]
+pub struct ExtraArrays {
+    pub q_segments: Option<Array>,
+    pub k_segments: Option<Array>,
+    pub slopes: Option<Array>,
+    pub dropout: Option<Array>,
+    pub dslopes: Option<Array>,
+}
+
+/// First query head of the model, and first batch entry, that random numbers count from.
+pub const FIRST: [u32; 2] = [3, 5];
+
+impl ExtraArrays {
+    fn random(problem: &Problem, rank: usize, seed: u64) -> ExtraArrays {
+        let Problem { batch, q_len, kv_len, heads, features, .. } = *problem;
+        let segments = |len: usize| {
+            let mut array = Array::zeros(Dtype::F32, [batch, len, 1, 1]);
+            for (entry, row) in (0..batch).flat_map(|b| (0..len).map(move |row| (b, row))) {
+                let position = problem.layout.position(rank, row, problem.world_size, len);
+                array.set_word(entry * len + row, segment(seed, entry, position) as u32);
+            }
+            array
+        };
+        // The same on all ranks.
+        let mut random = Random::new(seed + 77);
+        let per_head = [batch, 1, heads, 1];
+        let mut slopes = Array::random(&mut random, Dtype::F32, per_head);
+        // Scores of hundreds would be as inexact as float32 has them.
+        (0..batch * heads).for_each(|i| slopes.set(i, 0.1 * slopes.get(i) as f32));
+        let mut dropout = Array::zeros(Dtype::F32, [batch, 1, 1, 4]);
+        for entry in 0..batch {
+            let words = [seed as u32 ^ 0xdead_beef, 17, FIRST[1] + entry as u32, FIRST[0]];
+            words.iter().enumerate().for_each(|(i, word)| dropout.set_word(4 * entry + i, *word));
+        }
+        ExtraArrays {
+            q_segments: features.segments.then(|| segments(q_len)),
+            k_segments: features.segments.then(|| segments(kv_len)),
+            dslopes: features.slopes.then(|| Array::random(&mut random, Dtype::F32, per_head)),
+            slopes: features.slopes.then_some(slopes),
+            dropout: features.dropout.map(|_| dropout),
+        }
+    }
+
+    /// The views that the executor uses, without results of the backward pass in the forward one.
+    pub fn views(&self, pass: Pass) -> Extras {
+        let view = |array: &Option<Array>| array.as_ref().map(Array::view);
+        Extras {
+            q_segments: view(&self.q_segments),
+            k_segments: view(&self.k_segments),
+            slopes: view(&self.slopes),
+            dropout: view(&self.dropout),
+            dslopes: if pass == Pass::Backward { view(&self.dslopes) } else { None },
+        }
+    }
+}
+
+/// Documents of about six tokens with gaps between some, and a few that are scattered.
+fn segment(seed: u64, entry: usize, position: usize) -> i32 {
+    let scattered = Random::new(seed * 31 + 7 * position as u64 + entry as u64).below(8) == 0;
+    let id = (position + 2 * entry) / 6 % 5;
+    if scattered { 1 } else { id as i32 - 1 }
+}
+
 /// All arrays of one rank.
 #[derive(Clone)]
 pub struct Shard {
@@ -110,6 +184,7 @@ pub struct Shard {
     pub dq: Array,
     pub dk: Array,
     pub dv: Array,
+    pub extras: ExtraArrays,
 }
 
 impl Shard {
@@ -119,25 +194,31 @@ impl Shard {
         let Problem { batch, q_len, kv_len, heads, kv_heads, head_dim, dtype, .. } = *problem;
         let (queries, keys) =
             ([batch, q_len, heads, head_dim], [batch, kv_len, kv_heads, head_dim]);
+        let outputs = [batch, q_len, heads, problem.value_dim];
+        let values = [batch, kv_len, kv_heads, problem.value_dim];
         let rows = [batch, q_len, heads, 1];
-        let mut shard = |_| Shard {
+        let mut shard = |rank| Shard {
+            extras: ExtraArrays::random(problem, rank, seed),
             q: Array::random(&mut random, dtype, queries),
             k: Array::random(&mut random, dtype, keys),
-            v: Array::random(&mut random, dtype, keys),
-            dout: Array::random(&mut random, dtype, queries),
+            v: Array::random(&mut random, dtype, values),
+            dout: Array::random(&mut random, dtype, outputs),
             dlse: Array::random(&mut random, Dtype::F32, rows),
-            o: Array::random(&mut random, dtype, queries),
+            o: Array::random(&mut random, dtype, outputs),
             lse: Array::random(&mut random, Dtype::F32, rows),
             dq: Array::random(&mut random, dtype, queries),
             dk: Array::random(&mut random, dtype, keys),
-            dv: Array::random(&mut random, dtype, keys),
+            dv: Array::random(&mut random, dtype, values),
         };
         (0..problem.world_size).map(&mut shard).collect()
     }
 
-    pub fn outputs(&self) -> [(&'static str, &Array); 5] {
+    /// All results; the gradient of slopes where there are any.
+    pub fn outputs(&self) -> Vec<(&'static str, &Array)> {
         let Shard { o, lse, dq, dk, dv, .. } = self;
-        [("o", o), ("lse", lse), ("dq", dq), ("dk", dk), ("dv", dv)]
+        let mut all = vec![("o", o), ("lse", lse), ("dq", dq), ("dk", dk), ("dv", dv)];
+        all.extend(self.extras.dslopes.as_ref().map(|dslopes| ("dslopes", dslopes)));
+        all
     }
 }
 

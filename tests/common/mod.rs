@@ -5,9 +5,11 @@ pub mod adversary;
 pub mod data;
 pub mod devices;
 pub mod reference;
+pub mod spoilers;
 
 use burst_attention::Layout;
-use burst_attention::problem::{Dtype, Problem};
+use burst_attention::mask::Window;
+use burst_attention::problem::{Dtype, Features, Problem};
 
 /// A small problem with `n` tokens on each of `world_size` ranks.
 pub fn problem(world_size: usize, n: usize) -> Problem {
@@ -18,9 +20,11 @@ pub fn problem(world_size: usize, n: usize) -> Problem {
         heads: 4,
         kv_heads: 2,
         head_dim: 16,
+        value_dim: 16,
         dtype: Dtype::F32,
-        causal: true,
+        window: Window::CAUSAL,
         softmax_scale: 0.25,
+        features: Features::default(),
         layout: Layout::Contiguous,
         world_size,
     }
@@ -32,8 +36,35 @@ pub fn problems(worlds: impl IntoIterator<Item = usize>, tokens: &[usize]) -> Ve
     for world_size in worlds {
         for &n in tokens {
             for layout in Layout::ALL {
-                for causal in [false, true] {
-                    let problem = Problem { layout, causal, ..problem(world_size, n) };
+                for window in [Window::FULL, Window::CAUSAL] {
+                    let problem = Problem { layout, window, ..problem(world_size, n) };
+                    all.extend(problem.validate().is_ok().then_some(problem));
+                }
+            }
+        }
+    }
+    all
+}
+
+/// Windows of every combination of some limits to the left and to the right.
+pub fn windows() -> Vec<Window> {
+    let limits = [None, Some(0), Some(1), Some(2), Some(3), Some(5), Some(11)];
+    limits.into_iter().flat_map(|left| limits.map(|right| Window { left, right })).collect()
+}
+
+/// Every layout with these windows, world sizes and (queries, keys) per rank, as far as they are
+/// valid.
+pub fn windowed(
+    worlds: impl IntoIterator<Item = usize>,
+    tokens: &[(usize, usize)],
+    windows: &[Window],
+) -> Vec<Problem> {
+    let mut all = Vec::new();
+    for world_size in worlds {
+        for &(q_len, kv_len) in tokens {
+            for layout in Layout::ALL {
+                for &window in windows {
+                    let problem = Problem { layout, window, kv_len, ..problem(world_size, q_len) };
                     all.extend(problem.validate().is_ok().then_some(problem));
                 }
             }

@@ -55,13 +55,22 @@ def correctness_cases(full=False):
     return named + [_case([p | v for v in variants]) for p in products if _allowed(p)]
 
 
-def pairwise(values):
+def feature_choices(full=False):
+    """Of the features' product all or a pairwise-covering choice, as dicts."""
+    values = json.loads(FILE.read_text())["features"]
+    if not full:
+        return list(pairwise(values, lambda picked, values: 0))
+    products = (dict(zip(values, v, strict=True)) for v in itertools.product(*values.values()))
+    return filter(_allowed, products)
+
+
+def pairwise(values, cost=None):
     """A small set of choices in which every allowed pair of values occurs together: greedy.
 
     Each choice starts from a pair not covered yet and takes, factor by factor, the value that
     covers most new pairs, among equals the cheapest.
     """
-    names = list(values)
+    names, cost = list(values), cost or _cost
     pairs = [
         ((a, i), (b, j))
         for a, b in itertools.combinations(names, 2)
@@ -69,26 +78,26 @@ def pairwise(values):
         if _allowed({a: values[a][i], b: values[b][j]})
     ]
     # Expensive pairs first: what is cheap joins them while they are few.
-    pairs.sort(key=lambda pair: -_cost({n: values[n][i] for n, i in pair}, values))
+    pairs.sort(key=lambda pair: -cost({n: values[n][i] for n, i in pair}, values))
     uncovered = dict.fromkeys(pairs)
     while uncovered:
         chosen = dict(next(iter(uncovered)))
         for name in names:
             if name not in chosen:
-                chosen[name] = _best_value(name, chosen, values, uncovered)
+                chosen[name] = _best_value(name, chosen, values, uncovered, cost)
         for pair in _pairs_of(chosen, names):
             uncovered.pop(pair, None)
         yield {name: values[name][chosen[name]] for name in names}
 
 
-def _best_value(name, chosen, values, uncovered):
+def _best_value(name, chosen, values, uncovered, cost_of):
     names = list(values)
 
     def rank(index):
         candidate = chosen | {name: index}
         picked = {n: values[n][i] for n, i in candidate.items()}
         new = sum(pair in uncovered for pair in _pairs_of(candidate, names) if name in dict(pair))
-        cost = _cost(picked, values)
+        cost = cost_of(picked, values)
         return (not _allowed(picked), max(cost, LARGEST), -new, cost, index)
 
     return min(range(len(values[name])), key=rank)

@@ -8,7 +8,7 @@ import ring
 from burst_attention import _ffi
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
-TOKENS, DIM = 6, 32
+TOKENS, DIM, VALUE_DIM = 6, 32, 16
 
 
 def pieces(layout, size):
@@ -47,27 +47,35 @@ def needs(piece, shard, causal, travels):
 
 
 def formula(case, size, layout, causal, travels, backward):
-    """Bytes of one pass; b is the size of the input type."""
-    batch, heads, kv_heads, b = case
+    """Bytes of one pass; b is the size of the input type, ids those of a token's segment."""
+    batch, heads, kv_heads, b, ids = case
     chunk, accumulator = hops(layout, size, causal, travels)
+    dims = DIM + VALUE_DIM
     if travels == "keys":
-        per_chunk, per_accumulator = kv_heads * 2 * DIM * b, kv_heads * 2 * DIM * 4
+        per_chunk, per_accumulator = kv_heads * dims * b + ids, kv_heads * dims * 4
     else:
-        per_chunk, per_accumulator = heads * (2 * DIM * b + 8), heads * DIM * 4
+        per_chunk, per_accumulator = heads * (dims * b + 8) + ids, heads * DIM * 4
     return batch * (chunk * per_chunk + backward * accumulator * per_accumulator)
 
 
-def run(size, layout, causal, backward, heads, kv_heads, dtype):
-    """(bytes forward, bytes forward and backward)."""
-    seq = TOKENS * size
-    shapes = [(2, seq, heads, DIM)] + [(2, seq, kv_heads, DIM)] * 2 + [(2, seq, heads, DIM)]
-    *qkv, dout = ring.normal(0, *shapes, dtype=dtype)
-    function = ring.sharded(ring.line(size), is_causal=causal, layout=layout, backward=backward)
+def inputs(size, heads, kv_heads, dtype="float32"):
+    """q, k, v and dout."""
+    q, k = (2, TOKENS * size, heads, DIM), (2, TOKENS * size, kv_heads, DIM)
+    return ring.normal(0, q, k, (*k[:3], VALUE_DIM), (*q[:3], VALUE_DIM), dtype=dtype)
+
+
+def sent(function, *arguments):
+    """Bytes that a run of it sends."""
     before = _ffi.bytes_sent()
-    jax.block_until_ready(jax.jit(function)(*qkv))
-    forward = _ffi.bytes_sent()
-    jax.block_until_ready(ring.gradients(function)(qkv, dout))
-    return forward - before, _ffi.bytes_sent() - forward
+    jax.block_until_ready(function(*arguments))
+    return _ffi.bytes_sent() - before
+
+
+def run(size, layout, heads, kv_heads, dtype, **options):
+    """(bytes forward, bytes forward and backward)."""
+    *qkv, dout = inputs(size, heads, kv_heads, dtype)
+    function = ring.sharded(ring.line(size), layout=layout, **options)
+    return sent(jax.jit(function), *qkv), sent(ring.gradients(function), qkv, dout)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -75,7 +83,8 @@ def run(size, layout, causal, backward, heads, kv_heads, dtype):
 @pytest.mark.parametrize("size", [1, 2, 5, 8])
 def test_bytes_equal_the_formula(size, layout, causal):
     dtype, b = ("bfloat16", 2) if size == 5 else ("float32", 4)
-    case = (2, 4, 2, b)
+    segments = {"segment_ids": np.zeros((2, TOKENS), np.int32)} if size == 2 else {}
+    case = (2, 4, 2, b, 4 if segments else 0)
     expected = {
         travels: formula(case, size, layout, causal, travels, True)
         for travels in ("keys", "queries")
@@ -83,7 +92,8 @@ def test_bytes_equal_the_formula(size, layout, causal):
     expected["auto"] = min(expected.values())
     forward = formula(case, size, layout, causal, "keys", False)
     for backward, total in expected.items():
-        found = run(size, layout, causal, backward, 4, 2, dtype)
+        options = {"is_causal": causal, "backward": backward, **segments}
+        found = run(size, layout, 4, 2, dtype, **options)
         assert found == (forward, forward + total), backward
     assert forward == 0 if size == 1 else forward > 0
 
@@ -92,8 +102,29 @@ def test_bytes_equal_the_formula(size, layout, causal):
 def test_auto_takes_the_smaller(heads, kv_heads, travels):
     size, layout = 4, "striped"
     sent = {
-        backward: run(size, layout, False, backward, heads, kv_heads, "float32")[1]
+        backward: run(size, layout, heads, kv_heads, "float32", backward=backward)[1]
         for backward in ("keys", "queries", "auto")
     }
     assert sent["auto"] == sent[travels] == min(sent.values())
     assert sent["keys"] != sent["queries"]
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "reached"),
+    [
+        ((0, 0), False, (0, 0)),
+        ((6, 6), False, (1, 1)),
+        ((7, 1), False, (2, 1)),
+        ((13, 13), True, (3, 0)),
+        ((0, 30), False, (0, 5)),
+        ((99, 99), False, (7, 7)),
+    ],
+)
+def test_windows_exchange_with_the_neighbours_that_they_reach(window, causal, reached):
+    """Shards are of TOKENS positions; nothing goes round the ends of the sequence."""
+    size, options = 8, {"is_causal": causal, "local_window_size": window}
+    *qkv, _ = inputs(size, 2, 1)
+    found = sent(jax.jit(ring.sharded(ring.line(size), **options)), *qkv)
+    chunks = sum(size - distance for n in reached for distance in range(1, n + 1))
+    assert found <= min(chunks, size * (size - 1)) * 2 * TOKENS * (DIM + VALUE_DIM) * 4
+    assert found > 0 or chunks == 0

@@ -4,11 +4,14 @@ import itertools
 import json
 
 import case_list
+import pytest
 
 
-def test_every_allowed_pair_of_values_occurs_in_the_choice():
-    values = json.loads(case_list.FILE.read_text())["values"]
-    chosen = list(case_list.pairwise(values))
+@pytest.mark.parametrize("name", ["values", "features"])
+def test_every_allowed_pair_of_values_occurs_in_the_choice(name):
+    values = json.loads(case_list.FILE.read_text())[name]
+    chosen = case_list.feature_choices() if name == "features" else case_list.pairwise(values)
+    chosen = list(chosen)
     for a, b in itertools.combinations(values, 2):
         found = {(str(choice[a]), str(choice[b])) for choice in chosen}
         for x, y in itertools.product(values[a], values[b]):

@@ -1,14 +1,11 @@
 """Output, lse and gradients of the ring against dense float64."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
-from reference import dense, error, rounding
-
-OUTPUT_LIMIT, GRADIENT_LIMIT = 1e-6, 1.5e-6
-ROUNDING_LIMIT = 1.15
+from bounds import GRADIENT_LIMIT, check
+from reference import dense, error
 
 
 def test_ring_equals_dense(case):
@@ -20,7 +17,7 @@ def test_ring_equals_dense(case):
         if with_dlse not in expected:
             expected[with_dlse] = dense(q, k, v, dout, dlse * with_dlse, causal=case.causal)
         found = _run(case, backward, with_dlse, q, k, v, dout, dlse)
-        _check(found, expected[with_dlse], case.dtype)
+        check(found, expected[with_dlse], dout, case.dtype)
 
 
 def _run(case, backward, with_dlse, q, k, v, dout, dlse):
@@ -39,16 +36,6 @@ def _run(case, backward, with_dlse, q, k, v, dout, dlse):
     names = ("o", "lse")[: len(outputs)] + ("dq", "dk", "dv")
     values = ring.restored(case.layout, size, *outputs, *grads)
     return dict(zip(names, values, strict=True))
-
-
-def _check(found, expected, dtype):
-    for name, value in found.items():
-        assert value.dtype == (np.float32 if name == "lse" else jnp.dtype(dtype)), name
-        wrong, size = error(name, value, expected)
-        limit = (OUTPUT_LIMIT if name in ("o", "lse") else GRADIENT_LIMIT) * size
-        if dtype != "float32" and name != "lse":
-            limit = max(limit, ROUNDING_LIMIT * rounding(name, expected, jnp.dtype(dtype)))
-        assert wrong <= limit, f"{name}: error {wrong / size:.2e}, allowed {limit / size:.2e}"
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])

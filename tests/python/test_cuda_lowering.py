@@ -18,6 +18,15 @@ from reference import dense
 
 GPU = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 BATCH, SEQ, HEADS, KV_HEADS, DIM = 4, 1024, 4, 2, 64
+OPTIONS = {
+    "window_left": -1,
+    "window_right": -1,
+    "logits_soft_cap": 0.0,
+    "has_segments": False,
+    "has_slopes": False,
+    "dropout_rate": 0.0,
+}
+"""Of full attention without features."""
 KNOWN = pytest.mark.parametrize("device", [GPU, None], ids=["gpu", "unknown"])
 CALL = re.compile(
     r"custom_call @(burst_\w+)\(.*?mhlo.backend_config = \{(.*?)\}.*? : \((.*)\) -> \((.*)\)"
@@ -82,6 +91,7 @@ def lowered(function, arguments, platform="cuda"):
 
 def problem(kind, **changes):
     """One rank of `shapes` on `abstract_mesh`, as the library is asked about it."""
+    options = {name: changes.pop(name) for name in OPTIONS if name in changes}
     return {
         "pass": kind,
         "batch": BATCH // 2,
@@ -90,12 +100,13 @@ def problem(kind, **changes):
         "heads": HEADS // 2,
         "kv_heads": KV_HEADS // 2,
         "head_dim": DIM,
+        "value_dim": DIM,
         "dtype": "bfloat16",
-        "is_causal": False,
         "softmax_scale": DIM**-0.5,
         "layout": "contiguous",
         "world_size": 4,
         "backward": "auto",
+        "options": OPTIONS | options,
     } | changes
 
 
@@ -124,23 +135,28 @@ def test_operands_and_results(device, check_vma):
 def test_attributes(monkeypatch, device):
     asked = {}
     monkeypatch.setattr(_ffi, "workspace_bytes", lambda **x: asked.setdefault(x["pass"], x) and 7)
-    options = {"is_causal": True, "layout": "zigzag", "backward": "queries", "scale": -0.5}
-    function = ring.sharded(abstract_mesh(device), **options)
+    options = {"layout": "zigzag", "backward": "queries"}
+    function = ring.sharded(abstract_mesh(device), **options, is_causal=True, scale=-0.5)
     forward, backward = calls(lowered(with_gradient(function), shapes()))
     groups = forward.attributes.pop("groups")
     assert groups.endswith(": tensor<16xi64>")
     assert forward.attributes == {
         "axis_name": '"context"',
         "communication_id": f"{_calls.COMMUNICATION_ID} : i64",
-        "is_causal": "true",
+        "dropout_rate": "0.000000e+00 : f32",
+        "has_segments": "false",
+        "has_slopes": "false",
         "layout": '"zigzag"',
+        "logits_soft_cap": "0.000000e+00 : f32",
         "softmax_scale": "5.000000e-01 : f32",
+        "window_left": "-1 : i64",
+        "window_right": "0 : i64",
         "world_size": "4 : i64",
     }
     also = {"groups": groups, "backward": '"queries"'}
     assert backward.attributes == forward.attributes | also
     assert 1 < _calls.COMMUNICATION_ID < 2**31
-    options["softmax_scale"] = abs(options.pop("scale"))
+    options |= {"softmax_scale": 0.5, "window_right": 0}
     assert asked == {kind: problem(kind, **options) for kind in ("forward", "backward")}
     assert forward.results[-1] == backward.results[-1] == "7xui8"
 

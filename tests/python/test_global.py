@@ -180,7 +180,7 @@ def test_specs_that_do_not_fit_are_refused():
     refused(NotImplementedError, "double rings", q, k, v, axis_name=("a", "b"), **auto)
     refused(
         ValueError,
-        r"seq of query must be a multiple of 4, .* got 46",
+        r"seq of query must be a multiple of 4, .* got 46; .*pad_sequence pads any length",
         q[:, :46],
         k[:, :46],
         v[:, :46],
@@ -229,7 +229,14 @@ def test_options_are_checked_before_the_mesh():
     q, k, v, _ = inputs()
     refused(NotImplementedError, "mask of jax.nn.dot_product_attention", q, k, v, None, q)
     refused(NotImplementedError, "key_value_seq_lengths", q, k, v, key_value_seq_lengths=q)
-    refused(NotImplementedError, "segment_ids is not implemented yet", q, k, v, segment_ids=q)
+    refused(
+        ValueError,
+        "segment_ids must be a pair .*differ in length",
+        q,
+        k[:, :8],
+        v[:, :8],
+        segment_ids=q,
+    )
     refused(
         TypeError,
         "return_residual must be True or False",

@@ -294,7 +294,10 @@ def test_virtual_ring_is_called_as_the_library_wants_it(monkeypatch):
         for attribute in (
             "world_size = 2 : i64",
             'layout = "striped"',
-            "is_causal = true",
+            "window_left = -1 : i64",
+            "window_right = 0 : i64",
+            "logits_soft_cap = 0.000000e+00 : f32",
+            "has_segments = false",
             "softmax_scale = 0.17677",
             'axis_name = "context"',
             f"tensor<{bytes_}xui8>",

@@ -1,102 +1,25 @@
 """Sink logits: values and gradients against dense float64, transformations, meshes, errors."""
 
-from dataclasses import dataclass, fields
-
 import burst_attention as ba
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
+from bounds import GRADIENT_LIMIT, check
 from burst_attention import _sinks
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from reference import Dense, Gradients, dense, error, rounding
+from reference import dense
 from test_cuda_lowering import GPU, abstract_mesh, calls, lowered, shapes
 
-OUTPUT_LIMIT, GRADIENT_LIMIT = 1e-6, 1.5e-6
-ROUNDING_LIMIT = 1.15
 SHAPES = [(2, 32, 4, 32), (2, 32, 2, 32), (2, 32, 2, 32), (4,), (2, 32, 4, 32)]
 NAMES = ("o", "dq", "dk", "dv", "dz")
 
 
-@dataclass
-class Expected(Dense):
-    """Dense attention with sinks, and the rows whose sum dz is."""
-
-    rows: np.ndarray | None = None
-    """e^(z − lse) · (dlse − delta)"""
-    share: np.ndarray | None = None
-    """e^(z − lse)"""
-
-    @property
-    def dz(self):
-        return self.rows.sum((0, 1))
-
-
 def dense_with_sinks(q, k, v, sinks, dout, dlse, *, causal):
-    """Attention to one more key: before all others, of value zero, with the sink as its logit.
-
-    One more column of the head makes that logit: 1 in every query, and z / scale in this key. So
-    the reference without sinks gives all there is; dz is scale⁻¹ times the gradient of that entry.
-    """
-    q, k, v, dout, dlse = (np.asarray(x, np.float64) for x in (q, k, v, dout, dlse))
-    scale, group = q.shape[3] ** -0.5, q.shape[2] // k.shape[2]
-    q, k, v, dout = map(_enlarged, (q, np.repeat(k, group, 2), np.repeat(v, group, 2), dout))
-    q[..., -1] = 1
-    k[:, 0, :, -1] = np.asarray(sinks, np.float64) / scale
-    dlse = np.pad(dlse, ((0, 0), (1, 0), (0, 0)))
-    found = dense(q, k, v, dout, dlse, causal=causal, scale=scale)
-    cut = {
-        field.name: _cut(getattr(found, field.name), group, field) for field in fields(Gradients)
-    }
-    out = Expected(**cut, o=_cut(found.o), lse=found.lse[:, 1:])
-    if found.terms:
-        out.terms = Gradients(
-            **{f.name: _cut(getattr(found.terms, f.name), group, f) for f in fields(Gradients)}
-        )
-    out.share = np.exp(sinks - out.lse)
-    out.rows = out.share * (dlse - (dout * found.o).sum(-1))[:, 1:]
-    assert np.allclose(out.dz, found.dk[:, 0, :, -1].sum(0) / scale, rtol=1e-9, atol=1e-12)
-    return out
-
-
-def _enlarged(x):
-    """One more token in front, one more column behind."""
-    return np.pad(x, ((0, 0), (1, 0), (0, 0), (0, 1)))
-
-
-def _cut(x, group=1, field=None):
-    """Without the first token and the last column; dk and dv summed over the heads of a group."""
-    x = x[:, 1:, :, :-1]
-    if field is None or field.name == "dq":
-        return x
-    return x.reshape(*x.shape[:2], -1, group, x.shape[3]).sum(3)
-
-
-def check(found, expected, dout, dtype="float32"):
-    """Within the bounds of attention without sinks."""
-    dtype = jnp.dtype(dtype)
-    for name, value in found.items():
-        assert value.dtype == (jnp.float32 if name in ("lse", "dz") else dtype), name
-        if name == "dz":
-            wrong, limit = np.linalg.norm(value - expected.dz), _dz_limit(expected, dout, dtype)
-        else:
-            wrong, size = error(name, value, expected)
-            limit = (OUTPUT_LIMIT if name in ("o", "lse") else GRADIENT_LIMIT) * size
-            if dtype != jnp.float32 and name != "lse":
-                limit = max(limit, ROUNDING_LIMIT * rounding(name, expected, dtype))
-        assert wrong <= limit, f"{name}: error {wrong:.2e}, allowed {limit:.2e}"
-
-
-def _dz_limit(expected, dout, dtype):
-    """float32 of independent rows, and for long sequences what rounding o alone does to delta."""
-    limit = GRADIENT_LIMIT * np.linalg.norm(expected.rows)
-    if dtype == jnp.float32 or expected.terms:
-        return limit
-    rounded = expected.o.astype(dtype).astype(np.float64) - expected.o
-    delta = (rounded * np.asarray(dout, np.float64)).sum(-1)
-    return limit + ROUNDING_LIMIT * np.linalg.norm((expected.share * delta).sum((0, 1)))
+    """The reference, in the order of the arguments here."""
+    return dense(q, k, v, dout, dlse, causal=causal, sinks=sinks)
 
 
 def sharded(mesh, spec=ring.SPEC, sinks_spec=None, check_vma=True, **options):

@@ -9,7 +9,7 @@ use burst_attention::cuda::nccl::Communicator;
 use burst_attention::cuda::rank::Arrays;
 use burst_attention::cuda::record::{Recorder, images, nccl};
 use burst_attention::cuda::ring::{Call, Given};
-use burst_attention::{Dtype, Layout, Pass, Problem, Travels};
+use burst_attention::{Dtype, Features, Layout, Pass, Problem, Travels, Window};
 
 const CALLS: usize = 2001;
 
@@ -21,9 +21,11 @@ fn call(world_size: usize, batch: usize, pass: Pass, travels: Option<Travels>) -
         heads: 32,
         kv_heads: 8,
         head_dim: 128,
+        value_dim: 128,
         dtype: Dtype::Bf16,
-        causal: true,
+        window: Window::CAUSAL,
         softmax_scale: 0.088,
+        features: Features::default(),
         layout: Layout::Zigzag,
         world_size,
     };

@@ -1,7 +1,9 @@
 //! From a call frame to a ring on GPUs.
 
-use burst_attention::cuda::rank::Arrays;
+use burst_attention::cuda::rank::{Arrays, Extras};
 use burst_attention::cuda::ring::{Call, Given};
+use burst_attention::host::array::HostArray;
+use burst_attention::host::extras::Extras as HostExtras;
 use burst_attention::{Pass, Problem};
 
 use super::Spread;
@@ -90,10 +92,10 @@ impl CudaSite {
     /// If they do not fit each other, or the core does not take the problem.
     pub fn call(&self, frame: &CallFrame<'_>) -> Result<Call> {
         let operands = frame.all_arguments()?;
-        let [q, k, ..] = operands.as_slice() else {
+        let [q, k, v, ..] = operands.as_slice() else {
             return Err(Error::mismatch("number of operands", "3 or more", operands.len()));
         };
-        self.call_of(&self.site.shapes(q, k)?)
+        self.call_of(&self.site.shapes(q, k, v)?)
     }
 
     fn call_of(&self, shapes: &Shapes) -> Result<Call> {
@@ -132,64 +134,87 @@ impl CudaSite {
     }
 
     fn forward(&self, frame: &CallFrame<'_>) -> Result<(Shapes, Arrays, Buffer)> {
-        let [q, k, v] = frame.arguments()?;
+        let ([q, k, v], extras, []) = self.site.operands(frame)?;
         let [o, lse, workspace] = frame.results()?;
-        let shapes = self.site.shapes(&q, &k)?;
+        let shapes = self.site.shapes(&q, &k, &v)?;
         let arrays = Arrays::Forward {
             q: shapes.query("query", &q)?.address(),
             k: shapes.key("key", &k)?.address(),
-            v: shapes.key("value", &v)?.address(),
-            o: shapes.query("out", &o)?.address(),
+            v: shapes.value("value", &v)?.address(),
+            o: shapes.result("out", &o)?.address(),
             lse: shapes.rows("lse", &lse)?.address(),
+            extras: addresses(&shapes.extras(&extras)?),
         };
         Ok((shapes, arrays, workspace))
     }
 
     fn backward(&self, frame: &CallFrame<'_>) -> Result<(Shapes, Arrays, Buffer)> {
-        let [q, k, v, o, lse, dout, dlse] = frame.arguments()?;
+        let ([q, k, v, o, lse, dout, dlse], extras, []) = self.site.operands(frame)?;
         let [dq, dk, dv, workspace] = frame.results()?;
-        let shapes = self.site.shapes(&q, &k)?;
+        let shapes = self.site.shapes(&q, &k, &v)?;
         let arrays = Arrays::Backward {
             q: shapes.query("query", &q)?.address(),
             k: shapes.key("key", &k)?.address(),
-            v: shapes.key("value", &v)?.address(),
-            o: shapes.query("out", &o)?.address(),
+            v: shapes.value("value", &v)?.address(),
+            o: shapes.result("out", &o)?.address(),
             lse: shapes.rows("lse", &lse)?.address(),
-            dout: shapes.query("dout", &dout)?.address(),
+            dout: shapes.result("dout", &dout)?.address(),
             dlse: shapes.rows("dlse", &dlse)?.address(),
             dq: shapes.query("dq", &dq)?.address(),
             dk: shapes.key("dk", &dk)?.address(),
-            dv: shapes.key("dv", &dv)?.address(),
+            dv: shapes.value("dv", &dv)?.address(),
+            extras: addresses(&shapes.extras(&extras)?),
         };
         Ok((shapes, arrays, workspace))
     }
 }
 
+/// Where the arrays of features lie, 0 for those that there are none of.
+fn addresses(extras: &HostExtras) -> Extras {
+    let at = |array: &Option<HostArray>| array.as_ref().map_or(0, |a| a.ptr.as_ptr() as u64);
+    Extras {
+        q_segments: at(&extras.q_segments),
+        k_segments: at(&extras.k_segments),
+        slopes: at(&extras.slopes),
+    }
+}
+
 /// The arrays of a rank where all ranks' lie one after the other.
 fn of_rank(arrays: Arrays, problem: &Problem, rank: usize) -> Arrays {
-    let Problem { batch, q_len, kv_len, heads, kv_heads, head_dim, dtype, .. } = *problem;
-    let queries = (rank * batch * q_len * heads * head_dim * dtype.bytes()) as u64;
-    let keys = (rank * batch * kv_len * kv_heads * head_dim * dtype.bytes()) as u64;
-    let rows = (rank * batch * q_len * heads * 4) as u64;
+    let Problem { batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim, .. } = *problem;
+    let bytes = |elements: usize| (rank * batch * elements) as u64;
+    let element = problem.dtype.bytes();
+    let (of_q, of_o) =
+        (bytes(q_len * heads * head_dim * element), bytes(q_len * heads * value_dim * element));
+    let of_k = bytes(kv_len * kv_heads * head_dim * element);
+    let of_v = bytes(kv_len * kv_heads * value_dim * element);
+    let of_row = bytes(q_len * heads * 4);
+    let moved = |extras: Extras| Extras {
+        q_segments: extras.q_segments + bytes(4 * q_len),
+        k_segments: extras.k_segments + bytes(4 * kv_len),
+        slopes: extras.slopes + bytes(4 * heads),
+    };
     match arrays {
-        Arrays::Forward { q, k, v, o, lse } => Arrays::Forward {
-            q: q + queries,
-            k: k + keys,
-            v: v + keys,
-            o: o + queries,
-            lse: lse + rows,
+        Arrays::Forward { q, k, v, o, lse, extras } => Arrays::Forward {
+            q: q + of_q,
+            k: k + of_k,
+            v: v + of_v,
+            o: o + of_o,
+            lse: lse + of_row,
+            extras: moved(extras),
         },
-        Arrays::Backward { q, k, v, o, lse, dout, dlse, dq, dk, dv } => Arrays::Backward {
-            q: q + queries,
-            k: k + keys,
-            v: v + keys,
-            o: o + queries,
-            lse: lse + rows,
-            dout: dout + queries,
-            dlse: dlse + rows,
-            dq: dq + queries,
-            dk: dk + keys,
-            dv: dv + keys,
+        Arrays::Backward { q, k, v, o, lse, dout, dlse, dq, dk, dv, extras } => Arrays::Backward {
+            q: q + of_q,
+            k: k + of_k,
+            v: v + of_v,
+            o: o + of_o,
+            lse: lse + of_row,
+            dout: dout + of_o,
+            dlse: dlse + of_row,
+            dq: dq + of_q,
+            dk: dk + of_k,
+            dv: dv + of_v,
+            extras: moved(extras),
         },
     }
 }

@@ -9,6 +9,7 @@ use serde::Deserialize;
 use serde_json::json;
 
 use crate::call::travels_of;
+use crate::options::Options;
 
 /// The shapes and attributes of a call.
 #[derive(Deserialize)]
@@ -22,8 +23,9 @@ struct Request {
     kv_heads: usize,
     head_dim: usize,
     dtype: String,
-    is_causal: bool,
+    value_dim: usize,
     softmax_scale: f32,
+    options: Options,
     layout: String,
     world_size: usize,
     backward: String,
@@ -51,8 +53,10 @@ impl Request {
             kv_heads: self.kv_heads,
             head_dim: self.head_dim,
             dtype,
-            causal: self.is_causal,
+            value_dim: self.value_dim,
+            window: self.options.window(),
             softmax_scale: self.softmax_scale,
+            features: self.options.features(),
             layout: self.layout.parse().map_err(|error| format!("{error}"))?,
             world_size: self.world_size,
         };

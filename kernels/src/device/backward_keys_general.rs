@@ -1,10 +1,11 @@
-//! Backward pass over one rectangle, key side, with segments and a soft cap.
+//! Backward pass over one rectangle, key side, with segments, a soft cap and ALiBi.
 
 #[cutile::module]
 pub mod backward_keys_general {
     use super::super::backward_keys::backward_keys::{add, exponents};
     use super::super::common::common::{
-        band, block_of, cap_ratio, capped, product, rows_view, same_segment,
+        band, biased, block_of, cap_ratio, capped, existing, positions, product, rows_view,
+        same_segment, slope_log2,
     };
     use super::super::common::common::{segments_view, statistics_view, stream, streamed};
     use super::super::common::common::{uncapped, write};
@@ -53,6 +54,16 @@ pub mod backward_keys_general {
         kv_segments_batch_stride: i32,
         cap_log2: f32,
         twice_by_cap: f32,
+        slopes: *mut f32,
+        slopes_batch_stride: i32,
+        has_slopes: i32,
+        distance: i32,
+        position_stride: i32,
+        value_dim: i32,
+        v_batch_stride: i32,
+        dout_batch_stride: i32,
+        dv_acc_batch_stride: i32,
+        dv_batch_stride: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let order: (i32, i32) = block_of(pid.0, ceil_div(kv_len, BN), section, reverse);
@@ -65,11 +76,11 @@ pub mod backward_keys_general {
         let q_view: Tensor<E, { [-1, -1, -1, -1] }> =
             unsafe { rows_view(q, batch, q_len, heads, head_dim, q_batch_stride) };
         let dout_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(dout, batch, q_len, heads, head_dim, q_batch_stride) };
+            unsafe { rows_view(dout, batch, q_len, heads, value_dim, dout_batch_stride) };
         let k_view: Tensor<E, { [-1, -1, -1, -1] }> =
             unsafe { rows_view(k, batch, kv_len, kv_heads, head_dim, kv_batch_stride) };
         let v_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(v, batch, kv_len, kv_heads, head_dim, kv_batch_stride) };
+            unsafe { rows_view(v, batch, kv_len, kv_heads, value_dim, v_batch_stride) };
         let lse_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
             statistics_view(lse_log2, batch, heads, q_len, stat_batch_stride, stat_head_stride)
         };
@@ -114,7 +125,21 @@ pub mod backward_keys_general {
             let tq: Tile<E, { [BM, DT] }> = stream(&q_part, b, i, h);
             let s: Tile<f32, { [BN, BM] }> = product(tk, tq);
             let ratio: Tile<f32, { [BN, BM] }> = cap_ratio(s, twice_by_cap);
-            let scores: Tile<f32, { [BN, BM] }> = capped(s, ratio, scale_log2, cap_log2);
+            let mut scores: Tile<f32, { [BN, BM] }> = capped(s, ratio, scale_log2, cap_log2);
+            if has_slopes == 1i32 {
+                let slope: Tile<f32, { [1, 1] }> =
+                    unsafe { slope_log2(slopes, batch, heads, slopes_batch_stride, b, h) };
+                let slope: Tile<f32, { [BN, BM] }> = slope.broadcast(const_shape![BN, BM]);
+                // A query past the end reads as 0, lse too: its p must stay finite.
+                let exist: Tile<bool, { [BN, BM] }> = existing::<BN, BM>(q_len - i * BM);
+                let zero: Tile<f32, { [BN, BM] }> = constant(0.0f32, const_shape![BN, BM]);
+                let slope: Tile<f32, { [BN, BM] }> = select(exist, slope, zero);
+                // Keys minus queries: the queries' positions as seen from the first key, negated.
+                let start: i32 = distance - (i * BM - key) * position_stride;
+                let keys: Tile<f32, { [BN] }> = positions::<BN>(start, position_stride);
+                let queries: Tile<f32, { [BM] }> = positions::<BM>(0i32, position_stride);
+                scores = biased(scores, negf(slope), keys, queries);
+            }
             let lse: Tile<f32, { [1, 1, BM] }> = lse_part.load([b, h, i]);
             let e: Tile<f32, { [BN, BM] }> = exponents(scores, lse, 1.0f32);
             let p: Tile<f32, { [BN, BM] }> = exp2(e, ftz::Enabled);
@@ -138,7 +163,7 @@ pub mod backward_keys_general {
         let dk_acc_view: Tensor<f32, { [-1, -1, -1, -1] }> =
             unsafe { rows_view(dk_acc, batch, kv_len, kv_heads, head_dim, acc_batch_stride) };
         let dv_acc_view: Tensor<f32, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(dv_acc, batch, kv_len, kv_heads, head_dim, acc_batch_stride) };
+            unsafe { rows_view(dv_acc, batch, kv_len, kv_heads, value_dim, dv_acc_batch_stride) };
         if first == 0i32 {
             let t: Tile<f32, { [1, BN, 1, DT] }> =
                 dk_acc_view.partition(const_shape![1, BN, 1, DT]).load([b, j, hk, 0i32]);
@@ -153,7 +178,7 @@ pub mod backward_keys_general {
             let dk_view: Tensor<E, { [-1, -1, -1, -1] }> =
                 unsafe { rows_view(dk, batch, kv_len, kv_heads, head_dim, out_batch_stride) };
             let dv_view: Tensor<E, { [-1, -1, -1, -1] }> =
-                unsafe { rows_view(dv, batch, kv_len, kv_heads, head_dim, out_batch_stride) };
+                unsafe { rows_view(dv, batch, kv_len, kv_heads, value_dim, dv_batch_stride) };
             let t: Tile<E, { [BN, DT] }> = convert_tile(sum_k);
             unsafe { write(&dk_view, t, b, j, hk) };
             let t: Tile<E, { [BN, DT] }> = convert_tile(sum_v);

@@ -1,13 +1,15 @@
-//! Backward pass over one rectangle, query side, with segments and a soft cap.
+//! Backward pass over one rectangle, query side, with segments, a soft cap and ALiBi.
 
 #[cutile::module]
 pub mod backward_queries_general {
     use super::super::backward_queries::backward_queries::{add, exponents};
     use super::super::common::common::{
-        band, block_of, cap_ratio, capped, existing, product, rows_view,
+        band, biased, block_of, cap_ratio, capped, existing, positions, product, rows_view,
     };
     use super::super::common::common::{deliver, streamed, uncapped};
-    use super::super::common::common::{same_segment, segments_view, statistics_view, stream};
+    use super::super::common::common::{
+        same_segment, segments_view, slope_log2, statistics_view, stream,
+    };
     use cutile::core::*;
 
     #[cutile::entry(unchecked_accesses = true)]
@@ -51,6 +53,14 @@ pub mod backward_queries_general {
         kv_segments_batch_stride: i32,
         cap_log2: f32,
         twice_by_cap: f32,
+        slopes: *mut f32,
+        slopes_batch_stride: i32,
+        has_slopes: i32,
+        distance: i32,
+        position_stride: i32,
+        value_dim: i32,
+        v_batch_stride: i32,
+        dout_batch_stride: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let order: (i32, i32) = block_of(pid.0, ceil_div(q_len, BM), section, reverse);
@@ -62,11 +72,11 @@ pub mod backward_queries_general {
         let q_view: Tensor<E, { [-1, -1, -1, -1] }> =
             unsafe { rows_view(q, batch, q_len, heads, head_dim, q_batch_stride) };
         let dout_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(dout, batch, q_len, heads, head_dim, q_batch_stride) };
+            unsafe { rows_view(dout, batch, q_len, heads, value_dim, dout_batch_stride) };
         let k_view: Tensor<E, { [-1, -1, -1, -1] }> =
             unsafe { rows_view(k, batch, kv_len, kv_heads, head_dim, kv_batch_stride) };
         let v_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(v, batch, kv_len, kv_heads, head_dim, kv_batch_stride) };
+            unsafe { rows_view(v, batch, kv_len, kv_heads, value_dim, v_batch_stride) };
         let lse_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
             statistics_view(lse_log2, batch, heads, q_len, stat_batch_stride, stat_head_stride)
         };
@@ -103,11 +113,22 @@ pub mod backward_queries_general {
         let own: Tile<i32, { [BM, 1] }> = own.reshape(const_shape![BM, 1]);
         let kv_segments_part = kv_segments_view.partition(const_shape![1, BN]);
 
+        let mut slope: Tile<f32, { [1, 1] }> = constant(0.0f32, const_shape![1, 1]);
+        if has_slopes == 1i32 {
+            slope = unsafe { slope_log2(slopes, batch, heads, slopes_batch_stride, b, h) };
+        }
+
         for j in tiles.0..tiles.3 {
             let tk: Tile<E, { [BN, DT] }> = stream(&k_part, b, j, hk);
             let s: Tile<f32, { [BM, BN] }> = product(tq, tk);
             let ratio: Tile<f32, { [BM, BN] }> = cap_ratio(s, twice_by_cap);
-            let scores: Tile<f32, { [BM, BN] }> = capped(s, ratio, scale_log2, cap_log2);
+            let mut scores: Tile<f32, { [BM, BN] }> = capped(s, ratio, scale_log2, cap_log2);
+            if has_slopes == 1i32 {
+                let start: i32 = distance + (j * BN - row) * position_stride;
+                let keys: Tile<f32, { [BN] }> = positions::<BN>(start, position_stride);
+                let queries: Tile<f32, { [BM] }> = positions::<BM>(0i32, position_stride);
+                scores = biased(scores, slope.broadcast(const_shape![BM, BN]), queries, keys);
+            }
             let e: Tile<f32, { [BM, BN] }> = exponents(scores, lse, 1.0f32);
             let p: Tile<f32, { [BM, BN] }> = exp2(e, ftz::Enabled);
             let seen: Tile<bool, { [BM, BN] }> = band::<BM, BN>(lower, upper, j * BN - row);

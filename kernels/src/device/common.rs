@@ -281,4 +281,45 @@ pub mod common {
             unsafe { write(accumulator, total, batch, tile, head) };
         }
     }
+
+    /// The slope of a head in base 2, of `[batch, heads]` at `base`.
+    pub unsafe fn slope_log2(
+        base: *mut f32,
+        batch: i32,
+        heads: i32,
+        batch_stride: i32,
+        b: i32,
+        h: i32,
+    ) -> Tile<f32, { [1, 1] }> {
+        let shape: Shape<{ [-1, -1] }> = Shape::<{ [-1, -1] }> { dims: &[batch, heads] };
+        let strides: Array<{ [-1, 1] }> = Array::<{ [-1, 1] }> { dims: &[batch_stride] };
+        let base: PointerTile<*mut f32, { [] }> = pointer_to_tile(base);
+        let view: Tensor<f32, { [-1, -1] }> =
+            unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) };
+        let slope: Tile<f32, { [1, 1] }> = view.partition(const_shape![1, 1]).load([b, h]);
+        let log2e: Tile<f32, { [1, 1] }> = constant(1.442695040888963407f32, const_shape![1, 1]);
+        slope * log2e
+    }
+
+    /// Positions of a tile's rows, the first of which is at `start`: exact up to 2^24.
+    pub fn positions<const R: i32>(start: i32, stride: i32) -> Tile<f32, { [R] }> {
+        let rows: Tile<i32, { [R] }> = iota(const_shape![R]);
+        let stride: Tile<i32, { [R] }> = stride.broadcast(const_shape![R]);
+        let start: Tile<i32, { [R] }> = start.broadcast(const_shape![R]);
+        convert_tile(rows * stride + start)
+    }
+
+    /// s + slope · (column − row), where rows and columns come as positions.
+    pub fn biased<const R: i32, const C: i32>(
+        s: Tile<f32, { [R, C] }>,
+        slope: Tile<f32, { [R, C] }>,
+        rows: Tile<f32, { [R] }>,
+        columns: Tile<f32, { [C] }>,
+    ) -> Tile<f32, { [R, C] }> {
+        let rows: Tile<f32, { [R, 1] }> = rows.reshape(const_shape![R, 1]);
+        let rows: Tile<f32, { [R, C] }> = rows.broadcast(const_shape![R, C]);
+        let columns: Tile<f32, { [1, C] }> = columns.reshape(const_shape![1, C]);
+        let columns: Tile<f32, { [R, C] }> = columns.broadcast(const_shape![R, C]);
+        fma(columns - rows, slope, s, rounding::NearestEven, ftz::Disabled)
+    }
 }

@@ -1,11 +1,13 @@
-//! Forward pass over one rectangle of queries and keys, with segments and a soft cap.
+//! Forward pass over one rectangle of queries and keys, with segments, a soft cap and ALiBi.
 
 #[cutile::module]
 pub mod forward_general {
     use super::super::common::common::{
-        band, block_of, cap_ratio, capped, existing, per_row_view, product,
+        band, biased, block_of, cap_ratio, capped, existing, per_row_view, positions, product,
     };
-    use super::super::common::common::{rows_view, same_segment, segments_view, statistics_view};
+    use super::super::common::common::{
+        rows_view, same_segment, segments_view, slope_log2, statistics_view,
+    };
     use super::super::common::common::{stream, streamed, write, write_statistics};
     use super::super::forward::forward::{conclude, fold};
     use cutile::core::*;
@@ -46,6 +48,13 @@ pub mod forward_general {
         kv_segments_batch_stride: i32,
         cap_log2: f32,
         twice_by_cap: f32,
+        slopes: *mut f32,
+        slopes_batch_stride: i32,
+        has_slopes: i32,
+        distance: i32,
+        position_stride: i32,
+        value_dim: i32,
+        v_batch_stride: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let order: (i32, i32) = block_of(pid.0, ceil_div(q_len, BM), section, reverse);
@@ -59,9 +68,9 @@ pub mod forward_general {
         let k_view: Tensor<E, { [-1, -1, -1, -1] }> =
             unsafe { rows_view(k, batch, kv_len, kv_heads, head_dim, kv_batch_stride) };
         let v_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(v, batch, kv_len, kv_heads, head_dim, kv_batch_stride) };
+            unsafe { rows_view(v, batch, kv_len, kv_heads, value_dim, v_batch_stride) };
         let acc_view: Tensor<f32, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(acc, batch, q_len, heads, head_dim, acc_batch_stride) };
+            unsafe { rows_view(acc, batch, q_len, heads, value_dim, acc_batch_stride) };
         let max_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
             statistics_view(row_max, batch, heads, q_len, stat_batch_stride, stat_head_stride)
         };
@@ -103,11 +112,22 @@ pub mod forward_general {
         let own: Tile<i32, { [BM, 1] }> = own.reshape(const_shape![BM, 1]);
         let kv_segments_part = kv_segments_view.partition(const_shape![1, BN]);
 
+        let mut slope: Tile<f32, { [1, 1] }> = constant(0.0f32, const_shape![1, 1]);
+        if has_slopes == 1i32 {
+            slope = unsafe { slope_log2(slopes, batch, heads, slopes_batch_stride, b, h) };
+        }
+
         for j in tiles.0..tiles.3 {
             let tk: Tile<E, { [BN, DT] }> = stream(&k_part, b, j, hk);
             let s: Tile<f32, { [BM, BN] }> = product(tq, tk);
             let ratio: Tile<f32, { [BM, BN] }> = cap_ratio(s, twice_by_cap);
-            let s: Tile<f32, { [BM, BN] }> = capped(s, ratio, scale_log2, cap_log2);
+            let mut s: Tile<f32, { [BM, BN] }> = capped(s, ratio, scale_log2, cap_log2);
+            if has_slopes == 1i32 {
+                let start: i32 = distance + (j * BN - row) * position_stride;
+                let keys: Tile<f32, { [BN] }> = positions::<BN>(start, position_stride);
+                let queries: Tile<f32, { [BM] }> = positions::<BM>(0i32, position_stride);
+                s = biased(s, slope.broadcast(const_shape![BM, BN]), queries, keys);
+            }
             let seen: Tile<bool, { [BM, BN] }> = band::<BM, BN>(lower, upper, j * BN - row);
             let exist: Tile<bool, { [BM, BN] }> = existing::<BM, BN>(kv_len - j * BN);
             let other: Tile<i32, { [1, BN] }> = kv_segments_part.load([b, j]);
@@ -123,7 +143,7 @@ pub mod forward_general {
 
         if last == 1i32 {
             let o_view: Tensor<E, { [-1, -1, -1, -1] }> =
-                unsafe { rows_view(o, batch, q_len, heads, head_dim, o_batch_stride) };
+                unsafe { rows_view(o, batch, q_len, heads, value_dim, o_batch_stride) };
             let lse_view: Tensor<f32, { [-1, -1, -1] }> =
                 unsafe { per_row_view(lse, batch, q_len, heads, lse_batch_stride) };
             unsafe { conclude(m, l, a, &o_view, &lse_view, b, i, h) };

@@ -1,4 +1,4 @@
-//! What is done once per row: statistics for the backward pass before it, casts after it.
+//! What is done once per row: statistics for the backward pass before it, sums and casts after it.
 
 #[cutile::module]
 pub mod rows {
@@ -114,5 +114,35 @@ pub mod rows {
             unsafe { rows_view(out, batch, rows, heads, head_dim, out_batch_stride) };
         let t: Tile<E, { [BM, DT] }> = convert_tile(sum);
         unsafe { write(&out_view, t, n, i, h) };
+    }
+
+    /// home += arrived, of accumulators.
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn merge<const BM: i32, const DT: i32>(
+        home: *mut f32,
+        arrived: *mut f32,
+        batch: i32,
+        rows: i32,
+        heads: i32,
+        head_dim: i32,
+        home_batch_stride: i32,
+        arrived_batch_stride: i32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let order: (i32, i32) = block_of(pid.0, ceil_div(rows, BM), heads, 0i32);
+        let i: i32 = order.0;
+        let n: i32 = order.1 / heads;
+        let h: i32 = order.1 - n * heads;
+        let home_view: Tensor<f32, { [-1, -1, -1, -1] }> =
+            unsafe { rows_view(home, batch, rows, heads, head_dim, home_batch_stride) };
+        let arrived_view: Tensor<f32, { [-1, -1, -1, -1] }> =
+            unsafe { rows_view(arrived, batch, rows, heads, head_dim, arrived_batch_stride) };
+        let a: Tile<f32, { [1, BM, 1, DT] }> =
+            home_view.partition(const_shape![1, BM, 1, DT]).load([n, i, h, 0i32]);
+        let a: Tile<f32, { [BM, DT] }> = a.reshape(const_shape![BM, DT]);
+        let b: Tile<f32, { [1, BM, 1, DT] }> =
+            arrived_view.partition(const_shape![1, BM, 1, DT]).load([n, i, h, 0i32]);
+        let b: Tile<f32, { [BM, DT] }> = b.reshape(const_shape![BM, DT]);
+        unsafe { write(&home_view, a + b, n, i, h) };
     }
 }

@@ -24,10 +24,9 @@ impl Side {
     /// The side whose rows an array of a shape has.
     pub fn of(shape: Shape) -> Side {
         match shape {
-            Shape::Queries | Shape::PerQuery | Shape::Statistics | Shape::QueryTokens => {
-                Side::Queries
-            }
-            Shape::Keys | Shape::KeyTokens => Side::Keys,
+            Shape::Queries | Shape::Results | Shape::QueryTokens => Side::Queries,
+            Shape::PerQuery | Shape::Statistics | Shape::PerHead => Side::Queries,
+            Shape::Keys | Shape::Values | Shape::KeyTokens => Side::Keys,
         }
     }
 }
@@ -38,6 +37,7 @@ pub(super) struct Sizes {
     pub heads: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
+    pub value_dim: usize,
 }
 
 /// An array of a description: element (b, r, h, d) lies at
@@ -68,12 +68,15 @@ impl Array {
         let (heads, dim) = match view.shape {
             Shape::Queries => (sizes.heads, sizes.head_dim),
             Shape::Keys => (sizes.kv_heads, sizes.head_dim),
-            Shape::PerQuery | Shape::Statistics => (sizes.heads, 1),
+            Shape::Results => (sizes.heads, sizes.value_dim),
+            Shape::Values => (sizes.kv_heads, sizes.value_dim),
+            Shape::PerQuery | Shape::Statistics | Shape::PerHead => (sizes.heads, 1),
             Shape::QueryTokens | Shape::KeyTokens => (1, 1),
         };
         let (heads, dim) = (heads as u64, dim as u64);
         let (row_stride, head_stride) = match view.shape {
             Shape::Statistics => (1, at.head_stride),
+            Shape::PerHead => (0, 1),
             _ => (heads.saturating_mul(dim), dim),
         };
         Array {

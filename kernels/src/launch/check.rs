@@ -3,14 +3,19 @@
 //! [`Launch::check`]: super::Launch::check
 
 use super::array::Array;
+use super::description::Alibi;
 use super::error::LaunchError;
 use super::job::Job;
 use crate::instances::Kernel;
 
+/// A tile has no more rows, and the kernels count to its end.
+const LONGEST_TILE: usize = 128;
+
 impl Job {
     /// Sizes are such that a kernel exists and counts are 32-bit.
     pub fn check_sizes(&self) -> Result<(), LaunchError> {
-        let rows = if self.kernel == Kernel::Finish { "rows" } else { "q_len" };
+        let is_sum = matches!(self.kernel, Kernel::Finish | Kernel::Merge);
+        let rows = if is_sum { "rows" } else { "q_len" };
         let sizes = [
             ("batch", self.batch),
             (rows, self.q_len),
@@ -29,10 +34,15 @@ impl Job {
             let expected = format!("a divisor of heads ({})", self.heads);
             return Err(LaunchError::invalid("kv_heads", expected, self.kv_heads));
         }
-        let dims = 8..=256;
-        if !self.head_dim.is_multiple_of(8) || !dims.contains(&self.head_dim) {
-            let expected = "a multiple of 8 from 8 to 256 (pad the columns with zeros)";
-            return Err(LaunchError::invalid("head_dim", expected, self.head_dim));
+        for (name, dim) in [("head_dim", self.head_dim), ("value_dim", self.value_dim)] {
+            if !dim.is_multiple_of(8) || !(8..=256).contains(&dim) {
+                let expected = "a multiple of 8 from 8 to 256 (pad the columns with zeros)";
+                return Err(LaunchError::invalid(name, expected, dim));
+            }
+        }
+        if self.value_dim != self.head_dim && self.kernel == self.kernel.plain() {
+            let expected = format!("head_dim ({}) where `general` is not given", self.head_dim);
+            return Err(LaunchError::invalid("value_dim", expected, self.value_dim));
         }
         let scale = self.softmax_scale;
         if !(scale > 0.0 && scale.is_finite() && self.scale_log2().is_finite()) {
@@ -44,6 +54,22 @@ impl Job {
         if self.soft_cap != 0.0 && !(1e-3..=1e3).contains(&self.soft_cap) {
             let expected = "0 for none, or from 0.001 to 1000 (leave out a larger one)";
             return Err(LaunchError::invalid("soft_cap", expected, self.soft_cap));
+        }
+        self.check_positions()
+    }
+
+    /// Positions are 32-bit whatever piece they are counted in.
+    fn check_positions(&self) -> Result<(), LaunchError> {
+        let Some(Alibi { distance, stride, .. }) = self.alibi else { return Ok(()) };
+        let rows = self.q_len.max(self.kv_len).next_multiple_of(LONGEST_TILE) as u128;
+        let furthest = rows * u128::from(stride.unsigned_abs());
+        let Some(most) = (i32::MAX as u128).checked_sub(furthest) else {
+            let expected = format!("below 2^31 over {rows} rows");
+            return Err(LaunchError::invalid("stride of alibi", expected, stride));
+        };
+        if u128::from(distance.unsigned_abs()) > most {
+            let expected = format!("from -{most} to {most} with {rows} rows {stride} apart");
+            return Err(LaunchError::invalid("distance of alibi", expected, distance));
         }
         Ok(())
     }

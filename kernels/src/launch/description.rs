@@ -6,7 +6,7 @@ use super::job::Job;
 use super::{Launch, LaunchError, MAX_VIEW_BYTES};
 use crate::instances::{Element, Kernel, Target};
 
-/// Where an array `[batch, rows, heads, head_dim]` or `[batch, rows, heads]` lies: within a batch
+/// Where an array `[batch, rows, heads, columns]` or `[batch, rows, heads]` lies: within a batch
 /// entry contiguous, from the first row that is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -44,8 +44,10 @@ pub struct Rectangle {
     pub heads: usize,
     /// Key/value heads, a divisor of `heads`.
     pub kv_heads: usize,
-    /// Columns, a multiple of 8 up to 256.
+    /// Columns of queries and keys, a multiple of 8 up to 256.
     pub head_dim: usize,
+    /// Columns of values and of the result, as `head_dim`; other than it only with `general`.
+    pub value_dim: usize,
     /// Type of the activations.
     pub element: Element,
     /// Query row i sees key row j when `lower ≤ j − i ≤ upper`; `i64::MIN` for no limit.
@@ -56,7 +58,8 @@ pub struct Rectangle {
     pub softmax_scale: f32,
 }
 
-/// What the general variants of the kernels do beside: segments and a soft cap.
+/// What the general variants of the kernels do beside: segments, a soft cap, ALiBi. They also take
+/// values with other columns than keys, and arrays of such columns have strides of their own.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct General {
@@ -67,6 +70,21 @@ pub struct General {
     pub kv_segments: Rows,
     /// Scores become `cap · tanh(score / cap)`, with a cap from 0.001 to 1000; 0 leaves them.
     pub soft_cap: f32,
+    /// ALiBi: a bias by distance, added after the soft cap.
+    pub alibi: Option<Alibi>,
+}
+
+/// Adds slope · (position of the key − position of the query) to scaled scores. Query row i has
+/// position q₀ + `stride` · i, key row j k₀ + `stride` · j.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Alibi {
+    /// Slope of each query head, float32 `[batch, heads]`.
+    pub slopes: Rows,
+    /// k₀ − q₀. With `stride` times the longer side's rows it stays below 2^31.
+    pub distance: i64,
+    /// Positions from one row to the next.
+    pub stride: i64,
 }
 
 /// Folds a rectangle of keys into the running softmax of its queries.
@@ -81,16 +99,16 @@ pub struct Forward {
     pub q: Rows,
     /// Keys.
     pub k: Rows,
-    /// Values, strided as `k`.
+    /// Values; without `general` strided as `k`.
     pub v: Rows,
-    /// State: Σ p·v, float32 as `q`. The three arrays of the state may be missing if `first` and
+    /// State: Σ p·v, float32 as `o`. The three arrays of the state may be missing if `first` and
     /// `last` and one launch is enough.
     pub acc: Option<Rows>,
     /// State: maximum of the scaled scores, in base 2.
     pub row_max: Option<Statistics>,
     /// State: Σ p, strided as `row_max`.
     pub row_sum: Option<Statistics>,
-    /// Result, as `q`; needed if `last`.
+    /// Result `[batch, q_len, heads, value_dim]`; needed if `last`.
     pub o: Option<Rows>,
     /// Log-sum-exp `[batch, q_len, heads]`, float32; needed if `last`.
     pub lse: Option<Rows>,
@@ -112,9 +130,9 @@ pub struct KeyGrads {
     pub q: Rows,
     /// Keys.
     pub k: Rows,
-    /// Values, strided as `k`.
+    /// Values; without `general` strided as `k`.
     pub v: Rows,
-    /// Gradient of the result, strided as `q`.
+    /// Gradient of the result; without `general` strided as `q`.
     pub dout: Rows,
     /// From [`Delta`].
     pub lse_log2: Statistics,
@@ -123,11 +141,11 @@ pub struct KeyGrads {
     /// Running dk, float32 as `k`. The accumulators may be missing if `first` and `last` and one
     /// launch is enough.
     pub dk_acc: Option<Rows>,
-    /// Running dv, strided as `dk_acc`.
+    /// Running dv, float32 as `v`; without `general` strided as `dk_acc`.
     pub dv_acc: Option<Rows>,
     /// Result, as `k`; needed if `last`.
     pub dk: Option<Rows>,
-    /// Result, strided as `dk`; needed if `last`.
+    /// Result, as `v`; needed if `last`; without `general` strided as `dk`.
     pub dv: Option<Rows>,
     /// The accumulators start at 0 and are not read.
     pub first: bool,
@@ -147,9 +165,9 @@ pub struct QueryGrads {
     pub q: Rows,
     /// Keys.
     pub k: Rows,
-    /// Values, strided as `k`.
+    /// Values; without `general` strided as `k`.
     pub v: Rows,
-    /// Gradient of the result, strided as `q`.
+    /// Gradient of the result; without `general` strided as `q`.
     pub dout: Rows,
     /// From [`Delta`].
     pub lse_log2: Statistics,
@@ -215,6 +233,24 @@ pub struct Finish {
     pub out: Rows,
 }
 
+/// home += arrived, of float32 accumulators.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Merge {
+    /// Batch entries.
+    pub batch: usize,
+    /// Rows.
+    pub rows: usize,
+    /// Heads.
+    pub heads: usize,
+    /// Columns, a multiple of 8 up to 256.
+    pub head_dim: usize,
+    /// Read, and written over.
+    pub home: Rows,
+    /// Added; no part of it may be of `home`.
+    pub arrived: Rows,
+}
+
 impl Rectangle {
     /// A job of the plain or the general kernel.
     fn job(
@@ -223,11 +259,13 @@ impl Rectangle {
         general: Option<General>,
         ends: (bool, bool),
     ) -> Job {
-        let Some(General { q_segments, kv_segments, soft_cap }) = general else {
+        let Some(General { q_segments, kv_segments, soft_cap, alibi }) = general else {
             return Job::new(plain, self, ends);
         };
-        let job = Job { soft_cap, ..Job::new(featured, self, ends) };
-        job.array("q_segments", Some(q_segments)).array("kv_segments", Some(kv_segments))
+        Job { soft_cap, alibi, ..Job::new(featured, self, ends) }
+            .array("q_segments", Some(q_segments))
+            .array("kv_segments", Some(kv_segments))
+            .array("slopes", alibi.map(|alibi| alibi.slopes))
     }
 }
 
@@ -304,6 +342,15 @@ impl Finish {
     }
 }
 
+impl Merge {
+    fn job(&self) -> Job {
+        let Merge { batch, rows, heads, head_dim, .. } = *self;
+        per_row(Kernel::Merge, (batch, rows, heads, head_dim), Kernel::Merge.elements()[0])
+            .array("home", Some(self.home))
+            .array("arrived", Some(self.arrived))
+    }
+}
+
 /// A job over rows alone: queries that see no keys.
 fn per_row(
     kernel: Kernel,
@@ -311,7 +358,7 @@ fn per_row(
     element: Element,
 ) -> Job {
     let (lower, upper) = (i64::MIN, i64::MAX);
-    let (kv_len, kv_heads, softmax_scale) = (0, heads, 1.0);
+    let (kv_len, kv_heads, value_dim, softmax_scale) = (0, heads, head_dim, 1.0);
     let rectangle = Rectangle {
         batch,
         q_len,
@@ -319,6 +366,7 @@ fn per_row(
         heads,
         kv_heads,
         head_dim,
+        value_dim,
         element,
         lower,
         upper,
@@ -354,4 +402,4 @@ macro_rules! launches {
     )*};
 }
 
-launches!(Forward, KeyGrads, QueryGrads, Delta, Finish);
+launches!(Forward, KeyGrads, QueryGrads, Delta, Finish, Merge);

@@ -41,6 +41,16 @@ impl Job {
         if self.soft_cap == 0.0 { 0.0 } else { 2.0 * self.scale_log2() / self.soft_cap }
     }
 
+    /// Position of a piece's first key minus that of its first query; what was checked fits 32 bits.
+    fn distance(&self, piece: &Piece) -> i64 {
+        let rows = piece.keys.start as i64 - piece.queries.start as i64;
+        self.alibi.map_or(0, |alibi| alibi.distance + alibi.stride * rows)
+    }
+
+    fn position_stride(&self) -> i64 {
+        self.alibi.map_or(0, |alibi| alibi.stride)
+    }
+
     /// The value of an argument in the launch of a piece.
     pub fn value(
         &self,
@@ -57,6 +67,8 @@ impl Job {
             "softmax_scale" => return Ok(Value::F32(self.softmax_scale)),
             "cap_log2" => return Ok(Value::F32(self.soft_cap * LOG2_E as f32)),
             "twice_by_cap" => return Ok(Value::F32(self.twice_by_cap())),
+            "distance" => return Ok(Value::I32(self.distance(piece) as i32)),
+            "position_stride" => return Ok(Value::I32(self.position_stride() as i32)),
             "lower" => return Ok(Value::I32(piece.lower)),
             "upper" => return Ok(Value::I32(piece.upper)),
             "batch" => piece.batch.len() as u64,
@@ -65,12 +77,14 @@ impl Job {
             "heads" => self.heads as u64,
             "kv_heads" => self.kv_heads as u64,
             "head_dim" => self.head_dim as u64,
+            "value_dim" => self.value_dim as u64,
             "section" => order.section,
             "reverse" => order.reverse.into(),
             "first" => piece.first.into(),
             "last" => piece.last.into(),
             "has_dlse" => self.is_given("dlse").into(),
             "has_b" => self.is_given("b").into(),
+            "has_slopes" => self.alibi.is_some().into(),
             stride => self.stride(stride, piece),
         };
         let too_large = |_| {

@@ -62,10 +62,12 @@ impl Launch {
     fn access(&self, argument: &Argument) -> (bool, bool) {
         let Some(view) = argument.view else { return (false, false) };
         let resident = Side::resident(self.instance.kernel);
+        let is_met = self.streams() || Side::of(view.shape) == resident;
         match argument.access {
-            Access::In => (self.streams() || Side::of(view.shape) == resident, false),
-            Access::MaybeIn => (self.flag(&format!("has_{}", argument.name)), false),
+            Access::In => (is_met, false),
+            Access::MaybeIn => (is_met && self.flag(&format!("has_{}", argument.name)), false),
             Access::Out => (false, true),
+            Access::Update => (true, true),
             Access::MaybeOut => (false, self.flag("last")),
             Access::Carry => (!self.flag("first"), !self.flag("last")),
         }
@@ -100,9 +102,10 @@ impl Launch {
             panic!("{} of {} must be an address, got {value:?}", argument.name, self.instance)
         };
         let [heads, kv_heads, head_dim] = ["heads", "kv_heads", "head_dim"].map(|n| self.size(n));
+        let value_dim = self.value("value_dim").map_or(head_dim, |_| self.size("value_dim"));
         let batch_stride = self.size(view.batch_stride) as u64;
         let head_stride = self.size("stat_head_stride") as u64;
-        let sizes = Sizes { heads, kv_heads, head_dim };
+        let sizes = Sizes { heads, kv_heads, head_dim, value_dim };
         Some(Array::new(argument, sizes, Statistics { address, batch_stride, head_stride }))
     }
 }

@@ -1,7 +1,7 @@
 //! What the descriptions share: their sizes, their arrays, and the way to launches.
 
 use super::array::{Array, Side, Sizes};
-use super::description::{Rectangle, Rows, Statistics};
+use super::description::{Alibi, Rectangle, Rows, Statistics};
 use super::error::LaunchError;
 use super::order::order;
 use super::split::{Piece, pieces};
@@ -20,11 +20,13 @@ pub(super) struct Job {
     pub heads: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
+    pub value_dim: usize,
     pub lower: i64,
     pub upper: i64,
     pub softmax_scale: f32,
     /// 0 for none.
     pub soft_cap: f32,
+    pub alibi: Option<Alibi>,
     /// Whose results a block keeps.
     pub resident: Side,
     pub first: bool,
@@ -36,7 +38,7 @@ impl Job {
     /// A job over a rectangle, its arrays still to be placed.
     pub fn new(kernel: Kernel, rectangle: &Rectangle, (first, last): (bool, bool)) -> Job {
         let Rectangle { batch, q_len, kv_len, heads, kv_heads, head_dim, element, .. } = *rectangle;
-        let Rectangle { lower, upper, softmax_scale, .. } = *rectangle;
+        let Rectangle { value_dim, lower, upper, softmax_scale, .. } = *rectangle;
         Job {
             kernel,
             element,
@@ -46,10 +48,12 @@ impl Job {
             heads,
             kv_heads,
             head_dim,
+            value_dim,
             lower,
             upper,
             softmax_scale,
             soft_cap: 0.0,
+            alibi: None,
             resident: Side::resident(kernel),
             first,
             last,
@@ -72,8 +76,8 @@ impl Job {
     }
 
     fn place(mut self, name: &'static str, at: Statistics) -> Job {
-        let Job { heads, kv_heads, head_dim, .. } = self;
-        let sizes = Sizes { heads, kv_heads, head_dim };
+        let Job { heads, kv_heads, head_dim, value_dim, .. } = self;
+        let sizes = Sizes { heads, kv_heads, head_dim, value_dim };
         self.arrays.push(Array::new(self.argument(name), sizes, at));
         self
     }
@@ -97,8 +101,8 @@ impl Job {
         self.check_sizes()?;
         self.check_arrays()?;
         self.lay_out_absent();
-        let Some(width) = width_of(self.head_dim) else {
-            unreachable!("a tile holds every head_dim that was accepted");
+        let Some(width) = width_of(self.head_dim.max(self.value_dim)) else {
+            unreachable!("a tile holds all columns that were accepted");
         };
         let (kernel, element) = (self.kernel, self.element);
         let instance = Instance { kernel, element, width, target };

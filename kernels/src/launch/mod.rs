@@ -1,7 +1,7 @@
 //! The host side of launching, with no CUDA: from a description of what to compute to the launches
 //! that compute it, each checked.
 //!
-//! A description ([`Forward`], [`KeyGrads`], [`QueryGrads`], [`Delta`], [`Finish`]) says in 64 bits
+//! A description ([`Forward`], [`KeyGrads`], [`QueryGrads`], [`Delta`], [`Finish`], [`Merge`]) says in 64 bits
 //! what is computed and where its arrays lie. The kernels count in 32 bits, so that a description
 //! may become several [`Launch`]es, to be run in their order on one stream:
 //!
@@ -27,7 +27,9 @@ mod names;
 mod order;
 mod split;
 
-pub use description::{Delta, Finish, Forward, General, KeyGrads, QueryGrads, Rectangle};
+pub use description::{
+    Alibi, Delta, Finish, Forward, General, KeyGrads, Merge, QueryGrads, Rectangle,
+};
 pub use description::{Rows, Statistics};
 pub use error::LaunchError;
 pub use footprint::Footprint;
@@ -115,6 +117,7 @@ impl Launch {
         match argument.access {
             Access::In | Access::MaybeIn => "it is read".to_owned(),
             Access::Out => "it is written".to_owned(),
+            Access::Update => "it is read and written".to_owned(),
             Access::MaybeOut => "the last launch of these rows writes it".to_owned(),
             Access::Carry => format!(
                 "it carries the state from launch to launch (here first is {}, last {}); what is \

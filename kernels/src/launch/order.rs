@@ -60,12 +60,12 @@ pub(super) fn order(
 fn section(job: &Job, piece: &Piece, budget: u64) -> u64 {
     let group = (job.heads / job.kv_heads) as u64;
     let all = (piece.batch.len() * job.kv_heads) as u64;
-    // Two arrays of two bytes per element: k and v, or q and dout of the whole group.
+    // Two bytes per element of k and v, or of q and dout of the whole group.
     let (streamed, together) = match job.resident {
         Side::Queries => (piece.keys.len() as u64, group),
         Side::Keys => (group * piece.queries.len() as u64, 1),
     };
-    let bytes = 2 * 2 * streamed * job.head_dim as u64;
+    let bytes = 2 * streamed * (job.head_dim + job.value_dim) as u64;
     let fitting = (budget / bytes.max(1)).clamp(1, all);
     largest_divisor(all, fitting) * together
 }

@@ -2,7 +2,7 @@
 
 use burst_attention_kernels::instances::{Element, Target};
 use burst_attention_kernels::launch::{
-    Finish, Forward, General, LaunchError, Rectangle, Rows, Statistics,
+    Alibi, Finish, Forward, General, LaunchError, Rectangle, Rows, Statistics,
 };
 use burst_attention_kernels::record::Value;
 use serde::Deserialize;
@@ -34,13 +34,30 @@ fn assert_arrays_refused(change: impl Fn(&mut Forward), said: &[&str]) {
     assert_refused(&description, u64::MAX, said);
 }
 
+/// Segments, and no more.
+fn general() -> General {
+    let segments = Rows { address: 0x6000, batch_stride: 100 };
+    General { q_segments: segments, kv_segments: segments, soft_cap: 0.0, alibi: None }
+}
+
 #[test]
 fn a_head_dimension_without_a_kernel() {
     for head_dim in [0, 4, 12, 264] {
         let got = format!("got {head_dim}");
         let said = ["head_dim must be a multiple of 8 from 8 to 256", got.as_str()];
         assert_shape_refused(|shape| shape.head_dim = head_dim, &said);
+        let said = ["value_dim must be a multiple of 8 from 8 to 256", got.as_str()];
+        assert_shape_refused(|shape| shape.value_dim = head_dim, &said);
     }
+}
+
+#[test]
+fn other_columns_of_values_for_the_plain_kernels() {
+    let said = ["value_dim must be head_dim (128) where `general` is not given, got 64"];
+    assert_shape_refused(|shape| shape.value_dim = 64, &said);
+    let mut description = forward(Rectangle { value_dim: 64, ..shape(100, 100) });
+    description.general = Some(general());
+    assert!(description.launches(Target::Sm90).is_ok());
 }
 
 #[test]
@@ -63,13 +80,32 @@ fn a_scale_that_the_kernels_cannot_use() {
 
 #[test]
 fn a_soft_cap_that_is_none() {
-    let segments = Rows { address: 0x6000, batch_stride: 100 };
     for soft_cap in [-1.0, 1e-40, 1e4, f32::NAN, f32::INFINITY] {
-        let general = General { q_segments: segments, kv_segments: segments, soft_cap };
+        let general = General { soft_cap, ..general() };
         let got = format!("got {soft_cap}");
         let said = ["soft_cap must be 0 for none, or from 0.001 to 1000", got.as_str()];
         assert_arrays_refused(|description| description.general = Some(general), &said);
     }
+}
+
+#[test]
+fn positions_that_the_kernels_cannot_count() {
+    let refused = |alibi, said: &[&str]| {
+        let general = General { alibi: Some(alibi), ..general() };
+        assert_arrays_refused(|description| description.general = Some(general), said);
+    };
+    let slopes = Rows { address: 0x7000, batch_stride: 32 };
+    let near = Alibi { slopes, distance: 5, stride: 1 };
+    let said = ["stride of alibi must be below 2^31 over 128 rows, got 16777216"];
+    refused(Alibi { stride: 1 << 24, ..near }, &said);
+    let said = ["distance of alibi must be from -2147483519 to 2147483519 with 128 rows 1 apart"];
+    refused(Alibi { distance: i64::MIN, ..near }, &said);
+    refused(Alibi { distance: 2_147_483_520, ..near }, &said);
+    let said = ["slopes of attention_fwd_general must be the address of an array, got null"];
+    refused(Alibi { slopes: Rows::default(), ..near }, &said);
+    let general = General { alibi: Some(Alibi { distance: -2_147_483_519, ..near }), ..general() };
+    let description = Forward { general: Some(general), ..forward(shape(100, 100)) };
+    assert!(description.launches(Target::Sm90).is_ok());
 }
 
 #[test]
@@ -82,7 +118,8 @@ fn counts_beyond_32_bits() {
 #[test]
 fn more_blocks_than_a_grid_holds() {
     let batch = i32::MAX as usize;
-    let rectangle = Rectangle { batch, heads: 2, kv_heads: 1, head_dim: 8, ..shape(1, 1) };
+    let (heads, kv_heads, head_dim, value_dim) = (2, 1, 8, 8);
+    let rectangle = Rectangle { batch, heads, kv_heads, head_dim, value_dim, ..shape(1, 1) };
     let same = |rows: Rows| Rows { batch_stride: 0, ..rows };
     let mut description = forward(rectangle);
     description.q = same(description.q);

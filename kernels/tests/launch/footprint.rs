@@ -28,6 +28,7 @@ fn touched(launch: &Launch) -> Vec<(&'static str, (bool, bool))> {
             let b = is("has_b").then_some(("b", READ));
             return [Some(("a", READ)), b, Some(("out", WRITTEN))].into_iter().flatten().collect();
         }
+        Kernel::Merge => return vec![("home", (true, true)), ("arrived", READ)],
         _ => vec![],
     };
     let streams = integer(launch, "lower") <= integer(launch, "upper");
@@ -49,6 +50,9 @@ fn touched(launch: &Launch) -> Vec<(&'static str, (bool, bool))> {
             touched.extend(arrays.iter().map(|&name| (name, READ)));
             touched.extend(general.then_some((segments, READ)));
         }
+    }
+    if general && is("has_slopes") && (!keys_stay || streams) {
+        touched.push(("slopes", READ));
     }
     if !is("first") || !is("last") {
         touched.extend(state.iter().map(|&name| (name, (!is("first"), !is("last")))));

@@ -16,6 +16,7 @@ pub fn shape(q_len: usize, kv_len: usize) -> Rectangle {
         heads: 32,
         kv_heads: 8,
         head_dim: 128,
+        value_dim: 128,
         element: Element::F16,
         lower: i64::MIN,
         upper: i64::MAX,
@@ -40,6 +41,9 @@ fn a_section_streams_what_fits_in_the_cache() {
     // One head that does not fit is still worked on with its group.
     assert_eq!(only_launch_has(Kernel::Forward, shape(64, 60_000), "section"), 4);
     assert_eq!(only_launch_has(Kernel::KeyGrads, shape(20_000, 64), "section"), 1);
+    // Per head 8192 · (128 + 64) · 2 bytes = 3.1 MB with narrower values: seven fit.
+    let narrow = Rectangle { value_dim: 64, batch: 7, ..keys };
+    assert_eq!(only_launch_has(Kernel::ForwardGeneral, narrow, "section"), 7 * 4);
     // All heads where all fit.
     assert_eq!(only_launch_has(Kernel::Forward, shape(512, 512), "section"), 2 * 32);
 }

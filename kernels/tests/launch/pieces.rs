@@ -8,7 +8,7 @@ use crate::trial::{Part, Random, Trial, integer, rectangle};
 
 /// A limit that some tiles of rows fit, and often not all.
 fn small_limit(random: &mut Random, shape: &Rectangle) -> u64 {
-    let row = shape.heads * shape.head_dim * 4;
+    let row = shape.heads * shape.head_dim.max(shape.value_dim) * 4;
     let statistics = (shape.heads * (shape.q_len + 8) + 128) * 4;
     let tile = (row * 128).max(statistics) + 64;
     (tile * (1 + random.below(4)) + random.below(tile)) as u64
@@ -43,6 +43,7 @@ pub fn each_huge_trial(mut check: impl FnMut(&Trial, &[Launch])) {
                     heads: 64,
                     kv_heads,
                     head_dim: 128,
+                    value_dim: 96,
                     element: Element::Bf16,
                     lower,
                     upper,
@@ -90,7 +91,7 @@ fn resident_rows(trial: &Trial) -> usize {
 }
 
 fn streams(trial: &Trial) -> bool {
-    !matches!(trial.kernel, Kernel::Delta | Kernel::Finish)
+    trial.kernel.is_attention()
 }
 
 #[test]
@@ -147,6 +148,7 @@ fn pieces_that_see_each_other_at_a_single_pair_are_launched() {
                 heads: 1,
                 kv_heads: 1,
                 head_dim: 64,
+                value_dim: 64,
                 element: Element::F16,
                 lower: diagonal,
                 upper: diagonal,
@@ -167,32 +169,46 @@ fn pieces_that_see_each_other_at_a_single_pair_are_launched() {
 
 /// Bytes of the view that a kernel makes of its `name`, from the launch alone.
 pub fn span(launch: &Launch, name: &str, kind: Kind) -> u64 {
-    let get = |name| integer(launch, name) as u64;
-    let rows = if launch.instance.kernel == Kernel::Finish { "rows" } else { "q_len" };
-    let (stride, rows, heads) = match (name, launch.instance.kernel) {
-        ("o" | "dout", Kernel::Delta) => ("o_batch_stride", rows, "heads"),
-        ("q" | "dout", _) => ("q_batch_stride", rows, "heads"),
-        ("k" | "v", _) => ("kv_batch_stride", "kv_len", "kv_heads"),
-        ("acc" | "dq_acc", _) => ("acc_batch_stride", rows, "heads"),
-        ("dk_acc" | "dv_acc", _) => ("acc_batch_stride", "kv_len", "kv_heads"),
-        ("dk" | "dv", _) => ("out_batch_stride", "kv_len", "kv_heads"),
-        ("o", _) => ("o_batch_stride", rows, "heads"),
-        ("dq" | "out", _) => ("out_batch_stride", rows, "heads"),
-        ("a", _) => ("a_batch_stride", rows, "heads"),
-        ("b", _) => ("b_batch_stride", rows, "heads"),
-        ("lse" | "dlse", _) => ("lse_batch_stride", rows, "heads"),
-        ("row_max" | "row_sum" | "lse_log2" | "delta", _) => ("stat_batch_stride", rows, "heads"),
-        ("q_segments", _) => ("q_segments_batch_stride", "q_len", "heads"),
-        ("kv_segments", _) => ("kv_segments_batch_stride", "kv_len", "heads"),
+    let get = |name: &str| if name.is_empty() { 1 } else { integer(launch, name) as u64 };
+    let rows = if launch.value("rows").is_some() { "rows" } else { "q_len" };
+    let general = launch.value("value_dim").is_some();
+    let apart = |own, shared| if general { own } else { shared };
+    let of_values = apart("value_dim", "head_dim");
+    let (stride, rows, columns) = match (name, launch.instance.kernel) {
+        ("o" | "dout", Kernel::Delta) => ("o_batch_stride", rows, ["heads", "head_dim"]),
+        ("q", _) => ("q_batch_stride", rows, ["heads", "head_dim"]),
+        ("k", _) => ("kv_batch_stride", "kv_len", ["kv_heads", "head_dim"]),
+        ("v", _) => (apart("v_batch_stride", "kv_batch_stride"), "kv_len", ["kv_heads", of_values]),
+        ("dout", _) => (apart("dout_batch_stride", "q_batch_stride"), rows, ["heads", of_values]),
+        ("acc", _) => ("acc_batch_stride", rows, ["heads", of_values]),
+        ("dq_acc", _) => ("acc_batch_stride", rows, ["heads", "head_dim"]),
+        ("dk_acc", _) => ("acc_batch_stride", "kv_len", ["kv_heads", "head_dim"]),
+        ("dv_acc", _) => {
+            (apart("dv_acc_batch_stride", "acc_batch_stride"), "kv_len", ["kv_heads", of_values])
+        }
+        ("dk", _) => ("out_batch_stride", "kv_len", ["kv_heads", "head_dim"]),
+        ("dv", _) => {
+            (apart("dv_batch_stride", "out_batch_stride"), "kv_len", ["kv_heads", of_values])
+        }
+        ("o", _) => ("o_batch_stride", rows, ["heads", of_values]),
+        ("dq" | "out", _) => ("out_batch_stride", rows, ["heads", "head_dim"]),
+        ("a", _) => ("a_batch_stride", rows, ["heads", "head_dim"]),
+        ("home", _) => ("home_batch_stride", rows, ["heads", "head_dim"]),
+        ("arrived", _) => ("arrived_batch_stride", rows, ["heads", "head_dim"]),
+        ("b", _) => ("b_batch_stride", rows, ["heads", "head_dim"]),
+        ("lse" | "dlse", _) => ("lse_batch_stride", rows, ["heads", ""]),
+        ("row_max" | "row_sum" | "lse_log2" | "delta", _) => ("stat_batch_stride", rows, [""; 2]),
+        ("slopes", _) => ("slopes_batch_stride", "", ["heads", ""]),
+        ("q_segments", _) => ("q_segments_batch_stride", "q_len", [""; 2]),
+        ("kv_segments", _) => ("kv_segments_batch_stride", "kv_len", [""; 2]),
         (name, _) => panic!("{name}"),
     };
     assert!(get(stride) > 0, "{stride}");
     let before = (get("batch") - 1) * get(stride);
+    let factors = columns.into_iter().map(get);
     let entry = match stride {
         "stat_batch_stride" => (get("heads") - 1) * get("stat_head_stride") + get(rows),
-        "lse_batch_stride" => get(rows) * get(heads),
-        "q_segments_batch_stride" | "kv_segments_batch_stride" => get(rows),
-        _ => get(rows) * get(heads) * get("head_dim"),
+        _ => get(rows) * factors.product::<u64>(),
     };
     (before + entry) * if kind == Kind::Activations { 2 } else { 4 }
 }

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use burst_attention_kernels::instances::{Element, Kernel, Target};
 use burst_attention_kernels::launch::{
-    Delta, Finish, Forward, General, KeyGrads, Launch, LaunchError, QueryGrads, Rectangle, Rows,
-    Statistics,
+    Alibi, Delta, Finish, Forward, General, KeyGrads, Launch, LaunchError, Merge, QueryGrads,
+    Rectangle, Rows, Statistics,
 };
 use burst_attention_kernels::record::Value;
 
@@ -42,6 +42,11 @@ struct Placed {
     batch_stride: u64,
     row_stride: u64,
 }
+
+/// Of positions, see [`Alibi`].
+const DISTANCE: i64 = -5000;
+const STRIDE: i64 = 3;
+const SLOPES: u64 = 1 << 40;
 
 /// A description with its launches.
 pub struct Trial {
@@ -92,6 +97,9 @@ impl Trial {
         let mut random = Random(seed);
         let streams = kernel.is_attention();
         let (first, last) = (!streams || random.flip(), !streams || random.flip());
+        let value_dim =
+            if kernel == kernel.plain() { rectangle.head_dim } else { rectangle.value_dim };
+        let rectangle = Rectangle { value_dim, ..rectangle };
         Trial { kernel, rectangle, first, last, limit, placed: Vec::new(), random }
     }
 
@@ -105,10 +113,11 @@ impl Trial {
         let rows = if of_keys { rectangle.kv_len } else { rectangle.q_len } as u64;
         let address = (self.placed.len() as u64 + 1) << 44;
         let twin = match name {
+            "dlse" => "lse",
+            name if self.kernel != self.kernel.plain() => name,
             "v" => "k",
             "dv" => "dk",
             "dv_acc" => "dk_acc",
-            "dlse" => "lse",
             "dout" if self.kernel == Kernel::Delta => "o",
             "dout" => "q",
             name => name,
@@ -132,6 +141,16 @@ impl Trial {
         self.put(name, true, bytes, row as u64)
     }
 
+    fn results(&mut self, name: &'static str, bytes: u64) -> Rows {
+        let row = self.rectangle.heads * self.rectangle.value_dim;
+        self.put(name, false, bytes, row as u64)
+    }
+
+    fn values(&mut self, name: &'static str, bytes: u64) -> Rows {
+        let row = self.rectangle.kv_heads * self.rectangle.value_dim;
+        self.put(name, true, bytes, row as u64)
+    }
+
     fn per_query(&mut self, name: &'static str) -> Rows {
         let row = self.rectangle.heads as u64;
         self.put(name, false, 4, row)
@@ -147,6 +166,11 @@ impl Trial {
         Statistics { address, batch_stride, head_stride }
     }
 
+    /// One per entry and head, in no rows: apart from what [`Trial::part`] compares.
+    fn slopes(&mut self) -> Rows {
+        Rows { address: SLOPES, batch_stride: self.rectangle.heads as u64 + 3 }
+    }
+
     pub fn launches(&mut self, target: Target) -> Result<Vec<Launch>, LaunchError> {
         let Trial { kernel, rectangle, first, last, limit, .. } = *self;
         let Rectangle { batch, q_len, heads, head_dim, element, .. } = rectangle;
@@ -154,6 +178,7 @@ impl Trial {
             q_segments: self.put("q_segments", false, 4, 1),
             kv_segments: self.put("kv_segments", true, 4, 1),
             soft_cap: 20.0,
+            alibi: Some(Alibi { slopes: self.slopes(), distance: DISTANCE, stride: STRIDE }),
         });
         match kernel.plain() {
             Kernel::Forward => Forward {
@@ -161,11 +186,11 @@ impl Trial {
                 general,
                 q: self.queries("q", 2),
                 k: self.keys("k", 2),
-                v: self.keys("v", 2),
-                acc: Some(self.queries("acc", 4)),
+                v: self.values("v", 2),
+                acc: Some(self.results("acc", 4)),
                 row_max: Some(self.statistics("row_max")),
                 row_sum: Some(self.statistics("row_sum")),
-                o: Some(self.queries("o", 2)),
+                o: Some(self.results("o", 2)),
                 lse: Some(self.per_query("lse")),
                 first,
                 last,
@@ -176,14 +201,14 @@ impl Trial {
                 general,
                 q: self.queries("q", 2),
                 k: self.keys("k", 2),
-                v: self.keys("v", 2),
-                dout: self.queries("dout", 2),
+                v: self.values("v", 2),
+                dout: self.results("dout", 2),
                 lse_log2: self.statistics("lse_log2"),
                 delta: self.statistics("delta"),
                 dk_acc: Some(self.keys("dk_acc", 4)),
-                dv_acc: Some(self.keys("dv_acc", 4)),
+                dv_acc: Some(self.values("dv_acc", 4)),
                 dk: Some(self.keys("dk", 2)),
-                dv: Some(self.keys("dv", 2)),
+                dv: Some(self.values("dv", 2)),
                 first,
                 last,
             }
@@ -193,8 +218,8 @@ impl Trial {
                 general,
                 q: self.queries("q", 2),
                 k: self.keys("k", 2),
-                v: self.keys("v", 2),
-                dout: self.queries("dout", 2),
+                v: self.values("v", 2),
+                dout: self.results("dout", 2),
                 lse_log2: self.statistics("lse_log2"),
                 delta: self.statistics("delta"),
                 dq_acc: Some(self.queries("dq_acc", 4)),
@@ -215,6 +240,15 @@ impl Trial {
                 dlse: Some(self.per_query("dlse")),
                 lse_log2: self.statistics("lse_log2"),
                 delta: self.statistics("delta"),
+            }
+            .launches_within(target, limit),
+            Kernel::Merge => Merge {
+                batch,
+                rows: q_len,
+                heads,
+                head_dim,
+                home: self.queries("home", 4),
+                arrived: self.queries("arrived", 4),
             }
             .launches_within(target, limit),
             _ => Finish {
@@ -247,6 +281,11 @@ impl Trial {
         let q_len = optional("q_len").or(optional("rows")).unwrap() as usize;
         let kv_len = optional("kv_len").unwrap_or(0) as usize;
         let shift = j as i64 - i as i64;
+        if let Some(distance) = optional("distance") {
+            assert_eq!(distance, DISTANCE + STRIDE * shift, "{launch:?}");
+            let strides = b as u64 * (self.rectangle.heads as u64 + 3);
+            assert_eq!(pointer(launch, "slopes"), SLOPES + 4 * strides, "{launch:?}");
+        }
         let band = (optional("lower").unwrap_or(1), optional("upper").unwrap_or(0));
         Part {
             batch: b..b + integer(launch, "batch") as usize,
@@ -288,6 +327,7 @@ pub fn rectangle(random: &mut Random, rows: usize) -> Rectangle {
         heads: kv_heads * (1 + random.below(3)),
         kv_heads,
         head_dim: random.of(&[8, 16, 64, 72, 128, 256]),
+        value_dim: random.of(&[8, 24, 64, 128, 192]),
         element: random.of(&Element::ALL),
         lower,
         upper,

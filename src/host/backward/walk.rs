@@ -5,10 +5,11 @@ use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 use super::super::array::HostArray;
-use super::super::matmul::{Depth, Product, SameDepth, Write, even_parts};
+use super::super::extras::{self, PanelExtras, Side, Which};
+use super::super::matmul::{Depth, SameDepth, even_parts};
 use super::super::pack::{self, Rows};
 use super::super::simd::{Simd, Task};
-use super::super::softmax;
+use super::super::softmax::{self, Nothing, Panels, SoftCap};
 use super::{BLOCK_QUERIES, Cell};
 use crate::mask::Coverage;
 
@@ -33,6 +34,11 @@ pub(super) struct Memory {
     pub k_width: usize,
     pub v_width: usize,
     pub block_keys: usize,
+    /// What features need to know of a block of queries and of one of keys.
+    pub queries: Side,
+    pub keys: Side,
+    /// Factors of the weights of one panel.
+    pub keep: *mut f32,
 }
 
 /// A cell with its scratch.
@@ -61,10 +67,13 @@ impl Task for Walk<'_> {
                 for head in kv_head * group_size..(kv_head + 1) * group_size {
                     for part in even_parts(seeing.len(), BLOCK_QUERIES) {
                         let queries = seeing.start + part.start..seeing.start + part.end;
-                        match tile.band.coverage(&queries, &keys) {
+                        let segments = tile.extras.coverage(self.cell.batch, &queries, &keys);
+                        match tile.band.coverage(&queries, &keys).and(segments) {
                             Coverage::Empty => {}
                             Coverage::Full => self.full(simd, head, queries, &keys),
-                            Coverage::Partial => self.partial(simd, head, queries, &keys),
+                            Coverage::Partial => {
+                                self.partial(simd, (head, queries), &keys, segments);
+                            }
                         }
                     }
                 }
@@ -92,6 +101,7 @@ impl Walk<'_> {
         let (tile, count) = (self.cell.tile, keys.len());
         let Memory { k, k_columns, v_columns, dk, dv, k_width, v_width, .. } = self.memory;
         let scale_log2 = tile.softmax_scale * LOG2_E;
+        self.load_side(Which::Keys, keys, count.next_multiple_of(S::LANES));
         // SAFETY: the caller vouches for the arrays; the scratch is large enough.
         unsafe {
             self.of_keys(tile.k, keys.clone()).pack(simd, k, k_width);
@@ -132,15 +142,16 @@ impl Walk<'_> {
         queries: Range<usize>,
         keys: &Range<usize>,
     ) {
-        let count = queries.len();
+        let (tile, count) = (self.cell.tile, queries.len());
         // SAFETY: the caller vouches for the arrays; the rest is scratch.
         unsafe {
             self.pack_queries(simd, head, &queries);
             for lanes in pack::panels::<S>(keys.len()) {
                 self.logits(simd, &lanes, 0..count);
-                let none: Option<SameDepth> = None;
-                self.softmax(simd, &lanes, 0..count, none);
                 let in_panel = lanes.end.min(keys.len()) - lanes.start;
+                // Lanes beyond the keys may hold anything, but not be part of a sum.
+                let all = tile.extras.dslopes.map(|_| |_: usize| 0..in_panel);
+                self.softmax(simd, head, &lanes, 0..count, (all, false));
                 let depth: Depth<SameDepth> = Depth::All(0..count);
                 self.key_gradients(simd, &lanes, in_panel, depth);
                 let depth: Depth<SameDepth> = Depth::All(0..in_panel);
@@ -150,7 +161,7 @@ impl Walk<'_> {
         }
     }
 
-    /// A block of queries and keys that the band cuts.
+    /// A block of queries and keys that the band or segments cut.
     ///
     /// # Safety
     /// As [`Walk::run`], for these queries.
@@ -158,35 +169,73 @@ impl Walk<'_> {
     unsafe fn partial<S: Simd>(
         &self,
         simd: S,
-        head: usize,
-        queries: Range<usize>,
+        (head, queries): (usize, Range<usize>),
         keys: &Range<usize>,
+        segments: Coverage,
+    ) {
+        let (tile, batch) = (self.cell.tile, self.cell.batch);
+        let compares = segments == Coverage::Partial;
+        // SAFETY: the caller vouches for the arrays; the rest is scratch.
+        unsafe {
+            self.pack_queries(simd, head, &queries);
+            let exact = !self.all_finite(simd, queries.len(), keys.len());
+            if !(exact && compares) {
+                self.band(simd, (head, &queries), (keys, keys), (compares, exact));
+                return;
+            }
+            // Each pair of runs by itself, so that nothing meets values of another segment.
+            let runs = tile.extras.runs(Which::Keys, batch, keys);
+            for (queries, id) in tile.extras.runs(Which::Queries, batch, &queries) {
+                self.pack_queries(simd, head, &queries);
+                for (run, _) in runs.iter().filter(|(_, other)| *other == id) {
+                    self.band(simd, (head, &queries), (keys, run), (false, exact));
+                    self.clear_query_gradients(queries.len());
+                }
+            }
+        }
+    }
+
+    /// Packed queries and a run of the block's keys, which they see as far as the band allows.
+    ///
+    /// # Safety
+    /// As [`Walk::run`], for these queries.
+    #[inline(always)]
+    unsafe fn band<S: Simd>(
+        &self,
+        simd: S,
+        (head, queries): (usize, &Range<usize>),
+        (keys, run): (&Range<usize>, &Range<usize>),
+        (compares, exact): (bool, bool),
     ) {
         let band = self.cell.tile.band;
         let shift = |seen: Range<usize>, by: usize| seen.start - by..seen.end - by;
         // SAFETY: the caller vouches for the arrays; the rest is scratch.
         unsafe {
-            self.pack_queries(simd, head, &queries);
-            let exact = !self.all_finite(simd, queries.len(), keys.len());
             for lanes in pack::panels::<S>(keys.len()) {
-                let in_panel = keys.start + lanes.start..keys.end.min(keys.start + lanes.end);
-                let seeing = |j: usize| shift(band.queries_of(j, &queries), queries.start);
-                let seen = |row: usize| {
-                    shift(band.keys_of(queries.start + row, &in_panel), in_panel.start)
-                };
-                let rows = seeing(in_panel.start).start..seeing(in_panel.end - 1).end;
+                let panel = keys.start + lanes.start..keys.end.min(keys.start + lanes.end);
+                let within = panel.start.max(run.start)..panel.end.min(run.end);
+                if within.is_empty() {
+                    continue;
+                }
+                let seeing = |j: usize| shift(band.queries_of(j, queries), queries.start);
+                let seen =
+                    |row: usize| shift(band.keys_of(queries.start + row, &within), panel.start);
+                let rows = seeing(within.start).start..seeing(within.end - 1).end;
                 if rows.is_empty() {
                     continue;
                 }
                 self.logits(simd, &lanes, rows.clone());
-                self.softmax(simd, &lanes, rows.clone(), Some(seen));
-                let range = |key: usize| seeing(in_panel.start + key);
+                self.softmax(simd, head, &lanes, rows.clone(), (Some(seen), compares));
+                let range = |key: usize| {
+                    let key = panel.start + key;
+                    if within.contains(&key) { seeing(key) } else { 0..0 }
+                };
                 let depth = Depth::Rows { range, exact };
-                self.key_gradients(simd, &lanes, in_panel.len(), depth);
+                self.key_gradients(simd, &lanes, panel.len(), depth);
                 let depth = Depth::Rows { range: seen, exact };
                 self.query_gradients(simd, &lanes, rows, depth);
             }
-            self.add_query_gradients(simd, head, queries);
+            self.add_query_gradients(simd, head, queries.clone());
         }
     }
 
@@ -197,7 +246,8 @@ impl Walk<'_> {
     #[inline(always)]
     unsafe fn pack_queries<S: Simd>(&self, simd: S, head: usize, queries: &Range<usize>) {
         let tile = self.cell.tile;
-        let Memory { q, dout, dq, lse_log2, delta, k_width, v_width, .. } = self.memory;
+        let Memory { q, dout, lse_log2, delta, k_width, v_width, .. } = self.memory;
+        self.load_side(Which::Queries, queries, queries.len());
         let of = |array| self.of_queries(array, head, queries.clone());
         // SAFETY: the caller vouches for the arrays; the scratch is large enough.
         unsafe {
@@ -211,8 +261,15 @@ impl Walk<'_> {
                 let scaled = (f64::from(lse) * std::f64::consts::LOG2_E) as f32;
                 *lse_log2.add(i) = if lse == f32::NEG_INFINITY { f32::INFINITY } else { scaled };
             }
-            dq.write_bytes(0, queries.len() * k_width);
         }
+        self.clear_query_gradients(queries.len());
+    }
+
+    /// Starts the gradients of the packed queries anew.
+    fn clear_query_gradients(&self, count: usize) {
+        let Memory { dq, k_width, .. } = self.memory;
+        // SAFETY: the scratch has room for a block of queries.
+        unsafe { dq.write_bytes(0, count * k_width) }
     }
 
     /// Are all operands finite whose masked products are left to multiplications by 0?
@@ -230,117 +287,51 @@ impl Walk<'_> {
         }
     }
 
-    /// p = q kᵀ and ds = dout vᵀ for the packed queries in `rows` and the keys of `lanes`.
-    ///
-    /// # Safety
-    /// Keys and queries are packed.
-    #[inline(always)]
-    unsafe fn logits<S: Simd>(&self, simd: S, lanes: &Range<usize>, rows: Range<usize>) {
-        let Memory { k_columns, v_columns, q, dout, p, ds, k_width, v_width, .. } = self.memory;
-        let sides = [
-            (q, k_width, k_columns, self.cell.tile.k.dim, p),
-            (dout, v_width, v_columns, self.cell.tile.v.dim, ds),
-        ];
-        for (a, a_row, columns, dim, c) in sides {
-            let depth: Depth<SameDepth> = Depth::All(0..dim);
-            // SAFETY: all of it is scratch.
-            unsafe {
-                let product = Product {
-                    a,
-                    a_row,
-                    a_depth: 1,
-                    b: columns.add(lanes.start * dim),
-                    b_depth: lanes.len(),
-                    c,
-                    c_row: lanes.len(),
-                    rows: rows.clone(),
-                    vectors: lanes.len() / S::LANES,
-                    depth,
-                    write: Write::Set,
-                };
-                product.compute(simd);
-            }
-        }
+    /// Reads what features need to know of rows.
+    fn load_side(&self, which: Which, rows: &Range<usize>, padded: usize) {
+        let (tile, memory) = (self.cell.tile, &self.memory);
+        let side = if which == Which::Queries { memory.queries } else { memory.keys };
+        let at = (self.cell.batch, extras::base(&tile.extras, &tile.q_rows));
+        // SAFETY: the scratch is this thread's.
+        unsafe { extras::load_side((&tile.extras, which), at, rows, padded, side) }
     }
 
+    /// `seen`: which keys each row sees, and whether segments have to be compared.
+    ///
     /// # Safety
     /// The panels hold logits and dp of `rows`.
     #[inline(always)]
     unsafe fn softmax<S: Simd>(
         &self,
         simd: S,
+        head: usize,
         lanes: &Range<usize>,
         rows: Range<usize>,
-        seen: Option<impl Fn(usize) -> Range<usize>>,
+        (seen, compares): (Option<impl Fn(usize) -> Range<usize>>, bool),
     ) {
-        let Memory { p, ds, lse_log2, delta, .. } = self.memory;
-        // SAFETY: the caller vouches for the panels.
-        unsafe { softmax::gradients(simd, p, ds, lanes.len(), rows, lse_log2, delta, seen) }
-    }
-
-    /// dv += pᵀ dout and dk += dsᵀ q for the first `count` keys of `lanes`.
-    ///
-    /// # Safety
-    /// The panels hold p and ds, and the queries are packed.
-    #[inline(always)]
-    unsafe fn key_gradients<S: Simd, F: Fn(usize) -> Range<usize> + Clone>(
-        &self,
-        simd: S,
-        lanes: &Range<usize>,
-        count: usize,
-        depth: Depth<F>,
-    ) {
-        let Memory { q, dout, dk, dv, p, ds, k_width, v_width, .. } = self.memory;
-        for (a, b, c, width) in [(p, dout, dv, v_width), (ds, q, dk, k_width)] {
-            // SAFETY: all of it is scratch.
-            unsafe {
-                let product = Product {
-                    a,
-                    a_row: 1,
-                    a_depth: lanes.len(),
-                    b,
-                    b_depth: width,
-                    c: c.add(lanes.start * width),
-                    c_row: width,
-                    rows: 0..count,
-                    vectors: width / S::LANES,
-                    depth: depth.clone(),
-                    write: Write::Add,
-                };
-                product.compute(simd);
-            }
-        }
-    }
-
-    /// dq += ds k for the packed queries in `rows` and the keys of `lanes`.
-    ///
-    /// # Safety
-    /// The panel holds ds, and the keys are packed.
-    #[inline(always)]
-    unsafe fn query_gradients<S: Simd, F: Fn(usize) -> Range<usize>>(
-        &self,
-        simd: S,
-        lanes: &Range<usize>,
-        rows: Range<usize>,
-        depth: Depth<F>,
-    ) {
-        let Memory { k, dq, ds, k_width, .. } = self.memory;
-        // SAFETY: all of it is scratch.
+        let Memory { p, ds, lse_log2, delta, queries, keys, keep, .. } = self.memory;
+        let (tile, statistics) = (self.cell.tile, (lse_log2.cast_const(), delta.cast_const()));
+        let panels = Panels { logits: p, dp: ds, across: lanes.len() };
+        let (at, sides) = ([self.cell.batch, head], (keys, queries));
+        let extras = PanelExtras::new(&tile.extras, tile.soft_cap, at, Which::Keys, sides, keep);
+        // Functions of their own, so that nobody pays for what others need.
+        // SAFETY: the caller vouches for the panels; the cell's sums are this task's.
         unsafe {
-            let product = Product {
-                a: ds,
-                a_row: lanes.len(),
-                a_depth: 1,
-                b: k.add(lanes.start * k_width),
-                b_depth: k_width,
-                c: dq,
-                c_row: k_width,
-                rows,
-                vectors: k_width / S::LANES,
-                depth,
-                write: Write::Add,
-            };
-            product.compute(simd);
+            if let Some(extras) = extras {
+                let extras = extras.on(lanes, compares);
+                extras.fill_keep(rows.clone());
+                let sums = self.cell.slopes.0;
+                let between = (extras, !sums.is_null());
+                let sum = softmax::gradients(simd, panels, rows, statistics, seen, between);
+                if !sums.is_null() {
+                    // Distances are those of queries from keys.
+                    *sums.add(at[0] * tile.q.heads + head) -= sum;
+                }
+            } else if let Some(cap) = tile.soft_cap.map(SoftCap::new) {
+                softmax::gradients(simd, panels, rows, statistics, seen, (cap, false));
+            } else {
+                softmax::gradients(simd, panels, rows, statistics, seen, (Nothing, false));
+            }
         }
     }
 

@@ -43,6 +43,8 @@ impl Simd for Avx2 {
         fn mul(a: __m256, b: __m256) -> __m256 { _mm256_mul_ps(a, b) }
         fn mul_add(a: __m256, b: __m256, c: __m256) -> __m256 { _mm256_fmadd_ps(a, b, c) }
         fn max(a: __m256, b: __m256) -> __m256 { _mm256_max_ps(a, b) }
+        fn min(a: __m256, b: __m256) -> __m256 { _mm256_min_ps(a, b) }
+        fn div(a: __m256, b: __m256) -> __m256 { _mm256_div_ps(a, b) }
         fn round(x: __m256) -> __m256 { _mm256_round_ps::<0x08>(x) }
         fn scale(x: __m256, n: __m256) -> __m256 {{
             // Adds n to the exponent; wrong below −126, where the result is replaced by 0.
@@ -58,6 +60,10 @@ impl Simd for Avx2 {
             let inside =
                 _mm256_andnot_si256(_mm256_cmpgt_epi32(start, lane), _mm256_cmpgt_epi32(end, lane));
             _mm256_blendv_ps(other, x, _mm256_castsi256_ps(inside))
+        }}
+        fn where_same_bits(a: __m256, b: __m256, x: __m256, other: __m256) -> __m256 {{
+            let same = _mm256_cmpeq_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b));
+            _mm256_blendv_ps(other, x, _mm256_castsi256_ps(same))
         }}
     }
 

@@ -43,11 +43,17 @@ impl Simd for Avx512 {
         fn mul(a: __m512, b: __m512) -> __m512 { _mm512_mul_ps(a, b) }
         fn mul_add(a: __m512, b: __m512, c: __m512) -> __m512 { _mm512_fmadd_ps(a, b, c) }
         fn max(a: __m512, b: __m512) -> __m512 { _mm512_max_ps(a, b) }
+        fn min(a: __m512, b: __m512) -> __m512 { _mm512_min_ps(a, b) }
+        fn div(a: __m512, b: __m512) -> __m512 { _mm512_div_ps(a, b) }
         fn round(x: __m512) -> __m512 { _mm512_roundscale_ps::<0x08>(x) }
         fn scale(x: __m512, n: __m512) -> __m512 { _mm512_scalef_ps(x, n) }
         fn inside(start: usize, end: usize, x: __m512, other: __m512) -> __m512 {
             _mm512_mask_mov_ps(other, lanes_below(end) & !lanes_below(start), x)
         }
+        fn where_same_bits(a: __m512, b: __m512, x: __m512, other: __m512) -> __m512 {{
+            let same = _mm512_cmpeq_epi32_mask(_mm512_castps_si512(a), _mm512_castps_si512(b));
+            _mm512_mask_mov_ps(other, same, x)
+        }}
     }
 
     memory_operations! {

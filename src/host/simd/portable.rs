@@ -64,6 +64,16 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    fn min(self, a: Vector, b: Vector) -> Vector {
+        each(|i| if a[i] < b[i] { a[i] } else { b[i] })
+    }
+
+    #[inline(always)]
+    fn div(self, a: Vector, b: Vector) -> Vector {
+        each(|i| a[i] / b[i])
+    }
+
+    #[inline(always)]
     fn round(self, x: Vector) -> Vector {
         // Adding 1.5·2²³ leaves no bits for a fraction; good for |x| < 2²².
         const MAGIC: f32 = 12_582_912.0;
@@ -81,6 +91,11 @@ impl Simd for Portable {
     #[inline(always)]
     fn inside(self, start: usize, end: usize, x: Vector, other: Vector) -> Vector {
         each(|i| if start <= i && i < end { x[i] } else { other[i] })
+    }
+
+    #[inline(always)]
+    fn where_same_bits(self, a: Vector, b: Vector, x: Vector, other: Vector) -> Vector {
+        each(|i| if a[i].to_bits() == b[i].to_bits() { x[i] } else { other[i] })
     }
 
     #[inline(always)]

@@ -3,6 +3,7 @@ use rayon::ThreadPool;
 use super::reference::{Inputs, Outputs};
 use super::*;
 use crate::host::backward::{BackwardTile, backward};
+use crate::host::extras::TileExtras;
 
 /// dq, dk, dv after tiles of all pairs of the given key and query ranges.
 fn run(
@@ -39,6 +40,8 @@ fn run(
                     dq_first: k_step == 0,
                     dkv_first: q_step == 0,
                     softmax_scale: shape.scale(),
+                    soft_cap: shape.soft_cap,
+                    extras: TileExtras::default(),
                 },
             );
         }

@@ -4,6 +4,7 @@ use rayon::ThreadPool;
 
 use super::reference::{Inputs, Outputs};
 use super::*;
+use crate::host::extras::TileExtras;
 use crate::host::forward::{ForwardTile, Partial, forward};
 
 /// o and lse, after tiles with the given key ranges, each for the given query ranges.
@@ -39,6 +40,8 @@ fn run(
                     first: step == 0,
                     last: step == k_parts.len() - 1,
                     softmax_scale: shape.scale(),
+                    soft_cap: shape.soft_cap,
+                    extras: TileExtras::default(),
                 },
             );
         }

@@ -30,6 +30,7 @@ struct Shape {
     v_dim: usize,
     band: Band,
     dtype: Dtype,
+    soft_cap: Option<f32>,
 }
 
 impl Shape {
@@ -44,7 +45,12 @@ impl Shape {
             v_dim: dim,
             band: Band::FULL,
             dtype: Dtype::F32,
+            soft_cap: None,
         }
+    }
+
+    fn capped(self, cap: f32) -> Shape {
+        Shape { soft_cap: Some(cap), ..self }
     }
 
     fn band(self, (lower, upper): (i64, i64)) -> Shape {
@@ -80,6 +86,10 @@ fn shapes() -> Vec<Shape> {
         Shape { v_dim: 72, ..Shape::new(100, 90, 32).band((-20, 60)) },
         Shape { v_dim: 16, ..Shape::new(100, 90, 136) },
         Shape::new(600, 530, 16).band((i64::MIN, 0)),
+        // Caps that most logits reach, some, and none. A smaller one magnifies the logits' rounding.
+        Shape::new(33, 130, 40).capped(0.3),
+        Shape::new(130, 300, 64).band((i64::MIN, 100)).capped(1.0),
+        Shape { group_size: 2, ..Shape::new(100, 90, 32).band((-20, 60)) }.capped(1e6),
         // So many heads that the forward pass takes larger blocks.
         Shape { batch: 8, kv_heads: 8, ..Shape::new(140, 150, 8).band((-60, 5)) },
     ];

@@ -70,7 +70,13 @@ impl Outputs {
         let dot = |x: &[f64], y: &[f64]| x.iter().zip(y).map(|(x, y)| x * y).sum::<f64>();
         let (q, dout) = (vector(q, i, head), vector(dout, i, head));
         let seen: Vec<usize> = (0..shape.keys).filter(|j| shape.band.allows(i, *j)).collect();
-        let logits: Vec<f64> = seen.iter().map(|j| scale * dot(&q, &vector(k, *j, kv))).collect();
+        // Each with its derivative by the score before the cap.
+        let capped = |s: f64| match shape.soft_cap.map(f64::from) {
+            Some(cap) => (cap * (s / cap).tanh(), 1.0 / (s / cap).cosh().powi(2)),
+            None => (s, 1.0),
+        };
+        let (logits, slopes): (Vec<f64>, Vec<f64>) =
+            seen.iter().map(|j| capped(scale * dot(&q, &vector(k, *j, kv)))).unzip();
         let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = logits.iter().map(|s| (s - max).exp()).sum();
         let lse = if seen.is_empty() { f64::NEG_INFINITY } else { max + sum.ln() };
@@ -85,8 +91,8 @@ impl Outputs {
         let delta = dot(&dout, &o) - get(dlse, [b, i, head, 0]);
         *self.lse.at([b, i, head, 0]) = lse;
         *self.delta.at([b, i, head, 0]) = delta;
-        for ((p, v), j) in p.iter().zip(&values).zip(seen) {
-            let ds = p * (dot(&dout, v) - delta) * scale;
+        for (((p, v), slope), j) in p.iter().zip(&values).zip(slopes).zip(seen) {
+            let ds = p * (dot(&dout, v) - delta) * slope * scale;
             for (d, dout) in dout.iter().enumerate() {
                 *self.dv.at([b, j, kv, d]) += p * dout;
             }

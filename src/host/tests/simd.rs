@@ -94,6 +94,61 @@ fn exp2_is_accurate_and_knows_its_limits() {
     }
 }
 
+struct Tanh<'a>(&'a mut [[f32; 2]]);
+
+impl Task for Tanh<'_> {
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        for pairs in self.0.chunks_exact_mut(16) {
+            let inputs: [f32; 16] = std::array::from_fn(|i| pairs[i][0]);
+            let (mut values, mut slopes) = ([0f32; 16], [0f32; 16]);
+            for first in (0..16).step_by(S::LANES) {
+                // SAFETY: no vector has more than 16 lanes, and 16 is a multiple of them.
+                unsafe {
+                    let (tanh, slope) = simd.tanh(simd.load(inputs.as_ptr().add(first)));
+                    simd.store(values.as_mut_ptr().add(first), tanh);
+                    simd.store(slopes.as_mut_ptr().add(first), slope);
+                }
+            }
+            pairs.iter_mut().enumerate().for_each(|(i, pair)| *pair = [values[i], slopes[i]]);
+        }
+    }
+}
+
+#[test]
+fn tanh_and_its_slope_have_small_relative_errors() {
+    let mut inputs: Vec<f32> = (-40_000..40_000).map(|i| i as f32 * 3e-3).collect();
+    // Down to the smallest float, where e − 1 is a difference of nearly equal numbers.
+    inputs.extend((0..1200).flat_map(|i| [1.0, -1.0].map(|sign| sign * 1.1f32.powi(-i))));
+    for isa in Isa::available() {
+        let mut pairs: Vec<[f32; 2]> = inputs.iter().map(|x| [*x, 0.0]).collect();
+        pairs.resize(inputs.len().next_multiple_of(16), [0.0; 2]);
+        isa.run(Tanh(&mut pairs));
+        let mut largest = [0f64; 2];
+        for (x, [tanh, slope]) in inputs.iter().zip(&pairs) {
+            let z = f64::from(*x) * std::f64::consts::LN_2 / 2.0;
+            let expected = [z.tanh(), 1.0 / z.cosh().powi(2)];
+            for (n, (got, expected)) in [tanh, slope].into_iter().zip(expected).enumerate() {
+                // Denormal results have fewer bits.
+                let size = expected.abs().max(f64::from(f32::MIN_POSITIVE));
+                let error = (f64::from(*got) - expected).abs() / size;
+                assert!(error < 6e-7, "{isa}: {n} of {x:e} is {got:e}, off by {error:e}");
+                largest[n] = largest[n].max(error);
+            }
+        }
+        println!("{isa}: {largest:?}");
+        let mut edges = [[0f32; 2]; 16];
+        let beyond = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 1e30, -1e30];
+        beyond.iter().zip(&mut edges).for_each(|(x, edge)| edge[0] = *x);
+        isa.run(Tanh(&mut edges));
+        assert_eq!(edges.map(|[tanh, _]| tanh)[..2], [1.0, -1.0], "{isa}");
+        assert_eq!(edges.map(|[tanh, _]| tanh)[3..6], [1.0, -1.0, 0.0], "{isa}");
+        assert!(edges[2].iter().all(|x| x.is_nan()), "{isa}: NaN is lost");
+        assert!([0, 1, 3, 4].iter().all(|&n| edges[n][1] < 1e-30), "{isa}: {edges:?}");
+        assert_eq!(edges[5][1], 1.0, "{isa}: the slope at 0");
+    }
+}
+
 struct Inside<'a>(&'a mut Vec<f32>);
 
 impl Task for Inside<'_> {

@@ -1,6 +1,6 @@
 //! The attention over the whole sequence, as no rank sees it.
 
-use burst_attention::{Dtype, Problem};
+use burst_attention::{Dtype, Problem, Window};
 use burst_attention_kernels::instances::Element;
 use half::{bf16, f16};
 
@@ -21,12 +21,18 @@ pub struct Case {
     pub kv_heads: usize,
     /// Columns.
     pub head_dim: usize,
+    /// Columns of values.
+    pub value_dim: usize,
     /// Does a query see keys up to its own position only?
-    pub causal: bool,
+    pub window: Window,
     /// Factor on q·k.
     pub softmax_scale: f32,
     /// 0 for none.
     pub soft_cap: f32,
+    /// Are there segments?
+    pub segments: bool,
+    /// Are there slopes?
+    pub slopes: bool,
 }
 
 impl Case {
@@ -36,7 +42,7 @@ impl Case {
     /// For float32, which no kernel takes.
     pub fn of(problem: &Problem) -> Case {
         let Problem { batch, q_len, kv_len, heads, kv_heads, head_dim, .. } = *problem;
-        let Problem { causal, softmax_scale, world_size, .. } = *problem;
+        let Problem { window, softmax_scale, features, world_size, .. } = *problem;
         let element = match problem.dtype {
             Dtype::Bf16 => Element::Bf16,
             Dtype::F16 => Element::F16,
@@ -51,9 +57,12 @@ impl Case {
             heads,
             kv_heads,
             head_dim,
-            causal,
+            value_dim: problem.value_dim,
+            window,
             softmax_scale,
-            soft_cap: 0.0,
+            soft_cap: features.soft_cap.unwrap_or(0.0),
+            segments: features.segments,
+            slopes: features.slopes,
         }
     }
 
@@ -62,9 +71,26 @@ impl Case {
         self.softmax_scale
     }
 
-    /// Does query `i` see key `j`, in any batch entry?
-    pub fn sees(&self, _entry: usize, i: usize, j: usize) -> bool {
-        !self.causal || j <= i
+    /// Columns of values.
+    pub fn value_dim(&self) -> usize {
+        self.value_dim
+    }
+
+    /// The segment of a position: documents of seven tokens, and a few tokens in none.
+    pub fn segment(&self, entry: usize, position: usize) -> i32 {
+        let document = (position + 3 * entry) / 7;
+        if position % 11 == 4 { -1 } else { document as i32 }
+    }
+
+    /// Does query `i` see key `j`?
+    pub fn sees(&self, entry: usize, i: usize, j: usize) -> bool {
+        let (query, key) = (self.segment(entry, i), self.segment(entry, j));
+        self.window.allows(i, j) && (!self.segments || query == key && query >= 0)
+    }
+
+    /// Position of key `j` minus that of query `i`, where there are slopes.
+    pub fn distance(&self, i: usize, j: usize) -> i64 {
+        if self.slopes { j as i64 - i as i64 } else { 0 }
     }
 }
 
@@ -90,6 +116,8 @@ pub struct Inputs {
     pub dout: Vec<f32>,
     /// Gradient of lse.
     pub dlse: Vec<f32>,
+    /// Slopes `[batch, heads]`.
+    pub slopes: Vec<f32>,
 }
 
 impl Inputs {
@@ -97,13 +125,15 @@ impl Inputs {
     pub fn new(case: &Case, seed: u64) -> Inputs {
         let mut random = Random(seed);
         let queries = case.batch * case.q_len * case.heads;
-        let keys = case.batch * case.kv_len * case.kv_heads * case.head_dim;
+        let keys = case.batch * case.kv_len * case.kv_heads;
         let mut rounded = |count: usize| -> Vec<f32> {
             (0..count).map(|_| round(case.element, random.normal())).collect()
         };
-        let (q, dout) = (rounded(queries * case.head_dim), rounded(queries * case.head_dim));
-        let (k, v) = (rounded(keys), rounded(keys));
-        Inputs { q, k, v, dout, dlse: (0..queries).map(|_| random.normal()).collect() }
+        let (q, dout) = (rounded(queries * case.head_dim), rounded(queries * case.value_dim));
+        let (k, v) = (rounded(keys * case.head_dim), rounded(keys * case.value_dim));
+        let dlse = (0..queries).map(|_| random.normal()).collect();
+        let slopes = (0..case.batch * case.heads).map(|_| 0.1 * random.normal()).collect();
+        Inputs { q, k, v, dout, dlse, slopes }
     }
 }
 

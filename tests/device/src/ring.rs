@@ -1,6 +1,6 @@
 //! A problem with its inputs and what is right, cut into the ranks' shards.
 
-use burst_attention::cuda::rank::Arrays;
+use burst_attention::cuda::rank::{Arrays, Extras};
 use burst_attention::{Pass, Problem};
 use burst_attention_interpreter::{Address, Memory};
 use burst_attention_kernels::instances::Element;
@@ -13,8 +13,12 @@ use super::{Case, Dense, Inputs, World, dense, round};
 pub enum Kind {
     /// Activations `[batch, n, heads, head_dim]`.
     Queries,
+    /// Activations `[batch, n, heads, value_dim]`.
+    Outputs,
     /// Activations `[batch, n, kv_heads, head_dim]`.
     Keys,
+    /// Activations `[batch, n, kv_heads, value_dim]`.
+    Values,
     /// Float32 `[batch, n, heads]`.
     PerQuery,
 }
@@ -42,17 +46,21 @@ pub struct Shard {
     pub dk: Address,
     /// Result, as `v`.
     pub dv: Address,
+    /// What features need: segments of queries and of keys, slopes.
+    pub extras: [Address; 3],
 }
 
 impl Shard {
     /// As the executor takes them.
     pub fn arrays(&self, pass: Pass) -> Arrays {
-        let Shard { q, k, v, o, lse, dout, dlse, dq, dk, dv } = *self;
+        let Shard { q, k, v, o, lse, dout, dlse, dq, dk, dv, extras } = *self;
+        let [q_segments, k_segments, slopes] = extras.map(|at| at.0);
+        let extras = Extras { q_segments, k_segments, slopes };
         let [q, k, v, o, lse] = [q, k, v, o, lse].map(|at| at.0);
         let [dout, dlse, dq, dk, dv] = [dout, dlse, dq, dk, dv].map(|at| at.0);
         match pass {
-            Pass::Forward => Arrays::Forward { q, k, v, o, lse },
-            Pass::Backward => Arrays::Backward { q, k, v, o, lse, dout, dlse, dq, dk, dv },
+            Pass::Forward => Arrays::Forward { q, k, v, o, lse, extras },
+            Pass::Backward => Arrays::Backward { q, k, v, o, lse, dout, dlse, dq, dk, dv, extras },
         }
     }
 }
@@ -86,14 +94,25 @@ impl Ring {
     fn width(&self, kind: Kind) -> usize {
         match kind {
             Kind::Queries => self.case.heads * self.case.head_dim,
+            Kind::Outputs => self.case.heads * self.case.value_dim,
             Kind::Keys => self.case.kv_heads * self.case.head_dim,
+            Kind::Values => self.case.kv_heads * self.case.value_dim,
             Kind::PerQuery => self.case.heads,
+        }
+    }
+
+    /// Rows of a rank.
+    fn rows(&self, kind: Kind) -> usize {
+        match kind {
+            Kind::Keys | Kind::Values => self.problem.kv_len,
+            _ => self.problem.q_len,
         }
     }
 
     /// For each element of a rank's array where it is in the order of the sequence.
     fn places(&self, rank: usize, kind: Kind) -> impl Iterator<Item = usize> {
-        let Problem { batch, layout, world_size, q_len: n, .. } = self.problem;
+        let Problem { batch, layout, world_size, .. } = self.problem;
+        let n = self.rows(kind);
         let width = self.width(kind);
         let rows = (0..batch).flat_map(move |entry| (0..n).map(move |row| (entry, row)));
         rows.flat_map(move |(entry, row)| {
@@ -124,31 +143,57 @@ impl Ring {
     }
 
     fn place_one(&self, world: &mut World, rank: usize, device: usize) -> Shard {
-        let rows = self.problem.batch * self.problem.q_len;
+        let batch = self.problem.batch;
         let mut array = |name: &str, kind| {
             let bytes = if kind == Kind::PerQuery { 4 } else { 2 };
-            let bytes = (rows * self.width(kind) * bytes) as u64;
+            let bytes = (batch * self.rows(kind) * self.width(kind) * bytes) as u64;
             world.allocate(device, &format!("{name} of rank {rank}"), bytes)
         };
         let shard = Shard {
             q: array("q", Kind::Queries),
             k: array("k", Kind::Keys),
-            v: array("v", Kind::Keys),
-            o: array("o", Kind::Queries),
+            v: array("v", Kind::Values),
+            o: array("o", Kind::Outputs),
             lse: array("lse", Kind::PerQuery),
-            dout: array("dout", Kind::Queries),
+            dout: array("dout", Kind::Outputs),
             dlse: array("dlse", Kind::PerQuery),
             dq: array("dq", Kind::Queries),
             dk: array("dk", Kind::Keys),
-            dv: array("dv", Kind::Keys),
+            dv: array("dv", Kind::Values),
+            extras: self.place_extras(world, rank, device),
         };
         let inputs = &self.inputs;
         self.write(world, rank, (shard.q, Kind::Queries), &inputs.q);
         self.write(world, rank, (shard.k, Kind::Keys), &inputs.k);
-        self.write(world, rank, (shard.v, Kind::Keys), &inputs.v);
-        self.write(world, rank, (shard.dout, Kind::Queries), &inputs.dout);
+        self.write(world, rank, (shard.v, Kind::Values), &inputs.v);
+        self.write(world, rank, (shard.dout, Kind::Outputs), &inputs.dout);
         self.write(world, rank, (shard.dlse, Kind::PerQuery), &inputs.dlse);
         shard
+    }
+
+    /// Allocates and writes what features need.
+    fn place_extras(&self, world: &mut World, rank: usize, device: usize) -> [Address; 3] {
+        let Problem { batch, layout, world_size, q_len, kv_len, features, .. } = self.problem;
+        let mut array = |name: &str, wanted: bool, words: Vec<f32>| {
+            if !wanted {
+                return Address(0);
+            }
+            let at = world.allocate(device, &format!("{name} of {rank}"), 4 * words.len() as u64);
+            world.memory.write_f32(at, &words);
+            at
+        };
+        let segments = |len: usize| -> Vec<f32> {
+            let rows = (0..batch).flat_map(|entry| (0..len).map(move |row| (entry, row)));
+            let id = |(entry, row)| {
+                self.case.segment(entry, layout.position(rank, row, world_size, len)) as u32
+            };
+            rows.map(|row| f32::from_bits(id(row))).collect()
+        };
+        [
+            array("segments of queries", features.segments, segments(q_len)),
+            array("segments of keys", features.segments, segments(kv_len)),
+            array("slopes", features.slopes, self.inputs.slopes.clone()),
+        ]
     }
 
     /// Writes o and lse as an exact forward pass would leave them, for a backward pass alone.
@@ -156,7 +201,7 @@ impl Ring {
         let narrow = |values: &[f64]| values.iter().map(|x| *x as f32).collect::<Vec<_>>();
         let (o, lse) = (narrow(&self.exact.o), narrow(&self.exact.lse));
         for (rank, shard) in shards.iter().enumerate() {
-            self.write(world, rank, (shard.o, Kind::Queries), &o);
+            self.write(world, rank, (shard.o, Kind::Outputs), &o);
             self.write(world, rank, (shard.lse, Kind::PerQuery), &lse);
         }
     }
@@ -191,7 +236,7 @@ impl Ring {
         kind: Kind,
         array: impl Fn(&Shard) -> Address,
     ) -> Vec<f32> {
-        let count = self.problem.batch * self.problem.q_len * self.width(kind);
+        let count = self.problem.batch * self.rows(kind) * self.width(kind);
         let of = |shard: &Shard| -> Vec<f32> {
             let at = array(shard);
             match (kind, self.case.element) {
@@ -223,7 +268,7 @@ impl Ring {
         if let Some(at) = lse.iter().zip(&self.exact.lse).position(off) {
             return Err(format!("lse {at} is {}, expected {}", lse[at], self.exact.lse[at]));
         }
-        let o = self.read(memory, shards, Kind::Queries, |shard| shard.o);
+        let o = self.read(memory, shards, Kind::Outputs, |shard| shard.o);
         // One rounding of p's sum to float32, for rows that see a single key.
         self.ratio("o", &o, &self.exact.o, &self.plain.o, 2f64.powi(-24))
     }
@@ -236,7 +281,7 @@ impl Ring {
         let memory = &world.memory;
         let dq = self.read(memory, shards, Kind::Queries, |shard| shard.dq);
         let dk = self.read(memory, shards, Kind::Keys, |shard| shard.dk);
-        let dv = self.read(memory, shards, Kind::Keys, |shard| shard.dv);
+        let dv = self.read(memory, shards, Kind::Values, |shard| shard.dv);
         let (exact, plain) = (&self.exact, &self.plain);
         let ratios = [
             self.ratio("dq", &dq, &exact.dq, &plain.dq, self.gradient_floor())?,

@@ -6,8 +6,10 @@ use burst_attention::cuda::driver::Stream;
 use burst_attention::cuda::nccl::{Comm, Communicator};
 use burst_attention::cuda::record::{Program, Recorder, check, images, nccl};
 use burst_attention::cuda::ring::{Call, Given};
-use burst_attention::{Dtype, Layout, Pass, Problem, Travels};
+use burst_attention::{Dtype, Features, Layout, Pass, Problem, Travels, Window};
 use burst_attention_device_tests::{Ring, Shard, World};
+
+const WINDOW: Window = Window { left: Some(6), right: Some(1) };
 
 const PROBLEM: Problem = Problem {
     batch: 2,
@@ -16,9 +18,11 @@ const PROBLEM: Problem = Problem {
     heads: 2,
     kv_heads: 1,
     head_dim: 16,
+    value_dim: 16,
     dtype: Dtype::Bf16,
-    causal: true,
+    window: Window::CAUSAL,
     softmax_scale: 0.25,
+    features: Features::NONE,
     layout: Layout::Contiguous,
     world_size: 4,
 };
@@ -121,8 +125,8 @@ fn assert_right(problem: &Problem, travels: Option<Travels>, one_device: bool) {
 #[test]
 fn rings_compute_attention() {
     for layout in Layout::ALL {
-        for causal in [true, false] {
-            let of = |world_size| Problem { layout, causal, world_size, ..PROBLEM };
+        for window in [Window::CAUSAL, Window::FULL] {
+            let of = |world_size| Problem { layout, window, world_size, ..PROBLEM };
             assert_right(&of(1), None, false);
             assert_right(&of(2), Some(Travels::Queries), false);
             assert_right(&of(3), None, false);
@@ -134,7 +138,15 @@ fn rings_compute_attention() {
 #[test]
 fn shapes_and_types() {
     let odd = Problem { q_len: 6, kv_len: 6, batch: 3, world_size: 3, ..PROBLEM };
-    let wide = Problem { heads: 4, kv_heads: 4, head_dim: 72, batch: 1, world_size: 2, ..PROBLEM };
+    let wide = Problem {
+        heads: 4,
+        kv_heads: 4,
+        head_dim: 72,
+        value_dim: 72,
+        batch: 1,
+        world_size: 2,
+        ..PROBLEM
+    };
     for layout in Layout::ALL {
         for travels in [Travels::Keys, Travels::Queries] {
             assert_right(&Problem { layout, ..odd.clone() }, Some(travels), false);
@@ -142,6 +154,39 @@ fn shapes_and_types() {
         assert_right(&Problem { layout, dtype: Dtype::F16, ..wide.clone() }, None, false);
     }
     assert_right(&Problem { q_len: 5, kv_len: 5, ..odd }, None, false);
+}
+
+#[test]
+fn windows_run_both_ways_and_sums_that_come_home_twice_are_added() {
+    let windows = [(Some(2), Some(0)), (Some(5), Some(4)), (Some(20), Some(3))];
+    for (layout, (left, right)) in Layout::ALL.into_iter().flat_map(|l| windows.map(|w| (l, w))) {
+        let window = Window { left, right };
+        for travels in [Travels::Keys, Travels::Queries] {
+            assert_right(&Problem { layout, window, ..PROBLEM }, Some(travels), false);
+        }
+    }
+    let cross = Problem { window: Window::FULL, kv_len: 2 * PROBLEM.kv_len, ..PROBLEM };
+    assert_right(&cross, None, false);
+}
+
+#[test]
+fn features_of_the_general_kernels() {
+    let segments = Features { segments: true, ..Features::default() };
+    let all = [
+        segments,
+        Features { soft_cap: Some(0.7), ..segments },
+        Features { slopes: true, ..segments },
+        Features { soft_cap: Some(5.0), slopes: true, ..segments },
+    ];
+    for (index, features) in all.into_iter().enumerate() {
+        for (n, layout) in Layout::ALL.into_iter().enumerate() {
+            let value_dim = if n == index % 3 { 24 } else { 16 };
+            let travels = [Travels::Keys, Travels::Queries][(index + n) % 2];
+            let window = [Window::CAUSAL, Window::FULL, WINDOW][(index + n) % 3];
+            let problem = Problem { layout, features, value_dim, window, ..PROBLEM };
+            assert_right(&problem, Some(travels), false);
+        }
+    }
 }
 
 #[test]

@@ -7,7 +7,7 @@ mod fake;
 
 use burst_attention::cuda::record::{check, group_is_open};
 use burst_attention::cuda::ring::Call;
-use burst_attention::{Dtype, Layout, Pass, Problem, Travels};
+use burst_attention::{Dtype, Features, Layout, Pass, Problem, Travels, Window};
 use burst_attention_device_tests::{Ring, Shard, World};
 use burst_attention_ffi::cuda::Stage;
 use burst_attention_ffi::sys;
@@ -22,9 +22,11 @@ fn problem(world_size: usize, layout: Layout) -> Problem {
         heads: 4,
         kv_heads: 2,
         head_dim: 16,
+        value_dim: 16,
         dtype: Dtype::Bf16,
-        causal: true,
+        window: Window::CAUSAL,
         softmax_scale: 0.25,
+        features: Features::default(),
         layout,
         world_size,
     }
@@ -79,11 +81,24 @@ fn rings_of_1_2_and_4_compute_attention_in_every_layout_both_ways_round() {
 #[test]
 fn so_do_full_masks_float16_and_halves_that_are_not_aligned() {
     for travels in [Travels::Keys, Travels::Queries] {
-        let full = Problem { causal: false, ..problem(4, Layout::Zigzag) };
+        let full = Problem { window: Window::FULL, ..problem(4, Layout::Zigzag) };
         both_passes(&full, travels, 3);
         let odd =
             Problem { q_len: 10, kv_len: 10, dtype: Dtype::F16, ..problem(2, Layout::Zigzag) };
         both_passes(&odd, travels, 4);
+    }
+}
+
+#[test]
+fn so_do_segments_slopes_soft_caps_and_windows() {
+    let features =
+        Features { segments: true, slopes: true, soft_cap: Some(2.0), ..Features::default() };
+    for (layout, travels) in
+        Layout::ALL.into_iter().zip([Travels::Queries, Travels::Keys].iter().cycle())
+    {
+        let window = Window { left: Some(9), right: Some(2) };
+        let problem = Problem { features, window, value_dim: 24, ..problem(2, layout) };
+        both_passes(&problem, *travels, 6);
     }
 }
 
@@ -117,7 +132,8 @@ fn rank(handlers: &Handlers, call: &Call, rank: usize) -> RankCall {
     let at = |n: u64| (n + 1) << 40;
     let shard = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].map(|n| Address(at(n)));
     let [q, k, v, o, lse, dout, dlse, dq, dk, dv] = shard;
-    let shard = Shard { q, k, v, o, lse, dout, dlse, dq, dk, dv };
+    let extras = [Address(0); 3];
+    let shard = Shard { q, k, v, o, lse, dout, dlse, dq, dk, dv, extras };
     handlers.rank(call, rank, shard.arrays(call.pass), 1 << 46)
 }
 

@@ -23,12 +23,16 @@ pub struct Case {
     pub heads: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
+    /// Columns of values, if others than of keys.
+    pub value_dim: Option<usize>,
     /// Smallest and largest key row − query row that is seen.
     pub band: (i64, i64),
     /// Of queries and keys; one for all where none.
     pub segments: Option<(Runs, Runs)>,
     /// 0 for none.
     pub soft_cap: f32,
+    /// ALiBi: position of key row 0 minus that of query row 0, and positions between rows.
+    pub alibi: Option<(i64, i64)>,
     /// The default scale where none.
     pub softmax_scale: Option<f32>,
     /// Factor on the queries, to make logits large.
@@ -58,9 +62,11 @@ pub const CASE: Case = Case {
     heads: 1,
     kv_heads: 1,
     head_dim: 64,
+    value_dim: None,
     band: NONE,
     segments: None,
     soft_cap: 0.0,
+    alibi: None,
     softmax_scale: None,
     magnitude: 1.0,
     margin: 4,
@@ -76,9 +82,15 @@ impl Case {
         self.softmax_scale.unwrap_or_else(|| (self.head_dim as f32).sqrt().recip())
     }
 
+    /// Columns of values.
+    pub fn value_dim(&self) -> usize {
+        self.value_dim.unwrap_or(self.head_dim)
+    }
+
     /// Does it need the general variant of a kernel?
     pub fn is_general(&self) -> bool {
-        self.segments.is_some() || self.soft_cap > 0.0
+        let masked = self.segments.is_some() || self.soft_cap > 0.0;
+        masked || self.alibi.is_some() || self.value_dim.is_some()
     }
 
     /// The variant of a plain kernel that computes it.
@@ -109,6 +121,11 @@ impl Case {
         self.allows(i, j) && segment == self.kv_segment(b, j) && segment >= 0
     }
 
+    /// Position of key `j` minus that of query `i`.
+    pub fn distance(&self, i: usize, j: usize) -> i64 {
+        self.alibi.map_or(0, |(distance, stride)| distance + stride * (j as i64 - i as i64))
+    }
+
     /// The streamed rows of each step, `len` in all.
     pub fn ranges(&self, len: usize) -> Vec<Range<usize>> {
         match self.steps {
@@ -131,6 +148,7 @@ impl Case {
             heads: self.heads,
             kv_heads: self.kv_heads,
             head_dim: self.head_dim,
+            value_dim: self.value_dim(),
             element: self.element,
             lower: shifted(self.band.0),
             upper: shifted(self.band.1),
@@ -180,29 +198,31 @@ impl Random {
     }
 }
 
-/// Activations `[batch, rows, heads, head_dim]` as they are in 16 bits, and
-/// dlse `[batch, q_len, heads]`.
+/// Activations `[batch, rows, heads, head_dim]`, or of values `value_dim`, as they are in 16 bits,
+/// and dlse `[batch, q_len, heads]`.
 pub struct Inputs {
     pub q: Vec<f32>,
     pub k: Vec<f32>,
     pub v: Vec<f32>,
     pub dout: Vec<f32>,
     pub dlse: Vec<f32>,
+    /// Of either sign, `[batch, heads]`.
+    pub slopes: Vec<f32>,
 }
 
 impl Inputs {
     pub fn new(case: &Case) -> Inputs {
         let mut random = Random(7);
         let Case { batch, q_len, kv_len, heads, kv_heads, head_dim, .. } = *case;
-        let queries = batch * q_len * heads * head_dim;
-        let keys = batch * kv_len * kv_heads * head_dim;
+        let (queries, keys) = (batch * q_len * heads, batch * kv_len * kv_heads);
         let rounded = |value| round(case.element, value);
         Inputs {
-            q: random.tensor(queries, |value| rounded(value * case.magnitude)),
-            k: random.tensor(keys, rounded),
-            v: random.tensor(keys, rounded),
-            dout: random.tensor(queries, rounded),
-            dlse: random.tensor(batch * q_len * heads, |value| value),
+            q: random.tensor(queries * head_dim, |value| rounded(value * case.magnitude)),
+            k: random.tensor(keys * head_dim, rounded),
+            v: random.tensor(keys * case.value_dim(), rounded),
+            dout: random.tensor(queries * case.value_dim(), rounded),
+            dlse: random.tensor(queries, |value| value),
+            slopes: random.tensor(batch * heads, |value| 0.1 * value),
         }
     }
 }

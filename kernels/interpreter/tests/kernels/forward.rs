@@ -26,19 +26,22 @@ impl Arrays {
         let Case { batch, q_len, kv_len, heads, kv_heads, head_dim, margin, .. } = problem.case;
         let (queries, keys) =
             ([batch, q_len, heads, head_dim], [batch, kv_len, kv_heads, head_dim]);
+        let value_dim = problem.case.value_dim();
+        let (results, values) =
+            ([batch, q_len, heads, value_dim], [batch, kv_len, kv_heads, value_dim]);
         let (activation, statistics) =
             (Scalar::Activation(problem.case.element), [batch, q_len, heads]);
         let visited = problem.visited_keys(Kernel::Forward);
         let arrays = Arrays {
             q: world.rows("q", activation, queries, margin),
             k: world.rows("k", activation, keys, 2 * margin),
-            v: world.rows("v", activation, keys, 2 * margin),
-            acc: world.rows("acc", Scalar::F32, queries, 3 * margin),
+            v: world.rows("v", activation, values, 2 * margin),
+            acc: world.rows("acc", Scalar::F32, results, 3 * margin),
             row_max: world.statistics("row_max", statistics, margin),
             row_sum: world.statistics("row_sum", statistics, margin),
-            o: world.rows("o", activation, queries, 5 * margin),
+            o: world.rows("o", activation, results, 5 * margin),
             lse: world.rows("lse", Scalar::F32, [batch, q_len, heads, 1], 3 * margin / 2),
-            segments: Segments::new(world, &problem.case, 0..q_len, visited.clone()),
+            segments: Segments::new(world, problem, 0..q_len, visited.clone()),
         };
         arrays.q.fill(&mut world.memory, 0..q_len, &problem.inputs.q);
         arrays.k.fill(&mut world.memory, visited.clone(), &problem.inputs.k);
@@ -93,7 +96,7 @@ pub fn run(problem: &Problem, seed: u64, change: Change) -> Result<(Vec<Vec<f32>
 /// o and lse of a state that was carried on.
 fn finish(case: &Case, state: &[Vec<f32>]) -> Vec<Vec<f32>> {
     let [acc, max, sum] = state else { panic!("a state is three arrays, got {}", state.len()) };
-    let rows = acc.chunks(case.head_dim).zip(sum);
+    let rows = acc.chunks(case.value_dim()).zip(sum);
     let o =
         rows.flat_map(|(row, &sum)| row.iter().map(move |x| if sum > 0.0 { x / sum } else { *x }));
     let lse = max

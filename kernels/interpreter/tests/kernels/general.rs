@@ -51,6 +51,57 @@ fn padding_and_segments_that_one_side_lacks() {
     }
 }
 
+#[test]
+fn values_of_other_columns_than_keys() {
+    let dims = [
+        (192, 128, Bf16),
+        (24, 16, F16),
+        (64, 128, Bf16),
+        (8, 256, F16),
+        (96, 64, Bf16),
+        (40, 8, F16),
+    ];
+    let case = Case { q_len: 150, kv_len: 140, heads: 4, kv_heads: 2, band: (-90, 20), ..CASE };
+    check(&dims.map(|(head_dim, value_dim, element)| Case {
+        head_dim,
+        value_dim: Some(value_dim),
+        element,
+        ..case
+    }));
+    check(&[
+        Case { batch: 2, head_dim: 16, value_dim: Some(40), soft_cap: 3.0, ..case },
+        Case { batch: 2, segments: Some((DOCUMENTS, OTHERS)), value_dim: Some(24), ..case },
+        Case { batch: 2, margin: 0, head_dim: 32, value_dim: Some(16), ..case },
+    ]);
+    // Strides of entries that are on their own are made up, of as many columns as there are.
+    check(&[Case { batch: 2, limit: 150_000, value_dim: Some(72), band: NONE, ..case }]);
+}
+
+#[test]
+fn scores_with_a_bias_by_distance() {
+    let case = Case { q_len: 150, kv_len: 170, heads: 4, kv_heads: 2, head_dim: 24, ..CASE };
+    let alibi = Some((0, 1));
+    check(&[
+        Case { batch: 2, band: CAUSAL, alibi, ..case },
+        Case { alibi: Some((-37, 1)), element: F16, ..case },
+        Case { alibi: Some((500, 8)), band: (-90, 20), head_dim: 72, ..case },
+        Case { alibi: Some((1000, -3)), q_len: 31, head_dim: 160, ..case },
+        Case { batch: 3, alibi, segments: Some((DOCUMENTS, OTHERS)), soft_cap: 5.0, ..case },
+        Case { batch: 2, alibi, value_dim: Some(40), margin: 0, ..case },
+    ]);
+}
+
+#[test]
+fn biased_pieces_count_positions_from_their_own_rows() {
+    const ORDER: &[(usize, usize)] = &[(132, 200), (0, 60), (60, 132)];
+    let case = Case { q_len: 200, kv_len: 200, heads: 2, alibi: Some((-60, 2)), ..CASE };
+    check(&[
+        Case { steps: ORDER, band: CAUSAL, ..case },
+        Case { steps: ORDER, finished: false, element: F16, ..case },
+        Case { batch: 2, q_len: 300, kv_len: 300, kv_heads: 2, limit: 70_000, ..case },
+    ]);
+}
+
 /// Rows past the end read as segment 0, which is here that of the last rows too.
 #[test]
 fn general_lengths() {
@@ -64,6 +115,16 @@ fn general_lengths() {
         soft_cap: 2.0,
         ..CASE
     }));
+    // Biases past the end are beyond what float32 has a power of 2 for.
+    for distance in [-20_000, 20_000] {
+        check(&lengths.map(|(q_len, kv_len)| Case {
+            q_len,
+            kv_len,
+            heads: 2,
+            alibi: Some((distance, 1)),
+            ..CASE
+        }));
+    }
 }
 
 #[test]
@@ -90,6 +151,8 @@ fn general_steps_carry_their_state() {
         Case { steps: ORDERS[0], ..long },
         Case { steps: ORDERS[1], band: CAUSAL, element: F16, ..long },
         Case { steps: ORDERS[1], segments: Some((PADDED, PADDED)), finished: false, ..long },
+        Case { steps: ORDERS[0], value_dim: Some(40), ..long },
+        Case { steps: ORDERS[1], value_dim: Some(16), finished: false, ..long },
     ]);
 }
 

@@ -25,6 +25,9 @@ impl Read {
         let Case { batch, q_len, kv_len, heads, kv_heads, head_dim, margin, .. } = problem.case;
         let (queries, keys) =
             ([batch, q_len, heads, head_dim], [batch, kv_len, kv_heads, head_dim]);
+        let value_dim = problem.case.value_dim();
+        let (results, values) =
+            ([batch, q_len, heads, value_dim], [batch, kv_len, kv_heads, value_dim]);
         let (activation, statistics) =
             (Scalar::Activation(problem.case.element), [batch, q_len, heads]);
         let keys_stream = kernel == Kernel::QueryGrads;
@@ -34,11 +37,11 @@ impl Read {
         let read = Read {
             q: world.rows("q", activation, queries, margin),
             k: world.rows("k", activation, keys, 2 * margin),
-            v: world.rows("v", activation, keys, 2 * margin),
-            dout: world.rows("dout", activation, queries, margin),
+            v: world.rows("v", activation, values, 2 * margin),
+            dout: world.rows("dout", activation, results, margin),
             lse_log2: world.statistics("lse_log2", statistics, margin),
             delta: world.statistics("delta", statistics, margin),
-            segments: Segments::new(world, &problem.case, of_queries, of_keys),
+            segments: Segments::new(world, problem, of_queries, of_keys),
         };
         let memory = &mut world.memory;
         read.q.fill(memory, queries_read.clone(), &problem.inputs.q);
@@ -86,11 +89,14 @@ fn run_keys(
     let Case { batch, kv_len, kv_heads, head_dim, margin, element, .. } = *case;
     let mut world = World::new(seed, change);
     let read = Read::new(&mut world, problem, Kernel::KeyGrads);
-    let sizes = [batch, kv_len, kv_heads, head_dim];
-    let [dk_acc, dv_acc] =
-        ["dk_acc", "dv_acc"].map(|name| world.rows(name, Scalar::F32, sizes, 3 * margin));
-    let [dk, dv] =
-        ["dk", "dv"].map(|name| world.rows(name, Scalar::Activation(element), sizes, 5 * margin));
+    let mut place = |name, scalar, dim, margins| {
+        world.rows(name, scalar, [batch, kv_len, kv_heads, dim], margins * margin)
+    };
+    let activation = Scalar::Activation(element);
+    let dk_acc = place("dk_acc", Scalar::F32, head_dim, 3);
+    let dv_acc = place("dv_acc", Scalar::F32, case.value_dim(), 3);
+    let dk = place("dk", activation, head_dim, 5);
+    let dv = place("dv", activation, case.value_dim(), 5);
     let steps = case.ranges(case.q_len);
     let mut launches = 0;
     for (n, queries) in steps.iter().enumerate() {

@@ -10,7 +10,7 @@ use super::forward::check as fwd;
 use super::gradients::{check_keys as dkdv, check_queries as dq};
 use super::modules::{find, masked};
 use super::problem::{Found, Problem};
-use super::rows::{check_delta as delta, check_finish as finish};
+use super::rows::{check_delta as delta, check_finish as finish, check_merge as merge};
 use super::world::Change::{self, Launch as Launched, Module as Compiled};
 
 /// What it is called, what must find it, in which case, and the mistake.
@@ -104,6 +104,13 @@ fn drop_choice(module: &mut Module) {
     op.operands[2] = op.operands[1];
 }
 
+/// The sum of an operand with itself.
+fn add_itself(module: &mut Module, which: usize) {
+    let sum = *find(module, AddF).last().expect("a sum");
+    let op = module.op_mut(sum);
+    op.operands[1 - which] = op.operands[which];
+}
+
 /// Operands of a load of activations: view, entry, tile, head, column; of one of statistics: view,
 /// entry, head, tile.
 pub const ENTRY: usize = 1;
@@ -111,7 +118,7 @@ pub const TILE: usize = 2;
 const HEAD: usize = 3;
 
 #[rustfmt::skip]
-const MUTANTS: [Mutant; 40] = [
+const MUTANTS: [Mutant; 44] = [
     ("fwd: keys of another head", fwd, FULL, Compiled(|m| reroute(m, LoadViewTko, 0, HEAD, ENTRY))),
     ("fwd: v of another tile", fwd, FULL, Compiled(|m| reroute(m, LoadViewTko, 1, TILE, ENTRY))),
     ("fwd: no mask", fwd, BAND, Compiled(|m| reroute(m, Select, 0, 2, 1))),
@@ -151,12 +158,20 @@ const MUTANTS: [Mutant; 40] = [
     ("delta: lse of blind rows stays −inf", delta, BLIND, Compiled(drop_choice)),
     ("delta: results swapped", delta, FULL, Launched(|l| swap(l, "lse_log2", "delta"))),
     ("finish: b ignored", finish, FULL, Launched(|l| force(l, "has_b", 0))),
+    ("merge: arrived twice", merge, FULL, Compiled(|m| add_itself(m, 1))),
+    ("merge: home twice", merge, FULL, Compiled(|m| add_itself(m, 0))),
+    ("merge: strides swapped", merge, FULL, Launched(|l| swap(l, "home_batch_stride", "arrived_batch_stride"))),
+    ("merge: a row too few", merge, FULL, Launched(|l| force(l, "rows", 149))),
     ("finish: out a row further on", finish, FULL, Launched(|l| move_a_row(l, "out", "heads"))),
 ];
 
 #[test]
 fn every_mistake_is_found() {
-    assert_found(&[FULL, BAND, BLIND, STEPS, STEEP], &[fwd, dkdv, dq, delta, finish], &MUTANTS);
+    assert_found(
+        &[FULL, BAND, BLIND, STEPS, STEEP],
+        &[fwd, dkdv, dq, delta, finish, merge],
+        &MUTANTS,
+    );
 }
 
 /// All checks pass in all cases, save where there is a mistake.

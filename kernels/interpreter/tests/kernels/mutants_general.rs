@@ -7,13 +7,13 @@ use burst_attention_kernels::launch::Launch;
 use burst_attention_kernels::record::Value;
 use cutile_ir::Module;
 use cutile_ir::bytecode::Opcode::*;
-use cutile_ir::ir::{OpId, ScalarType, TileElementType, Type};
+use cutile_ir::ir::{OpId, ScalarType, TileElementType, Type, ValueProducer};
 
-use super::case::{CASE, CAUSAL, Case};
+use super::case::{CASE, CAUSAL, Case, NONE};
 use super::forward::check as fwd;
 use super::general::{DOCUMENTS, OTHERS, PADDED};
 use super::gradients::{check_keys as dkdv, check_queries as dq};
-use super::modules::{is_wide, masked};
+use super::modules::{find, inside, is_wide, masked};
 use super::mutants::{ENTRY, Mutant, TILE, assert_found, reroute, scale, set, swap};
 use super::world::Change::{Launch as Launched, Module as Compiled};
 
@@ -33,6 +33,13 @@ const TEXT: Case = Case {
 const CROSS: Case = Case { segments: Some((DOCUMENTS, OTHERS)), band: (-90, 90), ..TEXT };
 const BATCH_END: Case = Case { segments: Some((PADDED, PADDED)), ..TEXT };
 const CAPPED: Case = Case { segments: None, soft_cap: 2.0, magnitude: 2.0, ..TEXT };
+
+const UNEVEN: Case = Case { heads: 4, value_dim: Some(24), ..TEXT };
+const BIASED: Case = Case { segments: None, heads: 4, alibi: Some((-40, 2)), ..TEXT };
+const BIASED_STEPS: Case = Case { steps: &[(0, 64), (64, 150)], ..BIASED };
+/// Both sides of the diagonal, and a bias past the end that no float32 has a power of 2 for.
+const BIASED_END: Case = Case { band: NONE, alibi: Some((20_000, 1)), ..BIASED };
+const UNEVEN_STEPS: Case = Case { steps: &[(0, 64), (64, 150)], ..UNEVEN };
 
 /// The last condition on a pair, that it is of one segment, is dropped.
 fn drop_segments(module: &mut Module) {
@@ -83,11 +90,71 @@ fn drop_slope(module: &mut Module) {
     module.op_mut(fma).operands[0] = zero;
 }
 
+/// Is it the type of a tile of one number?
+fn is_single(ty: &Type) -> bool {
+    matches!(ty, Type::Tile(tile) if !tile.shape.is_empty() && tile.shape.iter().all(|&n| n == 1))
+}
+
+/// The only load of a single number: a slope.
+fn load_of_slope(module: &Module) -> OpId {
+    let is_one = |&id: &OpId| module.op(id).result_types.iter().any(is_single);
+    find(module, LoadViewTko).into_iter().find(is_one).expect("a load of a slope")
+}
+
+/// The slope of the first head for all.
+fn one_slope(module: &mut Module) {
+    let load = load_of_slope(module);
+    let op = module.op_mut(load);
+    op.operands[2] = op.operands[1];
+}
+
+/// Slopes are not turned to base 2: what uses the only product of single numbers uses its factor.
+fn natural_slopes(module: &mut Module) {
+    let is_one = |&id: &OpId| module.op(id).result_types.iter().any(is_single);
+    let product = find(module, MulF).into_iter().find(is_one).expect("slope · log2 e");
+    let slope = module.op(product).operands[0];
+    for id in inside(module, module.functions[0]) {
+        let mut operands = module.op(id).operands.clone();
+        for operand in &mut operands {
+            match module.value_data(*operand).producer {
+                ValueProducer::OpResult { op, .. } if op == product => *operand = slope,
+                _ => {}
+            }
+        }
+        module.op_mut(id).operands = operands;
+    }
+}
+
+/// The second difference of wide tiles, after the soft cap's, is that of positions: swapped.
+fn turn_distances(module: &mut Module) {
+    let wide = |id: &OpId| is_wide(module, *id);
+    let mut differences = masked(module, SubF).into_iter().filter(wide);
+    let difference = differences.nth(1).expect("a difference of positions");
+    module.op_mut(difference).operands.swap(0, 1);
+}
+
+/// The slope counts for queries past the end too.
+fn bias_past_end(module: &mut Module) {
+    let select = masked(module, Select)[0];
+    let op = module.op_mut(select);
+    op.operands[2] = op.operands[1];
+}
+
+fn force(launch: &mut Launch, name: &str, value: i32) {
+    set(launch, name, |_| Value::I32(value));
+}
+
 fn move_a_row(launch: &mut Launch, name: &str) {
     set(launch, name, |value| match value {
         Value::Pointer(at) => Value::Pointer(at + 4),
         other => other,
     });
+}
+
+/// One argument gets the value of another.
+fn copy(launch: &mut Launch, to: &str, from: &str) {
+    let value = launch.value(from).expect("an argument of that name");
+    set(launch, to, |_| value);
 }
 
 fn swap_strides(launch: &mut Launch) {
@@ -100,7 +167,7 @@ fn swap_sides(launch: &mut Launch) {
 }
 
 #[rustfmt::skip]
-const MUTANTS: [Mutant; 26] = [
+const MUTANTS: [Mutant; 54] = [
     ("fwd: segments ignored", fwd, TEXT, Compiled(drop_segments)),
     ("fwd: own segments twice", fwd, TEXT, Compiled(compare_own)),
     ("fwd: segments of another tile", fwd, TEXT, Compiled(another_tile)),
@@ -127,9 +194,41 @@ const MUTANTS: [Mutant; 26] = [
     ("dq: the slope's square forgotten", dq, CAPPED, Compiled(forget_square)),
     ("dq: no slope", dq, CAPPED, Compiled(drop_slope)),
     ("dq: no cap", dq, CAPPED, Launched(|l| scale(l, "cap_log2", 0.0))),
+    ("fwd: as many columns of v as of k", fwd, UNEVEN, Launched(|l| swap(l, "value_dim", "head_dim"))),
+    ("fwd: v's columns for all", fwd, UNEVEN, Launched(|l| copy(l, "head_dim", "value_dim"))),
+    ("fwd: k's columns for all", fwd, UNEVEN, Launched(|l| copy(l, "value_dim", "head_dim"))),
+    ("fwd: v strided as k", fwd, UNEVEN, Launched(|l| copy(l, "v_batch_stride", "kv_batch_stride"))),
+    ("dkdv: v's columns for all", dkdv, UNEVEN, Launched(|l| copy(l, "head_dim", "value_dim"))),
+    ("dkdv: k's columns for all", dkdv, UNEVEN, Launched(|l| copy(l, "value_dim", "head_dim"))),
+    ("dkdv: v strided as k", dkdv, UNEVEN, Launched(|l| copy(l, "v_batch_stride", "kv_batch_stride"))),
+    ("dkdv: dout strided as q", dkdv, UNEVEN, Launched(|l| copy(l, "dout_batch_stride", "q_batch_stride"))),
+    ("dkdv: dv strided as dk", dkdv, UNEVEN, Launched(|l| copy(l, "dv_batch_stride", "out_batch_stride"))),
+    ("dkdv: dv_acc strided as dk_acc", dkdv, UNEVEN_STEPS, Launched(|l| copy(l, "dv_acc_batch_stride", "acc_batch_stride"))),
+    ("dq: v strided as k", dq, UNEVEN, Launched(|l| copy(l, "v_batch_stride", "kv_batch_stride"))),
+    ("dq: dout strided as q", dq, UNEVEN, Launched(|l| copy(l, "dout_batch_stride", "q_batch_stride"))),
+    ("fwd: no bias", fwd, BIASED, Launched(|l| force(l, "has_slopes", 0))),
+    ("fwd: another distance", fwd, BIASED_STEPS, Launched(|l| force(l, "distance", -40))),
+    ("fwd: rows one position apart", fwd, BIASED, Launched(|l| force(l, "position_stride", 1))),
+    ("fwd: slopes of the next head", fwd, BIASED, Launched(|l| move_a_row(l, "slopes"))),
+    ("fwd: slopes of one entry", fwd, BIASED, Launched(|l| force(l, "slopes_batch_stride", 1))),
+    ("fwd: slopes for e", fwd, BIASED, Compiled(natural_slopes)),
+    ("fwd: queries after keys", fwd, BIASED, Compiled(turn_distances)),
+    ("dkdv: no bias", dkdv, BIASED, Launched(|l| force(l, "has_slopes", 0))),
+    ("dkdv: another distance", dkdv, BIASED_STEPS, Launched(|l| force(l, "distance", -40))),
+    ("dkdv: slopes of one head", dkdv, BIASED, Compiled(one_slope)),
+    ("dkdv: slopes for e", dkdv, BIASED, Compiled(natural_slopes)),
+    ("dkdv: queries after keys", dkdv, BIASED, Compiled(turn_distances)),
+    ("dkdv: a bias past the end", dkdv, BIASED_END, Compiled(bias_past_end)),
+    ("dq: no bias", dq, BIASED, Launched(|l| force(l, "has_slopes", 0))),
+    ("dq: slopes for e", dq, BIASED, Compiled(natural_slopes)),
+    ("dq: queries after keys", dq, BIASED, Compiled(turn_distances)),
 ];
 
 #[test]
 fn every_mistake_of_the_general_variants_is_found() {
-    assert_found(&[TEXT, CROSS, BATCH_END, CAPPED], &[fwd, dkdv, dq], &MUTANTS);
+    assert_found(
+        &[TEXT, CROSS, BATCH_END, CAPPED, UNEVEN, UNEVEN_STEPS, BIASED, BIASED_STEPS, BIASED_END],
+        &[fwd, dkdv, dq],
+        &MUTANTS,
+    );
 }

@@ -71,16 +71,17 @@ impl Problem {
     /// The tile shape of a kernel for this case.
     pub fn tile(&self, kernel: Kernel) -> TileShape {
         let Case { element, target, head_dim, .. } = self.case;
-        let width = width_of(head_dim).expect("a tile holds head_dim");
+        let columns = head_dim.max(self.case.value_dim());
+        let width = width_of(columns).expect("a tile holds all columns");
         Instance { kernel: self.case.variant(kernel), element, width, target }.tile()
     }
 
     /// Float32's rounding, 2^-24, of what a gradient's sum cancels: terms p·scale·(dp − delta)·x
     /// where x, of size `factor`, is what they weigh, and dp and delta are dot products of
-    /// `head_dim` terms of about 1, thus of about its root. Four of that, where one key has all the
+    /// `value_dim` terms of about 1, thus of about its root. Four of that, where one key has all the
     /// weight, so that dp = delta and plain float32 may hit 0.
     pub fn gradient_floor(&self, factor: f32) -> f64 {
-        let dot = f64::from(self.case.scale()) * (self.case.head_dim as f64).sqrt();
+        let dot = f64::from(self.case.scale()) * (self.case.value_dim() as f64).sqrt();
         4.0 * 2f64.powi(-24) * dot * f64::from(factor)
     }
 
@@ -114,7 +115,9 @@ impl Problem {
         got: &[f32],
         dead: impl Fn(usize) -> bool,
     ) -> Result<(), String> {
-        let rows = got.chunks(self.case.head_dim).enumerate();
+        let of_values = matches!(name, "o" | "dv");
+        let columns = if of_values { self.case.value_dim() } else { self.case.head_dim };
+        let rows = got.chunks(columns).enumerate();
         match rows.clone().find(|(at, row)| dead(*at) && row.iter().any(|&x| x != 0.0)) {
             None => Ok(()),
             Some((at, _)) => Err(format!("row {at} of {name} sees nothing and is not 0")),

@@ -79,30 +79,40 @@ fn capped<R: Real>(case: &Case, score: R) -> (R, R) {
     (cap * ratio, one - ratio * ratio)
 }
 
+/// ALiBi's bias of a pair so far apart.
+fn bias<R: Real>(case: &Case, inputs: &Inputs, (b, h): (usize, usize), distance: i64) -> R {
+    R::from(inputs.slopes[b * case.heads + h]) * R::from(distance as f32)
+}
+
 /// p = e^(s − lse), o = Σ p v, dp = dout·v, delta = dout·o − dlse, ds = p (dp − delta) times what
 /// the soft cap gives, dq = scale Σ ds k, dk = scale Σ ds q, dv = Σ p dout; `store_o` rounds o as
 /// what delta is computed from is.
 pub fn dense<R: Real>(case: &Case, inputs: &Inputs, store_o: impl Fn(R) -> R) -> Dense {
     let Case { batch, q_len, kv_len, heads, kv_heads, head_dim: dim, .. } = *case;
+    let value_dim = case.value_dim();
     let zero = R::from(0.0);
     let scale = R::from(case.scale());
     let mut largest = 0f64;
     let queries = batch * q_len * heads;
-    let (mut o, mut lse) = (vec![zero; queries * dim], vec![R::from(f32::NEG_INFINITY); queries]);
+    let mut o = vec![zero; queries * value_dim];
+    let mut lse = vec![R::from(f32::NEG_INFINITY); queries];
     let (mut delta, mut dq) = (vec![zero; queries], vec![zero; queries * dim]);
-    let mut dk = vec![zero; batch * kv_len * kv_heads * dim];
-    let mut dv = dk.clone();
-    let key_rows = |array: &[f32]| -> Vec<Vec<R>> {
-        (0..batch * kv_len * kv_heads).map(|index| row(array, index, dim)).collect()
+    let keys = batch * kv_len * kv_heads;
+    let (mut dk, mut dv) = (vec![zero; keys * dim], vec![zero; keys * value_dim]);
+    let key_rows = |array: &[f32], dim| -> Vec<Vec<R>> {
+        (0..keys).map(|index| row(array, index, dim)).collect()
     };
-    let (k, v) = (key_rows(&inputs.k), key_rows(&inputs.v));
+    let (k, v) = (key_rows(&inputs.k, dim), key_rows(&inputs.v, value_dim));
     for at in 0..queries {
         let (b, i, h) = (at / heads / q_len, at / heads % q_len, at % heads);
         let key = |j: usize| (b * kv_len + j) * kv_heads + h / (heads / kv_heads);
-        let (q, dout) = (row::<R>(&inputs.q, at, dim), row::<R>(&inputs.dout, at, dim));
+        let (q, dout) = (row::<R>(&inputs.q, at, dim), row::<R>(&inputs.dout, at, value_dim));
         let scores: Vec<_> = (0..kv_len)
             .filter(|&j| case.sees(b, i, j))
-            .map(|j| (key(j), capped(case, scale * dot(&q, &k[key(j)]))))
+            .map(|j| {
+                let (score, slope) = capped(case, scale * dot(&q, &k[key(j)]));
+                (key(j), (score + bias(case, inputs, (b, h), case.distance(i, j)), slope))
+            })
             .collect();
         let mut max = R::from(f32::NEG_INFINITY);
         for &(_, (score, _)) in &scores {
@@ -110,7 +120,7 @@ pub fn dense<R: Real>(case: &Case, inputs: &Inputs, store_o: impl Fn(R) -> R) ->
             largest = largest.max(score.into().abs());
         }
         let total = scores.iter().fold(zero, |sum, &(_, (score, _))| sum + (score - max).exp());
-        let out = &mut o[at * dim..][..dim];
+        let out = &mut o[at * value_dim..][..value_dim];
         if !scores.is_empty() {
             lse[at] = max + total.ln();
             scores.iter().for_each(|&(j, (score, _))| add_scaled(out, (score - max).exp(), &v[j]));
@@ -123,7 +133,7 @@ pub fn dense<R: Real>(case: &Case, inputs: &Inputs, store_o: impl Fn(R) -> R) ->
             let ds = scale * p * (dot(&dout, &v[j]) - delta[at]) * slope;
             add_scaled(&mut dq[at * dim..][..dim], ds, &k[j]);
             add_scaled(&mut dk[j * dim..][..dim], ds, &q);
-            add_scaled(&mut dv[j * dim..][..dim], p, &dout);
+            add_scaled(&mut dv[j * value_dim..][..value_dim], p, &dout);
         }
     }
     let wide = |tensor: Vec<R>| tensor.into_iter().map(Into::into).collect();

@@ -1,6 +1,6 @@
-//! `delta` and `finish`: their launches, and whether they compute what they should.
+//! `delta`, `finish` and `merge`: their launches, and whether they compute what they should.
 
-use burst_attention_kernels::launch::{Delta, Finish};
+use burst_attention_kernels::launch::{Delta, Finish, Merge};
 
 use super::case::{Case, Random, round};
 use super::problem::{Found, Problem};
@@ -11,7 +11,8 @@ pub fn run_delta(
     seed: u64,
     change: Change,
 ) -> Result<(Vec<Vec<f32>>, usize), String> {
-    let Case { batch, q_len, heads, head_dim, margin, element, second, .. } = problem.case;
+    let Case { batch, q_len, heads, margin, element, second, .. } = problem.case;
+    let head_dim = problem.case.value_dim();
     let mut world = World::new(seed, change);
     let sizes = [batch, q_len, heads, head_dim];
     let [o, dout] =
@@ -53,7 +54,7 @@ pub fn run_delta(
 /// the share of that.
 pub fn check_delta(problem: &Problem, change: Change) -> Result<Found, String> {
     let (outputs, launches) = problem.twice(|seed| run_delta(problem, seed, change))?;
-    let (case, dim) = (&problem.case, problem.case.head_dim);
+    let (case, dim) = (&problem.case, problem.case.value_dim());
     let step = 2f64.powi(-24);
     let mut worst = 0f64;
     for (at, (&lse_log2, &delta)) in outputs[0].iter().zip(&outputs[1]).enumerate() {
@@ -130,5 +131,41 @@ pub fn check_finish(problem: &Problem, change: Change) -> Result<Found, String> 
     match sum.zip(&outputs[0]).position(|(sum, &got)| sum.to_bits() != got.to_bits()) {
         None => Ok(Found { worst: 0.0, launches }),
         Some(at) => Err(format!("element {at} of out is {}", outputs[0][at])),
+    }
+}
+
+fn run_merge(
+    problem: &Problem,
+    seed: u64,
+    change: Change,
+) -> Result<(Vec<Vec<f32>>, usize), String> {
+    let Case { batch, q_len: rows, heads, head_dim, margin, .. } = problem.case;
+    let mut world = World::new(seed, change);
+    let sizes = [batch, rows, heads, head_dim];
+    let home = world.rows("home", Scalar::F32, sizes, margin);
+    let arrived = world.rows("arrived", Scalar::F32, sizes, 2 * margin);
+    let [first, other] = summands(problem);
+    home.fill(&mut world.memory, 0..rows, &first);
+    arrived.fill(&mut world.memory, 0..rows, &other);
+    let (at_home, of_other) = (home.rows(0), arrived.rows(0));
+    let description = Merge { batch, rows, heads, head_dim, home: at_home, arrived: of_other };
+    let chain = description.launches_within(problem.case.target, problem.case.limit);
+    let chain = chain.map_err(|error| error.to_string())?;
+    let launches = chain.len();
+    world.run(chain, |_| None)?;
+    world.audit(&[(&home, Stores::Exactly(1)), (&arrived, Stores::Never)])?;
+    Ok((vec![home.read(&world.memory)], launches))
+}
+
+/// Bit for bit a float32 sum.
+pub fn check_merge(problem: &Problem, change: Change) -> Result<Found, String> {
+    let (outputs, launches) = problem.twice(|seed| run_merge(problem, seed, change))?;
+    let [home, arrived] = summands(problem);
+    let mut sums = home.iter().zip(&arrived).map(|(home, arrived)| home + arrived);
+    let wrong =
+        outputs[0].iter().position(|got| sums.next().map(f32::to_bits) != Some(got.to_bits()));
+    match wrong {
+        None => Ok(Found { worst: 0.0, launches }),
+        Some(at) => Err(format!("element {at} of home is {}", outputs[0][at])),
     }
 }

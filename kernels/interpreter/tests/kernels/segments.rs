@@ -1,26 +1,28 @@
-//! The segments of a case in memory, which every kernel's general variant reads.
+//! The segments and slopes of a case in memory, which every kernel's general variant reads.
 
-use burst_attention_kernels::launch::General;
+use burst_attention_kernels::launch::{Alibi, General};
 use std::ops::Range;
 
 use super::case::Case;
+use super::problem::Problem;
 use super::world::{Array, Scalar, Stores, World};
 
-/// Those of queries and of keys; none where the plain variants run.
-pub struct Segments(Option<[Array; 2]>);
+/// Those of queries and of keys, and slopes, one row per entry; none where the plain variants run.
+pub struct Segments(Option<[Array; 3]>);
 
 impl Segments {
     /// Writes those of the rows that may be read.
     pub fn new(
         world: &mut World,
-        case: &Case,
+        problem: &Problem,
         queries: Range<usize>,
         keys: Range<usize>,
     ) -> Segments {
+        let case = &problem.case;
         if !case.is_general() {
             return Segments(None);
         }
-        let Case { batch, q_len, kv_len, margin, .. } = *case;
+        let Case { batch, q_len, kv_len, heads, margin, .. } = *case;
         // Margins that are no multiples of 4 leave the arrays at any address and with any stride.
         let mut array =
             |name, rows, margin| world.rows(name, Scalar::I32, [batch, rows, 1, 1], margin);
@@ -29,19 +31,28 @@ impl Segments {
         let all = |rows: usize, of: &dyn Fn(usize, usize) -> i32| -> Vec<f32> {
             (0..batch * rows).map(|at| of(at / rows, at % rows) as f32).collect()
         };
+        let slopes = world.rows("slopes", Scalar::F32, [batch, 1, heads, 1], margin / 4);
         let memory = &mut world.memory;
+        if case.alibi.is_some() {
+            slopes.fill(memory, 0..1, &problem.inputs.slopes);
+        }
         of_queries.fill(memory, queries, &all(q_len, &|b, i| case.q_segment(b, i)));
         of_keys.fill(memory, keys, &all(kv_len, &|b, j| case.kv_segment(b, j)));
-        Segments(Some([of_queries, of_keys]))
+        Segments(Some([of_queries, of_keys, slopes]))
     }
 
     /// As descriptions take them, from these rows on.
     pub fn general(&self, case: &Case, query: usize, key: usize) -> Option<General> {
-        let [of_queries, of_keys] = self.0.as_ref()?;
+        let [of_queries, of_keys, slopes] = self.0.as_ref()?;
         Some(General {
             q_segments: of_queries.rows(query),
             kv_segments: of_keys.rows(key),
             soft_cap: case.soft_cap,
+            alibi: case.alibi.map(|(_, stride)| Alibi {
+                slopes: slopes.rows(0),
+                distance: case.distance(query, key),
+                stride,
+            }),
         })
     }
 

@@ -12,27 +12,28 @@ use super::{forward, gradients, rows};
 
 type Check = fn(&Problem, Change) -> Result<Found, String>;
 
-const CHECKS: [(Kernel, Check); 5] = [
+const CHECKS: [(Kernel, Check); 6] = [
     (Kernel::Forward, forward::check),
     (Kernel::KeyGrads, gradients::check_keys),
     (Kernel::QueryGrads, gradients::check_queries),
     (Kernel::Delta, rows::check_delta),
     (Kernel::Finish, rows::check_finish),
+    (Kernel::Merge, rows::check_merge),
 ];
 
 /// Runs all kernels over all cases, or for a general one the variants that there are, and says how
 /// many launches each took.
-pub fn check(cases: &[Case]) -> Vec<[usize; 5]> {
+pub fn check(cases: &[Case]) -> Vec<[usize; 6]> {
     check_with(cases, Change::None)
 }
 
 /// As [`check`], with what is looked at.
-pub fn check_with(cases: &[Case], change: Change) -> Vec<[usize; 5]> {
-    let mut worst = [0f64; 5];
+pub fn check_with(cases: &[Case], change: Change) -> Vec<[usize; 6]> {
+    let mut worst = [0f64; 6];
     let mut launches = vec![];
     for case in cases {
         let problem = Problem::new(*case);
-        let mut counts = [0; 5];
+        let mut counts = [0; 6];
         for (n, (kernel, check)) in CHECKS.into_iter().enumerate() {
             if case.is_general() && !kernel.is_attention() {
                 continue;
@@ -172,7 +173,7 @@ fn large_problems_are_cut_by_batch_rows_and_keys() {
         Case { band: (-30, -10), steps: &[(128, 300), (0, 128)], ..cut },
     ]);
     // Accumulators of 128 rows fit, and activations of 256.
-    assert_eq!(launches[0], [12, 12, 12, 4, 6]);
+    assert_eq!(launches[0], [12, 12, 12, 4, 6, 6]);
     // Two entries fit, of three.
     let small = Case { batch: 3, q_len: 40, kv_len: 40, limit: 60_000, ..cut };
     let launches = check(&[small]);
@@ -201,6 +202,7 @@ fn tile_shapes_of_all_targets() {
             band: (-90, 10),
             segments: (instance.kernel != plain).then_some((DOCUMENTS, DOCUMENTS)),
             soft_cap: if instance.kernel == plain { 0.0 } else { 5.0 },
+            alibi: (instance.kernel != plain).then_some((7, 1)),
             ..CASE
         };
         let found = check(&Problem::new(case), Change::None);
@@ -223,6 +225,7 @@ fn passes_follow_each_other() {
         ..CASE
     };
     let general = Case { segments: Some((DOCUMENTS, DOCUMENTS)), soft_cap: 3.0, ..whole };
+    let general = Case { value_dim: Some(24), alibi: Some((-20, 1)), ..general };
     for case in [whole, Case { element: F16, band: CAUSAL, ..whole }, general] {
         let mut problem = Problem::new(case);
         let stored = |o| round(case.element, o);

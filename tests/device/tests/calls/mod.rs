@@ -6,7 +6,7 @@ use std::ptr;
 
 use burst_attention::cuda::driver::Stream;
 use burst_attention::cuda::nccl::Comm;
-use burst_attention::cuda::rank::Arrays;
+use burst_attention::cuda::rank::{Arrays, Extras};
 use burst_attention::cuda::record::{Recorder, images, nccl};
 use burst_attention::cuda::ring::Call;
 use burst_attention::{Dtype, Pass, Problem, Travels};
@@ -95,22 +95,27 @@ fn answer(error: *mut sys::XLA_FFI_Error) -> Result<(), XlaError> {
 }
 
 fn attributes(call: &Call) -> Vec<(String, FakeAttribute)> {
-    let Problem { world_size, layout, causal, softmax_scale, .. } = call.problem;
+    let Problem { world_size, layout, window, softmax_scale, features, .. } = call.problem;
     let s64 =
         |value: i64| FakeAttribute::Scalar(sys::XLA_FFI_DataType_S64, value.to_ne_bytes().into());
     let text = |text: &str| FakeAttribute::Text(text.into());
-    let scale = softmax_scale.to_ne_bytes().into();
+    let f32 =
+        |value: f32| FakeAttribute::Scalar(sys::XLA_FFI_DataType_F32, value.to_ne_bytes().into());
+    let flag = |flag: bool| FakeAttribute::Scalar(sys::XLA_FFI_DataType_PRED, vec![flag.into()]);
+    let limit = |limit: Option<usize>| s64(limit.map_or(-1, |limit| limit as i64));
     // Two rings, so that there is more than one group.
     let ids: Vec<u8> = (0..2 * world_size as i64).flat_map(i64::to_ne_bytes).collect();
     let groups = FakeAttribute::Array(sys::XLA_FFI_DataType_S64, 2 * world_size, ids);
     let mut entries = vec![
         ("world_size".into(), s64(world_size as i64)),
         ("layout".into(), text(layout.name())),
-        (
-            "is_causal".into(),
-            FakeAttribute::Scalar(sys::XLA_FFI_DataType_PRED, vec![causal.into()]),
-        ),
-        ("softmax_scale".into(), FakeAttribute::Scalar(sys::XLA_FFI_DataType_F32, scale)),
+        ("window_left".into(), limit(window.left)),
+        ("window_right".into(), limit(window.right)),
+        ("softmax_scale".into(), f32(softmax_scale)),
+        ("logits_soft_cap".into(), f32(features.soft_cap.unwrap_or(0.0))),
+        ("has_segments".into(), flag(features.segments)),
+        ("has_slopes".into(), flag(features.slopes)),
+        ("dropout_rate".into(), f32(features.dropout.unwrap_or(0.0))),
         ("axis_name".into(), text("context")),
         ("groups".into(), groups),
         ("communication_id".into(), s64(COMMUNICATION_ID)),
@@ -128,26 +133,44 @@ fn attributes(call: &Call) -> Vec<(String, FakeAttribute)> {
 
 /// Operands and results.
 fn buffers(call: &Call, arrays: Arrays, workspace: u64) -> (Vec<FakeBuffer>, Vec<FakeBuffer>) {
-    let Problem { batch, q_len: n, heads, kv_heads, head_dim, .. } = call.problem;
-    let dims = |heads: usize| [batch, n, heads, head_dim].map(|dim| dim as i64);
+    let Problem { batch, q_len, kv_len, heads, kv_heads, features, .. } = call.problem;
+    let Problem { head_dim, value_dim, .. } = call.problem;
+    let dims =
+        |len: usize, heads: usize, dim: usize| [batch, len, heads, dim].map(|dim| dim as i64);
     let dtype = match call.problem.dtype {
         Dtype::F16 => sys::XLA_FFI_DataType_F16,
         _ => sys::XLA_FFI_DataType_BF16,
     };
     let at = |address: u64| ptr::without_provenance_mut::<c_void>(address as usize);
-    let queries = |address| FakeBuffer::new(dtype, &dims(heads), at(address));
-    let keys = |address| FakeBuffer::new(dtype, &dims(kv_heads), at(address));
-    let rows = |address| FakeBuffer::new(sys::XLA_FFI_DataType_F32, &dims(heads)[..3], at(address));
+    let array = |dims: [i64; 4]| move |address| FakeBuffer::new(dtype, &dims, at(address));
+    let queries = array(dims(q_len, heads, head_dim));
+    let outputs = array(dims(q_len, heads, value_dim));
+    let keys = array(dims(kv_len, kv_heads, head_dim));
+    let values = array(dims(kv_len, kv_heads, value_dim));
+    let f32 = sys::XLA_FFI_DataType_F32;
+    let rows = |address| FakeBuffer::new(f32, &dims(q_len, heads, 1)[..3], at(address));
+    let Extras { q_segments, k_segments, slopes } = arrays.extras();
+    let mut extras = Vec::new();
+    if features.segments {
+        for (address, len) in [(q_segments, q_len), (k_segments, kv_len)] {
+            let dims = &dims(len, 1, 1)[..2];
+            extras.push(FakeBuffer::new(sys::XLA_FFI_DataType_S32, dims, at(address)));
+        }
+    }
+    if features.slopes {
+        extras.push(FakeBuffer::new(f32, &dims(heads, 1, 1)[..2], at(slopes)));
+    }
     let bytes = [call.workspace_bytes() as i64];
     let scratch = FakeBuffer::new(sys::XLA_FFI_DataType_U8, &bytes, at(workspace));
     match arrays {
-        Arrays::Forward { q, k, v, o, lse } => {
-            (vec![queries(q), keys(k), keys(v)], vec![queries(o), rows(lse), scratch])
+        Arrays::Forward { q, k, v, o, lse, .. } => {
+            let args = [queries(q), keys(k), values(v)];
+            (args.into_iter().chain(extras).collect(), vec![outputs(o), rows(lse), scratch])
         }
-        Arrays::Backward { q, k, v, o, lse, dout, dlse, dq, dk, dv } => {
-            let args = [queries(q), keys(k), keys(v), queries(o), rows(lse), queries(dout)];
-            let rets = vec![queries(dq), keys(dk), keys(dv), scratch];
-            (args.into_iter().chain([rows(dlse)]).collect(), rets)
+        Arrays::Backward { q, k, v, o, lse, dout, dlse, dq, dk, dv, .. } => {
+            let args = [queries(q), keys(k), values(v), outputs(o), rows(lse), outputs(dout)];
+            let rets = vec![queries(dq), keys(dk), values(dv), scratch];
+            (args.into_iter().chain([rows(dlse)]).chain(extras).collect(), rets)
         }
     }
 }

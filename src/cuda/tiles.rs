@@ -1,0 +1,190 @@
+//! From a tile to launches.
+
+use std::ops::Range;
+
+use burst_attention_kernels::launch::{
+    Alibi, General, KeyGrads, Launch, QueryGrads, Rectangle, Rows,
+};
+
+use super::kernel::TapeKernel;
+use super::memory::{Buffer, pieces, runs};
+use super::rank::Arrays;
+use super::recording::{reads, writes};
+use super::tape::{Queue, Use, Work};
+use crate::error::Result;
+use crate::mask::Band;
+use crate::problem::Problem;
+use crate::schedule::{Payload, Tile};
+
+impl TapeKernel<'_> {
+    pub(super) fn rectangle(
+        &self,
+        queries: &Range<usize>,
+        keys: &Range<usize>,
+        band: Band,
+    ) -> Rectangle {
+        let Problem { batch, heads, kv_heads, head_dim, value_dim, .. } = *self.memory.problem;
+        let Problem { softmax_scale, .. } = *self.memory.problem;
+        // The band counts from the owners' first rows, a rectangle's from its own.
+        let shift = queries.start as i64 - keys.start as i64;
+        let shifted = |limit: i64| match limit {
+            i64::MIN | i64::MAX => limit,
+            limit => limit + shift,
+        };
+        Rectangle {
+            batch,
+            q_len: queries.len(),
+            kv_len: keys.len(),
+            heads,
+            kv_heads,
+            head_dim,
+            value_dim,
+            element: self.element,
+            lower: shifted(band.lower),
+            upper: shifted(band.upper),
+            softmax_scale,
+        }
+    }
+
+    /// What the general kernels take beside; none where the plain ones do. Segments come last among
+    /// the arrays of both sides.
+    pub(super) fn general(
+        &self,
+        tile: &Tile,
+        (queries, q_rows): (&Buffer, &Range<usize>),
+        (keys, k_rows): (&Buffer, &Range<usize>),
+    ) -> Option<General> {
+        let features = self.memory.problem.features;
+        features.segments.then(|| General {
+            q_segments: queries.rows_at(queries.arrays.len() - 1, q_rows),
+            kv_segments: keys.rows_at(keys.arrays.len() - 1, k_rows),
+            soft_cap: features.soft_cap.unwrap_or(0.0),
+            alibi: features.slopes.then(|| self.alibi(tile, q_rows.start, k_rows.start)),
+        })
+    }
+
+    /// The bias between rows of one piece of each side, from a query and a key on.
+    pub(super) fn alibi(&self, tile: &Tile, query: usize, key: usize) -> Alibi {
+        let Problem { layout, world_size, q_len, kv_len, heads, .. } = *self.memory.problem;
+        let position = |owner, row, len| {
+            let pieces = layout.pieces(owner, world_size, len);
+            let piece = pieces.iter().find(|piece| piece.rows.contains(&row));
+            piece.map_or((0, 1), |piece| (piece.position(row) as i64, piece.stride as i64))
+        };
+        let (of_query, stride) = position(tile.queries.owner, query, q_len);
+        let (of_key, _) = position(tile.keys.owner, key, kv_len);
+        let address = self.memory.arrays.extras().slopes;
+        let slopes = Rows { address, batch_stride: heads as u64 };
+        Alibi { slopes, distance: of_key - of_query, stride }
+    }
+
+    pub(super) fn push(&self, launches: Vec<Launch>, uses: &[Use]) {
+        for launch in launches {
+            self.tape.push(Queue::Compute, Work::Launch(launch), uses.to_vec());
+        }
+    }
+
+    /// The parts of a tile's queries that take launches of their own: their statistics lie in one
+    /// array and, where there are slopes, their positions are evenly apart.
+    pub(super) fn parts(&self, queries: &Range<usize>) -> Vec<Range<usize>> {
+        let problem = self.memory.problem;
+        if queries.is_empty() {
+            // A tile without queries only defines the state of its keys.
+            vec![queries.clone()]
+        } else if problem.features.slopes {
+            pieces(problem, problem.q_len, queries)
+        } else {
+            runs(problem, queries)
+        }
+    }
+
+    /// Likewise of its keys.
+    pub(super) fn key_parts(&self, keys: &Range<usize>) -> Vec<Range<usize>> {
+        let problem = self.memory.problem;
+        if keys.is_empty() || !problem.features.slopes {
+            return vec![keys.clone()];
+        }
+        pieces(problem, problem.kv_len, keys)
+    }
+
+    pub(super) fn key_grads(
+        &self,
+        tile: &Tile,
+        (queries, keys): (&Buffer, &Buffer),
+        sums: &Buffer,
+        is_last: bool,
+    ) -> Result<()> {
+        let rows = &tile.keys.rows;
+        if rows.is_empty() {
+            return Ok(());
+        }
+        let Arrays::Backward { dk, dv, .. } = self.memory.arrays else {
+            return self.wrong_pass("key gradients");
+        };
+        let Problem { head_dim, value_dim, .. } = *self.memory.problem;
+        let dk = self.memory.result(dk, Payload::KeyGrads, head_dim);
+        let dv = self.memory.result(dv, Payload::KeyGrads, value_dim);
+        let parts = self.parts(&tile.queries.rows);
+        for rows in &self.key_parts(rows) {
+            for (n, part) in parts.iter().enumerate() {
+                let launches = KeyGrads {
+                    rectangle: self.rectangle(part, rows, tile.band),
+                    general: self.general(tile, (queries, part), (keys, rows)),
+                    q: queries.rows_at(0, part),
+                    k: keys.rows_at(0, rows),
+                    v: keys.rows_at(1, rows),
+                    dout: queries.rows_at(1, part),
+                    lse_log2: queries.statistics_at(2, part),
+                    delta: queries.statistics_at(3, part),
+                    dk_acc: sums.given_rows_at(0, rows),
+                    dv_acc: sums.given_rows_at(1, rows),
+                    dk: is_last.then(|| dk.rows_at(0, rows)),
+                    dv: is_last.then(|| dv.rows_at(0, rows)),
+                    first: tile.key_state.first && n == 0,
+                    last: is_last && n + 1 == parts.len(),
+                };
+                let uses = [reads(queries.region), reads(keys.region), writes(sums.region)];
+                self.push(launches.launches(self.target)?, &uses);
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn query_grads(
+        &self,
+        tile: &Tile,
+        (queries, keys): (&Buffer, &Buffer),
+        sums: &Buffer,
+        is_last: bool,
+    ) -> Result<()> {
+        if tile.queries.rows.is_empty() {
+            return Ok(());
+        }
+        let Arrays::Backward { dq, .. } = self.memory.arrays else {
+            return self.wrong_pass("query gradients");
+        };
+        let dq = self.memory.result(dq, Payload::QueryGrads, self.memory.problem.head_dim);
+        let key_parts = self.key_parts(&tile.keys.rows);
+        for part in &self.parts(&tile.queries.rows) {
+            for (n, rows) in key_parts.iter().enumerate() {
+                let launches = QueryGrads {
+                    rectangle: self.rectangle(part, rows, tile.band),
+                    general: self.general(tile, (queries, part), (keys, rows)),
+                    q: queries.rows_at(0, part),
+                    k: keys.rows_at(0, rows),
+                    v: keys.rows_at(1, rows),
+                    dout: queries.rows_at(1, part),
+                    lse_log2: queries.statistics_at(2, part),
+                    delta: queries.statistics_at(3, part),
+                    dq_acc: sums.given_rows_at(0, part),
+                    dq: is_last.then(|| dq.rows_at(0, part)),
+                    first: tile.query_state.first && n == 0,
+                    last: is_last && n + 1 == key_parts.len(),
+                };
+                let uses = [reads(queries.region), reads(keys.region), writes(sums.region)];
+                self.push(launches.launches(self.target)?, &uses);
+            }
+        }
+        Ok(())
+    }
+}

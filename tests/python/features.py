@@ -1,0 +1,173 @@
+"""Problems with masks and features: inputs, what the reference makes of them, what the ring."""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import burst_attention as ba
+import jax
+import numpy as np
+import ring
+from jax.sharding import PartitionSpec as P
+from reference import dense
+
+ROWS = P(*ring.AXES[:2])
+SPECS = {
+    **dict.fromkeys(("q", "k", "v", "dout"), ring.SPEC),
+    "dlse": P(*ring.AXES),
+    **dict.fromkeys(("q_segments", "kv_segments"), ROWS),
+    **dict.fromkeys(("sinks", "alibi_slopes"), P("tensor")),
+    "dropout_key": P(),
+}
+GRADIENTS = {"q": "dq", "k": "dk", "v": "dv", "sinks": "dz", "alibi_slopes": "dslopes"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention problem over a mesh (data, context, tensor); lengths are those of all."""
+
+    mesh: tuple[int, int, int] = (1, 4, 1)
+    layout: str = "contiguous"
+    backward: str = "auto"
+    dtype: str = "float32"
+    batch: int = 2
+    q_len: int = 48
+    kv_len: int = 48
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    value_dim: int = 32
+    causal: bool = False
+    window: tuple[int, int] | None = None
+    soft_cap: float | None = None
+    segments: str | None = None
+    """See `segment_ids`."""
+    slopes: bool = False
+    sinks: bool = False
+    dropout: float = 0.0
+    changes: dict = field(default_factory=dict)
+    """Arrays instead of the random ones."""
+
+    def arrays(self):
+        """By name, in the order of the sequence.
+
+        Sinks weigh about as much as some keys; slopes make few units of score at the farthest key,
+        since more cost float32 its digits.
+        """
+        rows, heads = (self.batch, self.q_len, self.heads), (self.heads,)
+        keys = (self.batch, self.kv_len, self.kv_heads)
+        shapes = [(*rows, self.head_dim), (*keys, self.head_dim), (*keys, self.value_dim)]
+        shapes.append((*rows, self.value_dim))
+        found = zip("qkvd", ring.normal(sum(keys), *shapes, dtype=self.dtype), strict=True)
+        found = {"dout" if name == "d" else name: x for name, x in found}
+        found["dlse"], sinks, slopes = ring.normal(sum(rows), rows, heads, heads)
+        if self.sinks:
+            found["sinks"] = sinks + 1
+        if self.slopes:
+            found["alibi_slopes"] = slopes * np.float32(4 / max(self.q_len, self.kv_len))
+        if self.segments:
+            found |= segment_ids(self.segments, self.batch, self.q_len, self.kv_len)
+        if self.dropout:
+            found["dropout_key"] = np.asarray(jax.random.key_data(jax.random.key(self.batch)))
+        return found | self.changes
+
+    def expected(self, arrays):
+        """What the reference says."""
+        return dense(
+            *(arrays[name] for name in ("q", "k", "v", "dout", "dlse")),
+            causal=self.causal,
+            window=self.window,
+            soft_cap=self.soft_cap,
+            segments=self.segments and (arrays["q_segments"], arrays["kv_segments"]),
+            slopes=arrays.get("alibi_slopes"),
+            sinks=arrays.get("sinks"),
+            dropout=(self.dropout, arrays["dropout_key"]) if self.dropout else None,
+        )
+
+    def options(self, arrays):
+        """Keyword arguments of the public functions."""
+        found = {
+            "is_causal": self.causal,
+            "local_window_size": self.window,
+            "logits_soft_cap": self.soft_cap,
+            "dropout_rate": self.dropout,
+            "layout": self.layout,
+            "backward": self.backward,
+            "return_residual": True,
+        }
+        names = ("sinks", "alibi_slopes", "dropout_key")
+        found |= {name: arrays[name] for name in names if name in arrays}
+        if self.segments:
+            ids = arrays["q_segments"], arrays["kv_segments"]
+            same = self.q_len == self.kv_len and self.segments != "absent"
+            found["segment_ids"] = ids[0] if same else ids
+        return found
+
+    def local(self, arrays):
+        """`attention` of a shard."""
+        return ba.attention(
+            *(arrays[name] for name in "qkv"),
+            axis_name="context",
+            batch_axis="data",
+            head_axis="tensor",
+            **self.options(arrays),
+        )
+
+    def found(self, arrays, check_vma=True):
+        """Results and gradients by name, on the host and in the order of the sequence."""
+        mesh = ring.mesh(*self.mesh)
+        specs = {name: SPECS[name] for name in arrays if name not in ("dout", "dlse")}
+        function = jax.shard_map(
+            self.local,
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=(ring.SPEC, P(*ring.AXES)),
+            check_vma=check_vma,
+        )
+        return self.run(function, mesh, arrays)
+
+    def run(self, function, mesh, arrays):
+        """The same of any function of the arrays on a mesh."""
+        placed = {name: self.placed(mesh, name, x) for name, x in arrays.items()}
+        cotangents = placed.pop("dout"), placed.pop("dlse")
+        inputs = {name: placed.pop(name) for name in GRADIENTS if name in placed}
+        (o, lse), grads = _gradients(function, inputs, placed, cotangents)
+        named = {"o": o, "lse": lse} | {GRADIENTS[name]: x for name, x in grads.items()}
+        return {
+            name: np.asarray(x) if x.ndim == 1 else ring.restored(self.layout, self.mesh[1], x)[0]
+            for name, x in named.items()
+        }
+
+    def placed(self, mesh, name, x):
+        """On the mesh, in the order of the layout."""
+        if x.ndim > 1:
+            (x,) = ring.stored(self.layout, self.mesh[1], x)
+        return jax.device_put(x, jax.NamedSharding(mesh, SPECS[name]))
+
+
+@partial(jax.jit, static_argnums=0)
+def _gradients(function, inputs, others, cotangents):
+    results, pullback = jax.vjp(lambda inputs: function({**inputs, **others}), inputs)
+    return results, pullback(cotangents)[0]
+
+
+def segment_ids(kind, batch, q_len, kv_len):
+    """Documents of random lengths, whose ids are no order and may come again further on.
+
+    ``padded``: the end is padding, and a hole in the middle. ``absent``: the first third of the
+    queries is in segments that no key has, the last third of the keys in some that no query has.
+    """
+    generator = np.random.default_rng(batch + q_len)
+    ids = np.empty((batch, q_len), np.int32), np.empty((batch, kv_len), np.int32)
+    for entry in range(batch):
+        ends = np.sort(generator.uniform(0.1, 0.9, 3))
+        names = np.array([17, 3, 2**31 - 1 - entry, 17], np.int32)
+        for part in ids:
+            places = (np.arange(part.shape[1]) + 0.5) / part.shape[1]
+            part[entry] = names[np.searchsorted(ends, places)]
+            if kind == "padded":
+                part[entry, places > 0.8] = -1
+                part[entry, (places > 0.4) & (places < 0.5)] = -(2**31)
+    if kind == "absent":
+        ids[0][:, : q_len // 3] = 100
+        ids[1][:, -(kv_len // 3) :] = 200
+    return {"q_segments": ids[0], "kv_segments": ids[1]}

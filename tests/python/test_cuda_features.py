@@ -1,0 +1,223 @@
+"""Masks and features in programs for GPUs, read from their lowering: no GPU is needed."""
+
+import burst_attention as ba
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ring
+from burst_attention import _calls, _ffi
+from jax.sharding import PartitionSpec as P
+from test_cuda_lowering import (
+    DIM,
+    GPU,
+    HEADS,
+    KNOWN,
+    OPTIONS,
+    SEQ,
+    abstract_mesh,
+    calls,
+    lowered,
+    problem,
+    shapes,
+)
+
+Q, KV, LSE = "2x256x2x64xbf16", "2x256x1x64xbf16", "2x256x2xf32"
+IDS, SLOPES = "2x256xi32", "2x2xf32"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the library is asked about workspaces, by pass."""
+    found = {}
+    monkeypatch.setattr(_ffi, "workspace_bytes", lambda **x: found.setdefault(x["pass"], x) and 7)
+    return found
+
+
+def sharded(device, extras=(), **options):
+    """A function of q, k, v and of what else is given by name."""
+    specs = {"segment_ids": P("data", "context"), "alibi_slopes": P("tensor")}
+
+    def local(q, k, v, given):
+        return ba.attention(q, k, v, axis_name="context", **options, **given)
+
+    in_specs = (*(ring.SPEC,) * 3, {name: specs[name] for name in extras})
+    return jax.shard_map(local, mesh=abstract_mesh(device), in_specs=in_specs, out_specs=ring.SPEC)
+
+
+def both(function, wrt=(0, 1, 2)):
+    """Forward and backward calls of the lowered program."""
+
+    def run(*operands):
+        return jax.grad(lambda *x: jnp.sum(function(*x).astype(jnp.float32)), wrt)(*operands)
+
+    return run
+
+
+def given(*names):
+    found = {
+        "segment_ids": jax.ShapeDtypeStruct((4, SEQ), jnp.int32),
+        "alibi_slopes": jax.ShapeDtypeStruct((HEADS,), jnp.float32),
+    }
+    return {name: found[name] for name in names}
+
+
+def attributes(call):
+    """The options among its attributes, as numbers."""
+    found = {name: call.attributes[name].split(" : ")[0] for name in OPTIONS}
+    types = {name: type(value) for name, value in OPTIONS.items()}
+    return {
+        name: x == "true" if types[name] is bool else types[name](x) for name, x in found.items()
+    }
+
+
+@KNOWN
+@pytest.mark.parametrize(
+    ("options", "extras", "expected", "operands"),
+    [
+        ({"local_window_size": (9, 3)}, (), {"window_left": 9, "window_right": 3}, []),
+        (
+            {"local_window_size": 9, "is_causal": True},
+            (),
+            {"window_left": 9, "window_right": 0},
+            [],
+        ),
+        ({"local_window_size": (SEQ, SEQ - 1)}, (), {"window_right": SEQ - 1}, []),
+        (
+            {"logits_soft_cap": 4.0},
+            (),
+            {"logits_soft_cap": 4.0, "has_segments": True},
+            [IDS] * 2,
+        ),
+        ({}, ("segment_ids",), {"has_segments": True}, [IDS] * 2),
+        (
+            {"is_causal": True},
+            ("alibi_slopes",),
+            {"has_slopes": True, "has_segments": True, "window_right": 0},
+            [IDS, IDS, SLOPES],
+        ),
+    ],
+    ids=["window", "causal window", "wide window", "soft cap", "segments", "slopes"],
+)
+def test_attributes_and_operands(asked, device, options, extras, expected, operands):
+    """Where the general variant of the kernels computes, it gets segments; zeros if need be."""
+    function = sharded(device, extras, **options)
+    text = lowered(both(function), [*shapes(), given(*extras)])
+    forward, backward = calls(text)
+    assert forward.operands == [Q, KV, KV, *operands]
+    assert forward.results == [Q, LSE, "7xui8"]
+    assert backward.operands == [Q, KV, KV, Q, LSE, Q, LSE, *operands]
+    assert backward.results == [Q, KV, KV, "7xui8"]
+    for call in (forward, backward):
+        assert attributes(call) == OPTIONS | expected
+    assert asked == {kind: problem(kind, **expected) for kind in ("forward", "backward")}
+
+
+def test_values_of_another_width(asked):
+    q, k, v = shapes()
+    v = jax.ShapeDtypeStruct((*v.shape[:3], 2 * DIM), v.dtype)
+    forward, backward = calls(lowered(both(sharded(GPU)), [q, k, v, {}]))
+    out, values = "2x256x2x128xbf16", "2x256x1x128xbf16"
+    assert forward.operands == [Q, KV, values, IDS, IDS]
+    assert forward.results == [out, LSE, "7xui8"]
+    assert backward.operands == [Q, KV, values, out, LSE, out, LSE, IDS, IDS]
+    assert backward.results == [Q, KV, values, "7xui8"]
+    expected = problem("forward", value_dim=2 * DIM, has_segments=True)
+    assert asked["forward"] == expected
+
+
+def test_cross_attention(asked):
+    q, k, v = shapes()
+    k, v = (jax.ShapeDtypeStruct((4, 2 * SEQ, *x.shape[2:]), x.dtype) for x in (k, v))
+    forward, backward = calls(lowered(both(sharded(GPU)), [q, k, v, {}]))
+    assert forward.operands == [Q, *["2x512x1x64xbf16"] * 2]
+    assert backward.results[:3] == [Q, *["2x512x1x64xbf16"] * 2]
+    assert asked["backward"] == problem("backward", kv_len=2 * asked["backward"]["q_len"])
+
+
+def test_gradient_of_slopes_is_refused_where_it_is_wanted(asked):
+    arguments = [*shapes(), given("alibi_slopes")]
+    words = (
+        "gradient of alibi_slopes is not implemented on NVIDIA GPUs; what works: .*stop_gradient"
+    )
+    with pytest.raises(NotImplementedError, match=words):
+        lowered(both(sharded(GPU, ["alibi_slopes"]), (0, 3)), arguments)
+    stopped = sharded(GPU, ["alibi_slopes"])
+
+    def function(q, k, v, extras):
+        return stopped(q, k, v, jax.lax.stop_gradient(extras))
+
+    lowered(both(function, (0, 3)), arguments)
+
+
+def test_gradient_of_slopes_is_no_number_where_the_platform_was_unknown(asked):
+    """And one of CPU devices, if the program runs there."""
+    function = both(sharded(None, ["alibi_slopes"]), (0, 3))
+    arguments = [*shapes(), given("alibi_slopes")]
+    assert "dense<0x7FC00000> : tensor<f32>" in lowered(function, arguments)
+    text = lowered(function, arguments, "cpu")
+    assert "0x7FC00000" not in text
+    assert calls(text)[1].results == [Q, KV, KV, SLOPES]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout_rate": 0.1, "dropout_key": np.zeros(2, np.uint32)},
+        {"logits_soft_cap": 1e-9},
+    ],
+    ids=["dropout", "soft cap"],
+)
+def test_what_kernels_can_not_lowers_where_the_platform_is_unknown(options):
+    """Without a workspace: the library refuses the call when it runs."""
+    for call in calls(lowered(both(sharded(None, **options)), [*shapes(), {}])):
+        assert call.results[-1] == "0xui8"
+
+
+def test_operands_of_cpu_devices():
+    """All that there is, place last, nothing that there is not."""
+    extras = ("alibi_slopes", "segment_ids")
+    options = {"dropout_rate": 0.25, "dropout_key": np.zeros(2, np.uint32), "is_causal": True}
+
+    def local(q, k, v, given):
+        return ba.attention(
+            q, k, v, axis_name="context", batch_axis="data", head_axis="tensor", **options, **given
+        )
+
+    specs = {"segment_ids": P("data", "context"), "alibi_slopes": P("tensor")}
+    function = jax.shard_map(
+        local,
+        mesh=ring.mesh(2, 2, 2),
+        in_specs=(*(ring.SPEC,) * 3, specs),
+        out_specs=ring.SPEC,
+    )
+    text = lowered(both(function), [*shapes(), given(*extras)], "cpu")
+    forward, backward = calls(text)
+    ids, q = "2x512xi32", "2x512x2x64xbf16"
+    assert forward.operands[3:] == [ids, ids, SLOPES, "2x4xui32", "2xi32"]
+    assert backward.operands[7:] == forward.operands[3:]
+    assert backward.results == [q, *["2x512x1x64xbf16"] * 2, SLOPES]
+    assert attributes(backward) == OPTIONS | {
+        "window_right": 0,
+        "has_segments": True,
+        "has_slopes": True,
+        "dropout_rate": 0.25,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "seq", "kept"),
+    [
+        ({}, 256, "f32"),
+        ({}, 512, "bf16"),
+        ({"local_window_size": (63, 0)}, 512, "f32"),
+        ({"local_window_size": (64, 0)}, 512, "bf16"),
+        ({"local_window_size": (SEQ, 0)}, 512, "bf16"),
+    ],
+)
+def test_output_is_kept_in_float32_where_rows_see_few_keys(options, seq, kept):
+    function = ring.sharded(ring.mesh(1, 4, 2), **options)
+    text = lowered(both(function), shapes(seq=seq), "cpu")
+    forward, _ = calls(text)
+    assert forward.results[0].endswith(kept)
+    assert _calls.SHORT_SEQUENCE == 256

@@ -1,0 +1,169 @@
+"""Windows, segments, soft cap, slopes, sinks, dropout, widths and lengths: against float64."""
+
+from dataclasses import replace
+
+import case_list
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ring
+from bounds import check
+from features import SPECS, Problem, segment_ids
+
+MORE = 4
+"""Keys of a rank beyond its queries."""
+
+
+def pytest_generate_tests(metafunc):
+    if "choice" in metafunc.fixturenames:
+        choices = case_list.feature_choices(full=metafunc.config.getoption("--full"))
+        metafunc.parametrize("choice", choices, ids=name)
+
+
+def name(choice):
+    """What is other than in plain attention, and where it runs."""
+    mesh = "x".join(map(str, choice["mesh"]))
+    words = [mesh, choice["layout"], choice["backward"], choice["dtype"]]
+    words += [f"n{choice['tokens_per_rank']}", f"g{choice['group_size']}"]
+    words += [f"dv{choice['value_dim']}", choice["kv_len"]]
+    for key in ("causal", "window", "segments", "soft_cap", "slopes", "sinks", "dropout"):
+        if choice[key]:
+            words.append(key if choice[key] is True else f"{key}{choice[key]}".replace(" ", ""))
+    return "-".join(words)
+
+
+def problem(choice):
+    taken = ("layout", "backward", "dtype", "value_dim", "causal", "soft_cap")
+    features = ("segments", "slopes", "sinks", "dropout")
+    data, context, tensor = mesh = tuple(choice["mesh"])
+    tokens, kv_heads = choice["tokens_per_rank"], tensor * (2 if choice["group_size"] == 1 else 1)
+    keys = {"same": tokens, "fewer": 2 * (tokens // 4), "more": tokens + MORE}[choice["kv_len"]]
+    return Problem(
+        mesh=mesh,
+        batch=2 * data,
+        q_len=context * tokens,
+        kv_len=context * keys,
+        heads=kv_heads * choice["group_size"],
+        kv_heads=kv_heads,
+        window=choice["window"] and tuple(choice["window"]),
+        **{name: choice[name] for name in taken + features},
+    )
+
+
+def agree(one, check_vma=True):
+    arrays = one.arrays()
+    check(one.found(arrays, check_vma), one.expected(arrays), arrays["dout"], one.dtype)
+
+
+def test_pairs_of_features(choice):
+    agree(problem(choice))
+
+
+ALONE = [
+    {"window": (7, 3)},
+    {"window": (5, 2), "causal": True},
+    {"segments": "documents"},
+    {"segments": "padded", "causal": True},
+    {"soft_cap": 1.5},
+    {"slopes": True},
+    {"sinks": True},
+    {"dropout": 0.2},
+    {"value_dim": 64},
+    {"kv_len": 32},
+    {"kv_len": 80, "causal": True},
+]
+PLACES = [
+    {"mesh": (1, 8, 1), "layout": "zigzag", "backward": "keys"},
+    {"mesh": (1, 4, 2), "layout": "striped", "backward": "queries", "dtype": "bfloat16"},
+    {"mesh": (2, 2, 2), "layout": "contiguous", "backward": "queries", "dtype": "float16"},
+]
+
+
+@pytest.mark.parametrize("number", range(len(ALONE)), ids=lambda i: "-".join(ALONE[i]))
+def test_feature_alone(number):
+    kv_heads = {"kv_heads": 4} if number % 2 else {}
+    agree(Problem(**PLACES[number % len(PLACES)], **kv_heads, **ALONE[number]))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_packed_documents_are_each_alone(layout):
+    """Values and gradients of every document, held against the reference without segments."""
+    lengths = (11, 3, 20, 14)
+    one = Problem(layout=layout, causal=True, segments="packed", window=(9, 0), batch=1)
+    ids = np.repeat(np.arange(4, dtype=np.int32), lengths)[None]
+    arrays = one.arrays() | {"q_segments": ids, "kv_segments": ids}
+    found = one.found(arrays)
+    for end, length in zip(np.cumsum(lengths), lengths, strict=True):
+        rows = slice(end - length, end)
+        alone = {name: x[:, rows] for name, x in arrays.items()}
+        expected = replace(one, segments=None).expected(alone)
+        check({name: x[:, rows] for name, x in found.items()}, expected, alone["dout"])
+
+
+LONG = [
+    {"mesh": (1, 2, 1), "window": (127, 0), "sinks": True, "dtype": "bfloat16"},
+    {"segments": "documents", "causal": True, "layout": "zigzag", "slopes": True},
+    {"window": (300, 20), "segments": "padded", "layout": "striped", "dropout": 0.1},
+    {"dtype": "bfloat16", "slopes": True, "soft_cap": 5.0, "sinks": True, "layout": "zigzag"},
+]
+
+
+@pytest.mark.parametrize("options", LONG, ids=lambda options: "-".join(options))
+def test_sequences_of_several_tiles(options):
+    agree(Problem(q_len=720, kv_len=720, batch=1, heads=2, kv_heads=1, **options))
+
+
+@pytest.mark.parametrize("dims", [(96, 96), (192, 128), (256, 8)])
+def test_widths(dims):
+    head_dim, value_dim = dims
+    agree(Problem(mesh=(1, 2, 1), head_dim=head_dim, value_dim=value_dim, causal=True))
+
+
+def test_gradients_without_tracked_axes():
+    """check_vma=False: sums over ranks are shard_map's business."""
+    one = Problem(slopes=True, sinks=True, segments="documents", dropout=0.3, mesh=(2, 2, 2))
+    agree(one, check_vma=False)
+
+
+def test_vmap_over_some_inputs():
+    """Segments, slopes and the key mapped, the others not."""
+    one = Problem(mesh=(1, 2, 1), slopes=True, segments="documents", dropout=0.3)
+    arrays = one.arrays()
+    dout, dlse = arrays.pop("dout"), arrays.pop("dlse")
+    mapped = {
+        "alibi_slopes": np.stack([arrays["alibi_slopes"], -arrays["alibi_slopes"]]),
+        "dropout_key": np.stack([arrays["dropout_key"], arrays["dropout_key"] + 1]),
+        "q_segments": np.stack([arrays["q_segments"], arrays["q_segments"] * 0]),
+        "kv_segments": np.stack([arrays["kv_segments"], arrays["kv_segments"] * 0]),
+    }
+    specs = {name: SPECS[name] for name in arrays}
+    function = jax.shard_map(
+        one.local,
+        mesh=ring.mesh(*one.mesh),
+        in_specs=(specs,),
+        out_specs=(SPECS["dout"], SPECS["dlse"]),
+    )
+
+    def loss(inputs, others):
+        o, lse = function({**arrays, **inputs, **others})
+        return jnp.sum(o * dout) + jnp.sum(lse * dlse)
+
+    @jax.jit
+    def run(inputs, others):
+        return jax.vmap(jax.grad(loss), in_axes=({"k": None, "alibi_slopes": 0}, 0))(inputs, others)
+
+    inputs = {"k": arrays["k"], "alibi_slopes": mapped.pop("alibi_slopes")}
+    grads = run(inputs, mapped)
+    for i in range(2):
+        own = {name: x[i] for name, x in mapped.items()}
+        own["alibi_slopes"] = inputs["alibi_slopes"][i]
+        expected = one.expected({**arrays, **own, "dout": dout, "dlse": dlse})
+        found = {"dk": grads["k"][i], "dslopes": grads["alibi_slopes"][i]}
+        check(found, expected, dout)
+
+
+def test_one_array_of_ids_is_that_of_both():
+    ids = segment_ids("documents", 2, 48, 48)
+    assert (ids["q_segments"] == ids["kv_segments"]).all()
+    assert len(set(ids["q_segments"][0])) == 3

@@ -1,0 +1,113 @@
+"""Rows, tiles and ranks without a key to see, and scores at the ends of the range: no NaN."""
+
+import burst_attention as ba
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ring
+from bounds import check
+from features import Problem
+from jax.sharding import PartitionSpec as P
+
+
+def results(one, **changes):
+    arrays = one.arrays() | changes
+    found = one.found(arrays)
+    finite = {name: x for name, x in found.items() if name != "lse"}
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in finite.values())
+    return arrays, found
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_queries_of_a_rank_that_see_nothing(layout, sinks):
+    """Windows that reach no key, in cross attention of more queries than keys."""
+    one = Problem(layout=layout, q_len=64, kv_len=16, window=(4, 4), sinks=sinks, slopes=True)
+    arrays, found = results(one)
+    blind = slice(20, None)
+    assert not found["o"][:, blind].any()
+    assert not found["dq"][:, blind].any()
+    nothing = arrays["sinks"] if sinks else np.full(4, -np.inf, np.float32)
+    assert np.array_equal(found["lse"][:, blind], np.broadcast_to(nothing, (2, 44, 4)))
+    check(found, one.expected(arrays), arrays["dout"])
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("backward", ["keys", "queries"])
+def test_nothing_but_padding(backward, sinks):
+    """In all but a batch entry's first token; negative ids do not see even themselves."""
+    one = Problem(segments="padded", sinks=sinks, backward=backward, layout="zigzag", dropout=0.2)
+    ids = np.full((2, 48), -1, np.int32)
+    ids[1, 0] = 5
+    arrays, found = results(one, q_segments=ids, kv_segments=ids)
+    seeing = ids >= 0
+    for name in ("o", "dq", "dk", "dv"):
+        assert not found[name][~seeing].any(), name
+    if not sinks:
+        assert np.isneginf(found["lse"][~seeing]).all()
+    check(found, one.expected(arrays), arrays["dout"])
+
+
+def test_segments_that_a_rank_has_not():
+    """Each rank has another document, keys those of the next rank: whole chunks match nothing."""
+    one = Problem(segments="absent", causal=False, window=(40, 40))
+    of_queries = np.repeat(np.arange(4, dtype=np.int32), 12)[None].repeat(2, 0)
+    arrays, found = results(one, q_segments=of_queries, kv_segments=np.roll(of_queries, 12, axis=1))
+    check(found, one.expected(arrays), arrays["dout"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_scores_of_ten_thousand(dtype, sinks):
+    """Of both signs: weights are 0 or 1, or shared where rounding makes scores equal."""
+    one = Problem(
+        dtype=dtype, causal=True, segments="documents", sinks=sinks, slopes=True, window=(30, 0)
+    )
+    arrays = one.arrays()
+    factor = 1e4 / np.abs(np.asarray(arrays["q"], np.float32)).max()
+    arrays, found = results(one, q=(arrays["q"].astype(np.float32) * factor).astype(dtype))
+    expected = one.expected(arrays)
+    assert np.abs(expected.lse).max() > 5e3
+    np.testing.assert_allclose(found["lse"], expected.lse, rtol=1e-5, atol=1e-2)
+    wrong = np.asarray(found["o"], np.float64) - expected.o
+    assert np.linalg.norm(wrong) <= 1e-2 * np.linalg.norm(expected.o)
+
+
+def test_infinite_sinks():
+    """−inf is none; +inf takes everything: o = 0, lse = +inf, and dz is the sum of dlse."""
+    one = Problem(sinks=True, segments="padded")
+    sinks = np.array([-np.inf, np.inf, 0.5, np.inf], np.float32)
+    arrays, found = results(one, sinks=sinks)
+    expected = one.expected(arrays | {"sinks": np.where(np.isinf(sinks), -np.inf, sinks)})
+    full = np.isposinf(sinks)
+    for name in ("o", "dq"):
+        assert not found[name][:, :, full].any()
+        rest = getattr(expected, name)[:, :, ~full]
+        np.testing.assert_allclose(found[name][:, :, ~full], rest, rtol=1e-4, atol=1e-5)
+    assert np.isposinf(found["lse"][:, :, full]).all()
+    assert found["dz"][0] == 0
+    np.testing.assert_allclose(found["dz"][full], arrays["dlse"].sum((0, 1))[full], rtol=1e-5)
+
+
+@pytest.mark.parametrize("sinks", [None, np.array([0.5, -1.0], np.float32)])
+def test_no_key_at_all(sinks):
+    """Cross attention to nothing: every row is as one that sees nothing."""
+    q, k, v, dout, dlse = ring.normal(
+        0, (1, 8, 2, 8), (1, 0, 1, 8), (1, 0, 1, 16), (1, 8, 2, 16), (1, 8, 2)
+    )
+
+    def run(q, k, v, sinks):
+        return ba.dot_product_attention(
+            q, k, v, mesh=ring.line(2), spec=P(None, "context"), sinks=sinks, return_residual=True
+        )
+
+    (o, lse), pullback = jax.vjp(run, q, k, v, sinks)
+    dq, dk, dv, dz = pullback((jnp.asarray(dout), jnp.asarray(dlse)))
+    assert (o.shape, dk.shape, dv.shape) == (dout.shape, k.shape, v.shape)
+    assert not o.any()
+    assert not dq.any()
+    nothing = -np.inf if sinks is None else sinks
+    assert np.array_equal(lse, np.broadcast_to(nothing, lse.shape))
+    if sinks is not None:
+        np.testing.assert_allclose(dz, dlse.sum((0, 1)), rtol=1e-6)
