@@ -236,7 +236,7 @@ impl Instance {
         let tile = |rows, keys, warps| TileShape { rows, keys, warps };
         match (self.kernel, self.target, self.width) {
             // The general variants keep more tiles of pairs at once.
-            (Kernel::KeyGradsGeneral, Target::Sm80, 64) => tile(32, 64, 8),
+            (Kernel::KeyGradsGeneral, Target::Sm80 | Target::Sm120, 64) => tile(32, 64, 8),
             (Kernel::KeyGradsGeneral, Target::Sm80 | Target::Sm120, 128) => tile(16, 64, 8),
             (Kernel::QueryGradsGeneral, Target::Sm80, 64) => tile(64, 32, 8),
             (Kernel::QueryGradsGeneral, Target::Sm80, 128) => tile(64, 16, 8),
