@@ -224,6 +224,24 @@ fn wrong_attributes_are_refused_when_the_call_is_compiled() {
     refused("world_size", int(i64::MAX), &["world_size", "65536"]);
     let bool_of_two = FakeAttribute::Scalar(sys::XLA_FFI_DataType_PRED, vec![2]);
     refused("has_segments", Some(bool_of_two), &["0 or 1, got 2"]);
+    refused("window_left", int(-2), &["window_left must be at least 0, or -1", "got -2"]);
+    refused("dropout_rate", int(0), &["attribute dropout_rate"]);
+}
+
+#[test]
+fn features_take_their_operands_and_no_others() {
+    let yes = FakeAttribute::Scalar(sys::XLA_FFI_DataType_PRED, vec![1]);
+    let rank = Rank::new(10, 0, DIMS);
+    let mut entries = attributes(1);
+    entries.retain(|(entry, _)| entry != "has_segments");
+    entries.push(("has_segments".into(), yes));
+    let mut frame = FakeFrame::new(&[], &[], entries, &rank.runtime);
+    frame.raw.stage = sys::XLA_FFI_ExecutionStage_INSTANTIATE;
+    // SAFETY: the frame is as the header says.
+    let error = take_error(unsafe { burst_attention_forward_instantiate(frame.address()) });
+    assert_eq!(error, None);
+    let (_, message) = rank.execute(rank.frame(1)).expect_err("there are no segments");
+    assert!(message.contains("number of operands must be 6, got 4"), "{message}");
 }
 
 #[test]
