@@ -35,6 +35,7 @@ def rectangle(q: Any, k: Any, band: Band, scale: float) -> dict[str, Any]:
         "heads": q.shape[2],
         "kv_heads": k.shape[2],
         "head_dim": q.shape[3],
+        "value_dim": q.shape[3],
         "element": ELEMENTS[str(q.dtype)],
         "lower": band[0],
         "upper": band[1],

@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 use burst_attention_kernels::images::IMAGES;
 use burst_attention_kernels::instances::{Instance, Target};
 use burst_attention_kernels::launch::{
-    Delta, Finish, Forward, KeyGrads, Launch, LaunchError, QueryGrads, layout,
+    Delta, Finish, Forward, KeyGrads, Launch, LaunchError, Merge, QueryGrads, layout,
 };
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -21,6 +21,7 @@ enum Request {
     QueryGrads(QueryGrads),
     Delta(Delta),
     Finish(Finish),
+    Merge(Merge),
 }
 
 impl Request {
@@ -31,6 +32,7 @@ impl Request {
             Request::QueryGrads(description) => description.launches(target),
             Request::Delta(description) => description.launches(target),
             Request::Finish(description) => description.launches(target),
+            Request::Merge(description) => description.launches(target),
         }
     }
 }

@@ -243,6 +243,8 @@ impl Instance {
             (Kernel::KeyGradsGeneral, Target::Sm90, 128) => tile(32, 128, 8),
             (Kernel::QueryGradsGeneral, Target::Sm90, 64) => tile(128, 64, 8),
             (Kernel::QueryGradsGeneral, Target::Sm90, 256) => tile(64, 64, 8),
+            (Kernel::QueryGradsGeneral, Target::Sm120, 128) => tile(64, 32, 8),
+            (Kernel::ForwardGeneral, Target::Sm100 | Target::Sm103, 128) => tile(128, 64, 8),
             _ => self.plain_tile(),
         }
     }
