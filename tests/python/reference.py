@@ -15,6 +15,8 @@ EVERYTHING = 1 << 40
 """More positions than there are."""
 VANISHES = 1e-2
 """A gradient smaller than this part of its terms is all cancellation."""
+CANCELS = 0.1
+"""The error of any other one is measured by at least this part of its terms."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,8 @@ def error(name, found, expected):
     found, true = (np.where(nothing, 0, x) for x in (found, true))
     size, terms = np.linalg.norm(true), getattr(expected.terms, name, 0.0)
     terms = np.linalg.norm(terms)
-    return np.linalg.norm(found - true), terms if size < VANISHES * terms else size
+    measure = terms if size < VANISHES * terms else max(size, CANCELS * terms)
+    return np.linalg.norm(found - true), measure
 
 
 def rounding(name, expected, dtype):
