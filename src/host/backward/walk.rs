@@ -57,7 +57,9 @@ impl Task for Walk<'_> {
             // The band's edges rise with the row, so the first and the last row bound the rest.
             let seeing = tile.band.queries_of(keys.start, queries).start
                 ..tile.band.queries_of(keys.end - 1, queries).end;
-            if seeing.is_empty() && !self.cell.overwrite {
+            // With packed documents most cells are empty: packing their keys would be most work.
+            let meet = tile.extras.coverage(self.cell.batch, &seeing, &keys) != Coverage::Empty;
+            if (seeing.is_empty() || !meet) && !self.cell.overwrite {
                 continue;
             }
             // SAFETY: the scratch is this thread's; the cell's rows of the gradients are this

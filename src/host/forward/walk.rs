@@ -41,13 +41,17 @@ impl Task for Walk<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         let (tile, queries) = (self.block.tile, &self.block.rows);
+        // The band's edges rise with the row, so the first and the last row bound the rest.
+        let seen = tile.band.keys_of(queries.start, &tile.k_rows).start
+            ..tile.band.keys_of(queries.end - 1, &tile.k_rows).end;
+        let meet = tile.extras.coverage(self.block.batch, queries, &seen) != Coverage::Empty;
+        if (seen.is_empty() || !meet) && !tile.first && !tile.last {
+            return;
+        }
         // SAFETY: the scratch is this thread's; the tile's rows are this task's to write, and
         // nobody writes its inputs meanwhile.
         unsafe {
             self.begin(simd);
-            // The band's edges rise with the row, so the first and the last row bound the rest.
-            let seen = tile.band.keys_of(queries.start, &tile.k_rows).start
-                ..tile.band.keys_of(queries.end - 1, &tile.k_rows).end;
             for start in seen.clone().step_by(BLOCK_KEYS) {
                 let keys = start..seen.end.min(start + BLOCK_KEYS);
                 let segments = tile.extras.coverage(self.block.batch, queries, &keys);
