@@ -152,9 +152,14 @@ impl Walk<'_> {
             for lanes in pack::panels::<S>(keys.len()) {
                 self.logits(simd, &lanes, 0..count);
                 let in_panel = lanes.end.min(keys.len()) - lanes.start;
-                // Lanes beyond the keys may hold anything, but not be part of a sum.
-                let all = tile.extras.dslopes.map(|_| |_: usize| 0..in_panel);
-                self.softmax(simd, head, &lanes, 0..count, (all, false));
+                if tile.extras.dslopes.is_some() {
+                    // Lanes beyond the keys may hold anything, but not be part of a sum.
+                    let all = Some(|_: usize| 0..in_panel);
+                    self.softmax(simd, head, &lanes, 0..count, (all, false));
+                } else {
+                    let none: Option<SameDepth> = None;
+                    self.softmax(simd, head, &lanes, 0..count, (none, false));
+                }
                 let depth: Depth<SameDepth> = Depth::All(0..count);
                 self.key_gradients(simd, &lanes, in_panel, depth);
                 let depth: Depth<SameDepth> = Depth::All(0..in_panel);
