@@ -16,7 +16,7 @@ EVERYTHING = 1 << 40
 VANISHES = 1e-2
 """A gradient smaller than this part of its terms is all cancellation."""
 CANCELS = 0.1
-"""The error of any other one is measured by at least this part of its terms."""
+"""With masks and features, the error of any other is measured by at least this part of them."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,12 @@ class Options:
     """``[heads]``"""
     dropout: tuple[float, Any] | None = None
     """(rate, the key's two words)"""
+
+    @property
+    def is_plain(self):
+        """Whether nothing but causality and sinks decides what a query makes of the keys."""
+        beside = (self.window, self.segments, self.soft_cap, self.slopes, self.dropout)
+        return all(x is None for x in beside)
 
     @property
     def reach(self):
@@ -86,6 +92,8 @@ class Dense(Gradients):
     """Whether o is kept in float32 for the backward pass."""
     terms: Gradients | None = None
     """Sums of the absolute values of what the gradients are sums of."""
+    least: float = CANCELS
+    """The part of the terms that an error is measured by at least."""
     per_head: dict[str, PerHead] = field(default_factory=dict)
     """Of ``dz``, sinks, and ``dslopes``."""
 
@@ -109,6 +117,8 @@ def dense(q, k, v, dout, dlse, *, causal, **options):
         options = replace(options, scale=q.shape[3] ** -0.5)
     out = Dense(*map(np.zeros_like, (q, k, v, dout)), lse=np.zeros(q.shape[:3]))
     out.is_short = k.shape[1] <= SHORT
+    if options.is_plain and q.shape[1] == k.shape[1]:
+        out.least = 0.0
     if k.shape[1] <= SHORT or options.window or options.segments:
         out.terms = Gradients.zeros_like(q, k, v)
     given = {"dz": options.sinks, "dslopes": options.slopes}
@@ -222,7 +232,7 @@ def error(name, found, expected):
     found, true = (np.where(nothing, 0, x) for x in (found, true))
     size, terms = np.linalg.norm(true), getattr(expected.terms, name, 0.0)
     terms = np.linalg.norm(terms)
-    measure = terms if size < VANISHES * terms else max(size, CANCELS * terms)
+    measure = terms if size < VANISHES * terms else max(size, expected.least * terms)
     return np.linalg.norm(found - true), measure
 
 
