@@ -27,8 +27,6 @@ pub struct TapeKernel<'a> {
     begun: usize,
     /// Tiles of this step that have had their turn, in each of the two halves of a backward tile.
     turns: [usize; 2],
-    /// Accumulators of this step that were merged.
-    merged: usize,
 }
 
 /// The CUDA kernels' name of a type.
@@ -80,17 +78,7 @@ impl<'a> TapeKernel<'a> {
     ) -> Result<TapeKernel<'a>> {
         let element = element_of(memory.problem.dtype)?;
         check_features(memory.problem)?;
-        Ok(TapeKernel {
-            schedule,
-            target,
-            element,
-            memory,
-            last,
-            tape,
-            begun: 0,
-            turns: [0; 2],
-            merged: 0,
-        })
+        Ok(TapeKernel { schedule, target, element, memory, last, tape, begun: 0, turns: [0; 2] })
     }
 
     /// Both gradients of a backward tile whose turn it is in `half`, of the accumulators that
@@ -122,18 +110,14 @@ impl<'a> TapeKernel<'a> {
         let Arrays::Backward { dq, dk, dv, .. } = self.memory.arrays else {
             return self.wrong_pass("gradients");
         };
-        let Problem { batch, heads, kv_heads, head_dim, value_dim, .. } = *self.memory.problem;
-        let results = if payload == Payload::KeyGrads {
-            vec![(dk, head_dim), (dv, value_dim)]
-        } else {
-            vec![(dq, head_dim)]
-        };
+        let results = if payload == Payload::KeyGrads { vec![dk, dv] } else { vec![dq] };
         let home = self.memory.home(payload);
-        for (n, (address, head_dim)) in results.into_iter().enumerate() {
+        let (heads, dims) = self.sums(payload);
+        for (n, (address, head_dim)) in results.into_iter().zip(dims).enumerate() {
             let launches = Finish {
-                batch,
+                batch: self.memory.problem.batch,
                 rows: rows.len(),
-                heads: if payload == Payload::KeyGrads { kv_heads } else { heads },
+                heads,
                 head_dim,
                 element: self.element,
                 a: home.rows_at(n, rows),
@@ -146,17 +130,22 @@ impl<'a> TapeKernel<'a> {
         Ok(())
     }
 
+    /// Heads of the arrays of gradients, and columns of each.
+    fn sums(&self, payload: Payload) -> (usize, Vec<usize>) {
+        let Problem { heads, kv_heads, head_dim, value_dim, .. } = *self.memory.problem;
+        match payload {
+            Payload::KeyGrads => (kv_heads, vec![head_dim, value_dim]),
+            _ => (heads, vec![head_dim]),
+        }
+    }
+
     /// Adds sums that came home to those at home.
     fn add(&self, payload: Payload, rows: &Range<usize>, arrived: &Buffer) -> Result<()> {
         let home = self.memory.home(payload);
-        let Problem { batch, heads, kv_heads, head_dim, value_dim, .. } = *self.memory.problem;
-        let (heads, dims) = match payload {
-            Payload::KeyGrads => (kv_heads, vec![head_dim, value_dim]),
-            _ => (heads, vec![head_dim]),
-        };
+        let (heads, dims) = self.sums(payload);
         for (n, head_dim) in dims.into_iter().enumerate() {
             let merge = launch::Merge {
-                batch,
+                batch: self.memory.problem.batch,
                 rows: rows.len(),
                 heads,
                 head_dim,
@@ -284,12 +273,10 @@ impl AttentionKernel for TapeKernel<'_> {
                 instead: "keys and values travel".into(),
             });
         }
-        let turn = self.merged;
-        self.merged += 1;
-        if self.last.is_merge(self.tape.step(), turn) {
-            return self.write(*payload, rows, Some(arrived));
+        match merge.last {
+            true => self.write(*payload, rows, Some(arrived)),
+            false => self.add(*payload, rows, arrived),
         }
-        self.add(*payload, rows, arrived)
     }
 
     fn finish(&mut self) -> Result<()> {
@@ -301,6 +288,5 @@ impl AttentionKernel for TapeKernel<'_> {
         self.tape.begin(self.schedule.steps[self.begun].index);
         self.begun += 1;
         self.turns = [0; 2];
-        self.merged = 0;
     }
 }

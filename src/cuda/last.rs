@@ -1,5 +1,5 @@
-//! Which tile or merge is the last to touch rows of an accumulator at home, so that it can write
-//! the result, and which rows are left to be written after the last step.
+//! Which tile is the last to touch rows of an accumulator at home, so that it can write the result
+//! (merges are told by the schedule), and which rows are left to be written after the last step.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -13,8 +13,6 @@ use crate::schedule::{Payload, Place, Rows, Schedule, State, Tile};
 pub struct Last {
     /// (payload, step, tile within the step): tiles that write results.
     tiles: HashSet<(Payload, usize, usize)>,
-    /// (step, merge within the step): merges that write results.
-    merges: HashSet<(usize, usize)>,
     /// Rows at home whose sums are still sums after the last step.
     unfinished: Vec<(Payload, Range<usize>)>,
     /// Accumulators that hold a state between two operations.
@@ -34,14 +32,10 @@ impl Last {
     fn of_payload(&mut self, payload: Payload, len: usize, schedule: &Schedule) {
         let (mut later, mut finished) = (Rows::default(), Rows::default());
         for step in schedule.steps.iter().rev() {
-            for (index, merge) in step.merges.iter().enumerate().rev() {
-                if merge.chunk.payload != payload {
-                    continue;
-                }
+            for merge in step.merges.iter().rev().filter(|merge| merge.chunk.payload == payload) {
                 let rows = merge.chunk.rows.clone();
                 self.states.insert(payload);
-                if later.common(&rows).next().is_none() {
-                    self.merges.insert((step.index, index));
+                if merge.last {
                     finished.insert(rows.clone());
                 }
                 later.insert(rows);
@@ -72,11 +66,6 @@ impl Last {
     /// Does this tile write the results of its rows of `payload`?
     pub fn is_tile(&self, payload: Payload, step: usize, tile: usize) -> bool {
         self.tiles.contains(&(payload, step, tile))
-    }
-
-    /// Does this merge write the results of its rows?
-    pub fn is_merge(&self, step: usize, merge: usize) -> bool {
-        self.merges.contains(&(step, merge))
     }
 
     /// Rows that are left after the last step.
