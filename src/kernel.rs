@@ -38,9 +38,13 @@ pub trait AttentionKernel {
     /// Folds one tile into the running (acc, m, l) of its query rows:
     ///
     /// ```text
-    /// s = softmax_scale · q kᵀ, with a soft cap cap · tanh(s / cap), −inf outside the band
-    /// m' = max(m, rowmax s);  l' = l·e^(m−m') + rowsum e^(s−m');  acc' = acc·e^(m−m') + e^(s−m') v
+    /// s = softmax_scale · q kᵀ, with a soft cap cap · tanh(s / cap), with slopes
+    ///     + slope · (key position − query position), −inf outside the band and between segments
+    /// m' = max(m, rowmax s);  l' = l·e^(m−m') + rowsum e^(s−m')
+    /// acc' = acc·e^(m−m') + (e^(s−m') ∘ keep) v
     /// ```
+    ///
+    /// keep is 1; with dropout it is 0, or for weights that stay 1 / (1 − rate).
     ///
     /// With `query_state.first` no state is read; with `last` (at home) o = acc / l and
     /// lse = m + ln l are written instead of the state. A row with no allowed key has o = 0 and
@@ -76,11 +80,12 @@ pub trait AttentionKernel {
     /// Completes one backward tile, with both accumulators at hand; together the two calls do:
     ///
     /// ```text
-    /// p = e^(s−lse);  dv += pᵀ dout;  ds = p ∘ (dout vᵀ − delta)
+    /// p = e^(s−lse);  dv += (p ∘ keep)ᵀ dout;  ds = p ∘ (keep ∘ dout vᵀ − delta)
     /// dq += softmax_scale · ds k;  dk += softmax_scale · dsᵀ q
     /// ```
     ///
-    /// With a soft cap, ds gets the factor 1 − tanh². A state marked `first` is overwritten.
+    /// Slopes get Σ ds · (key position − query position). With a soft cap, ds in dq and dk has the
+    /// factor 1 − tanh². A state marked `first` is overwritten.
     ///
     /// # Errors
     /// If the device refuses the work.

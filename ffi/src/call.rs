@@ -107,17 +107,7 @@ impl CallSite {
 
     fn backward(&self, frame: &CallFrame<'_>) -> Result<RankCall> {
         let ([q, k, v, o, lse, dout, dlse], extras, [place]) = self.operands(frame)?;
-        let mut results = frame.all_results()?.into_iter();
-        let wanted = if self.options.features().slopes { 4 } else { 3 };
-        let (Some(dq), Some(dk), Some(dv), dslopes, None) =
-            (results.next(), results.next(), results.next(), results.next(), results.next())
-        else {
-            return Err(Error::mismatch(
-                "number of results",
-                format!("{wanted}"),
-                frame.all_results()?.len(),
-            ));
-        };
+        let ([dq, dk, dv], dslopes, []) = self.gradients(frame)?;
         let shapes = self.shapes(&q, &k, &v)?;
         let mut extras = shapes.extras(&extras)?;
         if let Some(dslopes) = dslopes {
@@ -147,18 +137,25 @@ impl CallSite {
         &self,
         frame: &CallFrame<'_>,
     ) -> Result<([Buffer; N], Vec<Buffer>, [Buffer; M])> {
-        let all = frame.all_arguments()?;
         let features = self.options.features();
         let segments = if features.segments { 2 } else { 0 };
         let extras =
             segments + usize::from(features.slopes) + usize::from(features.dropout.is_some());
-        if let (Some((first, rest)), true) =
-            (all.split_first_chunk::<N>(), all.len() == N + extras + M)
-            && let Some((middle, last)) = rest.split_last_chunk::<M>()
-        {
-            return Ok((first.clone(), middle.to_vec(), last.clone()));
-        }
-        Err(Error::mismatch("number of operands", format!("{}", N + extras + M), all.len()))
+        apart("operands", frame.all_arguments()?, extras)
+    }
+
+    /// The results of a backward pass: dq, dk and dv, with slopes the gradient of those, and the
+    /// last `M`.
+    ///
+    /// # Errors
+    /// If their number is wrong.
+    pub(crate) fn gradients<const M: usize>(
+        &self,
+        frame: &CallFrame<'_>,
+    ) -> Result<([Buffer; 3], Option<Buffer>, [Buffer; M])> {
+        let of_slopes = usize::from(self.options.features().slopes);
+        let (gradients, dslopes, last) = apart("results", frame.all_results()?, of_slopes)?;
+        Ok((gradients, dslopes.into_iter().next(), last))
     }
 
     fn rank_call(
@@ -327,6 +324,21 @@ impl Shapes {
         let dim = inner.get(2).copied().unwrap_or(1);
         Ok(Checked { data, dtype, dims: [self.problem.batch, inner[0], inner[1], dim] })
     }
+}
+
+/// The first `N`, so many, and the last `M`.
+fn apart<const N: usize, const M: usize>(
+    what: &str,
+    all: Vec<Buffer>,
+    between: usize,
+) -> Result<([Buffer; N], Vec<Buffer>, [Buffer; M])> {
+    let expected = N + between + M;
+    if let (Some((first, rest)), true) = (all.split_first_chunk::<N>(), all.len() == expected)
+        && let Some((middle, last)) = rest.split_last_chunk::<M>()
+    {
+        return Ok((first.clone(), middle.to_vec(), last.clone()));
+    }
+    Err(Error::mismatch(format!("number of {what}"), expected.to_string(), all.len()))
 }
 
 /// What travels backward, by its name in the public interface.

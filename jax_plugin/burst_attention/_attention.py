@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from burst_attention import _check_masks, _checks
-from burst_attention._extras import Extras, differentiable, dropout_place
+from burst_attention._extras import Extras, dropout_place
 from burst_attention._ring import Ring, ring_groups, vary, vary_together, varying_axes
 from burst_attention._types import AttentionOptions, Backward, Layout, Schedule
 from burst_attention._vjp import Qkv, Sinks, ring_attention
@@ -135,11 +135,10 @@ def attention(
         but has no value. Differentiable; where the heads are sharded, a device takes its own. −inf
         is none; +inf takes all weight, so out is 0 and lse +inf.
       alibi_slopes: float32 ``[heads]``, added to scores times the distance (key − query position),
-        so positive ones favour near keys of the past. Differentiable on CPU devices; where the
-        heads are sharded, a device takes its own.
+        so positive ones favour near keys of the past. Differentiable; where the heads are
+        sharded, a device takes its own.
       dropout_rate: probability, a Python number, with which each weight is dropped after the
-        softmax; what is left is divided by 1 − dropout_rate. lse is that without dropout. On GPUs
-        not implemented yet.
+        softmax; what is left is divided by 1 − dropout_rate. lse is that without dropout.
       dropout_key: a key of ``jax.random``, or its data, uint32 ``[2]``; the same on all devices of
         a ring. Of longer data the first and the last word count. Which weights are dropped depends
         on the key and on the place of a weight in the whole array only, so it is the same for
@@ -215,7 +214,7 @@ def _ring(arguments: dict[str, Any], query: jax.Array, key: jax.Array, *, has_si
         window=_check_masks.window(arguments["local_window_size"], is_causal, positions),
         softmax_scale=softmax_scale,
         soft_cap=_check_masks.soft_cap(arguments["logits_soft_cap"], platform),
-        dropout_rate=_check_masks.dropout_rate(arguments["dropout_rate"], platform),
+        dropout_rate=_check_masks.dropout_rate(arguments["dropout_rate"]),
         layout=arguments["layout"],
         backward=arguments["backward"],
         varying=(),
@@ -243,9 +242,8 @@ def _of_entries(ring: Ring, extras: Extras, query: jax.Array) -> Extras:
     """With slopes of each batch entry in the place of those that all share."""
     if extras.slopes is None:
         return extras
-    slopes = differentiable(ring.platform, extras.slopes)
     shape = (query.shape[0], query.shape[2])
-    return extras._replace(slopes=jnp.broadcast_to(slopes, shape))
+    return extras._replace(slopes=jnp.broadcast_to(extras.slopes, shape))
 
 
 def _nothing(ring: Ring, qkv: Qkv, sinks: Sinks) -> tuple[jax.Array, jax.Array]:

@@ -81,15 +81,19 @@ def _cuda_forward(ring: Ring, qkv: Arrays, extras: Extras) -> Arrays:
 def _cuda_backward(ring: Ring, qkv: Arrays, extras: Extras, given: Arrays) -> Arrays:
     (q, k, v), (o, *rest) = qkv, given
     operands = (_signed(ring, q), k, v, o.astype(q.dtype), *rest)
-    dq, dk, dv = _cuda_call(
-        _ffi.BACKWARD, ring, _like(*qkv), operands, extras, backward=ring.backward
+    results = _like(*qkv)
+    # What each query adds to the gradient of its head's slope: kernels add to it in place.
+    zeros = () if extras.slopes is None else (vary(jnp.zeros_like(rest[0]), ring.varying),)
+    dq, dk, dv, *dslopes = _cuda_call(
+        _ffi.BACKWARD,
+        ring,
+        results + _like(*zeros),
+        operands,
+        extras,
+        in_place=zeros,
+        backward=ring.backward,
     )
-    gradients = (_signed(ring, dq), dk, dv)
-    if extras.slopes is None:
-        return gradients
-    # No kernel computes it. Where the platform was known, who wants it was refused; else it must
-    # not be taken for one.
-    return *gradients, extras.slopes * jnp.float32(jnp.nan)
+    return _signed(ring, dq), dk, dv, *(x.sum(axis=1) for x in dslopes)
 
 
 def kept_dtype(ring: Ring, q: jax.Array, k: jax.Array) -> Any:
@@ -125,8 +129,15 @@ def _cpu_call(
 
 
 def _cuda_call(
-    target: str, ring: Ring, results: Shapes, operands: Arrays, extras: Extras, **attributes: Any
+    target: str,
+    ring: Ring,
+    results: Shapes,
+    operands: Arrays,
+    extras: Extras,
+    in_place: Arrays = (),
+    **attributes: Any,
 ) -> Arrays:
+    """`in_place`: what the last results start from."""
     extras = _for_kernels(ring, operands, extras)
     options = _options(ring, extras)
     attributes |= {
@@ -137,15 +148,24 @@ def _cuda_call(
     # A result, so that XLA plans it and counts it: kernels allocate nothing.
     needed = _workspace(target, ring, operands, options)
     workspace = jax.ShapeDtypeStruct((needed,), jnp.uint8)
-    operands = (*operands, *extras.present())
-    *outputs, _ = _call(target, ring, (*results, workspace), operands, attributes | options)
+    operands = (*operands, *extras.present(), *in_place)
+    pairs = zip(_last(operands, in_place), _last(results, in_place), strict=True)
+    *outputs, _ = _call(
+        target, ring, (*results, workspace), operands, attributes | options, dict(pairs)
+    )
     return tuple(outputs)
+
+
+def _last(all_of_them: tuple[Any, ...], some: tuple[Any, ...]) -> range:
+    """Indices of the last so many."""
+    return range(len(all_of_them) - len(some), len(all_of_them))
 
 
 def _for_kernels(ring: Ring, operands: Arrays, extras: Extras) -> Extras:
     """With segments where the general variant of the kernels computes: that compares them."""
     q, k, v, *_ = operands
-    general = ring.soft_cap or extras.slopes is not None or v.shape[3] != q.shape[3]
+    featured = ring.soft_cap or extras.slopes is not None or extras.dropout is not None
+    general = featured or v.shape[3] != q.shape[3]
     if extras.q_segments is not None or not general:
         return extras
     one = [vary(jnp.zeros(x.shape[:2], jnp.int32), ring.varying) for x in (q, k)]
@@ -165,11 +185,22 @@ def _options(ring: Ring, extras: Extras) -> dict[str, Any]:
 
 
 def _call(
-    target: str, ring: Ring, results: Shapes, operands: Arrays, attributes: dict[str, Any]
+    target: str,
+    ring: Ring,
+    results: Shapes,
+    operands: Arrays,
+    attributes: dict[str, Any],
+    aliases: dict[int, int] | None = None,
 ) -> Arrays:
     # A ring inside one call is pure, so equal calls may be merged and unused ones dropped: all
     # ranks run one program, and what is dropped on one is dropped on all.
-    call = jax.ffi.ffi_call(target, results, vmap_method="broadcast_all", has_side_effect=False)
+    call = jax.ffi.ffi_call(
+        target,
+        results,
+        vmap_method="broadcast_all",
+        has_side_effect=False,
+        input_output_aliases=aliases,
+    )
     with jax.named_scope(target):
         outputs = call(
             *operands,
@@ -209,7 +240,7 @@ def _workspace(target: str, ring: Ring, operands: Arrays, options: dict[str, Any
 def _no_kernel(ring: Ring, q: jax.Array) -> bool:
     least, most = SOFT_CAPS["cuda"]
     capped_out_of_range = bool(ring.soft_cap) and not least <= ring.soft_cap <= most
-    return q.dtype == jnp.float32 or ring.dropout_rate > 0 or capped_out_of_range
+    return q.dtype == jnp.float32 or capped_out_of_range
 
 
 def _positive_scale(ring: Ring) -> np.float32:

@@ -123,18 +123,12 @@ def soft_cap(cap: Any, platform: str | None) -> float:
     return cap
 
 
-def dropout_rate(rate: Any, platform: str | None = None) -> float:
+def dropout_rate(rate: Any) -> float:
     """The probability that a weight is dropped, in float32, as the custom calls get it."""
     rate = static_number("dropout_rate", rate, "; for none pass 0.0")
     kept = float(np.float32(rate))
     if not 0 <= kept < 1 or math.isnan(kept):
         raise ValueError(f"dropout_rate must be at least 0 and below 1, got {rate:g}")
-    if kept and platform == "cuda":
-        raise NotImplementedError(
-            f"dropout of attention weights is not implemented on NVIDIA GPUs, got "
-            f"dropout_rate={rate:g}; what works: dropout_rate=0.0 with dropout of the output, or a "
-            "mesh of jax.devices('cpu')"
-        )
     return kept
 
 

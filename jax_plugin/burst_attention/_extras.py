@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,30 +54,3 @@ def dropout_place(
 def _first(axes: tuple[str, ...], count: int) -> jax.Array:
     index = lax.axis_index(axes) if axes else jnp.zeros((), jnp.int32)
     return index.astype(jnp.uint32) * jnp.uint32(count)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def differentiable(platform: str | None, slopes: jax.Array) -> jax.Array:
-    """The slopes, where their gradient can be had."""
-    return slopes
-
-
-def _forward_rule(platform: str | None, slopes: jax.Array) -> tuple[jax.Array, None]:
-    # Called only if somebody differentiates with respect to the slopes.
-    if platform == "cuda":
-        _no_gradient()
-    return slopes, None
-
-
-def _backward_rule(platform: str | None, residuals: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (cotangent,)
-
-
-def _no_gradient() -> NoReturn:
-    raise NotImplementedError(
-        "the gradient of alibi_slopes is not implemented on NVIDIA GPUs; what works: constant "
-        "slopes, jax.lax.stop_gradient(alibi_slopes), or a mesh of jax.devices('cpu')"
-    )
-
-
-differentiable.defvjp(_forward_rule, _backward_rule)

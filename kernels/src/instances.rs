@@ -16,11 +16,11 @@ pub enum Kernel {
     KeyGrads,
     /// Adds a rectangle's part to dq.
     QueryGrads,
-    /// As [`Kernel::Forward`], with segments, a soft cap and ALiBi.
+    /// As [`Kernel::Forward`], with segments, a soft cap, ALiBi and dropout.
     ForwardGeneral,
-    /// As [`Kernel::KeyGrads`], with segments, a soft cap and ALiBi.
+    /// As [`Kernel::KeyGrads`], with segments, a soft cap, ALiBi and dropout.
     KeyGradsGeneral,
-    /// As [`Kernel::QueryGrads`], with segments, a soft cap and ALiBi.
+    /// As [`Kernel::QueryGrads`], with segments, a soft cap, ALiBi and dropout.
     QueryGradsGeneral,
     /// Per-row statistics for the backward pass.
     Delta,
@@ -240,11 +240,13 @@ impl Instance {
             (Kernel::KeyGradsGeneral, Target::Sm80 | Target::Sm120, 128) => tile(16, 64, 8),
             (Kernel::QueryGradsGeneral, Target::Sm80, 64) => tile(64, 32, 8),
             (Kernel::QueryGradsGeneral, Target::Sm80, 128) => tile(64, 16, 8),
-            (Kernel::KeyGradsGeneral, Target::Sm90, 128) => tile(32, 128, 8),
+            (Kernel::KeyGradsGeneral, Target::Sm90, 128) => tile(64, 64, 8),
             (Kernel::QueryGradsGeneral, Target::Sm90, 64) => tile(128, 64, 8),
             (Kernel::QueryGradsGeneral, Target::Sm90, 256) => tile(64, 64, 8),
             (Kernel::QueryGradsGeneral, Target::Sm120, 128) => tile(64, 32, 8),
-            (Kernel::ForwardGeneral, Target::Sm100 | Target::Sm103, 128) => tile(128, 64, 8),
+            (Kernel::ForwardGeneral, Target::Sm100 | Target::Sm103, 64) => tile(128, 64, 8),
+            (Kernel::ForwardGeneral, Target::Sm100 | Target::Sm103, 128) => tile(128, 32, 8),
+            (Kernel::QueryGradsGeneral, Target::Sm100 | Target::Sm103, 64) => tile(128, 64, 8),
             _ => self.plain_tile(),
         }
     }

@@ -38,6 +38,9 @@ pub enum Access {
     /// Reads it as [`Access::In`] if `has_` and its name is 1; else nothing touches what it points
     /// to.
     MaybeIn,
+    /// Reads it and writes it, each element once, if `has_` and its name is 1; else nothing touches
+    /// what it points to.
+    MaybeUpdate,
     /// Writes it, each element once.
     Out,
     /// Writes it if `last`; else nothing touches what it points to.
@@ -70,6 +73,8 @@ pub enum Shape {
     KeyTokens,
     /// `[batch, heads]`.
     PerHead,
+    /// `[batch, 4]`.
+    PerEntry,
 }
 
 /// How a kernel views the array that a pointer leads to.
@@ -236,7 +241,7 @@ const WORK: [Argument; 6] = arguments! {
 };
 
 /// What the general variants take beside: masks and features that the plain ones do without.
-const GENERAL: [Argument; 13] = arguments! {
+const GENERAL: [Argument; 19] = arguments! {
     q_segments: Int32s[QueryTokens, q_segments_batch_stride] / 4, "segment of each query row [batch, q_len]; a negative one sees nothing";
     kv_segments: Int32s[KeyTokens, kv_segments_batch_stride] / 4, "segment of each key row [batch, kv_len]; queries see their own only";
     q_segments_batch_stride: I32, "elements between batch entries of q_segments";
@@ -246,7 +251,13 @@ const GENERAL: [Argument; 13] = arguments! {
     slopes: Float32s[PerHead, slopes_batch_stride] MaybeIn / 4, "ALiBi's slope of each query head [batch, heads]; read if has_slopes";
     slopes_batch_stride: I32, "elements between batch entries of slopes";
     has_slopes: I32, "1: slope · (key position − query position) is added to scores";
-    distance: I32, "position of the first key minus that of the first query";
+    dropout: Int32s[PerEntry, dropout_batch_stride] MaybeIn / 4, "of each batch entry: the random key's two words, the entry, the first query head [batch, 4]; read if has_dropout";
+    dropout_batch_stride: I32, "elements between batch entries of dropout";
+    has_dropout: I32, "1: weights are dropped";
+    threshold: I32, "2³² times the rate, its bits: a weight stays where its random word is not below";
+    keep_scale: F32, "1 / (1 − rate), which the weights that stay are times; 1 without dropout";
+    q_position: I32, "position of the first query; read with slopes and dropout, as the next two";
+    k_position: I32, "position of the first key";
     position_stride: I32, "positions from one row to the next";
     value_dim: I32 / 8, "columns of the values, results and what belongs to them";
     v_batch_stride: I32 / 8, "elements between batch entries of v";
@@ -291,6 +302,13 @@ const GENERAL_KEY_GRAD_ARRAYS: [Argument; 4] = arguments! {
     dv_acc: Float32s[Values, dv_acc_batch_stride] Carry / 16, "running dv, as v in float32";
     dk: Activations[Keys, out_batch_stride] MaybeOut / 16, "result, as k; written if last";
     dv: Activations[Values, dv_batch_stride] MaybeOut / 16, "result, as v; written if last";
+};
+
+/// What the query side of the general variants gives beside.
+const GENERAL_QUERY_GRAD: [Argument; 3] = arguments! {
+    dslopes: Float32s[PerQuery, dslopes_batch_stride] MaybeUpdate / 4, "what each query adds to the gradient of its head's slope [batch, q_len, heads]; read and written if has_dslopes";
+    dslopes_batch_stride: I32, "elements between batch entries of dslopes";
+    has_dslopes: I32, "1: Σ ds · (key position − query position) is added to dslopes";
 };
 
 const GENERAL_KEY_GRAD_STRIDES: [Argument; 2] = arguments! {
@@ -355,7 +373,8 @@ pub const QUERY_GRADS_GENERAL: &[Argument] = record!(
     QUERY_GRAD_ARRAYS,
     GRADIENT_NUMBERS,
     GENERAL,
-    GENERAL_GRADIENT
+    GENERAL_GRADIENT,
+    GENERAL_QUERY_GRAD
 );
 
 /// Arguments of `delta`.

@@ -110,9 +110,10 @@ fn every_pointer_has_a_view_that_arguments_of_its_kernel_describe() {
                 Shape::QueryTokens => &["q_len"],
                 Shape::KeyTokens => &["kv_len"],
                 Shape::PerHead => &["heads"],
+                Shape::PerEntry => &[],
             };
             assert!(sizes.iter().all(|size| is_integer(size)), "{name}: {sizes:?}");
-            if argument.access == Access::MaybeIn {
+            if matches!(argument.access, Access::MaybeIn | Access::MaybeUpdate) {
                 assert!(is_integer(&format!("has_{}", argument.name)), "{name}");
             }
         }

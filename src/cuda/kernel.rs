@@ -53,22 +53,23 @@ pub fn element_of(dtype: Dtype) -> Result<Element> {
 /// [`Error::Unsupported`] with what to do.
 fn check_features(problem: &Problem) -> Result<()> {
     let Features { soft_cap, segments, slopes, dropout } = problem.features;
-    let general = soft_cap.is_some() || slopes || problem.head_dim != problem.value_dim;
-    let (what, instead) = if dropout.is_some() {
-        ("dropout of attention weights", "apply dropout to the output, or compute on CPU devices")
-    } else if general && !segments {
-        ("a soft cap, slopes or an own head_dim of values without segments", "give segments")
-    } else {
+    let general =
+        soft_cap.is_some() || slopes || dropout.is_some() || problem.head_dim != problem.value_dim;
+    if segments || !general {
         return Ok(());
-    };
-    Err(Error::Unsupported { what: what.into(), executor: "CUDA", instead: instead.into() })
+    }
+    Err(Error::Unsupported {
+        what: "a soft cap, slopes, dropout or an own head_dim of values without segments".into(),
+        executor: "CUDA",
+        instead: "give segments".into(),
+    })
 }
 
 impl<'a> TapeKernel<'a> {
     /// For one rank's schedule.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for float32 and for dropout.
+    /// [`Error::Unsupported`] for float32, and for features without segments.
     pub fn new(
         schedule: &'a Schedule,
         target: Target,

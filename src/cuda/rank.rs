@@ -16,6 +16,12 @@ pub struct Extras {
     pub k_segments: u64,
     /// float32 `[batch, heads]`
     pub slopes: u64,
+    /// Of each batch entry the two words of a random key, the index of the entry, and that of the
+    /// first query head, uint32 `[batch, 4]`.
+    pub dropout: u64,
+    /// Backward: what each query adds to the gradient of its head's slope, float32
+    /// `[batch, seq, heads]`, zeros at first; 0 where nobody wants it.
+    pub dslopes: u64,
 }
 
 /// Addresses of one rank's inputs and outputs, as XLA has them: row-major, without gaps.
@@ -69,8 +75,8 @@ impl Arrays {
     pub fn new(pass: Pass, at: impl Fn(u64) -> u64) -> Arrays {
         let [q, k, v, o, lse] = [0, 1, 2, 3, 4].map(&at);
         let [dout, dlse, dq, dk, dv] = [5, 6, 7, 8, 9].map(&at);
-        let [q_segments, k_segments, slopes] = [10, 11, 12].map(&at);
-        let extras = Extras { q_segments, k_segments, slopes };
+        let [q_segments, k_segments, slopes, dropout, dslopes] = [10, 11, 12, 13, 14].map(&at);
+        let extras = Extras { q_segments, k_segments, slopes, dropout, dslopes };
         match pass {
             Pass::Forward => Arrays::Forward { q, k, v, o, lse, extras },
             Pass::Backward => Arrays::Backward { q, k, v, o, lse, dout, dlse, dq, dk, dv, extras },

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use burst_attention_kernels::launch::{
-    Alibi, General, KeyGrads, Launch, QueryGrads, Rectangle, Rows,
+    Dropout, General, KeyGrads, Launch, Positions, QueryGrads, Rectangle, Rows,
 };
 
 use super::kernel::TapeKernel;
@@ -13,7 +13,7 @@ use super::recording::{reads, writes};
 use super::tape::{Queue, Use, Work};
 use crate::error::Result;
 use crate::mask::Band;
-use crate::problem::Problem;
+use crate::problem::{Features, Problem};
 use crate::schedule::{Payload, Tile};
 
 impl TapeKernel<'_> {
@@ -54,28 +54,32 @@ impl TapeKernel<'_> {
         (queries, q_rows): (&Buffer, &Range<usize>),
         (keys, k_rows): (&Buffer, &Range<usize>),
     ) -> Option<General> {
-        let features = self.memory.problem.features;
-        features.segments.then(|| General {
+        let Features { segments, soft_cap, slopes, dropout } = self.memory.problem.features;
+        let extras = self.memory.arrays.extras();
+        let batch_stride = self.memory.problem.heads as u64;
+        let slopes = slopes.then_some(Rows { address: extras.slopes, batch_stride });
+        let numbers = Rows { address: extras.dropout, batch_stride: 4 };
+        segments.then(|| General {
             q_segments: queries.rows_at(queries.arrays.len() - 1, q_rows),
             kv_segments: keys.rows_at(keys.arrays.len() - 1, k_rows),
-            soft_cap: features.soft_cap.unwrap_or(0.0),
-            alibi: features.slopes.then(|| self.alibi(tile, q_rows.start, k_rows.start)),
+            soft_cap: soft_cap.unwrap_or(0.0),
+            slopes,
+            dropout: dropout.map(|rate| Dropout { numbers, rate }),
+            positions: self.positions(tile, q_rows.start, k_rows.start),
         })
     }
 
-    /// The bias between rows of one piece of each side, from a query and a key on.
-    pub(super) fn alibi(&self, tile: &Tile, query: usize, key: usize) -> Alibi {
-        let Problem { layout, world_size, q_len, kv_len, heads, .. } = *self.memory.problem;
+    /// Positions of rows of one piece of each side, from a query and a key on.
+    fn positions(&self, tile: &Tile, query: usize, key: usize) -> Positions {
+        let Problem { layout, world_size, q_len, kv_len, .. } = *self.memory.problem;
         let position = |owner, row, len| {
             let pieces = layout.pieces(owner, world_size, len);
             let piece = pieces.iter().find(|piece| piece.rows.contains(&row));
             piece.map_or((0, 1), |piece| (piece.position(row) as i64, piece.stride as i64))
         };
-        let (of_query, stride) = position(tile.queries.owner, query, q_len);
-        let (of_key, _) = position(tile.keys.owner, key, kv_len);
-        let address = self.memory.arrays.extras().slopes;
-        let slopes = Rows { address, batch_stride: heads as u64 };
-        Alibi { slopes, distance: of_key - of_query, stride }
+        let (query, stride) = position(tile.queries.owner, query, q_len);
+        let (key, _) = position(tile.keys.owner, key, kv_len);
+        Positions { query, key, stride }
     }
 
     pub(super) fn push(&self, launches: Vec<Launch>, uses: &[Use]) {
@@ -84,14 +88,20 @@ impl TapeKernel<'_> {
         }
     }
 
+    /// Do kernels count positions? They do it within a piece of the layout.
+    fn counts_positions(&self) -> bool {
+        let Features { slopes, dropout, .. } = self.memory.problem.features;
+        slopes || dropout.is_some()
+    }
+
     /// The parts of a tile's queries that take launches of their own: their statistics lie in one
-    /// array and, where there are slopes, their positions are evenly apart.
+    /// array and, where positions count, they are evenly apart.
     pub(super) fn parts(&self, queries: &Range<usize>) -> Vec<Range<usize>> {
         let problem = self.memory.problem;
         if queries.is_empty() {
             // A tile without queries only defines the state of its keys.
             vec![queries.clone()]
-        } else if problem.features.slopes {
+        } else if self.counts_positions() {
             pieces(problem, problem.q_len, queries)
         } else {
             runs(problem, queries)
@@ -101,7 +111,7 @@ impl TapeKernel<'_> {
     /// Likewise of its keys.
     pub(super) fn key_parts(&self, keys: &Range<usize>) -> Vec<Range<usize>> {
         let problem = self.memory.problem;
-        if keys.is_empty() || !problem.features.slopes {
+        if keys.is_empty() || !self.counts_positions() {
             return vec![keys.clone()];
         }
         pieces(problem, problem.kv_len, keys)
@@ -164,6 +174,8 @@ impl TapeKernel<'_> {
             return self.wrong_pass("query gradients");
         };
         let dq = self.memory.result(dq, Payload::QueryGrads, self.memory.problem.head_dim);
+        let dslopes = self.memory.arrays.extras().dslopes;
+        let dslopes = (dslopes != 0).then(|| self.memory.per_query(dslopes));
         let key_parts = self.key_parts(&tile.keys.rows);
         for part in &self.parts(&tile.queries.rows) {
             for (n, rows) in key_parts.iter().enumerate() {
@@ -178,6 +190,7 @@ impl TapeKernel<'_> {
                     delta: queries.statistics_at(3, part),
                     dq_acc: sums.given_rows_at(0, part),
                     dq: is_last.then(|| dq.rows_at(0, part)),
+                    dslopes: dslopes.as_ref().map(|rows| rows.rows_at(0, part)),
                     first: tile.query_state.first && n == 0,
                     last: is_last && n + 1 == key_parts.len(),
                 };

@@ -136,7 +136,7 @@ pub struct State {
     /// Nothing was accumulated for these rows in this buffer: overwrite, don't read.
     pub first: bool,
     /// Forward pass, at home: no later tile or merge touches these rows, so the kernel writes o
-    /// and lse instead of the running state. Never set elsewhere.
+    /// and lse instead of the running state. Set nowhere else; merges have [`Merge::last`].
     pub last: bool,
 }
 
@@ -163,7 +163,7 @@ pub struct Merge {
     /// The slot where it arrived.
     pub slot: usize,
     /// No later tile or merge touches these rows: results can be written, in the forward pass o
-    /// and lse.
+    /// and lse, in the backward pass gradients.
     pub last: bool,
 }
 

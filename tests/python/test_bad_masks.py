@@ -142,14 +142,5 @@ def on_gpu(**options):
 
 
 def test_what_gpus_can_not():
-    words = "dropout of attention weights is not implemented on NVIDIA GPUs.*; what works: "
-    with pytest.raises(NotImplementedError, match=words):
-        on_gpu(dropout_rate=0.1, dropout_key=np.zeros(2, np.uint32))
-    with pytest.raises(NotImplementedError, match=words):
-        mesh = abstract_mesh(GPU)
-        ba.dot_product_attention(
-            *(jnp.zeros(x.shape, x.dtype) for x in shapes()), mesh=mesh, spec=ring.SPEC,
-            dropout_rate=0.1, dropout_key=np.zeros(2, np.uint32),
-        )  # fmt: skip
     with pytest.raises(ValueError, match="on NVIDIA GPUs from 0.001 to 1000, .* got 1e-05"):
         on_gpu(logits_soft_cap=1e-5)

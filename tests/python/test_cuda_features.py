@@ -1,5 +1,7 @@
 """Masks and features in programs for GPUs, read from their lowering: no GPU is needed."""
 
+import re
+
 import burst_attention as ba
 import jax
 import jax.numpy as jnp
@@ -96,8 +98,14 @@ def attributes(call):
             {"has_slopes": True, "has_segments": True, "window_right": 0},
             [IDS, IDS, SLOPES],
         ),
+        (
+            {"dropout_rate": 0.25, "dropout_key": np.zeros(2, np.uint32)},
+            (),
+            {"dropout_rate": 0.25, "has_segments": True},
+            [IDS, IDS, "2x4xui32"],
+        ),
     ],
-    ids=["window", "causal window", "wide window", "soft cap", "segments", "slopes"],
+    ids=["window", "causal window", "wide window", "soft cap", "segments", "slopes", "dropout"],
 )
 def test_attributes_and_operands(asked, device, options, extras, expected, operands):
     """Where the general variant of the kernels computes, it gets segments; zeros if need be."""
@@ -106,8 +114,9 @@ def test_attributes_and_operands(asked, device, options, extras, expected, opera
     forward, backward = calls(text)
     assert forward.operands == [Q, KV, KV, *operands]
     assert forward.results == [Q, LSE, "7xui8"]
-    assert backward.operands == [Q, KV, KV, Q, LSE, Q, LSE, *operands]
-    assert backward.results == [Q, KV, KV, "7xui8"]
+    of_slopes = [LSE] if extras == ("alibi_slopes",) else []
+    assert backward.operands == [Q, KV, KV, Q, LSE, Q, LSE, *operands, *of_slopes]
+    assert backward.results == [Q, KV, KV, *of_slopes, "7xui8"]
     for call in (forward, backward):
         assert attributes(call) == OPTIONS | expected
     assert asked == {kind: problem(kind, **expected) for kind in ("forward", "backward")}
@@ -135,42 +144,29 @@ def test_cross_attention(asked):
     assert asked["backward"] == problem("backward", kv_len=2 * asked["backward"]["q_len"])
 
 
-def test_gradient_of_slopes_is_refused_where_it_is_wanted(asked):
+@KNOWN
+def test_gradient_of_slopes(asked, device):
+    """Kernels sum it by query, in place of zeros; the rest is XLA's, as the sum over entries."""
+    function = both(sharded(device, ["alibi_slopes"]), (0, 3))
     arguments = [*shapes(), given("alibi_slopes")]
-    words = (
-        "gradient of alibi_slopes is not implemented on NVIDIA GPUs; what works: .*stop_gradient"
+    text = lowered(function, arguments)
+    _, backward = calls(text)
+    assert backward.operands[-2:] == [SLOPES, LSE]
+    assert backward.results == [Q, KV, KV, LSE, "7xui8"]
+    last = len(backward.operands) - 1
+    aliases = re.findall(
+        r"output_operand_alias<output_tuple_indices = \[(\d)\],\s+operand_index = (\d+)", text
     )
-    with pytest.raises(NotImplementedError, match=words):
-        lowered(both(sharded(GPU, ["alibi_slopes"]), (0, 3)), arguments)
-    stopped = sharded(GPU, ["alibi_slopes"])
-
-    def function(q, k, v, extras):
-        return stopped(q, k, v, jax.lax.stop_gradient(extras))
-
-    lowered(both(function, (0, 3)), arguments)
+    assert aliases == [("3", f"{last}")]
+    assert re.search(r"reduce.* across dimensions = \[1\] : \(tensor<2x256x2xf32>", text)
+    if device is None:
+        text = lowered(function, arguments, "cpu")
+        assert calls(text)[1].results == [Q, KV, KV, SLOPES]
 
 
-def test_gradient_of_slopes_is_no_number_where_the_platform_was_unknown(asked):
-    """And one of CPU devices, if the program runs there."""
-    function = both(sharded(None, ["alibi_slopes"]), (0, 3))
-    arguments = [*shapes(), given("alibi_slopes")]
-    assert "dense<0x7FC00000> : tensor<f32>" in lowered(function, arguments)
-    text = lowered(function, arguments, "cpu")
-    assert "0x7FC00000" not in text
-    assert calls(text)[1].results == [Q, KV, KV, SLOPES]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dropout_rate": 0.1, "dropout_key": np.zeros(2, np.uint32)},
-        {"logits_soft_cap": 1e-9},
-    ],
-    ids=["dropout", "soft cap"],
-)
-def test_what_kernels_can_not_lowers_where_the_platform_is_unknown(options):
+def test_what_kernels_can_not_lowers_where_the_platform_is_unknown():
     """Without a workspace: the library refuses the call when it runs."""
-    for call in calls(lowered(both(sharded(None, **options)), [*shapes(), {}])):
+    for call in calls(lowered(both(sharded(None, logits_soft_cap=1e-9)), [*shapes(), {}])):
         assert call.results[-1] == "0xui8"
 
 

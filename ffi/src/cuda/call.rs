@@ -149,9 +149,23 @@ impl CudaSite {
     }
 
     fn backward(&self, frame: &CallFrame<'_>) -> Result<(Shapes, Arrays, Buffer)> {
-        let ([q, k, v, o, lse, dout, dlse], extras, []) = self.site.operands(frame)?;
-        let [dq, dk, dv, workspace] = frame.results()?;
+        let ([dq, dk, dv], dslopes, [workspace]) = self.site.gradients(frame)?;
+        let (inputs, extras, zeros) = match &dslopes {
+            None => {
+                let (inputs, extras, []) = self.site.operands(frame)?;
+                (inputs, extras, None)
+            }
+            Some(_) => {
+                let (inputs, extras, [zeros]) = self.site.operands(frame)?;
+                (inputs, extras, Some(zeros))
+            }
+        };
+        let [q, k, v, o, lse, dout, dlse] = inputs;
         let shapes = self.site.shapes(&q, &k, &v)?;
+        let mut extras = addresses(&shapes.extras(&extras)?);
+        if let Some((dslopes, zeros)) = dslopes.zip(zeros) {
+            extras.dslopes = in_place(&shapes, &dslopes, &zeros)?;
+        }
         let arrays = Arrays::Backward {
             q: shapes.query("query", &q)?.address(),
             k: shapes.key("key", &k)?.address(),
@@ -163,10 +177,22 @@ impl CudaSite {
             dq: shapes.query("dq", &dq)?.address(),
             dk: shapes.key("dk", &dk)?.address(),
             dv: shapes.value("dv", &dv)?.address(),
-            extras: addresses(&shapes.extras(&extras)?),
+            extras,
         };
         Ok((shapes, arrays, workspace))
     }
+}
+
+/// Where the gradient of slopes is summed, by query: kernels add to the zeros that came, so the
+/// result has to be that operand.
+fn in_place(shapes: &Shapes, dslopes: &Buffer, zeros: &Buffer) -> Result<u64> {
+    let dslopes = shapes.rows("dslopes", dslopes)?.address();
+    let zeros = shapes.rows("zeros for dslopes", zeros)?.address();
+    if dslopes != zeros {
+        let expected = "the memory of the last operand (input_output_aliases)";
+        return Err(Error::mismatch("result dslopes", expected, "other memory"));
+    }
+    Ok(dslopes)
 }
 
 /// Where the arrays of features lie, 0 for those that there are none of.
@@ -176,6 +202,8 @@ fn addresses(extras: &HostExtras) -> Extras {
         q_segments: at(&extras.q_segments),
         k_segments: at(&extras.k_segments),
         slopes: at(&extras.slopes),
+        dropout: at(&extras.dropout),
+        dslopes: at(&extras.dslopes),
     }
 }
 
@@ -193,6 +221,8 @@ fn of_rank(arrays: Arrays, problem: &Problem, rank: usize) -> Arrays {
         q_segments: extras.q_segments + bytes(4 * q_len),
         k_segments: extras.k_segments + bytes(4 * kv_len),
         slopes: extras.slopes + bytes(4 * heads),
+        dropout: extras.dropout + bytes(4 * 4),
+        dslopes: if extras.dslopes == 0 { 0 } else { extras.dslopes + of_row },
     };
     match arrays {
         Arrays::Forward { q, k, v, o, lse, extras } => Arrays::Forward {

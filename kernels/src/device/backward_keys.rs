@@ -19,22 +19,18 @@ pub mod backward_keys {
         fma(s, scale, minus_lse, rounding::NearestEven, ftz::Enabled)
     }
 
-    /// dv += pᵀ dout;  dk += (w ∘ (dp − delta))ᵀ q with dp = dout vᵀ; w is p, times the soft
-    /// cap's derivative. All tiles of pairs are transposed: their rows are keys.
+    /// dv += pᵀ dout;  dk += (w ∘ (dp − delta))ᵀ q; w is p, times the soft cap's derivative. All
+    /// tiles of pairs are transposed: their rows are keys.
     pub fn add<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
         p: Tile<f32, { [BN, BM] }>,
         w: Tile<f32, { [BN, BM] }>,
+        dp: Tile<f32, { [BN, BM] }>,
         q: Tile<E, { [BM, DT] }>,
         dout: Tile<E, { [BM, DT] }>,
-        v: Tile<E, { [BN, DT] }>,
         delta: Tile<f32, { [1, 1, BM] }>,
         sum_k: Tile<f32, { [BN, DT] }>,
         sum_v: Tile<f32, { [BN, DT] }>,
     ) -> (Tile<f32, { [BN, DT] }>, Tile<f32, { [BN, DT] }>) {
-        let transpose: Array<{ [1, 0] }> = Array::<{ [1, 0] }> { dims: &[1i32, 0i32] };
-        let dout_t: Tile<E, { [DT, BM] }> = permute(dout, transpose);
-        let zero: Tile<f32, { [BN, BM] }> = constant(0.0f32, const_shape![BN, BM]);
-        let dp: Tile<f32, { [BN, BM] }> = mma(v, dout_t, zero);
         let p16: Tile<E, { [BN, BM] }> = convert_tile(p);
         let new_v: Tile<f32, { [BN, DT] }> = mma(p16, dout, sum_v);
         let delta: Tile<f32, { [1, BM] }> = delta.reshape(const_shape![1, BM]);
@@ -135,7 +131,8 @@ pub mod backward_keys {
             let p: Tile<f32, { [BN, BM] }> = exp2(e, ftz::Enabled);
             let tdo: Tile<E, { [BM, DT] }> = stream(&dout_part, b, i, h);
             let delta: Tile<f32, { [1, 1, BM] }> = delta_part.load([b, h, i]);
-            let sums = add(p, p, tq, tdo, tv, delta, sum_k, sum_v);
+            let dp: Tile<f32, { [BN, BM] }> = product(tv, tdo);
+            let sums = add(p, p, dp, tq, tdo, delta, sum_k, sum_v);
             sum_k = sums.0;
             sum_v = sums.1;
         }
@@ -156,7 +153,8 @@ pub mod backward_keys {
             let p: Tile<f32, { [BN, BM] }> = select(seen, p, zero);
             let tdo: Tile<E, { [BM, DT] }> = stream(&dout_part, b, i, h);
             let delta: Tile<f32, { [1, 1, BM] }> = delta_part.load([b, h, i]);
-            let sums = add(p, p, tq, tdo, tv, delta, sum_k, sum_v);
+            let dp: Tile<f32, { [BN, BM] }> = product(tv, tdo);
+            let sums = add(p, p, dp, tq, tdo, delta, sum_k, sum_v);
             sum_k = sums.0;
             sum_v = sums.1;
         }

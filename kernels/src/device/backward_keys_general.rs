@@ -1,14 +1,15 @@
-//! Backward pass over one rectangle, key side, with segments, a soft cap and ALiBi.
+//! Backward pass over one rectangle, key side, with segments, a soft cap, ALiBi and dropout.
 
 #[cutile::module]
 pub mod backward_keys_general {
     use super::super::backward_keys::backward_keys::{add, exponents};
     use super::super::common::common::{
-        band, biased, block_of, cap_ratio, capped, existing, positions, product, rows_view,
+        band, biased, block_of, cap_ratio, capped, distances, existing, product, rows_view,
         same_segment, slope_log2,
     };
     use super::super::common::common::{segments_view, statistics_view, stream, streamed};
     use super::super::common::common::{uncapped, write};
+    use super::super::dropout::dropout::{dropped, kept, places_across, places_down};
     use cutile::core::*;
 
     #[cutile::entry(unchecked_accesses = true)]
@@ -57,7 +58,13 @@ pub mod backward_keys_general {
         slopes: *mut f32,
         slopes_batch_stride: i32,
         has_slopes: i32,
-        distance: i32,
+        dropout: *mut i32,
+        dropout_batch_stride: i32,
+        has_dropout: i32,
+        threshold: i32,
+        keep_scale: f32,
+        q_position: i32,
+        k_position: i32,
         position_stride: i32,
         value_dim: i32,
         v_batch_stride: i32,
@@ -134,11 +141,10 @@ pub mod backward_keys_general {
                 let exist: Tile<bool, { [BN, BM] }> = existing::<BN, BM>(q_len - i * BM);
                 let zero: Tile<f32, { [BN, BM] }> = constant(0.0f32, const_shape![BN, BM]);
                 let slope: Tile<f32, { [BN, BM] }> = select(exist, slope, zero);
-                // Keys minus queries: the queries' positions as seen from the first key, negated.
-                let start: i32 = distance - (i * BM - key) * position_stride;
-                let keys: Tile<f32, { [BN] }> = positions::<BN>(start, position_stride);
-                let queries: Tile<f32, { [BM] }> = positions::<BM>(0i32, position_stride);
-                scores = biased(scores, negf(slope), keys, queries);
+                // Of queries from keys, so the slope is negated.
+                let start: i32 = q_position - k_position + (i * BM - key) * position_stride;
+                let away: Tile<f32, { [BN, BM] }> = distances::<BN, BM>(start, position_stride);
+                scores = biased(scores, negf(slope), away);
             }
             let lse: Tile<f32, { [1, 1, BM] }> = lse_part.load([b, h, i]);
             let e: Tile<f32, { [BN, BM] }> = exponents(scores, lse, 1.0f32);
@@ -153,7 +159,28 @@ pub mod backward_keys_general {
             let w: Tile<f32, { [BN, BM] }> = uncapped(p, ratio);
             let tdo: Tile<E, { [BM, DT] }> = stream(&dout_part, b, i, h);
             let delta: Tile<f32, { [1, 1, BM] }> = delta_part.load([b, h, i]);
-            let sums = add(p, w, tq, tdo, tv, delta, sum_k, sum_v);
+            let mut dp: Tile<f32, { [BN, BM] }> = product(tv, tdo);
+            let mut p: Tile<f32, { [BN, BM] }> = p;
+            if has_dropout == 1i32 {
+                let keep: Tile<bool, { [BN, BM] }> = unsafe {
+                    kept(
+                        places_across::<BN, BM>(
+                            q_position + i * BM * position_stride,
+                            position_stride,
+                        ),
+                        places_down::<BN, BM>(k_position + key * position_stride, position_stride),
+                        dropout,
+                        batch,
+                        dropout_batch_stride,
+                        b,
+                        h,
+                        threshold,
+                    )
+                };
+                p = dropped(p, keep, keep_scale);
+                dp = dropped(dp, keep, keep_scale);
+            }
+            let sums = add(p, w, dp, tq, tdo, delta, sum_k, sum_v);
             sum_k = sums.0;
             sum_v = sums.1;
         }

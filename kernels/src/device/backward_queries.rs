@@ -18,22 +18,23 @@ pub mod backward_queries {
         fma(s, scale, minus_lse, rounding::NearestEven, ftz::Enabled)
     }
 
-    /// dq += (w ∘ (dp − delta)) k with dp = dout vᵀ; w is p, times the soft cap's derivative.
-    pub fn add<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
-        w: Tile<f32, { [BM, BN] }>,
-        k: Tile<E, { [BN, DT] }>,
-        v: Tile<E, { [BN, DT] }>,
-        dout: Tile<E, { [BM, DT] }>,
+    /// ds = p ∘ (dp − delta) with dp = dout vᵀ.
+    pub fn score_gradient<const BM: i32, const BN: i32>(
+        p: Tile<f32, { [BM, BN] }>,
+        dp: Tile<f32, { [BM, BN] }>,
         delta: Tile<f32, { [BM, 1] }>,
-        sum: Tile<f32, { [BM, DT] }>,
-    ) -> Tile<f32, { [BM, DT] }> {
-        let transpose: Array<{ [1, 0] }> = Array::<{ [1, 0] }> { dims: &[1i32, 0i32] };
-        let v_t: Tile<E, { [DT, BN] }> = permute(v, transpose);
-        let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
-        let dp: Tile<f32, { [BM, BN] }> = mma(dout, v_t, zero);
+    ) -> Tile<f32, { [BM, BN] }> {
         let delta: Tile<f32, { [BM, BN] }> = delta.broadcast(const_shape![BM, BN]);
         let excess: Tile<f32, { [BM, BN] }> = dp - delta;
-        let ds: Tile<f32, { [BM, BN] }> = w * excess;
+        p * excess
+    }
+
+    /// dq += ds k.
+    pub fn add<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
+        ds: Tile<f32, { [BM, BN] }>,
+        k: Tile<E, { [BN, DT] }>,
+        sum: Tile<f32, { [BM, DT] }>,
+    ) -> Tile<f32, { [BM, DT] }> {
         let ds: Tile<E, { [BM, BN] }> = convert_tile(ds);
         mma(ds, k, sum)
     }
@@ -117,7 +118,8 @@ pub mod backward_queries {
             let e: Tile<f32, { [BM, BN] }> = exponents(s, lse, scale_log2);
             let p: Tile<f32, { [BM, BN] }> = exp2(e, ftz::Enabled);
             let tv: Tile<E, { [BN, DT] }> = stream(&v_part, b, j, hk);
-            sum = add(p, tk, tv, tdo, delta, sum);
+            let dp: Tile<f32, { [BM, BN] }> = product(tdo, tv);
+            sum = add(score_gradient(p, dp, delta), tk, sum);
         }
         let edges: i32 = (tiles.1 - tiles.0) + (tiles.3 - tiles.2);
         for t in 0i32..edges {
@@ -132,7 +134,8 @@ pub mod backward_queries {
             let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
             let p: Tile<f32, { [BM, BN] }> = select(seen & exist, p, zero);
             let tv: Tile<E, { [BN, DT] }> = stream(&v_part, b, j, hk);
-            sum = add(p, tk, tv, tdo, delta, sum);
+            let dp: Tile<f32, { [BM, BN] }> = product(tdo, tv);
+            sum = add(score_gradient(p, dp, delta), tk, sum);
         }
 
         let scale: Tile<f32, { [BM, DT] }> = softmax_scale.broadcast(const_shape![BM, DT]);

@@ -1,15 +1,17 @@
-//! Backward pass over one rectangle, query side, with segments, a soft cap and ALiBi.
+//! Backward pass over one rectangle, query side, with segments, a soft cap, ALiBi and dropout.
 
 #[cutile::module]
 pub mod backward_queries_general {
-    use super::super::backward_queries::backward_queries::{add, exponents};
+    use super::super::backward_queries::backward_queries::{add, exponents, score_gradient};
     use super::super::common::common::{
-        band, biased, block_of, cap_ratio, capped, existing, positions, product, rows_view,
+        band, biased, block_of, cap_ratio, capped, distances, existing, per_row_view, product,
+        rows_view,
     };
     use super::super::common::common::{deliver, streamed, uncapped};
     use super::super::common::common::{
         same_segment, segments_view, slope_log2, statistics_view, stream,
     };
+    use super::super::dropout::dropout::{dropped, kept, places_across, places_down};
     use cutile::core::*;
 
     #[cutile::entry(unchecked_accesses = true)]
@@ -56,11 +58,20 @@ pub mod backward_queries_general {
         slopes: *mut f32,
         slopes_batch_stride: i32,
         has_slopes: i32,
-        distance: i32,
+        dropout: *mut i32,
+        dropout_batch_stride: i32,
+        has_dropout: i32,
+        threshold: i32,
+        keep_scale: f32,
+        q_position: i32,
+        k_position: i32,
         position_stride: i32,
         value_dim: i32,
         v_batch_stride: i32,
         dout_batch_stride: i32,
+        dslopes: *mut f32,
+        dslopes_batch_stride: i32,
+        has_dslopes: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let order: (i32, i32) = block_of(pid.0, ceil_div(q_len, BM), section, reverse);
@@ -118,16 +129,16 @@ pub mod backward_queries_general {
             slope = unsafe { slope_log2(slopes, batch, heads, slopes_batch_stride, b, h) };
         }
 
+        let mut slope_sum: Tile<f32, { [BM, 1] }> = constant(0.0f32, const_shape![BM, 1]);
         for j in tiles.0..tiles.3 {
             let tk: Tile<E, { [BN, DT] }> = stream(&k_part, b, j, hk);
             let s: Tile<f32, { [BM, BN] }> = product(tq, tk);
             let ratio: Tile<f32, { [BM, BN] }> = cap_ratio(s, twice_by_cap);
             let mut scores: Tile<f32, { [BM, BN] }> = capped(s, ratio, scale_log2, cap_log2);
+            let start: i32 = k_position - q_position + (j * BN - row) * position_stride;
             if has_slopes == 1i32 {
-                let start: i32 = distance + (j * BN - row) * position_stride;
-                let keys: Tile<f32, { [BN] }> = positions::<BN>(start, position_stride);
-                let queries: Tile<f32, { [BM] }> = positions::<BM>(0i32, position_stride);
-                scores = biased(scores, slope.broadcast(const_shape![BM, BN]), queries, keys);
+                let away: Tile<f32, { [BM, BN] }> = distances::<BM, BN>(start, position_stride);
+                scores = biased(scores, slope.broadcast(const_shape![BM, BN]), away);
             }
             let e: Tile<f32, { [BM, BN] }> = exponents(scores, lse, 1.0f32);
             let p: Tile<f32, { [BM, BN] }> = exp2(e, ftz::Enabled);
@@ -138,9 +149,44 @@ pub mod backward_queries_general {
             let same: Tile<bool, { [BM, BN] }> = same_segment(own, other);
             let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
             let p: Tile<f32, { [BM, BN] }> = select(seen & exist & same, p, zero);
-            let w: Tile<f32, { [BM, BN] }> = uncapped(p, ratio);
             let tv: Tile<E, { [BN, DT] }> = stream(&v_part, b, j, hk);
-            sum = add(w, tk, tv, tdo, delta, sum);
+            let mut dp: Tile<f32, { [BM, BN] }> = product(tdo, tv);
+            if has_dropout == 1i32 {
+                let keep: Tile<bool, { [BM, BN] }> = unsafe {
+                    kept(
+                        places_down::<BM, BN>(q_position + row * position_stride, position_stride),
+                        places_across::<BM, BN>(
+                            k_position + j * BN * position_stride,
+                            position_stride,
+                        ),
+                        dropout,
+                        batch,
+                        dropout_batch_stride,
+                        b,
+                        h,
+                        threshold,
+                    )
+                };
+                dp = dropped(dp, keep, keep_scale);
+            }
+            let ds: Tile<f32, { [BM, BN] }> = score_gradient(p, dp, delta);
+            if has_dslopes == 1i32 {
+                let away: Tile<f32, { [BM, BN] }> = distances::<BM, BN>(start, position_stride);
+                let of_slope: Tile<f32, { [BM] }> = reduce_sum(ds * away, 1i32);
+                slope_sum = slope_sum + of_slope.reshape(const_shape![BM, 1]);
+            }
+            sum = add(uncapped(ds, ratio), tk, sum);
+        }
+
+        if has_dslopes == 1i32 {
+            let view: Tensor<f32, { [-1, -1, -1] }> =
+                unsafe { per_row_view(dslopes, batch, q_len, heads, dslopes_batch_stride) };
+            let t: Tile<f32, { [1, BM, 1] }> =
+                view.partition(const_shape![1, BM, 1]).load([b, i, h]);
+            let t: Tile<f32, { [1, BM, 1] }> = t + slope_sum.reshape(const_shape![1, BM, 1]);
+            let mut part: PartitionMut<f32, { [1, BM, 1] }> =
+                unsafe { view.partition_full_mut(const_shape![1, BM, 1]) };
+            unsafe { part.store_unchecked(t, [b, i, h]) };
         }
 
         let scale: Tile<f32, { [BM, DT] }> = softmax_scale.broadcast(const_shape![BM, DT]);

@@ -309,17 +309,22 @@ pub mod common {
         convert_tile(rows * stride + start)
     }
 
-    /// s + slope · (column − row), where rows and columns come as positions.
+    /// Position of a tile's column minus that of its row; `start` is that of the first column minus
+    /// that of the first row, and both go in steps of `stride`.
+    pub fn distances<const R: i32, const C: i32>(start: i32, stride: i32) -> Tile<f32, { [R, C] }> {
+        let rows: Tile<f32, { [R] }> = positions::<R>(0i32, stride);
+        let rows: Tile<f32, { [R, 1] }> = rows.reshape(const_shape![R, 1]);
+        let columns: Tile<f32, { [C] }> = positions::<C>(start, stride);
+        let columns: Tile<f32, { [1, C] }> = columns.reshape(const_shape![1, C]);
+        columns.broadcast(const_shape![R, C]) - rows.broadcast(const_shape![R, C])
+    }
+
+    /// s + slope · distance.
     pub fn biased<const R: i32, const C: i32>(
         s: Tile<f32, { [R, C] }>,
         slope: Tile<f32, { [R, C] }>,
-        rows: Tile<f32, { [R] }>,
-        columns: Tile<f32, { [C] }>,
+        distance: Tile<f32, { [R, C] }>,
     ) -> Tile<f32, { [R, C] }> {
-        let rows: Tile<f32, { [R, 1] }> = rows.reshape(const_shape![R, 1]);
-        let rows: Tile<f32, { [R, C] }> = rows.broadcast(const_shape![R, C]);
-        let columns: Tile<f32, { [1, C] }> = columns.reshape(const_shape![1, C]);
-        let columns: Tile<f32, { [R, C] }> = columns.broadcast(const_shape![R, C]);
-        fma(columns - rows, slope, s, rounding::NearestEven, ftz::Disabled)
+        fma(distance, slope, s, rounding::NearestEven, ftz::Disabled)
     }
 }

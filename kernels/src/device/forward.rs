@@ -7,22 +7,26 @@ pub mod forward {
     use super::super::common::common::{write, write_statistics};
     use cutile::core::*;
 
-    /// Folds one tile of scores into the running state, all in base 2:
+    /// What one tile of scores makes of the running state, all in base 2, but for acc:
     ///
     /// ```text
-    /// m' = max(m, rowmax s);  l' = l·2^(m−m') + rowsum 2^(s−m');  acc' = acc·2^(m−m') + 2^(s−m') v
+    /// m' = max(m, rowmax s);  p = 2^(s−m');  l' = l·2^(m−m') + rowsum p
     /// ```
     ///
-    /// `s` comes unscaled, `scale` is positive; hidden pairs are −inf. m starts at a finite number
-    /// below every score, so that a row that has seen nothing yet stays at l = 0 without a NaN.
-    pub fn fold<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
+    /// Returns (p, 2^(m−m'), m', l'). `s` comes unscaled, `scale` is positive; hidden pairs are −inf.
+    /// m starts at a finite number below every score, so that a row that has seen nothing yet stays
+    /// at l = 0 without a NaN.
+    pub fn weigh<const BM: i32, const BN: i32>(
         s: Tile<f32, { [BM, BN] }>,
-        v: Tile<E, { [BN, DT] }>,
         m: Tile<f32, { [BM, 1] }>,
         l: Tile<f32, { [BM, 1] }>,
-        acc: Tile<f32, { [BM, DT] }>,
         scale: f32,
-    ) -> (Tile<f32, { [BM, 1] }>, Tile<f32, { [BM, 1] }>, Tile<f32, { [BM, DT] }>) {
+    ) -> (
+        Tile<f32, { [BM, BN] }>,
+        Tile<f32, { [BM, 1] }>,
+        Tile<f32, { [BM, 1] }>,
+        Tile<f32, { [BM, 1] }>,
+    ) {
         let scale_row: Tile<f32, { [BM, 1] }> = scale.broadcast(const_shape![BM, 1]);
         let scale_all: Tile<f32, { [BM, BN] }> = scale.broadcast(const_shape![BM, BN]);
         let highest: Tile<f32, { [BM] }> = reduce_max(s, 1i32);
@@ -37,10 +41,33 @@ pub mod forward {
         let sum: Tile<f32, { [BM] }> = reduce_sum(p, 1i32);
         let sum: Tile<f32, { [BM, 1] }> = sum.reshape(const_shape![BM, 1]);
         let new_l: Tile<f32, { [BM, 1] }> = l * alpha + sum;
+        (p, alpha, new_m, new_l)
+    }
+
+    /// acc' = acc·2^(m−m') + p v.
+    pub fn gather<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
+        p: Tile<f32, { [BM, BN] }>,
+        v: Tile<E, { [BN, DT] }>,
+        acc: Tile<f32, { [BM, DT] }>,
+        alpha: Tile<f32, { [BM, 1] }>,
+    ) -> Tile<f32, { [BM, DT] }> {
         let rescaled: Tile<f32, { [BM, DT] }> = acc * alpha.broadcast(const_shape![BM, DT]);
         let p: Tile<E, { [BM, BN] }> = convert_tile(p);
-        let new_acc: Tile<f32, { [BM, DT] }> = mma(p, v, rescaled);
-        (new_m, new_l, new_acc)
+        mma(p, v, rescaled)
+    }
+
+    /// Folds one tile of scores into the running state, see [`weigh`] and [`gather`].
+    pub fn fold<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
+        s: Tile<f32, { [BM, BN] }>,
+        v: Tile<E, { [BN, DT] }>,
+        m: Tile<f32, { [BM, 1] }>,
+        l: Tile<f32, { [BM, 1] }>,
+        acc: Tile<f32, { [BM, DT] }>,
+        scale: f32,
+    ) -> (Tile<f32, { [BM, 1] }>, Tile<f32, { [BM, 1] }>, Tile<f32, { [BM, DT] }>) {
+        let weighed = weigh(s, m, l, scale);
+        let new_acc: Tile<f32, { [BM, DT] }> = gather(weighed.0, v, acc, weighed.1);
+        (weighed.2, weighed.3, new_acc)
     }
 
     /// o = acc / l, lse = ln 2 · (m + log2 l); a row that saw nothing: 0 and −inf.

@@ -1,15 +1,16 @@
-//! Forward pass over one rectangle of queries and keys, with segments, a soft cap and ALiBi.
+//! Forward pass over one rectangle of queries and keys, with segments, a soft cap, ALiBi and dropout.
 
 #[cutile::module]
 pub mod forward_general {
     use super::super::common::common::{
-        band, biased, block_of, cap_ratio, capped, existing, per_row_view, positions, product,
+        band, biased, block_of, cap_ratio, capped, distances, existing, per_row_view, product,
     };
     use super::super::common::common::{
         rows_view, same_segment, segments_view, slope_log2, statistics_view,
     };
     use super::super::common::common::{stream, streamed, write, write_statistics};
-    use super::super::forward::forward::{conclude, fold};
+    use super::super::dropout::dropout::{dropped, kept, places_across, places_down};
+    use super::super::forward::forward::{conclude, gather, weigh};
     use cutile::core::*;
 
     #[cutile::entry(unchecked_accesses = true)]
@@ -51,7 +52,13 @@ pub mod forward_general {
         slopes: *mut f32,
         slopes_batch_stride: i32,
         has_slopes: i32,
-        distance: i32,
+        dropout: *mut i32,
+        dropout_batch_stride: i32,
+        has_dropout: i32,
+        threshold: i32,
+        keep_scale: f32,
+        q_position: i32,
+        k_position: i32,
         position_stride: i32,
         value_dim: i32,
         v_batch_stride: i32,
@@ -123,10 +130,10 @@ pub mod forward_general {
             let ratio: Tile<f32, { [BM, BN] }> = cap_ratio(s, twice_by_cap);
             let mut s: Tile<f32, { [BM, BN] }> = capped(s, ratio, scale_log2, cap_log2);
             if has_slopes == 1i32 {
+                let distance: i32 = k_position - q_position;
                 let start: i32 = distance + (j * BN - row) * position_stride;
-                let keys: Tile<f32, { [BN] }> = positions::<BN>(start, position_stride);
-                let queries: Tile<f32, { [BM] }> = positions::<BM>(0i32, position_stride);
-                s = biased(s, slope.broadcast(const_shape![BM, BN]), queries, keys);
+                let away: Tile<f32, { [BM, BN] }> = distances::<BM, BN>(start, position_stride);
+                s = biased(s, slope.broadcast(const_shape![BM, BN]), away);
             }
             let seen: Tile<bool, { [BM, BN] }> = band::<BM, BN>(lower, upper, j * BN - row);
             let exist: Tile<bool, { [BM, BN] }> = existing::<BM, BN>(kv_len - j * BN);
@@ -135,10 +142,29 @@ pub mod forward_general {
             let hidden: Tile<f32, { [BM, BN] }> = constant(f32::NEG_INFINITY, const_shape![BM, BN]);
             let s: Tile<f32, { [BM, BN] }> = select(seen & exist & same, s, hidden);
             let tv: Tile<E, { [BN, DT] }> = stream(&v_part, b, j, hk);
-            let state = fold(s, tv, m, l, a, 1.0f32);
-            m = state.0;
-            l = state.1;
-            a = state.2;
+            let weighed = weigh(s, m, l, 1.0f32);
+            m = weighed.2;
+            l = weighed.3;
+            let mut p: Tile<f32, { [BM, BN] }> = weighed.0;
+            if has_dropout == 1i32 {
+                let keep: Tile<bool, { [BM, BN] }> = unsafe {
+                    kept(
+                        places_down::<BM, BN>(q_position + row * position_stride, position_stride),
+                        places_across::<BM, BN>(
+                            k_position + j * BN * position_stride,
+                            position_stride,
+                        ),
+                        dropout,
+                        batch,
+                        dropout_batch_stride,
+                        b,
+                        h,
+                        threshold,
+                    )
+                };
+                p = dropped(p, keep, keep_scale);
+            }
+            a = gather(p, tv, a, weighed.1);
         }
 
         if last == 1i32 {

@@ -10,7 +10,8 @@
 //! wholly inside it, which need no mask, then those that its edges or the arrays' ends cut.
 //!
 //! The general variants have one loop that masks every tile: by the band, by segments, and with
-//! scores under a soft cap and with ALiBi's bias. Their values, results and gradients of these have `value_dim` columns.
+//! scores under a soft cap and with ALiBi's bias, and that drops weights. Their values, results and
+//! gradients of these have `value_dim` columns.
 //!
 //! The dialect wants each intermediate tile bound with its type, and generics of a called function
 //! named otherwise than those of cuTile's own (so `DT`, not `D`).
@@ -23,6 +24,7 @@ pub mod backward_keys_general;
 pub mod backward_queries;
 pub mod backward_queries_general;
 pub mod common;
+pub mod dropout;
 pub mod forward;
 pub mod forward_general;
 pub mod rows;

@@ -25,7 +25,7 @@ impl Side {
     pub fn of(shape: Shape) -> Side {
         match shape {
             Shape::Queries | Shape::Results | Shape::QueryTokens => Side::Queries,
-            Shape::PerQuery | Shape::Statistics | Shape::PerHead => Side::Queries,
+            Shape::PerQuery | Shape::Statistics | Shape::PerHead | Shape::PerEntry => Side::Queries,
             Shape::Keys | Shape::Values | Shape::KeyTokens => Side::Keys,
         }
     }
@@ -72,11 +72,12 @@ impl Array {
             Shape::Values => (sizes.kv_heads, sizes.value_dim),
             Shape::PerQuery | Shape::Statistics | Shape::PerHead => (sizes.heads, 1),
             Shape::QueryTokens | Shape::KeyTokens => (1, 1),
+            Shape::PerEntry => (1, 4),
         };
         let (heads, dim) = (heads as u64, dim as u64);
         let (row_stride, head_stride) = match view.shape {
             Shape::Statistics => (1, at.head_stride),
-            Shape::PerHead => (0, 1),
+            Shape::PerHead | Shape::PerEntry => (0, 1),
             _ => (heads.saturating_mul(dim), dim),
         };
         Array {

@@ -3,8 +3,8 @@
 //! [`Launch::check`]: super::Launch::check
 
 use super::array::Array;
-use super::description::Alibi;
 use super::error::LaunchError;
+use super::features::{General, Positions};
 use super::job::Job;
 use crate::instances::Kernel;
 
@@ -50,26 +50,43 @@ impl Job {
                             for 0 set them to 0)";
             return Err(LaunchError::invalid("softmax_scale", expected, scale));
         }
+        self.check_features()
+    }
+
+    /// Features are such that the kernels compute them.
+    fn check_features(&self) -> Result<(), LaunchError> {
+        let General { soft_cap, slopes, dropout, .. } = self.general;
         // The kernels compute tanh to 1e-7: of a larger cap that would be more than a rounding.
-        if self.soft_cap != 0.0 && !(1e-3..=1e3).contains(&self.soft_cap) {
+        if soft_cap != 0.0 && !(1e-3..=1e3).contains(&soft_cap) {
             let expected = "0 for none, or from 0.001 to 1000 (leave out a larger one)";
-            return Err(LaunchError::invalid("soft_cap", expected, self.soft_cap));
+            return Err(LaunchError::invalid("soft_cap", expected, soft_cap));
         }
-        self.check_positions()
+        if let Some(rate) = dropout.map(|dropout| dropout.rate)
+            && !(0.0..1.0).contains(&rate)
+        {
+            return Err(LaunchError::invalid("rate of dropout", "at least 0 and below 1", rate));
+        }
+        if slopes.is_none() && dropout.is_none() { Ok(()) } else { self.check_positions() }
     }
 
     /// Positions are 32-bit whatever piece they are counted in.
     fn check_positions(&self) -> Result<(), LaunchError> {
-        let Some(Alibi { distance, stride, .. }) = self.alibi else { return Ok(()) };
-        let rows = self.q_len.max(self.kv_len).next_multiple_of(LONGEST_TILE) as u128;
-        let furthest = rows * u128::from(stride.unsigned_abs());
-        let Some(most) = (i32::MAX as u128).checked_sub(furthest) else {
-            let expected = format!("below 2^31 over {rows} rows");
-            return Err(LaunchError::invalid("stride of alibi", expected, stride));
-        };
-        if u128::from(distance.unsigned_abs()) > most {
-            let expected = format!("from -{most} to {most} with {rows} rows {stride} apart");
-            return Err(LaunchError::invalid("distance of alibi", expected, distance));
+        let Positions { query, key, stride } = self.general.positions;
+        let rows = self.q_len.max(self.kv_len).next_multiple_of(LONGEST_TILE) as i128;
+        let furthest = rows * i128::from(stride);
+        for (name, first) in
+            [("position of the first query", query), ("that of the first key", key)]
+        {
+            let most = i128::from(i32::MAX);
+            let (begin, end) = (i128::from(first), i128::from(first) + furthest);
+            if !(0..=most).contains(&begin) || !(0..=most).contains(&end) {
+                let expected = format!("such that it and {rows} rows on are from 0 to {most}");
+                return Err(LaunchError::invalid(
+                    name,
+                    expected,
+                    format!("{first}, {stride} apart"),
+                ));
+            }
         }
         Ok(())
     }

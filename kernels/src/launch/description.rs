@@ -2,6 +2,7 @@
 
 use serde::Deserialize;
 
+use super::features::General;
 use super::job::Job;
 use super::{Launch, LaunchError, MAX_VIEW_BYTES};
 use crate::instances::{Element, Kernel, Target};
@@ -56,35 +57,6 @@ pub struct Rectangle {
     pub upper: i64,
     /// Factor on q·k, positive.
     pub softmax_scale: f32,
-}
-
-/// What the general variants of the kernels do beside: segments, a soft cap, ALiBi. They also take
-/// values with other columns than keys, and arrays of such columns have strides of their own.
-#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct General {
-    /// Segment of each query row, `[batch, q_len]` int32: rows see keys of their own segment only,
-    /// and a negative one sees nothing.
-    pub q_segments: Rows,
-    /// Segment of each key row, `[batch, kv_len]` int32.
-    pub kv_segments: Rows,
-    /// Scores become `cap · tanh(score / cap)`, with a cap from 0.001 to 1000; 0 leaves them.
-    pub soft_cap: f32,
-    /// ALiBi: a bias by distance, added after the soft cap.
-    pub alibi: Option<Alibi>,
-}
-
-/// Adds slope · (position of the key − position of the query) to scaled scores. Query row i has
-/// position q₀ + `stride` · i, key row j k₀ + `stride` · j.
-#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Alibi {
-    /// Slope of each query head, float32 `[batch, heads]`.
-    pub slopes: Rows,
-    /// k₀ − q₀. With `stride` times the longer side's rows it stays below 2^31.
-    pub distance: i64,
-    /// Positions from one row to the next.
-    pub stride: i64,
 }
 
 /// Folds a rectangle of keys into the running softmax of its queries.
@@ -177,6 +149,10 @@ pub struct QueryGrads {
     pub dq_acc: Option<Rows>,
     /// Result, as `q`; needed if `last`.
     pub dq: Option<Rows>,
+    /// Float32 `[batch, q_len, heads]`, to which each query's part of the gradient of its head's
+    /// slope is added, ds · (key position − query position); with slopes only, and where anyone
+    /// wants it.
+    pub dslopes: Option<Rows>,
     /// The accumulator starts at 0 and is not read.
     pub first: bool,
     /// `dq` is written, and the accumulator is left undefined.
@@ -259,13 +235,12 @@ impl Rectangle {
         general: Option<General>,
         ends: (bool, bool),
     ) -> Job {
-        let Some(General { q_segments, kv_segments, soft_cap, alibi }) = general else {
-            return Job::new(plain, self, ends);
-        };
-        Job { soft_cap, alibi, ..Job::new(featured, self, ends) }
-            .array("q_segments", Some(q_segments))
-            .array("kv_segments", Some(kv_segments))
-            .array("slopes", alibi.map(|alibi| alibi.slopes))
+        let Some(general) = general else { return Job::new(plain, self, ends) };
+        Job { general, ..Job::new(featured, self, ends) }
+            .array("q_segments", Some(general.q_segments))
+            .array("kv_segments", Some(general.kv_segments))
+            .array("slopes", general.slopes)
+            .array("dropout", general.dropout.map(|dropout| dropout.numbers))
     }
 }
 
@@ -306,9 +281,9 @@ impl KeyGrads {
 impl QueryGrads {
     fn job(&self) -> Job {
         let kernels = (Kernel::QueryGrads, Kernel::QueryGradsGeneral);
-        self.rectangle
-            .job(kernels, self.general, (self.first, self.last))
-            .array("q", Some(self.q))
+        let job = self.rectangle.job(kernels, self.general, (self.first, self.last));
+        let job = if self.general.is_some() { job.array("dslopes", self.dslopes) } else { job };
+        job.array("q", Some(self.q))
             .array("k", Some(self.k))
             .array("v", Some(self.v))
             .array("dout", Some(self.dout))

@@ -5,6 +5,7 @@ use std::f64::consts::LOG2_E;
 use super::Launch;
 use super::array::Side;
 use super::error::LaunchError;
+use super::features::General;
 use super::job::Job;
 use super::order::Order;
 use super::split::Piece;
@@ -38,17 +39,13 @@ impl Job {
 
     /// 2 · softmax_scale · log2 e / soft cap.
     fn twice_by_cap(&self) -> f32 {
-        if self.soft_cap == 0.0 { 0.0 } else { 2.0 * self.scale_log2() / self.soft_cap }
+        let soft_cap = self.general.soft_cap;
+        if soft_cap == 0.0 { 0.0 } else { 2.0 * self.scale_log2() / soft_cap }
     }
 
-    /// Position of a piece's first key minus that of its first query; what was checked fits 32 bits.
-    fn distance(&self, piece: &Piece) -> i64 {
-        let rows = piece.keys.start as i64 - piece.queries.start as i64;
-        self.alibi.map_or(0, |alibi| alibi.distance + alibi.stride * rows)
-    }
-
-    fn position_stride(&self) -> i64 {
-        self.alibi.map_or(0, |alibi| alibi.stride)
+    /// Position of a row; what was checked fits 32 bits.
+    fn position(&self, first: i64, row: usize) -> Value {
+        Value::I32((first + self.general.positions.stride * row as i64) as i32)
     }
 
     /// The value of an argument in the launch of a piece.
@@ -59,16 +56,20 @@ impl Job {
         order: Order,
     ) -> Result<Value, LaunchError> {
         let rows = |side| piece.rows(side).len().max(1) as u64;
+        let General { dropout, positions, .. } = self.general;
         let integer = match argument.name {
             name if argument.kind.is_pointer() => {
                 return Ok(Value::Pointer(self.address(name, piece)));
             }
             "scale_log2" => return Ok(Value::F32(self.scale_log2())),
             "softmax_scale" => return Ok(Value::F32(self.softmax_scale)),
-            "cap_log2" => return Ok(Value::F32(self.soft_cap * LOG2_E as f32)),
+            "cap_log2" => return Ok(Value::F32(self.general.soft_cap * LOG2_E as f32)),
             "twice_by_cap" => return Ok(Value::F32(self.twice_by_cap())),
-            "distance" => return Ok(Value::I32(self.distance(piece) as i32)),
-            "position_stride" => return Ok(Value::I32(self.position_stride() as i32)),
+            "threshold" => return Ok(Value::I32(dropout.map_or(0, |d| d.threshold() as i32))),
+            "keep_scale" => return Ok(Value::F32(dropout.map_or(1.0, |d| 1.0 / (1.0 - d.rate)))),
+            "q_position" => return Ok(self.position(positions.query, piece.queries.start)),
+            "k_position" => return Ok(self.position(positions.key, piece.keys.start)),
+            "position_stride" => return Ok(Value::I32(positions.stride as i32)),
             "lower" => return Ok(Value::I32(piece.lower)),
             "upper" => return Ok(Value::I32(piece.upper)),
             "batch" => piece.batch.len() as u64,
@@ -84,7 +85,9 @@ impl Job {
             "last" => piece.last.into(),
             "has_dlse" => self.is_given("dlse").into(),
             "has_b" => self.is_given("b").into(),
-            "has_slopes" => self.alibi.is_some().into(),
+            "has_slopes" => self.general.slopes.is_some().into(),
+            "has_dropout" => dropout.is_some().into(),
+            "has_dslopes" => self.is_given("dslopes").into(),
             stride => self.stride(stride, piece),
         };
         let too_large = |_| {

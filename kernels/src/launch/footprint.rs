@@ -68,6 +68,10 @@ impl Launch {
             Access::MaybeIn => (is_met && self.flag(&format!("has_{}", argument.name)), false),
             Access::Out => (false, true),
             Access::Update => (true, true),
+            Access::MaybeUpdate => {
+                let is_used = self.flag(&format!("has_{}", argument.name));
+                (is_used, is_used)
+            }
             Access::MaybeOut => (false, self.flag("last")),
             Access::Carry => (!self.flag("first"), !self.flag("last")),
         }

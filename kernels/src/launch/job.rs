@@ -1,8 +1,9 @@
 //! What the descriptions share: their sizes, their arrays, and the way to launches.
 
 use super::array::{Array, Side, Sizes};
-use super::description::{Alibi, Rectangle, Rows, Statistics};
+use super::description::{Rectangle, Rows, Statistics};
 use super::error::LaunchError;
+use super::features::General;
 use super::order::order;
 use super::split::{Piece, pieces};
 use super::{Launch, MAX_VIEW_BYTES};
@@ -24,9 +25,8 @@ pub(super) struct Job {
     pub lower: i64,
     pub upper: i64,
     pub softmax_scale: f32,
-    /// 0 for none.
-    pub soft_cap: f32,
-    pub alibi: Option<Alibi>,
+    /// Without any features where the kernel is a plain one.
+    pub general: General,
     /// Whose results a block keeps.
     pub resident: Side,
     pub first: bool,
@@ -52,8 +52,7 @@ impl Job {
             lower,
             upper,
             softmax_scale,
-            soft_cap: 0.0,
-            alibi: None,
+            general: General::default(),
             resident: Side::resident(kernel),
             first,
             last,

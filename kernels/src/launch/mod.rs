@@ -20,6 +20,7 @@ mod array;
 mod check;
 mod description;
 mod error;
+mod features;
 mod fill;
 mod footprint;
 mod job;
@@ -27,11 +28,10 @@ mod names;
 mod order;
 mod split;
 
-pub use description::{
-    Alibi, Delta, Finish, Forward, General, KeyGrads, Merge, QueryGrads, Rectangle,
-};
+pub use description::{Delta, Finish, Forward, KeyGrads, Merge, QueryGrads, Rectangle};
 pub use description::{Rows, Statistics};
 pub use error::LaunchError;
+pub use features::{Dropout, General, Positions};
 pub use footprint::Footprint;
 
 use crate::cubin::Parameter;
@@ -117,7 +117,7 @@ impl Launch {
         match argument.access {
             Access::In | Access::MaybeIn => "it is read".to_owned(),
             Access::Out => "it is written".to_owned(),
-            Access::Update => "it is read and written".to_owned(),
+            Access::Update | Access::MaybeUpdate => "it is read and written".to_owned(),
             Access::MaybeOut => "the last launch of these rows writes it".to_owned(),
             Access::Carry => format!(
                 "it carries the state from launch to launch (here first is {}, last {}); what is \

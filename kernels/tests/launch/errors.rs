@@ -2,7 +2,7 @@
 
 use burst_attention_kernels::instances::{Element, Target};
 use burst_attention_kernels::launch::{
-    Alibi, Finish, Forward, General, LaunchError, Rectangle, Rows, Statistics,
+    Dropout, Finish, Forward, General, LaunchError, Positions, Rectangle, Rows, Statistics,
 };
 use burst_attention_kernels::record::Value;
 use serde::Deserialize;
@@ -37,7 +37,7 @@ fn assert_arrays_refused(change: impl Fn(&mut Forward), said: &[&str]) {
 /// Segments, and no more.
 fn general() -> General {
     let segments = Rows { address: 0x6000, batch_stride: 100 };
-    General { q_segments: segments, kv_segments: segments, soft_cap: 0.0, alibi: None }
+    General { q_segments: segments, kv_segments: segments, ..General::default() }
 }
 
 #[test]
@@ -89,21 +89,32 @@ fn a_soft_cap_that_is_none() {
 }
 
 #[test]
+fn a_rate_that_drops_everything() {
+    for rate in [-0.1, 1.0, f32::NAN] {
+        let dropout = Some(Dropout { numbers: Rows { address: 0x7000, batch_stride: 4 }, rate });
+        let general = General { dropout, ..general() };
+        let said = ["rate of dropout must be at least 0 and below 1", &format!("got {rate}")];
+        assert_arrays_refused(|description| description.general = Some(general), &said);
+    }
+}
+
+#[test]
 fn positions_that_the_kernels_cannot_count() {
-    let refused = |alibi, said: &[&str]| {
-        let general = General { alibi: Some(alibi), ..general() };
+    let slopes = Some(Rows { address: 0x7000, batch_stride: 32 });
+    let at = |query, key, stride| Positions { query, key, stride };
+    let refused = |positions, said: &[&str]| {
+        let general = General { slopes, positions, ..general() };
         assert_arrays_refused(|description| description.general = Some(general), said);
     };
-    let slopes = Rows { address: 0x7000, batch_stride: 32 };
-    let near = Alibi { slopes, distance: 5, stride: 1 };
-    let said = ["stride of alibi must be below 2^31 over 128 rows, got 16777216"];
-    refused(Alibi { stride: 1 << 24, ..near }, &said);
-    let said = ["distance of alibi must be from -2147483519 to 2147483519 with 128 rows 1 apart"];
-    refused(Alibi { distance: i64::MIN, ..near }, &said);
-    refused(Alibi { distance: 2_147_483_520, ..near }, &said);
+    let said = ["position of the first query must be such that it and 128 rows on are from 0 to"];
+    refused(at(5, 0, 1 << 24), &said);
+    refused(at(-1, 0, 1), &said);
+    let said = ["that of the first key must be", "2147483520, 1 apart"];
+    refused(at(0, 2_147_483_520, 1), &said);
+    let none = General { slopes: Some(Rows::default()), ..general() };
     let said = ["slopes of attention_fwd_general must be the address of an array, got null"];
-    refused(Alibi { slopes: Rows::default(), ..near }, &said);
-    let general = General { alibi: Some(Alibi { distance: -2_147_483_519, ..near }), ..general() };
+    assert_arrays_refused(|description| description.general = Some(none), &said);
+    let general = General { slopes, positions: at(0, 2_147_483_519, 1), ..general() };
     let description = Forward { general: Some(general), ..forward(shape(100, 100)) };
     assert!(description.launches(Target::Sm90).is_ok());
 }

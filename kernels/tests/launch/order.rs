@@ -176,6 +176,7 @@ fn nothing_to_write_is_no_launch() {
         delta: STATISTICS,
         dq_acc: None,
         dq: Some(O),
+        dslopes: None,
         first: true,
         last: true,
     };

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use burst_attention_kernels::instances::{Element, Kernel, Target};
 use burst_attention_kernels::launch::{
-    Alibi, Delta, Finish, Forward, General, KeyGrads, Launch, LaunchError, Merge, QueryGrads,
-    Rectangle, Rows, Statistics,
+    Delta, Dropout, Finish, Forward, General, KeyGrads, Launch, LaunchError, Merge, Positions,
+    QueryGrads, Rectangle, Rows, Statistics,
 };
 use burst_attention_kernels::record::Value;
 
@@ -43,10 +43,9 @@ struct Placed {
     row_stride: u64,
 }
 
-/// Of positions, see [`Alibi`].
-const DISTANCE: i64 = -5000;
-const STRIDE: i64 = 3;
+const POSITIONS: Positions = Positions { query: 7000, key: 2000, stride: 3 };
 const SLOPES: u64 = 1 << 40;
+const NUMBERS: u64 = 1 << 41;
 
 /// A description with its launches.
 pub struct Trial {
@@ -178,7 +177,12 @@ impl Trial {
             q_segments: self.put("q_segments", false, 4, 1),
             kv_segments: self.put("kv_segments", true, 4, 1),
             soft_cap: 20.0,
-            alibi: Some(Alibi { slopes: self.slopes(), distance: DISTANCE, stride: STRIDE }),
+            slopes: Some(self.slopes()),
+            dropout: Some(Dropout {
+                numbers: Rows { address: NUMBERS, batch_stride: 5 },
+                rate: 0.2,
+            }),
+            positions: POSITIONS,
         });
         match kernel.plain() {
             Kernel::Forward => Forward {
@@ -224,6 +228,7 @@ impl Trial {
                 delta: self.statistics("delta"),
                 dq_acc: Some(self.queries("dq_acc", 4)),
                 dq: Some(self.queries("dq", 2)),
+                dslopes: general.map(|_| self.per_query("dslopes")),
                 first,
                 last,
             }
@@ -281,8 +286,11 @@ impl Trial {
         let q_len = optional("q_len").or(optional("rows")).unwrap() as usize;
         let kv_len = optional("kv_len").unwrap_or(0) as usize;
         let shift = j as i64 - i as i64;
-        if let Some(distance) = optional("distance") {
-            assert_eq!(distance, DISTANCE + STRIDE * shift, "{launch:?}");
+        if let Some(query) = optional("q_position") {
+            let Positions { query: of_query, key: of_key, stride } = POSITIONS;
+            assert_eq!(query, of_query + stride * i as i64, "{launch:?}");
+            assert_eq!(integer(launch, "k_position"), of_key + stride * j as i64, "{launch:?}");
+            assert_eq!(pointer(launch, "dropout"), NUMBERS + 4 * 5 * b as u64, "{launch:?}");
             let strides = b as u64 * (self.rectangle.heads as u64 + 3);
             assert_eq!(pointer(launch, "slopes"), SLOPES + 4 * strides, "{launch:?}");
         }

@@ -4,6 +4,8 @@ use burst_attention::{Dtype, Problem, Window};
 use burst_attention_kernels::instances::Element;
 use half::{bf16, f16};
 
+use crate::dropout::{kept, numbers};
+
 /// What is computed over all ranks' tokens, in the order of the sequence.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Case {
@@ -33,6 +35,8 @@ pub struct Case {
     pub segments: bool,
     /// Are there slopes?
     pub slopes: bool,
+    /// The rate at which weights are dropped.
+    pub dropout: Option<f32>,
 }
 
 impl Case {
@@ -63,6 +67,7 @@ impl Case {
             soft_cap: features.soft_cap.unwrap_or(0.0),
             segments: features.segments,
             slopes: features.slopes,
+            dropout: features.dropout,
         }
     }
 
@@ -91,6 +96,11 @@ impl Case {
     /// Position of key `j` minus that of query `i`, where there are slopes.
     pub fn distance(&self, i: usize, j: usize) -> i64 {
         if self.slopes { j as i64 - i as i64 } else { 0 }
+    }
+
+    /// What the weight of query `i` and key `j` is times, of an entry and a head.
+    pub fn kept(&self, (b, h): (usize, usize), i: usize, j: usize) -> f32 {
+        self.dropout.map_or(1.0, |rate| kept(numbers(b), h, (i as u32, j as u32), rate))
     }
 }
 

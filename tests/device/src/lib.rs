@@ -10,6 +10,8 @@
 //! world, gathers results from there, and says how far off they are.
 
 mod case;
+#[path = "../../../kernels/interpreter/tests/kernels/dropout.rs"]
+mod dropout;
 #[allow(missing_docs, reason = "it is that of the kernels' tests, where nothing is public")]
 #[path = "../../../kernels/interpreter/tests/kernels/reference.rs"]
 mod reference;

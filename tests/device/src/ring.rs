@@ -6,6 +6,7 @@ use burst_attention_interpreter::{Address, Memory};
 use burst_attention_kernels::instances::Element;
 use half::{bf16, f16};
 
+use super::dropout::numbers;
 use super::{Case, Dense, Inputs, World, dense, round};
 
 /// What a shard's array holds.
@@ -46,16 +47,17 @@ pub struct Shard {
     pub dk: Address,
     /// Result, as `v`.
     pub dv: Address,
-    /// What features need: segments of queries and of keys, slopes.
-    pub extras: [Address; 3],
+    /// What features need: segments of queries and of keys, slopes, numbers for dropout; and what
+    /// each query adds to the slopes' gradient.
+    pub extras: [Address; 5],
 }
 
 impl Shard {
     /// As the executor takes them.
     pub fn arrays(&self, pass: Pass) -> Arrays {
         let Shard { q, k, v, o, lse, dout, dlse, dq, dk, dv, extras } = *self;
-        let [q_segments, k_segments, slopes] = extras.map(|at| at.0);
-        let extras = Extras { q_segments, k_segments, slopes };
+        let [q_segments, k_segments, slopes, dropout, dslopes] = extras.map(|at| at.0);
+        let extras = Extras { q_segments, k_segments, slopes, dropout, dslopes };
         let [q, k, v, o, lse] = [q, k, v, o, lse].map(|at| at.0);
         let [dout, dlse, dq, dk, dv] = [dout, dlse, dq, dk, dv].map(|at| at.0);
         match pass {
@@ -172,8 +174,9 @@ impl Ring {
     }
 
     /// Allocates and writes what features need.
-    fn place_extras(&self, world: &mut World, rank: usize, device: usize) -> [Address; 3] {
-        let Problem { batch, layout, world_size, q_len, kv_len, features, .. } = self.problem;
+    fn place_extras(&self, world: &mut World, rank: usize, device: usize) -> [Address; 5] {
+        let Problem { batch, layout, world_size, q_len, kv_len, heads, features, .. } =
+            self.problem;
         let mut array = |name: &str, wanted: bool, words: Vec<f32>| {
             if !wanted {
                 return Address(0);
@@ -189,10 +192,13 @@ impl Ring {
             };
             rows.map(|row| f32::from_bits(id(row))).collect()
         };
+        let words = (0..batch).flat_map(numbers).map(f32::from_bits).collect();
         [
             array("segments of queries", features.segments, segments(q_len)),
             array("segments of keys", features.segments, segments(kv_len)),
             array("slopes", features.slopes, self.inputs.slopes.clone()),
+            array("numbers for dropout", features.dropout.is_some(), words),
+            array("gradient of slopes", features.slopes, vec![0.0; batch * q_len * heads]),
         ]
     }
 
@@ -288,7 +294,34 @@ impl Ring {
             self.ratio("dk", &dk, &exact.dk, &plain.dk, self.gradient_floor())?,
             self.ratio("dv", &dv, &exact.dv, &plain.dv, 0.0)?,
         ];
-        Ok(ratios.into_iter().fold(0.0, f64::max))
+        let worst = ratios.into_iter().fold(0.0, f64::max);
+        if self.case.slopes { Ok(worst.max(self.check_slopes(memory, shards)?)) } else { Ok(worst) }
+    }
+
+    /// The sum over all ranks' arrays, which are of different queries where those travel.
+    fn check_slopes(&self, memory: &Memory, shards: &[Shard]) -> Result<f64, String> {
+        let Problem { batch, q_len, heads, .. } = self.problem;
+        let sums = |terms: &mut dyn Iterator<Item = (usize, f64)>| {
+            let mut sums = vec![0.0; batch * heads];
+            terms.for_each(|(at, term)| sums[at] += term);
+            sums
+        };
+        let of = |at: usize, rows: usize| at / heads / rows * heads + at % heads;
+        let whole = |terms: &[f64]| {
+            let rows = self.case.q_len;
+            sums(&mut terms.iter().enumerate().map(|(at, term)| (of(at, rows), *term)))
+        };
+        let arrays =
+            shards.iter().map(|shard| memory.read_f32(shard.extras[4], batch * q_len * heads));
+        let got = sums(&mut arrays.flat_map(|array| {
+            let terms = array.into_iter().enumerate();
+            terms.map(|(at, term)| (of(at, q_len), f64::from(term))).collect::<Vec<_>>()
+        }));
+        let got: Vec<f32> = got.into_iter().map(|sum| sum as f32).collect();
+        let (exact, plain) = (whole(&self.exact.dslopes), whole(&self.plain.dslopes));
+        // Roundings of the terms, each of about the size of a distance.
+        let floor = self.gradient_floor() / f64::from(self.case.scale()) * self.case.q_len as f64;
+        self.ratio("dslopes", &got, &exact, &plain, floor)
     }
 
     /// Float32's rounding of what a gradient's sum cancels where one key has all the weight, so

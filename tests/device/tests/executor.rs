@@ -190,6 +190,18 @@ fn features_of_the_general_kernels() {
 }
 
 #[test]
+fn weights_are_dropped_by_their_positions() {
+    let dropped = Features { segments: true, dropout: Some(0.4), ..Features::default() };
+    let both = Features { slopes: true, ..dropped };
+    for (layout, travels, features) in [
+        (Layout::Zigzag, Travels::Keys, both),
+        (Layout::Striped, Travels::Queries, dropped),
+    ] {
+        assert_right(&Problem { layout, features, ..PROBLEM }, Some(travels), false);
+    }
+}
+
+#[test]
 fn one_device_runs_all_ranks() {
     for layout in Layout::ALL {
         for travels in [Travels::Keys, Travels::Queries] {

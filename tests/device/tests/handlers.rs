@@ -90,9 +90,9 @@ fn so_do_full_masks_float16_and_halves_that_are_not_aligned() {
 }
 
 #[test]
-fn so_do_segments_slopes_soft_caps_and_windows() {
+fn so_do_windows_and_all_features() {
     let features =
-        Features { segments: true, slopes: true, soft_cap: Some(2.0), ..Features::default() };
+        Features { segments: true, slopes: true, soft_cap: Some(2.0), dropout: Some(0.3) };
     for (layout, travels) in
         Layout::ALL.into_iter().zip([Travels::Queries, Travels::Keys].iter().cycle())
     {
@@ -132,7 +132,7 @@ fn rank(handlers: &Handlers, call: &Call, rank: usize) -> RankCall {
     let at = |n: u64| (n + 1) << 40;
     let shard = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].map(|n| Address(at(n)));
     let [q, k, v, o, lse, dout, dlse, dq, dk, dv] = shard;
-    let extras = [Address(0); 3];
+    let extras = [Address(0); 5];
     let shard = Shard { q, k, v, o, lse, dout, dlse, dq, dk, dv, extras };
     handlers.rank(call, rank, shard.arrays(call.pass), 1 << 46)
 }

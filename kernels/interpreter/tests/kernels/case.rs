@@ -5,6 +5,8 @@ use burst_attention_kernels::launch::{MAX_VIEW_BYTES, Rectangle};
 use half::{bf16, f16};
 use std::ops::Range;
 
+use super::dropout::{kept, numbers};
+
 /// No limit of a band.
 pub const NONE: (i64, i64) = (i64::MIN, i64::MAX);
 /// Each query sees the keys up to its own position.
@@ -31,8 +33,12 @@ pub struct Case {
     pub segments: Option<(Runs, Runs)>,
     /// 0 for none.
     pub soft_cap: f32,
-    /// ALiBi: position of key row 0 minus that of query row 0, and positions between rows.
-    pub alibi: Option<(i64, i64)>,
+    /// Is there a bias by distance?
+    pub slopes: bool,
+    /// The rate at which weights are dropped.
+    pub dropout: Option<f32>,
+    /// Of query row 0 and of key row 0, and how far rows are apart.
+    pub positions: (i64, i64, i64),
     /// The default scale where none.
     pub softmax_scale: Option<f32>,
     /// Factor on the queries, to make logits large.
@@ -66,7 +72,9 @@ pub const CASE: Case = Case {
     band: NONE,
     segments: None,
     soft_cap: 0.0,
-    alibi: None,
+    slopes: false,
+    dropout: None,
+    positions: (0, 0, 1),
     softmax_scale: None,
     magnitude: 1.0,
     margin: 4,
@@ -90,7 +98,7 @@ impl Case {
     /// Does it need the general variant of a kernel?
     pub fn is_general(&self) -> bool {
         let masked = self.segments.is_some() || self.soft_cap > 0.0;
-        masked || self.alibi.is_some() || self.value_dim.is_some()
+        masked || self.slopes || self.dropout.is_some() || self.value_dim.is_some()
     }
 
     /// The variant of a plain kernel that computes it.
@@ -121,9 +129,22 @@ impl Case {
         self.allows(i, j) && segment == self.kv_segment(b, j) && segment >= 0
     }
 
-    /// Position of key `j` minus that of query `i`.
+    /// Positions of query `i` and key `j`.
+    pub fn places(&self, i: usize, j: usize) -> (i64, i64) {
+        let (query, key, stride) = self.positions;
+        (query + stride * i as i64, key + stride * j as i64)
+    }
+
+    /// Position of key `j` minus that of query `i`, which slopes are times; 0 without any.
     pub fn distance(&self, i: usize, j: usize) -> i64 {
-        self.alibi.map_or(0, |(distance, stride)| distance + stride * (j as i64 - i as i64))
+        let (query, key) = self.places(i, j);
+        if self.slopes { key - query } else { 0 }
+    }
+
+    /// What the weight of query `i` and key `j` is times: 0, or what makes up for those dropped.
+    pub fn kept(&self, (b, h): (usize, usize), i: usize, j: usize) -> f32 {
+        let (query, key) = self.places(i, j);
+        self.dropout.map_or(1.0, |rate| kept(numbers(b), h, (query as u32, key as u32), rate))
     }
 
     /// The streamed rows of each step, `len` in all.

@@ -16,7 +16,8 @@ use super::world::{Change, KERNELS};
 const SMALL: Case =
     Case { batch: 2, heads: 4, kv_heads: 2, q_len: 41, kv_len: 53, head_dim: 16, ..CASE };
 const GENERAL: Case = Case { segments: Some((DOCUMENTS, OTHERS)), soft_cap: 3.0, ..SMALL };
-const UNEVEN: Case = Case { value_dim: Some(8), alibi: Some((3, 1)), ..SMALL };
+const UNEVEN: Case =
+    Case { value_dim: Some(8), slopes: true, dropout: Some(0.3), positions: (0, 3, 1), ..SMALL };
 /// Two tiles of each side, of which one launch takes one.
 const CUT: Case = Case { q_len: 150, kv_len: 170, heads: 2, limit: 20_000, ..SMALL };
 const STEPS: &[(usize, usize)] = &[(0, 12), (12, 28), (28, 53)];

@@ -18,6 +18,7 @@ pub const OTHERS: Runs = &[(50, 3), (29, -1), (70, 9), (31, i32::MIN), (40, 7), 
 const NOBODY: Runs = &[(33, -1), (20, -7)];
 
 const SEGMENTED: Case = Case { segments: Some((DOCUMENTS, DOCUMENTS)), ..CASE };
+const BIASED: Case = Case { slopes: true, ..CASE };
 /// Two tiles of each side, two entries, and groups of two heads.
 const WIDE: Case =
     Case { q_len: 200, kv_len: 180, batch: 2, heads: 2, head_dim: 24, soft_cap: 4.0, ..SEGMENTED };
@@ -79,22 +80,47 @@ fn values_of_other_columns_than_keys() {
 
 #[test]
 fn scores_with_a_bias_by_distance() {
-    let case = Case { q_len: 150, kv_len: 170, heads: 4, kv_heads: 2, head_dim: 24, ..CASE };
-    let alibi = Some((0, 1));
+    let case = Case { q_len: 150, kv_len: 170, heads: 4, kv_heads: 2, head_dim: 24, ..BIASED };
     check(&[
-        Case { batch: 2, band: CAUSAL, alibi, ..case },
-        Case { alibi: Some((-37, 1)), element: F16, ..case },
-        Case { alibi: Some((500, 8)), band: (-90, 20), head_dim: 72, ..case },
-        Case { alibi: Some((1000, -3)), q_len: 31, head_dim: 160, ..case },
-        Case { batch: 3, alibi, segments: Some((DOCUMENTS, OTHERS)), soft_cap: 5.0, ..case },
-        Case { batch: 2, alibi, value_dim: Some(40), margin: 0, ..case },
+        Case { batch: 2, band: CAUSAL, ..case },
+        Case { positions: (37, 0, 1), element: F16, ..case },
+        Case { positions: (0, 500, 8), band: (-90, 20), head_dim: 72, ..case },
+        Case { positions: (2, 1000, 3), q_len: 31, head_dim: 160, ..case },
+        Case { batch: 3, segments: Some((DOCUMENTS, OTHERS)), soft_cap: 5.0, ..case },
+        Case { batch: 2, value_dim: Some(40), margin: 0, ..case },
+    ]);
+}
+
+/// What is dropped is drawn by positions, beyond what float32 counts, by head and by entry.
+#[test]
+fn weights_that_are_dropped() {
+    let case = Case { q_len: 150, kv_len: 170, heads: 4, kv_heads: 2, head_dim: 24, ..CASE };
+    let case = Case { dropout: Some(0.3), ..case };
+    check(&[
+        Case { batch: 2, band: CAUSAL, ..case },
+        Case { positions: (37, 2, 1), element: F16, dropout: Some(0.9), ..case },
+        Case { positions: (5, 1 << 30, 8), band: (-90, 20), head_dim: 72, ..case },
+        Case { positions: (1 << 30, 3, 3), q_len: 31, head_dim: 160, dropout: Some(0.0), ..case },
+        Case { batch: 3, segments: Some((DOCUMENTS, OTHERS)), soft_cap: 5.0, ..case },
+        Case { batch: 2, slopes: true, value_dim: Some(40), margin: 0, ..case },
+    ]);
+}
+
+#[test]
+fn dropped_pieces_count_positions_from_their_own_rows() {
+    const ORDER: &[(usize, usize)] = &[(132, 200), (0, 60), (60, 132)];
+    let case = Case { q_len: 200, kv_len: 200, heads: 2, dropout: Some(0.5), ..CASE };
+    check(&[
+        Case { steps: ORDER, band: CAUSAL, ..case },
+        Case { steps: ORDER, positions: (9, 1, 2), finished: false, element: F16, ..case },
+        Case { batch: 2, q_len: 300, kv_len: 300, kv_heads: 2, limit: 70_000, ..case },
     ]);
 }
 
 #[test]
 fn biased_pieces_count_positions_from_their_own_rows() {
     const ORDER: &[(usize, usize)] = &[(132, 200), (0, 60), (60, 132)];
-    let case = Case { q_len: 200, kv_len: 200, heads: 2, alibi: Some((-60, 2)), ..CASE };
+    let case = Case { q_len: 200, kv_len: 200, heads: 2, positions: (60, 0, 2), ..BIASED };
     check(&[
         Case { steps: ORDER, band: CAUSAL, ..case },
         Case { steps: ORDER, finished: false, element: F16, ..case },
@@ -116,13 +142,13 @@ fn general_lengths() {
         ..CASE
     }));
     // Biases past the end are beyond what float32 has a power of 2 for.
-    for distance in [-20_000, 20_000] {
+    for positions in [(20_000, 0, 1), (0, 20_000, 1)] {
         check(&lengths.map(|(q_len, kv_len)| Case {
             q_len,
             kv_len,
             heads: 2,
-            alibi: Some((distance, 1)),
-            ..CASE
+            positions,
+            ..BIASED
         }));
     }
 }

@@ -137,6 +137,10 @@ fn run_queries(
     let sizes = [batch, q_len, heads, head_dim];
     let dq_acc = world.rows("dq_acc", Scalar::F32, sizes, 3 * margin);
     let dq = world.rows("dq", Scalar::Activation(element), sizes, 5 * margin);
+    let dslopes = world.rows("dslopes", Scalar::F32, [batch, q_len, heads, 1], 3 * margin / 2);
+    if case.slopes {
+        dslopes.fill(&mut world.memory, 0..q_len, &vec![0.0; batch * q_len * heads]);
+    }
     let steps = case.ranges(case.kv_len);
     let mut launches = 0;
     for (n, keys) in steps.iter().enumerate() {
@@ -151,6 +155,7 @@ fn run_queries(
             delta: read.delta.statistics(0),
             dq_acc: (!is_alone(case)).then(|| dq_acc.rows(0)),
             dq: case.finished.then(|| dq.rows(0)),
+            dslopes: case.slopes.then(|| dslopes.rows(0)),
             first: n == 0,
             last: case.finished && n + 1 == steps.len(),
         };
@@ -160,7 +165,11 @@ fn run_queries(
         world.run(chain, |_| None)?;
     }
     read.audit(&world)?;
-    Ok((outputs(case, &world, &[(&dq_acc, &dq)])?, launches))
+    let mut outputs = outputs(case, &world, &[(&dq_acc, &dq)])?;
+    // Read and written by each launch of a row, the first as the last.
+    world.audit(&[(&dslopes, if case.slopes { world.carries(false) } else { Stores::Never })])?;
+    outputs.extend(case.slopes.then(|| dslopes.read(&world.memory)));
+    Ok((outputs, launches))
 }
 
 pub fn check_keys(problem: &Problem, change: Change) -> Result<Found, String> {
@@ -180,6 +189,11 @@ pub fn check_queries(problem: &Problem, change: Change) -> Result<Found, String>
     let (outputs, launches) = problem.twice(|seed| run_queries(problem, seed, change))?;
     let (exact, plain, floor) = (&problem.exact.dq, &problem.plain.dq, problem.gradient_floor(1.0));
     problem.zero("dq", &outputs[0], |at| problem.blind(at))?;
-    let worst = problem.ratio(&Output { name: "dq", got: &outputs[0], exact, plain, floor })?;
+    let mut worst = problem.ratio(&Output { name: "dq", got: &outputs[0], exact, plain, floor })?;
+    if let Some(got) = outputs.get(1) {
+        let (exact, plain) = (&problem.exact.dslopes, &problem.plain.dslopes);
+        let floor = problem.gradient_floor(problem.farthest()) / f64::from(problem.case.scale());
+        worst = worst.max(problem.ratio(&Output { name: "dslopes", got, exact, plain, floor })?);
+    }
     Ok(Found { worst, launches })
 }

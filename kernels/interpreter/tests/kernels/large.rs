@@ -167,6 +167,7 @@ fn the_last_rows_of_a_huge_dq() {
         delta: delta.statistics(0),
         dq_acc: Some(dq_acc.rows(0)),
         dq: Some(dq.rows(0)),
+        dslopes: None,
         first: true,
         last: true,
     };

@@ -1,6 +1,7 @@
 //! What every kernel computes, from its description to memory, against dense float64.
 
 mod case;
+mod dropout;
 mod footprints;
 mod forward;
 mod general;

@@ -33,6 +33,16 @@ pub fn masked(module: &Module, opcode: Opcode) -> Vec<OpId> {
     of(module, inside(module, last), opcode)
 }
 
+/// Those of them that no branch surrounds.
+pub fn masked_always(module: &Module, opcode: Opcode) -> Vec<OpId> {
+    let mut always = masked(module, opcode);
+    for branch in masked(module, Opcode::If) {
+        let inner = inside(module, branch);
+        always.retain(|id| !inner.contains(id));
+    }
+    always
+}
+
 /// Is a result of the operation a tile of more than one number?
 pub fn is_wide(module: &Module, id: OpId) -> bool {
     let wide = |ty: &Type| matches!(ty, Type::Tile(tile) if !tile.shape.is_empty());

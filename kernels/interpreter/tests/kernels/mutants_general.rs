@@ -13,7 +13,7 @@ use super::case::{CASE, CAUSAL, Case, NONE};
 use super::forward::check as fwd;
 use super::general::{DOCUMENTS, OTHERS, PADDED};
 use super::gradients::{check_keys as dkdv, check_queries as dq};
-use super::modules::{find, inside, is_wide, masked};
+use super::modules::{find, inside, is_wide, masked, masked_always};
 use super::mutants::{ENTRY, Mutant, TILE, assert_found, reroute, scale, set, swap};
 use super::world::Change::{Launch as Launched, Module as Compiled};
 
@@ -35,21 +35,25 @@ const BATCH_END: Case = Case { segments: Some((PADDED, PADDED)), ..TEXT };
 const CAPPED: Case = Case { segments: None, soft_cap: 2.0, magnitude: 2.0, ..TEXT };
 
 const UNEVEN: Case = Case { heads: 4, value_dim: Some(24), ..TEXT };
-const BIASED: Case = Case { segments: None, heads: 4, alibi: Some((-40, 2)), ..TEXT };
+const BIASED: Case = Case { segments: None, heads: 4, slopes: true, positions: (40, 0, 2), ..TEXT };
 const BIASED_STEPS: Case = Case { steps: &[(0, 64), (64, 150)], ..BIASED };
 /// Both sides of the diagonal, and a bias past the end that no float32 has a power of 2 for.
-const BIASED_END: Case = Case { band: NONE, alibi: Some((20_000, 1)), ..BIASED };
+const BIASED_END: Case = Case { band: NONE, positions: (0, 20_000, 1), ..BIASED };
+const DROPPED: Case = Case { slopes: false, dropout: Some(0.4), positions: (40, 0, 3), ..BIASED };
+const DROPPED_STEPS: Case = Case { steps: &[(0, 64), (64, 150)], ..DROPPED };
 const UNEVEN_STEPS: Case = Case { steps: &[(0, 64), (64, 150)], ..UNEVEN };
 
 /// The last condition on a pair, that it is of one segment, is dropped.
 fn drop_segments(module: &mut Module) {
-    let last = masked(module, AndI).len() - 1;
+    // Those of dropout, which come after, are of integers.
+    let last = masked_always(module, AndI).len() - 1;
     reroute(module, AndI, last, 1, 0);
 }
 
 /// Segments of resident rows are compared with themselves.
 fn compare_own(module: &mut Module) {
-    let compare = masked(module, CmpI).into_iter().filter(|&id| is_wide(module, id)).rev().nth(1);
+    let compare = masked_always(module, CmpI);
+    let compare = compare.into_iter().filter(|&id| is_wide(module, id)).rev().nth(1);
     let op = module.op_mut(compare.expect("a comparison of segments before that with 0"));
     op.operands[1] = op.operands[0];
 }
@@ -85,7 +89,7 @@ fn forget_square(module: &mut Module) {
 
 /// p · (1 − tanh²) becomes p · 1.
 fn drop_slope(module: &mut Module) {
-    let (fma, select) = (slope(module), *masked(module, Select).last().expect("a mask"));
+    let (fma, select) = (slope(module), *masked_always(module, Select).last().expect("a mask"));
     let zero = module.op(select).operands[2];
     module.op_mut(fma).operands[0] = zero;
 }
@@ -140,6 +144,33 @@ fn bias_past_end(module: &mut Module) {
     op.operands[2] = op.operands[1];
 }
 
+/// Sums ds itself, not times distances.
+fn forget_distances(module: &mut Module) {
+    let sum = masked(module, Reduce)[0];
+    let summed = module.op(sum).operands[0];
+    let ValueProducer::OpResult { op, .. } = module.value_data(summed).producer else {
+        panic!("a sum of products");
+    };
+    module.op_mut(sum).operands[0] = module.op(op).operands[0];
+}
+
+/// Philox multiplies by the same number twice.
+fn one_multiplier(module: &mut Module) {
+    let products = masked(module, MulhiI);
+    let number = module.op(products[0]).operands[0];
+    module.op_mut(products[1]).operands[0] = number;
+}
+
+/// Each key of four gets the word of the first or third.
+fn first_word(module: &mut Module) {
+    let integers = |ty: &Type| matches!(ty, Type::Tile(tile) if tile.element_type == INTEGER);
+    let selects = masked(module, Select);
+    let of_words = |id: &OpId| module.op(*id).result_types.iter().any(integers);
+    let word = selects.into_iter().find(of_words).expect("a choice of words");
+    let op = module.op_mut(word);
+    op.operands[1] = op.operands[2];
+}
+
 fn force(launch: &mut Launch, name: &str, value: i32) {
     set(launch, name, |_| Value::I32(value));
 }
@@ -167,7 +198,7 @@ fn swap_sides(launch: &mut Launch) {
 }
 
 #[rustfmt::skip]
-const MUTANTS: [Mutant; 54] = [
+const MUTANTS: [Mutant; 77] = [
     ("fwd: segments ignored", fwd, TEXT, Compiled(drop_segments)),
     ("fwd: own segments twice", fwd, TEXT, Compiled(compare_own)),
     ("fwd: segments of another tile", fwd, TEXT, Compiled(another_tile)),
@@ -207,14 +238,14 @@ const MUTANTS: [Mutant; 54] = [
     ("dq: v strided as k", dq, UNEVEN, Launched(|l| copy(l, "v_batch_stride", "kv_batch_stride"))),
     ("dq: dout strided as q", dq, UNEVEN, Launched(|l| copy(l, "dout_batch_stride", "q_batch_stride"))),
     ("fwd: no bias", fwd, BIASED, Launched(|l| force(l, "has_slopes", 0))),
-    ("fwd: another distance", fwd, BIASED_STEPS, Launched(|l| force(l, "distance", -40))),
+    ("fwd: another distance", fwd, BIASED_STEPS, Launched(|l| force(l, "k_position", 0))),
     ("fwd: rows one position apart", fwd, BIASED, Launched(|l| force(l, "position_stride", 1))),
     ("fwd: slopes of the next head", fwd, BIASED, Launched(|l| move_a_row(l, "slopes"))),
     ("fwd: slopes of one entry", fwd, BIASED, Launched(|l| force(l, "slopes_batch_stride", 1))),
     ("fwd: slopes for e", fwd, BIASED, Compiled(natural_slopes)),
     ("fwd: queries after keys", fwd, BIASED, Compiled(turn_distances)),
     ("dkdv: no bias", dkdv, BIASED, Launched(|l| force(l, "has_slopes", 0))),
-    ("dkdv: another distance", dkdv, BIASED_STEPS, Launched(|l| force(l, "distance", -40))),
+    ("dkdv: another distance", dkdv, BIASED_STEPS, Launched(|l| force(l, "q_position", 40))),
     ("dkdv: slopes of one head", dkdv, BIASED, Compiled(one_slope)),
     ("dkdv: slopes for e", dkdv, BIASED, Compiled(natural_slopes)),
     ("dkdv: queries after keys", dkdv, BIASED, Compiled(turn_distances)),
@@ -222,12 +253,47 @@ const MUTANTS: [Mutant; 54] = [
     ("dq: no bias", dq, BIASED, Launched(|l| force(l, "has_slopes", 0))),
     ("dq: slopes for e", dq, BIASED, Compiled(natural_slopes)),
     ("dq: queries after keys", dq, BIASED, Compiled(turn_distances)),
+    ("dq: the slopes' gradient without distances", dq, BIASED, Compiled(forget_distances)),
+    ("dq: no gradient of slopes", dq, BIASED, Launched(|l| force(l, "has_dslopes", 0))),
+    ("dq: the slopes' gradient of another head", dq, BIASED, Launched(|l| move_a_row(l, "dslopes"))),
+    ("dq: the slopes' gradient of one entry", dq, BIASED, Launched(|l| force(l, "dslopes_batch_stride", 600))),
+    ("fwd: nothing dropped", fwd, DROPPED, Launched(|l| force(l, "has_dropout", 0))),
+    ("fwd: what stays is not scaled", fwd, DROPPED, Launched(|l| scale(l, "keep_scale", 0.6))),
+    ("fwd: what is dropped stays", fwd, DROPPED, Launched(|l| force(l, "threshold", 0))),
+    ("fwd: one multiplier for both", fwd, DROPPED, Compiled(one_multiplier)),
+    ("fwd: the first of four words for all", fwd, DROPPED, Compiled(first_word)),
+    ("fwd: another rate", fwd, DROPPED, Launched(|l| force(l, "threshold", 1 << 30))),
+    ("fwd: keys from the first on", fwd, DROPPED_STEPS, Launched(|l| force(l, "k_position", 0))),
+    ("fwd: a query further on", fwd, DROPPED, Launched(|l| force(l, "q_position", 41))),
+    ("fwd: a key further on", fwd, DROPPED, Launched(|l| force(l, "k_position", 1))),
+    ("fwd: rows one apart", fwd, DROPPED, Launched(|l| force(l, "position_stride", 1))),
+    ("fwd: numbers of one entry", fwd, DROPPED, Launched(|l| force(l, "dropout_batch_stride", 0))),
+    ("fwd: numbers a word further on", fwd, DROPPED, Launched(|l| move_a_row(l, "dropout"))),
+    ("dkdv: nothing dropped", dkdv, DROPPED, Launched(|l| force(l, "has_dropout", 0))),
+    ("dkdv: what stays is not scaled", dkdv, DROPPED, Launched(|l| scale(l, "keep_scale", 0.6))),
+    ("dkdv: queries from the first on", dkdv, DROPPED_STEPS, Launched(|l| force(l, "q_position", 40))),
+    ("dkdv: a key further on", dkdv, DROPPED, Launched(|l| force(l, "k_position", 1))),
+    ("dq: nothing dropped", dq, DROPPED, Launched(|l| force(l, "has_dropout", 0))),
+    ("dq: what stays is not scaled", dq, DROPPED, Launched(|l| scale(l, "keep_scale", 0.6))),
+    ("dq: a query further on", dq, DROPPED, Launched(|l| force(l, "q_position", 41))),
 ];
 
 #[test]
 fn every_mistake_of_the_general_variants_is_found() {
     assert_found(
-        &[TEXT, CROSS, BATCH_END, CAPPED, UNEVEN, UNEVEN_STEPS, BIASED, BIASED_STEPS, BIASED_END],
+        &[
+            TEXT,
+            CROSS,
+            BATCH_END,
+            CAPPED,
+            UNEVEN,
+            UNEVEN_STEPS,
+            BIASED,
+            BIASED_STEPS,
+            BIASED_END,
+            DROPPED,
+            DROPPED_STEPS,
+        ],
         &[fwd, dkdv, dq],
         &MUTANTS,
     );

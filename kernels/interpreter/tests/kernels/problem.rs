@@ -124,6 +124,15 @@ impl Problem {
         }
     }
 
+    /// The largest distance of a query and a key that it sees.
+    pub fn farthest(&self) -> f32 {
+        let Case { batch, q_len, kv_len, .. } = self.case;
+        let seen = |b, i| (0..kv_len).filter(move |&j| self.case.sees(b, i, j));
+        let rows = (0..batch).flat_map(|b| (0..q_len).map(move |i| (b, i)));
+        let far = rows.flat_map(|(b, i)| seen(b, i).map(move |j| self.case.distance(i, j).abs()));
+        far.max().unwrap_or(0) as f32
+    }
+
     /// Does query row `at`, counted over entries and heads, see no key?
     pub fn blind(&self, at: usize) -> bool {
         let Case { q_len, kv_len, heads, .. } = self.case;

@@ -52,6 +52,8 @@ pub struct Dense {
     pub dq: Vec<f64>,
     pub dk: Vec<f64>,
     pub dv: Vec<f64>,
+    /// What each query adds to its slope's gradient, as lse.
+    pub dslopes: Vec<f64>,
     /// The largest scaled and capped score, without its sign.
     pub largest: f64,
 }
@@ -79,14 +81,25 @@ fn capped<R: Real>(case: &Case, score: R) -> (R, R) {
     (cap * ratio, one - ratio * ratio)
 }
 
+/// A key that a query sees.
+struct Pair<R> {
+    key: usize,
+    score: R,
+    /// What the soft cap makes of the score's gradient.
+    slope: R,
+    /// What dropout makes of the weight.
+    keep: R,
+    distance: R,
+}
+
 /// ALiBi's bias of a pair so far apart.
 fn bias<R: Real>(case: &Case, inputs: &Inputs, (b, h): (usize, usize), distance: i64) -> R {
     R::from(inputs.slopes[b * case.heads + h]) * R::from(distance as f32)
 }
 
-/// p = e^(s − lse), o = Σ p v, dp = dout·v, delta = dout·o − dlse, ds = p (dp − delta) times what
-/// the soft cap gives, dq = scale Σ ds k, dk = scale Σ ds q, dv = Σ p dout; `store_o` rounds o as
-/// what delta is computed from is.
+/// p = e^(s − lse), o = Σ p keep v, dp = keep dout·v, delta = dout·o − dlse, ds = p (dp − delta),
+/// dslope = Σ ds distance; then, with what the soft cap gives times ds, dq = scale Σ ds k,
+/// dk = scale Σ ds q, dv = Σ p keep dout; `store_o` rounds o as what delta is computed from is.
 pub fn dense<R: Real>(case: &Case, inputs: &Inputs, store_o: impl Fn(R) -> R) -> Dense {
     let Case { batch, q_len, kv_len, heads, kv_heads, head_dim: dim, .. } = *case;
     let value_dim = case.value_dim();
@@ -96,7 +109,8 @@ pub fn dense<R: Real>(case: &Case, inputs: &Inputs, store_o: impl Fn(R) -> R) ->
     let queries = batch * q_len * heads;
     let mut o = vec![zero; queries * value_dim];
     let mut lse = vec![R::from(f32::NEG_INFINITY); queries];
-    let (mut delta, mut dq) = (vec![zero; queries], vec![zero; queries * dim]);
+    let (mut delta, mut dslopes) = (vec![zero; queries], vec![zero; queries]);
+    let mut dq = vec![zero; queries * dim];
     let keys = batch * kv_len * kv_heads;
     let (mut dk, mut dv) = (vec![zero; keys * dim], vec![zero; keys * value_dim]);
     let key_rows = |array: &[f32], dim| -> Vec<Vec<R>> {
@@ -107,36 +121,42 @@ pub fn dense<R: Real>(case: &Case, inputs: &Inputs, store_o: impl Fn(R) -> R) ->
         let (b, i, h) = (at / heads / q_len, at / heads % q_len, at % heads);
         let key = |j: usize| (b * kv_len + j) * kv_heads + h / (heads / kv_heads);
         let (q, dout) = (row::<R>(&inputs.q, at, dim), row::<R>(&inputs.dout, at, value_dim));
-        let scores: Vec<_> = (0..kv_len)
+        let pairs: Vec<_> = (0..kv_len)
             .filter(|&j| case.sees(b, i, j))
             .map(|j| {
                 let (score, slope) = capped(case, scale * dot(&q, &k[key(j)]));
-                (key(j), (score + bias(case, inputs, (b, h), case.distance(i, j)), slope))
+                let distance = case.distance(i, j);
+                let keep = R::from(case.kept((b, h), i, j));
+                let score = score + bias(case, inputs, (b, h), distance);
+                Pair { key: key(j), score, slope, keep, distance: R::from(distance as f32) }
             })
             .collect();
         let mut max = R::from(f32::NEG_INFINITY);
-        for &(_, (score, _)) in &scores {
+        for &Pair { score, .. } in &pairs {
             max = if score > max { score } else { max };
             largest = largest.max(score.into().abs());
         }
-        let total = scores.iter().fold(zero, |sum, &(_, (score, _))| sum + (score - max).exp());
+        let total = pairs.iter().fold(zero, |sum, pair| sum + (pair.score - max).exp());
         let out = &mut o[at * value_dim..][..value_dim];
-        if !scores.is_empty() {
+        if !pairs.is_empty() {
             lse[at] = max + total.ln();
-            scores.iter().for_each(|&(j, (score, _))| add_scaled(out, (score - max).exp(), &v[j]));
+            for pair in &pairs {
+                add_scaled(out, (pair.score - max).exp() * pair.keep, &v[pair.key]);
+            }
             out.iter_mut().for_each(|x| *x = *x / total);
         }
         let stored: Vec<R> = out.iter().map(|&x| store_o(x)).collect();
         delta[at] = dot(&dout, &stored) - R::from(inputs.dlse[at]);
-        for (j, (score, slope)) in scores {
+        for Pair { key: j, score, slope, keep, distance } in pairs {
             let p = (score - lse[at]).exp();
-            let ds = scale * p * (dot(&dout, &v[j]) - delta[at]) * slope;
-            add_scaled(&mut dq[at * dim..][..dim], ds, &k[j]);
-            add_scaled(&mut dk[j * dim..][..dim], ds, &q);
-            add_scaled(&mut dv[j * value_dim..][..value_dim], p, &dout);
+            let ds = p * (keep * dot(&dout, &v[j]) - delta[at]);
+            dslopes[at] += ds * distance;
+            add_scaled(&mut dq[at * dim..][..dim], scale * ds * slope, &k[j]);
+            add_scaled(&mut dk[j * dim..][..dim], scale * ds * slope, &q);
+            add_scaled(&mut dv[j * value_dim..][..value_dim], p * keep, &dout);
         }
     }
     let wide = |tensor: Vec<R>| tensor.into_iter().map(Into::into).collect();
-    let [o, lse, delta, dq, dk, dv] = [o, lse, delta, dq, dk, dv].map(wide);
-    Dense { o, lse, delta, dq, dk, dv, largest }
+    let [o, lse, delta, dq, dk, dv, dslopes] = [o, lse, delta, dq, dk, dv, dslopes].map(wide);
+    Dense { o, lse, delta, dq, dk, dv, dslopes, largest }
 }

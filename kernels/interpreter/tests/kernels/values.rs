@@ -202,7 +202,9 @@ fn tile_shapes_of_all_targets() {
             band: (-90, 10),
             segments: (instance.kernel != plain).then_some((DOCUMENTS, DOCUMENTS)),
             soft_cap: if instance.kernel == plain { 0.0 } else { 5.0 },
-            alibi: (instance.kernel != plain).then_some((7, 1)),
+            slopes: instance.kernel != plain,
+            dropout: (instance.kernel != plain).then_some(0.2),
+            positions: (0, 7, 1),
             ..CASE
         };
         let found = check(&Problem::new(case), Change::None);
@@ -225,7 +227,8 @@ fn passes_follow_each_other() {
         ..CASE
     };
     let general = Case { segments: Some((DOCUMENTS, DOCUMENTS)), soft_cap: 3.0, ..whole };
-    let general = Case { value_dim: Some(24), alibi: Some((-20, 1)), ..general };
+    let general = Case { value_dim: Some(24), slopes: true, positions: (20, 0, 1), ..general };
+    let general = Case { dropout: Some(0.25), ..general };
     for case in [whole, Case { element: F16, band: CAUSAL, ..whole }, general] {
         let mut problem = Problem::new(case);
         let stored = |o| round(case.element, o);

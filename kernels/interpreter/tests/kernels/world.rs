@@ -132,6 +132,12 @@ impl Array {
         self.scalar.write(memory, self.at(b, row, h), values);
     }
 
+    /// The first row of an entry as unsigned numbers.
+    pub fn put_words(&self, memory: &mut Memory, b: usize, words: &[u32]) {
+        let words: Vec<_> = words.iter().map(|&word| word as i32).collect();
+        memory.write_i32(self.at(b, 0, 0), &words);
+    }
+
     /// One row of one head.
     pub fn get(&self, memory: &Memory, (b, row, h): (usize, usize, usize)) -> Vec<f32> {
         self.scalar.read(memory, self.at(b, row, h), self.dim)

@@ -149,7 +149,7 @@ fn buffers(call: &Call, arrays: Arrays, workspace: u64) -> (Vec<FakeBuffer>, Vec
     let values = array(dims(kv_len, kv_heads, value_dim));
     let f32 = sys::XLA_FFI_DataType_F32;
     let rows = |address| FakeBuffer::new(f32, &dims(q_len, heads, 1)[..3], at(address));
-    let Extras { q_segments, k_segments, slopes } = arrays.extras();
+    let Extras { q_segments, k_segments, slopes, dropout, dslopes } = arrays.extras();
     let mut extras = Vec::new();
     if features.segments {
         for (address, len) in [(q_segments, q_len), (k_segments, kv_len)] {
@@ -160,6 +160,9 @@ fn buffers(call: &Call, arrays: Arrays, workspace: u64) -> (Vec<FakeBuffer>, Vec
     if features.slopes {
         extras.push(FakeBuffer::new(f32, &dims(heads, 1, 1)[..2], at(slopes)));
     }
+    if features.dropout.is_some() {
+        extras.push(FakeBuffer::new(sys::XLA_FFI_DataType_U32, &dims(4, 1, 1)[..2], at(dropout)));
+    }
     let bytes = [call.workspace_bytes() as i64];
     let scratch = FakeBuffer::new(sys::XLA_FFI_DataType_U8, &bytes, at(workspace));
     match arrays {
@@ -169,7 +172,13 @@ fn buffers(call: &Call, arrays: Arrays, workspace: u64) -> (Vec<FakeBuffer>, Vec
         }
         Arrays::Backward { q, k, v, o, lse, dout, dlse, dq, dk, dv, .. } => {
             let args = [queries(q), keys(k), values(v), outputs(o), rows(lse), outputs(dout)];
-            let rets = vec![queries(dq), keys(dk), values(dv), scratch];
+            let mut rets = vec![queries(dq), keys(dk), values(dv)];
+            if features.slopes {
+                // In place: the result is the operand.
+                extras.push(rows(dslopes));
+                rets.push(rows(dslopes));
+            }
+            rets.push(scratch);
             (args.into_iter().chain([rows(dlse)]).chain(extras).collect(), rets)
         }
     }
