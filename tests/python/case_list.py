@@ -12,6 +12,13 @@ LARGEST = 4000**2 * 160
 """What a case of the pairwise choice should cost the reference, where its pairs leave a choice."""
 DRAWN = 5000
 """How many of the features' product --full runs; all would take weeks."""
+ABOUT = (
+    *("causal", "window", "segments", "soft_cap", "slopes", "sinks", "dropout"),
+    *("head_dim", "value_dim", "kv_len"),
+)
+"""What a choice of features is named after."""
+LONG = 720
+"""Positions of a sequence of several tiles."""
 EXPONENTIAL = 128
 """Cost of a pair of query and key beside head_dim."""
 
@@ -66,6 +73,33 @@ def feature_choices(full=False):
     generator = random.Random(0)
     drawn = ({name: generator.choice(v) for name, v in values.items()} for _ in range(DRAWN))
     return list(filter(_allowed, drawn))
+
+
+def features_alone():
+    """Each feature by itself: arguments of `features.Problem`."""
+    return _features("alone")
+
+
+def features_together():
+    """Some of them at once, over sequences of several tiles: likewise."""
+    long = {"batch": 1, "q_len": LONG, "kv_len": LONG, "heads": 2, "kv_heads": 1}
+    return [long | choice for choice in _features("together")]
+
+
+def feature_name(choice):
+    """What such a choice is about."""
+    words = []
+    for name, x in choice.items():
+        if name in ABOUT and not (name == "kv_len" and x == choice.get("q_len")):
+            values = "/".join(map(str, x)) if isinstance(x, tuple) else x
+            words.append(name if x is True else f"{name} {values}")
+    return ", ".join(words)
+
+
+def _features(name):
+    found = json.loads(FILE.read_text())[name]
+    pairs = ("mesh", "window")
+    return [{n: tuple(x) if n in pairs else x for n, x in choice.items()} for choice in found]
 
 
 def pairwise(values, cost=None):

@@ -48,18 +48,23 @@ class Problem:
     """Arrays instead of the random ones."""
 
     def arrays(self):
-        """By name, in the order of the sequence.
-
-        Sinks weigh about as much as some keys; slopes make few units of score at the farthest key,
-        since more cost float32 its digits.
-        """
-        rows, heads = (self.batch, self.q_len, self.heads), (self.heads,)
+        """By name, in the order of the sequence."""
+        rows = (self.batch, self.q_len, self.heads)
         keys = (self.batch, self.kv_len, self.kv_heads)
         shapes = [(*rows, self.head_dim), (*keys, self.head_dim), (*keys, self.value_dim)]
         shapes.append((*rows, self.value_dim))
         found = zip("qkvd", ring.normal(sum(keys), *shapes, dtype=self.dtype), strict=True)
         found = {"dout" if name == "d" else name: x for name, x in found}
-        found["dlse"], sinks, slopes = ring.normal(sum(rows), rows, heads, heads)
+        (found["dlse"],) = ring.normal(sum(rows), rows)
+        return found | self.extras() | self.changes
+
+    def extras(self):
+        """Those of features.
+
+        Sinks weigh about as much as some keys; slopes make few units of score at the farthest key,
+        since more cost float32 its digits.
+        """
+        found, (sinks, slopes) = {}, ring.normal(self.heads, *[(self.heads,)] * 2)
         if self.sinks:
             found["sinks"] = sinks + 1
         if self.slopes:
@@ -68,7 +73,7 @@ class Problem:
             found |= segment_ids(self.segments, self.batch, self.q_len, self.kv_len)
         if self.dropout:
             found["dropout_key"] = np.asarray(jax.random.key_data(jax.random.key(self.batch)))
-        return found | self.changes
+        return found
 
     def expected(self, arrays):
         """What the reference says."""
