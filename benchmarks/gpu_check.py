@@ -1,14 +1,17 @@
 """The ring on one GPU: right by float64, at ease beside XLA's collectives, and how fast.
 
-One command, under eight minutes, for a machine with an NVIDIA GPU and jax[cuda13] 0.11.2 or newer,
+One command, under ten minutes, for a machine with an NVIDIA GPU and jax[cuda13] 0.11.2 or newer,
 but no Rust: with the built wheel installed, or `--wheel dist/….whl`. Its parts:
 
   one        the shared cases on a ring of one, forward and gradients, against float64
   virtual    all ranks of a ring on the one GPU, copies instead of messages: every layout and mode
+  features   windows, segments, soft cap, slopes, sinks, dropout, widths, cross attention: one
+             rank with all gradients, and the virtual ring
   losses     a transformer's losses with our attention and with jax.nn's
-  speed      the virtual ring against one launch of the same work; a layer against cuDNN's
+  speed      the virtual ring against one launch of the same work, a window against the whole
+             causal mask, a layer against cuDNN's
   memory     peak of forward and backward, each in a fresh process
-  processes  2 and 4 processes on the one GPU, over NCCL
+  processes  2 and 4 processes on the one GPU, over NCCL, features too
   training   200 steps of two processes, parameters gathered and gradients summed beside the ring
 
 Every part runs in processes of its own, with limits on time: one failure hides nothing. Prints a
@@ -87,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", type=_names, help="only these, with commas between")
-    parser.add_argument("--seconds", type=float, default=470.0, help="about, for all")
+    parser.add_argument("--seconds", type=float, default=570.0, help="about, for all")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with stand-ins")
     parser.add_argument("--wheel", type=Path, help="use this one; default: what is installed")
     parser.add_argument("--out", type=Path, help="folder of the results")

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .problem import Problem
+from .plain import by_head, exponentials, scores
+from .problem import PER_HEAD, Problem
 
 BAR = 1.5
 """Our error may be so many times what rounding costs."""
@@ -21,6 +22,8 @@ UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 ROUNDING = 0.42
 """Error of rounding to nearest, in the norm, in units of the type."""
 MANTISSAS = {"bfloat16": 7, "float16": 10}
+PRODUCTS = 4e-6
+"""Error of a long sum of float32 products, in the sum of their absolute values."""
 LSE = 1e-5
 """Largest error of lse, which is computed and kept in float32."""
 GROWTH = 1.2
@@ -42,26 +45,52 @@ def exact(problem: Problem) -> Exact:
 
 @functools.lru_cache(maxsize=128)
 def _exact(problem: Problem) -> Exact:
-    """Computed where JAX computes.
+    """Computed where JAX computes, from scores s of `plain.scores`.
 
-    s = softmax_scale · q kᵀ;  lse = ln Σ eˢ;  p = e^(s − lse);  o = p v
-    delta = rowsum(dout ∘ o) − dlse;  ds = p ∘ (dout vᵀ − delta)
-    dv = pᵀ dout;  dq = softmax_scale · ds k;  dk = softmax_scale · dsᵀ q
+    lse = ln (Σ eˢ + e^sink);  p = e^(s − lse);  w = p ∘ kept / (1 − rate);  o = w v
+    delta = rowsum(dout ∘ o) − dlse;  ds = w ∘ dout vᵀ − p ∘ delta
+    dslope = Σ ds · (key position − query position);  dsink = −Σ e^(sink − lse) delta
+    capped: ds ∘= 1 − tanh²;  dv = wᵀ dout;  dq = softmax_scale · ds k;  dk = softmax_scale · dsᵀ q
     """
     arrays = problem.inputs()
-    statics = (problem.is_causal, problem.softmax_scale, MANTISSAS[problem.dtype])
+    words = arrays.pop("dropout_key", None)
+    if problem.dropout:
+        arrays["kept"] = _kept(problem, words)
+    wide = {
+        n: x if x.dtype in (np.int32, bool) else x.astype(np.float64) for n, x in arrays.items()
+    }
     with jax.enable_x64(True):
-        given = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays.values()]
-        results, rounded, spread = _jitted(statics, *given)
+        results, rounded, spread = _jitted(problem, {n: jnp.asarray(x) for n, x in wide.items()})
         results, rounded = jax.tree.map(np.asarray, (results, rounded))
     unit = ROUNDING * UNITS[problem.dtype]
     # What one run's rounding costs is chance where there are few numbers: hence the second term,
     # which is the expected norm if every product's terms are rounded independently.
     cost = {
-        name: float(np.hypot(np.linalg.norm(x - results[name]), unit * float(spread[name])))
+        name: float(np.hypot(np.linalg.norm(_off(x, results[name])), unit * float(spread[name])))
         for name, x in rounded.items()
     }
+    for name in PER_HEAD.values():
+        if name in cost:  # kept in float32, where what rounding o costs may all but vanish
+            cost[name] += PRODUCTS * float(spread["terms of " + name])
     return Exact(results, cost)
+
+
+def _kept(problem: Problem, words: Any) -> Any:
+    """Which weights dropout keeps, [batch, queries, heads, keys], as the tests compute it."""
+    import philox  # type: ignore[import-not-found]
+
+    places = np.arange(problem.seq), np.arange(problem.kv_shape[1])
+    kept = [
+        [philox.kept(problem.dropout, words, b, h, *places) for h in range(problem.heads)]
+        for b in range(problem.batch)
+    ]
+    return np.array(kept).swapaxes(1, 2)
+
+
+def _off(found: Any, true: Any) -> Any:
+    """Differences; none where both are −inf, as lse of a row that sees nothing."""
+    nothing = np.isneginf(true) & np.isneginf(found)
+    return np.where(nothing, 0, found) - np.where(nothing, 0, true)
 
 
 def judge(problem: Problem, found: dict[str, Any]) -> dict[str, Any]:
@@ -69,11 +98,12 @@ def judge(problem: Problem, found: dict[str, Any]) -> dict[str, Any]:
     wanted, errors, wrong = exact(problem), {}, []
     for name, got in found.items():
         true = wanted.results[name]
-        dtype = np.dtype(np.float32) if name == "lse" else jnp.dtype(problem.dtype)
+        narrow = name != "lse" and name not in PER_HEAD.values()
+        dtype = jnp.dtype(problem.dtype if narrow else np.float32)
         if got.shape != true.shape or got.dtype != dtype:
             wrong.append(f"{name}: {got.dtype} {got.shape}, expected {dtype} {true.shape}")
             continue
-        off = np.asarray(got, np.float64) - true
+        off = _off(np.asarray(got, np.float64), true)
         if name == "lse":
             error, limit = float(np.abs(off).max()), LSE
         else:
@@ -90,63 +120,100 @@ def shown(errors: dict[str, float]) -> str:
     return "  ".join(f"{n} {e:.0e}" if n == "lse" else f"{n} {e:.2f}" for n, e in errors.items())
 
 
+Named = dict[str, jax.Array]
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def _jitted(statics: tuple[bool, float, int], *arrays: jax.Array) -> Any:
+def _jitted(problem: Problem, arrays: Named) -> tuple[Named, Named, Named]:
     """Results, the same with roundings, and the norms of their terms."""
-    q, k, v, dout, dlse = (x.swapaxes(1, 2) for x in arrays)
-    batch, heads = q.shape[:2]
-    group = heads // k.shape[1]
-    keys, values = (jnp.repeat(x, group, axis=1) for x in (k, v))
-    flat = [x.reshape(batch * heads, *x.shape[2:]) for x in (q, keys, values, dout, dlse)]
-    found = lax.map(lambda row: _head(statics, *row), tuple(flat))
+    batch, heads = problem.batch, problem.heads
+    group = heads // problem.kv_heads
+    flat = {
+        name: _of_each_head(problem, name, by_head(name, x, group)) for name, x in arrays.items()
+    }
+    found = lax.map(functools.partial(_head, problem), flat)
 
     def whole(name: str, x: jax.Array) -> jax.Array:
         x = x.reshape(batch, heads, *x.shape[1:])
+        if name in PER_HEAD.values():
+            return x.sum(0)
         if name in ("dk", "dv"):
             x = x.reshape(batch, heads // group, group, *x.shape[2:]).sum(2)
         return x.swapaxes(1, 2)
 
-    results, rounded, spread = ({n: whole(n, x) for n, x in part.items()} for part in found)
-    rounded = {name: _round(statics[2], x) for name, x in rounded.items()}
-    return results, rounded, {name: jnp.sqrt(x.sum()) for name, x in spread.items()}
-
-
-def _head(
-    statics: tuple[bool, float, int],
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    dout: jax.Array,
-    dlse: jax.Array,
-) -> tuple[dict[str, jax.Array], ...]:
-    """One head: exact; with its products' inputs rounded; sums of the terms' squares."""
-    is_causal, scale, mantissa = statics
-    s = scale * (q @ k.T)
-    if is_causal:
-        s = jnp.where(jnp.tri(s.shape[0], s.shape[1], dtype=bool), s, -jnp.inf)
-    top = s.max(-1, keepdims=True)
-    weights = jnp.exp(s - top)
-    total = weights.sum(-1, keepdims=True)
-    p = weights / total
-    o, dp = p @ v, dout @ v.T
-
-    def gradients(o: jax.Array, round_to: Any) -> dict[str, jax.Array]:
-        delta = (dout * o).sum(-1) - dlse
-        ds = round_to(p * (dp - delta[:, None]))
-        return {"dq": scale * (ds @ k), "dk": scale * (ds.T @ q), "dv": round_to(p).T @ dout}
-
-    def round_to(x: jax.Array) -> jax.Array:
-        return _round(mantissa, x)
-
-    results = {"o": o, "lse": (top + jnp.log(total))[:, 0], **gradients(o, lambda x: x)}
-    rounded = {"o": round_to(weights) @ v / total, **gradients(round_to(o), round_to)}
-    delta = (dout * o).sum(-1) - dlse
-    ds = scale * p * (jnp.abs(dp) + jnp.abs(delta)[:, None])
-    spread = {"o": p**2 @ v**2, "dv": (p**2).T @ dout**2}
-    spread |= {"dq": ds**2 @ k**2, "dk": (ds**2).T @ q**2}
+    results, rounded = ({n: whole(n, x) for n, x in part.items()} for part in found[:2])
+    narrow = {"o", "dq", "dk", "dv"}
+    rounded = {n: _round(problem, x) if n in narrow else x for n, x in rounded.items()}
+    spread = {
+        n: jnp.linalg.norm(x.reshape(batch, heads).sum(0))
+        if n.startswith("terms")
+        else jnp.sqrt(x.sum())
+        for n, x in found[2].items()
+    }
     return results, rounded, spread
 
 
-def _round(mantissa: int, x: jax.Array) -> jax.Array:
+def _of_each_head(problem: Problem, name: str, x: jax.Array) -> jax.Array:
+    """[batch · heads, …]"""
+    batch, heads = problem.batch, problem.heads
+    if name in PER_HEAD:
+        return jnp.tile(x, batch)
+    if x.ndim == 2:  # ids
+        return jnp.repeat(x, heads, axis=0)
+    return x.reshape(batch * heads, *x.shape[2:])
+
+
+def _head(problem: Problem, of: Named) -> tuple[Named, Named, Named]:
+    """One head: exact; with its products' inputs rounded; sums of the terms' squares."""
+    q, k, v, dout, dlse = (of[name] for name in ("q", "k", "v", "dout", "dlse"))
+    scale = problem.softmax_scale
+    places = jnp.arange(problem.seq), jnp.arange(problem.kv_shape[1])
+    s, cap_slope, distance = scores(problem, of, *places)
+    weights, total, top = exponentials(problem, s, of)
+    some = jnp.where(total > 0, total, 1)
+    p, lse = weights / some, (top + jnp.log(total))[:, 0]
+    kept: Any = 1.0
+    if problem.dropout:
+        kept = of["kept"] / (1 - np.float64(np.float32(problem.dropout)))
+    o, dp = (p * kept) @ v, kept * (dout @ v.T)
+    share = jnp.exp(of["sinks"] - lse) if problem.sinks else None
+
+    def gradients(o: jax.Array, round_to: Any) -> Named:
+        delta = (dout * o).sum(-1) - dlse
+        ds = p * (dp - delta[:, None])
+        found = {}
+        if share is not None:
+            found["dz"] = -(share * delta).sum()
+        if problem.slopes:
+            found["dslopes"] = (ds * distance).sum()
+        ds = round_to(ds * cap_slope)
+        found |= {"dq": scale * (ds @ k), "dk": scale * (ds.T @ q)}
+        return found | {"dv": round_to(p * kept).T @ dout}
+
+    def round_to(x: jax.Array) -> jax.Array:
+        return _round(problem, x)
+
+    results = {"o": o, "lse": lse, **gradients(o, lambda x: x)}
+    near = round_to(weights * kept) @ v / some
+    if share is not None:  # it joins rows that are rounded
+        left = 1 - share[:, None]
+        near = round_to(near / jnp.where(left > 0, left, 1)) * left
+    rounded = {"o": near, **gradients(round_to(o), round_to)}
+    delta = (dout * o).sum(-1) - dlse
+    absolute = p * (jnp.abs(dp) + jnp.abs(delta)[:, None])
+    ds, w = scale * cap_slope * absolute, p * kept
+    spread = {"o": w**2 @ v**2, "dv": (w**2).T @ dout**2}
+    spread |= {"dq": ds**2 @ k**2, "dk": (ds**2).T @ q**2}
+    of_delta = ((dout * o) ** 2).sum(-1)
+    if share is not None:
+        spread |= {"dz": (share**2 * of_delta).sum(), "terms of dz": (share * jnp.abs(delta)).sum()}
+    if problem.slopes:
+        far = jnp.abs(distance)
+        spread["dslopes"] = ((p * distance).sum(-1) ** 2 * of_delta).sum()
+        spread["terms of dslopes"] = (absolute * far).sum()
+    return results, rounded, spread
+
+
+def _round(problem: Problem, x: jax.Array) -> jax.Array:
     # A cast to and fro may be optimised away.
-    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=mantissa)
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=MANTISSAS[problem.dtype])

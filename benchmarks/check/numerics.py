@@ -6,11 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import exact, ours, virtual
-from .problem import Problem, shared, systematic
+from . import exact, ours, shared, virtual
+from .problem import RESULTS, Problem
 
 FEW = ("smallest-head", "2x4x1-zigzag-causal-n2-g4")
 """Shared cases that a rehearsal runs."""
+FEW_FEATURES = ("window 7/3", "slopes", "sinks", "dropout 0.2", "value_dim 64")
+ONE_RANK = ", one rank"
 GROWTH = "error against the length of the ring"
 
 
@@ -19,13 +21,12 @@ class One:
 
     def names(self, rehearse: bool) -> list[str]:
         """Of the items."""
-        return list(_chosen(shared(), rehearse))
+        return list(_chosen(shared.correctness(), rehearse))
 
     def measure(self, name: str, rehearse: bool) -> dict[str, Any]:
         """Errors of one case."""
-        problem = _chosen(shared(), rehearse)[name].on_one_rank()
-        mesh = ours.line(1)
-        return _row(name, problem, ours.passes(problem, mesh), ours.put(mesh, problem))
+        problem = _chosen(shared.correctness(), rehearse)[name].on_one_rank()
+        return _one(name, problem)
 
 
 class Virtual:
@@ -43,12 +44,39 @@ class Virtual:
         return _virtual(name, self._problems(rehearse)[name], ring)
 
     def _problems(self, rehearse: bool) -> dict[str, Problem]:
-        rings = [problem for problem in shared() if problem.world_size > 1]
-        ordered = systematic()
+        rings = [problem for problem in shared.correctness() if problem.world_size > 1]
+        ordered = shared.systematic()
         if rehearse:
             one = ordered[17]
             ordered = [replace(one, seq=one.world_size * 21)]
         return _chosen(rings, rehearse) | {problem.name: problem for problem in ordered}
+
+
+class Features:
+    """What the general variant of the kernels is for, and windows: on one rank through
+    `burst_attention.attention`, with all gradients, and on the virtual ring."""
+
+    def names(self, rehearse: bool) -> list[str]:
+        """Of the items."""
+        return list(self._problems(rehearse))
+
+    def measure(self, name: str, rehearse: bool) -> dict[str, Any]:
+        """Errors of one problem."""
+        problem = self._problems(rehearse)[name]
+        if name.endswith(ONE_RANK):
+            return _one(name, problem.on_one_rank())
+        return _virtual(name, problem, virtual.ring(rehearse))
+
+    def _problems(self, rehearse: bool) -> dict[str, Problem]:
+        found = {}
+        for problem in shared.features(1 if rehearse else shared.LONGER):
+            about = problem.name.split(shared.RING)[0]
+            if rehearse and about not in FEW_FEATURES:
+                continue
+            if virtual.is_possible(problem):
+                found[problem.name] = problem
+            found[about + ONE_RANK] = problem
+        return found
 
 
 def _chosen(problems: list[Problem], rehearse: bool) -> dict[str, Problem]:
@@ -59,17 +87,30 @@ def _chosen(problems: list[Problem], rehearse: bool) -> dict[str, Problem]:
     }
 
 
+def _one(name: str, problem: Problem) -> dict[str, Any]:
+    mesh = ours.line(1)
+    run, given = ours.passes(problem, mesh), ours.put(mesh, problem)
+    return _row(name, problem, run, given, problem.results)
+
+
 def _virtual(name: str, problem: Problem, ring: Any) -> dict[str, Any]:
-    given = [virtual.stacked(problem, x) for x in problem.inputs().values()]
-    return _row(name, problem, virtual.passes(problem, ring), given, virtual.merged)
+    run, given = virtual.passes(problem, ring), virtual.given(problem)
+    return _row(name, problem, run, given, RESULTS, virtual.merged)
 
 
-def _row(name: str, problem: Problem, run: Any, given: list[Any], merge: Any = None) -> Any:
+def _row(
+    name: str,
+    problem: Problem,
+    run: Any,
+    given: list[Any],
+    results: tuple[str, ...],
+    merge: Any = None,
+) -> Any:
     """Runs twice: the results must be right, and the same again."""
     first, again = (jax.tree.map(np.asarray, run(*given)) for _ in range(2))
-    found = ours.restored(problem, [merge(x) for x in first] if merge else list(first))
-    row = exact.judge(problem, found)
-    for result, x, y in zip(ours.NAMES, first, again, strict=True):
+    whole = [merge(x) for x in first] if merge else list(first)
+    row = exact.judge(problem, ours.restored(problem, dict(zip(results, whole, strict=True))))
+    for result, x, y in zip(results, first, again, strict=True):
         if x.tobytes() != y.tobytes():
             row["wrong"].append(f"{result}: not the same again")
     return {"name": name, "shown": exact.shown(row["errors"]), **row}
@@ -79,8 +120,7 @@ def _growth(ring: Any, seq: int, sizes: tuple[int, ...]) -> dict[str, Any]:
     """Accumulators stay in float32 over the ring, so that its length must not matter."""
     base = Problem("", batch=1, seq=seq, heads=4, kv_heads=2, head_dim=128)
     rows = {size: _virtual("", replace(base, world_size=size), ring) for size in sizes}
-    mesh = ours.line(1)
-    alone = _row("", base, ours.passes(base, mesh), ours.put(mesh, base))
+    alone = _one("", base)
     errors = {1: alone["errors"], **{size: row["errors"] for size, row in rows.items()}}
     wrong = [reason for row in (alone, *rows.values()) for reason in row["wrong"]]
     ratios = {

@@ -10,11 +10,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .problem import Problem
+from .problem import OPERANDS, PER_HEAD, Problem
 
 AXIS = "context"
 SPEC = P(None, AXIS)
-NAMES = ("o", "lse", "dq", "dk", "dv")
+WHOLE = (*PER_HEAD, "dropout_key")
+"""Inputs that every rank has."""
 
 
 def line(count: int) -> Mesh:
@@ -23,38 +24,92 @@ def line(count: int) -> Mesh:
 
 
 def passes(problem: Problem, mesh: Mesh, attention: Callable[..., Any] = ba.attention) -> Any:
-    """A compiled function of q, k, v, dout, dlse on the mesh: o, lse, dq, dk, dv."""
-    local = partial(
-        attention,
+    """A compiled function of the problem's inputs on the mesh, in their order: its results."""
+    operands, wanted = _operands(problem), _differentiated(problem)
+
+    @jax.jit
+    def run(*arrays: Any) -> tuple[jax.Array, ...]:
+        given = dict(zip(operands, arrays, strict=True))
+        cotangents = given.pop("dout"), given.pop("dlse")
+        inputs = {name: given.pop(name) for name in wanted}
+        specs = {name: spec(name) for name in (*inputs, *given)}
+        attend = jax.shard_map(
+            partial(_local, problem, attention),
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=(SPEC, SPEC),
+        )
+        (o, lse), pullback = jax.vjp(lambda inputs: attend({**inputs, **given}), inputs)
+        (found,) = pullback(cotangents)
+        return o, lse, *(found[name] for name in wanted)
+
+    return run
+
+
+def _local(problem: Problem, attention: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """A rank's part, with no argument that the problem can do without."""
+    qkv = [given[name] for name in "qkv"]
+    given = {name: x for name, x in given.items() if name not in ("q", "k", "v")}
+    options: dict[str, Any] = {}
+    if problem.segments:
+        options["segment_ids"] = given.pop("q_segments"), given.pop("kv_segments")
+    if problem.dropout:
+        options["dropout_rate"] = problem.dropout
+    if problem.window:
+        options["local_window_size"] = problem.window
+    if problem.soft_cap:
+        options["logits_soft_cap"] = problem.soft_cap
+    return attention(
+        *qkv,
         axis_name=AXIS,
         is_causal=problem.is_causal,
         layout=problem.layout,
         backward=problem.backward,
         return_residual=True,
+        **given,
+        **options,
     )
-    attend = jax.shard_map(local, mesh=mesh, in_specs=(SPEC,) * 3, out_specs=(SPEC, SPEC))
 
-    @jax.jit
-    def run(q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> tuple[jax.Array, ...]:
-        (o, lse), pullback = jax.vjp(attend, q, k, v)
-        return o, lse, *pullback((dout, dlse))
 
-    return run
+def spec(name: str) -> P:
+    """How an input is sharded."""
+    return P() if name in WHOLE else SPEC
+
+
+def _operands(problem: Problem) -> list[str]:
+    """Names of the inputs, in their order."""
+    features = {
+        "sinks": problem.sinks,
+        "alibi_slopes": problem.slopes,
+        "q_segments": problem.segments,
+        "kv_segments": problem.segments,
+        "dropout_key": problem.dropout,
+    }
+    return [*OPERANDS, *(name for name, there in features.items() if there)]
+
+
+def _differentiated(problem: Problem) -> list[str]:
+    """Names of those that have gradients, in the order of the results."""
+    return [name for name in _operands(problem) if name in ("q", "k", "v", *PER_HEAD)]
 
 
 def put(mesh: Mesh, problem: Problem) -> list[jax.Array]:
     """The inputs in the problem's layout, each process placing its own shards."""
-    sharding, size = NamedSharding(mesh, SPEC), mesh.shape[AXIS]
+    size = mesh.shape[AXIS]
     placed: list[jax.Array] = []
-    for x in problem.inputs().values():
-        stored = np.asarray(ba.to_layout(x, size, problem.layout))
-        placed.append(jax.make_array_from_callback(stored.shape, sharding, stored.__getitem__))
+    for name, x in problem.inputs().items():
+        sharding = NamedSharding(mesh, spec(name))
+        if name not in WHOLE:
+            x = np.asarray(ba.to_layout(x, size, problem.layout))
+        placed.append(jax.make_array_from_callback(x.shape, sharding, x.__getitem__))
     return placed
 
 
-def restored(problem: Problem, stored: list[Any]) -> dict[str, Any]:
+def restored(problem: Problem, stored: dict[str, Any]) -> dict[str, Any]:
     """Whole results on the host, by name, back in the order of the sequence."""
     return {
-        name: np.asarray(ba.from_layout(np.asarray(x), problem.world_size, problem.layout))
-        for name, x in zip(NAMES, stored, strict=True)
+        name: np.asarray(x)
+        if x.ndim == 1
+        else np.asarray(ba.from_layout(np.asarray(x), problem.world_size, problem.layout))
+        for name, x in stored.items()
     }

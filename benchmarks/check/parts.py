@@ -190,12 +190,13 @@ def _together(
 
 
 PARTS: dict[str, tuple[Carry, float]] = {
-    "one": (listed("one", must=True), 0.28),
-    "virtual": (listed("virtual", must=True), 0.52),
-    "losses": (listed("losses", must=True), 0.58),
-    "speed": (listed("speed", must=False), 0.72),
-    "memory": (listed("memory", must=False, fresh=True), 0.80),
-    "processes": (processes, 0.90),
+    "one": (listed("one", must=True), 0.23),
+    "virtual": (listed("virtual", must=True), 0.43),
+    "features": (listed("features", must=True), 0.55),
+    "losses": (listed("losses", must=True), 0.60),
+    "speed": (listed("speed", must=False), 0.73),
+    "memory": (listed("memory", must=False, fresh=True), 0.79),
+    "processes": (processes, 0.91),
     "training": (training, 1.0),
 }
 """Each part, and until which share of the budget it may go on, from the end of the one before."""

@@ -15,9 +15,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
     parts = {name: part["rows"] for name, part in results["parts"].items()}
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(15, 4.6), layout="constrained")
-    checked = [*parts.get("one", []), *parts.get("virtual", []), *parts.get("processes", [])]
+    checked = [row for n in ("one", "virtual", "features", "processes") for row in parts.get(n, [])]
     _errors(left, [row for row in checked if "bar" in row])
-    _tax(middle, [row for row in parts.get("speed", []) if row["kind"] == "ring"])
+    _tax(middle, [row for row in parts.get("speed", []) if row["kind"] != "layer"])
     _losses(right, [*parts.get("losses", []), *parts.get("training", [])])
     rehearsal = " (REHEARSAL with stand-ins)" if results["rehearsal"] else ""
     figure.suptitle(f"The ring on {results.get('environment', {}).get('device')}{rehearsal}")
@@ -42,7 +42,7 @@ def _errors(axis: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _tax(axis: Any, rows: list[dict[str, Any]]) -> None:
-    axis.set_title("virtual ring, time of one launch = 1")
+    axis.set_title("virtual ring, time of one launch = 1; windows: of the causal mask")
     if not rows:
         return _nothing(axis)
     for at, row in enumerate(rows):

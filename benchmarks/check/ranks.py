@@ -1,5 +1,6 @@
 """What each of several processes does: finds the others, then its part of a ring."""
 
+from dataclasses import replace
 from typing import Any
 
 import burst_attention as ba
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from . import exact, ours, plain
+from . import exact, ours, plain, shared
 from .problem import Problem
 
 MEMBERS = {
@@ -22,7 +23,9 @@ MEMBERS = {
     "contiguous full": Problem("", 2, 788, 8, 1, 64, "bfloat16", False, "contiguous"),
     "messages of megabytes": Problem("", 1, 8192, 8, 8, 128, "bfloat16", True, "zigzag"),
 }
-FEW = ("zigzag causal, keys travel",)
+FEW = ("zigzag causal, keys travel", "window 127/0, sinks")
+REHEARSED = 200
+"""Positions in a rehearsal, at most."""
 
 
 def join(address: str, count: int, rank: int) -> dict[str, Any]:
@@ -35,26 +38,34 @@ def join(address: str, count: int, rank: int) -> dict[str, Any]:
     return {"device": jax.local_devices()[0].device_kind}
 
 
+def _members() -> dict[str, Problem]:
+    """Those, and features in the shared list's combinations."""
+    together = shared.together()
+    return MEMBERS | {problem.name.split(shared.RING)[0]: problem for problem in together}
+
+
 class Members:
     """Problems for the ring over all processes."""
 
     def names(self, rehearse: bool) -> list[str]:
         """Of the items."""
-        return [name for name in MEMBERS if not rehearse or name in FEW]
+        return [name for name in _members() if not rehearse or name in FEW]
 
     def measure(self, name: str, rehearse: bool) -> dict[str, Any]:
         """Errors of output, lse and gradients of the ring over all processes."""
         size = jax.device_count()
-        problem = MEMBERS[name]
-        seq = problem.seq // (16 if rehearse else 1) // (2 * size) * 2 * size
-        problem = Problem(**(vars(problem) | {"seq": seq, "world_size": size}))
+        problem = _members()[name]
+        seq = min(problem.seq, REHEARSED) if rehearse else problem.seq
+        seq = seq // (2 * size) * 2 * size
+        problem = replace(problem, seq=seq, kv_seq=seq, world_size=size)
         mesh = ours.line(size)
         attention = plain.gathered if rehearse else ba.attention
         run, given = ours.passes(problem, mesh, attention), ours.put(mesh, problem)
         first, again = (jax.block_until_ready(run(*given)) for _ in range(2))
+        names = problem.results
         whole = [multihost_utils.process_allgather(x, tiled=True) for x in first]
-        row = exact.judge(problem, ours.restored(problem, whole))
-        for result, x, y in zip(ours.NAMES, first, again, strict=True):
+        row = exact.judge(problem, ours.restored(problem, dict(zip(names, whole, strict=True))))
+        for result, x, y in zip(names, first, again, strict=True):
             mine = (np.asarray(part.addressable_data(0)).tobytes() for part in (x, y))
             if len(set(mine)) != 1:
                 row["wrong"].append(f"{result}: not the same again")

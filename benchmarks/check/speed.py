@@ -1,12 +1,14 @@
-"""Time of the virtual ring against one launch of the same work, and of a layer against cuDNN's."""
+"""Time of the virtual ring against one launch of the same work and of a window against the whole
+mask, and of a layer against cuDNN's."""
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import burst_attention as ba
+import cases
 import jax
 import jax.numpy as jnp
 from gpu.library import AbsentError
@@ -18,6 +20,10 @@ from .problem import Problem
 
 BARS = {"forward": 1.12, "forward + backward": 1.08}
 """The virtual ring may take so many times one launch."""
+WINDOW = "window-1k"
+"""Of the shared cases."""
+PRUNED = 3.0
+"""A window may take so many times its share of the causal mask's pairs of that mask's time."""
 WORLD_SIZE = 8
 SECONDS = 2.5
 """For the rounds of one row, about."""
@@ -26,9 +32,17 @@ ROOMY = 60e9
 """Bytes of a device that holds 32 heads of 64K tokens twice, with gradients."""
 
 
+ONE = "one launch"
+CONTENDERS = {
+    "ring": ("virtual ring", ONE),
+    "window": ("with the window", "whole causal mask"),
+    "layer": ("ours", "cuDNN"),
+}
+
+
 @dataclass(frozen=True)
 class Item:
-    """A row: the ring's tax, or a whole layer."""
+    """A row: the ring's tax, what is left of its time with a window, or a whole layer."""
 
     problem: Problem
     kind: str
@@ -40,16 +54,33 @@ class Item:
         p = self.problem
         local = p.seq // p.world_size
         length = f"{local // 1024}K" if local >= 1024 else str(local)
-        what = (
-            f"{p.world_size} × {length}" if self.kind == "ring" else f"layer {p.batch} × {length}"
-        )
+        what = f"layer {p.batch}" if self.kind == "layer" else str(p.world_size)
+        what += f" × {length}" + (f", window {p.window[0]}," if p.window else "")
         return f"{what} {p.heads}:{p.kv_heads} D{p.head_dim}, {self.which}"
 
     @property
+    def contenders(self) -> tuple[str, str]:
+        """Names."""
+        return CONTENDERS[self.kind]
+
+    @property
+    def judge(self) -> str:
+        """Whose results the first's are held against."""
+        return self.contenders[1] if self.kind == "layer" else ONE
+
+    @property
+    def bar(self) -> float:
+        """The first may take so many times the second, if it isn't a peer."""
+        if self.kind == "ring":
+            return BARS[self.which]
+        whole = replace(self.problem, window=None)
+        return PRUNED * self.problem.pairs / whole.pairs
+
+    @property
     def flop(self) -> float:
-        """4·B·S²·H·D / 2 forward, 2.5 times that backward."""
+        """4·B·H·D for each pair forward, 2.5 times that backward."""
         p = self.problem
-        forward = 2.0 * p.batch * p.seq**2 * p.heads * p.head_dim
+        forward = 4.0 * p.batch * p.pairs * p.heads * p.head_dim
         return forward * (1.0 if self.which == "forward" else 3.5)
 
 
@@ -63,7 +94,7 @@ class Speed:
     def measure(self, name: str, rehearse: bool) -> dict[str, Any]:
         """Medians of both contenders, who take turns."""
         item = _items(rehearse)[name]
-        contenders = _ring if item.kind == "ring" else _layer
+        contenders = {"ring": _ring, "window": _window, "layer": _layer}[item.kind]
         try:
             return _measure(item, *contenders(item, rehearse), rehearse)
         except jax.errors.JaxRuntimeError as error:
@@ -92,8 +123,26 @@ def _items(rehearse: bool) -> dict[str, Item]:
     if rehearse:
         rings, layers = rings[1:2], layers[1:]
     found = [Item(p, "ring", which) for p in rings for which in BARS]
+    found += [Item(_windowed(rehearse), "window", which) for which in BARS]
     found += [Item(p, "layer", which) for p in layers for which in BARS]
     return {item.name: item for item in found}
+
+
+def _windowed(rehearse: bool) -> Problem:
+    """The shared case, with as many heads as make a GPU work."""
+    case = cases.find(WINDOW)
+    assert case.window
+    many, few = heads(rehearse)
+    seq = 16 * WORLD_SIZE if rehearse else case.seq
+    window = (case.window[0] * seq // case.seq, 0)
+    return Problem(
+        "",
+        *(1, seq, many, few, 128),
+        layout="contiguous",
+        world_size=case.mesh[1],
+        with_dlse=False,
+        window=window,
+    )
 
 
 Program = Callable[[], Any]
@@ -122,11 +171,20 @@ def _ring(item: Item, rehearse: bool) -> tuple[Program, Program, Any]:
     return lambda: ring_pass(*cut), lambda: one_pass(*whole), apart
 
 
+def _window(item: Item, rehearse: bool) -> tuple[Program, Program, Any]:
+    """The virtual ring with the window and without, and how far one launch's results are apart."""
+    mine, _, apart = _ring(item, rehearse)
+    whole = replace(item, problem=replace(item.problem, window=None))
+    other, _, _ = _ring(whole, rehearse)
+    return mine, other, apart
+
+
 def _attend(problem: Problem, mesh: Any) -> Callable[..., Any]:
     local = functools.partial(
         ba.attention,
         axis_name=ours.AXIS,
         is_causal=problem.is_causal,
+        local_window_size=problem.window,
         layout=problem.layout,
         return_residual=True,
     )
@@ -169,10 +227,10 @@ def _layer(item: Item, rehearse: bool) -> tuple[Program, Program, Any]:
 
 
 def _measure(item: Item, mine: Program, other: Program, apart: Any, rehearse: bool) -> Any:
-    names = ("virtual ring", "one launch") if item.kind == "ring" else ("ours", "cuDNN")
+    names = item.contenders
     differs = apart()
     wrong = [
-        f"result {index} differs from that of {names[1]} by {x:.1e}, expected at most {AGREE}"
+        f"result {index} differs from that of {item.judge} by {x:.1e}, expected at most {AGREE}"
         for index, x in enumerate(differs)
         if not x <= AGREE
     ]
@@ -193,11 +251,11 @@ def _measure(item: Item, mine: Program, other: Program, apart: Any, rehearse: bo
         "which": item.which,
         "contenders": contenders,
     }
-    if item.kind == "ring":
-        ratio, bar = first["ms"] / second["ms"], BARS[item.which]
-        verdict = f"{ratio:.3f} × one launch, bar {bar:.2f}"
+    if item.kind != "layer":
+        ratio, bar = first["ms"] / second["ms"], item.bar
+        verdict = f"{ratio:.3f} × {names[1]}, bar {bar:.2f}"
         if not ratio <= bar and not rehearse:
-            wrong.append(f"{ratio:.3f} × one launch, expected at most {bar:.2f}")
+            wrong.append(f"{ratio:.3f} × {names[1]}, expected at most {bar:.2f}")
         row |= {"ratio": ratio, "bar": bar}
     else:
         ratio = second["ms"] / first["ms"]

@@ -16,7 +16,7 @@ import numpy as np
 from gpu.library import find_library
 
 from . import plain
-from .problem import Problem
+from .problem import OPERANDS, Problem
 
 TARGETS = {name: f"burst_attention_virtual_{name}" for name in ("forward", "backward")}
 STAGES = ("instantiate", "initialize", "execute")
@@ -50,15 +50,14 @@ def workspace_bytes(problem: Problem, which: str) -> int:
     """Of all ranks together, from the library."""
     function = library().burst_attention_workspace
     function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_char_p
-    local = problem.seq // problem.world_size
     request: dict[str, Any] = {
         "pass": which,
         "batch": problem.batch,
-        "q_len": local,
-        "kv_len": local,
+        "q_len": problem.seq // problem.world_size,
+        "kv_len": problem.kv_shape[1] // problem.world_size,
     }
     request |= {"heads": problem.heads, "kv_heads": problem.kv_heads}
-    request |= {"head_dim": problem.head_dim, "value_dim": problem.head_dim}
+    request |= {"head_dim": problem.head_dim, "value_dim": problem.v_shape[3]}
     request |= {"dtype": problem.dtype, "softmax_scale": problem.softmax_scale}
     request |= {"layout": problem.layout, "world_size": problem.world_size}
     request |= {"options": _options(problem)}
@@ -70,14 +69,40 @@ def workspace_bytes(problem: Problem, which: str) -> int:
 
 
 def _options(problem: Problem) -> dict[str, Any]:
-    """Of the plain variant of the kernels: full or causal, and no features."""
-    window = {"window_left": -1, "window_right": 0 if problem.is_causal else -1}
-    return window | {
-        "logits_soft_cap": 0.0,
-        "has_segments": False,
-        "has_slopes": False,
-        "dropout_rate": 0.0,
+    left, right = problem.window or (-1, -1)
+    return {
+        "window_left": left,
+        "window_right": 0 if problem.is_causal else right,
+        "logits_soft_cap": float(problem.soft_cap or 0.0),
+        "has_segments": _is_general(problem),
+        "has_slopes": problem.slopes,
+        "dropout_rate": problem.dropout,
     }
+
+
+def _is_general(problem: Problem) -> bool:
+    """Does the general variant of the kernels compute? It always compares segments."""
+    features = (problem.segments, problem.soft_cap, problem.slopes)
+    return any(features) or problem.v_shape[3] != problem.head_dim
+
+
+def is_possible(problem: Problem) -> bool:
+    """Sinks are no business of the calls, which have no dropout yet."""
+    return not (problem.sinks or problem.dropout)
+
+
+def given(problem: Problem) -> list[Any]:
+    """The problem's inputs, stacked, as `passes` takes them."""
+    inputs, size = problem.inputs(), problem.world_size
+    found = [stacked(problem, inputs[name]) for name in OPERANDS]
+    if _is_general(problem):
+        for name, like in (("q_segments", "q"), ("kv_segments", "k")):
+            ids = inputs.get(name, np.zeros(inputs[like].shape[:2], np.int32))
+            found.append(stacked(problem, ids))
+    if problem.slopes:
+        shape = (size, problem.batch, problem.heads)
+        found.append(np.ascontiguousarray(np.broadcast_to(inputs["alibi_slopes"], shape)))
+    return found
 
 
 class Calls:
@@ -86,14 +111,17 @@ class Calls:
     def __init__(self) -> None:
         _register()
 
-    def forward(self, problem: Problem, q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array]:
+    def forward(
+        self, problem: Problem, q: Any, k: Any, v: Any, *extras: Any
+    ) -> tuple[jax.Array, jax.Array]:
         """o and lse."""
+        o = jax.ShapeDtypeStruct((*q.shape[:4], v.shape[4]), q.dtype)
         lse = jax.ShapeDtypeStruct(q.shape[:4], jnp.float32)
-        o, lse, _ = self._call(problem, "forward", [q, lse], q, k, v)
+        o, lse, _ = self._call(problem, "forward", [o, lse], q, k, v, *extras)
         return o, lse
 
     def backward(self, problem: Problem, *operands: Any) -> tuple[jax.Array, ...]:
-        """dq, dk, dv from q, k, v, o, lse, dout, dlse."""
+        """dq, dk, dv from q, k, v, o, lse, dout, dlse and what features need."""
         found = self._call(problem, "backward", operands[:3], *operands, backward=problem.backward)
         return tuple(found[:3])
 
@@ -120,23 +148,35 @@ class Calls:
 class StandIn:
     """Dense attention on the same arrays, where there is no GPU."""
 
-    def forward(self, problem: Problem, q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array]:
+    def forward(
+        self, problem: Problem, q: Any, k: Any, v: Any, *extras: Any
+    ) -> tuple[jax.Array, jax.Array]:
         """See `Calls`."""
         self._ask(problem, "forward")
-        o, lse = self._attend(problem, *(merged(x) for x in (q, k, v)))
+        o, lse = self._attend(problem, extras, *(merged(x) for x in (q, k, v)))
         return self._split(problem, o), self._split(problem, lse)
 
     def backward(self, problem: Problem, *operands: Any) -> tuple[jax.Array, ...]:
         """See `Calls`."""
         self._ask(problem, "backward")
-        q, k, v, _, _, dout, dlse = (merged(x) for x in operands)
-        _, pullback = jax.vjp(functools.partial(self._attend, problem), q, k, v)
+        q, k, v, _, _, dout, dlse = (merged(x) for x in operands[:7])
+        _, pullback = jax.vjp(functools.partial(self._attend, problem, operands[7:]), q, k, v)
         return tuple(self._split(problem, x) for x in pullback((dout, dlse)))
 
-    def _attend(self, problem: Problem, q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array]:
+    def _attend(
+        self, problem: Problem, extras: Any, q: Any, k: Any, v: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        of = {"q": q, "k": k, "v": v}
+        if problem.segments:
+            of |= {"q_segments": merged(extras[0]), "kv_segments": merged(extras[1])}
+        if problem.slopes:
+            of["alibi_slopes"] = extras[-1][0, 0]
         size = problem.world_size
-        positions = jnp.asarray(ba.to_layout(np.arange(problem.seq), size, problem.layout, axis=0))
-        return plain.dense(q, k, v, positions, positions, problem.is_causal)
+        places = [
+            jnp.asarray(ba.to_layout(np.arange(x.shape[1]), size, problem.layout, axis=0))
+            for x in (q, k)
+        ]
+        return plain.dense(problem, of, *places)
 
     def _split(self, problem: Problem, x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0], problem.world_size, -1, *x.shape[2:]).swapaxes(0, 1)
@@ -153,12 +193,12 @@ def ring(rehearse: bool) -> Calls | StandIn:
 
 
 def passes(problem: Problem, ring: Calls | StandIn) -> Any:
-    """A compiled function of stacked q, k, v, dout, dlse: o, lse, dq, dk, dv."""
+    """A compiled function of stacked q, k, v, dout, dlse, …: o, lse, dq, dk, dv."""
 
     @jax.jit
-    def run(q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> tuple[jax.Array, ...]:
-        o, lse = ring.forward(problem, q, k, v)
-        return o, lse, *ring.backward(problem, q, k, v, o, lse, dout, dlse)
+    def run(q: Any, k: Any, v: Any, dout: Any, dlse: Any, *extras: Any) -> tuple[jax.Array, ...]:
+        o, lse = ring.forward(problem, q, k, v, *extras)
+        return o, lse, *ring.backward(problem, q, k, v, o, lse, dout, dlse, *extras)
 
     return run
 

@@ -18,6 +18,7 @@ from gpu import serve
 PARTS = {
     "one": "check.numerics:One",
     "virtual": "check.numerics:Virtual",
+    "features": "check.numerics:Features",
     "losses": "check.losses:Losses",
     "speed": "check.speed:Speed",
     "memory": "check.memory:Memory",

@@ -1,4 +1,4 @@
-"""What of `make gpu-check` needs no GPU: a rehearsal of it all, its failures, its measures."""
+"""What of `make gpu-check` needs no GPU: a rehearsal of it all, and its failures."""
 
 import importlib
 import json
@@ -11,20 +11,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from case_list import FILE
-from reference import dense
 
 BENCHMARKS = FILE.parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
-exact, group, parts, problem, run, speed, training, virtual = (
+group, numerics, parts, problem, run, speed, training, virtual = (
     importlib.import_module(f"check.{name}")
-    for name in ("exact", "group", "parts", "problem", "run", "speed", "training", "virtual")
+    for name in (*("group", "numerics", "parts", "problem", "run", "speed", "training", "virtual"),)
 )
 command = importlib.import_module("gpu_check")
 session = importlib.import_module("gpu.session")
+SMALL = problem.Problem("", 2, 70, 4, 2, 32, "bfloat16", True, "striped", 2)
 COMMAND = [sys.executable, str(BENCHMARKS / "gpu_check.py")]
 
 
@@ -44,6 +42,10 @@ def test_rehearsal_runs_every_part_on_the_wheel(tmp_path):
     assert {name: part["verdict"] for name, part in written["parts"].items()} == dict.fromkeys(
         parts.PARTS, "passed"
     )
+    about = {name: [row["name"] for row in part["rows"]] for name, part in written["parts"].items()}
+    assert len(about["features"]) == len(numerics.Features().names(True)) == 8
+    assert any("window" in name for name in about["processes"])
+    assert any("window" in name for name in about["speed"])
     assert not any(part["left_out"] for part in written["parts"].values())
     assert written["several processes by"] == "NCCL_HOSTID"
     if find_spec("matplotlib"):
@@ -215,108 +217,6 @@ def test_each_process_seems_to_be_on_a_host_of_its_own(monkeypatch):
         assert float(one["XLA_PYTHON_CLIENT_MEM_FRACTION"]) <= 0.5
 
 
-SMALL = problem.Problem("", 2, 70, 4, 2, 32, "bfloat16", True, "striped", 2)
-
-
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_float64_on_the_device_equals_the_reference_of_the_tests(is_causal):
-    one = problem.replace(SMALL, is_causal=is_causal)
-    given = one.inputs()
-    wanted = dense(*given.values(), causal=is_causal)
-    for name, found in exact.exact(one).results.items():
-        np.testing.assert_allclose(found, getattr(wanted, name), rtol=1e-11, atol=1e-13)
-
-
-def rounded(results, bits):
-    """As if computed exactly and kept with so many bits."""
-    kept = {}
-    for name, x in results.items():
-        mantissa, exponent = np.frexp(x)
-        x = np.ldexp(np.round(mantissa * 2**bits) / 2**bits, exponent)
-        kept[name] = x.astype(np.float32 if name == "lse" else jnp.bfloat16)
-    return kept
-
-
-def test_judge_takes_rounded_results_and_no_worse():
-    results = exact.exact(SMALL).results
-    good = exact.judge(SMALL, rounded(results, 40))
-    assert good["wrong"] == []
-    assert all(0.2 < error < 0.8 for name, error in good["errors"].items() if name != "lse")
-    worse = exact.judge(SMALL, rounded(results, 6))["wrong"]
-    assert {text.split(":")[0] for text in worse} == {"o", "lse", "dq", "dk", "dv"}
-
-
-@pytest.mark.parametrize("name", ["o", "lse", "dq", "dk", "dv"])
-def test_judge_notices_one_wrong_row_and_nan_and_the_type(name):
-    good = rounded(exact.exact(SMALL).results, 40)
-    for spoil in (lambda x: x * 0, lambda x: x * np.nan):
-        bad = dict(good)
-        bad[name] = bad[name].copy()
-        bad[name][0, 3] = spoil(bad[name][0, 3])
-        assert [text.split(":")[0] for text in exact.judge(SMALL, bad)["wrong"]] == [name]
-    other = good | {name: good[name].astype(np.float64)}
-    assert "expected" in exact.judge(SMALL, other)["wrong"][0]
-
-
-def test_problems_are_of_types_the_kernels_take_and_cover_layouts_and_modes():
-    shared, systematic = problem.shared(), problem.systematic()
-    assert {p.dtype for p in (*shared, *systematic)} == {"bfloat16", "float16"}
-    assert len({p.name for p in (*shared, *systematic)}) == len(shared) + len(systematic)
-    found = {(p.world_size, p.layout, p.backward, p.is_causal) for p in systematic}
-    assert len(found) == 3 * 3 * 2 * 2
-    assert all(p.heads > p.kv_heads and p.batch == 2 for p in systematic)
-
-
-@pytest.mark.parametrize("layout", problem.LAYOUTS)
-def test_shards_are_those_of_the_layout(layout):
-    import burst_attention as ba
-
-    one = problem.replace(SMALL, layout=layout, seq=72, world_size=4)
-    x = one.inputs()["q"]
-    shards = virtual.stacked(one, x)
-    for rank in range(4):
-        positions = ba.layout_positions(72, 4, layout, rank=rank)
-        np.testing.assert_array_equal(shards[rank], x[:, positions])
-    np.testing.assert_array_equal(virtual.unstacked(one, shards), x)
-
-
-def test_virtual_ring_is_called_as_the_library_wants_it(monkeypatch):
-    monkeypatch.setattr(virtual, "_register", lambda: None)
-    monkeypatch.setattr(virtual, "workspace_bytes", lambda _, which: {"forward": 77}.get(which, 99))
-    one = problem.replace(SMALL, backward="queries")
-    given = [virtual.stacked(one, x) for x in one.inputs().values()]
-    traced = virtual.passes(one, virtual.Calls()).trace(*given)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    forward, backward = (line for line in text.splitlines() if "stablehlo.custom_call" in line)
-    assert "@burst_attention_virtual_forward" in forward
-    assert "@burst_attention_virtual_backward" in backward
-    for line, bytes_ in ((forward, 77), (backward, 99)):
-        for attribute in (
-            "world_size = 2 : i64",
-            'layout = "striped"',
-            "window_left = -1 : i64",
-            "window_right = 0 : i64",
-            "logits_soft_cap = 0.000000e+00 : f32",
-            "has_segments = false",
-            "softmax_scale = 0.17677",
-            'axis_name = "context"',
-            f"tensor<{bytes_}xui8>",
-        ):
-            assert attribute in line
-    assert 'backward = "queries"' in backward
-    assert "tensor<2x2x35x4xf32>" in forward
-
-
-def test_library_has_the_virtual_ring_and_knows_its_workspace():
-    if not hasattr(virtual.library(), "burst_attention_workspace"):
-        pytest.skip("this library was built without the calls for CUDA")
-    needed = {which: virtual.workspace_bytes(SMALL, which) for which in ("forward", "backward")}
-    assert 0 < needed["forward"] < needed["backward"]
-    with pytest.raises(RuntimeError, match="workspace of"):
-        virtual.workspace_bytes(problem.replace(SMALL, head_dim=33), "forward")
-    virtual.Calls()  # finds and registers every stage
-
-
 def test_losses_must_agree_be_finite_and_fall():
     falling = [3.0, 2.5, 2.0]
     assert parts.compare(falling, [3.0, 2.51, 2.0], 0.01)[1] == []
@@ -345,6 +245,17 @@ def test_ring_slower_than_its_bar_fails(monkeypatch):
     assert 1.5 < row["ratio"] < 2.5
     assert "expected at most 1.12" in row["wrong"][0]
     assert speed._measure(item, fast, fast, lambda: [0.5], False)["wrong"][0].startswith("result 0")
+
+
+def test_window_that_is_not_pruned_fails(monkeypatch):
+    monkeypatch.setattr(speed, "SECONDS", 0.0)
+    monkeypatch.setattr(speed, "SAMPLE_MS", 1.0)
+    item = next(item for item in speed._items(False).values() if item.kind == "window")
+    assert 0.09 < item.bar < 0.1  # three times 1,025 of 65,536 / 2
+    slow, fast = (lambda seconds=s: time.sleep(seconds) for s in (0.02, 0.0005))
+    assert speed._measure(item, fast, slow, lambda: [0.0], rehearse=False)["wrong"] == []
+    row = speed._measure(item, slow, slow, lambda: [0.0], rehearse=False)
+    assert "× whole causal mask, expected at most 0.09" in row["wrong"][0]
 
 
 def test_full_device_is_no_failure_of_a_row(monkeypatch):

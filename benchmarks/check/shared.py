@@ -1,0 +1,128 @@
+"""tests/cases.json as problems in 16-bit types, and a systematic list beside it."""
+
+from typing import Any
+
+import case_list  # type: ignore[import-not-found]
+
+from .problem import LAYOUTS, SHORT, Problem
+
+LONGER = 33
+"""What is alone in tests/cases.json gets so many times as long, windows too: several tiles, and
+ends within one."""
+RING = ": ring of "
+"""In a problem's name, after what it is about."""
+PLACES: tuple[dict[str, Any], ...] = (
+    {"world_size": 8, "layout": "zigzag", "backward": "keys"},
+    {"world_size": 4, "layout": "striped", "backward": "queries", "dtype": "float16"},
+    {"world_size": 2, "layout": "contiguous", "backward": "queries"},
+    {"world_size": 4, "layout": "contiguous", "backward": "keys", "head_dim": 64},
+)
+"""Where features are alone, in turn."""
+
+
+def correctness() -> list[Problem]:
+    """As the correctness tests choose from the list; float32 becomes bfloat16.
+
+    Axes beside the ring's only make batch and heads smaller, so that a ring of the same length
+    takes the whole of them.
+    """
+    return [_problem(case) for case in case_list.correctness_cases()]
+
+
+def _problem(case: Any) -> Problem:
+    backward, with_dlse = case.variants[0]
+    cast = case.dtype == "float32"
+    return Problem(
+        name=case.name + ("-as-bfloat16" if cast else ""),
+        batch=case.batch,
+        seq=case.seq,
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        dtype="bfloat16" if cast else case.dtype,
+        is_causal=case.causal,
+        layout=case.layout,
+        world_size=case.mesh[1],
+        backward=backward,
+        with_dlse=with_dlse,
+    )
+
+
+def features(longer: int = LONGER) -> list[Problem]:
+    """Each feature alone, so many times as long as in the tests, and those `together`."""
+    alone = [
+        _feature(choice, PLACES[index % len(PLACES)], longer)
+        for index, choice in enumerate(case_list.features_alone())
+    ]
+    return alone + together()
+
+
+def together() -> list[Problem]:
+    """Features in combinations, over sequences of several tiles."""
+    return [_feature(choice, {}) for choice in case_list.features_together()]
+
+
+def _feature(choice: dict[str, Any], place: dict[str, Any], longer: int = 1) -> Problem:
+    """In the words of this tool. Where no width is given, a value_dim is that beside 32."""
+    given: dict[str, Any] = {
+        "head_dim": 128,
+        "layout": "contiguous",
+        "mesh": (1, 4, 1),
+        "q_len": 48,
+    }
+    given |= place | choice
+    width, window = given["head_dim"], given.get("window")
+    value_dim = given.get("value_dim", 0)
+    if "head_dim" not in choice:
+        value_dim = min(256, value_dim * width // 32)
+    taken = ("layout", "backward", "soft_cap", "segments", "slopes", "sinks", "dropout")
+    size = given.get("world_size", given["mesh"][1])
+    return Problem(
+        name=f"{case_list.feature_name(choice)}{RING}{size}, {given['layout']}",
+        batch=given.get("batch", 2),
+        seq=longer * given["q_len"],
+        heads=given.get("heads", 4),
+        kv_heads=given.get("kv_heads", 2),
+        head_dim=width,
+        dtype="float16" if given.get("dtype") == "float16" else "bfloat16",
+        is_causal=given.get("causal", False),
+        world_size=size,
+        kv_seq=longer * given.get("kv_len", given["q_len"]),
+        value_dim=value_dim,
+        window=window and (longer * window[0], longer * window[1]),
+        **{name: given[name] for name in taken if name in given},
+    )
+
+
+def systematic() -> list[Problem]:
+    """Rings of 2, 4 and 8: every layout, both backward modes, both masks.
+
+    With grouped heads, two batch entries, lengths that fit no tile (odd ones, but for zigzag,
+    whose shards are two chunks), and both types and two widths in turn.
+    """
+    found: list[Problem] = []
+    for world_size in (2, 4, 8):
+        for layout in LAYOUTS:
+            for backward in ("keys", "queries"):
+                for is_causal in (True, False):
+                    head_dim = 128 if len(found) % 3 else 64
+                    dtype = "float16" if len(found) % 4 == 3 else "bfloat16"
+                    local = 198 if layout == "zigzag" else 197
+                    mask = "causal" if is_causal else "full"
+                    found.append(
+                        Problem(
+                            name=f"ring of {world_size}, {layout} {mask}, {backward} travel, "
+                            f"D{head_dim} {SHORT[dtype]}",
+                            batch=2,
+                            seq=local * world_size,
+                            heads=8,
+                            kv_heads=2,
+                            head_dim=head_dim,
+                            dtype=dtype,
+                            is_causal=is_causal,
+                            layout=layout,
+                            world_size=world_size,
+                            backward=backward,
+                        )
+                    )
+    return found
