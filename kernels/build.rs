@@ -22,6 +22,11 @@ mod parallel;
 #[path = "src/record.rs"]
 mod record;
 
+/// The compiler of the kernels copies and drops syntax trees more than it does anything else.
+#[cfg(feature = "cuda")]
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 fn main() {
     #[cfg(feature = "cuda")]
     images::build();
