@@ -49,3 +49,7 @@ use burst_attention_kernels::instances;
 pub use error::{Error, Fault};
 pub use launch::{Argument, Launch, run};
 pub use memory::{Address, Memory};
+
+/// Of every test that runs kernels: tiles are made and dropped in each step of a program.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;

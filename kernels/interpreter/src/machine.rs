@@ -4,7 +4,7 @@ use super::error::{Error, Fault, Outcome, malformed, unsupported};
 use super::launch::Launch;
 use super::memory::Memory;
 use super::program::{Body, Program, Step, at, slot};
-use super::tile::{Tile, tile_type};
+use super::tile::{Tile, declared_tile};
 use super::view::{TensorView, TileView};
 use cutile_ir::bytecode::Opcode;
 use cutile_ir::ir::{ScalarType, Type, format_type};
@@ -205,9 +205,10 @@ impl<'a> Machine<'a> {
     fn check_type(&self, ty: &Type, value: &Value) -> Outcome<()> {
         let fits = match value {
             Value::Tile(tile) => {
-                let (element, shape) = tile_type(ty)?;
+                let (element, shape) = declared_tile(ty)?;
                 let lanes = self.lanes.is_some() && shape.is_empty();
-                element == tile.element && (lanes || shape == *tile.shape)
+                let sizes = tile.shape.iter().map(|&size| size as i64);
+                element == tile.element && (lanes || shape.iter().copied().eq(sizes))
             }
             Value::Tensor(_) => matches!(ty.without_pointer_attribute(), Type::TensorView(_)),
             Value::View(_) => matches!(

@@ -258,17 +258,20 @@ pub(super) fn unsigned(value: i64, bits: u32) -> u64 {
     value as u64 & (u64::MAX >> (64 - bits))
 }
 
-/// Shape and element of a tile's type.
+/// Element and shape of a tile's type.
 pub(super) fn tile_type(ty: &Type) -> Outcome<(Element, Vec<usize>)> {
+    let (element, shape) = declared_tile(ty)?;
+    let size = |&size: &i64| match usize::try_from(size) {
+        Ok(size) => Ok(size),
+        Err(_) => malformed(format!("tile of size {size}")),
+    };
+    Ok((element, shape.iter().map(size).collect::<Outcome<_>>()?))
+}
+
+/// The same with the shape as the type has it: every step of a program looks at its results'.
+pub(super) fn declared_tile(ty: &Type) -> Outcome<(Element, &[i64])> {
     match ty.without_pointer_attribute() {
-        Type::Tile(TileType { shape, element_type }) => {
-            let size = |&size: &i64| match usize::try_from(size) {
-                Ok(size) => Ok(size),
-                Err(_) => malformed(format!("tile of size {size}")),
-            };
-            let shape = shape.iter().map(size).collect::<Outcome<Vec<_>>>()?;
-            Ok((Element::of(element_type)?, shape))
-        }
+        Type::Tile(TileType { shape, element_type }) => Ok((Element::of(element_type)?, shape)),
         other => malformed(format!("a tile expected, got {}", cutile_ir::ir::format_type(other))),
     }
 }
