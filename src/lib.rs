@@ -15,3 +15,4 @@ pub use error::{Error, Result};
 pub use layout::Layout;
 pub use mask::Window;
 pub use problem::{Dtype, Features, Pass, Problem, Travels};
+pub use schedule::Family;

@@ -6,7 +6,7 @@ use burst_attention::Window;
 use burst_attention::cuda::record::{self, Program, check, simulate, unneeded};
 use burst_attention::cuda::ring::Call;
 use burst_attention::problem::{Features, Pass, Problem, Travels};
-use burst_attention::schedule::{kept, total_bytes};
+use burst_attention::schedule::{Family, kept, total_bytes};
 use common::devices::{Devices, in_bfloat16};
 use common::{problem, problems, windowed};
 
@@ -98,7 +98,7 @@ fn a_virtual_ring_is_ordered_as_tightly() {
 #[test]
 fn bytes_sent_equal_the_formula() {
     for call in calls(1..=16, &[2, 6]) {
-        let schedules = kept(&call.problem, call.pass, call.travels);
+        let schedules = kept(&call.problem, Family::Ring, call.pass, call.travels).expect("a ring");
         let devices = Devices::new(call.problem.world_size);
         let sent = (0..call.problem.world_size).map(|rank| devices.run_rank(&call, rank));
         let sent: u64 = sent.sum::<Result<u64, _>>().expect("nothing refuses");

@@ -1,5 +1,7 @@
 //! A ring's operations: the engine's walk of one rank, or of all of them on one device.
 
+use std::sync::Arc;
+
 use burst_attention_kernels::instances::Target;
 
 use super::driver::Copy;
@@ -13,7 +15,7 @@ use super::workspace::Workspace;
 use crate::engine::walk;
 use crate::error::{Error, Result};
 use crate::problem::{Pass, Problem, Travels};
-use crate::schedule::{self, Schedule};
+use crate::schedule::{self, Family, Schedule};
 use crate::transport::Transport;
 
 /// What all ranks of a ring share.
@@ -46,9 +48,14 @@ pub struct Tape {
 }
 
 impl Call {
+    fn schedules(&self) -> Arc<Vec<Schedule>> {
+        schedule::kept(&self.problem, Family::Ring, self.pass, self.travels)
+            .expect("a ring has any number of ranks")
+    }
+
     /// Bytes of workspace that every rank needs.
     pub fn workspace_bytes(&self) -> u64 {
-        Workspace::bytes(&self.problem, self.pass, self.travels)
+        Workspace::bytes(&self.problem, &self.schedules())
     }
 
     /// The operations of one rank that exchanges messages with the others.
@@ -56,7 +63,7 @@ impl Call {
     /// # Errors
     /// If the problem can't be computed on CUDA, or the workspace is too small.
     pub fn tape(&self, rank: usize, target: Target, arrays: Arrays, given: Given) -> Result<Tape> {
-        let schedules = schedule::kept(&self.problem, self.pass, self.travels);
+        let schedules = self.schedules();
         let (pieces, staging) = self.walk(&schedules[rank], target, arrays, given)?;
         let ops = framed(to_messages(pieces.ops, staging)?);
         Ok(Tape { ops, bytes_sent: pieces.bytes_sent })
@@ -68,7 +75,7 @@ impl Call {
     /// # Errors
     /// As [`Call::tape`].
     pub fn virtual_tape(&self, target: Target, ranks: &[Arrays], given: Given) -> Result<Tape> {
-        let schedules = schedule::kept(&self.problem, self.pass, self.travels);
+        let schedules = self.schedules();
         let each = self.workspace_bytes();
         let mut bytes_sent = 0;
         let mut tapes = Vec::new();

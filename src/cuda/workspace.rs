@@ -7,8 +7,8 @@ use burst_attention_kernels::launch::MAX_VIEW_BYTES;
 
 use super::last::Last;
 use super::memory::{ALIGNMENT, Array, Buffer, Region, bytes, runs};
-use crate::problem::{Features, Pass, Problem, Travels};
-use crate::schedule::{self, Chunk, Payload, Place, Schedule};
+use crate::problem::{Features, Pass, Problem};
+use crate::schedule::{Chunk, Payload, Place, Schedule};
 
 /// The parts of a workspace, as bytes from its start. It depends on shapes alone.
 #[derive(Debug, Clone, PartialEq)]
@@ -66,8 +66,7 @@ impl Workspace {
 
     /// Bytes that are enough on every rank. A batch several times as large needs at most as many
     /// times more.
-    pub fn bytes(problem: &Problem, pass: Pass, travels: Option<Travels>) -> u64 {
-        let schedules = schedule::kept(problem, pass, travels);
+    pub fn bytes(problem: &Problem, schedules: &[Schedule]) -> u64 {
         let of_rank = |schedule: &Schedule| {
             Workspace::of_rank(problem, schedule, &Last::of(problem, schedule)).bytes
         };

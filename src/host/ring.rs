@@ -15,7 +15,7 @@ use super::{threads, trace};
 use crate::engine::walk;
 use crate::error::{Error, Result};
 use crate::problem::{Dtype, Pass, Problem, Travels};
-use crate::schedule::{self, Schedule};
+use crate::schedule::{self, Family, Schedule};
 use crate::transport::Transport;
 
 /// The compute workers that all rings of the process share, and what they compute with.
@@ -57,17 +57,30 @@ impl Executor {
     }
 }
 
+/// Runs one pass of `problem` on a single ring; see [`run_family`].
+///
+/// # Errors
+/// If the problem is invalid, a buffer does not fit it, or a rank failed.
+pub fn run(problem: &Problem, travels: Option<Travels>, buffers: RingBuffers) -> Result<u64> {
+    run_family(problem, Family::Ring, travels, buffers)
+}
+
 /// Runs one pass of `problem` over `buffers`, one entry for each rank, and returns the bytes that
 /// all ranks sent. `travels` is the side that goes round; `None` takes the one that costs fewer
 /// bytes. Blocks until every rank is through, so it belongs on a thread of [`threads`].
 ///
 /// # Errors
-/// If the problem is invalid, a buffer does not fit it, or a rank failed.
-pub fn run(problem: &Problem, travels: Option<Travels>, buffers: RingBuffers) -> Result<u64> {
+/// If the problem is invalid, the family or a buffer does not fit it, or a rank failed.
+pub fn run_family(
+    problem: &Problem,
+    family: Family,
+    travels: Option<Travels>,
+    buffers: RingBuffers,
+) -> Result<u64> {
     problem.validate()?;
     check_buffers(problem, &buffers)?;
     let pass = buffers.pass();
-    let schedules = schedule::kept(problem, pass, travels);
+    let schedules = schedule::kept(problem, family, pass, travels)?;
     let mailboxes = Arc::new(Mailboxes::default());
     let number = trace::next_ring();
     let job = |rank: usize| Job {
@@ -287,7 +300,8 @@ mod tests {
             layout: Layout::Contiguous,
             world_size: 2,
         };
-        let schedules = schedule::kept(&problem, Pass::Forward, None);
+        let schedules =
+            schedule::kept(&problem, Family::Ring, Pass::Forward, None).expect("a ring");
         let mailboxes = Arc::new(Mailboxes::default());
         let job = Job { problem, schedules, rank: 0, mailboxes: mailboxes.clone(), number: 0 };
         let failed = job.walk(|_, _| panic!("on purpose")).expect_err("the kernel panicked");

@@ -1,29 +1,25 @@
-//! Accumulators that follow the chunks of a ring.
+//! Accumulators that follow the chunks of a tour.
 //!
-//! An accumulator follows its chunk one step behind: it is opened at the first rank of a leg that
-//! adds to it, leaves a rank during the step after the one that wrote it, arrives before the next
-//! rank's tiles are folded into it, and takes a last hop home from the last rank that adds to it,
-//! row by row. What the owner itself adds never travels: it stays at home until the accumulator
-//! returns, once from each leg.
+//! An accumulator follows its chunk one step behind: it is opened at the first rank of a strand
+//! that adds to it, leaves a rank during the step after the one that wrote it, arrives before the
+//! next rank's tiles are folded into it, and takes a last hop home from the last rank that adds to
+//! it, row by row. What the owner itself adds never travels: it stays at home until the accumulator
+//! returns, once from each strand.
 
 use std::ops::Range;
 
 use super::geometry::Rectangle;
-use super::ring::{Hop, Ring, exchange, slot};
+use super::parts::Part;
+use super::tour::{Mail, Stop, Tour};
+use super::visits::{Visit, continues};
 use super::{Chunk, Due, Merge, Payload, Place, Rows, Step, Tile, Transfer};
 use crate::mask::Band;
 use crate::problem::{Pass, Travels};
 
-/// Where the accumulator lands that is the `index`-th to come home at a step; the other slots are
-/// for those that pass through.
-fn return_slot(index: usize) -> usize {
-    3 * index + 2
-}
-
-impl Ring {
-    /// The accumulator that follows the chunk, if there is one.
-    fn follower(&self) -> Option<Payload> {
-        match (self.travels, self.pass) {
+impl Tour {
+    /// The accumulator that follows a chunk, if there is one.
+    fn follower(&self, visit: usize, owner: usize) -> Option<Payload> {
+        match (self.stops[visit][owner].travels, self.pass) {
             (Travels::Keys, Pass::Forward) => None,
             (Travels::Keys, Pass::Backward) => Some(Payload::KeyGrads),
             (Travels::Queries, Pass::Forward) => Some(Payload::Partial),
@@ -31,61 +27,111 @@ impl Ring {
         }
     }
 
-    /// Opens the accumulators that begin at this hop, each with all rows that the leg adds to, and
-    /// defines those that only later ranks add to.
-    pub fn open_followers(&self, rank: usize, Hop { leg, number }: Hop<'_>, step: &mut Step) {
-        let Some(payload) = self.follower() else { return };
-        let owner = leg.back(rank, number);
-        for (index, part) in leg.parts(owner).iter().enumerate().filter(|(_, p)| p.opens(number)) {
-            let (rows, slot) = (part.summed(number), slot(index, step.index));
-            let place = Place::Slot(slot);
-            let missing = unwritten(&step.tiles, place, self.travels, &rows);
-            let blank = |rows| self.tile(rank, owner, place, nothing_to_see(self.travels, rows));
+    /// Opens the accumulators that begin at this step, each with all rows that the strand adds to,
+    /// and defines those that only later ranks add to.
+    pub fn open_sums(&self, rank: usize, step: &mut Step) {
+        let visit = step.index;
+        let owner = self.visits[visit].owners[rank];
+        let Some(payload) = self.follower(visit, owner) else { return };
+        let stop = &self.stops[visit][owner];
+        for (index, part) in stop.parts.iter().enumerate().filter(|(_, part)| part.opens) {
+            let rows = part.summed.clone();
+            let places = self.places(visit, index);
+            let missing = unwritten(&step.tiles, places[1], stop.travels, &rows);
+            let blank = |rows| stop.tile(rank, owner, places, nothing_to_see(stop.travels, rows));
             step.tiles.extend(missing.into_iter().map(blank));
-            step.opens.push((Chunk { payload, owner, rows }, slot));
+            step.opens.push((Chunk { payload, owner, rows }, self.slots.sums(visit, index)));
         }
     }
 
     /// Moves the accumulators that were written at the step before: onward if a rank from there on
-    /// adds to them, home otherwise. Both are needed before this step's tiles are folded.
-    pub fn move_followers(&self, rank: usize, step: &mut Step) {
-        let Some(payload) = self.follower() else { return };
-        let t = step.index;
-        let Some(Hop { leg, number }) = t.checked_sub(1).and_then(|before| self.hop(before)) else {
+    /// adds to them, home otherwise. What goes onward is needed before this step's tiles are folded.
+    pub fn move_sums(&self, rank: usize, t: usize, mail: &mut Mail) {
+        let Some(visit) = t.checked_sub(1).filter(|visit| (1..self.visits.len()).contains(visit))
+        else {
             return;
         };
-        let transfer = |owner, peer, slot, rows: Range<usize>| {
-            let chunk = Chunk { payload, owner, rows };
-            (!chunk.rows.is_empty()).then_some(Transfer { chunk, peer, place: Place::Slot(slot) })
-        };
-        let (next, before) = (leg.onward(rank, 1), leg.back(rank, 1));
-        let (mut sends, mut receives) = (Vec::new(), Vec::new());
-        let written = leg.back(rank, number);
-        for (index, part) in leg.parts(written).iter().enumerate() {
-            let send = |peer, rows| transfer(written, peer, slot(index, t - 1), rows);
-            sends.extend(send(next, part.summed_onward(number)));
-            sends.extend(
-                part.summed_home(number).into_iter().filter_map(|rows| send(written, rows)),
-            );
+        let Visit { owners, returns, .. } = &self.visits[visit];
+        let (on, home) = (Due::Fold(t), Due::Fold(*returns));
+        let written = owners[rank];
+        if let Some(payload) = self.follower(visit, written) {
+            let chunk = |rows| Chunk { payload, owner: written, rows };
+            for (index, part) in self.stops[visit][written].parts.iter().enumerate() {
+                let next = next_part(&self.visits, &self.stops, (visit, written, index));
+                let place = Place::Slot(self.slots.sums(visit, index));
+                let onward = part.summed_onward(next);
+                if !onward.is_empty() {
+                    let peer = self.visits[t].ranks[written];
+                    mail.send(on, Transfer { chunk: chunk(onward), peer, place });
+                }
+                for rows in part.summed_home(next) {
+                    mail.send(home, Transfer { chunk: chunk(rows), peer: written, place });
+                }
+            }
         }
-        let coming = leg.back(rank, number + 1);
-        for (index, part) in leg.parts(coming).iter().enumerate() {
-            let rows = part.summed_onward(number);
-            receives.extend(transfer(coming, before, slot(index, t), rows));
+        if continues(&self.visits, t) {
+            self.receive_onward(rank, t, mail);
         }
-        let home = leg.parts(rank).iter().flat_map(|part| part.summed_home(number));
-        let from = leg.onward(rank, number);
-        for (index, rows) in home.enumerate() {
-            let returned = transfer(rank, from, return_slot(index), rows);
-            step.merges.extend(returned.iter().map(|returned| Merge {
-                chunk: returned.chunk.clone(),
-                slot: return_slot(index),
-                last: false,
-            }));
-            receives.extend(returned);
+        for (chunk, slot) in self.coming_home(rank, visit) {
+            let peer = self.visits[visit].ranks[rank];
+            mail.receive(home, Transfer { chunk, peer, place: Place::Slot(slot) });
         }
-        step.exchanges.extend(exchange(sends, receives, Due::Fold(t)));
     }
+
+    /// What the rank before in the strand passes on at step `t`.
+    fn receive_onward(&self, rank: usize, t: usize, mail: &mut Mail) {
+        let coming = self.visits[t].owners[rank];
+        let Some(payload) = self.follower(t - 1, coming) else { return };
+        for (index, part) in self.stops[t - 1][coming].parts.iter().enumerate() {
+            let next = next_part(&self.visits, &self.stops, (t - 1, coming, index));
+            let rows = part.summed_onward(next);
+            if !rows.is_empty() {
+                let chunk = Chunk { payload, owner: coming, rows };
+                let peer = self.visits[t - 1].ranks[coming];
+                let place = Place::Slot(self.slots.sums(t, index));
+                mail.receive(Due::Fold(t), Transfer { chunk, peer, place });
+            }
+        }
+    }
+
+    /// Accumulators of this rank's own rows that go home from a visit, and the slots they land in.
+    fn coming_home(&self, rank: usize, visit: usize) -> Vec<(Chunk, usize)> {
+        let Some(payload) = self.follower(visit, rank) else { return vec![] };
+        let home = Tour::sums_home(&self.visits, &self.stops, visit, rank).into_iter();
+        let land = |(index, rows)| {
+            (Chunk { payload, owner: rank, rows }, self.slots.returned(visit, index))
+        };
+        home.enumerate().map(land).collect()
+    }
+
+    /// Merges of all that came home by step `t`.
+    pub fn merges(&self, rank: usize, t: usize) -> Vec<Merge> {
+        let back = (1..self.visits.len()).filter(|visit| self.visits[*visit].returns == t);
+        let merge = |(chunk, slot)| Merge { chunk, slot, last: false };
+        back.flat_map(|visit| self.coming_home(rank, visit)).map(merge).collect()
+    }
+
+    /// Rows of an owner's accumulators that go home from a visit.
+    pub fn sums_home(
+        visits: &[Visit],
+        stops: &[Vec<Stop>],
+        visit: usize,
+        owner: usize,
+    ) -> Vec<Range<usize>> {
+        let home = |(index, part): (usize, &Part)| {
+            part.summed_home(next_part(visits, stops, (visit, owner, index)))
+        };
+        stops[visit][owner].parts.iter().enumerate().flat_map(home).collect()
+    }
+}
+
+/// The same part at the next visit of the strand, if there is one.
+fn next_part<'a>(
+    visits: &[Visit],
+    stops: &'a [Vec<Stop>],
+    (visit, owner, part): (usize, usize, usize),
+) -> Option<&'a Part> {
+    continues(visits, visit + 1).then(|| &stops[visit + 1][owner].parts[part])
 }
 
 /// Those of `rows` of the travelling side that no tile writes in `place`.

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::layout::Piece;
 use crate::mask::{Band, Coverage};
-use crate::problem::Problem;
+use crate::problem::{Problem, Travels};
 
 /// Where rows of a piece are left out, queries begin and end at a multiple of so many from its start
 /// (or at its end): statistics of that many rows, 4 bytes each, are what kernels want them to be
@@ -20,6 +20,27 @@ pub struct Rectangle {
     pub keys: Range<usize>,
     /// Which pairs are allowed.
     pub band: Band,
+}
+
+impl Rectangle {
+    /// The side that travels.
+    pub(super) fn travelling(&self, travels: Travels) -> &Range<usize> {
+        match travels {
+            Travels::Keys => &self.keys,
+            Travels::Queries => &self.queries,
+        }
+    }
+
+    /// With only those of the travelling rows that are in `part`; none without any pair.
+    pub(super) fn within(&self, travels: Travels, part: &Range<usize>) -> Option<Rectangle> {
+        let rows = self.travelling(travels);
+        let rows = rows.start.max(part.start)..rows.end.min(part.end);
+        let cut = match travels {
+            Travels::Keys => Rectangle { keys: rows, ..self.clone() },
+            Travels::Queries => Rectangle { queries: rows, ..self.clone() },
+        };
+        (cut.band.coverage(&cut.queries, &cut.keys) != Coverage::Empty).then_some(cut)
+    }
 }
 
 /// The mask between two pieces, in the local indices of their owners.

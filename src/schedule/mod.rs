@@ -5,20 +5,25 @@
 //! message has only some rows of a layout's piece, queries keep to [`QUERY_GRAIN`].
 
 mod check;
+mod family;
 mod followers;
 mod geometry;
 mod held;
 mod kept;
-mod legs;
+mod meetings;
+mod parts;
 mod positions;
-mod ring;
 mod rows;
+mod slots;
 mod state;
+mod tour;
+mod visits;
+mod ways;
 
 pub use check::{Violation, check};
+pub use family::{Family, cheaper_side, choose_travels, ring, schedule, total_bytes};
 pub use geometry::{QUERY_GRAIN, Rectangle, rectangles};
 pub use kept::kept;
-pub use ring::{choose_travels, ring, total_bytes};
 
 use std::fmt;
 use std::ops::Range;

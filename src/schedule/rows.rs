@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 /// A set of rows as sorted, disjoint, non-empty ranges.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Rows(Vec<Range<usize>>);
 
 impl Rows {
@@ -29,6 +29,11 @@ impl Rows {
                 _ => self.0.push(range),
             }
         }
+    }
+
+    /// Adds those of another set.
+    pub fn extend(&mut self, other: &Rows) {
+        other.ranges().for_each(|range| self.insert(range.clone()));
     }
 
     /// The ranges in order; between two of them lies at least one row.

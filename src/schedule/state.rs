@@ -45,33 +45,40 @@ impl Side {
 
 /// Sets `first` and `last` of all tiles and merges of one rank, in place.
 pub(super) fn mark(steps: &mut [Step], problem: &Problem, pass: Pass, rank: usize) {
-    define_untouched(steps, Side::Queries, rank, problem.q_len);
-    match pass {
-        Pass::Forward => {
-            mark_first(steps, &[(Side::Queries, Payload::Partial)]);
-            mark_last(steps, Side::Queries, Payload::Partial);
-        }
-        Pass::Backward => {
-            define_untouched(steps, Side::Keys, rank, problem.kv_len);
-            let sides = [(Side::Queries, Payload::QueryGrads), (Side::Keys, Payload::KeyGrads)];
-            mark_first(steps, &sides);
-            let returns = |payload| {
-                let merges = steps.iter().flat_map(|step| &step.merges);
-                merges.map(|merge| merge.chunk.payload).any(|returned| returned == payload)
-            };
-            if let Some((side, payload)) = sides.into_iter().find(|(_, p)| returns(*p)) {
-                mark_last(steps, side, payload);
-            }
+    let sides: &[(Side, Payload)] = match pass {
+        Pass::Forward => &[(Side::Queries, Payload::Partial)],
+        Pass::Backward => &[(Side::Queries, Payload::QueryGrads), (Side::Keys, Payload::KeyGrads)],
+    };
+    for &(side, payload) in sides {
+        let len = match side {
+            Side::Queries => problem.q_len,
+            Side::Keys => problem.kv_len,
+        };
+        define_untouched(steps, side, payload, rank, len);
+    }
+    mark_first(steps, sides);
+    for &(side, payload) in sides {
+        let mut merges = steps.iter().flat_map(|step| &step.merges);
+        if pass == Pass::Forward || merges.any(|merge| merge.chunk.payload == payload) {
+            mark_last(steps, side, payload);
         }
     }
 }
 
-/// Adds a tile with nothing to see for the rows at home that no tile writes.
-fn define_untouched(steps: &mut [Step], side: Side, rank: usize, len: usize) {
-    let mut touched = Rows::default();
-    for tile in steps.iter_mut().flat_map(|step| &mut step.tiles) {
-        if side.state(tile).place == Place::Home {
-            touched.insert(side.operand(tile).rows.clone());
+/// Adds a tile with nothing to see for the rows at home that no tile writes, or none before what
+/// came home is added to them.
+fn define_untouched(steps: &mut [Step], side: Side, payload: Payload, rank: usize, len: usize) {
+    let (mut touched, mut merged) = (Rows::default(), Rows::default());
+    for step in steps.iter_mut() {
+        for tile in &mut step.tiles {
+            if side.state(tile).place == Place::Home {
+                let first = merged.missing(&side.operand(tile).rows);
+                first.into_iter().for_each(|rows| touched.insert(rows));
+            }
+        }
+        let merges = step.merges.iter().filter(|merge| merge.chunk.payload == payload);
+        for rows in merges.flat_map(|merge| touched.missing(&merge.chunk.rows)) {
+            merged.insert(rows);
         }
     }
     for rows in touched.missing(&(0..len)) {

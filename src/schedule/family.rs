@@ -1,0 +1,110 @@
+//! The families of schedules, and what a schedule costs.
+
+use std::fmt;
+
+use super::meetings::Meetings;
+use super::tour::Tour;
+use super::visits::visits;
+use super::{Schedule, Transfer};
+use crate::error::{Error, Result};
+use crate::problem::{Pass, Problem, Travels};
+
+/// How chunks get to the ranks that compute with them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Family {
+    /// From rank to rank: up the ring, down, or first one and then the other, whichever moves the
+    /// fewest rows.
+    #[default]
+    Ring,
+    /// Rings of `inner` neighbouring ranks over fast links, and rings from one such group to the
+    /// next over slow ones: rank = number of the group · inner + number within the group. The
+    /// chunks of another group cross a slow link while those of the one before go round.
+    DoubleRing {
+        /// Ranks of a group; divides the number of ranks.
+        inner: usize,
+    },
+    /// A ring in which ranks with nothing left to see compute for those with too much: for causal
+    /// masks in the contiguous layout. Where no rank would be helped, the ring.
+    Balanced,
+    /// Straight from the owner to each rank that needs a chunk, two at a time; sums straight back.
+    AllGather,
+}
+
+impl Family {
+    /// Checks that there is such a schedule for so many ranks.
+    ///
+    /// # Errors
+    /// [`Error::InvalidProblem`] if the inner rings of a double ring do not fit.
+    pub fn validate(self, world_size: usize) -> Result<()> {
+        match self {
+            Family::DoubleRing { inner } if inner == 0 || !world_size.is_multiple_of(inner) => {
+                Err(Error::InvalidProblem {
+                    name: "ranks of an inner ring",
+                    expected: format!("a divisor of the number of ranks ({world_size})"),
+                    got: inner.to_string(),
+                })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Family::Ring => f.write_str("ring"),
+            Family::DoubleRing { inner } => write!(f, "double ring of {inner} ranks each"),
+            Family::Balanced => f.write_str("balanced"),
+            Family::AllGather => f.write_str("all_gather"),
+        }
+    }
+}
+
+/// The schedules of all ranks for one pass of `problem`.
+///
+/// # Errors
+/// If the family does not fit the number of ranks.
+pub fn schedule(
+    problem: &Problem,
+    family: Family,
+    pass: Pass,
+    travels: Travels,
+) -> Result<Vec<Schedule>> {
+    family.validate(problem.world_size)?;
+    let meetings = Meetings::new(problem);
+    let visits = visits(family, &meetings, travels);
+    Ok(Tour::new(problem, &meetings, visits, pass).schedules(problem, travels))
+}
+
+/// The schedules of all ranks for one pass of `problem` on a single ring.
+pub fn ring(problem: &Problem, pass: Pass, travels: Travels) -> Vec<Schedule> {
+    schedule(problem, Family::Ring, pass, travels).expect("a ring has any number of ranks")
+}
+
+/// Bytes that all ranks together send in one pass.
+pub fn total_bytes(problem: &Problem, schedules: &[Schedule]) -> u64 {
+    let bytes = |schedule: &Schedule| -> usize {
+        let rows = |transfer: &Transfer| transfer.chunk.rows.len();
+        let row = |transfer: &Transfer| problem.row_bytes(transfer.chunk.payload, schedule.pass);
+        schedule.sends().map(|transfer| rows(transfer) * row(transfer)).sum()
+    };
+    schedules.iter().map(|schedule| bytes(schedule) as u64).sum()
+}
+
+/// The side whose travelling round a single ring costs fewer bytes; keys where both cost the same.
+pub fn choose_travels(problem: &Problem, pass: Pass) -> Travels {
+    cheaper_side(problem, Family::Ring, pass).expect("a ring has any number of ranks")
+}
+
+/// The side whose travelling costs fewer bytes in a family's schedules; keys where both cost the
+/// same.
+///
+/// # Errors
+/// If the family does not fit the number of ranks.
+pub fn cheaper_side(problem: &Problem, family: Family, pass: Pass) -> Result<Travels> {
+    let cost = |travels| -> Result<u64> {
+        Ok(total_bytes(problem, &schedule(problem, family, pass, travels)?))
+    };
+    let queries_win = cost(Travels::Queries)? < cost(Travels::Keys)?;
+    Ok(if queries_win { Travels::Queries } else { Travels::Keys })
+}

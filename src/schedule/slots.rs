@@ -1,0 +1,82 @@
+//! Which slots chunks lie in, as few as possible.
+
+use super::visits::{Visit, continues};
+
+/// Numbers of slots; the parts of a chunk have slots of their own. Inputs and sums are numbered
+/// independently.
+#[derive(Debug)]
+pub(super) struct Slots {
+    inputs: Vec<usize>,
+    sums: Vec<usize>,
+    returned: Vec<usize>,
+    /// The first slot for sums that come home; those before are for what passes through.
+    first_returned: usize,
+    /// Slots of each part.
+    stride: usize,
+}
+
+impl Slots {
+    /// `comes_home(visit)` says whether sums go home from any rank of that visit.
+    pub fn new(visits: &[Visit], comes_home: impl Fn(usize) -> bool) -> Slots {
+        let children = |number: usize| {
+            let sources = visits.iter().enumerate().skip(1);
+            sources.filter(move |(_, child)| child.source == number).map(|(child, _)| child - 1)
+        };
+        // From the step at which they leave their source until they were read and passed on. Home
+        // counts as a slot that is free after its step, so that those of a ring alternate.
+        let input = |(number, visit): (usize, &Visit)| {
+            let passed_on = if number == 0 { None } else { children(number).max() };
+            (visit.leaves, passed_on.unwrap_or(0).max(number))
+        };
+        // From the step of the visit until they were passed on or came home.
+        let sum = |(number, visit): (usize, &Visit)| {
+            let until = if comes_home(number) { visit.returns } else { 0 };
+            (number, until.max(number + 1))
+        };
+        let back = |(number, visit): (usize, &Visit)| {
+            comes_home(number).then_some((number + 1, visit.returns))
+        };
+        let numbered = || visits.iter().enumerate();
+        let (inputs, input_slots) = first_free(numbered().map(input).map(Some).collect());
+        let (sums, sum_slots) = first_free(numbered().map(sum).map(Some).collect());
+        let (returned, return_slots) = first_free(numbered().map(back).collect());
+        debug_assert!(visits.len() < 2 || !continues(visits, 1), "home keeps its own sums");
+        let stride = input_slots.max(sum_slots + return_slots);
+        Slots { inputs, sums, returned, first_returned: sum_slots, stride }
+    }
+
+    /// Where a part of the chunks of a visit lies.
+    pub fn input(&self, visit: usize, part: usize) -> usize {
+        self.stride * part + self.inputs[visit]
+    }
+
+    /// Where the sums of a part lie as long as they are where the visit was.
+    pub fn sums(&self, visit: usize, part: usize) -> usize {
+        self.stride * part + self.sums[visit]
+    }
+
+    /// Where those land that come home from a visit, the `index`-th of them.
+    pub fn returned(&self, visit: usize, index: usize) -> usize {
+        self.stride * index + self.first_returned + self.returned[visit]
+    }
+}
+
+/// Gives each span of steps, first and last included, the first number that is free all the time,
+/// in the order in which they begin; and says how many that takes, which are the fewest possible.
+fn first_free(spans: Vec<Option<(usize, usize)>>) -> (Vec<usize>, usize) {
+    let mut order: Vec<usize> = (0..spans.len()).filter(|index| spans[*index].is_some()).collect();
+    order.sort_by_key(|index| spans[*index]);
+    let (mut numbers, mut used_until) = (vec![0; spans.len()], Vec::new());
+    for index in order {
+        let Some((first, last)) = spans[index] else { continue };
+        let free = used_until.iter().position(|until| *until < first);
+        let number = free.unwrap_or(used_until.len());
+        if number == used_until.len() {
+            used_until.push(last);
+        } else {
+            used_until[number] = last;
+        }
+        numbers[index] = number;
+    }
+    (numbers, used_until.len())
+}
