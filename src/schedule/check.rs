@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use super::held::{Content, Flight, Rank};
 use super::positions::Positions;
-use super::{Chunk, Due, Merge, Operand, Payload, Place, Schedule, State, Tile, Transfer};
+use super::{Chunk, Due, Merge, Operand, Payload, Place, Rows, Schedule, State, Tile, Transfer};
 use crate::problem::{Pass, Problem};
 
 /// What is wrong with a set of schedules.
@@ -31,9 +31,11 @@ type Departure = (Transfer, Due, Content);
 ///
 /// # Errors
 /// The first [`Violation`] of: every allowed (query, key) pair exactly once, by someone who holds
-/// both; every send met by a receive of the same step, chunk and deadline; no buffer written while
-/// it is sent, none read or written while something lands in it; `first` and `last` true to what
-/// was written; every accumulator home at the end.
+/// both; every send met by a receive of the same step, chunk and deadline, and started by both in the
+/// order of deadlines, so that nobody waits for another's next; nothing sent that its receiver
+/// neither computes with nor sends on; no buffer written while it is sent, none read or written
+/// while something lands in it; `first` and `last` true to what was written; every accumulator home
+/// at the end.
 pub fn check(problem: &Problem, schedules: &[Schedule]) -> Result<(), Violation> {
     let mut checker = Checker {
         problem,
@@ -87,20 +89,30 @@ impl Checker<'_> {
         let steps: Vec<_> = (self.ranks.iter())
             .map(|rank| rank.schedule.steps.iter().find(|step| step.index == index))
             .collect();
-        self.ranks.iter_mut().for_each(|rank| rank.land(Due::Begin(index)));
+        self.land(Due::Begin(index))?;
         for (rank, step) in steps.iter().enumerate() {
             for (chunk, slot) in step.iter().flat_map(|step| &step.opens) {
                 self.open(rank, chunk, *slot)?;
             }
         }
         self.exchange(index)?;
-        self.ranks.iter_mut().for_each(|rank| rank.land(Due::Fold(index)));
+        self.land(Due::Fold(index))?;
         for (rank, step) in steps.iter().enumerate() {
             for tile in step.iter().flat_map(|step| &step.tiles) {
                 self.tile(rank, tile)?;
             }
             for merge in step.iter().flat_map(|step| &step.merges) {
                 self.merge(rank, merge)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lands on all ranks what is due.
+    fn land(&mut self, now: Due) -> Result<(), Violation> {
+        for rank in 0..self.ranks.len() {
+            if let Some(chunk) = self.ranks[rank].land(now) {
+                return self.fail(rank, format!("{chunk} came and nobody needed it"));
             }
         }
         Ok(())
@@ -123,6 +135,11 @@ impl Checker<'_> {
         for rank in 0..self.ranks.len() {
             let schedule = self.ranks[rank].schedule;
             let step = schedule.steps.iter().find(|step| step.index == index);
+            let exchanges = step.map_or(&[][..], |step| &step.exchanges);
+            if !exchanges.is_sorted_by(|a, b| a.due.moment() < b.due.moment()) {
+                return self
+                    .fail(rank, "exchanges of a step do not start in the order of their ends");
+            }
             for exchange in step.iter().flat_map(|step| &step.exchanges) {
                 for send in &exchange.sends {
                     let content = self.departing(rank, send)?;
@@ -163,14 +180,15 @@ impl Checker<'_> {
     }
 
     /// What a send carries away.
-    fn departing(&self, rank: usize, send: &Transfer) -> Result<Content, Violation> {
+    fn departing(&mut self, rank: usize, send: &Transfer) -> Result<Content, Violation> {
         let chunk = &send.chunk;
         if self.ranks[rank].in_flight(chunk.payload, send.place, false) {
             return self.fail(rank, format!("{chunk} is sent before it arrived"));
         }
+        self.ranks[rank].use_input(chunk.payload, send.place, &chunk.rows);
         match self.ranks[rank].buffers.get(&(chunk.payload, send.place)) {
-            Some(Content::Input(held)) if holds(held, chunk.owner, &chunk.rows) => {
-                Ok(Content::Input(chunk.clone()))
+            Some(Content::Input(held, _)) if holds(held, chunk.owner, &chunk.rows) => {
+                Ok(Content::Input(chunk.clone(), Rows::from(chunk.rows.clone())))
             }
             Some(Content::Sums(held, rows)) if holds(held, chunk.owner, &chunk.rows) => {
                 let sums = chunk.rows.clone().map(|row| Some((row, rows.get(&row)?.clone())));
@@ -186,6 +204,12 @@ impl Checker<'_> {
     fn tile(&mut self, rank: usize, tile: &Tile) -> Result<(), Violation> {
         self.reads(rank, Payload::Queries, &tile.queries)?;
         self.reads(rank, Payload::Keys, &tile.keys)?;
+        if tile.band.pairs(&tile.queries.rows, &tile.keys.rows) > 0 {
+            let sides = [(Payload::Queries, &tile.queries), (Payload::Keys, &tile.keys)];
+            for (payload, Operand { place, rows, .. }) in sides {
+                self.ranks[rank].use_input(payload, *place, rows);
+            }
+        }
         let of =
             |payload, Operand { owner, rows, .. }: &Operand| self.positions(payload, *owner, rows);
         let query_positions = of(Payload::Queries, &tile.queries);
@@ -217,7 +241,7 @@ impl Checker<'_> {
             return self.fail(rank, format!("{wanted} is read while something lands there"));
         }
         match self.ranks[rank].buffers.get(&(payload, *place)) {
-            Some(Content::Input(held)) if holds(held, *owner, rows) => Ok(()),
+            Some(Content::Input(held, _)) if holds(held, *owner, rows) => Ok(()),
             _ => self.fail(rank, format!("{wanted} is not held in {place:?}")),
         }
     }
@@ -307,8 +331,11 @@ impl Checker<'_> {
     /// After the last step everything has landed and every accumulator at home is complete.
     fn end(&mut self, index: usize) -> Result<(), Violation> {
         self.step = index;
-        self.ranks.iter_mut().for_each(|rank| rank.land(Due::Begin(index)));
+        self.land(Due::Begin(index))?;
         for rank in 0..self.ranks.len() {
+            if let Some(chunk) = self.ranks[rank].useless() {
+                return self.fail(rank, format!("{chunk} came and nobody needed it"));
+            }
             if !self.ranks[rank].flights.is_empty() {
                 return self.fail(rank, "an exchange is due after the last step");
             }

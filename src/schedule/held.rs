@@ -1,18 +1,28 @@
 //! What a rank holds while its schedule is checked.
 
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 
 use super::positions::Positions;
-use super::{Chunk, Due, Payload, Place, Schedule};
+use super::{Chunk, Due, Payload, Place, Rows, Schedule};
 use crate::problem::{Pass, Problem};
 
 /// What a buffer holds.
 #[derive(Debug, Clone)]
 pub(super) enum Content {
-    /// Rows of an input.
-    Input(Chunk),
+    /// Rows of an input, and which of them were not yet computed with or sent on.
+    Input(Chunk, Rows),
     /// Rows of an accumulator with what they contain; rows not yet written are absent.
     Sums(Chunk, HashMap<usize, Positions>),
+}
+
+impl Content {
+    /// Rows of an input that were neither computed with nor sent on.
+    fn useless(&self) -> Option<Chunk> {
+        let Content::Input(chunk, unused) = self else { return None };
+        let rows = unused.ranges().next()?.clone();
+        Some(Chunk { rows, ..chunk.clone() })
+    }
 }
 
 /// Use of a buffer by an exchange in flight.
@@ -41,7 +51,9 @@ impl<'a> Rank<'a> {
     pub fn new(problem: &Problem, schedule: &'a Schedule) -> Rank<'a> {
         let owner = schedule.rank;
         let chunk = |payload, len| Chunk { payload, owner, rows: 0..len };
-        let input = |payload, len| ((payload, Place::Home), Content::Input(chunk(payload, len)));
+        let input = |payload, len| {
+            ((payload, Place::Home), Content::Input(chunk(payload, len), Rows::default()))
+        };
         let sums = |payload, len| {
             ((payload, Place::Home), Content::Sums(chunk(payload, len), HashMap::new()))
         };
@@ -58,17 +70,32 @@ impl<'a> Rank<'a> {
         Rank { schedule, buffers, flights: vec![], finished, unfinished }
     }
 
-    /// Lands what is due.
-    pub fn land(&mut self, now: Due) {
+    /// Lands what is due. Returns rows that lay where it lands and were of no use.
+    pub fn land(&mut self, now: Due) -> Option<Chunk> {
         let (due, flying) = std::mem::take(&mut self.flights)
             .into_iter()
             .partition(|flight| flight.due.reached_by(now));
         self.flights = flying;
         let due: Vec<Flight> = due;
+        let mut useless = None;
         for Flight { payload, place, arriving, .. } in due {
             if let Some(content) = arriving {
-                self.buffers.insert((payload, place), content);
+                let before = self.buffers.insert((payload, place), content);
+                useless = useless.or(before.and_then(|before| before.useless()));
             }
+        }
+        useless
+    }
+
+    /// Rows that came and were of no use.
+    pub fn useless(&self) -> Option<Chunk> {
+        self.buffers.values().find_map(Content::useless)
+    }
+
+    /// Notes that rows of an input were of use.
+    pub fn use_input(&mut self, payload: Payload, place: Place, rows: &Range<usize>) {
+        if let Some(Content::Input(_, unused)) = self.buffers.get_mut(&(payload, place)) {
+            unused.remove(rows);
         }
     }
 

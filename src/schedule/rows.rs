@@ -36,6 +36,12 @@ impl Rows {
         other.ranges().for_each(|range| self.insert(range.clone()));
     }
 
+    /// Takes a range away.
+    pub fn remove(&mut self, rows: &Range<usize>) {
+        let parts = |range: &Range<usize>| Rows::from(rows.clone()).missing(range);
+        self.0 = self.0.iter().flat_map(parts).collect();
+    }
+
     /// The ranges in order; between two of them lies at least one row.
     pub fn ranges(&self) -> impl Iterator<Item = &Range<usize>> {
         self.0.iter()

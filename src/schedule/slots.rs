@@ -1,6 +1,6 @@
 //! Which slots chunks lie in, as few as possible.
 
-use super::visits::{Visit, continues};
+use super::visits::Visit;
 
 /// Numbers of slots; the parts of a chunk have slots of their own. Inputs and sums are numbered
 /// independently.
@@ -26,21 +26,22 @@ impl Slots {
         // counts as a slot that is free after its step, so that those of a ring alternate.
         let input = |(number, visit): (usize, &Visit)| {
             let passed_on = if number == 0 { None } else { children(number).max() };
-            (visit.leaves, passed_on.unwrap_or(0).max(number))
+            Some((visit.leaves, passed_on.unwrap_or(0).max(number)))
         };
         // From the step of the visit until they were passed on or came home.
         let sum = |(number, visit): (usize, &Visit)| {
             let until = if comes_home(number) { visit.returns } else { 0 };
-            (number, until.max(number + 1))
+            Some((number, until.max(number + 1)))
         };
         let back = |(number, visit): (usize, &Visit)| {
             comes_home(number).then_some((number + 1, visit.returns))
         };
-        let numbered = || visits.iter().enumerate();
-        let (inputs, input_slots) = first_free(numbered().map(input).map(Some).collect());
-        let (sums, sum_slots) = first_free(numbered().map(sum).map(Some).collect());
-        let (returned, return_slots) = first_free(numbered().map(back).collect());
-        debug_assert!(visits.len() < 2 || !continues(visits, 1), "home keeps its own sums");
+        let spans = |span: &dyn Fn((usize, &Visit)) -> Option<(usize, usize)>| {
+            free_numbers(&visits.iter().enumerate().map(span).collect::<Vec<_>>())
+        };
+        let (inputs, input_slots) = spans(&input);
+        let (sums, sum_slots) = spans(&sum);
+        let (returned, return_slots) = spans(&back);
         let stride = input_slots.max(sum_slots + return_slots);
         Slots { inputs, sums, returned, first_returned: sum_slots, stride }
     }
@@ -61,21 +62,19 @@ impl Slots {
     }
 }
 
-/// Gives each span of steps, first and last included, the first number that is free all the time,
-/// in the order in which they begin; and says how many that takes, which are the fewest possible.
-fn first_free(spans: Vec<Option<(usize, usize)>>) -> (Vec<usize>, usize) {
+/// Gives each span of steps, first and last included, a number that is free all the time, of those
+/// in use before the one that was last, in the order in which they begin; and says how many that
+/// takes, which are the fewest possible.
+fn free_numbers(spans: &[Option<(usize, usize)>]) -> (Vec<usize>, usize) {
     let mut order: Vec<usize> = (0..spans.len()).filter(|index| spans[*index].is_some()).collect();
     order.sort_by_key(|index| spans[*index]);
     let (mut numbers, mut used_until) = (vec![0; spans.len()], Vec::new());
     for index in order {
         let Some((first, last)) = spans[index] else { continue };
-        let free = used_until.iter().position(|until| *until < first);
-        let number = free.unwrap_or(used_until.len());
-        if number == used_until.len() {
-            used_until.push(last);
-        } else {
-            used_until[number] = last;
-        }
+        let free = (0..used_until.len()).filter(|number| used_until[*number] < first);
+        let number = free.max_by_key(|number| used_until[*number]).unwrap_or(used_until.len());
+        used_until.resize(used_until.len().max(number + 1), last);
+        used_until[number] = last;
         numbers[index] = number;
     }
     (numbers, used_until.len())

@@ -4,6 +4,7 @@
 pub mod adversary;
 pub mod data;
 pub mod devices;
+pub mod needs;
 pub mod reference;
 pub mod spoilers;
 

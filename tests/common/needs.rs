@@ -1,0 +1,49 @@
+//! What ranks need of each other, from the definition of the mask alone.
+
+use burst_attention::Layout;
+use burst_attention::problem::{Problem, Travels};
+use burst_attention::schedule::{Family, QUERY_GRAIN, Schedule, Transfer};
+
+/// Of a chunk: which of its rows a rank computes with; of queries, grain by grain. In the striped
+/// layout that is all or nothing.
+pub fn needed(problem: &Problem, travels: Travels, owner: usize, at: usize) -> Vec<bool> {
+    let Problem { layout, world_size, q_len, kv_len, window, .. } = *problem;
+    let query = |rank, row| layout.position(rank, row, world_size, q_len);
+    let key = |rank, row| layout.position(rank, row, world_size, kv_len);
+    let rows: Vec<bool> = match travels {
+        Travels::Keys => {
+            let seen = |j| (0..q_len).any(|i| window.allows(query(at, i), key(owner, j)));
+            (0..kv_len).map(seen).collect()
+        }
+        Travels::Queries => {
+            let sees = |i| (0..kv_len).any(|j| window.allows(query(owner, i), key(at, j)));
+            let mut rows: Vec<bool> = (0..q_len).map(sees).collect();
+            for piece in layout.pieces(owner, world_size, q_len) {
+                let grains = rows[piece.rows].chunks_mut(QUERY_GRAIN);
+                grains.for_each(|grain| grain.fill(grain.contains(&true)));
+            }
+            rows
+        }
+    };
+    let any = rows.contains(&true);
+    if layout == Layout::Striped { vec![any; rows.len()] } else { rows }
+}
+
+/// Rows of inputs and of accumulators that all ranks send in messages that `counts`.
+pub fn rows_sent(schedules: &[Schedule], counts: impl Fn(usize, &Transfer) -> bool) -> [usize; 2] {
+    [false, true].map(|accumulators| {
+        let sends = schedules.iter().flat_map(|s| s.sends().map(move |send| (s.rank, send)));
+        let of_kind = sends.filter(|(_, send)| send.chunk.payload.is_accumulator() == accumulators);
+        of_kind
+            .filter(|(rank, send)| counts(*rank, send))
+            .map(|(_, send)| send.chunk.rows.len())
+            .sum()
+    })
+}
+
+/// Every family that so many ranks can have, but the single ring.
+pub fn families(world_size: usize) -> Vec<Family> {
+    let inner = (1..=world_size).filter(|inner| world_size.is_multiple_of(*inner));
+    let double = inner.map(|inner| Family::DoubleRing { inner });
+    double.chain([Family::Balanced, Family::AllGather]).collect()
+}
