@@ -4,116 +4,21 @@ mod common;
 
 use std::sync::Arc;
 
-use burst_attention::engine::walk;
 use burst_attention::host::isa::Isa;
-use burst_attention::host::kernel::{BackwardBuffers, ForwardBuffers, HostKernel};
 use burst_attention::host::ring::{Executor, RingBuffers, run};
 use burst_attention::host::transport::{HostTransport, Mailboxes};
 use burst_attention::problem::{Dtype, Features, Pass, Problem, Travels};
-use burst_attention::schedule::{Schedule, Step, ring, total_bytes};
-use burst_attention::transport::Transport;
+use burst_attention::schedule::{Family, Schedule, Step, ring, schedule, total_bytes};
 use burst_attention::{Error, Layout, Window};
 use common::adversary::{Adversary, Network};
 use common::data::{Array, Shard, relative_error};
+use common::needs::families;
+use common::runs::{
+    assert_right, assert_same_bits, forward_buffers, run_both, run_family_both, walk_all,
+};
 use common::{problem, problems, reference, windowed};
 
 const SIDES: [Travels; 2] = [Travels::Keys, Travels::Queries];
-
-fn forward_buffers(shard: &Shard) -> ForwardBuffers {
-    let Shard { q, k, v, o, lse, extras, .. } = shard;
-    ForwardBuffers {
-        q: q.view(),
-        k: k.view(),
-        v: v.view(),
-        o: o.view(),
-        lse: lse.view(),
-        extras: extras.views(Pass::Forward),
-    }
-}
-
-fn backward_buffers(shard: &Shard) -> BackwardBuffers {
-    let Shard { q, k, v, dout, dlse, o, lse, dq, dk, dv, extras } = shard;
-    BackwardBuffers {
-        q: q.view(),
-        k: k.view(),
-        v: v.view(),
-        o: o.view(),
-        lse: lse.view(),
-        dout: dout.view(),
-        dlse: dlse.view(),
-        dq: dq.view(),
-        dk: dk.view(),
-        dv: dv.view(),
-        extras: extras.views(Pass::Backward),
-    }
-}
-
-/// Walks all ranks' schedules, each on its own thread, and returns the bytes sent.
-fn walk_all<T: Transport<burst_attention::host::buffer::HostBuffer> + Send>(
-    (problem, schedules): (&Problem, &[Schedule]),
-    executor: &Executor,
-    shards: &[Shard],
-    transport: impl Fn(usize) -> T + Sync,
-) -> burst_attention::Result<u64> {
-    std::thread::scope(|scope| {
-        let rank = |schedule: &Schedule, shard: &Shard| {
-            let device = (executor.isa, &executor.pool);
-            let mut kernel = match schedule.pass {
-                Pass::Forward => {
-                    HostKernel::forward(device, problem, schedule, forward_buffers(shard), 0)
-                }
-                Pass::Backward => {
-                    HostKernel::backward(device, problem, schedule, backward_buffers(shard), 0)
-                }
-            };
-            let mut transport = transport(schedule.rank);
-            walk(schedule, &mut kernel, &mut transport)?;
-            Ok(transport.bytes_sent())
-        };
-        let threads: Vec<_> = schedules
-            .iter()
-            .zip(shards)
-            .map(|(schedule, shard)| scope.spawn(move || rank(schedule, shard)))
-            .collect();
-        threads.into_iter().map(|thread| thread.join().expect("no panic")).sum()
-    })
-}
-
-/// Forward and backward over the executor's own entry; returns bytes sent in both passes.
-fn run_both(problem: &Problem, travels: Travels, shards: &[Shard]) -> [u64; 2] {
-    let forward = RingBuffers::Forward(shards.iter().map(forward_buffers).collect());
-    let backward = RingBuffers::Backward(shards.iter().map(backward_buffers).collect());
-    [forward, backward].map(|buffers| run(problem, Some(travels), buffers).expect("the ring runs"))
-}
-
-fn assert_right(problem: &Problem, shards: &[Shard], what: &str) {
-    let truth = reference::dense(problem, shards);
-    for (output, want) in truth.iter().enumerate() {
-        let name = shards[0].outputs()[output].0;
-        let ranks = shards.iter().map(|shard| shard.outputs()[output].1.values());
-        // The gradient of a slope is one small difference of many large terms.
-        let bound = match name {
-            "o" | "lse" => 1e-6,
-            "dslopes" => 4e-6,
-            _ => 1.5e-6,
-        };
-        let error = if name == "dslopes" {
-            let sum = |a: Vec<f64>, b: Vec<f64>| a.iter().zip(b).map(|(a, b)| a + b).collect();
-            relative_error(&ranks.reduce(sum).expect("a rank"), &want[0])
-        } else {
-            relative_error(&ranks.flatten().collect::<Vec<_>>(), &want.concat())
-        };
-        assert!(error <= bound, "{what}: {name} is off by {error:.2e}: {problem:?}");
-    }
-}
-
-fn assert_same_bits(a: &[Shard], b: &[Shard], what: &str) {
-    for (rank, (a, b)) in a.iter().zip(b).enumerate() {
-        for ((name, a), (_, b)) in a.outputs().into_iter().zip(b.outputs()) {
-            assert!(a.bits() == b.bits(), "{what}: {name} of rank {rank} differs");
-        }
-    }
-}
 
 #[test]
 fn every_layout_and_side_agrees_with_the_dense_reference() {
@@ -263,6 +168,80 @@ fn a_hostile_network_changes_no_bit() {
                 assert_eq!(bytes.ok(), sent.next(), "{pass:?} {travels:?} {problem:?}");
             }
             assert_same_bits(&kind, &hostile, &format!("{travels:?} {problem:?}"));
+        }
+    }
+}
+
+/// Whose schedules are run: some with groups, and all that so many ranks can have.
+fn grouped() -> Vec<(usize, Family)> {
+    let double = [(8, 4), (8, 2), (6, 3)];
+    let double = double.map(|(world_size, inner)| (world_size, Family::DoubleRing { inner }));
+    let others = [2, 3, 4, 6, 8].into_iter();
+    let others = others.flat_map(|n| [(n, Family::Balanced), (n, Family::AllGather)]);
+    double.into_iter().chain(others).collect()
+}
+
+/// How many chunks a family's schedules may hold of each side, beyond the shard.
+fn most_chunks(family: Family, world_size: usize) -> usize {
+    match family {
+        Family::DoubleRing { inner } => (inner - 1).min(2) + (world_size / inner - 1).min(2),
+        Family::Ring | Family::Balanced | Family::AllGather => 2,
+    }
+}
+
+#[test]
+fn every_family_agrees_with_the_dense_reference_over_a_hostile_network() {
+    let executor = Executor::new(Isa::best(), 2);
+    let segments = Features { segments: true, ..Features::default() };
+    let window = |left, right| Window { left, right };
+    let masks = [
+        (Window::FULL, Features::NONE),
+        (Window::CAUSAL, Features::NONE),
+        (window(Some(27), Some(0)), Features::NONE),
+        (window(Some(7), Some(3)), segments),
+        (Window::CAUSAL, segments),
+    ];
+    for (seed, (world_size, family)) in grouped().into_iter().enumerate() {
+        for (layout, (window, features)) in
+            Layout::ALL.into_iter().flat_map(|l| masks.map(|m| (l, m)))
+        {
+            let problem = Problem { layout, window, features, ..problem(world_size, 6) };
+            for travels in SIDES {
+                let what = format!("{family}, {travels:?} travel");
+                let shards = Shard::random(&problem, seed as u64);
+                let mut sent = run_family_both((&problem, family, travels), &shards).into_iter();
+                assert_right(&problem, &shards, &what);
+                let hostile = Shard::random(&problem, seed as u64);
+                for pass in [Pass::Forward, Pass::Backward] {
+                    let schedules = schedule(&problem, family, pass, travels).expect("it fits");
+                    let network = Arc::new(Network::default());
+                    let transport = |rank| Adversary::new(rank, network.clone(), seed as u64);
+                    let bytes = walk_all((&problem, &schedules), &executor, &hostile, transport);
+                    assert_eq!(bytes.as_ref().ok(), Some(&total_bytes(&problem, &schedules)));
+                    assert_eq!(bytes.ok(), sent.next(), "{what}: {pass:?} {problem:?}");
+                    if window.left.is_none() {
+                        let (held, most) = (network.held(), most_chunks(family, world_size));
+                        assert!(held <= most, "{what}: {held} chunks, not {most}: {problem:?}");
+                    }
+                }
+                assert_same_bits(&shards, &hostile, &format!("{what}: {problem:?}"));
+            }
+        }
+    }
+}
+
+#[test]
+fn so_it_does_with_more_keys_or_queries() {
+    let unlike = [(4, 6), (8, 2)];
+    for (seed, problem) in
+        windowed([4, 6], &unlike, &[Window::CAUSAL, windows()[1]]).into_iter().enumerate()
+    {
+        for family in families(problem.world_size) {
+            for travels in SIDES {
+                let shards = Shard::random(&problem, seed as u64);
+                run_family_both((&problem, family, travels), &shards);
+                assert_right(&problem, &shards, &format!("{family}, {travels:?} travel"));
+            }
         }
     }
 }

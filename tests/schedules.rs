@@ -7,6 +7,7 @@ use burst_attention::schedule::{
     Payload, QUERY_GRAIN, Schedule, Transfer, check, choose_travels, ring, total_bytes,
 };
 use burst_attention::{Layout, Window};
+use common::needs::{needed, rows_sent};
 use common::spoilers::assert_spoilers_noticed;
 use common::{problem, problems, windowed, windows};
 
@@ -53,20 +54,15 @@ fn so_it_is_in_every_window_and_with_more_keys_or_queries() {
     });
 }
 
-/// Positions that a query at `position` sees, straight from the definition.
-fn allowed(problem: &Problem, query: usize, key: usize) -> bool {
-    problem.window.allows(query, key)
-}
-
 /// Row hops of (chunks, followers) by counting, from the definition of the mask alone.
 fn row_hops(problem: &Problem, travels: Travels, down: bool) -> (usize, usize) {
-    let (world_size, n) = (problem.world_size, problem.q_len);
+    let Problem { world_size, q_len: n, window, .. } = *problem;
     let position = |rank, row| problem.layout.position(rank, row, world_size, n);
     let meets = |owner: usize, rows: &std::ops::Range<usize>, at: usize| {
         rows.clone().any(|row| {
             (0..n).any(|other| match travels {
-                Travels::Keys => allowed(problem, position(at, other), position(owner, row)),
-                Travels::Queries => allowed(problem, position(owner, row), position(at, other)),
+                Travels::Keys => window.allows(position(at, other), position(owner, row)),
+                Travels::Queries => window.allows(position(owner, row), position(at, other)),
             })
         })
     };
@@ -113,31 +109,6 @@ fn bytes_sent_equal_the_hops_to_the_last_rank_that_needs_a_chunk() {
     }
 }
 
-/// Of a chunk: which of its rows a rank computes with, from the definition of the mask alone; of
-/// queries, grain by grain. In the striped layout that is all or nothing.
-fn needed(problem: &Problem, travels: Travels, owner: usize, at: usize) -> Vec<bool> {
-    let Problem { layout, world_size, q_len, kv_len, .. } = *problem;
-    let query = |rank, row| layout.position(rank, row, world_size, q_len);
-    let key = |rank, row| layout.position(rank, row, world_size, kv_len);
-    let rows: Vec<bool> = match travels {
-        Travels::Keys => {
-            let seen = |j| (0..q_len).any(|i| allowed(problem, query(at, i), key(owner, j)));
-            (0..kv_len).map(seen).collect()
-        }
-        Travels::Queries => {
-            let sees = |i| (0..kv_len).any(|j| allowed(problem, query(owner, i), key(at, j)));
-            let mut rows: Vec<bool> = (0..q_len).map(sees).collect();
-            for piece in layout.pieces(owner, world_size, q_len) {
-                let grains = rows[piece.rows].chunks_mut(QUERY_GRAIN);
-                grains.for_each(|grain| grain.fill(grain.contains(&true)));
-            }
-            rows
-        }
-    };
-    let any = rows.contains(&true);
-    if layout == Layout::Striped { vec![any; rows.len()] } else { rows }
-}
-
 /// Row hops with some hops up and the others down: those of chunks, then the fewest and the most
 /// that their accumulators may make.
 fn split_hops(problem: &Problem, travels: Travels, ups: usize) -> [usize; 3] {
@@ -162,16 +133,6 @@ fn split_hops(problem: &Problem, travels: Travels, ups: usize) -> [usize; 3] {
     hops
 }
 
-/// Rows that all ranks send of inputs and of accumulators.
-fn rows_sent(schedules: &[Schedule]) -> (usize, usize) {
-    let sent = |accumulators: bool| {
-        let sends = schedules.iter().flat_map(Schedule::sends);
-        let of_kind = sends.filter(|send| send.chunk.payload.is_accumulator() == accumulators);
-        of_kind.map(|send| send.chunk.rows.len()).sum()
-    };
-    (sent(false), sent(true))
-}
-
 #[test]
 fn rows_sent_in_windows_equal_the_hops_on_the_better_split_of_ways() {
     let tokens = [(1, 1), (2, 2), (5, 5), (8, 8), (4, 6), (6, 4), (2, 8), (8, 2), (14, 10)];
@@ -184,7 +145,7 @@ fn rows_sent_in_windows_equal_the_hops_on_the_better_split_of_ways() {
             let splits = splits.map(|ups| split_hops(&problem, travels, ups));
             let [chunk, fewest, most] = splits.min_by_key(|hops| hops[0]).expect("a split");
             for pass in PASSES {
-                let (inputs, sums) = rows_sent(&ring(&problem, pass, travels));
+                let [inputs, sums] = rows_sent(&ring(&problem, pass, travels), |_, _| true);
                 let what = format!("{pass:?} {travels:?} {problem:?}");
                 assert_eq!(inputs, chunk, "{what}");
                 if (pass, travels) == (Pass::Forward, Travels::Keys) {
@@ -216,7 +177,7 @@ fn a_window_reaches_no_farther_than_it_has_to() {
             if left < n && right < n {
                 // Each border is crossed by the rows next to it and nothing else.
                 let rows = (world_size - 1) * (left + right);
-                assert_eq!(rows_sent(&schedules), (rows, 0), "{problem:?}");
+                assert_eq!(rows_sent(&schedules, |_, _| true), [rows, 0], "{problem:?}");
             }
         }
     }

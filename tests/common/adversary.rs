@@ -3,6 +3,7 @@
 //! be received is filled with NaN.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
@@ -20,6 +21,15 @@ type Address = (usize, usize, usize);
 pub struct Network {
     post: Mutex<HashMap<Address, (Chunk, HostBuffer)>>,
     arrived: Condvar,
+    /// The most slots in which inputs landed on any rank, of one side.
+    held: AtomicUsize,
+}
+
+impl Network {
+    /// The most chunks of keys, or of queries, that a rank held or awaited at a time.
+    pub fn held(&self) -> usize {
+        self.held.load(Ordering::Relaxed)
+    }
 }
 
 pub struct Adversary {
@@ -49,6 +59,14 @@ impl Adversary {
         let counter = self.counters.entry((peer, sending)).or_default();
         *counter += 1;
         *counter - 1
+    }
+
+    /// Slots are a device's memory: what lands in one is held until something else does.
+    fn count_held(&self, payload: Payload) {
+        let held = self.slots.keys().filter(|(of, _)| *of == payload).count();
+        if !payload.is_accumulator() {
+            self.network.held.fetch_max(held, Ordering::Relaxed);
+        }
     }
 
     /// Copies the rows and puts them on the wire after a while.
@@ -111,7 +129,8 @@ impl Transport<HostBuffer> for Adversary {
         }
         let sent = ticket.late.into_iter().map(|(_, send, buffer)| (send, buffer));
         for (send, buffer) in sent.chain(ticket.early) {
-            if send.place != Place::Home {
+            // Sums are gone; an input may be read and sent again until something lands there.
+            if send.place != Place::Home && send.chunk.payload.is_accumulator() {
                 poison(&buffer.slice(&send.chunk.rows));
             }
         }
@@ -120,6 +139,7 @@ impl Transport<HostBuffer> for Adversary {
             let (chunk, buffer) = self.wait(address);
             assert_eq!(chunk, receive.chunk, "rank {}", self.rank);
             self.slots.insert((chunk.payload, receive.place), buffer.clone());
+            self.count_held(chunk.payload);
             arrived.push(buffer);
         }
         Ok(arrived)

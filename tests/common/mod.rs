@@ -6,6 +6,7 @@ pub mod data;
 pub mod devices;
 pub mod needs;
 pub mod reference;
+pub mod runs;
 pub mod spoilers;
 
 use burst_attention::Layout;
