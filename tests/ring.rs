@@ -8,17 +8,15 @@ use burst_attention::host::isa::Isa;
 use burst_attention::host::ring::{Executor, RingBuffers, run};
 use burst_attention::host::transport::{HostTransport, Mailboxes};
 use burst_attention::problem::{Dtype, Features, Pass, Problem, Travels};
-use burst_attention::schedule::{Family, Schedule, Step, ring, schedule, total_bytes};
+use burst_attention::schedule::{Family, Schedule, Step, ring, total_bytes};
 use burst_attention::{Error, Layout, Window};
 use common::adversary::{Adversary, Network};
 use common::data::{Array, Shard, relative_error};
-use common::needs::families;
+use common::needs::{families, made};
 use common::runs::{
     assert_right, assert_same_bits, forward_buffers, run_both, run_family_both, walk_all,
 };
-use common::{problem, problems, reference, windowed};
-
-const SIDES: [Travels; 2] = [Travels::Keys, Travels::Queries];
+use common::{SIDES, problem, problems, reference, windowed};
 
 #[test]
 fn every_layout_and_side_agrees_with_the_dense_reference() {
@@ -213,7 +211,7 @@ fn every_family_agrees_with_the_dense_reference_over_a_hostile_network() {
                 assert_right(&problem, &shards, &what);
                 let hostile = Shard::random(&problem, seed as u64);
                 for pass in [Pass::Forward, Pass::Backward] {
-                    let schedules = schedule(&problem, family, pass, travels).expect("it fits");
+                    let schedules = made(&problem, family, pass, travels);
                     let network = Arc::new(Network::default());
                     let transport = |rank| Adversary::new(rank, network.clone(), seed as u64);
                     let bytes = walk_all((&problem, &schedules), &executor, &hostile, transport);

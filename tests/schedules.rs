@@ -4,15 +4,12 @@ mod common;
 
 use burst_attention::problem::{Dtype, Pass, Problem, Travels};
 use burst_attention::schedule::{
-    Payload, QUERY_GRAIN, Schedule, Transfer, check, choose_travels, ring, total_bytes,
+    Family, Payload, QUERY_GRAIN, Schedule, Transfer, check, choose_travels, ring, total_bytes,
 };
 use burst_attention::{Layout, Window};
 use common::needs::{needed, rows_sent};
 use common::spoilers::assert_spoilers_noticed;
-use common::{problem, problems, windowed, windows};
-
-const PASSES: [Pass; 2] = [Pass::Forward, Pass::Backward];
-const SIDES: [Travels; 2] = [Travels::Keys, Travels::Queries];
+use common::{PASSES, SIDES, problem, problems, ways, windowed, windows};
 
 #[test]
 fn every_allowed_pair_is_computed_exactly_once_and_returns_home() {
@@ -29,7 +26,7 @@ fn every_allowed_pair_is_computed_exactly_once_and_returns_home() {
 }
 
 fn assert_proven(problem: &Problem) {
-    for (pass, travels) in PASSES.into_iter().flat_map(|pass| SIDES.map(|side| (pass, side))) {
+    for (pass, travels) in ways() {
         if let Err(violation) = check(problem, &ring(problem, pass, travels)) {
             panic!("{pass:?}, {travels:?} travel, {problem:?}: {violation}");
         }
@@ -187,7 +184,7 @@ fn a_window_reaches_no_farther_than_it_has_to() {
 fn queries_are_split_only_where_kernels_can_start() {
     let tokens = [(12, 12), (10, 10), (14, 5), (6, 9), (7, 7)];
     for problem in windowed(1..=5, &tokens, &windows()) {
-        for (pass, travels) in PASSES.into_iter().flat_map(|pass| SIDES.map(|side| (pass, side))) {
+        for (pass, travels) in ways() {
             for schedule in ring(&problem, pass, travels) {
                 let tiles = schedule.steps.iter().flat_map(|step| &step.tiles);
                 let tiles = tiles.map(|tile| tile.queries.rows.clone());
@@ -235,8 +232,9 @@ fn auto_takes_the_cheaper_side() {
             head_dim: 64,
             ..base
         };
-        assert_eq!(choose_travels(&problem, Pass::Backward), cheaper);
-        assert_eq!(choose_travels(&problem, Pass::Forward), Travels::Keys);
+        let chosen = |pass| choose_travels(&problem, Family::Ring, pass).expect("a ring");
+        assert_eq!(chosen(Pass::Backward), cheaper);
+        assert_eq!(chosen(Pass::Forward), Travels::Keys);
     }
 }
 
@@ -304,7 +302,7 @@ fn nothing_is_exchanged_by_one_rank() {
 #[test]
 fn spoiled_schedules_are_refused() {
     for layout in Layout::ALL {
-        for (pass, travels) in PASSES.into_iter().flat_map(|p| SIDES.map(|side| (p, side))) {
+        for (pass, travels) in ways() {
             for window in [Window::CAUSAL, Window { left: Some(6), right: Some(3) }] {
                 let problem = Problem { layout, window, ..problem(5, 4) };
                 assert_spoilers_noticed(&problem, &ring(&problem, pass, travels));
@@ -336,7 +334,7 @@ fn so_they_are_where_chunks_go_both_ways() {
     let mut both = 0;
     for (layout, world_size, (q_len, kv_len), window) in cases {
         let problem = Problem { layout, window, kv_len, ..problem(world_size, q_len) };
-        for (pass, travels) in PASSES.into_iter().flat_map(|pass| SIDES.map(|side| (pass, side))) {
+        for (pass, travels) in ways() {
             let good = ring(&problem, pass, travels);
             both += usize::from(two_ways(&good));
             assert_spoilers_noticed(&problem, &good);

@@ -91,17 +91,11 @@ pub fn total_bytes(problem: &Problem, schedules: &[Schedule]) -> u64 {
     schedules.iter().map(|schedule| bytes(schedule) as u64).sum()
 }
 
-/// The side whose travelling round a single ring costs fewer bytes; keys where both cost the same.
-pub fn choose_travels(problem: &Problem, pass: Pass) -> Travels {
-    cheaper_side(problem, Family::Ring, pass).expect("a ring has any number of ranks")
-}
-
-/// The side whose travelling costs fewer bytes in a family's schedules; keys where both cost the
-/// same.
+/// The side whose travelling costs fewer bytes; keys where both cost the same.
 ///
 /// # Errors
 /// If the family does not fit the number of ranks.
-pub fn cheaper_side(problem: &Problem, family: Family, pass: Pass) -> Result<Travels> {
+pub fn choose_travels(problem: &Problem, family: Family, pass: Pass) -> Result<Travels> {
     let cost = |travels| -> Result<u64> {
         Ok(total_bytes(problem, &schedule(problem, family, pass, travels)?))
     };

@@ -21,7 +21,7 @@ mod visits;
 mod ways;
 
 pub use check::{Violation, check};
-pub use family::{Family, cheaper_side, choose_travels, ring, schedule, total_bytes};
+pub use family::{Family, choose_travels, ring, schedule, total_bytes};
 pub use geometry::{QUERY_GRAIN, Rectangle, rectangles};
 pub use kept::kept;
 

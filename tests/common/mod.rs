@@ -4,6 +4,7 @@
 pub mod adversary;
 pub mod data;
 pub mod devices;
+pub mod held;
 pub mod needs;
 pub mod reference;
 pub mod runs;
@@ -11,7 +12,17 @@ pub mod spoilers;
 
 use burst_attention::Layout;
 use burst_attention::mask::Window;
-use burst_attention::problem::{Dtype, Features, Problem};
+use burst_attention::problem::{Dtype, Features, Pass, Problem, Travels};
+
+/// Both passes.
+pub const PASSES: [Pass; 2] = [Pass::Forward, Pass::Backward];
+/// Both sides that may travel.
+pub const SIDES: [Travels; 2] = [Travels::Keys, Travels::Queries];
+
+/// Both passes, each with both sides.
+pub fn ways() -> impl Iterator<Item = (Pass, Travels)> {
+    PASSES.into_iter().flat_map(|pass| SIDES.map(|side| (pass, side)))
+}
 
 /// A small problem with `n` tokens on each of `world_size` ranks.
 pub fn problem(world_size: usize, n: usize) -> Problem {

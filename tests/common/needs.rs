@@ -1,8 +1,8 @@
 //! What ranks need of each other, from the definition of the mask alone.
 
 use burst_attention::Layout;
-use burst_attention::problem::{Problem, Travels};
-use burst_attention::schedule::{Family, QUERY_GRAIN, Schedule, Transfer};
+use burst_attention::problem::{Pass, Problem, Travels};
+use burst_attention::schedule::{Family, QUERY_GRAIN, Schedule, Transfer, schedule};
 
 /// Of a chunk: which of its rows a rank computes with; of queries, grain by grain. In the striped
 /// layout that is all or nothing.
@@ -46,4 +46,9 @@ pub fn families(world_size: usize) -> Vec<Family> {
     let inner = (1..=world_size).filter(|inner| world_size.is_multiple_of(*inner));
     let double = inner.map(|inner| Family::DoubleRing { inner });
     double.chain([Family::Balanced, Family::AllGather]).collect()
+}
+
+/// Schedules of a family that fits.
+pub fn made(problem: &Problem, family: Family, pass: Pass, travels: Travels) -> Vec<Schedule> {
+    schedule(problem, family, pass, travels).expect("the family fits")
 }
