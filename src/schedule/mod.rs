@@ -1,8 +1,13 @@
 //! Schedules: what a rank computes at each step of the ring and what it exchanges meanwhile.
 //!
-//! A schedule is data, made by a pure function; [`crate::engine`] walks it. Within a step the
-//! exchanges start first, then the tiles are computed while they are in flight. Where a tile or a
-//! message has only some rows of a layout's piece, queries keep to [`QUERY_GRAIN`].
+//! A schedule is data, made by a pure function; [`crate::engine`] walks it. A [`Family`] says where
+//! chunks are at each step (`visits.rs`); all else follows from that: which rows are needed there
+//! (`parts.rs`), where they lie (`slots.rs`), who computes and sends what (`tour.rs`), and how sums
+//! come home (`followers.rs`).
+//!
+//! Within a step the exchanges start first, then the tiles are computed while they are in flight.
+//! Where a tile or a message has only some rows of a layout's piece, queries keep to
+//! [`QUERY_GRAIN`].
 
 mod check;
 mod family;
@@ -111,7 +116,9 @@ impl Due {
     }
 }
 
-/// Messages that start together as a step begins, as one group.
+/// Messages that start together as a step begins, as one group. The exchanges of a step start in the
+/// order of their deadlines, on all ranks. One whose deadline lies steps ahead, as over the slow
+/// links of a double ring, is meant to be under way while those of the steps between come and go.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Exchange {
     /// Outgoing messages; what they read is final and stays untouched until `due`.

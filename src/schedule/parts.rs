@@ -142,6 +142,6 @@ mod tests {
             assert_eq!(part.len(), 1, "one run needs no cut");
             assert_eq!((&part[0].carried, &part[0].summed), (&carried, &summed));
         }
-        assert_eq!(parts[2][0].summed_home(Some(&parts[3][0])), [2..3]);
+        assert_eq!(parts[2][0].summed_home(Some(&parts[3][0])), vec![Range { start: 2, end: 3 }]);
     }
 }

@@ -2,6 +2,9 @@
 
 use super::visits::Visit;
 
+/// First and last step of some use of a slot.
+type Span = (usize, usize);
+
 /// Numbers of slots; the parts of a chunk have slots of their own. Inputs and sums are numbered
 /// independently.
 #[derive(Debug)]
@@ -36,12 +39,10 @@ impl Slots {
         let back = |(number, visit): (usize, &Visit)| {
             comes_home(number).then_some((number + 1, visit.returns))
         };
-        let spans = |span: &dyn Fn((usize, &Visit)) -> Option<(usize, usize)>| {
-            free_numbers(&visits.iter().enumerate().map(span).collect::<Vec<_>>())
-        };
-        let (inputs, input_slots) = spans(&input);
-        let (sums, sum_slots) = spans(&sum);
-        let (returned, return_slots) = spans(&back);
+        let numbered = || visits.iter().enumerate();
+        let (inputs, input_slots) = free_numbers(&Vec::from_iter(numbered().map(input)));
+        let (sums, sum_slots) = free_numbers(&Vec::from_iter(numbered().map(sum)));
+        let (returned, return_slots) = free_numbers(&Vec::from_iter(numbered().map(back)));
         let stride = input_slots.max(sum_slots + return_slots);
         Slots { inputs, sums, returned, first_returned: sum_slots, stride }
     }
@@ -62,10 +63,10 @@ impl Slots {
     }
 }
 
-/// Gives each span of steps, first and last included, a number that is free all the time, of those
-/// in use before the one that was last, in the order in which they begin; and says how many that
-/// takes, which are the fewest possible.
-fn free_numbers(spans: &[Option<(usize, usize)>]) -> (Vec<usize>, usize) {
+/// Gives each span of steps, first and last included, a number that no other has at any of them, and
+/// says how many that takes. In the order in which they begin, each takes the number that was given
+/// back last, and a new one only if there is none; so they are as few as can be.
+fn free_numbers(spans: &[Option<Span>]) -> (Vec<usize>, usize) {
     let mut order: Vec<usize> = (0..spans.len()).filter(|index| spans[*index].is_some()).collect();
     order.sort_by_key(|index| spans[*index]);
     let (mut numbers, mut used_until) = (vec![0; spans.len()], Vec::new());

@@ -31,7 +31,7 @@ pub(super) struct Visit {
 impl Visit {
     /// With chunks of the side that travels, from `source`, which they leave as the visit before
     /// begins.
-    fn new(number: usize, ranks: Vec<usize>, travels: Travels, source: usize) -> Visit {
+    pub fn new(number: usize, ranks: Vec<usize>, travels: Travels, source: usize) -> Visit {
         let mut owners = vec![0; ranks.len()];
         ranks.iter().enumerate().for_each(|(owner, rank)| owners[*rank] = owner);
         let sides = vec![Some(travels); ranks.len()];
