@@ -109,6 +109,21 @@ fn work(schedules: &[Schedule]) -> Vec<Vec<usize>> {
 }
 
 #[test]
+fn causal_work_is_equal_on_all_ranks_at_every_step_in_zigzag_layout() {
+    for world_size in 1..=12 {
+        let problem = Problem { layout: Layout::Zigzag, ..problem(world_size, 4) };
+        for family in families(world_size) {
+            for (pass, travels) in ways() {
+                for ranks in work(&made(&problem, family, pass, travels)) {
+                    let alike = ranks.iter().all(|pairs| *pairs == ranks[0]);
+                    assert!(alike, "{family} {world_size} {pass:?} {travels:?}: {ranks:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn a_balanced_schedule_leaves_half_of_an_even_number_of_ranks_idle_at_its_last_step() {
     for (world_size, n) in (1..=17).flat_map(|world_size| [1, 4, 6].map(|n| (world_size, n))) {
         let problem = problem(world_size, n);

@@ -18,7 +18,10 @@ pub enum Family {
     Ring,
     /// Rings of `inner` neighbouring ranks over fast links, and rings from one such group to the
     /// next over slow ones: rank = number of the group · inner + number within the group. The
-    /// chunks of another group cross a slow link while those of the one before go round.
+    /// chunks of another group cross a slow link while those of the one before go round, and each
+    /// group's sums go straight home, with as much time. Of inputs a rank holds, beyond its shard,
+    /// two chunks of each of its rings: one at hand and one on its way. It holds at most four
+    /// accumulators: two in the inner ring, one that leaves for home and one that comes.
     DoubleRing {
         /// Ranks of a group; divides the number of ranks.
         inner: usize,
@@ -26,7 +29,8 @@ pub enum Family {
     /// A ring in which ranks with nothing left to see compute for those with too much: for causal
     /// masks in the contiguous layout. Where no rank would be helped, the ring.
     Balanced,
-    /// Straight from the owner to each rank that needs a chunk, two at a time; sums straight back.
+    /// Straight from the owner to each rank that needs a chunk, and sums straight back. A rank holds
+    /// two chunks beyond its shard: one at hand and one on its way.
     AllGather,
 }
 
