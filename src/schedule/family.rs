@@ -20,8 +20,9 @@ pub enum Family {
     /// next over slow ones: rank = number of the group · inner + number within the group. The
     /// chunks of another group cross a slow link while those of the one before go round, and each
     /// group's sums go straight home, with as much time. Of inputs a rank holds, beyond its shard,
-    /// two chunks of each of its rings: one at hand and one on its way. It holds at most four
-    /// accumulators: two in the inner ring, one that leaves for home and one that comes.
+    /// two chunks of each of its rings: one at hand and one on its way. With a full or a causal
+    /// mask it holds at most four accumulators: two in the inner ring, one that leaves for home and
+    /// one that comes; more in windows, where sums come home from both ways round.
     DoubleRing {
         /// Ranks of a group; divides the number of ranks.
         inner: usize,

@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use super::geometry::Rectangle;
 use super::parts::Part;
-use super::tour::{Mail, Stop, Tour};
+use super::tour::{Mail, Tour};
 use super::visits::{Visit, continues};
 use super::{Chunk, Due, Merge, Payload, Place, Rows, Step, Tile, Transfer};
 use crate::mask::Band;
@@ -36,11 +36,11 @@ impl Tour {
         let stop = &self.stops[visit][owner];
         for (index, part) in stop.parts.iter().enumerate().filter(|(_, part)| part.opens) {
             let rows = part.summed.clone();
-            let places = self.places(visit, index);
+            let places = self.places(rank, visit, index);
             let missing = unwritten(&step.tiles, places[1], stop.travels, &rows);
             let blank = |rows| stop.tile(rank, owner, places, nothing_to_see(stop.travels, rows));
             step.tiles.extend(missing.into_iter().map(blank));
-            step.opens.push((Chunk { payload, owner, rows }, self.slots.sums(visit, index)));
+            step.opens.push((Chunk { payload, owner, rows }, self.slots[rank].sums(visit, index)));
         }
     }
 
@@ -57,8 +57,8 @@ impl Tour {
         if let Some(payload) = self.follower(visit, written) {
             let chunk = |rows| Chunk { payload, owner: written, rows };
             for (index, part) in self.stops[visit][written].parts.iter().enumerate() {
-                let next = next_part(&self.visits, &self.stops, (visit, written, index));
-                let place = Place::Slot(self.slots.sums(visit, index));
+                let next = self.next_part(visit, written, index);
+                let place = Place::Slot(self.slots[rank].sums(visit, index));
                 let onward = part.summed_onward(next);
                 if !onward.is_empty() {
                     let peer = self.visits[t].ranks[written];
@@ -83,12 +83,12 @@ impl Tour {
         let coming = self.visits[t].owners[rank];
         let Some(payload) = self.follower(t - 1, coming) else { return };
         for (index, part) in self.stops[t - 1][coming].parts.iter().enumerate() {
-            let next = next_part(&self.visits, &self.stops, (t - 1, coming, index));
+            let next = self.next_part(t - 1, coming, index);
             let rows = part.summed_onward(next);
             if !rows.is_empty() {
                 let chunk = Chunk { payload, owner: coming, rows };
                 let peer = self.visits[t - 1].ranks[coming];
-                let place = Place::Slot(self.slots.sums(t, index));
+                let place = Place::Slot(self.slots[rank].sums(t, index));
                 mail.receive(Due::Fold(t), Transfer { chunk, peer, place });
             }
         }
@@ -97,11 +97,14 @@ impl Tour {
     /// Accumulators of this rank's own rows that go home from a visit, and the slots they land in.
     fn coming_home(&self, rank: usize, visit: usize) -> Vec<(Chunk, usize)> {
         let Some(payload) = self.follower(visit, rank) else { return vec![] };
-        let home = Tour::sums_home(&self.visits, &self.stops, visit, rank).into_iter();
+        let returns = self.visits[visit].returns;
+        let with_them = (1..visit).rev().take_while(|v| self.visits[*v].returns == returns);
+        let before: usize = with_them.map(|v| self.sums_home(v, rank).len()).sum();
         let land = |(index, rows)| {
-            (Chunk { payload, owner: rank, rows }, self.slots.returned(visit, index))
+            let slot = self.slots[rank].returned(returns, before + index);
+            (Chunk { payload, owner: rank, rows }, slot)
         };
-        home.enumerate().map(land).collect()
+        self.sums_home(visit, rank).into_iter().enumerate().map(land).collect()
     }
 
     /// Merges of all that came home by step `t`.
@@ -112,26 +115,18 @@ impl Tour {
     }
 
     /// Rows of an owner's accumulators that go home from a visit.
-    pub fn sums_home(
-        visits: &[Visit],
-        stops: &[Vec<Stop>],
-        visit: usize,
-        owner: usize,
-    ) -> Vec<Range<usize>> {
-        let home = |(index, part): (usize, &Part)| {
-            part.summed_home(next_part(visits, stops, (visit, owner, index)))
-        };
-        stops[visit][owner].parts.iter().enumerate().flat_map(home).collect()
+    pub fn sums_home(&self, visit: usize, owner: usize) -> Vec<Range<usize>> {
+        let parts = self.stops[visit][owner].parts.iter().enumerate();
+        let home =
+            |(index, part): (usize, &Part)| part.summed_home(self.next_part(visit, owner, index));
+        parts.flat_map(home).collect()
     }
-}
 
-/// The same part at the next visit of the strand, if there is one.
-fn next_part<'a>(
-    visits: &[Visit],
-    stops: &'a [Vec<Stop>],
-    (visit, owner, part): (usize, usize, usize),
-) -> Option<&'a Part> {
-    continues(visits, visit + 1).then(|| &stops[visit + 1][owner].parts[part])
+    /// The same part at the next visit of the strand, if there is one.
+    fn next_part(&self, visit: usize, owner: usize, part: usize) -> Option<&Part> {
+        let next = visit + 1;
+        continues(&self.visits, next).then(|| &self.stops[next][owner].parts[part])
+    }
 }
 
 /// Those of `rows` of the travelling side that no tile writes in `place`.

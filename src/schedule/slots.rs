@@ -5,12 +5,15 @@ use super::visits::Visit;
 /// First and last step of some use of a slot.
 type Span = (usize, usize);
 
-/// Numbers of slots; the parts of a chunk have slots of their own. Inputs and sums are numbered
-/// independently.
+/// Numbers of the slots of one rank; the parts of a chunk have slots of their own. Inputs and sums
+/// are numbered independently.
 #[derive(Debug)]
 pub(super) struct Slots {
+    /// `[visit]`
     inputs: Vec<usize>,
+    /// `[visit]`
     sums: Vec<usize>,
+    /// `[step]`
     returned: Vec<usize>,
     /// The first slot for sums that come home; those before are for what passes through.
     first_returned: usize,
@@ -19,31 +22,36 @@ pub(super) struct Slots {
 }
 
 impl Slots {
-    /// `comes_home(visit)` says whether sums go home from any rank of that visit.
-    pub fn new(visits: &[Visit], comes_home: impl Fn(usize) -> bool) -> Slots {
-        let children = |number: usize| {
-            let sources = visits.iter().enumerate().skip(1);
-            sources.filter(move |(_, child)| child.source == number).map(|(child, _)| child - 1)
-        };
+    /// Of a rank from which sums leave for home after the visits that `leave` says, and to which
+    /// sums come home from those that `come` says.
+    pub fn new(
+        visits: &[Visit],
+        leave: impl Fn(usize) -> bool,
+        come: impl Fn(usize) -> bool,
+    ) -> Slots {
+        // The last step at which chunks are passed on to another visit.
+        let mut passed_on = vec![0; visits.len()];
+        for (number, visit) in visits.iter().enumerate().filter(|(_, visit)| visit.source > 0) {
+            passed_on[visit.source] = number - 1;
+        }
+        let numbered = || visits.iter().enumerate();
         // From the step at which they leave their source until they were read and passed on. Home
         // counts as a slot that is free after its step, so that those of a ring alternate.
-        let input = |(number, visit): (usize, &Visit)| {
-            let passed_on = if number == 0 { None } else { children(number).max() };
-            Some((visit.leaves, passed_on.unwrap_or(0).max(number)))
-        };
+        let input =
+            |(number, visit): (usize, &Visit)| Some((visit.leaves, passed_on[number].max(number)));
         // From the step of the visit until they were passed on or came home.
         let sum = |(number, visit): (usize, &Visit)| {
-            let until = if comes_home(number) { visit.returns } else { 0 };
-            Some((number, until.max(number + 1)))
+            Some((number, if leave(number) { visit.returns } else { number + 1 }))
         };
-        let back = |(number, visit): (usize, &Visit)| {
-            comes_home(number).then_some((number + 1, visit.returns))
-        };
-        let numbered = || visits.iter().enumerate();
+        // For all that comes home by the same step: from the step after the first of its visits.
+        let mut back = vec![None; visits.iter().map(|visit| visit.returns + 1).max().unwrap_or(0)];
+        for (number, visit) in numbered().skip(1).filter(|(number, _)| come(*number)) {
+            back[visit.returns].get_or_insert((number + 1, visit.returns));
+        }
         let (inputs, input_slots) = free_numbers(&Vec::from_iter(numbered().map(input)));
         let (sums, sum_slots) = free_numbers(&Vec::from_iter(numbered().map(sum)));
-        let (returned, return_slots) = free_numbers(&Vec::from_iter(numbered().map(back)));
-        let stride = input_slots.max(sum_slots + return_slots);
+        let (returned, return_slots) = free_numbers(&back);
+        let stride = input_slots.max(sum_slots + return_slots.max(1));
         Slots { inputs, sums, returned, first_returned: sum_slots, stride }
     }
 
@@ -57,9 +65,9 @@ impl Slots {
         self.stride * part + self.sums[visit]
     }
 
-    /// Where those land that come home from a visit, the `index`-th of them.
-    pub fn returned(&self, visit: usize, index: usize) -> usize {
-        self.stride * index + self.first_returned + self.returned[visit]
+    /// Where those land that come home by a step, the `index`-th of them.
+    pub fn returned(&self, step: usize, index: usize) -> usize {
+        self.stride * index + self.first_returned + self.returned[step]
     }
 }
 

@@ -19,7 +19,8 @@ pub(super) struct Tour {
     pub visits: Vec<Visit>,
     /// `[visit][owner]`
     pub stops: Vec<Vec<Stop>>,
-    pub slots: Slots,
+    /// `[rank]`
+    pub slots: Vec<Slots>,
 }
 
 /// The chunk of one owner at one visit.
@@ -85,12 +86,14 @@ impl Tour {
                 stops.push(Stop { travels: side(visit), rectangles: met(visit), parts });
             }
         }
-        let comes_home = |visit: usize| {
-            let of_owner = |owner| !Tour::sums_home(&visits, &stops, visit, owner).is_empty();
-            (0..problem.world_size).any(of_owner)
+        let mut tour = Tour { pass, visits, stops, slots: vec![] };
+        let homes = |visit: usize, owner: usize| !tour.sums_home(visit, owner).is_empty();
+        let slots = |rank: usize| {
+            let leave = |visit: usize| homes(visit, tour.visits[visit].owners[rank]);
+            Slots::new(&tour.visits, leave, |visit| homes(visit, rank))
         };
-        let slots = Slots::new(&visits, comes_home);
-        Tour { pass, visits, stops, slots }
+        tour.slots = (0..problem.world_size).map(slots).collect();
+        tour
     }
 
     pub fn schedules(&self, problem: &Problem, travels: Travels) -> Vec<Schedule> {
@@ -139,9 +142,9 @@ impl Tour {
             };
             let held = |part| match to.source {
                 0 => Place::Home,
-                source => Place::Slot(self.slots.input(source, part)),
+                source => Place::Slot(self.slots[rank].input(source, part)),
             };
-            let lands = |part| Place::Slot(self.slots.input(number, part));
+            let lands = |part| Place::Slot(self.slots[rank].input(number, part));
             let (sent, awaited) = (from.owners[rank], to.owners[rank]);
             let sends = transfers(sent, to.ranks[sent], &held);
             sends.into_iter().for_each(|transfer| mail.send(due, transfer));
@@ -161,16 +164,17 @@ impl Tour {
         let cut = |rectangle: &Rectangle| {
             let of_part = |(index, part): (usize, &Part)| {
                 let rectangle = rectangle.within(stop.travels, &part.rows)?;
-                Some(stop.tile(rank, owner, self.places(visit, index), rectangle))
+                Some(stop.tile(rank, owner, self.places(rank, visit, index), rectangle))
             };
             stop.parts.iter().enumerate().filter_map(of_part).collect::<Vec<_>>()
         };
         stop.rectangles.iter().flat_map(cut).collect()
     }
 
-    /// Where a part of the chunks of a visit lies, and where its sums do.
-    pub fn places(&self, visit: usize, part: usize) -> [Place; 2] {
-        [self.slots.input(visit, part), self.slots.sums(visit, part)].map(Place::Slot)
+    /// Where a rank has a part of the chunk of a visit, and where the sums of that.
+    pub fn places(&self, rank: usize, visit: usize, part: usize) -> [Place; 2] {
+        let slots = &self.slots[rank];
+        [slots.input(visit, part), slots.sums(visit, part)].map(Place::Slot)
     }
 }
 
