@@ -34,11 +34,17 @@ fn calls(worlds: impl IntoIterator<Item = usize>, tokens: &[usize]) -> Vec<Call>
     });
     let plain = problems(worlds.clone(), tokens).into_iter().chain(windowed);
     let featured = featured.filter(|problem| worlds.contains(&problem.world_size));
-    let problems = plain.chain(featured).map(in_bfloat16);
-    let call = |problem: Problem| {
-        WAYS.map(|(pass, travels)| Call { problem: problem.clone(), pass, travels })
+    let rings = plain.chain(featured).map(|problem| (problem, Family::Ring));
+    let some = worlds.iter().copied().filter(|world_size| [2, 4, 6, 8].contains(world_size));
+    let others = problems(some, &tokens[..1]).into_iter().flat_map(|problem| {
+        let double = Family::DoubleRing { inner: problem.world_size / 2 };
+        [double, Family::AllGather].map(|family| (problem.clone(), family))
+    });
+    let call = |(problem, family): (Problem, Family)| {
+        let problem = in_bfloat16(problem);
+        WAYS.map(|(pass, travels)| Call { problem: problem.clone(), family, pass, travels })
     };
-    problems.flat_map(call).collect()
+    rings.chain(others).flat_map(call).collect()
 }
 
 fn assert_ordered(call: &Call, program: &Program) {
@@ -98,7 +104,7 @@ fn a_virtual_ring_is_ordered_as_tightly() {
 #[test]
 fn bytes_sent_equal_the_formula() {
     for call in calls(1..=16, &[2, 6]) {
-        let schedules = kept(&call.problem, Family::Ring, call.pass, call.travels).expect("a ring");
+        let schedules = kept(&call.problem, call.family, call.pass, call.travels).expect("a ring");
         let devices = Devices::new(call.problem.world_size);
         let sent = (0..call.problem.world_size).map(|rank| devices.run_rank(&call, rank));
         let sent: u64 = sent.sum::<Result<u64, _>>().expect("nothing refuses");
@@ -110,7 +116,7 @@ fn bytes_sent_equal_the_formula() {
 fn what_no_kernel_computes_is_refused() {
     let refused = |features, value_dim| {
         let problem = in_bfloat16(Problem { features, value_dim, ..problem(1, 8) });
-        let call = Call { problem, pass: Pass::Forward, travels: None };
+        let call = Call { problem, family: Family::Ring, pass: Pass::Forward, travels: None };
         Devices::new(1).run_rank(&call, 0).expect_err("refused").to_string()
     };
     let (none, dim) = (Features::NONE, problem(1, 8).head_dim);

@@ -77,6 +77,8 @@ def _options(problem: Problem) -> dict[str, Any]:
         "has_segments": _is_general(problem),
         "has_slopes": problem.slopes,
         "dropout_rate": problem.dropout,
+        "schedule": "ring",
+        "inner_size": 0,
     }
 
 
@@ -87,7 +89,7 @@ def _is_general(problem: Problem) -> bool:
 
 
 def is_possible(problem: Problem) -> bool:
-    """Sinks are no business of the calls, which have no dropout yet."""
+    """Sinks are no business of the calls; dropout is checked through the public function alone."""
     return not (problem.sinks or problem.dropout)
 
 
@@ -122,18 +124,33 @@ class Calls:
 
     def backward(self, problem: Problem, *operands: Any) -> tuple[jax.Array, ...]:
         """dq, dk, dv from q, k, v, o, lse, dout, dlse and what features need."""
-        found = self._call(problem, "backward", operands[:3], *operands, backward=problem.backward)
+        results, in_place = list(operands[:3]), {}
+        if problem.slopes:
+            # Their gradient is added to zeros of one for each query, and checked elsewhere.
+            in_place = {len(operands): len(results)}
+            operands = (*operands, jnp.zeros_like(operands[4]))
+            results.append(operands[4])
+        attributes = {"backward": problem.backward}
+        found = self._call(problem, "backward", results, *operands, in_place=in_place, **attributes)
         return tuple(found[:3])
 
     def _call(
-        self, problem: Problem, which: str, results: Any, *operands: Any, **attributes: str
+        self,
+        problem: Problem,
+        which: str,
+        results: Any,
+        *operands: Any,
+        in_place: dict[int, int] | None = None,
+        **attributes: str,
     ) -> Any:
         bytes_ = workspace_bytes(problem, which)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
         shapes.append(jax.ShapeDtypeStruct((bytes_,), jnp.uint8))
-        types = {int: np.int64, float: np.float32, bool: bool}
+        types = {int: np.int64, float: np.float32, bool: bool, str: str}
         options = {name: types[type(x)](x) for name, x in _options(problem).items()}
-        call = jax.ffi.ffi_call(TARGETS[which], shapes, has_side_effect=False)
+        call = jax.ffi.ffi_call(
+            TARGETS[which], shapes, has_side_effect=False, input_output_aliases=in_place
+        )
         return call(
             *operands,
             world_size=np.int64(problem.world_size),

@@ -25,7 +25,7 @@ pub struct CallSite {
     pub(crate) pass: Pass,
     pub(crate) world_size: usize,
     layout: Layout,
-    options: Options,
+    pub(crate) options: Options,
     softmax_scale: f32,
     pub(crate) travels: Option<Travels>,
     pub(crate) axis: Arc<str>,
@@ -166,8 +166,8 @@ impl CallSite {
     ) -> Result<RankCall> {
         let empty = problem.batch == 0 || problem.q_len == 0 && problem.kv_len == 0;
         let place = if empty { None } else { Some(read_place(place)?) };
-        let call =
-            Call { problem, pass: self.pass, travels: self.travels, axis: self.axis.clone() };
+        let (family, axis) = (self.options.family(), self.axis.clone());
+        let call = Call { problem, family, pass: self.pass, travels: self.travels, axis };
         Ok(RankCall { call, place, buffers })
     }
 
@@ -204,6 +204,7 @@ impl CallSite {
             world_size: self.world_size,
         };
         problem.validate()?;
+        self.options.family().validate(self.world_size)?;
         Ok(Shapes { problem, outer: outer.to_vec() })
     }
 }

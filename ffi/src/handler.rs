@@ -145,10 +145,10 @@ pub(crate) unsafe fn execute(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_
 
         let promise = api.future()?;
         frame.set_future(&promise);
-        let (problem, travels) = (call.problem.clone(), call.travels);
+        let (problem, family, travels) = (call.problem.clone(), call.family, call.travels);
         let member = Member { buffers, completion: promise };
         HUB.arrive(key, place, &call, member, move |ranks| {
-            let sent = ring::run(&problem, travels, call::gather(ranks)?)?;
+            let sent = ring::run_family(&problem, family, travels, call::gather(ranks)?)?;
             count_bytes(sent);
             Ok(())
         });

@@ -1,6 +1,7 @@
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::ThreadId;
 
+use burst_attention::schedule::Family;
 use burst_attention::{Dtype, Features, Layout, Pass, Problem, Window};
 
 use super::*;
@@ -48,7 +49,8 @@ fn call(world_size: usize) -> Call {
         layout: Layout::Contiguous,
         world_size,
     };
-    Call { problem, pass: Pass::Forward, travels: None, axis: "context".into() }
+    let family = Family::Ring;
+    Call { problem, family, pass: Pass::Forward, travels: None, axis: "context".into() }
 }
 
 /// A hub with `ranks` of a ring of `world_size` in it; what `run` gets is the rank numbers.

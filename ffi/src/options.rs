@@ -2,6 +2,7 @@
 
 use burst_attention::mask::Window;
 use burst_attention::problem::Features;
+use burst_attention::schedule::Family;
 use serde::Deserialize;
 
 use crate::attributes::Attributes;
@@ -20,6 +21,44 @@ pub struct Options {
     has_slopes: bool,
     /// 0 for none.
     dropout_rate: f32,
+    schedule: Schedule,
+    /// Ranks of an inner ring; 0 but for double rings.
+    inner_size: i64,
+}
+
+/// A family of schedules by its name in the public interface.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Schedule {
+    Ring,
+    DoubleRing,
+    Balanced,
+    AllGather,
+}
+
+impl Schedule {
+    pub(crate) fn named(name: &str) -> Result<Schedule> {
+        match name {
+            "ring" => Ok(Schedule::Ring),
+            "double_ring" => Ok(Schedule::DoubleRing),
+            "balanced" => Ok(Schedule::Balanced),
+            "all_gather" => Ok(Schedule::AllGather),
+            other => {
+                let expected = "ring, double_ring, balanced or all_gather";
+                Err(Error::mismatch("schedule", expected, format!("{other:?}")))
+            }
+        }
+    }
+
+    /// The family, with so many ranks in an inner ring.
+    pub(crate) fn family(self, inner: usize) -> Family {
+        match self {
+            Schedule::Ring => Family::Ring,
+            Schedule::DoubleRing => Family::DoubleRing { inner },
+            Schedule::Balanced => Family::Balanced,
+            Schedule::AllGather => Family::AllGather,
+        }
+    }
 }
 
 impl Options {
@@ -35,6 +74,8 @@ impl Options {
             has_segments: attributes.get("has_segments")?,
             has_slopes: attributes.get("has_slopes")?,
             dropout_rate: attributes.get("dropout_rate")?,
+            schedule: Schedule::named(attributes.get("schedule")?)?,
+            inner_size: attributes.get("inner_size")?,
         };
         for (name, limit) in
             [("window_left", options.window_left), ("window_right", options.window_right)]
@@ -50,6 +91,11 @@ impl Options {
     pub fn window(&self) -> Window {
         let limit = |limit: i64| usize::try_from(limit).ok();
         Window { left: limit(self.window_left), right: limit(self.window_right) }
+    }
+
+    /// How chunks travel; whether it fits the number of ranks is seen later.
+    pub fn family(&self) -> Family {
+        self.schedule.family(usize::try_from(self.inner_size).unwrap_or(0))
     }
 
     /// What else goes into the scores.

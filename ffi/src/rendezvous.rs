@@ -11,6 +11,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use burst_attention::schedule::Family;
 use burst_attention::{Pass, Problem, Travels};
 
 use crate::error::Error;
@@ -38,6 +39,8 @@ pub struct Call {
     pub pass: Pass,
     /// What goes round; `None` leaves it to the core.
     pub travels: Option<Travels>,
+    /// How chunks travel.
+    pub family: Family,
     /// Name of the mesh axis, as the user wrote it.
     pub axis: Arc<str>,
 }

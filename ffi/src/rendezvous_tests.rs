@@ -24,6 +24,7 @@ fn call(world_size: usize) -> Call {
         },
         pass: Pass::Forward,
         travels: None,
+        family: Family::Ring,
         axis: "context".into(),
     }
 }

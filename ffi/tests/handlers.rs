@@ -27,6 +27,8 @@ fn attributes(world_size: i64) -> Vec<(String, FakeAttribute)> {
         ("has_segments".into(), no()),
         ("has_slopes".into(), no()),
         ("dropout_rate".into(), none()),
+        ("schedule".into(), text("ring")),
+        ("inner_size".into(), s64(0)),
         ("softmax_scale".into(), scale),
         ("logits_soft_cap".into(), none()),
         ("axis_name".into(), text("context")),

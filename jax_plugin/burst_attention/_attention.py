@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
@@ -34,7 +35,7 @@ def attention(
     bias: None = None,
     mask: None = None,
     *,
-    axis_name: str,
+    axis_name: str | tuple[str, ...],
     return_residual: Literal[False] = False,
     **options: Unpack[AttentionOptions],
 ) -> jax.Array: ...
@@ -48,7 +49,7 @@ def attention(
     bias: None = None,
     mask: None = None,
     *,
-    axis_name: str,
+    axis_name: str | tuple[str, ...],
     return_residual: Literal[True],
     **options: Unpack[AttentionOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -62,7 +63,7 @@ def attention(
     bias: None = None,
     mask: None = None,
     *,
-    axis_name: str,
+    axis_name: str | tuple[str, ...],
     return_residual: bool,
     **options: Unpack[AttentionOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
@@ -75,7 +76,7 @@ def attention(
     bias: None = None,
     mask: None = None,
     *,
-    axis_name: str,
+    axis_name: str | tuple[str, ...],
     is_causal: bool = False,
     scale: float | None = None,
     query_seq_lengths: None = None,
@@ -118,8 +119,9 @@ def attention(
       value: ``[batch, kv_len, kv_heads, value_dim]``; value_dim like head_dim, but may be another.
       bias: must be None: a sequence × sequence array.
       mask: must be None: a sequence × sequence array.
-      axis_name: mesh axis along which the sequence is sharded. All axes of the mesh must be manual
-        in the surrounding ``shard_map``; each of the others makes rings of its own.
+      axis_name: mesh axis along which the sequence is sharded, or a pair (outer, inner), such as
+        nodes and the GPUs of a node: rank = outer · inner size + inner. All axes of the mesh must
+        be manual in the surrounding ``shard_map``; each of the others makes rings of its own.
       is_causal: a query sees only keys at its own global position and before.
       scale: factor on q·k, a Python number; default head_dim ** -0.5.
       query_seq_lengths: must be None.
@@ -148,7 +150,11 @@ def attention(
       head_axis: mesh axes that shard the heads, likewise.
       layout: which global positions a device holds: ``contiguous``, ``zigzag`` (balances causal
         work) or ``striped``; see `to_layout`.
-      schedule: ``auto`` or ``ring``.
+      schedule: how chunks travel. ``ring``: from rank to rank. With a pair of axes a double ring:
+        chunks of another node cross a slow link once, while those before them go round their inner
+        ring. ``balanced``: ranks that would be idle under a causal mask in the contiguous layout
+        compute for the others; not on GPUs yet. ``all_gather``: straight from their owner, two at a
+        time. ``auto``: ``ring``.
       backward: what travels in the backward ring: ``keys``, ``queries``, or ``auto``, the one that
         sends fewer bytes.
       return_residual: also return lse.
@@ -173,7 +179,7 @@ def attention(
     extras = _placed(arguments, ring, extras, qkv[0])
     # Before the custom_vjp: the transpose of this cast is what sums the gradients of an input
     # that several devices share, and inside, the types of the backward rule would not match.
-    varying, (qkv, sinks, extras) = vary_together(axis_name, (qkv, sinks, extras))
+    varying, (qkv, sinks, extras) = vary_together(ring.axes, (qkv, sinks, extras))
     ring = replace(ring, varying=varying)
     if qkv[0].size == 0 or qkv[1].size == 0:
         # No batch entry, query or key: nothing to compute, so no device needs another.
@@ -198,19 +204,22 @@ def _ring(arguments: dict[str, Any], query: jax.Array, key: jax.Array, *, has_si
     """The static side of the call; which axes the results vary over comes later."""
     _checks.choice("layout", arguments["layout"], _checks.LAYOUTS)
     _checks.choice("backward", arguments["backward"], _checks.BACKWARDS)
-    _checks.schedule(arguments["schedule"])
     is_causal = _checks.flag("is_causal", arguments["is_causal"])
     softmax_scale = _checks.softmax_scale(arguments["scale"], query.shape[3])
-    axis_name = _checks.axis(arguments["axis_name"])
-    mesh = _checks.ring_mesh(axis_name)
+    axes = _checks.ring_axes(arguments["axis_name"])
+    mesh = _checks.ring_mesh(axes)
     _checks.all_axes_manual(mesh)
-    world_size, platform = mesh.shape[axis_name], _checks.devices(mesh, query.dtype)
+    world_size = math.prod(mesh.shape[name] for name in axes)
+    platform = _checks.devices(mesh, query.dtype)
+    schedule = _checks.schedule(arguments["schedule"], axes, platform)
     for name, x in (("query", query), ("key", key)):
         _checks.shard_length(name, x.shape[1], arguments["layout"])
     positions = world_size * max(query.shape[1], key.shape[1])
     return Ring(
-        axis_name=axis_name,
+        axes=axes,
         world_size=world_size,
+        schedule=schedule,
+        inner_size=mesh.shape[axes[1]] if schedule == "double_ring" else 0,
         window=_check_masks.window(arguments["local_window_size"], is_causal, positions),
         softmax_scale=softmax_scale,
         soft_cap=_check_masks.soft_cap(arguments["logits_soft_cap"], platform),
@@ -219,21 +228,21 @@ def _ring(arguments: dict[str, Any], query: jax.Array, key: jax.Array, *, has_si
         backward=arguments["backward"],
         varying=(),
         platform=platform,
-        groups=ring_groups(mesh, axis_name),
+        groups=ring_groups(mesh, axes),
         has_sinks=has_sinks,
     )
 
 
 def _placed(arguments: dict[str, Any], ring: Ring, extras: Extras, query: jax.Array) -> Extras:
     """With what dropout needs to know of each batch entry in the place of the key's words."""
-    mesh = _checks.ring_mesh(ring.axis_name)
+    mesh = _checks.ring_mesh(ring.axes)
     axes = [
-        _check_masks.offset_axes(name, arguments[name], mesh, ring.axis_name)
+        _check_masks.offset_axes(name, arguments[name], mesh, ring.axes)
         for name in ("batch_axis", "head_axis")
     ]
     if extras.dropout is None:
         return extras
-    _check_masks.same_on_the_ring("dropout_key", varying_axes(extras.dropout), ring.axis_name)
+    _check_masks.same_on_the_ring("dropout_key", varying_axes(extras.dropout), ring.axes)
     batch, _, heads, _ = query.shape
     return extras._replace(dropout=dropout_place(extras.dropout, batch, heads, *axes))
 

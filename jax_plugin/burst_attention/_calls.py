@@ -124,7 +124,7 @@ def _cpu_call(
 ) -> Arrays:
     attributes |= {"softmax_scale": np.float32(ring.softmax_scale)}
     attributes |= _options(ring, extras)
-    operands = (*operands, *extras.present(), place(ring.axis_name))
+    operands = (*operands, *extras.present(), place(ring.axes))
     return _call(target, ring, results, operands, attributes)
 
 
@@ -181,6 +181,8 @@ def _options(ring: Ring, extras: Extras) -> dict[str, Any]:
         "has_segments": extras.q_segments is not None,
         "has_slopes": extras.slopes is not None,
         "dropout_rate": np.float32(ring.dropout_rate),
+        "schedule": ring.schedule,
+        "inner_size": np.int64(ring.inner_size),
     }
 
 
@@ -206,7 +208,7 @@ def _call(
             *operands,
             world_size=np.int64(ring.world_size),
             layout=ring.layout,
-            axis_name=ring.axis_name,
+            axis_name=", ".join(ring.axes),
             **attributes,
         )
     # A custom call's results are typed as equal on all devices, unless told.

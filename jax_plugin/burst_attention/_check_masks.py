@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from burst_attention._checks import describe, listed, static_number
+from burst_attention._checks import describe, listed, named, static_number
 
 SOFT_CAPS = {"cpu": (1e-30, 1e30), "cuda": (1e-3, 1e3)}
 """Smallest and largest cap that the kernels of a platform compute with."""
@@ -162,7 +162,7 @@ def _is_array(name: str, value: Any) -> None:
 
 
 def offset_axes(
-    name: str, value: Any, mesh: jax.sharding.AbstractMesh, axis_name: str
+    name: str, value: Any, mesh: jax.sharding.AbstractMesh, ring_axes: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Mesh axes that shard the batch or the heads, the major one first."""
     names = () if value is None else (value,) if isinstance(value, str) else value
@@ -170,10 +170,10 @@ def offset_axes(
         raise TypeError(
             f"{name} must be the name of a mesh axis or a tuple of names, got {describe(value)}"
         )
-    if axis_name in names:
+    if set(names) & set(ring_axes):
         raise ValueError(
-            f"{name} must not name the axis that shards the sequence, axis_name={axis_name!r}, got "
-            f"{value!r}"
+            f"{name} must not name the axis that shards the sequence, "
+            f"axis_name={named(ring_axes)!r}, got {value!r}"
         )
     unknown = [x for x in names if x not in mesh.manual_axes]
     if unknown:
@@ -194,10 +194,10 @@ def axes_are_known(options: Mapping[str, Any]) -> None:
             )
 
 
-def same_on_the_ring(name: str, varying: frozenset[str], axis_name: str) -> None:
+def same_on_the_ring(name: str, varying: frozenset[str], axes: tuple[str, ...]) -> None:
     """Raises for an input that is typed as different on the devices of a ring."""
-    if axis_name in varying:
+    if varying.intersection(axes):
         raise ValueError(
-            f"{name} must be the same on all devices of a ring, but varies over {axis_name!r}, "
+            f"{name} must be the same on all devices of a ring, but varies over {named(axes)!r}, "
             "axis_name; drop what makes it differ, such as fold_in(key, axis_index)"
         )

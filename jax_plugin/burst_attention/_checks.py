@@ -23,7 +23,7 @@ MAX_HEAD_DIM = 256
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 BACKWARDS: tuple[str, ...] = get_args(Backward)
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
-SCHEDULES_NOW = ("auto", "ring")
+SCHEDULES_NOW = ("auto", "ring", "balanced", "all_gather")
 
 REFUSED = {
     "bias": "the whole bias is a sequence × sequence array; alibi_slopes covers linear biases",
@@ -54,13 +54,21 @@ def choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {listed(allowed)}, got {value!r}")
 
 
-def schedule(value: Any) -> None:
-    """Raises unless ``value`` is a schedule that exists."""
+def schedule(value: Any, axes: tuple[str, ...], platform: str | None) -> str:
+    """The library's name of a schedule over such axes."""
     choice("schedule", value, SCHEDULES)
     if value not in SCHEDULES_NOW:
         raise NotImplementedError(
             f"schedule={value!r} is not implemented yet; what works: {listed(SCHEDULES_NOW)}"
         )
+    if value == "balanced" and platform == "cuda":
+        raise NotImplementedError(
+            "schedule='balanced' is not implemented on NVIDIA GPUs; what works: 'ring' with layout "
+            "'zigzag', which balances causal work, 'all_gather', or a mesh of jax.devices('cpu')"
+        )
+    if value in ("auto", "ring"):
+        return "ring" if len(axes) == 1 else "double_ring"
+    return str(value)
 
 
 def flag(name: str, value: Any) -> bool:
@@ -163,34 +171,43 @@ def dimension(axis: int, count: int) -> int:
     return axis % count
 
 
-def axis(name: Any) -> str:
-    """The name of one mesh axis."""
-    if isinstance(name, tuple | list):
-        raise NotImplementedError(
-            f"axis_name must be one mesh axis, got {name!r}: double rings over a pair of axes are "
-            "not implemented yet; reshape the mesh so that one axis holds the sequence"
+def ring_axes(name: Any) -> tuple[str, ...]:
+    """The mesh axis of a ring, or the two of a double ring, the outer one first."""
+    axes = (name,) if isinstance(name, str) else name
+    if not isinstance(axes, tuple | list) or not all(isinstance(axis, str) for axis in axes):
+        raise TypeError(
+            "axis_name must be the name of a mesh axis, or a pair (outer, inner) of names, got "
+            f"{describe(name)}"
         )
-    if not isinstance(name, str):
-        raise TypeError(f"axis_name must be the name of a mesh axis, got {describe(name)}")
-    return name
+    if len(axes) not in (1, 2) or len(set(axes)) < len(axes):
+        raise ValueError(
+            f"axis_name must be one mesh axis or two different ones, (outer, inner), got {name!r}; "
+            "reshape the mesh so that at most two hold the sequence"
+        )
+    return tuple(axes)
 
 
-def ring_mesh(axis_name: str, caller: str = "attention") -> jax.sharding.AbstractMesh:
-    """The mesh of the surrounding ``shard_map``, in which a ring along ``axis_name`` can run."""
+def ring_mesh(axes: tuple[str, ...], caller: str = "attention") -> jax.sharding.AbstractMesh:
+    """The mesh of the surrounding ``shard_map``, in which a ring along ``axes`` can run."""
     mesh = jax.sharding.get_abstract_mesh()
     manual = mesh.manual_axes
     if not manual:
         raise ValueError(
-            f"{caller} must be called inside jax.shard_map, which gives axis_name={axis_name!r} "
+            f"{caller} must be called inside jax.shard_map, which gives axis_name={named(axes)!r} "
             "its devices (a vmap axis has none); on global arrays use "
             "burst_attention.dot_product_attention"
         )
-    if axis_name not in manual:
+    if any(name not in manual for name in axes):
         raise ValueError(
             f"axis_name must be an axis of the surrounding jax.shard_map, one of "
-            f"{listed(manual)}, got {axis_name!r}"
+            f"{listed(manual)}, got {named(axes)!r}"
         )
     return mesh
+
+
+def named(axes: tuple[str, ...]) -> str | tuple[str, ...]:
+    """``axis_name`` as users write it."""
+    return axes[0] if len(axes) == 1 else axes
 
 
 def all_axes_manual(mesh: jax.sharding.AbstractMesh) -> None:

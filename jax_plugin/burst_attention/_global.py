@@ -32,7 +32,7 @@ def dot_product_attention(
     *,
     mesh: AnyMesh | None = None,
     spec: PartitionSpec | None = None,
-    axis_name: str | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
     return_residual: Literal[False] = False,
     **options: Unpack[AttentionOptions],
 ) -> jax.Array: ...
@@ -48,7 +48,7 @@ def dot_product_attention(
     *,
     mesh: AnyMesh | None = None,
     spec: PartitionSpec | None = None,
-    axis_name: str | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
     return_residual: Literal[True],
     **options: Unpack[AttentionOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -64,7 +64,7 @@ def dot_product_attention(
     *,
     mesh: AnyMesh | None = None,
     spec: PartitionSpec | None = None,
-    axis_name: str | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
     return_residual: bool,
     **options: Unpack[AttentionOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
@@ -79,7 +79,7 @@ def dot_product_attention(
     *,
     mesh: AnyMesh | None = None,
     spec: PartitionSpec | None = None,
-    axis_name: str | None = None,
+    axis_name: str | tuple[str, ...] | None = None,
     return_residual: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
@@ -98,7 +98,8 @@ def dot_product_attention(
       spec: sharding of query, key and value, such as ``P("data", "context", "tensor", None)``.
         Needed on Auto meshes. Key/value heads fewer than the shards of their axis stay whole, and
         each device takes the ones that its query heads use.
-      axis_name: mesh axis of the sequence; default: the one that shards dimension 1.
+      axis_name: mesh axis of the sequence, or (outer, inner) of a double ring; default: what shards
+        dimension 1.
       return_residual: also return lse.
       **options: those of `attention` but batch_axis and head_axis, which spec says. segment_ids
         are those of the whole sequence, sharded like the first two dimensions of query; sinks and

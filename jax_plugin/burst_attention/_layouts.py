@@ -11,6 +11,7 @@ For ``axis_size`` devices and ``seq_len`` tokens in all:
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -64,13 +65,13 @@ def layout_positions(
 
 
 def local_positions(
-    seq_len_local: int, *, axis_name: str, layout: Layout = "contiguous"
+    seq_len_local: int, *, axis_name: str | tuple[str, ...], layout: Layout = "contiguous"
 ) -> Int32[Array, " seq"]:
     """Global positions of this device's tokens, inside ``jax.shard_map``: for rotary embeddings.
 
     Args:
       seq_len_local: tokens of this device.
-      axis_name: mesh axis along which the sequence is sharded.
+      axis_name: mesh axis along which the sequence is sharded, or (outer, inner).
       layout: ``contiguous``, ``zigzag`` or ``striped``.
 
     Returns:
@@ -79,11 +80,11 @@ def local_positions(
     Raises:
       ValueError: outside ``shard_map``, or for an odd length with ``zigzag``.
     """
-    axis_name = _checks.axis(axis_name)
-    mesh = _checks.ring_mesh(axis_name, "local_positions")
+    axes = _checks.ring_axes(axis_name)
+    mesh = _checks.ring_mesh(axes, "local_positions")
     _checks.choice("layout", layout, _checks.LAYOUTS)
     _checks.shard_length("the sequence", seq_len_local, layout)
-    axis_size, rank = mesh.shape[axis_name], lax.axis_index(axis_name)
+    axis_size, rank = math.prod(mesh.shape[name] for name in axes), lax.axis_index(axes)
     local = jnp.arange(seq_len_local, dtype=jnp.int32)
     if layout == "striped":
         return rank + axis_size * local

@@ -20,7 +20,8 @@ DIMENSIONS = ("batch", "seq", "heads", "head_dim")
 class Placement:
     """Which mesh axes cut which dimension."""
 
-    axis_name: str
+    axis_name: str | Axes
+    """The axis of the sequence, or the two of a double ring."""
     q_axes: tuple[Axes, ...]
     kv_axes: tuple[Axes, ...]
     head_shards: int
@@ -76,7 +77,7 @@ def _mesh_of(query: jax.Array) -> AnyMesh | None:
 def find_placement(
     mesh: AnyMesh,
     spec: PartitionSpec | None,
-    axis_name: str | None,
+    axis_name: str | tuple[str, ...] | None,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -187,25 +188,25 @@ def _check_owned(kv_heads: int, shards: int) -> None:
         )
 
 
-def _axis_name(given: str | None, found: Axes, mesh: AnyMesh) -> str:
+def _axis_name(given: Any, found: Axes, mesh: AnyMesh) -> str | Axes:
     if given is not None:
-        name = _checks.axis(given)
-        if name not in mesh.axis_names:
+        axes = _checks.ring_axes(given)
+        unknown = [name for name in axes if name not in mesh.axis_names]
+        if unknown:
             names = tuple(mesh.axis_names)
-            raise ValueError(f"axis_name must be an axis of the mesh {names}, got {name!r}")
-        if found == (name,):
-            return name
-        raise ValueError(
-            f"axis_name={name!r} must shard the sequence, dimension 1 of query, but that is "
-            f"sharded over {found or None}"
-        )
-    if not found:
+            raise ValueError(f"axis_name must be an axis of the mesh {names}, got {unknown[0]!r}")
+        if found != axes:
+            raise ValueError(
+                f"axis_name={_checks.named(axes)!r} must shard the sequence, dimension 1 of query, "
+                f"but that is sharded over {found or None}"
+            )
+    elif not found:
         raise ValueError(
             "the sequence, dimension 1 of query, must be sharded over a mesh axis, but is not; "
             'reshard it with jax.reshard(x, P(None, "context")), or call '
             "jax.nn.dot_product_attention, which needs no ring"
         )
-    return _checks.axis(found[0] if len(found) == 1 else found)
+    return _checks.named(_checks.ring_axes(found))
 
 
 def _check_divisible(

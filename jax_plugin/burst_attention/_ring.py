@@ -18,8 +18,13 @@ Inputs = TypeVar("Inputs")
 class Ring:
     """Everything static about a call: what the custom calls get as attributes."""
 
-    axis_name: str
+    axes: tuple[str, ...]
+    """Mesh axes of the sequence, the major one first: rank = outer · inner size + inner."""
     world_size: int
+    schedule: str
+    """As the library names it; ``double_ring`` for rings over two axes."""
+    inner_size: int
+    """Ranks of an inner ring; 0 but for double rings."""
     window: tuple[int, int]
     """How many positions back and ahead a query sees; −1 for no limit."""
     softmax_scale: float
@@ -39,25 +44,26 @@ class Ring:
     """Whether sink logits join the rows: then o comes in float32, to be rounded after them."""
 
 
-def ring_groups(mesh: jax.sharding.AbstractMesh, axis_name: str) -> tuple[int, ...]:
-    """Logical device ids of all rings along an axis, ring after ring, each in the ring's order.
+def ring_groups(mesh: jax.sharding.AbstractMesh, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Logical device ids of all rings along axes, ring after ring, each in the ring's order.
 
     The logical id of a device is its position in the mesh, row-major over all axes: what the
     replica groups of XLA's own collectives consist of.
     """
     ids = np.arange(mesh.size).reshape(mesh.axis_sizes)
-    rings = np.moveaxis(ids, mesh.axis_names.index(axis_name), -1)
+    places = [mesh.axis_names.index(name) for name in axes]
+    rings = np.moveaxis(ids, places, range(-len(places), 0))
     return tuple(rings.reshape(-1).tolist())
 
 
-def place(axis_name: str) -> jax.Array:
-    """(rank, ring): the index along the ring's axis, and that of the ring among all of the mesh."""
+def place(axes: tuple[str, ...]) -> jax.Array:
+    """(rank, ring): the index along the ring's axes, and that of the ring among all of the mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     ring: Any = 0
     for name in mesh.axis_names:
-        if name in mesh.manual_axes and name != axis_name and mesh.shape[name] > 1:
+        if name in mesh.manual_axes and name not in axes and mesh.shape[name] > 1:
             ring = ring * mesh.shape[name] + lax.axis_index(name)
-    return jnp.stack([lax.axis_index(axis_name), ring]).astype(jnp.int32)
+    return jnp.stack([lax.axis_index(axes), ring]).astype(jnp.int32)
 
 
 def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -71,10 +77,10 @@ def varying_axes(x: jax.Array) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def vary_together(axis_name: str, inputs: Inputs) -> tuple[tuple[str, ...], Inputs]:
+def vary_together(ring_axes: tuple[str, ...], inputs: Inputs) -> tuple[tuple[str, ...], Inputs]:
     """The union of the inputs' varying axes and the ring's, and the inputs cast to it."""
     # With check_vma=False not even the rank itself is tracked as varying, and nothing is cast.
-    tracked = varying_axes(lax.axis_index(axis_name))
+    tracked = varying_axes(lax.axis_index(ring_axes))
     union = tracked.union(*(varying_axes(x) for x in jax.tree.leaves(inputs)))
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(name for name in mesh.axis_names if name in union)

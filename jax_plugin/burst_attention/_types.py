@@ -8,7 +8,7 @@ Layout: TypeAlias = Literal["contiguous", "zigzag", "striped"]
 """Which global positions a rank holds."""
 
 Schedule: TypeAlias = Literal["auto", "ring", "balanced", "all_gather", "ulysses", "hybrid"]
-"""How chunks meet: today a ring."""
+"""How chunks meet."""
 
 Backward: TypeAlias = Literal["auto", "keys", "queries"]
 """What travels in the backward ring."""

@@ -269,9 +269,9 @@ impl AttentionKernel for TapeKernel<'_> {
         let Chunk { payload, rows, .. } = &merge.chunk;
         if *payload == Payload::Partial {
             return Err(Error::Unsupported {
-                what: "a forward ring in which queries travel".into(),
+                what: "a forward pass whose sums come home, as balanced schedules have it".into(),
                 executor: "CUDA",
-                instead: "keys and values travel".into(),
+                instead: "a ring, of one axis or two, or all_gather".into(),
             });
         }
         match merge.last {

@@ -23,6 +23,8 @@ use crate::transport::Transport;
 pub struct Call {
     /// What is computed.
     pub problem: Problem,
+    /// How chunks travel; fits the number of ranks.
+    pub family: Family,
     /// Which pass.
     pub pass: Pass,
     /// What travels; `None` for what costs fewer bytes.
@@ -49,8 +51,8 @@ pub struct Tape {
 
 impl Call {
     fn schedules(&self) -> Arc<Vec<Schedule>> {
-        schedule::kept(&self.problem, Family::Ring, self.pass, self.travels)
-            .expect("a ring has any number of ranks")
+        schedule::kept(&self.problem, self.family, self.pass, self.travels)
+            .expect("the family fits the number of ranks")
     }
 
     /// Bytes of workspace that every rank needs.

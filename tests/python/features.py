@@ -7,6 +7,7 @@ import burst_attention as ba
 import jax
 import numpy as np
 import ring
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from reference import dense
 
@@ -18,6 +19,8 @@ SPECS = {
     **dict.fromkeys(("sinks", "alibi_slopes"), P("tensor")),
     "dropout_key": P(),
 }
+PAIR = ("node", "context")
+"""Mesh axes of a double ring, the outer one first."""
 GRADIENTS = {"q": "dq", "k": "dk", "v": "dv", "sinks": "dz", "alibi_slopes": "dslopes"}
 
 
@@ -26,6 +29,9 @@ class Problem:
     """One attention problem over a mesh (data, context, tensor); lengths are those of all."""
 
     mesh: tuple[int, int, int] = (1, 4, 1)
+    inner: int = 0
+    """Ranks of an inner ring: context is two axes then, ``node`` and it."""
+    schedule: str = "auto"
     layout: str = "contiguous"
     backward: str = "auto"
     dtype: str = "float32"
@@ -96,6 +102,7 @@ class Problem:
             "logits_soft_cap": self.soft_cap,
             "dropout_rate": self.dropout,
             "layout": self.layout,
+            "schedule": self.schedule,
             "backward": self.backward,
             "return_residual": True,
         }
@@ -111,7 +118,7 @@ class Problem:
         """`attention` of a shard."""
         return ba.attention(
             *(arrays[name] for name in "qkv"),
-            axis_name="context",
+            axis_name=PAIR if self.inner else "context",
             batch_axis="data",
             head_axis="tensor",
             **self.options(arrays),
@@ -119,16 +126,31 @@ class Problem:
 
     def found(self, arrays, check_vma=True):
         """Results and gradients by name, on the host and in the order of the sequence."""
-        mesh = ring.mesh(*self.mesh)
-        specs = {name: SPECS[name] for name in arrays if name not in ("dout", "dlse")}
+        mesh = self.device_mesh()
+        specs = {name: self.spec(name) for name in arrays if name not in ("dout", "dlse")}
         function = jax.shard_map(
             self.local,
             mesh=mesh,
             in_specs=(specs,),
-            out_specs=(ring.SPEC, P(*ring.AXES)),
+            out_specs=(self.spec("dout"), self.spec("dlse")),
             check_vma=check_vma,
         )
         return self.run(function, mesh, arrays)
+
+    def device_mesh(self):
+        """data × context × tensor, or data × node × context × tensor."""
+        mesh = ring.mesh(*self.mesh)
+        if not self.inner:
+            return mesh
+        data, context, tensor = self.mesh
+        devices = mesh.devices.reshape(data, context // self.inner, self.inner, tensor)
+        return Mesh(devices, ("data", *PAIR, "tensor"), axis_types=(AxisType.Auto,) * 4)
+
+    def spec(self, name):
+        """How an array is sharded."""
+        if not self.inner:
+            return SPECS[name]
+        return P(*(PAIR if axis == "context" else axis for axis in SPECS[name]))
 
     def run(self, function, mesh, arrays):
         """The same of any function of the arrays on a mesh."""
@@ -146,7 +168,7 @@ class Problem:
         """On the mesh, in the order of the layout."""
         if x.ndim > 1:
             (x,) = ring.stored(self.layout, self.mesh[1], x)
-        return jax.device_put(x, jax.NamedSharding(mesh, SPECS[name]))
+        return jax.device_put(x, jax.NamedSharding(mesh, self.spec(name)))
 
 
 @partial(jax.jit, static_argnums=0)

@@ -66,7 +66,7 @@ def given(*names):
 
 def attributes(call):
     """The options among its attributes, as numbers."""
-    found = {name: call.attributes[name].split(" : ")[0] for name in OPTIONS}
+    found = {name: call.attributes[name].split(" : ")[0].strip('"') for name in OPTIONS}
     types = {name: type(value) for name, value in OPTIONS.items()}
     return {
         name: x == "true" if types[name] is bool else types[name](x) for name, x in found.items()
@@ -120,6 +120,29 @@ def test_attributes_and_operands(asked, device, options, extras, expected, opera
     for call in (forward, backward):
         assert attributes(call) == OPTIONS | expected
     assert asked == {kind: problem(kind, **expected) for kind in ("forward", "backward")}
+
+
+def test_schedules(asked):
+    """A pair of axes is a double ring; ring after ring, the inner axis is the minor one."""
+    mesh = abstract_mesh(GPU, names=("node", "tensor", "context"), sizes=(2, 2, 4))
+    spec = P(None, ("node", "context"), "tensor")
+
+    def calls_of(**options):
+        def local(q, k, v):
+            return ba.attention(q, k, v, **options)
+
+        function = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+        return calls(lowered(function, shapes()))
+
+    (double,) = calls_of(axis_name=("node", "context"))
+    assert double.attributes["schedule"] == '"double_ring"'
+    assert double.attributes["inner_size"].startswith("4 ")
+    assert double.groups() == [0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15]
+    options = asked["forward"]["options"]
+    assert (options["schedule"], options["inner_size"]) == ("double_ring", 4)
+    (gathered,) = calls_of(axis_name=("node", "context"), schedule="all_gather")
+    assert gathered.attributes["schedule"] == '"all_gather"'
+    assert gathered.attributes["inner_size"].startswith("0 ")
 
 
 def test_values_of_another_width(asked):

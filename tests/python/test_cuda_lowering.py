@@ -25,6 +25,8 @@ OPTIONS = {
     "has_segments": False,
     "has_slopes": False,
     "dropout_rate": 0.0,
+    "schedule": "ring",
+    "inner_size": 0,
 }
 """Of full attention without features."""
 KNOWN = pytest.mark.parametrize("device", [GPU, None], ids=["gpu", "unknown"])
@@ -146,8 +148,10 @@ def test_attributes(monkeypatch, device):
         "dropout_rate": "0.000000e+00 : f32",
         "has_segments": "false",
         "has_slopes": "false",
+        "inner_size": "0 : i64",
         "layout": '"zigzag"',
         "logits_soft_cap": "0.000000e+00 : f32",
+        "schedule": '"ring"',
         "softmax_scale": "5.000000e-01 : f32",
         "window_left": "-1 : i64",
         "window_right": "0 : i64",

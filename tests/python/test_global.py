@@ -174,10 +174,9 @@ def test_specs_that_do_not_fit_are_refused():
         ValueError, "axis_name='data' must shard the sequence", q, k, v, axis_name="data", **auto
     )
     refused(ValueError, "axis_name must be an axis of the mesh", q, k, v, axis_name="ring", **auto)
-    refused(
-        NotImplementedError, "double rings", q, k, v, mesh=mesh, spec=P(None, ("data", "context"))
-    )
-    refused(NotImplementedError, "double rings", q, k, v, axis_name=("a", "b"), **auto)
+    refused(ValueError, "an axis of the mesh", q, k, v, axis_name=("a", "b"), **auto)
+    pair = ("data", "context")
+    refused(ValueError, r"\('data', 'context'\) must shard", q, k, v, axis_name=pair, **auto)
     refused(
         ValueError,
         r"seq of query must be a multiple of 4, .* got 46; .*pad_sequence pads any length",

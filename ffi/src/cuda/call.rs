@@ -109,7 +109,8 @@ impl CudaSite {
             }
             problem.batch /= world_size;
         }
-        Ok(Call { problem, pass: self.site.pass, travels: self.site.travels })
+        let (pass, travels) = (self.site.pass, self.site.travels);
+        Ok(Call { problem, family: self.site.options.family(), pass, travels })
     }
 
     /// The call with its operands and results.

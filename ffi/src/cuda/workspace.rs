@@ -66,7 +66,9 @@ impl Request {
             Name::Forward => (Pass::Forward, None),
             Name::Backward => (Pass::Backward, travels),
         };
-        Ok(Call { problem, pass, travels })
+        let family = self.options.family();
+        family.validate(problem.world_size).map_err(|error| error.to_string())?;
+        Ok(Call { problem, family, pass, travels })
     }
 }
 

@@ -6,6 +6,7 @@ use burst_attention::cuda::driver::Stream;
 use burst_attention::cuda::nccl::{Comm, Communicator};
 use burst_attention::cuda::record::{Program, Recorder, check, images, nccl};
 use burst_attention::cuda::ring::{Call, Given};
+use burst_attention::schedule::Family;
 use burst_attention::{Dtype, Features, Layout, Pass, Problem, Travels, Window};
 use burst_attention_device_tests::{Ring, Shard, World};
 
@@ -30,6 +31,7 @@ const PROBLEM: Problem = Problem {
 /// The devices of a ring, with the memory of all.
 struct Setup<'a> {
     ring: &'a Ring,
+    family: Family,
     shards: Vec<Shard>,
     world: World,
     recorder: Recorder,
@@ -40,7 +42,7 @@ struct Setup<'a> {
 
 impl<'a> Setup<'a> {
     /// A device for each rank, or one for all of them.
-    fn new(ring: &'a Ring, one_device: bool) -> Setup<'a> {
+    fn new(ring: &'a Ring, family: Family, one_device: bool) -> Setup<'a> {
         let (recorder, mut world) = (Recorder::new(), World::new());
         let ranks = ring.problem.world_size;
         let shards = ring.place(&mut world, |rank| if one_device { 0 } else { rank });
@@ -49,7 +51,7 @@ impl<'a> Setup<'a> {
             (0..if one_device { 1 } else { ranks }).map(|_| recorder.add_device()).collect();
         let comm = |(rank, device): (usize, &Stream)| recorder.add_comm(rank, ranks, *device);
         let comms = devices.iter().enumerate().map(comm).collect();
-        Setup { ring, shards, world, recorder, executor, devices, comms }
+        Setup { ring, family, shards, world, recorder, executor, devices, comms }
     }
 
     /// Both stages of a call on every device, as XLA calls them; what each stage enqueued.
@@ -92,7 +94,8 @@ impl<'a> Setup<'a> {
     fn pass(&mut self, pass: Pass, travels: Option<Travels>, seed: u64) -> Result<f64, String> {
         // In the forward pass keys travel.
         let travels = travels.filter(|_| pass == Pass::Backward);
-        let call = Call { problem: self.ring.problem.clone(), pass, travels };
+        let problem = self.ring.problem.clone();
+        let call = Call { problem, family: self.family, pass, travels };
         let stages = self.enqueue(&call);
         for program in &stages[1] {
             check(program).map_err(|race| race.to_string())?;
@@ -109,13 +112,22 @@ impl<'a> Setup<'a> {
 
 /// Both passes, the second from what the first one left, in several orders.
 fn assert_right(problem: &Problem, travels: Option<Travels>, one_device: bool) {
+    assert_family_right(Family::Ring, problem, travels, one_device);
+}
+
+fn assert_family_right(
+    family: Family,
+    problem: &Problem,
+    travels: Option<Travels>,
+    one_device: bool,
+) {
     let ring = Ring::new(problem.clone(), 5);
     for seed in 0..3 {
-        let mut setup = Setup::new(&ring, one_device);
+        let mut setup = Setup::new(&ring, family, one_device);
         for pass in [Pass::Forward, Pass::Backward] {
             let ratio = setup.pass(pass, travels, seed);
             let ratio = ratio.unwrap_or_else(|error| {
-                panic!("{problem:?}, {pass:?}, {travels:?} travels, seed {seed}: {error}")
+                panic!("{family}, {problem:?}, {pass:?}, {travels:?}, seed {seed}: {error}")
             });
             println!("{ratio:.2} {pass:?} {travels:?} {problem:?}");
         }
@@ -189,14 +201,36 @@ fn features_of_the_general_kernels() {
     }
 }
 
+/// Each both ways round, over devices and on one.
+#[test]
+fn other_schedules_compute_attention() {
+    let double = Family::DoubleRing { inner: 2 };
+    const SIX: Problem = Problem { world_size: 6, q_len: 4, kv_len: 4, ..PROBLEM };
+    let full = Window::FULL;
+    for (family, problem, travels, one_device) in [
+        (double, Problem { layout: Layout::Zigzag, ..PROBLEM }, Travels::Keys, false),
+        (double, Problem { window: full, ..SIX }, Travels::Queries, false),
+        (
+            double,
+            Problem { layout: Layout::Striped, window: WINDOW, ..PROBLEM },
+            Travels::Queries,
+            true,
+        ),
+        (Family::AllGather, PROBLEM, Travels::Queries, false),
+        (Family::AllGather, Problem { layout: Layout::Zigzag, ..SIX }, Travels::Keys, false),
+        (Family::AllGather, Problem { window: full, ..PROBLEM }, Travels::Keys, true),
+    ] {
+        assert_family_right(family, &problem, Some(travels), one_device);
+    }
+}
+
 #[test]
 fn weights_are_dropped_by_their_positions() {
     let dropped = Features { segments: true, dropout: Some(0.4), ..Features::default() };
     let both = Features { slopes: true, ..dropped };
-    for (layout, travels, features) in [
-        (Layout::Zigzag, Travels::Keys, both),
-        (Layout::Striped, Travels::Queries, dropped),
-    ] {
+    for (layout, travels, features) in
+        [(Layout::Zigzag, Travels::Keys, both), (Layout::Striped, Travels::Queries, dropped)]
+    {
         assert_right(&Problem { layout, features, ..PROBLEM }, Some(travels), false);
     }
 }

@@ -7,6 +7,7 @@ mod fake;
 
 use burst_attention::cuda::record::{check, group_is_open};
 use burst_attention::cuda::ring::Call;
+use burst_attention::schedule::Family;
 use burst_attention::{Dtype, Features, Layout, Pass, Problem, Travels, Window};
 use burst_attention_device_tests::{Ring, Shard, World};
 use burst_attention_ffi::cuda::Stage;
@@ -58,7 +59,8 @@ fn both_passes(problem: &Problem, travels: Travels, seed: u64) {
     let handlers = Handlers::new(problem.world_size);
     let mut world = World::new();
     let shards = ring.place(&mut world, |rank| rank);
-    let call = |pass, travels| Call { problem: problem.clone(), pass, travels };
+    let call =
+        |pass, travels| Call { problem: problem.clone(), family: Family::Ring, pass, travels };
     let case = || format!("{travels:?} travel, seed {seed}, {problem:?}");
     pass(&handlers, &call(Pass::Forward, None), &mut world, &shards, seed);
     ring.check_forward(&world, &shards).unwrap_or_else(|what| panic!("{}: {what}", case()));
@@ -119,12 +121,12 @@ fn the_communicator_is_asked_for_under_a_number_of_our_own() {
 
 fn forward(world_size: usize) -> Call {
     let problem = problem(world_size, Layout::Zigzag);
-    Call { problem, pass: Pass::Forward, travels: None }
+    Call { problem, family: Family::Ring, pass: Pass::Forward, travels: None }
 }
 
 fn backward(travels: Travels) -> Call {
     let problem = problem(2, Layout::Zigzag);
-    Call { problem, pass: Pass::Backward, travels: Some(travels) }
+    Call { problem, family: Family::Ring, pass: Pass::Backward, travels: Some(travels) }
 }
 
 /// A rank's call over memory that nobody looks into.

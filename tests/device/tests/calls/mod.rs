@@ -116,6 +116,8 @@ fn attributes(call: &Call) -> Vec<(String, FakeAttribute)> {
         ("has_segments".into(), flag(features.segments)),
         ("has_slopes".into(), flag(features.slopes)),
         ("dropout_rate".into(), f32(features.dropout.unwrap_or(0.0))),
+        ("schedule".into(), text("ring")),
+        ("inner_size".into(), s64(0)),
         ("axis_name".into(), text("context")),
         ("groups".into(), groups),
         ("communication_id".into(), s64(COMMUNICATION_ID)),

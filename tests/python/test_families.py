@@ -1,0 +1,92 @@
+"""Other schedules than the ring: double rings over two axes, balanced, all_gather."""
+
+import burst_attention as ba
+import case_list
+import jax
+import numpy as np
+import pytest
+import ring
+from bounds import check
+from features import PAIR, Problem
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+VALUES = {
+    "world": [2, 3, 4, 6, 8],
+    "schedule": ["ring", "balanced", "all_gather"],
+    "inner": [0, 1, 2, 3, 4],
+    "layout": ["contiguous", "zigzag", "striped"],
+    "mask": ["full", "causal", "window", "segments"],
+    "backward": ["keys", "queries"],
+    "dtype": ["float32", "bfloat16"],
+}
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (11, 3)},
+    "segments": {"segments": "padded", "causal": True},
+}
+ALONE = [choice for choice in case_list.features_alone() if "mesh" not in choice]
+SCHEDULES = {"double ring": {"inner": 2}} | {
+    name: {"schedule": name} for name in ("balanced", "all_gather")
+}
+
+
+def is_possible(choice):
+    return choice["inner"] == 0 or choice["world"] % choice["inner"] == 0
+
+
+CHOICES = [choice for choice in case_list.pairwise(VALUES, lambda *_: 0) if is_possible(choice)]
+CHOICES += [
+    dict(CHOICES[0], world=world, inner=inner, schedule="ring", layout=layout, backward=backward)
+    for world, inner in ((8, 4), (8, 2), (6, 3))
+    for layout in VALUES["layout"]
+    for backward in VALUES["backward"]
+]
+
+
+def agree(one):
+    arrays = one.arrays()
+    check(one.found(arrays), one.expected(arrays), arrays["dout"], one.dtype)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda c: "-".join(map(str, c.values())))
+def test_every_schedule_is_right(choice):
+    world = choice["world"]
+    lengths = {"q_len": 12 * world, "kv_len": 12 * world}
+    rest = {name: choice[name] for name in ("schedule", "inner", "layout", "backward", "dtype")}
+    agree(Problem(mesh=(1, world, 1), **lengths, **rest, **MASKS[choice["mask"]]))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("choice", ALONE, ids=case_list.feature_name)
+def test_every_feature_with_every_schedule(schedule, choice):
+    agree(Problem(mesh=(2, 4, 1), **SCHEDULES[schedule], **choice))
+
+
+def test_double_rings_on_global_arrays_and_positions():
+    """The axes come from the arrays; positions go over both."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), PAIR, axis_types=(AxisType.Explicit,) * 2)
+    q, k, v = ring.normal(3, *[(1, 64, 2, 32)] * 3)
+    stored = ring.stored("zigzag", 8, q, k, v)
+    spec = NamedSharding(mesh, P(None, PAIR))
+    out = ba.dot_product_attention(
+        *(jax.device_put(x, spec) for x in stored), is_causal=True, layout="zigzag"
+    )
+    (out,) = ring.restored("zigzag", 8, out)
+    assert np.allclose(out, jax.nn.dot_product_attention(q, k, v, is_causal=True), atol=1e-5)
+    positions = jax.shard_map(
+        lambda: ba.local_positions(8, axis_name=PAIR, layout="zigzag"),
+        mesh=mesh,
+        in_specs=(),
+        out_specs=P(PAIR),
+    )()
+    assert np.array_equal(positions, ba.layout_positions(64, 8, "zigzag").reshape(-1))
+
+
+def test_a_double_ring_equals_the_ring_over_as_many_devices_bit_for_bit_where_one_axis_is_1():
+    arrays = Problem(mesh=(1, 4, 1), causal=True).arrays()
+    expected = Problem(mesh=(1, 4, 1), causal=True).found(arrays)
+    for inner in (1, 4):
+        found = Problem(mesh=(1, 4, 1), causal=True, inner=inner).found(arrays)
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
