@@ -10,6 +10,8 @@ use std::process::Command;
 
 const C_API: &str = "xla/ffi/api/c_api.h";
 const COLLECTIVES: &str = "xla/ffi/api/collectives_c_api.h";
+/// The files that have all exports.
+const EXPORTS: [&str; 3] = ["src/abi.rs", "src/abi_cuda.rs", "src/abi_simulate.rs"];
 
 fn main() {
     for name in
@@ -18,8 +20,9 @@ fn main() {
         println!("cargo::rerun-if-env-changed={name}");
     }
     println!("cargo::rerun-if-changed=build.rs");
-    println!("cargo::rerun-if-changed=src/abi.rs");
-    println!("cargo::rerun-if-changed=src/abi_cuda.rs");
+    for source in EXPORTS {
+        println!("cargo::rerun-if-changed={source}");
+    }
 
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let include = xla_include();
@@ -160,9 +163,9 @@ fn write_header(out: &Path) -> PathBuf {
         ..cbindgen::Config::default()
     };
     let header = out.join("burst_attention.h");
-    cbindgen::Builder::new()
-        .with_src("src/abi.rs")
-        .with_src("src/abi_cuda.rs")
+    EXPORTS
+        .iter()
+        .fold(cbindgen::Builder::new(), |builder, source| builder.with_src(source))
         .with_config(config)
         .generate()
         .unwrap_or_else(|error| fail(&format!("cbindgen can't read src/abi*.rs: {error}")))

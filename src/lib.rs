@@ -9,6 +9,7 @@ pub mod layout;
 pub mod mask;
 pub mod problem;
 pub mod schedule;
+pub mod simulate;
 pub mod transport;
 
 pub use error::{Error, Result};

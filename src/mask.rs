@@ -147,9 +147,26 @@ impl Band {
         (clamp(seeing.0, seeing.1, queries), clamp(seen.0, seen.1, keys))
     }
 
-    /// Allowed pairs in `queries × keys`.
+    /// Allowed pairs in `queries × keys`, whatever their number, without looking at rows.
     pub fn pairs(&self, queries: &Range<usize>, keys: &Range<usize>) -> usize {
-        queries.clone().map(|i| self.keys_of(i, keys).len()).sum()
+        if self.coverage(queries, keys) == Coverage::Empty {
+            return 0;
+        }
+        let (height, width) = (queries.len() as i128, keys.len() as i128);
+        let smallest = keys.start as i64 - (queries.end as i64 - 1);
+        let largest = keys.end as i64 - 1 - queries.start as i64;
+        // Pairs at or below a diagonal: row after row one more of them, from none to all keys.
+        let below = |diagonal: i64| {
+            let first = i128::from(diagonal.clamp(smallest - 1, largest)) + 1
+                - (keys.start as i128 - queries.start as i128);
+            let up_to = |end: i128| {
+                let rising = end.clamp(0, width);
+                rising * (rising - 1) / 2 + (end - rising).max(0) * width
+            };
+            up_to(first + height) - up_to(first)
+        };
+        let pairs = below(self.upper) - below(self.lower.saturating_sub(1));
+        usize::try_from(pairs).unwrap_or(usize::MAX)
     }
 
     /// The mask of `window` between two pieces of one layout.

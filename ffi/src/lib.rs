@@ -13,6 +13,7 @@
 
 pub mod abi;
 pub mod abi_cuda;
+pub mod abi_simulate;
 pub mod api;
 pub mod attributes;
 pub mod buffer;
@@ -29,6 +30,7 @@ mod kernels;
 mod limit;
 mod options;
 pub mod rendezvous;
+mod simulate;
 pub mod state;
 #[doc(hidden)]
 pub mod sys;

@@ -5,7 +5,12 @@ use std::process::Command;
 
 /// Names of all functions that the library exports, as the source has them.
 fn exported() -> Vec<String> {
-    let source = [include_str!("../src/abi.rs"), include_str!("../src/abi_cuda.rs")].concat();
+    let source = [
+        include_str!("../src/abi.rs"),
+        include_str!("../src/abi_cuda.rs"),
+        include_str!("../src/abi_simulate.rs"),
+    ]
+    .concat();
     let mut lines = source.lines();
     let mut names = Vec::new();
     while lines.any(|line| line == "#[unsafe(no_mangle)]") {
@@ -20,7 +25,7 @@ fn exported() -> Vec<String> {
 #[test]
 fn header_is_c_and_declares_every_export() {
     let names = exported();
-    assert_eq!(names.len(), 27, "{names:?}");
+    assert_eq!(names.len(), 28, "{names:?}");
 
     let header = Path::new(env!("BURST_ATTENTION_HEADER"));
     // Taking the address of an undeclared function does not compile.

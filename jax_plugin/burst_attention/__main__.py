@@ -1,4 +1,7 @@
-"""``python -m burst_attention``: what a bug report needs, and self-checks of seconds."""
+"""``python -m burst_attention``: what a bug report needs, and self-checks of seconds.
+
+``python -m burst_attention schedule`` predicts what a schedule takes on a machine.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import burst_attention as ba
-from burst_attention import _ffi, _nccl
+from burst_attention import _ffi, _nccl, _schedule
 
 WIDTH = 30
 LIMITS = {"float32": 2e-6, "bfloat16": 1e-2}
@@ -24,8 +27,16 @@ LIMITS = {"float32": 2e-6, "bfloat16": 1e-2}
 
 
 def main() -> int:
+    """Carries out the command; without one, prints the report. 0 if all went well."""
+    parser = argparse.ArgumentParser(prog="python -m burst_attention", description=__doc__)
+    _schedule.add_parser(parser.add_subparsers(title="commands"))
+    parser.set_defaults(run=lambda _: report())
+    flags = parser.parse_args()
+    return int(flags.run(flags))
+
+
+def report() -> int:
     """Prints the report; 0 if every self-check passed."""
-    argparse.ArgumentParser(prog="python -m burst_attention", description=__doc__).parse_args()
     _ask_for_cpu_devices(8)
     for name, value in _report().items():
         print(f"{name:{WIDTH}}{value}")

@@ -34,6 +34,8 @@ def _load() -> ctypes.CDLL:
     library.burst_attention_trace.argtypes = [ctypes.c_char_p]
     library.burst_attention_workspace.argtypes = [ctypes.c_char_p]
     library.burst_attention_workspace.restype = ctypes.c_char_p
+    library.burst_attention_simulate.argtypes = [ctypes.c_char_p]
+    library.burst_attention_simulate.restype = ctypes.c_char_p
     return library
 
 
@@ -89,3 +91,17 @@ def _workspace_bytes(request: str) -> int:
     if "error" in answer:
         raise ValueError(f"burst_attention on NVIDIA GPUs: {answer['error']}")
     return int(answer["bytes"])
+
+
+def simulate(**request: Any) -> dict[str, Any]:
+    """What a problem's schedules would take on a machine; ``ffi/src/simulate.rs`` names the fields.
+
+    Raises:
+      ValueError: for what can't be predicted, with the library's reason.
+    """
+    answer: dict[str, Any] = json.loads(
+        _library.burst_attention_simulate(json.dumps(request).encode())
+    )
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return answer

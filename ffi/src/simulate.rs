@@ -1,0 +1,383 @@
+//! Predictions as other programs ask for them: a problem and a machine in, what they take out.
+
+use std::cell::RefCell;
+use std::ffi::{CStr, CString, c_char};
+
+use burst_attention::mask::Window;
+use burst_attention::schedule::kept;
+use burst_attention::simulate::{
+    Activity, Bytes, Class, Event, Link, Machine, Named, RankReport, Report, named,
+    simulate as time,
+};
+use burst_attention::{Dtype, Features, Layout, Pass, Problem, Travels};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::call::travels_of;
+use crate::options::Schedule;
+
+/// What is to be predicted.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Request {
+    /// The family of schedules; the inner rings of a double ring are nodes.
+    schedule: String,
+    world_size: usize,
+    batch: usize,
+    /// Of all ranks together.
+    seq: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    value_dim: usize,
+    dtype: String,
+    layout: String,
+    /// None for no limit.
+    window_left: Option<usize>,
+    window_right: Option<usize>,
+    /// What travels in the backward pass.
+    backward: String,
+    machine: MachineRequest,
+    /// Tell every event.
+    timeline: bool,
+}
+
+/// A named machine, and what is different from it. Of two numbers the first is of the forward pass
+/// or within a node; one stands for both.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct MachineRequest {
+    /// By default the first that has so many ranks.
+    name: Option<String>,
+    ranks_per_node: Option<usize>,
+    /// The ranks of a node share one link to the others.
+    #[serde(default)]
+    shared: bool,
+    tflops: Option<Vec<f64>>,
+    launch_us: Option<f64>,
+    link_gbps: Option<Vec<f64>>,
+    latency_us: Option<Vec<f64>>,
+}
+
+type Result<T> = std::result::Result<T, String>;
+
+/// `{"machine": …, "passes": […]}`, or `{"error": …}`. The string stays until the thread asks again.
+pub fn simulate(request: &CStr) -> *const c_char {
+    thread_local! {
+        static ANSWER: RefCell<CString> = RefCell::default();
+    }
+    let answer = serde_json::from_slice(request.to_bytes())
+        .map_err(|error| format!("the request can't be read: {error}"))
+        .and_then(|request: Request| answer(&request))
+        .unwrap_or_else(|error| json!({ "error": error }));
+    ANSWER.with_borrow_mut(|text| {
+        *text = CString::new(answer.to_string()).expect("JSON has no zero bytes");
+        text.as_ptr()
+    })
+}
+
+fn answer(request: &Request) -> Result<Value> {
+    let problem = request.problem()?;
+    let named = request.machine.named(request.world_size)?;
+    let backward = travels_of(&request.backward).map_err(|error| error.to_string())?;
+    let schedule = Schedule::named(&request.schedule).map_err(|error| error.to_string())?;
+    let node = named.machine.network.ranks_per_node;
+    let family = schedule.family(node.min(request.world_size));
+    let pass = |(pass, travels): (Pass, Option<Travels>)| {
+        let schedules = kept(&problem, family, pass, travels).map_err(|error| error.to_string())?;
+        let report = time(&problem, &schedules, &named.machine);
+        Ok(pass_json(&report.map_err(|error| error.to_string())?, request.timeline))
+    };
+    let passes = [(Pass::Forward, None), (Pass::Backward, backward)];
+    let passes: Vec<Value> = passes.into_iter().map(pass).collect::<Result<_>>()?;
+    Ok(json!({ "machine": machine_json(&named, request), "passes": passes }))
+}
+
+impl Request {
+    fn problem(&self) -> Result<Problem> {
+        let dtype = match self.dtype.as_str() {
+            "float32" => Dtype::F32,
+            "bfloat16" => Dtype::Bf16,
+            "float16" => Dtype::F16,
+            other => {
+                return Err(format!("dtype must be float32, bfloat16 or float16, got {other}"));
+            }
+        };
+        if self.world_size == 0 {
+            return Err("world size must be at least 1, got 0".into());
+        }
+        let layout: Layout = self.layout.parse().map_err(|error| format!("{error}"))?;
+        let (chunks, what) = match layout {
+            Layout::Zigzag => (2 * self.world_size, "two chunks for each rank"),
+            _ => (self.world_size, "the world size"),
+        };
+        if !self.seq.is_multiple_of(chunks) {
+            let seq = self.seq;
+            return Err(format!(
+                "sequence length must be a multiple of {chunks} ({what}), got {seq}"
+            ));
+        }
+        let shard = self.seq / self.world_size;
+        let problem = Problem {
+            batch: self.batch,
+            q_len: shard,
+            kv_len: shard,
+            heads: self.heads,
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            value_dim: self.value_dim,
+            dtype,
+            window: Window { left: self.window_left, right: self.window_right },
+            softmax_scale: 1.0,
+            features: Features::NONE,
+            layout,
+            world_size: self.world_size,
+        };
+        problem.validate().map_err(|error| error.to_string())?;
+        Ok(problem)
+    }
+}
+
+impl MachineRequest {
+    /// The machine with its numbers, and what each rests on.
+    fn named(&self, world_size: usize) -> Result<NamedOrGiven> {
+        let nodes = self.ranks_per_node;
+        let has_ranks =
+            |known: &Named| nodes.is_some() || known.ranks.is_none_or(|ranks| world_size <= ranks);
+        let chosen = match &self.name {
+            Some(name) => {
+                let known = named().into_iter().find(|known| known.name == name);
+                let names = named().map(|known| known.name).join(" or ");
+                known.ok_or_else(|| format!("machine must be {names}, got {name}"))?
+            }
+            None => named().into_iter().find(has_ranks).ok_or("no machine has so many ranks")?,
+        };
+        if !has_ranks(&chosen) {
+            let Named { name, .. } = chosen;
+            let others = named().into_iter().filter(has_ranks).map(|known| known.name);
+            return Err(format!(
+                "{name} has {} ranks, got {world_size}: take {}, or say how many ranks a node has",
+                chosen.ranks.unwrap_or_default(),
+                others.collect::<Vec<_>>().join(" or ")
+            ));
+        }
+        let Named { name, title, sources, mut machine, .. } = chosen;
+        let mut sources = sources.map(str::to_owned);
+        let Machine { kernels, network } = &mut machine;
+        network.ranks_per_node = nodes.unwrap_or(network.ranks_per_node);
+        network.shared |= self.shared;
+        if let Some([forward, backward]) = pair("tflops", &self.tflops)? {
+            (kernels.forward, kernels.backward) = (forward * 1e12, backward * 1e12);
+            sources[0] = format!("{forward} TFLOP/s forward, {backward} backward, as given");
+        }
+        if let Some(launch) = self.launch_us {
+            kernels.launch = launch * 1e-6;
+            sources[1] = format!("{launch} us each, as given");
+        }
+        let (gbps, latency) =
+            (pair("link_gbps", &self.link_gbps)?, pair("latency_us", &self.latency_us)?);
+        for (at, link) in [&mut network.within, &mut network.between].into_iter().enumerate() {
+            link.bandwidth = gbps.map_or(link.bandwidth, |gbps| gbps[at] * 1e9 / 8.0);
+            link.latency = latency.map_or(link.latency, |latency| latency[at] * 1e-6);
+            if gbps.is_some() || latency.is_some() {
+                let Link { latency, bandwidth } = *link;
+                let says = |given: bool| if given { "as given" } else { "as this machine has it" };
+                sources[2 + at] = format!(
+                    "{} GB/s each way, {}; latency of a message {} us, {}",
+                    bandwidth / 1e9,
+                    says(gbps.is_some()),
+                    latency * 1e6,
+                    says(self.latency_us.is_some())
+                );
+            }
+        }
+        if self.shared {
+            sources[3] += "; all ranks of a node share one, as given";
+        }
+        Ok(NamedOrGiven { name, title, sources, machine })
+    }
+}
+
+/// A machine of which some numbers may have been given.
+struct NamedOrGiven {
+    name: &'static str,
+    title: &'static str,
+    sources: [String; 4],
+    machine: Machine,
+}
+
+/// Two numbers, or one for both.
+fn pair(name: &str, numbers: &Option<Vec<f64>>) -> Result<Option<[f64; 2]>> {
+    match numbers.as_deref() {
+        None => Ok(None),
+        Some([both]) => Ok(Some([*both; 2])),
+        Some([first, second]) => Ok(Some([*first, *second])),
+        Some(more) => Err(format!("{name} takes one or two numbers, got {}", more.len())),
+    }
+}
+
+fn machine_json(named: &NamedOrGiven, request: &Request) -> Value {
+    let NamedOrGiven { name, title, sources, machine } = named;
+    let Machine { kernels, network } = machine;
+    let link = |link: &Link| json!({ "bandwidth": link.bandwidth, "latency": link.latency });
+    let [compute, launch, within, between] = sources;
+    let mut text = json!({
+        "name": name,
+        "title": title,
+        "ranks_per_node": network.ranks_per_node,
+        "flops": { "forward": kernels.forward, "backward": kernels.backward },
+        "launch": kernels.launch,
+        "within": link(&network.within),
+        "shared": network.shared,
+        "sources": { "compute": compute, "launch": launch, "within": within },
+    });
+    if request.world_size > network.ranks_per_node {
+        text["between"] = link(&network.between);
+        text["sources"]["between"] = between.as_str().into();
+    }
+    text
+}
+
+fn pass_json(report: &Report, timeline: bool) -> Value {
+    let mut text = json!({
+        "pass": format!("{:?}", report.pass).to_lowercase(),
+        "travels": format!("{:?}", report.travels).to_lowercase(),
+        "seconds": report.seconds,
+        "idle_share": report.idle_share(),
+        "exposed": report.exposed(),
+        "flops": report.flops(),
+        "sent": bytes_json(report.sent()),
+        "slow_hops": report.slow_hops(),
+        "ranks": report.ranks.iter().map(|rank| rank_json(report, rank)).collect::<Vec<_>>(),
+    });
+    if timeline {
+        text["timeline"] = report.timeline.iter().map(event_json).collect();
+    }
+    text
+}
+
+fn rank_json(report: &Report, rank: &RankReport) -> Value {
+    json!({
+        "steps": rank.steps,
+        "tiles": rank.tiles,
+        "flops": rank.flops,
+        "compute": rank.compute,
+        "exposed": rank.exposed,
+        "late": rank.late,
+        "idle": report.seconds - rank.compute,
+        "sent": bytes_json(rank.sent),
+        "slow_hops": rank.slow_hops,
+        "buffer_bytes": rank.buffer_bytes,
+    })
+}
+
+fn bytes_json(bytes: Bytes) -> Value {
+    json!({ "within": bytes.within, "between": bytes.between })
+}
+
+fn event_json(event: &Event) -> Value {
+    let Event { rank, step, activity, start, end } = event;
+    let what = match activity {
+        Activity::Compute => "compute",
+        Activity::Exposed => "exposed",
+        Activity::Late => "late",
+        Activity::Send { class: Class::Within, .. } => "send_within",
+        Activity::Send { class: Class::Between, .. } => "send_between",
+    };
+    let mut text = json!({ "rank": rank, "step": step, "what": what, "start": start, "end": end });
+    if let Activity::Send { peer, bytes, .. } = activity {
+        text["peer"] = (*peer).into();
+        text["bytes"] = (*bytes).into();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ask(edit: impl FnOnce(&mut Value)) -> Value {
+        let mut request = json!({
+            "schedule": "ring", "world_size": 8, "batch": 1, "seq": 65536, "heads": 32,
+            "kv_heads": 8, "head_dim": 128, "value_dim": 128, "dtype": "bfloat16",
+            "layout": "zigzag", "window_left": null, "window_right": 0, "backward": "queries",
+            "machine": { "name": "h200-nvlink" }, "timeline": false,
+        });
+        edit(&mut request);
+        let request = CString::new(request.to_string()).unwrap();
+        // SAFETY: the thread does not ask again before it is parsed.
+        let answer = unsafe { CStr::from_ptr(simulate(&request)) };
+        serde_json::from_slice(answer.to_bytes()).unwrap()
+    }
+
+    #[test]
+    fn answers_both_passes_with_what_every_rank_does() {
+        let answer = ask(|_| ());
+        let [forward, backward] = answer["passes"].as_array().unwrap().as_slice() else {
+            panic!("two passes: {answer}")
+        };
+        assert_eq!((&forward["pass"], &forward["travels"]), (&json!("forward"), &json!("keys")));
+        assert_eq!(backward["travels"], "queries");
+        let pairs = 65536.0 * 65537.0 / 2.0 * 32.0;
+        assert_eq!(forward["flops"], json!(pairs * 512.0));
+        assert_eq!(backward["flops"], json!(pairs * 1280.0));
+        assert_eq!(forward["ranks"].as_array().unwrap().len(), 8);
+        assert_eq!(forward["timeline"], Value::Null);
+        assert!(answer["machine"]["sources"]["compute"].as_str().unwrap().contains("cuDNN"));
+        assert_eq!(answer["machine"]["between"], Value::Null);
+        let told = ask(|request| request["timeline"] = true.into());
+        let event = &told["passes"][0]["timeline"][0];
+        assert_eq!(
+            (&event["what"], &event["start"]),
+            (&json!("send_within"), &json!(0.0)),
+            "{event}"
+        );
+    }
+
+    #[test]
+    fn numbers_that_are_given_replace_those_of_the_machine() {
+        let answer = ask(|request| {
+            request["machine"] = json!({
+                "ranks_per_node": 4, "tflops": [1000.0], "link_gbps": [80.0, 8.0],
+                "latency_us": [1.0, 2.0], "launch_us": 0.0,
+            });
+        });
+        let machine = &answer["machine"];
+        assert_eq!(machine["flops"], json!({ "forward": 1e15, "backward": 1e15 }), "{answer}");
+        assert_eq!(machine["within"], json!({ "bandwidth": 1e10, "latency": 1e-6 }));
+        assert_eq!(machine["between"], json!({ "bandwidth": 1e9, "latency": 2e-6 }));
+        for (_, source) in machine["sources"].as_object().unwrap() {
+            assert!(source.as_str().unwrap().contains("as given"), "{source}");
+        }
+        assert_eq!(machine["shared"], false);
+        assert!(answer["passes"][0]["sent"]["between"].as_u64().unwrap() > 0);
+        let shared = ask(|request| {
+            request["machine"] = json!({ "ranks_per_node": 4, "shared": true });
+        });
+        assert_eq!(shared["machine"]["shared"], true);
+        assert!(shared["machine"]["sources"]["between"].as_str().unwrap().contains("share one"));
+    }
+
+    #[test]
+    fn answers_what_is_wrong_with_a_request() {
+        let error = |name: &str, value: Value| {
+            let answer = ask(|request| request[name] = value);
+            answer["error"].as_str().unwrap_or_else(|| panic!("{name}: {answer}")).to_owned()
+        };
+        assert!(error("layout", "diagonal".into()).contains("contiguous, zigzag or striped"));
+        assert!(error("seq", 65544.into()).contains("multiple of 16 (two chunks for each rank)"));
+        assert!(error("world_size", 0.into()).contains("at least 1"));
+        assert!(error("world_size", 32.into()).contains("take h200-400g"));
+        assert!(error("machine", json!({ "name": "abacus" })).contains("h200-nvlink or h200-400g"));
+        assert!(error("machine", json!({ "tflops": [1, 2, 3] })).contains("one or two"));
+        assert!(error("machine", json!({ "tflops": [0] })).contains("above 0"));
+        assert!(error("kv_heads", 5.into()).contains("multiple of key/value heads"));
+        assert!(
+            error("schedule", "maypole".into())
+                .contains("must be ring, double_ring, balanced or all_gather")
+        );
+        assert!(error("backward", "both".into()).contains("both"));
+        assert!(error("dtype", "int8".into()).contains("float32"));
+        assert!(error("nonsense", 1.into()).contains("can't be read"));
+    }
+}

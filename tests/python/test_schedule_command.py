@@ -1,0 +1,178 @@
+"""``python -m burst_attention schedule``: tables, JSON, pictures and errors."""
+
+import json
+import re
+import struct
+import sys
+
+import numpy as np
+import pytest
+from burst_attention import __main__ as command
+
+PROBLEM = "--world 8 --seq 65536 --heads 32 --kv-heads 8 --layout zigzag --causal"
+RANK = re.compile(
+    r"^ *(\d+(?:-\d+)?) +(\d+) +(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)%.*", re.M
+)
+"""A line of a table: rank, steps, tiles, milliseconds computed, exposed and late, idle."""
+
+
+@pytest.fixture
+def schedule(monkeypatch, capsys):
+    """Calls the command with arguments in one string; what it prints, and its errors if any."""
+
+    def call(arguments, code=0):
+        monkeypatch.setattr(sys, "argv", ["burst_attention", "schedule", *arguments.split()])
+        if code == 0:
+            assert command.main() == 0
+        else:
+            with pytest.raises(SystemExit) as caught:
+                command.main()
+            assert caught.value.code == code
+        printed = capsys.readouterr()
+        return printed.err if code else printed.out
+
+    return call
+
+
+def test_table_has_every_rank_of_both_passes_and_what_it_rests_on(schedule):
+    output = schedule(f"{PROBLEM} --backward queries --machine h200-nvlink")
+    assert "65,536 tokens over 8 ranks, 32 query and 8 key/value heads, head_dim 128" in output
+    assert "cuDNN 9.19" in output
+    assert "an assumption" in output
+    assert "between:" not in output
+    forward, backward = output.split("\n\n")[1:3]
+    assert forward.startswith("forward, keys travel")
+    assert backward.startswith("backward, queries travel")
+    for table, products, rate in ((forward, 4, 644e12), (backward, 10, 541e12)):
+        rows = RANK.findall(table)
+        assert [int(row[0]) for row in rows] == list(range(8))
+        ideal = products / 2 * 65536 * 65537 / 8 * 32 * 128 / rate * 1e3
+        # Beside the ideal there are launches, 5 us each, of two kernels for each backward tile.
+        for row in rows:
+            assert ideal < float(row[3]) < ideal + 0.005 * 3 * int(row[2])
+    assert re.search(r"^forward \+ backward: [\d.]+ ms, \d+ TFLOP/s a rank", output, re.M)
+
+
+def test_table_joins_ranks_of_a_large_world_that_do_the_same(schedule):
+    output = schedule("--world 64 --seq 4194304 --heads 8 --backward keys")
+    ranks = [row[0] for row in RANK.findall(output.split("\n\n")[1])]
+    # The last rank of each node sends to another node; the others do alike.
+    assert ranks[:3] == ["0-6", "7", "8-14"]
+    assert len(ranks) == 16
+    # Keys forward; backward keys, and their sums with the hop home.
+    assert "MB between them in up to 189 hops of a rank" in output.splitlines()[-1]
+
+
+def test_json_adds_up(schedule):
+    found = json.loads(schedule(f"{PROBLEM} --json --ranks-per-node 4 --link-gbps 3600 400"))
+    assert found["machine"]["between"]["bandwidth"] == 50e9
+    for each in found["passes"]:
+        assert "timeline" not in each
+        ranks = each["ranks"]
+        assert sum(rank["flops"] for rank in ranks) == each["flops"]
+        assert sum(rank["sent"]["between"] for rank in ranks) == each["sent"]["between"] > 0
+        for rank in ranks:
+            assert rank["compute"] + rank["idle"] == pytest.approx(each["seconds"])
+    forward, backward = found["passes"]
+    # 8 / 7 of a chunk's hops are those to all others; late ones carry half of it.
+    assert forward["sent"]["within"] < 65536 * 7 * 8 * 256 * 2
+    assert (forward["travels"], backward["travels"]) == ("keys", "keys")
+
+
+def test_json_with_events(schedule):
+    found = json.loads(schedule(f"{PROBLEM} --json --timeline --machine h200-nvlink"))
+    for each in found["passes"]:
+        events = each["timeline"]
+        assert max(event["end"] for event in events) == each["seconds"]
+        for rank, told in enumerate(each["ranks"]):
+            mine = [event for event in events if event["rank"] == rank]
+            spans = [x["end"] - x["start"] for x in mine if x["what"] == "compute"]
+            assert sum(spans) == pytest.approx(told["compute"])
+            sent = sum(x["bytes"] for x in mine if x["what"].startswith("send"))
+            assert sent == told["sent"]["within"]
+
+
+def test_numbers_of_the_machine_can_be_given(schedule):
+    given = "--tflops 100 --link-gbps 0.8 --latency-us 7 --launch-us 0"
+    output = schedule(f"--world 2 --seq 64 --heads 1 --head-dim 8 --backward keys {given}")
+    assert "compute: 100 TFLOP/s forward, 100 backward, as given" in output
+    assert "launch: 0 us each, as given" in output
+    # 32 rows of 32 bytes at 0.1 GB/s after 7 us; the tiles take next to nothing.
+    exposed = {row[4] for row in RANK.findall(output.split("\n\n")[1])}
+    assert exposed == {f"{7e-3 + 1e3 * 32 * 32 / 1e8:.3f}"}
+
+
+def test_ranks_of_a_node_may_share_their_link(schedule):
+    """Sums that come home from two ranks away leave both ranks of a node at once."""
+    seconds = []
+    for shared in ("", "--shared-link"):
+        arguments = f"--world 4 --seq 65536 --heads 8 --ranks-per-node 2 --json {shared}"
+        found = json.loads(schedule(f"{arguments} --backward keys --window 20000 20000"))
+        assert found["machine"]["shared"] == bool(shared)
+        seconds.append(found["passes"][1]["seconds"])
+    assert seconds[0] < seconds[1]
+
+
+def test_windows_and_other_masks(schedule):
+    flops = {}
+    for mask in ("", "--causal", "--window 127 0", "--causal --window 127 5", "--window -1 0"):
+        found = json.loads(schedule(f"--world 4 --seq 4096 --heads 1 --json {mask}"))
+        flops[mask] = found["passes"][0]["flops"] / 512
+    assert flops[""] == 4096**2
+    assert flops["--causal"] == flops["--window -1 0"] == 4096 * 4097 / 2
+    assert flops["--window 127 0"] == flops["--causal --window 127 5"] == 4096 * 128 - 127 * 64
+
+
+def size(path):
+    """Width and height of a PNG."""
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    return struct.unpack(">II", data[16:24])
+
+
+@pytest.mark.parametrize(("world", "least"), [(8, 500), (32, 1200)])
+def test_plot_is_a_picture_of_sane_size(schedule, tmp_path, world, least):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    path = tmp_path / "schedule.png"
+    arguments = f"--seq 65536 --heads 32 --layout contiguous --causal --plot {path}"
+    assert "forward, keys travel" in schedule(f"--world {world} {arguments}")
+    width, height = size(path)
+    assert 1000 < width < 2000
+    assert least < height < 2500
+    picture = pyplot.imread(path)[..., :3]
+    # White paper, and the blue bars of compute.
+    assert 0.2 < np.mean(picture.min(-1) > 0.99) < 0.9
+    blue = np.abs(picture - np.array([31, 119, 180]) / 255).max(-1) < 0.01
+    assert np.mean(blue) > 0.005
+
+
+def test_plot_without_matplotlib_says_what_to_install(schedule, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    error = schedule(f"{PROBLEM} --plot {tmp_path}/x.png", code=2)
+    assert "pip install matplotlib" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--layout diagonal", 'contiguous, zigzag or striped, got "diagonal"'),
+        ("--seq 65544", "sequence length must be a multiple of 16 (two chunks for each rank)"),
+        ("--world 7 --layout striped", "must be a multiple of 7 (the world size), got 65536"),
+        ("--machine abacus", "machine must be h200-nvlink or h200-400g, got abacus"),
+        ("--machine h200-nvlink --world 16", "h200-nvlink has 8 ranks, got 16: take h200-400g"),
+        ("--tflops 0", "forward FLOP/s must be above 0, got 0"),
+        ("--tflops 1 2 3", "tflops takes one or two numbers, got 3"),
+        ("--latency-us -1", "latency within a node must be at least 0"),
+        ("--kv-heads 5", "query heads must be a multiple of key/value heads (5), got 32"),
+        ("--backward both", "both"),
+        ("--schedule maypole", 'double_ring, balanced or all_gather, got "maypole"'),
+        ("--dtype int8", "bfloat16"),
+        ("--world 0", "expected a whole number of at least 1, got '0'"),
+        ("--plot schedule.pdf", "expected a file *.png, got schedule.pdf"),
+        ("--plot missing/x.png", "there is no folder missing"),
+    ],
+)
+def test_wrong_arguments_end_with_the_reason(schedule, arguments, message):
+    error = schedule(f"{PROBLEM} {arguments}", code=2)
+    assert "python -m burst_attention schedule: error: " in error
+    assert message in error.splitlines()[-1]
