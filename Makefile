@@ -22,8 +22,7 @@ WITH_KERNELS := --release -p burst-attention-ffi -p burst-attention-kernels \
     --features burst-attention-ffi/cuda
 DECODE_CHECK := -p burst-attention-decode-check
 # The crates with tests that need no images, in one selection for the same reason.
-PLAIN := --profile checked -p burst-attention -p burst-attention-interpreter \
-    -p burst-attention-device-tests
+PLAIN := -p burst-attention -p burst-attention-interpreter -p burst-attention-device-tests
 
 # Crates' build scripts look for $PYTHON before the project's own one; PYTHON here only makes .venv.
 unexport PYTHON
@@ -52,7 +51,7 @@ test-full: test  ## the same with the whole product of the correctness cases (ho
 
 test-rust: $(VENV)/ready
 	$(SAY) "core, CUDA executor, what the CUDA kernels compute on an interpreter: cargo test"
-	@$(KERNEL_TOOLS) cargo test --quiet $(PLAIN)
+	@$(KERNEL_TOOLS) cargo test --quiet --profile checked $(PLAIN)
 
 test-ffi: $(VENV)/ready
 	$(SAY) "XLA custom calls, the decoder against XLA's own C++ header, CUDA kernels: cargo test"
@@ -71,9 +70,9 @@ lint: lint-rust lint-python  ## rustfmt, clippy, ruff, mypy
 lint-rust: $(VENV)/ready
 	$(SAY) "lint: rustfmt, clippy"
 	@cargo fmt --all --check
-	@$(KERNEL_TOOLS) cargo clippy --quiet $(PLAIN) -p burst-attention-host-cost --all-targets \
-	    -- -D warnings
-	@cargo clippy --quiet --profile checked -p burst-attention-peak --all-targets -- -D warnings
+	@$(KERNEL_TOOLS) cargo clippy --quiet --release $(PLAIN) -p burst-attention-host-cost \
+	    --all-targets -- -D warnings
+	@cargo clippy --quiet --release -p burst-attention-peak --all-targets -- -D warnings
 	@$(KERNEL_TOOLS) cargo clippy --quiet $(WITH_KERNELS) $(DECODE_CHECK) --all-targets -- -D warnings
 
 lint-python: $(VENV)/ready

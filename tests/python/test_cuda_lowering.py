@@ -342,7 +342,8 @@ def test_values_with_a_stand_in_for_the_kernels(monkeypatch, scale, layout):
     """One device, and attention written out in the place of the custom calls."""
     seen = []
 
-    def stand_in(target, ring, results, operands, attributes):
+    def stand_in(target, ring, results, operands, attributes, aliases):
+        assert not aliases
         seen.append(target)
         assert attributes["softmax_scale"] > 0
         outputs = STAND_INS[target](attributes["softmax_scale"], *operands)

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::Launch;
 use super::array::{Array, Side, Sizes};
 use super::description::Statistics;
-use crate::record::{Access, Argument, Value};
+use crate::record::{Access, Argument, Shape, Value};
 
 /// The part of an array that a launch may touch, and what it does with it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,7 +62,9 @@ impl Launch {
     fn access(&self, argument: &Argument) -> (bool, bool) {
         let Some(view) = argument.view else { return (false, false) };
         let resident = Side::resident(self.instance.kernel);
-        let is_met = self.streams() || Side::of(view.shape) == resident;
+        // Numbers for dropout are read for each tile that is streamed.
+        let is_resident = Side::of(view.shape) == resident && view.shape != Shape::PerEntry;
+        let is_met = self.streams() || is_resident;
         match argument.access {
             Access::In => (is_met, false),
             Access::MaybeIn => (is_met && self.flag(&format!("has_{}", argument.name)), false),

@@ -54,6 +54,12 @@ fn touched(launch: &Launch) -> Vec<(&'static str, (bool, bool))> {
     if general && is("has_slopes") && (!keys_stay || streams) {
         touched.push(("slopes", READ));
     }
+    if general && is("has_dropout") && streams {
+        touched.push(("dropout", READ));
+    }
+    if kernel == Kernel::QueryGradsGeneral && is("has_dslopes") {
+        touched.push(("dslopes", (true, true)));
+    }
     if !is("first") || !is("last") {
         touched.extend(state.iter().map(|&name| (name, (!is("first"), !is("last")))));
     }

@@ -199,6 +199,8 @@ pub fn span(launch: &Launch, name: &str, kind: Kind) -> u64 {
         ("lse" | "dlse", _) => ("lse_batch_stride", rows, ["heads", ""]),
         ("row_max" | "row_sum" | "lse_log2" | "delta", _) => ("stat_batch_stride", rows, [""; 2]),
         ("slopes", _) => ("slopes_batch_stride", "", ["heads", ""]),
+        ("dropout", _) => ("dropout_batch_stride", "", [""; 2]),
+        ("dslopes", _) => ("dslopes_batch_stride", rows, ["heads", ""]),
         ("q_segments", _) => ("q_segments_batch_stride", "q_len", [""; 2]),
         ("kv_segments", _) => ("kv_segments_batch_stride", "kv_len", [""; 2]),
         (name, _) => panic!("{name}"),
@@ -208,6 +210,7 @@ pub fn span(launch: &Launch, name: &str, kind: Kind) -> u64 {
     let factors = columns.into_iter().map(get);
     let entry = match stride {
         "stat_batch_stride" => (get("heads") - 1) * get("stat_head_stride") + get(rows),
+        "dropout_batch_stride" => 4,
         _ => get(rows) * factors.product::<u64>(),
     };
     (before + entry) * if kind == Kind::Activations { 2 } else { 4 }
