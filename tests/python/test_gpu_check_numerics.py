@@ -249,11 +249,14 @@ def test_general_call_gets_segments_slopes_and_the_window(monkeypatch):
             "logits_soft_cap = 2.000000e+00 : f32",
             "has_segments = true",
             "has_slopes = true",
-            "tensor<2x2x35xi32>, tensor<2x2x15xi32>, tensor<2x2x4xf32>)",
+            "tensor<2x2x35xi32>, tensor<2x2x15xi32>, tensor<2x2x4xf32>",
             "tensor<2x2x15x2x64xbf16>",
         ):
             assert part in line
     assert "-> (tensor<2x2x35x4x64xbf16>, tensor<2x2x35x4xf32>, tensor<7xui8>)" in forward
+    # What each query adds to the slopes' gradient starts as zeros, the last operand.
+    assert "tensor<2x2x4xf32>, tensor<2x2x35x4xf32>) ->" in backward
+    assert "tensor<2x2x35x4xf32>, tensor<7xui8>)" in backward.split("->")[1]
 
 
 def test_library_has_the_virtual_ring_and_knows_its_workspace():
