@@ -9,6 +9,7 @@ use burst_attention::cuda::nccl::Communicator;
 use burst_attention::cuda::rank::Arrays;
 use burst_attention::cuda::record::{Recorder, images, nccl};
 use burst_attention::cuda::ring::{Call, Given};
+use burst_attention::schedule::Family;
 use burst_attention::{Dtype, Features, Layout, Pass, Problem, Travels, Window};
 
 const CALLS: usize = 2001;
@@ -29,7 +30,7 @@ fn call(world_size: usize, batch: usize, pass: Pass, travels: Option<Travels>) -
         layout: Layout::Zigzag,
         world_size,
     };
-    Call { problem, pass, travels }
+    Call { problem, family: Family::Ring, pass, travels }
 }
 
 /// Microseconds that one call takes, in the median.
