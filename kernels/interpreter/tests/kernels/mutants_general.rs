@@ -198,7 +198,7 @@ fn swap_sides(launch: &mut Launch) {
 }
 
 #[rustfmt::skip]
-const MUTANTS: [Mutant; 77] = [
+static MUTANTS: [Mutant; 77] = [
     ("fwd: segments ignored", fwd, TEXT, Compiled(drop_segments)),
     ("fwd: own segments twice", fwd, TEXT, Compiled(compare_own)),
     ("fwd: segments of another tile", fwd, TEXT, Compiled(another_tile)),
