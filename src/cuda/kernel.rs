@@ -269,7 +269,7 @@ impl AttentionKernel for TapeKernel<'_> {
         let Chunk { payload, rows, .. } = &merge.chunk;
         if *payload == Payload::Partial {
             return Err(Error::Unsupported {
-                what: "a forward pass whose sums come home, as balanced schedules have it".into(),
+                what: "a forward pass in which queries travel, as in balanced schedules".into(),
                 executor: "CUDA",
                 instead: "a ring, of one axis or two, or all_gather".into(),
             });

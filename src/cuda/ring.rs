@@ -27,7 +27,8 @@ pub struct Call {
     pub family: Family,
     /// Which pass.
     pub pass: Pass,
-    /// What travels; `None` for what costs fewer bytes.
+    /// What travels; `None` for keys in the forward pass, in the backward one for what costs fewer
+    /// bytes.
     pub travels: Option<Travels>,
 }
 
@@ -51,7 +52,9 @@ pub struct Tape {
 
 impl Call {
     fn schedules(&self) -> Arc<Vec<Schedule>> {
-        schedule::kept(&self.problem, self.family, self.pass, self.travels)
+        // No kernel merges the softmax states that queries would bring home.
+        let keys = (self.pass == Pass::Forward).then_some(Travels::Keys);
+        schedule::kept(&self.problem, self.family, self.pass, self.travels.or(keys))
             .expect("the family fits the number of ranks")
     }
 

@@ -179,6 +179,9 @@ fn windows_run_both_ways_and_sums_that_come_home_twice_are_added() {
     }
     let cross = Problem { window: Window::FULL, kv_len: 2 * PROBLEM.kv_len, ..PROBLEM };
     assert_right(&cross, None, false);
+    // Here queries and their sums would be less to send.
+    let long = Problem { window: Window::FULL, q_len: 4, kv_len: 48, ..PROBLEM };
+    assert_right(&long, None, false);
 }
 
 #[test]
