@@ -28,12 +28,20 @@ pub struct Options {
 
 /// A family of schedules by its name in the public interface.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(try_from = "String")]
 pub(crate) enum Schedule {
     Ring,
     DoubleRing,
     Balanced,
     AllGather,
+}
+
+impl TryFrom<String> for Schedule {
+    type Error = Error;
+
+    fn try_from(name: String) -> Result<Schedule> {
+        Schedule::named(&name)
+    }
 }
 
 impl Schedule {
