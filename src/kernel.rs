@@ -109,6 +109,6 @@ pub trait AttentionKernel {
     /// If the device refuses the work.
     fn finish(&mut self) -> Result<()>;
 
-    /// Told as each step begins, so that profilers can name it.
-    fn step(&mut self, _name: std::fmt::Arguments<'_>) {}
+    /// Told as the step of this index begins; with a name for profilers.
+    fn step(&mut self, _index: usize, _name: std::fmt::Arguments<'_>) {}
 }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::ops::RangeInclusive;
+use std::str::FromStr;
 
 use crate::error::{Error, Result};
 use crate::layout::Layout;
@@ -42,6 +43,16 @@ impl fmt::Display for Dtype {
             Dtype::Bf16 => "bfloat16",
             Dtype::F16 => "float16",
         })
+    }
+}
+
+impl FromStr for Dtype {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let all = [Dtype::F32, Dtype::Bf16, Dtype::F16];
+        let found = all.into_iter().find(|dtype| dtype.to_string() == name);
+        found.ok_or_else(|| invalid("dtype", "float32, bfloat16 or float16", name))
     }
 }
 

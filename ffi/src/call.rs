@@ -1,12 +1,9 @@
 //! From a call frame to a validated problem and borrowed buffers.
 
-use std::ptr::NonNull;
 use std::sync::Arc;
 
-use burst_attention::host::array::HostArray;
-use burst_attention::host::extras::Extras;
-use burst_attention::host::ring::{BackwardBuffers, ForwardBuffers, RingBuffers};
-use burst_attention::{Dtype, Layout, Pass, Problem, Travels};
+use burst_attention::host::ring::{BackwardBuffers, ForwardBuffers, RankBuffers, RingBuffers};
+use burst_attention::{Layout, Pass, Problem, Travels};
 
 use crate::attributes::Attributes;
 use crate::buffer::Buffer;
@@ -15,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::frame::CallFrame;
 use crate::options::Options;
 use crate::rendezvous::Call;
+use crate::shapes::{Shapes, split};
 
 /// Ranks that a ring of one process may have; more is taken for a garbled attribute.
 const MAX_WORLD_SIZE: usize = 1 << 16;
@@ -29,15 +27,6 @@ pub struct CallSite {
     softmax_scale: f32,
     pub(crate) travels: Option<Travels>,
     pub(crate) axis: Arc<str>,
-}
-
-/// One rank's memory, of either pass.
-#[derive(Debug)]
-pub enum RankBuffers {
-    /// Of the forward pass.
-    Forward(Box<ForwardBuffers>),
-    /// Of the backward pass.
-    Backward(Box<BackwardBuffers>),
 }
 
 /// One rank's call.
@@ -84,15 +73,36 @@ impl CallSite {
     /// # Errors
     /// If they do not fit each other, or the core does not take the problem.
     pub fn decode_call(&self, frame: &CallFrame<'_>) -> Result<RankCall> {
+        self.rank_call(frame.all_arguments()?, frame.all_results()?)
+    }
+
+    /// The same of operands and results that are part of a call's.
+    ///
+    /// # Errors
+    /// If they do not fit each other, or the core does not take the problem.
+    pub(crate) fn rank_call(
+        &self,
+        operands: Vec<Buffer>,
+        results: Vec<Buffer>,
+    ) -> Result<RankCall> {
         match self.pass {
-            Pass::Forward => self.forward(frame),
-            Pass::Backward => self.backward(frame),
+            Pass::Forward => self.forward(operands, results),
+            Pass::Backward => self.backward(operands, results),
         }
     }
 
-    fn forward(&self, frame: &CallFrame<'_>) -> Result<RankCall> {
-        let ([q, k, v], extras, [place]) = self.operands(frame)?;
-        let [o, lse] = frame.results()?;
+    /// How many operands and results a rank has.
+    pub(crate) fn counts(&self) -> [usize; 2] {
+        let extras = self.count_of_extras();
+        match self.pass {
+            Pass::Forward => [3 + extras + 1, 2],
+            Pass::Backward => [7 + extras + 1, 3 + usize::from(self.options.features().slopes)],
+        }
+    }
+
+    fn forward(&self, operands: Vec<Buffer>, results: Vec<Buffer>) -> Result<RankCall> {
+        let ([q, k, v], extras, [place]) = self.operands_of(operands)?;
+        let ([o, lse], _, []) = apart("results", results, 0)?;
         let shapes = self.shapes(&q, &k, &v)?;
         let buffers = ForwardBuffers {
             q: shapes.query("query", &q)?.host(),
@@ -102,12 +112,12 @@ impl CallSite {
             lse: shapes.rows("lse", &lse)?.host(),
             extras: shapes.extras(&extras)?,
         };
-        self.rank_call(shapes.problem, &place, RankBuffers::Forward(Box::new(buffers)))
+        self.placed(shapes.problem, &place, RankBuffers::Forward(Box::new(buffers)))
     }
 
-    fn backward(&self, frame: &CallFrame<'_>) -> Result<RankCall> {
-        let ([q, k, v, o, lse, dout, dlse], extras, [place]) = self.operands(frame)?;
-        let ([dq, dk, dv], dslopes, []) = self.gradients(frame)?;
+    fn backward(&self, operands: Vec<Buffer>, results: Vec<Buffer>) -> Result<RankCall> {
+        let ([q, k, v, o, lse, dout, dlse], extras, [place]) = self.operands_of(operands)?;
+        let ([dq, dk, dv], dslopes, []) = self.gradients_of(results)?;
         let shapes = self.shapes(&q, &k, &v)?;
         let mut extras = shapes.extras(&extras)?;
         if let Some(dslopes) = dslopes {
@@ -126,7 +136,7 @@ impl CallSite {
             dv: shapes.value("dv", &dv)?.host(),
             extras,
         };
-        self.rank_call(shapes.problem, &place, RankBuffers::Backward(Box::new(buffers)))
+        self.placed(shapes.problem, &place, RankBuffers::Backward(Box::new(buffers)))
     }
 
     /// The first `N` operands, those of features, and the last `M`.
@@ -137,11 +147,20 @@ impl CallSite {
         &self,
         frame: &CallFrame<'_>,
     ) -> Result<([Buffer; N], Vec<Buffer>, [Buffer; M])> {
+        self.operands_of(frame.all_arguments()?)
+    }
+
+    fn operands_of<const N: usize, const M: usize>(
+        &self,
+        all: Vec<Buffer>,
+    ) -> Result<([Buffer; N], Vec<Buffer>, [Buffer; M])> {
+        apart("operands", all, self.count_of_extras())
+    }
+
+    fn count_of_extras(&self) -> usize {
         let features = self.options.features();
         let segments = if features.segments { 2 } else { 0 };
-        let extras =
-            segments + usize::from(features.slopes) + usize::from(features.dropout.is_some());
-        apart("operands", frame.all_arguments()?, extras)
+        segments + usize::from(features.slopes) + usize::from(features.dropout.is_some())
     }
 
     /// The results of a backward pass: dq, dk and dv, with slopes the gradient of those, and the
@@ -153,17 +172,19 @@ impl CallSite {
         &self,
         frame: &CallFrame<'_>,
     ) -> Result<([Buffer; 3], Option<Buffer>, [Buffer; M])> {
+        self.gradients_of(frame.all_results()?)
+    }
+
+    fn gradients_of<const M: usize>(
+        &self,
+        all: Vec<Buffer>,
+    ) -> Result<([Buffer; 3], Option<Buffer>, [Buffer; M])> {
         let of_slopes = usize::from(self.options.features().slopes);
-        let (gradients, dslopes, last) = apart("results", frame.all_results()?, of_slopes)?;
+        let (gradients, dslopes, last) = apart("results", all, of_slopes)?;
         Ok((gradients, dslopes.into_iter().next(), last))
     }
 
-    fn rank_call(
-        &self,
-        problem: Problem,
-        place: &Buffer,
-        buffers: RankBuffers,
-    ) -> Result<RankCall> {
+    fn placed(&self, problem: Problem, place: &Buffer, buffers: RankBuffers) -> Result<RankCall> {
         let empty = problem.batch == 0 || problem.q_len == 0 && problem.kv_len == 0;
         let place = if empty { None } else { Some(read_place(place)?) };
         let (family, axis) = (self.options.family(), self.axis.clone());
@@ -209,124 +230,6 @@ impl CallSite {
     }
 }
 
-/// Shapes that all operands of a call must have.
-pub(crate) struct Shapes {
-    /// What they pose together.
-    pub problem: Problem,
-    /// Leading dimensions, of which the last is the batch and the others come from vmap.
-    pub outer: Vec<usize>,
-}
-
-/// Memory of an operand or result that is as it must be.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Checked {
-    data: NonNull<u8>,
-    dtype: Dtype,
-    dims: [usize; 4],
-}
-
-impl Checked {
-    fn host(self) -> HostArray {
-        HostArray::jax(self.data, self.dtype, self.dims)
-    }
-
-    /// Address of the first element.
-    pub fn address(self) -> u64 {
-        self.data.as_ptr() as u64
-    }
-}
-
-impl Shapes {
-    pub fn query(&self, name: &str, buffer: &Buffer) -> Result<Checked> {
-        let Problem { q_len, heads, head_dim, dtype, .. } = self.problem;
-        self.array(name, buffer, dtype, &[q_len, heads, head_dim])
-    }
-
-    /// The output of the forward pass may keep float32.
-    fn output(&self, buffer: &Buffer) -> Result<Checked> {
-        let Problem { q_len, heads, value_dim, dtype, .. } = self.problem;
-        let kept = buffer.dtype.activation() == Some(Dtype::F32);
-        let dtype = if kept { Dtype::F32 } else { dtype };
-        self.array("out", buffer, dtype, &[q_len, heads, value_dim])
-    }
-
-    /// The output or its gradient.
-    pub fn result(&self, name: &str, buffer: &Buffer) -> Result<Checked> {
-        let Problem { q_len, heads, value_dim, dtype, .. } = self.problem;
-        self.array(name, buffer, dtype, &[q_len, heads, value_dim])
-    }
-
-    pub fn value(&self, name: &str, buffer: &Buffer) -> Result<Checked> {
-        let Problem { kv_len, kv_heads, value_dim, dtype, .. } = self.problem;
-        self.array(name, buffer, dtype, &[kv_len, kv_heads, value_dim])
-    }
-
-    /// Operands of features, in their order.
-    pub fn extras(&self, buffers: &[Buffer]) -> Result<Extras> {
-        let Problem { q_len, kv_len, features, .. } = self.problem;
-        let mut buffers = buffers.iter();
-        let too_few = || Error::mismatch("number of operands", "one for each feature", "fewer");
-        let mut next = || buffers.next().ok_or_else(too_few);
-        let mut extras = Extras::default();
-        if features.segments {
-            let (q, k) =
-                (("segments of query", [q_len, 1, 1]), ("segments of key", [kv_len, 1, 1]));
-            extras.q_segments = Some(self.words(q.0, next()?, DataType::S32, q.1)?);
-            extras.k_segments = Some(self.words(k.0, next()?, DataType::S32, k.1)?);
-        }
-        if features.slopes {
-            extras.slopes = Some(self.slopes("slopes", next()?)?);
-        }
-        if features.dropout.is_some() {
-            let numbers = self.words("numbers for dropout", next()?, DataType::U32, [1, 1, 4])?;
-            extras.dropout = Some(numbers);
-        }
-        Ok(extras)
-    }
-
-    fn slopes(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
-        self.words(name, buffer, Dtype::F32.into(), [1, self.problem.heads, 1])
-    }
-
-    /// An array of 32-bit numbers with all dimensions of length 1 left out behind the batch.
-    fn words(
-        &self,
-        name: &str,
-        buffer: &Buffer,
-        dtype: DataType,
-        [len, heads, dim]: [usize; 3],
-    ) -> Result<HostArray> {
-        let data: NonNull<u8> = buffer.typed(name, dtype)?.data(name)?;
-        let inner = len * heads * dim;
-        let expected = [&self.outer, [inner].as_slice()].concat();
-        if buffer.dims != expected {
-            let (expected, got) = (format!("{expected:?}"), format!("{:?}", buffer.dims));
-            return Err(Error::mismatch(format!("shape of {name}"), expected, got));
-        }
-        Ok(HostArray::jax(data, Dtype::F32, [self.problem.batch, len, heads, dim]))
-    }
-
-    pub fn key(&self, name: &str, buffer: &Buffer) -> Result<Checked> {
-        let Problem { kv_len, kv_heads, head_dim, dtype, .. } = self.problem;
-        self.array(name, buffer, dtype, &[kv_len, kv_heads, head_dim])
-    }
-
-    pub fn rows(&self, name: &str, buffer: &Buffer) -> Result<Checked> {
-        self.array(name, buffer, Dtype::F32, &[self.problem.q_len, self.problem.heads])
-    }
-
-    fn array(&self, name: &str, buffer: &Buffer, dtype: Dtype, inner: &[usize]) -> Result<Checked> {
-        let data: NonNull<u8> = buffer.typed(name, dtype.into())?.data(name)?;
-        let expected = [&self.outer, inner].concat();
-        if buffer.dims != expected {
-            let (expected, got) = (format!("{expected:?}"), format!("{:?}", buffer.dims));
-            return Err(Error::mismatch(format!("shape of {name}"), expected, got));
-        }
-        let dim = inner.get(2).copied().unwrap_or(1);
-        Ok(Checked { data, dtype, dims: [self.problem.batch, inner[0], inner[1], dim] })
-    }
-}
-
 /// The first `N`, so many, and the last `M`.
 fn apart<const N: usize, const M: usize>(
     what: &str,
@@ -352,17 +255,6 @@ pub(crate) fn travels_of(name: &str) -> Result<Option<Travels>> {
         "keys" => Ok(Some(Travels::Keys)),
         "queries" => Ok(Some(Travels::Queries)),
         other => Err(Error::mismatch("backward", "auto, keys or queries", format!("{other:?}"))),
-    }
-}
-
-/// Leading dimensions, and length, heads and head_dim.
-fn split<'a>(name: &str, buffer: &'a Buffer) -> Result<(&'a [usize], [usize; 3])> {
-    match buffer.dims.split_last_chunk::<3>() {
-        Some((outer, inner)) if !outer.is_empty() => Ok((outer, *inner)),
-        _ => {
-            let expected = "[batch, length, heads, head_dim]";
-            Err(Error::mismatch(format!("shape of {name}"), expected, format!("{:?}", buffer.dims)))
-        }
     }
 }
 

@@ -7,10 +7,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use burst_attention::Pass;
-use burst_attention::host::ring;
+use burst_attention::host::ring::{self, RankBuffers};
 
 use crate::api::{Api, Promise};
-use crate::call::{self, CallSite, RankBuffers, RankCall};
+use crate::attributes::Attributes;
+use crate::call::{self, CallSite, RankCall};
 use crate::error::{Error, Result};
 use crate::frame::CallFrame;
 use crate::hub::{Completion, Hub, Member};
@@ -108,17 +109,28 @@ pub(crate) unsafe fn instantiate(
     raw: *mut sys::XLA_FFI_CallFrame,
     pass: Pass,
 ) -> *mut sys::XLA_FFI_Error {
+    // SAFETY: passed on.
+    unsafe { instantiate_as(raw, |attributes| Ok(State::new(CallSite::decode(attributes, pass)?))) }
+}
+
+/// The same for a call that keeps what `make` makes of its attributes.
+///
+/// # Safety
+/// As [`instantiate`].
+pub(crate) unsafe fn instantiate_as<S: CallState>(
+    raw: *mut sys::XLA_FFI_CallFrame,
+    make: impl FnOnce(&Attributes<'_>) -> Result<S>,
+) -> *mut sys::XLA_FFI_Error {
     let body = |frame: &mut CallFrame<'_>| {
         let api = frame.runtime();
         if let Some(query) = frame.metadata_query()? {
-            query.answer(State::kind().number(api)?);
+            query.answer(S::kind().number(api)?);
             return Ok(());
         }
         frame.expect_stage(sys::XLA_FFI_ExecutionStage_INSTANTIATE)?;
         check_version(api)?;
         limit::from_environment()?;
-        let call = CallSite::decode(&frame.attributes()?, pass)?;
-        state::set(api, frame.context(), State::new(call))
+        state::set(api, frame.context(), make(&frame.attributes()?)?)
     };
     // SAFETY: passed on.
     unsafe { guard(raw, body) }

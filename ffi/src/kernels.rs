@@ -1,6 +1,5 @@
 //! The CUDA kernels as other programs see them: what there is, how it is launched, the images.
 
-use std::cell::RefCell;
 use std::ffi::{CStr, CString};
 use std::sync::LazyLock;
 
@@ -11,6 +10,8 @@ use burst_attention_kernels::launch::{
 };
 use serde::Deserialize;
 use serde_json::{Value, json};
+
+use crate::answer::tell;
 
 /// What is to be computed.
 #[derive(Deserialize)]
@@ -80,17 +81,7 @@ fn image_json(instance: &Instance) -> Value {
 /// The launches that compute `request` on a device of `target`, or `{"error": …}`. The string
 /// stays until the thread asks again.
 pub fn launches(target: &CStr, request: &CStr) -> *const std::ffi::c_char {
-    thread_local! {
-        static ANSWER: RefCell<CString> = RefCell::default();
-    }
-    let answer = match answer(target, request) {
-        Ok(launches) => json!({ "launches": launches }),
-        Err(error) => json!({ "error": error }),
-    };
-    ANSWER.with_borrow_mut(|text| {
-        *text = c_string(answer.to_string());
-        text.as_ptr()
-    })
+    tell(answer(target, request).map(|launches| json!({ "launches": launches })))
 }
 
 fn answer(target: &CStr, request: &CStr) -> Result<Vec<Launch>, String> {

@@ -9,11 +9,16 @@
 //! each rank's future is completed on yet another thread: the rest of that device's program runs
 //! there and may wait for the other devices.
 //!
+//! Between processes a program walks the schedule itself (`relay.rs`): each call does one stretch of
+//! a rank's work, and waits for nobody.
+//!
 //! On CUDA ([`cuda`]) a handler enqueues its rank's part of the ring and returns.
 
 pub mod abi;
 pub mod abi_cuda;
+pub mod abi_relay;
 pub mod abi_simulate;
+mod answer;
 pub mod api;
 pub mod attributes;
 pub mod buffer;
@@ -29,7 +34,10 @@ pub mod hub;
 mod kernels;
 mod limit;
 mod options;
+mod relay;
 pub mod rendezvous;
+mod request;
+mod shapes;
 mod simulate;
 pub mod state;
 #[doc(hidden)]

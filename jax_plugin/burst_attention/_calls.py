@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_attention import _ffi
+from burst_attention import _ffi, _relay
 from burst_attention._check_masks import NO_LIMIT, SOFT_CAPS
 from burst_attention._extras import Extras
 from burst_attention._ring import Ring, place, vary
@@ -122,10 +122,18 @@ def _like(*inputs: jax.Array) -> Shapes:
 def _cpu_call(
     target: str, ring: Ring, results: Shapes, operands: Arrays, extras: Extras, **attributes: Any
 ) -> Arrays:
-    attributes |= {"softmax_scale": np.float32(ring.softmax_scale)}
-    attributes |= _options(ring, extras)
-    operands = (*operands, *extras.present(), place(ring.axes))
-    return _call(target, ring, results, operands, attributes)
+    options = _options(ring, extras)
+    attributes |= {"softmax_scale": np.float32(ring.softmax_scale)} | options
+    given = (*operands, *extras.present(), place(ring.axes))
+    if jax.process_count() == 1:
+        return _call(target, ring, results, given, attributes)
+
+    def stretch(operands: Arrays, results: Shapes, aliases: dict[int, int], number: int) -> Arrays:
+        at = attributes | {"stretch": np.int64(number)}
+        return _call(_ffi.STRETCHES[target], ring, results, operands, at, aliases)
+
+    plan = _ffi.plan(**_described(target, ring, operands, ring.softmax_scale, options))
+    return _relay.walk(stretch, plan, ring.axes, given, results)
 
 
 def _cuda_call(
@@ -216,27 +224,36 @@ def _call(
 
 
 def _workspace(target: str, ring: Ring, operands: Arrays, options: dict[str, Any]) -> int:
-    q, k, v, *_ = operands
+    q, *_ = operands
     if _no_kernel(ring, q):
         # Traced without knowing the platform. There is no kernel, so on a GPU the library refuses
         # the call when it runs.
         return 0
-    return _ffi.workspace_bytes(
-        **{"pass": "forward" if target == _ffi.FORWARD else "backward"},
-        batch=q.shape[0],
-        q_len=q.shape[1],
-        kv_len=k.shape[1],
-        heads=q.shape[2],
-        kv_heads=k.shape[2],
-        head_dim=q.shape[3],
-        value_dim=v.shape[3],
-        dtype=str(q.dtype),
-        softmax_scale=float(_positive_scale(ring)),
-        options={name: np.asarray(value).item() for name, value in options.items()},
-        layout=ring.layout,
-        world_size=ring.world_size,
-        backward=ring.backward,
-    )
+    scale = float(_positive_scale(ring))
+    return _ffi.workspace_bytes(**_described(target, ring, operands, scale, options))
+
+
+def _described(
+    target: str, ring: Ring, operands: Arrays, scale: float, options: dict[str, Any]
+) -> dict[str, Any]:
+    """A call, for the library's functions that plan one; ``ffi/src/request.rs`` reads it."""
+    q, k, v, *_ = operands
+    return {
+        "pass": "forward" if target == _ffi.FORWARD else "backward",
+        "batch": q.shape[0],
+        "q_len": q.shape[1],
+        "kv_len": k.shape[1],
+        "heads": q.shape[2],
+        "kv_heads": k.shape[2],
+        "head_dim": q.shape[3],
+        "value_dim": v.shape[3],
+        "dtype": str(q.dtype),
+        "softmax_scale": scale,
+        "options": {name: np.asarray(value).item() for name, value in options.items()},
+        "layout": ring.layout,
+        "world_size": ring.world_size,
+        "backward": ring.backward,
+    }
 
 
 def _no_kernel(ring: Ring, q: jax.Array) -> bool:

@@ -240,12 +240,6 @@ def devices(mesh: AnyMesh, dtype: Any) -> str | None:
             "which there is no kernel yet; cast them with x.astype(jnp.bfloat16) (accumulation is "
             "float32 all the same), or use a mesh of jax.devices('cpu')"
         )
-    if _on_cpu(found) and _of_several_processes(mesh):
-        raise NotImplementedError(
-            "a mesh over the CPU devices of several processes is not implemented yet; what works: "
-            "one process with as many devices (XLA_FLAGS=--xla_force_host_platform_device_count=8),"
-            " and GPUs of any number of processes"
-        )
     return found
 
 
@@ -258,16 +252,6 @@ def _platform(mesh: AnyMesh) -> str | None:
         return str(device.platform)
     # JAX calls the GPUs of all vendors "gpu".
     return "rocm" if device.device_kind.startswith(("AMD", "gfx")) else "cuda"
-
-
-def _on_cpu(platform: str | None) -> bool:
-    return (platform or jax.default_backend()) == "cpu"
-
-
-def _of_several_processes(mesh: AnyMesh) -> bool:
-    if isinstance(mesh, jax.sharding.Mesh):
-        return bool(mesh.is_multi_process)
-    return jax.process_count() > 1 and mesh.size > jax.local_device_count()
 
 
 def listed(values: Any, quote: bool = True) -> str:

@@ -6,12 +6,14 @@ import ctypes
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 FORWARD = "burst_attention_forward"
 BACKWARD = "burst_attention_backward"
+STRETCHES = {target: f"{target}_stretch" for target in (FORWARD, BACKWARD)}
+"""The calls of a ring of several processes, for each that does a whole ring."""
 LIBRARY = Path(__file__).with_name("libburst_attention_ffi.so")
 STAGES = {
     "cpu": {"instantiate": "instantiate", "execute": "execute"},
@@ -34,6 +36,8 @@ def _load() -> ctypes.CDLL:
     library.burst_attention_trace.argtypes = [ctypes.c_char_p]
     library.burst_attention_workspace.argtypes = [ctypes.c_char_p]
     library.burst_attention_workspace.restype = ctypes.c_char_p
+    library.burst_attention_relay.argtypes = [ctypes.c_char_p]
+    library.burst_attention_relay.restype = ctypes.c_char_p
     library.burst_attention_simulate.argtypes = [ctypes.c_char_p]
     library.burst_attention_simulate.restype = ctypes.c_char_p
     return library
@@ -41,13 +45,14 @@ def _load() -> ctypes.CDLL:
 
 def _register(library: ctypes.CDLL) -> None:
     # At import, so that exported programs and cached executables find their custom calls too.
-    for target in (FORWARD, BACKWARD):
-        for platform, stages in STAGES.items():
-            handlers = {
-                stage: jax.ffi.pycapsule(getattr(library, f"{target}_{ending}"))
-                for stage, ending in stages.items()
-            }
-            jax.ffi.register_ffi_target(target, handlers, platform=platform)
+    targets = [(target, platform) for target in (FORWARD, BACKWARD) for platform in STAGES]
+    targets += [(target, "cpu") for target in STRETCHES.values()]
+    for target, platform in targets:
+        handlers = {
+            stage: jax.ffi.pycapsule(getattr(library, f"{target}_{ending}"))
+            for stage, ending in STAGES[platform].items()
+        }
+        jax.ffi.register_ffi_target(target, handlers, platform=platform)
 
 
 _library = _load()
@@ -91,6 +96,49 @@ def _workspace_bytes(request: str) -> int:
     if "error" in answer:
         raise ValueError(f"burst_attention on NVIDIA GPUs: {answer['error']}")
     return int(answer["bytes"])
+
+
+class Hop(NamedTuple):
+    """A collective permute between two stretches."""
+
+    start: int
+    """The stretch whose call fills the parcels."""
+    to: int
+    """The stretch whose call needs them."""
+    bytes: int
+    """Of a parcel, for each batch entry."""
+    pairs: tuple[tuple[int, int], ...]
+    """Sender and receiver of each."""
+
+
+class Plan(NamedTuple):
+    """How a pass over several processes is cut into calls."""
+
+    stretches: int
+    arena_bytes: int
+    """What a rank keeps between calls, for each batch entry."""
+    hops: tuple[Hop, ...]
+
+
+def plan(**problem: Any) -> Plan:
+    """The stretches of a pass over several processes.
+
+    Raises:
+      ValueError: for a problem that can't be computed, with the library's reason.
+    """
+    return _plan(json.dumps(problem))
+
+
+@lru_cache(maxsize=256)
+def _plan(request: str) -> Plan:
+    answer = json.loads(_library.burst_attention_relay(request.encode()))
+    if "error" in answer:
+        raise ValueError(f"burst_attention over several processes: {answer['error']}")
+    hops = (
+        Hop(hop["from"], hop["to"], hop["bytes"], tuple(map(tuple, hop["pairs"])))
+        for hop in answer["hops"]
+    )
+    return Plan(answer["stretches"], answer["arena_bytes"], tuple(hops))
 
 
 def simulate(**request: Any) -> dict[str, Any]:

@@ -285,7 +285,7 @@ impl AttentionKernel for TapeKernel<'_> {
         unfinished.try_for_each(|(payload, rows)| self.write(*payload, rows, None))
     }
 
-    fn step(&mut self, _name: std::fmt::Arguments<'_>) {
+    fn step(&mut self, _index: usize, _name: std::fmt::Arguments<'_>) {
         self.tape.begin(self.schedule.steps[self.begun].index);
         self.begun += 1;
         self.turns = [0; 2];

@@ -52,7 +52,8 @@ impl<'a, K: AttentionKernel, T: Transport<K::Buffer>> Walk<'a, K, T> {
     fn step(&mut self, step: &'a Step) -> Result<()> {
         self.step = step.index;
         let Schedule { pass, travels, world_size, .. } = self.schedule;
-        self.kernel.step(format_args!("{pass:?} {travels:?} step {} of {world_size}", step.index));
+        let name = format_args!("{pass:?} {travels:?} step {} of {world_size}", step.index);
+        self.kernel.step(step.index, name);
         self.complete(Due::Begin(step.index))?;
         for (chunk, slot) in &step.opens {
             let buffer = self.kernel.accumulator(chunk, *slot)?;

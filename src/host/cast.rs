@@ -118,6 +118,27 @@ pub fn merge(
     });
 }
 
+/// Copies all rows to an array with the same rows and element type.
+pub fn copy(pool: &rayon::ThreadPool, source: &HostArray, target: &HostArray) {
+    let adjacent = |array: &HostArray| array.head_stride == array.dim;
+    let (heads, run) = if adjacent(source) && adjacent(target) {
+        (1, source.heads * source.dim)
+    } else {
+        (source.heads, source.dim)
+    };
+    let bytes = run * source.dtype.bytes();
+    each_block(pool, source.batch, &source.rows, |batch, rows| {
+        for row in rows {
+            for head in 0..heads {
+                let from = source.row(batch, row, head);
+                // SAFETY: both arrays have this row, in memory of their own, and this task alone
+                // writes it.
+                unsafe { from.copy_to_nonoverlapping(target.row(batch, row, head), bytes) }
+            }
+        }
+    });
+}
+
 /// Rounds all rows of a float32 array to the type of `target`, ties to even.
 pub fn cast(pool: &rayon::ThreadPool, source: &HostArray, target: &HostArray) {
     let isa = Isa::best();

@@ -4,6 +4,9 @@ use rayon::ThreadPool;
 
 use super::array::HostArray;
 use super::backward::{self, BackwardTile};
+use std::fmt;
+use std::ops::Range;
+
 use super::buffer::HostBuffer;
 use super::cast;
 use super::extras::{Extras, Positions, TileExtras};
@@ -68,6 +71,36 @@ enum Arrays {
     Backward { io: Box<BackwardBuffers>, delta: HostArray, dq: HostBuffer, dkv: HostBuffer },
 }
 
+/// Where accumulators find their memory.
+pub trait Room: fmt::Debug {
+    /// For those of the rank's own rows.
+    fn home(&self, payload: Payload, rows: Range<usize>) -> HostBuffer;
+
+    /// For delta, float32 `[batch, rows, heads, 1]`.
+    fn delta(&self, rows: Range<usize>) -> HostArray;
+
+    /// For one that starts in a slot.
+    fn accumulator(&self, payload: Payload, slot: usize, rows: Range<usize>) -> HostBuffer;
+}
+
+/// Memory of their own, which lives as long as they do.
+#[derive(Debug, Clone, Copy)]
+pub struct Heap<'a>(pub &'a Problem);
+
+impl Room for Heap<'_> {
+    fn home(&self, payload: Payload, rows: Range<usize>) -> HostBuffer {
+        HostBuffer::accumulator(self.0, payload, rows)
+    }
+
+    fn delta(&self, rows: Range<usize>) -> HostArray {
+        HostArray::accumulator(self.0.batch, rows, self.0.heads, 1)
+    }
+
+    fn accumulator(&self, payload: Payload, _slot: usize, rows: Range<usize>) -> HostBuffer {
+        HostBuffer::accumulator(self.0, payload, rows)
+    }
+}
+
 /// Computes the tiles of one rank on a thread pool shared with all others.
 #[derive(Debug)]
 pub struct HostKernel<'a> {
@@ -75,6 +108,7 @@ pub struct HostKernel<'a> {
     pool: &'a ThreadPool,
     problem: &'a Problem,
     arrays: Arrays,
+    room: Box<dyn Room + 'a>,
     span: Span,
 }
 
@@ -85,6 +119,7 @@ impl<'a> HostKernel<'a> {
         problem: &'a Problem,
         schedule: &Schedule,
         io: ForwardBuffers,
+        room: impl Room + 'a,
         ring: u64,
     ) -> HostKernel<'a> {
         // State is kept between steps only where one tile does not do it all.
@@ -92,12 +127,13 @@ impl<'a> HostKernel<'a> {
         let carries =
             at_home.any(|state| state.place == Place::Home && !(state.first && state.last));
         let partial = if carries {
-            HostBuffer::accumulator(problem, Payload::Partial, 0..problem.q_len)
+            room.home(Payload::Partial, 0..problem.q_len)
         } else {
             HostBuffer { arrays: vec![] }
         };
         let arrays = Arrays::Forward { io: Box::new(io), partial };
-        HostKernel { isa, pool, problem, arrays, span: Span::new(ring, schedule.rank) }
+        let (room, span) = (Box::new(room), Span::new(ring, schedule.rank));
+        HostKernel { isa, pool, problem, arrays, room, span }
     }
 
     /// For the backward pass over `schedule`. Float32 gradients are accumulated in the outputs.
@@ -106,24 +142,23 @@ impl<'a> HostKernel<'a> {
         problem: &'a Problem,
         schedule: &Schedule,
         io: BackwardBuffers,
+        room: impl Room + 'a,
         ring: u64,
     ) -> HostKernel<'a> {
-        let delta = HostArray::accumulator(problem.batch, 0..problem.q_len, problem.heads, 1);
+        let delta = room.delta(0..problem.q_len);
         let accumulator = |payload, outputs: Vec<HostArray>, rows| {
             if problem.dtype == Dtype::F32 {
                 HostBuffer { arrays: outputs }
             } else {
-                HostBuffer::accumulator(problem, payload, 0..rows)
+                room.home(payload, 0..rows)
             }
         };
         let dq = accumulator(Payload::QueryGrads, vec![io.dq.clone()], problem.q_len);
         let outputs = vec![io.dk.clone(), io.dv.clone()];
         let dkv = accumulator(Payload::KeyGrads, outputs, problem.kv_len);
-        if let Some(dslopes) = &io.extras.dslopes {
-            dslopes.clear();
-        }
         let arrays = Arrays::Backward { io: Box::new(io), delta, dq, dkv };
-        HostKernel { isa, pool, problem, arrays, span: Span::new(ring, schedule.rank) }
+        let (room, span) = (Box::new(room), Span::new(ring, schedule.rank));
+        HostKernel { isa, pool, problem, arrays, room, span }
     }
 
     /// What a tile needs beside its operands; segments come last in the buffers of both sides.
@@ -199,8 +234,8 @@ impl AttentionKernel for HostKernel<'_> {
         Ok(HostBuffer { arrays })
     }
 
-    fn accumulator(&mut self, chunk: &Chunk, _slot: usize) -> Result<HostBuffer> {
-        Ok(HostBuffer::accumulator(self.problem, chunk.payload, chunk.rows.clone()))
+    fn accumulator(&mut self, chunk: &Chunk, slot: usize) -> Result<HostBuffer> {
+        Ok(self.room.accumulator(chunk.payload, slot, chunk.rows.clone()))
     }
 
     fn forward(
@@ -231,8 +266,12 @@ impl AttentionKernel for HostKernel<'_> {
         Ok(())
     }
 
+    /// Before all else, so what is only ever added to begins here, too.
     fn delta(&mut self) -> Result<()> {
         if let Arrays::Backward { io, delta, .. } = &self.arrays {
+            if let Some(dslopes) = &io.extras.dslopes {
+                dslopes.clear();
+            }
             cast::delta(self.isa, self.pool, &io.o, &io.dout, &io.dlse, delta);
         }
         Ok(())
@@ -310,9 +349,18 @@ impl AttentionKernel for HostKernel<'_> {
         Ok(())
     }
 
-    fn step(&mut self, name: std::fmt::Arguments<'_>) {
+    fn step(&mut self, _index: usize, name: fmt::Arguments<'_>) {
         self.span.step(name);
     }
+}
+
+/// One rank's memory, of either pass.
+#[derive(Debug, Clone)]
+pub enum RankBuffers {
+    /// Of the forward pass.
+    Forward(Box<ForwardBuffers>),
+    /// Of the backward pass.
+    Backward(Box<BackwardBuffers>),
 }
 
 /// Which buffers a pass needs.

@@ -5,16 +5,15 @@ use std::sync::{Arc, LazyLock, mpsc};
 
 use rayon::ThreadPool;
 
-use super::array::HostArray;
-use super::extras::Extras;
+use super::checks;
 use super::isa::Isa;
-use super::kernel::HostKernel;
-pub use super::kernel::{BackwardBuffers, ForwardBuffers, RingBuffers};
+pub use super::kernel::{BackwardBuffers, ForwardBuffers, RankBuffers, RingBuffers};
+use super::kernel::{Heap, HostKernel};
 use super::transport::{HostTransport, Mailboxes};
 use super::{threads, trace};
 use crate::engine::walk;
 use crate::error::{Error, Result};
-use crate::problem::{Dtype, Pass, Problem, Travels};
+use crate::problem::{Problem, Travels};
 use crate::schedule::{self, Family, Schedule};
 use crate::transport::Transport;
 
@@ -114,13 +113,27 @@ struct Job {
 impl Job {
     fn forward(&self, io: ForwardBuffers) -> Result<u64> {
         self.walk(|device, schedule| {
-            HostKernel::forward(device, &self.problem, schedule, io, self.number)
+            HostKernel::forward(
+                device,
+                &self.problem,
+                schedule,
+                io,
+                Heap(&self.problem),
+                self.number,
+            )
         })
     }
 
     fn backward(&self, io: BackwardBuffers) -> Result<u64> {
         self.walk(|device, schedule| {
-            HostKernel::backward(device, &self.problem, schedule, io, self.number)
+            HostKernel::backward(
+                device,
+                &self.problem,
+                schedule,
+                io,
+                Heap(&self.problem),
+                self.number,
+            )
         })
     }
 
@@ -186,7 +199,7 @@ where
     }
 }
 
-/// Every array must have the shape and type that the problem gives it.
+/// Every rank must have its arrays, each with the shape and type that the problem gives it.
 fn check_buffers(problem: &Problem, buffers: &RingBuffers) -> Result<()> {
     let count = match buffers {
         RingBuffers::Forward(ranks) => ranks.len(),
@@ -196,84 +209,12 @@ fn check_buffers(problem: &Problem, buffers: &RingBuffers) -> Result<()> {
         let (expected, got) = (problem.world_size.to_string(), count.to_string());
         return Err(Error::InvalidProblem { name: "buffers for ranks", expected, got });
     }
-    let Problem { q_len, kv_len, heads, kv_heads, head_dim, value_dim, dtype, .. } = *problem;
-    let array = |name, array, shape| check_array(problem, name, array, dtype, shape);
-    let queries = |name, io| array(name, io, [q_len, heads, head_dim]);
-    let outputs = |name, io| array(name, io, [q_len, heads, value_dim]);
-    let keys = |name, io| array(name, io, [kv_len, kv_heads, head_dim]);
-    let values = |name, io| array(name, io, [kv_len, kv_heads, value_dim]);
-    let kept = |array: &HostArray| {
-        let dtype = if array.dtype == Dtype::F32 { Dtype::F32 } else { dtype };
-        check_array(problem, "o", array, dtype, [q_len, heads, value_dim])
-    };
-    let rows = |name, array| check_array(problem, name, array, Dtype::F32, [q_len, heads, 1]);
     match buffers {
-        RingBuffers::Forward(ranks) => ranks.iter().try_for_each(|io| {
-            queries("q", &io.q)?;
-            keys("k", &io.k)?;
-            values("v", &io.v)?;
-            kept(&io.o)?;
-            rows("lse", &io.lse)?;
-            check_extras(problem, &io.extras, Pass::Forward)
-        }),
-        RingBuffers::Backward(ranks) => ranks.iter().try_for_each(|io| {
-            queries("q", &io.q)?;
-            keys("k", &io.k)?;
-            values("v", &io.v)?;
-            kept(&io.o)?;
-            rows("lse", &io.lse)?;
-            outputs("dout", &io.dout)?;
-            rows("dlse", &io.dlse)?;
-            queries("dq", &io.dq)?;
-            keys("dk", &io.dk)?;
-            values("dv", &io.dv)?;
-            check_extras(problem, &io.extras, Pass::Backward)
-        }),
-    }
-}
-
-/// Every feature needs its arrays, and no other arrays may be there.
-fn check_extras(problem: &Problem, extras: &Extras, pass: Pass) -> Result<()> {
-    let Problem { q_len, kv_len, heads, features, .. } = *problem;
-    let (per_head, backward) = ([1, heads, 1], pass == Pass::Backward);
-    let arrays = [
-        ("segments of queries", &extras.q_segments, features.segments, [q_len, 1, 1]),
-        ("segments of keys", &extras.k_segments, features.segments, [kv_len, 1, 1]),
-        ("slopes", &extras.slopes, features.slopes, per_head),
-        ("numbers for dropout", &extras.dropout, features.dropout.is_some(), [1, 1, 4]),
-        ("dslopes", &extras.dslopes, features.slopes && backward, per_head),
-    ];
-    arrays.into_iter().try_for_each(|(name, array, wanted, shape)| match (array, wanted) {
-        (Some(array), true) => check_array(problem, name, array, Dtype::F32, shape),
-        (None, false) => Ok(()),
-        (array, _) => {
-            let say = |given: bool| if given { "given" } else { "absent" };
-            let (expected, got) = (say(wanted).to_owned(), say(array.is_some()).to_owned());
-            Err(Error::InvalidProblem { name, expected, got })
+        RingBuffers::Forward(ranks) => ranks.iter().try_for_each(|io| checks::forward(problem, io)),
+        RingBuffers::Backward(ranks) => {
+            ranks.iter().try_for_each(|io| checks::backward(problem, io))
         }
-    })
-}
-
-fn check_array(
-    problem: &Problem,
-    name: &'static str,
-    array: &HostArray,
-    dtype: Dtype,
-    [len, heads, dim]: [usize; 3],
-) -> Result<()> {
-    if array.dtype != dtype {
-        return Err(Error::WrongDtype { name, expected: dtype, got: array.dtype });
     }
-    let expected = (problem.batch, 0..len, heads, dim);
-    let got = (array.batch, array.rows.clone(), array.heads, array.dim);
-    if expected != got {
-        let show = |(batch, rows, heads, dim): (usize, std::ops::Range<usize>, usize, usize)| {
-            format!("[{batch}, {}, {heads}, {dim}]", rows.len())
-        };
-        let (expected, got) = (show(expected), show(got));
-        return Err(Error::InvalidProblem { name, expected, got });
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -281,7 +222,7 @@ mod tests {
     use super::*;
     use crate::layout::Layout;
     use crate::mask::Window;
-    use crate::problem::Features;
+    use crate::problem::{Dtype, Features, Pass};
 
     #[test]
     fn a_rank_that_panics_before_its_first_step_releases_those_that_wait_for_it() {

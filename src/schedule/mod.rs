@@ -28,7 +28,7 @@ mod ways;
 pub use check::{Violation, check};
 pub use family::{Family, choose_travels, ring, schedule, total_bytes};
 pub use geometry::{QUERY_GRAIN, Rectangle, rectangles};
-pub use kept::kept;
+pub use kept::{Kept, kept};
 
 use std::fmt;
 use std::ops::Range;
@@ -103,7 +103,7 @@ pub enum Due {
 
 impl Due {
     /// Position on the clock of the ring; later moments are larger.
-    fn moment(self) -> usize {
+    pub(crate) fn moment(self) -> usize {
         match self {
             Due::Begin(step) => 2 * step,
             Due::Fold(step) => 2 * step + 1,

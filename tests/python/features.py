@@ -160,7 +160,7 @@ class Problem:
         (o, lse), grads = _gradients(function, inputs, placed, cotangents)
         named = {"o": o, "lse": lse} | {GRADIENTS[name]: x for name, x in grads.items()}
         return {
-            name: np.asarray(x) if x.ndim == 1 else ring.restored(self.layout, self.mesh[1], x)[0]
+            name: ring.on_host(x) if x.ndim == 1 else ring.restored(self.layout, self.mesh[1], x)[0]
             for name, x in named.items()
         }
 

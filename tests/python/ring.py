@@ -3,6 +3,7 @@
 import burst_attention as ba
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -62,6 +63,13 @@ def stored(case_layout, size, *arrays):
     return [ba.to_layout(x, size, case_layout) for x in arrays]
 
 
+def on_host(x):
+    """All of an array, other processes' shards too."""
+    if x.is_fully_addressable:
+        return np.asarray(x)
+    return process_allgather(x, tiled=True)
+
+
 def restored(case_layout, size, *arrays):
     """Back on the host, in the order of the sequence."""
-    return [ba.from_layout(np.asarray(x), size, case_layout) for x in arrays]
+    return [ba.from_layout(on_host(x), size, case_layout) for x in arrays]

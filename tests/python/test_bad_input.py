@@ -176,19 +176,6 @@ def abstract_mesh(platform, kind):
     return AbstractMesh((2,), ("context",), axis_types=(AxisType.Auto,), abstract_device=device)
 
 
-def test_several_processes(monkeypatch):
-    """Of CPU devices; GPUs reach each other."""
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
-    words = "CPU devices of several processes is not implemented yet; what works"
-    refused(NotImplementedError, words)
-    with pytest.raises(NotImplementedError, match=words):
-        _checks.devices(AbstractMesh((2,), ("context",)), jnp.bfloat16)
-    assert _checks.devices(abstract_mesh("gpu", "NVIDIA H200"), jnp.bfloat16) == "cuda"
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert _checks.devices(AbstractMesh((2,), ("context",)), jnp.bfloat16) is None
-
-
 @pytest.mark.parametrize(
     ("platform", "kind", "name"),
     [("tpu", "TPU v5e", "tpu"), ("gpu", "AMD Instinct MI300X", "rocm"), ("rocm", "gfx942", "rocm")],

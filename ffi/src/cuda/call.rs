@@ -9,10 +9,11 @@ use burst_attention::{Pass, Problem};
 use super::Spread;
 use crate::attributes::Attributes;
 use crate::buffer::Buffer;
-use crate::call::{CallSite, Shapes};
+use crate::call::CallSite;
 use crate::data_type::DataType;
 use crate::error::{Error, Result};
 use crate::frame::CallFrame;
+use crate::shapes::Shapes;
 use crate::sys;
 
 /// What is known when a program is compiled.
