@@ -29,6 +29,9 @@ class Case:
     """How far a query sees back and ahead."""
     documents: int = 1
     """Equal documents that are packed into the sequence."""
+    schedule: str = "ring"
+    inner: int = 0
+    """Ranks of an inner ring: the context axis is two then, ``node`` and it."""
 
     @property
     def q_shape(self) -> tuple[int, int, int, int]:
@@ -73,6 +76,7 @@ class Case:
             "is_causal": self.causal,
             "local_window_size": self.window,
             "layout": self.layout,
+            "schedule": self.schedule,
         }
 
     def segment_ids(self) -> np.ndarray | None:

@@ -13,8 +13,8 @@ from cases import Case
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-AXES = ("data", "context", "tensor")
-SPEC = P("data", "context", "tensor", None)
+PAIR = ("node", "context")
+"""The axes of the sequence where there are two."""
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,30 @@ class Contender:
 
 def ours(case: Case, name: str = "ours") -> Contender:
     """`burst_attention.attention` inside shard_map over the case's mesh."""
-    devices = jax.devices()[: case.mesh[0] * case.mesh[1] * case.mesh[2]]
-    mesh = jax.make_mesh(case.mesh, AXES, devices=devices)
+    data, context, tensor = case.mesh
+    axis: Any = PAIR if case.inner else "context"
+    sizes = {"data": data, "context": context, "tensor": tensor}
+    if case.inner:
+        sizes = {"data": data, "node": context // case.inner, "context": case.inner}
+        sizes["tensor"] = tensor
+    devices = jax.devices()[: data * context * tensor]
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices)
+    rows, spec = P("data", axis), P("data", axis, "tensor", None)
     extras, ids = {}, case.segment_ids()
     if ids is not None:
         layout: Any = case.layout
-        stored = ba.to_layout(ids, case.mesh[1], layout)
-        extras["segment_ids"] = jax.device_put(stored, NamedSharding(mesh, P(*AXES[:2])))
+        stored = ba.to_layout(ids, context, layout)
+        extras["segment_ids"] = jax.device_put(stored, NamedSharding(mesh, rows))
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, extras: dict[str, Any]) -> jax.Array:
-        return ba.attention(q, k, v, axis_name="context", **case.options(), **extras)
+        return ba.attention(q, k, v, axis_name=axis, **case.options(), **extras)
 
-    sharded = jax.shard_map(
-        local, mesh=mesh, in_specs=(SPEC, SPEC, SPEC, P(*AXES[:2])), out_specs=SPEC
-    )
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(spec, spec, spec, rows), out_specs=spec)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return sharded(q, k, v, extras)
 
-    return _jax_contender(name, case, attend, NamedSharding(mesh, SPEC))
+    return _jax_contender(name, case, attend, NamedSharding(mesh, spec))
 
 
 def jax_nn(case: Case) -> Contender:
