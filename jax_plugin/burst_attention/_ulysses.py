@@ -9,7 +9,8 @@ round rings along the outer axis::
                                   ◀── all-to-all ──
 
 The exchanges are XLA's own, and JAX transposes them for the backward pass. Each way a rank sends
-(U − 1)/U of its query, key, value and out.
+(U − 1)/U of its query, key, value and out. A layer that is rematerialised repeats them, like its
+projections; only the calls between them are spared by `save_attention`.
 
 What the ranks (o, 0) … (o, U − 1) of a group hold together is, reordered, what rank o of a ring
 over the outer axis holds in the same layout:
