@@ -106,7 +106,7 @@ def worker(measurement: str, case: Case, budget_s: float) -> dict[str, Any]:
 
 def bench(cases: list[Case], peak: machine.Peak, budget_s: float) -> dict[str, Any]:
     """Everything, printed as it comes."""
-    results: dict[str, Any] = {"cases": [], "ring": [], "masks": [], "memory": []}
+    results: dict[str, Any] = {"cases": [], "ring": [], "masks": [], "checkpoint": [], "memory": []}
     single = [case for case in cases if case.tags & {"speed", "length"}]
     print(
         COLUMNS.format(
@@ -136,6 +136,14 @@ def bench(cases: list[Case], peak: machine.Peak, budget_s: float) -> dict[str, A
                 f"{gain[which]['masked_s']:.3f} s, {gain[which]['ratio']:.3f} x without "
                 f"(of the pairs {case.seen() / case.without_mask().seen():.3f})"
             )
+    for case in (case for case in cases if "checkpoint" in case.tags):
+        gain = worker("checkpoint", case, budget_s)
+        results["checkpoint"].append(gain)
+        print(
+            f"checkpoint: {gain['layers']} layers, {case.shape}, {case.mesh[1]} devices "
+            f"{case.layout}, gradients: {gain['kept_s']:.3f} s with attention kept, "
+            f"{gain['ratio']:.3f} x with nothing kept ({gain['plain_s']:.3f} s without checkpoint)"
+        )
     for case in (case for case in cases if "memory" in case.tags):
         memory = worker("memory", case, budget_s)
         results["memory"].append(memory)

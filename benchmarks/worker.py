@@ -1,8 +1,9 @@
-"""One measurement in a process of its own: `worker.py ring|mask|memory CASE [--seq N]` prints JSON.
+"""One measurement in a process of its own: `worker.py MEASUREMENT CASE [--seq N]` prints JSON.
 
 `ring` times a case on its mesh against the same global problem on one device; both see the same
 process, with as many virtual devices as the mesh has. `mask` times it against itself without window
-and documents. `memory` runs forward and backward once.
+and documents. `checkpoint` times a model whose layers are rematerialised, with attention kept and
+without. `memory` runs forward and backward once.
 """
 
 import argparse
@@ -42,6 +43,23 @@ def _compare(case: Case, other: Case, names: tuple[str, str], budget_s: float) -
     return result
 
 
+def checkpoint_gain(case: Case, budget_s: float) -> dict[str, Any]:
+    """Median seconds of loss and gradients of a model, for each way to wrap its layers."""
+    from layers import LAYERS, programs
+    from timing import alternate
+
+    taken = alternate(programs(case), budget_s)
+    seconds = {name: median(times) for name, times in taken.items()}
+    return {
+        "case": case.name,
+        "shape": case.shape,
+        "world_size": case.mesh[1],
+        "layers": LAYERS,
+        **{f"{name}_s": value for name, value in seconds.items()},
+        "ratio": seconds["kept"] / seconds["recomputed"],
+    }
+
+
 def peak_memory(case: Case) -> dict[str, Any]:
     """How far resident memory rises above that with the inputs in place, in bytes.
 
@@ -76,7 +94,7 @@ def _status(field: str) -> int:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("measurement", choices=["ring", "mask", "memory"])
+    parser.add_argument("measurement", choices=["ring", "mask", "checkpoint", "memory"])
     parser.add_argument("case")
     parser.add_argument("--seq", type=int, help="another length")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of timing per pass")
@@ -84,7 +102,7 @@ def main() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     case = find(flags.case, flags.seq)
     jax.config.update("jax_num_cpu_devices", case.mesh[0] * case.mesh[1] * case.mesh[2])
-    comparisons = {"ring": ring_tax, "mask": mask_gain}
+    comparisons = {"ring": ring_tax, "mask": mask_gain, "checkpoint": checkpoint_gain}
     if compare := comparisons.get(flags.measurement):
         print(json.dumps(compare(case, flags.budget)))
     else:

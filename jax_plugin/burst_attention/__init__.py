@@ -7,7 +7,7 @@ nothing of size sequence × sequence exists anywhere.
 """
 
 from burst_attention._attention import attention
-from burst_attention._checkpoint import save_attention
+from burst_attention._checkpoint import offload_attention, save_attention
 from burst_attention._global import dot_product_attention
 from burst_attention._later import linear_attention, linear_attention_step
 from burst_attention._layouts import from_layout, layout_positions, local_positions, to_layout
@@ -27,6 +27,7 @@ __all__ = [
     "linear_attention",
     "linear_attention_step",
     "local_positions",
+    "offload_attention",
     "pad_sequence",
     "save_attention",
     "to_layout",

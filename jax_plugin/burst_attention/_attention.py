@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 import jax
 import jax.numpy as jnp
 
-from burst_attention import _check_masks, _checks
+from burst_attention import _check_masks, _checks, _ulysses
 from burst_attention._extras import Extras, dropout_place
 from burst_attention._ring import Ring, ring_groups, vary, vary_together, varying_axes
 from burst_attention._types import AttentionOptions, Backward, Layout, Schedule
@@ -154,7 +154,12 @@ def attention(
         chunks of another node cross a slow link once, while those before them go round their inner
         ring. ``balanced``: ranks that would be idle under a causal mask in the contiguous layout
         compute for the others; not on GPUs yet. ``all_gather``: straight from their owner, two at a
-        time. ``auto``: ``ring``.
+        time. ``ulysses``: not at all; all-to-all exchanges deal the heads to the ranks, each of
+        which then has the whole sequence of its own heads. ``hybrid``: over a pair of axes, heads
+        are dealt to the ranks of the inner one, and rings go along the outer one. Both want query
+        heads that the ranks divide; of key and value, heads are repeated as often as that takes,
+        and in 16 bits the gradients of repeated ones are rounded before they are added up. With
+        ``hybrid`` in the striped layout shards change ranks first. ``auto``: ``ring``.
       backward: what travels in the backward ring: ``keys``, ``queries``, or ``auto``, the one that
         sends fewer bytes.
       return_residual: also return lse.
@@ -184,8 +189,10 @@ def attention(
     if qkv[0].size == 0 or qkv[1].size == 0:
         # No batch entry, query or key: nothing to compute, so no device needs another.
         out, lse = _nothing(ring, qkv, sinks)
+    elif ring.schedule in _ulysses.SCHEDULES:
+        out, lse = _dealt(ring, qkv, sinks, extras)
     else:
-        out, lse = ring_attention(ring, qkv, sinks, _of_entries(ring, extras, qkv[0]))
+        out, lse = ring_attention(ring, qkv, sinks, _of_entries(extras, qkv[0]))
     return (out, lse) if with_lse else out
 
 
@@ -247,7 +254,17 @@ def _placed(arguments: dict[str, Any], ring: Ring, extras: Extras, query: jax.Ar
     return extras._replace(dropout=dropout_place(extras.dropout, batch, heads, *axes))
 
 
-def _of_entries(ring: Ring, extras: Extras, query: jax.Array) -> Extras:
+def _dealt(ring: Ring, qkv: Qkv, sinks: Sinks, extras: Extras) -> tuple[jax.Array, jax.Array]:
+    """out and lse where each rank computes some of the heads."""
+    heads = qkv[0].shape[2]
+    exchange, ring = _ulysses.exchange(ring, heads)
+    qkv, extras = exchange.qkv(qkv), exchange.extras(extras, heads)
+    sinks = None if sinks is None else exchange.own(sinks)
+    out, lse = ring_attention(ring, qkv, sinks, _of_entries(extras, qkv[0]))
+    return exchange.results(out), exchange.results(lse)
+
+
+def _of_entries(extras: Extras, query: jax.Array) -> Extras:
     """With slopes of each batch entry in the place of those that all share."""
     if extras.slopes is None:
         return extras

@@ -216,7 +216,7 @@ def _call(
             *operands,
             world_size=np.int64(ring.world_size),
             layout=ring.layout,
-            axis_name=", ".join(ring.axes),
+            axis_name=", ".join(ring.axes) or "none",
             **attributes,
         )
     # A custom call's results are typed as equal on all devices, unless told.

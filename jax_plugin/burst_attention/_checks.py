@@ -23,7 +23,6 @@ MAX_HEAD_DIM = 256
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 BACKWARDS: tuple[str, ...] = get_args(Backward)
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
-SCHEDULES_NOW = ("auto", "ring", "balanced", "all_gather")
 
 REFUSED = {
     "bias": "the whole bias is a sequence × sequence array; alibi_slopes covers linear biases",
@@ -57,9 +56,11 @@ def choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 def schedule(value: Any, axes: tuple[str, ...], platform: str | None) -> str:
     """The library's name of a schedule over such axes."""
     choice("schedule", value, SCHEDULES)
-    if value not in SCHEDULES_NOW:
-        raise NotImplementedError(
-            f"schedule={value!r} is not implemented yet; what works: {listed(SCHEDULES_NOW)}"
+    if value == "hybrid" and len(axes) == 1:
+        raise ValueError(
+            "schedule='hybrid' needs a pair axis_name=(outer, inner): heads are dealt along the "
+            f"inner axis, and rings go along the outer one, got {axes[0]!r}; over one axis use "
+            "'ulysses' or 'ring'"
         )
     if value == "balanced" and platform == "cuda":
         raise NotImplementedError(
@@ -69,6 +70,18 @@ def schedule(value: Any, axes: tuple[str, ...], platform: str | None) -> str:
     if value in ("auto", "ring"):
         return "ring" if len(axes) == 1 else "double_ring"
     return str(value)
+
+
+def dealt_heads(schedule: str, heads: int, ranks: int) -> None:
+    """Raises unless each of so many ranks can get equally many query heads."""
+    if heads % ranks:
+        where = "the ring" if schedule == "ulysses" else "the inner axis"
+        fewer = ", 'hybrid' deals to the inner of two axes only" if schedule == "ulysses" else ""
+        raise ValueError(
+            f"schedule={schedule!r} deals query heads to the {ranks} ranks of {where}, so on each "
+            f"device they must be a multiple of {ranks}, got {heads}; schedule='ring' takes any "
+            f"number of heads{fewer}"
+        )
 
 
 def flag(name: str, value: Any) -> bool:

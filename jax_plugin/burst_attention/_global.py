@@ -98,7 +98,7 @@ def dot_product_attention(
       spec: sharding of query, key and value, such as ``P("data", "context", "tensor", None)``.
         Needed on Auto meshes. Key/value heads fewer than the shards of their axis stay whole, and
         each device takes the ones that its query heads use.
-      axis_name: mesh axis of the sequence, or (outer, inner) of a double ring; default: what shards
+      axis_name: mesh axis of the sequence, or a pair (outer, inner); default: what shards
         dimension 1.
       return_residual: also return lse.
       **options: those of `attention` but batch_axis and head_axis, which spec says. segment_ids

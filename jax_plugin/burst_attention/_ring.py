@@ -19,7 +19,8 @@ class Ring:
     """Everything static about a call: what the custom calls get as attributes."""
 
     axes: tuple[str, ...]
-    """Mesh axes of the sequence, the major one first: rank = outer · inner size + inner."""
+    """Mesh axes of the sequence, the major one first: rank = outer · inner size + inner. Of none,
+    each device is a ring."""
     world_size: int
     schedule: str
     """As the library names it; ``double_ring`` for rings over two axes."""

@@ -24,4 +24,13 @@ CASES = (
         soft_cap=2.0,
         value_dim=16,
     ),
+    Problem(
+        mesh=(1, 8, 1),
+        inner=2,
+        schedule="hybrid",
+        q_len=64,
+        kv_len=64,
+        causal=True,
+        layout="zigzag",
+    ),
 )

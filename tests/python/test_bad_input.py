@@ -43,10 +43,20 @@ def test_later_functions_say_so(name):
         getattr(ba, name)(*[None] * (4 if name.endswith("step") else 3))
 
 
-@pytest.mark.parametrize("schedule", ["ulysses", "hybrid"])
-def test_later_schedules_say_so(schedule):
-    words = "what works: 'auto', 'ring', 'balanced' or 'all_gather'"
-    refused(NotImplementedError, words, schedule=schedule)
+def test_heads_that_can_not_be_dealt():
+    words = (
+        "'ulysses' deals query heads to the 2 ranks of the ring, .* multiple of 2, got 3; "
+        "schedule='ring' takes any number of heads, 'hybrid' deals to the inner of two axes only"
+    )
+    refused(ValueError, words, *qkv(heads=3, kv_heads=1), schedule="ulysses")
+    words = "'hybrid' deals .* to the 2 ranks of the inner axis, .* got 3; .* any number of heads"
+    pair = ("data", "context")
+    refused(ValueError, words, *qkv(heads=3, kv_heads=1), schedule="hybrid", axis_name=pair)
+
+
+def test_hybrid_takes_two_axes():
+    words = r"needs a pair axis_name=\(outer, inner\): .*got 'context'; .* use 'ulysses' or 'ring'"
+    refused(ValueError, words, schedule="hybrid")
 
 
 def test_misspelt_choices_list_what_there_is():

@@ -27,8 +27,8 @@ MASKS = {
     "segments": {"segments": "padded", "causal": True},
 }
 ALONE = [choice for choice in case_list.features_alone() if "mesh" not in choice]
-SCHEDULES = {"double ring": {"inner": 2}} | {
-    name: {"schedule": name} for name in ("balanced", "all_gather")
+SCHEDULES = {"double ring": {"inner": 2}, "hybrid": {"inner": 2, "schedule": "hybrid"}} | {
+    name: {"schedule": name} for name in ("balanced", "all_gather", "ulysses")
 }
 
 

@@ -1,0 +1,152 @@
+"""A scanned model whose layers are rematerialised: attention runs once, results are the same."""
+
+import json
+import re
+from collections import Counter
+
+import burst_attention as ba
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ring
+from features import PAIR
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from test_cuda_lowering import KNOWN, abstract_mesh, lowered
+from test_cuda_lowering import calls as lowered_calls
+from test_transforms import calls, close
+
+LAYERS, WIDTH, HEADS, SEQ, RANKS = 5, 64, 4, 64, 4
+PLACES = {
+    "ring": {},
+    "sinks": {"sinks": True},
+    "double ring": {"axis_name": PAIR},
+    "balanced": {"schedule": "balanced"},
+    "ulysses": {"schedule": "ulysses", "sinks": True},
+    "hybrid": {"axis_name": PAIR, "schedule": "hybrid", "sinks": True},
+}
+EACH = pytest.mark.parametrize("place", PLACES)
+KEPT = {"saved": ba.save_attention, "offloaded": ba.offload_attention}
+PLACEMENT = re.compile(r'placement = "(\w+)"\}\} : \(tensor<(.*?)>\)')
+
+
+def parameters(dtype="float32"):
+    """Of all layers, stacked."""
+    shapes = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 2 * WIDTH)}
+    shapes |= {"down": (2 * WIDTH, WIDTH), "sinks": (HEADS,)}
+    arrays = ring.normal(1, *[(LAYERS, *shape) for shape in shapes.values()])
+    found = {name: 0.1 * x for name, x in zip(shapes, arrays, strict=True)}
+    return {name: x.astype("float32" if name == "sinks" else dtype) for name, x in found.items()}
+
+
+def tokens(dtype="float32"):
+    return ring.normal(0, (2, SEQ, WIDTH), dtype=dtype)[0]
+
+
+def layer(x, weights, *, axis_name="context", sinks=False, **options):
+    """Attention and a small network, each added to what came."""
+    qkv = jnp.split(jnp.tanh(x) @ weights["qkv"], 3, axis=-1)
+    q, k, v = (y.reshape(*y.shape[:2], HEADS, -1) for y in qkv)
+    if sinks:
+        options["sinks"] = weights["sinks"]
+    out = ba.attention(q, k, v, axis_name=axis_name, is_causal=True, **options)
+    x = x + out.reshape(x.shape) @ weights["out"]
+    return x + jax.nn.gelu(x @ weights["up"]) @ weights["down"], None
+
+
+def model(place, wrap, mesh=None):
+    """Loss of all layers in a scan, ``wrap`` around each; over four devices."""
+    options = PLACES[place]
+    axis = options.get("axis_name", "context")
+    if mesh is None:
+        devices = np.array(jax.devices()[:RANKS])
+        mesh = (
+            Mesh(devices, ("context",)) if axis == "context" else Mesh(devices.reshape(2, 2), PAIR)
+        )
+
+    def local(weights, x):
+        step = wrap(lambda x, weights: layer(x, weights, **options))
+        x, _ = jax.lax.scan(step, x, weights)
+        return jax.lax.psum(jnp.sum(x.astype(jnp.float32) ** 2), axis)
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(P(), P(None, axis)), out_specs=P())
+
+
+def checkpointed(policy):
+    return lambda step: jax.checkpoint(step, policy=policy)
+
+
+def compiled(loss):
+    return jax.jit(jax.value_and_grad(loss, (0, 1))).lower(parameters(), tokens()).compile()
+
+
+@EACH
+def test_attention_is_there_once_in_each_direction(place):
+    """In the loop over the layers forward, and in that backward only if nothing is kept."""
+    plain = compiled(model(place, lambda step: step))
+    expected = plain(parameters(), tokens())
+    assert calls(plain) == (1, 1)
+    for policy, forward in ((ba.save_attention, 1), (ba.offload_attention, 1), (None, 2)):
+        program = compiled(model(place, checkpointed(policy)))
+        assert calls(program) == (forward, 1), policy
+        close(program(parameters(), tokens()), expected)
+
+
+@pytest.mark.parametrize("place", ["ring", "ulysses", "hybrid"])
+@pytest.mark.parametrize("kept", [*KEPT, "recomputed"])
+def test_attention_runs_once_for_each_layer(tmp_path, place, kept):
+    """As the rings' timeline has it."""
+    program = compiled(model(place, checkpointed(KEPT.get(kept))))
+    with ba.trace(tmp_path / "trace.json"):
+        jax.block_until_ready(program(parameters(), tokens()))
+    events = json.loads((tmp_path / "trace.json").read_text())
+    events = events if isinstance(events, list) else events["traceEvents"]
+    firsts = (event["name"].split()[0] for event in events if " step 0 of " in event["name"])
+    found = Counter(firsts)
+    times = 1 if kept in KEPT else 2
+    assert found == {"Forward": times * LAYERS * RANKS, "Backward": LAYERS * RANKS}
+
+
+@pytest.mark.parametrize("policy", KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_global_arrays(policy, axis_type):
+    """The scan and the checkpoint around `dot_product_attention`, outside of shard_map."""
+    mesh = ring.line(RANKS, axis_type=axis_type)
+    where = {} if axis_type == AxisType.Explicit else {"mesh": mesh, "spec": ring.SPEC}
+    q, k, v, dout = ring.put(mesh, *ring.normal(0, *[(1, SEQ, HEADS, 32)] * 4))
+
+    def loss(wrap, k, v):
+        def step(x, scale):
+            out = ba.dot_product_attention(x, scale * k, v, is_causal=True, **where)
+            return x + out, None
+
+        return jnp.sum(jax.lax.scan(wrap(step), q, jnp.linspace(0.5, 1.5, LAYERS))[0] * dout)
+
+    grad = jax.jit(jax.grad(loss, (1, 2)), static_argnums=0)
+    expected = grad(lambda step: step, k, v)
+    program = grad.lower(checkpointed(policy), k, v).compile()
+    assert calls(program) == (1, 1)
+    close(program(k, v), expected)
+
+
+@KNOWN
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "balanced"])
+@pytest.mark.parametrize("kept", KEPT)
+def test_programs_for_gpus_keep_out_and_lse(device, place, kept):
+    """On the host if they are to: these two go there in the one loop, and come in the other."""
+    pair = "axis_name" in PLACES[place]
+    mesh = abstract_mesh(device, *(((2, 2), PAIR) if pair else ((RANKS,), ("context",))))
+    loss = model(place, checkpointed(KEPT[kept]), mesh)
+    inputs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+        (parameters("bfloat16"), tokens("bfloat16")),
+    )
+    text = lowered(jax.grad(loss, (0, 1)), inputs)
+    found = Counter(call.target for call in lowered_calls(text))
+    assert found == {"burst_attention_forward": 1, "burst_attention_backward": 1}
+    _, lse, *_ = lowered_calls(text)[0].results
+    o = f"{lse.removesuffix('xf32')}x{WIDTH // HEADS}xf32"
+    moved = PLACEMENT.findall(text)
+    both = [(where, x) for where in ("pinned_host", "device") for x in (o, lse)]
+    assert sorted(moved) == (sorted(both) if kept == "offloaded" else [])
