@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::{Family, Schedule, choose_travels, schedule};
+use super::{Family, Schedule, cheapest};
 use crate::error::Result;
 use crate::problem::{Pass, Problem, Travels};
 
@@ -30,8 +30,7 @@ pub fn kept(
     if let Some((_, known)) = schedules().iter().find(|(known, _)| *known == asked) {
         return Ok(known.clone());
     }
-    let side = travels.map_or_else(|| choose_travels(problem, family, pass), Ok)?;
-    let made = Arc::new(schedule(problem, family, pass, side)?);
+    let made = Arc::new(cheapest(problem, family, pass, travels)?);
     let mut schedules = schedules();
     schedules.truncate(KEPT - 1);
     schedules.push_front((asked, made.clone()));
