@@ -28,6 +28,7 @@ mod handler;
 pub mod hub;
 mod kernels;
 mod limit;
+mod machine;
 mod options;
 pub mod rendezvous;
 mod simulate;

@@ -155,6 +155,6 @@ mod tests {
             assert_eq!((&part[0].carried, &part[0].summed), (&carried, &summed));
         }
         let home = parts[2][0].summed_home(Some(&parts[3][0]));
-        assert_eq!(home.collect::<Vec<_>>(), [2..3]);
+        assert_eq!(home.collect::<Vec<_>>(), vec![Range { start: 2, end: 3 }]);
     }
 }
