@@ -18,6 +18,7 @@ pub mod api;
 pub mod attributes;
 pub mod buffer;
 pub mod call;
+mod choose;
 pub mod clock;
 pub mod cuda;
 pub mod data_type;

@@ -13,8 +13,10 @@
 //! What is left out: how fast memory is, delta and casts, and that kernels leave a part of the
 //! processor to messages.
 
+mod choose;
 mod clock;
 mod cost;
+mod estimate;
 mod heads;
 mod machine;
 mod messages;
@@ -24,7 +26,9 @@ mod script;
 mod walk;
 mod wires;
 
+pub use choose::{Candidate, Choice, choose};
 pub use cost::tile_flops;
+pub use estimate::{Cost, cost};
 pub use machine::{Class, Kernels, Link, Machine, Named, Network, named};
 pub use method::{Method, predict};
 pub use report::{Activity, Bytes, Event, RankReport, Report};
