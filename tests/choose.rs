@@ -58,6 +58,25 @@ fn windows_and_what_saves_little_take_the_ring() {
     assert!(seconds(2).min(seconds(3)) < 1.1 * seconds(0));
 }
 
+/// From short shards to long ones, exchanging heads saves less and less.
+#[test]
+fn what_saves_more_than_3_percent_is_taken_and_nothing_else() {
+    let (mut less, mut more) = (0, 0);
+    for n in (2048..4096).step_by(128) {
+        let problem = Problem { layout: Layout::Zigzag, ..problem(32, n, 64, 8) };
+        let (name, choice) = chosen(&problem, None, &h200());
+        let seconds =
+            choice.candidates.iter().filter_map(|one| Some(one.cost.as_ref().ok()?.seconds));
+        let seconds: Vec<f64> = seconds.collect();
+        let saves = seconds[0] / seconds.iter().copied().fold(f64::MAX, f64::min);
+        assert_eq!(name != "ring", saves > 1.03, "{n}: {saves}, {}", choice.reason);
+        less += usize::from(saves > 1.0 && saves <= 1.03);
+        more += usize::from(saves > 1.03 && saves < 1.2);
+        println!("{n}: {saves}");
+    }
+    assert!(less > 0 && more > 0, "{less} {more}");
+}
+
 #[test]
 fn slow_links_between_nodes_take_the_double_ring() {
     let mut machine = h200();

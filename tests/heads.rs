@@ -95,6 +95,15 @@ fn hybrids_send_a_ring_of_longer_shards_between_nodes_and_heads_within() {
     }
 }
 
+/// Six key/value heads for four ranks are twelve: each has three then.
+#[test]
+fn keys_are_repeated_until_their_heads_can_be_divided() {
+    let problem = Problem { heads: 12, kv_heads: 6, ..problem(4, 16) };
+    let report = run(&problem, 4, Pass::Forward, &machine(8));
+    let row = 12 * 16 + 12 * 32 + 12 * 20;
+    assert_eq!(report.sent(), Bytes { within: 4 * 16 * row * 3 / 4, between: 0 });
+}
+
 #[test]
 fn groups_of_one_rank_are_the_ring() {
     let problem = Problem { window: Window::CAUSAL, ..problem(5, 8) };

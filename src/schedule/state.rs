@@ -104,26 +104,25 @@ fn mark_first(steps: &mut [Step], sides: &[(Side, Payload)]) {
             let rows = Rows::from(transfer.chunk.rows.clone());
             *written.rows(transfer.chunk.payload, transfer.place) = rows;
         }
-        let mut waiting: Vec<Tile> = std::mem::take(&mut step.tiles);
-        waiting.reverse();
-        while let Some(mut tile) = waiting.pop() {
+        let mut index = 0;
+        while let Some(tile) = step.tiles.get_mut(index) {
             let mixed = sides.iter().find_map(|&(side, payload)| {
-                let seen = written.rows(payload, side.state(&mut tile).place);
-                is_mixed(&side.operand(&tile).rows, seen)
-                    .then(|| split(&tile, side, seen, |state, seen| state.first = !seen))
+                let seen = written.rows(payload, side.state(tile).place);
+                is_mixed(&side.operand(tile).rows, seen)
+                    .then(|| split(tile, side, seen, |state, seen| state.first = !seen))
             });
             if let Some(parts) = mixed {
-                waiting.extend(parts.into_iter().rev());
+                step.tiles.splice(index..=index, parts);
                 continue;
             }
             for &(side, payload) in sides {
-                let rows = side.operand(&tile).rows.clone();
-                let state = side.state(&mut tile);
+                let rows = side.operand(tile).rows.clone();
+                let state = side.state(tile);
                 let seen = written.rows(payload, state.place);
                 state.first = seen.common(&rows).next().is_none();
                 seen.insert(rows);
             }
-            step.tiles.push(tile);
+            index += 1;
         }
     }
 }
@@ -153,39 +152,46 @@ fn mark_last(steps: &mut [Step], side: Side, payload: Payload) {
     }
 }
 
-/// Puts others in the place of each item; the last one's turn is first.
-fn replace_from_end<T>(items: &mut Vec<T>, mut others: impl FnMut(T) -> Vec<T>) {
-    if items.is_empty() {
-        return;
+/// Puts parts, the last one first, in the place of the items that have some. The last item's turn
+/// is first.
+fn replace_from_end<T>(items: &mut Vec<T>, mut parts: impl FnMut(&mut T) -> Option<Vec<T>>) {
+    for index in (0..items.len()).rev() {
+        if let Some(parts) = parts(&mut items[index]) {
+            items.splice(index..=index, parts.into_iter().rev());
+        }
     }
-    let mut all: Vec<T> = std::mem::take(items).into_iter().rev().flat_map(&mut others).collect();
-    all.reverse();
-    *items = all;
 }
 
-fn last_merges(merge: Merge, payload: Payload, later: &mut Rows) -> Vec<Merge> {
+fn last_merges(merge: &mut Merge, payload: Payload, later: &mut Rows) -> Option<Vec<Merge>> {
+    let Merge { chunk: Chunk { owner, rows, .. }, slot, .. } = merge.clone();
     if merge.chunk.payload != payload {
-        return vec![merge];
+        return None;
     }
-    let Merge { chunk: Chunk { owner, rows, .. }, slot, .. } = merge;
     let part = |(rows, followed): (Range<usize>, bool)| {
         let chunk = Chunk { payload, owner, rows };
         Merge { chunk, slot, last: !followed }
     };
-    let parts = cut(rows.clone(), later).into_iter().map(part).collect();
+    let parts =
+        is_mixed(&rows, later).then(|| cut(rows.clone(), later).into_iter().map(part).collect());
+    merge.last = later.common(&rows).next().is_none();
     later.insert(rows);
     parts
 }
 
-fn last_tiles(mut tile: Tile, side: Side, payload: Payload, later: &mut Rows) -> Vec<Tile> {
-    if side.state(&mut tile).place != Place::Home {
-        return vec![tile];
+fn last_tiles(
+    tile: &mut Tile,
+    side: Side,
+    payload: Payload,
+    later: &mut Rows,
+) -> Option<Vec<Tile>> {
+    if side.state(tile).place != Place::Home {
+        return None;
     }
-    let rows = side.operand(&tile).rows.clone();
-    let parts = match payload {
-        Payload::Partial => split(&tile, side, later, |state, seen| state.last = !seen),
-        _ => vec![tile],
-    };
+    let rows = side.operand(tile).rows.clone();
+    let is_told = payload == Payload::Partial;
+    let parts = (is_told && is_mixed(&rows, later))
+        .then(|| split(tile, side, later, |state, seen| state.last = !seen));
+    side.state(tile).last = is_told && later.common(&rows).next().is_none();
     later.insert(rows);
     parts
 }
