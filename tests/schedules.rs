@@ -4,10 +4,11 @@ mod common;
 
 use burst_attention::problem::{Dtype, Pass, Problem, Travels};
 use burst_attention::schedule::{
-    Family, Payload, QUERY_GRAIN, Schedule, Transfer, check, choose_travels, ring, total_bytes,
+    Family, Payload, QUERY_GRAIN, Schedule, Transfer, cheapest, check, choose_travels, ring,
+    total_bytes,
 };
 use burst_attention::{Layout, Window};
-use common::needs::{needed, rows_sent};
+use common::needs::{families, made, needed, rows_sent};
 use common::spoilers::assert_spoilers_noticed;
 use common::{PASSES, SIDES, problem, problems, ways, windowed, windows};
 
@@ -236,6 +237,29 @@ fn auto_takes_the_cheaper_side() {
         assert_eq!(chosen(Pass::Backward), cheaper);
         assert_eq!(chosen(Pass::Forward), Travels::Keys);
     }
+}
+
+/// What it counts without schedules is what all messages of schedules are.
+#[test]
+fn auto_counts_what_would_be_sent() {
+    let few = [(None, Some(0)), (None, None), (Some(2), Some(3)), (Some(9), Some(0))];
+    let few = few.map(|(left, right)| Window { left, right });
+    let mut won = [0, 0];
+    for problem in windowed(1..=9, &[(2, 2), (6, 6), (4, 10), (12, 2)], &few) {
+        for family in families(problem.world_size).into_iter().chain([Family::Ring]) {
+            for pass in PASSES {
+                let [keys, queries] =
+                    SIDES.map(|side| total_bytes(&problem, &made(&problem, family, pass, side)));
+                let side = if queries < keys { Travels::Queries } else { Travels::Keys };
+                let chosen = choose_travels(&problem, family, pass).expect("the family fits");
+                assert_eq!(chosen, side, "{family} {pass:?} {problem:?}: {keys} {queries}");
+                let schedules = cheapest(&problem, family, pass, None).expect("the family fits");
+                assert_eq!(schedules, made(&problem, family, pass, side), "{family} {pass:?}");
+                won[usize::from(side == Travels::Queries)] += 1;
+            }
+        }
+    }
+    assert!(won.iter().all(|won| *won > 50), "{won:?}");
 }
 
 /// Pairs computed by each rank at each step.

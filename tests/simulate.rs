@@ -6,10 +6,12 @@ use std::time::{Duration, Instant};
 
 use burst_attention::problem::{Dtype, Pass, Problem, Travels};
 use burst_attention::schedule::{
-    Chunk, Due, Exchange, Payload, Place, Schedule, Step, Transfer, check, ring, total_bytes,
+    Chunk, Due, Exchange, Family, Payload, Place, Schedule, Step, Transfer, check, ring,
+    total_bytes,
 };
 use burst_attention::simulate::{
-    Activity, Bytes, Class, Event, Kernels, Link, Machine, Network, Report, named, simulate,
+    Activity, Bytes, Class, Event, Kernels, Link, Machine, Method, Network, Report, named, predict,
+    simulate,
 };
 use burst_attention::{Error, Layout, Window};
 use common::problems;
@@ -331,14 +333,28 @@ fn machines_that_cannot_be_are_errors() {
     }
 }
 
-/// A million steps: nothing in it grows with the square of what a rank does.
+#[test]
+fn who_wants_no_timeline_gets_the_same_report_without() {
+    let problem = Problem { window: Window::CAUSAL, ..small(5, 16) };
+    let schedules = ring(&problem, Pass::Backward, Travels::Keys);
+    let told = simulate(&problem, &schedules, &machine(1.0, 1.0)).unwrap();
+    assert!(!told.timeline.is_empty());
+    let method = Method::Travel(Family::Ring);
+    let predicted = |tells| {
+        predict(&problem, method, Pass::Backward, Some(Travels::Keys), &machine(1.0, 1.0), tells)
+    };
+    assert_eq!(predicted(true).unwrap(), told);
+    assert_eq!(predicted(false).unwrap(), Report { timeline: vec![], ..told });
+}
+
+/// A million steps of a pass: nothing in it grows with the square of what a rank does.
 #[test]
 fn a_thousand_ranks_take_seconds() {
     let problem = Problem { window: Window::CAUSAL, ..small(1024, 64) };
-    let schedules = ring(&problem, Pass::Forward, Travels::Keys);
+    let (method, machine) = (Method::Travel(Family::Ring), machine(1e6, 1e6));
     let begin = Instant::now();
-    let report = simulate(&problem, &schedules, &machine(1e6, 1e6)).unwrap();
-    assert!(report.timeline.len() > 1_000_000);
+    let report = predict(&problem, method, Pass::Forward, None, &machine, false).unwrap();
+    assert_eq!(report.ranks.iter().map(|rank| rank.tiles).sum::<usize>(), 1024 * 1025 / 2);
     let taken = begin.elapsed();
     assert!(taken < Duration::from_secs(60), "{taken:?}");
 }

@@ -11,7 +11,7 @@ use burst_attention_kernels::launch::{
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::answer::tell;
+use crate::answer::{read, tell};
 
 /// What is to be computed.
 #[derive(Deserialize)]
@@ -91,8 +91,7 @@ fn answer(target: &CStr, request: &CStr) -> Result<Vec<Launch>, String> {
         let known = Target::ALL.map(Target::name).join(", ");
         format!("expected a target of {known}, got {target}")
     })?;
-    let request: Request = serde_json::from_slice(request.to_bytes())
-        .map_err(|error| format!("the request can't be read: {error}"))?;
+    let request: Request = read(request)?;
     request.launches(target).map_err(|error| error.to_string())
 }
 

@@ -5,6 +5,7 @@ use std::ffi::CStr;
 use burst_attention::{Family, Pass, Problem, Travels};
 use serde::Deserialize;
 
+use crate::answer;
 use crate::call::travels_of;
 use crate::options::Options;
 
@@ -53,9 +54,7 @@ pub struct Described {
 /// # Errors
 /// If it is none, or describes nothing that can be computed.
 pub fn read(request: &CStr) -> Result<Described, String> {
-    let request: Request = serde_json::from_slice(request.to_bytes())
-        .map_err(|error| format!("the request can't be read: {error}"))?;
-    request.described().map_err(|error| error.to_string())
+    answer::read::<Request>(request)?.described().map_err(|error| error.to_string())
 }
 
 impl Request {

@@ -1,26 +1,28 @@
 //! Predictions as other programs ask for them: a problem and a machine in, what they take out.
 
-use std::cell::RefCell;
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, c_char};
+use std::panic::resume_unwind;
+use std::thread;
 
 use burst_attention::mask::Window;
-use burst_attention::schedule::kept;
 use burst_attention::simulate::{
-    Activity, Bytes, Class, Event, Link, Machine, Named, RankReport, Report, named,
-    simulate as time,
+    Activity, Bytes, Class, Event, Method, RankReport, Report, predict,
 };
-use burst_attention::{Dtype, Features, Layout, Pass, Problem, Travels};
+use burst_attention::{Features, Layout, Pass, Problem, Travels};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use crate::answer::answered;
 use crate::call::travels_of;
+use crate::machine::MachineRequest;
 use crate::options::Schedule;
 
 /// What is to be predicted.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Request {
-    /// The family of schedules; the inner rings of a double ring are nodes.
+    /// The family of schedules, or ulysses or hybrid; the inner rings of a double ring, and the
+    /// ranks of a hybrid that exchange heads, are nodes.
     schedule: String,
     world_size: usize,
     batch: usize,
@@ -42,67 +44,52 @@ struct Request {
     timeline: bool,
 }
 
-/// A named machine, and what is different from it. Of two numbers the first is of the forward pass
-/// or within a node; one stands for both.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct MachineRequest {
-    /// By default the first that has so many ranks.
-    name: Option<String>,
-    ranks_per_node: Option<usize>,
-    /// The ranks of a node share one link to the others.
-    #[serde(default)]
-    shared: bool,
-    tflops: Option<Vec<f64>>,
-    launch_us: Option<f64>,
-    link_gbps: Option<Vec<f64>>,
-    latency_us: Option<Vec<f64>>,
-}
-
-type Result<T> = std::result::Result<T, String>;
+/// What went wrong, in words.
+pub(crate) type Result<T> = std::result::Result<T, String>;
 
 /// `{"machine": …, "passes": […]}`, or `{"error": …}`. The string stays until the thread asks again.
 pub fn simulate(request: &CStr) -> *const c_char {
-    thread_local! {
-        static ANSWER: RefCell<CString> = RefCell::default();
-    }
-    let answer = serde_json::from_slice(request.to_bytes())
-        .map_err(|error| format!("the request can't be read: {error}"))
-        .and_then(|request: Request| answer(&request))
-        .unwrap_or_else(|error| json!({ "error": error }));
-    ANSWER.with_borrow_mut(|text| {
-        *text = CString::new(answer.to_string()).expect("JSON has no zero bytes");
-        text.as_ptr()
-    })
+    answered(request, answer)
 }
 
 fn answer(request: &Request) -> Result<Value> {
     let problem = request.problem()?;
     let named = request.machine.named(request.world_size)?;
     let backward = travels_of(&request.backward).map_err(|error| error.to_string())?;
-    let schedule = Schedule::named(&request.schedule).map_err(|error| error.to_string())?;
-    let node = named.machine.network.ranks_per_node;
-    let family = schedule.family(node.min(request.world_size));
-    let pass = |(pass, travels): (Pass, Option<Travels>)| {
-        let schedules = kept(&problem, family, pass, travels).map_err(|error| error.to_string())?;
-        let report = time(&problem, &schedules, &named.machine);
+    let node = named.machine.network.ranks_per_node.min(request.world_size);
+    let method = request.method(node)?;
+    let report = |(pass, travels): (Pass, Option<Travels>)| {
+        predict(&problem, method, pass, travels, &named.machine, request.timeline)
+    };
+    let backward = (Pass::Backward, backward);
+    let reports = thread::scope(|scope| {
+        let backward = scope.spawn(|| report(backward));
+        let forward = report((Pass::Forward, None));
+        [forward, backward.join().unwrap_or_else(|panic| resume_unwind(panic))]
+    });
+    let pass = |report: burst_attention::Result<Report>| {
         Ok(pass_json(&report.map_err(|error| error.to_string())?, request.timeline))
     };
-    let passes = [(Pass::Forward, None), (Pass::Backward, backward)];
-    let passes: Vec<Value> = passes.into_iter().map(pass).collect::<Result<_>>()?;
-    Ok(json!({ "machine": machine_json(&named, request), "passes": passes }))
+    let passes: Vec<Value> = reports.into_iter().map(pass).collect::<Result<_>>()?;
+    Ok(json!({ "machine": named.json(request.world_size), "passes": passes }))
 }
 
 impl Request {
+    /// How ranks divide the work, with nodes of so many ranks.
+    fn method(&self, node: usize) -> Result<Method> {
+        match self.schedule.as_str() {
+            "ulysses" => Ok(Method::Heads { inner: self.world_size }),
+            "hybrid" => Ok(Method::Heads { inner: node }),
+            name => match Schedule::named(name) {
+                Ok(schedule) => Ok(Method::Travel(schedule.family(node))),
+                Err(error) => Err(format!("{error}; or ulysses or hybrid")),
+            },
+        }
+    }
+
     fn problem(&self) -> Result<Problem> {
-        let dtype = match self.dtype.as_str() {
-            "float32" => Dtype::F32,
-            "bfloat16" => Dtype::Bf16,
-            "float16" => Dtype::F16,
-            other => {
-                return Err(format!("dtype must be float32, bfloat16 or float16, got {other}"));
-            }
-        };
+        let dtype =
+            self.dtype.parse().map_err(|error: burst_attention::Error| error.to_string())?;
         if self.world_size == 0 {
             return Err("world size must be at least 1, got 0".into());
         }
@@ -138,110 +125,10 @@ impl Request {
     }
 }
 
-impl MachineRequest {
-    /// The machine with its numbers, and what each rests on.
-    fn named(&self, world_size: usize) -> Result<NamedOrGiven> {
-        let nodes = self.ranks_per_node;
-        let has_ranks =
-            |known: &Named| nodes.is_some() || known.ranks.is_none_or(|ranks| world_size <= ranks);
-        let chosen = match &self.name {
-            Some(name) => {
-                let known = named().into_iter().find(|known| known.name == name);
-                let names = named().map(|known| known.name).join(" or ");
-                known.ok_or_else(|| format!("machine must be {names}, got {name}"))?
-            }
-            None => named().into_iter().find(has_ranks).ok_or("no machine has so many ranks")?,
-        };
-        if !has_ranks(&chosen) {
-            let Named { name, .. } = chosen;
-            let others = named().into_iter().filter(has_ranks).map(|known| known.name);
-            return Err(format!(
-                "{name} has {} ranks, got {world_size}: take {}, or say how many ranks a node has",
-                chosen.ranks.unwrap_or_default(),
-                others.collect::<Vec<_>>().join(" or ")
-            ));
-        }
-        let Named { name, title, sources, mut machine, .. } = chosen;
-        let mut sources = sources.map(str::to_owned);
-        let Machine { kernels, network } = &mut machine;
-        network.ranks_per_node = nodes.unwrap_or(network.ranks_per_node);
-        network.shared |= self.shared;
-        if let Some([forward, backward]) = pair("tflops", &self.tflops)? {
-            (kernels.forward, kernels.backward) = (forward * 1e12, backward * 1e12);
-            sources[0] = format!("{forward} TFLOP/s forward, {backward} backward, as given");
-        }
-        if let Some(launch) = self.launch_us {
-            kernels.launch = launch * 1e-6;
-            sources[1] = format!("{launch} us each, as given");
-        }
-        let (gbps, latency) =
-            (pair("link_gbps", &self.link_gbps)?, pair("latency_us", &self.latency_us)?);
-        for (at, link) in [&mut network.within, &mut network.between].into_iter().enumerate() {
-            link.bandwidth = gbps.map_or(link.bandwidth, |gbps| gbps[at] * 1e9 / 8.0);
-            link.latency = latency.map_or(link.latency, |latency| latency[at] * 1e-6);
-            if gbps.is_some() || latency.is_some() {
-                let Link { latency, bandwidth } = *link;
-                let says = |given: bool| if given { "as given" } else { "as this machine has it" };
-                sources[2 + at] = format!(
-                    "{} GB/s each way, {}; latency of a message {} us, {}",
-                    bandwidth / 1e9,
-                    says(gbps.is_some()),
-                    latency * 1e6,
-                    says(self.latency_us.is_some())
-                );
-            }
-        }
-        if self.shared {
-            sources[3] += "; all ranks of a node share one, as given";
-        }
-        Ok(NamedOrGiven { name, title, sources, machine })
-    }
-}
-
-/// A machine of which some numbers may have been given.
-struct NamedOrGiven {
-    name: &'static str,
-    title: &'static str,
-    sources: [String; 4],
-    machine: Machine,
-}
-
-/// Two numbers, or one for both.
-fn pair(name: &str, numbers: &Option<Vec<f64>>) -> Result<Option<[f64; 2]>> {
-    match numbers.as_deref() {
-        None => Ok(None),
-        Some([both]) => Ok(Some([*both; 2])),
-        Some([first, second]) => Ok(Some([*first, *second])),
-        Some(more) => Err(format!("{name} takes one or two numbers, got {}", more.len())),
-    }
-}
-
-fn machine_json(named: &NamedOrGiven, request: &Request) -> Value {
-    let NamedOrGiven { name, title, sources, machine } = named;
-    let Machine { kernels, network } = machine;
-    let link = |link: &Link| json!({ "bandwidth": link.bandwidth, "latency": link.latency });
-    let [compute, launch, within, between] = sources;
-    let mut text = json!({
-        "name": name,
-        "title": title,
-        "ranks_per_node": network.ranks_per_node,
-        "flops": { "forward": kernels.forward, "backward": kernels.backward },
-        "launch": kernels.launch,
-        "within": link(&network.within),
-        "shared": network.shared,
-        "sources": { "compute": compute, "launch": launch, "within": within },
-    });
-    if request.world_size > network.ranks_per_node {
-        text["between"] = link(&network.between);
-        text["sources"]["between"] = between.as_str().into();
-    }
-    text
-}
-
 fn pass_json(report: &Report, timeline: bool) -> Value {
     let mut text = json!({
         "pass": format!("{:?}", report.pass).to_lowercase(),
-        "travels": format!("{:?}", report.travels).to_lowercase(),
+        "travels": side_name(report.travels),
         "seconds": report.seconds,
         "idle_share": report.idle_share(),
         "exposed": report.exposed(),
@@ -254,6 +141,11 @@ fn pass_json(report: &Report, timeline: bool) -> Value {
         text["timeline"] = report.timeline.iter().map(event_json).collect();
     }
     text
+}
+
+/// What travels, in a word; where no side does, ranks exchange heads.
+pub(crate) fn side_name(side: Option<Travels>) -> String {
+    side.map_or("heads".into(), |side| format!("{side:?}").to_lowercase())
 }
 
 fn rank_json(report: &Report, rank: &RankReport) -> Value {
@@ -271,7 +163,7 @@ fn rank_json(report: &Report, rank: &RankReport) -> Value {
     })
 }
 
-fn bytes_json(bytes: Bytes) -> Value {
+pub(crate) fn bytes_json(bytes: Bytes) -> Value {
     json!({ "within": bytes.within, "between": bytes.between })
 }
 
@@ -294,6 +186,8 @@ fn event_json(event: &Event) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::CString;
+
     use super::*;
 
     fn ask(edit: impl FnOnce(&mut Value)) -> Value {
@@ -359,6 +253,24 @@ mod tests {
     }
 
     #[test]
+    fn ranks_of_a_node_exchange_heads_in_a_hybrid_and_all_do_in_ulysses() {
+        let travels = |schedule: &str| {
+            let answer = ask(|request| {
+                request["schedule"] = schedule.into();
+                request["machine"] = json!({ "ranks_per_node": 4 });
+            });
+            answer["passes"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|p| p["travels"].clone())
+                .collect::<Vec<Value>>()
+        };
+        assert_eq!(travels("ulysses"), Vec::from(["heads", "heads"].map(Value::from)));
+        assert_eq!(travels("hybrid"), Vec::from(["keys", "queries"].map(Value::from)));
+    }
+
+    #[test]
     fn answers_what_is_wrong_with_a_request() {
         let error = |name: &str, value: Value| {
             let answer = ask(|request| request[name] = value);
@@ -372,10 +284,9 @@ mod tests {
         assert!(error("machine", json!({ "tflops": [1, 2, 3] })).contains("one or two"));
         assert!(error("machine", json!({ "tflops": [0] })).contains("above 0"));
         assert!(error("kv_heads", 5.into()).contains("multiple of key/value heads"));
-        assert!(
-            error("schedule", "maypole".into())
-                .contains("must be ring, double_ring, balanced or all_gather")
-        );
+        assert!(error("schedule", "maypole".into()).contains(
+            "must be ring, double_ring, balanced or all_gather, got \"maypole\"; or ulysses"
+        ));
         assert!(error("backward", "both".into()).contains("both"));
         assert!(error("dtype", "int8".into()).contains("float32"));
         assert!(error("nonsense", 1.into()).contains("can't be read"));

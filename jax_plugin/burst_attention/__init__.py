@@ -8,6 +8,7 @@ nothing of size sequence × sequence exists anywhere.
 
 from burst_attention._attention import attention
 from burst_attention._checkpoint import offload_attention, save_attention
+from burst_attention._choice import Links, ScheduleCandidate, ScheduleChoice, choose_schedule
 from burst_attention._global import dot_product_attention
 from burst_attention._later import linear_attention, linear_attention_step
 from burst_attention._layouts import from_layout, layout_positions, local_positions, to_layout
@@ -19,8 +20,12 @@ from burst_attention._version import __version__
 order_launches()
 
 __all__ = [
+    "Links",
+    "ScheduleCandidate",
+    "ScheduleChoice",
     "__version__",
     "attention",
+    "choose_schedule",
     "dot_product_attention",
     "from_layout",
     "layout_positions",

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 import jax
 import jax.numpy as jnp
 
-from burst_attention import _check_masks, _checks, _ulysses
+from burst_attention import _check_masks, _checks, _choice, _ulysses
+from burst_attention._choice import Links
 from burst_attention._extras import Extras, dropout_place
 from burst_attention._ring import Ring, ring_groups, vary, vary_together, varying_axes
 from burst_attention._types import AttentionOptions, Backward, Layout, Schedule
@@ -93,6 +94,7 @@ def attention(
     layout: Layout = "contiguous",
     schedule: Schedule = "auto",
     backward: Backward = "auto",
+    links: Links | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention of this device's queries over the whole, sharded sequence.
@@ -159,9 +161,12 @@ def attention(
         are dealt to the ranks of the inner one, and rings go along the outer one. Both want query
         heads that the ranks divide; of key and value, heads are repeated as often as that takes,
         and in 16 bits the gradients of repeated ones are rounded before they are added up. With
-        ``hybrid`` in the striped layout shards change ranks first. ``auto``: ``ring``.
+        ``hybrid`` in the striped layout shards change ranks first. ``auto``: what is
+        predicted to take least time, see `choose_schedule`.
       backward: what travels in the backward ring: ``keys``, ``queries``, or ``auto``, the one that
         sends fewer bytes.
+      links: what the mesh is made of, for ``schedule="auto"``; default: H200s on GPUs. On CPU
+        devices ``auto`` is ``ring`` unless links are given.
       return_residual: also return lse.
 
     Returns:
@@ -218,7 +223,8 @@ def _ring(arguments: dict[str, Any], query: jax.Array, key: jax.Array, *, has_si
     _checks.all_axes_manual(mesh)
     world_size = math.prod(mesh.shape[name] for name in axes)
     platform = _checks.devices(mesh, query.dtype)
-    schedule = _checks.schedule(arguments["schedule"], axes, platform)
+    schedule = _choice.resolved(arguments, axes, mesh, platform)
+    schedule = _checks.schedule(schedule, axes, platform)
     for name, x in (("query", query), ("key", key)):
         _checks.shard_length(name, x.shape[1], arguments["layout"])
     positions = world_size * max(query.shape[1], key.shape[1])

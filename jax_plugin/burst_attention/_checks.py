@@ -114,6 +114,12 @@ def static_number(name: str, value: Any, instead: str = "") -> float:
 
 def arrays(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The three inputs as arrays, with their ranks, dtypes and heads checked."""
+    array_types(query, key, value)
+    return jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+
+
+def array_types(query: Any, key: Any, value: Any) -> None:
+    """Raises for inputs, or their ``jax.ShapeDtypeStruct``, that do not go together."""
     named = {"query": query, "key": key, "value": value}
     for name, x in named.items():
         if not hasattr(x, "dtype") or not hasattr(x, "shape"):
@@ -133,7 +139,6 @@ def arrays(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.
             f"{value.dtype}; cast them to the one to compute with"
         )
     _shapes(tuple(query.shape), tuple(key.shape), tuple(value.shape))
-    return jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
 
 
 def _shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> None:

@@ -40,6 +40,8 @@ def _load() -> ctypes.CDLL:
     library.burst_attention_relay.restype = ctypes.c_char_p
     library.burst_attention_simulate.argtypes = [ctypes.c_char_p]
     library.burst_attention_simulate.restype = ctypes.c_char_p
+    library.burst_attention_choose.argtypes = [ctypes.c_char_p]
+    library.burst_attention_choose.restype = ctypes.c_char_p
     return library
 
 
@@ -147,9 +149,20 @@ def simulate(**request: Any) -> dict[str, Any]:
     Raises:
       ValueError: for what can't be predicted, with the library's reason.
     """
-    answer: dict[str, Any] = json.loads(
-        _library.burst_attention_simulate(json.dumps(request).encode())
-    )
+    return _answer(_library.burst_attention_simulate, json.dumps(request))
+
+
+def choose(request: str) -> dict[str, Any]:
+    """Which schedule takes least time; ``ffi/src/choose.rs`` names the fields of the JSON.
+
+    Raises:
+      ValueError: for what can't be predicted, with the library's reason.
+    """
+    return _answer(_library.burst_attention_choose, request)
+
+
+def _answer(function: Any, request: str) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(function(request.encode()))
     if "error" in answer:
         raise ValueError(answer["error"])
     return answer

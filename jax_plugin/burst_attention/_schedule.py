@@ -58,7 +58,8 @@ def add_parser(commands: Any) -> None:
     problem.add_argument(
         "--schedule",
         default="ring",
-        help="ring, double_ring (inner rings are nodes), balanced or all_gather",
+        help="ring, double_ring (inner rings are nodes), balanced, all_gather, ulysses (ranks "
+        "exchange rows for heads) or hybrid (those of a node do, rings between nodes)",
     )
     problem.add_argument("--backward", default="auto", help="what travels: auto, keys or queries")
     _add_machine(parser.add_argument_group("the machine", "One number stands for both."))

@@ -33,3 +33,4 @@ class AttentionOptions(TypedDict, total=False):
     layout: Layout
     schedule: Schedule
     backward: Backward
+    links: Any

@@ -4,7 +4,6 @@ use std::fmt;
 
 use super::meetings::Meetings;
 use super::tour::Tour;
-use super::visits::visits;
 use super::{Schedule, Transfer};
 use crate::error::{Error, Result};
 use crate::problem::{Pass, Problem, Travels};
@@ -75,10 +74,63 @@ pub fn schedule(
     pass: Pass,
     travels: Travels,
 ) -> Result<Vec<Schedule>> {
+    cheapest(problem, family, pass, Some(travels))
+}
+
+/// The same; without `travels`, with the side travelling that [`choose_travels`] names.
+///
+/// # Errors
+/// If the family does not fit the number of ranks.
+pub fn cheapest(
+    problem: &Problem,
+    family: Family,
+    pass: Pass,
+    travels: Option<Travels>,
+) -> Result<Vec<Schedule>> {
+    let mut schedules = Vec::with_capacity(problem.world_size);
+    each(problem, family, pass, travels, |schedule| schedules.push(schedule))?;
+    Ok(schedules)
+}
+
+/// Makes the schedules of [`cheapest`] one after the other, for those who need not keep them: of a
+/// thousand ranks they take gigabytes. Returns which side travels.
+///
+/// # Errors
+/// If the family does not fit the number of ranks.
+pub fn each(
+    problem: &Problem,
+    family: Family,
+    pass: Pass,
+    travels: Option<Travels>,
+    take: impl FnMut(Schedule),
+) -> Result<Travels> {
+    let meetings = meetings(problem, family)?;
+    let (travels, tour) = match travels {
+        Some(travels) => (travels, Tour::new(problem, &meetings, family, travels, pass)),
+        None => cheaper(problem, &meetings, family, pass),
+    };
+    tour.each(problem, travels, take);
+    Ok(travels)
+}
+
+fn meetings(problem: &Problem, family: Family) -> Result<Meetings> {
     family.validate(problem.world_size)?;
-    let meetings = Meetings::new(problem);
-    let visits = visits(family, &meetings, travels);
-    Ok(Tour::new(problem, &meetings, visits, pass).schedules(problem, travels))
+    Ok(Meetings::new(problem))
+}
+
+/// The side whose travelling costs fewer bytes, and its tour.
+fn cheaper<'a>(
+    problem: &Problem,
+    meetings: &'a Meetings,
+    family: Family,
+    pass: Pass,
+) -> (Travels, Tour<'a>) {
+    let [keys, queries] = [Travels::Keys, Travels::Queries]
+        .map(|travels| Tour::new(problem, meetings, family, travels, pass));
+    match queries.bytes(problem) < keys.bytes(problem) {
+        true => (Travels::Queries, queries),
+        false => (Travels::Keys, keys),
+    }
 }
 
 /// The schedules of all ranks for one pass of `problem` on a single ring.
@@ -101,9 +153,5 @@ pub fn total_bytes(problem: &Problem, schedules: &[Schedule]) -> u64 {
 /// # Errors
 /// If the family does not fit the number of ranks.
 pub fn choose_travels(problem: &Problem, family: Family, pass: Pass) -> Result<Travels> {
-    let cost = |travels| -> Result<u64> {
-        Ok(total_bytes(problem, &schedule(problem, family, pass, travels)?))
-    };
-    let queries_win = cost(Travels::Queries)? < cost(Travels::Keys)?;
-    Ok(if queries_win { Travels::Queries } else { Travels::Keys })
+    Ok(cheaper(problem, &meetings(problem, family)?, family, pass).0)
 }

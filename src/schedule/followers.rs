@@ -16,9 +16,9 @@ use super::{Chunk, Due, Merge, Payload, Place, Rows, Step, Tile, Transfer};
 use crate::mask::Band;
 use crate::problem::{Pass, Travels};
 
-impl Tour {
+impl Tour<'_> {
     /// The accumulator that follows a chunk, if there is one.
-    fn follower(&self, visit: usize, owner: usize) -> Option<Payload> {
+    pub fn follower(&self, visit: usize, owner: usize) -> Option<Payload> {
         match (self.stops[visit][owner].travels, self.pass) {
             (Travels::Keys, Pass::Forward) => None,
             (Travels::Keys, Pass::Backward) => Some(Payload::KeyGrads),
@@ -98,28 +98,30 @@ impl Tour {
     fn coming_home(&self, rank: usize, visit: usize) -> Vec<(Chunk, usize)> {
         let Some(payload) = self.follower(visit, rank) else { return vec![] };
         let returns = self.visits[visit].returns;
-        let with_them = (1..visit).rev().take_while(|v| self.visits[*v].returns == returns);
-        let before: usize = with_them.map(|v| self.sums_home(v, rank).len()).sum();
+        let mut home = self.sums_home(visit, rank).peekable();
+        if home.peek().is_none() {
+            return vec![];
+        }
+        let with_them = self.returning[returns].iter().take_while(|other| **other < visit);
+        let before: usize = with_them.map(|other| self.sums_home(*other, rank).count()).sum();
         let land = |(index, rows)| {
             let slot = self.slots[rank].returned(returns, before + index);
             (Chunk { payload, owner: rank, rows }, slot)
         };
-        self.sums_home(visit, rank).into_iter().enumerate().map(land).collect()
+        home.enumerate().map(land).collect()
     }
 
     /// Merges of all that came home by step `t`.
     pub fn merges(&self, rank: usize, t: usize) -> Vec<Merge> {
-        let back = (1..self.visits.len()).filter(|visit| self.visits[*visit].returns == t);
+        let back = self.returning.get(t).into_iter().flatten();
         let merge = |(chunk, slot)| Merge { chunk, slot, last: false };
-        back.flat_map(|visit| self.coming_home(rank, visit)).map(merge).collect()
+        back.flat_map(|visit| self.coming_home(rank, *visit)).map(merge).collect()
     }
 
     /// Rows of an owner's accumulators that go home from a visit.
-    pub fn sums_home(&self, visit: usize, owner: usize) -> Vec<Range<usize>> {
+    pub fn sums_home(&self, visit: usize, owner: usize) -> impl Iterator<Item = Range<usize>> {
         let parts = self.stops[visit][owner].parts.iter().enumerate();
-        let home =
-            |(index, part): (usize, &Part)| part.summed_home(self.next_part(visit, owner, index));
-        parts.flat_map(home).collect()
+        parts.flat_map(move |(index, part)| part.summed_home(self.next_part(visit, owner, index)))
     }
 
     /// The same part at the next visit of the strand, if there is one.

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::layout::Piece;
-use crate::mask::{Band, Coverage};
+use crate::mask::{Band, Coverage, Window};
 use crate::problem::{Problem, Travels};
 
 /// Where rows of a piece are left out, queries begin and end at a multiple of so many from its start
@@ -43,11 +43,6 @@ impl Rectangle {
     }
 }
 
-/// The mask between two pieces, in the local indices of their owners.
-fn band_between(problem: &Problem, queries: &Piece, keys: &Piece) -> Band {
-    Band::between(problem.window, queries, keys)
-}
-
 /// A block of neighbouring pieces, `queries × keys` counted in pieces.
 type Block = (Range<usize>, Range<usize>);
 
@@ -60,33 +55,88 @@ fn hull(pieces: &[Piece]) -> Range<usize> {
 /// Where positions are consecutive, rows at the edges of a rectangle that the mask leaves alone are
 /// not part of it; where they are not, that would be a row here and there.
 pub fn rectangles(problem: &Problem, q_rank: usize, k_rank: usize) -> Vec<Rectangle> {
-    let q_pieces = problem.layout.pieces(q_rank, problem.world_size, problem.q_len);
-    let k_pieces = problem.layout.pieces(k_rank, problem.world_size, problem.kv_len);
-    let consecutive = q_pieces.iter().chain(&k_pieces).all(|piece| piece.stride == 1);
-    let rectangle = |queries: &[Piece], keys: &[Piece], band| {
-        let whole = Rectangle { queries: hull(queries), keys: hull(keys), band };
-        if consecutive { trimmed(whole, queries) } else { whole }
-    };
-    if let Some(band) = common_band(problem, &q_pieces, &k_pieces) {
-        return vec![rectangle(&q_pieces, &k_pieces, band)];
+    let mut found = Vec::new();
+    Cutter::new(problem).rectangles(q_rank, k_rank, &mut found);
+    found
+}
+
+/// Finds the rectangles of pairs of ranks; what these have in common is worked out once.
+pub(super) struct Cutter {
+    window: Window,
+    /// Of the queries of each rank.
+    q_pieces: Vec<Vec<Piece>>,
+    /// Of the keys of each rank.
+    k_pieces: Vec<Vec<Piece>>,
+    /// All that there are, in the order in which they are tried.
+    blocks: Vec<Block>,
+    /// The mask between each piece of queries and each of keys, of the pair that is looked at.
+    masks: Vec<Vec<(Band, Coverage)>>,
+}
+
+impl Cutter {
+    pub fn new(problem: &Problem) -> Cutter {
+        let Problem { layout, world_size, window, .. } = *problem;
+        let pieces = |len| (0..world_size).map(move |rank| layout.pieces(rank, world_size, len));
+        let (q_pieces, k_pieces): (Vec<_>, Vec<_>) =
+            (pieces(problem.q_len).collect(), pieces(problem.kv_len).collect());
+        let count = |pieces: &[Vec<Piece>]| pieces.first().map_or(0, Vec::len);
+        let blocks = blocks_by_size(count(&q_pieces), count(&k_pieces));
+        Cutter { window, q_pieces, k_pieces, blocks, masks: vec![] }
     }
-    let mut blocks = blocks_by_size(q_pieces.len(), k_pieces.len());
-    let mut found: Vec<(Block, Band)> = Vec::new();
-    while let Some(block) = blocks.pop() {
-        let overlaps = |(other, _): &(Block, Band)| {
-            intersects(&block.0, &other.0) && intersects(&block.1, &other.1)
+
+    /// Adds the [`rectangles`] of two ranks to `found`.
+    pub fn rectangles(&mut self, q_rank: usize, k_rank: usize, found: &mut Vec<Rectangle>) {
+        let (q_pieces, k_pieces) = (&self.q_pieces[q_rank], &self.k_pieces[k_rank]);
+        let consecutive = q_pieces.iter().chain(k_pieces).all(|piece| piece.stride == 1);
+        self.masks.resize_with(q_pieces.len(), Vec::new);
+        for (q, masks) in q_pieces.iter().zip(&mut self.masks) {
+            masks.clear();
+            masks.extend(k_pieces.iter().map(|k| {
+                let band = Band::between(self.window, q, k);
+                (band, band.coverage(&q.rows, &k.rows))
+            }));
+        }
+        let mut taken: Vec<(&Block, Rectangle)> = Vec::new();
+        for block in &self.blocks {
+            let overlaps = |(other, _): &(&Block, Rectangle)| {
+                intersects(&block.0, &other.0) && intersects(&block.1, &other.1)
+            };
+            if taken.iter().any(overlaps) {
+                continue;
+            }
+            let (queries, keys) = (&q_pieces[block.0.clone()], &k_pieces[block.1.clone()]);
+            if let Some(band) = self.common_band(block, queries, keys) {
+                let whole = Rectangle { queries: hull(queries), keys: hull(keys), band };
+                let own = if consecutive { trimmed(whole, queries) } else { whole };
+                taken.push((block, own));
+            }
+        }
+        taken.sort_by_key(|((queries, keys), _)| (queries.start, keys.start));
+        found.extend(taken.into_iter().map(|(_, rectangle)| rectangle));
+    }
+
+    /// One band that says the same as the mask of every pair of pieces of a block; none if there is
+    /// no such band, if a whole row or column of pieces is empty, or if nothing is allowed.
+    fn common_band(&self, (q, k): &Block, queries: &[Piece], keys: &[Piece]) -> Option<Band> {
+        let masks = &self.masks;
+        let empty = |q: usize, k: usize| masks[q][k].1 == Coverage::Empty;
+        if q.clone().any(|q| k.clone().all(|k| empty(q, k)))
+            || k.clone().any(|k| q.clone().all(|q| empty(q, k)))
+        {
+            return None;
+        }
+        let rows = || masks[q.clone()].iter().map(|row| &row[k.clone()]);
+        let bands = rows().flatten().filter(|(_, coverage)| *coverage != Coverage::Empty);
+        let agrees = |band: &Band| {
+            rows().zip(queries).all(|(row, q)| {
+                row.iter().zip(keys).all(|((own, coverage), k)| match coverage {
+                    Coverage::Partial => band == own,
+                    whole => band.coverage(&q.rows, &k.rows) == *whole,
+                })
+            })
         };
-        if found.iter().any(overlaps) {
-            continue;
-        }
-        let (queries, keys) = (&q_pieces[block.0.clone()], &k_pieces[block.1.clone()]);
-        if let Some(band) = common_band(problem, queries, keys) {
-            found.push((block, band));
-        }
+        [Band::FULL].into_iter().chain(bands.map(|(band, _)| *band)).find(agrees)
     }
-    found.sort_by_key(|((queries, keys), _)| (queries.start, keys.start));
-    let join = |((q, k), band): (Block, Band)| rectangle(&q_pieces[q], &k_pieces[k], band);
-    found.into_iter().map(join).collect()
 }
 
 /// Without the rows at its edges that have no allowed pair, as far as [`QUERY_GRAIN`] lets them go.
@@ -103,7 +153,7 @@ fn trimmed(rectangle: Rectangle, q_pieces: &[Piece]) -> Rectangle {
     Rectangle { queries, keys, band }
 }
 
-/// All blocks of neighbouring pieces, the largest last.
+/// All blocks of neighbouring pieces, the largest first.
 fn blocks_by_size(q_pieces: usize, k_pieces: usize) -> Vec<Block> {
     let runs = |count: usize| {
         (0..count).flat_map(move |start| (start + 1..=count).map(move |end| start..end))
@@ -111,32 +161,10 @@ fn blocks_by_size(q_pieces: usize, k_pieces: usize) -> Vec<Block> {
     let mut blocks: Vec<Block> =
         runs(q_pieces).flat_map(|q| runs(k_pieces).map(move |k| (q.clone(), k))).collect();
     blocks.sort_by_key(|(q, k)| (q.len() * k.len(), q.start + k.start));
+    blocks.reverse();
     blocks
 }
 
 fn intersects(a: &Range<usize>, b: &Range<usize>) -> bool {
     a.start < b.end && b.start < a.end
-}
-
-/// One band that says the same as the mask of every pair of pieces; none if there is no such band,
-/// if a whole row or column of pieces is empty, or if nothing is allowed.
-fn common_band(problem: &Problem, queries: &[Piece], keys: &[Piece]) -> Option<Band> {
-    let coverage = |q: &Piece, k: &Piece| band_between(problem, q, k).coverage(&q.rows, &k.rows);
-    let empty = |q: &Piece, k: &Piece| coverage(q, k) == Coverage::Empty;
-    if queries.iter().any(|q| keys.iter().all(|k| empty(q, k)))
-        || keys.iter().any(|k| queries.iter().all(|q| empty(q, k)))
-    {
-        return None;
-    }
-    let pairs = || queries.iter().flat_map(|q| keys.iter().map(move |k| (q, k)));
-    let bands = pairs()
-        .filter(|(q, k)| coverage(q, k) != Coverage::Empty)
-        .map(|(q, k)| band_between(problem, q, k));
-    let agrees = |band: &Band| {
-        pairs().all(|(q, k)| match coverage(q, k) {
-            Coverage::Partial => *band == band_between(problem, q, k),
-            whole => band.coverage(&q.rows, &k.rows) == whole,
-        })
-    };
-    [Band::FULL].into_iter().chain(bands).find(agrees)
 }

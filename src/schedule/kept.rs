@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::{Family, Schedule, choose_travels, schedule};
+use super::{Family, Schedule, cheapest};
 use crate::error::Result;
 use crate::problem::{Pass, Problem, Travels};
 
@@ -54,7 +54,6 @@ pub fn kept(
 ) -> Result<Arc<Vec<Schedule>>> {
     static SCHEDULES: Kept<Arc<Vec<Schedule>>> = Kept::new();
     SCHEDULES.get((problem.clone(), family, pass, travels), |_| {
-        let side = travels.map_or_else(|| choose_travels(problem, family, pass), Ok)?;
-        Ok(Arc::new(schedule(problem, family, pass, side)?))
+        Ok(Arc::new(cheapest(problem, family, pass, travels)?))
     })
 }

@@ -26,7 +26,7 @@ mod visits;
 mod ways;
 
 pub use check::{Violation, check};
-pub use family::{Family, choose_travels, ring, schedule, total_bytes};
+pub use family::{Family, cheapest, choose_travels, each, ring, schedule, total_bytes};
 pub use geometry::{QUERY_GRAIN, Rectangle, rectangles};
 pub use kept::{Kept, kept};
 

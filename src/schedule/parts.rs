@@ -26,37 +26,49 @@ impl Part {
         on.map_or(0..0, |next| next.summed.clone())
     }
 
-    /// Rows whose sums go home from here, where the last rank of the strand adds to them.
-    pub fn summed_home(&self, next: Option<&Part>) -> Vec<Range<usize>> {
-        Rows::from(self.summed_onward(next)).missing(&self.summed)
+    /// Rows whose sums go home from here, where the last rank of the strand adds to them: those
+    /// before what goes on, and those after it.
+    pub fn summed_home(&self, next: Option<&Part>) -> impl Iterator<Item = Range<usize>> {
+        let (all, on) = (self.summed.clone(), self.summed_onward(next));
+        let on = if on.is_empty() { all.end..all.end } else { on };
+        [all.start..on.start, on.end..all.end].into_iter().filter(|rows| !rows.is_empty())
     }
 }
 
+/// The visits that have the first step from home in common, for each such step.
+pub(super) fn branches(visits: &[Visit]) -> Vec<Vec<usize>> {
+    let (mut branches, mut of_visit): (Vec<Vec<usize>>, _) = (vec![], vec![0; visits.len()]);
+    for (number, visit) in visits.iter().enumerate().skip(1) {
+        of_visit[number] = match visit.source {
+            0 => branches.len(),
+            source => of_visit[source],
+        };
+        branches.resize(branches.len().max(of_visit[number] + 1), vec![]);
+        branches[of_visit[number]].push(number);
+    }
+    branches
+}
+
 /// The parts of one owner's chunk at each visit, as few as possible; `needed` says which rows the
-/// rank there computes with, `len` how many the chunk has. All visits that have the first step from
-/// home in common have the same parts.
+/// rank there computes with, `len` how many the chunk has. All visits of a branch have the same
+/// parts.
 pub(super) fn parts(
     visits: &[Visit],
+    branches: &[Vec<usize>],
     needed: &[Rows],
     len: impl Fn(usize) -> usize,
 ) -> Vec<Vec<Part>> {
     let carried = with_later(needed, |number| visits[number].source);
     let summed = with_later(needed, |n| if continues(visits, n) { n - 1 } else { 0 });
     let mut parts: Vec<Vec<Part>> = vec![vec![]; visits.len()];
-    // The first visit on the way from home to each.
-    let mut branches: Vec<usize> = (0..visits.len()).collect();
-    for (number, visit) in visits.iter().enumerate().filter(|(_, visit)| visit.source > 0) {
-        branches[number] = branches[visit.source];
-    }
-    for branch in (1..visits.len()).filter(|number| branches[*number] == *number) {
-        let of_branch = || (1..visits.len()).filter(|number| branches[*number] == branch);
-        let gaps = of_branch().flat_map(|n| carried[n].gaps().chain(summed[n].gaps()));
+    for branch in branches {
+        let gaps = branch.iter().flat_map(|n| carried[*n].gaps().chain(summed[*n].gaps()));
         let borders: Vec<usize> =
-            [0].into_iter().chain(cuts(gaps.collect())).chain([len(branch)]).collect();
+            [0].into_iter().chain(cuts(gaps.collect())).chain([len(branch[0])]).collect();
         for rows in borders.windows(2).map(|borders| borders[0]..borders[1]) {
             let run = |of: &Rows| of.common(&rows).next().unwrap_or(0..0);
             let mut is_open = false;
-            for number in of_branch() {
+            for &number in branch {
                 let was_open = is_open && continues(visits, number);
                 is_open = was_open || needed[number].common(&rows).next().is_some();
                 parts[number].push(Part {
@@ -120,7 +132,7 @@ mod tests {
     #[test]
     fn a_chunk_is_cut_where_rows_between_two_others_stay_behind() {
         let needed = [&[][..], &[(0, 8)], &[(1, 3), (6, 8)], &[(2, 3)], &[(7, 8)]].map(rows);
-        let parts = parts(&ring(4), &needed, |_| 8);
+        let parts = parts(&ring(4), &branches(&ring(4)), &needed, |_| 8);
         let carried = |part: usize| parts[1..].iter().map(move |of| of[part].carried.clone());
         assert_eq!(parts[1].len(), 2);
         assert_eq!(carried(0).collect::<Vec<_>>(), [0..6, 1..3, 2..3, 0..0]);
@@ -130,7 +142,7 @@ mod tests {
     #[test]
     fn sums_are_open_from_the_first_rank_that_adds_to_them_to_the_last() {
         let needed = [&[][..], &[], &[(2, 4)], &[(3, 6)], &[]].map(rows);
-        let parts = parts(&ring(4), &needed, |_| 8);
+        let parts = parts(&ring(4), &branches(&ring(4)), &needed, |_| 8);
         let nothing = 0..0;
         let expected = [
             (2..6, nothing.clone()),
@@ -142,6 +154,7 @@ mod tests {
             assert_eq!(part.len(), 1, "one run needs no cut");
             assert_eq!((&part[0].carried, &part[0].summed), (&carried, &summed));
         }
-        assert_eq!(parts[2][0].summed_home(Some(&parts[3][0])), vec![Range { start: 2, end: 3 }]);
+        let home = parts[2][0].summed_home(Some(&parts[3][0]));
+        assert_eq!(home.collect::<Vec<_>>(), vec![Range { start: 2, end: 3 }]);
     }
 }

@@ -1,16 +1,43 @@
 //! Which slots chunks lie in, as few as possible.
 
+use std::rc::Rc;
+
 use super::visits::Visit;
 
 /// First and last step of some use of a slot.
 type Span = (usize, usize);
+
+/// Numbers of the slots for inputs, which are the same on all ranks.
+#[derive(Debug)]
+pub(super) struct Inputs {
+    /// `[visit]`
+    numbers: Rc<[usize]>,
+    /// How many there are.
+    count: usize,
+}
+
+impl Inputs {
+    pub fn new(visits: &[Visit]) -> Inputs {
+        // The last step at which chunks are passed on to another visit.
+        let mut passed_on = vec![0; visits.len()];
+        for (number, visit) in visits.iter().enumerate().filter(|(_, visit)| visit.source > 0) {
+            passed_on[visit.source] = number - 1;
+        }
+        // From the step at which they leave their source until they were read and passed on. Home
+        // counts as a slot that is free after its step, so that those of a ring alternate.
+        let input =
+            |(number, visit): (usize, &Visit)| Some((visit.leaves, passed_on[number].max(number)));
+        let (numbers, count) = free_numbers(&Vec::from_iter(visits.iter().enumerate().map(input)));
+        Inputs { numbers: numbers.into(), count }
+    }
+}
 
 /// Numbers of the slots of one rank; the parts of a chunk have slots of their own. Inputs and sums
 /// are numbered independently.
 #[derive(Debug)]
 pub(super) struct Slots {
     /// `[visit]`
-    inputs: Vec<usize>,
+    inputs: Rc<[usize]>,
     /// `[visit]`
     sums: Vec<usize>,
     /// `[step]`
@@ -26,19 +53,11 @@ impl Slots {
     /// sums come home from those that `come` says.
     pub fn new(
         visits: &[Visit],
+        inputs: &Inputs,
         leave: impl Fn(usize) -> bool,
         come: impl Fn(usize) -> bool,
     ) -> Slots {
-        // The last step at which chunks are passed on to another visit.
-        let mut passed_on = vec![0; visits.len()];
-        for (number, visit) in visits.iter().enumerate().filter(|(_, visit)| visit.source > 0) {
-            passed_on[visit.source] = number - 1;
-        }
         let numbered = || visits.iter().enumerate();
-        // From the step at which they leave their source until they were read and passed on. Home
-        // counts as a slot that is free after its step, so that those of a ring alternate.
-        let input =
-            |(number, visit): (usize, &Visit)| Some((visit.leaves, passed_on[number].max(number)));
         // From the step of the visit until they were passed on or came home.
         let sum = |(number, visit): (usize, &Visit)| {
             Some((number, if leave(number) { visit.returns } else { number + 1 }))
@@ -48,10 +67,10 @@ impl Slots {
         for (number, visit) in numbered().skip(1).filter(|(number, _)| come(*number)) {
             back[visit.returns].get_or_insert((number + 1, visit.returns));
         }
-        let (inputs, input_slots) = free_numbers(&Vec::from_iter(numbered().map(input)));
         let (sums, sum_slots) = free_numbers(&Vec::from_iter(numbered().map(sum)));
         let (returned, return_slots) = free_numbers(&back);
-        let stride = input_slots.max(sum_slots + return_slots.max(1));
+        let stride = inputs.count.max(sum_slots + return_slots.max(1));
+        let inputs = inputs.numbers.clone();
         Slots { inputs, sums, returned, first_returned: sum_slots, stride }
     }
 

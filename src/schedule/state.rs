@@ -4,7 +4,6 @@
 //! at home that no tile touches get a tile without keys (or without queries), so that every output
 //! is defined.
 
-use std::collections::HashMap;
 use std::ops::Range;
 
 use super::{Chunk, Merge, Operand, Payload, Place, Rows, State, Step, Tile};
@@ -96,36 +95,50 @@ fn define_untouched(steps: &mut [Step], side: Side, payload: Payload, rank: usiz
 
 /// A tile is first for rows that nothing wrote since their buffer was opened or received.
 fn mark_first(steps: &mut [Step], sides: &[(Side, Payload)]) {
-    let mut written: HashMap<(Payload, Place), Rows> = HashMap::new();
+    let mut written = Written::default();
     for step in steps {
         for (chunk, slot) in &step.opens {
-            written.insert((chunk.payload, Place::Slot(*slot)), Rows::default());
+            *written.rows(chunk.payload, Place::Slot(*slot)) = Rows::default();
         }
         for transfer in step.exchanges.iter().flat_map(|exchange| &exchange.receives) {
             let rows = Rows::from(transfer.chunk.rows.clone());
-            written.insert((transfer.chunk.payload, transfer.place), rows);
+            *written.rows(transfer.chunk.payload, transfer.place) = rows;
         }
-        let mut waiting: Vec<Tile> = std::mem::take(&mut step.tiles);
-        waiting.reverse();
-        while let Some(mut tile) = waiting.pop() {
+        let mut index = 0;
+        while let Some(tile) = step.tiles.get_mut(index) {
             let mixed = sides.iter().find_map(|&(side, payload)| {
-                let seen = written.entry((payload, side.state(&mut tile).place)).or_default();
-                let parts = split(&tile, side, seen, |state, seen| state.first = !seen);
-                (parts.len() > 1).then_some(parts)
+                let seen = written.rows(payload, side.state(tile).place);
+                is_mixed(&side.operand(tile).rows, seen)
+                    .then(|| split(tile, side, seen, |state, seen| state.first = !seen))
             });
             if let Some(parts) = mixed {
-                waiting.extend(parts.into_iter().rev());
+                step.tiles.splice(index..=index, parts);
                 continue;
             }
             for &(side, payload) in sides {
-                let rows = side.operand(&tile).rows.clone();
-                let state = side.state(&mut tile);
-                let seen = written.entry((payload, state.place)).or_default();
+                let rows = side.operand(tile).rows.clone();
+                let state = side.state(tile);
+                let seen = written.rows(payload, state.place);
                 state.first = seen.common(&rows).next().is_none();
                 seen.insert(rows);
             }
-            step.tiles.push(tile);
+            index += 1;
         }
+    }
+}
+
+/// Rows of buffers that were written since these were opened or received. There are few buffers.
+#[derive(Default)]
+struct Written(Vec<(Payload, Place, Rows)>);
+
+impl Written {
+    fn rows(&mut self, payload: Payload, place: Place) -> &mut Rows {
+        let known = self.0.iter().position(|(p, at, _)| (*p, *at) == (payload, place));
+        let index = known.unwrap_or_else(|| {
+            self.0.push((payload, place, Rows::default()));
+            self.0.len() - 1
+        });
+        &mut self.0[index].2
     }
 }
 
@@ -134,40 +147,58 @@ fn mark_first(steps: &mut [Step], sides: &[(Side, Payload)]) {
 fn mark_last(steps: &mut [Step], side: Side, payload: Payload) {
     let mut later = Rows::default();
     for step in steps.iter_mut().rev() {
-        let merges = std::mem::take(&mut step.merges).into_iter().rev();
-        step.merges = merges.flat_map(|merge| last_merges(merge, payload, &mut later)).collect();
-        step.merges.reverse();
-        let tiles = std::mem::take(&mut step.tiles).into_iter().rev();
-        step.tiles = tiles.flat_map(|tile| last_tiles(tile, side, payload, &mut later)).collect();
-        step.tiles.reverse();
+        replace_from_end(&mut step.merges, |merge| last_merges(merge, payload, &mut later));
+        replace_from_end(&mut step.tiles, |tile| last_tiles(tile, side, payload, &mut later));
     }
 }
 
-fn last_merges(merge: Merge, payload: Payload, later: &mut Rows) -> Vec<Merge> {
-    if merge.chunk.payload != payload {
-        return vec![merge];
+/// Puts parts, the last one first, in the place of the items that have some. The last item's turn
+/// is first.
+fn replace_from_end<T>(items: &mut Vec<T>, mut parts: impl FnMut(&mut T) -> Option<Vec<T>>) {
+    for index in (0..items.len()).rev() {
+        if let Some(parts) = parts(&mut items[index]) {
+            items.splice(index..=index, parts.into_iter().rev());
+        }
     }
-    let Merge { chunk: Chunk { owner, rows, .. }, slot, .. } = merge;
+}
+
+fn last_merges(merge: &mut Merge, payload: Payload, later: &mut Rows) -> Option<Vec<Merge>> {
+    let Merge { chunk: Chunk { owner, rows, .. }, slot, .. } = merge.clone();
+    if merge.chunk.payload != payload {
+        return None;
+    }
     let part = |(rows, followed): (Range<usize>, bool)| {
         let chunk = Chunk { payload, owner, rows };
         Merge { chunk, slot, last: !followed }
     };
-    let parts = cut(rows.clone(), later).into_iter().map(part).collect();
+    let parts =
+        is_mixed(&rows, later).then(|| cut(rows.clone(), later).into_iter().map(part).collect());
+    merge.last = later.common(&rows).next().is_none();
     later.insert(rows);
     parts
 }
 
-fn last_tiles(mut tile: Tile, side: Side, payload: Payload, later: &mut Rows) -> Vec<Tile> {
-    if side.state(&mut tile).place != Place::Home {
-        return vec![tile];
+fn last_tiles(
+    tile: &mut Tile,
+    side: Side,
+    payload: Payload,
+    later: &mut Rows,
+) -> Option<Vec<Tile>> {
+    if side.state(tile).place != Place::Home {
+        return None;
     }
-    let rows = side.operand(&tile).rows.clone();
-    let parts = match payload {
-        Payload::Partial => split(&tile, side, later, |state, seen| state.last = !seen),
-        _ => vec![tile],
-    };
+    let rows = side.operand(tile).rows.clone();
+    let is_told = payload == Payload::Partial;
+    let parts = (is_told && is_mixed(&rows, later))
+        .then(|| split(tile, side, later, |state, seen| state.last = !seen));
+    side.state(tile).last = is_told && later.common(&rows).next().is_none();
     later.insert(rows);
     parts
+}
+
+/// Are some of `rows` seen and others not?
+fn is_mixed(rows: &Range<usize>, seen: &Rows) -> bool {
+    seen.common(rows).next().is_some_and(|common| common != *rows)
 }
 
 /// `rows` cut at the borders of `seen`, each part with whether it was seen; at least one part.

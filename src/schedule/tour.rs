@@ -4,31 +4,39 @@ use std::ops::Range;
 
 use super::geometry::Rectangle;
 use super::meetings::Meetings;
-use super::parts::{Part, parts};
-use super::slots::Slots;
-use super::visits::Visit;
+use super::parts::{Part, branches, parts};
+use super::slots::{Inputs, Slots};
+use super::visits::{Visit, visits};
 use super::{
-    Chunk, Due, Exchange, Operand, Payload, Place, Rows, Schedule, State, Step, Tile, Transfer,
-    state,
+    Chunk, Due, Exchange, Family, Operand, Payload, Place, Rows, Schedule, State, Step, Tile,
+    Transfer, state,
 };
 use crate::problem::{Pass, Problem, Travels};
 
+/// Ranks whose steps are made at once, because what they need lies side by side. They are few, so
+/// that schedules which nobody keeps stay in caches.
+const NEIGHBOURS: usize = 16;
+
 /// What is the same for all ranks.
-pub(super) struct Tour {
+pub(super) struct Tour<'a> {
     pub pass: Pass,
     pub visits: Vec<Visit>,
+    /// `[step]`: the visits for which chunks leave at it.
+    leaving: Vec<Vec<usize>>,
+    /// `[step]`: the visits from which sums are home by it.
+    pub returning: Vec<Vec<usize>>,
     /// `[visit][owner]`
-    pub stops: Vec<Vec<Stop>>,
+    pub stops: Vec<Vec<Stop<'a>>>,
     /// `[rank]`
     pub slots: Vec<Slots>,
 }
 
 /// The chunk of one owner at one visit.
-pub(super) struct Stop {
+pub(super) struct Stop<'a> {
     /// What it is a chunk of.
     pub travels: Travels,
     /// Its rectangles with what the rank there keeps at home.
-    rectangles: Vec<Rectangle>,
+    rectangles: &'a [Rectangle],
     /// Its rows; none at home.
     pub parts: Vec<Part>,
 }
@@ -63,13 +71,22 @@ impl Mail {
     }
 }
 
-impl Tour {
-    pub fn new(problem: &Problem, meetings: &Meetings, visits: Vec<Visit>, pass: Pass) -> Tour {
-        let mut stops: Vec<Vec<Stop>> = visits.iter().map(|_| vec![]).collect();
+impl<'a> Tour<'a> {
+    pub fn new(
+        problem: &Problem,
+        meetings: &'a Meetings,
+        family: Family,
+        travels: Travels,
+        pass: Pass,
+    ) -> Tour<'a> {
+        let visits = visits(family, meetings, travels);
+        let branches = branches(&visits);
+        let mut stops: Vec<Vec<Stop>> =
+            visits.iter().map(|_| Vec::with_capacity(problem.world_size)).collect();
         for owner in 0..problem.world_size {
             let met = |visit: &Visit| match visit.sides[owner] {
-                Some(side) => meetings.of(side, owner, visit.ranks[owner]).to_vec(),
-                None => vec![],
+                Some(side) => meetings.of(side, owner, visit.ranks[owner]),
+                None => &[],
             };
             let side = |visit: &Visit| visit.sides[owner].unwrap_or(Travels::Keys);
             let needed = |visit: &Visit| match visit.sides[owner] {
@@ -81,32 +98,76 @@ impl Tour {
                 Travels::Keys => problem.kv_len,
                 Travels::Queries => problem.q_len,
             };
-            let parts = parts(&visits, &needed, len);
+            let parts = parts(&visits, &branches, &needed, len);
             for ((stops, visit), parts) in stops.iter_mut().zip(&visits).zip(parts) {
                 stops.push(Stop { travels: side(visit), rectangles: met(visit), parts });
             }
         }
-        let mut tour = Tour { pass, visits, stops, slots: vec![] };
-        let homes = |visit: usize, owner: usize| !tour.sums_home(visit, owner).is_empty();
-        let slots = |rank: usize| {
-            let leave = |visit: usize| homes(visit, tour.visits[visit].owners[rank]);
-            Slots::new(&tour.visits, leave, |visit| homes(visit, rank))
+        let by_step = |step: fn(&Visit) -> usize| {
+            let last = visits.iter().map(step).max().unwrap_or(0);
+            let mut by_step = vec![vec![]; last + 1];
+            let numbered = visits.iter().enumerate().skip(1);
+            numbered.for_each(|(number, visit)| by_step[step(visit)].push(number));
+            by_step
         };
-        tour.slots = (0..problem.world_size).map(slots).collect();
-        tour
+        let (leaving, returning) = (by_step(|visit| visit.leaves), by_step(|visit| visit.returns));
+        Tour { pass, visits, leaving, returning, stops, slots: vec![] }
     }
 
-    pub fn schedules(&self, problem: &Problem, travels: Travels) -> Vec<Schedule> {
-        let world_size = problem.world_size;
+    /// Bytes that all ranks together send.
+    pub fn bytes(&self, problem: &Problem) -> u64 {
+        let mut bytes = 0;
+        for (visit, stops) in self.stops.iter().enumerate().skip(1) {
+            for (owner, stop) in stops.iter().enumerate() {
+                let row = |payload| problem.row_bytes(payload, self.pass);
+                let inputs: usize = stop.parts.iter().map(|part| part.carried.len()).sum();
+                // What is summed at a visit makes one hop after it, onward or home.
+                let sums: usize = stop.parts.iter().map(|part| part.summed.len()).sum();
+                let follower = self.follower(visit, owner).map_or(0, row);
+                bytes += (inputs * row(input(stop.travels)) + sums * follower) as u64;
+            }
+        }
+        bytes
+    }
+
+    /// Makes the schedules of all ranks, one after the other.
+    pub fn each(mut self, problem: &Problem, travels: Travels, mut take: impl FnMut(Schedule)) {
+        let (world_size, pass) = (problem.world_size, self.pass);
+        self.slots = self.slots_of_ranks(world_size);
+        for first in (0..world_size).step_by(NEIGHBOURS) {
+            let ranks = first..world_size.min(first + NEIGHBOURS);
+            for (rank, mut steps) in ranks.clone().zip(self.steps(ranks)) {
+                state::mark(&mut steps, problem, pass, rank);
+                steps.retain(|step| !step.is_idle());
+                take(Schedule { rank, world_size, pass, travels, steps });
+            }
+        }
+    }
+
+    /// What neighbours do, step by step, but for steps after the first with nothing to do.
+    fn steps(&self, ranks: Range<usize>) -> Vec<Vec<Step>> {
         // The sums of the last visit come home later.
         let last = self.visits.iter().map(|visit| visit.returns).max().unwrap_or(0);
-        let schedule = |rank| {
-            let mut steps: Vec<Step> = (0..=last).map(|t| self.step(rank, t)).collect();
-            state::mark(&mut steps, problem, self.pass, rank);
-            steps.retain(|step| !step.is_idle());
-            Schedule { rank, world_size, pass: self.pass, travels, steps }
+        let mut steps: Vec<Vec<Step>> = vec![vec![]; ranks.len()];
+        for t in 0..=last {
+            for (rank, steps) in ranks.clone().zip(&mut steps) {
+                let step = self.step(rank, t);
+                if t == 0 || !step.is_idle() {
+                    steps.push(step);
+                }
+            }
+        }
+        steps
+    }
+
+    fn slots_of_ranks(&self, world_size: usize) -> Vec<Slots> {
+        let homes = |visit: usize, owner: usize| self.sums_home(visit, owner).next().is_some();
+        let inputs = Inputs::new(&self.visits);
+        let slots = |rank: usize| {
+            let leave = |visit: usize| homes(visit, self.visits[visit].owners[rank]);
+            Slots::new(&self.visits, &inputs, leave, |visit| homes(visit, rank))
         };
-        (0..world_size).map(schedule).collect()
+        (0..world_size).map(slots).collect()
     }
 
     /// What `rank` does at step `t`.
@@ -127,29 +188,29 @@ impl Tour {
     /// Passes on the chunks that leave for another visit at step `t` and receives what others pass
     /// on.
     fn move_inputs(&self, rank: usize, t: usize, mail: &mut Mail) {
-        let leaving = self.visits.iter().enumerate().skip(1).filter(|(_, to)| to.leaves == t);
-        for (number, to) in leaving {
+        for &number in self.leaving.get(t).into_iter().flatten() {
+            let to = &self.visits[number];
             let from = &self.visits[to.source];
             let due = Due::Begin(number);
-            let transfers = |owner: usize, peer: usize, place: &dyn Fn(usize) -> Place| {
+            let carried = |owner: usize| {
                 let stop = &self.stops[number][owner];
-                let transfer = |(part, rows): (usize, Range<usize>)| {
-                    let chunk = Chunk { payload: input(stop.travels), owner, rows };
-                    (!chunk.rows.is_empty()).then_some(Transfer { chunk, peer, place: place(part) })
-                };
-                let carried = stop.parts.iter().map(|part| part.carried.clone());
-                carried.enumerate().filter_map(transfer).collect::<Vec<_>>()
+                let parts = stop.parts.iter().map(|part| part.carried.clone()).enumerate();
+                let chunk = move |rows| Chunk { payload: input(stop.travels), owner, rows };
+                let parts = parts.filter(|(_, rows)| !rows.is_empty());
+                parts.map(move |(part, rows)| (part, chunk(rows)))
             };
-            let held = |part| match to.source {
-                0 => Place::Home,
-                source => Place::Slot(self.slots[rank].input(source, part)),
-            };
-            let lands = |part| Place::Slot(self.slots[rank].input(number, part));
             let (sent, awaited) = (from.owners[rank], to.owners[rank]);
-            let sends = transfers(sent, to.ranks[sent], &held);
-            sends.into_iter().for_each(|transfer| mail.send(due, transfer));
-            let receives = transfers(awaited, from.ranks[awaited], &lands);
-            receives.into_iter().for_each(|transfer| mail.receive(due, transfer));
+            for (part, chunk) in carried(sent) {
+                let place = match to.source {
+                    0 => Place::Home,
+                    source => Place::Slot(self.slots[rank].input(source, part)),
+                };
+                mail.send(due, Transfer { chunk, peer: to.ranks[sent], place });
+            }
+            for (part, chunk) in carried(awaited) {
+                let place = Place::Slot(self.slots[rank].input(number, part));
+                mail.receive(due, Transfer { chunk, peer: from.ranks[awaited], place });
+            }
         }
     }
 
@@ -161,14 +222,14 @@ impl Tour {
             let own = stop.rectangles.iter().cloned();
             return own.map(|own| stop.tile(rank, owner, [Place::Home; 2], own)).collect();
         }
-        let cut = |rectangle: &Rectangle| {
-            let of_part = |(index, part): (usize, &Part)| {
-                let rectangle = rectangle.within(stop.travels, &part.rows)?;
-                Some(stop.tile(rank, owner, self.places(rank, visit, index), rectangle))
-            };
-            stop.parts.iter().enumerate().filter_map(of_part).collect::<Vec<_>>()
+        let pairs = stop.rectangles.iter().flat_map(|rectangle| {
+            stop.parts.iter().enumerate().map(move |(index, part)| (rectangle, index, part))
+        });
+        let cut = |(rectangle, index, part): (&Rectangle, usize, &Part)| {
+            let rectangle = rectangle.within(stop.travels, &part.rows)?;
+            Some(stop.tile(rank, owner, self.places(rank, visit, index), rectangle))
         };
-        stop.rectangles.iter().flat_map(cut).collect()
+        pairs.filter_map(cut).collect()
     }
 
     /// Where a rank has a part of the chunk of a visit, and where the sums of that.
@@ -178,7 +239,7 @@ impl Tour {
     }
 }
 
-impl Stop {
+impl Stop<'_> {
     /// The tile of a rectangle between the chunk of `owner`, which lies in the first of `places`
     /// and its sums in the second, and what `rank` keeps at home.
     pub fn tile(

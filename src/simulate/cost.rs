@@ -1,7 +1,5 @@
 //! What a schedule costs: the seconds of its tiles, the bytes of its messages and buffers.
 
-use std::collections::HashMap;
-
 use super::machine::Kernels;
 use crate::problem::{Pass, Problem};
 use crate::schedule::{Chunk, Payload, Place, Schedule, Step, Tile};
@@ -111,16 +109,23 @@ impl Costs<'_> {
     /// Bytes of all buffers of a rank for what travels, each as large as the largest chunk that it
     /// ever holds.
     pub fn buffers(&self, schedule: &Schedule) -> u64 {
-        let mut sizes: HashMap<(Payload, Place), u64> = HashMap::new();
+        // There are few buffers.
+        let mut sizes: Vec<(Payload, Place, u64)> = Vec::new();
         for step in &schedule.steps {
             let receives = step.exchanges.iter().flat_map(|exchange| &exchange.receives);
             let arriving = receives.map(|receive| (&receive.chunk, receive.place));
             let opened = step.opens.iter().map(|(chunk, slot)| (chunk, Place::Slot(*slot)));
             for (chunk, place) in arriving.chain(opened) {
-                let size = sizes.entry((chunk.payload, place)).or_default();
-                *size = self.chunk(chunk, schedule.pass).max(*size);
+                let size = self.chunk(chunk, schedule.pass);
+                let this = |known: &&mut (Payload, Place, u64)| {
+                    (known.0, known.1) == (chunk.payload, place)
+                };
+                match sizes.iter_mut().find(this) {
+                    Some(known) => known.2 = known.2.max(size),
+                    None => sizes.push((chunk.payload, place, size)),
+                }
             }
         }
-        sizes.values().sum()
+        sizes.iter().map(|(.., size)| size).sum()
     }
 }

@@ -1,9 +1,10 @@
 //! Messages from when one end has posted them to when they are through.
 
 use std::collections::{HashMap, VecDeque};
+use std::hash::{BuildHasherDefault, Hasher};
 
 use super::machine::Class;
-use crate::schedule::Chunk;
+use super::script::{Parcel, What};
 
 /// Which end of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,8 +27,8 @@ pub(super) struct End {
 
 /// A message.
 #[derive(Debug)]
-pub(super) struct Message<'a> {
-    pub chunk: &'a Chunk,
+pub(super) struct Message {
+    pub what: What,
     pub class: Class,
     pub bytes: u64,
     /// Of the sender and of the receiver, as far as they have posted it.
@@ -55,48 +56,63 @@ struct Group {
 }
 
 /// All messages that are not through, under numbers that are used again.
-pub(super) struct Messages<'a> {
-    all: Vec<Option<Message<'a>>>,
+pub(super) struct Messages {
+    all: Vec<Option<Message>>,
     free: Vec<usize>,
     /// Messages between two ranks that only one of them has posted, in order.
-    routes: HashMap<(usize, usize), VecDeque<usize>>,
+    routes: HashMap<(u32, u32), VecDeque<usize>, BuildHasherDefault<Mixed>>,
     queues: Vec<[Queue; 2]>,
 }
 
-impl<'a> Message<'a> {
+impl Message {
     /// The ends, once both are there.
     pub fn ends(&self) -> Option<[End; 2]> {
         Some([self.ends[0]?, self.ends[1]?])
     }
 }
 
-/// What one end says about a message.
-pub(super) struct Post<'a> {
-    pub side: Side,
+/// Who posts an end of a message.
+pub(super) struct From {
     pub rank: usize,
-    pub peer: usize,
     pub step: usize,
     pub exchange: u64,
-    pub chunk: &'a Chunk,
-    pub class: Class,
-    pub bytes: u64,
 }
 
-impl<'a> Messages<'a> {
-    pub fn new(world_size: usize) -> Messages<'a> {
-        let queues = std::iter::repeat_with(Default::default).take(world_size).collect();
-        Messages { all: vec![], free: vec![], routes: HashMap::new(), queues }
+/// Hashes pairs of ranks, which nobody chooses to collide.
+#[derive(Default)]
+struct Mixed(u64);
+
+impl Hasher for Mixed {
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u32(u32::from(*byte)));
     }
 
-    pub fn get(&self, number: usize) -> Option<&Message<'a>> {
+    fn write_u32(&mut self, number: u32) {
+        self.0 = (self.0 ^ u64::from(number)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+impl Messages {
+    pub fn new(world_size: usize) -> Messages {
+        let queues = std::iter::repeat_with(Default::default).take(world_size).collect();
+        Messages { all: vec![], free: vec![], routes: HashMap::default(), queues }
+    }
+
+    pub fn get(&self, number: usize) -> Option<&Message> {
         self.all.get(number)?.as_ref()
     }
 
-    /// One end posts a message: its number, or the chunk that the other end expects instead.
-    pub fn post(&mut self, post: &Post<'a>, now: f64) -> Result<usize, &'a Chunk> {
-        let Post { side, rank, peer, step, exchange, chunk, class, bytes } = *post;
-        let key = if side == Side::Send { (rank, peer) } else { (peer, rank) };
-        let route = self.routes.entry(key).or_default();
+    /// One end posts a message: its number, or what the other end expects instead.
+    pub fn post(&mut self, from: &From, parcel: &Parcel, now: f64) -> Result<usize, What> {
+        let From { rank, step, exchange } = *from;
+        let Parcel { side, bytes, class, what, .. } = *parcel;
+        let peer = parcel.peer as usize;
+        let (from, to) = if side == Side::Send { (rank, peer) } else { (peer, rank) };
+        let route = self.routes.entry((from as u32, to as u32)).or_default();
         let all = &self.all;
         let lacks_side = |&&number: &&usize| {
             all[number].as_ref().is_some_and(|message| message.ends[side as usize].is_none())
@@ -109,7 +125,7 @@ impl<'a> Messages<'a> {
             }
             None => {
                 let message =
-                    Message { chunk, class, bytes, ends: [None; 2], posted: now, started: None };
+                    Message { what, class, bytes, ends: [None; 2], posted: now, started: None };
                 let number = self.free.pop().unwrap_or(self.all.len());
                 if number == self.all.len() {
                     self.all.push(None);
@@ -121,8 +137,8 @@ impl<'a> Messages<'a> {
         };
         let turn = self.queues[rank][class as usize].take_turn(exchange, number);
         if let Some(message) = &mut self.all[number] {
-            if message.chunk != chunk {
-                return Err(message.chunk);
+            if message.what != what {
+                return Err(message.what);
             }
             message.ends[side as usize] = Some(End { rank, step, exchange, turn });
             message.posted = now;
@@ -144,7 +160,7 @@ impl<'a> Messages<'a> {
     }
 
     /// A message is through: it, and the messages whose turn may have come.
-    pub fn finish(&mut self, number: usize, next: &mut Vec<usize>) -> Option<Message<'a>> {
+    pub fn finish(&mut self, number: usize, next: &mut Vec<usize>) -> Option<Message> {
         let message = self.all[number].take()?;
         self.free.push(number);
         for end in message.ends.into_iter().flatten() {
@@ -154,10 +170,10 @@ impl<'a> Messages<'a> {
     }
 
     /// A message that only one end has posted, if there is one.
-    pub fn lonely(&self) -> Option<(End, Side, &'a Chunk)> {
+    pub fn lonely(&self) -> Option<(End, Side, What)> {
         self.all.iter().flatten().find_map(|message| match message.ends {
-            [Some(end), None] => Some((end, Side::Send, message.chunk)),
-            [None, Some(end)] => Some((end, Side::Receive, message.chunk)),
+            [Some(end), None] => Some((end, Side::Send, message.what)),
+            [None, Some(end)] => Some((end, Side::Receive, message.what)),
             _ => None,
         })
     }

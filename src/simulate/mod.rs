@@ -8,18 +8,28 @@
 //! of one exchange move together. Links are full duplex, and messages that use one at the same time
 //! share it.
 //!
+//! A [`Method`] may also exchange rows for heads, before and after a schedule, on the same clock.
+//!
 //! What is left out: how fast memory is, delta and casts, and that kernels leave a part of the
 //! processor to messages.
 
+mod choose;
 mod clock;
 mod cost;
+mod estimate;
+mod heads;
 mod machine;
 mod messages;
+mod method;
 mod report;
+mod script;
 mod walk;
 mod wires;
 
+pub use choose::{Candidate, Choice, choose};
 pub use cost::tile_flops;
+pub use estimate::{Cost, cost};
 pub use machine::{Class, Kernels, Link, Machine, Named, Network, named};
+pub use method::{Method, predict};
 pub use report::{Activity, Bytes, Event, RankReport, Report};
 pub use walk::simulate;

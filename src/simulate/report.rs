@@ -88,8 +88,8 @@ pub struct Event {
 pub struct Report {
     /// Which pass.
     pub pass: Pass,
-    /// Which side travels.
-    pub travels: Travels,
+    /// Which side travels, where one does.
+    pub travels: Option<Travels>,
     /// Seconds until the last rank is through.
     pub seconds: f64,
     /// What each rank does.

@@ -1,14 +1,15 @@
 //! Lets all ranks walk their schedules at once.
 
 use super::clock::Clock;
-use super::cost::{Costs, Halves, tile_flops};
+use super::cost::{Costs, Halves};
 use super::machine::{Class, Machine};
-use super::messages::{Messages, Post, Side};
+use super::messages::{From, Messages, Side};
 use super::report::{Activity, Event, RankReport, Report};
+use super::script::{Errand, Group, Script};
 use super::wires::{Forecast, Wires};
 use crate::error::{Error, Result};
 use crate::problem::{Pass, Problem, Travels};
-use crate::schedule::{Due, Exchange, Schedule, Step};
+use crate::schedule::{Due, Schedule};
 
 /// Times the schedules of all ranks for one pass of `problem` on `machine`.
 ///
@@ -24,18 +25,31 @@ pub fn simulate(problem: &Problem, schedules: &[Schedule], machine: &Machine) ->
         }
     }
     let costs = Costs { problem, kernels: &machine.kernels };
-    let mut simulation = Simulation {
-        machine,
-        clock: Clock::new(),
-        wires: Wires::new(machine, schedules.len()),
-        messages: Messages::new(schedules.len()),
-        ranks: schedules.iter().map(|schedule| Rank::new(&costs, schedule)).collect(),
-        timeline: Vec::new(),
-        costs,
-    };
-    simulation.run()?;
+    let script = |schedule: &Schedule| Script::of(&costs, schedule, &machine.network);
+    let scripts: Vec<Script> = schedules.iter().map(script).collect();
     let (pass, travels) = (schedules.first())
         .map_or((Pass::Forward, Travels::Keys), |schedule| (schedule.pass, schedule.travels));
+    run(pass, Some(travels), &scripts, machine, true)
+}
+
+/// Lets all ranks do what their scripts say, on a machine that is known to be valid; `tells` whether the report has a timeline.
+pub(super) fn run(
+    pass: Pass,
+    travels: Option<Travels>,
+    scripts: &[Script<'_>],
+    machine: &Machine,
+    tells: bool,
+) -> Result<Report> {
+    let mut simulation = Simulation {
+        machine,
+        tells,
+        clock: Clock::new(),
+        wires: Wires::new(machine, scripts.len()),
+        messages: Messages::new(scripts.len()),
+        ranks: scripts.iter().map(Rank::new).collect(),
+        timeline: Vec::new(),
+    };
+    simulation.run()?;
     let ranks: Vec<RankReport> = simulation.ranks.into_iter().map(|rank| rank.report).collect();
     let seconds = ranks.iter().map(|rank| rank.end).fold(0.0, f64::max);
     let mut timeline = simulation.timeline;
@@ -72,7 +86,7 @@ struct Flight {
 }
 
 struct Rank<'a> {
-    schedule: &'a Schedule,
+    script: &'a Script<'a>,
     stand: Stand,
     exchanges: u64,
     flights: Vec<Flight>,
@@ -85,46 +99,38 @@ struct Rank<'a> {
 
 struct Simulation<'a> {
     machine: &'a Machine,
-    costs: Costs<'a>,
+    /// Whether there is a timeline.
+    tells: bool,
     clock: Clock<Happening>,
     wires: Wires,
-    messages: Messages<'a>,
+    messages: Messages,
     ranks: Vec<Rank<'a>>,
     timeline: Vec<Event>,
 }
 
 impl<'a> Rank<'a> {
-    fn new(costs: &Costs<'_>, schedule: &'a Schedule) -> Rank<'a> {
-        let tiles = || schedule.steps.iter().flat_map(|step| &step.tiles);
-        let flops = |tile| tile_flops(costs.problem, schedule.pass, tile);
-        let report = RankReport {
-            steps: schedule.steps.len(),
-            tiles: tiles().count(),
-            flops: tiles().map(flops).sum(),
-            buffer_bytes: costs.buffers(schedule),
-            ..RankReport::default()
-        };
+    fn new(script: &'a Script<'a>) -> Rank<'a> {
         Rank {
-            schedule,
+            script,
             stand: Stand::Begin(0),
             exchanges: 0,
             flights: vec![],
             waiting: None,
             rest: 0.0,
-            report,
+            report: script.report.clone(),
         }
     }
 
-    fn step(&self) -> Option<&'a Step> {
+    fn step(&self) -> Option<&'a Errand> {
         match self.stand {
-            Stand::Begin(at) | Stand::Fold(at) => self.schedule.steps.get(at),
+            Stand::Begin(at) | Stand::Fold(at) => self.script.steps.get(at),
             Stand::Over => None,
         }
     }
 
     /// Index of the step that it is at, of the last one after that.
     fn index(&self) -> usize {
-        self.step().or(self.schedule.steps.last()).map_or(0, |step| step.index)
+        self.step().or(self.script.steps.last()).map_or(0, |step| step.index)
     }
 
     /// Has everything come that must have, to go on?
@@ -139,7 +145,7 @@ impl<'a> Rank<'a> {
     }
 }
 
-impl<'a> Simulation<'a> {
+impl Simulation<'_> {
     fn run(&mut self) -> Result<()> {
         for rank in 0..self.ranks.len() {
             self.go_on(rank)?;
@@ -202,11 +208,10 @@ impl<'a> Simulation<'a> {
         let (now, stand) = (self.clock.now(), self.ranks[rank].stand);
         let (seconds, index) = match (stand, self.ranks[rank].step()) {
             (Stand::Begin(at), Some(step)) => {
-                for exchange in &step.exchanges {
-                    self.post(rank, step.index, exchange)?;
+                for group in self.ranks[rank].script.groups(step) {
+                    self.post(rank, step.index, group)?;
                 }
-                let Halves { before, after } =
-                    self.costs.step(self.ranks[rank].schedule.pass, step);
+                let Halves { before, after } = step.work;
                 self.ranks[rank].rest = after;
                 self.ranks[rank].stand = Stand::Fold(at);
                 (before, step.index)
@@ -225,38 +230,21 @@ impl<'a> Simulation<'a> {
         Ok(seconds)
     }
 
-    fn post(&mut self, rank: usize, step: usize, exchange: &'a Exchange) -> Result<()> {
+    fn post(&mut self, rank: usize, step: usize, group: &Group) -> Result<()> {
         let now = self.clock.now();
-        let Exchange { sends, receives, due } = exchange;
-        let number = self.ranks[rank].exchanges;
+        let exchange = self.ranks[rank].exchanges;
         self.ranks[rank].exchanges += 1;
-        let left = sends.len() + receives.len();
-        if left == 0 {
-            return Ok(());
-        }
-        self.ranks[rank].flights.push(Flight { exchange: number, due: *due, left });
-        let mut slow = Vec::new();
-        let sides = [(Side::Send, sends), (Side::Receive, receives)];
-        let mut posted = Vec::with_capacity(left);
-        for (side, transfer) in sides.iter().flat_map(|(side, t)| t.iter().map(move |t| (*side, t)))
-        {
-            let (chunk, peer) = (&transfer.chunk, transfer.peer);
-            let class = self.machine.network.class(rank, peer);
-            let bytes = self.costs.chunk(chunk, self.ranks[rank].schedule.pass);
-            if side == Side::Send {
-                self.ranks[rank].report.sent.add(class, bytes);
-                let hop = (chunk.payload, chunk.owner, peer);
-                if class == Class::Between && !slow.contains(&hop) {
-                    slow.push(hop);
-                }
-            }
-            let post = Post { side, rank, peer, step, exchange: number, chunk, class, bytes };
-            posted.push(self.messages.post(&post, now).map_err(|expected| {
-                let what = format!("posts {chunk} where rank {peer} has {expected}");
+        let parcels = self.ranks[rank].script.parcels(group);
+        self.ranks[rank].flights.push(Flight { exchange, due: group.due, left: parcels.len() });
+        let from = From { rank, step, exchange };
+        let mut posted = Vec::with_capacity(parcels.len());
+        for parcel in parcels {
+            posted.push(self.messages.post(&from, parcel, now).map_err(|expected| {
+                let (what, peer) = (parcel.what, parcel.peer);
+                let what = format!("posts {what} where rank {peer} has {expected}");
                 Error::BrokenSchedule { rank, step, what }
             })?);
         }
-        self.ranks[rank].report.slow_hops += slow.len();
         self.start(&posted);
         Ok(())
     }
@@ -315,7 +303,7 @@ impl<'a> Simulation<'a> {
     }
 
     fn record(&mut self, rank: usize, step: usize, activity: Activity, start: f64, end: f64) {
-        if start < end {
+        if self.tells && start < end {
             self.timeline.push(Event { rank, step, activity, start, end });
         }
     }

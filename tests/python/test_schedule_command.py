@@ -113,6 +113,36 @@ def test_ranks_of_a_node_may_share_their_link(schedule):
     assert seconds[0] < seconds[1]
 
 
+@pytest.mark.parametrize("name", ["ulysses", "hybrid"])
+def test_rows_are_exchanged_for_heads(schedule, tmp_path, name):
+    pytest.importorskip("matplotlib")
+    arguments = "--world 8 --seq 65536 --heads 32 --kv-heads 8 --causal --ranks-per-node 4"
+    path = tmp_path / "schedule.png"
+    found = json.loads(schedule(f"{arguments} --schedule {name} --json --plot {path}"))
+    travels = {"ulysses": "heads", "hybrid": "keys"}[name]
+    assert [each["travels"] for each in found["passes"]] == [travels, travels]
+    forward = found["passes"][0]
+    # q, k and v there, o and lse back; of each rank's a part goes to every other one of its group.
+    exchanged = 65536 * (128 * 2 * (32 + 2 * 8) + 32 * (2 * 128 + 4))
+    sent = forward["sent"]
+    if name == "ulysses":
+        assert sent == {"within": exchanged * 3 / 8, "between": exchanged * 4 / 8}
+        assert len({rank["flops"] for rank in forward["ranks"]}) == 1
+    else:
+        assert sent["within"] == exchanged * 3 / 4
+        assert sent["between"] == 65536 / 2 * 8 * 256 * 2
+    assert all(rank["exposed"] > 0 for rank in forward["ranks"])
+    assert size(path)[0] > 1000
+    text = schedule(f"{arguments} --schedule {name}")
+    assert f"schedule {name} on" in text
+    assert f"forward, {travels} travel" in text
+
+
+def test_heads_that_cannot_be_divided_say_so(schedule):
+    error = schedule(f"{PROBLEM} --schedule ulysses --heads 12 --kv-heads 4", code=2)
+    assert "query heads must be a multiple of the 8 ranks that divide them, got 12" in error
+
+
 def test_windows_and_other_masks(schedule):
     flops = {}
     for mask in ("", "--causal", "--window 127 0", "--causal --window 127 5", "--window -1 0"):
@@ -165,7 +195,7 @@ def test_plot_without_matplotlib_says_what_to_install(schedule, tmp_path, monkey
         ("--latency-us -1", "latency within a node must be at least 0"),
         ("--kv-heads 5", "query heads must be a multiple of key/value heads (5), got 32"),
         ("--backward both", "both"),
-        ("--schedule maypole", 'double_ring, balanced or all_gather, got "maypole"'),
+        ("--schedule maypole", 'balanced or all_gather, got "maypole"; or ulysses or hybrid'),
         ("--dtype int8", "bfloat16"),
         ("--world 0", "expected a whole number of at least 1, got '0'"),
         ("--plot schedule.pdf", "expected a file *.png, got schedule.pdf"),
