@@ -38,7 +38,7 @@ fn calls(worlds: impl IntoIterator<Item = usize>, tokens: &[usize]) -> Vec<Call>
     let some = worlds.iter().copied().filter(|world_size| [2, 4, 6, 8].contains(world_size));
     let others = problems(some, &tokens[..1]).into_iter().flat_map(|problem| {
         let double = Family::DoubleRing { inner: problem.world_size / 2 };
-        [double, Family::AllGather].map(|family| (problem.clone(), family))
+        [double, Family::AllGather, Family::Balanced].map(|family| (problem.clone(), family))
     });
     let call = |(problem, family): (Problem, Family)| {
         let problem = in_bfloat16(problem);

@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 use burst_attention_kernels::images::IMAGES;
 use burst_attention_kernels::instances::{Instance, Target};
 use burst_attention_kernels::launch::{
-    Delta, Finish, Forward, KeyGrads, Launch, LaunchError, Merge, QueryGrads, layout,
+    Delta, Finish, Forward, Join, KeyGrads, Launch, LaunchError, Merge, QueryGrads, layout,
 };
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -22,6 +22,7 @@ enum Request {
     Delta(Delta),
     Finish(Finish),
     Merge(Merge),
+    Join(Join),
 }
 
 impl Request {
@@ -33,6 +34,7 @@ impl Request {
             Request::Delta(description) => description.launches(target),
             Request::Finish(description) => description.launches(target),
             Request::Merge(description) => description.launches(target),
+            Request::Join(description) => description.launches(target),
         }
     }
 }

@@ -153,8 +153,8 @@ def attention(
       schedule: how chunks travel. ``ring``: from rank to rank. With a pair of axes a double ring:
         chunks of another node cross a slow link once, while those before them go round their inner
         ring. ``balanced``: ranks that would be idle under a causal mask in the contiguous layout
-        compute for the others; not on GPUs yet. ``all_gather``: straight from their owner, two at a
-        time. ``auto``: ``ring``.
+        compute for the others. ``all_gather``: straight from their owner, two at a time. ``auto``:
+        ``ring``.
       backward: what travels in the backward ring: ``keys``, ``queries``, or ``auto``, the one that
         sends fewer bytes.
       return_residual: also return lse.
@@ -211,7 +211,7 @@ def _ring(arguments: dict[str, Any], query: jax.Array, key: jax.Array, *, has_si
     _checks.all_axes_manual(mesh)
     world_size = math.prod(mesh.shape[name] for name in axes)
     platform = _checks.devices(mesh, query.dtype)
-    schedule = _checks.schedule(arguments["schedule"], axes, platform)
+    schedule = _checks.schedule(arguments["schedule"], axes)
     for name, x in (("query", query), ("key", key)):
         _checks.shard_length(name, x.shape[1], arguments["layout"])
     positions = world_size * max(query.shape[1], key.shape[1])

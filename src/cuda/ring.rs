@@ -52,7 +52,7 @@ pub struct Tape {
 
 impl Call {
     fn schedules(&self) -> Arc<Vec<Schedule>> {
-        // No kernel merges the softmax states that queries would bring home.
+        // The softmax states that queries bring home are float32, and need a kernel to join them.
         let keys = (self.pass == Pass::Forward).then_some(Travels::Keys);
         schedule::kept(&self.problem, self.family, self.pass, self.travels.or(keys))
             .expect("the family fits the number of ranks")

@@ -116,7 +116,7 @@ pub fn statistics(problem: &Problem, rows: Range<usize>, address: u64) -> (Vec<A
 fn packed(problem: &Problem, pass: Pass, chunk: &Chunk) -> u64 {
     let whole = chunk.rows == (0..problem.q_len);
     match (chunk.payload, pass) {
-        (Payload::Queries, Pass::Backward) if !whole => {
+        (Payload::Queries, Pass::Backward) | (Payload::Partial, _) if !whole => {
             statistics(problem, chunk.rows.clone(), 0).1
         }
         _ => 0,

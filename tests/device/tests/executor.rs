@@ -92,8 +92,6 @@ impl<'a> Setup<'a> {
 
     /// One pass; the largest ratio of an error to that of plain float32.
     fn pass(&mut self, pass: Pass, travels: Option<Travels>, seed: u64) -> Result<f64, String> {
-        // In the forward pass keys travel.
-        let travels = travels.filter(|_| pass == Pass::Backward);
         let problem = self.ring.problem.clone();
         let call = Call { problem, family: self.family, pass, travels };
         let stages = self.enqueue(&call);
@@ -210,6 +208,9 @@ fn other_schedules_compute_attention() {
     let double = Family::DoubleRing { inner: 2 };
     const SIX: Problem = Problem { world_size: 6, q_len: 4, kv_len: 4, ..PROBLEM };
     let full = Window::FULL;
+    let features =
+        Features { segments: true, slopes: true, soft_cap: Some(2.0), dropout: Some(0.3) };
+    let featured = Problem { features, value_dim: 24, ..PROBLEM };
     for (family, problem, travels, one_device) in [
         (double, Problem { layout: Layout::Zigzag, ..PROBLEM }, Travels::Keys, false),
         (double, Problem { window: full, ..SIX }, Travels::Queries, false),
@@ -222,6 +223,16 @@ fn other_schedules_compute_attention() {
         (Family::AllGather, PROBLEM, Travels::Queries, false),
         (Family::AllGather, Problem { layout: Layout::Zigzag, ..SIX }, Travels::Keys, false),
         (Family::AllGather, Problem { window: full, ..PROBLEM }, Travels::Keys, true),
+        (Family::Balanced, PROBLEM, Travels::Keys, false),
+        (Family::Balanced, SIX, Travels::Queries, false),
+        (
+            Family::Balanced,
+            Problem { world_size: 5, q_len: 6, kv_len: 6, ..SIX },
+            Travels::Keys,
+            false,
+        ),
+        (Family::Balanced, featured, Travels::Keys, false),
+        (Family::Balanced, Problem { dtype: Dtype::F16, ..PROBLEM }, Travels::Queries, true),
     ] {
         assert_family_right(family, &problem, Some(travels), one_device);
     }

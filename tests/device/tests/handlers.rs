@@ -55,13 +55,16 @@ fn pass(handlers: &Handlers, call: &Call, world: &mut World, shards: &[Shard], s
 
 /// Forward, then backward from its results, in memory where nothing else was written.
 fn both_passes(problem: &Problem, travels: Travels, seed: u64) {
+    both_passes_of(Family::Ring, problem, travels, seed);
+}
+
+fn both_passes_of(family: Family, problem: &Problem, travels: Travels, seed: u64) {
     let ring = Ring::new(problem.clone(), seed);
     let handlers = Handlers::new(problem.world_size);
     let mut world = World::new();
     let shards = ring.place(&mut world, |rank| rank);
-    let call =
-        |pass, travels| Call { problem: problem.clone(), family: Family::Ring, pass, travels };
-    let case = || format!("{travels:?} travel, seed {seed}, {problem:?}");
+    let call = |pass, travels| Call { problem: problem.clone(), family, pass, travels };
+    let case = || format!("{family}, {travels:?} travel, seed {seed}, {problem:?}");
     pass(&handlers, &call(Pass::Forward, None), &mut world, &shards, seed);
     ring.check_forward(&world, &shards).unwrap_or_else(|what| panic!("{}: {what}", case()));
     pass(&handlers, &call(Pass::Backward, Some(travels)), &mut world, &shards, seed);
@@ -101,6 +104,20 @@ fn so_do_windows_and_all_features() {
         let window = Window { left: Some(9), right: Some(2) };
         let problem = Problem { features, window, value_dim: 24, ..problem(2, layout) };
         both_passes(&problem, *travels, 6);
+    }
+}
+
+#[test]
+fn so_do_the_other_schedules() {
+    let double = Family::DoubleRing { inner: 2 };
+    for (family, layout) in [
+        (double, Layout::Zigzag),
+        (Family::Balanced, Layout::Contiguous),
+        (Family::AllGather, Layout::Striped),
+    ] {
+        for (seed, travels) in [(7, Travels::Keys), (8, Travels::Queries)] {
+            both_passes_of(family, &problem(4, layout), travels, seed);
+        }
     }
 }
 

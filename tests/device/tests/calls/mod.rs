@@ -9,6 +9,7 @@ use burst_attention::cuda::nccl::Comm;
 use burst_attention::cuda::rank::{Arrays, Extras};
 use burst_attention::cuda::record::{Recorder, images, nccl};
 use burst_attention::cuda::ring::Call;
+use burst_attention::schedule::Family;
 use burst_attention::{Dtype, Pass, Problem, Travels};
 use burst_attention_ffi::cuda::{Platform, Spread, Stage, instantiate, run};
 use burst_attention_ffi::sys;
@@ -105,6 +106,12 @@ fn attributes(call: &Call) -> Vec<(String, FakeAttribute)> {
     let limit = |limit: Option<usize>| s64(limit.map_or(-1, |limit| limit as i64));
     // Two rings, so that there is more than one group.
     let ids: Vec<u8> = (0..2 * world_size as i64).flat_map(i64::to_ne_bytes).collect();
+    let (schedule, inner) = match call.family {
+        Family::Ring => ("ring", 0),
+        Family::DoubleRing { inner } => ("double_ring", inner),
+        Family::Balanced => ("balanced", 0),
+        Family::AllGather => ("all_gather", 0),
+    };
     let groups = FakeAttribute::Array(sys::XLA_FFI_DataType_S64, 2 * world_size, ids);
     let mut entries = vec![
         ("world_size".into(), s64(world_size as i64)),
@@ -116,8 +123,8 @@ fn attributes(call: &Call) -> Vec<(String, FakeAttribute)> {
         ("has_segments".into(), flag(features.segments)),
         ("has_slopes".into(), flag(features.slopes)),
         ("dropout_rate".into(), f32(features.dropout.unwrap_or(0.0))),
-        ("schedule".into(), text("ring")),
-        ("inner_size".into(), s64(0)),
+        ("schedule".into(), text(schedule)),
+        ("inner_size".into(), s64(inner as i64)),
         ("axis_name".into(), text("context")),
         ("groups".into(), groups),
         ("communication_id".into(), s64(COMMUNICATION_ID)),
