@@ -37,7 +37,7 @@ struct Setup<'a> {
     recorder: Recorder,
     executor: Executor,
     devices: Vec<Stream>,
-    comms: Vec<Comm>,
+    comms: Vec<[Comm; 2]>,
 }
 
 impl<'a> Setup<'a> {
@@ -49,7 +49,9 @@ impl<'a> Setup<'a> {
         let executor = Executor::new(Box::new(recorder.clone()), images);
         let devices: Vec<_> =
             (0..if one_device { 1 } else { ranks }).map(|_| recorder.add_device()).collect();
-        let comm = |(rank, device): (usize, &Stream)| recorder.add_comm(rank, ranks, *device);
+        let comm = |(rank, device): (usize, &Stream)| {
+            [(); 2].map(|()| recorder.add_comm(rank, ranks, *device))
+        };
         let comms = devices.iter().enumerate().map(comm).collect();
         Setup { ring, family, shards, world, recorder, executor, devices, comms }
     }
@@ -85,9 +87,12 @@ impl<'a> Setup<'a> {
         if self.devices.len() < ranks {
             return act(self, Share::All, device);
         }
-        let comm = (ranks > 1).then(|| Communicator::new(nccl(), self.comms[rank], ranks));
-        let comm = comm.map(|comm| comm.expect("a communicator of the ring"));
-        act(self, Share::Rank(comm.as_ref()), device);
+        let count = if ranks == 1 { 0 } else { 1 + usize::from(call.family.has_far_links(ranks)) };
+        let comm = |comm: &Comm| {
+            Communicator::new(nccl(), *comm, ranks).expect("a communicator of the ring")
+        };
+        let comms: Vec<_> = self.comms[rank][..count].iter().map(comm).collect();
+        act(self, Share::Rank(&comms), device);
     }
 
     /// One pass; the largest ratio of an error to that of plain float32.

@@ -129,6 +129,14 @@ fn the_communicator_is_asked_for_under_a_number_of_our_own() {
     let gpu = rank.runtime.context.gpu.as_deref().expect("it has one");
     assert_eq!(gpu.requests(), [(vec![vec![0, 1], vec![2, 3]], COMMUNICATION_ID)]);
 
+    let call = double(Pass::Forward, None);
+    let both = Handlers::new(call.problem.world_size);
+    let rank = self::rank(&both, &call, 0);
+    assert_eq!(rank.all(both.platform, Pass::Forward), Ok(()));
+    let gpu = rank.runtime.context.gpu.as_deref().expect("it has one");
+    let numbers: Vec<_> = gpu.requests().into_iter().map(|(_, number)| number).collect();
+    assert_eq!(numbers, [COMMUNICATION_ID, COMMUNICATION_ID + 1], "slow links have their own");
+
     let (alone, call) = (Handlers::new(1), forward(1));
     let rank = self::rank(&alone, &call, 0);
     assert_eq!(rank.all(alone.platform, Pass::Forward), Ok(()));
@@ -139,6 +147,12 @@ fn the_communicator_is_asked_for_under_a_number_of_our_own() {
 fn forward(world_size: usize) -> Call {
     let problem = problem(world_size, Layout::Zigzag);
     Call { problem, family: Family::Ring, pass: Pass::Forward, travels: None }
+}
+
+/// Over two nodes of two ranks.
+fn double(pass: Pass, travels: Option<Travels>) -> Call {
+    let problem = problem(4, Layout::Zigzag);
+    Call { problem, family: Family::DoubleRing { inner: 2 }, pass, travels }
 }
 
 fn backward(travels: Travels) -> Call {
@@ -166,8 +180,10 @@ fn stages(handlers: &Handlers, rank: &RankCall) -> Result<(), XlaError> {
 
 #[test]
 fn every_call_that_fails_becomes_an_error_and_the_next_run_works() {
-    for call in [forward(2), backward(Travels::Keys), backward(Travels::Queries)] {
-        let whole = Handlers::new(2);
+    let double = double(Pass::Backward, Some(Travels::Keys));
+    for call in [forward(2), backward(Travels::Keys), backward(Travels::Queries), double] {
+        let ranks = call.problem.world_size;
+        let whole = Handlers::new(ranks);
         let rank_of = |handlers: &Handlers| {
             let rank = rank(handlers, &call, 0);
             assert_eq!(rank.instantiate(call.pass), Ok(()));
@@ -181,7 +197,7 @@ fn every_call_that_fails_becomes_an_error_and_the_next_run_works() {
         let names = whole.recorder.calls();
         assert!(names.len() > 30, "driver and NCCL are called often: {names:?}");
         for (n, name) in names.iter().enumerate() {
-            let handlers = Handlers::new(2);
+            let handlers = Handlers::new(ranks);
             let rank = rank_of(&handlers);
             handlers.recorder.fail_at(n);
             let failed = stages(&handlers, &rank);
@@ -191,10 +207,10 @@ fn every_call_that_fails_becomes_an_error_and_the_next_run_works() {
             assert!(message.contains("ring over mesh axis \"context\""), "{message}");
             let is_network = name.starts_with("nccl") && !name.starts_with("ncclComm");
             if is_network {
-                assert!(message.contains("rank 0 of 2"), "{message}");
+                assert!(message.contains(&format!("rank 0 of {ranks}")), "{message}");
             }
             if *name == "ncclSend" || *name == "ncclRecv" {
-                assert!(message.contains("peer rank 1"), "{message}");
+                assert!(message.contains("peer rank "), "{message}");
             }
             assert!(!group_is_open(), "{name}, call {n}, leaves a group open");
             assert_eq!(handlers.recorder.pushed(), 0, "{name}, call {n}, leaves its context");
@@ -252,7 +268,7 @@ fn a_communicator_that_is_not_the_rings_or_is_broken_is_refused() {
     let (handlers, call) = (Handlers::new(2), forward(2));
     let rank = rank(&handlers, &call, 0);
     assert_eq!(rank.all(handlers.platform, Pass::Forward), Ok(()));
-    handlers.recorder.set_async_error(handlers.devices[0].1, 6);
+    handlers.recorder.set_async_error(handlers.devices[0].1[0], 6);
     let (_, message) = rank.stage(handlers.platform, Stage::Execute).expect_err("refused");
     for part in ["ncclCommGetAsyncError", "rank 0 of 2", "code 6"] {
         assert!(message.contains(part), "{part} in {message}");
@@ -266,7 +282,7 @@ fn a_communicator_that_is_not_the_rings_or_is_broken_is_refused() {
 #[test]
 fn a_communicator_that_does_not_block_is_asked_until_it_is_done() {
     let (handlers, call) = (Handlers::new(2), forward(2));
-    handlers.recorder.set_in_progress(handlers.devices[0].1, 3, 0);
+    handlers.recorder.set_in_progress(handlers.devices[0].1[0], 3, 0);
     let rank = rank(&handlers, &call, 0);
     assert_eq!(rank.all(handlers.platform, Pass::Forward), Ok(()));
     assert_eq!(handlers.recorder.violations(), [""; 0]);

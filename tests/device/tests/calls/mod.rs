@@ -27,7 +27,8 @@ pub type XlaError = (u32, String);
 pub struct Handlers {
     pub recorder: Recorder,
     pub platform: &'static Platform,
-    pub devices: Vec<(Stream, Comm)>,
+    /// Stream and two communicators of each.
+    pub devices: Vec<(Stream, [Comm; 2])>,
 }
 
 impl Handlers {
@@ -36,7 +37,7 @@ impl Handlers {
         let platform = Platform::new(Box::new(recorder.clone()), images, || Ok(nccl()));
         let device = |rank| {
             let stream = recorder.add_device();
-            (stream, recorder.add_comm(rank, world_size, stream))
+            (stream, [(); 2].map(|()| recorder.add_comm(rank, world_size, stream)))
         };
         let devices = (0..world_size).map(device).collect();
         // Handlers want it for as long as the process.
@@ -45,8 +46,9 @@ impl Handlers {
 
     /// A rank's call, not instantiated yet.
     pub fn rank(&self, call: &Call, rank: usize, arrays: Arrays, workspace: u64) -> RankCall {
-        let (stream, comm) = self.devices[rank];
-        let runtime = FakeRuntime::new(5, 1, rank as i32).on_gpu(FakeGpu::new(stream.0, comm.0));
+        let (stream, comms) = self.devices[rank];
+        let gpu = FakeGpu::new(stream.0, &comms.map(|comm| comm.0));
+        let runtime = FakeRuntime::new(5, 1, rank as i32).on_gpu(gpu);
         let (args, rets) = buffers(call, arrays, workspace);
         RankCall { runtime, attributes: attributes(call), args, rets, spread: Spread::Devices }
     }
