@@ -1,17 +1,19 @@
-"""The ring on one GPU: right by float64, at ease beside XLA's collectives, and how fast.
+"""The ring on a GPU: right by float64, at ease beside XLA's collectives, and how fast.
 
 One command, under ten minutes, for a machine with an NVIDIA GPU and jax[cuda13] 0.11.2 or newer,
 but no Rust: with the built wheel installed, or `--wheel dist/….whl`. Its parts:
 
   one        the shared cases on a ring of one, forward and gradients, against float64
-  virtual    all ranks of a ring on the one GPU, copies instead of messages: every layout and mode
+  virtual    all ranks of a ring on the one GPU, copies instead of messages: every layout, mode and
+             schedule
   features   windows, segments, soft cap, slopes, sinks, dropout, widths, cross attention: one
              rank with all gradients, and the virtual ring
   losses     a transformer's losses with our attention and with jax.nn's
   speed      the virtual ring against one launch of the same work, a window against the whole
              causal mask, a layer against cuDNN's
   memory     peak of forward and backward, each in a fresh process
-  processes  2 and 4 processes on the one GPU, over NCCL, features too
+  processes  2 and 4 processes, over NCCL, features and every schedule too: a GPU each where there
+             are enough (then 8 as well), else all on one
   training   200 steps of two processes, parameters gathered and gradients summed beside the ring
 
 Every part runs in processes of its own, with limits on time: one failure hides nothing. Prints a

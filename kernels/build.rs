@@ -19,7 +19,7 @@ mod instances;
 mod parallel;
 #[cfg(feature = "cuda")]
 #[allow(dead_code)]
-#[path = "src/record.rs"]
+#[path = "src/record/mod.rs"]
 mod record;
 
 /// The compiler of the kernels copies and drops syntax trees more than it does anything else.
@@ -58,7 +58,7 @@ mod images {
         for name in ["CUDA_HOME", "CUTILE_TILEIRAS_PATH"] {
             println!("cargo::rerun-if-env-changed={name}");
         }
-        for source in ["compile.rs", "device", "instances.rs", "record.rs"] {
+        for source in ["compile.rs", "device", "instances.rs", "record"] {
             println!("cargo::rerun-if-changed=src/{source}");
         }
         let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));

@@ -2,8 +2,11 @@
 
 mod common;
 
+use std::collections::BTreeSet;
+
 use burst_attention::Window;
-use burst_attention::cuda::record::{self, Program, check, simulate, unneeded};
+use burst_attention::cuda::driver::{Event, Stream};
+use burst_attention::cuda::record::{self, Program, What, check, simulate, unneeded};
 use burst_attention::cuda::ring::Call;
 use burst_attention::problem::{Features, Pass, Problem, Travels};
 use burst_attention::schedule::{Family, kept, total_bytes};
@@ -37,8 +40,10 @@ fn calls(worlds: impl IntoIterator<Item = usize>, tokens: &[usize]) -> Vec<Call>
     let rings = plain.chain(featured).map(|problem| (problem, Family::Ring));
     let some = worlds.iter().copied().filter(|world_size| [2, 4, 6, 8].contains(world_size));
     let others = problems(some, &tokens[..1]).into_iter().flat_map(|problem| {
-        let double = Family::DoubleRing { inner: problem.world_size / 2 };
-        [double, Family::AllGather].map(|family| (problem.clone(), family))
+        let double = |inner| Family::DoubleRing { inner };
+        let halves = double(problem.world_size / 2);
+        [halves, double(2), Family::AllGather, Family::Balanced]
+            .map(|family| (problem.clone(), family))
     });
     let call = |(problem, family): (Problem, Family)| {
         let problem = in_bfloat16(problem);
@@ -99,6 +104,81 @@ fn a_virtual_ring_is_ordered_as_tightly() {
             assert_eq!(unneeded(&program), [], "{call:?}\n{program}");
         }
     }
+}
+
+/// Streams of messages that a program uses.
+fn links(program: &Program) -> BTreeSet<Stream> {
+    let exchanges = program.calls.iter().filter(|call| matches!(call.what, What::Exchange(_)));
+    exchanges.map(|call| call.stream).collect()
+}
+
+#[test]
+fn only_double_rings_have_a_second_stream_for_messages() {
+    for call in calls(1..=8, &[6]) {
+        let Call { problem, family, .. } = &call;
+        let most = 1 + usize::from(family.has_far_links(problem.world_size));
+        let found: Vec<_> = Devices::new(problem.world_size)
+            .programs(&call)
+            .iter()
+            .map(|p| links(p).len())
+            .collect();
+        assert!(found.iter().all(|count| *count <= most), "{call:?}: {found:?}");
+        let everything = problem.window == Window::FULL && most == 2;
+        assert!(!everything || found.iter().all(|count| *count == 2), "{call:?}: {found:?}");
+    }
+}
+
+/// What crosses a slow link never arrives: all steps until it is needed are computed all the same,
+/// with the messages of the inner rings.
+#[test]
+fn inner_rings_go_on_while_a_slow_link_is_busy() {
+    for (inner, travels) in [(4, Travels::Keys), (4, Travels::Queries), (3, Travels::Keys)] {
+        let problem = Problem { window: Window::FULL, ..problem(2 * inner, 8) };
+        let family = Family::DoubleRing { inner };
+        let problem = in_bfloat16(problem);
+        for (pass, travels) in [(Pass::Forward, None), (Pass::Backward, Some(travels))] {
+            let call = Call { problem: problem.clone(), family, pass, travels };
+            let programs = Devices::new(2 * inner).programs(&call);
+            let delayed: Vec<_> = programs.iter().map(delayed).collect();
+            for seed in 0..3 {
+                if let Err(stuck) = simulate(&delayed, seed, |_| Ok(())) {
+                    panic!("{call:?}: {stuck}");
+                }
+            }
+        }
+    }
+}
+
+/// The program with its first far exchange begun only when everything is over that was enqueued
+/// before anybody waits for that; inner exchanges are among it.
+fn delayed(program: &Program) -> Program {
+    let calls = &program.calls;
+    let far = *links(program).last().expect("streams of messages");
+    let is_exchange = |call: &record::Call| matches!(call.what, What::Exchange(_));
+    let first = calls.iter().position(|call| call.stream == far && is_exchange(call));
+    let first = first.expect("a far exchange");
+    let records = |(index, call): (usize, &record::Call)| match call.what {
+        What::Record(event) if call.stream == far && index > first => Some((event, index)),
+        _ => None,
+    };
+    let (event, recorded) = calls.iter().enumerate().find_map(records).expect("it is awaited");
+    let awaited = |call: &record::Call| call.what == What::Wait(event);
+    let deadline = recorded + calls[recorded..].iter().position(awaited).expect("its wait");
+    let (late, between): (Vec<_>, Vec<_>) =
+        calls[first..deadline].iter().cloned().partition(|call| call.stream == far);
+    let of_inner = between.iter().filter(|call| is_exchange(call)).count();
+    assert!(of_inner > 0, "no inner exchange while the far one is under way");
+    let streams = [program.compute, *links(program).first().expect("streams of messages")];
+    let mut slow = calls[..first].to_vec();
+    slow.extend(between);
+    for (number, stream) in streams.into_iter().enumerate() {
+        let over = Event(number + 1);
+        slow.push(record::Call { stream, what: What::Record(over) });
+        slow.push(record::Call { stream: far, what: What::Wait(over) });
+    }
+    slow.extend(late);
+    slow.extend_from_slice(&calls[deadline..]);
+    Program { calls: slow, ..program.clone() }
 }
 
 #[test]

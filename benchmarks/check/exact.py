@@ -40,7 +40,8 @@ class Exact:
 
 def exact(problem: Problem) -> Exact:
     """Of the problem's inputs; the ring does not matter."""
-    return _exact(replace(problem, name="", layout="contiguous", world_size=1, backward="auto"))
+    alone = problem.on_one_rank()
+    return _exact(replace(alone, name="", layout="contiguous", backward="auto"))
 
 
 @functools.lru_cache(maxsize=128)

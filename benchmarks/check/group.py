@@ -1,7 +1,9 @@
-"""Several processes that share one GPU: started together, asked together, ended together."""
+"""Several processes that share one GPU, or have one each: started together, asked together, ended
+together."""
 
 import os
 import socket
+import subprocess
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -10,12 +12,15 @@ from gpu.session import START_S, LostError, Worker
 
 GRACE_S = 5.0
 """For the others when one has failed: they may wait for it for ever."""
-METHODS = {
+EACH = "a GPU each"
+METHODS: dict[str, dict[str, str]] = {
+    EACH: {},
     "NCCL_HOSTID": {"NCCL_HOSTID": "burst-attention-{rank}", "NCCL_NET": "Socket"},
     "NCCL_MULTI_RANK_GPU_ENABLE": {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"},
 }
-"""What makes NCCL take several ranks on one GPU: each seems to be on a host of its own, so that
-they talk over sockets; or, from NCCL 2.30 on, they may share it, with few blocks each."""
+"""How NCCL takes the ranks. With a GPU each nothing is needed. To share one, each seems to be on a
+host of its own, so that they talk over sockets; or, from NCCL 2.30 on, they may share it, with few
+blocks each."""
 
 
 class Group:
@@ -90,10 +95,31 @@ def failures(answers: list[dict[str, Any]]) -> str:
 def environments(method: str, count: int, extra: dict[str, str]) -> list[dict[str, str]]:
     """Of each process; what the caller's environment says of NCCL's network stands."""
     common = first_gpu() | {"NCCL_DEBUG": "WARN"}
-    common |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.8 / count:.2f}"}
+    if method != EACH:
+        common |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.8 / count:.2f}"}
     kept = {n: os.environ[n] for n in ("NCCL_NET", "NCCL_DEBUG") if n in os.environ}
-    ranks = ({n: x.format(rank=r) for n, x in METHODS[method].items()} for r in range(count))
+    ranks = [{n: x.format(rank=r) for n, x in METHODS[method].items()} for r in range(count)]
+    if method == EACH:
+        ranks = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus()[:count]]
     return [common | rank | kept | extra for rank in ranks]
+
+
+def gpus() -> list[str]:
+    """Those that may be used, as CUDA_VISIBLE_DEVICES names them; the first one at least."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        found = [name for name in named.split(",") if name]
+    else:
+        found = [str(number) for number in range(_installed())]
+    return found or ["0"]
+
+
+def _installed() -> int:
+    try:
+        asked = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20.0)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in asked.stdout.splitlines())
 
 
 def first_gpu() -> dict[str, str]:

@@ -30,7 +30,8 @@ class One:
 
 
 class Virtual:
-    """The shared cases of more than one rank, a systematic list, and what the length adds."""
+    """The shared cases of more than one rank, a systematic list, the schedules beside the ring, and
+    what the length adds."""
 
     def names(self, rehearse: bool) -> list[str]:
         """Of the items."""
@@ -45,10 +46,12 @@ class Virtual:
 
     def _problems(self, rehearse: bool) -> dict[str, Problem]:
         rings = [problem for problem in shared.correctness() if problem.world_size > 1]
-        ordered = shared.systematic()
+        ordered, others = shared.systematic(), shared.families()
         if rehearse:
-            one = ordered[17]
+            one, other = ordered[17], others[4]
             ordered = [replace(one, seq=one.world_size * 21)]
+            others = [replace(other, seq=other.world_size * 12)]
+        ordered += others
         return _chosen(rings, rehearse) | {problem.name: problem for problem in ordered}
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from .problem import OPERANDS, PER_HEAD, Problem
 
-AXIS = "context"
+AXIS, OUTER = "context", "node"
 SPEC = P(None, AXIS)
 WHOLE = (*PER_HEAD, "dropout_key")
 """Inputs that every rank has."""
@@ -21,6 +21,19 @@ WHOLE = (*PER_HEAD, "dropout_key")
 def line(count: int) -> Mesh:
     """The first devices as one ring."""
     return Mesh(np.array(jax.devices()[:count]), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def mesh_of(problem: Problem) -> Mesh:
+    """The devices of its ring; of a double ring along two axes."""
+    if not problem.inner:
+        return line(problem.world_size)
+    devices = np.array(jax.devices()[: problem.world_size]).reshape(-1, problem.inner)
+    return Mesh(devices, (OUTER, AXIS), axis_types=(AxisType.Auto,) * 2)
+
+
+def axes(problem: Problem) -> Any:
+    """The axis of the ring, or the pair of a double ring's."""
+    return (OUTER, AXIS) if problem.inner else AXIS
 
 
 def passes(problem: Problem, mesh: Mesh, attention: Callable[..., Any] = ba.attention) -> Any:
@@ -32,12 +45,12 @@ def passes(problem: Problem, mesh: Mesh, attention: Callable[..., Any] = ba.atte
         given = dict(zip(operands, arrays, strict=True))
         cotangents = given.pop("dout"), given.pop("dlse")
         inputs = {name: given.pop(name) for name in wanted}
-        specs = {name: spec(name) for name in (*inputs, *given)}
+        specs = {name: spec(name, axes(problem)) for name in (*inputs, *given)}
         attend = jax.shard_map(
             partial(_local, problem, attention),
             mesh=mesh,
             in_specs=(specs,),
-            out_specs=(SPEC, SPEC),
+            out_specs=(P(None, axes(problem)),) * 2,
         )
         (o, lse), pullback = jax.vjp(lambda inputs: attend({**inputs, **given}), inputs)
         (found,) = pullback(cotangents)
@@ -57,11 +70,13 @@ def _local(problem: Problem, attention: Callable[..., Any], given: dict[str, Any
         options["dropout_rate"] = problem.dropout
     if problem.window:
         options["local_window_size"] = problem.window
+    if problem.schedule in ("balanced", "all_gather"):
+        options["schedule"] = problem.schedule
     if problem.soft_cap:
         options["logits_soft_cap"] = problem.soft_cap
     return attention(
         *qkv,
-        axis_name=AXIS,
+        axis_name=axes(problem),
         is_causal=problem.is_causal,
         layout=problem.layout,
         backward=problem.backward,
@@ -71,9 +86,9 @@ def _local(problem: Problem, attention: Callable[..., Any], given: dict[str, Any
     )
 
 
-def spec(name: str) -> P:
+def spec(name: str, axes: Any = AXIS) -> P:
     """How an input is sharded."""
-    return P() if name in WHOLE else SPEC
+    return P() if name in WHOLE else P(None, axes)
 
 
 def _operands(problem: Problem) -> list[str]:
@@ -95,10 +110,10 @@ def _differentiated(problem: Problem) -> list[str]:
 
 def put(mesh: Mesh, problem: Problem) -> list[jax.Array]:
     """The inputs in the problem's layout, each process placing its own shards."""
-    size = mesh.shape[AXIS]
+    size, along = problem.world_size, axes(problem)
     placed: list[jax.Array] = []
     for name, x in problem.inputs().items():
-        sharding = NamedSharding(mesh, spec(name))
+        sharding = NamedSharding(mesh, spec(name, along))
         if name not in WHOLE:
             x = np.asarray(ba.to_layout(x, size, problem.layout))
         placed.append(jax.make_array_from_callback(x.shape, sharding, x.__getitem__))

@@ -7,7 +7,7 @@ from typing import Any
 
 from gpu.session import LostError
 
-from .group import METHODS, Group, failures, form
+from .group import EACH, METHODS, Group, failures, form, gpus
 from .run import Part, Run
 
 STEPS, SERIAL_STEPS = 200, 40
@@ -40,8 +40,8 @@ def listed(name: str, must: bool, fresh: bool = False) -> Carry:
 
 
 def processes(run: Run, record: Part, share: float) -> None:
-    """The ring over XLA's NCCL communicator: 2 and 4 processes share the GPU."""
-    for count in (2,) if run.rehearse else (2, 4):
+    """The ring over XLA's NCCL communicators: 2 and 4 processes, and 8 where each has a GPU."""
+    for count in (2,) if run.rehearse else (2, 4, 8) if len(gpus()) >= 8 else (2, 4):
         with _group(run, record, share, count) as group:
             if group is None:
                 continue
@@ -123,12 +123,12 @@ def _group(
     run: Run, record: Part, share: float, count: int, extra: dict[str, str] | None = None
 ) -> Iterator[Group | None]:
     """Processes that found each other by the first way that works, or None, which is kept."""
-    title = f"{count} processes on one device"
+    title = f"{count} processes"
     command, environment = [*run.command, "--rank"], _environment(run) | (extra or {})
     refused: dict[str, str] = {}
     group = None
     run.session.close()  # its memory is for them
-    for way in _ways(run):
+    for way in _ways(run, count):
         limit_s = run.limit(record, title, share, True, JOIN_S)
         if limit_s is None:
             break
@@ -154,11 +154,13 @@ def _group(
             group.close()
 
 
-def _ways(run: Run) -> list[str]:
+def _ways(run: Run, count: int) -> list[str]:
     """What to try: first what has worked, nothing if nothing has."""
+    enough = not run.rehearse and len(gpus()) >= count
+    ways = [way for way in METHODS if enough or way != EACH]
     if BY not in run.found:
-        return list(METHODS)
-    return sorted(METHODS, key=lambda way: way != run.found[BY]) if run.found[BY] else []
+        return ways
+    return sorted(ways, key=lambda way: way != run.found[BY]) if run.found[BY] else []
 
 
 def _environment(run: Run) -> dict[str, str]:

@@ -87,7 +87,7 @@ def gathered(
     k: jax.Array,
     v: jax.Array,
     *,
-    axis_name: str,
+    axis_name: str | tuple[str, ...],
     is_causal: bool = False,
     local_window_size: tuple[int, int] | None = None,
     logits_soft_cap: float | None = None,
@@ -95,11 +95,12 @@ def gathered(
     sinks: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     layout: Any = "contiguous",
+    schedule: str = "auto",
     backward: str = "auto",
     return_residual: bool = False,
 ) -> Any:
     """Stands for `burst_attention.attention`: gathers keys and values of the whole sequence."""
-    del backward  # nothing travels
+    del schedule, backward  # nothing travels
     size = lax.axis_size(axis_name)
     given = {"q": q, "k": k, "v": v}
     extras = {"sinks": sinks, "alibi_slopes": alibi_slopes}

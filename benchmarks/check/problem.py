@@ -13,6 +13,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "python"))
 
 Layout = Literal["contiguous", "zigzag", "striped"]
+Schedule = Literal["ring", "double_ring", "balanced", "all_gather"]
 LAYOUTS: tuple[Layout, ...] = ("zigzag", "contiguous", "striped")
 SHORT = {"bfloat16": "bf16", "float16": "f16"}
 OPERANDS = ("q", "k", "v", "dout", "dlse")
@@ -47,6 +48,9 @@ class Problem:
     slopes: bool = False
     sinks: bool = False
     dropout: float = 0.0
+    schedule: Schedule = "ring"
+    inner: int = 0
+    """Ranks of an inner ring, of a double ring."""
 
     @property
     def q_shape(self) -> tuple[int, int, int, int]:
@@ -98,7 +102,7 @@ class Problem:
 
     def on_one_rank(self) -> "Problem":
         """The same without a ring."""
-        return replace(self, world_size=1)
+        return replace(self, world_size=1, schedule="ring", inner=0)
 
     def inputs(self) -> dict[str, Any]:
         """q, k, v, dout, dlse and what features need, on the host, in the order of the sequence."""

@@ -10,8 +10,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from . import exact, ours, plain, shared
-from .problem import Problem
+from .problem import Layout, Problem, Schedule
 
+OTHERS: tuple[tuple[Schedule, Layout], ...] = (
+    ("double_ring", "zigzag"),
+    ("balanced", "contiguous"),
+    ("all_gather", "striped"),
+)
 MEMBERS = {
     "zigzag causal, keys travel": Problem(
         "", 2, 1584, 8, 2, 128, "bfloat16", True, "zigzag", backward="keys"
@@ -22,8 +27,14 @@ MEMBERS = {
     "striped causal, float16": Problem("", 1, 788, 4, 4, 64, "float16", True, "striped"),
     "contiguous full": Problem("", 2, 788, 8, 1, 64, "bfloat16", False, "contiguous"),
     "messages of megabytes": Problem("", 1, 8192, 8, 8, 128, "bfloat16", True, "zigzag"),
+} | {
+    f"{schedule}, {backward} travel": Problem(
+        "", 2, 1584, 8, 2, 64, "bfloat16", True, layout, backward=backward, schedule=schedule
+    )
+    for schedule, layout in OTHERS
+    for backward in ("keys", "queries")
 }
-FEW = ("zigzag causal, keys travel", "window 127/0, sinks")
+FEW = ("zigzag causal, keys travel", "window 127/0, sinks", "double_ring, keys travel")
 REHEARSED = 200
 """Positions in a rehearsal, at most."""
 
@@ -57,8 +68,10 @@ class Members:
         problem = _members()[name]
         seq = min(problem.seq, REHEARSED) if rehearse else problem.seq
         seq = seq // (2 * size) * 2 * size
-        problem = replace(problem, seq=seq, kv_seq=seq, world_size=size)
-        mesh = ours.line(size)
+        # Two nodes, as it were.
+        inner = size // 2 if problem.schedule == "double_ring" else 0
+        problem = replace(problem, seq=seq, kv_seq=seq, world_size=size, inner=inner)
+        mesh = ours.mesh_of(problem)
         attention = plain.gathered if rehearse else ba.attention
         run, given = ours.passes(problem, mesh, attention), ours.put(mesh, problem)
         first, again = (jax.block_until_ready(run(*given)) for _ in range(2))

@@ -4,7 +4,7 @@ from typing import Any
 
 import case_list  # type: ignore[import-not-found]
 
-from .problem import LAYOUTS, SHORT, Problem
+from .problem import LAYOUTS, SHORT, Layout, Problem, Schedule
 
 LONGER = 33
 """What is alone in tests/cases.json gets so many times as long, windows too: several tiles, and
@@ -18,6 +18,15 @@ PLACES: tuple[dict[str, Any], ...] = (
     {"world_size": 4, "layout": "contiguous", "backward": "keys", "head_dim": 64},
 )
 """Where features are alone, in turn."""
+FAMILIES: tuple[tuple[Schedule, int, int, Layout, bool], ...] = (
+    ("double_ring", 2, 4, "zigzag", True),
+    ("double_ring", 4, 8, "contiguous", False),
+    ("balanced", 0, 5, "contiguous", True),
+    ("balanced", 0, 8, "contiguous", True),
+    ("all_gather", 0, 4, "striped", True),
+    ("all_gather", 0, 8, "zigzag", False),
+)
+"""Schedule, ranks of an inner ring, ranks, layout, whether causal."""
 
 
 def correctness() -> list[Problem]:
@@ -125,4 +134,30 @@ def systematic() -> list[Problem]:
                             backward=backward,
                         )
                     )
+    return found
+
+
+def families() -> list[Problem]:
+    """The schedules beside the ring, with both sides travelling."""
+    found: list[Problem] = []
+    for schedule, inner, world_size, layout, is_causal in FAMILIES:
+        for backward in ("keys", "queries"):
+            mask = "causal" if is_causal else "full"
+            found.append(
+                Problem(
+                    name=f"{schedule} of {world_size}, {layout} {mask}, {backward} travel",
+                    batch=2,
+                    seq=198 * world_size,
+                    heads=8,
+                    kv_heads=2,
+                    head_dim=64 if len(found) % 4 else 128,
+                    dtype="float16" if len(found) % 3 == 2 else "bfloat16",
+                    is_causal=is_causal,
+                    layout=layout,
+                    world_size=world_size,
+                    backward=backward,
+                    schedule=schedule,
+                    inner=inner,
+                )
+            )
     return found

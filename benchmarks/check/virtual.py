@@ -77,8 +77,8 @@ def _options(problem: Problem) -> dict[str, Any]:
         "has_segments": _is_general(problem),
         "has_slopes": problem.slopes,
         "dropout_rate": problem.dropout,
-        "schedule": "ring",
-        "inner_size": 0,
+        "schedule": problem.schedule,
+        "inner_size": problem.inner,
     }
 
 

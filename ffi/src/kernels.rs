@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 use burst_attention_kernels::images::IMAGES;
 use burst_attention_kernels::instances::{Instance, Target};
 use burst_attention_kernels::launch::{
-    Delta, Finish, Forward, KeyGrads, Launch, LaunchError, Merge, QueryGrads, layout,
+    Delta, Finish, Forward, Join, KeyGrads, Launch, LaunchError, Merge, QueryGrads, layout,
 };
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -23,6 +23,7 @@ enum Request {
     Delta(Delta),
     Finish(Finish),
     Merge(Merge),
+    Join(Join),
 }
 
 impl Request {
@@ -34,6 +35,7 @@ impl Request {
             Request::Delta(description) => description.launches(target),
             Request::Finish(description) => description.launches(target),
             Request::Merge(description) => description.launches(target),
+            Request::Join(description) => description.launches(target),
         }
     }
 }

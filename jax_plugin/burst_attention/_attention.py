@@ -155,14 +155,14 @@ def attention(
       schedule: how chunks travel. ``ring``: from rank to rank. With a pair of axes a double ring:
         chunks of another node cross a slow link once, while those before them go round their inner
         ring. ``balanced``: ranks that would be idle under a causal mask in the contiguous layout
-        compute for the others; not on GPUs yet. ``all_gather``: straight from their owner, two at a
-        time. ``ulysses``: not at all; all-to-all exchanges deal the heads to the ranks, each of
-        which then has the whole sequence of its own heads. ``hybrid``: over a pair of axes, heads
-        are dealt to the ranks of the inner one, and rings go along the outer one. Both want query
-        heads that the ranks divide; of key and value, heads are repeated as often as that takes,
-        and in 16 bits the gradients of repeated ones are rounded before they are added up. With
-        ``hybrid`` in the striped layout shards change ranks first. ``auto``: what is
-        predicted to take least time, see `choose_schedule`.
+        compute for the others. ``all_gather``: straight from their owner, two at a time.
+        ``ulysses``: not at all; all-to-all exchanges deal the heads to the ranks, each of which
+        then has the whole sequence of its own heads. ``hybrid``: over a pair of axes, heads are
+        dealt to the ranks of the inner one, and rings go along the outer one. Both want query heads
+        that the ranks divide; of key and value, heads are repeated as often as that takes, and in
+        16 bits the gradients of repeated ones are rounded before they are added up. With
+        ``hybrid`` in the striped layout shards change ranks first. ``auto``: what is predicted to
+        take least time, see `choose_schedule`.
       backward: what travels in the backward ring: ``keys``, ``queries``, or ``auto``, the one that
         sends fewer bytes.
       links: what the mesh is made of, for ``schedule="auto"``; default: H200s on GPUs. On CPU
@@ -224,7 +224,7 @@ def _ring(arguments: dict[str, Any], query: jax.Array, key: jax.Array, *, has_si
     world_size = math.prod(mesh.shape[name] for name in axes)
     platform = _checks.devices(mesh, query.dtype)
     schedule = _choice.resolved(arguments, axes, mesh, platform)
-    schedule = _checks.schedule(schedule, axes, platform)
+    schedule = _checks.schedule(schedule, axes)
     for name, x in (("query", query), ("key", key)):
         _checks.shard_length(name, x.shape[1], arguments["layout"])
     positions = world_size * max(query.shape[1], key.shape[1])

@@ -32,7 +32,8 @@ in a long sequence, errors are the figures above."""
 
 COMMUNICATION_ID = int.from_bytes(b"BURS")
 """Tells the rings' NCCL communicators from XLA's own (0 and 1) and from those of other libraries
-over the same devices. Forward and backward share theirs."""
+over the same devices. Forward and backward share theirs. The slow links of a double ring have the
+number after it."""
 
 
 def forward(ring: Ring, qkv: Arrays, extras: Extras) -> Arrays:

@@ -53,7 +53,7 @@ def choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {listed(allowed)}, got {value!r}")
 
 
-def schedule(value: Any, axes: tuple[str, ...], platform: str | None) -> str:
+def schedule(value: Any, axes: tuple[str, ...]) -> str:
     """The library's name of a schedule over such axes."""
     choice("schedule", value, SCHEDULES)
     if value == "hybrid" and len(axes) == 1:
@@ -61,11 +61,6 @@ def schedule(value: Any, axes: tuple[str, ...], platform: str | None) -> str:
             "schedule='hybrid' needs a pair axis_name=(outer, inner): heads are dealt along the "
             f"inner axis, and rings go along the outer one, got {axes[0]!r}; over one axis use "
             "'ulysses' or 'ring'"
-        )
-    if value == "balanced" and platform == "cuda":
-        raise NotImplementedError(
-            "schedule='balanced' is not implemented on NVIDIA GPUs; what works: 'ring' with layout "
-            "'zigzag', which balances causal work, 'all_gather', or a mesh of jax.devices('cpu')"
         )
     if value in ("auto", "ring"):
         return "ring" if len(axes) == 1 else "double_ring"

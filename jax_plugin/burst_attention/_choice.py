@@ -214,7 +214,7 @@ def _choice(
         "window_left": left,
         "window_right": right,
         "machine": _machine(links or Links(), sizes),
-        "refused": _refused(len(sizes), platform),
+        "refused": _refused(len(sizes)),
     }
     return _predicted(json.dumps(request))
 
@@ -269,13 +269,13 @@ def _machine(links: Links, sizes: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def _refused(axes: int, platform: str | None) -> dict[str, str]:
-    """The schedules that can't be had over so many axes on that platform, and why."""
+def _refused(axes: int) -> dict[str, str]:
+    """The schedules that can't be had over so many axes, and why."""
     refused = {}
     for name in _checks.SCHEDULES:
         try:
-            _checks.schedule(name, ("",) * axes, platform)
-        except (NotImplementedError, ValueError) as error:
+            _checks.schedule(name, ("",) * axes)
+        except ValueError as error:
             refused[name] = str(error)
     return refused
 

@@ -35,6 +35,7 @@ fn source(kernel: Kernel) -> (fn() -> Source, &'static str) {
         Kernel::KeyGradsGeneral => module!(backward_keys_general),
         Kernel::QueryGradsGeneral => module!(backward_queries_general),
         Kernel::Delta | Kernel::Finish | Kernel::Merge => module!(rows),
+        Kernel::Join => module!(join),
     }
 }
 

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::record::{
-    Argument, DELTA, FINISH, FORWARD, FORWARD_GENERAL, KEY_GRADS, KEY_GRADS_GENERAL, MERGE,
+    Argument, DELTA, FINISH, FORWARD, FORWARD_GENERAL, JOIN, KEY_GRADS, KEY_GRADS_GENERAL, MERGE,
     QUERY_GRADS, QUERY_GRADS_GENERAL,
 };
 
@@ -28,11 +28,13 @@ pub enum Kernel {
     Finish,
     /// Adds an accumulator to another.
     Merge,
+    /// Adds a running softmax state to another.
+    Join,
 }
 
 impl Kernel {
     /// All kernels.
-    pub const ALL: [Kernel; 9] = [
+    pub const ALL: [Kernel; 10] = [
         Kernel::Forward,
         Kernel::KeyGrads,
         Kernel::QueryGrads,
@@ -42,6 +44,7 @@ impl Kernel {
         Kernel::Delta,
         Kernel::Finish,
         Kernel::Merge,
+        Kernel::Join,
     ];
 
     /// Name of the kernel's function.
@@ -56,6 +59,7 @@ impl Kernel {
             Kernel::Delta => "delta",
             Kernel::Finish => "finish",
             Kernel::Merge => "merge",
+            Kernel::Join => "join",
         }
     }
 
@@ -71,6 +75,7 @@ impl Kernel {
             Kernel::Delta => DELTA,
             Kernel::Finish => FINISH,
             Kernel::Merge => MERGE,
+            Kernel::Join => JOIN,
         }
     }
 
@@ -86,7 +91,7 @@ impl Kernel {
 
     /// Has it a loop of matrix products?
     pub const fn is_attention(self) -> bool {
-        !matches!(self, Kernel::Delta | Kernel::Finish | Kernel::Merge)
+        !matches!(self, Kernel::Delta | Kernel::Finish | Kernel::Merge | Kernel::Join)
     }
 
     /// Is it for activations of a type? Otherwise it has its images under [`Element::Bf16`] alone.
@@ -255,8 +260,9 @@ impl Instance {
         let tile = |rows, keys, warps| TileShape { rows, keys, warps };
         let blackwell = matches!(self.target, Target::Sm100 | Target::Sm103);
         match (self.kernel.plain(), self.target, self.width) {
-            (Kernel::Delta | Kernel::Finish | Kernel::Merge, _, 256) => tile(32, 0, 4),
-            (Kernel::Delta | Kernel::Finish | Kernel::Merge, _, _) => tile(64, 0, 4),
+            (kernel, _, width) if !kernel.is_attention() => {
+                tile(if width == 256 { 32 } else { 64 }, 0, 4)
+            }
             (Kernel::Forward, _, 64) => tile(128, 128, 8),
             (Kernel::Forward, Target::Sm80, 128) => tile(64, 64, 4),
             (Kernel::Forward, Target::Sm80, _) => tile(64, 32, 4),

@@ -3,7 +3,7 @@
 use burst_attention_kernels::instances::{Instance, Kernel, Target};
 use burst_attention_kernels::record::{Access, Argument, Kind, Shape, View};
 
-const SOURCES: [&str; 7] = [
+const SOURCES: [&str; 8] = [
     include_str!("../src/device/forward.rs"),
     include_str!("../src/device/forward_general.rs"),
     include_str!("../src/device/backward_keys.rs"),
@@ -11,6 +11,7 @@ const SOURCES: [&str; 7] = [
     include_str!("../src/device/backward_queries.rs"),
     include_str!("../src/device/backward_queries_general.rs"),
     include_str!("../src/device/rows.rs"),
+    include_str!("../src/device/join.rs"),
 ];
 
 /// Name and type of each parameter in the kernel's source.
@@ -106,13 +107,15 @@ fn every_pointer_has_a_view_that_arguments_of_its_kernel_describe() {
                 Shape::Values if !is_integer("value_dim") => &["kv_len", "kv_heads", "head_dim"],
                 Shape::Values => &["kv_len", "kv_heads", "value_dim"],
                 Shape::PerQuery => &["q_len", "heads"],
-                Shape::Statistics => &["q_len", "heads", "stat_head_stride"],
+                Shape::Statistics => &["q_len", "heads"],
                 Shape::QueryTokens => &["q_len"],
                 Shape::KeyTokens => &["kv_len"],
                 Shape::PerHead => &["heads"],
                 Shape::PerEntry => &[],
             };
             assert!(sizes.iter().all(|size| is_integer(size)), "{name}: {sizes:?}");
+            assert_eq!(view.head_stride.is_some(), view.shape == Shape::Statistics, "{name}");
+            assert!(view.head_stride.is_none_or(is_integer), "{name}: {view:?}");
             if matches!(argument.access, Access::MaybeIn | Access::MaybeUpdate) {
                 assert!(is_integer(&format!("has_{}", argument.name)), "{name}");
             }

@@ -1,6 +1,6 @@
 //! Issues rings to devices.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -18,7 +18,7 @@ pub type Images = fn(&Instance) -> Option<&'static [u8]>;
 
 /// Calls that a device is known to be ready for; a training step makes a handful.
 const KEPT: usize = 256;
-/// Memory for the first messages to each peer, half of it for what is sent.
+/// Memory for the first messages to each peer.
 const SCRATCH: usize = 1 << 16;
 
 /// The executor: a driver and the devices seen so far.
@@ -31,10 +31,21 @@ pub struct Executor {
 /// Which ranks' operations a device is given.
 #[derive(Debug, Clone, Copy)]
 pub enum Share<'a> {
-    /// One rank's, which exchanges messages over a communicator; none for a ring of one.
-    Rank(Option<&'a Communicator<'a>>),
+    /// One rank's, which exchanges messages over communicators, one for each of
+    /// [`Queue::OF_MESSAGES`] that the call has: none for a ring of one, a second one for
+    /// [`Family::has_far_links`](crate::schedule::Family::has_far_links).
+    Rank(&'a [Communicator<'a>]),
     /// Those of all ranks.
     All,
+}
+
+impl<'a> Share<'a> {
+    fn comms(self) -> &'a [Communicator<'a>] {
+        match self {
+            Share::Rank(comms) => comms,
+            Share::All => &[],
+        }
+    }
 }
 
 /// Direction of a connection.
@@ -48,15 +59,15 @@ enum Way {
 #[derive(Debug)]
 struct Device {
     target: Target,
-    /// For what travels.
-    exchange: Option<Stream>,
+    /// For what travels, of each queue.
+    exchanges: BTreeMap<Queue, Stream>,
     events: Vec<Event>,
     functions: HashMap<Instance, Function>,
     scratch: Option<u64>,
     /// Peers that a connection was made to, or from.
     met: HashSet<(Comm, usize, Way)>,
-    /// Calls that need nothing more: pass, shapes, communicator.
-    ready: Vec<(Call, Option<Comm>)>,
+    /// Calls that need nothing more: pass, shapes, communicators.
+    ready: Vec<(Call, Vec<Comm>)>,
 }
 
 impl std::fmt::Debug for Executor {
@@ -76,7 +87,7 @@ impl Executor {
         Executor { driver, images, devices: Mutex::default() }
     }
 
-    /// Makes what the device of XLA's `stream` needs to run `call`: a stream for what travels, the
+    /// Makes what the device of XLA's `stream` needs to run `call`: streams for what travels, the
     /// kernels, events, connections to peers. Fast where nothing is missing.
     ///
     /// Connections are made here because NCCL makes them when a peer is first written to, which
@@ -88,18 +99,15 @@ impl Executor {
         self.within(stream, |context| {
             let device = self.device(context)?;
             let mut device = lock(&device);
-            let comm = match share {
-                Share::Rank(comm) => comm,
-                Share::All => None,
-            };
-            let known = (call.clone(), comm.map(|comm| comm.comm));
+            let comms = share.comms();
+            let known = (call.clone(), comms.iter().map(|comm| comm.comm).collect());
             if device.ready.contains(&known) {
                 return Ok(());
             }
             let tape = rehearsal(call, device.target, share)?;
             self.complete(&mut device, &tape)?;
-            if let Some(comm) = comm {
-                self.connect(&mut device, comm, &tape)?;
+            for (queue, comm) in Queue::OF_MESSAGES.into_iter().zip(comms) {
+                self.connect(&mut device, queue, comm, &tape)?;
             }
             device.ready.truncate(KEPT - 1);
             device.ready.insert(0, known);
@@ -126,11 +134,8 @@ impl Executor {
             // One call at a time: the order of exchanges must be the same on all ranks.
             let device = lock(&device);
             let tape = tape(call, device.target, share, arrays, given)?;
-            let comm = match share {
-                Share::Rank(comm) => comm,
-                Share::All => None,
-            };
-            Issue { driver: &*self.driver, device: &device, stream, comm }.all(&tape.ops)?;
+            let comms = share.comms();
+            Issue { driver: &*self.driver, device: &device, stream, comms }.all(&tape.ops)?;
             Ok(tape.bytes_sent)
         })
     }
@@ -161,7 +166,7 @@ impl Executor {
         })?;
         let device = Arc::new(Mutex::new(Device {
             target,
-            exchange: None,
+            exchanges: BTreeMap::new(),
             events: vec![],
             functions: HashMap::new(),
             scratch: None,
@@ -174,8 +179,11 @@ impl Executor {
 
     /// Makes what the operations need and the device lacks. What was made before an error stays.
     fn complete(&self, device: &mut Device, tape: &Tape) -> Result<()> {
-        if device.exchange.is_none() {
-            device.exchange = Some(self.driver.create_stream()?);
+        for queue in Queue::OF_MESSAGES {
+            let is_used = queue == Queue::Exchange || tape.ops.iter().any(|op| op.queue == queue);
+            if is_used && !device.exchanges.contains_key(&queue) {
+                device.exchanges.insert(queue, self.driver.create_stream()?);
+            }
         }
         // One more: for the way out after an error.
         let (_, events) = synchronised(&tape.ops);
@@ -199,11 +207,17 @@ impl Executor {
         Ok(())
     }
 
-    /// Sends a byte to every peer that the operations send to, and takes one from those that they
-    /// take from.
-    fn connect(&self, device: &mut Device, comm: &Communicator<'_>, tape: &Tape) -> Result<()> {
+    /// Sends a byte to every peer that a queue's operations send to, and takes one from those that
+    /// they take from.
+    fn connect(
+        &self,
+        device: &mut Device,
+        queue: Queue,
+        comm: &Communicator<'_>,
+        tape: &Tape,
+    ) -> Result<()> {
         let (mut to, mut from) = (BTreeSet::new(), BTreeSet::new());
-        for op in &tape.ops {
+        for op in tape.ops.iter().filter(|op| op.queue == queue) {
             if let Work::Exchange(group) = &op.work {
                 to.extend(group.sends.iter().map(|message| message.peer));
                 from.extend(group.receives.iter().map(|message| message.peer));
@@ -218,10 +232,12 @@ impl Executor {
         if device.scratch.is_none() {
             device.scratch = Some(self.driver.allocate(SCRATCH)?);
         }
-        let (Some(scratch), Some(stream)) = (device.scratch, device.exchange) else {
+        let (Some(scratch), Some(&stream)) = (device.scratch, device.exchanges.get(&queue)) else {
             unreachable!("both were just made")
         };
-        let half = SCRATCH as u64 / 2;
+        // Each queue has its own part, half of it for what is sent.
+        let part = SCRATCH as u64 / Queue::ALL.len() as u64;
+        let (scratch, half) = (scratch + queue as u64 * part, part / 2);
         let message = |base: u64, peer: usize| Message {
             address: scratch + base + peer as u64 % half,
             bytes: 1,
@@ -248,7 +264,9 @@ fn tape(
 ) -> Result<Tape> {
     match share {
         Share::All => call.virtual_tape(target, arrays, given),
-        Share::Rank(comm) => call.tape(comm.map_or(0, |comm| comm.rank), target, arrays[0], given),
+        Share::Rank(comms) => {
+            call.tape(comms.first().map_or(0, |comm| comm.rank), target, arrays[0], given)
+        }
     }
 }
 
@@ -273,13 +291,13 @@ struct Issue<'a> {
     driver: &'a dyn Driver,
     device: &'a Device,
     stream: Stream,
-    comm: Option<&'a Communicator<'a>>,
+    comms: &'a [Communicator<'a>],
 }
 
 impl Issue<'_> {
     fn all(&self, ops: &[Op]) -> Result<()> {
         let (commands, events) = synchronised(ops);
-        if self.device.exchange.is_none() || self.device.events.len() <= events {
+        if self.device.events.len() <= events {
             return Err(uninitialized("an event"));
         }
         let issued = commands.iter().try_for_each(|command| self.one(ops, command));
@@ -287,8 +305,10 @@ impl Issue<'_> {
             // XLA's stream must not pass what is under way on ours. If that fails too, the device
             // is lost, and the first error says more.
             let event = self.device.events[events];
-            let marked = self.queue(Queue::Exchange).and_then(|s| self.driver.record(s, event));
-            let _ = marked.and_then(|()| self.driver.wait(self.stream, event));
+            for stream in self.device.exchanges.values() {
+                let marked = self.driver.record(*stream, event);
+                let _ = marked.and_then(|()| self.driver.wait(self.stream, event));
+            }
         }
         issued
     }
@@ -312,7 +332,9 @@ impl Issue<'_> {
             }
             Work::Copy(copy) => self.driver.copy(stream, copy),
             Work::Exchange(group) => {
-                let comm = self.comm.ok_or_else(|| uninitialized("a communicator"))?;
+                let place = Queue::OF_MESSAGES.iter().position(|queue| *queue == op.queue);
+                let comm = place.and_then(|place| self.comms.get(place));
+                let comm = comm.ok_or_else(|| uninitialized("a communicator"))?;
                 // SAFETY: the messages lie in XLA's buffers, which stay until its stream has passed
                 // this call, and it waits for ours.
                 unsafe { comm.exchange(stream, Some(op.step), group) }
@@ -324,7 +346,10 @@ impl Issue<'_> {
     fn queue(&self, queue: Queue) -> Result<Stream> {
         match queue {
             Queue::Compute => Ok(self.stream),
-            Queue::Exchange => self.device.exchange.ok_or_else(|| uninitialized("a stream")),
+            _ => {
+                let found = self.device.exchanges.get(&queue).copied();
+                found.ok_or_else(|| uninitialized("a stream"))
+            }
         }
     }
 }

@@ -3,10 +3,10 @@
 use std::ops::Range;
 
 use burst_attention_kernels::instances::{Element, Target};
-use burst_attention_kernels::launch::{self, Delta, Finish, Forward};
+use burst_attention_kernels::launch::{self, Delta, Finish, Forward, Join};
 
 use super::last::Last;
-use super::memory::Buffer;
+use super::memory::{Buffer, runs};
 use super::rank::{Arrays, Memory};
 use super::recording::{Recording, reads, writes};
 use crate::error::{Error, Result};
@@ -159,6 +159,40 @@ impl<'a> TapeKernel<'a> {
         Ok(())
     }
 
+    /// Joins the softmax states of rows that came home with those at home; the last one writes
+    /// results.
+    fn join(&self, rows: &Range<usize>, arrived: &Buffer, last: bool) -> Result<()> {
+        let Arrays::Forward { o, lse, .. } = self.memory.arrays else {
+            return self.wrong_pass("softmax states");
+        };
+        let Problem { batch, heads, value_dim, .. } = *self.memory.problem;
+        let home = self.memory.home(Payload::Partial);
+        let o = self.memory.result(o, Payload::Queries, value_dim);
+        let lse = self.memory.per_query(lse);
+        for part in &runs(self.memory.problem, rows) {
+            let state = |buffer: &Buffer| launch::State {
+                acc: buffer.rows_at(0, part),
+                row_max: buffer.statistics_at(1, part),
+                row_sum: buffer.statistics_at(2, part),
+            };
+            let launches = Join {
+                batch,
+                q_len: part.len(),
+                heads,
+                head_dim: value_dim,
+                element: self.element,
+                home: state(&home),
+                came: state(arrived),
+                o: last.then(|| o.rows_at(0, part)),
+                lse: last.then(|| lse.rows_at(0, part)),
+                last,
+            };
+            let uses = [writes(home.region), reads(arrived.region)];
+            self.push(launches.launches(self.target)?, &uses);
+        }
+        Ok(())
+    }
+
     pub(super) fn broken<R>(&self, what: impl Into<String>) -> Result<R> {
         let (rank, step) = (self.schedule.rank, self.tape.step());
         Err(Error::BrokenSchedule { rank, step, what: what.into() })
@@ -267,16 +301,10 @@ impl AttentionKernel for TapeKernel<'_> {
 
     fn merge(&mut self, merge: &Merge, arrived: &Buffer) -> Result<()> {
         let Chunk { payload, rows, .. } = &merge.chunk;
-        if *payload == Payload::Partial {
-            return Err(Error::Unsupported {
-                what: "a forward pass in which queries travel, as in balanced schedules".into(),
-                executor: "CUDA",
-                instead: "a ring, of one axis or two, or all_gather".into(),
-            });
-        }
-        match merge.last {
-            true => self.write(*payload, rows, Some(arrived)),
-            false => self.add(*payload, rows, arrived),
+        match (payload, merge.last) {
+            (Payload::Partial, last) => self.join(rows, arrived, last),
+            (_, true) => self.write(*payload, rows, Some(arrived)),
+            (_, false) => self.add(*payload, rows, arrived),
         }
     }
 

@@ -17,6 +17,7 @@ use std::ops::Range;
 use burst_attention_kernels::launch::{Rows, Statistics};
 
 use super::driver::Block;
+use super::tape::Queue;
 use crate::problem::{Pass, Problem};
 use crate::schedule::{Payload, QUERY_GRAIN};
 
@@ -33,8 +34,8 @@ pub enum Region {
     Home(Payload),
     /// A buffer for what travels.
     Slot(Payload, usize),
-    /// Where what is sent is put together.
-    Staging,
+    /// Where what a queue sends is put together.
+    Staging(Queue),
 }
 
 /// One array of a buffer.

@@ -1,9 +1,9 @@
 //! The executor on NVIDIA GPUs.
 //!
 //! The engine walks a rank's schedule onto a [`tape`]: launches of the CUDA kernels and exchanges,
-//! with the memory they use. Events are added where the two streams need them, and only then all of
-//! it is issued: kernels on XLA's stream, messages on a stream of our own. Nothing waits on the
-//! host, and nothing is created but when a device is first seen.
+//! with the memory they use. Events are added where the streams need them, and only then all of it is
+//! issued: kernels on XLA's stream, messages on one of our own, or two in a double ring. Nothing
+//! waits on the host, and nothing is created but when a device is first seen.
 //!
 //! From the bottom: [`driver`] and [`nccl`] are the libraries' calls; [`memory`], [`workspace`] and
 //! [`rank`] say where things lie; [`kernel`] and [`transport`] (which write to a [`recording`]) are the engine's two traits;

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::memory::{Array, Buffer, Region};
+use super::tape::Queue;
 use super::workspace::{Workspace, statistics};
 use crate::problem::{Pass, Problem};
 use crate::schedule::Payload;
@@ -130,9 +131,9 @@ impl Memory<'_> {
         Some(made.0)
     }
 
-    /// Where what is sent is put together.
-    pub fn staging(&self) -> Option<u64> {
-        self.workspace.at(Region::Staging, self.base)
+    /// Where what a queue sends is put together.
+    pub fn staging(&self, queue: Queue) -> Option<u64> {
+        self.workspace.at(Region::Staging(queue), self.base)
     }
 
     /// A result of the input's type: gradients as what they belong to, `dim` elements a head.

@@ -52,7 +52,7 @@ pub struct Tape {
 
 impl Call {
     fn schedules(&self) -> Arc<Vec<Schedule>> {
-        // No kernel merges the softmax states that queries would bring home.
+        // The softmax states that queries bring home are float32, and need a kernel to join them.
         let keys = (self.pass == Pass::Forward).then_some(Travels::Keys);
         schedule::kept(&self.problem, self.family, self.pass, self.travels.or(keys))
             .expect("the family fits the number of ranks")
@@ -70,7 +70,7 @@ impl Call {
     pub fn tape(&self, rank: usize, target: Target, arrays: Arrays, given: Given) -> Result<Tape> {
         let schedules = self.schedules();
         let (pieces, staging) = self.walk(&schedules[rank], target, arrays, given)?;
-        let ops = framed(to_messages(pieces.ops, staging)?);
+        let ops = framed(to_messages(pieces.ops, |queue| staging[queue as usize])?);
         Ok(Tape { ops, bytes_sent: pieces.bytes_sent })
     }
 
@@ -95,14 +95,14 @@ impl Call {
         Ok(Tape { ops: framed(interleaved(tapes)?), bytes_sent })
     }
 
-    /// One rank's walk, and where its staging memory is.
+    /// One rank's walk, and where each queue's staging memory is.
     fn walk(
         &self,
         schedule: &Schedule,
         target: Target,
         arrays: Arrays,
         given: Given,
-    ) -> Result<(Tape, Option<u64>)> {
+    ) -> Result<(Tape, [Option<u64>; Queue::ALL.len()])> {
         let problem = &self.problem;
         let last = Last::of(problem, schedule);
         let workspace = Workspace::of_rank(problem, schedule, &last);
@@ -115,7 +115,8 @@ impl Call {
         let mut kernel = TapeKernel::new(schedule, target, memory, &last, &tape)?;
         let mut transport = TapeTransport::new(schedule, memory, &tape);
         walk(schedule, &mut kernel, &mut transport)?;
-        let (bytes_sent, staging) = (transport.bytes_sent(), memory.staging());
+        let bytes_sent = transport.bytes_sent();
+        let staging = Queue::ALL.map(|queue| memory.staging(queue));
         Ok((Tape { ops: tape.into_ops(), bytes_sent }, staging))
     }
 }

@@ -1,6 +1,6 @@
 //! What a ring enqueues, before anything is enqueued.
 //!
-//! The engine walks the schedule onto a tape: operations in order, each on one of two queues, with
+//! The engine walks the schedule onto a tape: operations in order, each on one of three queues, with
 //! the regions it reads and writes. [`synchronised`] adds the events that this order needs and no
 //! others. So whatever is wrong with a description shows before the first operation is issued, and
 //! no neighbour waits for a rank that stopped half way.
@@ -13,22 +13,29 @@ use super::driver::Copy;
 use super::memory::Region;
 use super::nccl::Group;
 use super::transport::Pieces;
+use crate::schedule::{self, Due};
 
 /// Where an operation runs. What is on one queue runs in order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Queue {
     /// XLA's stream: kernels.
     Compute,
-    /// Our own: what travels.
+    /// A stream of our own: what travels from one step to the next.
     Exchange,
+    /// Another one: what may take several steps, over the slow links of a double ring.
+    Far,
 }
 
 impl Queue {
-    fn other(self) -> Queue {
-        match self {
-            Queue::Compute => Queue::Exchange,
-            Queue::Exchange => Queue::Compute,
-        }
+    /// All of them; a queue's number is its place here.
+    pub const ALL: [Queue; 3] = [Queue::Compute, Queue::Exchange, Queue::Far];
+    /// Those of messages, each with a communicator of its own.
+    pub const OF_MESSAGES: [Queue; 2] = [Queue::Exchange, Queue::Far];
+
+    /// Where an exchange runs that starts at `step`.
+    pub fn of(exchange: &schedule::Exchange, step: usize) -> Queue {
+        let is_next = exchange.due.reached_by(Due::Fold(step + 1));
+        if is_next { Queue::Exchange } else { Queue::Far }
     }
 }
 
@@ -85,11 +92,14 @@ pub enum Command {
 /// Last uses of a region, as positions in each queue counted from 1; 0 for none.
 #[derive(Debug, Clone, Copy, Default)]
 struct Last {
-    read: [usize; 2],
-    written: [usize; 2],
+    read: Positions,
+    written: Positions,
 }
 
-/// One queue waits for a position of the other before an operation.
+/// A position in each queue.
+type Positions = [usize; Queue::ALL.len()];
+
+/// One queue waits for a position of another before an operation.
 #[derive(Debug, Clone, Copy)]
 struct Sync {
     before: usize,
@@ -97,10 +107,11 @@ struct Sync {
 }
 
 /// Commands for all operations, with an event recorded and waited for wherever an operation needs
-/// what the other queue has not been waited for yet; and how many events that takes.
+/// what another queue has not been waited for yet; and how many events that takes.
 ///
-/// An operation needs the last one of the other queue that wrote what it uses, and if it writes,
-/// also the last that read it. The event is recorded right behind that operation, not later.
+/// An operation needs the last one of each other queue that wrote what it uses, and if it writes,
+/// also the last that read it. The event is recorded right behind that operation, not later. What a
+/// queue has waited for, it is waited for with it.
 pub fn synchronised(ops: &[Op]) -> (Vec<Command>, usize) {
     let syncs = syncs(ops);
     let mut records: HashMap<usize, Vec<usize>> = HashMap::new();
@@ -147,30 +158,42 @@ impl Events {
 fn syncs(ops: &[Op]) -> Vec<Sync> {
     let mut regions: HashMap<(usize, Region), Last> = HashMap::new();
     // The last operation that used everything, for regions that nobody named yet.
-    let mut program = [0; 2];
-    // For each queue: how far the other one is known to be; and the operations it was given.
-    let mut known = [0; 2];
-    let mut given: [Vec<usize>; 2] = [vec![], vec![]];
+    let mut program = Positions::default();
+    // For each queue: how far all of them are known to be; and the operations it was given, each
+    // with what was known then.
+    let mut known = [Positions::default(); Queue::ALL.len()];
+    let mut given: [Vec<(usize, Positions)>; Queue::ALL.len()] = Default::default();
     let mut syncs = Vec::new();
     for (index, op) in ops.iter().enumerate() {
-        let (own, other) = (op.queue as usize, op.queue.other() as usize);
-        let mut needed = program[other];
+        let own = op.queue as usize;
+        let mut needed = program;
         if op.work == Work::Program {
-            needed = given[other].len();
+            needed = given.each_ref().map(Vec::len);
         }
         for used in &op.uses {
             let last = regions.get(&(used.rank, used.region)).copied().unwrap_or_default();
-            needed = needed.max(last.written[other]);
+            advance(&mut needed, &last.written);
             if used.writes {
-                needed = needed.max(last.read[other]);
+                advance(&mut needed, &last.read);
             }
         }
-        if needed > known[own] {
-            syncs.push(Sync { before: index, after: given[other][needed - 1] });
-            known[own] = needed;
+        let at = |queue: usize, position: usize| given[queue][position - 1];
+        let others = (0..needed.len()).filter(|queue| *queue != own);
+        let missing: Vec<usize> =
+            others.filter(|queue| needed[*queue] > known[own][*queue]).collect();
+        for &queue in &missing {
+            // Another that is waited for too may have waited for it.
+            let mut rest = missing.iter().filter(|other| **other != queue);
+            if rest.any(|other| at(*other, needed[*other]).1[queue] >= needed[queue]) {
+                continue;
+            }
+            let (after, then) = at(queue, needed[queue]);
+            syncs.push(Sync { before: index, after });
+            advance(&mut known[own], &then);
         }
-        given[own].push(index);
-        let position = given[own].len();
+        let position = given[own].len() + 1;
+        known[own][own] = position;
+        given[own].push((index, known[own]));
         if op.work == Work::Program {
             program[own] = position;
         }
@@ -182,8 +205,14 @@ fn syncs(ops: &[Op]) -> Vec<Sync> {
     syncs
 }
 
+/// As far as either.
+fn advance(positions: &mut Positions, others: &Positions) {
+    positions.iter_mut().zip(others).for_each(|(one, other)| *one = *other.max(one));
+}
+
 #[cfg(test)]
 mod tests {
+    use super::super::recording::{reads, writes};
     use super::*;
     use crate::schedule::Payload;
 
@@ -213,7 +242,7 @@ mod tests {
         let ops = [
             program(),
             op(Exchange, SLOT, true),
-            op(Exchange, Region::Staging, true),
+            op(Exchange, Region::Staging(Exchange), true),
             op(Compute, SLOT, false),
             op(Compute, SLOT, false),
             op(Exchange, SLOT, true),
@@ -237,6 +266,34 @@ mod tests {
         ];
         assert_eq!(commands, expected);
         assert_eq!(events, 1);
+    }
+
+    #[test]
+    fn who_waits_for_a_queue_need_not_wait_for_what_that_one_has_waited_for() {
+        use Command::{Enqueue, Record, Wait};
+        use Queue::{Compute, Exchange, Far};
+        let home = Region::Home(Payload::Keys);
+        let both = |queue| {
+            let uses = [SLOT, home].map(|region| Use { rank: 0, region, writes: false });
+            Op { uses: uses.into(), ..op(queue, SLOT, false) }
+        };
+        let after_it = Op { uses: vec![reads(SLOT), writes(home)], ..op(Far, SLOT, false) };
+        let (commands, _) = synchronised(&[op(Exchange, SLOT, true), after_it, both(Compute)]);
+        let expected = [
+            Enqueue(0),
+            Record(Exchange, 0),
+            Wait(Far, 0),
+            Enqueue(1),
+            Record(Far, 0),
+            Wait(Compute, 0),
+            Enqueue(2),
+        ];
+        assert_eq!(commands, expected);
+        // Here both have to be waited for.
+        let (commands, events) =
+            synchronised(&[op(Exchange, SLOT, true), op(Far, home, true), both(Compute)]);
+        let waits = commands.iter().filter(|command| matches!(command, Wait(Compute, _)));
+        assert_eq!((waits.count(), events), (2, 2));
     }
 
     #[test]

@@ -84,7 +84,8 @@ impl Transport<Buffer> for TapeTransport<'_> {
             uses.push(writes(buffer.region));
             arriving.push(buffer);
         }
-        self.tape.push(Queue::Exchange, Work::Pieces(pieces), uses);
+        let queue = Queue::of(exchange, self.tape.step());
+        self.tape.push(queue, Work::Pieces(pieces), uses);
         Ok(arriving)
     }
 
@@ -98,19 +99,19 @@ impl Transport<Buffer> for TapeTransport<'_> {
     }
 }
 
-/// Turns pieces into messages. Those with gaps are first put together in the staging memory, which
-/// the next exchange may use again, as both run in order.
+/// Turns pieces into messages. Those with gaps are first put together in the queue's staging memory,
+/// which its next exchange may use again, as both run in order.
 ///
 /// # Errors
 /// If there is no such memory.
-pub fn to_messages(ops: Vec<Op>, staging: Option<u64>) -> Result<Vec<Op>> {
+pub fn to_messages(ops: Vec<Op>, staging: impl Fn(Queue) -> Option<u64>) -> Result<Vec<Op>> {
     let mut lowered = Vec::with_capacity(ops.len());
     for op in ops {
         let Op { queue, step, work: Work::Pieces(pieces), mut uses } = op else {
             lowered.push(op);
             continue;
         };
-        let mut next = staging;
+        let mut next = staging(queue);
         let mut group = Group::default();
         for (peer, block) in pieces.sends {
             let mut address = block.address;
@@ -123,7 +124,7 @@ pub fn to_messages(ops: Vec<Op>, staging: Option<u64>) -> Result<Vec<Op>> {
                 next = Some(address + block.bytes());
                 let mut uses = uses.clone();
                 uses.retain(|used| !used.writes);
-                uses.push(writes(Region::Staging));
+                uses.push(writes(Region::Staging(queue)));
                 let copy = Work::Copy(Copy { from: block, to: block.packed_at(address) });
                 lowered.push(Op { queue, step, work: copy, uses });
             }
@@ -133,7 +134,7 @@ pub fn to_messages(ops: Vec<Op>, staging: Option<u64>) -> Result<Vec<Op>> {
         group.receives = receives
             .map(|(peer, block)| Message { address: block.address, bytes: block.bytes(), peer })
             .collect();
-        uses.push(reads(Region::Staging));
+        uses.push(reads(Region::Staging(queue)));
         lowered.push(Op { queue, step, work: Work::Exchange(group), uses });
     }
     Ok(lowered)

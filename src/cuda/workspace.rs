@@ -7,6 +7,7 @@ use burst_attention_kernels::launch::MAX_VIEW_BYTES;
 
 use super::last::Last;
 use super::memory::{ALIGNMENT, Array, Buffer, Region, bytes, runs};
+use super::tape::Queue;
 use crate::problem::{Features, Pass, Problem};
 use crate::schedule::{Chunk, Payload, Place, Schedule};
 
@@ -21,7 +22,7 @@ pub struct Workspace {
 impl Workspace {
     /// For one rank: accumulators of its own rows as far as one tile does not do it all, the
     /// statistics of the backward pass, a buffer for each slot as large as its largest chunk, and
-    /// room to put statistics together that are sent in part.
+    /// for each queue room to put statistics together that are sent in part.
     pub fn of_rank(problem: &Problem, schedule: &Schedule, last: &Last) -> Workspace {
         let mut sizes: BTreeMap<Region, u64> = BTreeMap::new();
         let pass = schedule.pass;
@@ -51,7 +52,7 @@ impl Workspace {
             for exchange in &step.exchanges {
                 let sends = exchange.sends.iter();
                 let packed = sends.map(|send| packed(problem, pass, &send.chunk)).sum::<u64>();
-                need(Region::Staging, packed);
+                need(Region::Staging(Queue::of(exchange, step.index)), packed);
             }
         }
         let mut end = 0;
@@ -116,7 +117,7 @@ pub fn statistics(problem: &Problem, rows: Range<usize>, address: u64) -> (Vec<A
 fn packed(problem: &Problem, pass: Pass, chunk: &Chunk) -> u64 {
     let whole = chunk.rows == (0..problem.q_len);
     match (chunk.payload, pass) {
-        (Payload::Queries, Pass::Backward) if !whole => {
+        (Payload::Queries, Pass::Backward) | (Payload::Partial, _) if !whole => {
             statistics(problem, chunk.rows.clone(), 0).1
         }
         _ => 0,

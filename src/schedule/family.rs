@@ -35,6 +35,11 @@ pub enum Family {
 }
 
 impl Family {
+    /// Are there exchanges that have several steps' time, beside those from step to step?
+    pub fn has_far_links(self, world_size: usize) -> bool {
+        matches!(self, Family::DoubleRing { inner } if 1 < inner && inner < world_size)
+    }
+
     /// Checks that there is such a schedule for so many ranks.
     ///
     /// # Errors

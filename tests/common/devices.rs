@@ -16,7 +16,8 @@ const APART: u64 = 1 << 40;
 pub struct Devices {
     pub recorder: Recorder,
     pub executor: Executor,
-    ranks: Vec<(Stream, Comm)>,
+    /// Each with two communicators, the second one for slow links.
+    ranks: Vec<(Stream, [Comm; 2])>,
 }
 
 impl Devices {
@@ -25,7 +26,7 @@ impl Devices {
         let executor = Executor::new(Box::new(recorder.clone()), images);
         let rank = |rank| {
             let stream = recorder.add_device();
-            (stream, recorder.add_comm(rank, world_size, stream))
+            (stream, [(); 2].map(|()| recorder.add_comm(rank, world_size, stream)))
         };
         let ranks = (0..world_size).map(rank).collect();
         Devices { recorder, executor, ranks }
@@ -33,11 +34,15 @@ impl Devices {
 
     /// One rank's two stages, as XLA calls them.
     pub fn run_rank(&self, call: &Call, rank: usize) -> Result<u64> {
-        let (stream, comm) = self.ranks[rank];
+        let (stream, comms) = self.ranks[rank];
         let world_size = call.problem.world_size;
-        let communicator =
-            if world_size == 1 { None } else { Some(Communicator::new(nccl(), comm, world_size)?) };
-        let share = Share::Rank(communicator.as_ref());
+        let count = match world_size {
+            1 => 0,
+            _ => 1 + usize::from(call.family.has_far_links(world_size)),
+        };
+        let comms = comms[..count].iter().map(|comm| Communicator::new(nccl(), *comm, world_size));
+        let comms = comms.collect::<Result<Vec<_>>>()?;
+        let share = Share::Rank(&comms);
         self.executor.initialize(stream, call, share)?;
         self.recorder.take();
         self.executor.run(stream, call, share, &[arrays(call.pass, 0)], given(call, 1))

@@ -143,6 +143,10 @@ def test_schedules(asked):
     (gathered,) = calls_of(axis_name=("node", "context"), schedule="all_gather")
     assert gathered.attributes["schedule"] == '"all_gather"'
     assert gathered.attributes["inner_size"].startswith("0 ")
+    asked.clear()
+    (balanced,) = calls_of(axis_name="context", schedule="balanced", is_causal=True)
+    assert balanced.attributes["schedule"] == '"balanced"'
+    assert asked["forward"]["options"]["schedule"] == "balanced"
 
 
 def test_values_of_another_width(asked):

@@ -217,6 +217,24 @@ def test_each_process_seems_to_be_on_a_host_of_its_own(monkeypatch):
         assert float(one["XLA_PYTHON_CLIENT_MEM_FRACTION"]) <= 0.5
 
 
+def test_each_process_gets_a_gpu_where_there_are_enough(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6")
+    both = group.environments(group.EACH, 2, {})
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in both] == ["3", "5"]
+    for one in both:
+        assert "NCCL_HOSTID" not in one
+        assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in one
+    with_two = SimpleNamespace(rehearse=False, found={})
+    assert parts._ways(with_two, 2)[0] == group.EACH
+    assert group.EACH not in parts._ways(with_two, 4)
+    with_two.found[parts.BY] = group.EACH
+    assert parts._ways(with_two, 3)[0] == group.EACH
+    assert parts._ways(with_two, 4)[0] == "NCCL_HOSTID"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("PATH", "")
+    assert group.gpus() == ["0"]
+
+
 def test_losses_must_agree_be_finite_and_fall():
     falling = [3.0, 2.5, 2.0]
     assert parts.compare(falling, [3.0, 2.51, 2.0], 0.01)[1] == []

@@ -95,6 +95,20 @@ def test_problems_are_of_types_the_kernels_take_and_cover_layouts_and_modes():
     assert all(p.heads > p.kv_heads and p.batch == 2 for p in systematic)
 
 
+def test_every_schedule_is_on_the_virtual_ring_and_over_processes_both_ways_round():
+    found = shared.families()
+    assert len({p.name for p in found}) == len(found)
+    ways = {(p.schedule, p.backward) for p in found}
+    names = ("double_ring", "balanced", "all_gather")
+    assert ways == {(name, way) for name in names for way in ("keys", "queries")}
+    assert all((p.schedule == "double_ring") == (0 < p.inner < p.world_size) for p in found)
+    assert all(p.is_causal and p.layout == "contiguous" for p in found if p.schedule == "balanced")
+    members = ranks.Members().names(False)
+    assert all(f"{name}, {way} travel" in members for name, way in ways)
+    virtually = numerics.Virtual().names(False)
+    assert all(p.name in virtually for p in found)
+
+
 def test_every_feature_is_alone_somewhere_and_on_a_ring_if_its_calls_have_it():
     found = shared.features()
     assert len({p.name for p in found}) == len(found)
@@ -266,6 +280,6 @@ def test_library_has_the_virtual_ring_and_knows_its_workspace():
     assert 0 < needed["forward"] < needed["backward"]
     with pytest.raises(RuntimeError, match="workspace of"):
         virtual.workspace_bytes(problem.replace(SMALL, head_dim=33), "forward")
-    for one in filter(virtual.is_possible, shared.features()):
+    for one in (*filter(virtual.is_possible, shared.features()), *shared.families()):
         assert virtual.workspace_bytes(one, "backward") > 0
     virtual.Calls()  # finds and registers every stage

@@ -24,7 +24,8 @@ pub struct CudaSite {
     pub spread: Spread,
     /// Devices of all rings of the mesh, ring after ring, as XLA numbers them in a program.
     pub groups: Vec<i64>,
-    /// Tells our communicators from XLA's own over the same devices.
+    /// Tells our communicators from XLA's own over the same devices; the number after it is ours
+    /// too.
     pub communication_id: i64,
 }
 
@@ -75,6 +76,14 @@ impl CudaSite {
     /// Ranks of a ring.
     pub fn world_size(&self) -> usize {
         self.site.world_size
+    }
+
+    /// The numbers of the communicators, in the order of the executor's queues: a double ring has a
+    /// second one, for its slow links.
+    pub fn communication_ids(&self) -> impl Iterator<Item = i64> + use<> {
+        let has_far_links = self.site.options.family().has_far_links(self.world_size());
+        let first = self.communication_id;
+        (first..).take(if has_far_links { 2 } else { 1 })
     }
 
     /// Name of the mesh axis.

@@ -48,11 +48,11 @@ impl Collectives {
         Ok(Collectives(found.cast()))
     }
 
-    /// Asks for the communicator of the ring's devices, before the program runs.
+    /// Asks for a communicator of the ring's devices, before the program runs.
     ///
     /// # Errors
     /// What the runtime says.
-    pub fn request(&self, api: Api, site: &CudaSite) -> Result<()> {
+    pub fn request(&self, api: Api, site: &CudaSite, communication_id: i64) -> Result<()> {
         let groups = groups(site);
         let mut arguments = sys::XLA_FFI_Communicator_Request_Args {
             struct_size: sys::XLA_FFI_Communicator_Request_Args_STRUCT_SIZE as usize,
@@ -60,7 +60,7 @@ impl Collectives {
             group_mode: sys::XLA_FFI_GROUP_FLATTENED_ID,
             groups: groups.as_ptr(),
             num_groups: groups.len(),
-            communication_id: site.communication_id,
+            communication_id,
         };
         // SAFETY: `of` has seen that the structure reaches this far.
         let request = unsafe { (&raw const (*self.0.as_ptr()).request_communicator).read() };
@@ -74,7 +74,7 @@ impl Collectives {
     ///
     /// # Errors
     /// What the runtime says.
-    pub fn get(&self, api: Api, site: &CudaSite) -> Result<Comm> {
+    pub fn get(&self, api: Api, site: &CudaSite, communication_id: i64) -> Result<Comm> {
         let groups = groups(site);
         let mut arguments = sys::XLA_FFI_Communicator_Get_Args {
             struct_size: sys::XLA_FFI_Communicator_Get_Args_STRUCT_SIZE as usize,
@@ -82,7 +82,7 @@ impl Collectives {
             group_mode: sys::XLA_FFI_GROUP_FLATTENED_ID,
             groups: groups.as_ptr(),
             num_groups: groups.len(),
-            communication_id: site.communication_id,
+            communication_id,
             communicator: ptr::null_mut(),
         };
         // SAFETY: as in `request`.

@@ -1,6 +1,6 @@
 //! Rings on GPUs: what happens when XLA compiles a call, prepares a run and enqueues it.
 //!
-//! Prepare asks XLA for a communicator of the ring's devices, initialize makes what a device needs
+//! Prepare asks XLA for communicators of the ring's devices, initialize makes what a device needs
 //! once, execute enqueues the rank's part of the ring and returns. A virtual ring runs all ranks'
 //! parts on one device, for tests and benchmarks.
 
@@ -146,7 +146,9 @@ fn prepare(frame: &CallFrame<'_>, site: &CudaSite) -> Result<()> {
     if site.is_alone() {
         return Ok(());
     }
-    Collectives::of(frame, site)?.request(frame.runtime(), site)
+    let collectives = Collectives::of(frame, site)?;
+    let request = |id| collectives.request(frame.runtime(), site, id);
+    site.communication_ids().try_for_each(request)
 }
 
 fn initialize(frame: &CallFrame<'_>, site: &CudaSite, platform: &Platform) -> Result<()> {
@@ -173,7 +175,7 @@ fn execute(frame: &CallFrame<'_>, site: &CudaSite, platform: &Platform) -> Resul
     })
 }
 
-/// Which ranks' part this device runs, and with which communicator.
+/// Which ranks' part this device runs, and with which communicators.
 fn with_share(
     frame: &CallFrame<'_>,
     site: &CudaSite,
@@ -184,10 +186,14 @@ fn with_share(
         return body(Share::All);
     }
     if site.is_alone() {
-        return body(Share::Rank(None));
+        return body(Share::Rank(&[]));
     }
-    let comm = Collectives::of(frame, site)?.get(frame.runtime(), site)?;
+    let collectives = Collectives::of(frame, site)?;
     let nccl = (platform.nccl)().map_err(|error| site.failed(error))?;
-    let communicator = Communicator::new(nccl, comm, site.world_size());
-    body(Share::Rank(Some(&communicator.map_err(|error| site.failed(error))?)))
+    let communicator = |id| {
+        let comm = collectives.get(frame.runtime(), site, id)?;
+        Communicator::new(nccl, comm, site.world_size()).map_err(|error| site.failed(error))
+    };
+    let communicators = site.communication_ids().map(communicator).collect::<Result<Vec<_>>>()?;
+    body(Share::Rank(&communicators))
 }

@@ -15,16 +15,16 @@ pub type Request = (Vec<Vec<i64>>, i64);
 pub struct FakeGpu {
     stream: usize,
     extension: Option<Box<sys::XLA_FFI_Collectives_Extension>>,
-    /// Null for a runtime that could not make the communicator.
-    comm: usize,
+    /// Of each number that was asked for first; null for a runtime that could not make it.
+    comms: Vec<usize>,
     requests: RefCell<Vec<Request>>,
 }
 
 impl FakeGpu {
     /// With the Collectives extension.
-    pub fn new(stream: usize, comm: usize) -> Box<FakeGpu> {
-        let requests = RefCell::default();
-        let mut gpu = Box::new(FakeGpu { stream, extension: None, comm, requests });
+    pub fn new(stream: usize, comms: &[usize]) -> Box<FakeGpu> {
+        let (comms, requests) = (comms.to_vec(), RefCell::default());
+        let mut gpu = Box::new(FakeGpu { stream, extension: None, comms, requests });
         let extension_base = sys::XLA_FFI_Extension {
             struct_size: size_of::<sys::XLA_FFI_Collectives_Extension>(),
             id: sys::XLA_FFI_ExtensionId {
@@ -129,9 +129,16 @@ unsafe extern "C" fn get(
     // SAFETY: as above.
     let asked = (unsafe { groups(args.groups, args.num_groups) }, args.communication_id);
     let gpu = of(extension);
-    if !gpu.requests.borrow().contains(&asked) {
-        return error(9, "the communicator was not requested");
+    let mut different: Vec<Request> = Vec::new();
+    for request in gpu.requests() {
+        if !different.contains(&request) {
+            different.push(request);
+        }
     }
-    args.communicator = gpu.comm as *mut sys::XLA_FFI_Communicator;
+    let Some(place) = different.iter().position(|request| *request == asked) else {
+        return error(9, "the communicator was not requested");
+    };
+    let comm = gpu.comms.get(place).copied().unwrap_or(0);
+    args.communicator = comm as *mut sys::XLA_FFI_Communicator;
     ptr::null_mut()
 }

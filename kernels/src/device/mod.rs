@@ -27,4 +27,5 @@ pub mod common;
 pub mod dropout;
 pub mod forward;
 pub mod forward_general;
+pub mod join;
 pub mod rows;

@@ -48,6 +48,8 @@ pub(super) struct Array {
     pub name: &'static str,
     /// The argument that its batch stride is; shared with arrays of the same shape.
     pub stride_name: &'static str,
+    /// The argument that its head stride is, of statistics.
+    pub head_stride_name: Option<&'static str>,
     pub side: Side,
     /// 0 for an array that is not there.
     pub address: u64,
@@ -83,6 +85,7 @@ impl Array {
         Array {
             name: argument.name,
             stride_name: view.batch_stride,
+            head_stride_name: view.head_stride,
             side: Side::of(view.shape),
             address: at.address,
             bytes: if argument.kind == Kind::Activations { 2 } else { 4 },

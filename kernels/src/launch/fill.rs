@@ -3,7 +3,7 @@
 use std::f64::consts::LOG2_E;
 
 use super::Launch;
-use super::array::Side;
+use super::array::{Array, Side};
 use super::error::LaunchError;
 use super::features::General;
 use super::job::Job;
@@ -106,11 +106,12 @@ impl Job {
     /// The stride `name`. That between entries of a single one may be any, even beyond 32 bits:
     /// the kernel gets one that fits.
     fn stride(&self, name: &str, piece: &Piece) -> u64 {
-        let of_heads = name == "stat_head_stride";
-        let name = if of_heads { "stat_batch_stride" } else { name };
-        let mut arrays = self.arrays.iter().filter(|array| array.stride_name == name);
-        let Some(array) = arrays.next() else { unreachable!("{name} is not described") };
-        if of_heads {
+        let is_named =
+            |array: &&Array| array.stride_name == name || array.head_stride_name == Some(name);
+        let Some(array) = self.arrays.iter().find(is_named) else {
+            unreachable!("{name} is not described")
+        };
+        if array.stride_name != name {
             // 0 where there are no rows, which no view may have.
             array.head_stride.max(1)
         } else if piece.batch.len() == 1 {

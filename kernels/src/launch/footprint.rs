@@ -110,7 +110,7 @@ impl Launch {
         let [heads, kv_heads, head_dim] = ["heads", "kv_heads", "head_dim"].map(|n| self.size(n));
         let value_dim = self.value("value_dim").map_or(head_dim, |_| self.size("value_dim"));
         let batch_stride = self.size(view.batch_stride) as u64;
-        let head_stride = self.size("stat_head_stride") as u64;
+        let head_stride = view.head_stride.map_or(0, |name| self.size(name)) as u64;
         let sizes = Sizes { heads, kv_heads, head_dim, value_dim };
         Some(Array::new(argument, sizes, Statistics { address, batch_stride, head_stride }))
     }

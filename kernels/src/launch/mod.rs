@@ -1,7 +1,8 @@
 //! The host side of launching, with no CUDA: from a description of what to compute to the launches
 //! that compute it, each checked.
 //!
-//! A description ([`Forward`], [`KeyGrads`], [`QueryGrads`], [`Delta`], [`Finish`], [`Merge`]) says in 64 bits
+//! A description ([`Forward`], [`KeyGrads`], [`QueryGrads`], [`Delta`], [`Finish`], [`Merge`],
+//! [`Join`]) says in 64 bits
 //! what is computed and where its arrays lie. The kernels count in 32 bits, so that a description
 //! may become several [`Launch`]es, to be run in their order on one stream:
 //!
@@ -26,13 +27,14 @@ mod footprint;
 mod job;
 mod names;
 mod order;
+mod per_row;
 mod split;
 
-pub use description::{Delta, Finish, Forward, KeyGrads, Merge, QueryGrads, Rectangle};
-pub use description::{Rows, Statistics};
+pub use description::{Forward, KeyGrads, QueryGrads, Rectangle, Rows, Statistics};
 pub use error::LaunchError;
 pub use features::{Dropout, General, Positions};
 pub use footprint::Footprint;
+pub use per_row::{Delta, Finish, Join, Merge, State};
 
 use crate::cubin::Parameter;
 use crate::instances::Instance;

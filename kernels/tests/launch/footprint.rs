@@ -29,6 +29,13 @@ fn touched(launch: &Launch) -> Vec<(&'static str, (bool, bool))> {
             return [Some(("a", READ)), b, Some(("out", WRITTEN))].into_iter().flatten().collect();
         }
         Kernel::Merge => return vec![("home", (true, true)), ("arrived", READ)],
+        Kernel::Join => {
+            let home = ["acc", "row_max", "row_sum"].map(|name| (name, (true, !is("last"))));
+            let came = ["came_acc", "came_max", "came_sum"].map(|name| (name, READ));
+            let results = ["o", "lse"].into_iter().filter(|_| is("last"));
+            let results = results.map(|name| (name, WRITTEN));
+            return home.into_iter().chain(came).chain(results).collect();
+        }
         _ => vec![],
     };
     let streams = integer(launch, "lower") <= integer(launch, "upper");

@@ -193,6 +193,8 @@ pub fn span(launch: &Launch, name: &str, kind: Kind) -> u64 {
         ("o", _) => ("o_batch_stride", rows, ["heads", of_values]),
         ("dq" | "out", _) => ("out_batch_stride", rows, ["heads", "head_dim"]),
         ("a", _) => ("a_batch_stride", rows, ["heads", "head_dim"]),
+        ("came_acc", _) => ("came_acc_batch_stride", rows, ["heads", "head_dim"]),
+        ("came_max" | "came_sum", _) => ("came_stat_batch_stride", rows, [""; 2]),
         ("home", _) => ("home_batch_stride", rows, ["heads", "head_dim"]),
         ("arrived", _) => ("arrived_batch_stride", rows, ["heads", "head_dim"]),
         ("b", _) => ("b_batch_stride", rows, ["heads", "head_dim"]),
@@ -210,6 +212,7 @@ pub fn span(launch: &Launch, name: &str, kind: Kind) -> u64 {
     let factors = columns.into_iter().map(get);
     let entry = match stride {
         "stat_batch_stride" => (get("heads") - 1) * get("stat_head_stride") + get(rows),
+        "came_stat_batch_stride" => (get("heads") - 1) * get("came_stat_head_stride") + get(rows),
         "dropout_batch_stride" => 4,
         _ => get(rows) * factors.product::<u64>(),
     };

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use burst_attention_kernels::instances::{Element, Kernel, Target};
 use burst_attention_kernels::launch::{
-    Delta, Dropout, Finish, Forward, General, KeyGrads, Launch, LaunchError, Merge, Positions,
-    QueryGrads, Rectangle, Rows, Statistics,
+    Delta, Dropout, Finish, Forward, General, Join, KeyGrads, Launch, LaunchError, Merge,
+    Positions, QueryGrads, Rectangle, Rows, State, Statistics,
 };
 use burst_attention_kernels::record::Value;
 
@@ -95,7 +95,8 @@ impl Trial {
     pub fn new(kernel: Kernel, rectangle: Rectangle, limit: u64, seed: u64) -> Trial {
         let mut random = Random(seed);
         let streams = kernel.is_attention();
-        let (first, last) = (!streams || random.flip(), !streams || random.flip());
+        let carries = streams || kernel == Kernel::Join;
+        let (first, last) = (!streams || random.flip(), !carries || random.flip());
         let value_dim =
             if kernel == kernel.plain() { rectangle.head_dim } else { rectangle.value_dim };
         let rectangle = Rectangle { value_dim, ..rectangle };
@@ -156,7 +157,8 @@ impl Trial {
     }
 
     fn statistics(&mut self, name: &'static str) -> Statistics {
-        let head_stride = (self.rectangle.q_len as u64).next_multiple_of(4) + 4;
+        let padding = if name.starts_with("came") { 12 } else { 4 };
+        let head_stride = (self.rectangle.q_len as u64).next_multiple_of(4) + padding;
         let batch_stride = self.rectangle.heads as u64 * head_stride + 8;
         let address = (self.placed.len() as u64 + 1) << 44;
         let row_stride = 1;
@@ -254,6 +256,27 @@ impl Trial {
                 head_dim,
                 home: self.queries("home", 4),
                 arrived: self.queries("arrived", 4),
+            }
+            .launches_within(target, limit),
+            Kernel::Join => Join {
+                batch,
+                q_len,
+                heads,
+                head_dim,
+                element,
+                home: State {
+                    acc: self.results("acc", 4),
+                    row_max: self.statistics("row_max"),
+                    row_sum: self.statistics("row_sum"),
+                },
+                came: State {
+                    acc: self.results("came_acc", 4),
+                    row_max: self.statistics("came_max"),
+                    row_sum: self.statistics("came_sum"),
+                },
+                o: Some(self.results("o", 2)),
+                lse: Some(self.per_query("lse")),
+                last,
             }
             .launches_within(target, limit),
             _ => Finish {

@@ -37,7 +37,7 @@ struct Setup<'a> {
     recorder: Recorder,
     executor: Executor,
     devices: Vec<Stream>,
-    comms: Vec<Comm>,
+    comms: Vec<[Comm; 2]>,
 }
 
 impl<'a> Setup<'a> {
@@ -49,7 +49,9 @@ impl<'a> Setup<'a> {
         let executor = Executor::new(Box::new(recorder.clone()), images);
         let devices: Vec<_> =
             (0..if one_device { 1 } else { ranks }).map(|_| recorder.add_device()).collect();
-        let comm = |(rank, device): (usize, &Stream)| recorder.add_comm(rank, ranks, *device);
+        let comm = |(rank, device): (usize, &Stream)| {
+            [(); 2].map(|()| recorder.add_comm(rank, ranks, *device))
+        };
         let comms = devices.iter().enumerate().map(comm).collect();
         Setup { ring, family, shards, world, recorder, executor, devices, comms }
     }
@@ -85,15 +87,16 @@ impl<'a> Setup<'a> {
         if self.devices.len() < ranks {
             return act(self, Share::All, device);
         }
-        let comm = (ranks > 1).then(|| Communicator::new(nccl(), self.comms[rank], ranks));
-        let comm = comm.map(|comm| comm.expect("a communicator of the ring"));
-        act(self, Share::Rank(comm.as_ref()), device);
+        let count = if ranks == 1 { 0 } else { 1 + usize::from(call.family.has_far_links(ranks)) };
+        let comm = |comm: &Comm| {
+            Communicator::new(nccl(), *comm, ranks).expect("a communicator of the ring")
+        };
+        let comms: Vec<_> = self.comms[rank][..count].iter().map(comm).collect();
+        act(self, Share::Rank(&comms), device);
     }
 
     /// One pass; the largest ratio of an error to that of plain float32.
     fn pass(&mut self, pass: Pass, travels: Option<Travels>, seed: u64) -> Result<f64, String> {
-        // In the forward pass keys travel.
-        let travels = travels.filter(|_| pass == Pass::Backward);
         let problem = self.ring.problem.clone();
         let call = Call { problem, family: self.family, pass, travels };
         let stages = self.enqueue(&call);
@@ -210,6 +213,9 @@ fn other_schedules_compute_attention() {
     let double = Family::DoubleRing { inner: 2 };
     const SIX: Problem = Problem { world_size: 6, q_len: 4, kv_len: 4, ..PROBLEM };
     let full = Window::FULL;
+    let features =
+        Features { segments: true, slopes: true, soft_cap: Some(2.0), dropout: Some(0.3) };
+    let featured = Problem { features, value_dim: 24, ..PROBLEM };
     for (family, problem, travels, one_device) in [
         (double, Problem { layout: Layout::Zigzag, ..PROBLEM }, Travels::Keys, false),
         (double, Problem { window: full, ..SIX }, Travels::Queries, false),
@@ -222,6 +228,16 @@ fn other_schedules_compute_attention() {
         (Family::AllGather, PROBLEM, Travels::Queries, false),
         (Family::AllGather, Problem { layout: Layout::Zigzag, ..SIX }, Travels::Keys, false),
         (Family::AllGather, Problem { window: full, ..PROBLEM }, Travels::Keys, true),
+        (Family::Balanced, PROBLEM, Travels::Keys, false),
+        (Family::Balanced, SIX, Travels::Queries, false),
+        (
+            Family::Balanced,
+            Problem { world_size: 5, q_len: 6, kv_len: 6, ..SIX },
+            Travels::Keys,
+            false,
+        ),
+        (Family::Balanced, featured, Travels::Keys, false),
+        (Family::Balanced, Problem { dtype: Dtype::F16, ..PROBLEM }, Travels::Queries, true),
     ] {
         assert_family_right(family, &problem, Some(travels), one_device);
     }

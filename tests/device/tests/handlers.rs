@@ -55,13 +55,16 @@ fn pass(handlers: &Handlers, call: &Call, world: &mut World, shards: &[Shard], s
 
 /// Forward, then backward from its results, in memory where nothing else was written.
 fn both_passes(problem: &Problem, travels: Travels, seed: u64) {
+    both_passes_of(Family::Ring, problem, travels, seed);
+}
+
+fn both_passes_of(family: Family, problem: &Problem, travels: Travels, seed: u64) {
     let ring = Ring::new(problem.clone(), seed);
     let handlers = Handlers::new(problem.world_size);
     let mut world = World::new();
     let shards = ring.place(&mut world, |rank| rank);
-    let call =
-        |pass, travels| Call { problem: problem.clone(), family: Family::Ring, pass, travels };
-    let case = || format!("{travels:?} travel, seed {seed}, {problem:?}");
+    let call = |pass, travels| Call { problem: problem.clone(), family, pass, travels };
+    let case = || format!("{family}, {travels:?} travel, seed {seed}, {problem:?}");
     pass(&handlers, &call(Pass::Forward, None), &mut world, &shards, seed);
     ring.check_forward(&world, &shards).unwrap_or_else(|what| panic!("{}: {what}", case()));
     pass(&handlers, &call(Pass::Backward, Some(travels)), &mut world, &shards, seed);
@@ -105,12 +108,34 @@ fn so_do_windows_and_all_features() {
 }
 
 #[test]
+fn so_do_the_other_schedules() {
+    let double = Family::DoubleRing { inner: 2 };
+    for (family, layout) in [
+        (double, Layout::Zigzag),
+        (Family::Balanced, Layout::Contiguous),
+        (Family::AllGather, Layout::Striped),
+    ] {
+        for (seed, travels) in [(7, Travels::Keys), (8, Travels::Queries)] {
+            both_passes_of(family, &problem(4, layout), travels, seed);
+        }
+    }
+}
+
+#[test]
 fn the_communicator_is_asked_for_under_a_number_of_our_own() {
     let (handlers, call) = (Handlers::new(2), forward(2));
     let rank = rank(&handlers, &call, 0);
     assert_eq!(rank.all(handlers.platform, Pass::Forward), Ok(()));
     let gpu = rank.runtime.context.gpu.as_deref().expect("it has one");
     assert_eq!(gpu.requests(), [(vec![vec![0, 1], vec![2, 3]], COMMUNICATION_ID)]);
+
+    let call = double(Pass::Forward, None);
+    let both = Handlers::new(call.problem.world_size);
+    let rank = self::rank(&both, &call, 0);
+    assert_eq!(rank.all(both.platform, Pass::Forward), Ok(()));
+    let gpu = rank.runtime.context.gpu.as_deref().expect("it has one");
+    let numbers: Vec<_> = gpu.requests().into_iter().map(|(_, number)| number).collect();
+    assert_eq!(numbers, [COMMUNICATION_ID, COMMUNICATION_ID + 1], "slow links have their own");
 
     let (alone, call) = (Handlers::new(1), forward(1));
     let rank = self::rank(&alone, &call, 0);
@@ -122,6 +147,12 @@ fn the_communicator_is_asked_for_under_a_number_of_our_own() {
 fn forward(world_size: usize) -> Call {
     let problem = problem(world_size, Layout::Zigzag);
     Call { problem, family: Family::Ring, pass: Pass::Forward, travels: None }
+}
+
+/// Over two nodes of two ranks.
+fn double(pass: Pass, travels: Option<Travels>) -> Call {
+    let problem = problem(4, Layout::Zigzag);
+    Call { problem, family: Family::DoubleRing { inner: 2 }, pass, travels }
 }
 
 fn backward(travels: Travels) -> Call {
@@ -149,8 +180,10 @@ fn stages(handlers: &Handlers, rank: &RankCall) -> Result<(), XlaError> {
 
 #[test]
 fn every_call_that_fails_becomes_an_error_and_the_next_run_works() {
-    for call in [forward(2), backward(Travels::Keys), backward(Travels::Queries)] {
-        let whole = Handlers::new(2);
+    let double = double(Pass::Backward, Some(Travels::Keys));
+    for call in [forward(2), backward(Travels::Keys), backward(Travels::Queries), double] {
+        let ranks = call.problem.world_size;
+        let whole = Handlers::new(ranks);
         let rank_of = |handlers: &Handlers| {
             let rank = rank(handlers, &call, 0);
             assert_eq!(rank.instantiate(call.pass), Ok(()));
@@ -164,7 +197,7 @@ fn every_call_that_fails_becomes_an_error_and_the_next_run_works() {
         let names = whole.recorder.calls();
         assert!(names.len() > 30, "driver and NCCL are called often: {names:?}");
         for (n, name) in names.iter().enumerate() {
-            let handlers = Handlers::new(2);
+            let handlers = Handlers::new(ranks);
             let rank = rank_of(&handlers);
             handlers.recorder.fail_at(n);
             let failed = stages(&handlers, &rank);
@@ -174,10 +207,10 @@ fn every_call_that_fails_becomes_an_error_and_the_next_run_works() {
             assert!(message.contains("ring over mesh axis \"context\""), "{message}");
             let is_network = name.starts_with("nccl") && !name.starts_with("ncclComm");
             if is_network {
-                assert!(message.contains("rank 0 of 2"), "{message}");
+                assert!(message.contains(&format!("rank 0 of {ranks}")), "{message}");
             }
             if *name == "ncclSend" || *name == "ncclRecv" {
-                assert!(message.contains("peer rank 1"), "{message}");
+                assert!(message.contains("peer rank "), "{message}");
             }
             assert!(!group_is_open(), "{name}, call {n}, leaves a group open");
             assert_eq!(handlers.recorder.pushed(), 0, "{name}, call {n}, leaves its context");
@@ -235,7 +268,7 @@ fn a_communicator_that_is_not_the_rings_or_is_broken_is_refused() {
     let (handlers, call) = (Handlers::new(2), forward(2));
     let rank = rank(&handlers, &call, 0);
     assert_eq!(rank.all(handlers.platform, Pass::Forward), Ok(()));
-    handlers.recorder.set_async_error(handlers.devices[0].1, 6);
+    handlers.recorder.set_async_error(handlers.devices[0].1[0], 6);
     let (_, message) = rank.stage(handlers.platform, Stage::Execute).expect_err("refused");
     for part in ["ncclCommGetAsyncError", "rank 0 of 2", "code 6"] {
         assert!(message.contains(part), "{part} in {message}");
@@ -249,7 +282,7 @@ fn a_communicator_that_is_not_the_rings_or_is_broken_is_refused() {
 #[test]
 fn a_communicator_that_does_not_block_is_asked_until_it_is_done() {
     let (handlers, call) = (Handlers::new(2), forward(2));
-    handlers.recorder.set_in_progress(handlers.devices[0].1, 3, 0);
+    handlers.recorder.set_in_progress(handlers.devices[0].1[0], 3, 0);
     let rank = rank(&handlers, &call, 0);
     assert_eq!(rank.all(handlers.platform, Pass::Forward), Ok(()));
     assert_eq!(handlers.recorder.violations(), [""; 0]);

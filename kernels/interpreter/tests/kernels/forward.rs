@@ -94,7 +94,7 @@ pub fn run(problem: &Problem, seed: u64, change: Change) -> Result<(Vec<Vec<f32>
 }
 
 /// o and lse of a state that was carried on.
-fn finish(case: &Case, state: &[Vec<f32>]) -> Vec<Vec<f32>> {
+pub fn finish(case: &Case, state: &[Vec<f32>]) -> Vec<Vec<f32>> {
     let [acc, max, sum] = state else { panic!("a state is three arrays, got {}", state.len()) };
     let rows = acc.chunks(case.value_dim()).zip(sum);
     let o =
@@ -109,7 +109,7 @@ fn finish(case: &Case, state: &[Vec<f32>]) -> Vec<Vec<f32>> {
 /// lse within 2^-20 of the largest score (and of 1): three float32 roundings of a number as large,
 /// and those of a dot product, which partly cancel. A soft cap's tanh is exact to so much of the
 /// cap, however small the score.
-fn check_lse(problem: &Problem, got: &[f32]) -> Result<(), String> {
+pub fn check_lse(problem: &Problem, got: &[f32]) -> Result<(), String> {
     let bound = (1.0 + problem.exact.largest.max(problem.case.soft_cap.into())) * 2f64.powi(-20);
     let far = |(&got, &exact): (&f32, &f64)| match exact == f64::NEG_INFINITY {
         true => got != f32::NEG_INFINITY,

@@ -6,6 +6,7 @@ mod footprints;
 mod forward;
 mod general;
 mod gradients;
+mod join;
 mod large;
 mod modules;
 mod mutants;

@@ -8,6 +8,7 @@ use cutile_ir::bytecode::Opcode::{self, *};
 use super::case::{CASE, CAUSAL, Case};
 use super::forward::check as fwd;
 use super::gradients::{check_keys as dkdv, check_queries as dq};
+use super::join::check as join;
 use super::modules::{find, masked};
 use super::problem::{Found, Problem};
 use super::rows::{check_delta as delta, check_finish as finish, check_merge as merge};
@@ -111,6 +112,19 @@ fn add_itself(module: &mut Module, which: usize) {
     op.operands[1 - which] = op.operands[which];
 }
 
+/// The first operation of a kind has one operand twice.
+fn of_one(module: &mut Module, opcode: Opcode, which: usize) {
+    let op = module.op_mut(find(module, opcode)[0]);
+    op.operands[1 - which] = op.operands[which];
+}
+
+/// What came to `join` is weighed as what was there: the third and the fourth product.
+fn weigh_alike(module: &mut Module) {
+    let products = find(module, MulF);
+    let weight = module.op(products[2]).operands[1];
+    module.op_mut(products[3]).operands[1] = weight;
+}
+
 /// Operands of a load of activations: view, entry, tile, head, column; of one of statistics: view,
 /// entry, head, tile.
 pub const ENTRY: usize = 1;
@@ -118,7 +132,7 @@ pub const TILE: usize = 2;
 const HEAD: usize = 3;
 
 #[rustfmt::skip]
-const MUTANTS: [Mutant; 44] = [
+const MUTANTS: [Mutant; 53] = [
     ("fwd: keys of another head", fwd, FULL, Compiled(|m| reroute(m, LoadViewTko, 0, HEAD, ENTRY))),
     ("fwd: v of another tile", fwd, FULL, Compiled(|m| reroute(m, LoadViewTko, 1, TILE, ENTRY))),
     ("fwd: no mask", fwd, BAND, Compiled(|m| reroute(m, Select, 0, 2, 1))),
@@ -162,6 +176,15 @@ const MUTANTS: [Mutant; 44] = [
     ("merge: home twice", merge, FULL, Compiled(|m| add_itself(m, 0))),
     ("merge: strides swapped", merge, FULL, Launched(|l| swap(l, "home_batch_stride", "arrived_batch_stride"))),
     ("merge: a row too few", merge, FULL, Launched(|l| force(l, "rows", 149))),
+    ("join: m of home alone", join, STEEP, Compiled(|m| of_one(m, MaxF, 0))),
+    ("join: came weighed as home", join, FULL, Compiled(weigh_alike)),
+    ("join: l of home alone", join, FULL, Compiled(|m| of_one(m, AddF, 0))),
+    ("join: lse of blind rows finite", join, BLIND, Compiled(drop_choice)),
+    ("join: strides swapped", join, FULL, Launched(|l| swap(l, "stat_head_stride", "came_stat_head_stride"))),
+    ("join: states mixed", join, FULL, Launched(|l| swap(l, "row_max", "came_max"))),
+    ("join: m and l swapped", join, FULL, Launched(|l| swap(l, "came_max", "came_sum"))),
+    ("join: state for results", join, FULL, Launched(|l| force(l, "last", 0))),
+    ("join: a row too few", join, FULL, Launched(|l| force(l, "q_len", 149))),
     ("finish: out a row further on", finish, FULL, Launched(|l| move_a_row(l, "out", "heads"))),
 ];
 
@@ -169,7 +192,7 @@ const MUTANTS: [Mutant; 44] = [
 fn every_mistake_is_found() {
     assert_found(
         &[FULL, BAND, BLIND, STEPS, STEEP],
-        &[fwd, dkdv, dq, delta, finish, merge],
+        &[fwd, dkdv, dq, delta, finish, merge, join],
         &MUTANTS,
     );
 }

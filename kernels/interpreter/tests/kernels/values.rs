@@ -8,32 +8,33 @@ use super::general::DOCUMENTS;
 use super::problem::{Found, Problem};
 use super::reference::dense;
 use super::world::Change;
-use super::{forward, gradients, rows};
+use super::{forward, gradients, join, rows};
 
 type Check = fn(&Problem, Change) -> Result<Found, String>;
 
-const CHECKS: [(Kernel, Check); 6] = [
+const CHECKS: [(Kernel, Check); 7] = [
     (Kernel::Forward, forward::check),
     (Kernel::KeyGrads, gradients::check_keys),
     (Kernel::QueryGrads, gradients::check_queries),
     (Kernel::Delta, rows::check_delta),
     (Kernel::Finish, rows::check_finish),
     (Kernel::Merge, rows::check_merge),
+    (Kernel::Join, join::check),
 ];
 
 /// Runs all kernels over all cases, or for a general one the variants that there are, and says how
 /// many launches each took.
-pub fn check(cases: &[Case]) -> Vec<[usize; 6]> {
+pub fn check(cases: &[Case]) -> Vec<[usize; 7]> {
     check_with(cases, Change::None)
 }
 
 /// As [`check`], with what is looked at.
-pub fn check_with(cases: &[Case], change: Change) -> Vec<[usize; 6]> {
-    let mut worst = [0f64; 6];
+pub fn check_with(cases: &[Case], change: Change) -> Vec<[usize; 7]> {
+    let mut worst = [0f64; 7];
     let mut launches = vec![];
     for case in cases {
         let problem = Problem::new(*case);
-        let mut counts = [0; 6];
+        let mut counts = [0; 7];
         for (n, (kernel, check)) in CHECKS.into_iter().enumerate() {
             if case.is_general() && !kernel.is_attention() {
                 continue;
@@ -173,7 +174,7 @@ fn large_problems_are_cut_by_batch_rows_and_keys() {
         Case { band: (-30, -10), steps: &[(128, 300), (0, 128)], ..cut },
     ]);
     // Accumulators of 128 rows fit, and activations of 256.
-    assert_eq!(launches[0], [12, 12, 12, 4, 6, 6]);
+    assert_eq!(launches[0], [12, 12, 12, 4, 6, 6, 6]);
     // Two entries fit, of three.
     let small = Case { batch: 3, q_len: 40, kv_len: 40, limit: 60_000, ..cut };
     let launches = check(&[small]);

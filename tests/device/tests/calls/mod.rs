@@ -9,6 +9,7 @@ use burst_attention::cuda::nccl::Comm;
 use burst_attention::cuda::rank::{Arrays, Extras};
 use burst_attention::cuda::record::{Recorder, images, nccl};
 use burst_attention::cuda::ring::Call;
+use burst_attention::schedule::Family;
 use burst_attention::{Dtype, Pass, Problem, Travels};
 use burst_attention_ffi::cuda::{Platform, Spread, Stage, instantiate, run};
 use burst_attention_ffi::sys;
@@ -26,7 +27,8 @@ pub type XlaError = (u32, String);
 pub struct Handlers {
     pub recorder: Recorder,
     pub platform: &'static Platform,
-    pub devices: Vec<(Stream, Comm)>,
+    /// Stream and two communicators of each.
+    pub devices: Vec<(Stream, [Comm; 2])>,
 }
 
 impl Handlers {
@@ -35,7 +37,7 @@ impl Handlers {
         let platform = Platform::new(Box::new(recorder.clone()), images, || Ok(nccl()));
         let device = |rank| {
             let stream = recorder.add_device();
-            (stream, recorder.add_comm(rank, world_size, stream))
+            (stream, [(); 2].map(|()| recorder.add_comm(rank, world_size, stream)))
         };
         let devices = (0..world_size).map(device).collect();
         // Handlers want it for as long as the process.
@@ -44,8 +46,9 @@ impl Handlers {
 
     /// A rank's call, not instantiated yet.
     pub fn rank(&self, call: &Call, rank: usize, arrays: Arrays, workspace: u64) -> RankCall {
-        let (stream, comm) = self.devices[rank];
-        let runtime = FakeRuntime::new(5, 1, rank as i32).on_gpu(FakeGpu::new(stream.0, comm.0));
+        let (stream, comms) = self.devices[rank];
+        let gpu = FakeGpu::new(stream.0, &comms.map(|comm| comm.0));
+        let runtime = FakeRuntime::new(5, 1, rank as i32).on_gpu(gpu);
         let (args, rets) = buffers(call, arrays, workspace);
         RankCall { runtime, attributes: attributes(call), args, rets, spread: Spread::Devices }
     }
@@ -105,6 +108,12 @@ fn attributes(call: &Call) -> Vec<(String, FakeAttribute)> {
     let limit = |limit: Option<usize>| s64(limit.map_or(-1, |limit| limit as i64));
     // Two rings, so that there is more than one group.
     let ids: Vec<u8> = (0..2 * world_size as i64).flat_map(i64::to_ne_bytes).collect();
+    let (schedule, inner) = match call.family {
+        Family::Ring => ("ring", 0),
+        Family::DoubleRing { inner } => ("double_ring", inner),
+        Family::Balanced => ("balanced", 0),
+        Family::AllGather => ("all_gather", 0),
+    };
     let groups = FakeAttribute::Array(sys::XLA_FFI_DataType_S64, 2 * world_size, ids);
     let mut entries = vec![
         ("world_size".into(), s64(world_size as i64)),
@@ -116,8 +125,8 @@ fn attributes(call: &Call) -> Vec<(String, FakeAttribute)> {
         ("has_segments".into(), flag(features.segments)),
         ("has_slopes".into(), flag(features.slopes)),
         ("dropout_rate".into(), f32(features.dropout.unwrap_or(0.0))),
-        ("schedule".into(), text("ring")),
-        ("inner_size".into(), s64(0)),
+        ("schedule".into(), text(schedule)),
+        ("inner_size".into(), s64(inner as i64)),
         ("axis_name".into(), text("context")),
         ("groups".into(), groups),
         ("communication_id".into(), s64(COMMUNICATION_ID)),

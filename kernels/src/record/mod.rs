@@ -48,6 +48,7 @@ pub enum Access {
     /// Reads it and writes it, each element once.
     Update,
     /// Reads it unless `first`, writes it unless `last`; if both, nothing touches what it points to.
+    /// A kernel without `first` always reads it.
     Carry,
 }
 
@@ -65,7 +66,7 @@ pub enum Shape {
     Values,
     /// `[batch, q_len, heads]`.
     PerQuery,
-    /// `[batch, heads, q_len]`, heads `stat_head_stride` elements apart.
+    /// `[batch, heads, q_len]`, heads as far apart as the view says.
     Statistics,
     /// `[batch, q_len]`.
     QueryTokens,
@@ -84,6 +85,8 @@ pub struct View {
     pub shape: Shape,
     /// The argument that says how many elements lie between batch entries.
     pub batch_stride: &'static str,
+    /// Likewise between heads of statistics; nothing for other shapes.
+    pub head_stride: Option<&'static str>,
 }
 
 /// One argument of a kernel.
@@ -124,23 +127,29 @@ impl fmt::Display for Value {
     }
 }
 
-/// Declares arguments: `name: Kind[Shape, batch_stride] Access / divisor, "meaning"`.
+/// Declares arguments: `name: Kind[Shape, batch_stride, head_stride] Access / divisor, "meaning"`.
 macro_rules! arguments {
-    ($($name:ident: $kind:ident $([$shape:ident, $stride:ident])? $($access:ident)?
+    ($($name:ident: $kind:ident $([$shape:ident, $($stride:ident),+])? $($access:ident)?
        $(/ $divisor:literal)?, $doc:literal;)*) => {
         [$(Argument {
             name: stringify!($name),
             kind: Kind::$kind,
-            view: arguments!(@view $($shape $stride)?),
+            view: arguments!(@view $($shape $($stride)+)?),
             access: arguments!(@access $($access)?),
             divisor: arguments!(@divisor $($divisor)?),
             doc: $doc,
         }),*]
     };
     (@view) => { None };
-    (@view $shape:ident $stride:ident) => {
-        Some(View { shape: Shape::$shape, batch_stride: stringify!($stride) })
+    (@view $shape:ident $entry:ident $($head:ident)?) => {
+        Some(View {
+            shape: Shape::$shape,
+            batch_stride: stringify!($entry),
+            head_stride: arguments!(@name $($head)?),
+        })
     };
+    (@name) => { None };
+    (@name $name:ident) => { Some(stringify!($name)) };
     (@access) => { Access::In };
     (@access $access:ident) => { Access::$access };
     (@divisor) => { 1 };
@@ -156,6 +165,10 @@ macro_rules! record {
         &RECORD
     }};
 }
+
+mod rows;
+
+pub use rows::{DELTA, FINISH, JOIN, MERGE};
 
 const fn count(parts: &[&[Argument]]) -> usize {
     let (mut count, mut part) = (0, 0);
@@ -195,8 +208,8 @@ const RESULT_GRADIENT: [Argument; 1] = arguments! {
 };
 
 const SAVED: [Argument; 2] = arguments! {
-    lse_log2: Float32s[Statistics, stat_batch_stride] / 16, "log-sum-exp in base 2 [batch, heads, q_len]; huge where a row sees nothing";
-    delta: Float32s[Statistics, stat_batch_stride] / 16, "rowsum(dout ∘ o) − dlse, as lse_log2";
+    lse_log2: Float32s[Statistics, stat_batch_stride, stat_head_stride] / 16, "log-sum-exp in base 2 [batch, heads, q_len]; huge where a row sees nothing";
+    delta: Float32s[Statistics, stat_batch_stride, stat_head_stride] / 16, "rowsum(dout ∘ o) − dlse, as lse_log2";
 };
 
 const SIZES: [Argument; 6] = arguments! {
@@ -278,8 +291,8 @@ const GENERAL_GRADIENT: [Argument; 1] = arguments! {
 
 const FORWARD_ARRAYS: [Argument; 5] = arguments! {
     acc: Float32s[Results, acc_batch_stride] Carry / 16, "running Σ p·v, as o in float32";
-    row_max: Float32s[Statistics, stat_batch_stride] Carry / 16, "running maximum of the scaled scores, in base 2 [batch, heads, q_len]";
-    row_sum: Float32s[Statistics, stat_batch_stride] Carry / 16, "running Σ p, as row_max";
+    row_max: Float32s[Statistics, stat_batch_stride, stat_head_stride] Carry / 16, "running maximum of the scaled scores, in base 2 [batch, heads, q_len]";
+    row_sum: Float32s[Statistics, stat_batch_stride, stat_head_stride] Carry / 16, "running Σ p, as row_max";
     o: Activations[Results, o_batch_stride] MaybeOut / 16, "result [batch, q_len, heads, value_dim]; written if last";
     lse: Float32s[PerQuery, lse_batch_stride] MaybeOut / 4, "log-sum-exp [batch, q_len, heads], natural; written if last";
 };
@@ -376,49 +389,3 @@ pub const QUERY_GRADS_GENERAL: &[Argument] = record!(
     GENERAL_GRADIENT,
     GENERAL_QUERY_GRAD
 );
-
-/// Arguments of `delta`.
-pub const DELTA: &[Argument] = &arguments! {
-    o: Activations[Queries, o_batch_stride] / 16, "result of the forward pass [batch, q_len, heads, head_dim]";
-    dout: Activations[Queries, o_batch_stride] / 16, "its gradient, as o";
-    lse: Float32s[PerQuery, lse_batch_stride] / 4, "log-sum-exp [batch, q_len, heads], natural";
-    dlse: Float32s[PerQuery, lse_batch_stride] MaybeIn / 4, "its gradient, as lse; read if has_dlse";
-    lse_log2: Float32s[Statistics, stat_batch_stride] Out / 16, "lse in base 2 [batch, heads, q_len]; huge where lse is −inf";
-    delta: Float32s[Statistics, stat_batch_stride] Out / 16, "rowsum(dout ∘ o) − dlse, as lse_log2";
-    batch: I32, "batch entries";
-    q_len: I32, "rows";
-    heads: I32, "heads";
-    head_dim: I32 / 8, "columns of o and dout";
-    o_batch_stride: I32 / 8, "elements between batch entries of o, and of dout";
-    lse_batch_stride: I32, "elements between batch entries of lse, and of dlse";
-    stat_batch_stride: I32, "elements between batch entries of lse_log2, and of delta";
-    stat_head_stride: I32, "elements between heads of lse_log2, and of delta";
-    has_dlse: I32, "1: dlse is read";
-};
-
-/// Arguments of `finish`.
-pub const FINISH: &[Argument] = &arguments! {
-    a: Float32s[Queries, a_batch_stride] / 16, "an accumulator [batch, rows, heads, head_dim]";
-    b: Float32s[Queries, b_batch_stride] MaybeIn / 16, "another, as a; read if has_b";
-    out: Activations[Queries, out_batch_stride] Out / 16, "a + b, rounded";
-    batch: I32, "batch entries";
-    rows: I32, "rows";
-    heads: I32, "heads";
-    head_dim: I32 / 8, "columns";
-    a_batch_stride: I32 / 8, "elements between batch entries of a";
-    b_batch_stride: I32 / 8, "elements between batch entries of b";
-    out_batch_stride: I32 / 8, "elements between batch entries of out";
-    has_b: I32, "1: b is read";
-};
-
-/// Arguments of `merge`.
-pub const MERGE: &[Argument] = &arguments! {
-    home: Float32s[Queries, home_batch_stride] Update / 16, "an accumulator [batch, rows, heads, head_dim]; becomes home + arrived";
-    arrived: Float32s[Queries, arrived_batch_stride] / 16, "another, as home";
-    batch: I32, "batch entries";
-    rows: I32, "rows";
-    heads: I32, "heads";
-    head_dim: I32 / 8, "columns";
-    home_batch_stride: I32 / 8, "elements between batch entries of home";
-    arrived_batch_stride: I32 / 8, "elements between batch entries of arrived";
-};
