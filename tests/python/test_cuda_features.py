@@ -109,7 +109,7 @@ def attributes(call):
 )
 def test_attributes_and_operands(asked, device, options, extras, expected, operands):
     """Where the general variant of the kernels computes, it gets segments; zeros if need be."""
-    function = sharded(device, extras, **options)
+    function = sharded(device, extras, schedule="ring", **options)
     text = lowered(both(function), [*shapes(), given(*extras)])
     forward, backward = calls(text)
     assert forward.operands == [Q, KV, KV, *operands]

@@ -180,7 +180,7 @@ def test_attributes(monkeypatch, device):
 def test_groups_are_those_of_collectives_along_the_axis(device, sizes, names):
     mesh = abstract_mesh(device, sizes, names)
     axes = {name: name if name in names else None for name in ring.AXES}
-    function = ring.sharded(mesh, spec=P(*axes.values()))
+    function = ring.sharded(mesh, spec=P(*axes.values()), schedule="ring")
     groups = [call.groups() for call in calls(lowered(with_gradient(function), shapes()))]
     assert groups == [ring_order(mesh)] * 2
     size = mesh.shape["context"]
