@@ -112,6 +112,7 @@ def bench(case: Case, flags: argparse.Namespace) -> list[dict[str, Any]]:
     taken: dict[tuple[str, str, str], list[float]] = {key: [] for key in keys}
     try:
         for round_ in range(flags.rounds + 1):
+            print(f"round {round_} of {flags.rounds}", file=sys.stderr, flush=True)
             for group, way, which in keys:
                 seconds = groups[group].seconds(way, which)
                 if round_ > 0:
