@@ -31,7 +31,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CARGO_TERM_PROGRESS_WHEN := never
 SAY = @printf '\n\033[1m== %s\033[0m\n'
 
-.PHONY: help build demo test test-full test-wheel wheel bench schedule-bench kernel-bench lint lint-rust lint-python format clean
+.PHONY: help build demo test test-full test-wheel wheel bench schedule-bench linear-bench kernel-bench lint lint-rust lint-python format clean
 .PHONY: test-rust test-ffi test-python kernel-quality gpu-check host-cost
 
 help:  ## this list
@@ -103,6 +103,9 @@ bench: $(LIBRARY) $(VENV)/installed  ## measure; PYTHON_BENCH=... is a Python wi
 
 schedule-bench: $(LIBRARY) $(VENV)/installed  ## all schedules, and several processes, against one ring
 	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/schedules.py $(BENCH)
+
+linear-bench: $(LIBRARY) $(VENV)/installed  ## linear attention against plain JAX
+	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/linear.py $(BENCH)
 
 kernel-bench: $(LIBRARY)  ## the CUDA kernels on an NVIDIA GPU; PYTHON_BENCH with torch, cuda-bindings
 	@$(PYTHON_BENCH) benchmarks/kernels.py --library $(LIBRARY) $(BENCH)

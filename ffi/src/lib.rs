@@ -16,6 +16,7 @@
 
 pub mod abi;
 pub mod abi_cuda;
+pub mod abi_linear;
 pub mod abi_relay;
 pub mod abi_simulate;
 mod answer;
@@ -34,6 +35,7 @@ mod handler;
 pub mod hub;
 mod kernels;
 mod limit;
+mod linear;
 mod machine;
 mod options;
 mod relay;

@@ -10,8 +10,8 @@ from burst_attention._attention import attention
 from burst_attention._checkpoint import offload_attention, save_attention
 from burst_attention._choice import Links, ScheduleCandidate, ScheduleChoice, choose_schedule
 from burst_attention._global import dot_product_attention
-from burst_attention._later import linear_attention, linear_attention_step
 from burst_attention._layouts import from_layout, layout_positions, local_positions, to_layout
+from burst_attention._linear import linear_attention, linear_attention_step
 from burst_attention._nccl import order_launches
 from burst_attention._padding import pad_sequence
 from burst_attention._trace import trace

@@ -14,6 +14,8 @@ FORWARD = "burst_attention_forward"
 BACKWARD = "burst_attention_backward"
 STRETCHES = {target: f"{target}_stretch" for target in (FORWARD, BACKWARD)}
 """The calls of a ring of several processes, for each that does a whole ring."""
+LINEAR = {name: f"burst_attention_linear_{name}" for name in ("state", "forward", "backward")}
+"""The calls of linear attention."""
 LIBRARY = Path(__file__).with_name("libburst_attention_ffi.so")
 STAGES = {
     "cpu": {"instantiate": "instantiate", "execute": "execute"},
@@ -49,6 +51,9 @@ def _register(library: ctypes.CDLL) -> None:
     # At import, so that exported programs and cached executables find their custom calls too.
     targets = [(target, platform) for target in (FORWARD, BACKWARD) for platform in STAGES]
     targets += [(target, "cpu") for target in STRETCHES.values()]
+    for target in LINEAR.values():
+        handler = jax.ffi.pycapsule(getattr(library, f"{target}_execute"))
+        jax.ffi.register_ffi_target(target, handler, platform="cpu")
     for target, platform in targets:
         handlers = {
             stage: jax.ffi.pycapsule(getattr(library, f"{target}_{ending}"))

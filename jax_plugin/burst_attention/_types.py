@@ -14,6 +14,10 @@ Backward: TypeAlias = Literal["auto", "keys", "queries"]
 """What travels in the backward ring."""
 
 
+Method: TypeAlias = Literal["auto", "ring", "all_gather"]
+"""How the states of linear attention travel."""
+
+
 class AttentionOptions(TypedDict, total=False):
     """Keyword arguments that `attention` and `dot_product_attention` share."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NoReturn, TypeAlias
+from typing import TypeAlias
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from burst_attention import _calls, _sinks
+from burst_attention import _calls, _derivatives, _sinks
 from burst_attention._checkpoint import LSE_NAME, OUT_NAME
 from burst_attention._extras import Extras
 from burst_attention._ring import Ring
@@ -78,14 +78,7 @@ def _gradients(
     return _calls.backward(ring, qkv, extras, results)
 
 
-def _second_derivative(ring: Ring, primals: object, tangents: object) -> NoReturn:
-    raise NotImplementedError(
-        "second derivatives of burst_attention are not implemented: its gradient is a custom call. "
-        "For Hessian-vector products use a dense attention such as jax.nn.dot_product_attention"
-    )
-
-
 ring_attention.defvjp(_forward_rule, _backward_rule)
 # Who differentiates the rules themselves wants a second derivative.
-_results.defjvp(_second_derivative)
-_gradients.defjvp(_second_derivative)
+_results.defjvp(_derivatives.second)
+_gradients.defjvp(_derivatives.second)

@@ -9,6 +9,7 @@ pub mod extras;
 pub mod forward;
 pub mod isa;
 pub mod kernel;
+pub mod linear;
 mod matmul;
 mod pack;
 pub mod partial;

@@ -37,12 +37,6 @@ def test_arguments_of_jax_nn_name_the_alternative(name):
     refused(NotImplementedError, words, **{name: np.zeros(1)})
 
 
-@pytest.mark.parametrize("name", ["linear_attention", "linear_attention_step"])
-def test_later_functions_say_so(name):
-    with pytest.raises(NotImplementedError, match=f"{name} is not implemented yet"):
-        getattr(ba, name)(*[None] * (4 if name.endswith("step") else 3))
-
-
 def test_heads_that_can_not_be_dealt():
     words = (
         "'ulysses' deals query heads to the 2 ranks of the ring, .* multiple of 2, got 3; "

@@ -1,0 +1,210 @@
+//! Linear attention of one device's tokens: calls that need no other rank.
+
+use std::ptr::NonNull;
+
+use burst_attention::Dtype;
+use burst_attention::host::array::HostArray;
+use burst_attention::host::buffer::Item;
+use burst_attention::host::linear::{BackwardIo, Device, ForwardIo, Scan, backward, forward, scan};
+use burst_attention::host::ring::Executor;
+
+use crate::buffer::Buffer;
+use crate::error::{Error, Result};
+use crate::frame::CallFrame;
+use crate::handler::guard;
+use crate::sys;
+
+/// What a call computes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Kind {
+    /// The state that tokens leave.
+    State,
+    /// Outputs and the state after them.
+    Forward,
+    /// All gradients.
+    Backward,
+}
+
+/// The handler of the execute stage. It computes on XLA's thread and the workers that all calls
+/// share, and waits for no other device.
+///
+/// # Safety
+/// `raw` is a frame as XLA passes it to a handler, for the duration of this call.
+pub(crate) unsafe fn execute(
+    raw: *mut sys::XLA_FFI_CallFrame,
+    kind: Kind,
+) -> *mut sys::XLA_FFI_Error {
+    let body = |frame: &mut CallFrame<'_>| {
+        if let Some(query) = frame.metadata_query()? {
+            query.answer(0);
+            return Ok(());
+        }
+        frame.expect_stage(sys::XLA_FFI_ExecutionStage_EXECUTE)?;
+        let Executor { isa, pool } = Executor::global()?;
+        match kind {
+            Kind::State => state_call(frame, (*isa, pool)),
+            Kind::Forward => forward_call(frame, (*isa, pool)),
+            Kind::Backward => backward_call(frame, (*isa, pool)),
+        }
+    };
+    // SAFETY: passed on.
+    unsafe { guard(raw, body) }
+}
+
+fn state_call(frame: &CallFrame<'_>, device: Device<'_>) -> Result<()> {
+    let [left, right, log_decay] = frame.arguments()?;
+    let [out] = frame.results()?;
+    let shapes = Shapes::new(&left, &right, &log_decay)?;
+    let heads = left.dims[left.dims.len() - 2];
+    let dims = |dim| [shapes.len, heads, dim];
+    let backward = frame.attributes()?.get("backward")?;
+    scan(
+        device,
+        &Scan {
+            left: &shapes.array("keys", &left, left.dtype.activation(), dims(shapes.k_dim))?,
+            right: &shapes.array("values", &right, right.dtype.activation(), dims(shapes.v_dim))?,
+            log_decay: &shapes.rows("log_decay", &log_decay)?,
+            backward,
+            out: &shapes.state("state", &out)?,
+        },
+    );
+    Ok(())
+}
+
+fn forward_call(frame: &CallFrame<'_>, device: Device<'_>) -> Result<()> {
+    let [q, k, v, log_decay, before] = frame.arguments()?;
+    let [o, after] = frame.results()?;
+    let shapes = Shapes::new(&q, &v, &log_decay)?;
+    let io = ForwardIo {
+        q: shapes.query("query", &q)?,
+        k: shapes.key("key", &k)?,
+        v: shapes.value("value", &v)?,
+        log_decay: shapes.rows("log_decay", &log_decay)?,
+        before: shapes.state("state", &before)?,
+        o: shapes.output("out", &o)?,
+        after: shapes.state("state after", &after)?,
+    };
+    forward(device, &io);
+    Ok(())
+}
+
+fn backward_call(frame: &CallFrame<'_>, device: Device<'_>) -> Result<()> {
+    let [q, k, v, log_decay, before, dout, dafter] = frame.arguments()?;
+    let [dq, dk, dv, dlog_decay, dbefore] = frame.results()?;
+    let shapes = Shapes::new(&q, &v, &log_decay)?;
+    let io = BackwardIo {
+        q: shapes.query("query", &q)?,
+        k: shapes.key("key", &k)?,
+        v: shapes.value("value", &v)?,
+        log_decay: shapes.rows("log_decay", &log_decay)?,
+        before: shapes.state("state", &before)?,
+        dout: shapes.output("dout", &dout)?,
+        dafter: shapes.state("gradient of the state", &dafter)?,
+        dq: shapes.query("dq", &dq)?,
+        dk: shapes.key("dk", &dk)?,
+        dv: shapes.value("dv", &dv)?,
+        dlog_decay: shapes.rows("dlog_decay", &dlog_decay)?,
+        dbefore: shapes.state("gradient of the state before", &dbefore)?,
+    };
+    backward(device, &io);
+    Ok(())
+}
+
+/// What the operands have in common; leading dimensions are folded into the batch.
+struct Shapes {
+    outer: Vec<usize>,
+    len: usize,
+    heads: usize,
+    kv_heads: usize,
+    k_dim: usize,
+    v_dim: usize,
+    dtype: Option<Dtype>,
+}
+
+impl Shapes {
+    /// Of `[…, length, heads, k_dim]`, `[…, length, kv_heads, v_dim]` and `[…, length, heads]`.
+    fn new(q: &Buffer, v: &Buffer, log_decay: &Buffer) -> Result<Shapes> {
+        let wrong = |name: &str, buffer: &Buffer| {
+            let expected = "[..., length, heads, head_dim]";
+            Error::mismatch(format!("shape of {name}"), expected, format!("{:?}", buffer.dims))
+        };
+        let (outer, [len, _, k_dim]) =
+            q.dims.split_last_chunk::<3>().ok_or_else(|| wrong("query", q))?;
+        let (_, [_, kv_heads, v_dim]) =
+            v.dims.split_last_chunk::<3>().ok_or_else(|| wrong("value", v))?;
+        let heads = *log_decay.dims.last().ok_or_else(|| wrong("log_decay", log_decay))?;
+        if *kv_heads == 0 || !heads.is_multiple_of(*kv_heads) {
+            let expected = format!("a multiple of key/value heads ({kv_heads})");
+            return Err(Error::mismatch("query heads", expected, heads));
+        }
+        Ok(Shapes {
+            outer: outer.to_vec(),
+            len: *len,
+            heads,
+            kv_heads: *kv_heads,
+            k_dim: *k_dim,
+            v_dim: *v_dim,
+            dtype: q.dtype.activation(),
+        })
+    }
+
+    fn query(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
+        self.array(name, buffer, self.dtype, [self.len, self.heads, self.k_dim])
+    }
+
+    fn key(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
+        self.array(name, buffer, self.dtype, [self.len, self.kv_heads, self.k_dim])
+    }
+
+    fn value(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
+        self.array(name, buffer, self.dtype, [self.len, self.kv_heads, self.v_dim])
+    }
+
+    fn output(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
+        self.array(name, buffer, self.dtype, [self.len, self.heads, self.v_dim])
+    }
+
+    fn rows(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
+        let (data, batch) = self.memory(name, buffer, Dtype::F32, &[self.len, self.heads])?;
+        Ok(HostArray::jax(data, Dtype::F32, [batch, self.len, self.heads, 1]))
+    }
+
+    /// `[…, heads, k_dim, v_dim]`, as rows of k_dim.
+    fn state(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
+        let Shapes { heads, k_dim, v_dim, .. } = *self;
+        let (data, batch) = self.memory(name, buffer, Dtype::F32, &[heads, k_dim, v_dim])?;
+        let item = Item { heads, dim: v_dim, dtype: Dtype::F32, by_head: true };
+        Ok(item.view(data, (batch, 0..k_dim), item.bytes(k_dim)))
+    }
+
+    fn array(
+        &self,
+        name: &str,
+        buffer: &Buffer,
+        dtype: Option<Dtype>,
+        [len, heads, dim]: [usize; 3],
+    ) -> Result<HostArray> {
+        let Some(dtype) = dtype else {
+            let expected = "float32, bfloat16 or float16";
+            return Err(Error::mismatch(format!("dtype of {name}"), expected, buffer.dtype));
+        };
+        let (data, batch) = self.memory(name, buffer, dtype, &[len, heads, dim])?;
+        Ok(HostArray::jax(data, dtype, [batch, len, heads, dim]))
+    }
+
+    fn memory(
+        &self,
+        name: &str,
+        buffer: &Buffer,
+        dtype: Dtype,
+        inner: &[usize],
+    ) -> Result<(NonNull<u8>, usize)> {
+        let data = buffer.typed(name, dtype.into())?.data(name)?;
+        let expected = [&self.outer, inner].concat();
+        if buffer.dims != expected {
+            let (expected, got) = (format!("{expected:?}"), format!("{:?}", buffer.dims));
+            return Err(Error::mismatch(format!("shape of {name}"), expected, got));
+        }
+        Ok((data, self.outer.iter().product()))
+    }
+}

@@ -1,0 +1,32 @@
+"""Linear attention token by token in float64, the definition, with all gradients."""
+
+import numpy as np
+
+
+def recurrence(q, k, v, log_decay, first, dout, dlast):
+    """By name: o, state, dq, dk, dv, dlog_decay, dfirst.
+
+    S_t = λ_t S_(t−1) + k_t v_tᵀ;  o_t = q_tᵀ S_t, and backward D_(t−1) = λ_t (D_t + q_t dout_tᵀ).
+    """
+    q, k, v, log_decay, dout = (np.asarray(x, np.float64) for x in (q, k, v, log_decay, dout))
+    group = q.shape[2] // k.shape[2]
+    keys, values = (np.repeat(x, group, axis=2) for x in (k, v))
+    decay, length = np.exp(log_decay), q.shape[1]
+    states = [np.asarray(first, np.float64)]
+    o = np.empty((*q.shape[:3], v.shape[3]))
+    for t in range(length):
+        outer = keys[:, t, :, :, None] * values[:, t, :, None, :]
+        states.append(decay[:, t, :, None, None] * states[-1] + outer)
+        o[:, t] = np.einsum("bhk,bhkv->bhv", q[:, t], states[-1])
+    dq, dk, dv, dlogs = (np.empty_like(x) for x in (q, keys, values, log_decay))
+    d = np.asarray(dlast, np.float64)
+    for t in reversed(range(length)):
+        d = d + q[:, t, :, :, None] * dout[:, t, :, None, :]
+        dq[:, t] = np.einsum("bhkv,bhv->bhk", states[t + 1], dout[:, t])
+        dk[:, t] = np.einsum("bhkv,bhv->bhk", d, values[:, t])
+        dv[:, t] = np.einsum("bhkv,bhk->bhv", d, keys[:, t])
+        dlogs[:, t] = decay[:, t] * np.einsum("bhkv,bhkv->bh", states[t], d)
+        d = decay[:, t, :, None, None] * d
+    dk, dv = (x.reshape(*y.shape[:3], group, -1).sum(axis=3) for x, y in ((dk, k), (dv, v)))
+    found = {"o": o, "state": states[-1], "dq": dq, "dk": dk, "dv": dv}
+    return found | {"dlog_decay": dlogs, "dfirst": d}

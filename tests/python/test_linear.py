@@ -1,0 +1,313 @@
+"""Linear attention: the numbers of the token-by-token recurrence, whatever the mesh and method."""
+
+import re
+from functools import partial
+from itertools import pairwise
+
+import burst_attention as ba
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ring
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+from linear_reference import recurrence
+
+X = P(None, "context")
+BOUNDS = {"o": 2e-6, "state": 2e-6}
+"""Relative errors in float32; 1e-5 for gradients."""
+ROUNDED = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+CASES = [
+    # world, tokens per rank, heads, kv_heads, k_dim, v_dim, λ
+    (1, 1, 2, 2, 8, 8, 1.0),
+    (1, 4096, 2, 1, 16, 8, 0.5),
+    (1, 200, 4, 4, 64, 64, 0.9),
+    (2, 65, 4, 2, 32, 24, 0.99),
+    (2, 1000, 2, 1, 16, 16, 0.6),
+    (4, 100, 6, 2, 40, 16, 0.999),
+    (8, 1, 2, 2, 8, 8, 0.7),
+    (8, 130, 2, 1, 64, 128, 1.0),
+    (8, 64, 4, 1, 256, 8, None),
+]
+
+
+def inputs(world, tokens, heads, kv_heads, k_dim, v_dim, decay, dtype="float32"):
+    """q, k, v, log_decay, first and the cotangents dout, dlast; decays of None differ by token."""
+    rows, state = (2, world * tokens), (2, heads, k_dim, v_dim)
+    shapes = [(*rows, heads, k_dim), (*rows, kv_heads, k_dim), (*rows, kv_heads, v_dim)]
+    q, k, v, dout = ring.normal(world, *shapes, (*rows, heads, v_dim), dtype=dtype)
+    noise, first, dlast = ring.normal(tokens, (*rows, heads), state, state)
+    # From decays that leave nothing after a few tokens to some that hardly decay.
+    logs = -np.exp(3 * noise - 2) if decay is None else np.full_like(noise, np.log(decay))
+    return q, k, v, logs, first, dout, dlast
+
+
+def found(mesh, arrays, axes="context", **options):
+    """What `recurrence` names."""
+    *primals, dout, dlast = arrays
+    shards = P(None, axes)
+
+    def local(q, k, v, logs, first):
+        out, state = ba.linear_attention(
+            *(q, k, v),
+            axis_name=axes,
+            log_decay=logs,
+            initial_state=first,
+            return_state=True,
+            **options,
+        )
+        return out, jax.lax.pmean(state, axes)
+
+    function = jax.shard_map(
+        local, mesh=mesh, in_specs=(shards,) * 4 + (P(),), out_specs=(shards, P())
+    )
+
+    @jax.jit
+    def run(primals, cotangents):
+        results, pullback = jax.vjp(function, *primals)
+        return results, pullback(cotangents)
+
+    results, gradients = run(tuple(primals), (dout, dlast))
+    names = ("o", "state", "dq", "dk", "dv", "dlog_decay", "dfirst")
+    return dict(zip(names, map(ring.on_host, results + gradients), strict=True))
+
+
+def assert_right(got, arrays, dtype="float32"):
+    for name, want in recurrence(*arrays).items():
+        size = np.linalg.norm(want)
+        error = np.linalg.norm(got[name].astype(np.float64) - want)
+        bound = BOUNDS.get(name, 1e-5)
+        if dtype != "float32" and name in ("o", "dq", "dk", "dv"):
+            bound = ROUNDED[dtype]
+        assert error <= bound * size or size == error == 0, (name, error / size)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("shape", CASES, ids=lambda shape: "-".join(map(str, shape)))
+def test_it_is_the_recurrence(shape, method):
+    arrays = inputs(*shape)
+    assert_right(found(ring.line(shape[0]), arrays, method=method), arrays)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_types_of_16_bits_are_rounded_once(dtype):
+    arrays = inputs(4, 70, 4, 2, 32, 16, 0.95, dtype)
+    got = found(ring.line(4), arrays)
+    assert got["o"].dtype == got["dk"].dtype == dtype
+    assert got["state"].dtype == np.float32
+    assert_right(got, arrays, dtype)
+
+
+def test_strong_decay_over_long_chunks_keeps_its_digits():
+    """Between them tokens of a chunk decay by e^−2000; sums of logs would round neighbours."""
+    *arrays, dout, dlast = inputs(2, 300, 2, 2, 16, 16, 1.0)
+    arrays[3] = -np.abs(ring.normal(5, arrays[3].shape)[0]) * np.float32(30)
+    arrays = (*arrays, dout, dlast)
+    got = found(ring.line(2), arrays)
+    assert all(np.isfinite(x).all() for x in got.values())
+    assert_right(got, arrays)
+
+
+def test_a_decay_of_heads_and_its_gradient():
+    *arrays, dout, dlast = inputs(4, 90, 3, 3, 16, 16, 1.0)
+    q, k, v, _, first = arrays
+    decay = np.array([0.5, 0.9, 1.0], np.float32)
+    logs = np.broadcast_to(np.log(decay.astype(np.float64)), q.shape[:3])
+    attend = jax.shard_map(
+        lambda q, k, v, decay: ba.linear_attention(q, k, v, axis_name="context", decay=decay),
+        mesh=ring.line(4),
+        in_specs=(X, X, X, P()),
+        out_specs=X,
+    )
+    _, pullback = jax.jit(partial(jax.vjp, attend))(q, k, v, decay)
+    terms = recurrence(q, k, v, logs, 0 * first, dout, 0 * dlast)["dlog_decay"] / decay
+    # Terms of both signs: the sum is as exact as they are.
+    error = np.abs(pullback(dout)[3] - terms.sum((0, 1)))
+    assert np.all(error <= 1e-6 * np.abs(terms).sum((0, 1)))
+    without = jax.shard_map(
+        partial(ba.linear_attention, axis_name="context"),
+        mesh=ring.line(4),
+        in_specs=(X,) * 3,
+        out_specs=X,
+    )
+    ones = attend(q, k, v, np.ones_like(decay))
+    assert np.array_equal(without(q, k, v), ones)
+    none = attend(q, k, v, np.zeros_like(decay))
+    assert np.allclose(none, np.sum(q * k, -1, keepdims=True) * v, atol=1e-5)
+
+
+def test_documents_begin_anew_and_padding_leaves_nothing():
+    q, k, v, logs, _, dout, _ = inputs(4, 60, 2, 1, 16, 16, 0.97)
+    ids = np.repeat(np.array([[7, 7, 2, 2, 2, -1, 9, 7], [1, 1, 1, 1, 1, 1, 1, -5]]), 30, axis=1)
+    ids = ids.astype(np.int32)
+
+    def local(q, k, v, logs, ids):
+        return ba.linear_attention(q, k, v, axis_name="context", log_decay=logs, segment_ids=ids)
+
+    function = jax.shard_map(local, mesh=ring.line(4), in_specs=(X,) * 5, out_specs=X)
+    out, pullback = jax.jit(lambda *x: jax.vjp(lambda *y: function(*y, ids), *x))(q, k, v, logs)
+    grads = pullback(dout)
+    for entry in range(2):
+        borders = [0, *(np.flatnonzero(np.diff(ids[entry])) + 1), ids.shape[1]]
+        for start, end in pairwise(borders):
+            part = np.s_[entry : entry + 1, start:end]
+            if ids[entry, start] < 0:
+                assert not np.any(out[part])
+                assert not any(np.any(x[part]) for x in grads[:3])
+                continue
+            zero = np.zeros((1, 2, 16, 16))
+            want = recurrence(q[part], k[part], v[part], logs[part], zero, dout[part], zero)
+            got = dict(zip(("dq", "dk", "dv", "dlog_decay"), (x[part] for x in grads), strict=True))
+            got["o"] = out[part]
+            for name, x in got.items():
+                error = np.linalg.norm(x - want[name]) / np.linalg.norm(want[name])
+                assert error <= BOUNDS.get(name, 1e-5), (name, error)
+
+
+def test_a_sequence_can_be_continued():
+    """In two halves, then token by token: the same outputs, and gradients through the states."""
+    q, k, v, logs, first, dout, dlast = arrays = inputs(2, 64, 4, 2, 16, 16, 0.9)
+    mesh, whole = ring.line(2), found(ring.line(2), arrays)
+
+    def half(q, k, v, logs, first):
+        out, state = ba.linear_attention(
+            q, k, v, axis_name="context", log_decay=logs, initial_state=first, return_state=True
+        )
+        return out, jax.lax.pmean(state, "context")
+
+    function = jax.shard_map(half, mesh=mesh, in_specs=(X,) * 4 + (P(),), out_specs=(X, P()))
+
+    def halves(q, k, v, logs, first):
+        one, state = function(*(x[:, :64] for x in (q, k, v, logs)), first)
+        two, state = function(*(x[:, 64:] for x in (q, k, v, logs)), state)
+        return jnp.concatenate([one, two], axis=1), state
+
+    results, pullback = jax.jit(partial(jax.vjp, halves))(q, k, v, logs, first)
+    parts = dict(zip(whole, (*results, *pullback((dout, dlast))), strict=True))
+    assert_right({name: np.asarray(x) for name, x in parts.items()}, arrays)
+
+    state, outs = first, []
+    step = jax.jit(ba.linear_attention_step)
+    for t in range(q.shape[1]):
+        out, state = step(q[:, t], k[:, t], v[:, t], state, log_decay=logs[:, t])
+        outs.append(out)
+    assert np.allclose(np.stack(outs, 1), whole["o"], rtol=1e-4, atol=1e-4)
+    assert np.allclose(state, whole["state"], rtol=1e-5, atol=1e-5)
+
+
+def test_without_order_every_token_sees_all():
+    q, k, v, _, first, dout, _ = inputs(4, 32, 4, 2, 16, 8, 1.0)
+    attend = partial(ba.linear_attention, axis_name="context", is_causal=False, return_state=True)
+    function = jax.shard_map(
+        lambda q, k, v, first: (lambda o, s: (o, jax.lax.pmean(s, "context")))(
+            *attend(q, k, v, initial_state=first)
+        ),
+        mesh=ring.line(4),
+        in_specs=(X, X, X, P()),
+        out_specs=(X, P()),
+    )
+    out, state = function(q, k, v, first)
+    keys, values = (np.repeat(x, 2, axis=2).astype(np.float64) for x in (k, v))
+    total = first + np.einsum("bshk,bshv->bhkv", keys, values)
+    assert np.allclose(state, total, atol=1e-4)
+    assert np.allclose(out, np.einsum("bshk,bhkv->bshv", q, total), rtol=1e-4, atol=1e-4)
+
+
+def test_a_pair_of_axes_is_one_line_of_ranks():
+    arrays = inputs(8, 40, 2, 1, 16, 16, 0.98)
+    mesh = Mesh(
+        np.array(jax.devices()).reshape(2, 4), ("node", "gpu"), axis_types=(AxisType.Auto,) * 2
+    )
+    for method in ("ring", "all_gather"):
+        assert_right(found(mesh, arrays, axes=("node", "gpu"), method=method), arrays)
+
+
+def moved(method, tokens):
+    """Numbers that the collectives of a forward pass over eight ranks bring, by kind."""
+    q, k, v, logs, *_ = inputs(8, tokens, 4, 2, 16, 32, 0.9)
+    function = jax.shard_map(
+        lambda q, k, v, logs: ba.linear_attention(
+            q, k, v, axis_name="context", log_decay=logs, method=method
+        ),
+        mesh=ring.line(8),
+        in_specs=(X,) * 4,
+        out_specs=X,
+    )
+    text = jax.jit(function).lower(q, k, v, logs).as_text()
+    pattern = r'stablehlo\.(collective_permute|all_gather)"?.*?-> tensor<([\dx]+)xf32>'
+    found = [
+        (kind, np.prod([int(size) for size in dims.split("x")]))
+        for kind, dims in re.findall(pattern, text, re.S)
+    ]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("tokens", [8, 512])
+def test_what_travels_does_not_grow_with_length(tokens):
+    """One state of each rank, and where all are gathered the sums of its log decays."""
+    state, decays = 2 * 4 * 16 * 32, 2 * 4
+    assert moved("ring", tokens) == [("collective_permute", state)] * 7
+    assert moved("all_gather", tokens) == [("all_gather", 8 * decays), ("all_gather", 8 * state)]
+
+
+def test_transforms():
+    q, k, v, logs, *_ = inputs(4, 48, 2, 1, 16, 16, 0.9)
+    function = jax.shard_map(
+        lambda *x: jax.vmap(partial(ba.linear_attention, axis_name="context"))(*x),
+        mesh=ring.line(4),
+        in_specs=P(None, None, "context"),
+        out_specs=P(None, None, "context"),
+    )
+    stacked = [np.stack([x, x[::-1]]) for x in (q, k, v)]
+    whole = jax.jit(function)(*stacked)
+    single = ring.line(4)
+    alone = jax.shard_map(
+        partial(ba.linear_attention, axis_name="context"),
+        mesh=single,
+        in_specs=(X,) * 3,
+        out_specs=X,
+    )
+    assert np.array_equal(whole[0], alone(q, k, v))
+    assert np.array_equal(whole[1], alone(q[::-1], k[::-1], v[::-1]))
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.grad(lambda x: jax.grad(lambda y: alone(y, k, v).sum())(x).sum())(q)
+
+
+def refused(error, words, arrays=None, **options):
+    q, k, v = arrays or ring.normal(0, *[(1, 16, 2, 8)] * 3)
+    with pytest.raises(error, match=words):
+        jax.shard_map(
+            lambda q, k, v: ba.linear_attention(q, k, v, axis_name="context", **options),
+            mesh=ring.line(2),
+            in_specs=(X,) * 3,
+            out_specs=X,
+        )(q, k, v)
+
+
+def test_bad_input():
+    heads, rows = np.ones(2, np.float32), np.zeros((1, 8, 2), np.float32)
+    refused(ValueError, "must not both be given", decay=heads, log_decay=rows)
+    refused(
+        ValueError,
+        r"decay must have shape \[heads\].*: \(2,\), got \(3,\)",
+        decay=np.ones(3, np.float32),
+    )
+    refused(TypeError, "decay must be float32, got float16", decay=heads.astype(np.float16))
+    refused(TypeError, "decay must be an array, got 0.5", decay=0.5)
+    refused(ValueError, r"log_decay must have shape \[batch, seq, heads\]", log_decay=rows[:, :4])
+    refused(ValueError, "decay must be None with is_causal=False", decay=heads, is_causal=False)
+    refused(NotImplementedError, "layout must be 'contiguous'.*from_layout", layout="zigzag")
+    refused(ValueError, "method must be one of 'auto', 'ring' or 'all_gather'", method="tree")
+    refused(TypeError, "segment_ids must be an int32 array", segment_ids=np.zeros((1, 8)))
+    refused(
+        ValueError, "the state must have shape", initial_state=np.zeros((1, 2, 8, 9), np.float32)
+    )
+    shapes = [(1, 16, 2, 8), (1, 8, 2, 8), (1, 8, 2, 8)]
+    refused(ValueError, "query and key must have one length", ring.normal(0, *shapes))
+    q, k, v = ring.normal(0, *[(1, 2, 8)] * 3)
+    state = np.zeros((1, 2, 8, 8), np.float32)
+    with pytest.raises(ValueError, match="the state must have shape"):
+        ba.linear_attention_step(q, k, v, state[:, :1])
+    with pytest.raises(ValueError, match="must not both be given"):
+        ba.linear_attention_step(q, k, v, state, decay=heads, log_decay=rows[:, 0])
