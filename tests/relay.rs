@@ -143,17 +143,23 @@ fn what_does_not_fit_is_refused() {
     let relay = relay(&problem, Family::Ring, Pass::Forward, None).expect("a plan");
     let shards = Shard::random(&problem, 1);
     let mut arena = memory(problem.batch * relay.arena.bytes);
-    let mut call = |rank, stretch| {
+    let mut parcel = memory(problem.batch * relay.plan.hops[0].bytes);
+    let mut call = |rank, stretch, given: usize| {
         let memory = Memory {
             buffers: RankBuffers::Forward(Box::new(forward_buffers(&shards[0]))),
             arena: first(&mut arena),
             arrivals: vec![],
-            departures: vec![],
+            departures: vec![first(&mut parcel); given],
         };
         run(&relay, &problem, rank, stretch, memory).expect_err("refused").to_string()
     };
-    assert!(call(2, 0).contains("rank must be below 2, got 2"), "{}", call(2, 0));
-    assert!(call(0, 9).contains("stretch must be below"), "{}", call(0, 9));
-    let missing = "parcels that leave must be one for each hop of the stretch, got fewer";
-    assert!(call(0, 0).contains(missing), "{}", call(0, 0));
+    let rank = call(2, 0, 1);
+    assert!(rank.contains("rank must be below 2, got 2"), "{rank}");
+    let stretch = call(0, 9, 1);
+    assert!(stretch.contains("stretch must be below"), "{stretch}");
+    let parcels = "parcels that leave must be one for each hop of the stretch, got";
+    for (given, words) in [(0, "fewer"), (2, "1 more")] {
+        let error = call(0, 0, given);
+        assert!(error.contains(&format!("{parcels} {words}")), "{error}");
+    }
 }

@@ -138,6 +138,14 @@ impl<'a> StretchTransport<'a> {
             _ => Ok(None),
         });
         let parcels = parcels.collect::<Result<_>>()?;
+        if let Some((name, left)) = sides.iter().find(|(_, left)| !left.is_empty()) {
+            let expected = "one for each hop of the stretch".into();
+            return Err(Error::InvalidProblem {
+                name,
+                expected,
+                got: format!("{} more", left.len()),
+            });
+        }
         let (sent, received, bytes) = (0, 0, 0);
         Ok(StretchTransport { plan, own, now, rank, pool, blocks, parcels, sent, received, bytes })
     }
