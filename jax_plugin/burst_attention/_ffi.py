@@ -36,14 +36,9 @@ def _load() -> ctypes.CDLL:
     library.burst_attention_describe.restype = ctypes.c_char_p
     library.burst_attention_bytes_sent.restype = ctypes.c_uint64
     library.burst_attention_trace.argtypes = [ctypes.c_char_p]
-    library.burst_attention_workspace.argtypes = [ctypes.c_char_p]
-    library.burst_attention_workspace.restype = ctypes.c_char_p
-    library.burst_attention_relay.argtypes = [ctypes.c_char_p]
-    library.burst_attention_relay.restype = ctypes.c_char_p
-    library.burst_attention_simulate.argtypes = [ctypes.c_char_p]
-    library.burst_attention_simulate.restype = ctypes.c_char_p
-    library.burst_attention_choose.argtypes = [ctypes.c_char_p]
-    library.burst_attention_choose.restype = ctypes.c_char_p
+    for name in ("workspace", "relay", "simulate", "choose"):
+        function = getattr(library, f"burst_attention_{name}")
+        function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_char_p
     return library
 
 
@@ -99,10 +94,8 @@ def workspace_bytes(**problem: Any) -> int:
 
 @lru_cache(maxsize=1024)
 def _workspace_bytes(request: str) -> int:
-    answer = json.loads(_library.burst_attention_workspace(request.encode()))
-    if "error" in answer:
-        raise ValueError(f"burst_attention on NVIDIA GPUs: {answer['error']}")
-    return int(answer["bytes"])
+    prefix = "burst_attention on NVIDIA GPUs: "
+    return int(_answer(_library.burst_attention_workspace, request, prefix)["bytes"])
 
 
 class Hop(NamedTuple):
@@ -138,9 +131,8 @@ def plan(**problem: Any) -> Plan:
 
 @lru_cache(maxsize=256)
 def _plan(request: str) -> Plan:
-    answer = json.loads(_library.burst_attention_relay(request.encode()))
-    if "error" in answer:
-        raise ValueError(f"burst_attention over several processes: {answer['error']}")
+    prefix = "burst_attention over several processes: "
+    answer = _answer(_library.burst_attention_relay, request, prefix)
     hops = (
         Hop(hop["from"], hop["to"], hop["bytes"], tuple(map(tuple, hop["pairs"])))
         for hop in answer["hops"]
@@ -166,8 +158,8 @@ def choose(request: str) -> dict[str, Any]:
     return _answer(_library.burst_attention_choose, request)
 
 
-def _answer(function: Any, request: str) -> dict[str, Any]:
+def _answer(function: Any, request: str, prefix: str = "") -> dict[str, Any]:
     answer: dict[str, Any] = json.loads(function(request.encode()))
     if "error" in answer:
-        raise ValueError(answer["error"])
+        raise ValueError(prefix + answer["error"])
     return answer
