@@ -15,7 +15,9 @@ BACKWARD = "burst_attention_backward"
 STRETCHES = {target: f"{target}_stretch" for target in (FORWARD, BACKWARD)}
 """The calls of a ring of several processes, for each that does a whole ring."""
 LINEAR = {name: f"burst_attention_linear_{name}" for name in ("state", "forward", "backward")}
-"""The calls of linear attention."""
+"""The calls of linear attention on CPU devices."""
+LINEAR_KERNELS = {name: f"burst_attention_linear_{name}" for name in ("parts", "attend")}
+"""Those on GPUs."""
 LIBRARY = Path(__file__).with_name("libburst_attention_ffi.so")
 STAGES = {
     "cpu": {"instantiate": "instantiate", "execute": "execute"},
@@ -46,13 +48,13 @@ def _register(library: ctypes.CDLL) -> None:
     # At import, so that exported programs and cached executables find their custom calls too.
     targets = [(target, platform) for target in (FORWARD, BACKWARD) for platform in STAGES]
     targets += [(target, "cpu") for target in STRETCHES.values()]
-    for target in LINEAR.values():
-        handler = jax.ffi.pycapsule(getattr(library, f"{target}_execute"))
-        jax.ffi.register_ffi_target(target, handler, platform="cpu")
-    for target, platform in targets:
+    stages = [(target, platform, tuple(STAGES[platform])) for target, platform in targets]
+    stages += [(target, "cpu", ("execute",)) for target in LINEAR.values()]
+    stages += [(target, "CUDA", ("initialize", "execute")) for target in LINEAR_KERNELS.values()]
+    for target, platform, names in stages:
         handlers = {
-            stage: jax.ffi.pycapsule(getattr(library, f"{target}_{ending}"))
-            for stage, ending in STAGES[platform].items()
+            name: jax.ffi.pycapsule(getattr(library, f"{target}_{STAGES[platform][name]}"))
+            for name in names
         }
         jax.ffi.register_ffi_target(target, handlers, platform=platform)
 

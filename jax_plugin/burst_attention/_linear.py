@@ -24,6 +24,8 @@ class Place(NamedTuple):
 
     exchange: _states.Exchange
     varying: tuple[str, ...]
+    platform: str | None
+    """``cpu`` or ``cuda``; None where only lowering will tell."""
 
 
 def linear_attention(
@@ -89,7 +91,7 @@ def linear_attention(
     axes = _checks.ring_axes(axis_name)
     mesh = _checks.ring_mesh(axes, "linear_attention")
     _checks.all_axes_manual(mesh)
-    _linear_checks.platform(mesh)
+    platform = _checks.devices(mesh, q.dtype)
     logs = _linear_checks.log_decays(decay, log_decay, q)
     ids = _linear_checks.segments(segment_ids, q)
     first = _linear_checks.state(initial_state, q, v)
@@ -103,7 +105,7 @@ def linear_attention(
     else:
         if ids is not None:
             q, k, logs = _separate(axes, size, q, k, logs, ids)
-        out, last = _attend(Place(exchange, varying), q, k, v, logs, first)
+        out, last = _attend(Place(exchange, varying, platform), q, k, v, logs, first)
     return (out, last) if return_state else out
 
 
@@ -149,8 +151,8 @@ def _attend(
 def _forward_rule(
     place: Place, q: jax.Array, k: jax.Array, v: jax.Array, logs: jax.Array, first: jax.Array
 ) -> Any:
-    out, last, start = _results(place, q, k, v, logs, first)
-    return (out, last), (q, k, v, logs, start)
+    out, last, states = _results(place, q, k, v, logs, first)
+    return (out, last), (q, k, v, logs, states)
 
 
 def _backward_rule(place: Place, residuals: Any, cotangents: Any) -> Any:
@@ -161,15 +163,15 @@ def _backward_rule(place: Place, residuals: Any, cotangents: Any) -> Any:
 def _results(
     place: Place, q: jax.Array, k: jax.Array, v: jax.Array, logs: jax.Array, first: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Outputs, the state after all ranks' tokens, and that before this rank's."""
-    exchange, varying = place
+    """Outputs, the state after all ranks' tokens, and what the backward pass takes for states."""
+    exchange, varying, platform = place
     if exchange.world_size == 1:
-        return *_linear_calls.forward(q, k, v, logs, first, varying), first
-    left = _linear_calls.state(k, v, logs, varying, back=False)
+        return _linear_calls.forward(platform, varying, (q, k, v, logs, first), None)
+    left, kept = _linear_calls.left(platform, varying, k, v, logs)
     start, last = _states.before(exchange, first, logs.sum(axis=1), left)
-    start = vary(start, varying)
-    out, _ = _linear_calls.forward(q, k, v, logs, start, varying)
-    return out, vary(last, varying), start
+    operands = (q, k, v, logs, vary(start, varying))
+    out, _, states = _linear_calls.forward(platform, varying, operands, kept)
+    return out, vary(last, varying), states
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -179,20 +181,21 @@ def _gradients(
     k: jax.Array,
     v: jax.Array,
     logs: jax.Array,
-    start: jax.Array,
+    states: jax.Array,
     dout: jax.Array,
     dlast: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """Those of q, k, v, logs and first: ranks follow each other from the last to the first."""
-    exchange, varying = place
+    exchange, varying, platform = place
     if exchange.world_size == 1:
-        return _linear_calls.backward((q, k, v, logs, start, dout, dlast), varying)
+        operands = (q, k, v, logs, states, dout, dlast)
+        return _linear_calls.backward(platform, varying, operands, None)
     # Every rank returned the last state: its gradient is the sum of theirs.
     dlast = vary(lax.psum(dlast, exchange.axes), varying)
-    left = _linear_calls.state(q, dout, logs, varying, back=True)
+    left, kept = _linear_calls.left(platform, varying, q, dout, logs, back=True)
     dafter, dfirst = _states.before(exchange, dlast, logs.sum(axis=1), left, back=True)
-    operands = (q, k, v, logs, start, dout, vary(dafter, varying))
-    dq, dk, dv, dlogs, _ = _linear_calls.backward(operands, varying)
+    operands = (q, k, v, logs, states, dout, vary(dafter, varying))
+    dq, dk, dv, dlogs, _ = _linear_calls.backward(platform, varying, operands, kept)
     # Every rank got the first state, but it is used once.
     is_first = lax.axis_index(exchange.axes) == 0
     return dq, dk, dv, dlogs, jnp.where(is_first, vary(dfirst, varying), 0)

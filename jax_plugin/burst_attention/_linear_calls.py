@@ -1,61 +1,115 @@
-"""The custom calls of linear attention: one device's tokens, no other device's."""
+"""One device's tokens of linear attention: custom calls on CPU devices, kernels on GPUs.
+
+What a call keeps for a later one is an array of the platform's own, or None where the platform is
+known only when the program is lowered: then the later call computes it again.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from burst_attention import _ffi
+from burst_attention import _ffi, _linear_cuda
 from burst_attention._ring import vary
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
+Kept: TypeAlias = jax.Array | None
 
 
-def state(
-    left: jax.Array, right: jax.Array, log_decay: jax.Array, varying: tuple[str, ...], back: bool
-) -> jax.Array:
+def left(
+    platform: str | None,
+    varying: tuple[str, ...],
+    k: jax.Array,
+    v: jax.Array,
+    logs: jax.Array,
+    *,
+    back: bool = False,
+) -> tuple[jax.Array, Kept]:
     """The state ``[batch, heads, k_dim, v_dim]`` that tokens leave without those before them::
 
-    Σ_t left_t right_tᵀ e^(Σ_(s>t) log λ_s);   back: … e^(Σ_(s≤t) log λ_s)
+        Σ_t k_t v_tᵀ e^(Σ_(s>t) log λ_s);   back: Σ_t k_t v_tᵀ e^(Σ_(s≤t) log λ_s)
+
+    and what `forward` and `backward` can use again.
     """
-    (out,) = _call(
-        "state",
-        (left, right, log_decay),
-        (_state_shape(left, right, log_decay),),
-        varying,
-        backward=np.bool_(back),
-    )
-    return out
+    if platform == "cuda":
+        return _linear_cuda.left(varying, k, v, logs, back=back)
+
+    def cuda(*operands: jax.Array) -> jax.Array:
+        return _linear_cuda.left(varying, *operands, back=back)[0]
+
+    cpu = partial(_cpu_state, varying, back)
+    return _on_platform(platform, (k, v, logs), cpu=cpu, cuda=cuda), None
 
 
 def forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array,
-    before: jax.Array,
-    varying: tuple[str, ...],
-) -> tuple[jax.Array, jax.Array]:
-    """Outputs, in q's dtype, and the state after the last token."""
-    shapes = (
-        jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),
-        _state_shape(q, v, log_decay),
-    )
-    out, after = _call("forward", (q, k, v, log_decay, before), shapes, varying)
-    return out, after
+    platform: str | None, varying: tuple[str, ...], operands: Arrays, kept: Kept
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Outputs in q's dtype, the state after the last token, and what `backward` takes for states.
+
+    ``operands`` are q, k, v, log decays and the state before the first token.
+    """
+    if platform == "cuda":
+        return _linear_cuda.forward(varying, operands, kept)
+
+    def cuda(*operands: jax.Array) -> Arrays:
+        return _linear_cuda.forward(varying, operands, None)[:2]
+
+    cpu = partial(_cpu_forward, varying)
+    out, after = _on_platform(platform, operands, cpu=cpu, cuda=cuda)
+    return out, after, operands[4]
 
 
-def backward(operands: Arrays, varying: tuple[str, ...]) -> Arrays:
-    """Gradients of q, k, v, log_decay and the state before; operands are those, dout, dafter."""
+def backward(
+    platform: str | None, varying: tuple[str, ...], operands: Arrays, kept: Kept
+) -> Arrays:
+    """Gradients of q, k, v, log decays and of the state before the first token.
+
+    ``operands`` are q, k, v, log decays, states, dout and the gradient of the state after the last
+    token.
+    """
+
+    def cuda(*operands: jax.Array) -> Arrays:
+        return _linear_cuda.backward(varying, operands, kept)
+
+    cpu = partial(_cpu_backward, varying)
+    results: Arrays = _on_platform(platform, operands, cpu=cpu, cuda=cuda)
+    return results
+
+
+def _on_platform(platform: str | None, operands: Arrays, **calls: Callable[..., Any]) -> Any:
+    if platform is not None:
+        return calls[platform](*operands)
+    # Without a default, lowering for any other platform is an error.
+    return lax.platform_dependent(*operands, **calls)
+
+
+def _cpu_state(
+    varying: tuple[str, ...], back: bool, k: jax.Array, v: jax.Array, logs: jax.Array
+) -> jax.Array:
+    shapes = (_state_shape(k, v, logs),)
+    (state,) = _call("state", (k, v, logs), shapes, varying, backward=np.bool_(back))
+    return state
+
+
+def _cpu_forward(varying: tuple[str, ...], *operands: jax.Array) -> Arrays:
+    q, _, v, logs, _ = operands
+    out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
+    return _call("forward", operands, (out, _state_shape(q, v, logs)), varying)
+
+
+def _cpu_backward(varying: tuple[str, ...], *operands: jax.Array) -> Arrays:
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[:5])
     return _call("backward", operands, shapes, varying)
 
 
-def _state_shape(left: jax.Array, right: jax.Array, log_decay: jax.Array) -> jax.ShapeDtypeStruct:
-    shape = (left.shape[0], log_decay.shape[2], left.shape[3], right.shape[3])
+def _state_shape(k: jax.Array, v: jax.Array, logs: jax.Array) -> jax.ShapeDtypeStruct:
+    shape = (k.shape[0], logs.shape[2], k.shape[3], v.shape[3])
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 

@@ -86,15 +86,6 @@ def state(value: Any, query: jax.Array, values: jax.Array) -> jax.Array:
     return _float32("the state", value, shape, "[batch, heads, k_dim, v_dim]")
 
 
-def platform(mesh: _checks.AnyMesh) -> None:
-    """Raises for devices that there are no kernels for."""
-    if _checks.devices(mesh, jnp.bfloat16) == "cuda":
-        raise NotImplementedError(
-            "linear_attention has no kernels for NVIDIA GPUs yet; make the mesh of "
-            "jax.devices('cpu')"
-        )
-
-
 def _float32(name: str, x: Any, shape: tuple[int, ...], words: str) -> jax.Array:
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
         raise TypeError(f"{name} must be an array, got {_checks.describe(x)}")

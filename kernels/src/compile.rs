@@ -36,6 +36,7 @@ fn source(kernel: Kernel) -> (fn() -> Source, &'static str) {
         Kernel::QueryGradsGeneral => module!(backward_queries_general),
         Kernel::Delta | Kernel::Finish | Kernel::Merge => module!(rows),
         Kernel::Join => module!(join),
+        Kernel::LinearState | Kernel::LinearAttend => module!(linear),
     }
 }
 

@@ -3,8 +3,8 @@
 use std::fmt;
 
 use crate::record::{
-    Argument, DELTA, FINISH, FORWARD, FORWARD_GENERAL, JOIN, KEY_GRADS, KEY_GRADS_GENERAL, MERGE,
-    QUERY_GRADS, QUERY_GRADS_GENERAL,
+    Argument, DELTA, FINISH, FORWARD, FORWARD_GENERAL, JOIN, KEY_GRADS, KEY_GRADS_GENERAL,
+    LINEAR_ATTEND, LINEAR_STATE, MERGE, QUERY_GRADS, QUERY_GRADS_GENERAL,
 };
 
 /// A kernel.
@@ -30,11 +30,15 @@ pub enum Kernel {
     Merge,
     /// Adds a running softmax state to another.
     Join,
+    /// The states that parts of a sequence leave, in linear attention.
+    LinearState,
+    /// What tokens get in linear attention, given those states.
+    LinearAttend,
 }
 
 impl Kernel {
-    /// All kernels.
-    pub const ALL: [Kernel; 10] = [
+    /// Those of softmax attention.
+    pub const SOFTMAX: [Kernel; 10] = [
         Kernel::Forward,
         Kernel::KeyGrads,
         Kernel::QueryGrads,
@@ -46,6 +50,22 @@ impl Kernel {
         Kernel::Merge,
         Kernel::Join,
     ];
+
+    /// Those of linear attention.
+    pub const LINEAR: [Kernel; 2] = [Kernel::LinearState, Kernel::LinearAttend];
+
+    /// All kernels.
+    pub const ALL: [Kernel; 12] = {
+        let mut all = [Kernel::LinearState; 12];
+        let mut n = 0;
+        while n < Kernel::SOFTMAX.len() {
+            all[n] = Kernel::SOFTMAX[n];
+            n += 1;
+        }
+        all[n] = Kernel::LINEAR[0];
+        all[n + 1] = Kernel::LINEAR[1];
+        all
+    };
 
     /// Name of the kernel's function.
     pub const fn name(self) -> &'static str {
@@ -60,6 +80,8 @@ impl Kernel {
             Kernel::Finish => "finish",
             Kernel::Merge => "merge",
             Kernel::Join => "join",
+            Kernel::LinearState => "linear_state",
+            Kernel::LinearAttend => "linear_attend",
         }
     }
 
@@ -76,6 +98,8 @@ impl Kernel {
             Kernel::Finish => FINISH,
             Kernel::Merge => MERGE,
             Kernel::Join => JOIN,
+            Kernel::LinearState => LINEAR_STATE,
+            Kernel::LinearAttend => LINEAR_ATTEND,
         }
     }
 
@@ -92,6 +116,11 @@ impl Kernel {
     /// Has it a loop of matrix products?
     pub const fn is_attention(self) -> bool {
         !matches!(self, Kernel::Delta | Kernel::Finish | Kernel::Merge | Kernel::Join)
+    }
+
+    /// Is it of linear attention?
+    pub const fn is_linear(self) -> bool {
+        matches!(self, Kernel::LinearState | Kernel::LinearAttend)
     }
 
     /// Is it for activations of a type? Otherwise it has its images under [`Element::Bf16`] alone.
@@ -183,9 +212,9 @@ pub fn width_of(columns: usize) -> Option<i32> {
 /// Shape of a block's work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TileShape {
-    /// Query rows; the rows of a kernel that has no keys.
+    /// Query rows; the rows of a kernel that has no keys; tokens.
     pub rows: i32,
-    /// Key rows; 0 where a kernel has none.
+    /// Key rows; 0 where a kernel has none. In linear attention columns of values.
     pub keys: i32,
     /// Warps that compute, beside those that load.
     pub warps: i32,
@@ -260,6 +289,7 @@ impl Instance {
         let tile = |rows, keys, warps| TileShape { rows, keys, warps };
         let blackwell = matches!(self.target, Target::Sm100 | Target::Sm103);
         match (self.kernel.plain(), self.target, self.width) {
+            (kernel, target, width) if kernel.is_linear() => linear_tile(target, width),
             (kernel, _, width) if !kernel.is_attention() => {
                 tile(if width == 256 { 32 } else { 64 }, 0, 4)
             }
@@ -305,4 +335,11 @@ impl Instance {
         generics.push(self.width.to_string());
         generics
     }
+}
+
+/// Linear attention keeps a state of `width` rows and a tile's columns, which are the same on all
+/// targets: callers make room for a row of products of each.
+fn linear_tile(target: Target, width: i32) -> TileShape {
+    let tight = matches!(target, Target::Sm80 | Target::Sm120) && width > 64;
+    TileShape { rows: 64, keys: 64, warps: if tight || width == 256 { 8 } else { 4 } }
 }

@@ -1,9 +1,9 @@
 //! Launch records beside the kernels' own parameter lists.
 
 use burst_attention_kernels::instances::{Instance, Kernel, Target};
-use burst_attention_kernels::record::{Access, Argument, Kind, Shape, View};
+use burst_attention_kernels::record::{Argument, Kind, Shape, View};
 
-const SOURCES: [&str; 8] = [
+const SOURCES: [&str; 9] = [
     include_str!("../src/device/forward.rs"),
     include_str!("../src/device/forward_general.rs"),
     include_str!("../src/device/backward_keys.rs"),
@@ -12,6 +12,7 @@ const SOURCES: [&str; 8] = [
     include_str!("../src/device/backward_queries_general.rs"),
     include_str!("../src/device/rows.rs"),
     include_str!("../src/device/join.rs"),
+    include_str!("../src/device/linear.rs"),
 ];
 
 /// Name and type of each parameter in the kernel's source.
@@ -112,11 +113,19 @@ fn every_pointer_has_a_view_that_arguments_of_its_kernel_describe() {
                 Shape::KeyTokens => &["kv_len"],
                 Shape::PerHead => &["heads"],
                 Shape::PerEntry => &[],
+                Shape::LinearQueries => &["rows", "q_heads", "head_dim"],
+                Shape::LinearKeys => &["rows", "kv_heads", "head_dim"],
+                Shape::LinearValues => &["rows", "kv_heads", "value_dim"],
+                Shape::LinearOthers => &["rows", "q_heads", "value_dim"],
+                Shape::LinearResults => &["rows", "heads", "value_dim"],
+                Shape::LinearSums => &["padded_rows", "heads"],
+                Shape::LinearDots => &["padded_rows", "dot_heads"],
+                Shape::LinearStates => &["parts", "heads", "head_dim", "value_dim"],
             };
             assert!(sizes.iter().all(|size| is_integer(size)), "{name}: {sizes:?}");
-            assert_eq!(view.head_stride.is_some(), view.shape == Shape::Statistics, "{name}");
+            assert_eq!(view.head_stride.is_some(), view.shape.has_head_stride(), "{name}");
             assert!(view.head_stride.is_none_or(is_integer), "{name}: {view:?}");
-            if matches!(argument.access, Access::MaybeIn | Access::MaybeUpdate) {
+            if argument.access.is_optional() {
                 assert!(is_integer(&format!("has_{}", argument.name)), "{name}");
             }
         }

@@ -23,7 +23,7 @@ const SCRATCH: usize = 1 << 16;
 
 /// The executor: a driver and the devices seen so far.
 pub struct Executor {
-    driver: Box<dyn Driver>,
+    pub(super) driver: Box<dyn Driver>,
     images: Images,
     devices: Mutex<HashMap<Context, Arc<Mutex<Device>>>>,
 }
@@ -57,12 +57,12 @@ enum Way {
 
 /// What is kept of a device. All of it is made by [`Executor::initialize`].
 #[derive(Debug)]
-struct Device {
-    target: Target,
+pub(super) struct Device {
+    pub target: Target,
     /// For what travels, of each queue.
     exchanges: BTreeMap<Queue, Stream>,
     events: Vec<Event>,
-    functions: HashMap<Instance, Function>,
+    pub functions: HashMap<Instance, Function>,
     scratch: Option<u64>,
     /// Peers that a connection was made to, or from.
     met: HashSet<(Comm, usize, Way)>,
@@ -76,7 +76,7 @@ impl std::fmt::Debug for Executor {
     }
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Nothing is left half done in there: what was made is kept, what was not is made again.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -141,7 +141,11 @@ impl Executor {
     }
 
     /// With the context of the stream current.
-    fn within<T>(&self, stream: Stream, body: impl FnOnce(Context) -> Result<T>) -> Result<T> {
+    pub(super) fn within<T>(
+        &self,
+        stream: Stream,
+        body: impl FnOnce(Context) -> Result<T>,
+    ) -> Result<T> {
         let context = self.driver.stream_context(stream)?;
         self.driver.push_context(context)?;
         // XLA's thread gets its own context back whatever happens.
@@ -151,7 +155,7 @@ impl Executor {
         outcome.and_then(|done| popped.map(|()| done))
     }
 
-    fn device(&self, context: Context) -> Result<Arc<Mutex<Device>>> {
+    pub(super) fn device(&self, context: Context) -> Result<Arc<Mutex<Device>>> {
         let mut devices = lock(&self.devices);
         if let Some(device) = devices.get(&context) {
             return Ok(device.clone());
@@ -192,18 +196,23 @@ impl Executor {
         }
         for op in &tape.ops {
             let Work::Launch(launch) = &op.work else { continue };
-            let instance = launch.instance;
-            if device.functions.contains_key(&instance) {
-                continue;
-            }
-            let image = (self.images)(&instance).ok_or_else(|| Error::Library {
-                library: "libburst_attention_ffi.so",
-                reason: format!("it has no kernel {instance}"),
-                remedy: "it was built without the feature cuda; `make build` builds it with",
-            })?;
-            let function = self.driver.load(image, &instance.entry())?;
-            device.functions.insert(instance, function);
+            self.load(device, launch.instance)?;
         }
+        Ok(())
+    }
+
+    /// Loads a kernel, unless the device has it.
+    pub(super) fn load(&self, device: &mut Device, instance: Instance) -> Result<()> {
+        if device.functions.contains_key(&instance) {
+            return Ok(());
+        }
+        let image = (self.images)(&instance).ok_or_else(|| Error::Library {
+            library: "libburst_attention_ffi.so",
+            reason: format!("it has no kernel {instance}"),
+            remedy: "it was built without the feature cuda; `make build` builds it with",
+        })?;
+        let function = self.driver.load(image, &instance.entry())?;
+        device.functions.insert(instance, function);
         Ok(())
     }
 
@@ -354,7 +363,7 @@ impl Issue<'_> {
     }
 }
 
-fn uninitialized(what: impl std::fmt::Display) -> Error {
+pub(super) fn uninitialized(what: impl std::fmt::Display) -> Error {
     let (library, remedy) = ("XLA", "please report it as a bug");
     let reason = format!("it runs a call that was not initialised: {what} is missing");
     Error::Library { library, reason, remedy }

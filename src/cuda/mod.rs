@@ -7,8 +7,10 @@
 //!
 //! From the bottom: [`driver`] and [`nccl`] are the libraries' calls; [`memory`], [`workspace`] and
 //! [`rank`] say where things lie; [`kernel`] and [`transport`] (which write to a [`recording`]) are the engine's two traits;
-//! [`ring`] puts a ring together, [`device`] issues it. [`record`] is a driver for tests.
+//! [`ring`] puts a ring together, [`device`] issues it. What needs no ring is issued by `alone.rs`.
+//! [`record`] is a driver for tests.
 
+mod alone;
 pub mod device;
 pub mod driver;
 pub mod kernel;

@@ -31,7 +31,7 @@ OPTIONS = {
 """Of full attention without features."""
 KNOWN = pytest.mark.parametrize("device", [GPU, None], ids=["gpu", "unknown"])
 CALL = re.compile(
-    r"custom_call @(burst_\w+)\(.*?mhlo.backend_config = \{(.*?)\}.*? : \((.*)\) -> \((.*)\)"
+    r"custom_call @(burst_\w+)\(.*?mhlo.backend_config = \{(.*?)\}.*? : \((.*)\) -> (.*)"
 )
 ATTRIBUTE = re.compile(r'(\w+) = ("[^"]*"|dense<[^>]*> : tensor<\w+>|[^,]+)')
 

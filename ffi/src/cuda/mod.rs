@@ -6,6 +6,7 @@
 
 mod call;
 mod collectives;
+mod linear;
 mod workspace;
 
 use burst_attention::Pass;
@@ -23,6 +24,7 @@ use crate::{handler, sys};
 use call::{CudaSite, Ranks};
 use collectives::Collectives;
 
+pub use linear::{LinearKind, run_linear};
 pub use workspace::workspace;
 
 /// What the handlers run on: a driver and NCCL.
@@ -86,6 +88,16 @@ pub enum Stage {
     Execute,
 }
 
+impl Stage {
+    fn number(self) -> sys::XLA_FFI_ExecutionStage {
+        match self {
+            Stage::Prepare => sys::XLA_FFI_ExecutionStage_PREPARE,
+            Stage::Initialize => sys::XLA_FFI_ExecutionStage_INITIALIZE,
+            Stage::Execute => sys::XLA_FFI_ExecutionStage_EXECUTE,
+        }
+    }
+}
+
 /// The handler of the instantiate stage: reads the attributes, once for each call site.
 ///
 /// # Safety
@@ -126,11 +138,7 @@ pub unsafe fn run(
             query.answer(0);
             return Ok(());
         }
-        frame.expect_stage(match stage {
-            Stage::Prepare => sys::XLA_FFI_ExecutionStage_PREPARE,
-            Stage::Initialize => sys::XLA_FFI_ExecutionStage_INITIALIZE,
-            Stage::Execute => sys::XLA_FFI_ExecutionStage_EXECUTE,
-        })?;
+        frame.expect_stage(stage.number())?;
         let State(site) = state::get(frame.runtime(), frame.context())?;
         match stage {
             Stage::Prepare => prepare(frame, site),

@@ -28,4 +28,5 @@ pub mod dropout;
 pub mod forward;
 pub mod forward_general;
 pub mod join;
+pub mod linear;
 pub mod rows;

@@ -27,6 +27,8 @@ impl Side {
             Shape::Queries | Shape::Results | Shape::QueryTokens => Side::Queries,
             Shape::PerQuery | Shape::Statistics | Shape::PerHead | Shape::PerEntry => Side::Queries,
             Shape::Keys | Shape::Values | Shape::KeyTokens => Side::Keys,
+            // Linear attention has one side.
+            _ => Side::Queries,
         }
     }
 }
@@ -38,6 +40,10 @@ pub(super) struct Sizes {
     pub kv_heads: usize,
     pub head_dim: usize,
     pub value_dim: usize,
+    /// Of linear attention's queries.
+    pub q_heads: usize,
+    /// Of the products that it writes by row.
+    pub dot_heads: usize,
 }
 
 /// An array of a description: element (b, r, h, d) lies at
@@ -75,10 +81,18 @@ impl Array {
             Shape::PerQuery | Shape::Statistics | Shape::PerHead => (sizes.heads, 1),
             Shape::QueryTokens | Shape::KeyTokens => (1, 1),
             Shape::PerEntry => (1, 4),
+            Shape::LinearQueries => (sizes.q_heads, sizes.head_dim),
+            Shape::LinearKeys => (sizes.kv_heads, sizes.head_dim),
+            Shape::LinearValues => (sizes.kv_heads, sizes.value_dim),
+            Shape::LinearOthers => (sizes.q_heads, sizes.value_dim),
+            Shape::LinearResults => (sizes.heads, sizes.value_dim),
+            Shape::LinearSums => (sizes.heads, 1),
+            Shape::LinearDots => (sizes.dot_heads, 1),
+            Shape::LinearStates => (1, sizes.value_dim),
         };
         let (heads, dim) = (heads as u64, dim as u64);
         let (row_stride, head_stride) = match view.shape {
-            Shape::Statistics => (1, at.head_stride),
+            shape if shape.has_head_stride() => (1, at.head_stride),
             Shape::PerHead | Shape::PerEntry => (0, 1),
             _ => (heads.saturating_mul(dim), dim),
         };

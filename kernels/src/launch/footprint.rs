@@ -41,15 +41,26 @@ impl Launch {
             return None;
         }
         let array = self.array(argument)?;
-        let rows = match array.side {
-            Side::Queries if self.value("q_len").is_none() => "rows",
-            Side::Queries => "q_len",
-            Side::Keys => "kv_len",
-        };
-        let span = array.span(self.size("batch"), self.size(rows));
+        let (entries, rows) = self.counts(argument.view?.shape);
+        let span = array.span(entries, rows);
         let span = u64::try_from(span).unwrap_or(u64::MAX);
         let bytes = array.address..array.address.saturating_add(span);
         Some(Footprint { name, bytes, reads, writes })
+    }
+
+    /// Entries and rows of an array.
+    fn counts(&self, shape: Shape) -> (usize, usize) {
+        let rows = match shape {
+            Shape::LinearStates => {
+                let states = ["batch", "parts", "heads"].map(|name| self.size(name));
+                return (states.iter().product(), self.size("head_dim"));
+            }
+            Shape::LinearSums | Shape::LinearDots => "padded_rows",
+            _ if Side::of(shape) == Side::Keys => "kv_len",
+            _ if self.value("q_len").is_none() => "rows",
+            _ => "q_len",
+        };
+        (self.size("batch"), self.size(rows))
     }
 
     /// Does the launch touch what the argument points to?
@@ -69,6 +80,7 @@ impl Launch {
             Access::In => (is_met, false),
             Access::MaybeIn => (is_met && self.flag(&format!("has_{}", argument.name)), false),
             Access::Out => (false, true),
+            Access::OptionalOut => (false, self.flag(&format!("has_{}", argument.name))),
             Access::Update => (true, true),
             Access::MaybeUpdate => {
                 let is_used = self.flag(&format!("has_{}", argument.name));
@@ -107,11 +119,12 @@ impl Launch {
         let Some(Value::Pointer(address)) = value else {
             panic!("{} of {} must be an address, got {value:?}", argument.name, self.instance)
         };
-        let [heads, kv_heads, head_dim] = ["heads", "kv_heads", "head_dim"].map(|n| self.size(n));
+        let [heads, kv_heads, q_heads, dot_heads, head_dim] =
+            ["heads", "kv_heads", "q_heads", "dot_heads", "head_dim"].map(|n| self.size(n));
         let value_dim = self.value("value_dim").map_or(head_dim, |_| self.size("value_dim"));
         let batch_stride = self.size(view.batch_stride) as u64;
         let head_stride = view.head_stride.map_or(0, |name| self.size(name)) as u64;
-        let sizes = Sizes { heads, kv_heads, head_dim, value_dim };
+        let sizes = Sizes { heads, kv_heads, head_dim, value_dim, q_heads, dot_heads };
         Some(Array::new(argument, sizes, Statistics { address, batch_stride, head_stride }))
     }
 }

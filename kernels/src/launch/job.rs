@@ -76,7 +76,7 @@ impl Job {
 
     fn place(mut self, name: &'static str, at: Statistics) -> Job {
         let Job { heads, kv_heads, head_dim, value_dim, .. } = self;
-        let sizes = Sizes { heads, kv_heads, head_dim, value_dim };
+        let sizes = Sizes { heads, kv_heads, head_dim, value_dim, q_heads: heads, dot_heads: 0 };
         self.arrays.push(Array::new(self.argument(name), sizes, at));
         self
     }

@@ -25,6 +25,7 @@ mod features;
 mod fill;
 mod footprint;
 mod job;
+mod linear;
 mod names;
 mod order;
 mod per_row;
@@ -34,6 +35,7 @@ pub use description::{Forward, KeyGrads, QueryGrads, Rectangle, Rows, Statistics
 pub use error::LaunchError;
 pub use features::{Dropout, General, Positions};
 pub use footprint::Footprint;
+pub use linear::{LINEAR_TILE, LinearAttend, LinearState, Part, column_tiles};
 pub use per_row::{Delta, Finish, Join, Merge, State};
 
 use crate::cubin::Parameter;
@@ -118,7 +120,7 @@ impl Launch {
     fn why_used(&self, argument: &Argument) -> String {
         match argument.access {
             Access::In | Access::MaybeIn => "it is read".to_owned(),
-            Access::Out => "it is written".to_owned(),
+            Access::Out | Access::OptionalOut => "it is written".to_owned(),
             Access::Update | Access::MaybeUpdate => "it is read and written".to_owned(),
             Access::MaybeOut => "the last launch of these rows writes it".to_owned(),
             Access::Carry => format!(

@@ -45,11 +45,21 @@ pub enum Access {
     Out,
     /// Writes it if `last`; else nothing touches what it points to.
     MaybeOut,
+    /// Writes it as [`Access::Out`] if `has_` and its name is 1; else nothing touches what it
+    /// points to.
+    OptionalOut,
     /// Reads it and writes it, each element once.
     Update,
     /// Reads it unless `first`, writes it unless `last`; if both, nothing touches what it points to.
     /// A kernel without `first` always reads it.
     Carry,
+}
+
+impl Access {
+    /// Does `has_` and the argument's name say whether it is used?
+    pub const fn is_optional(self) -> bool {
+        matches!(self, Access::MaybeIn | Access::MaybeUpdate | Access::OptionalOut)
+    }
 }
 
 /// What the elements of an array are of, outermost first; all but entries, and heads of
@@ -76,6 +86,29 @@ pub enum Shape {
     PerHead,
     /// `[batch, 4]`.
     PerEntry,
+    /// `[batch, rows, q_heads, head_dim]`, of linear attention as those below.
+    LinearQueries,
+    /// `[batch, rows, kv_heads, head_dim]`.
+    LinearKeys,
+    /// `[batch, rows, kv_heads, value_dim]`.
+    LinearValues,
+    /// `[batch, rows, q_heads, value_dim]`.
+    LinearOthers,
+    /// `[batch, rows, heads, value_dim]`.
+    LinearResults,
+    /// `[batch, heads, padded_rows]`, heads as far apart as the view says.
+    LinearSums,
+    /// `[batch, dot_heads, padded_rows]`, likewise.
+    LinearDots,
+    /// `[batch · parts · heads, head_dim, value_dim]`.
+    LinearStates,
+}
+
+impl Shape {
+    /// Has a view of it a head stride?
+    pub const fn has_head_stride(self) -> bool {
+        matches!(self, Shape::Statistics | Shape::LinearSums | Shape::LinearDots)
+    }
 }
 
 /// How a kernel views the array that a pointer leads to.
@@ -166,8 +199,10 @@ macro_rules! record {
     }};
 }
 
+mod linear;
 mod rows;
 
+pub use linear::{LINEAR_ATTEND, LINEAR_STATE};
 pub use rows::{DELTA, FINISH, JOIN, MERGE};
 
 const fn count(parts: &[&[Argument]]) -> usize {

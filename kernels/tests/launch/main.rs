@@ -3,6 +3,7 @@
 
 mod errors;
 mod footprint;
+mod linear;
 mod order;
 mod pieces;
 mod trial;

@@ -8,6 +8,7 @@ mod general;
 mod gradients;
 mod join;
 mod large;
+mod linear;
 mod modules;
 mod mutants;
 mod mutants_general;

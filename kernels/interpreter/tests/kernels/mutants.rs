@@ -42,7 +42,7 @@ pub fn swap(launch: &mut Launch, one: &str, other: &str) {
     set(launch, other, |_| values[0]);
 }
 
-fn force(launch: &mut Launch, name: &str, value: i32) {
+pub fn force(launch: &mut Launch, name: &str, value: i32) {
     set(launch, name, |_| Value::I32(value));
 }
 
@@ -68,6 +68,14 @@ pub fn reroute(module: &mut Module, opcode: Opcode, n: usize, to: usize, from: u
     let id = masked(module, opcode)[n];
     let op = module.op_mut(id);
     op.operands[to] = op.operands[from];
+}
+
+/// The same of all such operations of a kernel.
+pub fn reroute_all(module: &mut Module, opcode: Opcode, to: usize, from: usize) {
+    for id in find(module, opcode) {
+        let op = module.op_mut(id);
+        op.operands[to] = op.operands[from];
+    }
 }
 
 /// The mask's last condition, that a key exists, is dropped.

@@ -1,0 +1,247 @@
+"""Linear attention of one GPU's tokens: two kernels, and XLA's own code between them.
+
+Tokens are cut into parts, so many that all heads' together keep a GPU busy. One kernel computes the
+state that each part leaves. From those a product of small matrices makes the state where each part
+begins, and the other kernel goes through all parts at once:
+
+    forward   o = attend(q, k, v, S)
+    backward  dq = attend(dout, v, k, Sᵀ);  dk = attend(v, dout, q, Dᵀ);  dv = attend(k, q, dout, D)
+
+with S the state before each part, D the gradient of that behind it, and the last two from the last
+token to the first. `kernels/src/device/linear.rs` has the formulas.
+"""
+
+from __future__ import annotations
+
+from math import log2
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from burst_attention import _ffi
+from burst_attention._ring import vary
+
+Arrays: TypeAlias = tuple[jax.Array, ...]
+
+TILE = 64
+"""Tokens of the kernels' tiles: sums of log decays begin anew with each."""
+
+BLOCKS = 256
+"""Parts over all heads, about two for each multiprocessor of an H100, H200 or B200: from their
+numbers, not measured."""
+
+SHORTEST = 256
+"""Tokens that a part has at least."""
+
+COLUMNS = 64
+"""Value columns of a block."""
+
+LOWEST = -150.0
+"""2 to this is 0 in float32: a token with this log decay sees none before it."""
+
+
+class Cut(NamedTuple):
+    """How a rank's tokens are cut, and what is left over them."""
+
+    rows: int
+    """Tokens of a part."""
+    sums: jax.Array
+    """Sums of log decays in base 2 since each tile began ``[batch, heads, padded tokens]``."""
+    totals: jax.Array
+    """Those of parts ``[batch, heads, parts]``."""
+
+
+def part_rows(batch: int, tokens: int, heads: int) -> int:
+    """Tokens of a part, a multiple of the tile."""
+    parts = min(-(-BLOCKS // max(1, batch * heads)), -(-tokens // SHORTEST))
+    return -(-tokens // max(1, parts) // TILE) * TILE if tokens else TILE
+
+
+def cut(logs: jax.Array) -> Cut:
+    """Of log decays ``[batch, seq, heads]``."""
+    batch, tokens, heads = logs.shape
+    rows = part_rows(batch, tokens, heads)
+    in_base_2 = jnp.maximum(logs * log2(jnp.e), LOWEST).swapaxes(1, 2)
+    padded = jnp.pad(in_base_2, [(0, 0), (0, 0), (0, -tokens % TILE)])
+    sums = jnp.cumsum(padded.reshape(batch, heads, -1, TILE), axis=3)
+    tiles = sums[..., -1]
+    whole = jnp.pad(tiles, [(0, 0), (0, 0), (0, -tiles.shape[2] % (rows // TILE))])
+    totals = whole.reshape(batch, heads, -1, rows // TILE).sum(axis=3)
+    return Cut(rows, sums.reshape(batch, heads, -1), totals)
+
+
+def between(totals: jax.Array, left: jax.Array, back: bool) -> jax.Array:
+    """What parts together leave, from zero, where each begins, and at last behind all of them::
+
+        E_p = Σ_(j<p) 2^(Σ_(j<i<p) totals_i) left_j,   p = 0 … parts
+
+    ``[batch, parts + 1, heads, k_dim, v_dim]``. With ``back`` p counts from the last part.
+    """
+    if back:
+        totals, left = totals[..., ::-1], left[:, ::-1]
+    parts = totals.shape[2]
+    # Row j sums from part j + 1 on, so that what comes before takes no digits.
+    place = jnp.arange(parts)
+    later = jnp.where(place > place[:, None], totals[..., None, :], 0)
+    faded = jnp.exp2(jnp.cumsum(later, axis=-1))
+    seen = jnp.where(place >= place[:, None], faded, 0)
+    sums = jnp.einsum("bhjp,bjhkv->bphkv", seen, left, precision="highest")
+    return jnp.pad(sums, [(0, 0), (1, 0), (0, 0), (0, 0), (0, 0)])
+
+
+def states_of(totals: jax.Array, zero: jax.Array, start: jax.Array, back: bool) -> jax.Array:
+    """The state where each part begins, and at last behind all, if it is ``start`` at first."""
+    if back:
+        totals = totals[..., ::-1]
+    before = jnp.pad(jnp.cumsum(totals, axis=2), [(0, 0), (0, 0), (1, 0)])
+    return zero + jnp.exp2(before).swapaxes(1, 2)[..., None, None] * start[:, None]
+
+
+def left(
+    varying: tuple[str, ...], k: jax.Array, v: jax.Array, logs: jax.Array, *, back: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """The state that all tokens leave, and `between` of their parts."""
+    parts = cut(logs)
+    zero = between(parts.totals, _parts(varying, parts, k, v, back), back)
+    return zero[:, -1], zero
+
+
+def forward(
+    varying: tuple[str, ...], operands: Arrays, zero: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Outputs, the state after the last token, and those where parts begin, for `backward`.
+
+    ``operands`` are q, k, v, log decays and the state before the first token; ``zero`` is what
+    `left` gave beside.
+    """
+    q, k, v, logs, start = operands
+    parts = cut(logs)
+    states = _states(varying, parts, k, v, logs, start, zero)
+    out, _ = _attend(varying, parts, (q, k, v, states[:, :-1]), None, back=False)
+    return out, states[:, -1], states
+
+
+def backward(varying: tuple[str, ...], operands: Arrays, zero: jax.Array | None) -> Arrays:
+    """Gradients of q, k, v, log decays and of the state before the first token.
+
+    ``operands`` are those, with the states of `forward` or the first of them alone, then dout and
+    the gradient of the state after the last token; ``zero`` is what `left` gave with ``back``.
+    """
+    q, k, v, logs, states, dout, dafter = operands
+    parts = cut(logs)
+    if states.ndim == dafter.ndim:
+        states = _states(varying, parts, k, v, logs, states, None)
+    if zero is None:
+        _, zero = left(varying, q, dout, logs, back=True)
+    behind = states_of(parts.totals, zero, dafter, back=True)
+    d = behind[:, -2::-1]
+    s_turned, d_turned = (x.swapaxes(3, 4) for x in (states[:, :-1], d))
+    dq, of_queries = _attend(varying, parts, (dout, v, k, s_turned), q, back=False)
+    dk, of_keys = _attend(varying, parts, (v, dout, q, d_turned), k, back=True)
+    dv, _ = _attend(varying, parts, (k, q, dout, d), None, back=True)
+    crossing = jnp.einsum("bphkv,bphkv->bhp", states[:, 1:], d, precision="highest")
+    dlogs = _decay_gradients(logs, parts.rows, of_queries - of_keys, crossing)
+    group = q.shape[2] // k.shape[2]
+    return dq, _of_group(dk, group), _of_group(dv, group), dlogs, behind[:, -1]
+
+
+def _states(
+    varying: tuple[str, ...],
+    parts: Cut,
+    k: jax.Array,
+    v: jax.Array,
+    logs: jax.Array,
+    start: jax.Array,
+    zero: jax.Array | None,
+) -> jax.Array:
+    if zero is None:
+        _, zero = left(varying, k, v, logs)
+    return states_of(parts.totals, zero, start, back=False)
+
+
+def _of_group(gradient: jax.Array, group: int) -> jax.Array:
+    """The sum over the query heads that share a key/value head."""
+    if group == 1:
+        return gradient
+    batch, tokens, heads, dim = gradient.shape
+    by_head = gradient.reshape(batch, tokens, heads // group, group, dim)
+    return by_head.sum(axis=3, dtype=jnp.float32).astype(gradient.dtype)
+
+
+def _decay_gradients(
+    logs: jax.Array, rows: int, of_tokens: jax.Array, crossing: jax.Array
+) -> jax.Array:
+    """d log λ_t = Σ_(s≥t) (q_s·dq_s − k_s·dk_s) within a part and a run, and ⟨S, D⟩ at its end.
+
+    ``of_tokens`` are those differences ``[batch, heads, tokens]``.
+    """
+    batch, tokens, heads = logs.shape
+    resets = jnp.isneginf(logs).swapaxes(1, 2)
+    missing = crossing.shape[2] * rows - tokens
+    cut = [(0, 0), (0, 0), (0, missing)]
+    terms = jnp.pad(of_tokens, cut).reshape(batch, heads, -1, rows)
+    stop = jnp.pad(resets, cut).reshape(batch, heads, -1, rows)
+    # What is behind the last part's padding belongs to its last token as well.
+    terms = terms.at[..., -1].add(crossing)
+    passes = jnp.pad(jnp.where(stop, 0.0, 1.0)[..., 1:], [(0, 0)] * 3 + [(0, 1)])
+
+    def combine(
+        later: tuple[jax.Array, jax.Array], own: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        return later[0] * own[0], own[1] + own[0] * later[1]
+
+    _, sums = lax.associative_scan(combine, (passes, terms), reverse=True, axis=3)
+    sums = jnp.where(stop, 0, sums).reshape(batch, heads, -1)[..., :tokens]
+    return sums.swapaxes(1, 2)
+
+
+def _parts(
+    varying: tuple[str, ...], parts: Cut, k: jax.Array, v: jax.Array, back: bool
+) -> jax.Array:
+    """What each part leaves, ``[batch, parts, heads, k_dim, v_dim]``."""
+    batch, heads, count = parts.totals.shape
+    shape = (batch, count, heads, k.shape[3], v.shape[3])
+    result = jax.ShapeDtypeStruct(shape, jnp.float32)
+    (state,) = _call("parts", parts, (k, v, parts.sums), [result], varying, back)
+    return state
+
+
+def _attend(
+    varying: tuple[str, ...],
+    parts: Cut,
+    operands: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    other: jax.Array | None,
+    back: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Results ``[batch, seq, heads, v_dim]`` of q, k, v and states, and its products with ``other``
+    by row ``[batch, heads, seq]``, zeros without."""
+    q, k, v, states = operands
+    batch, tokens, heads = q.shape[0], q.shape[1], parts.sums.shape[1]
+    results = [jax.ShapeDtypeStruct((batch, tokens, heads, v.shape[3]), q.dtype)]
+    given: Arrays = (q, k, v, parts.sums, states)
+    if other is None:
+        (out,) = _call("attend", parts, given, results, varying, back)
+        return out, jnp.zeros((batch, heads, tokens), jnp.float32)
+    columns = -(-v.shape[3] // COLUMNS)
+    rows = (batch, heads * columns, parts.sums.shape[2])
+    results.append(jax.ShapeDtypeStruct(rows, jnp.float32))
+    out, dots = _call("attend", parts, (*given, other), results, varying, back)
+    return out, dots.reshape(batch, heads, columns, -1).sum(axis=2)[..., :tokens]
+
+
+def _call(
+    name: str,
+    parts: Cut,
+    operands: Arrays,
+    shapes: list[jax.ShapeDtypeStruct],
+    varying: tuple[str, ...],
+    back: bool,
+) -> Arrays:
+    target = _ffi.LINEAR_KERNELS[name]
+    call = jax.ffi.ffi_call(target, shapes, vmap_method="broadcast_all", has_side_effect=False)
+    with jax.named_scope(target):
+        outputs = call(*operands, part_rows=np.int64(parts.rows), reverse=np.bool_(back))
+    return tuple(vary(output, varying) for output in outputs)

@@ -1,0 +1,352 @@
+//! Linear attention with decay: the states that parts of a sequence leave, and what tokens get.
+//!
+//! A block goes through the tiles of one part of a head's tokens, from the first to the last or with
+//! `reverse` from the last to the first, and keeps the state S of a tile of value columns. With b_i
+//! the sum of a tile's log decays up to and with token i, in base 2, and n its last token,
+//!
+//! ```text
+//! forward   o_i = Σ_(j≤i) 2^(b_i−b_j) (q_i·k_j) v_j + 2^(b_i) Sᵀ q_i;   S = 2^(b_n) S + Σ_j 2^(b_n−b_j) k_j v_jᵀ
+//! reverse   o_i = Σ_(j≥i) 2^(b_j−b_i) (q_i·k_j) v_j + 2^(b_n−b_i) Sᵀ q_i;   S = 2^(b_n) S + Σ_j 2^(b_j) k_j v_jᵀ
+//! ```
+//!
+//! Forward that is the output of queries, keys and values; with (dout, v, k) and the transposed
+//! state it is dq. In reverse, with D for S, (k, q, dout) give dv, and (v, dout, q) dk.
+
+#[cutile::module]
+pub mod linear {
+    use super::super::common::common::{band, product, rows_view, statistics_view};
+    use cutile::core::*;
+
+    /// What a block computes: (head over all entries, part, tile of value columns).
+    pub fn share_of(pid: i32, parts: i32, columns: i32) -> (i32, i32, i32) {
+        let index: i32 = pid / columns;
+        let head: i32 = index / parts;
+        (head, index - head * parts, pid - index * columns)
+    }
+
+    /// Tile `tile` of the rows and `column` of the columns, loaded ahead.
+    pub fn tokens<E: ElementType, const R: i32, const W: i32>(
+        part: &Partition<E, { [1, R, 1, W] }>,
+        batch: i32,
+        tile: i32,
+        head: i32,
+        column: i32,
+    ) -> Tile<E, { [R, W] }> {
+        let loaded: Tile<E, { [1, R, 1, W] }> = load_view_tko(
+            part,
+            [batch, tile, head, column],
+            ordering::Weak,
+            scope::TileBlock,
+            Some(2),
+            tma::Enabled,
+        );
+        loaded.reshape(const_shape![R, W])
+    }
+
+    /// b of a tile's tokens.
+    pub fn sums_of<const R: i32>(
+        view: &Tensor<f32, { [-1, -1, -1] }>,
+        batch: i32,
+        head: i32,
+        tile: i32,
+    ) -> Tile<f32, { [R, 1] }> {
+        let sums: Tile<f32, { [1, 1, R] }> =
+            view.partition(const_shape![1, 1, R]).load([batch, head, tile]);
+        let sums: Tile<f32, { [R, 1] }> = sums.reshape(const_shape![R, 1]);
+        sums
+    }
+
+    /// b of a tile's last token; `sums` has all rows of every tile.
+    pub fn total_of<const R: i32>(
+        view: &Tensor<f32, { [-1, -1, -1] }>,
+        batch: i32,
+        head: i32,
+        tile: i32,
+    ) -> Tile<f32, { [1, 1] }> {
+        let total: Tile<f32, { [1, 1, 1] }> =
+            view.partition(const_shape![1, 1, 1]).load([batch, head, tile * R + R - 1i32]);
+        total.reshape(const_shape![1, 1])
+    }
+
+    /// 2^(total − b), what is left of a token behind its tile; in reverse 2^(b), what is left of it
+    /// before the tile.
+    pub fn fading<const R: i32>(
+        sums: Tile<f32, { [R, 1] }>,
+        total: Tile<f32, { [1, 1] }>,
+        reverse: i32,
+    ) -> Tile<f32, { [R, 1] }> {
+        let total: Tile<f32, { [R, 1] }> = total.broadcast(const_shape![R, 1]);
+        let mut between: Tile<f32, { [R, 1] }> = total - sums;
+        if reverse == 1i32 {
+            between = sums;
+        }
+        exp2(between, ftz::Enabled)
+    }
+
+    /// What is left between tokens of a tile: 2^(b_i − b_j) for j ≤ i, or in reverse 2^(b_j − b_i)
+    /// for j ≥ i; else 0.
+    pub fn between<const R: i32>(
+        sums: Tile<f32, { [R, 1] }>,
+        reverse: i32,
+    ) -> Tile<f32, { [R, R] }> {
+        let rows: Tile<f32, { [R, R] }> = sums.broadcast(const_shape![R, R]);
+        let columns: Tile<f32, { [1, R] }> = sums.reshape(const_shape![1, R]);
+        let columns: Tile<f32, { [R, R] }> = columns.broadcast(const_shape![R, R]);
+        let mut left: Tile<f32, { [R, R] }> = rows - columns;
+        if reverse == 1i32 {
+            left = columns - rows;
+        }
+        let lower: i32 = if reverse == 1i32 { 0i32 } else { 0i32 - R };
+        let upper: i32 = if reverse == 1i32 { R } else { 0i32 };
+        let seen: Tile<bool, { [R, R] }> = band::<R, R>(lower, upper, 0i32);
+        let hidden: Tile<f32, { [R, R] }> = constant(f32::NEG_INFINITY, const_shape![R, R]);
+        let left: Tile<f32, { [R, R] }> = select(seen, left, hidden);
+        exp2(left, ftz::Enabled)
+    }
+
+    /// With `bounded` a factor by which x is to be divided so that nothing is beyond 2^15; else 1.
+    pub fn bound_of<const R: i32, const C: i32>(
+        x: Tile<f32, { [R, C] }>,
+        bounded: i32,
+    ) -> Tile<f32, { [1, 1] }> {
+        let mut factor: Tile<f32, { [1, 1] }> = constant(1.0f32, const_shape![1, 1]);
+        if bounded == 1i32 {
+            let size: Tile<f32, { [R, C] }> = max_tile(x, negf(x));
+            let largest: Tile<f32, { [R] }> = reduce_max(size, 1i32);
+            let largest: Tile<f32, { [1, R] }> = largest.reshape(const_shape![1, R]);
+            let largest: Tile<f32, { [1] }> = reduce_max(largest, 1i32);
+            let largest: Tile<f32, { [1, 1] }> = largest.reshape(const_shape![1, 1]);
+            let unit: Tile<f32, { [1, 1] }> = constant(0.000030517578125f32, const_shape![1, 1]);
+            factor = max_tile(factor, largest * unit);
+        }
+        factor
+    }
+
+    /// x / bound in 16 bits.
+    pub fn narrow<E: ElementType, const R: i32, const C: i32>(
+        x: Tile<f32, { [R, C] }>,
+        bound: Tile<f32, { [1, 1] }>,
+        bounded: i32,
+    ) -> Tile<E, { [R, C] }> {
+        let mut scaled: Tile<f32, { [R, C] }> = x;
+        if bounded == 1i32 {
+            let one: Tile<f32, { [1, 1] }> = constant(1.0f32, const_shape![1, 1]);
+            let inverse: Tile<f32, { [1, 1] }> = true_div(one, bound);
+            scaled = x * inverse.broadcast(const_shape![R, C]);
+        }
+        convert_tile(scaled)
+    }
+
+    /// S = 2^(total) S + kᵀ (fade ∘ v).
+    pub fn advance<E: ElementType, const R: i32, const DT: i32, const C: i32>(
+        state: Tile<f32, { [DT, C] }>,
+        k: Tile<E, { [R, DT] }>,
+        v: Tile<E, { [R, C] }>,
+        fade: Tile<f32, { [R, 1] }>,
+        total: Tile<f32, { [1, 1] }>,
+    ) -> Tile<f32, { [DT, C] }> {
+        let carry: Tile<f32, { [1, 1] }> = exp2(total, ftz::Enabled);
+        let carried: Tile<f32, { [DT, C] }> = state * carry.broadcast(const_shape![DT, C]);
+        let v: Tile<f32, { [R, C] }> = convert_tile(v);
+        let faded: Tile<f32, { [R, C] }> = v * fade.broadcast(const_shape![R, C]);
+        let faded: Tile<E, { [R, C] }> = convert_tile(faded);
+        let transpose: Array<{ [1, 0] }> = Array::<{ [1, 0] }> { dims: &[1i32, 0i32] };
+        let k: Tile<E, { [DT, R] }> = permute(k, transpose);
+        mma(k, faded, carried)
+    }
+
+    /// The `t`-th tile of a part, and how many it has: from the end where `reverse`.
+    pub fn tiles_of<const R: i32>(part: i32, part_tiles: i32, rows: i32) -> (i32, i32) {
+        let first: i32 = part * part_tiles;
+        (first, min(part_tiles, ceil_div(rows, R) - first))
+    }
+
+    /// The state that each part's tokens leave, from zero.
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn linear_state<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
+        k: *mut E,
+        v: *mut E,
+        sums: *mut f32,
+        state: *mut f32,
+        batch: i32,
+        rows: i32,
+        padded_rows: i32,
+        heads: i32,
+        kv_heads: i32,
+        head_dim: i32,
+        value_dim: i32,
+        k_batch_stride: i32,
+        v_batch_stride: i32,
+        sums_batch_stride: i32,
+        sums_head_stride: i32,
+        state_stride: i32,
+        parts: i32,
+        part_tiles: i32,
+        reverse: i32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let share: (i32, i32, i32) = share_of(pid.0, parts, ceil_div(value_dim, BN));
+        let c: i32 = share.2;
+        let b: i32 = share.0 / heads;
+        let h: i32 = share.0 - b * heads;
+        let hk: i32 = h / (heads / kv_heads);
+
+        let k_view: Tensor<E, { [-1, -1, -1, -1] }> =
+            unsafe { rows_view(k, batch, rows, kv_heads, head_dim, k_batch_stride) };
+        let v_view: Tensor<E, { [-1, -1, -1, -1] }> =
+            unsafe { rows_view(v, batch, rows, kv_heads, value_dim, v_batch_stride) };
+        let sums_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
+            statistics_view(sums, batch, heads, padded_rows, sums_batch_stride, sums_head_stride)
+        };
+        let states: i32 = batch * parts * heads;
+        let state_view: Tensor<f32, { [-1, -1, -1, -1] }> =
+            unsafe { rows_view(state, states, head_dim, 1i32, value_dim, state_stride) };
+        let k_part = k_view.partition(const_shape![1, BM, 1, DT]);
+        let v_part = v_view.partition(const_shape![1, BM, 1, BN]);
+
+        let tiles: (i32, i32) = tiles_of::<BM>(share.1, part_tiles, rows);
+        let mut s: Tile<f32, { [DT, BN] }> = constant(0.0f32, const_shape![DT, BN]);
+        for t in 0i32..tiles.1 {
+            let i: i32 = if reverse == 1i32 { tiles.0 + tiles.1 - 1i32 - t } else { tiles.0 + t };
+            let tk: Tile<E, { [BM, DT] }> = tokens(&k_part, b, i, hk, 0i32);
+            let tv: Tile<E, { [BM, BN] }> = tokens(&v_part, b, i, hk, c);
+            let total: Tile<f32, { [1, 1] }> = total_of::<BM>(&sums_view, b, h, i);
+            let tb: Tile<f32, { [BM, 1] }> = sums_of::<BM>(&sums_view, b, h, i);
+            let fade: Tile<f32, { [BM, 1] }> = fading::<BM>(tb, total, reverse);
+            s = advance::<E, BM, DT, BN>(s, tk, tv, fade, total);
+        }
+        let n: i32 = (b * parts + share.1) * heads + h;
+        let mut target: PartitionMut<f32, { [1, DT, 1, BN] }> =
+            unsafe { state_view.partition_full_mut(const_shape![1, DT, 1, BN]) };
+        let s: Tile<f32, { [1, DT, 1, BN] }> = s.reshape(const_shape![1, DT, 1, BN]);
+        unsafe { target.store_unchecked(s, [n, 0i32, 0i32, c]) };
+    }
+
+    /// What tokens get, given the state before each part, in reverse behind it; and with `has_dots`
+    /// the products of that with `other`, by row, of each tile of value columns.
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn linear_attend<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
+        q: *mut E,
+        k: *mut E,
+        v: *mut E,
+        sums: *mut f32,
+        state: *mut f32,
+        other: *mut E,
+        o: *mut E,
+        dots: *mut f32,
+        batch: i32,
+        rows: i32,
+        padded_rows: i32,
+        heads: i32,
+        q_heads: i32,
+        kv_heads: i32,
+        dot_heads: i32,
+        head_dim: i32,
+        value_dim: i32,
+        q_batch_stride: i32,
+        k_batch_stride: i32,
+        v_batch_stride: i32,
+        other_batch_stride: i32,
+        o_batch_stride: i32,
+        dots_batch_stride: i32,
+        sums_batch_stride: i32,
+        sums_head_stride: i32,
+        state_stride: i32,
+        parts: i32,
+        part_tiles: i32,
+        reverse: i32,
+        bounded: i32,
+        has_other: i32,
+        has_dots: i32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let columns: i32 = ceil_div(value_dim, BN);
+        let share: (i32, i32, i32) = share_of(pid.0, parts, columns);
+        let c: i32 = share.2;
+        let b: i32 = share.0 / heads;
+        let h: i32 = share.0 - b * heads;
+        let hq: i32 = h / (heads / q_heads);
+        let hk: i32 = h / (heads / kv_heads);
+
+        let q_view: Tensor<E, { [-1, -1, -1, -1] }> =
+            unsafe { rows_view(q, batch, rows, q_heads, head_dim, q_batch_stride) };
+        let k_view: Tensor<E, { [-1, -1, -1, -1] }> =
+            unsafe { rows_view(k, batch, rows, kv_heads, head_dim, k_batch_stride) };
+        let v_view: Tensor<E, { [-1, -1, -1, -1] }> =
+            unsafe { rows_view(v, batch, rows, kv_heads, value_dim, v_batch_stride) };
+        let sums_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
+            statistics_view(sums, batch, heads, padded_rows, sums_batch_stride, sums_head_stride)
+        };
+        let states: i32 = batch * parts * heads;
+        let state_view: Tensor<f32, { [-1, -1, -1, -1] }> =
+            unsafe { rows_view(state, states, head_dim, 1i32, value_dim, state_stride) };
+        let o_view: Tensor<E, { [-1, -1, -1, -1] }> =
+            unsafe { rows_view(o, batch, rows, heads, value_dim, o_batch_stride) };
+        let q_part = q_view.partition(const_shape![1, BM, 1, DT]);
+        let k_part = k_view.partition(const_shape![1, BM, 1, DT]);
+        let v_part = v_view.partition(const_shape![1, BM, 1, BN]);
+
+        let n: i32 = (b * parts + share.1) * heads + h;
+        let s: Tile<f32, { [1, DT, 1, BN] }> =
+            state_view.partition(const_shape![1, DT, 1, BN]).load([n, 0i32, 0i32, c]);
+        let mut s: Tile<f32, { [DT, BN] }> = s.reshape(const_shape![DT, BN]);
+        let tiles: (i32, i32) = tiles_of::<BM>(share.1, part_tiles, rows);
+        for t in 0i32..tiles.1 {
+            let i: i32 = if reverse == 1i32 { tiles.0 + tiles.1 - 1i32 - t } else { tiles.0 + t };
+            let tq: Tile<E, { [BM, DT] }> = tokens(&q_part, b, i, hq, 0i32);
+            let tk: Tile<E, { [BM, DT] }> = tokens(&k_part, b, i, hk, 0i32);
+            let tv: Tile<E, { [BM, BN] }> = tokens(&v_part, b, i, hk, c);
+            let total: Tile<f32, { [1, 1] }> = total_of::<BM>(&sums_view, b, h, i);
+            let tb: Tile<f32, { [BM, 1] }> = sums_of::<BM>(&sums_view, b, h, i);
+            let fade: Tile<f32, { [BM, 1] }> = fading::<BM>(tb, total, reverse);
+
+            let pairs: Tile<f32, { [BM, BM] }> = product(tq, tk);
+            let left: Tile<f32, { [BM, BM] }> = between::<BM>(tb, reverse);
+            let faded: Tile<f32, { [BM, BM] }> = pairs * left;
+            let weight_bound: Tile<f32, { [1, 1] }> = bound_of(faded, bounded);
+            let weights: Tile<E, { [BM, BM] }> = narrow(faded, weight_bound, bounded);
+            let state_bound: Tile<f32, { [1, 1] }> = bound_of(s, bounded);
+            let before: Tile<E, { [DT, BN] }> = narrow(s, state_bound, bounded);
+            let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
+            let mut crossing: Tile<f32, { [BM, BN] }> = mma(tq, before, zero);
+            if bounded == 1i32 {
+                let relative: Tile<f32, { [1, 1] }> = true_div(state_bound, weight_bound);
+                let relative: Tile<f32, { [BM, BN] }> = relative.broadcast(const_shape![BM, BN]);
+                crossing = crossing * relative;
+            }
+            let received: Tile<f32, { [BM, 1] }> = fading::<BM>(tb, total, 1i32 - reverse);
+            let received: Tile<f32, { [BM, BN] }> = received.broadcast(const_shape![BM, BN]);
+            let crossing: Tile<f32, { [BM, BN] }> = crossing * received;
+            let mut out: Tile<f32, { [BM, BN] }> = mma(weights, tv, crossing);
+            if bounded == 1i32 {
+                let factor: Tile<f32, { [BM, BN] }> = weight_bound.broadcast(const_shape![BM, BN]);
+                out = out * factor;
+            }
+
+            let mut target: PartitionMut<E, { [1, BM, 1, BN] }> =
+                unsafe { o_view.partition_full_mut(const_shape![1, BM, 1, BN]) };
+            let written: Tile<E, { [BM, BN] }> = convert_tile(out);
+            let written: Tile<E, { [1, BM, 1, BN] }> = written.reshape(const_shape![1, BM, 1, BN]);
+            unsafe { target.store_unchecked(written, [b, i, h, c]) };
+            if has_other * has_dots == 1i32 {
+                let other_view: Tensor<E, { [-1, -1, -1, -1] }> = unsafe {
+                    rows_view(other, batch, rows, q_heads, value_dim, other_batch_stride)
+                };
+                let x: Tile<E, { [1, BM, 1, BN] }> =
+                    other_view.partition(const_shape![1, BM, 1, BN]).load([b, i, hq, c]);
+                let x: Tile<E, { [BM, BN] }> = x.reshape(const_shape![BM, BN]);
+                let x: Tile<f32, { [BM, BN] }> = convert_tile(x);
+                let dot: Tile<f32, { [BM] }> = reduce_sum(x * out, 1i32);
+                let dots_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
+                    let (entry, head) = (dots_batch_stride, sums_head_stride);
+                    statistics_view(dots, batch, dot_heads, padded_rows, entry, head)
+                };
+                let mut target: PartitionMut<f32, { [1, 1, BM] }> =
+                    unsafe { dots_view.partition_full_mut(const_shape![1, 1, BM]) };
+                let dot: Tile<f32, { [1, 1, BM] }> = dot.reshape(const_shape![1, 1, BM]);
+                unsafe { target.store_unchecked(dot, [b, h * columns + c, i]) };
+            }
+            s = advance::<E, BM, DT, BN>(s, tk, tv, fade, total);
+        }
+    }
+}

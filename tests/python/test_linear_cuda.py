@@ -1,0 +1,219 @@
+"""Linear attention on GPUs without one: what surrounds the kernels, and what programs say to XLA.
+
+In the kernels' place stand their formulas, written out. That the kernels compute those is shown in
+`kernels/interpreter/tests/kernels/linear.rs`, on an interpreter.
+"""
+
+import burst_attention as ba
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ring
+from burst_attention import _checks, _ffi, _linear_cuda
+from jax.sharding import PartitionSpec as P
+from linear_cases import X, assert_right, found, inputs
+from test_cuda_lowering import GPU, KNOWN, abstract_mesh, calls, lowered
+
+TILE = _linear_cuda.TILE
+CASES = [
+    # world, tokens per rank, heads, kv_heads, k_dim, v_dim, λ
+    (1, 1, 2, 2, 8, 8, 1.0),
+    (1, 600, 2, 1, 8, 16, 0.5),
+    (2, 65, 4, 2, 32, 24, 0.99),
+    (2, 600, 2, 2, 16, 80, 0.999),
+    (8, 130, 2, 1, 64, 16, 1.0),
+    (4, 300, 4, 1, 8, 136, None),
+]
+SLACK = 8
+"""Sums of a tile's log decays are single floats here: 16-bit kernels don't need more, and errors of
+float32 stand-ins are so many times the bounds on CPU devices, 2e-6 and 1e-5."""
+
+
+def in_parts(x, heads, rows):
+    """``[batch, tokens, some heads, dim]`` as ``[batch, parts, heads, rows of a part, dim]``."""
+    batch, tokens, some, dim = x.shape
+    x = jnp.pad(x, [(0, 0), (0, -tokens % rows), (0, 0), (0, 0)])
+    x = jnp.repeat(x, heads // some, axis=2).reshape(batch, -1, rows, heads, dim)
+    return x.swapaxes(2, 3).astype(jnp.float32)
+
+
+def left_between(sums, rows, back):
+    """What is left between two tokens of a part, of what was before it, of a token behind it."""
+    batch, heads, padded = sums.shape
+    tiles = sums.reshape(batch, heads, -1, TILE)
+    logs = jnp.diff(tiles, axis=3, prepend=0).reshape(batch, heads, padded)
+    logs = jnp.pad(logs, [(0, 0), (0, 0), (0, -padded % rows)]).reshape(batch, heads, -1, rows)
+    logs = logs.swapaxes(1, 2)
+    place = jnp.arange(rows)
+    # Row j sums from token j + 1 on.
+    between = jnp.where(place > place[:, None], logs[..., None, :], 0).cumsum(-1)
+    seen = jnp.where(place >= place[:, None], jnp.exp2(between), 0)
+    first, last = jnp.exp2(logs.cumsum(-1)), seen[..., -1]
+    return (seen, last, first) if back else (seen.swapaxes(-1, -2), first, last)
+
+
+def stand_in(name, parts, operands, shapes, varying, back):
+    """The formulas of `kernels/src/device/linear.rs`."""
+    rows = parts.rows
+    *queries, k, v, sums = operands[: 3 if name == "parts" else 4]
+    heads, count = sums.shape[1], parts.totals.shape[2]
+    weights, received, leaves = left_between(sums, rows, back)
+    tokens, shape = k.shape[1], shapes[0].shape
+    k, v = in_parts(k, heads, rows), in_parts(v, heads, rows)
+    assert rows % TILE == 0
+    assert sums.shape[2] == -(-tokens // TILE) * TILE
+    if name == "parts":
+        state = jnp.einsum("bphi,bphik,bphiv->bphkv", leaves, k, v, precision="highest")
+        assert state.shape == shape
+        return (state,)
+    states = operands[4]
+    assert states.shape == (sums.shape[0], count, heads, k.shape[-1], v.shape[-1])
+    q = in_parts(queries[0], heads, rows)
+    pairs = weights * jnp.einsum("bphik,bphjk->bphij", q, k, precision="highest")
+    out = jnp.einsum("bphij,bphjv->bphiv", pairs, v, precision="highest")
+    out += received[..., None] * jnp.einsum("bphik,bphkv->bphiv", q, states, precision="highest")
+    whole = out.swapaxes(2, 3).reshape(shape[0], -1, *shape[2:])[:, :tokens]
+    assert whole.shape == shape
+    if len(operands) == 5:
+        return (whole.astype(shapes[0].dtype),)
+    # Products by row, of each tile of columns on its own.
+    columns = _linear_cuda.COLUMNS
+    products = jnp.repeat(operands[5], heads // operands[5].shape[2], axis=2) * whole
+    products = jnp.pad(products, [(0, 0), (0, -tokens % TILE), (0, 0), (0, -shape[3] % columns)])
+    dots = products.reshape(*products.shape[:3], -1, columns).sum(-1)
+    dots = dots.transpose(0, 2, 3, 1).reshape(shapes[1].shape)
+    return whole.astype(shapes[0].dtype), dots
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """As if the devices were GPUs."""
+    monkeypatch.setattr(_linear_cuda, "_call", stand_in)
+    monkeypatch.setattr(_checks, "devices", lambda mesh, dtype: "cuda")
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("shape", CASES, ids=lambda shape: "-".join(map(str, shape)))
+def test_kernels_and_what_surrounds_them_are_the_recurrence(kernels, shape, method):
+    arrays = inputs(*shape)
+    assert_right(found(ring.line(shape[0]), arrays, method=method), arrays, slack=SLACK)
+
+
+def test_resets_and_strong_decays(kernels):
+    """Documents of 1 to 90 tokens and, between them, decays to e^−30 a token."""
+    *arrays, dout, dlast = inputs(2, 600, 2, 1, 16, 16, None)
+    random = np.random.default_rng(0)
+    begins = np.cumsum(random.integers(1, 90, 100))
+    arrays[3][:, begins[begins < 1200]] = -np.inf
+    arrays[3][:, 500:700] *= np.float32(30)
+    arrays = (*arrays, dout, dlast)
+    got = found(ring.line(2), arrays)
+    assert all(np.isfinite(x).all() for x in got.values())
+    assert not got["dlog_decay"][np.isneginf(arrays[3])].any()
+    with np.errstate(invalid="ignore"):
+        assert_right(got, arrays, slack=SLACK)
+
+
+def test_a_wrong_part_is_noticed(kernels, monkeypatch):
+    right = _linear_cuda.between
+    monkeypatch.setattr(
+        _linear_cuda, "between", lambda totals, left, back: right(totals[..., ::-1], left, back)
+    )
+    *arrays, dout, dlast = inputs(1, 600, 2, 1, 16, 16, None)
+    arrays = (*arrays[:3], arrays[3] * np.float32(1e-3), arrays[4], dout, dlast)
+    with pytest.raises(AssertionError, match="'o'|'state'"):
+        assert_right(found(ring.line(1), arrays), arrays, slack=SLACK)
+
+
+def test_parts_keep_a_gpu_busy_and_are_tiles():
+    for batch, tokens, heads in [(1, 131072, 8), (1, 1, 1), (4, 4096, 64), (1, 1 << 20, 1)]:
+        rows = _linear_cuda.part_rows(batch, tokens, heads)
+        parts = -(-tokens // rows)
+        assert rows % TILE == 0
+        assert parts * batch * heads >= min(_linear_cuda.BLOCKS, tokens // 512) * 0.9
+        assert parts * batch * heads <= _linear_cuda.BLOCKS + batch * heads
+
+
+def program(device, dtype="bfloat16", tokens=4096):
+    """Lowered for GPUs: forward and backward over four of them."""
+    mesh = abstract_mesh(device, (4,), ("context",))
+    shapes = [jax.ShapeDtypeStruct((2, tokens, heads, 64), dtype) for heads in (4, 2, 2)]
+    logs = jax.ShapeDtypeStruct((2, tokens, 4), jnp.float32)
+
+    def local(q, k, v, logs):
+        return ba.linear_attention(q, k, v, axis_name="context", log_decay=logs)
+
+    function = jax.shard_map(local, mesh=mesh, in_specs=(X,) * 4, out_specs=X)
+
+    def run(q, k, v, logs, dout):
+        out, pullback = jax.vjp(function, q, k, v, logs)
+        return out, pullback(dout)
+
+    return lowered(run, (*shapes, logs, shapes[0]))
+
+
+def test_a_program_calls_each_kernel_as_often_as_it_must():
+    found = calls(program(GPU))
+    targets = [call.target.removeprefix("burst_attention_linear_") for call in found]
+    assert targets == ["parts", "attend", "parts", "attend", "attend", "attend"]
+    assert [call.attributes["reverse"] for call in found[:4]] == ["false", "false", "true", "false"]
+    q, kv, parts = "2x1024x4x64xbf16", "2x1024x2x64xbf16", "2x4x4x64x64xf32"
+    assert found[0].operands == [kv, kv, "2x4x1024xf32"]
+    assert found[0].results == [parts]
+    assert found[1].operands == [q, kv, kv, "2x4x1024xf32", parts]
+    assert found[1].results == [q]
+    # dq, with its products with q.
+    assert found[3].operands == [q, kv, kv, "2x4x1024xf32", parts, q]
+    assert found[3].results == [q, "2x4x1024xf32"]
+    assert {call.attributes["part_rows"].split(" ")[0] for call in found} == {"256"}
+
+
+@KNOWN
+def test_what_travels_on_gpus_does_not_grow_with_length(device):
+    def gathered(text):
+        return sorted(
+            line.split("->")[1] for line in text.splitlines() if '"stablehlo.all_gather"' in line
+        )
+
+    short, long = (gathered(program(device, tokens=tokens)) for tokens in (1024, 8192))
+    assert short == long
+    assert len(short) == 4
+
+
+def test_where_the_platform_is_unknown_a_program_runs_on_cpu():
+    """The same numbers as a program for CPU devices, to the bit."""
+    mesh = abstract_mesh(None, (2,), ("context",))
+    arrays = inputs(2, 70, 2, 1, 16, 16, 0.9)
+    attend = jax.shard_map(
+        lambda q, k, v, logs: ba.linear_attention(q, k, v, axis_name="context", log_decay=logs),
+        mesh=mesh,
+        in_specs=(X,) * 4,
+        out_specs=X,
+    )
+
+    def run(q, k, v, logs, dout):
+        out, pullback = jax.vjp(attend, q, k, v, logs)
+        return out, pullback(dout)
+
+    operands = (*arrays[:4], arrays[5])
+    sharding = jax.sharding.NamedSharding(mesh, P(None, "context"))
+    names = (*_ffi.LINEAR.values(), *_ffi.LINEAR_KERNELS.values())
+    exported = jax.export.export(
+        jax.jit(run, in_shardings=sharding, out_shardings=sharding),
+        platforms=("cpu", "cuda"),
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in names],
+    )(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands))
+    here = ring.line(2)
+    placed = [jax.device_put(x, jax.sharding.NamedSharding(here, sharding.spec)) for x in operands]
+    out, grads = jax.jit(exported.call)(*placed)
+    zero = np.zeros_like(arrays[6])
+    want = found(here, (*arrays[:4], 0 * arrays[4], arrays[5], zero))
+    assert np.array_equal(out, want["o"])
+    for name, got in zip(("dq", "dk", "dv", "dlog_decay"), grads, strict=True):
+        assert np.array_equal(got, want[name]), name
+
+
+def test_float32_on_gpus_is_refused():
+    with pytest.raises(NotImplementedError, match="bfloat16 or float16, got float32"):
+        program(GPU, "float32")
