@@ -31,7 +31,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CARGO_TERM_PROGRESS_WHEN := never
 SAY = @printf '\n\033[1m== %s\033[0m\n'
 
-.PHONY: help build demo test test-full test-wheel wheel bench schedule-bench linear-bench kernel-bench lint lint-rust lint-python format clean
+.PHONY: help build demo demo-linear test test-full test-wheel wheel bench schedule-bench linear-bench kernel-bench lint lint-rust lint-python format clean
 .PHONY: test-rust test-ffi test-python kernel-quality gpu-check host-cost
 
 help:  ## this list
@@ -42,6 +42,9 @@ build: $(LIBRARY) $(VENV)/installed  ## make .venv, compile, install; all others
 demo: build  ## train a transformer, its sequence sharded over 8 devices; flags in DEMO="--steps 9"
 	$(SAY) "demo: training over 8 CPU devices"
 	@$(PY) examples/train_long_context.py $(DEMO)
+
+demo-linear: DEMO += --attention linear
+demo-linear: demo  ## the same with linear attention, on 131,072-token sequences
 
 test: build lint test-rust test-ffi test-python  ## all tests and lint
 	$(SAY) "all tests passed"

@@ -1,152 +1,126 @@
 """Linear attention against plain JAX, chunked and token by token, all in this run.
 
-Prints a table of forward + backward: the ratio to the fastest chunked program, time against length
-and against the number of devices. `make linear-bench` is the way to call it.
+Prints tables of forward + backward: time against peers, length and number of devices, and memory
+against length. Writes results/linear-<cpu>.json and draws results/linear-<cpu>.png where there is
+matplotlib. `make linear-bench` is the way to call it.
 """
 
 import argparse
+import importlib.util
 import json
-import os
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-
-import burst_attention as ba
 import jax
-import jax.numpy as jnp
 import machine
-import numpy as np
-from jax import lax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from linear_programs import CHUNKED, DEVICES, HEAD_DIM, OURS, Program
 from timing import alternate
 
 HERE = Path(__file__).parent
-CHUNKS = (64, 128, 256)
-SHARDS = P(None, "context")
-Program = Callable[[], Any]
+SHARDED = f"ours, {DEVICES} devices"
+SHORT, TOKENS, LONG = 32_768, 2_048, (131_072, 262_144)
+REMEMBERED = (65_536, 262_144, 1_048_576)
+"""Lengths whose memory is measured, with heads few enough that the longest one fits."""
+REMEMBERED_HEADS = 2
+MEBI = 2**20
+Seconds = dict[str, dict[str, float]]
 
 
-def chunked(chunk: int, *arrays: jax.Array) -> jax.Array:
-    """Plain JAX: a scan over chunks, products of matrices inside them."""
-    q, _, v, _ = arrays
-    batch, length, heads, _ = q.shape
-    parts = [x.reshape(batch, length // chunk, chunk, heads, -1) for x in arrays]
-    parts = [x.transpose(1, 0, 3, 2, 4) for x in parts]
-    see = jnp.tril(jnp.ones((chunk, chunk), bool))
-
-    def step(state: jax.Array, part: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        q, k, v, logs = part
-        sums = jnp.cumsum(logs[..., 0], axis=-1)
-        between = jnp.where(see, sums[..., :, None] - sums[..., None, :], -jnp.inf)
-        weights = jnp.einsum("bhik,bhjk->bhij", q, k) * jnp.exp(between)
-        out = jnp.einsum("bhij,bhjv->bhiv", weights, v)
-        out += jnp.exp(sums)[..., None] * jnp.einsum("bhik,bhkv->bhiv", q, state)
-        left = k * jnp.exp(sums[..., -1:] - sums)[..., None]
-        state = jnp.exp(sums[..., -1])[..., None, None] * state
-        return state + jnp.einsum("bhjk,bhjv->bhkv", left, v), out
-
-    state = jnp.zeros((batch, heads, q.shape[3], v.shape[3]))
-    _, out = lax.scan(step, state, parts)
-    return out.transpose(1, 0, 3, 2, 4).reshape(v.shape)
-
-
-def recurrent(q: jax.Array, k: jax.Array, v: jax.Array, logs: jax.Array) -> jax.Array:
-    """Plain JAX: token by token, the definition."""
-
-    def step(state: jax.Array, token: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        q, k, v, logs = token
-        state = jnp.exp(logs)[..., None, None] * state + k[..., :, None] * v[..., None, :]
-        return state, jnp.einsum("bhk,bhkv->bhv", q, state)
-
-    batch, _, heads, k_dim = q.shape
-    state = jnp.zeros((batch, heads, k_dim, v.shape[3]))
-    _, out = lax.scan(step, state, [x.swapaxes(0, 1) for x in (q, k, v, logs)])
-    return out.swapaxes(0, 1)
-
-
-def ours(devices: int, *arrays: jax.Array) -> jax.Array:
-    """`linear_attention` over so many devices."""
-    q, k, v, logs = arrays
-    attend: Any = jax.shard_map(
-        lambda q, k, v, logs: ba.linear_attention(q, k, v, axis_name="context", log_decay=logs),
-        mesh=mesh_of(devices),
-        in_specs=(SHARDS,) * 4,
-        out_specs=SHARDS,
-    )
-    out: jax.Array = attend(q, k, v, logs)
-    return out
-
-
-def mesh_of(devices: int) -> Mesh:
-    """The first devices, in a line."""
-    return Mesh(np.array(jax.devices()[:devices]), ("context",))
-
-
-def inputs(length: int, heads: int, dim: int) -> list[np.ndarray]:
-    """q, k, v, log decays of 0.99, and the cotangent."""
-    random = np.random.default_rng(0)
-    q, k, v, dout = (random.standard_normal((1, length, heads, dim), np.float32) for _ in range(4))
-    logs = np.full((1, length, heads), np.log(0.99), np.float32)
-    return [q, k, v, logs, dout]
-
-
-def program(function: Callable[..., jax.Array], arrays: list[np.ndarray], devices: int) -> Program:
-    """Forward and backward, compiled, with inputs in place."""
-
-    def both(*arrays: jax.Array) -> Any:
-        *inputs, dout = arrays
-        out, pullback = jax.vjp(function, *inputs)
-        return out, pullback(dout)
-
-    placed = [jax.device_put(x, NamedSharding(mesh_of(devices), SHARDS)) for x in arrays]
-    compiled = jax.jit(both).lower(*placed).compile()
-    return lambda: jax.block_until_ready(compiled(*placed))
-
-
-def timed(programs: dict[str, Program], budget_s: float) -> dict[str, float]:
-    """Median seconds of each, printed."""
-    found = {name: median(each) for name, each in alternate(programs, budget_s).items()}
-    for name, seconds in found.items():
-        print(f"  {name:<28} {seconds * 1e3:10,.1f} ms", flush=True)
+def timed(entrants: Iterable[tuple[str, int]], heads: int, budget_s: float) -> Seconds:
+    """Median and minimum of all, in turns, by name and length; printed."""
+    programs: dict[str, Callable[[], Any]] = {}
+    for name, length in entrants:
+        program = Program(name, length, heads)
+        programs[f"{name}, S {length}"] = partial(program.run, program.inputs())
+    found = {}
+    for label, each in alternate(programs, budget_s).items():
+        found[label] = {"median_s": median(each), "least_s": min(each), "rounds": len(each)}
+        times = " ".join(f"{found[label][key] * 1e3:10,.1f} ms" for key in ("median_s", "least_s"))
+        print(f"  {label:<44} {times}  of {len(each)}", flush=True)
     return found
+
+
+def ratio(seconds: Seconds, slower: str, faster: str) -> dict[str, float]:
+    """How many times as long the first takes as the second, by medians and by minima."""
+    return {key: seconds[slower][key] / seconds[faster][key] for key in ("median_s", "least_s")}
+
+
+def said(ratio: dict[str, float]) -> str:
+    """A ratio in words."""
+    return f"{ratio['median_s']:.2f} x (of minima {ratio['least_s']:.2f})"
+
+
+def speed(flags: argparse.Namespace, scale: int) -> dict[str, Any]:
+    """Against plain JAX at a length that suits all, and token by token at a short one."""
+    length, few = SHORT // scale, TOKENS // scale
+    seconds = timed([(name, length) for name in [*CHUNKED, *OURS]], flags.heads, flags.budget)
+    fastest = min(CHUNKED, key=lambda name: seconds[f"{name}, S {length}"]["median_s"])
+    chunks = ratio(seconds, f"{fastest}, S {length}", f"ours, 1 devices, S {length}")
+    print(f"  {fastest}, the fastest of them, take {said(chunks)} the time of one device of ours")
+    names = ("plain JAX, lax.scan", "ours, 1 devices")
+    tokens = timed([(name, few) for name in names], flags.heads, flags.budget / 4)
+    by_token = ratio(tokens, *(f"{name}, S {few}" for name in names))
+    print(f"  token by token takes {said(by_token)} the time of ours")
+    return {
+        "seconds": seconds | tokens,
+        "fastest_chunked": fastest,
+        "fastest_chunked_to_ours": chunks,
+        "token_by_token_to_ours": by_token,
+    }
+
+
+def growth(flags: argparse.Namespace, scale: int, fastest: str) -> dict[str, Any]:
+    """Time against length: ours at two lengths in turns, then beside the plain program."""
+    short, long = (length // scale for length in LONG)
+    seconds = timed([(SHARDED, short), (SHARDED, long)], flags.heads, flags.budget)
+    twice = ratio(seconds, f"{SHARDED}, S {long}", f"{SHARDED}, S {short}")
+    print(f"  twice the length takes {said(twice)} the time; wanted: at most 2.2")
+    found: dict[str, Any] = {"ours": seconds, "twice_the_length": twice, "beside_plain": {}}
+    for length in (short, long):
+        entrants = [(fastest, length), (SHARDED, length)]
+        needed = sum(Program(name, length, flags.heads).all_bytes for name, _ in entrants)
+        if needed > machine.available_bytes():
+            print(f"  {fastest}, S {length}: left out, for want of {needed / 2**30:.0f} GiB")
+            continue
+        beside = timed(entrants, flags.heads, flags.budget / 2)
+        plain = ratio(beside, *(f"{name}, S {at}" for name, at in entrants))
+        print(f"  the plain program takes {said(plain)} the time of ours")
+        found["beside_plain"][str(length)] = {"seconds": beside, "plain_to_ours": plain}
+    return found
+
+
+def memory(scale: int, fastest: str) -> list[dict[str, Any]]:
+    """Bytes beside arguments and results, each in a process of its own."""
+    print(f"memory beside arguments and results, {REMEMBERED_HEADS} heads: planned, seen")
+    rows = []
+    for name in (SHARDED, fastest, f"{fastest}, remat"):
+        for length in (length // scale for length in REMEMBERED):
+            command = [sys.executable, str(HERE / "linear_memory.py"), name, str(length)]
+            command += ["--heads", str(REMEMBERED_HEADS)]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            row = {"name": name, "length": length} | json.loads(output.splitlines()[-1])
+            planned, seen = row["planned_bytes"] / MEBI, row.get("extra_bytes")
+            words = "too much for this machine" if seen is None else f"{seen / MEBI:10,.1f} MiB"
+            print(f"  {f'{name}, S {length}':<44} {planned:10,.1f} MiB {words}", flush=True)
+            rows.append(row)
+    return rows
 
 
 def bench(flags: argparse.Namespace) -> dict[str, Any]:
     """Everything, printed as it comes."""
-    scale, heads, dim = (16 if flags.quick else 1), flags.heads, 64
-    length = 32768 // scale
-    print(f"S {length}, {heads} heads, D {dim}, float32, forward + backward")
-    arrays = inputs(length, heads, dim)
-    programs = {
-        f"plain JAX, chunks of {c}": program(partial(chunked, c), arrays, 1) for c in CHUNKS
+    scale = 16 if flags.quick else 1
+    print(f"{flags.heads} heads, D {HEAD_DIM}, float32, forward + backward: median, minimum")
+    fast = speed(flags, scale)
+    fastest = fast["fastest_chunked"]
+    return {"speed": fast, "length": growth(flags, scale, fastest)} | {
+        "memory_heads": REMEMBERED_HEADS,
+        "memory": memory(scale, fastest),
     }
-    programs |= {f"ours, {n} devices": program(partial(ours, n), arrays, n) for n in (1, 2, 4, 8)}
-    speed = timed(programs, flags.budget)
-    ratio = min(s for name, s in speed.items() if "plain" in name) / speed["ours, 1 devices"]
-    print(f"  {ratio:.2f} x as fast as the fastest chunked program")
-    few = inputs(2048 // scale, heads, dim)
-    print(f"S {2048 // scale}: token by token")
-    tokens = timed(
-        {
-            "plain JAX, lax.scan": program(recurrent, few, 1),
-            "ours, 1 devices": program(partial(ours, 1), few, 1),
-        },
-        flags.budget / 4,
-    )
-    lengths: dict[str, float] = {}
-    for length in (131072 // scale, 262144 // scale):
-        print(f"S {length}")
-        longer = {"ours, 8 devices": program(partial(ours, 8), inputs(length, heads, dim), 8)}
-        lengths[str(length)] = timed(longer, flags.budget / 2)["ours, 8 devices"]
-    short, long = lengths.values()
-    print(f"  twice the length takes {long / short:.2f} x the time")
-    return {"speed": speed, "ratio": ratio, "token_by_token": tokens, "lengths": lengths}
 
 
 def main() -> None:
@@ -156,13 +130,21 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short sequences: does it run at all?")
     parser.add_argument("--budget", type=float, default=40.0, help="seconds of timing per table")
     flags = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
     print(f"{machine.cpu_name()}, {machine.cores()} cores")
-    results = {"cpu": machine.cpu_name(), "heads": flags.heads} | bench(flags)
+    results = {"cpu": machine.cpu_name(), "cores": machine.cores(), "heads": flags.heads}
+    results |= {"head_dim": HEAD_DIM} | bench(flags)
     folder = HERE / "results" / ("partial" if flags.quick else "")
     folder.mkdir(exist_ok=True)
     path = folder / f"linear-{machine.slug()}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
     print(f"wrote {path}")
+    if importlib.util.find_spec("matplotlib"):
+        from linear_plot import draw
+
+        draw(results, path.with_suffix(".png"))
+        print(f"drew {path.with_suffix('.png')}")
 
 
 if __name__ == "__main__":

@@ -7,11 +7,8 @@ without. `memory` runs forward and backward once.
 """
 
 import argparse
-import ctypes
 import json
 import os
-import re
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -67,14 +64,9 @@ def peak_memory(case: Case) -> dict[str, Any]:
     in float32.
     """
     from contenders import ours
+    from resident import growth
 
-    both = ours(case).both
-    ctypes.CDLL(None).malloc_trim(0)  # memory that the compiler left free would hide growth
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again here
-    before = _status("VmRSS")
-    results = both()
-    grown = _status("VmHWM") - before
-    extra = grown - sum(leaf.nbytes for leaf in jax.tree.leaves(results))
+    grown, extra = growth(ours(case).both)
     kv = 2 * 4 * case.batch * case.seq * case.kv_heads * case.head_dim
     return {
         "case": case.name,
@@ -83,12 +75,6 @@ def peak_memory(case: Case) -> dict[str, Any]:
         "extra_bytes": extra,
         "of_kv": extra / kv,
     }
-
-
-def _status(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-    assert found is not None, f"/proc/self/status has no {field}"
-    return int(found[1]) * 1024
 
 
 def main() -> None:

@@ -35,3 +35,15 @@ def batches(
         starts = random.integers(0, text.size - length, size=batch)
         windows = np.stack([text[start : start + length + 1] for start in starts]).astype(np.int32)
         yield windows[:, :-1], windows[:, 1:]
+
+
+def best_from_one_byte(text: np.ndarray) -> float:
+    """Nats per byte that the byte before leaves open, H(x_t | x_(t-1)), in this very text.
+
+    A model without attention knows no other byte, so its mean loss over the text can't be less.
+    """
+    pairs = text[:-1].astype(np.int64) * 256 + text[1:]
+    counts = np.bincount(pairs, minlength=256 * 256).reshape(256, 256)
+    befores = np.broadcast_to(counts.sum(axis=1, keepdims=True), counts.shape)
+    seen = counts > 0
+    return float(-np.sum(counts[seen] * np.log(counts[seen] / befores[seen])) / pairs.size)

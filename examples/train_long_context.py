@@ -2,7 +2,9 @@
 
 Every device holds a part of the sequence and the whole (small) model. Inside `jax.shard_map`
 one call, `burst_attention.attention`, lets every token attend to all earlier ones, wherever
-they are. Run `python examples/train_long_context.py --help` for what can be changed.
+they are; with `--attention linear` the call is `burst_attention.linear_attention`, whose time grows
+with the length and not with its square. Run `python examples/train_long_context.py --help` for
+what can be changed.
 """
 
 import argparse
@@ -11,23 +13,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from statistics import median
+from typing import Any, get_args
 
 import burst_attention as ba
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from attentions import ATTENTIONS, AXIS, Attention, Layout
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from text import batches, standard_library_bytes
+from text import batches, best_from_one_byte, standard_library_bytes
 from tqdm import tqdm
 from transformer import Attend, Config, Transformer
 
-AXIS = "context"
 Params = nnx.State[Any, Any]
-Layout = Literal["contiguous", "zigzag", "striped"]
 Loss = Callable[[Params, jax.Array, jax.Array], jax.Array]
 Batch = tuple[np.ndarray, np.ndarray]
 Flags = argparse.Namespace
@@ -44,18 +46,31 @@ def parts_of(layout: Layout, devices: int) -> int:
     return devices * (2 if layout == "zigzag" else 1)
 
 
+def said(name: str) -> str:
+    """A default of each kind of attention, for the help."""
+    return " or ".join(f"{getattr(kind, name)} ({key})" for key, kind in ATTENTIONS.items())
+
+
 def parse() -> Flags:
-    """The command line."""
+    """The command line; what depends on the kind of attention is filled in."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=int, default=8192, help="tokens per sequence")
+    parser.add_argument("--attention", choices=[*ATTENTIONS], default="softmax")
+    parser.add_argument("--length", type=int, help=f"tokens per sequence; default {said('length')}")
     parser.add_argument("--batch", type=int, default=1, help="sequences per step")
     parser.add_argument("--devices", type=int, default=8, help="CPU devices in the ring")
-    parser.add_argument("--layout", choices=get_args(Layout), default="zigzag")
-    parser.add_argument("--steps", type=int, default=60, help="optimiser steps")
+    parser.add_argument("--layout", choices=get_args(Layout), help=f"default {said('layout')}")
+    parser.add_argument("--steps", type=int, help=f"optimiser steps; default {said('steps')}")
     parser.add_argument("--dtype", choices=[*TOLERANCE], default="float32", help="of activations")
-    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    rates = said("learning_rate")
+    parser.add_argument("--learning-rate", type=float, help=f"the highest one; default {rates}")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the results")
     flags = parser.parse_args()
+    kind = ATTENTIONS[flags.attention]
+    for name in ("length", "layout", "steps", "learning_rate"):
+        if getattr(flags, name) is None:
+            setattr(flags, name, getattr(kind, name))
+    if flags.attention == "linear" and flags.layout != "contiguous":
+        parser.error(f"--layout: expected contiguous for linear attention, got {flags.layout}")
     for name in ("length", "batch", "devices", "steps"):
         if getattr(flags, name) < 1:
             parser.error(f"--{name}: expected at least 1, got {getattr(flags, name)}")
@@ -79,10 +94,11 @@ def mean_loss(
 
 @dataclass(frozen=True)
 class Ring:
-    """The devices that share a sequence, and which part of it each holds."""
+    """The devices that share a sequence, which part of it each holds, and how they attend."""
 
     mesh: Mesh
     layout: Layout
+    attention: Attention
 
     def shard(self, tokens: np.ndarray) -> jax.Array:
         """Reorder `tokens [batch, seq]` so that equal pieces are what the layout says; spread."""
@@ -99,31 +115,19 @@ class Ring:
         @jax.shard_map(mesh=self.mesh, in_specs=(P(), P(None, AXIS), P(None, AXIS)), out_specs=P())
         def loss(params: Params, inputs: jax.Array, targets: jax.Array) -> jax.Array:
             positions = ba.local_positions(inputs.shape[1], axis_name=AXIS, layout=self.layout)
-            attend = partial(ba.attention, axis_name=AXIS, is_causal=True, layout=self.layout)
+            attend = self.attention.sharded(self.layout)
             local = mean_loss(nnx.merge(graph, params), inputs, targets, positions, attend)
             return jax.lax.pmean(local, AXIS)
 
         return loss
 
 
-def plain_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """`jax.nn.dot_product_attention` on one device; 1,024 queries at a time, for memory's sake."""
-    attend = jax.checkpoint(jax.nn.dot_product_attention)
-    chunks = []
-    for start in range(0, query.shape[1], 1024):
-        rows = query[:, start : start + 1024]
-        end = start + rows.shape[1]
-        mask = jnp.arange(start, end)[:, None] >= jnp.arange(end)
-        chunks.append(attend(rows, key[:, :end], value[:, :end], mask=mask[None, None]))
-    return jnp.concatenate(chunks, axis=1)
-
-
-def plain_loss(graph: nnx.GraphDef[Transformer]) -> Loss:
+def plain_loss(graph: nnx.GraphDef[Transformer], attend: Attend) -> Loss:
     """The same loss with the whole sequence, in its natural order, on one device."""
 
     def loss(params: Params, inputs: jax.Array, targets: jax.Array) -> jax.Array:
         positions = jnp.arange(inputs.shape[1])
-        return mean_loss(nnx.merge(graph, params), inputs, targets, positions, plain_attention)
+        return mean_loss(nnx.merge(graph, params), inputs, targets, positions, attend)
 
     return loss
 
@@ -145,7 +149,8 @@ def check_first_step(
     parts = parts_of(ring.layout, ring.mesh.size)
     length = min(batch[0].shape[1], MOST_CHECKED // parts * parts)
     inputs, targets = (tokens[:, :length] for tokens in batch)
-    plain, plain_gradient = jax.jit(jax.value_and_grad(plain_loss(graph)))(params, inputs, targets)
+    on_one_device = plain_loss(graph, ring.attention.plain)
+    plain, plain_gradient = jax.jit(jax.value_and_grad(on_one_device))(params, inputs, targets)
     loss, gradient = jax.jit(jax.value_and_grad(ring.loss(graph)))(
         ring.replicate(params), ring.shard(inputs), ring.shard(targets)
     )
@@ -175,8 +180,8 @@ def load_checkpoint(path: Path, like: Params) -> Params:
         )
 
 
-def save_curve(path: Path, losses: list[float], title: str) -> None:
-    """Draw loss against step, and its mean over the ten steps before."""
+def save_curve(path: Path, losses: list[float], title: str, one_byte: float | None) -> None:
+    """Draw loss against step, its mean over the ten steps before, and what one byte can say."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -186,6 +191,8 @@ def save_curve(path: Path, losses: list[float], title: str) -> None:
     smooth = [float(np.mean(losses[max(0, at - 9) : at + 1])) for at in range(len(losses))]
     axes.plot(losses, color="tab:blue", alpha=0.35, label="each step")
     axes.plot(smooth, color="tab:blue", label="mean of ten")
+    if one_byte is not None:
+        axes.axhline(one_byte, color="tab:gray", linestyle="--", label="best without attention")
     axes.legend()
     axes.set(xlabel="step", ylabel="loss, nats per byte", title=title)
     axes.grid(alpha=0.3)
@@ -195,8 +202,8 @@ def save_curve(path: Path, losses: list[float], title: str) -> None:
 
 def train(
     loss: Loss, params: Params, data: Iterator[tuple[jax.Array, jax.Array]], flags: Flags
-) -> tuple[Params, list[float]]:
-    """AdamW with warm-up and cosine decay; returns the parameters and the loss of every step."""
+) -> tuple[Params, list[float], list[float]]:
+    """AdamW with warm-up and cosine decay; returns parameters, losses and seconds of the steps."""
     warmup = min(10, flags.steps)
     rate = optax.warmup_cosine_decay_schedule(0.0, flags.learning_rate, warmup, flags.steps + 1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95))
@@ -212,14 +219,46 @@ def train(
     sharding = jax.tree.leaves(params)[0].sharding
     opt_state = jax.device_put(optimizer.init(params), sharding)
     losses: list[float] = []
+    seconds: list[float] = []
     progress = tqdm(range(flags.steps), desc="training", unit="step", mininterval=1.0)
     for _ in progress:
         start = time.perf_counter()
         params, opt_state, value = step(params, opt_state, *next(data))
         losses.append(float(value))
-        speed = flags.batch * flags.length / (time.perf_counter() - start)
+        seconds.append(time.perf_counter() - start)
+        speed = flags.batch * flags.length / seconds[-1]
         progress.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s", refresh=False)
-    return params, losses
+    return params, losses, seconds
+
+
+def tell_softmax_time(mesh: Mesh, dtype: str, batch: Batch) -> None:
+    """Print how long a step with softmax attention would take, from steps of shorter sequences.
+
+    Work of tokens and work of pairs of tokens, a n + b n^2, through the least of three times
+    measured at each of two lengths.
+    """
+    ring = Ring(mesh, "zigzag", ATTENTIONS["softmax"])
+    graph, params = nnx.split(Transformer(Config(dtype=dtype), nnx.Rngs(0)))
+    params, step = ring.replicate(params), jax.jit(jax.value_and_grad(ring.loss(graph)))
+    whole, parts = batch[0].shape[1], parts_of(ring.layout, mesh.size)
+    short = max(1, whole // 16 // parts) * parts
+    least = []
+    for length in (short, 2 * short):
+        tokens = [ring.shard(x[:, :length]) for x in batch]
+        jax.block_until_ready(step(params, *tokens))
+        taken = []
+        for _ in range(3):
+            start = time.perf_counter()
+            jax.block_until_ready(step(params, *tokens))
+            taken.append(time.perf_counter() - start)
+        least.append(min(taken))
+    of_pairs = max(0.0, least[1] - 2 * least[0]) / (2 * short**2)
+    of_tokens = least[0] / short - of_pairs * short
+    print(
+        f"with softmax attention it would take about {(of_tokens + of_pairs * whole) * whole:,.0f} "
+        f"s, not run: a n + b n^2 through the {least[0]:.2f} s and {least[1]:.2f} s measured for "
+        f"{short:,} and {2 * short:,} tokens"
+    )
 
 
 def main() -> None:
@@ -227,8 +266,10 @@ def main() -> None:
     flags = parse()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", flags.devices)
-    ring = Ring(jax.make_mesh((flags.devices,), (AXIS,)), flags.layout)
-    graph, params = nnx.split(Transformer(Config(dtype=flags.dtype), nnx.Rngs(0)))
+    kind = ATTENTIONS[flags.attention]
+    ring = Ring(jax.make_mesh((flags.devices,), (AXIS,)), flags.layout, kind)
+    config = Config(dtype=flags.dtype, gated=kind.gated)
+    graph, params = nnx.split(Transformer(config, nnx.Rngs(0)))
     text = standard_library_bytes()
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     print(
@@ -244,16 +285,23 @@ def main() -> None:
         (ring.shard(inputs), ring.shard(targets))
         for inputs, targets in batches(text, flags.batch, flags.length, seed=0)
     )
-    params, losses = train(ring.loss(graph), params, data, flags)
+    params, losses, seconds = train(ring.loss(graph), params, data, flags)
 
     flags.out.mkdir(parents=True, exist_ok=True)
-    curve, checkpoint = flags.out / "loss.png", flags.out / "checkpoint.npz"
-    save_curve(curve, losses, f"{flags.length:,} tokens, {flags.devices} devices, {flags.layout}")
+    curve = flags.out / f"{kind.prefix}loss.png"
+    checkpoint = flags.out / f"{kind.prefix}checkpoint.npz"
+    one_byte = best_from_one_byte(text) if flags.attention == "linear" else None
+    title = f"{flags.length:,} tokens, {flags.devices} devices, {flags.layout}{kind.title}"
+    save_curve(curve, losses, title, one_byte)
     save_checkpoint(checkpoint, params)
     evaluate, batch = jax.jit(ring.loss(graph)), next(data)
     if evaluate(load_checkpoint(checkpoint, params), *batch) != evaluate(params, *batch):
         raise SystemExit(f"{checkpoint}: the reloaded parameters give another loss")
     print(f"loss {losses[0]:.3f} -> {np.mean(losses[-10:]):.3f} (mean of the last ten steps)")
+    if one_byte is not None:
+        print(f"best that a model without attention can do, knowing one byte: {one_byte:.3f}")
+        print(f"a step of {flags.length:,} tokens took {median(seconds):,.1f} s (median)")
+        tell_softmax_time(ring.mesh, flags.dtype, first)
     print(f"saved {curve} and {checkpoint} (read back: same loss)")
 
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Attend = Callable[..., jax.Array]
+"""Of query, key and value; in a gated model of log decays `[batch, seq, heads]`, too."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Config:
     head_dim: int = 32
     hidden: int = 512
     vocabulary: int = 256
+    gated: bool = False
+    """Does each token say how much of what came before it each head keeps?"""
     dtype: str = "float32"
 
     @property
@@ -43,6 +46,23 @@ def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
     return turned.astype(x.dtype)
 
 
+class Forget(nnx.Module):
+    """Log decays of each head, log σ(w·x + b), float32.
+
+    Before anything is learned, b makes head h keep 1 − 2^(−1 − 2h) of its state at each token: of
+    four heads one sees little more than the last two tokens, one about the last hundred.
+    """
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        kept = 1 - 0.5 ** (1 + 2 * jnp.arange(config.heads, dtype=jnp.float32))
+        self.linear = nnx.Linear(config.width, config.heads, use_bias=False, rngs=rngs)
+        self.bias = nnx.Param(jnp.log(kept / (1 - kept)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`x [batch, seq, width]` -> `[batch, seq, heads]`."""
+        return jax.nn.log_sigmoid(self.linear(x.astype(jnp.float32)) + self.bias)
+
+
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + gated feed-forward(norm(x))."""
 
@@ -61,6 +81,7 @@ class Block(nnx.Module):
         self.gate = linear(width, config.hidden)
         self.up = linear(width, config.hidden)
         self.down = linear(config.hidden, width)
+        self.forget = Forget(config, rngs) if config.gated else None
 
     def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """`x [batch, seq, width]`, positions `[seq]` -> `[batch, seq, width]`."""
@@ -71,7 +92,8 @@ class Block(nnx.Module):
         y = self.norm_attention(x)
         query = rotate(heads(self.query(y)), positions)
         key = rotate(heads(self.key(y)), positions)
-        y = attend(query, key, heads(self.value(y)))
+        decays = () if self.forget is None else (self.forget(y),)
+        y = attend(query, key, heads(self.value(y)), *decays)
         x = x + self.out(y.reshape(*y.shape[:2], -1))
         y = self.norm_hidden(x)
         return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
@@ -90,7 +112,7 @@ class Transformer(nnx.Module):
         )
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        """Every block is rematerialised in the backward pass, except its attention."""
+        """Every block is rematerialised in the backward pass, except its softmax attention."""
         x = self.embed(tokens).astype(self.dtype)
         for block in self.blocks:
             run = nnx.remat(lambda b, y: b(y, positions, attend), policy=ba.save_attention)

@@ -1,6 +1,35 @@
 """Problems that several processes and one must agree on: every schedule, feature and mesh once."""
 
-from features import Problem
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import test_linear
+from features import PAIR, Problem
+from jax.sharding import AxisType, Mesh
+
+
+@dataclass(frozen=True)
+class LinearProblem:
+    """Linear attention of eight ranks, which stand in a line or as ``outer`` lines of equal length.
+
+    Decays differ from token to token; a state comes in and the last one goes out.
+    """
+
+    method: str
+    outer: int = 1
+    dtype: str = "float32"
+
+    def arrays(self):
+        """As `test_linear.inputs` gives them."""
+        return test_linear.inputs(8, 70, 4, 2, 16, 24, None, self.dtype)
+
+    def found(self, arrays):
+        """Results and all gradients by name, on the host."""
+        devices = np.array(jax.devices()).reshape(self.outer, -1)
+        mesh = Mesh(devices, PAIR, axis_types=(AxisType.Auto,) * 2)
+        return test_linear.found(mesh, arrays, axes=PAIR, method=self.method)
+
 
 CASES = (
     Problem(mesh=(1, 8, 1), q_len=64, kv_len=64, causal=True, layout="zigzag", sinks=True),
@@ -33,4 +62,8 @@ CASES = (
         causal=True,
         layout="zigzag",
     ),
+    LinearProblem(method="ring"),
+    LinearProblem(method="all_gather", dtype="bfloat16"),
+    LinearProblem(method="ring", outer=2),
+    LinearProblem(method="all_gather", outer=2),
 )

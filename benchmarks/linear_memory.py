@@ -1,0 +1,42 @@
+"""Memory of a linear attention in a process of its own: `linear_memory.py NAME LENGTH` prints JSON.
+
+`planned_bytes` is what XLA plans beside arguments and results. `extra_bytes` is how far resident
+memory rises during the first call, above the arguments, without the results: what a custom call
+allocates itself is part of it, and so are the stacks of threads that start. It is left out where
+this machine hasn't memory enough.
+"""
+
+import argparse
+import json
+from typing import Any
+
+import jax
+import machine
+from linear_programs import CONTENDERS, DEVICES, Program
+from resident import growth
+
+
+def measure(program: Program) -> dict[str, Any]:
+    """See above."""
+    found: dict[str, Any] = {"planned_bytes": program.planned_bytes("temp")}
+    if program.all_bytes < 0.8 * machine.available_bytes():
+        inputs = program.inputs()
+        jax.block_until_ready(inputs)
+        found["extra_bytes"] = growth(lambda: program.run(inputs))[1]
+    return found
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", choices=[*CONTENDERS])
+    parser.add_argument("length", type=int)
+    parser.add_argument("--heads", type=int, default=8)
+    flags = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    print(json.dumps(measure(Program(flags.name, flags.length, flags.heads))))
+
+
+if __name__ == "__main__":
+    main()

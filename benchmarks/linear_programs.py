@@ -1,0 +1,129 @@
+"""Linear attention, ours and in plain JAX: forward + backward programs that are compared."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import burst_attention as ba
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+CHUNKS = (64, 128, 256)
+SHARDS = P(None, "context")
+DEVICES = 8
+HEAD_DIM = 64
+
+
+def chunked(chunk: int, *arrays: jax.Array, again: bool = False) -> jax.Array:
+    """Plain JAX: a scan over chunks, products of matrices inside them.
+
+    With ``again`` the backward pass keeps the states alone and computes each chunk once more.
+    """
+    q, _, v, _ = arrays
+    batch, length, heads, _ = q.shape
+    parts = [x.reshape(batch, length // chunk, chunk, heads, -1) for x in arrays]
+    parts = [x.transpose(1, 0, 3, 2, 4) for x in parts]
+    see = jnp.tril(jnp.ones((chunk, chunk), bool))
+
+    def step(state: jax.Array, part: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        q, k, v, logs = part
+        sums = jnp.cumsum(logs[..., 0], axis=-1)
+        between = jnp.where(see, sums[..., :, None] - sums[..., None, :], -jnp.inf)
+        weights = jnp.einsum("bhik,bhjk->bhij", q, k) * jnp.exp(between)
+        out = jnp.einsum("bhij,bhjv->bhiv", weights, v)
+        out += jnp.exp(sums)[..., None] * jnp.einsum("bhik,bhkv->bhiv", q, state)
+        left = k * jnp.exp(sums[..., -1:] - sums)[..., None]
+        state = jnp.exp(sums[..., -1])[..., None, None] * state
+        return state + jnp.einsum("bhjk,bhjv->bhkv", left, v), out
+
+    state = jnp.zeros((batch, heads, q.shape[3], v.shape[3]))
+    _, out = lax.scan(jax.checkpoint(step) if again else step, state, parts)
+    return out.transpose(1, 0, 3, 2, 4).reshape(v.shape)
+
+
+def recurrent(q: jax.Array, k: jax.Array, v: jax.Array, logs: jax.Array) -> jax.Array:
+    """Plain JAX: token by token, the definition."""
+
+    def step(state: jax.Array, token: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        q, k, v, logs = token
+        state = jnp.exp(logs)[..., None, None] * state + k[..., :, None] * v[..., None, :]
+        return state, jnp.einsum("bhk,bhkv->bhv", q, state)
+
+    batch, _, heads, k_dim = q.shape
+    state = jnp.zeros((batch, heads, k_dim, v.shape[3]))
+    _, out = lax.scan(step, state, [x.swapaxes(0, 1) for x in (q, k, v, logs)])
+    return out.swapaxes(0, 1)
+
+
+def ours(devices: int, *arrays: jax.Array) -> jax.Array:
+    """`linear_attention` over so many devices."""
+    q, k, v, logs = arrays
+    attend: Any = jax.shard_map(
+        lambda q, k, v, logs: ba.linear_attention(q, k, v, axis_name="context", log_decay=logs),
+        mesh=mesh_of(devices),
+        in_specs=(SHARDS,) * 4,
+        out_specs=SHARDS,
+    )
+    out: jax.Array = attend(q, k, v, logs)
+    return out
+
+
+OURS = {f"ours, {n} devices": (partial(ours, n), n) for n in (1, 2, 4, DEVICES)}
+CHUNKED = {f"plain JAX, chunks of {c}": (partial(chunked, c), 1) for c in CHUNKS}
+AGAIN = {
+    f"{name}, remat": (partial(function, again=True), 1) for name, (function, _) in CHUNKED.items()
+}
+TOKENS = {"plain JAX, lax.scan": (recurrent, 1)}
+CONTENDERS: dict[str, tuple[Callable[..., jax.Array], int]] = OURS | CHUNKED | AGAIN | TOKENS
+"""By name: a function of q, k, v and log decays, and over how many devices they are spread."""
+
+
+def mesh_of(devices: int) -> Mesh:
+    """The first devices, in a line."""
+    return Mesh(np.array(jax.devices()[:devices]), ("context",))
+
+
+class Program:
+    """Forward and backward of a contender at a length, compiled for inputs yet to come."""
+
+    def __init__(self, name: str, length: int, heads: int):
+        function, self.devices = CONTENDERS[name]
+        self.sharding = NamedSharding(mesh_of(self.devices), SHARDS)
+        rows = (1, length, heads)
+        self.shapes = [(*rows, HEAD_DIM)] * 3 + [rows, (*rows, HEAD_DIM)]
+
+        def both(*arrays: jax.Array) -> Any:
+            *inputs, dout = arrays
+            out, pullback = jax.vjp(function, *inputs)
+            return out, pullback(dout)
+
+        types = [
+            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.sharding)
+            for shape in self.shapes
+        ]
+        self.compiled = jax.jit(both).lower(*types).compile()
+
+    def inputs(self) -> list[jax.Array]:
+        """q, k, v, log decays of 0.99 and the cotangent, in place."""
+        random = np.random.default_rng(0)
+        arrays = [random.standard_normal(shape, np.float32) for shape in self.shapes]
+        arrays[3] = np.full(self.shapes[3], np.log(0.99), np.float32)
+        return [jax.device_put(x, self.sharding) for x in arrays]
+
+    def run(self, inputs: list[jax.Array]) -> Any:
+        """Output and gradients, ready."""
+        return jax.block_until_ready(self.compiled(*inputs))
+
+    def planned_bytes(self, *parts: str) -> int:
+        """What XLA plans for "temp", "argument" and "output", on all devices together."""
+        plan = self.compiled.memory_analysis()
+        return self.devices * sum(int(getattr(plan, f"{part}_size_in_bytes")) for part in parts)
+
+    @property
+    def all_bytes(self) -> int:
+        """The same for all three."""
+        return self.planned_bytes("temp", "argument", "output")
