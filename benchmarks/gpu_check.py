@@ -8,6 +8,7 @@ but no Rust: with the built wheel installed, or `--wheel dist/….whl`. Its part
              schedule
   features   windows, segments, soft cap, slopes, sinks, dropout, widths, cross attention: one
              rank with all gradients, and the virtual ring
+  linear     linear attention against its recurrence in float64, and beside plain JAX
   losses     a transformer's losses with our attention and with jax.nn's
   speed      the virtual ring against one launch of the same work, a window against the whole
              causal mask, a layer against cuDNN's

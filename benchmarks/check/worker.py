@@ -19,6 +19,7 @@ PARTS = {
     "one": "check.numerics:One",
     "virtual": "check.numerics:Virtual",
     "features": "check.numerics:Features",
+    "linear": "check.linear:Linear",
     "losses": "check.losses:Losses",
     "speed": "check.speed:Speed",
     "memory": "check.memory:Memory",

@@ -52,11 +52,12 @@ def linear_attention(
     There is neither a scale nor a normaliser. All sums are float32. What ranks exchange is one
     state each, ``batch · heads · k_dim · v_dim`` floats, whatever the length (LASP: Sun et al.,
     Linear Attention Sequence Parallelism). Reverse-mode derivatives with respect to all arrays;
-    forward mode and second derivatives are errors.
+    forward mode and second derivatives are errors. On NVIDIA GPUs weights and states enter their
+    products in the inputs' 16-bit type, as in softmax attention.
 
     Args:
       query: ``[batch, seq, heads, k_dim]``, this device's part of the sequence: bfloat16, float16
-        or float32; k_dim a multiple of 8 up to 256.
+        or, on CPU devices, float32; k_dim a multiple of 8 up to 256.
       key: ``[batch, seq, kv_heads, k_dim]``, same dtype; kv_heads divides heads, and query head h
         uses head h // (heads / kv_heads).
       value: ``[batch, seq, kv_heads, v_dim]``; v_dim like k_dim, but may be another.
@@ -70,8 +71,10 @@ def linear_attention(
       segment_ids: int32 ``[batch, seq]``; where they change, the state begins at zero again. Tokens
         with a negative id are padding: they leave nothing in the state, and their out is 0.
       initial_state: float32 ``[batch, heads, k_dim, v_dim]``, the same on every rank; default 0.
+        With segment_ids it is what the first token's segment begins with.
       return_state: also return the state after the last token of the whole sequence, on every rank,
-        from which the sequence can be continued.
+        from which the sequence can be continued. With segment_ids it is that of the last token's
+        segment: zero if that is padding.
       method: how states travel. ``ring``: from rank to rank, ranks are serial in one small update.
         ``all_gather``: all in one exchange. ``auto``: ``all_gather`` where all ranks' states take
         up no more than 256 MiB, else ``ring``.

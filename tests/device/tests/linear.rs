@@ -147,7 +147,7 @@ fn prefixes(left: &[f32]) -> Vec<f32> {
     let state = HEADS * DIM * WIDE;
     let decay = (PART as f32 * LOG).exp2();
     let mut before = vec![0.0; left.len()];
-    for at in (0..left.len()).filter(|at| at / state % PARTS > 0) {
+    for at in (0..left.len()).filter(|at| !(at / state).is_multiple_of(PARTS)) {
         before[at] = decay * before[at - state] + left[at - state];
     }
     before
