@@ -6,7 +6,8 @@ use std::sync::LazyLock;
 use burst_attention_kernels::images::IMAGES;
 use burst_attention_kernels::instances::{Instance, Target};
 use burst_attention_kernels::launch::{
-    Delta, Finish, Forward, Join, KeyGrads, Launch, LaunchError, Merge, QueryGrads, layout,
+    Delta, Finish, Forward, Join, KeyGrads, Launch, LaunchError, LinearAttend, LinearState, Merge,
+    QueryGrads, layout,
 };
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -24,6 +25,8 @@ enum Request {
     Finish(Finish),
     Merge(Merge),
     Join(Join),
+    LinearState(LinearState),
+    LinearAttend(LinearAttend),
 }
 
 impl Request {
@@ -36,6 +39,8 @@ impl Request {
             Request::Finish(description) => description.launches(target),
             Request::Merge(description) => description.launches(target),
             Request::Join(description) => description.launches(target),
+            Request::LinearState(description) => description.launches(target),
+            Request::LinearAttend(description) => description.launches(target),
         }
     }
 }

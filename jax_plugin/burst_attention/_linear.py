@@ -105,29 +105,25 @@ def linear_attention(
     exchange = _states.Exchange(axes, size, _states.chosen(method, size, shape))
     if not is_causal:
         out, last = _of_all(axes, q, k, v, first)
-    else:
-        if ids is not None:
-            q, k, logs = _separate(axes, size, q, k, logs, ids)
+    elif ids is None:
         out, last = _attend(Place(exchange, varying, platform), q, k, v, logs, first)
+    else:
+        logs = _separate(axes, size, logs, ids)
+        # Whatever is in padding, and in its gradients, stays there, be it NaN.
+        padding = (ids < 0)[:, :, None, None]
+        q, k, v = (jnp.where(padding, 0, x) for x in (q, k, v))
+        out, last = _attend(Place(exchange, varying, platform), q, k, v, logs, first)
+        out = jnp.where(padding, 0, out)
     return (out, last) if return_state else out
 
 
-def _separate(
-    axes: tuple[str, ...],
-    size: int,
-    q: jax.Array,
-    k: jax.Array,
-    logs: jax.Array,
-    ids: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """With a reset where a segment begins, and nothing of padding in queries and keys."""
+def _separate(axes: tuple[str, ...], size: int, logs: jax.Array, ids: jax.Array) -> jax.Array:
+    """The log decays with a reset where a segment begins."""
     last = lax.ppermute(ids[:, -1:], axes, [(rank, rank + 1) for rank in range(size - 1)])
     # Rank 0 begins with what it has: the initial state belongs to its first segment.
     came = jnp.where(lax.axis_index(axes) == 0, ids[:, :1], last)
     begins = ids != jnp.concatenate([came, ids[:, :-1]], axis=1)
-    padding = (ids < 0)[:, :, None, None]
-    logs = jnp.where(begins[:, :, None], -jnp.inf, logs)
-    return jnp.where(padding, 0, q), jnp.where(padding, 0, k), logs
+    return jnp.where(begins[:, :, None], -jnp.inf, logs)
 
 
 def _of_all(

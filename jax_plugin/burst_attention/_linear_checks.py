@@ -41,7 +41,8 @@ def options(arguments: Mapping[str, Any]) -> None:
             if arguments[name] is not None:
                 raise ValueError(
                     f"{name} must be None with is_causal=False, where every token sees all others "
-                    "alike: there is no order for a state to decay or end in"
+                    "alike: there is no order for a state to decay or end in. Padding adds nothing "
+                    "where key is 0"
                 )
 
 
