@@ -13,6 +13,8 @@ pub(super) enum Write {
     Add,
     /// `c = c·factor[row] + a·b`
     Rescale(*const f32),
+    /// `c = from·factor + a·b`, with `from` laid out as c; it may be c itself.
+    Onto(*const f32, f32),
 }
 
 /// Which part of the depth of a product each row needs.
@@ -148,19 +150,29 @@ impl<F: Fn(usize) -> Range<usize>> Product<F> {
                 a = a.wrapping_add(self.a_depth);
                 b = b.wrapping_add(self.b_depth);
             }
-            for (m, sums) in sums.iter().enumerate() {
-                let row = rows.start + m;
-                let c = self.c.add(row * self.c_row + skip);
-                for (n, sum) in sums.iter().enumerate() {
-                    let c = c.add(n * S::LANES);
-                    let value = match self.write {
-                        Write::Set => *sum,
-                        Write::Add => simd.add(simd.load(c), *sum),
-                        Write::Rescale(factor) => {
-                            simd.mul_add(simd.load(c), simd.splat(*factor.add(row)), *sum)
+            // Two loops without a choice inside: with one, sums leave their registers.
+            let first = rows.start * self.c_row + skip;
+            let one = 1.0;
+            let (old, factors, step) = match &self.write {
+                Write::Set => {
+                    for (m, sums) in sums.iter().enumerate() {
+                        let c = self.c.add(first + m * self.c_row);
+                        for (n, sum) in sums.iter().enumerate() {
+                            simd.store(c.add(n * S::LANES), *sum);
                         }
-                    };
-                    simd.store(c, value);
+                    }
+                    return;
+                }
+                Write::Add => (self.c.cast_const(), &raw const one, 0),
+                Write::Rescale(factors) => (self.c.cast_const(), factors.add(rows.start), 1),
+                Write::Onto(from, factor) => (*from, &raw const *factor, 0),
+            };
+            for (m, sums) in sums.iter().enumerate() {
+                let row = first + m * self.c_row;
+                let factor = simd.splat(*factors.add(m * step));
+                for (n, sum) in sums.iter().enumerate() {
+                    let at = row + n * S::LANES;
+                    simd.store(self.c.add(at), simd.mul_add(simd.load(old.add(at)), factor, *sum));
                 }
             }
         }

@@ -250,7 +250,7 @@ pub(super) unsafe fn store_row<S: Simd>(
 /// `source` holds `rows` rows of `width` floats, `target` has room for `dim` floats per lane.
 #[inline(always)]
 pub(super) unsafe fn transpose<S: Simd>(
-    _: S,
+    simd: S,
     source: *const f32,
     width: usize,
     rows: usize,
@@ -261,12 +261,26 @@ pub(super) unsafe fn transpose<S: Simd>(
     for lanes in panels::<S>(rows) {
         let panel = target.wrapping_add(lanes.start * dim);
         let across = lanes.len();
-        for (lane, row) in lanes.enumerate() {
+        for first in lanes.clone().step_by(S::LANES) {
+            let panel = panel.wrapping_add(first - lanes.start);
+            // What makes no whole square of vectors goes one by one.
+            let whole = if first + S::LANES <= rows { dim - dim % S::LANES } else { 0 };
             // SAFETY: the caller vouches for both sides.
             unsafe {
-                for d in 0..dim {
-                    let x = if row < rows { *source.add(row * width + d) * factor } else { 0.0 };
-                    *panel.add(d * across + lane) = x;
+                for d in (0..whole).step_by(S::LANES) {
+                    let from = source.add(first * width + d);
+                    simd.transpose(from, width, panel.add(d * across), across);
+                }
+                for d in 0..whole {
+                    let at = panel.add(d * across);
+                    simd.store(at, simd.mul(simd.load(at), simd.splat(factor)));
+                }
+                for (lane, row) in (first..first + S::LANES).enumerate() {
+                    for d in whole..dim {
+                        let x =
+                            if row < rows { *source.add(row * width + d) * factor } else { 0.0 };
+                        *panel.add(d * across + lane) = x;
+                    }
                 }
             }
         }
@@ -286,13 +300,35 @@ pub(super) fn panels<S: Simd>(rows: usize) -> impl Iterator<Item = Range<usize>>
 /// They are readable.
 #[inline(always)]
 pub(super) unsafe fn all_finite<S: Simd>(simd: S, values: *const f32, len: usize) -> bool {
-    let mut sums = simd.zero();
+    // x · 0 is NaN for what is not finite.
+    let mut sums = [simd.zero(); 4];
     for i in (0..len).step_by(S::LANES) {
-        // x · 0 is NaN for what is not finite.
+        let sum = &mut sums[i / S::LANES % 4];
         // SAFETY: the caller vouches for the memory.
-        sums = simd.mul_add(unsafe { simd.load(values.add(i)) }, simd.zero(), sums);
+        *sum = simd.mul_add(unsafe { simd.load(values.add(i)) }, simd.zero(), *sum);
     }
-    lanes(simd, sums).iter().all(|x| *x == 0.0)
+    lanes(simd, total(simd, sums)).iter().all(|x| *x == 0.0)
+}
+
+/// Σ a·b over `len` floats, a multiple of the lanes.
+///
+/// # Safety
+/// They are readable.
+#[inline(always)]
+pub(super) unsafe fn dot<S: Simd>(simd: S, a: *const f32, b: *const f32, len: usize) -> f32 {
+    let mut sums = [simd.zero(); 4];
+    for i in (0..len).step_by(S::LANES) {
+        let sum = &mut sums[i / S::LANES % 4];
+        // SAFETY: passed on.
+        *sum = unsafe { simd.mul_add(simd.load(a.add(i)), simd.load(b.add(i)), *sum) };
+    }
+    sum(simd, total(simd, sums))
+}
+
+/// Of sums that were taken in turns, so that none waits for the one before.
+#[inline(always)]
+fn total<S: Simd>(simd: S, [a, b, c, d]: [S::Vector; 4]) -> S::Vector {
+    simd.add(simd.add(a, b), simd.add(c, d))
 }
 
 /// The lanes of a vector, with zeros behind them.

@@ -14,9 +14,14 @@
 //! with exponents that stand for sums of log decays. Source: Qin et al., Lightning Attention-2 and
 //! LASP.
 
+mod ahead;
 mod backward;
 mod chunk;
+mod decays;
 mod forward;
+mod gradients;
+mod pages;
+mod scan;
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
@@ -101,7 +106,7 @@ pub struct BackwardIo {
 /// If the CPU lacks the instruction set.
 pub fn scan(device: Device<'_>, scan: &Scan<'_>) {
     let heads = scan.log_decay.heads;
-    each(device, scan.left.batch, heads, |batch, head| forward::ScanHead { scan, batch, head });
+    each(device, scan.left.batch, heads, |batch, head| scan::ScanHead { scan, batch, head });
 }
 
 /// Writes outputs and the state after them.
@@ -109,6 +114,7 @@ pub fn scan(device: Device<'_>, scan: &Scan<'_>) {
 /// # Panics
 /// If the CPU lacks the instruction set.
 pub fn forward(device: Device<'_>, io: &ForwardIo) {
+    pages::ask(&io.o);
     let (batches, heads) = (io.q.batch, io.q.heads);
     each(device, batches, heads, |batch, head| forward::ForwardHead { io, batch, head });
 }
@@ -124,6 +130,7 @@ pub fn forward(device: Device<'_>, io: &ForwardIo) {
 /// # Panics
 /// If the CPU lacks the instruction set.
 pub fn backward(device: Device<'_>, io: &BackwardIo) {
+    [&io.dq, &io.dk, &io.dv].into_iter().for_each(pages::ask);
     let (batches, heads) = (io.k.batch, io.k.heads);
     each(device, batches, heads, |batch, kv_head| backward::BackwardGroup { io, batch, kv_head });
 }

@@ -67,9 +67,45 @@ impl Simd for Avx2 {
         }}
     }
 
+    #[inline(always)]
+    unsafe fn transpose(self, from: *const f32, from_row: usize, to: *mut f32, to_row: usize) {
+        // Each vector takes half of rows n and n + 4; then squares of 4 × 4 remain, one in each of
+        // its halves.
+        // SAFETY: `self` proves that the CPU has the instructions; the caller vouches for the
+        // memory.
+        unsafe {
+            for column in [0, 4] {
+                let [mut a, mut b, mut c, mut d] = [_mm256_setzero_ps(); 4];
+                for (n, x) in [&mut a, &mut b, &mut c, &mut d].into_iter().enumerate() {
+                    let from = from.add(n * from_row + column);
+                    *x = _mm256_loadu2_m128(from.add(4 * from_row), from);
+                }
+                let (ab, cd) = (_mm256_unpacklo_ps(a, b), _mm256_unpacklo_ps(c, d));
+                _mm256_storeu_ps(to.add(column * to_row), _mm256_shuffle_ps::<0x44>(ab, cd));
+                _mm256_storeu_ps(to.add((column + 1) * to_row), _mm256_shuffle_ps::<0xee>(ab, cd));
+                let (ab, cd) = (_mm256_unpackhi_ps(a, b), _mm256_unpackhi_ps(c, d));
+                _mm256_storeu_ps(to.add((column + 2) * to_row), _mm256_shuffle_ps::<0x44>(ab, cd));
+                _mm256_storeu_ps(to.add((column + 3) * to_row), _mm256_shuffle_ps::<0xee>(ab, cd));
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn fence(self) {
+        // SAFETY: every x86-64 CPU has it.
+        unsafe { _mm_sfence() }
+    }
+
+    #[inline(always)]
+    fn prefetch(self, at: *const u8) {
+        // SAFETY: a hint, which no address makes fail.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+
     memory_operations! {
         fn load(ptr: *const f32) -> __m256 { _mm256_loadu_ps(ptr) }
         fn store(ptr: *mut f32, x: __m256) { _mm256_storeu_ps(ptr, x) }
+        fn stream(ptr: *mut f32, x: __m256) { _mm256_stream_ps(ptr, x) }
         fn load_bf16(ptr: *const u16) -> __m256 {
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(
                 _mm_loadu_si128(ptr.cast()),

@@ -56,9 +56,48 @@ impl Simd for Avx512 {
         }}
     }
 
+    #[inline(always)]
+    unsafe fn transpose(self, from: *const f32, from_row: usize, to: *mut f32, to_row: usize) {
+        // Each vector takes a quarter of rows n, n + 4, n + 8 and n + 12; then squares of 4 × 4
+        // remain, one in each of its four parts.
+        // SAFETY: `self` proves that the CPU has the instructions; the caller vouches for the
+        // memory.
+        unsafe {
+            for column in (0..16).step_by(4) {
+                let [mut a, mut b, mut c, mut d] = [_mm512_setzero_ps(); 4];
+                for (n, x) in [&mut a, &mut b, &mut c, &mut d].into_iter().enumerate() {
+                    let from = from.add(n * from_row + column);
+                    *x = _mm512_castps128_ps512(_mm_loadu_ps(from));
+                    *x = _mm512_insertf32x4::<1>(*x, _mm_loadu_ps(from.add(4 * from_row)));
+                    *x = _mm512_insertf32x4::<2>(*x, _mm_loadu_ps(from.add(8 * from_row)));
+                    *x = _mm512_insertf32x4::<3>(*x, _mm_loadu_ps(from.add(12 * from_row)));
+                }
+                let (ab, cd) = (_mm512_unpacklo_ps(a, b), _mm512_unpacklo_ps(c, d));
+                _mm512_storeu_ps(to.add(column * to_row), _mm512_shuffle_ps::<0x44>(ab, cd));
+                _mm512_storeu_ps(to.add((column + 1) * to_row), _mm512_shuffle_ps::<0xee>(ab, cd));
+                let (ab, cd) = (_mm512_unpackhi_ps(a, b), _mm512_unpackhi_ps(c, d));
+                _mm512_storeu_ps(to.add((column + 2) * to_row), _mm512_shuffle_ps::<0x44>(ab, cd));
+                _mm512_storeu_ps(to.add((column + 3) * to_row), _mm512_shuffle_ps::<0xee>(ab, cd));
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn fence(self) {
+        // SAFETY: every x86-64 CPU has it.
+        unsafe { _mm_sfence() }
+    }
+
+    #[inline(always)]
+    fn prefetch(self, at: *const u8) {
+        // SAFETY: a hint, which no address makes fail.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
+    }
+
     memory_operations! {
         fn load(ptr: *const f32) -> __m512 { _mm512_loadu_ps(ptr) }
         fn store(ptr: *mut f32, x: __m512) { _mm512_storeu_ps(ptr, x) }
+        fn stream(ptr: *mut f32, x: __m512) { _mm512_stream_ps(ptr, x) }
         fn load_bf16(ptr: *const u16) -> __m512 {
             _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(
                 _mm256_loadu_si256(ptr.cast()),

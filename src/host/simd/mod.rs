@@ -105,6 +105,22 @@ pub(super) trait Simd: Copy {
     /// As [`Simd::store`].
     unsafe fn store_f16(self, ptr: *mut u16, x: Self::Vector);
 
+    /// Writes the columns of a square of `LANES` rows as rows; `from_row` and `to_row` are the floats
+    /// between rows.
+    ///
+    /// # Safety
+    /// Both squares lie in memory of this thread and do not overlap.
+    unsafe fn transpose(self, from: *const f32, from_row: usize, to: *mut f32, to_row: usize);
+    /// Writes a vector past the caches; [`Simd::fence`] comes before another thread reads it.
+    ///
+    /// # Safety
+    /// As [`Simd::store`], and `ptr` is a multiple of the vector's bytes.
+    unsafe fn stream(self, ptr: *mut f32, x: Self::Vector);
+    /// Waits until all that was streamed is in memory.
+    fn fence(self);
+    /// Asks for the cache line at any address; nothing happens where there is no memory.
+    fn prefetch(self, at: *const u8);
+
     /// All lanes 0.
     #[inline(always)]
     fn zero(self) -> Self::Vector {

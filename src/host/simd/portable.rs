@@ -99,6 +99,28 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    unsafe fn transpose(self, from: *const f32, from_row: usize, to: *mut f32, to_row: usize) {
+        for column in 0..LANES {
+            for row in 0..LANES {
+                // SAFETY: the caller vouches for the memory.
+                unsafe { *to.add(column * to_row + row) = *from.add(row * from_row + column) }
+            }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn stream(self, ptr: *mut f32, x: Vector) {
+        // SAFETY: the caller vouches for the memory.
+        unsafe { self.store(ptr, x) }
+    }
+
+    #[inline(always)]
+    fn fence(self) {}
+
+    #[inline(always)]
+    fn prefetch(self, _: *const u8) {}
+
+    #[inline(always)]
     unsafe fn load(self, ptr: *const f32) -> Vector {
         // SAFETY: the caller vouches for the memory.
         unsafe { ptr.cast::<Vector>().read_unaligned() }

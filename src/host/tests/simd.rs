@@ -149,6 +149,49 @@ fn tanh_and_its_slope_have_small_relative_errors() {
     }
 }
 
+/// Transposes squares out of a table into another, and streams a row of the result.
+struct Transpose<'a> {
+    table: &'a [f32],
+    out: &'a mut Vec<f32>,
+    lanes: &'a mut usize,
+}
+
+impl Task for Transpose<'_> {
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        #[repr(align(64))]
+        struct Row([f32; 16]);
+        let (mut columns, mut row) = (vec![0.0; 16 * 20], Row([0.0; 16]));
+        // SAFETY: no vector has more than 16 lanes: the table holds 16 rows of 19 floats from the
+        // second on, `columns` 16 of 20, and `row` is aligned.
+        unsafe {
+            simd.transpose(self.table.as_ptr().add(1), 19, columns.as_mut_ptr(), 20);
+            simd.stream(row.0.as_mut_ptr(), simd.load(columns.as_ptr().add(20)));
+        }
+        simd.fence();
+        *self.lanes = S::LANES;
+        self.out.extend(columns);
+        self.out.extend(row.0);
+    }
+}
+
+#[test]
+fn transpose_makes_columns_rows_and_touches_nothing_else() {
+    let table: Vec<f32> = (0..17 * 19).map(|i| 1.0 + i as f32).collect();
+    for isa in Isa::available() {
+        let (mut out, mut lanes) = (vec![], 0);
+        isa.run(Transpose { table: &table, out: &mut out, lanes: &mut lanes });
+        let (columns, streamed) = out.split_at(16 * 20);
+        for (at, got) in columns.iter().enumerate() {
+            let (row, column) = (at / 20, at % 20);
+            let inside = row < lanes && column < lanes;
+            let expected = if inside { table[1 + column * 19 + row] } else { 0.0 };
+            assert_eq!(*got, expected, "{isa}: row {row}, column {column}");
+        }
+        assert_eq!(streamed[..lanes], columns[20..][..lanes], "{isa}: the streamed row");
+    }
+}
+
 struct Inside<'a>(&'a mut Vec<f32>);
 
 impl Task for Inside<'_> {

@@ -1,0 +1,30 @@
+//! Large pages for large results.
+
+use crate::host::array::HostArray;
+
+/// Bytes of a large page.
+const PAGE: usize = 1 << 21;
+
+/// Asks for large pages where an array's memory covers whole ones; the system may say no. A new array
+/// of 64 MiB would else come in 16,384 page faults, which took a fifth of the time of both passes.
+pub(super) fn ask(array: &HostArray) {
+    let start = array.ptr.as_ptr() as usize;
+    let first = start.next_multiple_of(PAGE);
+    let end = (start + array.bytes(&array.rows)) / PAGE * PAGE;
+    if first < end {
+        advise(first, end - first);
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn advise(start: usize, len: usize) {
+    const HUGE_PAGE: i32 = 14;
+    unsafe extern "C" {
+        fn madvise(start: *mut std::ffi::c_void, len: usize, advice: i32) -> i32;
+    }
+    // SAFETY: it changes how the range is backed and nothing that a program sees.
+    unsafe { madvise(start as *mut std::ffi::c_void, len, HUGE_PAGE) };
+}
+
+#[cfg(not(target_os = "linux"))]
+fn advise(_start: usize, _len: usize) {}

@@ -1,0 +1,424 @@
+//! Linear attention on the host: the numbers of the recurrence, token by token in float64.
+
+mod common;
+
+use std::ops::Range;
+
+use burst_attention::Dtype;
+use burst_attention::host::array::HostArray;
+use burst_attention::host::isa::Isa;
+use burst_attention::host::linear::{BackwardIo, ForwardIo, Scan, backward, forward, scan};
+use common::data::{Array, Random};
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+/// Relative errors of float32 results, by norm.
+const VALUES: f64 = 2e-6;
+const GRADIENTS: f64 = 1e-5;
+/// Half the distance of neighbours near 1, what rounding a result once may cost.
+const BF16: f64 = 1.0 / 256.0;
+const F16: f64 = 1.0 / 2048.0;
+const NAMES: [&str; 7] = ["o", "after", "dq", "dk", "dv", "dlog_decay", "dbefore"];
+
+/// Natural logs of the decays.
+#[derive(Debug, Clone, Copy)]
+enum Logs {
+    /// Of one decay for all tokens.
+    Of(f64),
+    /// From decays that leave nothing after a few tokens to some that hardly decay.
+    Random,
+    /// As `Random`, and one token in so many has this one.
+    Sometimes(usize, f32),
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    batch: usize,
+    tokens: usize,
+    heads: [usize; 2],
+    dims: [usize; 2],
+    dtype: Dtype,
+    logs: Logs,
+}
+
+const CASE: Case = Case {
+    batch: 2,
+    tokens: 150,
+    heads: [4, 2],
+    dims: [24, 40],
+    dtype: Dtype::F32,
+    logs: Logs::Random,
+};
+
+/// All arrays of both passes. States are `[batch, heads, k_dim, v_dim]`.
+struct Data {
+    case: Case,
+    q: Array,
+    k: Array,
+    v: Array,
+    logs: Array,
+    before: Array,
+    dout: Array,
+    dafter: Array,
+    /// As [`NAMES`].
+    results: [Array; 7],
+}
+
+impl Data {
+    fn new(case: Case) -> Data {
+        let Case { batch, tokens, heads: [heads, kv_heads], dims: [k_dim, v_dim], .. } = case;
+        let mut random = Random::new(tokens as u64);
+        let mut array = |dtype, shape| Array::random(&mut random, dtype, shape);
+        let (per_token, state) = ([batch, tokens, heads, 1], [batch, heads, k_dim, v_dim]);
+        let rows = |heads, dim| [batch, tokens, heads, dim];
+        let mut logs = array(Dtype::F32, per_token);
+        for index in 0..batch * tokens * heads {
+            let spread = -(3.0 * logs.get(index) - 2.0).exp();
+            let rare = |every| (index / heads * 5 + index % heads * 3) % every == every - 1;
+            logs.set(
+                index,
+                match case.logs {
+                    Logs::Of(decay) => decay.ln() as f32,
+                    Logs::Sometimes(every, log) if rare(every) => log,
+                    _ => spread as f32,
+                },
+            );
+        }
+        let zeros = Array::zeros;
+        Data {
+            case,
+            q: array(case.dtype, rows(heads, k_dim)),
+            k: array(case.dtype, rows(kv_heads, k_dim)),
+            v: array(case.dtype, rows(kv_heads, v_dim)),
+            before: array(Dtype::F32, state),
+            dout: array(case.dtype, rows(heads, v_dim)),
+            dafter: array(Dtype::F32, state),
+            logs,
+            results: [
+                zeros(case.dtype, rows(heads, v_dim)),
+                zeros(Dtype::F32, state),
+                zeros(case.dtype, rows(heads, k_dim)),
+                zeros(case.dtype, rows(kv_heads, k_dim)),
+                zeros(case.dtype, rows(kv_heads, v_dim)),
+                zeros(Dtype::F32, per_token),
+                zeros(Dtype::F32, state),
+            ],
+        }
+    }
+
+    /// Both passes over these tokens, with the states and their gradients at their ends.
+    fn pass(&self, device: (Isa, &ThreadPool), tokens: Range<usize>, states: [&Array; 4]) {
+        let [o, _, dq, dk, dv, dlogs, _] = &self.results;
+        let rows = |array: &Array| {
+            let len = tokens.len();
+            HostArray { rows: 0..len, ..array.view().slice(tokens.clone()) }
+        };
+        let [before, after, dafter, dbefore] = states.map(state);
+        let (q, k, v, log_decay) = (rows(&self.q), rows(&self.k), rows(&self.v), rows(&self.logs));
+        forward(
+            device,
+            &ForwardIo {
+                q: q.clone(),
+                k: k.clone(),
+                v: v.clone(),
+                log_decay: log_decay.clone(),
+                before: before.clone(),
+                o: rows(o),
+                after,
+            },
+        );
+        backward(
+            device,
+            &BackwardIo {
+                q,
+                k,
+                v,
+                log_decay,
+                before,
+                dout: rows(&self.dout),
+                dafter,
+                dq: rows(dq),
+                dk: rows(dk),
+                dv: rows(dv),
+                dlog_decay: rows(dlogs),
+                dbefore,
+            },
+        );
+    }
+
+    /// Both passes over all tokens.
+    fn run(&self, device: (Isa, &ThreadPool)) {
+        let [_, after, .., dbefore] = &self.results;
+        let states = [&self.before, after, &self.dafter, dbefore];
+        self.pass(device, 0..self.case.tokens, states);
+    }
+
+    /// The same in two calls, from the first tokens to the last and back.
+    fn run_halves(&self, device: (Isa, &ThreadPool), at: usize) {
+        let [_, after, .., dbefore] = &self.results;
+        let [between, dbetween, nothing] = [(); 3].map(|()| Array::zeros(Dtype::F32, after.shape));
+        let tokens = self.case.tokens;
+        // The gradient in the middle is there after the second call, so the first is made again.
+        self.pass(device, 0..at, [&self.before, &between, &nothing, dbefore]);
+        self.pass(device, at..tokens, [&between, after, &self.dafter, &dbetween]);
+        self.pass(device, 0..at, [&self.before, &between, &dbetween, dbefore]);
+    }
+}
+
+fn state(array: &Array) -> HostArray {
+    let [batch, heads, k_dim, v_dim] = array.shape;
+    let (row_stride, head_stride) = (v_dim, k_dim * v_dim);
+    let view = HostArray::jax(array.view().ptr, Dtype::F32, [batch, k_dim, heads, v_dim]);
+    HostArray { row_stride, head_stride, ..view }
+}
+
+fn pool(threads: usize) -> ThreadPool {
+    ThreadPoolBuilder::new().num_threads(threads).build().expect("threads")
+}
+
+/// What [`NAMES`] says, by the definition:
+///
+/// ```text
+/// S_t = λ_t S_(t−1) + k_t v_tᵀ;  o_t = q_tᵀ S_t;  D_(t−1) = λ_t (D_t + q_t dout_tᵀ)
+/// ```
+fn recurrence(data: &Data) -> [Vec<f64>; 7] {
+    let Case { batch, tokens, heads: [heads, kv_heads], dims: [k_dim, v_dim], .. } = data.case;
+    let mut results = data.results.each_ref().map(|array| vec![0.0; array.values().len()]);
+    let [o, after, dq, dk, dv, dlogs, dbefore] = &mut results;
+    let [q, k, v, logs, dout] =
+        [&data.q, &data.k, &data.v, &data.logs, &data.dout].map(Array::values);
+    for (entry, head) in (0..batch).flat_map(|entry| (0..heads).map(move |head| (entry, head))) {
+        let at = |t: usize| (entry * tokens + t) * heads + head;
+        let kv_at = |t: usize| (entry * tokens + t) * kv_heads + head * kv_heads / heads;
+        let whole = (entry * heads + head) * k_dim * v_dim..;
+        let mut state: Vec<f64> = data.before.values()[whole.clone()][..k_dim * v_dim].to_vec();
+        let mut states = vec![];
+        for t in 0..tokens {
+            states.push(state.clone());
+            let decay = logs[at(t)].exp();
+            for (i, x) in state.iter_mut().enumerate() {
+                let (row, column) = (i / v_dim, i % v_dim);
+                *x = decay * *x + k[kv_at(t) * k_dim + row] * v[kv_at(t) * v_dim + column];
+                o[at(t) * v_dim + column] += q[at(t) * k_dim + row] * *x;
+                dq[at(t) * k_dim + row] += *x * dout[at(t) * v_dim + column];
+            }
+        }
+        after[whole.clone()][..k_dim * v_dim].copy_from_slice(&state);
+        let mut d: Vec<f64> = data.dafter.values()[whole.clone()][..k_dim * v_dim].to_vec();
+        for t in (0..tokens).rev() {
+            let decay = logs[at(t)].exp();
+            for (i, d) in d.iter_mut().enumerate() {
+                let (row, column) = (i / v_dim, i % v_dim);
+                *d += q[at(t) * k_dim + row] * dout[at(t) * v_dim + column];
+                dk[kv_at(t) * k_dim + row] += *d * v[kv_at(t) * v_dim + column];
+                dv[kv_at(t) * v_dim + column] += *d * k[kv_at(t) * k_dim + row];
+                *d *= decay;
+                dlogs[at(t)] += states[t][i] * *d;
+            }
+        }
+        dbefore[whole][..k_dim * v_dim].copy_from_slice(&d);
+    }
+    results
+}
+
+/// ‖got − want‖ / ‖want‖; infinite where one is not finite or only one is zero.
+fn error(got: &[f64], want: &[f64]) -> f64 {
+    let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
+    let size = norm(&mut want.iter().copied());
+    let off = norm(&mut got.iter().zip(want).map(|(got, want)| got - want));
+    match off / size {
+        _ if off == 0.0 => 0.0,
+        error if error.is_finite() => error,
+        _ => f64::INFINITY,
+    }
+}
+
+fn assert_right(data: &Data, isa: Isa) {
+    let rounded = match data.case.dtype {
+        Dtype::F32 => 0.0,
+        Dtype::Bf16 => BF16,
+        Dtype::F16 => F16,
+    };
+    for ((name, got), want) in NAMES.iter().zip(&data.results).zip(recurrence(data)) {
+        let bound = if ["o", "after"].contains(name) { VALUES } else { GRADIENTS };
+        let bound = if got.dtype == data.case.dtype { bound.max(rounded) } else { bound };
+        let error = error(&got.values(), &want);
+        assert!(error <= bound, "{name} is off by {error:e}, {isa}, {:?}", data.case);
+    }
+}
+
+fn check(cases: impl IntoIterator<Item = Case>) {
+    let pool = pool(2);
+    for case in cases {
+        for isa in Isa::available() {
+            let data = Data::new(case);
+            data.run((isa, &pool));
+            assert_right(&data, isa);
+        }
+    }
+}
+
+#[test]
+fn any_length_gives_the_recurrence() {
+    let lengths = [0, 1, 2, 31, 63, 64, 65, 100, 127, 128, 129, 300];
+    check(lengths.map(|tokens| Case { tokens, ..CASE }));
+}
+
+#[test]
+fn any_decay_gives_the_recurrence() {
+    check([0.5, 0.7, 0.9, 0.99, 0.999, 1.0].map(|decay| Case { logs: Logs::Of(decay), ..CASE }));
+}
+
+#[test]
+fn any_heads_and_dims_give_the_recurrence() {
+    let shapes = [([1, 1], [1, 3]), ([3, 3], [16, 16]), ([4, 1], [64, 64]), ([6, 2], [130, 7])];
+    check(shapes.map(|(heads, dims)| Case { heads, dims, batch: 1, ..CASE }));
+}
+
+#[test]
+fn results_of_16_bits_are_rounded_once() {
+    check([Dtype::Bf16, Dtype::F16].map(|dtype| Case { dtype, logs: Logs::Of(0.95), ..CASE }));
+}
+
+/// Where tokens decay by e^−50, what decays have for a gradient is that small, too.
+#[test]
+fn strong_decays_keep_their_digits() {
+    check([
+        Case { logs: Logs::Of((-50.0f64).exp()), ..CASE },
+        Case { logs: Logs::Of((-9.0f64).exp()), ..CASE },
+        Case { logs: Logs::Sometimes(7, -50.0), ..CASE },
+        Case { logs: Logs::Sometimes(70, -1e5), ..CASE },
+        Case { logs: Logs::Sometimes(50, -1e30), ..CASE },
+        Case { logs: Logs::Sometimes(50, f32::MIN), ..CASE },
+    ]);
+}
+
+#[test]
+fn a_reset_lets_nothing_pass() {
+    for every in [2, 9, 70, 200] {
+        let logs = Logs::Sometimes(every, f32::NEG_INFINITY);
+        check([Case { logs, ..CASE }]);
+        let data = Data::new(Case { logs, ..CASE });
+        data.run((Isa::best(), &pool(1)));
+        let (logs, gradients) = (data.logs.values(), data.results[5].values());
+        let resets = gradients.iter().zip(&logs).filter(|(_, log)| **log == f64::NEG_INFINITY);
+        let resets: Vec<f64> = resets.map(|(gradient, _)| *gradient).collect();
+        assert!(!resets.is_empty() && resets.iter().all(|x| *x == 0.0), "{resets:?}");
+    }
+}
+
+#[test]
+fn values_that_are_not_finite_stay_with_later_tokens() {
+    for isa in Isa::available() {
+        let mut data = Data::new(CASE);
+        let [k_dim, v_dim] = CASE.dims;
+        let token = 100;
+        let first = |dim| token * CASE.heads[1] * dim;
+        data.k.set(first(k_dim), f32::NAN);
+        data.v.set(first(v_dim), f32::INFINITY);
+        data.run((isa, &pool(1)));
+        let o = data.results[0].values();
+        let row = CASE.heads[0] * v_dim;
+        assert!(o[..token * row].iter().all(|x| x.is_finite()), "{isa}: earlier outputs");
+        assert!(o[token * row..][..v_dim].iter().all(|x| !x.is_finite()), "{isa}: its output");
+    }
+}
+
+#[test]
+fn two_calls_are_one() {
+    for at in [1, 40, 64, 128, 149] {
+        let (whole, halves) = (Data::new(CASE), Data::new(CASE));
+        let device = (Isa::best(), &pool(2));
+        whole.run(device);
+        halves.run_halves(device, at);
+        for ((name, whole), halves) in NAMES.iter().zip(&whole.results).zip(&halves.results) {
+            let error = error(&halves.values(), &whole.values());
+            assert!(error <= VALUES, "{name} is off by {error:e}, halves meet at {at}");
+        }
+    }
+}
+
+/// Cut between chunks, two calls compute what one does, bit by bit, also where not all states of
+/// the one fit into its scratch.
+#[test]
+fn states_that_do_not_all_fit_change_no_bits() {
+    let tokens = 40 * 64;
+    let case = Case { batch: 1, tokens, heads: [1, 1], dims: [256; 2], ..CASE };
+    let (whole, halves) = (Data::new(case), Data::new(case));
+    let device = (Isa::best(), &pool(2));
+    whole.run(device);
+    halves.run_halves(device, tokens / 2);
+    for ((name, whole), halves) in NAMES.iter().zip(&whole.results).zip(&halves.results) {
+        assert!(whole.bits().iter().any(|x| *x != 0), "{name} is zero");
+        assert!(whole.bits() == halves.bits(), "{name} differs");
+    }
+}
+
+/// Large results whose rows are whole lines of the cache are written past it. Those of halves are
+/// too small for that.
+#[test]
+fn large_results_have_the_same_bits() {
+    let (tokens, heads, dims) = (1 << 15, [4, 4], [16, 64]);
+    let case = Case { batch: 1, tokens, heads, dims, logs: Logs::Of(0.99), ..CASE };
+    for isa in Isa::available() {
+        let data = Data::new(case);
+        let device = (isa, &pool(2));
+        data.run_halves(device, tokens / 2);
+        let o = HostArray::accumulator(1, 0..tokens, heads[0], dims[1]);
+        let io = ForwardIo {
+            q: data.q.view(),
+            k: data.k.view(),
+            v: data.v.view(),
+            log_decay: data.logs.view(),
+            before: state(&data.before),
+            o: o.clone(),
+            after: state(&data.results[1]),
+        };
+        forward(device, &io);
+        let halves = data.results[0].view();
+        for (row, head) in (0..tokens).flat_map(|row| (0..heads[0]).map(move |head| (row, head))) {
+            let [got, expected] = [&o, &halves].map(|array| {
+                let at = array.row(0, row, head).cast::<[u32; 64]>();
+                // SAFETY: a row has 64 floats, and the arrays live.
+                unsafe { at.read_unaligned() }
+            });
+            assert!(got == expected, "{isa}: row {row} of head {head} differs");
+        }
+    }
+}
+
+#[test]
+fn results_repeat_on_any_number_of_threads() {
+    let runs = [1, 2, 3].map(|threads| {
+        let data = Data::new(CASE);
+        data.run((Isa::best(), &pool(threads)));
+        data.results
+    });
+    for other in &runs[1..] {
+        for ((name, one), other) in NAMES.iter().zip(&runs[0]).zip(other) {
+            assert!(one.bits() == other.bits(), "{name}");
+        }
+    }
+}
+
+/// The state of tokens alone, and from the last to the first the gradient of the state before.
+#[test]
+fn a_scan_gives_the_states_of_both_passes() {
+    for logs in [Logs::Random, Logs::Of(0.98), Logs::Sometimes(70, f32::NEG_INFINITY)] {
+        for isa in Isa::available() {
+            let mut data = Data::new(Case { logs, ..CASE });
+            data.before = Array::zeros(Dtype::F32, data.before.shape);
+            data.dafter = data.before.clone();
+            let device = (isa, &pool(2));
+            data.run(device);
+            for (backward, result) in [(false, 1), (true, 6)] {
+                let out = data.before.clone();
+                let [left, right] =
+                    if backward { [&data.q, &data.dout] } else { [&data.k, &data.v] };
+                let (left, right, log_decay) = (&left.view(), &right.view(), &data.logs.view());
+                scan(device, &Scan { left, right, log_decay, backward, out: &state(&out) });
+                let error = error(&out.values(), &data.results[result].values());
+                assert!(error <= 1e-6, "{} is off by {error:e}, {isa}, {logs:?}", NAMES[result]);
+            }
+        }
+    }
+}
