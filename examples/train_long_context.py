@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
@@ -25,7 +26,7 @@ from attentions import ATTENTIONS, AXIS, Attention, Layout
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from text import batches, best_from_one_byte, standard_library_bytes
+from text import batches, nats_after_one_byte, standard_library_bytes
 from tqdm import tqdm
 from transformer import Attend, Config, Transformer
 
@@ -180,8 +181,8 @@ def load_checkpoint(path: Path, like: Params) -> Params:
         )
 
 
-def save_curve(path: Path, losses: list[float], title: str, one_byte: float | None) -> None:
-    """Draw loss against step, its mean over the ten steps before, and what one byte can say."""
+def save_curve(path: Path, losses: list[float], title: str, without: list[float]) -> None:
+    """Draw loss against step, its mean over the ten steps before, and that `without` attention."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -191,8 +192,9 @@ def save_curve(path: Path, losses: list[float], title: str, one_byte: float | No
     smooth = [float(np.mean(losses[max(0, at - 9) : at + 1])) for at in range(len(losses))]
     axes.plot(losses, color="tab:blue", alpha=0.35, label="each step")
     axes.plot(smooth, color="tab:blue", label="mean of ten")
-    if one_byte is not None:
-        axes.axhline(one_byte, color="tab:gray", linestyle="--", label="best without attention")
+    if without:
+        label = "best without attention, same bytes"
+        axes.plot(without, color="tab:gray", linestyle="--", label=label)
     axes.legend()
     axes.set(xlabel="step", ylabel="loss, nats per byte", title=title)
     axes.grid(alpha=0.3)
@@ -229,6 +231,13 @@ def train(
         speed = flags.batch * flags.length / seconds[-1]
         progress.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s", refresh=False)
     return params, losses, seconds
+
+
+def without_attention(text: np.ndarray, flags: Flags) -> list[float]:
+    """Losses of every step's bytes by what the whole text says about a byte after another."""
+    nats = nats_after_one_byte(text)
+    steps = islice(batches(text, flags.batch, flags.length, seed=0), flags.steps)
+    return [float(nats[inputs, targets].mean()) for inputs, targets in steps]
 
 
 def tell_softmax_time(mesh: Mesh, dtype: str, batch: Batch) -> None:
@@ -290,16 +299,17 @@ def main() -> None:
     flags.out.mkdir(parents=True, exist_ok=True)
     curve = flags.out / f"{kind.prefix}loss.png"
     checkpoint = flags.out / f"{kind.prefix}checkpoint.npz"
-    one_byte = best_from_one_byte(text) if flags.attention == "linear" else None
+    without = without_attention(text, flags) if flags.attention == "linear" else []
     title = f"{flags.length:,} tokens, {flags.devices} devices, {flags.layout}{kind.title}"
-    save_curve(curve, losses, title, one_byte)
+    save_curve(curve, losses, title, without)
     save_checkpoint(checkpoint, params)
     evaluate, batch = jax.jit(ring.loss(graph)), next(data)
     if evaluate(load_checkpoint(checkpoint, params), *batch) != evaluate(params, *batch):
         raise SystemExit(f"{checkpoint}: the reloaded parameters give another loss")
     print(f"loss {losses[0]:.3f} -> {np.mean(losses[-10:]):.3f} (mean of the last ten steps)")
-    if one_byte is not None:
-        print(f"best that a model without attention can do, knowing one byte: {one_byte:.3f}")
+    if without:
+        best = np.mean(without[-10:])
+        print(f"best without attention, from the byte before alone: {best:.3f} on the same bytes")
         print(f"a step of {flags.length:,} tokens took {median(seconds):,.1f} s (median)")
         tell_softmax_time(ring.mesh, flags.dtype, first)
     print(f"saved {curve} and {checkpoint} (read back: same loss)")
