@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 import jax
+import linear_cases
 import numpy as np
-import test_linear
 from features import PAIR, Problem
 from jax.sharding import AxisType, Mesh
 
@@ -21,14 +21,14 @@ class LinearProblem:
     dtype: str = "float32"
 
     def arrays(self):
-        """As `test_linear.inputs` gives them."""
-        return test_linear.inputs(8, 70, 4, 2, 16, 24, None, self.dtype)
+        """As `linear_cases.inputs` gives them."""
+        return linear_cases.inputs(8, 70, 4, 2, 16, 24, None, self.dtype)
 
     def found(self, arrays):
         """Results and all gradients by name, on the host."""
         devices = np.array(jax.devices()).reshape(self.outer, -1)
         mesh = Mesh(devices, PAIR, axis_types=(AxisType.Auto,) * 2)
-        return test_linear.found(mesh, arrays, axes=PAIR, method=self.method)
+        return linear_cases.found(mesh, arrays, axes=PAIR, method=self.method)
 
 
 CASES = (
