@@ -112,7 +112,7 @@ class Transformer(nnx.Module):
         )
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        """Every block is rematerialised in the backward pass, except its softmax attention."""
+        """Every block is rematerialised in the backward pass, except its attention."""
         x = self.embed(tokens).astype(self.dtype)
         for block in self.blocks:
             run = nnx.remat(lambda b, y: b(y, positions, attend), policy=ba.save_attention)

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from burst_attention import _checks, _derivatives, _linear_calls, _linear_checks, _states
+from burst_attention._checkpoint import OUT_NAME, STATE_NAME
 from burst_attention._ring import vary, vary_together
 from burst_attention._types import Layout, Method
 
@@ -151,6 +153,9 @@ def _forward_rule(
     place: Place, q: jax.Array, k: jax.Array, v: jax.Array, logs: jax.Array, first: jax.Array
 ) -> Any:
     out, last, states = _results(place, q, k, v, logs, first)
+    # A rematerialised layer that keeps these needs nothing of the forward pass again.
+    out = checkpoint_name(out, OUT_NAME)
+    last, states = (checkpoint_name(x, STATE_NAME) for x in (last, states))
     return (out, last), (q, k, v, logs, states)
 
 

@@ -209,6 +209,29 @@ def test_transforms():
         jax.grad(lambda x: jax.grad(lambda y: alone(y, k, v).sum())(x).sum())(q)
 
 
+def test_rematerialised_layers_that_keep_it_run_it_once():
+    """Layers in a scan: without the policy the compiled program has a forward pass once more."""
+    q, k, v, logs, *_ = inputs(4, 48, 2, 2, 16, 16, 0.9)
+
+    def gradients(policy):
+        def local(x, k, v, logs):
+            attend = partial(ba.linear_attention, axis_name="context", log_decay=logs)
+            layer = lambda x, _: (jnp.tanh(attend(x, k, v)), None)  # noqa: E731
+            x, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy), x, length=3)
+            return jax.lax.psum(jnp.sum(x**2), "context")
+
+        loss = jax.shard_map(local, mesh=ring.line(4), in_specs=(X,) * 4, out_specs=P())
+        program = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(q, k, v, logs).compile()
+        calls = re.findall(r'custom_call_target="burst_attention_linear_(\w+)"', program.as_text())
+        return sorted(calls), program(q, k, v, logs)
+
+    (kept, one), (again, other) = gradients(ba.save_attention), gradients(None)
+    assert kept == ["backward", "forward", "state", "state"]
+    assert again == ["backward", "forward", "forward", "state", "state", "state"]
+    for x, y in zip(one, other, strict=True):
+        assert np.allclose(x, y, rtol=1e-5, atol=1e-5 * np.abs(y).max())
+
+
 def refused(error, words, arrays=None, **options):
     q, k, v = arrays or ring.normal(0, *[(1, 16, 2, 8)] * 3)
     with pytest.raises(error, match=words):
