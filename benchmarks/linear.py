@@ -77,9 +77,10 @@ def speed(flags: argparse.Namespace, scale: int) -> dict[str, Any]:
 def growth(flags: argparse.Namespace, scale: int, fastest: str) -> dict[str, Any]:
     """Time against length: ours at two lengths, each in turns with the plain program.
 
-    So the memory for results was freed seconds ago, whatever the length. Where ours runs alone,
-    that of the shorter length was freed a moment ago, which is cheaper to get on a virtual machine;
-    and in turns with the shorter length, the longer one took 1.6 times as long.
+    So the memory for results was freed seconds ago, whatever the length. Where ours ran alone, or
+    in turns with itself at the other length, the ratio was 2.3 and 3.4 to 3.7 instead of 2.1: half
+    of the time is the system's, which gives memory for results, and what that takes seems to depend
+    on when it was freed.
     """
     ours: Seconds = {}
     found: dict[str, Any] = {"ours": ours, "beside_plain": {}}
