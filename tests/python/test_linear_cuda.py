@@ -4,6 +4,8 @@ In the kernels' place stand their formulas, written out. That the kernels comput
 `kernels/interpreter/tests/kernels/linear.rs`, on an interpreter.
 """
 
+from functools import partial
+
 import burst_attention as ba
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ import ring
 from burst_attention import _checks, _ffi, _linear_cuda
 from jax.sharding import PartitionSpec as P
 from linear_cases import X, assert_right, found, inputs
+from linear_reference import recurrence
 from test_cuda_lowering import GPU, KNOWN, abstract_mesh, calls, lowered
 
 TILE = _linear_cuda.TILE
@@ -53,7 +56,16 @@ def left_between(sums, rows, back):
     return (seen, last, first) if back else (seen.swapaxes(-1, -2), first, last)
 
 
-def stand_in(name, parts, operands, shapes, varying, back):
+def exactly(x):
+    return x
+
+
+def rounded(x):
+    """As kernels narrow what enters their products."""
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def stand_in(name, parts, operands, shapes, varying, back, narrow=exactly):
     """The formulas of `kernels/src/device/linear.rs`."""
     rows = parts.rows
     *queries, k, v, sums = operands[: 3 if name == "parts" else 4]
@@ -64,13 +76,14 @@ def stand_in(name, parts, operands, shapes, varying, back):
     assert rows % TILE == 0
     assert sums.shape[2] == -(-tokens // TILE) * TILE
     if name == "parts":
-        state = jnp.einsum("bphi,bphik,bphiv->bphkv", leaves, k, v, precision="highest")
+        faded = narrow(leaves[..., None] * v)
+        state = jnp.einsum("bphik,bphiv->bphkv", k, faded, precision="highest")
         assert state.shape == shape
         return (state,)
-    states = operands[4]
+    states = narrow(operands[4])
     assert states.shape == (sums.shape[0], count, heads, k.shape[-1], v.shape[-1])
     q = in_parts(queries[0], heads, rows)
-    pairs = weights * jnp.einsum("bphik,bphjk->bphij", q, k, precision="highest")
+    pairs = narrow(weights * jnp.einsum("bphik,bphjk->bphij", q, k, precision="highest"))
     out = jnp.einsum("bphij,bphjv->bphiv", pairs, v, precision="highest")
     out += received[..., None] * jnp.einsum("bphik,bphkv->bphiv", q, states, precision="highest")
     whole = out.swapaxes(2, 3).reshape(shape[0], -1, *shape[2:])[:, :tokens]
@@ -112,6 +125,25 @@ def test_resets_and_strong_decays(kernels):
     assert not got["dlog_decay"][np.isneginf(arrays[3])].any()
     with np.errstate(invalid="ignore"):
         assert_right(got, arrays, slack=SLACK)
+
+
+@pytest.mark.parametrize("decay", [0.02, 0.99, 1.0, None])
+def test_rounding_to_16_bits_stays_small_in_all_gradients(kernels, monkeypatch, decay):
+    """Gradients of decays too, although they are sums of differences."""
+    monkeypatch.setattr(_linear_cuda, "_call", partial(stand_in, narrow=rounded))
+    arrays = inputs(1, 400, 2, 1, 16, 32, decay, "bfloat16")
+    got, want = found(ring.line(1), arrays), recurrence(*arrays)
+    for name, exact in want.items():
+        error = np.linalg.norm(got[name].astype(np.float64) - exact) / np.linalg.norm(exact)
+        assert error <= 2.0**-7, (name, error)
+
+
+def test_a_state_beyond_float16_leaves_finite_gradients(kernels):
+    q, k, v, logs, first, dout, dlast = inputs(1, 100, 2, 2, 16, 16, 0.5, "float16")
+    arrays = (q, k, v, logs, first, dout, dlast * np.float32(1e5))
+    got, want = found(ring.line(1), arrays), recurrence(*arrays)
+    error = np.linalg.norm(got["dlog_decay"] - want["dlog_decay"])
+    assert error <= 2.0**-8 * np.linalg.norm(want["dlog_decay"])
 
 
 def test_a_wrong_part_is_noticed(kernels, monkeypatch):
