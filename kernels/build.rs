@@ -5,6 +5,9 @@
 //! output, for all profiles, so only instances that changed are assembled again.
 
 #[cfg(feature = "cuda")]
+#[path = "src/assembler.rs"]
+mod assembler;
+#[cfg(feature = "cuda")]
 #[path = "src/compile.rs"]
 mod compile;
 #[cfg(feature = "cuda")]
@@ -39,32 +42,28 @@ mod images {
     use std::fmt::Write as _;
     use std::fs;
     use std::path::{Path, PathBuf};
-    use std::process::Command;
 
     use sha2::{Digest, Sha256};
 
+    use crate::assembler::Assembler;
     use crate::compile::{Front, STACK, bytecode};
     use crate::instances::Instance;
     use crate::parallel::on_all_cores;
 
-    /// The assembler, and its version as part of each image's name.
-    struct Assembler {
-        path: PathBuf,
-        version: String,
-    }
-
     /// Compiles all instances on all cores, embeds them in `OUT_DIR/images.rs`.
     pub fn build() {
-        for name in ["CUDA_HOME", "CUTILE_TILEIRAS_PATH"] {
+        let setting = |name| {
             println!("cargo::rerun-if-env-changed={name}");
-        }
-        for source in ["compile.rs", "device", "instances.rs", "record"] {
+            env::var_os(name)
+        };
+        let assembler = Assembler::find(setting("CUTILE_TILEIRAS_PATH"), setting("CUDA_HOME"))
+            .unwrap_or_else(|error| fail(&error));
+        for source in ["assembler.rs", "compile.rs", "device", "instances.rs", "record"] {
             println!("cargo::rerun-if-changed=src/{source}");
         }
         let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
         let store = target_folder(&out).join("kernel-images");
         fs::create_dir_all(&store).unwrap_or_else(|error| fail(&format!("{store:?}: {error}")));
-        let assembler = Assembler::find();
 
         let (instances, front): (Vec<Instance>, _) = (Instance::all().collect(), Front::default());
         let images = on_all_cores(&instances, STACK, |instance| {
@@ -111,61 +110,9 @@ mod images {
         });
         let cubin = store.join(format!("{instance}-{hash}.cubin"));
         if !cubin.exists() {
-            assembler.run(instance, bytecode, &cubin);
+            let made = assembler.assemble(instance.target.name(), bytecode, &cubin);
+            made.unwrap_or_else(|error| fail(&format!("{instance}: {error}")));
         }
         cubin
-    }
-
-    impl Assembler {
-        fn find() -> Assembler {
-            let path = match (env::var_os("CUTILE_TILEIRAS_PATH"), env::var_os("CUDA_HOME")) {
-                (Some(path), _) => PathBuf::from(path),
-                (None, Some(home)) => Path::new(&home).join("bin/tileiras"),
-                (None, None) => fail(
-                    "the CUDA kernels need the assembler tileiras, and neither CUDA_HOME nor \
-                     CUTILE_TILEIRAS_PATH says where it is: build with `make build`, which \
-                     installs it from PyPI, or without the feature `cuda`",
-                ),
-            };
-            match Command::new(&path).arg("--version").output() {
-                Ok(output) if output.status.success() => {
-                    Assembler { path, version: String::from_utf8_lossy(&output.stdout).into() }
-                }
-                Ok(output) => fail(&format!(
-                    "{} --version failed: {}",
-                    path.display(),
-                    String::from_utf8_lossy(&output.stderr)
-                )),
-                Err(error) => fail(&format!("{}: {error}", path.display())),
-            }
-        }
-
-        fn run(&self, instance: &Instance, bytecode: &[u8], cubin: &Path) {
-            let input = cubin.with_extension("tilebc");
-            let output = cubin.with_extension("new");
-            fs::write(&input, bytecode)
-                .unwrap_or_else(|error| fail(&format!("{input:?}: {error}")));
-            let run = Command::new(&self.path)
-                .args(["--gpu-name", instance.target.name(), "-O3"])
-                .arg(&input)
-                .arg("-o")
-                .arg(&output)
-                .output();
-            match run {
-                Ok(run) if run.status.success() => {
-                    fs::rename(&output, cubin).expect("the image was just written");
-                    let _ = fs::remove_file(&input);
-                }
-                // Wheels of different releases make it fail without a reason.
-                Ok(run) => fail(&format!(
-                    "{instance}: tileiras failed, its input is kept in {}; are all NVIDIA wheels \
-                     of one release?\n{}{}",
-                    input.display(),
-                    String::from_utf8_lossy(&run.stdout),
-                    String::from_utf8_lossy(&run.stderr)
-                )),
-                Err(error) => fail(&format!("{}: {error}", self.path.display())),
-            }
-        }
     }
 }

@@ -14,7 +14,8 @@ pub const BASELINE: &str = include_str!("../quality.tsv");
 
 /// Spilled instructions (loads and stores) allowed where the accumulators do not fit the registers
 /// at any tile shape that was tried: on other targets than sm_90 tile width 256 and the general
-/// variants.
+/// variants, and linear attention on sm_80, where a tile's mask is kept in registers throughout the
+/// loop.
 pub const SPILLS: u32 = 420;
 
 /// Stack of a thread that reads an image: what threads have by default.
@@ -82,7 +83,8 @@ pub fn faults(instance: &Instance, quality: &Quality) -> Vec<String> {
     };
     let spills = quality.total.spill_loads + quality.total.spill_stores;
     let plain = instance.kernel == instance.kernel.plain();
-    let tight = instance.target == Target::Sm90 || (plain && instance.width < 256);
+    let hoisted = instance.kernel.is_linear() && instance.target == Target::Sm80;
+    let tight = instance.target == Target::Sm90 || (plain && instance.width < 256 && !hoisted);
     let allowed = if tight { 0 } else { SPILLS };
     expect(spills <= allowed, format!("expected at most {allowed} spills, found {spills}"));
     if !instance.kernel.is_attention() {

@@ -1,0 +1,89 @@
+//! NVIDIA's assembler `tileiras`, from Tile IR bytecode to a cubin; `build.rs` includes this.
+
+use std::ffi::OsString;
+use std::fs;
+use std::os::unix::process::ExitStatusExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus};
+
+/// Runs of the assembler on one input before its crashes are an error. Version 13.5.37 can read past
+/// the end of an array: then what lies there decides. The worst input seen crashed 3 of 10 runs, and
+/// the others gave the same image each time.
+const RUNS: u32 = 8;
+
+/// The assembler, and its version as part of each image's name.
+#[derive(Debug)]
+pub struct Assembler {
+    path: PathBuf,
+    /// What it says of itself.
+    pub version: String,
+}
+
+impl Assembler {
+    /// The assembler at `tileiras` if that is given, otherwise the one of the CUDA installation in
+    /// `home`.
+    ///
+    /// # Errors
+    /// If neither is given, or what is there does not tell its version.
+    pub fn find(tileiras: Option<OsString>, home: Option<OsString>) -> Result<Assembler, String> {
+        let path = match (tileiras, home) {
+            (Some(path), _) => PathBuf::from(path),
+            (None, Some(home)) => Path::new(&home).join("bin/tileiras"),
+            (None, None) => {
+                return Err("the CUDA kernels need the assembler tileiras, and neither CUDA_HOME \
+                            nor CUTILE_TILEIRAS_PATH says where it is: build with `make build`, \
+                            which installs it from PyPI, or without the feature `cuda`"
+                    .into());
+            }
+        };
+        let output = Command::new(&path).arg("--version").output();
+        let output = output.map_err(|error| format!("{}: {error}", path.display()))?;
+        if !output.status.success() {
+            let said = String::from_utf8_lossy(&output.stderr);
+            return Err(format!("{} --version failed: {said}", path.display()));
+        }
+        let version = String::from_utf8_lossy(&output.stdout).into();
+        Ok(Assembler { path, version })
+    }
+
+    /// Assembles `bytecode` for the GPU `target` into the file `cubin`, which is there afterwards
+    /// as a whole or not at all. A crash of the assembler is not taken for an answer at once.
+    ///
+    /// # Errors
+    /// If a file cannot be written, the assembler refuses its input or crashes each time; its
+    /// input is kept then.
+    pub fn assemble(&self, target: &str, bytecode: &[u8], cubin: &Path) -> Result<(), String> {
+        let (input, output) = (cubin.with_extension("tilebc"), cubin.with_extension("new"));
+        fs::write(&input, bytecode).map_err(|error| format!("{}: {error}", input.display()))?;
+        let mut command = Command::new(&self.path);
+        command.args(["--gpu-name", target, "-O3"]).arg(&input).arg("-o").arg(&output);
+        let mut runs = 1;
+        let run = loop {
+            let run = command.output();
+            let run = run.map_err(|error| format!("{}: {error}", self.path.display()))?;
+            if run.status.signal().is_none() || runs == RUNS {
+                break run;
+            }
+            runs += 1;
+        };
+        if !run.status.success() {
+            return Err(format!(
+                // A mixture of releases makes it fail without a reason.
+                "tileiras failed ({}), its input is kept in {}; are all NVIDIA wheels of one \
+                 release?\n{}{}",
+                ending(run.status, runs),
+                input.display(),
+                String::from_utf8_lossy(&run.stdout),
+                String::from_utf8_lossy(&run.stderr)
+            ));
+        }
+        fs::rename(&output, cubin).map_err(|error| format!("{}: {error}", output.display()))?;
+        let _ = fs::remove_file(&input);
+        Ok(())
+    }
+}
+
+/// How the last of some runs ended.
+fn ending(status: ExitStatus, runs: u32) -> String {
+    if status.signal().is_some() { format!("{status}, {runs} times") } else { status.to_string() }
+}
