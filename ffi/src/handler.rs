@@ -101,6 +101,28 @@ pub(crate) unsafe fn guard(
     }
 }
 
+/// As [`guard`], for the handler of a stage after instantiate: answers XLA's query for metadata and
+/// refuses calls for another stage.
+///
+/// # Safety
+/// As [`guard`].
+pub(crate) unsafe fn guard_stage(
+    raw: *mut sys::XLA_FFI_CallFrame,
+    stage: sys::XLA_FFI_ExecutionStage,
+    body: impl FnOnce(&mut CallFrame<'_>) -> Result<()>,
+) -> *mut sys::XLA_FFI_Error {
+    let checked = |frame: &mut CallFrame<'_>| {
+        if let Some(query) = frame.metadata_query()? {
+            query.answer(0);
+            return Ok(());
+        }
+        frame.expect_stage(stage)?;
+        body(frame)
+    };
+    // SAFETY: passed on.
+    unsafe { guard(raw, checked) }
+}
+
 /// The handler of the instantiate stage: reads the attributes, once for each call site.
 ///
 /// # Safety
@@ -144,11 +166,6 @@ pub(crate) unsafe fn instantiate_as<S: CallState>(
 pub(crate) unsafe fn execute(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_FFI_Error {
     let body = |frame: &mut CallFrame<'_>| {
         let api = frame.runtime();
-        if let Some(query) = frame.metadata_query()? {
-            query.answer(0);
-            return Ok(());
-        }
-        frame.expect_stage(sys::XLA_FFI_ExecutionStage_EXECUTE)?;
         let state: &State = state::get(api, frame.context())?;
         let RankCall { call, place, buffers } = state.call.decode_call(frame)?;
         let Some([rank, ring]) = place else { return Ok(()) };
@@ -167,7 +184,7 @@ pub(crate) unsafe fn execute(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_
         Ok(())
     };
     // SAFETY: passed on.
-    unsafe { guard(raw, body) }
+    unsafe { guard_stage(raw, sys::XLA_FFI_ExecutionStage_EXECUTE, body) }
 }
 
 /// Bytes that all ranks of all rings sent since the library was loaded.

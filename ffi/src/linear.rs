@@ -11,7 +11,7 @@ use burst_attention::host::ring::Executor;
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::frame::CallFrame;
-use crate::handler::guard;
+use crate::handler::guard_stage;
 use crate::sys;
 
 /// What a call computes.
@@ -35,11 +35,6 @@ pub(crate) unsafe fn execute(
     kind: Kind,
 ) -> *mut sys::XLA_FFI_Error {
     let body = |frame: &mut CallFrame<'_>| {
-        if let Some(query) = frame.metadata_query()? {
-            query.answer(0);
-            return Ok(());
-        }
-        frame.expect_stage(sys::XLA_FFI_ExecutionStage_EXECUTE)?;
         let Executor { isa, pool } = Executor::global()?;
         match kind {
             Kind::State => state_call(frame, (*isa, pool)),
@@ -48,7 +43,7 @@ pub(crate) unsafe fn execute(
         }
     };
     // SAFETY: passed on.
-    unsafe { guard(raw, body) }
+    unsafe { guard_stage(raw, sys::XLA_FFI_ExecutionStage_EXECUTE, body) }
 }
 
 fn state_call(frame: &CallFrame<'_>, device: Device<'_>) -> Result<()> {

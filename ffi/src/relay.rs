@@ -14,7 +14,7 @@ use crate::call::{CallSite, RankCall};
 use crate::data_type::DataType;
 use crate::error::{Error, Result};
 use crate::frame::CallFrame;
-use crate::handler::{count_bytes, guard, instantiate_as};
+use crate::handler::{count_bytes, guard_stage, instantiate_as};
 use crate::request::{self, Described};
 use crate::state::{self, CallState, Kind};
 use crate::sys;
@@ -144,16 +144,11 @@ pub(crate) unsafe fn instantiate(
 /// As [`instantiate`].
 pub(crate) unsafe fn execute(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_FFI_Error {
     let body = |frame: &mut CallFrame<'_>| {
-        if let Some(query) = frame.metadata_query()? {
-            query.answer(0);
-            return Ok(());
-        }
-        frame.expect_stage(sys::XLA_FFI_ExecutionStage_EXECUTE)?;
         let state: &State = state::get(frame.runtime(), frame.context())?;
         state.run(frame)
     };
     // SAFETY: passed on.
-    unsafe { guard(raw, body) }
+    unsafe { guard_stage(raw, sys::XLA_FFI_ExecutionStage_EXECUTE, body) }
 }
 
 /// `{"stretches": …, "arena_bytes": …, "hops": [{"from", "to", "bytes", "pairs"}]}` with bytes for

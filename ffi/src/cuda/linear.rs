@@ -32,11 +32,6 @@ pub unsafe fn run_linear(
     platform: impl FnOnce() -> Result<&'static Platform>,
 ) -> *mut sys::XLA_FFI_Error {
     let body = |frame: &mut CallFrame<'_>| {
-        if let Some(query) = frame.metadata_query()? {
-            query.answer(0);
-            return Ok(());
-        }
-        frame.expect_stage(stage.number())?;
         let call = LinearCall::decode(frame, kind)?;
         let LinearState { batch, rows, .. } = call.tokens();
         if batch == 0 || rows == 0 {
@@ -57,7 +52,7 @@ pub unsafe fn run_linear(
         Ok(())
     };
     // SAFETY: passed on.
-    unsafe { handler::guard(raw, body) }
+    unsafe { handler::guard_stage(raw, stage.number(), body) }
 }
 
 /// A call with its memory.

@@ -134,11 +134,6 @@ pub unsafe fn run(
     platform: impl FnOnce() -> Result<&'static Platform>,
 ) -> *mut sys::XLA_FFI_Error {
     let body = |frame: &mut CallFrame<'_>| {
-        if let Some(query) = frame.metadata_query()? {
-            query.answer(0);
-            return Ok(());
-        }
-        frame.expect_stage(stage.number())?;
         let State(site) = state::get(frame.runtime(), frame.context())?;
         match stage {
             Stage::Prepare => prepare(frame, site),
@@ -147,7 +142,7 @@ pub unsafe fn run(
         }
     };
     // SAFETY: passed on.
-    unsafe { handler::guard(raw, body) }
+    unsafe { handler::guard_stage(raw, stage.number(), body) }
 }
 
 fn prepare(frame: &CallFrame<'_>, site: &CudaSite) -> Result<()> {
