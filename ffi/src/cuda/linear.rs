@@ -98,11 +98,15 @@ impl LinearCall {
 
 fn attend(part: Part, frame: &CallFrame<'_>) -> Result<LinearCall> {
     let (arguments, results) = (frame.all_arguments()?, frame.all_results()?);
-    let ([q, k, v, sums, state, other @ ..], [o, dots @ ..]) =
-        (arguments.as_slice(), results.as_slice())
-    else {
-        let got = format!("{} and {}", arguments.len(), results.len());
-        return Err(Error::mismatch("operands and results", "5 and 1, or 6 and 2", got));
+    let ([q, k, v, sums, state], o, products) = match (arguments.as_slice(), results.as_slice()) {
+        ([q, k, v, sums, state], [o]) => ([q, k, v, sums, state], o, None),
+        ([q, k, v, sums, state, other], [o, dots]) => {
+            ([q, k, v, sums, state], o, Some((other, dots)))
+        }
+        _ => {
+            let got = format!("{} and {}", arguments.len(), results.len());
+            return Err(Error::mismatch("operands and results", "5 and 1, or 6 and 2", got));
+        }
     };
     let tokens = tokens(part, k, v, sums, state)?;
     let LinearState { rows, heads, head_dim, value_dim, .. } = tokens;
@@ -110,17 +114,17 @@ fn attend(part: Part, frame: &CallFrame<'_>) -> Result<LinearCall> {
     let like = |name: &str, buffer: &Buffer, dtype: Dtype, inner: &[usize]| {
         address(name, buffer, dtype, &[outer, inner].concat())
     };
-    let dtype = k.dtype.activation().unwrap_or(Dtype::Bf16);
-    let columns = column_tiles(head_dim, value_dim).unwrap_or(1);
-    let dots = match (other, dots) {
-        ([], []) => None,
-        ([other], [dots]) => Some((
-            like("other", other, dtype, &[rows, q_heads, value_dim])?,
-            like("dots", dots, Dtype::F32, &[heads * columns, tokens.padded_rows()])?,
-        )),
-        _ => {
-            let got = format!("{} and {}", arguments.len(), results.len());
-            return Err(Error::mismatch("operands and results", "5 and 1, or 6 and 2", got));
+    let dtype = dtype_of(tokens.element);
+    let dots = match products {
+        None => None,
+        Some((other, dots)) => {
+            let columns = column_tiles(head_dim, value_dim);
+            let columns = columns.unwrap_or_else(|| unreachable!("sizes were checked"));
+            let of_columns = [heads * columns, tokens.padded_rows()];
+            Some((
+                like("other", other, dtype, &[rows, q_heads, value_dim])?,
+                like("dots", dots, Dtype::F32, &of_columns)?,
+            ))
         }
     };
     Ok(LinearCall::Attend(LinearAttend {
@@ -147,7 +151,7 @@ fn tokens(
         Some(Dtype::F16) => Element::F16,
         _ => return Err(Error::mismatch("dtype of key", "bfloat16 or float16", k.dtype)),
     };
-    let dtype = if element == Element::F16 { Dtype::F16 } else { Dtype::Bf16 };
+    let dtype = dtype_of(element);
     let [.., heads, _] = *sums.dims.as_slice() else {
         let got = format!("{:?}", sums.dims);
         return Err(Error::mismatch("shape of sums", "[..., heads, padded length]", got));
@@ -183,6 +187,13 @@ fn tokens(
         state: address("state", state, Dtype::F32, &states)?,
         ..call
     })
+}
+
+fn dtype_of(element: Element) -> Dtype {
+    match element {
+        Element::Bf16 => Dtype::Bf16,
+        Element::F16 => Dtype::F16,
+    }
 }
 
 fn address(name: &str, buffer: &Buffer, dtype: Dtype, dims: &[usize]) -> Result<u64> {
