@@ -6,7 +6,7 @@ use std::{env, fs, process};
 
 use crate::cubin::{Cubin, Listing, Quality, Row};
 use crate::images::{IMAGES, Image};
-use crate::instances::{Instance, Kernel, Target};
+use crate::instances::{Element, Instance, Kernel, Target};
 use crate::parallel::on_all_cores;
 
 /// The table as it was last accepted.
@@ -14,9 +14,12 @@ pub const BASELINE: &str = include_str!("../quality.tsv");
 
 /// Spilled instructions (loads and stores) allowed where the accumulators do not fit the registers
 /// at any tile shape that was tried: on other targets than sm_90 tile width 256 and the general
-/// variants, and linear attention on sm_80, where a tile's mask is kept in registers throughout the
-/// loop.
+/// variants.
 pub const SPILLS: u32 = 420;
+
+/// The same for linear attention in float16 at tile width 64 on sm_80: the compiler keeps a tile's mask
+/// in registers throughout the loop, in which 6 of them are. No other image of that width spills.
+pub const HOISTED_SPILLS: u32 = 47;
 
 /// Stack of a thread that reads an image: what threads have by default.
 const STACK: usize = 2 << 20;
@@ -83,9 +86,12 @@ pub fn faults(instance: &Instance, quality: &Quality) -> Vec<String> {
     };
     let spills = quality.total.spill_loads + quality.total.spill_stores;
     let plain = instance.kernel == instance.kernel.plain();
-    let hoisted = instance.kernel.is_linear() && instance.target == Target::Sm80;
-    let tight = instance.target == Target::Sm90 || (plain && instance.width < 256 && !hoisted);
-    let allowed = if tight { 0 } else { SPILLS };
+    let allowed = match (instance.kernel, instance.element, instance.width, instance.target) {
+        (_, _, _, Target::Sm90) => 0,
+        (Kernel::LinearAttend, Element::F16, 64, Target::Sm80) => HOISTED_SPILLS,
+        (_, _, width, _) if plain && width < 256 => 0,
+        _ => SPILLS,
+    };
     expect(spills <= allowed, format!("expected at most {allowed} spills, found {spills}"));
     if !instance.kernel.is_attention() {
         return faults;
