@@ -18,12 +18,8 @@ pub(super) fn ask(array: &HostArray) {
 
 #[cfg(target_os = "linux")]
 fn advise(start: usize, len: usize) {
-    const HUGE_PAGE: i32 = 14;
-    unsafe extern "C" {
-        fn madvise(start: *mut std::ffi::c_void, len: usize, advice: i32) -> i32;
-    }
     // SAFETY: it changes how the range is backed and nothing that a program sees.
-    unsafe { madvise(start as *mut std::ffi::c_void, len, HUGE_PAGE) };
+    unsafe { libc::madvise(start as *mut libc::c_void, len, libc::MADV_HUGEPAGE) };
 }
 
 #[cfg(not(target_os = "linux"))]
