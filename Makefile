@@ -3,7 +3,6 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.NOTPARALLEL:
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 
@@ -11,18 +10,24 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PACKAGE := jax_plugin/burst_attention
 LIBRARY := $(PACKAGE)/libburst_attention_ffi.so
+IMAGES := $(PACKAGE)/images
 PYTHON_BENCH := $(PY)
 TARGET := $(if $(CARGO_TARGET_DIR),$(CARGO_TARGET_DIR),target)
-RUST := Cargo.toml Cargo.lock $(shell find src ffi kernels/build.rs kernels/Cargo.toml kernels/src \
+RUST := Cargo.toml Cargo.lock $(shell find src ffi kernels/Cargo.toml kernels/src \
+    -name '*.rs' -o -name '*.toml')
+KERNELS := Cargo.toml Cargo.lock $(shell find kernels/Cargo.toml kernels/src kernels/compiler/src \
     -name '*.rs' -o -name '*.toml')
 # Before a cargo that compiles the CUDA kernels: tells it where .venv has its tools.
 KERNEL_TOOLS = eval "$$($(PY) kernels/toolchain.py)" &&
-# Always the same packages and features, so that one build serves build, test, lint and wheel.
-WITH_KERNELS := --release -p burst-attention-ffi -p burst-attention-kernels \
-    --features burst-attention-ffi/cuda
-DECODE_CHECK := -p burst-attention-decode-check
-# The crates with tests that need no images, in one selection for the same reason.
-PLAIN := -p burst-attention -p burst-attention-interpreter -p burst-attention-device-tests
+# Always the same packages and the same profile, so that tests, lint and the compiler of the CUDA
+# kernels share what they build.
+WORKSPACE := --profile checked --workspace --exclude burst-attention-peak
+KERNEL_IMAGES = $(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin kernel-images && \
+    $(TARGET)/checked/kernel-images $(IMAGES) $(TARGET)/kernel-images
+
+# No folder of the machine that builds stands in the library: its messages name source files.
+REMAP := --remap-path-prefix=$(CURDIR)=burst-attention \
+    --remap-path-prefix=$(if $(CARGO_HOME),$(CARGO_HOME),$(HOME)/.cargo)/registry/src=crates
 
 # Crates' build scripts look for $PYTHON before the project's own one; PYTHON here only makes .venv.
 unexport PYTHON
@@ -30,14 +35,20 @@ export PYTHONDONTWRITEBYTECODE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CARGO_TERM_PROGRESS_WHEN := never
 SAY = @printf '\n\033[1m== %s\033[0m\n'
+PIP_INSTALL = @$(PY) -m pip install --quiet
 
-.PHONY: help build demo demo-linear test test-full test-wheel wheel bench schedule-bench linear-bench kernel-bench lint lint-rust lint-python format clean
-.PHONY: test-rust test-ffi test-python kernel-quality gpu-check host-cost
+.PHONY: help build images demo demo-linear test test-full test-exhaustive test-wheel wheel bench
+.PHONY: schedule-bench linear-bench kernel-bench kernel-quality gpu-check host-cost
+.PHONY: lint lint-rust lint-python format clean test-rust test-python test-rust-full test-python-full test-rust-lane test-python-lane
 
 help:  ## this list
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 19
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 21
 
-build: $(LIBRARY) $(VENV)/installed  ## make .venv, compile, install; all others imply it
+# pip and cargo side by side: packages do not need the library, nor the library them.
+build: $(VENV)/headers  ## make .venv, compile, install: what CPU devices need
+	@$(MAKE) --silent $(if $(filter -j%,$(MAKEFLAGS)),,-j2) $(LIBRARY) $(VENV)/installed
+
+images: $(TARGET)/images-complete  ## the CUDA kernels' images for all targets: what GPUs need
 
 demo: build  ## train a transformer, its sequence sharded over 8 devices; flags in DEMO="--steps 9"
 	$(SAY) "demo: training over 8 CPU devices"
@@ -46,50 +57,63 @@ demo: build  ## train a transformer, its sequence sharded over 8 devices; flags 
 demo-linear: DEMO += --attention linear
 demo-linear: demo  ## the same with linear attention, on 131,072-token sequences
 
-test: build lint test-rust test-ffi test-python  ## all tests and lint
+# Two lanes side by side: cargo's, and Python's. Each target's output comes when it is done.
+test: build $(VENV)/dev  ## a check of every kind, and lint
+	@$(MAKE) --silent -j2 --output-sync=target test-rust-lane test-python-lane
 	$(SAY) "all tests passed"
 
-test-full: PYTEST += --full
-test-full: test  ## the same with the whole product of the correctness cases (hours)
+test-rust-lane: lint-rust
+	@$(MAKE) test-rust
 
-test-rust: $(VENV)/ready
-	$(SAY) "core, CUDA executor, what the CUDA kernels compute on an interpreter: cargo test"
-	@$(KERNEL_TOOLS) cargo test --quiet --profile checked $(PLAIN)
+test-python-lane: lint-python
+	@$(MAKE) test-python
 
-test-ffi: $(VENV)/ready
-	$(SAY) "XLA custom calls, the decoder against XLA's own C++ header, CUDA kernels: cargo test"
-	@$(KERNEL_TOOLS) cargo test --quiet $(WITH_KERNELS) $(DECODE_CHECK)
+test-full: test-rust-full test-python-full test-wheel  ## the long rest of the tests
+	$(SAY) "all long tests passed"
 
-kernel-quality: $(VENV)/ready  ## what the compiler made of each CUDA kernel; WRITE=1: accept it
-	@$(KERNEL_TOOLS) cargo build --quiet $(WITH_KERNELS) && \
-	    $(TARGET)/release/kernel-quality $(if $(WRITE),--write)
+test-exhaustive: build  ## whole products of the cases (days)
+	@$(PY) -m pytest -m "" --exhaustive $(PYTEST)
 
-test-python: build
+test-rust: $(VENV)/dev $(IMAGES)/sm_90.safetensors
+	$(SAY) "Rust: core, CUDA executor, XLA custom calls, CUDA kernels on an interpreter"
+	@$(KERNEL_TOOLS) cargo test --quiet $(WORKSPACE)
+
+test-rust-full: $(VENV)/dev images
+	$(SAY) "Rust: images of all targets, long cases of the interpreter"
+	@$(KERNEL_TOOLS) cargo test --quiet $(WORKSPACE) -- --ignored
+
+kernel-quality: images  ## what the compiler made of each CUDA kernel; WRITE=1: accept it
+	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin kernel-quality && \
+	    $(TARGET)/checked/kernel-quality $(IMAGES) $(if $(WRITE),--write)
+
+test-python: build $(VENV)/dev
 	$(SAY) "Python: pytest, on 8 CPU devices (PYTEST=... adds arguments)"
 	@$(PY) -m pytest $(PYTEST)
 
+test-python-full: build $(VENV)/dev $(IMAGES)/sm_90.safetensors
+	$(SAY) "Python: the long tests"
+	@$(PY) -m pytest -m long $(PYTEST)
+
 lint: lint-rust lint-python  ## rustfmt, clippy, ruff, mypy
 
-lint-rust: $(VENV)/ready
+lint-rust: $(VENV)/dev
 	$(SAY) "lint: rustfmt, clippy"
 	@cargo fmt --all --check
-	@$(KERNEL_TOOLS) cargo clippy --quiet --release $(PLAIN) -p burst-attention-host-cost \
-	    --all-targets -- -D warnings
+	@$(KERNEL_TOOLS) cargo clippy --quiet $(WORKSPACE) --all-targets -- -D warnings
 	@cargo clippy --quiet --release -p burst-attention-peak --all-targets -- -D warnings
-	@$(KERNEL_TOOLS) cargo clippy --quiet $(WITH_KERNELS) $(DECODE_CHECK) --all-targets -- -D warnings
 
-lint-python: $(VENV)/ready
+lint-python: $(VENV)/dev
 	$(SAY) "lint: ruff, mypy"
 	@$(VENV)/bin/ruff check --quiet
 	@$(VENV)/bin/ruff format --check --quiet || { $(VENV)/bin/ruff format --diff --quiet; exit 1; }
 	@$(VENV)/bin/mypy
 
-format: $(VENV)/ready  ## rustfmt, ruff: rewrite files
+format: $(VENV)/dev  ## rustfmt, ruff: rewrite files
 	@cargo fmt --all
 	@$(VENV)/bin/ruff check --fix --quiet
 	@$(VENV)/bin/ruff format
 
-wheel: $(VENV)/ready  ## dist/*.whl, for any Python 3 on this kind of machine
+wheel: build images  ## dist/*.whl, for any Python 3 on this kind of machine
 	$(SAY) "wheel"
 	@rm -rf dist
 	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist ./jax_plugin
@@ -98,44 +122,68 @@ wheel: $(VENV)/ready  ## dist/*.whl, for any Python 3 on this kind of machine
 test-wheel: wheel  ## install the wheel with the oldest and the newest JAX and run the tests
 	@for which in oldest newest; do .ci/test-wheel $(PY) $$which $(PYTEST); done
 
-bench: $(LIBRARY) $(VENV)/installed  ## measure; PYTHON_BENCH=... is a Python with torch
+bench: build  ## measure; PYTHON_BENCH=... is a Python with torch
 	$(SAY) "benchmarks (BENCH=--quick: a look only)"
 	@cargo build --quiet --release -p burst-attention-peak
 	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/run.py \
 	    --peak $(TARGET)/release/burst-attention-peak $(BENCH)
 
-schedule-bench: $(LIBRARY) $(VENV)/installed  ## all schedules, and several processes, against one ring
+schedule-bench: build  ## all schedules, and several processes, against one ring
 	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/schedules.py $(BENCH)
 
-linear-bench: $(LIBRARY) $(VENV)/installed  ## linear attention against plain JAX
+linear-bench: build  ## linear attention against plain JAX
 	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/linear.py $(BENCH)
 
-kernel-bench: $(LIBRARY)  ## the CUDA kernels on an NVIDIA GPU; PYTHON_BENCH with torch, cuda-bindings
+kernel-bench: build images  ## the CUDA kernels on an NVIDIA GPU; PYTHON_BENCH with torch, cuda-bindings
 	@$(PYTHON_BENCH) benchmarks/kernels.py --library $(LIBRARY) $(BENCH)
 
 gpu-check:  ## the ring on an NVIDIA GPU; PYTHON_BENCH with jax[cuda13] and the wheel
 	@$(PYTHON_BENCH) benchmarks/gpu_check.py $(BENCH)
 
-host-cost:  ## host time that issuing a ring to a GPU takes
+host-cost: $(VENV)/headers  ## host time that issuing a ring to a GPU takes
 	@cargo run --quiet --release -p burst-attention-host-cost
 
 clean:  ## remove all that was made, .venv too
-	@rm -rf $(VENV) target dist out $(LIBRARY)
+	@rm -rf $(VENV) target dist out $(LIBRARY) $(IMAGES)
 
-# What needs making: the environment, the library in the package, the package in the environment.
+# What needs making: packages, the library, the package in the environment, images.
 
-$(VENV)/ready: requirements/dev.txt requirements/constraints.txt
+$(VENV)/headers: requirements/build.txt requirements/constraints.txt
 	@.ci/check-tools
-	$(SAY) "Python packages into $(VENV) (once, about 1.2 GB)"
+	$(SAY) "Python packages of the build into $(VENV)"
 	@.ci/make-venv $(VENV) "$(PYTHON)"
-	@$(PY) -m pip install --quiet -r requirements/dev.txt
+	$(PIP_INSTALL) -r requirements/build.txt
 	@touch $@
 
-$(LIBRARY): $(RUST) $(VENV)/ready
+$(VENV)/ready: $(VENV)/headers requirements/demo.txt
+	$(SAY) "Python packages of the demo into $(VENV)"
+	$(PIP_INSTALL) -r requirements/demo.txt
+	@touch $@
+
+$(VENV)/kernels: $(VENV)/ready requirements/kernels.txt
+	$(SAY) "assembler of the CUDA kernels into $(VENV) (once, 650 MB)"
+	$(PIP_INSTALL) -r requirements/kernels.txt
+	@touch $@
+
+$(VENV)/dev: $(VENV)/kernels requirements/dev.txt
+	$(SAY) "Python packages of the tests into $(VENV)"
+	$(PIP_INSTALL) -r requirements/dev.txt
+	@touch $@
+
+$(LIBRARY): $(RUST) $(VENV)/headers
 	$(SAY) "Rust library"
-	@$(KERNEL_TOOLS) cargo build --quiet $(WITH_KERNELS)
+	@RUSTFLAGS="$(REMAP) $${RUSTFLAGS-}" cargo build --quiet --release -p burst-attention-ffi
 	@cp $(TARGET)/release/$(@F) $@.new && mv $@.new $@
 
 $(VENV)/installed: jax_plugin/pyproject.toml $(PACKAGE)/_version.py $(VENV)/ready
-	@$(PY) -m pip install --quiet --no-deps --no-build-isolation --editable jax_plugin
+	$(PIP_INSTALL) --no-deps --no-build-isolation --editable jax_plugin
+	@touch $@
+
+$(IMAGES)/sm_90.safetensors: $(KERNELS) $(VENV)/kernels
+	$(SAY) "CUDA kernels for sm_90"
+	@$(KERNEL_IMAGES) sm_90
+
+$(TARGET)/images-complete: $(KERNELS) $(VENV)/kernels
+	$(SAY) "CUDA kernels for all targets"
+	@$(KERNEL_IMAGES)
 	@touch $@

@@ -1,55 +1,39 @@
-"""Build hook of the wheel: compiles the Rust library and names the platform it runs on.
+"""Build hook of the wheel: takes what `make build images` made and names the platform it runs on.
 
 The library is a plain C library that Python loads with ctypes, so one wheel serves every Python 3.
 Its tag is `py3-none-manylinux_2_X_<machine>`; X is the newest glibc that the library asks for.
 """
 
-import os
 import platform
 import re
-import runpy
-import shutil
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-LIBRARY = "libburst_attention_ffi.so"
+LIBRARY = "burst_attention/libburst_attention_ffi.so"
+IMAGES = "burst_attention/images/*.safetensors"
+"""One file for each kind of GPU."""
 
 
 class CustomBuildHook(BuildHookInterface[Any]):
-    """Puts the library into the package and the right tag on the wheel."""
+    """Puts the library and the CUDA images into the wheel, and the right tag on it."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called by hatchling before it collects files; `version` is `standard` or `editable`."""
-        if version == "editable":  # `make build` keeps the library in the source tree up to date
+        if version == "editable":  # Python finds both in the source tree.
             return
         root = Path(self.root)
-        target = root / "burst_attention" / LIBRARY
-        # To a new file, then renamed: a process that has the old one loaded keeps it.
-        built = shutil.copyfile(compile_library(root.parent), target.with_suffix(".new"))
-        built.replace(target)
-        build_data["artifacts"].append(f"burst_attention/{LIBRARY}")
+        for needed in (LIBRARY, IMAGES):
+            if not list(root.glob(needed)):
+                raise RuntimeError(
+                    f"expected {root / needed}, found no such file: build the wheel with "
+                    "`make wheel`, which compiles the library and the CUDA kernels first"
+                )
+        build_data["artifacts"] += [LIBRARY, IMAGES]
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{platform_tag(target)}"
-
-
-def compile_library(repository: Path) -> Path:
-    """Run cargo, with the headers and libclang of the Python that builds; the library's path."""
-    if shutil.which("cargo") is None:
-        raise RuntimeError("building burst-attention needs a Rust toolchain, see https://rustup.rs")
-    folder = Path(os.environ.get("CARGO_TARGET_DIR", repository / "target"))
-    command = ["cargo", "build", "--release", "--locked", "-p", "burst-attention-ffi"]
-    # The same packages and features as in the Makefile, so that cargo builds them once.
-    command += ["-p", "burst-attention-kernels", "--features", "burst-attention-ffi/cuda"]
-    toolchain = runpy.run_path(str(repository / "kernels" / "toolchain.py"))["environment"]()
-    environment = os.environ | toolchain | {"PYTHON": sys.executable}
-    environment["CARGO_TARGET_DIR"] = str(folder)
-    subprocess.run(command, cwd=repository, env=environment, check=True)
-    return folder / "release" / LIBRARY
+        build_data["tag"] = f"py3-none-{platform_tag(root / LIBRARY)}"
 
 
 def platform_tag(library: Path) -> str:

@@ -2,7 +2,7 @@
 
     eval "$(python kernels/toolchain.py)"
 
-The assembler, CUDA's headers and libclang come with Python packages of requirements/dev.txt, so
+The assembler, CUDA's headers and libclang come with Python packages of requirements/, so
 neither a CUDA installation nor a GPU is needed. What is set already stays.
 """
 

@@ -1,5 +1,6 @@
 //! The one error type of the core.
 
+use burst_attention_kernels::images::ImagesError;
 use burst_attention_kernels::launch::LaunchError;
 
 use crate::problem::Dtype;
@@ -51,17 +52,23 @@ pub enum Error {
         /// The contradiction.
         what: String,
     },
-    /// The instruction set was asked for but this machine lacks it.
-    #[error("this CPU lacks {isa}; available: {available}")]
-    MissingIsa {
-        /// What was asked for.
-        isa: &'static str,
-        /// What there is.
-        available: String,
+    /// The operating system refuses a thread.
+    #[error(
+        "no thread for {purpose}: {reason}; end other programs, or raise the limit on threads \
+         (ulimit -u, or the pids limit of the container)"
+    )]
+    NoThread {
+        /// What needs it.
+        purpose: String,
+        /// What the system says.
+        reason: String,
     },
     /// A kernel can't be launched for what it is to compute.
     #[error("{0}")]
     Launch(#[from] LaunchError),
+    /// The image of a kernel is missing.
+    #[error("{0}")]
+    Images(#[from] ImagesError),
     /// This executor has no way to compute it.
     #[error("{what} is not supported on {executor}: {instead}")]
     Unsupported {

@@ -2,6 +2,7 @@
 
 pub mod cuda;
 pub mod engine;
+pub mod environment;
 pub mod error;
 pub mod host;
 pub mod kernel;

@@ -12,7 +12,17 @@ use crate::schedule::Payload;
 /// Largest head dimension that a kernel accepts.
 pub const MAX_HEAD_DIM: usize = 256;
 
-/// Soft caps that float32 computes with: neither 2 / cap nor cap · log2(e) leaves its range.
+/// Most ranks of a ring: the schedules of all ranks grow with the square of their number.
+pub const MAX_RANKS: usize = 4096;
+
+/// Rows of a shard are fewer than this. Pairs of them then fit 64 bits.
+pub const MAX_ROWS: usize = 1 << 31;
+
+/// Most bytes, as float32, of the shards of all ranks together. Sums of what all ranks send or compute
+/// then fit 64 bits.
+pub const MAX_BYTES: u64 = 1 << 48;
+
+/// Soft caps that float32 computes with: neither the cap nor 2 · log2(e) / cap leaves its range.
 pub const SOFT_CAPS: RangeInclusive<f32> = 1e-30..=1e30;
 
 /// Element type of the activations. Accumulation is float32 for all of them.
@@ -152,6 +162,11 @@ impl Problem {
         if self.world_size == 0 {
             return Err(invalid("world_size", "at least 1", 0));
         }
+        if self.world_size > MAX_RANKS {
+            let expected =
+                format!("at most {MAX_RANKS} (further devices can share the batch or the heads)");
+            return Err(invalid("world_size", expected, self.world_size));
+        }
         if self.kv_heads == 0 || !self.heads.is_multiple_of(self.kv_heads) {
             let expected = format!("a multiple of key/value heads ({})", self.kv_heads);
             return Err(invalid("query heads", expected, self.heads));
@@ -167,11 +182,40 @@ impl Problem {
                 let expected = "even in the zigzag layout (a shard is two equal chunks)";
                 return Err(invalid(name, expected, len));
             }
+            if len >= MAX_ROWS {
+                let expected = format!("below {MAX_ROWS} (take more ranks)");
+                return Err(invalid(name, expected, len));
+            }
         }
         if !self.softmax_scale.is_finite() {
             return Err(invalid("scale", "finite", self.softmax_scale));
         }
+        self.validate_bytes()?;
         self.features.validate()
+    }
+
+    /// Checks that no product of the sizes leaves its type.
+    fn validate_bytes(&self) -> Result<()> {
+        let Problem { batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim, .. } = *self;
+        // A length or a batch of 0 hides no other size.
+        let product = |sizes: [usize; 4]| {
+            sizes.iter().map(|size| *size.max(&1) as u128).try_fold(1, u128::checked_mul)
+        };
+        let dims = 4 * (head_dim + value_dim);
+        let sides = [(q_len, heads), (kv_len, kv_heads)];
+        let bytes = sides.map(|(len, heads)| {
+            product([batch, len, heads, dims])?.checked_mul(self.world_size as u128)
+        });
+        match bytes.into_iter().find(|bytes| bytes.is_none_or(|b| b > u128::from(MAX_BYTES))) {
+            None => Ok(()),
+            Some(bytes) => {
+                let expected = format!(
+                    "at most {MAX_BYTES} for all ranks (smaller batch, length, heads or head_dim)"
+                );
+                let got = bytes.map_or("2^128 or more".into(), |bytes| bytes.to_string());
+                Err(invalid("bytes of the shards as float32", expected, got))
+            }
+        }
     }
 
     /// Bytes that one row (one token of every batch entry and head) of `payload` occupies when it

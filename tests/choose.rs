@@ -4,7 +4,9 @@ mod common;
 
 use burst_attention::problem::{Dtype, Pass, Problem};
 use burst_attention::schedule::Family;
-use burst_attention::simulate::{Choice, Link, Machine, Method, choose, cost, named, predict};
+use burst_attention::simulate::{
+    Choice, Cost, Link, Machine, Method, choose, cost, named, predict,
+};
 use burst_attention::{Layout, Window};
 
 /// Heads of 128 elements in bfloat16, contiguous and causal.
@@ -109,7 +111,11 @@ fn what_cannot_be_had_is_not_chosen_and_says_why() {
 
 /// Both passes by the clock, whatever the number of ranks.
 fn simulated(problem: &Problem, method: Method) -> [f64; 3] {
-    let run = |pass| predict(problem, method, pass, None, &h200(), false).unwrap();
+    simulated_on(&h200(), problem, method)
+}
+
+fn simulated_on(machine: &Machine, problem: &Problem, method: Method) -> [f64; 3] {
+    let run = |pass| predict(problem, method, pass, None, machine, false).unwrap();
     let [forward, backward] = [Pass::Forward, Pass::Backward].map(run);
     let seconds = forward.seconds + backward.seconds;
     let sent = [forward.sent(), backward.sent()];
@@ -149,6 +155,87 @@ fn estimates_for_many_ranks_are_within_a_tenth_of_the_simulation() {
                     let total = all[1] + all[2];
                     assert!((sent[0] + sent[1] - total).abs() < 0.1 * total, "{what}");
                 }
+            }
+        }
+    }
+}
+
+/// Units of 32 ranks are estimated from units of 8 and 16. Without a window, and where it ends within
+/// a unit, estimates are within a tenth. In other windows they are within 15%: the worst here is a
+/// double ring whose ranks share a slow link, 13.4% below the simulation.
+#[test]
+fn estimates_for_long_units_are_near_the_simulation() {
+    let windows = [Window::CAUSAL, Window::FULL]
+        .into_iter()
+        .chain([1000, 70_000].map(|left| Window { left: Some(left), right: Some(0) }));
+    let (inner, n) = (32, 2048);
+    let mut slow = h200();
+    slow.network.ranks_per_node = inner;
+    slow.network.between.bandwidth = 5e9;
+    let mut shared = slow.clone();
+    (shared.network.shared, shared.network.between.bandwidth) = (true, 50e9);
+    for (window, layout) in
+        windows.flat_map(|w| [Layout::Contiguous, Layout::Zigzag].map(|l| (w, l)))
+    {
+        let problem = Problem { layout, window, ..problem(4 * inner, n, 4096, 512) };
+        for (family, machine) in [
+            (Family::Ring, &slow),
+            (Family::DoubleRing { inner }, &slow),
+            (Family::DoubleRing { inner }, &shared),
+            (Family::AllGather, &shared),
+            (Family::Balanced, &slow),
+        ] {
+            let method = Method::Travel(family);
+            let what = format!("{family} {layout} {window:?} {}", machine.network.shared);
+            let found = cost(&problem, method, None, machine).unwrap();
+            assert!(found.estimated, "{what}");
+            let all = simulated_on(machine, &problem, method);
+            let tolerance = if window.left == Some(70_000) { 0.15 } else { 0.1 };
+            let error = found.seconds / all[0] - 1.0;
+            let total = (found.sent.within + found.sent.between) as f64 / (all[1] + all[2]) - 1.0;
+            println!("{what}: {error:.4}, bytes {total:.4}");
+            assert!(error.abs() < tolerance, "{what}: {found:?}, {all:?}");
+            assert!(total.abs() < tolerance, "{what}: {found:?}, {all:?}");
+        }
+    }
+}
+
+/// One rank stands for each group: nothing but rounding is lost.
+#[test]
+fn groups_that_exchange_heads_are_estimated_as_they_are_simulated() {
+    for (inner, layout) in [(4, Layout::Contiguous), (16, Layout::Zigzag), (64, Layout::Contiguous)]
+    {
+        let mut machine = h200();
+        machine.network.ranks_per_node = inner;
+        machine.network.shared = inner == 16;
+        let problem = Problem { layout, ..problem(64, 512, 512, 64) };
+        let method = Method::Heads { inner };
+        let found = cost(&problem, method, None, &machine).unwrap();
+        let all = simulated_on(&machine, &problem, method);
+        assert!((found.seconds / all[0] - 1.0).abs() < 1e-9, "{inner}: {found:?}, {all:?}");
+        assert_eq!([found.sent.within as f64, found.sent.between as f64], [all[1], all[2]]);
+    }
+}
+
+/// An assertion in the product counts the ranks of what is simulated: never more than 144.
+#[test]
+fn worlds_of_any_shape_are_estimated_from_small_ones() {
+    let half = Window { left: Some(2048 * 1024), right: Some(0) };
+    let near = Window { left: Some(60_000), right: Some(60_000) };
+    for (outer, inner) in
+        [(8, 512), (64, 64), (2, 2048), (1024, 4), (1, 4096), (4096, 1), (3, 1000)]
+    {
+        for (layout, window) in
+            [(Layout::Contiguous, Window::CAUSAL), (Layout::Striped, half), (Layout::Zigzag, near)]
+        {
+            let problem = Problem { layout, window, ..problem(outer * inner, 1024, 4096, 512) };
+            let mut machine = h200();
+            machine.network.ranks_per_node = inner;
+            for inner in [None, Some(inner)] {
+                let choice = choose(&problem, inner, None, &machine, |_| None).unwrap();
+                let seconds = |cost: &Cost| cost.seconds.is_finite() && cost.seconds > 0.0;
+                let ring = choice.candidates[0].cost.as_ref().unwrap();
+                assert!(seconds(ring) && ring.estimated, "{outer} {inner:?} {layout} {window:?}");
             }
         }
     }

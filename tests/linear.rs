@@ -323,6 +323,67 @@ fn values_that_are_not_finite_stay_with_later_tokens() {
     }
 }
 
+/// Asserts that tokens outside of `spoilt`, where those of a head may be found from its resets, have
+/// the same results to the bit, and that some of the others are not finite.
+fn assert_apart(clean: &Data, data: &Data, spoilt: impl Fn(&[usize], usize) -> bool, what: &str) {
+    let Case { tokens, heads: [heads, _], .. } = clean.case;
+    let logs = clean.logs.values();
+    for at in [0, 2, 3, 4, 5] {
+        let (name, dim) = (NAMES[at], clean.results[at].shape[3]);
+        let [want, got] = [clean, data].map(|data| data.results[at].values());
+        for head in 0..heads {
+            let resets: Vec<usize> =
+                (0..tokens).filter(|t| logs[t * heads + head] == f64::NEG_INFINITY).collect();
+            let (inside, outside): (Vec<_>, Vec<_>) =
+                (0..tokens).partition(|&t| spoilt(&resets, t));
+            let row = |t: usize| (t * heads + head) * dim..(t * heads + head + 1) * dim;
+            for t in outside {
+                assert_eq!(got[row(t)], want[row(t)], "{what}: {name} of token {t}, head {head}");
+            }
+            let mut inside = inside.into_iter().flat_map(|t| &got[row(t)]);
+            assert!(inside.any(|x| !x.is_finite()), "{what}: {name} of head {head}");
+        }
+    }
+}
+
+#[test]
+fn not_even_nan_passes_a_reset() {
+    let token = 75;
+    let cases = [9, 70].map(|every| Isa::available().into_iter().map(move |isa| (every, isa)));
+    for (every, isa) in cases.into_iter().flatten() {
+        let logs = Logs::Sometimes(every, f32::NEG_INFINITY);
+        let case = Case { heads: [2, 2], logs, ..CASE };
+        let run = |spoil: &dyn Fn(&mut Data)| {
+            let mut data = Data::new(case);
+            spoil(&mut data);
+            data.run((isa, &pool(1)));
+            data
+        };
+        let clean = run(&|_| ());
+        for value in [f32::NAN, f32::INFINITY, 1e25] {
+            let data = run(&|data| {
+                for array in [&mut data.q, &mut data.k, &mut data.v, &mut data.dout] {
+                    let row = 2 * array.shape[3];
+                    (token * row..(token + 1) * row).for_each(|at| array.set(at, value));
+                }
+            });
+            let run_of = |resets: &[usize], t: usize| resets.partition_point(|reset| *reset <= t);
+            let spoilt = |resets: &[usize], t| run_of(resets, t) == run_of(resets, token);
+            assert_apart(&clean, &data, spoilt, &format!("{value}, {isa}, every {every}"));
+        }
+        let data = run(&|data| {
+            for array in [&mut data.before, &mut data.dafter] {
+                (0..array.values().len()).for_each(|at| array.set(at, f32::NAN));
+            }
+        });
+        let at_ends = |resets: &[usize], t: usize| {
+            let before = resets.first().is_none_or(|reset| t < *reset);
+            before || resets.last().is_none_or(|reset| t >= *reset)
+        };
+        assert_apart(&clean, &data, at_ends, &format!("states, {isa}, every {every}"));
+    }
+}
+
 #[test]
 fn two_calls_are_one() {
     for at in [1, 40, 64, 128, 149] {

@@ -146,7 +146,7 @@ fn padding_may_hold_anything() {
 
 #[test]
 fn a_hostile_network_changes_no_bit() {
-    let executor = Executor::new(Isa::best(), 2);
+    let executor = Executor::new(Isa::best(), 2).expect("threads");
     let features = features().into_iter().cycle();
     let problems = problems([1, 2, 3, 5, 8], &[1, 2, 7, 18]).into_iter().zip(features);
     for (seed, (problem, features)) in problems.enumerate() {
@@ -189,7 +189,7 @@ fn most_chunks(family: Family, world_size: usize) -> usize {
 
 #[test]
 fn every_family_agrees_with_the_dense_reference_over_a_hostile_network() {
-    let executor = Executor::new(Isa::best(), 2);
+    let executor = Executor::new(Isa::best(), 2).expect("threads");
     let segments = Features { segments: true, ..Features::default() };
     let window = |left, right| Window { left, right };
     let masks = [
@@ -316,7 +316,7 @@ fn spoiled_schedules_do_not_give_right_results() {
             }
         }),
     ];
-    let executor = Executor::new(Isa::best(), 2);
+    let executor = Executor::new(Isa::best(), 2).expect("threads");
     let problem = Problem { layout: Layout::Striped, ..problem(4, 6) };
     for (name, spoil) in spoilers {
         let shards = Shard::random(&problem, 5);
@@ -340,7 +340,7 @@ fn spoiled_schedules_do_not_give_right_results() {
 
 #[test]
 fn a_swapped_peer_is_noticed() {
-    let executor = Executor::new(Isa::best(), 2);
+    let executor = Executor::new(Isa::best(), 2).expect("threads");
     let problem = Problem { layout: Layout::Zigzag, ..problem(3, 4) };
     let mut schedules = ring(&problem, Pass::Forward, Travels::Keys);
     let swap = |step: &mut Step| {

@@ -1,6 +1,7 @@
 //! What the library exports beside the handlers for CUDA. cbindgen makes the C header of this file.
 
-use std::ffi::{CStr, c_char};
+use std::ffi::{CStr, OsStr, c_char};
+use std::os::unix::ffi::OsStrExt;
 use std::panic::catch_unwind;
 use std::path::Path;
 
@@ -8,7 +9,7 @@ use burst_attention::Pass;
 use burst_attention::host::trace;
 
 use crate::sys::{XLA_FFI_CallFrame, XLA_FFI_Error};
-use crate::{describe, handler, kernels, limit};
+use crate::{answer, describe, handler, kernels, limit};
 
 /// XLA's handler of target `burst_attention_forward`, platform `cpu`, stage instantiate.
 ///
@@ -65,10 +66,10 @@ pub extern "C" fn burst_attention_version() -> *const c_char {
 }
 
 /// JSON about the library, the instruction sets and threads it computes with, and the version of
-/// the XLA interface it was built for. The string is constant.
+/// the XLA interface it was built for. The string stays until the thread's next call.
 #[unsafe(no_mangle)]
 pub extern "C" fn burst_attention_describe() -> *const c_char {
-    catch_unwind(|| describe::describe().as_ptr()).unwrap_or(c"{}".as_ptr())
+    catch_unwind(|| answer::tell(Ok(describe::describe()))).unwrap_or(c"{}".as_ptr())
 }
 
 /// Bytes that all ranks of all rings sent since the library was loaded.
@@ -85,8 +86,9 @@ pub extern "C" fn burst_attention_set_rank_timeout(seconds: f64) {
     let _ = catch_unwind(|| handler::set_rank_timeout(limit::from_seconds(seconds)));
 }
 
-/// Records the steps of all rings from now on, for the Chrome trace file `path`; NULL stops and
-/// writes the file. Returns 0, or -1 if the path is not UTF-8 or the file can't be written.
+/// Opens the Chrome trace file `path` and records the steps of all rings from now on; NULL stops
+/// and writes the file. Returns 0, or the error number of the system (`errno`), or -1 for an error
+/// that has none.
 ///
 /// # Safety
 /// `path` is NULL or a C string.
@@ -94,17 +96,20 @@ pub extern "C" fn burst_attention_set_rank_timeout(seconds: f64) {
 pub unsafe extern "C" fn burst_attention_trace(path: *const c_char) -> i32 {
     let traced = catch_unwind(|| {
         if path.is_null() {
-            return trace::stop().is_ok();
+            return trace::stop();
         }
-        // SAFETY: passed on.
+        // SAFETY: the caller gives a C string.
         let path = unsafe { CStr::from_ptr(path) };
-        path.to_str().map(|path| trace::start(Path::new(path))).is_ok()
+        trace::start(Path::new(OsStr::from_bytes(path.to_bytes())))
     });
-    if traced.unwrap_or(false) { 0 } else { -1 }
+    match traced {
+        Ok(Ok(())) => 0,
+        Ok(Err(error)) => error.raw_os_error().unwrap_or(-1),
+        Err(_) => -1,
+    }
 }
 
-/// JSON about the CUDA kernels: every image's name, tile and arguments, and whether this library
-/// embeds the images. The string is constant.
+/// JSON about the CUDA kernels: every image's name, tile and arguments. The string is constant.
 #[unsafe(no_mangle)]
 pub extern "C" fn burst_attention_kernels() -> *const c_char {
     catch_unwind(|| kernels::describe().as_ptr()).unwrap_or(c"{}".as_ptr())
@@ -126,7 +131,8 @@ pub unsafe extern "C" fn burst_attention_kernel_launches(
         .unwrap_or(c"{\"error\": \"a panic; please report it\"}".as_ptr())
 }
 
-/// The image of that name, as the CUDA driver loads it, and its length; NULL if there is none.
+/// The image of that name, as the CUDA driver loads it, and its length; NULL if no file beside the
+/// library has it. The bytes stay.
 ///
 /// # Safety
 /// `name` is a C string, `bytes` can be written.

@@ -1,17 +1,14 @@
 //! What a report of a problem should say about this library.
 
-use std::ffi::{CStr, CString};
-use std::sync::LazyLock;
+use std::ffi::CStr;
 
 use burst_attention::cuda::libcuda::LibCuda;
 use burst_attention::cuda::nccl::Nccl;
 use burst_attention::host::isa::Isa;
 use burst_attention::host::ring::Executor;
-use burst_attention_kernels::images;
-use burst_attention_kernels::instances::Target;
 use serde_json::{Value, json};
 
-use crate::{kernels, sys};
+use crate::{images, sys};
 
 /// The version of the package, as a C string.
 pub fn version() -> &'static CStr {
@@ -19,19 +16,12 @@ pub fn version() -> &'static CStr {
     CStr::from_bytes_with_nul(version.as_bytes()).expect("one zero byte, at the end")
 }
 
-/// A JSON object, as a C string. Asking for it starts the compute threads.
-pub fn describe() -> &'static CStr {
-    static TEXT: LazyLock<CString> =
-        LazyLock::new(|| CString::new(json()).expect("JSON has no zero bytes"));
-    &TEXT
-}
-
-fn json() -> String {
+/// A JSON object. Asking for it starts the compute threads.
+pub fn describe() -> Value {
     let available: Vec<_> = Isa::available().iter().map(|isa| isa.name()).collect();
     let mut text = json!({
         "version": env!("CARGO_PKG_VERSION"),
         "available_instruction_sets": available,
-        "cuda_kernel_images": kernels::images(),
         "cuda": cuda(),
         "xla_ffi_api": format!("{}.{}", sys::XLA_FFI_API_MAJOR, sys::XLA_FFI_API_MINOR),
     });
@@ -42,7 +32,7 @@ fn json() -> String {
         }
         Err(error) => text["error"] = error.to_string().into(),
     }
-    text.to_string()
+    text
 }
 
 /// What there is to run on GPUs with. It does not start the driver.
@@ -56,10 +46,7 @@ fn cuda() -> Value {
         Ok(nccl) => known(nccl.version()),
         Err(error) => error.to_string(),
     };
-    let mut targets: Vec<_> = images::IMAGES.iter().map(|image| image.instance.target).collect();
-    targets.dedup();
-    let targets: Vec<_> = targets.into_iter().map(Target::name).collect();
-    json!({ "driver": driver, "nccl": nccl, "kernels_for": targets.join(" ") })
+    json!({ "driver": driver, "nccl": nccl, "kernels": images::describe() })
 }
 
 #[cfg(test)]
@@ -68,12 +55,12 @@ mod tests {
 
     #[test]
     fn says_what_computes() {
-        let text = describe().to_str().expect("UTF-8");
+        let text = describe().to_string();
         let parts = [
             "\"version\":\"",
             "\"instruction_set\":\"",
             "\"portable\"",
-            "\"cuda_kernel_images\":",
+            "\"kernels\":\"",
             "\"xla_ffi_api\":\"",
             "\"driver\":\"",
             "\"nccl\":\"",

@@ -159,6 +159,9 @@ impl Error {
             }
             Error::MissingRanks { .. } => sys::XLA_FFI_Error_Code_DEADLINE_EXCEEDED,
             Error::Abandoned => sys::XLA_FFI_Error_Code_ABORTED,
+            Error::Core(burst_attention::Error::NoThread { .. }) => {
+                sys::XLA_FFI_Error_Code_RESOURCE_EXHAUSTED
+            }
             Error::Core(
                 burst_attention::Error::InvalidProblem { .. }
                 | burst_attention::Error::WrongDtype { .. },

@@ -2,12 +2,13 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
-use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{LazyLock, Once};
 use std::time::Duration;
 
 use burst_attention::Pass;
 use burst_attention::host::ring::{self, RankBuffers};
+use burst_attention::host::threads;
 
 use crate::api::{Api, Promise};
 use crate::attributes::Attributes;
@@ -20,7 +21,11 @@ use crate::state::{self, CallState, Kind};
 use crate::{limit, sys};
 
 /// Where all ranks of this process meet.
-static HUB: LazyLock<Hub<RankBuffers, Promise>> = LazyLock::new(|| Hub::new(limit::initial()));
+static HUB: LazyLock<Hub<RankBuffers, Promise>> =
+    LazyLock::new(|| Hub::new(limit::DEFAULT, threads::reserve));
+
+/// Done once somebody has said how late ranks may be: the environment or the program.
+static LIMIT_IS_SET: Once = Once::new();
 
 /// Bytes that all ranks of all rings sent.
 static BYTES_SENT: AtomicU64 = AtomicU64::new(0);
@@ -151,7 +156,8 @@ pub(crate) unsafe fn instantiate_as<S: CallState>(
         }
         frame.expect_stage(sys::XLA_FFI_ExecutionStage_INSTANTIATE)?;
         check_version(api)?;
-        limit::from_environment()?;
+        let limit = limit::from_environment()?;
+        LIMIT_IS_SET.call_once(|| HUB.set_limit(limit));
         state::set(api, frame.context(), make(&frame.attributes()?)?)
     };
     // SAFETY: passed on.
@@ -172,16 +178,17 @@ pub(crate) unsafe fn execute(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_
         let key = Key { site: state.site, run: api.run_id(frame.context())?, ring };
         let place = Place { rank, device: api.device_ordinal(frame.context())? };
 
-        let promise = api.future()?;
-        frame.set_future(&promise);
         let (problem, family, travels) = (call.problem.clone(), call.family, call.travels);
-        let member = Member { buffers, completion: promise };
-        HUB.arrive(key, place, &call, member, move |ranks| {
+        let join = || {
+            let promise = api.future()?;
+            frame.set_future(&promise);
+            Ok(Member { buffers, completion: promise })
+        };
+        HUB.arrive(key, place, &call, join, move |ranks| {
             let sent = ring::run_family(&problem, family, travels, call::gather(ranks)?)?;
             count_bytes(sent);
             Ok(())
-        });
-        Ok(())
+        })
     };
     // SAFETY: passed on.
     unsafe { guard_stage(raw, sys::XLA_FFI_ExecutionStage_EXECUTE, body) }
@@ -194,5 +201,6 @@ pub(crate) fn bytes_sent() -> u64 {
 
 /// Changes how late ranks may be.
 pub(crate) fn set_rank_timeout(limit: Duration) {
+    LIMIT_IS_SET.call_once(|| ());
     HUB.set_limit(limit);
 }

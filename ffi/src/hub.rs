@@ -1,10 +1,11 @@
 //! Threads around the rendezvous: starts rings, wakes up for missing ranks, tells everybody.
 
+use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use burst_attention::host::threads;
+use burst_attention::host::threads::Reserved;
 
 use crate::clock::IdleClock;
 use crate::error::{Error, Result};
@@ -25,16 +26,24 @@ pub struct Member<B, C> {
     pub completion: C,
 }
 
+/// A member and the thread on which it will be told.
+#[derive(Debug)]
+struct Guest<B, C> {
+    member: Member<B, C>,
+    thread: Reserved,
+}
+
 /// Meeting point of all ranks of a process. Nothing here blocks the caller.
 #[derive(Debug)]
 pub struct Hub<B, C> {
     shared: Mutex<Shared<B, C>>,
     changed: Condvar,
+    reserve: fn() -> io::Result<Reserved>,
 }
 
 #[derive(Debug)]
 struct Shared<B, C> {
-    rendezvous: Rendezvous<Member<B, C>>,
+    rendezvous: Rendezvous<Guest<B, C>>,
     clock: IdleClock,
     limit: Duration,
     /// A thread watches for missing ranks.
@@ -44,8 +53,9 @@ struct Shared<B, C> {
 }
 
 impl<B: Send + 'static, C: Completion> Hub<B, C> {
-    /// An empty one; ranks may be `limit` late.
-    pub fn new(limit: Duration) -> Hub<B, C> {
+    /// An empty one; ranks may be `limit` late. Threads come from `reserve`, such as
+    /// [`burst_attention::host::threads::reserve`].
+    pub fn new(limit: Duration, reserve: fn() -> io::Result<Reserved>) -> Hub<B, C> {
         let shared = Shared {
             rendezvous: Rendezvous::default(),
             clock: IdleClock::new(Instant::now()),
@@ -53,7 +63,7 @@ impl<B: Send + 'static, C: Completion> Hub<B, C> {
             watched: false,
             stalled: false,
         };
-        Hub { shared: Mutex::new(shared), changed: Condvar::new() }
+        Hub { shared: Mutex::new(shared), changed: Condvar::new(), reserve }
     }
 
     fn lock(&self) -> MutexGuard<'_, Shared<B, C>> {
@@ -71,44 +81,96 @@ impl<B: Send + 'static, C: Completion> Hub<B, C> {
         self.lock().rendezvous.forget(site);
     }
 
-    /// A rank arrives. If it is the last one, `run` gets the buffers of all, by rank, on a thread
-    /// of its own; when it is through, every rank is told, each on a thread of its own.
+    /// A rank arrives, with what `join` returns. If it is the last one, `run` gets the buffers of
+    /// all, by rank, on a thread of its own. When `run` is through, every rank is told, each on a
+    /// thread of its own.
+    ///
+    /// The threads that watch, run and tell are reserved before the rank joins. So whatever happens
+    /// later, every rank can be told.
+    ///
+    /// # Errors
+    /// If the operating system refuses a thread, or `join` fails. Then the rank takes no part, and
+    /// the other ranks of its ring are told why.
     pub fn arrive(
         &'static self,
         key: Key,
         place: Place,
         call: &Call,
-        member: Member<B, C>,
+        join: impl FnOnce() -> Result<Member<B, C>>,
         run: impl FnOnce(Vec<B>) -> Result<()> + Send + 'static,
-    ) {
+    ) -> Result<()> {
         let mut shared = self.lock();
         let now = shared.clock.read(Instant::now());
-        match shared.rendezvous.arrive(key, place, call, member, now) {
+        // Where a session is open, somebody watches.
+        let watches = !shared.watched && call.problem.world_size > 1;
+        let joined = self.prepare(place, call, watches).and_then(|(thread, watcher)| {
+            let member = join()?;
+            Ok((Guest { member, thread }, watcher))
+        });
+        let (guest, watcher) =
+            joined.map_or_else(|error| (Err(error), None), |(guest, watcher)| (Ok(guest), watcher));
+        let answer = guest.as_ref().map(|_| ()).map_err(Clone::clone);
+        match shared.rendezvous.arrive(key, place, call, guest, now) {
             Outcome::Waiting => {
-                let watch = !std::mem::replace(&mut shared.watched, true);
-                drop(shared);
-                if watch {
-                    threads::spawn(move || self.watch());
+                if let Some(watcher) = watcher {
+                    shared.watched = true;
+                    watcher.run(|| self.watch());
                 }
             }
-            Outcome::Complete(members) => {
+            Outcome::Complete(guests) => {
                 shared.clock.stop(Instant::now());
                 drop(shared);
-                let computing = Computing(self);
-                threads::spawn(move || {
-                    let (buffers, completions): (Vec<_>, Vec<_>) =
-                        members.into_iter().map(|m| (m.buffers, m.completion)).unzip();
-                    let outcome = catch_unwind(AssertUnwindSafe(|| run(buffers)))
-                        .unwrap_or_else(|payload| Err(Error::panic(payload)));
-                    drop(computing);
-                    tell(completions, &outcome.map_err(Arc::new));
-                });
+                self.start(guests, run);
             }
             Outcome::Failed(failure) => {
                 drop(shared);
-                tell(failure.members.into_iter().map(|m| m.completion), &Err(failure.error));
+                tell(failure.members.into_iter().map(told), &Err(failure.error));
             }
         }
+        answer
+    }
+
+    /// Reserves the thread of a rank and, where one `watches`, the thread that does.
+    fn prepare(
+        &self,
+        place: Place,
+        call: &Call,
+        watches: bool,
+    ) -> Result<(Reserved, Option<Reserved>)> {
+        let reserve = || {
+            (self.reserve)().map_err(|refused| burst_attention::Error::NoThread {
+                purpose: format!(
+                    "rank {} of {} over mesh axis {:?}",
+                    place.rank, call.problem.world_size, call.axis
+                ),
+                reason: refused.to_string(),
+            })
+        };
+        Ok((reserve()?, if watches { Some(reserve()?) } else { None }))
+    }
+
+    /// Runs a ring on the thread of its last rank, and then tells all.
+    fn start(
+        &'static self,
+        guests: Vec<Guest<B, C>>,
+        run: impl FnOnce(Vec<B>) -> Result<()> + Send + 'static,
+    ) {
+        let computing = Computing(self);
+        let mut buffers = Vec::new();
+        let mut others = Vec::new();
+        for Guest { member, thread } in guests {
+            buffers.push(member.buffers);
+            others.push((thread, member.completion));
+        }
+        let (thread, own) = others.pop().expect("a ring has a rank");
+        thread.run(move || {
+            let outcome = catch_unwind(AssertUnwindSafe(|| run(buffers)))
+                .unwrap_or_else(|payload| Err(Error::panic(payload)))
+                .map_err(Arc::new);
+            drop(computing);
+            tell(others, &outcome);
+            own.complete(outcome.as_ref().copied().map_err(|error| &**error));
+        });
     }
 
     /// Fails sessions whose ranks stay missing, until none is open.
@@ -120,7 +182,7 @@ impl<B: Send + 'static, C: Completion> Hub<B, C> {
             if !failures.is_empty() {
                 drop(shared);
                 for failure in failures {
-                    tell(failure.members.into_iter().map(|m| m.completion), &Err(failure.error));
+                    tell(failure.members.into_iter().map(told), &Err(failure.error));
                 }
                 shared = self.lock();
                 continue;
@@ -141,15 +203,20 @@ impl<B: Send + 'static, C: Completion> Hub<B, C> {
     }
 }
 
-/// Tells everybody, each on a thread of its own: what runs there may wait for the others.
+/// Whom to tell, and where.
+fn told<B, C>(guest: Guest<B, C>) -> (Reserved, C) {
+    (guest.thread, guest.member.completion)
+}
+
+/// Tells each rank on a thread of its own, because what runs there may wait for other ranks.
 fn tell<C: Completion>(
-    completions: impl IntoIterator<Item = C>,
+    all: impl IntoIterator<Item = (Reserved, C)>,
     outcome: &std::result::Result<(), Arc<Error>>,
 ) {
-    for completion in completions {
+    for (thread, completion) in all {
         let outcome = outcome.clone();
-        threads::spawn(move || {
-            completion.complete(outcome.as_ref().copied().map_err(|error| &**error))
+        thread.run(move || {
+            completion.complete(outcome.as_ref().copied().map_err(|error| &**error));
         });
     }
 }

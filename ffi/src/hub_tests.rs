@@ -1,6 +1,7 @@
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::ThreadId;
 
+use burst_attention::host::threads;
 use burst_attention::schedule::Family;
 use burst_attention::{Dtype, Features, Layout, Pass, Problem, Window};
 
@@ -60,13 +61,14 @@ fn meet(
     ranks: &[i32],
     run: impl FnOnce(Vec<i32>) -> Result<()> + Clone + Send + 'static,
 ) -> (&'static Hub<i32, Listener>, Receiver<Told>) {
-    let hub = Box::leak(Box::new(Hub::new(limit)));
+    let hub = Box::leak(Box::new(Hub::new(limit, threads::reserve)));
     let (told, heard) = channel();
     let everybody = Arc::new(std::sync::Barrier::new(ranks.len()));
     for &rank in ranks {
         let (told, everybody) = (told.clone(), everybody.clone());
         let member = Member { buffers: rank, completion: Listener { rank, told, everybody } };
-        hub.arrive(KEY, Place { rank, device: rank }, &call(world_size), member, run.clone());
+        let place = Place { rank, device: rank };
+        hub.arrive(KEY, place, &call(world_size), || Ok(member), run.clone()).expect("it joins");
     }
     (hub, heard)
 }
@@ -145,7 +147,8 @@ fn time_in_which_a_ring_computes_does_not_count() {
     let completion = Listener { rank: 0, told, everybody };
     let key = Key { ring: 1, ..KEY };
     let member = Member { buffers: 0, completion };
-    hub.arrive(key, Place { rank: 0, device: 0 }, &call(2), member, |_| Ok(()));
+    let place = Place { rank: 0, device: 0 };
+    hub.arrive(key, place, &call(2), || Ok(member), |_| Ok(())).expect("it joins");
     let waited = late.recv_timeout(Duration::from_millis(300));
     assert!(waited.is_err(), "the clock stands while the first ring computes");
 
@@ -160,4 +163,48 @@ fn a_misfit_tells_those_who_wait() {
     for outcome in hear(&heard, 2) {
         assert!(outcome.expect_err("it failed").contains("rank 7 of 2"));
     }
+}
+
+thread_local! {
+    /// How many threads the system will grant to this test.
+    static GRANTED: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
+fn scarce() -> io::Result<Reserved> {
+    let left = GRANTED.get().checked_sub(1).ok_or_else(|| io::Error::other("too many threads"))?;
+    GRANTED.set(left);
+    threads::reserve()
+}
+
+#[test]
+fn a_refused_thread_fails_the_ring_with_the_reason_and_the_next_ring_runs() {
+    let reason = |rank| format!("no thread for rank {rank} of 2 over mesh axis \"context\"");
+    let hub: &'static Hub<i32, Listener> = Box::leak(Box::new(Hub::new(PATIENCE, scarce)));
+    let (told, heard) = channel();
+    let arrive = |run: i64, rank: i32, together: &Arc<std::sync::Barrier>| {
+        let completion = Listener { rank, told: told.clone(), everybody: together.clone() };
+        let join = || Ok(Member { buffers: rank, completion });
+        hub.arrive(Key { run, ..KEY }, Place { rank, device: rank }, &call(2), join, |_| Ok(()))
+    };
+    // The first rank needs a thread, and one that watches for the second; the second needs one.
+    for granted in 0..3 {
+        GRANTED.set(granted);
+        let alone = Arc::new(std::sync::Barrier::new(1));
+        let run = granted as i64;
+        let answers = [0, 1].map(|rank| arrive(run, rank, &alone).map_err(|e| e.to_string()));
+        let refused = if granted < 2 { 0 } else { 1 };
+        let message = answers[refused].as_ref().expect_err("it is refused");
+        assert!(message.contains(&reason(refused)), "{message}");
+        assert!(message.contains("too many threads"), "{message}");
+        GRANTED.set(usize::MAX);
+        if answers[1 - refused].is_ok() {
+            let heard = hear(&heard, 1);
+            assert!(heard[0].as_ref().is_err_and(|other| other == message), "{heard:?}");
+        }
+    }
+    let both = Arc::new(std::sync::Barrier::new(2));
+    for rank in 0..2 {
+        assert_eq!(arrive(3, rank, &both), Ok(()));
+    }
+    assert_eq!(hear(&heard, 2), vec![Ok(()); 2]);
 }

@@ -3,7 +3,6 @@
 use std::ffi::{CStr, CString};
 use std::sync::LazyLock;
 
-use burst_attention_kernels::images::IMAGES;
 use burst_attention_kernels::instances::{Instance, Target};
 use burst_attention_kernels::launch::{
     Delta, Finish, Forward, Join, KeyGrads, Launch, LaunchError, LinearAttend, LinearState, Merge,
@@ -13,6 +12,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::answer::{read, tell};
+use crate::images;
 
 /// What is to be computed.
 #[derive(Deserialize)]
@@ -45,11 +45,11 @@ impl Request {
     }
 }
 
-/// All images: `{"embedded": bool, "images": [{"name", "kernel", …, "arguments": […]}]}`.
+/// All images that there can be: `{"images": [{"name", "kernel", …, "arguments": […]}]}`.
 pub fn describe() -> &'static CStr {
     static TEXT: LazyLock<CString> = LazyLock::new(|| {
         let images: Vec<Value> = Instance::all().map(|instance| image_json(&instance)).collect();
-        c_string(json!({ "embedded": cfg!(feature = "cuda"), "images": images }).to_string())
+        c_string(json!({ "images": images }).to_string())
     });
     &TEXT
 }
@@ -92,25 +92,16 @@ pub fn launches(target: &CStr, request: &CStr) -> *const std::ffi::c_char {
 }
 
 fn answer(target: &CStr, request: &CStr) -> Result<Vec<Launch>, String> {
-    let target = target.to_string_lossy();
-    let found = Target::ALL.into_iter().find(|known| known.name() == target);
-    let target = found.ok_or_else(|| {
-        let known = Target::ALL.map(Target::name).join(", ");
-        format!("expected a target of {known}, got {target}")
-    })?;
+    let target = Target::of_name(&target.to_string_lossy())?;
     let request: Request = read(request)?;
     request.launches(target).map_err(|error| error.to_string())
 }
 
-/// How many images this library has.
-pub fn images() -> usize {
-    IMAGES.len()
-}
-
-/// The image of that name, if this library has it.
+/// The image of that name, if there is a file with it beside the library.
 pub fn image(name: &CStr) -> Option<&'static [u8]> {
     let name = name.to_str().ok()?;
-    IMAGES.iter().find(|image| image.instance.to_string() == name).map(|image| image.cubin)
+    let instance = Instance::all().find(|instance| instance.to_string() == name)?;
+    images::find(&instance).ok()
 }
 
 fn c_string(text: String) -> CString {
@@ -143,7 +134,6 @@ mod tests {
         assert_eq!(forward["arguments"][0]["name"], "q");
         assert_eq!(forward["arguments"][0]["kind"], "activations");
         assert_eq!(forward["arguments"][8]["offset"], 64);
-        assert_eq!(text["embedded"], cfg!(feature = "cuda"));
     }
 
     #[test]
@@ -162,11 +152,5 @@ mod tests {
         assert!(error(ask(c"sm_90", "{")).contains("can't be read"));
         let odd = FINISH.replace("96", "100");
         assert!(error(ask(c"sm_90", &odd)).contains("multiple of 8"), "{}", ask(c"sm_90", &odd));
-    }
-
-    #[test]
-    fn finds_images_by_name() {
-        assert_eq!(image(c"finish_bf16_d128_sm_90").is_some(), cfg!(feature = "cuda"));
-        assert!(image(c"finish_bf16_d129_sm_90").is_none());
     }
 }

@@ -33,6 +33,7 @@ pub mod error;
 pub mod frame;
 mod handler;
 pub mod hub;
+mod images;
 mod kernels;
 mod limit;
 mod linear;

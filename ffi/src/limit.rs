@@ -1,39 +1,40 @@
 //! How late the ranks of a ring may be.
 
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use crate::error::{Error, Result};
+use burst_attention::environment;
+
+use crate::error::Result;
 
 /// Environment variable that sets it, in seconds.
 const VARIABLE: &str = "BURST_ATTENTION_RANK_TIMEOUT_S";
 
 /// Without the variable: well before XLA's own collectives give up and end the process.
-const DEFAULT: Duration = Duration::from_secs(20);
+pub const DEFAULT: Duration = Duration::from_secs(20);
 
-/// What holds when the first call is compiled.
-pub fn initial() -> Duration {
-    from_environment().unwrap_or(DEFAULT)
-}
+/// Seconds that the variable may ask for: from a millisecond to eleven days.
+const SECONDS: RangeInclusive<f64> = 1e-3..=1e6;
 
 /// The limit that the environment sets, or the default one.
 ///
 /// # Errors
-/// If the variable holds anything but a positive number.
+/// If the variable holds anything but a number of seconds within the bounds, or infinity.
 pub fn from_environment() -> Result<Duration> {
-    let Some(value) = std::env::var_os(VARIABLE) else { return Ok(DEFAULT) };
-    let seconds = value.to_str().and_then(|text| text.trim().parse::<f64>().ok());
-    seconds.and_then(positive).ok_or_else(|| {
-        Error::mismatch(VARIABLE, "a positive number of seconds", format!("{value:?}"))
-    })
+    let (least, most) = (SECONDS.start(), SECONDS.end());
+    let expected = || format!("seconds from {least} to {most}, or inf to wait for ever");
+    Ok(environment::read(VARIABLE, expected, parse)?.unwrap_or(DEFAULT))
+}
+
+fn parse(text: &str) -> Option<Duration> {
+    let seconds: f64 = text.parse().ok()?;
+    (SECONDS.contains(&seconds) || seconds == f64::INFINITY).then(|| from_seconds(seconds))
 }
 
 /// A number of seconds, infinity being for ever; anything that is not positive means the default.
 pub fn from_seconds(seconds: f64) -> Duration {
-    positive(seconds).unwrap_or(DEFAULT)
-}
-
-fn positive(seconds: f64) -> Option<Duration> {
-    (seconds > 0.0).then(|| Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
+    let positive = seconds > 0.0;
+    if positive { Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX) } else { DEFAULT }
 }
 
 #[cfg(test)]
@@ -46,6 +47,16 @@ mod tests {
         assert_eq!(from_seconds(f64::INFINITY), Duration::MAX);
         for seconds in [0.0, -1.0, f64::NAN] {
             assert_eq!(from_seconds(seconds), DEFAULT);
+        }
+    }
+
+    #[test]
+    fn the_variable_takes_seconds_within_bounds_or_infinity() {
+        assert_eq!(parse("0.5"), Some(Duration::from_millis(500)));
+        assert_eq!(parse("1e6"), Some(Duration::from_secs(1_000_000)));
+        assert_eq!(parse("inf"), Some(Duration::MAX));
+        for text in ["abc", "0", "-1", "-inf", "nan", "1e-4", "1e20", "20 s"] {
+            assert_eq!(parse(text), None, "{text}");
         }
     }
 }

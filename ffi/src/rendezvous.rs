@@ -14,7 +14,7 @@ use std::time::Duration;
 use burst_attention::schedule::Family;
 use burst_attention::{Pass, Problem, Travels};
 
-use crate::error::Error;
+use crate::error::{Error, Result};
 
 /// Tombstones that are kept. A rank that comes after its tombstone is gone waits like a first one.
 const TOMBSTONES: usize = 1024;
@@ -108,13 +108,14 @@ impl<M> Default for Rendezvous<M> {
 }
 
 impl<M> Rendezvous<M> {
-    /// A rank arrives at time `now` and brings `member`.
+    /// A rank arrives at time `now` and brings `member`, or the reason why it can't take part.
+    /// Such a reason fails the session.
     pub fn arrive(
         &mut self,
         key: Key,
         place: Place,
         call: &Call,
-        member: M,
+        member: Result<M>,
         now: Duration,
     ) -> Outcome<M> {
         let queue = self.queues.entry(key).or_default();
@@ -140,12 +141,21 @@ impl<M> Rendezvous<M> {
         if let Some(error) = session.failed.clone() {
             session.seats[rank] = Seat::Left;
             self.sweep(key);
-            return Outcome::Failed(Failure { error, members: vec![member] });
+            return Outcome::Failed(Failure { error, members: member.into_iter().collect() });
         }
         if session.call != *call {
             let what = format!("rank {rank} calls with {call}, others with {}", session.call);
             return Outcome::Failed(self.misfit(key, call, &what, member, now));
         }
+        let member = match member {
+            Ok(member) => member,
+            Err(error) => {
+                let failure = session.fail(error);
+                session.seats[rank] = Seat::Left;
+                self.entomb(key);
+                return Outcome::Failed(failure);
+            }
+        };
         session.seats[rank] = Seat::Taken { device: place.device, member };
         if session.arrived().count() < session.seats.len() {
             return Outcome::Waiting;
@@ -197,7 +207,7 @@ impl<M> Rendezvous<M> {
         key: Key,
         call: &Call,
         what: &str,
-        member: M,
+        member: Result<M>,
         now: Duration,
     ) -> Failure<M> {
         let error = Error::Disagreement {
@@ -212,11 +222,16 @@ impl<M> Rendezvous<M> {
             queue.len() - 1
         });
         let mut failure = queue[index].fail(error);
-        failure.members.push(member);
+        failure.members.extend(member);
+        self.entomb(key);
+        failure
+    }
+
+    /// A session of this queue has failed, and stays for those who come later.
+    fn entomb(&mut self, key: Key) {
         self.tombstones.push_back(key);
         self.sweep(key);
         self.bury();
-        failure
     }
 
     /// Removes what nobody will come for any more.

@@ -5,8 +5,9 @@ use std::panic::resume_unwind;
 use std::thread;
 
 use burst_attention::mask::Window;
+use burst_attention::problem::MAX_RANKS;
 use burst_attention::simulate::{
-    Activity, Bytes, Class, Event, Method, RankReport, Report, predict,
+    Activity, Bytes, Class, Estimate, Event, Method, RankReport, Report, estimate, predict,
 };
 use burst_attention::{Features, Layout, Pass, Problem, Travels};
 use serde::Deserialize;
@@ -14,8 +15,11 @@ use serde_json::{Value, json};
 
 use crate::answer::answered;
 use crate::call::travels_of;
-use crate::machine::MachineRequest;
+use crate::machine::{MachineRequest, NamedOrGiven};
 use crate::options::Schedule;
+
+/// Most ranks whose steps are all walked; of more there is an estimate.
+const MOST_WALKED: usize = 1024;
 
 /// What is to be predicted.
 #[derive(Deserialize)]
@@ -58,6 +62,9 @@ fn answer(request: &Request) -> Result<Value> {
     let backward = travels_of(&request.backward).map_err(|error| error.to_string())?;
     let node = named.machine.network.ranks_per_node.min(request.world_size);
     let method = request.method(node)?;
+    if request.world_size > MOST_WALKED {
+        return request.estimated(&problem, method, backward, &named);
+    }
     let report = |(pass, travels): (Pass, Option<Travels>)| {
         predict(&problem, method, pass, travels, &named.machine, request.timeline)
     };
@@ -75,6 +82,26 @@ fn answer(request: &Request) -> Result<Value> {
 }
 
 impl Request {
+    /// The same of a large world: totals, and one rank for all.
+    fn estimated(
+        &self,
+        problem: &Problem,
+        method: Method,
+        backward: Option<Travels>,
+        named: &NamedOrGiven,
+    ) -> Result<Value> {
+        if self.timeline {
+            let got = self.world_size;
+            return Err(format!("a timeline has at most {MOST_WALKED} ranks, got {got}"));
+        }
+        let passes = [(Pass::Forward, None), (Pass::Backward, backward)].map(|(pass, travels)| {
+            let found = estimate(problem, method, pass, travels, &named.machine);
+            Ok(estimate_json(&found.map_err(|error| error.to_string())?, pass, self.world_size))
+        });
+        let passes: Vec<Value> = passes.into_iter().collect::<Result<_>>()?;
+        Ok(json!({ "machine": named.json(self.world_size), "passes": passes }))
+    }
+
     /// How ranks divide the work, with nodes of so many ranks.
     fn method(&self, node: usize) -> Result<Method> {
         match self.schedule.as_str() {
@@ -92,6 +119,13 @@ impl Request {
             self.dtype.parse().map_err(|error: burst_attention::Error| error.to_string())?;
         if self.world_size == 0 {
             return Err("world size must be at least 1, got 0".into());
+        }
+        if self.world_size > MAX_RANKS {
+            let got = self.world_size;
+            return Err(format!(
+                "world size must be at most {MAX_RANKS} (further devices can share the batch or \
+                 the heads), got {got}"
+            ));
         }
         let layout: Layout = self.layout.parse().map_err(|error| format!("{error}"))?;
         let (chunks, what) = match layout {
@@ -135,7 +169,8 @@ fn pass_json(report: &Report, timeline: bool) -> Value {
         "flops": report.flops(),
         "sent": bytes_json(report.sent()),
         "slow_hops": report.slow_hops(),
-        "ranks": report.ranks.iter().map(|rank| rank_json(report, rank)).collect::<Vec<_>>(),
+        "ranks": (report.ranks.iter().map(|rank| rank_json(report.seconds, rank)))
+            .collect::<Vec<_>>(),
     });
     if timeline {
         text["timeline"] = report.timeline.iter().map(event_json).collect();
@@ -143,12 +178,30 @@ fn pass_json(report: &Report, timeline: bool) -> Value {
     text
 }
 
+/// As [`pass_json`], with the busiest rank alone.
+fn estimate_json(found: &Estimate, pass: Pass, world_size: usize) -> Value {
+    let all = found.seconds * world_size as f64;
+    json!({
+        "pass": format!("{pass:?}").to_lowercase(),
+        "estimated": true,
+        "world_size": world_size,
+        "travels": side_name(found.travels),
+        "seconds": found.seconds,
+        "idle_share": if all > 0.0 { 1.0 - found.compute / all } else { 0.0 },
+        "exposed": found.exposed,
+        "flops": found.flops,
+        "sent": bytes_json(found.sent),
+        "slow_hops": found.slow_hops,
+        "ranks": [rank_json(found.seconds, &found.busiest)],
+    })
+}
+
 /// What travels, in a word; where no side does, ranks exchange heads.
 pub(crate) fn side_name(side: Option<Travels>) -> String {
     side.map_or("heads".into(), |side| format!("{side:?}").to_lowercase())
 }
 
-fn rank_json(report: &Report, rank: &RankReport) -> Value {
+fn rank_json(seconds: f64, rank: &RankReport) -> Value {
     json!({
         "steps": rank.steps,
         "tiles": rank.tiles,
@@ -156,7 +209,7 @@ fn rank_json(report: &Report, rank: &RankReport) -> Value {
         "compute": rank.compute,
         "exposed": rank.exposed,
         "late": rank.late,
-        "idle": report.seconds - rank.compute,
+        "idle": seconds - rank.compute,
         "sent": bytes_json(rank.sent),
         "slow_hops": rank.slow_hops,
         "buffer_bytes": rank.buffer_bytes,

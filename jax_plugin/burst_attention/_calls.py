@@ -54,8 +54,10 @@ def _on_platform(ring: Ring, operands: Any, **calls: Callable[..., Arrays]) -> A
     """Results of the call of the ring's platform, or of the one it will be lowered for."""
     if ring.platform is not None:
         return calls[ring.platform](ring, *operands)
-    # Without a default, lowering for any other platform is an error.
-    branches = {name: partial(call, ring) for name, call in calls.items()}
+    # Without a default, lowering for any other platform is an error. Kernels of GPUs can't keep o
+    # in float32, see `_checks.keeps_float32`.
+    names = ("cpu",) if ring.keeps_float32 else tuple(calls)
+    branches = {name: partial(calls[name], ring) for name in names}
     results: Arrays = lax.platform_dependent(*operands, **branches)
     return results
 
@@ -80,11 +82,12 @@ def _cuda_forward(ring: Ring, qkv: Arrays, extras: Extras) -> Arrays:
 
 
 def _cuda_backward(ring: Ring, qkv: Arrays, extras: Extras, given: Arrays) -> Arrays:
-    (q, k, v), (o, *rest) = qkv, given
-    operands = (_signed(ring, q), k, v, o.astype(q.dtype), *rest)
+    (q, k, v), (o, lse, dout, dlse) = qkv, given
+    dout, dlse = _of_tokens(extras, dout), _of_tokens(extras, dlse)
+    operands = (_signed(ring, q), k, v, o.astype(q.dtype), lse, dout, dlse)
     results = _like(*qkv)
     # What each query adds to the gradient of its head's slope: kernels add to it in place.
-    zeros = () if extras.slopes is None else (vary(jnp.zeros_like(rest[0]), ring.varying),)
+    zeros = () if extras.slopes is None else (vary(jnp.zeros_like(lse), ring.varying),)
     dq, dk, dv, *dslopes = _cuda_call(
         _ffi.BACKWARD,
         ring,
@@ -97,11 +100,23 @@ def _cuda_backward(ring: Ring, qkv: Arrays, extras: Extras, given: Arrays) -> Ar
     return _signed(ring, dq), dk, dv, *(x.sum(axis=1) for x in dslopes)
 
 
+def _of_tokens(extras: Extras, cotangent: jax.Array) -> jax.Array:
+    """0 for padding: kernels multiply what they mask by a weight of 0, and 0 · NaN is NaN."""
+    if extras.q_segments is None:
+        return cotangent
+    padding = lax.expand_dims(extras.q_segments < 0, range(2, cotangent.ndim))
+    return jnp.where(padding, jnp.zeros_like(cotangent), cotangent)
+
+
 def kept_dtype(ring: Ring, q: jax.Array, k: jax.Array) -> Any:
-    """dtype of the o that the backward pass gets: that of q, or float32 for short sequences."""
+    """dtype of the o that the backward pass gets.
+
+    That of q, or float32 where the caller asks for it and for short sequences.
+    """
     keys, (left, right) = ring.world_size * k.shape[1], ring.window
     short_window = NO_LIMIT not in (left, right) and left + right < SHORT_WINDOW
-    return jnp.float32 if keys <= SHORT_SEQUENCE or short_window else q.dtype
+    is_short = keys <= SHORT_SEQUENCE or short_window
+    return jnp.float32 if is_short or ring.keeps_float32 else q.dtype
 
 
 def _o_dtype(ring: Ring, q: jax.Array, k: jax.Array) -> Any:

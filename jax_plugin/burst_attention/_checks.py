@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+import operator
+from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias, get_args
 
 import jax
@@ -20,6 +21,7 @@ AnyMesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
 PLATFORMS = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_HEAD_DIM = 256
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 BACKWARDS: tuple[str, ...] = get_args(Backward)
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
@@ -44,6 +46,16 @@ def refused_arguments(arguments: Mapping[str, Any]) -> None:
             raise NotImplementedError(
                 f"{name} of jax.nn.dot_product_attention is not supported over a sharded "
                 f"sequence: {instead}"
+            )
+
+
+def known_options(caller: str, options: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises, as Python would, for keyword arguments that a function does not take."""
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"{caller}() got an unexpected keyword argument {name!r}; it takes those of "
+                f"burst_attention.attention: {', '.join(known)}"
             )
 
 
@@ -86,6 +98,27 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def keeps_float32(residual_dtype: Any, platform: str | None) -> bool:
+    """Whether ``residual_dtype`` asks for out in float32; ``platform`` as `devices` says."""
+    if residual_dtype is None:
+        return False
+    if not isinstance(residual_dtype, str | type | np.dtype):
+        raise TypeError(
+            "residual_dtype must be 'float32' or None, the dtype of query, got "
+            f"{describe(residual_dtype)}"
+        )
+    if residual_dtype not in ("float32", np.float32, jnp.float32):
+        raise ValueError(
+            f"residual_dtype must be 'float32' or None, the dtype of query, got {residual_dtype!r}"
+        )
+    if platform == "cuda":
+        raise NotImplementedError(
+            "residual_dtype='float32' needs CPU devices: the kernels for NVIDIA GPUs round out to "
+            "query's dtype before they store it; leave residual_dtype out there"
+        )
+    return True
+
+
 def softmax_scale(scale: Any, head_dim: int) -> float:
     """The factor on q·k: ``scale``, by default head_dim^-0.5."""
     if scale is None:
@@ -93,6 +126,8 @@ def softmax_scale(scale: Any, head_dim: int) -> float:
     scale = static_number("scale", scale, "; multiply query by a traced factor instead")
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
+    if abs(scale) > MAX_FLOAT32:
+        raise _beyond_float32("scale", f"{scale:g}")
     return scale
 
 
@@ -104,7 +139,26 @@ def static_number(name: str, value: Any, instead: str = "") -> float:
             f"{name} must be a Python number, since it is compiled into the program, "
             f"got {describe(value)}{instead}"
         )
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        kind = type(value).__name__
+        raise _beyond_float32(name, f"a number of type {kind} beyond that of float64") from None
+
+
+def _beyond_float32(name: str, got: str) -> ValueError:
+    most = f"{MAX_FLOAT32:.3g}"
+    return ValueError(
+        f"{name} must be within the range of float32, from -{most} to {most}, got {got}"
+    )
+
+
+def integer(name: str, value: Any) -> int:
+    """An int of Python, of any type that counts as an index."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {describe(value)}") from None
 
 
 def arrays(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -179,6 +233,7 @@ def shard_length(array: str, length: int, layout: str) -> None:
 
 def dimension(axis: int, count: int) -> int:
     """A dimension of ``count``, from 0."""
+    axis = integer("axis", axis)
     if not -count <= axis < count:
         raise ValueError(f"axis must be one of the {count} dimensions of x, got {axis}")
     return axis % count
@@ -200,15 +255,18 @@ def ring_axes(name: Any) -> tuple[str, ...]:
     return tuple(axes)
 
 
-def ring_mesh(axes: tuple[str, ...], caller: str = "attention") -> jax.sharding.AbstractMesh:
+def ring_mesh(
+    axes: tuple[str, ...],
+    caller: str = "attention",
+    globally: str = "on global arrays use burst_attention.dot_product_attention",
+) -> jax.sharding.AbstractMesh:
     """The mesh of the surrounding ``shard_map``, in which a ring along ``axes`` can run."""
     mesh = jax.sharding.get_abstract_mesh()
     manual = mesh.manual_axes
     if not manual:
         raise ValueError(
             f"{caller} must be called inside jax.shard_map, which gives axis_name={named(axes)!r} "
-            "its devices (a vmap axis has none); on global arrays use "
-            "burst_attention.dot_product_attention"
+            f"its devices (a vmap axis has none); {globally}"
         )
     if any(name not in manual for name in axes):
         raise ValueError(
@@ -223,7 +281,10 @@ def named(axes: tuple[str, ...]) -> str | tuple[str, ...]:
     return axes[0] if len(axes) == 1 else axes
 
 
-def all_axes_manual(mesh: jax.sharding.AbstractMesh) -> None:
+def all_axes_manual(
+    mesh: jax.sharding.AbstractMesh,
+    globally: str = ", or call burst_attention.dot_product_attention on global arrays",
+) -> None:
     """Raises where the surrounding ``shard_map`` leaves axes to the compiler."""
     left = [name for name in mesh.axis_names if name not in mesh.manual_axes]
     left = [name for name in left if mesh.shape[name] > 1]
@@ -232,7 +293,7 @@ def all_axes_manual(mesh: jax.sharding.AbstractMesh) -> None:
             f"every mesh axis must be manual in the surrounding jax.shard_map, but {listed(left)} "
             f"{'is' if len(left) == 1 else 'are'} not: the compiler would gather batch and heads "
             "along them. Leave out axis_names of shard_map and name these axes in in_specs and "
-            "out_specs, or call burst_attention.dot_product_attention on global arrays"
+            f"out_specs{globally}"
         )
 
 
@@ -283,6 +344,8 @@ def describe(value: Any) -> str:
 def _cast(x: Any) -> str:
     if str(x.dtype) == "float64":
         return "; cast to float32 (accumulation is float32 and does not lose with length)"
+    if isinstance(x.dtype, np.dtype) and not x.dtype.isnative:
+        return "; its bytes are in the other order: use x.astype(x.dtype.newbyteorder('='))"
     return ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -12,6 +13,8 @@ from burst_attention import _check_masks, _checks, _ffi
 from burst_attention._types import Backward, Layout
 
 LINKS = "burst_attention.Links"
+MOST_DEVICES = 4096
+"""Along one axis or a pair of axes; the library has the same limit."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Links:
             if name == "shared_link" or value is None:
                 continue
             if name == "devices_per_node":
-                _size(name, value)
+                if _size(name, value) > MOST_DEVICES:
+                    raise ValueError(f"{name} must be at most {MOST_DEVICES:,}, got {value}")
                 continue
             number = _checks.static_number(name, value)
             least = "at least 0" if name.endswith("_us") else "above 0"
@@ -140,7 +144,8 @@ def choose_schedule(
       query: one device's shard, or a ``jax.ShapeDtypeStruct`` of it, as are key and value.
       key: likewise.
       value: likewise.
-      axis_sizes: devices along the axis of the sequence, or (outer, inner) of a pair of axes.
+      axis_sizes: devices along the axis of the sequence, or (outer, inner) of a pair of axes; at
+        most 4,096 in all.
       is_causal: as in `attention`, like local_window_size, layout and backward.
       local_window_size: see there.
       layout: see there.
@@ -160,9 +165,7 @@ def choose_schedule(
     _checks.choice("backward", backward, _checks.BACKWARDS)
     for name, x in (("query", query), ("key", key)):
         _checks.shard_length(name, x.shape[1], layout)
-    sizes = axis_sizes if isinstance(axis_sizes, tuple | list) else (axis_sizes,)
-    if len(sizes) not in (1, 2):
-        raise ValueError(f"axis_sizes must be one number or (outer, inner), got {axis_sizes!r}")
+    sizes = _ring_sizes(axis_sizes)
     arguments = {
         "query": query,
         "key": key,
@@ -173,7 +176,7 @@ def choose_schedule(
         "backward": backward,
         "links": links,
     }
-    return _choice(arguments, tuple(_size("axis_sizes", size) for size in sizes), platform)
+    return _choice(arguments, sizes, platform)
 
 
 def resolved(
@@ -260,13 +263,18 @@ def _candidate(found: dict[str, Any]) -> ScheduleCandidate:
 
 def _machine(links: Links, sizes: tuple[int, ...]) -> dict[str, Any]:
     return {
-        "ranks_per_node": sizes[1] if len(sizes) == 2 else links.devices_per_node,
+        "ranks_per_node": sizes[1] if len(sizes) == 2 else _per_node(links),
         "shared": links.shared_link,
         "tflops": [links.tflops_forward, links.tflops_backward],
         "link_gbps": [links.inner_gbps, links.outer_gbps],
         "latency_us": [links.inner_latency_us, links.outer_latency_us],
         "launch_us": links.launch_us,
     }
+
+
+def _per_node(links: Links) -> int | None:
+    count = links.devices_per_node
+    return None if count is None else _size("devices_per_node", count)
 
 
 def _refused(axes: int) -> dict[str, str]:
@@ -287,8 +295,27 @@ def _check_links(value: Any) -> Links | None:
 
 
 def _size(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
+    """A number of devices, of any type of integers."""
+    try:
+        size = operator.index(value)
+    except TypeError:
+        size = None
+    if size is None or isinstance(value, bool):
         raise TypeError(f"{name} must be made of ints, got {_checks.describe(value)}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    return value
+    if size < 1:
+        raise ValueError(f"{name} must be at least 1, got {size}")
+    return size
+
+
+def _ring_sizes(axis_sizes: Any) -> tuple[int, ...]:
+    """The lengths of one axis or two."""
+    sizes = axis_sizes if isinstance(axis_sizes, tuple | list) else (axis_sizes,)
+    if len(sizes) not in (1, 2):
+        raise ValueError(f"axis_sizes must be one number or (outer, inner), got {axis_sizes!r}")
+    sizes = tuple(_size("axis_sizes", size) for size in sizes)
+    if math.prod(sizes) > MOST_DEVICES:
+        raise ValueError(
+            f"axis_sizes must be at most {MOST_DEVICES:,} devices in all, got {axis_sizes!r}: "
+            "shard the batch or the heads over further devices"
+        )
+    return sizes

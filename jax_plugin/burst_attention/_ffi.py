@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
@@ -79,10 +80,36 @@ def bytes_sent() -> int:
     return int(_library.burst_attention_bytes_sent())
 
 
-def trace(path: str | None) -> bool:
-    """Begins to record steps for ``path``; None ends it and writes the file. False if it can't."""
-    encoded = None if path is None else path.encode()
-    return int(_library.burst_attention_trace(encoded)) == 0
+AnyPath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+
+
+def start_trace(path: AnyPath) -> None:
+    """Opens a file and begins to record steps for it.
+
+    Raises:
+      OSError: if the file can't be opened.
+      ValueError: for a path with a zero byte.
+    """
+    encoded = os.fsencode(path)
+    if b"\0" in encoded:
+        raise ValueError(f"path must not contain a zero byte, got {os.fspath(path)!r}")
+    _check_traced(_library.burst_attention_trace(encoded), path)
+
+
+def stop_trace(path: AnyPath) -> None:
+    """Ends the recording and writes the file, whose ``path`` an error names.
+
+    Raises:
+      OSError: if the file can't be written.
+    """
+    _check_traced(_library.burst_attention_trace(None), path)
+
+
+def _check_traced(code: int, path: AnyPath) -> None:
+    if code:
+        reason = os.strerror(code) if code > 0 else "unknown error"
+        what = f"the timeline can't be written: {reason}"
+        raise OSError(code, what, os.fspath(path))
 
 
 def workspace_bytes(**problem: Any) -> int:

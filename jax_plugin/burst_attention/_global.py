@@ -114,6 +114,7 @@ def dot_product_attention(
       ValueError, TypeError, NotImplementedError: while tracing, with the way out.
     """
     _checks.refused_arguments({"bias": bias, "mask": mask, **options})
+    _checks.known_options("dot_product_attention", options, AttentionOptions.__annotations__)
     _check_masks.axes_are_known(options)
     query, key, value = _checks.arrays(query, key, value)
     extras = _extras(options, query, key)

@@ -48,7 +48,7 @@ def layout_positions(
     Raises:
       ValueError: for a length that doesn't divide, a wrong rank or layout.
     """
-    _check(seq_len, axis_size, layout)
+    seq_len, axis_size = _cut(seq_len, axis_size, layout)
     positions = np.arange(seq_len, dtype=np.int64)
     if layout == "zigzag":
         chunks = positions.reshape(2, axis_size, -1)
@@ -59,7 +59,8 @@ def layout_positions(
         shards = positions.reshape(axis_size, -1)
     if rank is None:
         return shards.reshape(-1)
-    if not 0 <= operator.index(rank) < axis_size:
+    rank = _checks.integer("rank", rank)
+    if not 0 <= rank < axis_size:
         raise ValueError(f"rank must be from 0 to {axis_size - 1}, got {rank}")
     return shards[rank].copy()
 
@@ -78,11 +79,14 @@ def local_positions(
       int32 ``[seq_len_local]``, varying over ``axis_name``.
 
     Raises:
-      ValueError: outside ``shard_map``, or for an odd length with ``zigzag``.
+      ValueError: outside ``shard_map``, or for a negative length, or an odd one with ``zigzag``.
     """
     axes = _checks.ring_axes(axis_name)
     mesh = _checks.ring_mesh(axes, "local_positions")
     _checks.choice("layout", layout, _checks.LAYOUTS)
+    seq_len_local = _checks.integer("seq_len_local", seq_len_local)
+    if seq_len_local < 0:
+        raise ValueError(f"seq_len_local must not be negative, got {seq_len_local}")
     _checks.shard_length("the sequence", seq_len_local, layout)
     axis_size, rank = math.prod(mesh.shape[name] for name in axes), lax.axis_index(axes)
     local = jnp.arange(seq_len_local, dtype=jnp.int32)
@@ -135,7 +139,11 @@ def _reorder(x: Any, axis_size: int, layout: Layout, axis: int, *, inverse: bool
     taken = x.at[index].get(
         mode="promise_in_bounds", unique_indices=True, out_sharding=_explicit_sharding(x)
     )
-    return taken if isinstance(x, jax.core.Tracer) else jax.device_put(taken, x.sharding)
+    if isinstance(taken, jax.core.Tracer) or not x.committed:
+        # Only an array that was put on devices must stay there. In a program, or uncommitted, the
+        # result goes where its uses are.
+        return taken
+    return jax.device_put(taken, x.sharding)
 
 
 def _explicit_sharding(x: jax.Array) -> jax.sharding.NamedSharding | None:
@@ -146,15 +154,19 @@ def _explicit_sharding(x: jax.Array) -> jax.sharding.NamedSharding | None:
 def parts(axis_size: int, layout: str) -> int:
     """Into how many equal parts a layout cuts a sequence for ``axis_size`` devices."""
     _checks.choice("layout", layout, _checks.LAYOUTS)
-    if operator.index(axis_size) < 1:
+    axis_size = _checks.integer("axis_size", axis_size)
+    if axis_size < 1:
         raise ValueError(f"axis_size must be at least 1, got {axis_size}")
     return 2 * axis_size if layout == "zigzag" else axis_size
 
 
-def _check(seq_len: int, axis_size: int, layout: str) -> None:
+def _cut(seq_len: int, axis_size: int, layout: str) -> tuple[int, int]:
+    """Both numbers as ints of Python, of a sequence that the layout can cut."""
     multiple = parts(axis_size, layout)
-    if operator.index(seq_len) < 0 or seq_len % multiple:
+    seq_len = _checks.integer("seq_len", seq_len)
+    if seq_len < 0 or seq_len % multiple:
         raise ValueError(
             f"the sequence must be a multiple of {multiple} tokens for layout {layout!r} on "
             f"{axis_size} devices, got {seq_len}; {_checks.PAD}"
         )
+    return seq_len, operator.index(axis_size)

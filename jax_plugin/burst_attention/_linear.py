@@ -25,9 +25,7 @@ class Place(NamedTuple):
     """What is static about a call."""
 
     exchange: _states.Exchange
-    varying: tuple[str, ...]
-    platform: str | None
-    """``cpu`` or ``cuda``; None where only lowering will tell."""
+    device: _linear_calls.Device
 
 
 def linear_attention(
@@ -55,7 +53,9 @@ def linear_attention(
     state each, ``batch · heads · k_dim · v_dim`` floats, whatever the length (LASP: Sun et al.,
     Linear Attention Sequence Parallelism). Reverse-mode derivatives with respect to all arrays;
     forward mode and second derivatives are errors. On NVIDIA GPUs weights and states enter their
-    products in the inputs' 16-bit type, as in softmax attention.
+    products in the inputs' 16-bit type, as in softmax attention. Kernels there compute with tiles
+    of 64 tokens. Without ``segment_ids`` an input that is not finite spoils its whole tile there,
+    whatever the decays are, and what the tile leaves in the state.
 
     Args:
       query: ``[batch, seq, heads, k_dim]``, this device's part of the sequence: bfloat16, float16
@@ -65,13 +65,19 @@ def linear_attention(
       value: ``[batch, seq, kv_heads, v_dim]``; v_dim like k_dim, but may be another.
       axis_name: mesh axis along which the sequence is sharded, or a pair (outer, inner): rank =
         outer · inner size + inner.
-      decay: λ in [0, 1], float32 ``[heads]``; default 1.
-      log_decay: ln λ of each token and head, float32 ``[batch, seq, heads]``, at most 0; −∞ before
-        a token that shall see none before itself. Either this or ``decay``.
+      decay: λ, float32 ``[heads]``; default 1. Values that are known while tracing must be in
+        [0, 1]. Traced values are not checked: above 1 the state grows, below 0 and for NaN the
+        head's results are NaN.
+      log_decay: ln λ of each token and head, float32 ``[batch, seq, heads]``. −∞ is for a token
+        that shall see none before itself: nothing passes it, forward or backward, not even
+        infinities and NaN. Values are not checked: above 0 the state grows with each such token,
+        until float32 overflows; NaN makes the outputs of its token and of later ones NaN. Either
+        this or ``decay``.
       is_causal: False: every token sees the sum over all tokens, out_t = q_tᵀ (S_0 + Σ k vᵀ);
         then decays and segment_ids are refused.
-      segment_ids: int32 ``[batch, seq]``; where they change, the state begins at zero again. Tokens
-        with a negative id are padding: they leave nothing in the state, and their out is 0.
+      segment_ids: int32 ``[batch, seq]``; where they change, the state begins at zero again, and
+        what is not finite or overflows in one document changes no result of another. Tokens with a
+        negative id are padding: they leave nothing in the state, and their out is 0.
       initial_state: float32 ``[batch, heads, k_dim, v_dim]``, the same on every rank; default 0.
         With segment_ids it is what the first token's segment begins with.
       return_state: also return the state after the last token of the whole sequence, on every rank,
@@ -94,10 +100,10 @@ def linear_attention(
     q, k, v = _linear_checks.arrays(query, key, value)
     _linear_checks.options(arguments)
     axes = _checks.ring_axes(axis_name)
-    mesh = _checks.ring_mesh(axes, "linear_attention")
-    _checks.all_axes_manual(mesh)
+    mesh = _checks.ring_mesh(axes, "linear_attention", _linear_checks.GLOBALLY)
+    _checks.all_axes_manual(mesh, "")
     platform = _checks.devices(mesh, q.dtype)
-    logs = _linear_checks.log_decays(decay, log_decay, q)
+    logs = _linear_checks.log_decays(decay, log_decay, q.shape[:3], "[batch, seq, heads]")
     ids = _linear_checks.segments(segment_ids, q)
     first = _linear_checks.state(initial_state, q, v)
     varying, inputs = vary_together(axes, (q, k, v, logs, ids, first))
@@ -105,16 +111,21 @@ def linear_attention(
     size = math.prod(mesh.shape[name] for name in axes)
     shape = jax.ShapeDtypeStruct(first.shape, first.dtype)
     exchange = _states.Exchange(axes, size, _states.chosen(method, size, shape))
-    if not is_causal:
+    place = Place(exchange, _linear_calls.Device(platform, varying, ids is not None))
+    if q.size == 0:
+        # No token: nothing to compute, so no device needs another.
+        out, last = jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), first
+        out = vary(out, varying)
+    elif not is_causal:
         out, last = _of_all(axes, q, k, v, first)
     elif ids is None:
-        out, last = _attend(Place(exchange, varying, platform), q, k, v, logs, first)
+        out, last = _attend(place, q, k, v, logs, first)
     else:
-        logs = _separate(axes, size, logs, ids)
         # Whatever is in padding, and in its gradients, stays there, be it NaN.
         padding = (ids < 0)[:, :, None, None]
+        logs = _separate(axes, size, jnp.where(padding[..., 0], 0, logs), ids)
         q, k, v = (jnp.where(padding, 0, x) for x in (q, k, v))
-        out, last = _attend(Place(exchange, varying, platform), q, k, v, logs, first)
+        out, last = _attend(place, q, k, v, logs, first)
         out = jnp.where(padding, 0, out)
     return (out, last) if return_state else out
 
@@ -168,14 +179,14 @@ def _results(
     place: Place, q: jax.Array, k: jax.Array, v: jax.Array, logs: jax.Array, first: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Outputs, the state after all ranks' tokens, and what the backward pass takes for states."""
-    exchange, varying, platform = place
+    exchange, device = place
     if exchange.world_size == 1:
-        return _linear_calls.forward(platform, varying, (q, k, v, logs, first), None)
-    left, kept = _linear_calls.left(platform, varying, k, v, logs)
-    start, last = _states.before(exchange, first, logs.sum(axis=1), left)
-    operands = (q, k, v, logs, vary(start, varying))
-    out, _, states = _linear_calls.forward(platform, varying, operands, kept)
-    return out, vary(last, varying), states
+        return _linear_calls.forward(device, (q, k, v, logs, first), None)
+    left, kept = _linear_calls.left(device, k, v, logs)
+    start, last = _states.before(exchange, first, _states.total(logs), left)
+    operands = (q, k, v, logs, vary(start, device.varying))
+    out, _, states = _linear_calls.forward(device, operands, kept)
+    return out, vary(last, device.varying), states
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -190,19 +201,19 @@ def _gradients(
     dlast: jax.Array,
 ) -> tuple[jax.Array, ...]:
     """Those of q, k, v, logs and first: ranks follow each other from the last to the first."""
-    exchange, varying, platform = place
+    exchange, device = place
     if exchange.world_size == 1:
         operands = (q, k, v, logs, states, dout, dlast)
-        return _linear_calls.backward(platform, varying, operands, None)
+        return _linear_calls.backward(device, operands, None)
     # Every rank returned the last state: its gradient is the sum of theirs.
-    dlast = vary(lax.psum(dlast, exchange.axes), varying)
-    left, kept = _linear_calls.left(platform, varying, q, dout, logs, back=True)
-    dafter, dfirst = _states.before(exchange, dlast, logs.sum(axis=1), left, back=True)
-    operands = (q, k, v, logs, states, dout, vary(dafter, varying))
-    dq, dk, dv, dlogs, _ = _linear_calls.backward(platform, varying, operands, kept)
+    dlast = vary(lax.psum(dlast, exchange.axes), device.varying)
+    left, kept = _linear_calls.left(device, q, dout, logs, back=True)
+    dafter, dfirst = _states.before(exchange, dlast, _states.total(logs), left, back=True)
+    operands = (q, k, v, logs, states, dout, vary(dafter, device.varying))
+    dq, dk, dv, dlogs, _ = _linear_calls.backward(device, operands, kept)
     # Every rank got the first state, but it is used once.
     is_first = lax.axis_index(exchange.axes) == 0
-    return dq, dk, dv, dlogs, jnp.where(is_first, vary(dfirst, varying), 0)
+    return dq, dk, dv, dlogs, jnp.where(is_first, vary(dfirst, device.varying), 0)
 
 
 _attend.defvjp(_forward_rule, _backward_rule)
@@ -231,8 +242,9 @@ def linear_attention_step(
       key: ``[batch, kv_heads, k_dim]``.
       value: ``[batch, kv_heads, v_dim]``.
       state: float32 ``[batch, heads, k_dim, v_dim]``.
-      decay: λ, float32 ``[heads]``; default 1.
-      log_decay: ln λ of this token, float32 ``[batch, heads]``. Either this or ``decay``.
+      decay: λ, float32 ``[heads]``; default 1, checked as in `linear_attention`.
+      log_decay: ln λ of this token, float32 ``[batch, heads]``; −∞ leaves nothing of ``state``, not
+        even NaN. Either this or ``decay``.
 
     Returns:
       ``out``, ``[batch, heads, v_dim]`` in query's dtype, and the new state.
@@ -242,11 +254,15 @@ def linear_attention_step(
     """
     token = [x[:, None] if hasattr(x, "ndim") else x for x in (query, key, value)]
     q, k, v = _linear_checks.arrays(*token)
-    logs = None if log_decay is None else log_decay[:, None]
-    logs = _linear_checks.log_decays(decay, logs, q)[:, 0]
+    shape = (q.shape[0], q.shape[2])
+    logs = _linear_checks.log_decays(decay, log_decay, shape, "[batch, heads]")
     state = _linear_checks.state(state, q, v)
     group = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x[:, 0].astype(jnp.float32), group, axis=1) for x in (k, v))
-    state = jnp.exp(logs)[..., None, None] * state + k[..., :, None] * v[..., None, :]
+    # A reset lets nothing pass, in its derivatives neither, be it NaN.
+    passes = ~jnp.isneginf(logs)
+    decays, states = jnp.where(passes, logs, 0), jnp.where(passes[..., None, None], state, 0)
+    kept = jnp.where(passes[..., None, None], jnp.exp(decays)[..., None, None] * states, 0)
+    state = kept + k[..., :, None] * v[..., None, :]
     out = jnp.einsum("bhk,bhkv->bhv", q[:, 0].astype(jnp.float32), state, precision="highest")
     return out.astype(q.dtype), state

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +22,19 @@ Arrays: TypeAlias = tuple[jax.Array, ...]
 Kept: TypeAlias = jax.Array | None
 
 
+class Device(NamedTuple):
+    """What is static about a device's calls."""
+
+    platform: str | None
+    """``cpu`` or ``cuda``; None where only lowering will tell."""
+    varying: tuple[str, ...]
+    """Mesh axes over which the results differ."""
+    has_documents: bool
+    """Whether there are documents, each of which keeps what is not finite to itself."""
+
+
 def left(
-    platform: str | None,
-    varying: tuple[str, ...],
-    k: jax.Array,
-    v: jax.Array,
-    logs: jax.Array,
-    *,
-    back: bool = False,
+    device: Device, k: jax.Array, v: jax.Array, logs: jax.Array, *, back: bool = False
 ) -> tuple[jax.Array, Kept]:
     """The state ``[batch, heads, k_dim, v_dim]`` that tokens leave without those before them::
 
@@ -37,45 +42,46 @@ def left(
 
     and what `forward` and `backward` can use again.
     """
+    platform, varying, has_documents = device
+    call = partial(_linear_cuda.left, varying, has_documents, back=back)
     if platform == "cuda":
-        return _linear_cuda.left(varying, k, v, logs, back=back)
+        return call(k, v, logs)
 
     def cuda(*operands: jax.Array) -> jax.Array:
-        return _linear_cuda.left(varying, *operands, back=back)[0]
+        return call(*operands)[0]
 
     cpu = partial(_cpu_state, varying, back)
     return _on_platform(platform, (k, v, logs), cpu=cpu, cuda=cuda), None
 
 
-def forward(
-    platform: str | None, varying: tuple[str, ...], operands: Arrays, kept: Kept
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def forward(device: Device, operands: Arrays, kept: Kept) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Outputs in q's dtype, the state after the last token, and what `backward` takes for states.
 
     ``operands`` are q, k, v, log decays and the state before the first token.
     """
+    platform, varying, has_documents = device
+    call = partial(_linear_cuda.forward, varying, has_documents)
     if platform == "cuda":
-        return _linear_cuda.forward(varying, operands, kept)
+        return call(operands, kept)
 
     def cuda(*operands: jax.Array) -> Arrays:
-        return _linear_cuda.forward(varying, operands, None)[:2]
+        return call(operands, None)[:2]
 
     cpu = partial(_cpu_forward, varying)
     out, after = _on_platform(platform, operands, cpu=cpu, cuda=cuda)
     return out, after, operands[4]
 
 
-def backward(
-    platform: str | None, varying: tuple[str, ...], operands: Arrays, kept: Kept
-) -> Arrays:
+def backward(device: Device, operands: Arrays, kept: Kept) -> Arrays:
     """Gradients of q, k, v, log decays and of the state before the first token.
 
     ``operands`` are q, k, v, log decays, states, dout and the gradient of the state after the last
     token.
     """
+    platform, varying, has_documents = device
 
     def cuda(*operands: jax.Array) -> Arrays:
-        return _linear_cuda.backward(varying, operands, kept)
+        return _linear_cuda.backward(varying, has_documents, operands, kept)
 
     cpu = partial(_cpu_backward, varying)
     results: Arrays = _on_platform(platform, operands, cpu=cpu, cuda=cuda)

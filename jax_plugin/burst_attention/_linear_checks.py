@@ -7,11 +7,18 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from burst_attention import _checks
 from burst_attention._types import Method
 
 METHODS: tuple[str, ...] = get_args(Method)
+GLOBALLY = (
+    "wrap the call: jax.shard_map(lambda q, k, v: burst_attention.linear_attention(q, k, v, "
+    "axis_name=...), mesh=mesh, in_specs=spec, out_specs=spec), where spec names the axis in the "
+    "place of seq"
+)
+"""What to do with global arrays."""
 
 
 def arrays(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -46,20 +53,35 @@ def options(arguments: Mapping[str, Any]) -> None:
                 )
 
 
-def log_decays(decay: Any, log_decay: Any, query: jax.Array) -> jax.Array:
-    """ln λ of each token and head, float32 ``[batch, seq, heads]``."""
-    shape = query.shape[:3]
+def log_decays(decay: Any, log_decay: Any, shape: tuple[int, ...], words: str) -> jax.Array:
+    """ln λ of each token and head, float32, of a shape whose last dimension are heads."""
     if decay is not None and log_decay is not None:
         raise ValueError("decay and log_decay must not both be given: one is the other's logarithm")
     if log_decay is not None:
-        return _float32("log_decay", log_decay, shape, "[batch, seq, heads], as query's")
+        return _float32("log_decay", log_decay, shape, f"{words}, as query's")
     if decay is None:
         return jnp.zeros(shape, jnp.float32)
-    decay = _float32("decay", decay, shape[2:], "[heads], one for each query head")
+    given, decay = decay, _float32("decay", decay, shape[-1:], "[heads], one for each query head")
+    _in_range(given)
     # The logarithm's own derivative at 0 is not finite, but no token passes a decay of 0.
-    passes = decay > 0
-    logs = jnp.where(passes, jnp.log(jnp.where(passes, decay, 1)), -jnp.inf)
+    ends = decay == 0
+    logs = jnp.where(ends, -jnp.inf, jnp.log(jnp.where(ends, 1, decay)))
     return jnp.broadcast_to(logs, shape)
+
+
+def _in_range(decay: Any) -> None:
+    """Raises for decays that are known while tracing and not in [0, 1]."""
+    if isinstance(decay, jax.core.Tracer) or not getattr(decay, "is_fully_addressable", True):
+        return
+    values = np.asarray(decay)
+    wrong = np.flatnonzero(~((values >= 0) & (values <= 1)))
+    if wrong.size:
+        head = int(wrong[0])
+        raise ValueError(
+            f"decay must be from 0 to 1 in every head, got {values[head]} in head {head}; it is "
+            "the factor itself: logarithms belong into log_decay, and a learned decay is kept "
+            "in range by jax.nn.sigmoid"
+        )
 
 
 def segments(ids: Any, query: jax.Array) -> jax.Array | None:
@@ -89,7 +111,10 @@ def state(value: Any, query: jax.Array, values: jax.Array) -> jax.Array:
 
 def _float32(name: str, x: Any, shape: tuple[int, ...], words: str) -> jax.Array:
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise TypeError(f"{name} must be an array, got {_checks.describe(x)}")
+        raise TypeError(
+            f"{name} must be an array, got {_checks.describe(x)}; give each its own, float32 of "
+            f"shape {words}: {tuple(shape)}, such as jnp.full({tuple(shape)}, x, jnp.float32)"
+        )
     if x.dtype != jnp.float32:
         raise TypeError(
             f"{name} must be float32, got {x.dtype}: a decay over many tokens needs its digits"

@@ -8,7 +8,10 @@ begins, and the other kernel goes through all parts at once:
     backward  dq = attend(dout, v, k, Sᵀ);  dk = attend(v, dout, q, Dᵀ);  dv = attend(k, q, dout, D)
 
 with S the state before each part, D the gradient of that behind it, and the last two from the last
-token to the first. `kernels/src/device/linear.rs` has the formulas.
+token to the first. `kernels/compiler/src/device/linear.rs` has the formulas.
+
+What is not finite does not pass a log decay of −∞, unless one tile of a kernel holds both. With
+documents it does not pass there either: kernels get finite operands only (see `_isolation`).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import numpy as np
 from jax import lax
 
 from burst_attention import _ffi
+from burst_attention._isolation import finite, poisoned, reached, spoilt
 from burst_attention._ring import vary
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
@@ -51,7 +55,9 @@ class Cut(NamedTuple):
     sums: jax.Array
     """Sums of log decays in base 2 since each tile began ``[batch, heads, padded tokens]``."""
     totals: jax.Array
-    """Those of parts ``[batch, heads, parts]``."""
+    """Those of parts ``[batch, heads, parts]``; −∞ with a reset among them."""
+    resets: jax.Array
+    """Whether a log decay is −∞ ``[batch, seq, heads]``."""
 
 
 def part_rows(batch: int, tokens: int, heads: int) -> int:
@@ -60,9 +66,11 @@ def part_rows(batch: int, tokens: int, heads: int) -> int:
     return -(-tokens // max(1, parts) // TILE) * TILE if tokens else TILE
 
 
-def cut(logs: jax.Array) -> Cut:
+def cut(logs: jax.Array, has_documents: bool) -> Cut:
     """Of log decays ``[batch, seq, heads]``."""
     batch, tokens, heads = logs.shape
+    resets = jnp.isneginf(logs)
+    logs = jnp.where(resets, LOWEST, finite(logs) if has_documents else logs)
     rows = part_rows(batch, tokens, heads)
     in_base_2 = jnp.maximum(logs * log2(jnp.e), LOWEST).swapaxes(1, 2)
     padded = jnp.pad(in_base_2, [(0, 0), (0, 0), (0, -tokens % TILE)])
@@ -70,7 +78,15 @@ def cut(logs: jax.Array) -> Cut:
     tiles = sums[..., -1]
     whole = jnp.pad(tiles, [(0, 0), (0, 0), (0, -tiles.shape[2] % (rows // TILE))])
     totals = whole.reshape(batch, heads, -1, rows // TILE).sum(axis=3)
-    return Cut(rows, sums.reshape(batch, heads, -1), totals)
+    ends = jnp.pad(resets, [(0, 0), (0, -tokens % rows), (0, 0)])
+    ends = ends.reshape(batch, -1, rows, heads).any(axis=2).swapaxes(1, 2)
+    return Cut(rows, sums.reshape(batch, heads, -1), jnp.where(ends, -jnp.inf, totals), resets)
+
+
+def faded(totals: jax.Array, state: jax.Array) -> jax.Array:
+    """2^totals S ``[…, k_dim, v_dim]``, and 0 where the total is −∞, whatever the state is."""
+    totals = totals[..., None, None]
+    return jnp.where(jnp.isneginf(totals), 0, jnp.exp2(totals) * state)
 
 
 def between(totals: jax.Array, left: jax.Array, back: bool) -> jax.Array:
@@ -82,13 +98,13 @@ def between(totals: jax.Array, left: jax.Array, back: bool) -> jax.Array:
     """
     if back:
         totals, left = totals[..., ::-1], left[:, ::-1]
-    parts = totals.shape[2]
-    # Row j sums from part j + 1 on, so that what comes before takes no digits.
-    place = jnp.arange(parts)
-    later = jnp.where(place > place[:, None], totals[..., None, :], 0)
-    faded = jnp.exp2(jnp.cumsum(later, axis=-1))
-    seen = jnp.where(place >= place[:, None], faded, 0)
-    sums = jnp.einsum("bhjp,bjhkv->bphkv", seen, left, precision="highest")
+
+    def combine(
+        first: tuple[jax.Array, jax.Array], then: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        return first[0] + then[0], faded(then[0], first[1]) + then[1]
+
+    _, sums = lax.associative_scan(combine, (totals.swapaxes(1, 2), left), axis=1)
     return jnp.pad(sums, [(0, 0), (1, 0), (0, 0), (0, 0), (0, 0)])
 
 
@@ -97,20 +113,45 @@ def states_of(totals: jax.Array, zero: jax.Array, start: jax.Array, back: bool) 
     if back:
         totals = totals[..., ::-1]
     before = jnp.pad(jnp.cumsum(totals, axis=2), [(0, 0), (0, 0), (1, 0)])
-    return zero + jnp.exp2(before).swapaxes(1, 2)[..., None, None] * start[:, None]
+    return zero + faded(before.swapaxes(1, 2), start[:, None])
 
 
 def left(
-    varying: tuple[str, ...], k: jax.Array, v: jax.Array, logs: jax.Array, *, back: bool = False
+    varying: tuple[str, ...],
+    has_documents: bool,
+    k: jax.Array,
+    v: jax.Array,
+    logs: jax.Array,
+    *,
+    back: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """The state that all tokens leave, and `between` of their parts."""
-    parts = cut(logs)
-    zero = between(parts.totals, _parts(varying, parts, k, v, back), back)
+    parts = cut(logs, has_documents)
+    keys, values = _operands(has_documents, k, v)
+    zero = between(parts.totals, _parts(varying, parts, keys, values, back), back)
+    if has_documents:
+        came = reached(spoilt(logs, k, v), parts.resets, back=back)
+        ends = _ends(came, parts, back)[..., None, None]
+        zero = jnp.where(jnp.pad(ends, [(0, 0), (1, 0)] + [(0, 0)] * 3), jnp.nan, zero)
     return zero[:, -1], zero
 
 
+def _operands(has_documents: bool, *rows: jax.Array) -> Arrays:
+    """Rows as kernels take them."""
+    return tuple(map(finite, rows)) if has_documents else rows
+
+
+def _ends(came: jax.Array, parts: Cut, back: bool) -> jax.Array:
+    """``[batch, parts, heads]``: what has come to the token at which each part is left."""
+    count, tokens = parts.totals.shape[2], came.shape[1]
+    if back:
+        # Nothing leaves a token with a reset.
+        return (came & ~parts.resets)[:, np.arange(count)[::-1] * parts.rows]
+    return came[:, np.minimum(np.arange(1, count + 1) * parts.rows, tokens) - 1]
+
+
 def forward(
-    varying: tuple[str, ...], operands: Arrays, zero: jax.Array | None
+    varying: tuple[str, ...], has_documents: bool, operands: Arrays, zero: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Outputs, the state after the last token, and those where parts begin, for `backward`.
 
@@ -118,49 +159,63 @@ def forward(
     `left` gave beside.
     """
     q, k, v, logs, start = operands
-    parts = cut(logs)
-    states = _states(varying, parts, k, v, logs, start, zero)
-    out, _ = _attend(varying, parts, (q, k, v, states[:, :-1]), None, back=False)
+    parts = cut(logs, has_documents)
+    if zero is None:
+        _, zero = left(varying, has_documents, k, v, logs)
+    states = states_of(parts.totals, zero, start, back=False)
+    queries, keys, values = _operands(has_documents, q, k, v)
+    given = (queries, keys, values, states[:, :-1])
+    out, _ = _attend(varying, parts, given, None, back=False)
+    if has_documents:
+        came = reached(spoilt(logs, k, v), parts.resets, back=False)
+        out = poisoned(out, came | spoilt(logs, q))
     return out, states[:, -1], states
 
 
-def backward(varying: tuple[str, ...], operands: Arrays, zero: jax.Array | None) -> Arrays:
+def backward(
+    varying: tuple[str, ...], has_documents: bool, operands: Arrays, zero: jax.Array | None
+) -> Arrays:
     """Gradients of q, k, v, log decays and of the state before the first token.
 
     ``operands`` are those, with the states of `forward` or the first of them alone, then dout and
     the gradient of the state after the last token; ``zero`` is what `left` gave with ``back``.
     """
     q, k, v, logs, states, dout, dafter = operands
-    parts = cut(logs)
+    parts = cut(logs, has_documents)
     if states.ndim == dafter.ndim:
-        states = _states(varying, parts, k, v, logs, states, None)
+        _, from_zero = left(varying, has_documents, k, v, logs)
+        states = states_of(parts.totals, from_zero, states, back=False)
     if zero is None:
-        _, zero = left(varying, q, dout, logs, back=True)
+        _, zero = left(varying, has_documents, q, dout, logs, back=True)
+    q, k, v, dout = _operands(has_documents, q, k, v, dout)
     behind = states_of(parts.totals, zero, dafter, back=True)
     d = behind[:, -2::-1]
     s_turned, d_turned = (x.swapaxes(3, 4) for x in (states[:, :-1], d))
     dq, of_queries = _attend(varying, parts, (dout, v, k, s_turned), q, back=False)
     dk, of_keys = _attend(varying, parts, (v, dout, q, d_turned), k, back=True)
     dv, _ = _attend(varying, parts, (k, q, dout, d), None, back=True)
+    gradients: Arrays = (dq, dk, dv)
+    dots = of_queries - of_keys
+    if has_documents:
+        gradients, dots = _spread(parts, operands, gradients, dots)
     narrowed = _narrowed(d, q.dtype)
     crossing = jnp.einsum("bphkv,bphkv->bhp", states[:, 1:], narrowed, precision="highest")
-    dlogs = _decay_gradients(logs, parts.rows, of_queries - of_keys, crossing)
-    group = q.shape[2] // k.shape[2]
+    dlogs = _decay_gradients(parts, dots, crossing)
+    group, (dq, dk, dv) = q.shape[2] // k.shape[2], gradients
     return dq, _of_group(dk, group), _of_group(dv, group), dlogs, behind[:, -1]
 
 
-def _states(
-    varying: tuple[str, ...],
-    parts: Cut,
-    k: jax.Array,
-    v: jax.Array,
-    logs: jax.Array,
-    start: jax.Array,
-    zero: jax.Array | None,
-) -> jax.Array:
-    if zero is None:
-        _, zero = left(varying, k, v, logs)
-    return states_of(parts.totals, zero, start, back=False)
+def _spread(
+    parts: Cut, operands: Arrays, gradients: Arrays, dots: jax.Array
+) -> tuple[Arrays, jax.Array]:
+    """dq, dk, dv and the products by token, with NaN where a spoilt operand reaches."""
+    q, k, v, logs, _, dout, _ = operands
+    from_keys = reached(spoilt(logs, k, v), parts.resets, back=False)
+    from_queries = reached(spoilt(logs, q, dout), parts.resets, back=True)
+    to_queries = from_keys | spoilt(logs, dout)
+    to_keys, to_values = (from_queries | spoilt(logs, x) for x in (v, k))
+    found = tuple(map(poisoned, gradients, (to_queries, to_keys, to_values)))
+    return found, jnp.where((to_queries | to_keys).swapaxes(1, 2), jnp.nan, dots)
 
 
 def _narrowed(d: jax.Array, dtype: Any) -> jax.Array:
@@ -179,27 +234,25 @@ def _of_group(gradient: jax.Array, group: int) -> jax.Array:
     return by_head.sum(axis=3, dtype=jnp.float32).astype(gradient.dtype)
 
 
-def _decay_gradients(
-    logs: jax.Array, rows: int, of_tokens: jax.Array, crossing: jax.Array
-) -> jax.Array:
+def _decay_gradients(parts: Cut, of_tokens: jax.Array, crossing: jax.Array) -> jax.Array:
     """d log λ_t = Σ_(s≥t) (q_s·dq_s − k_s·dk_s) within a part and a run, and ⟨S, D⟩ at its end.
 
     ``of_tokens`` are those differences ``[batch, heads, tokens]``.
     """
-    batch, tokens, heads = logs.shape
-    resets = jnp.isneginf(logs).swapaxes(1, 2)
+    rows, (batch, tokens, heads) = parts.rows, parts.resets.shape
+    resets = parts.resets.swapaxes(1, 2)
     missing = crossing.shape[2] * rows - tokens
     cut = [(0, 0), (0, 0), (0, missing)]
     terms = jnp.pad(of_tokens, cut).reshape(batch, heads, -1, rows)
     stop = jnp.pad(resets, cut).reshape(batch, heads, -1, rows)
     # What is behind the last part's padding belongs to its last token as well.
     terms = terms.at[..., -1].add(crossing)
-    passes = jnp.pad(jnp.where(stop, 0.0, 1.0)[..., 1:], [(0, 0)] * 3 + [(0, 1)])
+    passes = jnp.pad(~stop[..., 1:], [(0, 0)] * 3 + [(0, 1)])
 
     def combine(
         later: tuple[jax.Array, jax.Array], own: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        return later[0] * own[0], own[1] + own[0] * later[1]
+        return later[0] & own[0], own[1] + jnp.where(own[0], later[1], 0)
 
     _, sums = lax.associative_scan(combine, (passes, terms), reverse=True, axis=3)
     sums = jnp.where(stop, 0, sums).reshape(batch, heads, -1)[..., :tokens]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import jax
@@ -50,7 +49,7 @@ def pad_sequence(
     if not isinstance(x, np.ndarray | jax.Array):
         raise TypeError(f"x must be a numpy or jax array, got {type(x).__name__}")
     axis = _checks.dimension(axis, x.ndim)
-    length, multiple = x.shape[axis], parts(operator.index(axis_size), layout)
+    length, multiple = x.shape[axis], parts(axis_size, layout)
     missing = -length % multiple
     module: Any = np if isinstance(x, np.ndarray) else jnp
     widths = [(0, missing if dimension == axis else 0) for dimension in range(x.ndim)]

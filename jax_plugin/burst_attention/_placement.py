@@ -139,6 +139,11 @@ def _axes_of(spec: PartitionSpec, mesh: AnyMesh) -> tuple[Axes, ...]:
         raise TypeError(f"spec must be a jax.sharding.PartitionSpec, got {type(spec).__name__}")
     if len(spec) > 4:
         raise ValueError(f"spec must have at most 4 entries {list(DIMENSIONS)}, got {spec}")
+    if PartitionSpec.UNCONSTRAINED in tuple(spec):
+        raise ValueError(
+            "spec must say of each dimension which mesh axes cut it, with None for none, got "
+            f"PartitionSpec.UNCONSTRAINED in {spec}"
+        )
     axes = tuple(_tuple(entry) for entry in tuple(spec) + (None,) * (4 - len(spec)))
     unknown = [name for names in axes for name in names if name not in mesh.axis_names]
     if unknown:

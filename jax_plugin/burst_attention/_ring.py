@@ -41,6 +41,8 @@ class Ring:
     """``cpu`` or ``cuda``; None where the mesh doesn't tell while tracing."""
     groups: tuple[int, ...]
     """Logical ids of the devices of all rings, see `ring_groups`."""
+    keeps_float32: bool
+    """Whether the backward pass gets o in float32 however many keys there are."""
     has_sinks: bool
     """Whether sink logits join the rows: then o comes in float32, to be rounded after them."""
 

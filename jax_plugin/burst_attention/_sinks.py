@@ -44,6 +44,8 @@ def gradient(
 ) -> jax.Array:
     """dz ``[heads]`` of this device's rows, from the joined o and lse."""
     delta = jnp.sum(dout.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
+    # Rows that see nothing, such as padding: their dout may be anything, and 0 · NaN is NaN.
+    delta = jnp.where(jnp.any(o != 0, axis=-1), delta, 0.0)
     # Infinite ones take all or nothing; e^(z − lse) would be that of ∞ − ∞.
     share = jnp.where(jnp.isinf(sinks), jnp.where(sinks > 0, 1.0, 0.0), jnp.exp(sinks - lse))
     return jnp.sum(share * (dlse - delta), axis=(0, 1))

@@ -2,7 +2,8 @@
 
 A rank's tokens turn the state before them, S, into e^a S + M: a is the sum of their log decays, M
 what they leave themselves. So only M and a travel, ``batch · heads · (k_dim · v_dim + 1)`` floats,
-however long the sequence is.
+however long the sequence is. Where a reset is among the tokens, a is −∞ and M alone is left, even
+if S holds NaN.
 """
 
 from __future__ import annotations
@@ -39,16 +40,33 @@ def before(
 ) -> tuple[jax.Array, jax.Array]:
     """The state where this rank begins, and that behind the last rank, on every rank.
 
-    ``first`` is that before rank 0, ``decays`` ``[batch, heads]`` are this rank's a, ``left`` its
-    M. With ``back`` ranks follow each other from the last to the first.
+    ``first`` is that before rank 0, ``decays`` ``[batch, heads]`` are this rank's a (of `total`),
+    ``left`` its M. With ``back`` ranks follow each other from the last to the first.
     """
     if exchange.method == "ring":
         return _ring(exchange, first, decays, left, back)
     return _gathered(exchange, first, decays, left, back)
 
 
+def total(logs: jax.Array) -> jax.Array:
+    """The sum of the log decays ``[batch, seq, heads]`` of all tokens.
+
+    It is −∞ with a reset among them, even if others are NaN.
+    """
+    return jnp.where(jnp.isneginf(logs).any(axis=1), -jnp.inf, logs.sum(axis=1))
+
+
+def faded(decays: jax.Array, state: jax.Array) -> jax.Array:
+    """e^decays S, and 0 where the decay is −∞, whatever the state is.
+
+    The state is ``[…, k_dim, v_dim]``, decays are ``[…]``.
+    """
+    decays = decays[..., None, None]
+    return jnp.where(jnp.isneginf(decays), 0, jnp.exp(decays) * state)
+
+
 def _after(before: jax.Array, decays: jax.Array, left: jax.Array) -> jax.Array:
-    return jnp.exp(decays)[..., None, None] * before + left
+    return faded(decays, before) + left
 
 
 def _gathered(

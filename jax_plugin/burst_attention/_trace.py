@@ -10,7 +10,7 @@ from burst_attention import _ffi
 
 
 @contextmanager
-def trace(path: str | os.PathLike[str]) -> Iterator[None]:
+def trace(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> Iterator[None]:
     """Records every step of every ring that runs inside the ``with`` block.
 
     Writes Chrome trace JSON, which Perfetto and the viewers of JAX's profiler open: one process per
@@ -19,14 +19,16 @@ def trace(path: str | os.PathLike[str]) -> Iterator[None]:
     with ``jax.block_until_ready``: calls return before their rings have run.
 
     Args:
-      path: file to write when the block ends.
+      path: file to write, any path that ``open`` takes. It is opened, and emptied, when the block
+        begins, and written when the block ends.
 
     Raises:
-      OSError: if the file can't be written.
+      OSError: if the file can't be opened, when the block begins; if it can't be written, when the
+        block ends.
+      ValueError: for a path with a zero byte.
     """
-    _ffi.trace(os.fspath(path))
+    _ffi.start_trace(path)
     try:
         yield
     finally:
-        if not _ffi.trace(None):
-            raise OSError(f"the timeline could not be written to {os.fspath(path)!r}")
+        _ffi.stop_trace(path)

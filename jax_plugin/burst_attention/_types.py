@@ -37,4 +37,5 @@ class AttentionOptions(TypedDict, total=False):
     layout: Layout
     schedule: Schedule
     backward: Backward
+    residual_dtype: Literal["float32"] | None
     links: Any

@@ -1,27 +1,205 @@
-//! The images: every instance's cubin, embedded as it is.
+//! Images in files: one for each target, in the format of safetensors.
+//!
+//! `burst-attention-compiler` writes them and the library reads them at run time, so neither waits
+//! for the other to be built. A file says which launch records its images were compiled for: a
+//! library with other records refuses it.
 
-use crate::instances::Instance;
-#[cfg(feature = "cuda")]
-use crate::instances::{Element, Kernel, Target};
+use std::collections::HashMap;
+use std::fs;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
 
-/// An instance and its cubin.
-#[derive(Debug)]
-pub struct Image {
-    /// What it is.
-    pub instance: Instance,
-    /// What the driver loads.
-    pub cubin: &'static [u8],
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
+
+use crate::instances::{Instance, Target};
+
+/// Name of the folder, beside the library, that holds the files.
+pub const FOLDER: &str = "images";
+
+/// Where a file says what its images were compiled for.
+const INTERFACE: &str = "interface";
+
+/// Why there is no image.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ImagesError {
+    /// The file can't be read.
+    #[error(
+        "the CUDA kernels for {target} can't be read from {path}: {reason}; the wheel has them, \
+         and in a source tree `make images` builds them"
+    )]
+    Unreadable {
+        /// The target's name.
+        target: &'static str,
+        /// The file.
+        path: String,
+        /// What the system or the format's reader says.
+        reason: String,
+    },
+    /// The file belongs to another version of the library.
+    #[error(
+        "{path} holds CUDA kernels of another version than this library: install one wheel, or in \
+         a source tree run `make build images`"
+    )]
+    Foreign {
+        /// The file.
+        path: String,
+    },
+    /// The file lacks an image.
+    #[error("{path} has no kernel {instance}: in a source tree run `make images`")]
+    Absent {
+        /// The file.
+        path: String,
+        /// The image.
+        instance: String,
+    },
 }
 
-/// All images, in the order of [`Instance::all`].
-#[cfg(feature = "cuda")]
-pub static IMAGES: &[Image] = include!(concat!(env!("OUT_DIR"), "/images.rs"));
+/// The images of one target.
+#[derive(Debug)]
+pub struct Images {
+    path: PathBuf,
+    bytes: Vec<u8>,
+    places: HashMap<String, Range<usize>>,
+}
 
-/// Built without the feature `cuda`: no images.
-#[cfg(not(feature = "cuda"))]
-pub static IMAGES: &[Image] = &[];
+impl Images {
+    /// Reads the file of `target` in `folder`.
+    ///
+    /// # Errors
+    /// If the file can't be read, or was written for other launch records than this crate's.
+    pub fn read(folder: &Path, target: Target) -> Result<Images, ImagesError> {
+        let path = file(folder, target);
+        let unreadable = |reason: String| ImagesError::Unreadable {
+            target: target.name(),
+            path: path.display().to_string(),
+            reason,
+        };
+        let bytes = fs::read(&path).map_err(|error| unreadable(error.to_string()))?;
+        let header = SafeTensors::read_metadata(&bytes);
+        let (length, header) = header.map_err(|error| unreadable(error.to_string()))?;
+        let interface = header.metadata().as_ref().and_then(|found| found.get(INTERFACE));
+        if interface != Some(&self::interface(target)) {
+            return Err(ImagesError::Foreign { path: path.display().to_string() });
+        }
+        // A file begins with the header's length, in eight bytes, and the header.
+        let start = 8 + length;
+        let places = header.tensors().into_iter().map(|(name, info)| {
+            let (from, to) = info.data_offsets;
+            (name, start + from..start + to)
+        });
+        let places = places.collect();
+        Ok(Images { path, bytes, places })
+    }
 
-/// The image of an instance.
-pub fn image(instance: &Instance) -> Option<&'static Image> {
-    IMAGES.iter().find(|image| image.instance == *instance)
+    /// The image of an instance.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn get(&self, instance: &Instance) -> Result<&[u8], ImagesError> {
+        let name = instance.to_string();
+        match self.places.get(&name) {
+            Some(place) => Ok(&self.bytes[place.clone()]),
+            None => {
+                Err(ImagesError::Absent { path: self.path.display().to_string(), instance: name })
+            }
+        }
+    }
+
+    /// Number of images.
+    pub fn count(&self) -> usize {
+        self.places.len()
+    }
+}
+
+/// The file of a target's images.
+pub fn file(folder: &Path, target: Target) -> PathBuf {
+    folder.join(format!("{}.safetensors", target.name()))
+}
+
+/// The targets that `folder` has a file for.
+pub fn targets(folder: &Path) -> Vec<Target> {
+    Target::ALL.into_iter().filter(|&target| file(folder, target).exists()).collect()
+}
+
+/// Writes a target's images into its file in `folder`. The file is there afterwards as a whole or
+/// as it was.
+///
+/// # Errors
+/// If the file can't be written.
+pub fn write(
+    folder: &Path,
+    target: Target,
+    images: &[(Instance, Vec<u8>)],
+) -> Result<(), safetensors::SafeTensorError> {
+    let views = images.iter().map(|(instance, cubin)| {
+        let view = TensorView::new(Dtype::U8, vec![cubin.len()], cubin)?;
+        Ok((instance.to_string(), view))
+    });
+    let views = views.collect::<Result<Vec<_>, safetensors::SafeTensorError>>()?;
+    let metadata = HashMap::from([(INTERFACE.to_owned(), interface(target))]);
+    let path = file(folder, target);
+    let new = path.with_extension("new");
+    fs::write(&new, safetensors::serialize(views, Some(metadata))?)?;
+    Ok(fs::rename(&new, &path)?)
+}
+
+/// What must be the same where images are compiled and where they are launched: each image's tile
+/// and arguments.
+fn interface(target: Target) -> String {
+    let mut text = format!("{}\n", env!("CARGO_PKG_VERSION"));
+    for instance in Instance::of_target(target) {
+        let arguments: Vec<String> = instance
+            .kernel
+            .arguments()
+            .iter()
+            .map(|argument| format!("{} {:?} {}", argument.name, argument.kind, argument.divisor))
+            .collect();
+        text += &format!("{instance} {:?}: {}\n", instance.tile(), arguments.join(", "));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use std::env;
+
+    use super::*;
+
+    fn folder(name: &str) -> PathBuf {
+        let folder = env::temp_dir().join(format!("images-{name}-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        folder
+    }
+
+    #[test]
+    fn images_come_back_as_they_were_written() {
+        let folder = folder("written");
+        let all: Vec<Instance> = Instance::of_target(Target::Sm90).collect();
+        let images: Vec<_> = all[1..].iter().map(|i| (*i, i.to_string().into_bytes())).collect();
+        write(&folder, Target::Sm90, &images).unwrap();
+        assert_eq!(targets(&folder), [Target::Sm90]);
+        let read = Images::read(&folder, Target::Sm90).unwrap();
+        assert_eq!(read.count(), images.len());
+        for (instance, cubin) in &images {
+            assert_eq!(read.get(instance).unwrap(), cubin);
+        }
+        let error = read.get(&all[0]).unwrap_err().to_string();
+        assert!(error.contains(&format!("no kernel {}", all[0])), "{error}");
+        fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn a_file_that_is_missing_broken_or_of_another_version_is_refused() {
+        let folder = folder("refused");
+        let read = |target| Images::read(&folder, target).unwrap_err().to_string();
+        let missing = read(Target::Sm80);
+        assert!(missing.contains("sm_80.safetensors") && missing.contains("make images"));
+        fs::write(file(&folder, Target::Sm80), b"not the format").unwrap();
+        assert!(read(Target::Sm80).contains("can't be read"));
+        write(&folder, Target::Sm90, &[]).unwrap();
+        fs::copy(file(&folder, Target::Sm90), file(&folder, Target::Sm100)).unwrap();
+        assert!(read(Target::Sm100).contains("of another version"));
+        fs::remove_dir_all(folder).unwrap();
+    }
 }

@@ -187,6 +187,18 @@ impl Target {
         }
     }
 
+    /// The target of that name.
+    ///
+    /// # Errors
+    /// If there is none; the message names those that there are.
+    pub fn of_name(name: &str) -> Result<Target, String> {
+        let found = Target::ALL.into_iter().find(|target| target.name() == name);
+        found.ok_or_else(|| {
+            let known = Target::ALL.map(Target::name).join(", ");
+            format!("expected a target of {known}, got {name}")
+        })
+    }
+
     /// The target whose images run on a device of compute capability `major.minor`: images of
     /// 8.0 run on all of 8.x, the others on their own capability alone.
     pub fn of_capability(major: i32, minor: i32) -> Option<Target> {

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use burst_attention_kernels::images::ImagesError;
 use burst_attention_kernels::instances::{Instance, Target};
 
 use super::driver::{Context, Driver, Event, Function, Stream};
@@ -14,7 +15,7 @@ use super::tape::{Command, Op, Queue, Work, synchronised};
 use crate::error::{Error, Result};
 
 /// Finds the image of an instance.
-pub type Images = fn(&Instance) -> Option<&'static [u8]>;
+pub type FindImage = fn(&Instance) -> std::result::Result<&'static [u8], ImagesError>;
 
 /// Calls that a device is known to be ready for; a training step makes a handful.
 const KEPT: usize = 256;
@@ -24,7 +25,7 @@ const SCRATCH: usize = 1 << 16;
 /// The executor: a driver and the devices seen so far.
 pub struct Executor {
     pub(super) driver: Box<dyn Driver>,
-    images: Images,
+    image: FindImage,
     devices: Mutex<HashMap<Context, Arc<Mutex<Device>>>>,
 }
 
@@ -83,8 +84,8 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Executor {
     /// With no devices yet.
-    pub fn new(driver: Box<dyn Driver>, images: Images) -> Executor {
-        Executor { driver, images, devices: Mutex::default() }
+    pub fn new(driver: Box<dyn Driver>, image: FindImage) -> Executor {
+        Executor { driver, image, devices: Mutex::default() }
     }
 
     /// Makes what the device of XLA's `stream` needs to run `call`: streams for what travels, the
@@ -206,11 +207,7 @@ impl Executor {
         if device.functions.contains_key(&instance) {
             return Ok(());
         }
-        let image = (self.images)(&instance).ok_or_else(|| Error::Library {
-            library: "libburst_attention_ffi.so",
-            reason: format!("it has no kernel {instance}"),
-            remedy: "it was built without the feature cuda; `make build` builds it with",
-        })?;
+        let image = (self.image)(&instance)?;
         let function = self.driver.load(image, &instance.entry())?;
         device.functions.insert(instance, function);
         Ok(())

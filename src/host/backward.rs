@@ -15,7 +15,7 @@ use super::isa::Isa;
 use super::pack::Scratch;
 use super::simd::{Simd, Task};
 use crate::mask::Band;
-use slopes::{Shared, SlopeSums};
+use slopes::SlopeSums;
 use walk::{Memory, Walk};
 
 /// Most queries per inner block: whole register tiles of 6 and 4 rows.
@@ -71,11 +71,12 @@ pub struct BackwardTile<'a> {
 /// Adds the tile's part of the gradients:
 ///
 /// ```text
-/// p = e^(softmax_scale · q kᵀ − lse), 0 outside the band;  ds = p ∘ (dout vᵀ − delta)
+/// s = softmax_scale · q kᵀ, with the bits that it has in the forward pass
+/// p = e^min(s − lse, 0), 0 outside the band;  ds = p ∘ (dout vᵀ − delta)
 /// dv += pᵀ dout;  dk += softmax_scale · dsᵀ q;  dq += softmax_scale · ds k
 /// ```
 ///
-/// With a cap c, the logits s become c · tanh(s / c), and ds gets the factor 1 − tanh²(s / c). With
+/// With a cap c, s becomes c · tanh(s / c), and ds gets the factor 1 − tanh²(s / c). With
 /// dropout, the weights in dv and the products dout vᵀ get their factors 0 or 1 / (1 − rate). A slope
 /// gets Σ ds · (key position − query position).
 ///
@@ -96,7 +97,8 @@ pub fn backward(isa: Isa, pool: &rayon::ThreadPool, tile: &BackwardTile<'_>) {
             return;
         }
         let cells = cells(batch * kv_heads, tile.q_rows.len().min(tile.k_rows.len()));
-        let slopes = SlopeSums::new(tile, cells);
+        let mut slopes = SlopeSums::new(tile, cells);
+        let sums = slopes.shared();
         let cut = |rows: &Range<usize>, index: usize| {
             let at = |i: usize| rows.start + i * rows.len() / cells;
             at(index)..at(index + 1)
@@ -109,7 +111,7 @@ pub fn backward(isa: Isa, pool: &rayon::ThreadPool, tile: &BackwardTile<'_>) {
                 queries: cut(&tile.q_rows, at.row),
                 keys: cut(&tile.k_rows, at.column),
                 overwrite: tile.dkv_first && at.wave == 0,
-                slopes: slopes.of_cell(at.row * cells + at.column),
+                slopes: sums.of_cell(at.row * cells + at.column),
             });
         });
         slopes.add(tile);
@@ -140,8 +142,8 @@ struct Cell<'a> {
     queries: Range<usize>,
     keys: Range<usize>,
     overwrite: bool,
-    /// Where the sums of its heads for the slopes are.
-    slopes: Shared,
+    /// Where the sums of its heads for the slopes are, null without slopes.
+    slopes: *mut f64,
 }
 
 impl Task for Cell<'_> {
@@ -180,13 +182,13 @@ impl Task for Cell<'_> {
         Scratch::with(total, |mut scratch| {
             #[rustfmt::skip]
             let [
-                k, k_columns, v_columns, dk, dv, q, dout, dq, p, ds, lse_log2, delta,
+                k, k_columns, v_columns, dk, dv, q, dout, dq, p, ds, lse, delta,
                 a0, a1, a2, b0, b1, b2, keep,
             ] = sizes.map(|len| scratch.take(len));
             let (queries, keys) = (Side::new([a0, a1, a2]), Side::new([b0, b1, b2]));
             #[rustfmt::skip]
             let memory = Memory {
-                k, k_columns, v_columns, dk, dv, q, dout, dq, p, ds, lse_log2, delta,
+                k, k_columns, v_columns, dk, dv, q, dout, dq, p, ds, lse, delta,
                 k_width, v_width, block_keys, queries, keys, keep,
             };
             simd.vectorize(Walk { cell: &self, memory });

@@ -6,9 +6,8 @@ use rayon::prelude::*;
 
 use super::array::HostArray;
 use super::isa::Isa;
-use super::pack;
+use super::pack::{self, Rows, Scratch};
 use super::simd::{Simd, Task};
-use crate::problem::Dtype;
 
 /// Rows per task: enough to be worth one.
 const BLOCK_ROWS: usize = 64;
@@ -30,6 +29,9 @@ fn each_block(
 }
 
 /// delta = rowsum(dout ∘ o) − dlse for all rows of `delta`.
+///
+/// The products are added up in the order in which the backward tile adds up those of dout vᵀ. So
+/// where one key takes all of a row's weight, and o is its value, dout vᵀ − delta is exactly 0.
 pub fn delta(
     isa: Isa,
     pool: &rayon::ThreadPool,
@@ -55,45 +57,58 @@ struct Delta<'a> {
 impl Task for Delta<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Delta { o, dout, dlse, delta, batch, rows } = self;
-        for row in rows {
-            for head in 0..o.heads {
-                let sides = [o, dout].map(|array| (array.row(batch, row, head), array.dtype));
-                // SAFETY: the arrays have this row, and this task alone writes it.
-                unsafe {
-                    let dlse = *dlse.row(batch, row, head).cast::<f32>();
-                    let sum = dot(simd, sides, o.dim);
-                    *delta.row(batch, row, head).cast::<f32>() = sum - dlse;
-                }
+        let (dim, lanes) = (self.o.dim, self.rows.len().next_multiple_of(S::LANES));
+        let sizes = [dim.next_multiple_of(S::LANES) * lanes, dim * lanes, dim * lanes, lanes];
+        let total = sizes.iter().map(|len| Scratch::footprint(*len)).sum();
+        Scratch::with(total, |mut scratch| {
+            let scratch = sizes.map(|len| scratch.take(len));
+            for head in 0..self.o.heads {
+                simd.vectorize(DeltaOfHead { all: &self, head, scratch });
             }
-        }
+        });
     }
 }
 
-/// Σ a·b over `dim` elements of any type.
-///
-/// # Safety
-/// They are readable.
-#[inline(always)]
-unsafe fn dot<S: Simd>(simd: S, sides: [(*mut u8, Dtype); 2], dim: usize) -> f32 {
-    let whole = dim - dim % S::LANES;
-    let mut sums = simd.zero();
-    let mut lanes = [0.0f32; 16];
-    // SAFETY: the caller vouches for the elements; no vector has more than 16 lanes.
-    unsafe {
-        for d in (0..whole).step_by(S::LANES) {
-            let [a, b] =
-                sides.map(|(row, dtype)| pack::load(simd, row.add(d * dtype.bytes()), dtype));
-            sums = simd.mul_add(a, b, sums);
+/// Delta of the rows of one head, with the rows in lanes.
+struct DeltaOfHead<'a> {
+    all: &'a Delta<'a>,
+    head: usize,
+    /// Room for rows, for the columns of o and of dout, and for the sums.
+    scratch: [*mut f32; 4],
+}
+
+impl Task for DeltaOfHead<'_> {
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let DeltaOfHead { all, head, scratch: [packed, o_columns, dout_columns, sums] } = self;
+        let Delta { o, dout, dlse, delta, batch, ref rows } = *all;
+        let (dim, len) = (o.dim, rows.len());
+        let width = dim.next_multiple_of(S::LANES);
+        // SAFETY: the arrays have these rows, this task alone writes those of delta, and `Delta`
+        // took the scratch from this thread's.
+        unsafe {
+            for (array, columns) in [(o, o_columns), (dout, dout_columns)] {
+                Rows { array, batch, head, rows: rows.clone() }.pack(simd, packed, width);
+                pack::transpose(simd, packed, width, len, dim, 1.0, columns);
+            }
+            for lanes in pack::panels::<S>(len) {
+                let across = lanes.len();
+                for first in (0..across).step_by(S::LANES) {
+                    let mut sum = simd.zero();
+                    for d in 0..dim {
+                        let at = lanes.start * dim + d * across + first;
+                        let (x, y) =
+                            (simd.load(dout_columns.add(at)), simd.load(o_columns.add(at)));
+                        sum = simd.mul_add(x, y, sum);
+                    }
+                    simd.store(sums.add(lanes.start + first), sum);
+                }
+            }
+            for (i, row) in rows.clone().enumerate() {
+                let dlse = *dlse.row(batch, row, head).cast::<f32>();
+                *delta.row(batch, row, head).cast::<f32>() = *sums.add(i) - dlse;
+            }
         }
-        simd.store(lanes.as_mut_ptr(), sums);
-        let mut sum = lanes.iter().sum();
-        for d in whole..dim {
-            let [a, b] =
-                sides.map(|(row, dtype)| pack::load_one(row.add(d * dtype.bytes()), dtype));
-            sum += a * b;
-        }
-        sum
     }
 }
 
@@ -140,8 +155,7 @@ pub fn copy(pool: &rayon::ThreadPool, source: &HostArray, target: &HostArray) {
 }
 
 /// Rounds all rows of a float32 array to the type of `target`, ties to even.
-pub fn cast(pool: &rayon::ThreadPool, source: &HostArray, target: &HostArray) {
-    let isa = Isa::best();
+pub fn cast(isa: Isa, pool: &rayon::ThreadPool, source: &HostArray, target: &HostArray) {
     each_block(pool, source.batch, &source.rows, |batch, rows| {
         isa.run(Cast { source, target, batch, rows });
     });

@@ -1,7 +1,6 @@
 //! What the features of a problem need beside q, k and v: segments, slopes, random numbers, and the
 //! positions of rows.
 
-use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 use super::array::HostArray;
@@ -210,7 +209,7 @@ pub(super) struct PanelExtras {
     cap: Option<SoftCap>,
     /// Do the segments of this block have to be compared?
     compares: bool,
-    /// Times log2(e), for distance of the row's position from the lane's.
+    /// For distance of the row's position from the lane's.
     slope: Option<f32>,
     dropout: Option<(Philox, f32)>,
     lanes: Side,
@@ -237,7 +236,7 @@ impl PanelExtras {
         let toward_keys = if lanes_are == Which::Queries { 1.0 } else { -1.0 };
         let slope = extras.slopes.map(|slopes| {
             // SAFETY: the array has one float32 for each head, which nobody writes.
-            unsafe { *slopes.row(batch, 0, head).cast::<f32>() * LOG2_E * toward_keys }
+            unsafe { *slopes.row(batch, 0, head).cast::<f32>() * toward_keys }
         });
         let dropout = extras.philox(batch, head);
         let (cap, compares, across) = (soft_cap.map(SoftCap::new), false, 0);

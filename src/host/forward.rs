@@ -28,11 +28,11 @@ const BLOCK_KEYS: usize = 128;
 /// The running state of query rows between tiles, float32. Only [`forward`] gives it a meaning.
 #[derive(Debug, Clone, Copy)]
 pub struct Partial<'a> {
-    /// Σ 2^(s − m) v with s the logits times log2(e), `[batch, rows, heads, v's dim]`.
+    /// Σ e^(s − m) v with s the logits, `[batch, rows, heads, v's dim]`.
     pub acc: &'a HostArray,
     /// Largest s so far, dim 1; −∞ before the first.
     pub m: &'a HostArray,
-    /// Σ 2^(s − m), dim 1.
+    /// Σ e^(s − m), dim 1.
     pub l: &'a HostArray,
 }
 
@@ -70,14 +70,13 @@ pub struct ForwardTile<'a> {
 /// Folds the tile's keys into the state of its queries:
 ///
 /// ```text
-/// s = softmax_scale · log2(e) · q kᵀ, capped, −∞ outside the band
-/// m' = max(m, rowmax s);  l' = l·2^(m−m') + rowsum 2^(s−m');  acc' = acc·2^(m−m') + 2^(s−m') v
-/// last: o = acc / l;  lse = (m + log2 l) · ln 2;  without any key o = 0 and lse = −∞
+/// s = softmax_scale · q kᵀ, capped, −∞ outside the band
+/// m' = max(m, rowmax s);  l' = l·e^(m−m') + rowsum e^(s−m');  acc' = acc·e^(m−m') + e^(s−m') v
+/// last: o = acc / l;  lse = m + ln l;  without any key o = 0 and lse = −∞
 /// ```
 ///
-/// With a cap c, s becomes c · log2(e) · tanh(s / (c · log2(e))); then a slope's share is added; pairs
-/// of different segments are masked too. Weights 2^(s−m') that are dropped count in l, but not in
-/// acc. The result does not depend on the number of threads.
+/// With a cap c, s becomes c · tanh(s / c); then a slope's share is added; pairs of different
+/// segments are masked too. Weights e^(s−m') that are dropped count in l, but not in acc. The result does not depend on the number of threads.
 ///
 /// # Panics
 /// If the CPU lacks `isa`, or `state` or `out` is missing where it is needed.

@@ -3,7 +3,8 @@
 use std::fmt;
 
 use super::simd::{Portable, Simd, Task};
-use crate::error::{Error, Result};
+use crate::environment;
+use crate::error::Result;
 
 /// Environment variable that forces an instruction set by [`Isa::name`].
 pub const ISA_VARIABLE: &str = "BURST_ATTENTION_ISA";
@@ -68,32 +69,18 @@ impl Isa {
     /// The set named by the environment variable `BURST_ATTENTION_ISA`, else the best one.
     ///
     /// # Errors
-    /// [`Error::MissingIsa`] where this CPU lacks what was asked for, [`Error::InvalidProblem`]
-    /// where the variable holds no known name.
+    /// If the variable holds anything but the name of a set that this CPU has.
     pub fn detect() -> Result<Isa> {
-        match std::env::var_os(ISA_VARIABLE) {
-            Some(name) if !name.is_empty() => Isa::named(&name.to_string_lossy()),
-            _ => Ok(Isa::best()),
-        }
+        let expected = || {
+            let names: Vec<_> = Isa::available().into_iter().map(Isa::name).collect();
+            format!("one of {}, which this CPU has", names.join(", "))
+        };
+        Ok(environment::read(ISA_VARIABLE, expected, Isa::named)?.unwrap_or_else(Isa::best))
     }
 
     /// The set called `name`, if this CPU has it.
-    ///
-    /// # Errors
-    /// As [`Isa::detect`].
-    pub fn named(name: &str) -> Result<Isa> {
-        let Some(isa) = Isa::ALL.into_iter().find(|isa| isa.name() == name) else {
-            return Err(Error::InvalidProblem {
-                name: ISA_VARIABLE,
-                expected: format!("one of {}", names(&Isa::available())),
-                got: format!("{name:?}"),
-            });
-        };
-        if !isa.is_available() {
-            let available = names(&Isa::available());
-            return Err(Error::MissingIsa { isa: isa.name(), available });
-        }
-        Ok(isa)
+    pub fn named(name: &str) -> Option<Isa> {
+        Isa::available().into_iter().find(|isa| isa.name() == name)
     }
 
     /// Runs `task` compiled for this instruction set.
@@ -118,8 +105,4 @@ impl fmt::Display for Isa {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
-}
-
-fn names(isas: &[Isa]) -> String {
-    isas.iter().map(|isa| isa.name()).collect::<Vec<_>>().join(", ")
 }

@@ -342,9 +342,9 @@ impl AttentionKernel for HostKernel<'_> {
             return Ok(());
         }
         if let Arrays::Backward { io, dq, dkv, .. } = &self.arrays {
-            cast::cast(self.pool, &dq.arrays[0], &io.dq);
-            cast::cast(self.pool, &dkv.arrays[0], &io.dk);
-            cast::cast(self.pool, &dkv.arrays[1], &io.dv);
+            cast::cast(self.isa, self.pool, &dq.arrays[0], &io.dq);
+            cast::cast(self.isa, self.pool, &dkv.arrays[0], &io.dk);
+            cast::cast(self.isa, self.pool, &dkv.arrays[1], &io.dv);
         }
         Ok(())
     }

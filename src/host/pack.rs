@@ -169,7 +169,7 @@ pub(super) unsafe fn load<S: Simd>(simd: S, source: *const u8, dtype: Dtype) -> 
 /// # Safety
 /// It is readable.
 #[inline(always)]
-pub(super) unsafe fn load_one(source: *const u8, dtype: Dtype) -> f32 {
+unsafe fn load_one(source: *const u8, dtype: Dtype) -> f32 {
     // SAFETY: the caller vouches for the memory.
     unsafe {
         match dtype {
@@ -238,6 +238,21 @@ pub(super) unsafe fn store_row<S: Simd>(
                 Dtype::Bf16 => *target.cast::<bf16>() = bf16::from_f32(x),
                 Dtype::F16 => *target.cast::<f16>() = f16::from_f32(x),
             }
+        }
+    }
+}
+
+/// Multiplies `len` floats by `factor`; `len` is a multiple of the lanes.
+///
+/// # Safety
+/// They are this thread's.
+#[inline(always)]
+pub(super) unsafe fn scale<S: Simd>(simd: S, values: *mut f32, len: usize, factor: f32) {
+    for i in (0..len).step_by(S::LANES) {
+        // SAFETY: the caller vouches for the memory.
+        unsafe {
+            let at = values.add(i);
+            simd.store(at, simd.mul(simd.load(at), simd.splat(factor)));
         }
     }
 }

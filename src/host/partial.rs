@@ -16,8 +16,8 @@ pub type Outputs<'a> = (&'a HostArray, &'a HostArray);
 /// Adds the state that came home to the one that stayed:
 ///
 /// ```text
-/// m = max(m₁, m₂);  l = l₁·2^(m₁−m) + l₂·2^(m₂−m);  acc likewise
-/// with outputs: o = acc / l;  lse = (m + log2 l) · ln 2;  without any key o = 0 and lse = −∞
+/// m = max(m₁, m₂);  l = l₁·e^(m₁−m) + l₂·e^(m₂−m);  acc = acc₁·e^(m₁−m) + acc₂·e^(m₂−m)
+/// with outputs: o = acc / l;  lse = m + ln l;  without any key o = 0 and lse = −∞
 /// ```
 pub fn merge_partial(
     (isa, pool): (Isa, &rayon::ThreadPool),
@@ -57,7 +57,7 @@ impl Task for Row<'_> {
             let (m1, m2) = (*row(home.m), *row(arrived.m));
             // Keeps a NaN of either side.
             let m = if m1.is_nan() || m1 > m2 { m1 } else { m2 };
-            let weight = |m1: f32| if m1 == f32::NEG_INFINITY { 0.0 } else { (m1 - m).exp2() };
+            let weight = |m1: f32| if m1 == f32::NEG_INFINITY { 0.0 } else { (m1 - m).exp() };
             let (w1, w2) = (weight(m1), weight(m2));
             let l = *row(home.l) * w1 + *row(arrived.l) * w2;
             let (sum, term) = (row(home.acc), row(arrived.acc));
@@ -73,7 +73,7 @@ impl Task for Row<'_> {
                 *row(lse) = if l == 0.0 {
                     f32::NEG_INFINITY
                 } else {
-                    ((f64::from(m) + f64::from(l).log2()) * std::f64::consts::LN_2) as f32
+                    (f64::from(m) + f64::from(l).ln()) as f32
                 };
             }
         }

@@ -1,7 +1,7 @@
 //! Runs all ranks of a ring in one process.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, LazyLock, mpsc};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
 
 use rayon::ThreadPool;
 
@@ -12,10 +12,17 @@ use super::kernel::{Heap, HostKernel};
 use super::transport::{HostTransport, Mailboxes};
 use super::{threads, trace};
 use crate::engine::walk;
+use crate::environment;
 use crate::error::{Error, Result};
 use crate::problem::{Problem, Travels};
 use crate::schedule::{self, Family, Schedule};
 use crate::transport::Transport;
+
+/// Environment variable that sets the number of compute workers.
+const THREADS_VARIABLE: &str = "BURST_ATTENTION_THREADS";
+
+/// The largest number of compute workers that the variable may ask for.
+const MAX_THREADS: usize = 1024;
 
 /// The compute workers that all rings of the process share, and what they compute with.
 #[derive(Debug)]
@@ -29,31 +36,44 @@ pub struct Executor {
 impl Executor {
     /// With `threads` workers.
     ///
-    /// # Panics
-    /// If the operating system refuses a thread.
-    pub fn new(isa: Isa, threads: usize) -> Executor {
+    /// # Errors
+    /// [`Error::NoThread`] if the operating system refuses a thread.
+    pub fn new(isa: Isa, threads: usize) -> Result<Executor> {
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
             .thread_name(|index| format!("burst-attention-compute-{index}"))
             .build()
-            .expect("the operating system grants a thread for each core");
-        Executor { isa, pool }
+            .map_err(|refused| Error::NoThread {
+                purpose: format!("each of {threads} compute workers ({THREADS_VARIABLE})"),
+                reason: refused.to_string(),
+            })?;
+        Ok(Executor { isa, pool })
     }
 
     /// The one that XLA's calls use: the best instruction set of this CPU, a worker for each core.
     /// `BURST_ATTENTION_THREADS` sets another number of workers.
     ///
     /// # Errors
-    /// If `BURST_ATTENTION_ISA` asks for an instruction set that there is not.
+    /// If one of the variables `BURST_ATTENTION_ISA` and `BURST_ATTENTION_THREADS` is invalid, or
+    /// if the operating system refuses a thread. The next call tries again.
     pub fn global() -> Result<&'static Executor> {
-        static GLOBAL: LazyLock<Result<Executor>> = LazyLock::new(|| {
-            let wanted = std::env::var("BURST_ATTENTION_THREADS").ok();
-            let wanted = wanted.and_then(|threads| threads.parse().ok()).filter(|&n| n > 0);
-            let cores = || std::thread::available_parallelism().map_or(1, usize::from);
-            Ok(Executor::new(Isa::detect()?, wanted.unwrap_or_else(cores)))
-        });
-        GLOBAL.as_ref().map_err(Clone::clone)
+        static GLOBAL: OnceLock<Executor> = OnceLock::new();
+        static STARTING: Mutex<()> = Mutex::new(());
+        let _only_one_starts = STARTING.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(executor) = GLOBAL.get() {
+            return Ok(executor);
+        }
+        let executor = Executor::new(Isa::detect()?, workers()?)?;
+        Ok(GLOBAL.get_or_init(|| executor))
     }
+}
+
+/// The number of compute workers that the environment asks for, else that of the cores.
+fn workers() -> Result<usize> {
+    let expected = || format!("a whole number from 1 to {MAX_THREADS}");
+    let parse = |text: &str| text.parse().ok().filter(|count| (1..=MAX_THREADS).contains(count));
+    let cores = || std::thread::available_parallelism().map_or(1, usize::from);
+    Ok(environment::read(THREADS_VARIABLE, expected, parse)?.unwrap_or_else(cores))
 }
 
 /// Runs one pass of `problem` on a single ring; see [`run_family`].
@@ -183,10 +203,16 @@ where
         };
         if rank + 1 == world_size {
             run();
-        } else if let Err(refused) = threads::try_spawn(run) {
-            let reason = format!("no thread for it: {refused}");
-            mailboxes.break_ring(rank, reason.clone());
-            let _ = sender.send(Err(Error::RingBroken { rank, peer: rank, world_size, reason }));
+            break;
+        }
+        match threads::reserve() {
+            Ok(thread) => thread.run(run),
+            Err(refused) => {
+                let purpose = format!("rank {rank} of {world_size}");
+                let error = Error::NoThread { purpose, reason: refused.to_string() };
+                mailboxes.break_ring(rank, error.to_string());
+                let _ = sender.send(Err(error));
+            }
         }
     }
     drop(sender);

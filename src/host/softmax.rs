@@ -1,6 +1,10 @@
 //! What happens between the matrix products: logits to probabilities, and their gradients.
 //!
-//! A panel holds logits, times log2(e), of a register tile's width: `N` vectors per row.
+//! A panel holds logits of a register tile's width: `N` vectors per row.
+//!
+//! Both passes make each logit by the same operations in the same order, so it has the same bits in
+//! both. No weight e^(logit − lse) exceeds 1 then, however large the logits are, and a key that
+//! takes all of a row's weight gets exactly 1.
 
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
@@ -9,11 +13,11 @@ use super::simd::Simd;
 
 /// The running state of the rows whose logits are in the lanes of a panel.
 pub(super) struct Online {
-    /// Largest logit so far, times log2(e); −∞ before the first.
+    /// Largest logit so far; −∞ before the first.
     pub m: *mut f32,
-    /// Sum of 2^(logit − m).
+    /// Sum of e^(logit − m).
     pub l: *mut f32,
-    /// 2^(old m − new m): what sums with the old m have to be multiplied by.
+    /// e^(old m − new m): what sums with the old m have to be multiplied by.
     pub alpha: *mut f32,
 }
 
@@ -51,7 +55,7 @@ pub(super) struct At {
     pub first: usize,
 }
 
-/// What becomes of logits, times log2(e), before their softmax, and of weights after it.
+/// What becomes of logits before their softmax, and of weights after it.
 pub(super) trait Between: Copy {
     /// The new logits, and their derivative by the old ones; `None` for 1.
     fn logits<S: Simd>(self, simd: S, s: S::Vector, at: At) -> (S::Vector, Option<S::Vector>);
@@ -89,24 +93,23 @@ impl Between for Nothing {
 /// They become `cap · tanh(logit / cap)`.
 #[derive(Clone, Copy)]
 pub(super) struct SoftCap {
-    /// 2 / cap.
-    twice_by_cap: f32,
-    /// The cap times log2(e).
-    cap_log2: f32,
+    cap: f32,
+    /// 2 · log2(e) / cap.
+    twice_by_cap_log2: f32,
 }
 
 impl SoftCap {
     pub(super) fn new(cap: f32) -> SoftCap {
-        SoftCap { twice_by_cap: 2.0 / cap, cap_log2: cap * LOG2_E }
+        SoftCap { cap, twice_by_cap_log2: 2.0 * LOG2_E / cap }
     }
 }
 
 impl Between for SoftCap {
     #[inline(always)]
     fn logits<S: Simd>(self, simd: S, s: S::Vector, _at: At) -> (S::Vector, Option<S::Vector>) {
-        // e^(2s/cap) = 2^(s·log2(e) · 2/cap)
-        let (tanh, slope) = simd.tanh(simd.mul(s, simd.splat(self.twice_by_cap)));
-        (simd.mul(tanh, simd.splat(self.cap_log2)), Some(slope))
+        // e^(2s/cap) = 2^(s · 2·log2(e)/cap)
+        let (tanh, slope) = simd.tanh(simd.mul(s, simd.splat(self.twice_by_cap_log2)));
+        (simd.mul(tanh, simd.splat(self.cap)), Some(slope))
     }
 }
 
@@ -159,10 +162,10 @@ pub(super) unsafe fn drop_out<S: Simd>(
 }
 
 /// One step of the online softmax for queries in lanes, keys in rows. The logits s become
-/// p = 2^(s − m'):
+/// p = e^(s − m'):
 ///
 /// ```text
-/// m' = max(m, max s);  alpha = 2^(m − m');  l' = l·alpha + Σ p
+/// m' = max(m, max s);  alpha = e^(m − m');  l' = l·alpha + Σ p
 /// ```
 ///
 /// # Safety
@@ -215,14 +218,14 @@ unsafe fn online_lanes<S: Simd, const N: usize>(
         for (n, max) in maxima.iter_mut().enumerate() {
             let old = simd.load(state.m.add(n * S::LANES));
             simd.store(state.m.add(n * S::LANES), *max);
-            // No key so far: anything finite will do instead of −∞, as 2^(−∞ − 0) is 0.
+            // No key so far: anything finite will do instead of −∞, as e^(−∞ − 0) is 0.
             *max = simd.max(*max, simd.splat(f32::MIN));
-            simd.store(state.alpha.add(n * S::LANES), simd.exp2(simd.sub(old, *max)));
+            simd.store(state.alpha.add(n * S::LANES), simd.exp(simd.sub(old, *max)));
         }
         for row in rows {
             for (n, sum) in sums.iter_mut().enumerate() {
                 let at = panel.add(row * across + n * S::LANES);
-                let p = simd.exp2(simd.sub(simd.load(at), maxima[n]));
+                let p = simd.exp(simd.sub(simd.load(at), maxima[n]));
                 simd.store(at, p);
                 *sum = simd.add(*sum, p);
             }
@@ -246,21 +249,23 @@ pub(super) struct Panels {
 /// The backward pass between its products, for keys in lanes and queries in rows:
 ///
 /// ```text
-/// p = 2^(s − lse_log2), s as `between` makes it;  ds = p ∘ (dp − delta) ∘ its derivative
+/// p = e^min(s − lse, 0), s as `between` makes it;  ds = p ∘ (dp − delta) ∘ its derivative
 /// ```
 ///
+/// The minimum is that difference itself where `lse` comes from these logits; it bounds p where a
+/// rounding came between, such as that of the ring's instructions on another machine.
 /// p takes the place of s and ds that of dp; both are 0 outside `seen(row)`, if that is given.
 /// Where weights are dropped, p and dp get their factors. Returns Σ ds ∘ distance before the
 /// derivative, where `with_distance`.
 ///
 /// # Safety
-/// The `rows` of both panels are this thread's; `lse_log2` and `delta` hold a float for each.
+/// The `rows` of both panels are this thread's; `lse` and `delta` hold a float for each.
 #[inline(always)]
 pub(super) unsafe fn gradients<S: Simd>(
     simd: S,
     Panels { logits, dp, across }: Panels,
     rows: Range<usize>,
-    (lse_log2, delta): (*const f32, *const f32),
+    (lse, delta): (*const f32, *const f32),
     seen: Option<impl Fn(usize) -> Range<usize>>,
     (between, with_distance): (impl Between, bool),
 ) -> f64 {
@@ -270,7 +275,7 @@ pub(super) unsafe fn gradients<S: Simd>(
         let mut sums = simd.zero();
         // SAFETY: the caller vouches for the memory.
         unsafe {
-            let lse_log2 = simd.splat(*lse_log2.add(row));
+            let lse = simd.splat(*lse.add(row));
             let delta = simd.splat(*delta.add(row));
             for first in (0..across).step_by(S::LANES) {
                 let at = At { row, first };
@@ -285,7 +290,8 @@ pub(super) unsafe fn gradients<S: Simd>(
                     None => x,
                 };
                 let (s, derivative) = between.logits(simd, simd.load(s_at), at);
-                let mut p = simd.exp2(simd.sub(s, lse_log2));
+                // The operand order keeps NaN.
+                let mut p = simd.exp(simd.min(simd.zero(), simd.sub(s, lse)));
                 let mut dp = simd.load(dp_at);
                 let kept = between.kept(simd, at);
                 if let Some(kept) = kept {

@@ -5,14 +5,16 @@
 //! so each job gets a thread of its own; idle threads are used again.
 
 use std::io;
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::mem;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 type Job = Box<dyn FnOnce() + Send>;
 
+/// Threads that wait are `idle`, reserved, or about to take one of `jobs`; any may take any job.
 struct Queue {
     jobs: Vec<Job>,
-    /// Threads that wait and are not yet promised to one of `jobs`.
+    /// Threads that wait and are neither reserved nor needed for `jobs`.
     idle: usize,
 }
 
@@ -20,54 +22,61 @@ static QUEUE: Mutex<Queue> = Mutex::new(Queue { jobs: Vec::new(), idle: 0 });
 static ARRIVED: Condvar = Condvar::new();
 const KEEP_IDLE: Duration = Duration::from_secs(30);
 
-/// Runs `job` on a thread of its own, at once.
-///
-/// # Panics
-/// If the operating system refuses another thread.
-pub fn spawn(job: impl FnOnce() + Send + 'static) {
-    try_spawn(job).expect("the operating system grants another thread");
+fn lock() -> MutexGuard<'static, Queue> {
+    QUEUE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs `job` on a thread of its own, at once.
+/// A thread that waits for one job. Dropping this gives the thread back.
+#[derive(Debug)]
+pub struct Reserved(());
+
+/// Reserves a thread, so that a job that comes later is sure to run.
 ///
 /// # Errors
-/// If the operating system refuses another thread; then the job is dropped.
-pub fn try_spawn(job: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    let mut queue = QUEUE.lock().unwrap_or_else(PoisonError::into_inner);
+/// If the operating system refuses another thread.
+pub fn reserve() -> io::Result<Reserved> {
+    let mut queue = lock();
     if queue.idle > 0 {
         queue.idle -= 1;
-        queue.jobs.push(Box::new(job));
-        ARRIVED.notify_one();
-        return Ok(());
+        return Ok(Reserved(()));
     }
     drop(queue);
-    let thread = std::thread::Builder::new().name("burst-attention".into());
-    thread.spawn(move || {
-        job();
-        serve();
-    })?;
-    Ok(())
+    std::thread::Builder::new().name("burst-attention".into()).spawn(serve)?;
+    Ok(Reserved(()))
 }
 
-/// Waits for further jobs until none comes for a while.
+impl Reserved {
+    /// Runs `job` on the thread, at once.
+    pub fn run(self, job: impl FnOnce() + Send + 'static) {
+        mem::forget(self);
+        lock().jobs.push(Box::new(job));
+        ARRIVED.notify_one();
+    }
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        lock().idle += 1;
+    }
+}
+
+/// Waits for jobs until none comes for a while and no job can need this thread.
 fn serve() {
-    let mut queue = QUEUE.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut queue = lock();
     loop {
-        queue.idle += 1;
-        loop {
-            if let Some(job) = queue.jobs.pop() {
-                drop(queue);
-                job();
-                break;
-            }
-            let (guard, timeout) =
-                ARRIVED.wait_timeout(queue, KEEP_IDLE).unwrap_or_else(PoisonError::into_inner);
-            queue = guard;
-            if timeout.timed_out() && queue.jobs.is_empty() {
-                queue.idle -= 1;
-                return;
-            }
+        if let Some(job) = queue.jobs.pop() {
+            drop(queue);
+            job();
+            queue = lock();
+            queue.idle += 1;
+            continue;
         }
-        queue = QUEUE.lock().unwrap_or_else(PoisonError::into_inner);
+        let (guard, timeout) =
+            ARRIVED.wait_timeout(queue, KEEP_IDLE).unwrap_or_else(PoisonError::into_inner);
+        queue = guard;
+        if timeout.timed_out() && queue.jobs.is_empty() && queue.idle > 0 {
+            queue.idle -= 1;
+            return;
+        }
     }
 }

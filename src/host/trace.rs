@@ -2,8 +2,9 @@
 //! Perfetto and the JAX profiler's viewers open.
 
 use std::fmt::Write as _;
-use std::io;
-use std::path::{Path, PathBuf};
+use std::fs::File;
+use std::io::{self, Write as _};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{LazyLock, Mutex, PoisonError};
 use std::time::Instant;
@@ -14,16 +15,20 @@ static ORIGIN: LazyLock<Instant> = LazyLock::new(Instant::now);
 static RECORDING: Mutex<Option<Recording>> = Mutex::new(None);
 
 struct Recording {
-    path: PathBuf,
+    file: File,
     events: String,
 }
 
-/// Records the steps of all rings from now on.
-pub fn start(path: &Path) {
+/// Opens the file and records the steps of all rings from now on.
+///
+/// # Errors
+/// If the file can't be opened for writing.
+pub fn start(path: &Path) -> io::Result<()> {
     LazyLock::force(&ORIGIN);
-    let recording = Recording { path: path.to_owned(), events: String::new() };
+    let recording = Recording { file: File::create(path)?, events: String::new() };
     *RECORDING.lock().unwrap_or_else(PoisonError::into_inner) = Some(recording);
     ACTIVE.store(true, Ordering::Release);
+    Ok(())
 }
 
 /// Stops recording and writes the file; does nothing if nothing is recorded.
@@ -33,8 +38,9 @@ pub fn start(path: &Path) {
 pub fn stop() -> io::Result<()> {
     ACTIVE.store(false, Ordering::Release);
     let recording = RECORDING.lock().unwrap_or_else(PoisonError::into_inner).take();
-    let Some(Recording { path, events }) = recording else { return Ok(()) };
-    std::fs::write(path, format!("{{\"traceEvents\":[{}]}}\n", events.trim_end_matches(",\n")))
+    let Some(Recording { mut file, events }) = recording else { return Ok(()) };
+    let text = format!("{{\"traceEvents\":[{}]}}\n", events.trim_end_matches(",\n"));
+    file.write_all(text.as_bytes())
 }
 
 /// A number for the next ring, so that rings in flight together stay apart on the timeline.

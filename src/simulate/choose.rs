@@ -91,8 +91,12 @@ fn others(problem: &Problem, inner: Option<usize>) -> Vec<(&'static str, Method)
 
 /// Why a method is the ring under another name.
 fn pointless(problem: &Problem, method: Method) -> Option<String> {
-    let helps = problem.layout == Layout::Contiguous && problem.window.right == Some(0);
     let is_balanced = method == Method::Travel(Family::Balanced);
-    (is_balanced && !helps)
+    (is_balanced && !helps_balance(problem))
         .then(|| "it is for causal masks in the contiguous layout, elsewhere the ring".to_owned())
+}
+
+/// Whether later ranks have more to do than earlier ones, so that these can help.
+pub(super) fn helps_balance(problem: &Problem) -> bool {
+    problem.layout == Layout::Contiguous && problem.window.right == Some(0)
 }

@@ -38,7 +38,7 @@ pub(super) fn predict(
     let costs = Costs { problem: &ring, kernels: &machine.kernels };
     let schedules = cheapest(&ring, Family::Ring, pass, travels)?;
     let Volume { there, back } = volume(problem, inner, pass);
-    let held = there + back + if pass == Pass::Backward { kept(problem, inner) } else { 0 };
+    let held = held(problem, inner, pass);
     let script = |rank: usize| {
         let mut script = Script::new(rank, &machine.network);
         exchange(&mut script, rank, inner, there);
@@ -97,10 +97,17 @@ pub(super) fn volume(problem: &Problem, inner: usize, pass: Pass) -> Volume {
     }
 }
 
-/// Bytes that stay from the forward pass to the backward pass.
-fn kept(problem: &Problem, inner: usize) -> u64 {
-    let Volume { there, back } = volume(problem, inner, Pass::Forward);
-    there + back
+/// Bytes of a rank's buffers for what it exchanges; in the backward pass with what it has kept since
+/// the forward pass.
+pub(super) fn held(problem: &Problem, inner: usize, pass: Pass) -> u64 {
+    let both = |pass| {
+        let Volume { there, back } = volume(problem, inner, pass);
+        there + back
+    };
+    match pass {
+        Pass::Forward => both(Pass::Forward),
+        Pass::Backward => both(Pass::Forward) + both(Pass::Backward),
+    }
 }
 
 /// A step in which a rank exchanges `bytes`, all that it has, with the others of its group.

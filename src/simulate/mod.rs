@@ -23,12 +23,13 @@ mod messages;
 mod method;
 mod report;
 mod script;
+mod shrink;
 mod walk;
 mod wires;
 
 pub use choose::{Candidate, Choice, choose};
 pub use cost::tile_flops;
-pub use estimate::{Cost, cost};
+pub use estimate::{Cost, Estimate, cost, estimate};
 pub use machine::{Class, Kernels, Link, Machine, Named, Network, named};
 pub use method::{Method, predict};
 pub use report::{Activity, Bytes, Event, RankReport, Report};

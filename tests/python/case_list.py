@@ -11,7 +11,7 @@ FILE = Path(__file__).parents[1] / "cases.json"
 LARGEST = 4000**2 * 160
 """What a case of the pairwise choice should cost the reference, where its pairs leave a choice."""
 DRAWN = 5000
-"""How many of the features' product --full runs; all would take weeks."""
+"""How many of the features' product --exhaustive runs; all would take weeks."""
 ABOUT = (
     *("causal", "window", "segments", "soft_cap", "slopes", "sinks", "dropout"),
     *("head_dim", "value_dim", "kv_len"),
@@ -49,12 +49,12 @@ class Case:
         return (self.batch, self.seq, self.kv_heads, self.head_dim)
 
 
-def correctness_cases(full=False):
+def correctness_cases(exhaustive=False):
     """The named test cases, and of the values' product all or a pairwise-covering choice."""
     content = json.loads(FILE.read_text())
     named = [_named(entry) for entry in content["cases"] if "test" in entry["tags"]]
     values = content["values"]
-    if not full:
+    if not exhaustive:
         return named + [_case([choice]) for choice in pairwise(values)]
     inner = ("backward", "lse_cotangent")
     outer = {name: values[name] for name in values if name not in inner}
@@ -65,10 +65,10 @@ def correctness_cases(full=False):
     return named + [_case([p | v for v in variants]) for p in products if _allowed(p)]
 
 
-def feature_choices(full=False):
+def feature_choices(exhaustive=False):
     """Of the features' product a pairwise-covering choice, or so many that are drawn from it."""
     values = json.loads(FILE.read_text())["features"]
-    if not full:
+    if not exhaustive:
         return list(pairwise(values, lambda picked, values: 0))
     generator = random.Random(0)
     drawn = ({name: generator.choice(v) for name, v in values.items()} for _ in range(DRAWN))

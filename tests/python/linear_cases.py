@@ -74,3 +74,91 @@ def assert_right(got, arrays, dtype="float32", slack=1):
         if dtype != "float32" and name in ("o", "dq", "dk", "dv"):
             bound = ROUNDED[dtype]
         assert error <= bound * size or size == error == 0, (name, error / size)
+
+
+DOCUMENTS = np.repeat(np.array([0, 1, 2, -1, 3, 4], np.int32), [20, 70, 50, 10, 50, 40])
+"""Ids of 240 tokens: within a chunk or tile, from one to the next and over ranks of 60."""
+SPOILT = slice(20, 90)
+"""Tokens of the document that something is wrong with."""
+
+
+def _set(name, tokens, value):
+    def spoil(arrays):
+        arrays[name][:, tokens] = value
+
+    return spoil
+
+
+def _overflow(arrays):
+    for name in ("k", "v", "q", "dout"):
+        arrays[name][:, 40:44] = 1e25
+
+
+SPOILS = {
+    "NaN in k": _set("k", 50, np.nan),
+    "infinity in v": _set("v", slice(30, 35), np.inf),
+    "NaN in q": _set("q", 61, np.nan),
+    "NaN in dout": _set("dout", 88, np.nan),
+    "NaN decay": _set("logs", 25, np.nan),
+    "k vᵀ overflows": _overflow,
+}
+
+
+def assert_documents_are_apart(world, method, by):
+    """What is not finite in one document changes no bit of another's results.
+
+    Documents end by segment_ids, or by log decays of −∞.
+    """
+    names = ("q", "k", "v", "logs", "first", "dout", "dlast")
+    clean = dict(zip(names, inputs(world, 240 // world, 2, 1, 16, 16, None), strict=True))
+    clean["logs"][0] *= np.float32(0.01)
+    ids = np.broadcast_to(DOCUMENTS, (2, 240))
+    if by == "log_decay":
+        clean["logs"][:, 1:][:, np.diff(DOCUMENTS) != 0] = -np.inf
+
+    def local(q, k, v, logs, first, ids):
+        out, state = ba.linear_attention(
+            *(q, k, v),
+            axis_name="context",
+            log_decay=logs,
+            initial_state=first,
+            segment_ids=ids if by == "segment_ids" else None,
+            return_state=True,
+            method=method,
+        )
+        return out, jax.lax.pmean(state, "context")
+
+    function = jax.shard_map(
+        local, mesh=ring.line(world), in_specs=(X,) * 4 + (P(), X), out_specs=(X, P())
+    )
+
+    @jax.jit
+    def run(q, k, v, logs, first, dout, dlast):
+        results, pullback = jax.vjp(lambda *x: function(*x, ids), q, k, v, logs, first)
+        return results, pullback((dout, dlast))
+
+    def results(arrays):
+        (out, state), grads = run(*(arrays[name] for name in names))
+        rows = dict(zip(("o", "dq", "dk", "dv", "dlogs"), (out, *grads[:4]), strict=True))
+        return {name: np.asarray(x) for name, x in rows.items()}, np.asarray(state), grads[4]
+
+    others = np.ones(240, bool)
+    others[SPOILT] = False
+    want, state, dfirst = results(clean)
+    assert all(np.isfinite(x).all() for x in want.values())
+    for name, spoil in SPOILS.items():
+        arrays = {key: x.copy() for key, x in clean.items()}
+        spoil(arrays)
+        got, got_state, got_dfirst = results(arrays)
+        for key, x in got.items():
+            assert np.array_equal(x[:, others], want[key][:, others]), (name, key)
+            assert name == "NaN in dout" or not np.isfinite(got["o"][:, SPOILT]).all(), name
+        assert not np.isfinite(got["dlogs"][:, SPOILT]).all(), name
+        assert np.array_equal(got_state, state), name
+        assert np.array_equal(got_dfirst, dfirst), name
+    got, got_state, _ = results({**clean, "first": np.full_like(clean["first"], np.nan)})
+    # Decays of the second entry leave nothing of it after some tokens.
+    assert np.isnan(got["o"][0, : SPOILT.start]).all()
+    for key, x in got.items():
+        assert np.array_equal(x[:, SPOILT.start :], want[key][:, SPOILT.start :]), key
+    assert np.array_equal(got_state, state)

@@ -19,7 +19,8 @@ def start(work, processes, devices, *arguments):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        # The last of equal flags counts; the others decide bits of what XLA computes.
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
     }
     command = [sys.executable, str(Path(__file__)), "{}", str(processes), str(port), work]

@@ -1,5 +1,7 @@
 """Arguments that can't be served: a helpful error while tracing, or a defined result."""
 
+import re
+
 import burst_attention as ba
 import jax
 import jax.numpy as jnp
@@ -132,6 +134,23 @@ def test_scale_and_flags_are_static():
     with pytest.raises(TypeError, match=r"is_causal must be True or False .* got a traced array"):
         jax.jit(lambda c: call(q, k, v, is_causal=c))(True)
     assert np.array_equal(call(q, k, v, scale=np.float32(0.5)), call(q, k, v, scale=0.5))
+
+
+def test_scale_beyond_float32():
+    words = r"scale must be within the range of float32, from -3.4e\+38 to 3.4e\+38, got "
+    for scale in (1e39, -1e39, np.float64(1e300)):
+        refused(ValueError, words + re.escape(f"{scale:g}"), scale=scale)
+    for scale in (10**400, -(10**5000)):
+        refused(ValueError, words + "a number of type int beyond that of float64", scale=scale)
+
+
+def test_bytes_in_the_other_order():
+    q, k, v = qkv()
+    swapped = q.astype(">f4")
+    words = r"query must be float32, .*, got >f4; .*use x.astype\(x.dtype.newbyteorder\('='\)\)"
+    with pytest.raises(TypeError, match=words):
+        _checks.arrays(swapped, k, v)
+    _checks.arrays(swapped.astype(swapped.dtype.newbyteorder("=")), k, v)
 
 
 def test_axis_names():

@@ -82,6 +82,8 @@ def test_slopes(kind, words, bad):
         ("got -3", -3.0),
         ("got nan", float("nan")),
         ("got inf", float("inf")),
+        ("got 1e[+]39", 1e39),
+        pytest.param("got a number of type int beyond", 10**400, id="int"),
     ],
 )
 def test_soft_caps(words, bad):

@@ -5,6 +5,7 @@ import re
 import burst_attention as ba
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import ring
 from burst_attention import _checks
@@ -152,6 +153,7 @@ def test_a_chosen_schedule_computes_the_same():
         (ValueError, "inner_latency_us must be finite and at least 0", {"inner_latency_us": -1}),
         (ValueError, "tflops_forward must be finite", {"tflops_forward": float("inf")}),
         (ValueError, "devices_per_node must be at least 1, got 0", {"devices_per_node": 0}),
+        (ValueError, "devices_per_node must be at most 4,096, got", {"devices_per_node": 2**70}),
         (TypeError, "devices_per_node must be made of ints", {"devices_per_node": 2.0}),
         (TypeError, "shared_link must be True or False", {"shared_link": 1}),
     ],
@@ -186,6 +188,10 @@ def test_links_of_another_kind_are_refused(links):
         (ValueError, "axis_sizes must be one number or", {"axis_sizes": (2, 2, 2)}),
         (TypeError, "axis_sizes must be made of ints", {"axis_sizes": "8"}),
         (ValueError, "axis_sizes must be at least 1, got 0", {"axis_sizes": 0}),
+        (ValueError, "axis_sizes must be at most 4,096 devices in all", {"axis_sizes": 10**20}),
+        (ValueError, r"got \(8, 65536\): shard the batch", {"axis_sizes": (8, 65536)}),
+        (TypeError, "axis_sizes must be made of ints", {"axis_sizes": 8.0}),
+        (TypeError, "axis_sizes must be made of ints", {"axis_sizes": True}),
         (ValueError, "platform must be one of 'cpu' or 'cuda'", {"platform": "tpu"}),
         (ValueError, "layout must be one of", {"layout": "diagonal"}),
         (ValueError, "backward must be one of", {"backward": "both"}),
@@ -195,6 +201,23 @@ def test_links_of_another_kind_are_refused(links):
 def test_wrong_arguments_say_what_was_expected(kind, words, options):
     with pytest.raises(kind, match=words):
         ba.choose_schedule(*shards(), **{"axis_sizes": 8, **options})
+
+
+def test_sizes_may_be_integers_of_any_type():
+    plain = ba.choose_schedule(*shards(), axis_sizes=(4, 8), is_causal=True)
+    numpy = (np.int64(4), np.uint8(8))
+    assert ba.choose_schedule(*shards(), axis_sizes=numpy, is_causal=True) is plain
+    links = [ba.Links(devices_per_node=count) for count in (4, np.int32(4))]
+    one, other = (ba.choose_schedule(*shards(), axis_sizes=8, links=each) for each in links)
+    assert one is other
+
+
+@pytest.mark.parametrize("sizes", [4096, (2, 2048), (512, 8), (64, 64)])
+def test_thousands_of_devices_are_estimated(sizes):
+    """`tests/choose.rs` counts the work."""
+    choice = ba.choose_schedule(*shards(1024), axis_sizes=sizes, is_causal=True, layout="zigzag")
+    assert choice.candidates[0].estimated
+    assert choice.candidates[0].seconds > 0
 
 
 def test_links_are_static_and_equal_by_value():

@@ -17,7 +17,7 @@ MORE = 4
 
 def pytest_generate_tests(metafunc):
     if "choice" in metafunc.fixturenames:
-        choices = case_list.feature_choices(full=metafunc.config.getoption("--full"))
+        choices = case_list.feature_choices(exhaustive=metafunc.config.getoption("--exhaustive"))
         metafunc.parametrize("choice", choices, ids=name)
 
 

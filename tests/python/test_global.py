@@ -160,6 +160,8 @@ def test_specs_that_do_not_fit_are_refused():
     refused(TypeError, "spec must be a jax.sharding.PartitionSpec", q, k, v, mesh=mesh, spec="a")
     refused(ValueError, "'sequence' in", q, k, v, mesh=mesh, spec=P("data", "sequence"))
     refused(ValueError, "at most 4 entries", q, k, v, mesh=mesh, spec=P(*[None] * 5))
+    words = "which mesh axes cut it, with None for none, got PartitionSpec.UNCONSTRAINED in"
+    refused(ValueError, words, q, k, v, mesh=mesh, spec=P(P.UNCONSTRAINED, "context"))
     refused(
         ValueError,
         "head_dim must not be sharded",
@@ -248,7 +250,7 @@ def test_options_are_checked_before_the_mesh():
     )
     refused(
         TypeError,
-        "unexpected keyword argument 'causal'",
+        r"^dot_product_attention\(\) got an unexpected keyword argument 'causal'; .*is_causal",
         q,
         k,
         v,

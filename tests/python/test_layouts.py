@@ -1,5 +1,7 @@
 """Layouts: positions, reordering and its inverse, shardings kept, derivatives."""
 
+from functools import partial
+
 import burst_attention as ba
 import jax
 import jax.numpy as jnp
@@ -71,6 +73,24 @@ def test_sharding_is_kept(axis_type, layout):
     assert np.array_equal(pullback(x, found), x)
 
 
+def test_an_uncommitted_array_goes_where_a_mesh_needs_it():
+    """Eagerly, and closed over by a program; `Module.init` of Flax does the former."""
+    (x,) = ring.normal(0, (1, 16, 2, 8))
+    x = jnp.asarray(x)
+
+    def attend(q, k):
+        q, k = (ba.to_layout(y, 4, "zigzag") for y in (q, k))
+        spec = P(None, "context")
+        out = ba.dot_product_attention(q, k, k, mesh=ring.line(4), spec=spec, layout="zigzag")
+        return ba.from_layout(out, 4, "zigzag")
+
+    assert not ba.to_layout(x, 4, "zigzag").committed
+    eager = attend(x, x)
+    assert np.array_equal(jax.jit(lambda k: attend(x, k))(x), eager)
+    here = jax.device_put(x, jax.devices()[1])
+    assert ba.to_layout(here, 4, "zigzag").devices() == here.devices()
+
+
 def test_causal_work_of_zigzag_is_equal_on_all_ranks():
     """Pairs of query and key that causality allows, for each rank."""
     for size in (2, 5, 8):
@@ -97,14 +117,35 @@ def test_arguments_that_do_not_fit_are_refused():
         ba.to_layout([1, 2], 2, "striped", axis=0)
     with pytest.raises(ValueError, match=r"local_positions must be called inside jax.shard_map"):
         ba.local_positions(4, axis_name="context")
-    mesh = ring.line(2)
-    with pytest.raises(ValueError, match="even in layout 'zigzag'"):
-        jax.shard_map(
-            lambda: ba.local_positions(3, axis_name="context", layout="zigzag"),
-            mesh=mesh,
-            in_specs=(),
-            out_specs=P("context"),
-        )()
+    for length, kind, words in [
+        (3, ValueError, "even in layout 'zigzag'"),
+        (-2, ValueError, "seq_len_local must not be negative, got -2"),
+        (2.0, TypeError, r"seq_len_local must be an int, got 2.0 \(float\)"),
+    ]:
+        local = partial(ba.local_positions, length, axis_name="context", layout="zigzag")
+        with pytest.raises(kind, match=words):
+            jax.shard_map(local, mesh=ring.line(2), in_specs=(), out_specs=P("context"))()
+
+
+def test_numbers_are_integers_of_any_type():
+    x = np.zeros((1, 16))
+    for call in (ba.to_layout, ba.from_layout, ba.pad_sequence):
+        with pytest.raises(TypeError, match=r"^axis_size must be an int, got 4.0 \(float\)"):
+            call(x, 4.0, "zigzag")
+        with pytest.raises(TypeError, match="^axis must be an int, got 1.0"):
+            call(x, 4, "zigzag", 1.0)
+    with pytest.raises(TypeError, match="^seq_len must be an int, got 16.0"):
+        ba.layout_positions(16.0, 4, "zigzag")
+    with pytest.raises(TypeError, match="^rank must be an int, got '1'"):
+        ba.layout_positions(16, 4, "zigzag", "1")
+    # Twice 100 is more than an int8 holds.
+    found = ba.layout_positions(np.int64(400), np.int8(100), "zigzag", np.uint8(1))
+    assert np.array_equal(found, ba.layout_positions(400, 100, "zigzag", 1))
+
+
+def test_bytes_in_the_other_order_are_kept():
+    x = np.arange(16, dtype=">i4")[None]
+    assert np.array_equal(ba.to_layout(x, 4, "zigzag")[0], ba.layout_positions(16, 4, "zigzag"))
 
 
 def test_host_placement_matches_the_devices():

@@ -1,6 +1,7 @@
 """What the library tells: its version, and the timeline of its rings."""
 
 import json
+from pathlib import Path
 
 import burst_attention as ba
 import jax
@@ -11,6 +12,14 @@ from burst_attention import _ffi
 
 def test_library_and_package_have_one_version():
     assert _ffi.library_version() == ba.__version__
+
+
+def test_library_names_no_folder_of_its_builder():
+    """Messages of panics name source files, which lie in cargo's folder or this repository's."""
+    content = _ffi.LIBRARY.read_bytes()
+    assert b"src/host/" in content
+    assert b"/registry/src/" not in content
+    assert str(Path(__file__).parents[2]).encode() not in content
 
 
 def test_timeline_names_every_step_of_every_rank(tmp_path):
@@ -38,6 +47,42 @@ def test_nothing_is_recorded_after_the_block(tmp_path):
     assert json.loads(path.read_text())["traceEvents"] == []
 
 
-def test_timeline_that_cannot_be_written_is_an_error(tmp_path):
-    with pytest.raises(OSError, match="could not be written"), ba.trace(tmp_path / "no" / "dir"):
-        pass
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("no/dir", FileNotFoundError), (".", IsADirectoryError), ("file/x", NotADirectoryError)],
+)
+def test_timeline_that_cannot_be_written_is_an_error_before_the_work(tmp_path, name, kind):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(kind, match=rf"timeline can't be written: \w+.*{name}"),
+        ba.trace(str(tmp_path / name)),
+    ):
+        pytest.fail("the block must not begin")
+
+
+def test_timeline_takes_the_paths_that_open_takes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paths = ["text", b"bytes", b"\xff", "\udcfe", tmp_path / "object"]
+    for path in paths:
+        with ba.trace(path):
+            pass
+        with open(path) as file:
+            assert json.load(file) == {"traceEvents": []}
+    assert len(list(tmp_path.iterdir())) == len(paths)
+    with ba.trace("here"):
+        monkeypatch.chdir("/")
+    assert (tmp_path / "here").read_text()
+
+
+def test_timeline_refuses_what_is_no_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path, kind, words in [
+        ("a\0b", ValueError, r"path must not contain a zero byte, got 'a\\x00b'"),
+        (b"a\0b", ValueError, "must not contain a zero byte"),
+        ("\ud800", UnicodeEncodeError, "surrogates not allowed"),
+        (3, TypeError, "expected str, bytes or os.PathLike object, not int"),
+        ("", FileNotFoundError, "No such file"),
+    ]:
+        with pytest.raises(kind, match=words), ba.trace(path):
+            pytest.fail("the block must not begin")
+    assert not list(tmp_path.iterdir())

@@ -12,11 +12,20 @@ import pytest
 import ring
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from linear_cases import BOUNDS, CASES, X, assert_right, found, inputs
+from linear_cases import (
+    BOUNDS,
+    CASES,
+    X,
+    assert_documents_are_apart,
+    assert_right,
+    found,
+    inputs,
+)
 from linear_reference import recurrence
+from long import some
 
 
-@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("method", some(["ring", "all_gather"]))
 @pytest.mark.parametrize("shape", CASES, ids=lambda shape: "-".join(map(str, shape)))
 def test_it_is_the_recurrence(shape, method):
     arrays = inputs(*shape)
@@ -100,6 +109,81 @@ def test_documents_begin_anew_and_padding_leaves_nothing():
                 assert error <= BOUNDS.get(name, 1e-5), (name, error)
 
 
+@pytest.mark.parametrize("by", ["segment_ids", "log_decay"])
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_what_is_not_finite_stays_in_its_document(method, by):
+    assert_documents_are_apart(4, method, by)
+
+
+@pytest.mark.long
+def test_padding_leaves_nothing_whatever_its_decays_are():
+    """The state after padding at the end is zero, and no gradient of a decay there is NaN."""
+    q, k, v, logs, *_ = inputs(2, 40, 2, 1, 16, 16, 0.9)
+    ids = np.broadcast_to(np.repeat(np.array([0, -1], np.int32), [70, 10]), (2, 80))
+    logs[:, 70:] = np.nan
+
+    def local(q, k, v, logs, ids):
+        out, state = ba.linear_attention(
+            *(q, k, v),
+            axis_name="context",
+            log_decay=logs,
+            segment_ids=ids,
+            return_state=True,
+        )
+        return out, jax.lax.pmean(state, "context")
+
+    function = jax.shard_map(local, mesh=ring.line(2), in_specs=(X,) * 5, out_specs=(X, P()))
+    (_, state), pullback = jax.vjp(lambda *x: function(*x, ids), q, k, v, logs)
+    assert not np.any(state)
+    grads = pullback((np.ones_like(v).repeat(2, axis=2), np.ones_like(state)))
+    assert all(np.isfinite(x).all() for x in grads)
+
+
+def test_a_reset_in_a_step_lets_nothing_pass():
+    q, k, v = ring.normal(0, *[(2, 2, 8)] * 3)
+    logs = np.array([[-np.inf, -0.5], [-0.25, -np.inf]], np.float32)
+    finite, state = (np.full((2, 2, 8, 8), x, np.float32) for x in (2, 3))
+    state[np.isneginf(logs)] = np.nan
+
+    def step(state, logs):
+        return ba.linear_attention_step(q, k, v, state, log_decay=logs)
+
+    results, pullback = jax.vjp(step, state, logs)
+    want, _ = jax.vjp(step, np.where(np.isnan(state), finite, state), logs)
+    assert all(np.array_equal(x, y) for x, y in zip(results, want, strict=True))
+    dstate, dlogs = pullback(jax.tree.map(jnp.ones_like, results))
+    assert np.isfinite(dstate).all()
+    assert np.isfinite(dlogs).all()
+    assert not np.any(dlogs[np.isneginf(logs)])
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_no_tokens_give_no_outputs_and_the_state_as_it_was(compiled, is_causal):
+    (q,) = ring.normal(0, (2, 0, 2, 8))
+    (first,) = ring.normal(1, (2, 2, 8, 8))
+
+    def local(x, first):
+        out, state = ba.linear_attention(
+            *(x, x, x),
+            axis_name="context",
+            initial_state=first,
+            is_causal=is_causal,
+            return_state=True,
+        )
+        return out, jax.lax.pmean(state, "context")
+
+    function = jax.shard_map(local, mesh=ring.line(2), in_specs=(X, P()), out_specs=(X, P()))
+    function = jax.jit(function) if compiled else function
+    (out, state), pullback = jax.vjp(function, q, first)
+    assert out.shape == (2, 0, 2, 8)
+    assert np.array_equal(state, first)
+    dq, dfirst = pullback((out, state))
+    assert dq.shape == q.shape
+    assert np.array_equal(dfirst, first)
+
+
+@pytest.mark.long
 def test_a_sequence_can_be_continued():
     """In two halves, then token by token: the same outputs, and gradients through the states."""
     q, k, v, logs, first, dout, dlast = arrays = inputs(2, 64, 4, 2, 16, 16, 0.9)
@@ -186,6 +270,7 @@ def test_what_travels_does_not_grow_with_length(tokens):
     assert moved("all_gather", tokens) == [("all_gather", 8 * decays), ("all_gather", 8 * state)]
 
 
+@pytest.mark.long
 def test_transforms():
     q, k, v, logs, *_ = inputs(4, 48, 2, 1, 16, 16, 0.9)
     function = jax.shard_map(
@@ -252,7 +337,14 @@ def test_bad_input():
         decay=np.ones(3, np.float32),
     )
     refused(TypeError, "decay must be float32, got float16", decay=heads.astype(np.float16))
-    refused(TypeError, "decay must be an array, got 0.5", decay=0.5)
+    refused(
+        TypeError, r"decay must be an array, got 0.5 \(float\); .*\[heads\].*: \(2,\)", decay=0.5
+    )
+    for wrong in (np.nan, -0.5, 1.5, np.inf):
+        decay = np.array([1, wrong], np.float32)
+        for given in (decay, jnp.asarray(decay)):
+            words = f"decay must be from 0 to 1 in every head, got {wrong} in head 1.*log_decay"
+            refused(ValueError, words, decay=given)
     refused(ValueError, r"log_decay must have shape \[batch, seq, heads\]", log_decay=rows[:, :4])
     refused(ValueError, "decay must be None with is_causal=False", decay=heads, is_causal=False)
     refused(NotImplementedError, "layout must be 'contiguous'.*from_layout", layout="zigzag")
@@ -269,3 +361,38 @@ def test_bad_input():
         ba.linear_attention_step(q, k, v, state[:, :1])
     with pytest.raises(ValueError, match="must not both be given"):
         ba.linear_attention_step(q, k, v, state, decay=heads, log_decay=rows[:, 0])
+    with pytest.raises(ValueError, match="decay must be from 0 to 1"):
+        ba.linear_attention_step(q, k, v, state, decay=-heads)
+    words = r"log_decay must be an array, got -0.5 \(float\); .*\[batch, heads\].*: \(1, 2\)"
+    with pytest.raises(TypeError, match=words):
+        ba.linear_attention_step(q, k, v, state, log_decay=-0.5)
+    with pytest.raises(ValueError, match=r"log_decay must have shape \[batch, heads\].*got \(2,\)"):
+        ba.linear_attention_step(q, k, v, state, log_decay=heads)
+    tokens = ring.normal(0, *[(1, 16, 2, 8)] * 3)
+    with pytest.raises(ValueError, match="linear_attention must be called inside") as error:
+        ba.linear_attention(*tokens, axis_name="context")
+    assert "burst_attention.linear_attention(" in str(error.value)
+    assert "dot_product" not in str(error.value)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_traced_decays_out_of_range_are_not_taken_for_0(size):
+    """Those that are NaN or negative give NaN; above 1 the state grows."""
+    q, k, v, logs, *_ = inputs(size, 40, 4, 2, 16, 16, 1.0)
+    decay = np.array([np.nan, -0.5, 1.01, 0.9], np.float32)
+    attend = jax.shard_map(
+        lambda q, k, v, decay: ba.linear_attention(q, k, v, axis_name="context", decay=decay),
+        mesh=ring.line(size),
+        in_specs=(X, X, X, P()),
+        out_specs=X,
+    )
+    out = np.asarray(jax.jit(attend)(q, k, v, decay))
+    assert np.isnan(out[:, :, :2]).all()
+    logs += np.log(decay[2:].astype(np.float64)).repeat(2)[[0, 0, 0, 2]]
+    zero, exact = np.zeros((2, 4, 16, 16)), logs.astype(np.float64)
+    want = recurrence(q, k, v, exact, zero, 0 * out, zero)["o"][:, :, 2:]
+    assert np.linalg.norm(out[:, :, 2:] - want) <= 2e-6 * np.linalg.norm(want)
+    step = jax.jit(ba.linear_attention_step)
+    one, _ = step(q[:, 0], k[:, 0], v[:, 0], np.ones_like(zero, np.float32), decay=decay)
+    assert np.isnan(one[:, :2]).all()
+    assert np.isfinite(one[:, 2:]).all()

@@ -14,8 +14,9 @@ import pytest
 import ring
 from burst_attention import _checks, _ffi, _linear_cuda
 from jax.sharding import PartitionSpec as P
-from linear_cases import X, assert_right, found, inputs
+from linear_cases import X, assert_documents_are_apart, assert_right, found, inputs
 from linear_reference import recurrence
+from long import some
 from test_cuda_lowering import GPU, KNOWN, abstract_mesh, calls, lowered
 
 TILE = _linear_cuda.TILE
@@ -65,8 +66,13 @@ def rounded(x):
     return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
+def weighed(weights, x):
+    """Kernels let nothing of what has a weight of 0 pass, be it NaN; subnormal weights are 0."""
+    return jnp.where(jnp.abs(weights) < 2.0**-126, 0, weights * x)
+
+
 def stand_in(name, parts, operands, shapes, varying, back, narrow=exactly):
-    """The formulas of `kernels/src/device/linear.rs`."""
+    """The formulas of `kernels/compiler/src/device/linear.rs`."""
     rows = parts.rows
     *queries, k, v, sums = operands[: 3 if name == "parts" else 4]
     heads, count = sums.shape[1], parts.totals.shape[2]
@@ -83,9 +89,11 @@ def stand_in(name, parts, operands, shapes, varying, back, narrow=exactly):
     states = narrow(operands[4])
     assert states.shape == (sums.shape[0], count, heads, k.shape[-1], v.shape[-1])
     q = in_parts(queries[0], heads, rows)
-    pairs = narrow(weights * jnp.einsum("bphik,bphjk->bphij", q, k, precision="highest"))
+    pairs = jnp.einsum("bphik,bphjk->bphij", q, k, precision="highest")
+    pairs = narrow(weighed(weights, pairs))
     out = jnp.einsum("bphij,bphjv->bphiv", pairs, v, precision="highest")
-    out += received[..., None] * jnp.einsum("bphik,bphkv->bphiv", q, states, precision="highest")
+    crossing = jnp.einsum("bphik,bphkv->bphiv", q, states, precision="highest")
+    out += weighed(received[..., None], crossing)
     whole = out.swapaxes(2, 3).reshape(shape[0], -1, *shape[2:])[:, :tokens]
     assert whole.shape == shape
     if len(operands) == 5:
@@ -106,10 +114,20 @@ def kernels(monkeypatch):
     monkeypatch.setattr(_checks, "devices", lambda mesh, dtype: "cuda")
 
 
-@pytest.mark.parametrize("shape", CASES, ids=lambda shape: "-".join(map(str, shape)))
+@pytest.mark.parametrize("shape", some(CASES, 2), ids=lambda shape: "-".join(map(str, shape)))
 def test_kernels_and_what_surrounds_them_are_the_recurrence(kernels, shape):
     arrays, method = inputs(*shape), ("ring", "all_gather")[CASES.index(shape) % 2]
     assert_right(found(ring.line(shape[0]), arrays, method=method), arrays, slack=SLACK)
+
+
+@pytest.mark.parametrize(
+    ("world", "method"),
+    [(1, "ring"), pytest.param(2, "ring", marks=pytest.mark.long), (2, "all_gather")],
+)
+def test_what_is_not_finite_stays_in_its_document(kernels, monkeypatch, world, method):
+    """In parts of one tile, so that documents begin inside of parts and go through several."""
+    monkeypatch.setattr(_linear_cuda, "part_rows", lambda batch, tokens, heads: TILE)
+    assert_documents_are_apart(world, method, "segment_ids")
 
 
 def test_resets_and_strong_decays(kernels):
@@ -127,7 +145,9 @@ def test_resets_and_strong_decays(kernels):
         assert_right(got, arrays, slack=SLACK)
 
 
-@pytest.mark.parametrize("decay", [0.02, 0.99, 1.0, None])
+@pytest.mark.parametrize(
+    "decay", [0.02, *(pytest.param(x, marks=pytest.mark.long) for x in (0.99, 1.0, None))]
+)
 def test_rounding_to_16_bits_stays_small_in_all_gradients(kernels, monkeypatch, decay):
     """Gradients of decays too, although they are sums of differences."""
     monkeypatch.setattr(_linear_cuda, "_call", partial(stand_in, narrow=rounded))

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import ring
 from bounds import check
+from burst_attention import _calls
+from burst_attention._extras import Extras
 from features import Problem
 from jax.sharding import PartitionSpec as P
 
@@ -47,6 +49,42 @@ def test_nothing_but_padding(backward, sinks):
     if not sinks:
         assert np.isneginf(found["lse"][~seeing]).all()
     check(found, one.expected(arrays), arrays["dout"])
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("backward", ["keys", "queries"])
+def test_nan_in_cotangents_of_padding(backward, sinks):
+    """Results there depend on nothing, save lse on a sink."""
+    one = Problem(segments="padded", sinks=sinks, slopes=True, layout="zigzag", backward=backward)
+    arrays = one.arrays()
+    padding = arrays["q_segments"] < 0
+    spoiled = ("dout",) if sinks else ("dout", "dlse")
+    for name in spoiled:
+        arrays[name][padding] = 0
+    expected, dout = one.expected(arrays), arrays["dout"].copy()
+    for name in spoiled:
+        arrays[name][padding] = np.nan
+    _, found = results(one, **{name: arrays[name] for name in spoiled})
+    check(found, expected, dout)
+
+
+def test_nan_in_cotangents_of_rows_that_no_window_lets_see():
+    one = Problem(layout="zigzag", q_len=64, kv_len=16, window=(4, 4), sinks=True, slopes=True)
+    arrays, blind = one.arrays(), slice(20, None)
+    arrays["dout"][:, blind] = 0
+    expected, dout = one.expected(arrays), arrays["dout"].copy()
+    arrays["dout"][:, blind] = np.nan
+    _, found = results(one, dout=arrays["dout"])
+    check(found, expected, dout)
+
+
+def test_kernels_of_gpus_get_no_cotangent_of_padding():
+    """They multiply what they mask by 0."""
+    extras = Extras(q_segments=jnp.array([[0, -1, 3, -7]], jnp.int32))
+    for shape in ((1, 4, 2), (1, 4, 2, 8)):
+        got = _calls._of_tokens(extras, jnp.full(shape, jnp.nan).at[:, ::2].set(1))
+        assert np.array_equal(got[:, 1::2], np.zeros_like(got[:, 1::2]))
+        assert (got[:, ::2] == 1).all()
 
 
 def test_segments_that_a_rank_has_not():

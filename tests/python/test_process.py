@@ -1,6 +1,7 @@
-"""What needs a process of its own: x64, the compilation cache, export, the report."""
+"""What needs a process of its own: x64, the cache, export, the report, limits of the system."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -179,3 +180,82 @@ except ImportError as error:
     output = python("-c", program, PYTHONPATH=str(tmp_path))
     assert "libburst_attention_ffi.so is missing" in output
     assert "make build" in output
+
+
+RING = """
+import os, resource
+import jax, numpy as np
+import burst_attention as ba
+from jax.sharding import PartitionSpec as P
+
+mesh = jax.make_mesh((4,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+spec = P(None, "context")
+x = jax.device_put(np.ones((1, 16, 2, 8), np.float32), jax.NamedSharding(mesh, spec))
+
+def compiled(name):
+    function = getattr(ba, name)
+    local = lambda x: function(x, x, x, axis_name="context")
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+    return jax.jit(sharded).lower(x).compile()
+
+def refused(run):
+    try:
+        jax.block_until_ready(run())
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+    return "nothing"
+"""
+
+VARIABLES = """
+def given(name, values, run):
+    for value in values:
+        os.environ[name] = value
+        print(f"{name}={value}: {refused(run)}")
+    os.environ[name] = " "
+
+seconds = ["x", "0", "-1", "nan", "1e20"]
+given("BURST_ATTENTION_RANK_TIMEOUT_S", seconds, lambda: compiled("attention"))
+call = compiled("attention")
+given("BURST_ATTENTION_THREADS", ["abc", "-1", "0", "1.5", "1e20", "1025"], lambda: call(x))
+given("BURST_ATTENTION_ISA", ["neon", "AVX2"], lambda: call(x))
+os.environ["BURST_ATTENTION_THREADS"] = " 3 "
+print(refused(lambda: call(x)), ba._ffi.describe()["compute_threads"])
+"""
+
+
+def test_an_environment_variable_is_valid_unset_or_an_error_of_the_call():
+    """Also at the next try, and a value that was mended then counts."""
+    *errors, last = python("-c", RING + VARIABLES).splitlines()
+    expected = {
+        "BURST_ATTENTION_RANK_TIMEOUT_S": "seconds from 0.001 to 1000000, or inf to wait for ever",
+        "BURST_ATTENTION_THREADS": "a whole number from 1 to 1024",
+        "BURST_ATTENTION_ISA": "one of .*portable, which this CPU has",
+    }
+    for line in errors:
+        name, value = line.split(":")[0].split("=")
+        words = f"{name} must be {expected[name]}, or unset for the default, got "
+        assert re.search(f'INVALID_ARGUMENT: {words}"{re.escape(value)}"', line), line
+    assert len(errors) == 13
+    assert last == "nothing 3"
+
+
+THREADS = """
+calls = [compiled(name) for name in ("linear_attention", "attention")]
+jax.block_until_ready(jax.jit(lambda x: x.sum())(x))  # XLA has its threads
+if os.getuid() == 0:
+    os.setuid(65534)  # No limit holds for root.
+_, most = resource.getrlimit(resource.RLIMIT_NPROC)
+for limit in (0, most):
+    resource.setrlimit(resource.RLIMIT_NPROC, (limit, most))
+    for call in calls:
+        print(refused(lambda: call(x)))
+"""
+
+
+def test_a_refused_thread_is_an_error_with_the_reason_until_threads_are_granted():
+    lines = python("-c", RING + THREADS, BURST_ATTENTION_THREADS="2").splitlines()
+    needs = ("each of 2 compute workers", r"rank \d of 4 over mesh axis \"context\"")
+    for line, need in zip(lines[:2], needs, strict=True):
+        words = f"RESOURCE_EXHAUSTED: no thread for {need}.*: .*temporarily unavailable.*ulimit -u"
+        assert re.search(words, line), lines
+    assert lines[2:] == ["nothing", "nothing"]

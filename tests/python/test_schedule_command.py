@@ -113,6 +113,23 @@ def test_ranks_of_a_node_may_share_their_link(schedule):
     assert seconds[0] < seconds[1]
 
 
+@pytest.mark.parametrize("name", ["ring", "double_ring", "all_gather", "ulysses", "hybrid"])
+def test_large_worlds_are_estimated_with_the_rank_that_computes_longest(schedule, name):
+    arguments = f"--world 4096 --seq 4194304 --heads 4096 --causal --schedule {name}"
+    output = schedule(arguments)
+    assert output.count("busiest") == 2
+    assert re.search(r"^forward \+ backward: ≈ [\d.]+ ms, \d+ TFLOP/s a rank", output, re.M)
+    found = json.loads(schedule(f"{arguments} --json"))
+    for each, products in zip(found["passes"], (4, 10), strict=True):
+        assert (each["estimated"], each["world_size"], len(each["ranks"])) == (True, 4096, 1)
+        assert each["flops"] == pytest.approx(products / 2 * 4194304**2 * 4096 * 128, rel=0.01)
+        assert 0 <= each["idle_share"] < 1
+        assert each["ranks"][0]["compute"] <= each["seconds"]
+    assert "a timeline has at most 1024 ranks, got 4096" in schedule(
+        f"{arguments} --json --timeline", code=2
+    )
+
+
 @pytest.mark.parametrize("name", ["ulysses", "hybrid"])
 def test_rows_are_exchanged_for_heads(schedule, tmp_path, name):
     pytest.importorskip("matplotlib")
@@ -197,6 +214,7 @@ def test_plot_without_matplotlib_says_what_to_install(schedule, tmp_path, monkey
         ("--backward both", "both"),
         ("--schedule maypole", 'balanced or all_gather, got "maypole"; or ulysses or hybrid'),
         ("--dtype int8", "bfloat16"),
+        ("--world 4104 --seq 131328", "world size must be at most 4096 (further devices"),
         ("--world 0", "expected a whole number of at least 1, got '0'"),
         ("--plot schedule.pdf", "expected a file *.png, got schedule.pdf"),
         ("--plot missing/x.png", "there is no folder missing"),

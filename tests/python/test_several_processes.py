@@ -30,7 +30,9 @@ def of_one_process():
     return [case.found(case.arrays()) for case in CASES]
 
 
-@pytest.mark.parametrize(("processes", "devices"), [(2, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("processes", "devices"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.long)]
+)
 def test_several_processes_equal_one(tmp_path, of_one_process, processes, devices):
     started = several.start("solve", processes, devices, tmp_path)
     printed = several.outputs(started, SECONDS)
@@ -45,6 +47,7 @@ def test_several_processes_equal_one(tmp_path, of_one_process, processes, device
                 assert np.array_equal(got, x), (CASES[number], name)
 
 
+@pytest.mark.long
 def test_a_process_that_dies_ends_the_others_with_an_error(tmp_path):
     started = several.start("die", 2, 4, tmp_path)
     started[1].wait(timeout=SECONDS)

@@ -10,17 +10,16 @@ mod linear;
 mod workspace;
 
 use burst_attention::Pass;
-use burst_attention::cuda::device::{Executor, Images, Share};
+use burst_attention::cuda::device::{Executor, FindImage, Share};
 use burst_attention::cuda::driver::{Driver, Stream};
 use burst_attention::cuda::libcuda::LibCuda;
 use burst_attention::cuda::nccl::{Communicator, Nccl};
-use burst_attention_kernels::images;
 use std::sync::LazyLock;
 
 use crate::error::{Error, Result};
 use crate::frame::CallFrame;
 use crate::state::{self, CallState, Kind};
-use crate::{handler, sys};
+use crate::{handler, images, sys};
 use call::{CudaSite, Ranks};
 use collectives::Collectives;
 
@@ -38,10 +37,10 @@ impl Platform {
     /// Of any driver and NCCL.
     pub fn new(
         driver: Box<dyn Driver>,
-        images: Images,
+        image: FindImage,
         nccl: fn() -> burst_attention::Result<&'static Nccl>,
     ) -> Platform {
-        Platform { executor: Executor::new(driver, images), nccl }
+        Platform { executor: Executor::new(driver, image), nccl }
     }
 
     /// This machine's.
@@ -50,8 +49,7 @@ impl Platform {
     /// If it has no driver.
     pub fn of_this_machine() -> Result<&'static Platform> {
         static PLATFORM: LazyLock<burst_attention::Result<Platform>> = LazyLock::new(|| {
-            let image: Images = |instance| images::image(instance).map(|image| image.cubin);
-            Ok(Platform::new(Box::new(LibCuda::find()?), image, Nccl::load))
+            Ok(Platform::new(Box::new(LibCuda::find()?), images::find, Nccl::load))
         });
         PLATFORM.as_ref().map_err(|error| Error::Core(error.clone()))
     }

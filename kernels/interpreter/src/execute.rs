@@ -4,12 +4,12 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+use burst_attention_compiler::compile::{Front, STACK};
 use burst_attention_kernels::instances::Instance;
 use burst_attention_kernels::launch::Launch;
 use burst_attention_kernels::record::Value;
 use cutile_ir::Module;
 
-use super::compile::{Front, STACK};
 use super::error::Error;
 use super::launch::{Argument, Launch as Way};
 use super::memory::{Address, Memory};

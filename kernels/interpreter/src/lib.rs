@@ -17,17 +17,13 @@
 //! - Not there: types below 8 bits, 8-bit floats, tfloat32, directed rounding, globals, `alloca`,
 //!   gather/scatter views, block-scaled products. Using them is an error.
 //! - NaNs are quiet; their payloads need not survive conversions.
-
 //!
-//! [`compile`] compiles the kernels of the crate `burst-attention-kernels` to the IR that is run.
+//! [`execute`] runs the launches of `burst-attention-kernels`; `burst-attention-compiler` compiles
+//! the kernels to the IR that is run.
 
 mod attributes;
-#[path = "../../src/compile.rs"]
-pub mod compile;
 mod control;
 mod conversion;
-#[path = "../../src/device/mod.rs"]
-mod device;
 mod error;
 pub mod execute;
 mod float;
@@ -44,12 +40,6 @@ mod shape;
 mod tile;
 mod view;
 
-use burst_attention_kernels::instances;
-
 pub use error::{Error, Fault};
 pub use launch::{Argument, Launch, run};
 pub use memory::{Address, Memory};
-
-/// Of every test that runs kernels: tiles are made and dropped in each step of a program.
-#[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 
+use burst_attention_kernels::images::ImagesError;
 use burst_attention_kernels::instances::Instance;
 
 use super::{Call, Program, What, nccl};
@@ -46,10 +47,13 @@ pub fn image(instance: &Instance) -> Vec<u8> {
 }
 
 /// The same for all instances, as an executor looks for images.
-pub fn images(instance: &Instance) -> Option<&'static [u8]> {
+///
+/// # Errors
+/// None: it has them all.
+pub fn images(instance: &Instance) -> Result<&'static [u8], ImagesError> {
     static IMAGES: LazyLock<HashMap<Instance, Vec<u8>>> =
         LazyLock::new(|| Instance::all().map(|instance| (instance, image(&instance))).collect());
-    IMAGES.get(instance).map(Vec::as_slice)
+    Ok(&IMAGES[instance])
 }
 
 /// Behind all clones of a recorder.

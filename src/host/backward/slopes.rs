@@ -1,5 +1,7 @@
 //! The gradient of the slopes.
 
+use std::ptr;
+
 use super::BackwardTile;
 
 /// The sums of every cell for the gradient of the slopes, so that they are added in a fixed order.
@@ -16,10 +18,10 @@ impl SlopeSums {
         SlopeSums { sums: vec![0.0; wanted], per_cell }
     }
 
-    /// Those of one cell; null without slopes.
-    pub fn of_cell(&self, cell: usize) -> Shared {
-        let start = self.sums.as_ptr().cast_mut().wrapping_add(cell * self.per_cell);
-        Shared(if self.sums.is_empty() { std::ptr::null_mut() } else { start })
+    /// The sums as tasks write them. No task may write after the next use of `self`.
+    pub fn shared(&mut self) -> Shared {
+        let first = if self.sums.is_empty() { ptr::null_mut() } else { self.sums.as_mut_ptr() };
+        Shared { first, per_cell: self.per_cell }
     }
 
     /// Adds all cells to the array.
@@ -36,9 +38,22 @@ impl SlopeSums {
 
 /// Memory of which each task uses its own part.
 #[derive(Clone, Copy)]
-pub(super) struct Shared(pub *mut f64);
+pub(super) struct Shared {
+    first: *mut f64,
+    per_cell: usize,
+}
 
 // SAFETY: cells write the sums of their own heads, each cell and head once.
 unsafe impl Send for Shared {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Shared {}
+
+impl Shared {
+    /// The sums of one cell; null without slopes.
+    pub fn of_cell(&self, cell: usize) -> *mut f64 {
+        if self.first.is_null() {
+            return self.first;
+        }
+        self.first.wrapping_add(cell * self.per_cell)
+    }
+}

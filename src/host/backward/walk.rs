@@ -1,7 +1,6 @@
 //! The walk through a cell of the backward pass: block of keys by block of keys, and for each all
 //! blocks of queries that see it.
 
-use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 use super::super::array::HostArray;
@@ -28,7 +27,7 @@ pub(super) struct Memory {
     pub p: *mut f32,
     /// dp, then ds, of one panel.
     pub ds: *mut f32,
-    pub lse_log2: *mut f32,
+    pub lse: *mut f32,
     pub delta: *mut f32,
     /// Floats per row of q, k and their gradients, and of v, dout and dv.
     pub k_width: usize,
@@ -103,12 +102,11 @@ impl Walk<'_> {
     unsafe fn begin<S: Simd>(&self, simd: S, keys: &Range<usize>) {
         let (tile, count) = (self.cell.tile, keys.len());
         let Memory { k, k_columns, v_columns, dk, dv, k_width, v_width, .. } = self.memory;
-        let scale_log2 = tile.softmax_scale * LOG2_E;
         self.load_side(Which::Keys, keys, count.next_multiple_of(S::LANES));
         // SAFETY: the caller vouches for the arrays; the scratch is large enough.
         unsafe {
             self.of_keys(tile.k, keys.clone()).pack(simd, k, k_width);
-            pack::transpose(simd, k, k_width, count, tile.k.dim, scale_log2, k_columns);
+            pack::transpose(simd, k, k_width, count, tile.k.dim, 1.0, k_columns);
             // dv's place serves for the values as rows, which nothing needs later.
             self.of_keys(tile.v, keys.clone()).pack(simd, dv, v_width);
             pack::transpose(simd, dv, v_width, count, tile.v.dim, 1.0, v_columns);
@@ -127,8 +125,8 @@ impl Walk<'_> {
         let Memory { dk, dv, k_width, v_width, .. } = self.memory;
         // SAFETY: the caller vouches for the arrays.
         unsafe {
-            let scale = tile.softmax_scale;
-            self.of_keys(tile.dk, keys.clone()).unpack(simd, dk, k_width, scale, add);
+            // The queries that dk is a sum of were scaled.
+            self.of_keys(tile.dk, keys.clone()).unpack(simd, dk, k_width, 1.0, add);
             self.of_keys(tile.dv, keys).unpack(simd, dv, v_width, 1.0, add);
         }
     }
@@ -247,27 +245,29 @@ impl Walk<'_> {
         }
     }
 
-    /// Packs a block of queries and what belongs to them, and clears their gradient.
+    /// Packs a block of queries, scaled as in the forward pass, and what belongs to them, and clears
+    /// their gradient.
     ///
     /// # Safety
     /// `queries` of q, dout, lse and delta may be read.
     #[inline(always)]
     unsafe fn pack_queries<S: Simd>(&self, simd: S, head: usize, queries: &Range<usize>) {
         let tile = self.cell.tile;
-        let Memory { q, dout, lse_log2, delta, k_width, v_width, .. } = self.memory;
+        let Memory { q, dout, lse, delta, k_width, v_width, .. } = self.memory;
         self.load_side(Which::Queries, queries, queries.len());
         let of = |array| self.of_queries(array, head, queries.clone());
         // SAFETY: the caller vouches for the arrays; the scratch is large enough.
         unsafe {
             of(tile.q).pack(simd, q, k_width);
+            pack::scale(simd, q, queries.len() * k_width, tile.softmax_scale);
             of(tile.dout).pack(simd, dout, v_width);
             of(tile.delta).pack_column(delta);
-            of(tile.lse).pack_column(lse_log2);
+            of(tile.lse).pack_column(lse);
             for i in 0..queries.len() {
-                let lse = *lse_log2.add(i);
-                // 2^(s − ∞) = 0 for a row that sees nothing.
-                let scaled = (f64::from(lse) * std::f64::consts::LOG2_E) as f32;
-                *lse_log2.add(i) = if lse == f32::NEG_INFINITY { f32::INFINITY } else { scaled };
+                // e^(s − ∞) = 0 for a row that sees nothing.
+                if *lse.add(i) == f32::NEG_INFINITY {
+                    *lse.add(i) = f32::INFINITY;
+                }
             }
         }
         self.clear_query_gradients(queries.len());
@@ -317,8 +317,8 @@ impl Walk<'_> {
         rows: Range<usize>,
         (seen, compares): (Option<impl Fn(usize) -> Range<usize>>, bool),
     ) {
-        let Memory { p, ds, lse_log2, delta, queries, keys, keep, .. } = self.memory;
-        let (tile, statistics) = (self.cell.tile, (lse_log2.cast_const(), delta.cast_const()));
+        let Memory { p, ds, lse, delta, queries, keys, keep, .. } = self.memory;
+        let (tile, statistics) = (self.cell.tile, (lse.cast_const(), delta.cast_const()));
         let panels = Panels { logits: p, dp: ds, across: lanes.len() };
         let (at, sides) = ([self.cell.batch, head], (keys, queries));
         let extras = PanelExtras::new(&tile.extras, tile.soft_cap, at, Which::Keys, sides, keep);
@@ -328,7 +328,7 @@ impl Walk<'_> {
             if let Some(extras) = extras {
                 let extras = extras.on(lanes, compares);
                 extras.fill_keep(rows.clone());
-                let sums = self.cell.slopes.0;
+                let sums = self.cell.slopes;
                 let between = (extras, !sums.is_null());
                 let sum = softmax::gradients(simd, panels, rows, statistics, seen, between);
                 if !sums.is_null() {

@@ -1,7 +1,5 @@
 //! The walk through a block of queries: block of keys by block of keys.
 
-use std::f32::consts::LOG2_E;
-use std::f64::consts::LN_2;
 use std::ops::Range;
 
 use super::super::array::HostArray;
@@ -86,13 +84,12 @@ impl Walk<'_> {
         let (tile, memory) = (self.block.tile, &self.memory);
         let (len, online) = (self.block.rows.len(), &memory.online);
         let lanes = len.next_multiple_of(S::LANES);
-        let scale_log2 = tile.softmax_scale * LOG2_E;
         self.load_side(Which::Queries, &self.block.rows, lanes);
         // SAFETY: the caller vouches for the arrays; the scratch is large enough.
         unsafe {
             self.rows_of(tile.q).pack(simd, memory.k, memory.k_width);
             let dim = tile.q.dim;
-            pack::transpose(simd, memory.k, memory.k_width, len, dim, scale_log2, memory.q);
+            pack::transpose(simd, memory.k, memory.k_width, len, dim, tile.softmax_scale, memory.q);
             for lane in 0..lanes {
                 *online.m.add(lane) = f32::NEG_INFINITY;
                 *online.l.add(lane) = 0.0;
@@ -339,7 +336,7 @@ impl Walk<'_> {
                 let target = o.row(batch, row, head);
                 pack::store_row(simd, acc, inverse, target, o.dtype, o.dim);
                 // In float64, as the error of lse is one of every probability in the backward pass.
-                let value = (f64::from(m) + f64::from(l).log2()) * LN_2;
+                let value = f64::from(m) + f64::from(l).ln();
                 *lse.row(batch, row, head).cast::<f32>() = value as f32;
             }
         }

@@ -7,7 +7,6 @@ use super::ahead::Ahead;
 use super::chunk::{Matrix, Size, chunks, flip, product, rows_of, scale_rows, store};
 use super::decays::Decays;
 use super::gradients::{Memory, Part, States};
-use crate::host::matmul::Write;
 use crate::host::pack::Scratch;
 use crate::host::simd::{Simd, Task};
 
@@ -140,8 +139,8 @@ impl Walk<'_> {
             rows_of(&io.k, (batch, kv_head), rows).pack(simd, k.at, k.row);
             rows_of(&io.v, (batch, kv_head), rows).pack(simd, v.at, v.row);
             scale_rows(simd, k, k.row, &decays.to_end[..rows.len()]);
-            let size = Size { rows: 0..io.v.dim, columns: k.row, depth: rows.len() };
-            let write = Write::Onto(from.at, decays.carry());
+            let size = Size { rows: 0..io.v.dim, columns: k.row, depth: decays.last() };
+            let write = decays.onto(from.at);
             product(simd, &mut ahead.over(1), (v.transposed(), k), to, size, write);
         }
     }

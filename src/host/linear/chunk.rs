@@ -45,7 +45,7 @@ pub(super) struct Left {
 pub(super) struct Size {
     pub rows: Range<usize>,
     pub columns: usize,
-    pub depth: usize,
+    pub depth: Range<usize>,
 }
 
 /// c = a b.
@@ -61,9 +61,31 @@ pub(super) unsafe fn product<S: Simd>(
     size: Size,
     write: Write,
 ) {
-    let depth: Depth<SameDepth> = Depth::All(0..size.depth);
+    let depth: Depth<SameDepth> = Depth::All(size.depth.clone());
     // SAFETY: passed on.
     unsafe { parts(simd, ahead, (a, b), c, size, depth, write) }
+}
+
+/// c = a b in the rows of `size`, and 0 in the remaining rows of `count`.
+///
+/// # Safety
+/// As [`product`].
+#[inline(always)]
+pub(super) unsafe fn product_of_some<S: Simd>(
+    simd: S,
+    ahead: &mut Ahead,
+    sides: (Left, Matrix),
+    c: Matrix,
+    size: Size,
+    count: usize,
+) {
+    // SAFETY: the caller vouches for the memory.
+    unsafe {
+        for others in [0..size.rows.start, size.rows.end..count] {
+            c.at.add(others.start * c.row).write_bytes(0, others.len() * c.row);
+        }
+        product(simd, ahead, sides, c, size, Write::Set);
+    }
 }
 
 /// c = factor ∘ c + a b, where row i of `a` holds zeros outside of `range(i)`.
@@ -82,7 +104,7 @@ pub(super) unsafe fn triangle<S: Simd>(
 ) {
     // SAFETY: the caller vouches for the memory; rows of scratch are whole vectors.
     unsafe {
-        let exact = !all_finite(simd, b.at, size.depth * b.row);
+        let exact = !all_finite(simd, b.at, size.depth.end * b.row);
         let (depth, write) = (Depth::Rows { range, exact }, Write::Rescale(factor.as_ptr()));
         parts(simd, ahead, (a, b), c, size, depth, write);
     }
@@ -135,7 +157,7 @@ pub(super) unsafe fn scores<S: Simd>(
 ) {
     for first in (0..count).step_by(S::LANES) {
         let end = first + S::LANES;
-        let size = Size { rows: first..end.min(count), columns: end, depth: dim };
+        let size = Size { rows: first..end.min(count), columns: end, depth: 0..dim };
         // SAFETY: passed on.
         unsafe { product(simd, ahead, (a.left(), columns), p, size, Write::Set) }
     }

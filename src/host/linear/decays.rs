@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use super::chunk::{CHUNK, Matrix};
 use crate::host::array::HostArray;
+use crate::host::matmul::Write;
 use crate::host::simd::Simd;
 
 /// Decays of a chunk. With b_t the sum of its log decays in base 2 since it began, or since the last
@@ -15,7 +16,11 @@ pub(super) struct Decays {
     high: [f32; CHUNK],
     low: [f32; CHUNK],
     /// Where the run of each token begins: at the last reset, or with the chunk.
-    run: [usize; CHUNK],
+    begins: [usize; CHUNK],
+    /// Where the run of each token ends: at the next reset, or with the chunk.
+    ends: [usize; CHUNK],
+    /// Tokens before the first reset: those that the state before the chunk reaches.
+    reached: usize,
     /// What is left at each token of the state before the chunk; 0 behind a reset.
     pub from_start: [f32; CHUNK],
     /// What is left of each token in the state after the chunk; 0 before a reset.
@@ -42,16 +47,20 @@ impl Decays {
             count: rows.len(),
             high: zeros,
             low: zeros,
-            run: [0; CHUNK],
+            begins: [0; CHUNK],
+            ends: [rows.len(); CHUNK],
+            reached: rows.len(),
             from_start: nothing,
             to_end: nothing,
         };
-        let (mut sums, mut sum, mut run) = ([0.0f64; CHUNK], 0.0f64, None);
+        let (mut sums, mut sum, mut begin) = ([0.0f64; CHUNK], 0.0f64, 0);
         for (i, row) in rows.clone().enumerate() {
             // SAFETY: the caller vouches for the row.
             let log = unsafe { *array.row(batch, row, head).cast::<f32>() };
             if log == f32::NEG_INFINITY {
-                (sum, run) = (0.0, Some(i));
+                decays.ends[begin..i].fill(i);
+                decays.reached = decays.reached.min(i);
+                (sum, begin) = (0.0, i);
             } else {
                 let log = f64::from(log) * std::f64::consts::LOG2_E;
                 sum += if log < LEAST { LEAST } else { log };
@@ -59,12 +68,12 @@ impl Decays {
             sums[i] = sum;
             decays.high[i] = sum as f32;
             decays.low[i] = (sum - f64::from(sum as f32)) as f32;
-            decays.run[i] = run.unwrap_or(0);
-            if run.is_none() {
+            decays.begins[i] = begin;
+            if decays.reached == rows.len() {
                 decays.from_start[i] = sum as f32;
             }
         }
-        let last = run.unwrap_or(0)..rows.len();
+        let last = begin..rows.len();
         for (to_end, at) in decays.to_end[last.clone()].iter_mut().zip(&sums[last]) {
             *to_end = (sum - at) as f32;
         }
@@ -80,9 +89,35 @@ impl Decays {
         decays
     }
 
-    /// What is left of the state before the chunk in that after it.
-    pub fn carry(&self) -> f32 {
-        self.from_start[self.count - 1]
+    /// What is left of the state before the chunk in that after it; None where a reset lets nothing
+    /// pass. Then not even NaN does, so the state must not be multiplied by 0.
+    pub fn carry(&self) -> Option<f32> {
+        (self.reached == self.count).then(|| self.from_start[self.count - 1])
+    }
+
+    /// How the state on the other side of the chunk is made of this one and what the chunk adds.
+    pub fn onto(&self, state: *const f32) -> Write {
+        self.carry().map_or(Write::Set, |carry| Write::Onto(state, carry))
+    }
+
+    /// Tokens before the first reset: what was before the chunk reaches no others.
+    pub fn first(&self) -> Range<usize> {
+        0..self.reached
+    }
+
+    /// Tokens from the last reset on: no others reach what is behind the chunk.
+    pub fn last(&self) -> Range<usize> {
+        self.begins[self.count - 1]..self.count
+    }
+
+    /// Tokens of its run that a token gets something from.
+    pub fn until(&self, token: usize) -> Range<usize> {
+        self.begins[token]..token + 1
+    }
+
+    /// Tokens of its run that get something from a token.
+    pub fn since(&self, token: usize) -> Range<usize> {
+        token..self.ends[token]
     }
 
     /// Multiplies products of tokens with tokens by what is left between them, 0 for later ones.
@@ -171,7 +206,7 @@ impl Decays {
         end: usize,
         x: S::Vector,
     ) -> S::Vector {
-        let start = self.run[row].saturating_sub(column).min(S::LANES);
+        let start = self.begins[row].saturating_sub(column).min(S::LANES);
         let end = end.saturating_sub(column).min(S::LANES);
         simd.inside(start, end, x, simd.zero())
     }

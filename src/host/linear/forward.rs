@@ -5,10 +5,10 @@ use std::ops::Range;
 use super::ForwardIo;
 use super::ahead::Ahead;
 use super::chunk::{
-    CHUNK, Matrix, Size, chunks, flip, product, rows_of, scale_rows, scores, store, triangle,
+    CHUNK, Matrix, Size, chunks, flip, product, product_of_some, rows_of, scale_rows, scores,
+    store, triangle,
 };
 use super::decays::Decays;
-use crate::host::matmul::Write;
 use crate::host::pack::Scratch;
 use crate::host::simd::{Simd, Task};
 
@@ -96,16 +96,16 @@ impl ForwardHead<'_> {
             scores(simd, ahead, (q, columns), p, (count, dim));
             decays.weigh(simd, p);
 
-            let size = Size { rows: 0..count, columns: v.row, depth: dim };
-            product(simd, ahead, (q.left(), state), o, size, Write::Set);
-            let size = Size { rows: 0..count, columns: v.row, depth: count };
-            let (until, before) = (|row| 0..row + 1, &decays.from_start);
+            let size = Size { rows: decays.first(), columns: v.row, depth: 0..dim };
+            product_of_some(simd, ahead, (q.left(), state), o, size, count);
+            let size = Size { rows: 0..count, columns: v.row, depth: 0..count };
+            let (until, before) = (|row| decays.until(row), &decays.from_start);
             triangle(simd, ahead, (p.left(), v), o, size, until, before);
             store(simd, &rows_of(&io.o, head, &rows), o);
 
             scale_rows(simd, k, k.row, &decays.to_end[..count]);
-            let size = Size { rows: 0..dim, columns: v.row, depth: count };
-            let write = Write::Onto(state.at, decays.carry());
+            let size = Size { rows: 0..dim, columns: v.row, depth: decays.last() };
+            let write = decays.onto(state.at);
             product(simd, ahead, (k.transposed(), v), state, size, write);
         }
     }

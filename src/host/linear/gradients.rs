@@ -5,10 +5,10 @@ use std::ops::Range;
 use super::BackwardIo;
 use super::ahead::Ahead;
 use super::chunk::{
-    CHUNK, Matrix, Size, flip, product, rows_of, scale_rows, scores, store, triangle,
+    CHUNK, Matrix, Size, flip, product, product_of_some, rows_of, scale_rows, scores, store,
+    triangle,
 };
 use super::decays::Decays;
-use crate::host::matmul::Write;
 use crate::host::pack::dot;
 use crate::host::simd::Simd;
 
@@ -139,42 +139,49 @@ impl Part<'_> {
         let (count, k_dim, v_dim) = (rows.len(), io.k.dim, io.v.dim);
         let Memory { q, k, v, dout, d_columns, p, dp, dq, .. } = memory;
         let (state, d) = (states.chunk(at), states.d);
-        let keys = |depth| Size { rows: 0..count, columns: k.row, depth };
-        let values = |depth| Size { rows: 0..count, columns: v.row, depth };
-        let (until, since) = (|row| 0..row + 1, |row| row..count);
+        let keys = |rows, depth| Size { rows, columns: k.row, depth: 0..depth };
+        let values = |rows, depth| Size { rows, columns: v.row, depth: 0..depth };
         let mut by_column = [0.0; CHUNK];
         // SAFETY: passed on.
         unsafe {
             let decays = Decays::read(simd, &io.log_decay, head, rows);
             let (before, after) = (&decays.from_start, &decays.to_end);
+            let (first, last) = (decays.first(), decays.last());
+            let (until, since) = (|row| decays.until(row), |row| decays.since(row));
             rows_of(&io.q, head, rows).pack(simd, q.at, q.row);
             rows_of(&io.dout, head, rows).pack(simd, dout.at, dout.row);
             scores(simd, ahead, (q, memory.k_columns), p, (count, k_dim));
             scores(simd, ahead, (dout, memory.v_columns), dp, (count, v_dim));
             decays.weigh_both(simd, [p, dp], memory.by_query, &mut by_column);
 
-            product(simd, ahead, (dout.left(), state), dq, keys(v_dim), Write::Set);
-            add_dots(simd, [q, dq], &before[..count], k.row, memory.by_query);
-            triangle(simd, ahead, (dp.left(), k), dq, keys(count), until, before);
+            let size = keys(first.clone(), v_dim);
+            product_of_some(simd, ahead, (dout.left(), state), dq, size, count);
+            add_dots(simd, [q, dq], before, first.clone(), memory.by_query);
+            triangle(simd, ahead, (dp.left(), k), dq, keys(0..count, count), until, before);
             store(simd, &rows_of(&io.dq, head, rows), dq);
 
             flip(simd, d, (k_dim, v_dim), d_columns);
-            product(simd, ahead, (v.left(), d_columns), dk, keys(v_dim), Write::Set);
+            let size = keys(last.clone(), v_dim);
+            product_of_some(simd, ahead, (v.left(), d_columns), dk, size, count);
             memory.by_key.at.write_bytes(0, count * memory.by_key.row);
-            add_dots(simd, [k, dk], &after[..count], k.row, memory.by_key);
-            triangle(simd, ahead, (dp.transposed(), q), dk, keys(count), since, after);
+            add_dots(simd, [k, dk], after, last.clone(), memory.by_key);
+            triangle(simd, ahead, (dp.transposed(), q), dk, keys(0..count, count), since, after);
 
-            product(simd, ahead, (k.left(), d), dv, values(k_dim), Write::Set);
-            triangle(simd, ahead, (p.transposed(), dout), dv, values(count), since, after);
+            product_of_some(simd, ahead, (k.left(), d), dv, values(last, k_dim), count);
+            let size = values(0..count, count);
+            triangle(simd, ahead, (p.transposed(), dout), dv, size, since, after);
 
-            let carry = decays.carry();
-            let crossing =
-                f64::from(carry) * f64::from(dot(simd, state.at, d_columns.at, v_dim * k.row));
+            let crossing = match decays.carry() {
+                Some(carry) => {
+                    f64::from(carry) * f64::from(dot(simd, state.at, d_columns.at, v_dim * k.row))
+                }
+                None => 0.0,
+            };
             self.decay_gradients(simd, &by_column, crossing);
 
             scale_rows(simd, q, q.row, &before[..count]);
-            let size = Size { rows: 0..k_dim, columns: v.row, depth: count };
-            product(simd, ahead, (q.transposed(), dout), d, size, Write::Onto(d.at, carry));
+            let size = Size { rows: 0..k_dim, columns: v.row, depth: first };
+            product(simd, ahead, (q.transposed(), dout), d, size, decays.onto(d.at));
         }
     }
 
@@ -223,28 +230,28 @@ impl Part<'_> {
     }
 }
 
-/// Adds factor · a ∘ b of each row to the row's vector of sums.
+/// Adds factor · a ∘ b of each of the rows, as long as those of `a`, to the row's vector of sums.
 ///
 /// # Safety
-/// There is a row of `width` floats for each factor, and `sums` are this thread's.
+/// All have these rows, and `sums` are this thread's.
 #[inline(always)]
 unsafe fn add_dots<S: Simd>(
     simd: S,
     [a, b]: [Matrix; 2],
-    factors: &[f32],
-    width: usize,
+    factors: &[f32; CHUNK],
+    rows: Range<usize>,
     sums: Matrix,
 ) {
-    for (row, factor) in factors.iter().enumerate() {
+    for row in rows {
         // SAFETY: passed on.
         unsafe {
             let mut dot = simd.zero();
-            for d in (0..width).step_by(S::LANES) {
+            for d in (0..a.row).step_by(S::LANES) {
                 let (a, b) = (a.at.add(row * a.row + d), b.at.add(row * b.row + d));
                 dot = simd.mul_add(simd.load(a), simd.load(b), dot);
             }
             let at = sums.at.add(row * sums.row);
-            simd.store(at, simd.mul_add(dot, simd.splat(*factor), simd.load(at)));
+            simd.store(at, simd.mul_add(dot, simd.splat(factors[row]), simd.load(at)));
         }
     }
 }

@@ -5,7 +5,6 @@ use super::ahead::Ahead;
 use super::chunk::{CHUNK, Matrix, Size, product, rows_of, scale_rows, store};
 use super::decays::Decays;
 use crate::host::array::HostArray;
-use crate::host::matmul::Write;
 use crate::host::pack::Scratch;
 use crate::host::simd::{Simd, Task};
 
@@ -60,7 +59,10 @@ impl Task for Walk<'_> {
                 let arrays = [scan.left, scan.right];
                 rows_of(scan.left, head_of(scan.left), &rows).pack(simd, k.at, k.row);
                 rows_of(scan.right, head_of(scan.right), &rows).pack(simd, v.at, v.row);
-                let factors = if scan.backward { &decays.from_start } else { &decays.to_end };
+                let (factors, depth) = match scan.backward {
+                    true => (&decays.from_start, decays.first()),
+                    false => (&decays.to_end, decays.last()),
+                };
                 scale_rows(simd, k, k.row, &factors[..rows.len()]);
                 let mut ahead = Ahead::none();
                 if number + 1 < count {
@@ -69,8 +71,8 @@ impl Task for Walk<'_> {
                         ahead = ahead.and(&rows);
                     }
                 }
-                let size = Size { rows: 0..dim, columns: state.row, depth: rows.len() };
-                let write = Write::Onto(state.at, decays.carry());
+                let size = Size { rows: 0..dim, columns: state.row, depth };
+                let write = decays.onto(state.at);
                 product(simd, &mut ahead.over(1), (k.transposed(), v), state, size, write);
             }
             store(simd, &rows_of(scan.out, (batch, head), &(0..dim)), state);

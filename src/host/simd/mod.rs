@@ -4,6 +4,8 @@
 //! is safe and only memory access is not. Everything is inlined into [`Simd::vectorize`], the one
 //! place where the compiler may use the instructions.
 
+use std::f32::consts::{LN_2, LOG2_E};
+
 #[cfg(target_arch = "x86_64")]
 #[macro_use]
 mod operations;
@@ -139,6 +141,35 @@ pub(super) trait Simd: Copy {
         let r = self.sub(x, n);
         let p = self.mul_add(self.exp2_polynomial(r), r, self.splat(1.0));
         self.scale(p, n)
+    }
+
+    /// eˣ with a relative error below 1.3e-7 from −15 on, 3.5e-7 below; 0 below −87 or so, NaN for
+    /// NaN. x is at most 10⁶.
+    ///
+    /// eˣ = 2ⁿ · eʳ with n the integer nearest to x / ln 2, and the polynomial of
+    /// [`Simd::exp2_polynomial`] in r / ln 2.
+    #[inline(always)]
+    fn exp(self, x: Self::Vector) -> Self::Vector {
+        const COEFFICIENTS: [f32; 6] =
+            [1.3843654e-3, 8.3741555e-3, 4.1668e-2, 1.666643e-1, 4.9999994e-1, 1.0];
+        // Adding 1.5·2²³ leaves no bits for a fraction: one operation fewer than rounding a product.
+        const MAGIC: f32 = 12_582_912.0;
+        // −∞ − n would be NaN; the operand order keeps NaN.
+        let x = self.max(self.splat(-140.0), x);
+        let shifted = self.mul_add(x, self.splat(LOG2_E), self.splat(MAGIC));
+        let n = self.sub(shifted, self.splat(MAGIC));
+        let r = self.exp_remainder(x, n);
+        let mut p = self.splat(COEFFICIENTS[0]);
+        for c in &COEFFICIENTS[1..] {
+            p = self.mul_add(p, r, self.splat(*c));
+        }
+        self.scale(self.mul_add(p, r, self.splat(1.0)), n)
+    }
+
+    /// x − n · ln 2, hardly rounded.
+    #[inline(always)]
+    fn exp_remainder(self, x: Self::Vector, n: Self::Vector) -> Self::Vector {
+        self.mul_add(n, self.splat(-LN_2), x)
     }
 
     /// (2ʳ − 1) / r for r in [−½, ½].

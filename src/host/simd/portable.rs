@@ -58,6 +58,12 @@ impl Simd for Portable {
         each(|i| a[i] * b[i] + c[i])
     }
 
+    // Of two parts of ln 2, the first has so few bits that its product is exact without `mul_add`.
+    #[inline(always)]
+    fn exp_remainder(self, x: Vector, n: Vector) -> Vector {
+        each(|i| (x[i] - n[i] * (355.0 / 512.0)) + n[i] * 2.121_944_4e-4)
+    }
+
     #[inline(always)]
     fn max(self, a: Vector, b: Vector) -> Vector {
         each(|i| if a[i] > b[i] { a[i] } else { b[i] })

@@ -6,7 +6,7 @@ use crate::host::backward::{BackwardTile, backward};
 use crate::host::extras::TileExtras;
 
 /// dq, dk, dv after tiles of all pairs of the given key and query ranges.
-fn run(
+pub(super) fn run(
     isa: Isa,
     pool: &ThreadPool,
     shape: &Shape,

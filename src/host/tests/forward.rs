@@ -8,7 +8,7 @@ use crate::host::extras::TileExtras;
 use crate::host::forward::{ForwardTile, Partial, forward};
 
 /// o and lse, after tiles with the given key ranges, each for the given query ranges.
-fn run(
+pub(super) fn run(
     isa: Isa,
     pool: &ThreadPool,
     shape: &Shape,

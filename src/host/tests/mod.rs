@@ -2,6 +2,7 @@
 
 mod backward;
 mod forward;
+mod large;
 mod passes;
 mod reference;
 mod simd;

@@ -172,6 +172,7 @@ fn shapes_and_types() {
 }
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn windows_run_both_ways_and_sums_that_come_home_twice_are_added() {
     let windows = [(Some(2), Some(0)), (Some(5), Some(4)), (Some(20), Some(3))];
     for (layout, (left, right)) in Layout::ALL.into_iter().flat_map(|l| windows.map(|w| (l, w))) {
@@ -188,6 +189,7 @@ fn windows_run_both_ways_and_sums_that_come_home_twice_are_added() {
 }
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn features_of_the_general_kernels() {
     let segments = Features { segments: true, ..Features::default() };
     let all = [
@@ -209,6 +211,7 @@ fn features_of_the_general_kernels() {
 
 /// Each both ways round, over devices and on one.
 #[test]
+#[ignore = "takes long: make test-full"]
 fn other_schedules_compute_attention() {
     let double = Family::DoubleRing { inner: 2 };
     const SIX: Problem = Problem { world_size: 6, q_len: 4, kv_len: 4, ..PROBLEM };
@@ -244,6 +247,7 @@ fn other_schedules_compute_attention() {
 }
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn weights_are_dropped_by_their_positions() {
     let dropped = Features { segments: true, dropout: Some(0.4), ..Features::default() };
     let both = Features { slopes: true, ..dropped };

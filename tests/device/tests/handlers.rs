@@ -95,6 +95,7 @@ fn so_do_full_masks_float16_and_halves_that_are_not_aligned() {
 }
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn so_do_windows_and_all_features() {
     let features =
         Features { segments: true, slopes: true, soft_cap: Some(2.0), dropout: Some(0.3) };

@@ -97,6 +97,7 @@ fn nothing_less_suffices(launch: &Launch, order: &Order, memory: &Memory) -> Res
 }
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn a_footprint_is_all_that_a_launch_touches_and_no_more() {
     let cases = [SMALL, GENERAL, UNEVEN].map(|small| {
         let steps = Case { steps: STEPS, ..small };

@@ -93,6 +93,7 @@ fn scores_with_a_bias_by_distance() {
 
 /// What is dropped is drawn by positions, beyond what float32 counts, by head and by entry.
 #[test]
+#[ignore = "takes long: make test-full"]
 fn weights_that_are_dropped() {
     let case = Case { q_len: 150, kv_len: 170, heads: 4, kv_heads: 2, head_dim: 24, ..CASE };
     let case = Case { dropout: Some(0.3), ..case };
@@ -107,6 +108,7 @@ fn weights_that_are_dropped() {
 }
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn dropped_pieces_count_positions_from_their_own_rows() {
     const ORDER: &[(usize, usize)] = &[(132, 200), (0, 60), (60, 132)];
     let case = Case { q_len: 200, kv_len: 200, heads: 2, dropout: Some(0.5), ..CASE };
@@ -118,6 +120,7 @@ fn dropped_pieces_count_positions_from_their_own_rows() {
 }
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn biased_pieces_count_positions_from_their_own_rows() {
     const ORDER: &[(usize, usize)] = &[(132, 200), (0, 60), (60, 132)];
     let case = Case { q_len: 200, kv_len: 200, heads: 2, positions: (60, 0, 2), ..BIASED };

@@ -80,7 +80,7 @@ fn is_alone(case: &Case) -> bool {
     case.steps.len() <= 1 && case.finished && case.limit == MAX_VIEW_BYTES
 }
 
-fn run_keys(
+pub fn run_keys(
     problem: &Problem,
     seed: u64,
     change: Change,
@@ -125,7 +125,7 @@ fn run_keys(
     Ok((outputs(case, &world, &[(&dk_acc, &dk), (&dv_acc, &dv)])?, launches))
 }
 
-fn run_queries(
+pub fn run_queries(
     problem: &Problem,
     seed: u64,
     change: Change,

@@ -29,7 +29,18 @@ struct Case {
     decays: Decays,
     /// Factors on queries, keys and values.
     sizes: [f32; 3],
+    spoil: Spoil,
     limit: u64,
+}
+
+/// What is not finite, or overflows.
+#[derive(Debug, Clone, Copy)]
+enum Spoil {
+    Nothing,
+    /// Keys and values of a token.
+    Token(usize, f32),
+    /// The states where parts begin.
+    States,
 }
 
 /// Log decays in base 2.
@@ -56,6 +67,7 @@ const CASE: Case = Case {
     reverse: false,
     decays: Decays::All(-0.015),
     sizes: [1.0; 3],
+    spoil: Spoil::Nothing,
     limit: MAX_VIEW_BYTES,
 };
 
@@ -97,14 +109,25 @@ impl Case {
             Decays::Resets(every) if (at / self.heads) % every == every - 1 => FORGOTTEN,
             Decays::Resets(_) => 0.0,
         };
-        Inputs {
+        let mut inputs = Inputs {
             q: random.tensor(queries * self.head_dim, |x| to(x * self.sizes[0])),
             k: random.tensor(keys * self.head_dim, |x| to(x * self.sizes[1])),
             v: random.tensor(keys * self.value_dim, |x| to(x * self.sizes[2])),
             other: random.tensor(queries * self.value_dim, to),
             logs: (0..tokens * self.heads).map(|at| log(at, &mut random)).collect(),
             before: random.tensor(self.batch * self.parts() * self.heads * self.state(), |x| x),
+        };
+        match self.spoil {
+            Spoil::Nothing => {}
+            Spoil::Token(token, value) => {
+                for (x, dim) in [(&mut inputs.k, self.head_dim), (&mut inputs.v, self.value_dim)] {
+                    let row = self.kv_heads * dim;
+                    x[token * row..(token + 1) * row].fill(to(value));
+                }
+            }
+            Spoil::States => inputs.before.fill(f32::NAN),
         }
+        inputs
     }
 
     /// Sums of logs since each tile began `[batch, heads, padded rows]`.
@@ -276,7 +299,7 @@ fn rounding(element: Element) -> f64 {
     }
 }
 
-fn check_state(case: &Case, change: Change) -> Result<f64, String> {
+fn state(case: &Case, change: Change) -> Result<Vec<f32>, String> {
     let found = twice(case, change, |inputs, world| {
         let arrays = place(case, inputs, world);
         let Arrays { k, v, sums, state, .. } = &arrays;
@@ -289,12 +312,18 @@ fn check_state(case: &Case, change: Change) -> Result<f64, String> {
         world.audit(&[(state, Stores::Exactly(1))])?;
         Ok(vec![state.read(&world.memory)])
     })?;
-    near("state", &found[0], &case.exact(&case.inputs(), true).0, rounding(case.element))
+    Ok(found.concat())
 }
 
-fn check_attend(case: &Case, change: Change) -> Result<f64, String> {
-    let Case { batch, rows, heads, head_dim, value_dim, .. } = *case;
-    let found = twice(case, change, |inputs, world| {
+fn check_state(case: &Case, change: Change) -> Result<f64, String> {
+    let found = state(case, change)?;
+    near("state", &found, &case.exact(&case.inputs(), true).0, rounding(case.element))
+}
+
+/// Results, and their products with `other`.
+fn attend(case: &Case, change: Change) -> Result<Vec<Vec<f32>>, String> {
+    let Case { batch, heads, head_dim, .. } = *case;
+    twice(case, change, |inputs, world| {
         let arrays = place(case, inputs, world);
         let states = batch * case.parts() * heads * head_dim;
         arrays.state.fill(&mut world.memory, 0..states, &inputs.before);
@@ -312,7 +341,12 @@ fn check_attend(case: &Case, change: Change) -> Result<f64, String> {
         world.audit(&[q, k, v, other, sums, state].map(|array| (array, Stores::Never)))?;
         world.audit(&[o, dots].map(|array| (array, Stores::Exactly(1))))?;
         Ok(vec![o.read(&world.memory), dots.read(&world.memory)])
-    })?;
+    })
+}
+
+fn check_attend(case: &Case, change: Change) -> Result<f64, String> {
+    let Case { batch, rows, heads, head_dim, value_dim, .. } = *case;
+    let found = attend(case, change)?;
     let (_, exact, exact_dots) = case.exact(&case.inputs(), false);
     let tiles = column_tiles(head_dim, value_dim).expect("tiles");
     let dots: Vec<f32> = (0..batch * heads)
@@ -358,6 +392,41 @@ fn tokens_get_what_the_recurrence_gives_them() {
         Case { decays: Decays::Resets(7), part: 128, ..CASE },
     ];
     check_all(cases.map(both_ways).as_flattened(), Change::None);
+}
+
+/// Tokens before a reset, one of which has NaN or infinities in an earlier tile, or products that
+/// overflow in the same one, or a state of NaN, change no bit behind it; in reverse the other way.
+#[test]
+fn a_reset_stops_what_is_not_finite() {
+    const RESET: usize = 99;
+    let clean = Case { part: 192, batch: 1, decays: Decays::Resets(RESET + 1), ..CASE };
+    for [ahead, back] in [clean, Case { element: Element::F16, ..clean }].map(both_ways) {
+        for (clean, [far, near]) in [(ahead, [10, 70]), (back, [140, 110])] {
+            let mut spoils = vec![Spoil::Token(far, f32::NAN), Spoil::Token(far, f32::INFINITY)];
+            spoils.push(Spoil::States);
+            if clean.element == Element::Bf16 {
+                spoils.push(Spoil::Token(near, 1e25));
+            }
+            let [want, want_state] = [
+                attend(&clean, Change::None).map(|found| found[0].clone()),
+                state(&clean, Change::None),
+            ]
+            .map(|found| found.expect("results"));
+            let row = clean.heads * clean.value_dim;
+            let apart = if clean.reverse { 0..RESET * row } else { RESET * row..clean.rows * row };
+            for spoil in spoils {
+                let case = Case { spoil, ..clean };
+                let [o, s] = [
+                    attend(&case, Change::None).map(|found| found[0].clone()),
+                    state(&case, Change::None),
+                ]
+                .map(|found| found.expect("results"));
+                assert!(o.iter().any(|x| !x.is_finite()), "{case:?}: it is nowhere");
+                assert!(o[apart.clone()] == want[apart.clone()], "{case:?}: outputs");
+                assert!(s == want_state, "{case:?}: the state");
+            }
+        }
+    }
 }
 
 #[test]

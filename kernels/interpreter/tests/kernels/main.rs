@@ -1,5 +1,6 @@
 //! What every kernel computes, from its description to memory, against dense float64.
 
+mod bounded;
 mod case;
 mod dropout;
 mod footprints;

@@ -55,6 +55,7 @@ pub fn check_with(cases: &[Case], change: Change) -> Vec<[usize; 7]> {
 }
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn head_dims_and_elements() {
     let wide = Case { q_len: 70, kv_len: 90, heads: 2, band: (i64::MIN, 20), ..CASE };
     let dims = [
@@ -183,6 +184,7 @@ fn large_problems_are_cut_by_batch_rows_and_keys() {
 
 /// Tiles of other targets, each shape once: what a kernel computes depends on nothing else.
 #[test]
+#[ignore = "takes long: make test-full"]
 fn tile_shapes_of_all_targets() {
     let mut seen: HashSet<_> = HashSet::new();
     let of = |target| Instance::of_target(target).filter(|instance| instance.element == Bf16);

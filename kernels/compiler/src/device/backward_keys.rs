@@ -6,7 +6,9 @@ pub mod backward_keys {
     use super::super::common::common::{statistics_view, stream, streamed, write};
     use cutile::core::*;
 
-    /// scale · s − lse in base 2, of which 2^ is p; lse is huge where a row sees nothing: p = 0.
+    /// min(scale · s − lse, 0) in base 2, of which 2^ is p; lse is huge where a row sees nothing:
+    /// p = 0. Large scores are rounded otherwise than in the forward pass, and so is lse: the
+    /// minimum keeps p from exceeding 1, and NaN stays.
     pub fn exponents<const BN: i32, const BM: i32>(
         s: Tile<f32, { [BN, BM] }>,
         lse: Tile<f32, { [1, 1, BM] }>,
@@ -16,7 +18,10 @@ pub mod backward_keys {
         let lse: Tile<f32, { [1, BM] }> = lse.reshape(const_shape![1, BM]);
         let minus_lse: Tile<f32, { [1, BM] }> = negf(lse);
         let minus_lse: Tile<f32, { [BN, BM] }> = minus_lse.broadcast(const_shape![BN, BM]);
-        fma(s, scale, minus_lse, rounding::NearestEven, ftz::Enabled)
+        let e: Tile<f32, { [BN, BM] }> =
+            fma(s, scale, minus_lse, rounding::NearestEven, ftz::Enabled);
+        let zero: Tile<f32, { [BN, BM] }> = constant(0.0f32, const_shape![BN, BM]);
+        minf(e, zero, nan::Enabled, ftz::Disabled)
     }
 
     /// dv += pᵀ dout;  dk += (w ∘ (dp − delta))ᵀ q; w is p, times the soft cap's derivative. All

@@ -6,7 +6,9 @@ pub mod backward_queries {
     use super::super::common::common::{deliver, rows_view, statistics_view, stream, streamed};
     use cutile::core::*;
 
-    /// scale · s − lse in base 2, of which 2^ is p; lse is huge where a row sees nothing: p = 0.
+    /// min(scale · s − lse, 0) in base 2, of which 2^ is p; lse is huge where a row sees nothing:
+    /// p = 0. Large scores are rounded otherwise than in the forward pass, and so is lse: the
+    /// minimum keeps p from exceeding 1, and NaN stays.
     pub fn exponents<const BM: i32, const BN: i32>(
         s: Tile<f32, { [BM, BN] }>,
         lse: Tile<f32, { [BM, 1] }>,
@@ -15,7 +17,10 @@ pub mod backward_queries {
         let scale: Tile<f32, { [BM, BN] }> = scale.broadcast(const_shape![BM, BN]);
         let minus_lse: Tile<f32, { [BM, 1] }> = negf(lse);
         let minus_lse: Tile<f32, { [BM, BN] }> = minus_lse.broadcast(const_shape![BM, BN]);
-        fma(s, scale, minus_lse, rounding::NearestEven, ftz::Enabled)
+        let e: Tile<f32, { [BM, BN] }> =
+            fma(s, scale, minus_lse, rounding::NearestEven, ftz::Enabled);
+        let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
+        minf(e, zero, nan::Enabled, ftz::Disabled)
     }
 
     /// ds = p ∘ (dp − delta) with dp = dout vᵀ.
@@ -129,7 +134,8 @@ pub mod backward_queries {
             let e: Tile<f32, { [BM, BN] }> = exponents(s, lse, scale_log2);
             let p: Tile<f32, { [BM, BN] }> = exp2(e, ftz::Enabled);
             let seen: Tile<bool, { [BM, BN] }> = band::<BM, BN>(lower, upper, j * BN - row);
-            // A key past the end reads as 0: s = 0 says nothing of p, which may be infinite.
+            // A key past the end reads as 0 and adds 0. Hiding it all the same lets sm_80 do without
+            // spills.
             let exist: Tile<bool, { [BM, BN] }> = existing::<BM, BN>(kv_len - j * BN);
             let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
             let p: Tile<f32, { [BM, BN] }> = select(seen & exist, p, zero);

@@ -6,6 +6,7 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
+use burst_attention_kernels::instances::{Element, Instance, Kernel, TileShape};
 use cutile_compiler::ast::Module as Source;
 use cutile_compiler::compile_api::{CompileArtifacts, KernelCompiler};
 use cutile_compiler::cuda_tile_runtime_utils::serialize_tile_ir_bytecode;
@@ -15,7 +16,6 @@ use cutile_ir::Module;
 use cutile_ir::ir::{Attribute, OpId};
 
 use crate::device;
-use crate::instances::{Element, Instance, Kernel, TileShape};
 
 /// Stack that the compiler's front end, which recurses deeply, needs.
 pub const STACK: usize = 256 << 20;

@@ -143,7 +143,7 @@ pub mod backward_queries_general {
             let e: Tile<f32, { [BM, BN] }> = exponents(scores, lse, 1.0f32);
             let p: Tile<f32, { [BM, BN] }> = exp2(e, ftz::Enabled);
             let seen: Tile<bool, { [BM, BN] }> = band::<BM, BN>(lower, upper, j * BN - row);
-            // A key past the end reads as 0: s = 0 says nothing of p, which may be infinite.
+            // A key past the end reads as 0, but its distance would count in the slope's gradient.
             let exist: Tile<bool, { [BM, BN] }> = existing::<BM, BN>(kv_len - j * BN);
             let other: Tile<i32, { [1, BN] }> = kv_segments_part.load([b, j]);
             let same: Tile<bool, { [BM, BN] }> = same_segment(own, other);

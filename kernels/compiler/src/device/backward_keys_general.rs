@@ -4,8 +4,8 @@
 pub mod backward_keys_general {
     use super::super::backward_keys::backward_keys::{add, exponents};
     use super::super::common::common::{
-        band, biased, block_of, cap_ratio, capped, distances, existing, product, rows_view,
-        same_segment, slope_log2,
+        band, biased, block_of, cap_ratio, capped, distances, product, rows_view, same_segment,
+        slope_log2,
     };
     use super::super::common::common::{segments_view, statistics_view, stream, streamed};
     use super::super::common::common::{uncapped, write};
@@ -137,10 +137,6 @@ pub mod backward_keys_general {
                 let slope: Tile<f32, { [1, 1] }> =
                     unsafe { slope_log2(slopes, batch, heads, slopes_batch_stride, b, h) };
                 let slope: Tile<f32, { [BN, BM] }> = slope.broadcast(const_shape![BN, BM]);
-                // A query past the end reads as 0, lse too: its p must stay finite.
-                let exist: Tile<bool, { [BN, BM] }> = existing::<BN, BM>(q_len - i * BM);
-                let zero: Tile<f32, { [BN, BM] }> = constant(0.0f32, const_shape![BN, BM]);
-                let slope: Tile<f32, { [BN, BM] }> = select(exist, slope, zero);
                 // Of queries from keys, so the slope is negated.
                 let start: i32 = q_position - k_position + (i * BM - key) * position_stride;
                 let away: Tile<f32, { [BN, BM] }> = distances::<BN, BM>(start, position_stride);

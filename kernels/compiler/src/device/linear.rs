@@ -11,6 +11,9 @@
 //!
 //! Forward that is the output of queries, keys and values; with (dout, v, k) and the transposed
 //! state it is dq. In reverse, with D for S, (k, q, dout) give dv, and (v, dout, q) dk.
+//!
+//! A power that is 0 lets nothing pass, be it infinite or NaN: a state that is not finite ends where
+//! a document does. A token that is not finite reaches all of its tile, and the state behind it.
 
 #[cutile::module]
 pub mod linear {
@@ -117,6 +120,17 @@ pub mod linear {
         exp2(left, ftz::Enabled)
     }
 
+    /// weight ∘ x, and 0 where the weight is 0, whatever x is there.
+    pub fn weighed<const R: i32, const C: i32>(
+        x: Tile<f32, { [R, C] }>,
+        weight: Tile<f32, { [R, C] }>,
+    ) -> Tile<f32, { [R, C] }> {
+        let zero: Tile<f32, { [R, C] }> = constant(0.0f32, const_shape![R, C]);
+        // A weight that is NaN does not equal 0.
+        let nothing: Tile<bool, { [R, C] }> = eq_tile(weight, zero);
+        select(nothing, zero, x * weight)
+    }
+
     /// With `bounded` a factor by which x is to be divided so that nothing is beyond 2^15; else 1.
     pub fn bound_of<const R: i32, const C: i32>(
         x: Tile<f32, { [R, C] }>,
@@ -159,7 +173,7 @@ pub mod linear {
         total: Tile<f32, { [1, 1] }>,
     ) -> Tile<f32, { [DT, C] }> {
         let carry: Tile<f32, { [1, 1] }> = exp2(total, ftz::Enabled);
-        let carried: Tile<f32, { [DT, C] }> = state * carry.broadcast(const_shape![DT, C]);
+        let carried: Tile<f32, { [DT, C] }> = weighed(state, carry.broadcast(const_shape![DT, C]));
         let v: Tile<f32, { [R, C] }> = convert_tile(v);
         let faded: Tile<f32, { [R, C] }> = v * fade.broadcast(const_shape![R, C]);
         let faded: Tile<E, { [R, C] }> = convert_tile(faded);
@@ -315,7 +329,7 @@ pub mod linear {
 
             let pairs: Tile<f32, { [BM, BM] }> = product(tq, tk);
             let left: Tile<f32, { [BM, BM] }> = between::<BM>(tb, reverse);
-            let faded: Tile<f32, { [BM, BM] }> = pairs * left;
+            let faded: Tile<f32, { [BM, BM] }> = weighed(pairs, left);
             let weight_bound: Tile<f32, { [1, 1] }> = bound_of(faded, bounded);
             let weights: Tile<E, { [BM, BM] }> = narrow(faded, weight_bound, bounded);
             let state_bound: Tile<f32, { [1, 1] }> = bound_of(s, bounded);
@@ -329,7 +343,8 @@ pub mod linear {
             }
             let received: Tile<f32, { [BM, 1] }> = fading::<BM>(tb, total, 1i32 - reverse);
             let received: Tile<f32, { [BM, BN] }> = received.broadcast(const_shape![BM, BN]);
-            let crossing: Tile<f32, { [BM, BN] }> = crossing * received;
+            let nothing: Tile<bool, { [BM, BN] }> = eq_tile(received, zero);
+            let crossing: Tile<f32, { [BM, BN] }> = select(nothing, zero, crossing * received);
             let mut out: Tile<f32, { [BM, BN] }> = mma(weights, tv, crossing);
             if bounded == 1i32 {
                 let factor: Tile<f32, { [BM, BN] }> = weight_bound.broadcast(const_shape![BM, BN]);

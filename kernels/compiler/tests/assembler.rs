@@ -5,10 +5,7 @@ use std::io::Write as _;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use assembler::Assembler;
-
-#[path = "../src/assembler.rs"]
-mod assembler;
+use burst_attention_compiler::assembler::Assembler;
 
 /// Takes tileiras's arguments; its input says how many runs crash before one copies it to the
 /// output, or `refuse`.
@@ -38,7 +35,7 @@ fn write(script: &Path) {
 #[test]
 fn what_is_not_an_assembler_is_named() {
     let none = Assembler::find(None, None).expect_err("nothing given");
-    assert!(none.contains("make build"), "{none}");
+    assert!(none.contains("make images"), "{none}");
     let none = Assembler::find(None, Some("/nowhere".into())).expect_err("nothing there");
     assert!(none.starts_with("/nowhere/bin/tileiras: "), "{none}");
 }

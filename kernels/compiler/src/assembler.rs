@@ -1,4 +1,4 @@
-//! NVIDIA's assembler `tileiras`, from Tile IR bytecode to a cubin; `build.rs` includes this.
+//! NVIDIA's assembler `tileiras`, from Tile IR bytecode to a cubin.
 
 use std::ffi::OsString;
 use std::fs;
@@ -31,8 +31,8 @@ impl Assembler {
             (None, Some(home)) => Path::new(&home).join("bin/tileiras"),
             (None, None) => {
                 return Err("the CUDA kernels need the assembler tileiras, and neither CUDA_HOME \
-                            nor CUTILE_TILEIRAS_PATH says where it is: build with `make build`, \
-                            which installs it from PyPI, or without the feature `cuda`"
+                            nor CUTILE_TILEIRAS_PATH says where it is: build with `make images`, \
+                            which installs it from PyPI"
                     .into());
             }
         };

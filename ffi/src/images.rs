@@ -1,0 +1,76 @@
+//! The files of CUDA images beside the library: found by the library's own path, each read when its
+//! first image is asked for.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, OsStr, c_void};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use burst_attention_kernels::images::{FOLDER, Images, ImagesError, targets};
+use burst_attention_kernels::instances::{Instance, Target};
+
+/// The image of an instance.
+///
+/// # Errors
+/// If there is none. The next call looks again.
+pub fn find(instance: &Instance) -> Result<&'static [u8], ImagesError> {
+    static READ: Mutex<Option<HashMap<Target, &'static Images>>> = Mutex::new(None);
+    let mut read = READ.lock().unwrap_or_else(PoisonError::into_inner);
+    let read = read.get_or_insert_default();
+    let images = match read.get(&instance.target) {
+        Some(images) => images,
+        None => {
+            // A process keeps what it loads for its GPUs: a file each, of a few megabytes.
+            let images = Box::leak(Box::new(Images::read(&folder(), instance.target)?));
+            *read.entry(instance.target).or_insert(images)
+        }
+    };
+    images.get(instance)
+}
+
+/// For which targets there are images, for people.
+pub fn describe() -> String {
+    let folder = folder();
+    let found: Vec<&str> = targets(&folder).into_iter().map(Target::name).collect();
+    match found.is_empty() {
+        true => format!("none in {}", folder.display()),
+        false => format!("for {} in {}", found.join(", "), folder.display()),
+    }
+}
+
+/// The folder of the files.
+fn folder() -> PathBuf {
+    own_path().as_deref().and_then(Path::parent).unwrap_or(Path::new(".")).join(FOLDER)
+}
+
+/// The file that holds this code, as the dynamic linker loaded it.
+fn own_path() -> Option<PathBuf> {
+    // SAFETY: zero is a value of each of its fields.
+    let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
+    // SAFETY: the address is one of this library's, and `info` can be written.
+    let found = unsafe { libc::dladdr(own_path as *const c_void, &raw mut info) };
+    if found == 0 || info.dli_fname.is_null() {
+        return None;
+    }
+    // SAFETY: the linker's string stays while the library is loaded.
+    let path = unsafe { CStr::from_ptr(info.dli_fname) };
+    Some(PathBuf::from(OsStr::from_bytes(path.to_bytes())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn looks_beside_the_file_that_holds_this_code() {
+        let own = std::env::current_exe().unwrap().canonicalize().unwrap();
+        assert_eq!(folder().canonicalize().ok(), None, "no images beside a test");
+        assert_eq!(own_path().unwrap().canonicalize().unwrap(), own);
+        let instance = Instance::all().next().unwrap();
+        let error = find(&instance).unwrap_err().to_string();
+        let expected = own.with_file_name(FOLDER).join("sm_80.safetensors");
+        assert!(error.contains(expected.to_str().unwrap()), "{error}");
+        assert!(describe().starts_with("none in "), "{}", describe());
+    }
+}

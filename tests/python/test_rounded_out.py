@@ -1,0 +1,139 @@
+"""out in 16 bits for the backward pass: what it costs, and ``residual_dtype`` to avoid it."""
+
+import functools
+import re
+
+import burst_attention as ba
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ring
+from bounds import ROUNDING_LIMIT
+from jax.sharding import PartitionSpec as P
+from test_cuda_lowering import GPU, abstract_mesh
+
+TOKENS = 1024
+
+
+def uncentred():
+    """bfloat16 inputs uniform in [0, 1), whose values have a large common part."""
+    generator = np.random.default_rng(0)
+    shape = (1, TOKENS, 4, 64)
+    arrays = [generator.random(shape, dtype=np.float32).astype(jnp.bfloat16) for _ in range(4)]
+    return arrays[:3], arrays[3]
+
+
+@functools.cache
+def dense():
+    """Errors of dq and dk of dense attention in plain JAX, and of exact ones that are rounded."""
+    qkv, dout = uncentred()
+    found, right = ring.gradients(jax.nn.dot_product_attention)(qkv, dout)[1][:2], exact(qkv, dout)
+    rounded = [x.astype(jnp.bfloat16) for x in right]
+    return right, *(
+        [distance(*pair) for pair in zip(x, right, strict=True)] for x in (found, rounded)
+    )
+
+
+def exact(qkv, dout, out=None):
+    """dq and dk in float64, from exact sums or from the ``out`` given for rowsum(dout ∘ out)."""
+    q, k, v, dout = (np.asarray(x, np.float64) for x in (*qkv, dout))
+    scale = q.shape[-1] ** -0.5
+    weights = np.exp(scale * np.einsum("bqhd,bkhd->bhqk", q, k))
+    weights /= weights.sum(-1, keepdims=True)
+    out = np.einsum("bhqk,bkhd->bqhd", weights, v) if out is None else np.asarray(out, np.float64)
+    delta = np.einsum("bqhd,bqhd->bhq", dout, out)
+    ds = scale * weights * (np.einsum("bqhd,bkhd->bhqk", dout, v) - delta[..., None])
+    return np.einsum("bhqk,bkhd->bqhd", ds, k), np.einsum("bhqk,bqhd->bkhd", ds, q)
+
+
+def distance(x, y):
+    return np.linalg.norm(np.asarray(x, np.float64) - np.asarray(y, np.float64))
+
+
+def found(axes, qkv, dout, policy=None, **options):
+    """out, dq and dk over four devices, for a pair of axes as two lines of two."""
+    devices = np.array(jax.devices()[:4]).reshape(4 if axes == "context" else (2, 2))
+    mesh = jax.sharding.Mesh(devices, axes)
+
+    def function(q, k, v):
+        return ba.dot_product_attention(
+            q, k, v, mesh=mesh, spec=P(None, axes), axis_name=axes, **options
+        )
+
+    function = jax.checkpoint(function, policy=policy) if policy else function
+    out, (dq, dk, _) = ring.gradients(function)(qkv, dout)
+    return out, dq, dk
+
+
+def test_error_is_that_of_exact_arithmetic_with_the_same_out():
+    qkv, dout = uncentred()
+    out, *gradients = found("context", qkv, dout)
+    same_out, right = exact(qkv, dout, out), dense()[0]
+    for name, got, rounded, x in zip(("dq", "dk"), gradients, same_out, right, strict=True):
+        assert distance(got, x) <= 1.05 * distance(rounded.astype(jnp.bfloat16), x), name
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ("context", {"schedule": "ring", "policy": ba.save_attention}),
+        ("context", {"schedule": "all_gather", "backward": "queries", "layout": "zigzag"}),
+        ("context", {"schedule": "ulysses", "policy": ba.offload_attention}),
+        (("node", "context"), {"schedule": "ring", "layout": "striped"}),
+        (("node", "context"), {"schedule": "hybrid"}),
+    ],
+    ids=["ring", "all_gather", "ulysses", "double_ring", "hybrid"],
+)
+def test_out_in_float32_is_as_good_as_dense_attention(axes, options):
+    qkv, dout = uncentred()
+    out, *gradients = found(axes, qkv, dout, residual_dtype="float32", **options)
+    assert out.dtype == jnp.bfloat16
+    for name, got, right, of_dense, of_rounding in zip(
+        ("dq", "dk"), gradients, *dense(), strict=True
+    ):
+        wrong = distance(got, right)
+        assert wrong <= 1.05 * of_dense, name
+        assert wrong <= ROUNDING_LIMIT * of_rounding, name
+
+
+def test_the_name_that_policies_know_is_that_of_out_in_float32():
+    """And of out in query's dtype where nothing else is asked for."""
+    shape = jax.ShapeDtypeStruct((1, TOKENS, 4, 64), "bfloat16")
+
+    def kept(residual_dtype):
+        def loss(q):
+            out = ba.dot_product_attention(
+                q, q, q, mesh=ring.line(4), spec=ring.SPEC, residual_dtype=residual_dtype
+            )
+            return jnp.sum(out.astype(jnp.float32))
+
+        named = r"(\w+)\[[\d,]+\]\S*\s=\sname\[\s*name=burst_attention_out\s*\]"
+        return re.findall(named, str(jax.make_jaxpr(jax.grad(loss))(shape)))
+
+    assert kept("float32") == ["f32"]
+    assert kept(None) == ["bf16"]
+
+
+def refused(kind, words, value, mesh=None):
+    q = np.zeros((2, 16, 2, 8), jnp.bfloat16)
+    with pytest.raises(kind, match=words):
+        jax.eval_shape(
+            lambda q: ba.dot_product_attention(
+                q, q, q, mesh=mesh or ring.line(2), spec=ring.SPEC, residual_dtype=value
+            ),
+            q,
+        )
+
+
+def test_other_dtypes_are_refused():
+    refused(ValueError, "must be 'float32' or None, .* got 'bfloat16'", "bfloat16")
+    refused(ValueError, "must be 'float32' or None, .* got <class 'int'>", int)
+    refused(TypeError, "must be 'float32' or None, .* got 32", 32)
+    refused(NotImplementedError, "needs CPU devices", "float32", mesh=abstract_mesh(GPU))
+    for value in (None, "float32", jnp.float32, np.dtype("float32")):
+        q = np.zeros((1, 16, 2, 8), jnp.bfloat16)
+        out = ba.dot_product_attention(
+            q, q, q, mesh=ring.line(2), spec=ring.SPEC, residual_dtype=value
+        )
+        assert out.dtype == q.dtype
