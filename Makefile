@@ -39,7 +39,7 @@ PIP_INSTALL = @$(PY) -m pip install --quiet
 
 .PHONY: help build images demo demo-linear test test-full test-exhaustive test-wheel wheel bench
 .PHONY: schedule-bench linear-bench kernel-bench kernel-quality gpu-check host-cost
-.PHONY: lint lint-rust lint-python format clean test-rust test-python test-rust-full test-python-full test-rust-lane test-python-lane
+.PHONY: lint format clean test-rust test-python test-rust-full test-python-full
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 21
@@ -57,18 +57,12 @@ demo: build  ## train a transformer, its sequence sharded over 8 devices; flags 
 demo-linear: DEMO += --attention linear
 demo-linear: demo  ## the same with linear attention, on 131,072-token sequences
 
-# Two lanes side by side: cargo's, and Python's. Each target's output comes when it is done.
-test: build $(VENV)/dev  ## a check of every kind, and lint
-	@$(MAKE) --silent -j2 --output-sync=target test-rust-lane test-python-lane
+# Rust and Python side by side. Each one's output comes when it is done.
+test: build $(VENV)/dev  ## a check of every kind
+	@$(MAKE) --silent -j2 --output-sync=target test-rust test-python
 	$(SAY) "all tests passed"
 
-test-rust-lane: lint-rust
-	@$(MAKE) test-rust
-
-test-python-lane: lint-python
-	@$(MAKE) test-python
-
-test-full: test-rust-full test-python-full test-wheel  ## the long rest of the tests
+test-full: lint test-rust-full test-python-full test-wheel  ## lint, and the long rest of the tests
 	$(SAY) "all long tests passed"
 
 test-exhaustive: build  ## whole products of the cases (days)
@@ -94,16 +88,11 @@ test-python-full: build $(VENV)/dev $(IMAGES)/sm_90.safetensors
 	$(SAY) "Python: the long tests"
 	@$(PY) -m pytest -m long $(PYTEST)
 
-lint: lint-rust lint-python  ## rustfmt, clippy, ruff, mypy
-
-lint-rust: $(VENV)/dev
-	$(SAY) "lint: rustfmt, clippy"
+lint: $(VENV)/dev  ## rustfmt, clippy, ruff, mypy
+	$(SAY) "lint: rustfmt, clippy, ruff, mypy"
 	@cargo fmt --all --check
 	@$(KERNEL_TOOLS) cargo clippy --quiet $(WORKSPACE) --all-targets -- -D warnings
 	@cargo clippy --quiet --release -p burst-attention-peak --all-targets -- -D warnings
-
-lint-python: $(VENV)/dev
-	$(SAY) "lint: ruff, mypy"
 	@$(VENV)/bin/ruff check --quiet
 	@$(VENV)/bin/ruff format --check --quiet || { $(VENV)/bin/ruff format --diff --quiet; exit 1; }
 	@$(VENV)/bin/mypy

@@ -6,6 +6,7 @@ pub mod data;
 pub mod devices;
 pub mod held;
 pub mod needs;
+pub mod recurrence;
 pub mod reference;
 pub mod runs;
 pub mod spoilers;

@@ -209,7 +209,13 @@ class FakeCuda:
         return "fine", 13000
 
 
-def test_refused_image_is_reported_with_all_that_the_driver_says(kernels):
+@pytest.fixture
+def images(kernels, monkeypatch):
+    """An image for every name: the library needs none to say what it would launch."""
+    monkeypatch.setattr(kernels, "image", lambda name: b"\x7fELF" + name.encode())
+
+
+def test_refused_image_is_reported_with_all_that_the_driver_says(kernels, images):
     refusing = driver.Driver(kernels, "sm_90", FakeCuda(refuses=True))
     with pytest.raises(RuntimeError) as raised:
         refusing.load("finish_bf16_d128_sm_90")
@@ -217,7 +223,7 @@ def test_refused_image_is_reported_with_all_that_the_driver_says(kernels):
         assert part in str(raised.value)
 
 
-def test_driver_loads_an_image_once_and_launches_by_the_library(kernels, monkeypatch):
+def test_driver_loads_an_image_once_and_launches_by_the_library(kernels, images, monkeypatch):
     monkeypatch.setattr(driver.Driver, "_stream", lambda self: 7)
     cuda = FakeCuda()
     running = driver.Driver(kernels, "sm_90", cuda)
