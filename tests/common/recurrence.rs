@@ -5,7 +5,7 @@ use std::ops::Range;
 use burst_attention::Dtype;
 use burst_attention::host::array::HostArray;
 use burst_attention::host::isa::Isa;
-use burst_attention::host::linear::{BackwardIo, ForwardIo, Scan, backward, forward, scan};
+use burst_attention::host::linear::{BackwardIo, ForwardIo, backward, forward};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::data::{Array, Random};
