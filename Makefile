@@ -58,7 +58,8 @@ demo-linear: DEMO += --attention linear
 demo-linear: demo  ## the same with linear attention, on 131,072-token sequences
 
 # Rust and Python side by side. Each one's output comes when it is done.
-test: build $(VENV)/dev  ## a check of every kind
+test: $(VENV)/headers  ## a check of every kind
+	@$(MAKE) --silent -j2 $(LIBRARY) $(VENV)/installed $(VENV)/dev
 	@$(MAKE) --silent -j2 --output-sync=target test-rust test-python
 	$(SAY) "all tests passed"
 

@@ -82,6 +82,7 @@ fn assert_same(problem: &Problem, family: Family, travels: Travels) {
 }
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn every_family_computes_the_same_bits() {
     let features =
         Features { segments: true, slopes: true, dropout: Some(0.2), ..Features::default() };

@@ -19,15 +19,15 @@ pub(super) enum Write {
 
 /// Which part of the depth of a product each row needs.
 #[derive(Clone)]
-pub(super) enum Depth<F> {
+pub(super) enum Depth<'a> {
     /// All rows the same.
     All(Range<usize>),
     /// Row `i` needs `range(i)`, whose start and end never fall as i grows. Outside it `a` may
     /// hold zeros or, with `exact`, whatever: then no row goes beyond its own range, so that
     /// 0 · NaN from a right side that is not finite can't reach it.
     Rows {
-        /// The part of a row.
-        range: F,
+        /// The part of a row; not a type of its own, or there were a function for each caller.
+        range: &'a dyn Fn(usize) -> Range<usize>,
         /// No row may go beyond its own part.
         exact: bool,
     },
@@ -35,7 +35,7 @@ pub(super) enum Depth<F> {
 
 /// Rows × depth times depth × (vectors of columns), by pointers and strides in elements.
 #[derive(Clone)]
-pub(super) struct Product<F> {
+pub(super) struct Product<'a> {
     /// Left side: element (row, kk) at `a + row·a_row + kk·a_depth`.
     pub a: *const f32,
     pub a_row: usize,
@@ -48,14 +48,11 @@ pub(super) struct Product<F> {
     pub c_row: usize,
     pub rows: Range<usize>,
     pub vectors: usize,
-    pub depth: Depth<F>,
+    pub depth: Depth<'a>,
     pub write: Write,
 }
 
-/// For products in which all rows need the same depth.
-pub(super) type SameDepth = fn(usize) -> Range<usize>;
-
-impl<F: Fn(usize) -> Range<usize>> Product<F> {
+impl Product<'_> {
     /// Computes the product, in a function of its own.
     ///
     /// # Safety
@@ -67,7 +64,7 @@ impl<F: Fn(usize) -> Range<usize>> Product<F> {
     }
 }
 
-impl<F: Fn(usize) -> Range<usize>> Task for Product<F> {
+impl Task for Product<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
         for columns in even_parts(self.vectors, S::TILE_VECTORS) {
@@ -91,7 +88,7 @@ impl<F: Fn(usize) -> Range<usize>> Task for Product<F> {
     }
 }
 
-impl<F: Fn(usize) -> Range<usize>> Product<F> {
+impl Product<'_> {
     /// # Safety
     /// As [`Product::compute`].
     #[inline(always)]

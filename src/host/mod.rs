@@ -21,6 +21,3 @@ mod softmax;
 pub mod threads;
 pub mod trace;
 pub mod transport;
-
-#[cfg(test)]
-mod tests;

@@ -162,15 +162,20 @@ impl Job {
         &'a self,
         kernel: impl FnOnce((Isa, &'a ThreadPool), &'a Schedule) -> HostKernel<'a>,
     ) -> Result<u64> {
-        let walked = catch_unwind(AssertUnwindSafe(|| {
+        self.guarded(|| {
             let Executor { isa, pool } = Executor::global()?;
             let schedule = &self.schedules[self.rank];
             let mut transport =
                 HostTransport::new(self.rank, self.problem.world_size, self.mailboxes.clone());
             walk(schedule, &mut kernel((*isa, pool), schedule), &mut transport)?;
             Ok(transport.bytes_sent())
-        }));
-        let result = walked.unwrap_or_else(|panic| Err(self.panicked(panic.as_ref())));
+        })
+    }
+
+    /// A rank that fails, or panics, releases those that wait for it.
+    fn guarded(&self, work: impl FnOnce() -> Result<u64>) -> Result<u64> {
+        let result = catch_unwind(AssertUnwindSafe(work))
+            .unwrap_or_else(|panic| Err(self.panicked(panic.as_ref())));
         if let Err(error) = &result {
             self.mailboxes.break_ring(self.rank, error.to_string());
         }
@@ -271,7 +276,7 @@ mod tests {
             schedule::kept(&problem, Family::Ring, Pass::Forward, None).expect("a ring");
         let mailboxes = Arc::new(Mailboxes::default());
         let job = Job { problem, schedules, rank: 0, mailboxes: mailboxes.clone(), number: 0 };
-        let failed = job.walk(|_, _| panic!("on purpose")).expect_err("the kernel panicked");
+        let failed = job.guarded(|| panic!("on purpose")).expect_err("the kernel panicked");
         assert!(failed.to_string().contains("internal error: on purpose"), "{failed}");
         let waiting = HostTransport::new(1, 2, mailboxes).finish(vec![(0, 1, 0)]);
         let Err(Error::RingBroken { rank: 1, peer: 0, .. }) = waiting else {

@@ -19,10 +19,8 @@ def example(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.parametrize(
-    ("attention", "prefix"),
-    [("softmax", ""), pytest.param("linear", "linear-", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("attention", "prefix"), [("softmax", ""), ("linear", "linear-")])
 def test_it_trains(tmp_path, attention, prefix):
     ended = example("--attention", attention, *TINY, "--out", tmp_path)
     assert ended.returncode == 0, ended.stderr

@@ -62,6 +62,7 @@ def result(output):
     return next(line for line in output.splitlines() if line.startswith("result"))
 
 
+@pytest.mark.long
 def test_x64_and_the_compilation_cache(tmp_path):
     """The second process compiles nothing, and neither setting changes a bit."""
     cache = {

@@ -128,6 +128,7 @@ def test_vmap_inside_shard_map(mapped):
         close(grads[i], parts if axis is not None else parts.sum(0))
 
 
+@pytest.mark.long
 def test_nested_vmap_of_shard_map():
     q, k, v, _ = inputs(3, 2)
     function = ring.sharded(ring.line(2), return_residual=True)

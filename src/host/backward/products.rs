@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::super::matmul::{Depth, Product, SameDepth, Write};
+use super::super::matmul::{Depth, Product, Write};
 use super::super::simd::Simd;
 use super::walk::{Memory, Walk};
 
@@ -19,7 +19,6 @@ impl Walk<'_> {
             (dout, v_width, v_columns, self.cell.tile.v.dim, ds),
         ];
         for (a, a_row, columns, dim, c) in sides {
-            let depth: Depth<SameDepth> = Depth::All(0..dim);
             // SAFETY: all of it is scratch.
             unsafe {
                 let product = Product {
@@ -32,7 +31,7 @@ impl Walk<'_> {
                     c_row: lanes.len(),
                     rows: rows.clone(),
                     vectors: lanes.len() / S::LANES,
-                    depth,
+                    depth: Depth::All(0..dim),
                     write: Write::Set,
                 };
                 product.compute(simd);
@@ -45,12 +44,12 @@ impl Walk<'_> {
     /// # Safety
     /// The panels hold p and ds, and the queries are packed.
     #[inline(always)]
-    pub(super) unsafe fn key_gradients<S: Simd, F: Fn(usize) -> Range<usize> + Clone>(
+    pub(super) unsafe fn key_gradients<S: Simd>(
         &self,
         simd: S,
         lanes: &Range<usize>,
         count: usize,
-        depth: Depth<F>,
+        depth: Depth<'_>,
     ) {
         let Memory { q, dout, dk, dv, p, ds, k_width, v_width, .. } = self.memory;
         for (a, b, c, width) in [(p, dout, dv, v_width), (ds, q, dk, k_width)] {
@@ -79,12 +78,12 @@ impl Walk<'_> {
     /// # Safety
     /// The panel holds ds, and the keys are packed.
     #[inline(always)]
-    pub(super) unsafe fn query_gradients<S: Simd, F: Fn(usize) -> Range<usize>>(
+    pub(super) unsafe fn query_gradients<S: Simd>(
         &self,
         simd: S,
         lanes: &Range<usize>,
         rows: Range<usize>,
-        depth: Depth<F>,
+        depth: Depth<'_>,
     ) {
         let Memory { k, dq, ds, k_width, .. } = self.memory;
         // SAFETY: all of it is scratch.

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::super::array::HostArray;
 use super::super::extras::{self, PanelExtras, Side, Which};
-use super::super::matmul::{Depth, SameDepth, even_parts};
+use super::super::matmul::{Depth, even_parts};
 use super::super::pack::{self, Rows};
 use super::super::simd::{Simd, Task};
 use super::super::softmax::{self, Nothing, Panels, SoftCap};
@@ -155,13 +155,11 @@ impl Walk<'_> {
                     let all = Some(|_: usize| 0..in_panel);
                     self.softmax(simd, head, &lanes, 0..count, (all, false));
                 } else {
-                    let none: Option<SameDepth> = None;
+                    let none: Option<fn(usize) -> Range<usize>> = None;
                     self.softmax(simd, head, &lanes, 0..count, (none, false));
                 }
-                let depth: Depth<SameDepth> = Depth::All(0..count);
-                self.key_gradients(simd, &lanes, in_panel, depth);
-                let depth: Depth<SameDepth> = Depth::All(0..in_panel);
-                self.query_gradients(simd, &lanes, 0..count, depth);
+                self.key_gradients(simd, &lanes, in_panel, Depth::All(0..count));
+                self.query_gradients(simd, &lanes, 0..count, Depth::All(0..in_panel));
             }
             self.add_query_gradients(simd, head, queries);
         }
@@ -236,9 +234,9 @@ impl Walk<'_> {
                     let key = panel.start + key;
                     if within.contains(&key) { seeing(key) } else { 0..0 }
                 };
-                let depth = Depth::Rows { range, exact };
+                let depth = Depth::Rows { range: &range, exact };
                 self.key_gradients(simd, &lanes, panel.len(), depth);
-                let depth = Depth::Rows { range: seen, exact };
+                let depth = Depth::Rows { range: &seen, exact };
                 self.query_gradients(simd, &lanes, rows, depth);
             }
             self.add_query_gradients(simd, head, queries.clone());

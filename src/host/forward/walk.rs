@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::super::array::HostArray;
 use super::super::extras::{self, PanelExtras, Side, Which};
-use super::super::matmul::{Depth, Product, SameDepth, Write};
+use super::super::matmul::{Depth, Product, Write};
 use super::super::pack::{self, Rows};
 use super::super::simd::{Simd, Task};
 use super::super::softmax::{self, Online, SoftCap};
@@ -119,8 +119,7 @@ impl Walk<'_> {
             for lanes in pack::panels::<S>(self.block.rows.len()) {
                 self.logits(simd, &lanes, 0..count, false);
                 self.softmax(simd, &lanes, 0..count);
-                let depth: Depth<SameDepth> = Depth::All(0..count);
-                self.accumulate(simd, &lanes, depth);
+                self.accumulate(simd, &lanes, Depth::All(0..count));
             }
         }
     }
@@ -185,7 +184,7 @@ impl Walk<'_> {
                 let range = |row: usize| {
                     if hidden(first + row) { 0..0 } else { seen_by(first + row) }
                 };
-                self.accumulate(simd, &lanes, Depth::Rows { range, exact });
+                self.accumulate(simd, &lanes, Depth::Rows { range: &range, exact });
             }
         }
     }
@@ -226,7 +225,6 @@ impl Walk<'_> {
         compares: bool,
     ) {
         let (memory, dim) = (&self.memory, self.block.tile.q.dim);
-        let depth: Depth<SameDepth> = Depth::All(0..dim);
         // SAFETY: all of it is this thread's scratch.
         unsafe {
             let product = Product {
@@ -239,7 +237,7 @@ impl Walk<'_> {
                 c_row: lanes.len(),
                 rows: keys.clone(),
                 vectors: lanes.len() / S::LANES,
-                depth,
+                depth: Depth::All(0..dim),
                 write: Write::Set,
             };
             product.compute(simd);
@@ -274,12 +272,7 @@ impl Walk<'_> {
     /// # Safety
     /// The panel holds probabilities, and the values are packed.
     #[inline(always)]
-    unsafe fn accumulate<S: Simd, F: Fn(usize) -> Range<usize>>(
-        &self,
-        simd: S,
-        lanes: &Range<usize>,
-        depth: Depth<F>,
-    ) {
+    unsafe fn accumulate<S: Simd>(&self, simd: S, lanes: &Range<usize>, depth: Depth<'_>) {
         let memory = &self.memory;
         // SAFETY: all of it is this thread's scratch.
         unsafe {

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::ahead::Ahead;
 use crate::host::array::HostArray;
-use crate::host::matmul::{Depth, Product, SameDepth, Write, even_parts};
+use crate::host::matmul::{Depth, Product, Write, even_parts};
 use crate::host::pack::{Rows, all_finite, store_row};
 use crate::host::simd::Simd;
 use crate::problem::Dtype;
@@ -61,7 +61,7 @@ pub(super) unsafe fn product<S: Simd>(
     size: Size,
     write: Write,
 ) {
-    let depth: Depth<SameDepth> = Depth::All(size.depth.clone());
+    let depth = Depth::All(size.depth.clone());
     // SAFETY: passed on.
     unsafe { parts(simd, ahead, (a, b), c, size, depth, write) }
 }
@@ -99,7 +99,7 @@ pub(super) unsafe fn triangle<S: Simd>(
     (a, b): (Left, Matrix),
     c: Matrix,
     size: Size,
-    range: impl Fn(usize) -> Range<usize> + Clone,
+    range: &dyn Fn(usize) -> Range<usize>,
     factor: &[f32; CHUNK],
 ) {
     // SAFETY: the caller vouches for the memory; rows of scratch are whole vectors.
@@ -119,7 +119,7 @@ unsafe fn parts<S: Simd>(
     (a, b): (Left, Matrix),
     c: Matrix,
     Size { rows, columns, .. }: Size,
-    depth: Depth<impl Fn(usize) -> Range<usize> + Clone>,
+    depth: Depth<'_>,
     write: Write,
 ) {
     for part in even_parts(rows.len(), S::TILE_ROWS) {

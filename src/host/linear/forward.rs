@@ -100,7 +100,7 @@ impl ForwardHead<'_> {
             product_of_some(simd, ahead, (q.left(), state), o, size, count);
             let size = Size { rows: 0..count, columns: v.row, depth: 0..count };
             let (until, before) = (|row| decays.until(row), &decays.from_start);
-            triangle(simd, ahead, (p.left(), v), o, size, until, before);
+            triangle(simd, ahead, (p.left(), v), o, size, &until, before);
             store(simd, &rows_of(&io.o, head, &rows), o);
 
             scale_rows(simd, k, k.row, &decays.to_end[..count]);

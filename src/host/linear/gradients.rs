@@ -157,7 +157,7 @@ impl Part<'_> {
             let size = keys(first.clone(), v_dim);
             product_of_some(simd, ahead, (dout.left(), state), dq, size, count);
             add_dots(simd, [q, dq], before, first.clone(), memory.by_query);
-            triangle(simd, ahead, (dp.left(), k), dq, keys(0..count, count), until, before);
+            triangle(simd, ahead, (dp.left(), k), dq, keys(0..count, count), &until, before);
             store(simd, &rows_of(&io.dq, head, rows), dq);
 
             flip(simd, d, (k_dim, v_dim), d_columns);
@@ -165,11 +165,11 @@ impl Part<'_> {
             product_of_some(simd, ahead, (v.left(), d_columns), dk, size, count);
             memory.by_key.at.write_bytes(0, count * memory.by_key.row);
             add_dots(simd, [k, dk], after, last.clone(), memory.by_key);
-            triangle(simd, ahead, (dp.transposed(), q), dk, keys(0..count, count), since, after);
+            triangle(simd, ahead, (dp.transposed(), q), dk, keys(0..count, count), &since, after);
 
             product_of_some(simd, ahead, (k.left(), d), dv, values(last, k_dim), count);
             let size = values(0..count, count);
-            triangle(simd, ahead, (p.transposed(), dout), dv, size, since, after);
+            triangle(simd, ahead, (p.transposed(), dout), dv, size, &since, after);
 
             let crossing = match decays.carry() {
                 Some(carry) => {

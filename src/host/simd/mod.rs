@@ -208,3 +208,6 @@ pub(super) trait Simd: Copy {
         (self.div(less, more), self.mul(half, self.mul(half, e)))
     }
 }
+
+#[cfg(test)]
+mod tests;

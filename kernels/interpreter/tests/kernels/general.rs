@@ -79,6 +79,7 @@ fn values_of_other_columns_than_keys() {
 }
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn scores_with_a_bias_by_distance() {
     let case = Case { q_len: 150, kv_len: 170, heads: 4, kv_heads: 2, head_dim: 24, ..BIASED };
     check(&[

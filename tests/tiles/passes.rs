@@ -1,6 +1,6 @@
 use super::reference::{Inputs, Outputs};
 use super::*;
-use crate::host::cast::{cast, delta, merge};
+use burst_attention::host::cast::{cast, delta, merge};
 
 #[test]
 fn delta_matches_the_reference() {

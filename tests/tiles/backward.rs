@@ -2,11 +2,11 @@ use rayon::ThreadPool;
 
 use super::reference::{Inputs, Outputs};
 use super::*;
-use crate::host::backward::{BackwardTile, backward};
-use crate::host::extras::TileExtras;
+use burst_attention::host::backward::{BackwardTile, backward};
+use burst_attention::host::extras::TileExtras;
 
 /// dq, dk, dv after tiles of all pairs of the given key and query ranges.
-pub(super) fn run(
+pub fn run(
     isa: Isa,
     pool: &ThreadPool,
     shape: &Shape,

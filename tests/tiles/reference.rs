@@ -1,8 +1,8 @@
 //! Dense attention and its gradients in float64, straight from the formulae.
 
 use super::{HostArray64, Shape, get, random};
-use crate::host::array::HostArray;
-use crate::problem::Dtype;
+use burst_attention::host::array::HostArray;
+use burst_attention::problem::Dtype;
 
 /// The inputs of a test.
 pub struct Inputs {

@@ -4,11 +4,11 @@ use rayon::ThreadPool;
 
 use super::reference::{Inputs, Outputs};
 use super::*;
-use crate::host::extras::TileExtras;
-use crate::host::forward::{ForwardTile, Partial, forward};
+use burst_attention::host::extras::TileExtras;
+use burst_attention::host::forward::{ForwardTile, Partial, forward};
 
 /// o and lse, after tiles with the given key ranges, each for the given query ranges.
-pub(super) fn run(
+pub fn run(
     isa: Isa,
     pool: &ThreadPool,
     shape: &Shape,

@@ -2,7 +2,7 @@
 
 use super::reference::{Inputs, Outputs};
 use super::*;
-use crate::host::cast::delta;
+use burst_attention::host::cast::delta;
 
 /// Scales the queries so that the largest score is `most`, and clears the cotangents of rows in
 /// which it leads by too little for one key to take all weight.

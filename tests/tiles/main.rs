@@ -5,17 +5,16 @@ mod forward;
 mod large;
 mod passes;
 mod reference;
-mod simd;
 
 use std::ops::Range;
 
 use half::{bf16, f16};
 use rayon::ThreadPool;
 
-use super::array::HostArray;
-use super::isa::Isa;
-use crate::mask::Band;
-use crate::problem::Dtype;
+use burst_attention::host::array::HostArray;
+use burst_attention::host::isa::Isa;
+use burst_attention::mask::Band;
+use burst_attention::problem::Dtype;
 
 const NO_LIMIT: (i64, i64) = (i64::MIN, i64::MAX);
 

@@ -1,5 +1,9 @@
-use super::*;
-use crate::host::simd::{Simd, Task};
+//! Every operation on every instruction set of this CPU, against its definition.
+
+use half::{bf16, f16};
+
+use super::super::isa::Isa;
+use super::{Simd, Task};
 
 /// Values that conversions get wrong: ties, denormals, the largest ones, infinities, NaN.
 fn awkward() -> Vec<f32> {
