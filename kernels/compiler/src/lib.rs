@@ -9,6 +9,7 @@ pub mod assembler;
 pub mod compile;
 pub mod device;
 pub mod images;
+pub mod model;
 mod parallel;
 pub mod quality;
 

@@ -1,17 +1,22 @@
-//! The table of what the compiler made of every image, and the rules it must keep.
+//! The tables of what the compiler made of every image, and the rules it must keep.
 
 use std::path::Path;
 use std::process::Command;
 use std::{env, fs, process};
 
-use burst_attention_kernels::cubin::{Cubin, Listing, Quality, Row};
+use burst_attention_kernels::cubin::{
+    Column, Cubin, Listing, QUALITY, Quality, Row, changes, regressions,
+};
 use burst_attention_kernels::images::Images;
 use burst_attention_kernels::instances::{Instance, Kernel, Target};
 
+use crate::model::table::LOOPS;
+use crate::model::{self, Modelled};
 use crate::parallel::on_all_cores;
 
-/// The table as it was last accepted.
-pub const BASELINE: &str = include_str!("../../quality.tsv");
+/// The tables as they were last accepted.
+const IMAGES: &str = include_str!("../../quality.tsv");
+const MODELLED: &str = include_str!("../../loops.tsv");
 
 /// Spilled instructions (loads and stores) allowed where the accumulators do not fit the registers
 /// at any tile shape that was tried: on other targets than sm_90 tile width 256 and the general
@@ -21,12 +26,23 @@ pub const SPILLS: u32 = 420;
 /// Stack of a thread that reads an image: what threads have by default.
 const STACK: usize = 2 << 20;
 
+/// What the compiler made of an image.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Report {
+    /// The image.
+    pub instance: Instance,
+    /// What is in it.
+    pub quality: Quality,
+    /// What the model says of its main loops.
+    pub loops: Vec<Modelled>,
+}
+
 /// What the compiler made of each image of `targets`, in the order of their instances; the files of
 /// images are in `folder`.
 ///
 /// # Errors
 /// If a file or CUDA's disassembler is missing, or an image or its listing not understood.
-pub fn qualities(folder: &Path, targets: &[Target]) -> Result<Vec<(Instance, Quality)>, String> {
+pub fn qualities(folder: &Path, targets: &[Target]) -> Result<Vec<Report>, String> {
     let home = env::var("CUDA_HOME").map_err(|_| {
         "expected CUDA_HOME to name the folder with bin/nvdisasm, which comes with the Python \
          package nvidia-cuda-nvdisasm; it is not set: run through make, or \
@@ -39,20 +55,20 @@ pub fn qualities(folder: &Path, targets: &[Target]) -> Result<Vec<(Instance, Qua
         let instances: Vec<Instance> = Instance::of_target(target).collect();
         let made = on_all_cores(&instances, STACK, |instance| {
             let image = images.get(instance).map_err(|error| error.to_string())?;
-            Ok((*instance, quality(instance, image, &disassembler)?))
+            report(instance, image, &disassembler)
         });
         all.extend(made.into_iter().collect::<Result<Vec<_>, String>>()?);
     }
     Ok(all)
 }
 
-fn quality(instance: &Instance, image: &[u8], disassembler: &Path) -> Result<Quality, String> {
+fn report(instance: &Instance, image: &[u8], disassembler: &Path) -> Result<Report, String> {
     let name = instance.to_string();
     let fail = |what: &dyn std::fmt::Display| format!("{name}: {what}");
     let cubin = Cubin::parse(image).map_err(|error| fail(&error))?;
     let file = env::temp_dir().join(format!("{name}-{}.cubin", process::id()));
     fs::write(&file, image).map_err(|error| fail(&error))?;
-    let output = Command::new(disassembler).arg("-c").arg(&file).output();
+    let output = Command::new(disassembler).args(["-c", "-hex"]).arg(&file).output();
     let _ = fs::remove_file(&file);
     let output = output.map_err(|error| fail(&format!("{}: {error}", disassembler.display())))?;
     if !output.status.success() {
@@ -60,45 +76,91 @@ fn quality(instance: &Instance, image: &[u8], disassembler: &Path) -> Result<Qua
     }
     let listing = Listing::parse(&String::from_utf8_lossy(&output.stdout));
     let listing = listing.map_err(|error| fail(&error))?;
-    Quality::new(&name, &cubin, &listing).map_err(|error| fail(&error))
+    let quality = Quality::new(&name, &cubin, &listing).map_err(|error| fail(&error))?;
+    let loops = model::loops(instance, &listing).map_err(|error| fail(&error))?;
+    Ok(Report { instance: *instance, quality, loops })
 }
 
-/// The table's text.
-pub fn table(qualities: &[(Instance, Quality)]) -> String {
-    let rows = qualities.iter().map(|(_, quality)| quality.to_row().to_string());
-    let lines: Vec<String> = std::iter::once(Row::header()).chain(rows).collect();
-    lines.join("\n") + "\n"
+/// The tables that are kept: of images, and of the main loops that the model knows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tables {
+    images: Vec<Row>,
+    loops: Vec<Row>,
 }
 
-/// The rows of a table's text.
-///
-/// # Errors
-/// If its header or a line is not as [`table`] writes it.
-pub fn parse(table: &str) -> Result<Vec<Row>, String> {
-    let mut lines = table.lines();
-    if lines.next() != Some(&Row::header()) {
-        return Err(format!("expected the table to begin with {:?}", Row::header()));
+impl Tables {
+    /// Of what was found.
+    pub fn new(reports: &[Report]) -> Self {
+        let image =
+            |r: &Report| Row::new(&QUALITY, (&r.quality.name, &r.quality.target), &r.quality);
+        let loops = reports.iter().flat_map(|r| {
+            r.loops.iter().enumerate().map(|(i, found)| {
+                let name = format!("{}:{i}", r.quality.name);
+                Row::new(&LOOPS, (&name, &r.quality.target), found)
+            })
+        });
+        Self { images: reports.iter().map(image).collect(), loops: loops.collect() }
     }
-    lines.map(|line| line.parse().map_err(|error| format!("{line:?}: {error}"))).collect()
+
+    /// The tables as they were last accepted, for some targets.
+    ///
+    /// # Errors
+    /// If a header or a line is not as [`Tables::texts`] has it.
+    pub fn accepted(targets: &[Target]) -> Result<Self, String> {
+        let names: Vec<String> = targets
+            .iter()
+            .flat_map(|&target| Instance::of_target(target))
+            .map(|instance| instance.to_string())
+            .collect();
+        let wanted = |row: &Row| {
+            let image = row.name.split(':').next().unwrap_or_default();
+            names.iter().any(|name| name == image)
+        };
+        let mut accepted =
+            Self { images: parse(&QUALITY, IMAGES)?, loops: parse(&LOOPS, MODELLED)? };
+        accepted.images.retain(wanted);
+        accepted.loops.retain(wanted);
+        Ok(accepted)
+    }
+
+    /// The files, by their names in `kernels/`, with their texts.
+    pub fn texts(&self) -> [(&'static str, String); 2] {
+        let text = |header: String, rows: &[Row]| {
+            let rows = rows.iter().map(Row::to_string);
+            std::iter::once(header).chain(rows).map(|line| line + "\n").collect()
+        };
+        [
+            ("quality.tsv", text(Row::header(&QUALITY), &self.images)),
+            ("loops.tsv", text(Row::header(&LOOPS), &self.loops)),
+        ]
+    }
+
+    /// What is worse than in these tables.
+    pub fn regressions(&self, now: &Self) -> Vec<String> {
+        let mut all = regressions(&QUALITY, &self.images, &now.images);
+        all.extend(regressions(&LOOPS, &self.loops, &now.loops));
+        all
+    }
+
+    /// What differs from these tables and is not worse.
+    pub fn changes(&self, now: &Self) -> Vec<String> {
+        let mut all = changes(&QUALITY, &self.images, &now.images);
+        all.extend(changes(&LOOPS, &self.loops, &now.loops));
+        all
+    }
 }
 
-/// The rows of the baseline for some targets.
-///
-/// # Errors
-/// As [`parse`].
-pub fn baseline(targets: &[Target]) -> Result<Vec<Row>, String> {
-    let names: Vec<String> = targets
-        .iter()
-        .flat_map(|&target| Instance::of_target(target))
-        .map(|instance| instance.to_string())
-        .collect();
-    let mut rows = parse(BASELINE)?;
-    rows.retain(|row| names.contains(&row.name));
-    Ok(rows)
+fn parse<T>(columns: &[Column<T>], table: &str) -> Result<Vec<Row>, String> {
+    let mut lines = table.lines();
+    if lines.next() != Some(&Row::header(columns)) {
+        return Err(format!("expected the table to begin with {:?}", Row::header(columns)));
+    }
+    let row = |line| Row::parse(columns, line).map_err(|error| format!("{line:?}: {error}"));
+    lines.map(row).collect()
 }
 
 /// What is wrong with an image, whatever the baseline says.
-pub fn faults(instance: &Instance, quality: &Quality) -> Vec<String> {
+pub fn faults(Report { instance, quality, .. }: &Report) -> Vec<String> {
     let mut faults = Vec::new();
     let mut expect = |holds: bool, what: String| {
         if !holds {

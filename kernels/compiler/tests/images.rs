@@ -3,8 +3,8 @@
 
 use std::path::Path;
 
-use burst_attention_compiler::quality::{baseline, faults, parse, qualities, table};
-use burst_attention_kernels::cubin::{Cubin, regressions};
+use burst_attention_compiler::quality::{Tables, faults, qualities};
+use burst_attention_kernels::cubin::Cubin;
 use burst_attention_kernels::images::Images;
 use burst_attention_kernels::instances::{Instance, Target};
 use burst_attention_kernels::launch::layout;
@@ -39,9 +39,9 @@ fn check_images(targets: &[Target]) {
 
 fn check_quality(targets: &[Target]) {
     let qualities = qualities(folder(), targets).unwrap_or_else(|error| panic!("{error}"));
-    let mut faults: Vec<String> = qualities.iter().flat_map(|(i, q)| faults(i, q)).collect();
-    let baseline = baseline(targets).unwrap();
-    faults.extend(regressions(&baseline, &parse(&table(&qualities)).unwrap()));
+    let mut faults: Vec<String> = qualities.iter().flat_map(faults).collect();
+    let accepted = Tables::accepted(targets).unwrap();
+    faults.extend(accepted.regressions(&Tables::new(&qualities)));
     assert!(
         faults.is_empty(),
         "{}\nif that is meant: make kernel-quality WRITE=1",

@@ -5,8 +5,9 @@
 //! to a block that dominates it, one that every way from the entry leads through.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 
+use super::order::is_matrix;
 use super::{Error, Instruction, Listing};
 
 /// A natural loop.
@@ -67,6 +68,28 @@ pub(super) fn loops(listing: &Listing) -> Result<Vec<Loop>, Error> {
             .map(|(index, _)| index),
     };
     Ok(bodies.iter().map(list).collect())
+}
+
+impl Listing {
+    /// The innermost loops with matrix products: positions from the first instruction of an
+    /// iteration to the branch that closes it. What a loop has elsewhere are slow paths.
+    ///
+    /// # Errors
+    /// If the control flow is not understood.
+    pub fn matrix_loops(&self) -> Result<Vec<RangeInclusive<usize>>, Error> {
+        let all = loops(self)?;
+        let at = |at: &usize| &self.instructions[*at];
+        let with_products = |found: &Loop| found.body.iter().any(|i| is_matrix(at(i)));
+        let around = |index: usize| std::iter::successors(all[index].parent, |&i| all[i].parent);
+        let inner = (0..all.len()).filter(|&i| with_products(&all[i]));
+        let outer: BTreeSet<usize> = inner.clone().flat_map(around).collect();
+        let range = |found: &Loop| {
+            let back = |i: &usize| at(i).targets.contains(&found.header) && !at(i).always();
+            let last = found.body.iter().copied().filter(|&i| i > found.header).filter(back).max();
+            last.map(|last| found.header..=last)
+        };
+        Ok(inner.filter(|i| !outer.contains(i)).filter_map(|i| range(&all[i])).collect())
+    }
 }
 
 struct Flow {
@@ -301,6 +324,13 @@ mod tests {
         assert_eq!(shapes("A:\nBSSY B0, `(E)\nBSYNC B0\nBRA `(A)\nE:\nEXIT"), []);
         let error = loops(&listing("BSYNC B0\nEXIT")).unwrap_err();
         assert!(matches!(error, Error::Branch { address: 0, .. }), "{error}");
+    }
+
+    #[test]
+    fn loops_with_products_end_where_they_are_closed() {
+        let code = "NOP\nA:\nNOP\nB:\nHGMMA R0\n@!P0 BRA `(S)\nR:\n@P1 BRA `(B)\n@P2 BRA `(A)\n\
+                    C:\nNOP\n@P1 BRA `(C)\nEXIT\nS:\nNOP\nBRA `(R)";
+        assert_eq!(listing(code).matrix_loops(), Ok(vec![2..=4]));
     }
 
     #[test]

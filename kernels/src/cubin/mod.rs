@@ -6,18 +6,20 @@
 //!
 //! ```no_run
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
-//! use burst_attention_kernels::cubin::{Cubin, Listing, Quality, Row};
+//! use burst_attention_kernels::cubin::{Cubin, Listing, QUALITY, Quality, Row};
 //!
 //! let cubin = Cubin::parse(&std::fs::read("forward.cubin")?)?;
 //! let listing = Listing::parse(&std::fs::read_to_string("forward.sass")?)?;
 //! let quality = Quality::new("forward", &cubin, &listing)?;
-//! println!("{}\n{}", Row::header(), quality.to_row());
+//! let row = Row::new(&QUALITY, ("forward", "sm_90a"), &quality);
+//! println!("{}\n{row}", Row::header(&QUALITY));
 //! # Ok(())
 //! # }
 //! ```
 
 mod attributes;
 mod baseline;
+mod control;
 mod elf;
 mod flow;
 mod image;
@@ -27,7 +29,8 @@ mod sass;
 #[cfg(test)]
 mod synthetic;
 
-pub use baseline::{Row, changes, regressions};
+pub use baseline::{Column, QUALITY, Row, Rule, changes, regressions};
+pub use control::Control;
 pub use image::{Architecture, Cubin, Kernel, Parameter};
 pub use order::{Event, Order};
 pub use quality::{Counts, LoopQuality, Quality};

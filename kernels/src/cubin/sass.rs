@@ -1,8 +1,9 @@
-//! The text that `nvdisasm -c` prints: instructions, labels and branches of a kernel.
+//! The text that `nvdisasm -c` prints: instructions, labels and branches of a kernel. With `-hex`
+//! each instruction is followed by its encoding.
 
 use std::collections::HashMap;
 
-use super::Error;
+use super::{Control, Error};
 
 /// A machine instruction.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -17,6 +18,8 @@ pub struct Instruction {
     pub operands: String,
     /// Where it can branch to: positions in the listing. Empty where it names no label.
     pub targets: Vec<usize>,
+    /// What it waits for; `None` where the text has no encodings.
+    pub control: Option<Control>,
 }
 
 impl Instruction {
@@ -66,6 +69,10 @@ impl Listing {
                         return Err(unknown());
                     }
                 }
+                Line::Encoding(high) => {
+                    let last = instructions.last_mut().filter(|last| last.control.is_none());
+                    last.ok_or_else(unknown)?.control = Some(Control::of(high));
+                }
                 Line::Instruction(instruction) => {
                     if instructions.last().is_some_and(|last| last.address >= instruction.address) {
                         return Err(Error::Address(instruction.address));
@@ -91,6 +98,8 @@ enum Line<'a> {
     Nothing,
     Function(&'a str),
     Label(&'a str),
+    /// The upper half of the encoding of the instruction before.
+    Encoding(u64),
     Instruction(Instruction),
 }
 
@@ -99,6 +108,9 @@ impl<'a> Line<'a> {
         let text = line.trim();
         if text.is_empty() || text.starts_with("//") {
             return Some(Self::Nothing);
+        }
+        if let Some(high) = encoding(text) {
+            return high.map(Self::Encoding);
         }
         if let Some(rest) = text.strip_prefix("/*") {
             let (address, rest) = rest.split_once("*/")?;
@@ -118,8 +130,20 @@ impl<'a> Line<'a> {
     }
 }
 
+/// The number in a remark that is all of a text, such as `/* 0x000fe20000000800 */`.
+fn encoding(text: &str) -> Option<Option<u64>> {
+    let digits = text.strip_prefix("/* 0x")?;
+    let digits = digits.strip_suffix("*/").map(str::trim_end);
+    Some(digits.and_then(|digits| u64::from_str_radix(digits, 16).ok()))
+}
+
 fn instruction(address: u64, text: &str) -> Option<Instruction> {
-    let text = text.strip_suffix(';')?.trim();
+    // Behind the semicolon may stand the lower half of the encoding, which says nothing more.
+    let (text, remark) = text.rsplit_once(';')?;
+    if !remark.trim().is_empty() {
+        encoding(remark.trim())??;
+    }
+    let text = text.trim();
     let (guard, text) = match text.strip_prefix('@') {
         Some(guarded) => guarded.split_once(' ').map(|(guard, rest)| (Some(guard), rest.trim()))?,
         None => (None, text),
@@ -134,6 +158,7 @@ fn instruction(address: u64, text: &str) -> Option<Instruction> {
         opcode: opcode.into(),
         operands: operands.trim().into(),
         targets: Vec::new(),
+        control: None,
     })
 }
 
@@ -198,6 +223,22 @@ kernel:
         assert_eq!((branch.guard.as_deref(), &branch.targets[..]), (Some("!P0"), &[1][..]));
         assert_eq!((table.guard.as_deref(), &table.targets[..]), (None, &[1, 4][..]));
         assert_eq!((exit.operands.as_str(), exit.always()), ("", true));
+    }
+
+    #[test]
+    fn encodings_say_what_an_instruction_waits_for() {
+        let low = "EXIT ;                 /* 0x000000000000794d */\n";
+        let high = "                       /* 0x000fea0003800000 */\n";
+        let text = SMALL.replace("EXIT ;\n", &format!("{low}{high}"));
+        let listing = Listing::parse(&text).unwrap();
+        let [.., table, exit] = &listing.instructions[..] else { panic!("{listing:?}") };
+        let control = exit.control.expect("an encoding");
+        assert_eq!((control.stall, control.write, control.wait), (5, None, 0));
+        assert_eq!(table.control, None);
+        let wrong = [text.replace("0x000fea", "0xgfea"), text.replace(high, &high.repeat(2))];
+        for text in wrong {
+            assert!(matches!(Listing::parse(&text), Err(Error::Line { .. })), "{text}");
+        }
     }
 
     #[test]

@@ -1,44 +1,45 @@
 //! `kernel-quality FOLDER [--write]`: prints what the compiler made of every kernel, from the files
-//! of images in FOLDER; `--write` makes it the baseline.
+//! of images in FOLDER, and the rates that the model predicts; `--write` makes the tables the
+//! accepted ones.
 
 use std::path::Path;
 use std::process::ExitCode;
 use std::{env, fs};
 
-use burst_attention_compiler::quality::{BASELINE, faults, parse, qualities, table};
-use burst_attention_kernels::cubin::changes;
+use burst_attention_compiler::model::predict::predictions;
+use burst_attention_compiler::quality::{Tables, faults, qualities};
 use burst_attention_kernels::instances::Target;
 
 fn main() -> ExitCode {
-    let mut arguments = env::args().skip(1);
-    let Some(folder) = arguments.next() else {
-        eprintln!("error: expected: kernel-quality FOLDER [--write]");
-        return ExitCode::FAILURE;
-    };
-    let qualities = match qualities(Path::new(&folder), &Target::ALL) {
-        Ok(qualities) => qualities,
+    match run() {
+        Ok(faults) if faults.is_empty() => ExitCode::SUCCESS,
+        Ok(faults) => {
+            faults.iter().for_each(|fault| eprintln!("fault: {fault}"));
+            ExitCode::FAILURE
+        }
         Err(error) => {
             eprintln!("error: {error}");
-            return ExitCode::FAILURE;
+            ExitCode::FAILURE
         }
-    };
-    let table = table(&qualities);
-    print!("{table}");
-    let faults: Vec<String> = qualities.iter().flat_map(|(i, q)| faults(i, q)).collect();
-    for fault in &faults {
-        eprintln!("fault: {fault}");
     }
-    if let (Ok(before), Ok(now)) = (parse(BASELINE), parse(&table)) {
-        for change in changes(&before, &now) {
-            eprintln!("change: {change}");
-        }
+}
+
+/// Prints, writes if told to, and gives what is wrong with the images.
+fn run() -> Result<Vec<String>, String> {
+    let mut arguments = env::args().skip(1);
+    let folder = arguments.next().ok_or("expected: kernel-quality FOLDER [--write]")?;
+    let reports = qualities(Path::new(&folder), &Target::ALL)?;
+    let tables = Tables::new(&reports);
+    tables.texts().iter().for_each(|(_, text)| print!("{text}"));
+    predictions(&reports).iter().for_each(|prediction| println!("{prediction}"));
+    if let Ok(before) = Tables::accepted(&Target::ALL) {
+        before.changes(&tables).iter().for_each(|change| eprintln!("change: {change}"));
     }
     if arguments.any(|argument| argument == "--write") {
-        let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../quality.tsv");
-        if let Err(error) = fs::write(file, table) {
-            eprintln!("error: {file}: {error}");
-            return ExitCode::FAILURE;
+        for (name, text) in tables.texts() {
+            let file = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name(name);
+            fs::write(&file, text).map_err(|error| format!("{}: {error}", file.display()))?;
         }
     }
-    if faults.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    Ok(reports.iter().flat_map(faults).collect())
 }

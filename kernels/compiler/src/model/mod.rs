@@ -1,0 +1,131 @@
+//! A static model of attention on a Hopper SM: cycles of main loops, from machine code alone.
+//!
+//! [`loops`] simulates the main loops of an image with eight sets of fitted parameters. They are
+//! the best of 72 on eight kernels of FlashAttention-3, whose published rates they reach at clocks
+//! of 1.26 to 1.39 GHz with an error of 6.1–6.5% (root of the mean square; the worst kernel 14%).
+//! [`predict`](predict::predict) makes rates of whole passes of it. What this model gives is
+//! predicted, never measured: `docs` say how far it may be off.
+
+mod machine;
+pub mod predict;
+mod program;
+pub mod table;
+
+use burst_attention_kernels::cubin::{Error, Listing};
+use burst_attention_kernels::instances::{Instance, Kernel, Target};
+
+use machine::{Fit, cycles};
+use program::{Program, Unit};
+
+/// Printed with every figure; another model has another version.
+pub const VERSION: u32 = 1;
+
+const fn fit(
+    contention: f64,
+    queue: usize,
+    tiles: f64,
+    special: f64,
+    matrix: f64,
+    clock: f64,
+) -> Fit {
+    Fit { contention, queue, tiles, special, matrix, clock }
+}
+
+const FITS: [Fit; 8] = [
+    fit(1.0, 8, 1.0, 32.0, 60.0, 1.344),
+    fit(1.0, 8, 1.0, 20.0, 60.0, 1.334),
+    fit(0.5, 8, 0.0, 32.0, 60.0, 1.267),
+    fit(1.0, 2, 1.0, 32.0, 60.0, 1.389),
+    fit(1.0, 8, 0.0, 32.0, 60.0, 1.299),
+    fit(0.5, 8, 0.0, 20.0, 60.0, 1.256),
+    fit(0.5, 4, 0.0, 32.0, 60.0, 1.284),
+    fit(1.0, 4, 0.0, 32.0, 60.0, 1.317),
+];
+
+/// Cycles by which a warpgroup may be behind the one before it when the loop begins.
+const APART: [f64; 3] = [0.0, 137.0, 411.0];
+
+/// What the model says of a main loop.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Modelled {
+    /// Address of its first instruction.
+    pub address: u64,
+    /// Cycles of an iteration of the block: the mean of all fits.
+    pub cycles: f64,
+    /// The fewest and the most cycles of a fit.
+    pub range: (f64, f64),
+    /// The mean over all fits of cycles divided by the fit's clock: nanoseconds.
+    pub time: f64,
+    /// Cycles of the tensor core, if it never waited.
+    pub tensor: f64,
+    /// Stages of each tile that comes by the tensor memory accelerator.
+    pub stages: Vec<usize>,
+    /// Matrix instructions, and groups of them that are committed. As many groups as instructions:
+    /// the assembler made each wait for the one before.
+    pub products: (usize, usize),
+    /// Barriers of the block's computing warps.
+    pub barriers: usize,
+    /// Asynchronous copies that are waited for in the iteration that started them.
+    pub exposed: usize,
+    /// Conversions between integers and floats, and reciprocals: what a division takes.
+    pub conversions: usize,
+    /// Comparisons and selections: what a mask takes.
+    pub masking: usize,
+}
+
+/// The main loops of an image, by address; none where the model says nothing: of targets other than
+/// sm_90, and kernels without matrix products.
+///
+/// # Errors
+/// If the control flow is not understood.
+pub fn loops(instance: &Instance, listing: &Listing) -> Result<Vec<Modelled>, Error> {
+    if instance.target != Target::Sm90 || !instance.kernel.is_attention() {
+        return Ok(Vec::new());
+    }
+    let shape = instance.tile();
+    let rows = if streams_keys(instance.kernel) { shape.keys } else { shape.rows };
+    let bytes = f64::from(rows * instance.width * 2);
+    let warpgroups = shape.warps as usize / 4;
+    let ranges = listing.matrix_loops()?;
+    let modelled = ranges.into_iter().filter_map(|range| {
+        let program = Program::new(listing, &range, bytes)?;
+        let instructions = &listing.instructions[range.clone()];
+        let count = |is: fn(&str, &str) -> bool| {
+            instructions.iter().filter(|i| is(i.base(), &i.opcode)).count()
+        };
+        let by_fit = FITS.map(|fit| {
+            let of = |apart| cycles(&program, fit, warpgroups, apart, 2.0 * bytes);
+            APART.map(of).iter().sum::<f64>() / APART.len() as f64
+        });
+        let mean = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>() / FITS.len() as f64;
+        let matrix = |step: &program::Step| match step.unit {
+            Unit::Matrix { tensor, commits, .. } => Some((tensor, commits)),
+            _ => None,
+        };
+        let products: Vec<_> = program.steps.iter().filter_map(matrix).collect();
+        Some(Modelled {
+            address: listing.instructions[*range.start()].address,
+            // Rates are averaged, as a rate was fitted: the harmonic mean of cycles.
+            cycles: 1.0 / mean(&mut by_fit.iter().map(|cycles| 1.0 / cycles)),
+            range: by_fit
+                .iter()
+                .fold((f64::INFINITY, 0.0), |(least, most), &c| (c.min(least), c.max(most))),
+            time: 1.0 / mean(&mut by_fit.iter().zip(FITS).map(|(c, fit)| fit.clock / c)),
+            tensor: products.iter().map(|p| p.0).sum::<f64>() * warpgroups as f64,
+            stages: program.stages().collect(),
+            products: (products.len(), products.iter().filter(|p| p.1).count()),
+            barriers: program.steps.iter().filter(|s| s.unit == Unit::Barrier).count(),
+            exposed: program.exposed_copies(),
+            conversions: count(|base, opcode| {
+                matches!(base, "I2F" | "F2I" | "I2I") || opcode.starts_with("MUFU.RCP")
+            }),
+            masking: count(|base, _| matches!(base, "ISETP" | "FSEL" | "SEL")),
+        })
+    });
+    Ok(modelled.collect())
+}
+
+/// Do tiles of keys and values come by, and not of queries?
+fn streams_keys(kernel: Kernel) -> bool {
+    matches!(kernel.plain(), Kernel::Forward | Kernel::QueryGrads)
+}
