@@ -276,8 +276,8 @@ impl Instance {
         format!("{}_entry", self.kernel.name())
     }
 
-    /// Its tile shape, chosen by what the compiler makes of it: no spills first, then, for the
-    /// forward kernel on sm_90, the order of its main loop. `quality.tsv` has the outcome.
+    /// Its tile shape, chosen by what the compiler makes of it: no spills first, then, on sm_90, the
+    /// cycles that the model gives its main loops. `quality.tsv` and `loops.tsv` have the outcome.
     pub fn tile(&self) -> TileShape {
         let tile = |rows, keys, warps| TileShape { rows, keys, warps };
         match (self.kernel, self.target, self.width) {
@@ -318,6 +318,7 @@ impl Instance {
             (Kernel::KeyGrads, Target::Sm120, 64) => tile(32, 128, 8),
             (Kernel::KeyGrads, Target::Sm120, 128) => tile(32, 64, 8),
             (Kernel::KeyGrads, Target::Sm120, _) => tile(16, 32, 4),
+            (Kernel::KeyGrads, Target::Sm90, 128) => tile(128, 64, 8),
             (Kernel::KeyGrads, _, 256) if blackwell => tile(32, 32, 8),
             (Kernel::KeyGrads, _, 64 | 128) => tile(64, 128, 8),
             (Kernel::KeyGrads, _, _) => tile(32, 64, 8),
@@ -327,6 +328,7 @@ impl Instance {
             (Kernel::QueryGrads, Target::Sm120, 64) => tile(128, 64, 8),
             (Kernel::QueryGrads, Target::Sm120, 128) => tile(128, 32, 8),
             (Kernel::QueryGrads, Target::Sm120, _) => tile(32, 32, 4),
+            (Kernel::QueryGrads, Target::Sm90, 64) => tile(128, 64, 8),
             (Kernel::QueryGrads, _, 64) => tile(128, 128, 8),
             (Kernel::QueryGrads, _, 128) => tile(128, 64, 8),
             (_, _, _) => tile(64, 64, 4),

@@ -77,7 +77,11 @@ fn report(instance: &Instance, image: &[u8], disassembler: &Path) -> Result<Repo
     let listing = Listing::parse(&String::from_utf8_lossy(&output.stdout));
     let listing = listing.map_err(|error| fail(&error))?;
     let quality = Quality::new(&name, &cubin, &listing).map_err(|error| fail(&error))?;
-    let loops = model::loops(instance, &listing).map_err(|error| fail(&error))?;
+    let loops = match instance.target {
+        Target::Sm90 => model::loops(instance.kernel, instance.tile(), instance.width, &listing),
+        _ => Ok(Vec::new()),
+    };
+    let loops = loops.map_err(|error| fail(&error))?;
     Ok(Report { instance: *instance, quality, loops })
 }
 

@@ -12,7 +12,7 @@ mod program;
 pub mod table;
 
 use burst_attention_kernels::cubin::{Error, Listing};
-use burst_attention_kernels::instances::{Instance, Kernel, Target};
+use burst_attention_kernels::instances::{Kernel, TileShape};
 
 use machine::{Fit, cycles};
 use program::{Program, Unit};
@@ -73,18 +73,19 @@ pub struct Modelled {
     pub masking: usize,
 }
 
-/// The main loops of an image, by address; none where the model says nothing: of targets other than
-/// sm_90, and kernels without matrix products.
+/// The main loops of a kernel for sm_90, by address, given its tiles and their columns; none where
+/// the listing has no encodings.
 ///
 /// # Errors
 /// If the control flow is not understood.
-pub fn loops(instance: &Instance, listing: &Listing) -> Result<Vec<Modelled>, Error> {
-    if instance.target != Target::Sm90 || !instance.kernel.is_attention() {
-        return Ok(Vec::new());
-    }
-    let shape = instance.tile();
-    let rows = if streams_keys(instance.kernel) { shape.keys } else { shape.rows };
-    let bytes = f64::from(rows * instance.width * 2);
+pub fn loops(
+    kernel: Kernel,
+    shape: TileShape,
+    width: i32,
+    listing: &Listing,
+) -> Result<Vec<Modelled>, Error> {
+    let rows = if streams_keys(kernel) { shape.keys } else { shape.rows };
+    let bytes = f64::from(rows * width * 2);
     let warpgroups = shape.warps as usize / 4;
     let ranges = listing.matrix_loops()?;
     let modelled = ranges.into_iter().filter_map(|range| {

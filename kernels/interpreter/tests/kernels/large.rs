@@ -15,7 +15,7 @@ const HEADS: usize = 64;
 const PICKED: [usize; 2] = [0, HEADS - 1];
 const DIM: usize = 128;
 const BATCH: usize = 2;
-/// The end of the long sequence. The last tile, of 128 rows, begins at row 128 of it.
+/// The end of the long sequence. Its last tiles, of 64 or 128 rows, begin at row 128 of it.
 const TAIL: Case =
     Case { q_len: 224, kv_len: 224, heads: 2, kv_heads: 2, head_dim: DIM, band: (-70, 0), ..CASE };
 const START: usize = ROWS - TAIL.q_len;
@@ -94,17 +94,23 @@ impl Long {
         }
     }
 
-    /// The blocks of the last tile, in all launches of the rows that the last launch writes.
+    /// The blocks from [`LAST_TILE`] on, in all launches of the rows that the last launch writes.
     fn run(&mut self, launches: Vec<Launch>, result: &str) {
         let last = launches.last().expect("there are launches").clone();
         let of_last = |launch: &Launch| launch.value(result) == last.value(result);
         assert!(launches.len() > 2 * BATCH, "{} launches", launches.len());
         let chain: Vec<_> = launches.into_iter().filter(of_last).collect();
-        let rows = if last.instance.kernel == Kernel::KeyGrads { "kv_len" } else { "q_len" };
+        let shape = last.instance.tile();
+        let (rows, unit) = match last.instance.kernel {
+            Kernel::KeyGrads => ("kv_len", shape.keys),
+            _ => ("q_len", shape.rows),
+        };
         let Some(Value::I32(rows)) = last.value(rows) else { panic!("{rows} is an integer") };
-        let tile = (rows - 1) / LAST_TILE as i32;
+        let tiles = (rows - (TAIL.q_len - LAST_TILE) as i32) / unit..(rows + unit - 1) / unit;
         let picked = PICKED.map(|head| head as i32);
-        let outcome = self.world.run(chain, |launch| Some(blocks_of(launch, tile, &picked)));
+        let blocks =
+            |launch: &_| tiles.clone().flat_map(|t| blocks_of(launch, t, &picked)).collect();
+        let outcome = self.world.run(chain, |launch| Some(blocks(launch)));
         outcome.unwrap_or_else(|error| panic!("{error}"));
     }
 
