@@ -136,3 +136,51 @@ pub fn predictions(reports: &[Report]) -> Vec<Prediction> {
     };
     CASES.iter().filter_map(predict).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A loop of so many cycles at the clock of the fits.
+    fn modelled(cycles: f64, masking: usize) -> Modelled {
+        Modelled {
+            address: 0,
+            cycles,
+            range: (cycles, cycles),
+            time: cycles / 1.311,
+            tensor: 0.0,
+            stages: vec![],
+            products: (0, 0),
+            barriers: 0,
+            exposed: 0,
+            conversions: 0,
+            masking,
+        }
+    }
+
+    /// Cycles and rates of another program with the same parameters, for tiles of 128 by 64.
+    #[test]
+    fn loops_and_edges_make_a_rate() {
+        let instance = Instance {
+            kernel: Kernel::Forward,
+            element: Element::Bf16,
+            width: 128,
+            target: Target::Sm90,
+        };
+        assert_eq!((instance.tile().rows, instance.tile().keys), (128, 64));
+        let loops = [modelled(1327.0, 1), modelled(1894.0, 178)];
+        let rate = |case: &Case| case.flop() / (time(case, &instance, &loops).unwrap() / SMS) / 1e3;
+        for (case, expected) in CASES.iter().zip([505.0, 525.0, 532.0]) {
+            let found = rate(case);
+            assert!((found / expected - 1.0).abs() < 0.01, "{case:?}: {found}, not {expected}");
+        }
+    }
+
+    #[test]
+    fn a_prediction_says_that_it_is_one_by_which_model_and_how_sure() {
+        let said = Prediction { case: CASES[4], rate: 262.0 }.to_string();
+        let parts =
+            ["predicted by model 1", "backward D 128 causal 8K", "262", "0.50", "-10% to +20%"];
+        assert!(parts.iter().all(|part| said.contains(part)), "{said}");
+    }
+}
