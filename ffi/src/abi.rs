@@ -131,8 +131,8 @@ pub unsafe extern "C" fn burst_attention_kernel_launches(
         .unwrap_or(c"{\"error\": \"a panic; please report it\"}".as_ptr())
 }
 
-/// The image of that name, as the CUDA driver loads it, and its length; NULL if no file beside the
-/// library has it. The bytes stay.
+/// The image of that name, as the CUDA driver loads it, and its length; NULL if no file in the
+/// library's folder has it. The bytes stay.
 ///
 /// # Safety
 /// `name` is a C string, `bytes` can be written.

@@ -1,5 +1,5 @@
-//! The files of CUDA images beside the library: found by the library's own path, each read when its
-//! first image is asked for.
+//! The files of CUDA images, in the library's folder, which the library's own path tells. Each is
+//! read when its first image is asked for.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, OsStr, c_void};

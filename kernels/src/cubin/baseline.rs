@@ -12,8 +12,6 @@ use super::{Error, Quality};
 pub enum Rule {
     /// Worse where it grows by more than this.
     AtMost(u32),
-    /// Worse where it grows by more than so many thousandths.
-    Near(u32),
     /// Worse where it shrinks.
     AtLeast,
     /// Neither way is worse in itself.
@@ -25,7 +23,6 @@ impl Rule {
     fn most(self, before: u32) -> Option<u32> {
         match self {
             Self::AtMost(slack) => Some(before.saturating_add(slack)),
-            Self::Near(slack) => Some(before.saturating_add(before / 1000 * slack)),
             Self::AtLeast | Self::Either => None,
         }
     }

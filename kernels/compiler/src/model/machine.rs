@@ -105,8 +105,8 @@ struct Machine<'a> {
     barriers: HashMap<(usize, usize), Vec<f64>>,
 }
 
-/// Cycles of an iteration for `warpgroups` that begin `apart` cycles after each other. Tiles of an
-/// iteration have so many `bytes`.
+/// Cycles of an iteration for `warpgroups` that begin `apart` cycles after each other. The tiles
+/// of an iteration hold `bytes` bytes.
 pub(super) fn cycles(
     program: &Program,
     fit: Fit,

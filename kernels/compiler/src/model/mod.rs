@@ -48,8 +48,6 @@ const APART: [f64; 3] = [0.0, 137.0, 411.0];
 /// What the model says of a main loop.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Modelled {
-    /// Address of its first instruction.
-    pub address: u64,
     /// Cycles of an iteration of the block: the mean of all fits.
     pub cycles: f64,
     /// The fewest and the most cycles of a fit.
@@ -105,7 +103,6 @@ pub fn loops(
         };
         let products: Vec<_> = program.steps.iter().filter_map(matrix).collect();
         Some(Modelled {
-            address: listing.instructions[*range.start()].address,
             // Rates are averaged, as a rate was fitted: the harmonic mean of cycles.
             cycles: 1.0 / mean(&mut by_fit.iter().map(|cycles| 1.0 / cycles)),
             range: by_fit

@@ -1,4 +1,4 @@
-//! Predicted rates of whole passes, beside FlashAttention-3's in the same model.
+//! Predicted rates of whole passes, and their ratios to FlashAttention-3 in the same model.
 
 use std::fmt;
 
@@ -114,7 +114,7 @@ fn time(case: &Case, instance: &Instance, loops: &[Modelled]) -> Option<f64> {
     let [tokens, block, step] = [case.tokens, block, step].map(f64::from);
     let blocks = tokens / block;
     let pairs = blocks * tokens / step;
-    // A causal edge cuts as many tiles of a block as lie beside its diagonal.
+    // The diagonal of a causal mask cuts this many tiles of each block.
     let edge = if case.causal { blocks * f64::max(1.0, block / step) } else { 0.0 };
     let whole = if case.causal { (pairs - edge) / 2.0 } else { pairs };
     Some(whole * plain.time + edge * masked.time + blocks * BLOCK / clock)
@@ -141,10 +141,9 @@ pub fn predictions(reports: &[Report]) -> Vec<Prediction> {
 mod tests {
     use super::*;
 
-    /// A loop of so many cycles at the clock of the fits.
+    /// A loop that takes `cycles` at the mean clock of the fits.
     fn modelled(cycles: f64, masking: usize) -> Modelled {
         Modelled {
-            address: 0,
             cycles,
             range: (cycles, cycles),
             time: cycles / 1.311,

@@ -21,7 +21,7 @@ pub(super) enum Unit {
         shared: f64,
         commits: bool,
     },
-    /// A wait until at most so many groups are unfinished.
+    /// A wait for groups of products. Holds how many groups may stay unfinished.
     Groups(usize),
     /// A wait for memory to be filled.
     Phase,
@@ -36,7 +36,7 @@ pub(super) enum Unit {
     /// Exponentials and reciprocals.
     Special,
     Shuffle,
-    /// Accesses to shared memory that take so many of its cycles.
+    /// Accesses to shared memory. Holds the cycles of shared memory that they take.
     Shared(f64),
     /// Asynchronous copies of single threads.
     Copy,
