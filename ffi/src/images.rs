@@ -29,13 +29,22 @@ pub fn find(instance: &Instance) -> Result<&'static [u8], ImagesError> {
     images.get(instance)
 }
 
-/// For which targets there are images, for people.
+/// For which targets there are images, for people; and why the library refuses a file, if it does.
 pub fn describe() -> String {
-    let folder = folder();
-    let found: Vec<&str> = targets(&folder).into_iter().map(Target::name).collect();
-    match found.is_empty() {
-        true => format!("none in {}", folder.display()),
-        false => format!("for {} in {}", found.join(", "), folder.display()),
+    describe_folder(&folder())
+}
+
+fn describe_folder(folder: &Path) -> String {
+    let (mut usable, mut refused) = (Vec::new(), String::new());
+    for target in targets(folder) {
+        match Images::read(folder, target) {
+            Ok(_) => usable.push(target.name()),
+            Err(error) => refused += &format!("; {error}"),
+        }
+    }
+    match usable.is_empty() {
+        true => format!("none in {}{refused}", folder.display()),
+        false => format!("for {} in {}{refused}", usable.join(", "), folder.display()),
     }
 }
 
@@ -60,6 +69,11 @@ fn own_path() -> Option<PathBuf> {
 
 #[cfg(test)]
 mod tests {
+    use std::env::consts::ARCH;
+
+    use burst_attention_kernels::host::Host;
+    use burst_attention_kernels::images::write;
+
     use super::*;
 
     #[test]
@@ -72,5 +86,19 @@ mod tests {
         let expected = own.with_file_name(FOLDER).join("sm_80.safetensors");
         assert!(error.contains(expected.to_str().unwrap()), "{error}");
         assert!(describe().starts_with("none in "), "{}", describe());
+    }
+
+    #[test]
+    fn a_file_for_another_host_is_described_as_such() {
+        let folder = std::env::temp_dir().join(format!("images-described-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        for (target, host) in [Target::Sm90, Target::Sm100].into_iter().zip(Host::ALL) {
+            write(&folder, target, host, &[]).unwrap();
+        }
+        let said = describe_folder(&folder);
+        std::fs::remove_dir_all(&folder).unwrap();
+        let own = if ARCH == "x86_64" { "sm_90" } else { "sm_100" };
+        assert!(said.starts_with(&format!("for {own} in {}; ", folder.display())), "{said}");
+        assert!(said.contains("CUDA kernels for a host of "), "{said}");
     }
 }

@@ -1,10 +1,11 @@
 //! Images in files: one for each target, in the format of safetensors.
 //!
 //! `burst-attention-compiler` writes them and the library reads them at run time, so neither waits
-//! for the other to be built. A file says which launch records its images were compiled for: a
-//! library with other records refuses it.
+//! for the other to be built. A file says which launch records and which host its images were
+//! compiled for: a library with other records, or for another host, refuses it.
 
 use std::collections::HashMap;
+use std::env::consts::ARCH;
 use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -12,6 +13,7 @@ use std::path::{Path, PathBuf};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 
+use crate::host::Host;
 use crate::instances::{Instance, Target};
 
 /// Name of the folder, beside the library, that holds the files.
@@ -19,6 +21,9 @@ pub const FOLDER: &str = "images";
 
 /// Where a file says what its images were compiled for.
 const INTERFACE: &str = "interface";
+
+/// Where a file names the host of its images.
+const HOST: &str = "host";
 
 /// Why there is no image.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -45,6 +50,17 @@ pub enum ImagesError {
         /// The file.
         path: String,
     },
+    /// The file was compiled for another host than this one.
+    #[error(
+        "{path} holds CUDA kernels for a host of {came}, but this host is of {ARCH}: install the \
+         wheel for {ARCH}, or in a source tree run `make images` on this host"
+    )]
+    OtherHost {
+        /// The file.
+        path: String,
+        /// The host that the file names.
+        came: String,
+    },
     /// The file lacks an image.
     #[error("{path} has no kernel {instance}: in a source tree run `make images`")]
     Absent {
@@ -67,7 +83,8 @@ impl Images {
     /// Reads the file of `target` in `folder`.
     ///
     /// # Errors
-    /// If the file can't be read, or was written for other launch records than this crate's.
+    /// If the file can't be read, or was written for other launch records than this crate's or for
+    /// another host.
     pub fn read(folder: &Path, target: Target) -> Result<Images, ImagesError> {
         let path = file(folder, target);
         let unreadable = |reason: String| ImagesError::Unreadable {
@@ -78,9 +95,14 @@ impl Images {
         let bytes = fs::read(&path).map_err(|error| unreadable(error.to_string()))?;
         let header = SafeTensors::read_metadata(&bytes);
         let (length, header) = header.map_err(|error| unreadable(error.to_string()))?;
-        let interface = header.metadata().as_ref().and_then(|found| found.get(INTERFACE));
-        if interface != Some(&self::interface(target)) {
+        let said = |what| header.metadata().as_ref().and_then(|found| found.get(what));
+        let interface = said(INTERFACE).filter(|found| **found == interface(target));
+        let (Some(_), Some(host)) = (interface, said(HOST)) else {
             return Err(ImagesError::Foreign { path: path.display().to_string() });
+        };
+        if host != ARCH {
+            let (path, came) = (path.display().to_string(), host.clone());
+            return Err(ImagesError::OtherHost { path, came });
         }
         // A file begins with the header's length, in eight bytes, and the header.
         let start = 8 + length;
@@ -122,14 +144,15 @@ pub fn targets(folder: &Path) -> Vec<Target> {
     Target::ALL.into_iter().filter(|&target| file(folder, target).exists()).collect()
 }
 
-/// Writes a target's images into its file in `folder`. The file is there afterwards as a whole or
-/// as it was.
+/// Writes a target's images, which hold code for `host`, into its file in `folder`. The file is
+/// there afterwards as a whole or as it was.
 ///
 /// # Errors
 /// If the file can't be written.
 pub fn write(
     folder: &Path,
     target: Target,
+    host: Host,
     images: &[(Instance, Vec<u8>)],
 ) -> Result<(), safetensors::SafeTensorError> {
     let views = images.iter().map(|(instance, cubin)| {
@@ -137,10 +160,11 @@ pub fn write(
         Ok((instance.to_string(), view))
     });
     let views = views.collect::<Result<Vec<_>, safetensors::SafeTensorError>>()?;
-    let metadata = HashMap::from([(INTERFACE.to_owned(), interface(target))]);
+    let metadata = [(INTERFACE, interface(target)), (HOST, host.name().to_owned())];
+    let metadata = metadata.map(|(name, value)| (name.to_owned(), value));
     let path = file(folder, target);
     let new = path.with_extension("new");
-    fs::write(&new, safetensors::serialize(views, Some(metadata))?)?;
+    fs::write(&new, safetensors::serialize(views, Some(HashMap::from(metadata)))?)?;
     Ok(fs::rename(&new, &path)?)
 }
 
@@ -177,7 +201,8 @@ mod tests {
         let folder = folder("written");
         let all: Vec<Instance> = Instance::of_target(Target::Sm90).collect();
         let images: Vec<_> = all[1..].iter().map(|i| (*i, i.to_string().into_bytes())).collect();
-        write(&folder, Target::Sm90, &images).unwrap();
+        let own = Host::of_name(ARCH).unwrap();
+        write(&folder, Target::Sm90, own, &images).unwrap();
         assert_eq!(targets(&folder), [Target::Sm90]);
         let read = Images::read(&folder, Target::Sm90).unwrap();
         assert_eq!(read.count(), images.len());
@@ -190,14 +215,17 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_missing_broken_or_of_another_version_is_refused() {
+    fn a_file_that_is_missing_broken_or_for_another_library_is_refused() {
         let folder = folder("refused");
         let read = |target| Images::read(&folder, target).unwrap_err().to_string();
         let missing = read(Target::Sm80);
         assert!(missing.contains("sm_80.safetensors") && missing.contains("make images"));
         fs::write(file(&folder, Target::Sm80), b"not the format").unwrap();
         assert!(read(Target::Sm80).contains("can't be read"));
-        write(&folder, Target::Sm90, &[]).unwrap();
+        let other = Host::ALL.into_iter().find(|host| host.name() != ARCH).unwrap();
+        write(&folder, Target::Sm90, other, &[]).unwrap();
+        let words = format!("for a host of {}, but this host is of {ARCH}: ", other.name());
+        assert!(read(Target::Sm90).contains(&words), "{}", read(Target::Sm90));
         fs::copy(file(&folder, Target::Sm90), file(&folder, Target::Sm100)).unwrap();
         assert!(read(Target::Sm100).contains("of another version"));
         fs::remove_dir_all(folder).unwrap();

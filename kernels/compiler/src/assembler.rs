@@ -6,6 +6,8 @@ use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 
+use burst_attention_kernels::host::Host;
+
 /// Runs of the assembler on one input before its crashes are an error. Version 13.5.37 can read past
 /// the end of an array: then what lies there decides. The worst input seen crashed 3 of 10 runs, and
 /// the others gave the same image each time.
@@ -46,17 +48,25 @@ impl Assembler {
         Ok(Assembler { path, version })
     }
 
-    /// Assembles `bytecode` for the GPU `target` into the file `cubin`, which is there afterwards
-    /// as a whole or not at all. A crash of the assembler is not taken for an answer at once.
+    /// Assembles `bytecode` for the GPU `target` of a host into the file `cubin`, which is there
+    /// afterwards as a whole or not at all. A crash of the assembler is not taken for an answer at
+    /// once.
     ///
     /// # Errors
     /// If a file cannot be written, the assembler refuses its input or crashes each time; its
     /// input is kept then.
-    pub fn assemble(&self, target: &str, bytecode: &[u8], cubin: &Path) -> Result<(), String> {
+    pub fn assemble(
+        &self,
+        target: &str,
+        host: Host,
+        bytecode: &[u8],
+        cubin: &Path,
+    ) -> Result<(), String> {
         let (input, output) = (cubin.with_extension("tilebc"), cubin.with_extension("new"));
         fs::write(&input, bytecode).map_err(|error| format!("{}: {error}", input.display()))?;
         let mut command = Command::new(&self.path);
         command.args(["--gpu-name", target, "-O3"]).arg(&input).arg("-o").arg(&output);
+        command.args(["--host-arch", host.name()]);
         let mut runs = 1;
         let run = loop {
             let run = command.output();

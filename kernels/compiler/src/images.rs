@@ -7,6 +7,8 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use burst_attention_kernels::cubin::Cubin;
+use burst_attention_kernels::host::Host;
 use burst_attention_kernels::images;
 use burst_attention_kernels::instances::{Instance, Target};
 use sha2::{Digest, Sha256};
@@ -15,12 +17,15 @@ use crate::assembler::Assembler;
 use crate::compile::{Front, STACK, bytecode};
 use crate::parallel::on_all_cores;
 
-/// Writes the files of `targets` into `folder`; `store` keeps cubins between builds.
+/// Writes the files of `targets`, with images for GPUs of `host`, into `folder`; `store` keeps
+/// cubins between builds.
 ///
 /// # Errors
-/// What the compiler, the assembler or the file system report.
+/// What the compiler, the assembler or the file system report, or that the assembler made code for
+/// another host.
 pub fn build(
     assembler: &Assembler,
+    host: Host,
     targets: &[Target],
     folder: &Path,
     store: &Path,
@@ -32,23 +37,37 @@ pub fn build(
     let all: Vec<Instance> = targets.iter().copied().flat_map(Instance::of_target).collect();
     let made = on_all_cores(&all, STACK, |instance| {
         let bytecode = bytecode(&front.compile(instance)?)?;
-        let cubin = cubin(instance, &bytecode, assembler, store)?;
+        let cubin = cubin(instance, host, &bytecode, assembler, store)?;
         let bytes = fs::read(&cubin).map_err(|error| format!("{}: {error}", cubin.display()))?;
+        check_host(&bytes, host).map_err(|error| format!("{}: {error}", cubin.display()))?;
         Ok((*instance, bytes))
     });
     let mut made = made.into_iter().collect::<Result<Vec<_>, String>>()?;
     for &target in targets {
         let count = Instance::of_target(target).count();
         let of_target: Vec<_> = made.drain(..count).collect();
-        images::write(folder, target, &of_target)
+        images::write(folder, target, host, &of_target)
             .map_err(|error| format!("{}: {error}", images::file(folder, target).display()))?;
     }
     Ok(())
 }
 
+/// Refuses an image with code for another host, on which the driver could not launch it.
+fn check_host(image: &[u8], host: Host) -> Result<(), String> {
+    match Cubin::parse(image).map_err(|error| error.to_string())?.kernel.host {
+        Some(came) if came != host => Err(format!(
+            "expected the assembler to make code for a host of {}, but it is for {}",
+            host.name(),
+            came.name()
+        )),
+        _ => Ok(()),
+    }
+}
+
 /// The file with an instance's cubin, assembled unless it is there.
 fn cubin(
     instance: &Instance,
+    host: Host,
     bytecode: &[u8],
     assembler: &Assembler,
     store: &Path,
@@ -56,6 +75,7 @@ fn cubin(
     let mut hash = Sha256::new();
     hash.update(&assembler.version);
     hash.update(instance.target.name());
+    hash.update(host.name());
     hash.update(bytecode);
     let hash = hash.finalize().iter().take(12).fold(String::new(), |mut text, byte| {
         let _ = write!(text, "{byte:02x}");
@@ -63,7 +83,7 @@ fn cubin(
     });
     let cubin = store.join(format!("{instance}-{hash}.cubin"));
     if !cubin.exists() {
-        let made = assembler.assemble(instance.target.name(), bytecode, &cubin);
+        let made = assembler.assemble(instance.target.name(), host, bytecode, &cubin);
         made.map_err(|error| format!("{instance}: {error}"))?;
     }
     Ok(cubin)

@@ -6,6 +6,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use burst_attention_compiler::assembler::Assembler;
+use burst_attention_kernels::host::Host;
 
 /// Takes tileiras's arguments; its input says how many runs crash before one copies it to the
 /// output, or `refuse`.
@@ -13,6 +14,7 @@ const SCRIPT: &str = r#"#!/bin/sh
 [ "$1" = --version ] && { echo "release 1"; exit; }
 ulimit -c 0
 input=$4 output=$6
+[ "$7 $8" = "--host-arch aarch64" ] || exit 3
 read answer <"$input"
 echo run >>"$input.runs"
 [ "$answer" = refuse ] && { echo "not Tile IR" >&2; exit 2; }
@@ -58,7 +60,8 @@ fn crashes_are_not_taken_for_an_answer_at_once() {
     ];
     for (answer, expected, runs) in expected {
         let cubin = folder.join(answer).with_extension("cubin");
-        let result = assembler.assemble("sm_90", format!("{answer}\n").as_bytes(), &cubin);
+        let result =
+            assembler.assemble("sm_90", Host::Aarch64, format!("{answer}\n").as_bytes(), &cubin);
         let input = folder.join(answer).with_extension("tilebc");
         match expected {
             Ok(()) => assert_eq!(result, Ok(())),

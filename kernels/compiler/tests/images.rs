@@ -1,10 +1,12 @@
 //! The files of images that the build made: complete, as their launch records say, and of the
 //! quality that was accepted.
 
+use std::env::consts::ARCH;
 use std::path::Path;
 
 use burst_attention_compiler::quality::{Tables, faults, qualities};
 use burst_attention_kernels::cubin::Cubin;
+use burst_attention_kernels::host::Host;
 use burst_attention_kernels::images::Images;
 use burst_attention_kernels::instances::{Instance, Target};
 use burst_attention_kernels::launch::layout;
@@ -14,7 +16,8 @@ fn folder() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../jax_plugin/burst_attention/images"))
 }
 
-/// Every instance has an image, for its target, with the arguments that its record says.
+/// Every instance has an image, for its target and for this host, with the arguments that its record
+/// says.
 fn check_images(targets: &[Target]) {
     for &target in targets {
         let images = Images::read(folder(), target).unwrap_or_else(|error| panic!("{error}"));
@@ -27,6 +30,8 @@ fn check_images(targets: &[Target]) {
                 architecture == target || architecture == format!("{target}a"),
                 "{instance} is for {architecture}"
             );
+            let host = cubin.kernel.host.map(Host::name);
+            assert_eq!(host, Some(ARCH), "{instance}: the host that it holds code for");
             assert_eq!(cubin.kernel.name, instance.entry());
             assert_eq!(
                 cubin.kernel.parameters,

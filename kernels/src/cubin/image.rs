@@ -5,6 +5,7 @@ use std::fmt;
 use super::Error;
 use super::attributes::{ACCELERATOR_TARGET, Attribute, attributes, info};
 use super::elf::{Elf, Symbol, u16_at};
+use crate::host::Host;
 
 const FUNCTION: u8 = 2;
 const ENTRY: u8 = 0x10;
@@ -61,9 +62,8 @@ pub struct Kernel {
     pub parameter_base: u16,
     /// Bytes of all parameters, those that the compiler added included.
     pub parameter_bytes: u16,
-    /// ELF's number of the processor for which the image holds code that the driver runs on the
-    /// host (62 is x86-64), if it holds any.
-    pub host_machine: Option<u16>,
+    /// The host for which the image holds machine code, if it holds any.
+    pub host: Option<Host>,
 }
 
 impl Kernel {
@@ -125,7 +125,6 @@ fn kernel(elf: &Elf<'_>, index: usize, name: &str) -> Result<Kernel, Error> {
     let mut parameters: Vec<_> =
         own.iter().filter_map(|a| parameter(a).transpose()).collect::<Result<_, _>>()?;
     parameters.sort_unstable_by_key(|parameter: &Parameter| parameter.ordinal);
-    let host = elf.section(".nv.host").map(|section| section.data);
     let kernel = Kernel {
         name: name.into(),
         registers: of_function(info::REGCOUNT, "EIATTR_REGCOUNT")?,
@@ -137,10 +136,31 @@ fn kernel(elf: &Elf<'_>, index: usize, name: &str) -> Result<Kernel, Error> {
         parameters,
         parameter_base: bank as u16,
         parameter_bytes: bytes.ok_or_else(|| missing("EIATTR_CBANK_PARAM_SIZE"))?.short,
-        host_machine: host.filter(|host| host.len() >= 20).map(|host| u16_at(host, 18)),
+        host: host(elf)?,
     };
     check_parameters(&kernel)?;
     Ok(kernel)
+}
+
+/// The host of the ELF objects in `.nv.host` and, from sm_100 on, in its copy `.nv.merc.nv.host`.
+fn host(elf: &Elf<'_>) -> Result<Option<Host>, Error> {
+    let what = "the machine of the host's code";
+    let mut found = None;
+    for section in elf.sections.iter().filter(|section| section.name.ends_with(".nv.host")) {
+        if section.data.len() < 20 {
+            return Err(Error::Missing(format!("header of an ELF object in {}", section.name)));
+        }
+        let came = u16_at(section.data, 18);
+        let host = Host::ALL.into_iter().find(|host| host.machine() == came);
+        let came = came.into();
+        let expected = "62 (x86-64) or 183 (AArch64)";
+        let host = host.ok_or(Error::Field { what, expected, came })?;
+        if found.is_some_and(|found| found != host) {
+            return Err(Error::Field { what, expected: "the same in each section", came });
+        }
+        found = Some(host);
+    }
+    Ok(found)
 }
 
 /// The value that a list keeps for the function of that symbol.
@@ -216,7 +236,7 @@ mod tests {
             ],
             parameter_base: 0x210,
             parameter_bytes: 60,
-            host_machine: Some(62),
+            host: Some(Host::X86_64),
         };
         assert_eq!(cubin.kernel, expected);
         assert_eq!(cubin.kernel.declared_bytes(), 12);
@@ -308,6 +328,31 @@ mod tests {
         assert_eq!(overlap, ("a parameter's offset", 4));
         let beyond = table(vec![first(), sized(0x45, &[0, 0x003c_0001, 4])]);
         assert_eq!(beyond, ("the parameters' end", 64));
+    }
+
+    #[test]
+    fn the_host_of_an_image_is_in_its_code_for_the_host() {
+        let host = |machine: u8| {
+            let mut code = vec![0; 20];
+            code[18] = machine;
+            code
+        };
+        let parse = |hosts: &[Vec<u8>]| {
+            let changed = Synthetic { hosts: hosts.to_vec(), ..sample() };
+            let cubin = Cubin::parse(&changed.bytes());
+            cubin.map(|cubin| cubin.kernel.host).map_err(|error| error.to_string())
+        };
+        assert_eq!(parse(&[]), Ok(None));
+        assert_eq!(parse(&[host(183)]), Ok(Some(Host::Aarch64)));
+        assert_eq!(parse(&[host(183), host(183)]), Ok(Some(Host::Aarch64)));
+        let expected = |what: &str, came: u8| {
+            format!("expected the machine of the host's code to be {what}, but it is {came}")
+        };
+        let error = expected("the same in each section", 183);
+        assert_eq!(parse(&[host(62), host(183)]), Err(error));
+        assert_eq!(parse(&[host(243)]), Err(expected("62 (x86-64) or 183 (AArch64)", 243)));
+        let error = "the cubin has no header of an ELF object in .nv.host";
+        assert_eq!(parse(&[vec![0; 19]]), Err(error.into()));
     }
 
     #[test]

@@ -12,7 +12,8 @@ pub(super) struct Synthetic {
     /// Contents of the kernel's own `.nv.info`.
     pub(super) own: Vec<u8>,
     pub(super) shared: u64,
-    pub(super) host: Vec<u8>,
+    /// Contents of `.nv.host` and of its copy `.nv.merc.nv.host`, as far as they are there.
+    pub(super) hosts: Vec<Vec<u8>>,
 }
 
 /// A record with a value of words.
@@ -49,7 +50,7 @@ pub(super) fn sample() -> Synthetic {
         info: vec![(0x2f, 1, 24), (0x2f, 0, 168), (0x11, 0, 16), (0x12, 0, 32)],
         own: own.concat(),
         shared: 231_104,
-        host,
+        hosts: vec![host],
     }
 }
 
@@ -66,7 +67,7 @@ impl Synthetic {
             names.extend(name.bytes().chain([0]));
         }
         let info = |&(code, function, value): &(u8, u32, u32)| sized(code, &[function + 1, value]);
-        let sections = [
+        let mut sections = vec![
             (String::new(), 0, Vec::new(), 0),
             (".shstrtab".into(), 3, Vec::new(), 0),
             (".strtab".into(), 3, names, 0),
@@ -74,10 +75,12 @@ impl Synthetic {
             (".nv.compat".into(), 1, self.compat.clone(), 0),
             (".nv.info".into(), 1, self.info.iter().flat_map(info).collect(), 3),
             (format!(".nv.info.{kernel}"), 1, self.own.clone(), 3),
-            (".nv.host".into(), 1, self.host.clone(), 0),
             (format!(".text.{kernel}"), 1, vec![0; 16], 3),
             (format!(".nv.shared.{kernel}"), 8, Vec::new(), 0),
         ];
+        for (name, code) in [".nv.host", ".nv.merc.nv.host"].iter().zip(&self.hosts) {
+            sections.push(((*name).into(), 1, code.clone(), 0));
+        }
         assemble(self.number, self.shared, &sections)
     }
 }

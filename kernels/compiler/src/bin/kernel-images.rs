@@ -1,4 +1,5 @@
-//! `kernel-images FOLDER STORE [TARGET…]`: compiles the CUDA kernels for some targets, or for all.
+//! `kernel-images FOLDER STORE [--host HOST] [TARGET…]`: compiles the CUDA kernels for some targets,
+//! or for all, and for GPUs of hosts like this one or of HOST.
 //!
 //! Writes one file for each target into FOLDER and keeps cubins in STORE.
 
@@ -8,6 +9,7 @@ use std::process::ExitCode;
 
 use burst_attention_compiler::assembler::Assembler;
 use burst_attention_compiler::images;
+use burst_attention_kernels::host::Host;
 use burst_attention_kernels::instances::Target;
 
 fn main() -> ExitCode {
@@ -21,12 +23,16 @@ fn main() -> ExitCode {
 }
 
 fn run() -> Result<(), String> {
-    let mut arguments = env::args().skip(1);
+    let mut arguments = env::args().skip(1).peekable();
     let (Some(folder), Some(store)) = (arguments.next(), arguments.next()) else {
-        return Err("expected: kernel-images FOLDER STORE [TARGET…]".into());
+        return Err("expected: kernel-images FOLDER STORE [--host HOST] [TARGET…]".into());
+    };
+    let host = match arguments.next_if(|argument| argument == "--host") {
+        Some(_) => Host::of_name(&arguments.next().unwrap_or_default())?,
+        None => Host::of_name(env::consts::ARCH)?,
     };
     let named = arguments.map(|name| Target::of_name(&name)).collect::<Result<Vec<_>, _>>()?;
     let targets = if named.is_empty() { Target::ALL.to_vec() } else { named };
     let assembler = Assembler::find(env::var_os("CUTILE_TILEIRAS_PATH"), env::var_os("CUDA_HOME"))?;
-    images::build(&assembler, &targets, &PathBuf::from(folder), &PathBuf::from(store))
+    images::build(&assembler, host, &targets, &PathBuf::from(folder), &PathBuf::from(store))
 }
