@@ -12,18 +12,21 @@ PACKAGE := jax_plugin/burst_attention
 LIBRARY := $(PACKAGE)/libburst_attention_ffi.so
 IMAGES := $(PACKAGE)/images
 PYTHON_BENCH := $(PY)
+# On the command line alone: some shells have a variable of that name.
+HOST :=
 TARGET := $(if $(CARGO_TARGET_DIR),$(CARGO_TARGET_DIR),target)
 RUST := Cargo.toml Cargo.lock $(shell find src ffi kernels/Cargo.toml kernels/src \
     -name '*.rs' -o -name '*.toml')
 KERNELS := Cargo.toml Cargo.lock $(shell find kernels/Cargo.toml kernels/src kernels/compiler/src \
     -name '*.rs' -o -name '*.toml')
+HOST_PACKAGE := $(TARGET)/$(HOST)-package
 # Before a cargo that compiles the CUDA kernels: tells it where .venv has its tools.
 KERNEL_TOOLS = eval "$$($(PY) kernels/toolchain.py)" &&
 # Always the same packages and the same profile, so that tests, lint and the compiler of the CUDA
 # kernels share what they build.
 WORKSPACE := --profile checked --workspace --exclude burst-attention-peak
 KERNEL_IMAGES = $(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin kernel-images && \
-    $(TARGET)/checked/kernel-images $(IMAGES) $(TARGET)/kernel-images
+    $(TARGET)/checked/kernel-images $(or $(1),$(IMAGES)) $(TARGET)/kernel-images
 
 # No folder of the machine that builds stands in the library: its messages name source files.
 REMAP := --remap-path-prefix=$(CURDIR)=burst-attention \
@@ -39,7 +42,7 @@ PIP_INSTALL = @$(PY) -m pip install --quiet
 
 .PHONY: help build images demo demo-linear test test-full test-exhaustive test-wheel wheel bench
 .PHONY: schedule-bench linear-bench kernel-bench kernel-quality gpu-check host-cost
-.PHONY: lint format clean test-rust test-python test-rust-full test-python-full
+.PHONY: lint format clean host-package test-rust test-python test-rust-full test-python-full
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 21
@@ -103,11 +106,25 @@ format: $(VENV)/dev  ## rustfmt, ruff: rewrite files
 	@$(VENV)/bin/ruff check --fix --quiet
 	@$(VENV)/bin/ruff format
 
-wheel: build images  ## dist/*.whl, for any Python 3 on this kind of machine
+wheel: $(if $(HOST),host-package,build images)  ## dist/*.whl, for this kind of host or HOST=aarch64
 	$(SAY) "wheel"
 	@rm -rf dist
-	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist ./jax_plugin
+	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist \
+	    $(if $(HOST),$(HOST_PACKAGE),./jax_plugin)
 	@ls -sh dist
+
+# The package for another kind of host, apart from the one for this host. The linker is what Debian
+# and Ubuntu have in gcc-aarch64-linux-gnu; rustup target add gives the Rust library.
+host-package: $(VENV)/kernels
+	$(SAY) "Rust library and CUDA kernels for $(HOST)"
+	@rm -rf $(HOST_PACKAGE) && mkdir -p $(HOST_PACKAGE)
+	@tar c -C jax_plugin --exclude='*.so' --exclude=images . | tar x -C $(HOST_PACKAGE)
+	@RUSTFLAGS="$(REMAP) $${RUSTFLAGS-}" cargo build --quiet --release -p burst-attention-ffi \
+	    --target $(HOST)-unknown-linux-gnu \
+	    --config 'target.$(HOST)-unknown-linux-gnu.linker="$(HOST)-linux-gnu-gcc"'
+	@cp $(TARGET)/$(HOST)-unknown-linux-gnu/release/$(notdir $(LIBRARY)) \
+	    $(HOST_PACKAGE)/burst_attention
+	@$(call KERNEL_IMAGES,$(HOST_PACKAGE)/burst_attention/images) --host $(HOST)
 
 test-wheel: wheel  ## install the wheel with the oldest and the newest JAX and run the tests
 	@for which in oldest newest; do .ci/test-wheel $(PY) $$which $(PYTEST); done

@@ -1,10 +1,11 @@
-"""Build hook of the wheel: takes what `make build images` made and names the platform it runs on.
+"""Build hook of the wheel: takes what `make wheel` made and names the platform it runs on.
 
 The library is a plain C library that Python loads with ctypes, so one wheel serves every Python 3.
-Its tag is `py3-none-manylinux_2_X_<machine>`; X is the newest glibc that the library asks for.
+Its tag is `py3-none-manylinux_2_X_<host>`; X is the newest glibc that the library asks for, and the
+host is the processor that it was compiled for.
 """
 
-import platform
+import json
 import re
 import struct
 from pathlib import Path
@@ -15,6 +16,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 LIBRARY = "burst_attention/libburst_attention_ffi.so"
 IMAGES = "burst_attention/images/*.safetensors"
 """One file for each kind of GPU."""
+HOSTS = {62: "x86_64", 183: "aarch64"}
+"""Processors of hosts, by ELF's numbers of them."""
 
 
 class CustomBuildHook(BuildHookInterface[Any]):
@@ -31,15 +34,34 @@ class CustomBuildHook(BuildHookInterface[Any]):
                     f"expected {root / needed}, found no such file: build the wheel with "
                     "`make wheel`, which compiles the library and the CUDA kernels first"
                 )
+        library = (root / LIBRARY).read_bytes()
+        glibc = max(glibc_versions(library), default=(2, 17))
+        host = library_host(library)
+        for images in root.glob(IMAGES):
+            if (came := images_host(images)) != host:
+                raise RuntimeError(
+                    f"expected the CUDA kernels in {images} to be for a host of {host}, as the "
+                    f"library is, but they are for {came}: build the wheel with `make wheel`, for "
+                    "another host than this one with HOST=aarch64 or HOST=x86_64"
+                )
         build_data["artifacts"] += [LIBRARY, IMAGES]
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{platform_tag(root / LIBRARY)}"
+        build_data["tag"] = f"py3-none-manylinux_{glibc[0]}_{glibc[1]}_{host}"
 
 
-def platform_tag(library: Path) -> str:
-    """`manylinux_2_X_<machine>` on Linux with glibc."""
-    glibc = max(glibc_versions(library.read_bytes()), default=(2, 17))
-    return f"manylinux_{glibc[0]}_{glibc[1]}_{platform.machine()}"
+def library_host(elf: bytes) -> str:
+    """The processor that a 64-bit little-endian ELF file is for."""
+    (machine,) = struct.unpack_from("<H", elf, 18)
+    if machine not in HOSTS:
+        raise RuntimeError(f"expected a library for one of {HOSTS} (ELF's machine), got {machine}")
+    return HOSTS[machine]
+
+
+def images_host(images: Path) -> str | None:
+    """The host that a file of images names in its header, whose length stands in front of it."""
+    with images.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        return json.loads(file.read(length)).get("__metadata__", {}).get("host")
 
 
 class Section(NamedTuple):
