@@ -98,6 +98,21 @@ pub enum Fault {
         /// The allocation it lies in.
         nearest: String,
     },
+    /// One block adds to an element that another block of the launch loads or stores.
+    #[error(
+        "{access} at {address} ({nearest}): another block of the launch {other} it, and nothing \
+         orders the two"
+    )]
+    Conflict {
+        /// What the block does that failed: `load`, `store` or `addition`.
+        access: &'static str,
+        /// What the other block does: `loads or stores`, or `adds to`.
+        other: &'static str,
+        /// The first such byte.
+        address: Address,
+        /// The allocation it lies in.
+        nearest: String,
+    },
     /// `assume`, `inbounds` or an overflow flag promised something that does not hold.
     #[error("promise broken: {0}")]
     Promise(String),

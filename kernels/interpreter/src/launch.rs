@@ -1,11 +1,13 @@
 //! Arguments, grid, and the order of blocks.
 
+use super::additions::Accesses;
 use super::error::Error;
 use super::machine::{Machine, Value};
 use super::memory::{Address, Memory};
 use super::program::{Program, function_name};
 use super::tile::{Data, Element, Tile, tile_type};
 use cutile_ir::Module;
+use cutile_ir::bytecode::Opcode;
 use cutile_ir::ir::{ScalarType, format_type};
 use half::{bf16, f16};
 
@@ -110,6 +112,8 @@ impl Launch {
         }
         let program = Program::lower(module, find(module, entry)?, entry)?;
         let arguments = bind(&program, entry, arguments)?;
+        let adds = program.body.contains(Opcode::AtomicRedViewTko);
+        memory.accesses = adds.then(Accesses::default);
         let mut machine = Machine::new(&program, grid, memory, self);
         blocks.into_iter().try_for_each(|block| machine.run_block(block, &arguments))
     }

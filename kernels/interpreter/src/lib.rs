@@ -13,7 +13,9 @@
 //!   than hardware; `approx` and `full` are not modelled, save for `divf`'s result 0 beyond 2^126.
 //! - float16 and bfloat16 arithmetic is float32 arithmetic, rounded after each operation.
 //! - Blocks run one after the other, in a shuffled order, and operations in program order: memory
-//!   ordering, scopes and tokens hold trivially, and races within one block do not show.
+//!   ordering, scopes and tokens hold trivially, and races within one block do not show. Of races
+//!   between blocks one kind is an error: an element that one block adds to through a view
+//!   (`atomic_red_view_tko`) and another block of the launch loads or stores.
 //! - Not there: types below 8 bits, 8-bit floats, tfloat32, directed rounding, globals, `alloca`,
 //!   gather/scatter views, block-scaled products. Using them is an error.
 //! - NaNs are quiet; their payloads need not survive conversions.
@@ -21,6 +23,7 @@
 //! [`execute`] runs the launches of `burst-attention-kernels`; `burst-attention-compiler` compiles
 //! the kernels to the IR that is run.
 
+mod additions;
 mod attributes;
 mod control;
 mod conversion;

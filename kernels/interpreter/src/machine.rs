@@ -1,5 +1,6 @@
 //! The state of a running block, and the table of operations.
 
+use super::additions::Accesses;
 use super::error::{Error, Fault, Outcome, malformed, unsupported};
 use super::launch::Launch;
 use super::memory::Memory;
@@ -67,6 +68,7 @@ impl<'a> Machine<'a> {
 
     pub fn run_block(&mut self, block: [u32; 3], arguments: &[Value]) -> Result<(), Error> {
         self.block = block;
+        self.memory.accesses.iter_mut().for_each(Accesses::begin_block);
         self.slots.fill(None);
         let program = self.program;
         let flow = self.run(&program.body, arguments.to_vec());
@@ -181,7 +183,8 @@ impl<'a> Machine<'a> {
             MakeTensorView | MakePartitionView | MakeStridedView => return self.make_view(step),
             GetTensorShape | GetIndexSpaceShape => return self.view_shape(step),
             LoadViewTko => return self.load_view(step),
-            StoreViewTko | AtomicRedViewTko => return self.store_view(step),
+            StoreViewTko => return self.store_view(step),
+            AtomicRedViewTko => return self.reduce_view(step),
             LoadPtrTko => return self.load_pointers(step),
             StorePtrTko => return self.store_pointers(step),
             AtomicRMW | AtomicCAS => return self.atomic(step),

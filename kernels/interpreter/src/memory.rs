@@ -1,10 +1,11 @@
 //! Simulated device memory: sparse, checked byte by byte, with a record of stores.
 
+use super::additions::{Access, Accesses};
 use super::error::{Fault, Outcome};
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 
-const PAGE: u64 = 1 << 14;
+pub(super) const PAGE: u64 = 1 << 14;
 /// Between allocations, so that an access just past one never lands in another.
 const GAP: u64 = 1 << 20;
 const ALIGNMENT: u64 = 256;
@@ -58,6 +59,8 @@ pub struct Memory {
     next: u64,
     audit: bool,
     allow_uninitialised: bool,
+    /// Accesses of the running launch, if its blocks may add to memory.
+    pub(super) accesses: Option<Accesses>,
 }
 
 impl Default for Memory {
@@ -75,6 +78,7 @@ impl Memory {
             next: 0x7f00_0000_0000,
             audit: false,
             allow_uninitialised: false,
+            accesses: None,
         }
     }
 
@@ -145,7 +149,7 @@ impl Memory {
     /// Outside of allocations.
     pub fn write(&mut self, at: Address, bytes: &[u8]) {
         let audit = std::mem::replace(&mut self.audit, false);
-        let outcome = self.store(at, bytes);
+        let outcome = self.put(at, bytes);
         self.audit = audit;
         outcome.unwrap_or_else(|fault| panic!("host {fault}"));
     }
@@ -198,8 +202,8 @@ impl Memory {
         self.pages.values_mut().for_each(|page| page.stores = None);
     }
 
-    /// How often each of `elements` elements of `width` bytes was stored while the audit was on;
-    /// `u32::MAX` for an element whose bytes were not all stored equally often.
+    /// How often each of `elements` elements of `width` bytes was stored or added to while the audit
+    /// was on; `u32::MAX` for an element whose bytes were not all stored equally often.
     pub fn stores(&self, at: Address, elements: usize, width: usize) -> Vec<u32> {
         let count = |byte: u64| {
             let stores = self.pages.get(&(byte / PAGE)).and_then(|page| page.stores.as_ref());
@@ -215,12 +219,42 @@ impl Memory {
     }
 
     /// A kernel's load.
-    pub(super) fn load(&self, at: Address, out: &mut [u8]) -> Outcome<()> {
-        self.copy_out(at, out, self.allow_uninitialised)
+    pub(super) fn load(&mut self, at: Address, out: &mut [u8]) -> Outcome<()> {
+        self.copy_out(at, out, self.allow_uninitialised)?;
+        self.record(Access::Load, at, out.len())
     }
 
     /// A kernel's store.
     pub(super) fn store(&mut self, at: Address, bytes: &[u8]) -> Outcome<()> {
+        self.record(Access::Store, at, bytes.len())?;
+        self.put(at, bytes)
+    }
+
+    /// A kernel's atomic on one element of `width` bytes: `new` says from the old bytes which ones
+    /// are stored, if any.
+    pub(super) fn combine(
+        &mut self,
+        at: Address,
+        width: usize,
+        new: impl FnOnce(&[u8]) -> Outcome<Option<Vec<u8>>>,
+    ) -> Outcome<()> {
+        let mut old = vec![0; width];
+        self.copy_out(at, &mut old, self.allow_uninitialised)?;
+        new(&old)?.map_or(Ok(()), |new| self.put(at, &new))
+    }
+
+    /// Records an access of the running block.
+    pub(super) fn record(&mut self, access: Access, at: Address, bytes: usize) -> Outcome<()> {
+        let Some(accesses) = &mut self.accesses else { return Ok(()) };
+        accesses.record(access, at, bytes).map_err(|address| Fault::Conflict {
+            access: access.name(),
+            other: access.conflicts(),
+            address,
+            nearest: self.describe(address),
+        })
+    }
+
+    fn put(&mut self, at: Address, bytes: &[u8]) -> Outcome<()> {
         self.check("store", at, bytes.len())?;
         let audit = self.audit;
         for (address, range) in pieces(at, bytes.len()) {
@@ -286,7 +320,10 @@ impl Memory {
 }
 
 /// Cuts a range of addresses at the ends of pages: start of each piece, and its range in the whole.
-fn pieces(at: Address, bytes: usize) -> impl Iterator<Item = (u64, std::ops::Range<usize>)> {
+pub(super) fn pieces(
+    at: Address,
+    bytes: usize,
+) -> impl Iterator<Item = (u64, std::ops::Range<usize>)> {
     let mut done = 0;
     std::iter::from_fn(move || {
         let address = at.0 + done as u64;
@@ -334,7 +371,7 @@ mod tests {
 
     /// Which of `bytes` from `at` on a kernel could load.
     fn written(memory: &Memory, at: Address, bytes: u64) -> Vec<bool> {
-        (0..bytes).map(|byte| memory.load(at.offset(byte), &mut [0]).is_ok()).collect()
+        (0..bytes).map(|byte| memory.copy_out(at.offset(byte), &mut [0], false).is_ok()).collect()
     }
 
     #[test]

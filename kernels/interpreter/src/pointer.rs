@@ -128,18 +128,16 @@ impl<'a> Machine<'a> {
         for place in self.active(&pointers, mask)? {
             let at = pointers.ints()?[place];
             aligned(at, element.width())?;
-            let at = Address(at as u64);
-            let mut bytes = vec![0; element.width()];
-            self.memory.load(at, &mut bytes)?;
-            element.decode(&bytes, &mut old, place)?;
-            let new = match &mode {
-                Some(mode) => mode.apply(element, &bytes, &first, place)?,
-                None if bytes == element.encode(&first.data, place, 1) => {
-                    element.encode(&second.data, place, 1)
+            self.memory.combine(Address(at as u64), element.width(), |bytes| {
+                element.decode(bytes, &mut old, place)?;
+                match &mode {
+                    Some(mode) => mode.apply(element, bytes, &first, place).map(Some),
+                    None if bytes == element.encode(&first.data, place, 1) => {
+                        Ok(Some(element.encode(&second.data, place, 1)))
+                    }
+                    None => Ok(None),
                 }
-                None => continue,
-            };
-            self.memory.store(at, &new)?;
+            })?;
         }
         let tile = Tile::new(element, pointers.shape.clone(), old);
         Ok(vec![Value::Tile(tile), Value::Token])

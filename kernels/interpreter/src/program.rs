@@ -3,6 +3,7 @@
 use super::attributes;
 use super::error::{Error, Fault, Outcome, malformed};
 use cutile_ir::Module;
+use cutile_ir::bytecode::Opcode;
 use cutile_ir::ir::{Attribute, Location, OpId, Operation, RegionId, Type, Value, ValueProducer};
 use std::collections::HashMap;
 
@@ -24,6 +25,16 @@ pub(super) struct Program<'m> {
     pub name: String,
     pub body: Body<'m>,
     pub slots: usize,
+}
+
+impl Body<'_> {
+    /// Whether an operation of that kind stands here or in a region of one that does.
+    pub fn contains(&self, opcode: Opcode) -> bool {
+        let mut steps = self.steps.iter();
+        steps.any(|step| {
+            step.op.opcode == opcode || step.regions.iter().any(|body| body.contains(opcode))
+        })
+    }
 }
 
 type ResultSlots = HashMap<OpId, Vec<Option<usize>>>;

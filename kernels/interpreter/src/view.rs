@@ -1,5 +1,6 @@
 //! Views of tensors in memory, and loads and stores of whole tiles through them.
 
+use super::additions::Access;
 use super::error::{Fault, Outcome, malformed, undefined, unsupported};
 use super::machine::{Machine, Value};
 use super::memory::Address;
@@ -291,43 +292,62 @@ impl<'a> Machine<'a> {
         Ok(vec![Value::Tile(tile), Value::Token])
     }
 
-    /// Stores a tile, or combines it with what is there. Elements outside of the tensor are left.
+    /// Stores a tile. Elements outside of the tensor are left.
     pub fn store_view(&mut self, step: &Step<'a>) -> Outcome<Vec<Value>> {
         let groups = step.segments(4)?;
-        let atomic = step.op.opcode == Opcode::AtomicRedViewTko;
-        let (view, indices, tile) = if atomic {
-            (groups[0], groups[1], groups[2])
-        } else {
-            (groups[1], groups[2], groups[0])
-        };
-        if !atomic && !matches!(step.int("memory_ordering_semantics")?, 0 | 1 | 3) {
+        if !matches!(step.int("memory_ordering_semantics")?, 0 | 1 | 3) {
             return malformed("a store that is neither weak, relaxed nor release");
         }
-        let [tile] = tile else {
-            return malformed("one tile expected");
-        };
-        let (tile, view) = (self.tile_of(*tile)?, self.view_of(view)?);
-        let element = view.tensor.element;
-        if tile.element != element || *tile.shape != *view.tile {
-            return malformed(format!("{:?} of {:?} stored", tile.shape, tile.element));
-        }
-        let mode = if atomic { Some(Mode::of(step, element)?) } else { None };
-        if atomic && view.padding.is_some() {
-            return malformed("an atomic on a padded view");
-        }
-        let window = self.window(step, &view, indices)?;
+        let view = self.view_of(groups[1])?;
+        let tile = self.tile_for(&view, groups[0])?;
+        let window = self.window(step, &view, groups[2])?;
         for Run { place, at, count } in view.runs(&window)? {
-            let Some(mode) = &mode else {
-                self.memory.store(at, &element.encode(&tile.data, place, count))?;
-                continue;
-            };
+            self.memory.store(at, &tile.element.encode(&tile.data, place, count))?;
+        }
+        Ok(vec![Value::Token])
+    }
+
+    /// Combines a tile with what memory holds. Elements outside of the tensor are left.
+    pub fn reduce_view(&mut self, step: &Step<'a>) -> Outcome<Vec<Value>> {
+        let groups = step.segments(4)?;
+        let (ordering, scope) = (step.int("memory_ordering_semantics")?, step.int("memory_scope")?);
+        if (ordering, scope) != (1, 1) {
+            return unsupported(format!(
+                "a reduction of ordering {ordering} and scope {scope}; expected relaxed (1) and \
+                 device (1)"
+            ));
+        }
+        let view = self.view_of(groups[0])?;
+        if view.padding.is_some() {
+            return malformed("a reduction through a padded view");
+        }
+        let tile = self.tile_for(&view, groups[2])?;
+        let (element, width) = (tile.element, tile.element.width());
+        let mode = Mode::of(step, element)?;
+        if matches!(mode, Mode::Exchange) {
+            return malformed("a reduction of mode 9, exchange");
+        }
+        let window = self.window(step, &view, groups[1])?;
+        for Run { place, at, count } in view.runs(&window)? {
+            self.memory.record(Access::Addition, at, count * width)?;
             for index in 0..count {
-                let at = at.offset((index * element.width()) as u64);
-                let mut old = vec![0; element.width()];
-                self.memory.load(at, &mut old)?;
-                self.memory.store(at, &mode.apply(element, &old, &tile, place + index)?)?;
+                let at = at.offset((index * width) as u64);
+                let new = |old: &[u8]| mode.apply(element, old, &tile, place + index).map(Some);
+                self.memory.combine(at, width, new)?;
             }
         }
         Ok(vec![Value::Token])
+    }
+
+    /// The one tile of an operand group, which must be of the view's type.
+    fn tile_for(&self, view: &TileView, group: &[cutile_ir::ir::Value]) -> Outcome<Tile> {
+        let [tile] = group else {
+            return malformed("one tile expected");
+        };
+        let tile = self.tile_of(*tile)?;
+        if tile.element != view.tensor.element || *tile.shape != *view.tile {
+            return malformed(format!("{:?} of {:?} stored", tile.shape, tile.element));
+        }
+        Ok(tile)
     }
 }

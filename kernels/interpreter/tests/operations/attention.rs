@@ -1,25 +1,13 @@
 //! A whole kernel from cuTile's compiler, against attention computed densely in float64.
 
-use super::sample::kernels;
 use burst_attention_interpreter::{Address, Argument, Fault, Launch, Memory};
-use cutile_compiler::compile_api::KernelCompiler;
 use cutile_ir::Module;
 use cutile_ir::bytecode::Opcode;
 use cutile_ir::ir::{Attribute, OpId, RegionId};
 use half::bf16;
 
-fn compile([bm, bn, d]: [usize; 3]) -> Module {
-    let compile = move || {
-        let artifacts = KernelCompiler::new(kernels::__module_ast_self, "kernels", "causal")
-            .target("sm_90")
-            .generics([bm, bn, d].iter().map(usize::to_string).collect())
-            .compile()
-            .expect("the sample compiles");
-        artifacts.module().clone()
-    };
-    // The compiler's front end recurses deeply.
-    let thread = std::thread::Builder::new().stack_size(256 << 20).spawn(compile);
-    thread.unwrap().join().unwrap()
+fn compile(sizes: [usize; 3]) -> Module {
+    super::sample::compile("causal", &sizes)
 }
 
 struct Problem {

@@ -1,5 +1,6 @@
 //! The interpreter against numbers computed independently, operation by operation.
 
+mod additions;
 mod attention;
 mod build;
 mod control;

@@ -1,4 +1,23 @@
-//! Causal attention in its shortest form, for the interpreter to run.
+//! Kernels in their shortest form, for the interpreter to run.
+
+use cutile_compiler::compile_api::KernelCompiler;
+use cutile_ir::Module;
+
+/// Compiles an entry, given its constants.
+pub fn compile(entry: &'static str, constants: &[usize]) -> Module {
+    let constants = constants.iter().map(usize::to_string).collect();
+    let compile = move || {
+        let artifacts = KernelCompiler::new(kernels::__module_ast_self, "kernels", entry)
+            .target("sm_90")
+            .generics(constants)
+            .compile()
+            .expect("the sample compiles");
+        artifacts.module().clone()
+    };
+    // The compiler's front end recurses deeply.
+    let thread = std::thread::Builder::new().stack_size(256 << 20).spawn(compile);
+    thread.unwrap().join().unwrap()
+}
 
 #[cutile::module]
 pub mod kernels {
@@ -81,5 +100,33 @@ pub mod kernels {
         let out: Tile<f32, { [BM, D] }> = true_div(acc, total.broadcast(const_shape![BM, D]));
         let mut part = unsafe { o_view.partition_full_mut(const_shape![1, BM, D]) };
         unsafe { part.store_unchecked(out.reshape(const_shape![1, BM, D]), [pid.1, pid.0, 0i32]) };
+    }
+
+    /// Adds row tile pid.1 of part pid.0 to that of the sum, which may have fewer columns.
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn add<const BM: i32, const D: i32>(
+        parts: *mut f32,
+        sum: *mut f32,
+        count: i32,
+        length: i32,
+        columns: i32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let parts_view: Tensor<f32, { [-1, -1, -1] }> = unsafe { rows(parts, count, length, D) };
+        let sum_view: Tensor<f32, { [-1, -1, -1] }> = unsafe { rows(sum, 1i32, length, columns) };
+        let part: Tile<f32, { [1, BM, D] }> =
+            parts_view.partition(const_shape![1, BM, D]).load([pid.0, pid.1, 0i32]);
+        let sum_tiles = unsafe { sum_view.partition_full_mut(const_shape![1, BM, D]) };
+        let _done: Token = unsafe {
+            atomic_red_view_raw(
+                &sum_tiles,
+                part,
+                [0i32, pid.1, 0i32],
+                atomic::AddF,
+                ordering::Relaxed,
+                scope::Device,
+                None,
+            )
+        };
     }
 }

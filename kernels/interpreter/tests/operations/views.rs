@@ -228,28 +228,6 @@ fn shapes_can_be_asked_for() {
 }
 
 #[test]
-fn atomic_reductions_add_through_a_view() {
-    let mut case = case(&[5], &[4], &[1]);
-    case.padding = None;
-    let (mut build, parameters) = Build::new(&[pointers(F32, &[])]);
-    let view = case.view(&mut build, parameters[0]);
-    let index = build.scalar(1);
-    let value = build.constant(&f32s(&[10.0, 20.0, 30.0, 40.0]));
-    let attributes = [
-        int("memory_ordering_semantics", 1),
-        int("memory_scope", 1),
-        int("mode", 4),
-        segments(&[1, 1, 1, 0]),
-    ];
-    build.op(AtomicRedViewTko, &[view, index, value], Type::Token, &attributes);
-    let (mut memory, at) = buffer(&counting(5));
-    let arguments = [Argument::Pointer(at)];
-    // Two blocks add to the same element.
-    case.launch.run(&build.finish(), "test", [2, 1, 1], &arguments, &mut memory).unwrap();
-    assert_eq!(memory.read_f32(at, 5), [0.0, 1.0, 2.0, 3.0, 24.0]);
-}
-
-#[test]
 fn tensors_beyond_2_to_31_elements_take_no_room() {
     let mut case = case(&[1 << 33, 4], &[2, 4], &[0, 0]);
     case.index = vec![i32::MAX, 0];
