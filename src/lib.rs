@@ -16,5 +16,5 @@ pub mod transport;
 pub use error::{Error, Result};
 pub use layout::Layout;
 pub use mask::Window;
-pub use problem::{Dtype, Features, Pass, Problem, Travels};
+pub use problem::{Dtype, Features, Order, Pass, Problem, Travels};
 pub use schedule::Family;

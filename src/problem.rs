@@ -84,6 +84,28 @@ pub enum Travels {
     Queries,
 }
 
+/// The order in which kernels on GPUs add to a gradient in the backward pass. CPU devices always
+/// compute in one order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Order {
+    /// One order: every run gives the same bits.
+    Fixed,
+    /// Any order: runs may differ in the last bits.
+    Any,
+}
+
+impl FromStr for Order {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        match name {
+            "fixed" => Ok(Order::Fixed),
+            "any" => Ok(Order::Any),
+            other => Err(invalid("backward_order", "fixed or any", other)),
+        }
+    }
+}
+
 /// What goes into scores and weights beside q·k, its scale and the positions.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Features {

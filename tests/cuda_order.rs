@@ -8,7 +8,7 @@ use burst_attention::Window;
 use burst_attention::cuda::driver::{Event, Stream};
 use burst_attention::cuda::record::{self, Program, What, check, simulate, unneeded};
 use burst_attention::cuda::ring::Call;
-use burst_attention::problem::{Features, Pass, Problem, Travels};
+use burst_attention::problem::{Features, Order, Pass, Problem, Travels};
 use burst_attention::schedule::{Family, kept, total_bytes};
 use common::devices::{Devices, in_bfloat16};
 use common::{problem, problems, windowed};
@@ -18,6 +18,10 @@ const WAYS: [(Pass, Option<Travels>); 3] = [
     (Pass::Backward, Some(Travels::Keys)),
     (Pass::Backward, Some(Travels::Queries)),
 ];
+
+fn call_of(problem: Problem, family: Family, pass: Pass, travels: Option<Travels>) -> Call {
+    Call { problem, family, pass, travels, backward_order: Order::Fixed }
+}
 
 /// Every layout and mask, aligned and not, windows and features too, in both passes and both ways
 /// round.
@@ -47,7 +51,7 @@ fn calls(worlds: impl IntoIterator<Item = usize>, tokens: &[usize]) -> Vec<Call>
     });
     let call = |(problem, family): (Problem, Family)| {
         let problem = in_bfloat16(problem);
-        WAYS.map(|(pass, travels)| Call { problem: problem.clone(), family, pass, travels })
+        WAYS.map(|(pass, travels)| call_of(problem.clone(), family, pass, travels))
     };
     rings.chain(others).flat_map(call).collect()
 }
@@ -138,7 +142,7 @@ fn inner_rings_go_on_while_a_slow_link_is_busy() {
         let family = Family::DoubleRing { inner };
         let problem = in_bfloat16(problem);
         for (pass, travels) in [(Pass::Forward, None), (Pass::Backward, Some(travels))] {
-            let call = Call { problem: problem.clone(), family, pass, travels };
+            let call = call_of(problem.clone(), family, pass, travels);
             let programs = Devices::new(2 * inner).programs(&call);
             let delayed: Vec<_> = programs.iter().map(delayed).collect();
             for seed in 0..3 {
@@ -197,7 +201,7 @@ fn bytes_sent_equal_the_formula() {
 fn what_no_kernel_computes_is_refused() {
     let refused = |features, value_dim| {
         let problem = in_bfloat16(Problem { features, value_dim, ..problem(1, 8) });
-        let call = Call { problem, family: Family::Ring, pass: Pass::Forward, travels: None };
+        let call = call_of(problem, Family::Ring, Pass::Forward, None);
         Devices::new(1).run_rank(&call, 0).expect_err("refused").to_string()
     };
     let (none, dim) = (Features::NONE, problem(1, 8).head_dim);

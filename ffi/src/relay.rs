@@ -158,7 +158,7 @@ pub(crate) fn plan(request: &CStr) -> *const c_char {
 }
 
 fn answer(request: &CStr) -> std::result::Result<Value, String> {
-    let Described { problem, family, pass, travels } = request::read(request)?;
+    let Described { problem, family, pass, travels, .. } = request::read(request)?;
     let relay = relay(&problem, family, pass, travels).map_err(|error| error.to_string())?;
     let hop = |hop: &Hop| {
         let Hop { from, to, bytes, pairs } = hop;

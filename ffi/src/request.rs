@@ -2,7 +2,7 @@
 
 use std::ffi::CStr;
 
-use burst_attention::{Family, Pass, Problem, Travels};
+use burst_attention::{Family, Order, Pass, Problem, Travels};
 use serde::Deserialize;
 
 use crate::answer;
@@ -27,6 +27,7 @@ struct Request {
     layout: String,
     world_size: usize,
     backward: String,
+    backward_order: String,
 }
 
 #[derive(Deserialize, Clone, Copy, PartialEq)]
@@ -47,6 +48,8 @@ pub struct Described {
     pub pass: Pass,
     /// Which side travels, where that was asked for.
     pub travels: Option<Travels>,
+    /// The order of sums in the backward pass.
+    pub backward_order: Order,
 }
 
 /// Reads a description.
@@ -75,12 +78,14 @@ impl Request {
             world_size: self.world_size,
         };
         problem.validate()?;
-        let (pass, travels) = match self.pass {
-            Name::Forward => (Pass::Forward, None),
-            Name::Backward => (Pass::Backward, travels_of(&self.backward)?),
+        let (pass, travels, backward_order) = match self.pass {
+            Name::Forward => (Pass::Forward, None, Order::Fixed),
+            Name::Backward => {
+                (Pass::Backward, travels_of(&self.backward)?, self.backward_order.parse()?)
+            }
         };
         let family = self.options.family();
         family.validate(problem.world_size)?;
-        Ok(Described { problem, family, pass, travels })
+        Ok(Described { problem, family, pass, travels, backward_order })
     }
 }

@@ -14,7 +14,7 @@ from burst_attention import _check_masks, _checks, _choice, _ulysses
 from burst_attention._choice import Links
 from burst_attention._extras import Extras, dropout_place
 from burst_attention._ring import Ring, ring_groups, vary, vary_together, varying_axes
-from burst_attention._types import AttentionOptions, Backward, Layout, Schedule
+from burst_attention._types import AttentionOptions, Backward, BackwardOrder, Layout, Schedule
 from burst_attention._vjp import Qkv, Sinks, ring_attention
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def attention(
     layout: Layout = "contiguous",
     schedule: Schedule = "auto",
     backward: Backward = "auto",
+    backward_order: BackwardOrder = "fixed",
     residual_dtype: Literal["float32"] | None = None,
     links: Links | None = None,
     return_residual: bool = False,
@@ -174,6 +175,10 @@ def attention(
         take least time, see `choose_schedule`.
       backward: what travels in the backward ring: ``keys``, ``queries``, or ``auto``, the one that
         sends fewer bytes.
+      backward_order: the order in which kernels of GPUs add to a gradient. ``fixed``: one order, so
+        every run gives the same bits. ``any``: any order, so gradients differ from run to run in
+        the last bits; GPU kernels do not use this freedom yet. On CPU devices both give the same
+        bits, in every run.
       residual_dtype: ``"float32"``, on CPU devices only, keeps out in float32 for the backward
         pass, at two more bytes a value than out in 16 bits. By default out is kept in query's
         dtype, but in float32 for up to 256 keys and for windows of up to 64. The gradients of
@@ -233,6 +238,7 @@ def _ring(arguments: dict[str, Any], query: jax.Array, key: jax.Array, *, has_si
     """The static side of the call; which axes the results vary over comes later."""
     _checks.choice("layout", arguments["layout"], _checks.LAYOUTS)
     _checks.choice("backward", arguments["backward"], _checks.BACKWARDS)
+    _checks.choice("backward_order", arguments["backward_order"], _checks.BACKWARD_ORDERS)
     is_causal = _checks.flag("is_causal", arguments["is_causal"])
     softmax_scale = _checks.softmax_scale(arguments["scale"], query.shape[3])
     axes = _checks.ring_axes(arguments["axis_name"])
@@ -257,6 +263,7 @@ def _ring(arguments: dict[str, Any], query: jax.Array, key: jax.Array, *, has_si
         dropout_rate=_check_masks.dropout_rate(arguments["dropout_rate"]),
         layout=arguments["layout"],
         backward=arguments["backward"],
+        backward_order=arguments["backward_order"],
         varying=(),
         platform=platform,
         groups=ring_groups(mesh, axes),

@@ -96,6 +96,7 @@ def _cuda_backward(ring: Ring, qkv: Arrays, extras: Extras, given: Arrays) -> Ar
         extras,
         in_place=zeros,
         backward=ring.backward,
+        backward_order=ring.backward_order,
     )
     return _signed(ring, dq), dk, dv, *(x.sum(axis=1) for x in dslopes)
 
@@ -269,6 +270,7 @@ def _described(
         "layout": ring.layout,
         "world_size": ring.world_size,
         "backward": ring.backward,
+        "backward_order": ring.backward_order,
     }
 
 

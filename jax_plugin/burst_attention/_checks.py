@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from burst_attention._types import Backward, Layout, Schedule
+from burst_attention._types import Backward, BackwardOrder, Layout, Schedule
 
 AnyMesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
 PLATFORMS = ("cpu", "cuda")
@@ -24,6 +24,7 @@ MAX_HEAD_DIM = 256
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 BACKWARDS: tuple[str, ...] = get_args(Backward)
+BACKWARD_ORDERS: tuple[str, ...] = get_args(BackwardOrder)
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 REFUSED = {

@@ -35,6 +35,8 @@ class Ring:
     """0 for none."""
     layout: str
     backward: str
+    backward_order: str
+    """Only the backward calls of GPUs get it: CPU devices compute in one order."""
     varying: tuple[str, ...]
     """Mesh axes over which the results differ; empty where ``shard_map`` doesn't track them."""
     platform: str | None

@@ -13,6 +13,9 @@ Schedule: TypeAlias = Literal["auto", "ring", "balanced", "all_gather", "ulysses
 Backward: TypeAlias = Literal["auto", "keys", "queries"]
 """What travels in the backward ring."""
 
+BackwardOrder: TypeAlias = Literal["fixed", "any"]
+"""The order in which kernels of GPUs add to a gradient."""
+
 
 Method: TypeAlias = Literal["auto", "ring", "all_gather"]
 """How the states of linear attention travel."""
@@ -37,5 +40,6 @@ class AttentionOptions(TypedDict, total=False):
     layout: Layout
     schedule: Schedule
     backward: Backward
+    backward_order: BackwardOrder
     residual_dtype: Literal["float32"] | None
     links: Any

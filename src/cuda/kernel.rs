@@ -11,7 +11,7 @@ use super::rank::{Arrays, Memory};
 use super::recording::{Recording, reads, writes};
 use crate::error::{Error, Result};
 use crate::kernel::{AttentionKernel, BackwardOperands};
-use crate::problem::{Dtype, Features, Problem};
+use crate::problem::{Dtype, Features, Order, Problem};
 use crate::schedule::{Chunk, Merge, Payload, Place, Schedule, State, Tile};
 
 /// Puts the launches of one rank on a tape.
@@ -27,6 +27,8 @@ pub struct TapeKernel<'a> {
     begun: usize,
     /// Tiles of this step that have had their turn, in each of the two halves of a backward tile.
     turns: [usize; 2],
+    /// The order of sums in the backward pass.
+    pub backward_order: Order,
 }
 
 /// The CUDA kernels' name of a type.
@@ -76,10 +78,21 @@ impl<'a> TapeKernel<'a> {
         memory: Memory<'a>,
         last: &'a Last,
         tape: &'a Recording,
+        backward_order: Order,
     ) -> Result<TapeKernel<'a>> {
         let element = element_of(memory.problem.dtype)?;
         check_features(memory.problem)?;
-        Ok(TapeKernel { schedule, target, element, memory, last, tape, begun: 0, turns: [0; 2] })
+        Ok(TapeKernel {
+            schedule,
+            target,
+            element,
+            memory,
+            last,
+            tape,
+            begun: 0,
+            turns: [0; 2],
+            backward_order,
+        })
     }
 
     /// Both gradients of a backward tile whose turn it is in `half`, of the accumulators that

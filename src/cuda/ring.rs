@@ -14,7 +14,7 @@ use super::transport::{Pieces, TapeTransport, to_messages};
 use super::workspace::Workspace;
 use crate::engine::walk;
 use crate::error::{Error, Result};
-use crate::problem::{Pass, Problem, Travels};
+use crate::problem::{Order, Pass, Problem, Travels};
 use crate::schedule::{self, Family, Schedule};
 use crate::transport::Transport;
 
@@ -30,6 +30,8 @@ pub struct Call {
     /// What travels; `None` for keys in the forward pass, in the backward one for what costs fewer
     /// bytes.
     pub travels: Option<Travels>,
+    /// The order of sums in the backward pass.
+    pub backward_order: Order,
 }
 
 /// Memory that XLA gives for one rank's call, or in a virtual ring for all.
@@ -112,7 +114,8 @@ impl Call {
         }
         let memory = Memory { problem, arrays, base: given.workspace, workspace: &workspace };
         let tape = Recording::default();
-        let mut kernel = TapeKernel::new(schedule, target, memory, &last, &tape)?;
+        let mut kernel =
+            TapeKernel::new(schedule, target, memory, &last, &tape, self.backward_order)?;
         let mut transport = TapeTransport::new(schedule, memory, &tape);
         walk(schedule, &mut kernel, &mut transport)?;
         let bytes_sent = transport.bytes_sent();

@@ -108,6 +108,7 @@ def problem(kind, **changes):
         "layout": "contiguous",
         "world_size": 4,
         "backward": "auto",
+        "backward_order": "fixed",
         "options": OPTIONS | options,
     } | changes
 
@@ -137,7 +138,7 @@ def test_operands_and_results(device, check_vma):
 def test_attributes(monkeypatch, device):
     asked = {}
     monkeypatch.setattr(_ffi, "workspace_bytes", lambda **x: asked.setdefault(x["pass"], x) and 7)
-    options = {"layout": "zigzag", "backward": "queries"}
+    options = {"layout": "zigzag", "backward": "queries", "backward_order": "any"}
     function = ring.sharded(abstract_mesh(device), **options, is_causal=True, scale=-0.5)
     forward, backward = calls(lowered(with_gradient(function), shapes()))
     groups = forward.attributes.pop("groups")
@@ -157,7 +158,7 @@ def test_attributes(monkeypatch, device):
         "window_right": "0 : i64",
         "world_size": "4 : i64",
     }
-    also = {"groups": groups, "backward": '"queries"'}
+    also = {"groups": groups, "backward": '"queries"', "backward_order": '"any"'}
     assert backward.attributes == forward.attributes | also
     assert 1 < _calls.COMMUNICATION_ID < 2**31
     options |= {"softmax_scale": 0.5, "window_right": 0}

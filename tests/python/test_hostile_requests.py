@@ -33,6 +33,7 @@ OPTIONS = {
     "inner_size": 0,
 }
 CALL = {**SHAPE, **SHARD, "pass": "backward", "softmax_scale": 1.0, "options": OPTIONS}
+CALL |= {"backward_order": "any"}
 REQUESTS = {
     "choose": {**SHAPE, **SHARD, **WINDOW, "inner": 2, "machine": MACHINE, "refused": {}},
     "simulate": {

@@ -10,7 +10,7 @@ use burst_attention::cuda::rank::Arrays;
 use burst_attention::cuda::record::{Recorder, images, nccl};
 use burst_attention::cuda::ring::{Call, Given};
 use burst_attention::schedule::Family;
-use burst_attention::{Dtype, Features, Layout, Pass, Problem, Travels, Window};
+use burst_attention::{Dtype, Features, Layout, Order, Pass, Problem, Travels, Window};
 
 const CALLS: usize = 2001;
 
@@ -30,7 +30,8 @@ fn call(world_size: usize, batch: usize, pass: Pass, travels: Option<Travels>) -
         layout: Layout::Zigzag,
         world_size,
     };
-    Call { problem, family: Family::Ring, pass, travels }
+    let backward_order = Order::Fixed;
+    Call { problem, family: Family::Ring, pass, travels, backward_order }
 }
 
 /// Microseconds that one call takes, in the median.

@@ -4,7 +4,7 @@ use burst_attention::cuda::rank::{Arrays, Extras};
 use burst_attention::cuda::ring::{Call, Given};
 use burst_attention::host::array::HostArray;
 use burst_attention::host::extras::Extras as HostExtras;
-use burst_attention::{Pass, Problem};
+use burst_attention::{Order, Pass, Problem};
 
 use super::Spread;
 use crate::attributes::Attributes;
@@ -20,6 +20,7 @@ use crate::sys;
 #[derive(Debug, Clone, PartialEq)]
 pub struct CudaSite {
     site: CallSite,
+    backward_order: Order,
     /// Where the ranks are.
     pub spread: Spread,
     /// Devices of all rings of the mesh, ring after ring, as XLA numbers them in a program.
@@ -48,7 +49,8 @@ impl CudaSite {
     pub fn decode(attributes: &Attributes<'_>, pass: Pass, spread: Spread) -> Result<CudaSite> {
         let site = CallSite::decode(attributes, pass)?;
         if spread == Spread::Virtual {
-            return Ok(CudaSite { site, spread, groups: vec![], communication_id: 0 });
+            let (backward_order, groups) = (order(attributes, pass)?, vec![]);
+            return Ok(CudaSite { site, backward_order, spread, groups, communication_id: 0 });
         }
         if !attributes.names().any(|name| name == "groups") {
             let expected = "given: a program for GPUs has to be traced for a mesh of GPUs or for a \
@@ -64,8 +66,9 @@ impl CudaSite {
             let expected = format!("the ids of rings of {world_size} devices each");
             return Err(Error::mismatch("groups", expected, format!("{groups:?}")));
         }
+        let (backward_order, groups) = (order(attributes, pass)?, groups.to_vec());
         let communication_id = attributes.get("communication_id")?;
-        Ok(CudaSite { site, spread, groups: groups.to_vec(), communication_id })
+        Ok(CudaSite { site, backward_order, spread, groups, communication_id })
     }
 
     /// Is the ring one device, which needs no communicator?
@@ -119,8 +122,13 @@ impl CudaSite {
             }
             problem.batch /= world_size;
         }
-        let (pass, travels) = (self.site.pass, self.site.travels);
-        Ok(Call { problem, family: self.site.options.family(), pass, travels })
+        Ok(Call {
+            problem,
+            family: self.site.options.family(),
+            pass: self.site.pass,
+            travels: self.site.travels,
+            backward_order: self.backward_order,
+        })
     }
 
     /// The call with its operands and results.
@@ -191,6 +199,14 @@ impl CudaSite {
             extras,
         };
         Ok((shapes, arrays, workspace))
+    }
+}
+
+/// The order of sums: an attribute of the backward pass alone.
+fn order(attributes: &Attributes<'_>, pass: Pass) -> Result<Order> {
+    match pass {
+        Pass::Forward => Ok(Order::Fixed),
+        Pass::Backward => Ok(attributes.get::<&str>("backward_order")?.parse()?),
     }
 }
 

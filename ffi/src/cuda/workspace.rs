@@ -15,10 +15,10 @@ pub fn workspace(request: &CStr) -> *const c_char {
 }
 
 fn answer(request: &CStr) -> Result<Value, String> {
-    let Described { problem, family, pass, travels } = request::read(request)?;
+    let Described { problem, family, pass, travels, backward_order } = request::read(request)?;
     if problem.dtype == Dtype::F32 {
         return Err("dtype must be bfloat16 or float16, got float32".into());
     }
-    let call = Call { problem, family, pass, travels };
+    let call = Call { problem, family, pass, travels, backward_order };
     Ok(json!({ "bytes": call.workspace_bytes() }))
 }

@@ -7,7 +7,7 @@ use burst_attention::cuda::nccl::{Comm, Communicator};
 use burst_attention::cuda::record::{Program, Recorder, check, images, nccl};
 use burst_attention::cuda::ring::{Call, Given};
 use burst_attention::schedule::Family;
-use burst_attention::{Dtype, Features, Layout, Pass, Problem, Travels, Window};
+use burst_attention::{Dtype, Features, Layout, Order, Pass, Problem, Travels, Window};
 use burst_attention_device_tests::{Ring, Shard, World};
 
 const WINDOW: Window = Window { left: Some(6), right: Some(1) };
@@ -98,7 +98,8 @@ impl<'a> Setup<'a> {
     /// One pass; the largest ratio of an error to that of plain float32.
     fn pass(&mut self, pass: Pass, travels: Option<Travels>, seed: u64) -> Result<f64, String> {
         let problem = self.ring.problem.clone();
-        let call = Call { problem, family: self.family, pass, travels };
+        let (family, backward_order) = (self.family, Order::Fixed);
+        let call = Call { problem, family, pass, travels, backward_order };
         let stages = self.enqueue(&call);
         for program in &stages[1] {
             check(program).map_err(|race| race.to_string())?;

@@ -8,12 +8,13 @@ mod fake;
 use burst_attention::cuda::record::{check, group_is_open};
 use burst_attention::cuda::ring::Call;
 use burst_attention::schedule::Family;
-use burst_attention::{Dtype, Features, Layout, Pass, Problem, Travels, Window};
+use burst_attention::{Dtype, Features, Layout, Order, Pass, Problem, Travels, Window};
 use burst_attention_device_tests::{Ring, Shard, World};
 use burst_attention_ffi::cuda::Stage;
 use burst_attention_ffi::sys;
 use burst_attention_interpreter::Address;
 use calls::{COMMUNICATION_ID, Handlers, RankCall, STAGES, XlaError};
+use fake::FakeAttribute;
 
 fn problem(world_size: usize, layout: Layout) -> Problem {
     Problem {
@@ -31,6 +32,10 @@ fn problem(world_size: usize, layout: Layout) -> Problem {
         layout,
         world_size,
     }
+}
+
+fn call(problem: Problem, family: Family, pass: Pass, travels: Option<Travels>) -> Call {
+    Call { problem, family, pass, travels, backward_order: Order::Fixed }
 }
 
 /// Runs one pass of all ranks through the handlers and carries out what they enqueued.
@@ -63,7 +68,7 @@ fn both_passes_of(family: Family, problem: &Problem, travels: Travels, seed: u64
     let handlers = Handlers::new(problem.world_size);
     let mut world = World::new();
     let shards = ring.place(&mut world, |rank| rank);
-    let call = |pass, travels| Call { problem: problem.clone(), family, pass, travels };
+    let call = |pass, travels| call(problem.clone(), family, pass, travels);
     let case = || format!("{family}, {travels:?} travel, seed {seed}, {problem:?}");
     pass(&handlers, &call(Pass::Forward, None), &mut world, &shards, seed);
     ring.check_forward(&world, &shards).unwrap_or_else(|what| panic!("{}: {what}", case()));
@@ -148,18 +153,18 @@ fn the_communicator_is_asked_for_under_a_number_of_our_own() {
 
 fn forward(world_size: usize) -> Call {
     let problem = problem(world_size, Layout::Zigzag);
-    Call { problem, family: Family::Ring, pass: Pass::Forward, travels: None }
+    call(problem, Family::Ring, Pass::Forward, None)
 }
 
 /// Over two nodes of two ranks.
 fn double(pass: Pass, travels: Option<Travels>) -> Call {
     let problem = problem(4, Layout::Zigzag);
-    Call { problem, family: Family::DoubleRing { inner: 2 }, pass, travels }
+    call(problem, Family::DoubleRing { inner: 2 }, pass, travels)
 }
 
 fn backward(travels: Travels) -> Call {
     let problem = problem(2, Layout::Zigzag);
-    Call { problem, family: Family::Ring, pass: Pass::Backward, travels: Some(travels) }
+    call(problem, Family::Ring, Pass::Backward, Some(travels))
 }
 
 /// A rank's call over memory that nobody looks into.
@@ -263,6 +268,29 @@ fn what_the_runtime_lacks_is_named() {
     refused(&float32, Stage::Initialize, &words);
     let small = |rank: &mut RankCall| rank.rets[2].dims[0] -= 1;
     refused(&small, Stage::Execute, &["workspace must have at least"]);
+}
+
+#[test]
+fn the_backward_pass_needs_one_of_two_orders_and_the_forward_pass_none() {
+    let handlers = Handlers::new(2);
+    let call = Call { backward_order: Order::Any, ..backward(Travels::Keys) };
+    let mut rank = self::rank(&handlers, &call, 0);
+    assert_eq!(rank.all(handlers.platform, Pass::Backward), Ok(()));
+    let order = |(name, _): &(String, _)| name == "backward_order";
+    let index = rank.attributes.iter().position(order).expect("the attribute is there");
+    rank.attributes[index].1 = FakeAttribute::Text("some".into());
+    let refused = |rank: &RankCall, parts: [&str; 3]| {
+        let (code, message) = rank.instantiate(Pass::Backward).expect_err("refused");
+        assert_eq!(code, sys::XLA_FFI_Error_Code_INVALID_ARGUMENT, "{message}");
+        parts.iter().for_each(|part| assert!(message.contains(part), "{part} in {message}"));
+    };
+    refused(&rank, ["backward_order", "fixed or any", "some"]);
+    rank.attributes.remove(index);
+    refused(&rank, ["attribute backward_order", "given", "only ["]);
+
+    let rank = self::rank(&handlers, &forward(2), 0);
+    assert!(!rank.attributes.iter().any(order));
+    assert_eq!(rank.instantiate(Pass::Forward), Ok(()));
 }
 
 #[test]

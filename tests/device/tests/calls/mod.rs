@@ -10,7 +10,7 @@ use burst_attention::cuda::rank::{Arrays, Extras};
 use burst_attention::cuda::record::{Recorder, images, nccl};
 use burst_attention::cuda::ring::Call;
 use burst_attention::schedule::Family;
-use burst_attention::{Dtype, Pass, Problem, Travels};
+use burst_attention::{Dtype, Order, Pass, Problem, Travels};
 use burst_attention_ffi::cuda::{Platform, Spread, Stage, instantiate, run};
 use burst_attention_ffi::sys;
 
@@ -137,7 +137,12 @@ fn attributes(call: &Call) -> Vec<(String, FakeAttribute)> {
             Some(Travels::Keys) => "keys",
             Some(Travels::Queries) => "queries",
         };
+        let order = match call.backward_order {
+            Order::Fixed => "fixed",
+            Order::Any => "any",
+        };
         entries.push(("backward".into(), text(travels)));
+        entries.push(("backward_order".into(), text(order)));
     }
     entries
 }
