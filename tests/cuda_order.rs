@@ -8,15 +8,16 @@ use burst_attention::Window;
 use burst_attention::cuda::driver::{Event, Stream};
 use burst_attention::cuda::record::{self, Program, What, check, simulate, unneeded};
 use burst_attention::cuda::ring::Call;
-use burst_attention::problem::{Features, Order, Pass, Problem, Travels};
+use burst_attention::problem::{Dtype, Features, Order, Pass, Problem, Travels};
 use burst_attention::schedule::{Family, kept, total_bytes};
 use common::devices::{Devices, in_bfloat16};
 use common::{problem, problems, windowed};
 
-const WAYS: [(Pass, Option<Travels>); 3] = [
-    (Pass::Forward, None),
-    (Pass::Backward, Some(Travels::Keys)),
-    (Pass::Backward, Some(Travels::Queries)),
+const WAYS: [(Pass, Option<Travels>, Order); 4] = [
+    (Pass::Forward, None, Order::Fixed),
+    (Pass::Backward, Some(Travels::Keys), Order::Fixed),
+    (Pass::Backward, Some(Travels::Keys), Order::Any),
+    (Pass::Backward, Some(Travels::Queries), Order::Any),
 ];
 
 fn call_of(problem: Problem, family: Family, pass: Pass, travels: Option<Travels>) -> Call {
@@ -51,7 +52,10 @@ fn calls(worlds: impl IntoIterator<Item = usize>, tokens: &[usize]) -> Vec<Call>
     });
     let call = |(problem, family): (Problem, Family)| {
         let problem = in_bfloat16(problem);
-        WAYS.map(|(pass, travels)| call_of(problem.clone(), family, pass, travels))
+        WAYS.map(|(pass, travels, backward_order)| {
+            let problem = problem.clone();
+            Call { problem, family, pass, travels, backward_order }
+        })
     };
     rings.chain(others).flat_map(call).collect()
 }
@@ -199,19 +203,48 @@ fn bytes_sent_equal_the_formula() {
 
 #[test]
 fn what_no_kernel_computes_is_refused() {
-    let refused = |features, value_dim| {
-        let problem = in_bfloat16(Problem { features, value_dim, ..problem(1, 8) });
-        let call = call_of(problem, Family::Ring, Pass::Forward, None);
-        Devices::new(1).run_rank(&call, 0).expect_err("refused").to_string()
+    let call = call_of(problem(1, 8), Family::Ring, Pass::Forward, None);
+    assert_eq!(call.problem.dtype, Dtype::F32);
+    let error = Devices::new(1).run_rank(&call, 0).expect_err("refused").to_string();
+    assert!(error.contains("cast query, key and value to bfloat16"), "{error}");
+}
+
+/// Launches of the backward pass, by the names of their images.
+fn kernels(call: &Call) -> Vec<String> {
+    let programs = Devices::new(call.problem.world_size).programs(call);
+    let calls = programs.into_iter().flat_map(|program| program.calls);
+    let names = calls.filter_map(|call| match call.what {
+        What::Launch(launch) => Some(launch.instance.to_string()),
+        _ => None,
+    });
+    names.collect()
+}
+
+#[test]
+fn sums_in_any_order_take_one_kernel_a_tile_where_there_is_one() {
+    let call = |change: fn(&mut Call)| {
+        let mut call = call_of(in_bfloat16(problem(2, 8)), Family::Ring, Pass::Backward, None);
+        call.travels = Some(Travels::Keys);
+        call.backward_order = Order::Any;
+        change(&mut call);
+        kernels(&call)
     };
-    let (none, dim) = (Features::NONE, problem(1, 8).head_dim);
-    for (features, value_dim) in [
-        (Features { soft_cap: Some(3.0), ..none }, dim),
-        (Features { slopes: true, ..none }, dim),
-        (Features { dropout: Some(0.1), ..none }, dim),
-        (none, dim + 8),
-    ] {
-        let bare = refused(features, value_dim);
-        assert!(bare.contains("without segments"), "{bare}");
+    let has = |kernels: &[String], name| kernels.iter().any(|found| found.starts_with(name));
+    let fused = call(|_| ());
+    assert!(has(&fused, "attention_bwd_dkdv_fused_bf16_d64"), "{fused:?}");
+    assert!(!has(&fused, "attention_bwd_dq"), "{fused:?}");
+    let others: [fn(&mut Call); 4] = [
+        |call| call.backward_order = Order::Fixed,
+        |call| {
+            call.travels = Some(Travels::Queries);
+            call.problem.window = Window::FULL;
+        },
+        |call| call.problem.features.soft_cap = Some(3.0),
+        |call| call.problem.head_dim = 256,
+    ];
+    for change in others {
+        let split = call(change);
+        let fused = has(&split, "attention_bwd_dkdv_fused");
+        assert!(has(&split, "attention_bwd_dq") && !fused, "{split:?}");
     }
 }

@@ -51,15 +51,11 @@ fn printed(part: &str, fail: Option<&str>) -> Vec<String> {
 }
 
 fn launch() -> Launch {
-    let instance = Instance {
-        kernel: Kernel::Finish,
-        element: Element::Bf16,
-        width: 64,
-        target: Target::Sm103,
-    };
+    let instance = Instance::plain(Kernel::Finish, Element::Bf16, 64, Target::Sm103);
     let pointers = [0x1000, 0x2000, 0x3000].map(Value::Pointer);
-    let integers = [2, 3, 4, 8, 96, 96, 96, -1].map(Value::I32);
-    Launch { instance, grid: [24, 1, 1], values: [&pointers[..], &integers[..]].concat() }
+    let integers = [2, 3, 4, 8, 96, 96, 96].map(Value::I32);
+    let values = [&pointers[..], &integers[..], &[Value::F32(1.0), Value::I32(-1)]].concat();
+    Launch { instance, grid: [24, 1, 1], values }
 }
 
 fn drive() -> burst_attention::Result<()> {
@@ -127,7 +123,7 @@ fn the_driver_gets_what_it_is_to_get() {
         "cuModuleGetFunction 0x30 finish_entry",
         "cuFuncLoad 0xf0",
         "cuLaunchKernel 0xf0 grid 24 1 1 block 1 1 1 shared 0 stream 0x55 extra (nil): 0x1000 \
-         0x3000 2 -1",
+         0x3000 2 1065353216",
         "cuMemcpyDtoDAsync 0x20 from 0x10 48 bytes stream 0x57",
         "cuMemcpy2DAsync types 2 2 at 0,0 0,0: 0x900 pitch 8 from 0x100 pitch 32, 6 x 8 stream \
          0x57",

@@ -56,7 +56,7 @@ class Virtual:
 
 
 class Features:
-    """What the general variant of the kernels is for, and windows: on one rank through
+    """What features are for, and windows: on one rank through
     `burst_attention.attention`, with all gradients, and on the virtual ring."""
 
     def names(self, rehearse: bool) -> list[str]:

@@ -74,18 +74,12 @@ def _options(problem: Problem) -> dict[str, Any]:
         "window_left": left,
         "window_right": 0 if problem.is_causal else right,
         "logits_soft_cap": float(problem.soft_cap or 0.0),
-        "has_segments": _is_general(problem),
+        "has_segments": bool(problem.segments),
         "has_slopes": problem.slopes,
         "dropout_rate": problem.dropout,
         "schedule": problem.schedule,
         "inner_size": problem.inner,
     }
-
-
-def _is_general(problem: Problem) -> bool:
-    """Does the general variant of the kernels compute? It always compares segments."""
-    features = (problem.segments, problem.soft_cap, problem.slopes)
-    return any(features) or problem.v_shape[3] != problem.head_dim
 
 
 def is_possible(problem: Problem) -> bool:
@@ -97,10 +91,8 @@ def given(problem: Problem) -> list[Any]:
     """The problem's inputs, stacked, as `passes` takes them."""
     inputs, size = problem.inputs(), problem.world_size
     found = [stacked(problem, inputs[name]) for name in OPERANDS]
-    if _is_general(problem):
-        for name, like in (("q_segments", "q"), ("kv_segments", "k")):
-            ids = inputs.get(name, np.zeros(inputs[like].shape[:2], np.int32))
-            found.append(stacked(problem, ids))
+    if problem.segments:
+        found += [stacked(problem, inputs[name]) for name in ("q_segments", "kv_segments")]
     if problem.slopes:
         shape = (size, problem.batch, problem.heads)
         found.append(np.ascontiguousarray(np.broadcast_to(inputs["alibi_slopes"], shape)))

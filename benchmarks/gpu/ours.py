@@ -65,7 +65,7 @@ class Attention:
     """One problem: its arrays by name, and functions that enqueue the kernels.
 
     `arrays` has q, k, v and, for the backward pass, dout, o, lse, lse_log2, delta and perhaps
-    dlse; for the general variant q_segments and kv_segments. Results are added to it, made by
+    dlse and segments, q_segments and kv_segments. Results are added to it, made by
     `empty(name, shape, dtype)`. It must live as long as the functions are called.
     """
 
@@ -145,13 +145,23 @@ class Attention:
         k, v = (self.arrays[name][:, keys] for name in ("k", "v"))
         shape = rectangle(q, k, shifted(self._band, queries, keys), q.shape[3] ** -0.5)
         found = {"rectangle": shape, "q": rows(q), "k": rows(k), "v": rows(v)}
+        found["features"] = {"soft_cap": self._soft_cap}
         if "q_segments" in self.arrays:
-            found["general"] = {
-                "q_segments": rows(self.arrays["q_segments"][:, queries]),
-                "kv_segments": rows(self.arrays["kv_segments"][:, keys]),
-                "soft_cap": self._soft_cap,
+            found["features"]["segments"] = {
+                "queries": rows(self.arrays["q_segments"][:, queries]),
+                "keys": rows(self.arrays["kv_segments"][:, keys]),
+                "ranges": rows(self._ranges()),
             }
         return found
+
+    def _ranges(self) -> Any:
+        """Room for what launches find out about segments."""
+        if "ranges" not in self.arrays:
+            ids = self.arrays["q_segments"]
+            length = max(ids.shape[1], self.arrays["kv_segments"].shape[1])
+            shape = (ids.shape[0], -(-length // 64), 4)
+            self.arrays["ranges"] = self._empty("ranges", shape, ids.dtype)
+        return self.arrays["ranges"]
 
     def _gradient(self, queries: slice, keys: slice) -> dict[str, Any]:
         per_row = {n: statistics(self.arrays[n][:, :, queries]) for n in ("lse_log2", "delta")}

@@ -177,8 +177,9 @@ def attention(
         sends fewer bytes.
       backward_order: the order in which kernels of GPUs add to a gradient. ``fixed``: one order, so
         every run gives the same bits. ``any``: any order, so gradients differ from run to run in
-        the last bits; GPU kernels do not use this freedom yet. On CPU devices both give the same
-        bits, in every run.
+        the last bits, and one kernel computes all of them where it can: queries stay at home
+        (``backward="keys"``), no feature but segments, heads of up to 128 columns, on Hopper and
+        its successors in data centers. On CPU devices both give the same bits, in every run.
       residual_dtype: ``"float32"``, on CPU devices only, keeps out in float32 for the backward
         pass, at two more bytes a value than out in 16 bits. By default out is kept in query's
         dtype, but in float32 for up to 256 keys and for windows of up to 64. The gradients of

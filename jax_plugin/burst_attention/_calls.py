@@ -163,7 +163,6 @@ def _cuda_call(
     **attributes: Any,
 ) -> Arrays:
     """`in_place`: what the last results start from."""
-    extras = _for_kernels(ring, operands, extras)
     options = _options(ring, extras)
     attributes |= {
         "softmax_scale": _positive_scale(ring),
@@ -184,17 +183,6 @@ def _cuda_call(
 def _last(all_of_them: tuple[Any, ...], some: tuple[Any, ...]) -> range:
     """Indices of the last so many."""
     return range(len(all_of_them) - len(some), len(all_of_them))
-
-
-def _for_kernels(ring: Ring, operands: Arrays, extras: Extras) -> Extras:
-    """With segments where the general variant of the kernels computes: that compares them."""
-    q, k, v, *_ = operands
-    featured = ring.soft_cap or extras.slopes is not None or extras.dropout is not None
-    general = featured or v.shape[3] != q.shape[3]
-    if extras.q_segments is not None or not general:
-        return extras
-    one = [vary(jnp.zeros(x.shape[:2], jnp.int32), ring.varying) for x in (q, k)]
-    return extras._replace(q_segments=one[0], kv_segments=one[1])
 
 
 def _options(ring: Ring, extras: Extras) -> dict[str, Any]:

@@ -1,138 +1,10 @@
-//! Which images exist: kernels × element types × tile widths × targets, and their tile shapes.
+//! Which images exist: kernels × sets of features × element types × tile widths × targets.
 
 use std::fmt;
 
-use crate::record::{
-    Argument, DELTA, FINISH, FORWARD, FORWARD_GENERAL, JOIN, KEY_GRADS, KEY_GRADS_GENERAL,
-    LINEAR_ATTEND, LINEAR_STATE, MERGE, QUERY_GRADS, QUERY_GRADS_GENERAL,
-};
-
-/// A kernel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Kernel {
-    /// Folds a rectangle of keys into the running softmax of its queries.
-    Forward,
-    /// Adds a rectangle's part to dk and dv.
-    KeyGrads,
-    /// Adds a rectangle's part to dq.
-    QueryGrads,
-    /// As [`Kernel::Forward`], with segments, a soft cap, ALiBi and dropout.
-    ForwardGeneral,
-    /// As [`Kernel::KeyGrads`], with segments, a soft cap, ALiBi and dropout.
-    KeyGradsGeneral,
-    /// As [`Kernel::QueryGrads`], with segments, a soft cap, ALiBi and dropout.
-    QueryGradsGeneral,
-    /// Per-row statistics for the backward pass.
-    Delta,
-    /// Adds two accumulators and casts.
-    Finish,
-    /// Adds an accumulator to another.
-    Merge,
-    /// Adds a running softmax state to another.
-    Join,
-    /// The states that parts of a sequence leave, in linear attention.
-    LinearState,
-    /// What tokens get in linear attention, given those states.
-    LinearAttend,
-}
-
-impl Kernel {
-    /// Those of softmax attention.
-    pub const SOFTMAX: [Kernel; 10] = [
-        Kernel::Forward,
-        Kernel::KeyGrads,
-        Kernel::QueryGrads,
-        Kernel::ForwardGeneral,
-        Kernel::KeyGradsGeneral,
-        Kernel::QueryGradsGeneral,
-        Kernel::Delta,
-        Kernel::Finish,
-        Kernel::Merge,
-        Kernel::Join,
-    ];
-
-    /// Those of linear attention.
-    pub const LINEAR: [Kernel; 2] = [Kernel::LinearState, Kernel::LinearAttend];
-
-    /// All kernels.
-    pub const ALL: [Kernel; 12] = {
-        let mut all = [Kernel::LinearState; 12];
-        let mut n = 0;
-        while n < Kernel::SOFTMAX.len() {
-            all[n] = Kernel::SOFTMAX[n];
-            n += 1;
-        }
-        all[n] = Kernel::LINEAR[0];
-        all[n + 1] = Kernel::LINEAR[1];
-        all
-    };
-
-    /// Name of the kernel's function.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Kernel::Forward => "attention_fwd",
-            Kernel::KeyGrads => "attention_bwd_dkdv",
-            Kernel::QueryGrads => "attention_bwd_dq",
-            Kernel::ForwardGeneral => "attention_fwd_general",
-            Kernel::KeyGradsGeneral => "attention_bwd_dkdv_general",
-            Kernel::QueryGradsGeneral => "attention_bwd_dq_general",
-            Kernel::Delta => "delta",
-            Kernel::Finish => "finish",
-            Kernel::Merge => "merge",
-            Kernel::Join => "join",
-            Kernel::LinearState => "linear_state",
-            Kernel::LinearAttend => "linear_attend",
-        }
-    }
-
-    /// Its arguments in order.
-    pub const fn arguments(self) -> &'static [Argument] {
-        match self {
-            Kernel::Forward => FORWARD,
-            Kernel::KeyGrads => KEY_GRADS,
-            Kernel::QueryGrads => QUERY_GRADS,
-            Kernel::ForwardGeneral => FORWARD_GENERAL,
-            Kernel::KeyGradsGeneral => KEY_GRADS_GENERAL,
-            Kernel::QueryGradsGeneral => QUERY_GRADS_GENERAL,
-            Kernel::Delta => DELTA,
-            Kernel::Finish => FINISH,
-            Kernel::Merge => MERGE,
-            Kernel::Join => JOIN,
-            Kernel::LinearState => LINEAR_STATE,
-            Kernel::LinearAttend => LINEAR_ATTEND,
-        }
-    }
-
-    /// The plain kernel that a general one does more than; any other is itself.
-    pub const fn plain(self) -> Kernel {
-        match self {
-            Kernel::ForwardGeneral => Kernel::Forward,
-            Kernel::KeyGradsGeneral => Kernel::KeyGrads,
-            Kernel::QueryGradsGeneral => Kernel::QueryGrads,
-            kernel => kernel,
-        }
-    }
-
-    /// Has it a loop of matrix products?
-    pub const fn is_attention(self) -> bool {
-        !matches!(self, Kernel::Delta | Kernel::Finish | Kernel::Merge | Kernel::Join)
-    }
-
-    /// Is it of linear attention?
-    pub const fn is_linear(self) -> bool {
-        matches!(self, Kernel::LinearState | Kernel::LinearAttend)
-    }
-
-    /// Is it for activations of a type? Otherwise it has its images under [`Element::Bf16`] alone.
-    pub const fn is_typed(self) -> bool {
-        !matches!(self, Kernel::Merge)
-    }
-
-    /// The types of activations that it has images for.
-    pub const fn elements(self) -> &'static [Element] {
-        if self.is_typed() { &Element::ALL } else { &[Element::Bf16] }
-    }
-}
+use crate::features::FeatureSet;
+pub use crate::kernel::Kernel;
+use crate::kernel::Task;
 
 /// Type of the activations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -232,11 +104,13 @@ pub struct TileShape {
     pub warps: i32,
 }
 
-/// One image: a kernel for one element type, tile width and target.
+/// One image: a kernel for one set of features, element type, tile width and target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Instance {
     /// The kernel.
     pub kernel: Kernel,
+    /// What it does beside the band.
+    pub features: FeatureSet,
     /// Type of the activations.
     pub element: Element,
     /// Columns of a tile, one of [`WIDTHS`].
@@ -247,9 +121,9 @@ pub struct Instance {
 
 impl fmt::Display for Instance {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Instance { kernel, element, width, target } = self;
-        write!(f, "{}_", kernel.name())?;
-        if kernel.is_typed() {
+        let Instance { kernel, features, element, width, target } = self;
+        write!(f, "{}{features}_", kernel.name())?;
+        if kernel.spec().typed {
             write!(f, "{}_", element.name())?;
         }
         write!(f, "d{width}_{}", target.name())
@@ -257,6 +131,11 @@ impl fmt::Display for Instance {
 }
 
 impl Instance {
+    /// A kernel's image without features.
+    pub const fn plain(kernel: Kernel, element: Element, width: i32, target: Target) -> Instance {
+        Instance { kernel, features: FeatureSet::NONE, element, width, target }
+    }
+
     /// All images.
     pub fn all() -> impl Iterator<Item = Instance> {
         Target::ALL.into_iter().flat_map(Instance::of_target)
@@ -264,11 +143,39 @@ impl Instance {
 
     /// All images of a target.
     pub fn of_target(target: Target) -> impl Iterator<Item = Instance> {
-        Kernel::ALL.into_iter().flat_map(move |kernel| {
-            kernel.elements().iter().flat_map(move |&element| {
-                WIDTHS.map(|width| Instance { kernel, element, width, target })
+        let of_kernel = move |kernel: Kernel| {
+            let sets = kernel.spec().features.iter();
+            sets.flat_map(move |&features| {
+                kernel.elements().iter().flat_map(move |&element| {
+                    WIDTHS.map(|width| Instance { kernel, features, element, width, target })
+                })
             })
-        })
+        };
+        Kernel::ALL.into_iter().flat_map(of_kernel).filter(Instance::exists)
+    }
+
+    /// Whether there is such an image. Sets of some features have images where models use them most:
+    /// up to 128 columns, on Hopper and its successors in data centers, and in bfloat16 except for
+    /// the fused backward pass.
+    fn exists(&self) -> bool {
+        const FUSED_SEGMENTS: FeatureSet = FeatureSet::FUSED.and(FeatureSet::SEGMENTS);
+        let Instance { kernel, features, element, width, target } = *self;
+        match features {
+            _ if kernel == Kernel::SegmentRanges => width == WIDTHS[0],
+            FeatureSet::NONE | FeatureSet::WINDOW | FeatureSet::ALL => true,
+            _ if width > 128 => false,
+            _ if !matches!(target, Target::Sm90 | Target::Sm100 | Target::Sm103) => false,
+            // Slower than two kernels.
+            features if width == 64 && features.has(FUSED_SEGMENTS) => false,
+            features => element == Element::Bf16 || features == FeatureSet::FUSED,
+        }
+    }
+
+    /// The image with the fewest features that computes what has `self.features`; none if that is to
+    /// be a fused one and there is none.
+    pub fn smallest(self) -> Option<Instance> {
+        let sets = self.kernel.spec().features.iter().filter(|set| set.serves(self.features));
+        sets.map(|&features| Instance { features, ..self }).find(Instance::exists)
     }
 
     /// Name of the function in the image.
@@ -276,89 +183,40 @@ impl Instance {
         format!("{}_entry", self.kernel.name())
     }
 
-    /// Its tile shape, chosen by what the compiler makes of it: no spills first, then, on sm_90, the
-    /// cycles that the model gives its main loops. `quality.tsv` and `loops.tsv` have the outcome.
-    pub fn tile(&self) -> TileShape {
-        let tile = |rows, keys, warps| TileShape { rows, keys, warps };
-        match (self.kernel, self.target, self.width) {
-            // The general variants keep more tiles of pairs at once.
-            (Kernel::KeyGradsGeneral, Target::Sm80 | Target::Sm120, 64) => tile(32, 64, 8),
-            (Kernel::KeyGradsGeneral, Target::Sm80 | Target::Sm120, 128) => tile(16, 64, 8),
-            (Kernel::QueryGradsGeneral, Target::Sm80, 64) => tile(64, 32, 8),
-            (Kernel::QueryGradsGeneral, Target::Sm80, 128) => tile(64, 16, 8),
-            (Kernel::KeyGradsGeneral, Target::Sm90, 128) => tile(64, 64, 8),
-            (Kernel::QueryGradsGeneral, Target::Sm90, 64) => tile(128, 64, 8),
-            (Kernel::QueryGradsGeneral, Target::Sm90, 256) => tile(64, 64, 8),
-            (Kernel::QueryGradsGeneral, Target::Sm120, 128) => tile(64, 32, 8),
-            (Kernel::ForwardGeneral, Target::Sm100 | Target::Sm103, 64) => tile(128, 64, 8),
-            (Kernel::ForwardGeneral, Target::Sm100 | Target::Sm103, 128) => tile(128, 32, 8),
-            (Kernel::QueryGradsGeneral, Target::Sm100 | Target::Sm103, 64) => tile(128, 64, 8),
-            _ => self.plain_tile(),
-        }
-    }
-
-    fn plain_tile(&self) -> TileShape {
-        let tile = |rows, keys, warps| TileShape { rows, keys, warps };
-        let blackwell = matches!(self.target, Target::Sm100 | Target::Sm103);
-        match (self.kernel.plain(), self.target, self.width) {
-            (kernel, target, width) if kernel.is_linear() => linear_tile(target, width),
-            (kernel, _, width) if !kernel.is_attention() => {
-                tile(if width == 256 { 32 } else { 64 }, 0, 4)
-            }
-            (Kernel::Forward, _, 64) => tile(128, 128, 8),
-            (Kernel::Forward, Target::Sm80, 128) => tile(64, 64, 4),
-            (Kernel::Forward, Target::Sm80, _) => tile(64, 32, 4),
-            (Kernel::Forward, Target::Sm120, 256) => tile(64, 32, 8),
-            (Kernel::Forward, _, 128) if blackwell => tile(128, 128, 8),
-            (Kernel::Forward, _, 256) if blackwell => tile(64, 64, 8),
-            (Kernel::Forward, _, _) => tile(128, 64, 8),
-            (Kernel::KeyGrads, Target::Sm80, 64) => tile(64, 64, 8),
-            (Kernel::KeyGrads, Target::Sm80, 128) => tile(32, 64, 8),
-            (Kernel::KeyGrads, Target::Sm80, _) => tile(32, 32, 8),
-            (Kernel::KeyGrads, Target::Sm120, 64) => tile(32, 128, 8),
-            (Kernel::KeyGrads, Target::Sm120, 128) => tile(32, 64, 8),
-            (Kernel::KeyGrads, Target::Sm120, _) => tile(16, 32, 4),
-            (Kernel::KeyGrads, Target::Sm90, 128) => tile(128, 64, 8),
-            (Kernel::KeyGrads, _, 256) if blackwell => tile(32, 32, 8),
-            (Kernel::KeyGrads, _, 64 | 128) => tile(64, 128, 8),
-            (Kernel::KeyGrads, _, _) => tile(32, 64, 8),
-            (Kernel::QueryGrads, Target::Sm80, 64) => tile(64, 64, 4),
-            (Kernel::QueryGrads, Target::Sm80, 128) => tile(64, 32, 8),
-            (Kernel::QueryGrads, Target::Sm80, _) => tile(64, 16, 8),
-            (Kernel::QueryGrads, Target::Sm120, 64) => tile(128, 64, 8),
-            (Kernel::QueryGrads, Target::Sm120, 128) => tile(128, 32, 8),
-            (Kernel::QueryGrads, Target::Sm120, _) => tile(32, 32, 4),
-            (Kernel::QueryGrads, Target::Sm90, 64) => tile(128, 64, 8),
-            (Kernel::QueryGrads, _, 64) => tile(128, 128, 8),
-            (Kernel::QueryGrads, _, 128) => tile(128, 64, 8),
-            (_, _, _) => tile(64, 64, 4),
-        }
-    }
-
-    /// What the kernel is instantiated with: element type, if it has one, and tile sizes, in its order.
+    /// What the kernel is instantiated with, in its order: element type if it has one, tile sizes,
+    /// and how it has each feature.
     pub fn generics(&self) -> Vec<String> {
         let TileShape { rows, keys, .. } = self.tile();
         let mut generics = Vec::new();
-        if self.kernel.is_typed() {
-            generics.push(self.element.name().to_owned());
+        let mut number = |number: i32| generics.push(number.to_string());
+        if self.kernel == Kernel::SegmentRanges {
+            // Blocks of rows that are looked at at once, and their rows.
+            number(32);
+            number(32 * rows);
+            return generics;
         }
-        generics.push(rows.to_string());
+        number(rows);
         if keys > 0 {
-            generics.push(keys.to_string());
+            number(keys);
         }
-        generics.push(self.width.to_string());
+        number(self.width);
+        if self.kernel == Kernel::Forward {
+            number(keys / self.lanes());
+            number(self.lanes());
+        }
+        if self.kernel.spec().typed {
+            generics.insert(0, self.element.name().to_owned());
+        }
+        if self.kernel.spec().task == Task::Keys {
+            generics.push(i32::from(self.features.has(FeatureSet::FUSED)).to_string());
+        }
+        if matches!(self.kernel.spec().task, Task::Keys | Task::Queries) {
+            use FeatureSet as F;
+            let modes = [F::SEGMENTS, F::SOFT_CAP, F::SLOPES, F::DROPOUT];
+            let window = if self.has_one_loop() { "2" } else { self.features.mode(F::WINDOW) };
+            generics.push(window.to_owned());
+            generics.extend(modes.map(|feature| self.features.mode(feature).to_owned()));
+        }
         generics
     }
-}
-
-/// Linear attention keeps a state of `width` rows and a tile's columns, which are the same on all
-/// targets: callers make room for a row of products of each. Four warps do up to the width where the
-/// compiler begins to spill.
-fn linear_tile(target: Target, width: i32) -> TileShape {
-    let most = match target {
-        Target::Sm80 => 0,
-        Target::Sm120 => 64,
-        _ => 128,
-    };
-    TileShape { rows: 64, keys: 64, warps: if width > most { 8 } else { 4 } }
 }

@@ -11,7 +11,7 @@ use super::rank::{Arrays, Memory};
 use super::recording::{Recording, reads, writes};
 use crate::error::{Error, Result};
 use crate::kernel::{AttentionKernel, BackwardOperands};
-use crate::problem::{Dtype, Features, Order, Problem};
+use crate::problem::{Dtype, Problem};
 use crate::schedule::{Chunk, Merge, Payload, Place, Schedule, State, Tile};
 
 /// Puts the launches of one rank on a tape.
@@ -27,8 +27,8 @@ pub struct TapeKernel<'a> {
     begun: usize,
     /// Tiles of this step that have had their turn, in each of the two halves of a backward tile.
     turns: [usize; 2],
-    /// The order of sums in the backward pass.
-    pub backward_order: Order,
+    /// Whether one kernel computes all gradients of a tile and adds to dq at home, in any order.
+    pub(super) fused: bool,
 }
 
 /// The CUDA kernels' name of a type.
@@ -49,39 +49,20 @@ pub fn element_of(dtype: Dtype) -> Result<Element> {
     }
 }
 
-/// Refuses what no kernel computes.
-///
-/// # Errors
-/// [`Error::Unsupported`] with what to do.
-fn check_features(problem: &Problem) -> Result<()> {
-    let Features { soft_cap, segments, slopes, dropout } = problem.features;
-    let general =
-        soft_cap.is_some() || slopes || dropout.is_some() || problem.head_dim != problem.value_dim;
-    if segments || !general {
-        return Ok(());
-    }
-    Err(Error::Unsupported {
-        what: "a soft cap, slopes, dropout or an own head_dim of values without segments".into(),
-        executor: "CUDA",
-        instead: "give segments".into(),
-    })
-}
-
 impl<'a> TapeKernel<'a> {
     /// For one rank's schedule.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for float32, and for features without segments.
+    /// [`Error::Unsupported`] for float32.
     pub fn new(
         schedule: &'a Schedule,
         target: Target,
         memory: Memory<'a>,
         last: &'a Last,
         tape: &'a Recording,
-        backward_order: Order,
+        fused: bool,
     ) -> Result<TapeKernel<'a>> {
         let element = element_of(memory.problem.dtype)?;
-        check_features(memory.problem)?;
         Ok(TapeKernel {
             schedule,
             target,
@@ -91,7 +72,7 @@ impl<'a> TapeKernel<'a> {
             tape,
             begun: 0,
             turns: [0; 2],
-            backward_order,
+            fused,
         })
     }
 
@@ -112,7 +93,8 @@ impl<'a> TapeKernel<'a> {
             let is_last = self.last.is_tile(Payload::KeyGrads, step, turn);
             self.key_grads(tile, inputs, sums, is_last)?;
         }
-        if let Some(sums) = operands.query_grads.filter(|_| wanted(tile.query_state)) {
+        let query_grads = operands.query_grads.filter(|_| !self.fused);
+        if let Some(sums) = query_grads.filter(|_| wanted(tile.query_state)) {
             let is_last = self.last.is_tile(Payload::QueryGrads, step, turn);
             self.query_grads(tile, inputs, sums, is_last)?;
         }
@@ -127,6 +109,8 @@ impl<'a> TapeKernel<'a> {
         let results = if payload == Payload::KeyGrads { vec![dk, dv] } else { vec![dq] };
         let home = self.memory.home(payload);
         let (heads, dims) = self.sums(payload);
+        let unscaled = self.fused && payload == Payload::QueryGrads;
+        let scale = if unscaled { self.memory.problem.softmax_scale } else { 1.0 };
         for (n, (address, head_dim)) in results.into_iter().zip(dims).enumerate() {
             let launches = Finish {
                 batch: self.memory.problem.batch,
@@ -137,6 +121,7 @@ impl<'a> TapeKernel<'a> {
                 a: home.rows_at(n, rows),
                 b: arrived.map(|arrived| arrived.rows_at(n, rows)),
                 out: self.memory.result(address, payload, head_dim).rows_at(0, rows),
+                scale,
             };
             let uses = [reads(home.region)].into_iter().chain(arrived.map(|b| reads(b.region)));
             self.push(launches.launches(self.target)?, &Vec::from_iter(uses));
@@ -249,7 +234,7 @@ impl AttentionKernel for TapeKernel<'_> {
                 let last = last && n + 1 == key_parts.len();
                 let launches = Forward {
                     rectangle: self.rectangle(part, rows, tile.band),
-                    general: self.general(tile, (queries, part), (keys, rows)),
+                    features: self.features(tile, (queries, part), (keys, rows), part.len()),
                     q: queries.rows_at(0, part),
                     k: keys.rows_at(0, rows),
                     v: keys.rows_at(1, rows),
@@ -262,7 +247,7 @@ impl AttentionKernel for TapeKernel<'_> {
                     last,
                 };
                 let uses = [reads(queries.region), reads(keys.region), writes(partial.region)];
-                self.push(launches.launches(self.target)?, &uses);
+                self.push_tile(launches.launches(self.target)?, &uses);
             }
         }
         Ok(())
@@ -276,6 +261,7 @@ impl AttentionKernel for TapeKernel<'_> {
         let queries = self.memory.home(Payload::Queries);
         let o = self.memory.result(o, Payload::Queries, head_dim);
         let [lse, dlse] = [lse, dlse].map(|address| self.memory.per_query(address));
+        let sums = self.fused.then(|| self.memory.home(Payload::QueryGrads));
         for part in &self.parts(&(0..q_len)) {
             let launches = Delta {
                 batch,
@@ -289,8 +275,11 @@ impl AttentionKernel for TapeKernel<'_> {
                 dlse: Some(dlse.rows_at(0, part)),
                 lse_log2: queries.statistics_at(2, part),
                 delta: queries.statistics_at(3, part),
+                zeros: sums.as_ref().map(|sums| sums.rows_at(0, part)),
             };
-            self.push(launches.launches(self.target)?, &[writes(queries.region)]);
+            let uses = [writes(queries.region)].into_iter();
+            let uses = uses.chain(sums.iter().map(|sums| writes(sums.region)));
+            self.push(launches.launches(self.target)?, &Vec::from_iter(uses));
         }
         Ok(())
     }

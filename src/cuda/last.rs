@@ -20,11 +20,16 @@ pub struct Last {
 }
 
 impl Last {
-    /// Walks the schedule backwards.
-    pub fn of(problem: &Problem, schedule: &Schedule) -> Last {
+    /// Walks the schedule backwards. With `fused`, tiles add to dq at home, and none writes it.
+    pub fn of(problem: &Problem, schedule: &Schedule, fused: bool) -> Last {
         let mut last = Last::default();
         for (payload, len) in own(problem, schedule.pass) {
-            last.of_payload(payload, len, schedule);
+            if fused && payload == Payload::QueryGrads {
+                last.states.insert(payload);
+                last.unfinished.push((payload, 0..len));
+            } else {
+                last.of_payload(payload, len, schedule);
+            }
         }
         last
     }

@@ -36,6 +36,8 @@ pub enum Region {
     Slot(Payload, usize),
     /// Where what a queue sends is put together.
     Staging(Queue),
+    /// Where a launch finds out which rows the segments of others let them see.
+    SegmentRanges,
 }
 
 /// One array of a buffer.

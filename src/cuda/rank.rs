@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use burst_attention_kernels::launch::Rows;
+
 use super::memory::{Array, Buffer, Region};
 use super::tape::Queue;
 use super::workspace::{Workspace, statistics};
@@ -134,6 +136,12 @@ impl Memory<'_> {
     /// Where what a queue sends is put together.
     pub fn staging(&self, queue: Queue) -> Option<u64> {
         self.workspace.at(Region::Staging(queue), self.base)
+    }
+
+    /// Room for what a launch finds out about the segments of `rows` resident rows.
+    pub fn segment_ranges(&self, rows: usize) -> Rows {
+        let address = self.workspace.at(Region::SegmentRanges, self.base).unwrap_or(0);
+        Rows { address, batch_stride: 4 * rows.div_ceil(64) as u64 }
     }
 
     /// A result of the input's type: gradients as what they belong to, `dim` elements a head.

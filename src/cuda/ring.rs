@@ -10,6 +10,7 @@ use super::last::Last;
 use super::rank::{Arrays, Memory};
 use super::recording::Recording;
 use super::tape::{Op, Queue, Work};
+use super::tiles::can_fuse;
 use super::transport::{Pieces, TapeTransport, to_messages};
 use super::workspace::Workspace;
 use crate::engine::walk;
@@ -62,7 +63,8 @@ impl Call {
 
     /// Bytes of workspace that every rank needs.
     pub fn workspace_bytes(&self) -> u64 {
-        Workspace::bytes(&self.problem, &self.schedules())
+        let may_fuse = self.pass == Pass::Backward && self.backward_order == Order::Any;
+        Workspace::bytes(&self.problem, &self.schedules(), may_fuse)
     }
 
     /// The operations of one rank that exchanges messages with the others.
@@ -106,7 +108,8 @@ impl Call {
         given: Given,
     ) -> Result<(Tape, [Option<u64>; Queue::ALL.len()])> {
         let problem = &self.problem;
-        let last = Last::of(problem, schedule);
+        let fused = self.backward_order == Order::Any && can_fuse(problem, schedule, target)?;
+        let last = Last::of(problem, schedule, fused);
         let workspace = Workspace::of_rank(problem, schedule, &last);
         if given.bytes < workspace.bytes {
             let (name, expected) = ("workspace", workspace.bytes);
@@ -114,8 +117,7 @@ impl Call {
         }
         let memory = Memory { problem, arrays, base: given.workspace, workspace: &workspace };
         let tape = Recording::default();
-        let mut kernel =
-            TapeKernel::new(schedule, target, memory, &last, &tape, self.backward_order)?;
+        let mut kernel = TapeKernel::new(schedule, target, memory, &last, &tape, fused)?;
         let mut transport = TapeTransport::new(schedule, memory, &tape);
         walk(schedule, &mut kernel, &mut transport)?;
         let bytes_sent = transport.bytes_sent();

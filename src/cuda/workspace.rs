@@ -38,6 +38,9 @@ impl Workspace {
         if pass == Pass::Backward {
             need(Region::Home(Payload::Queries), statistics(problem, 0..problem.q_len, 0).1);
         }
+        if problem.features.segments {
+            need(Region::SegmentRanges, ranges(problem));
+        }
         for step in &schedule.steps {
             let slot = |place| match place {
                 Place::Slot(slot) => Some(slot),
@@ -67,9 +70,10 @@ impl Workspace {
 
     /// Bytes that are enough on every rank. A batch several times as large needs at most as many
     /// times more.
-    pub fn bytes(problem: &Problem, schedules: &[Schedule]) -> u64 {
+    /// With `fused`, that is also true where no fused kernel computes the backward pass.
+    pub fn bytes(problem: &Problem, schedules: &[Schedule], fused: bool) -> u64 {
         let of_rank = |schedule: &Schedule| {
-            Workspace::of_rank(problem, schedule, &Last::of(problem, schedule)).bytes
+            Workspace::of_rank(problem, schedule, &Last::of(problem, schedule, fused)).bytes
         };
         schedules.iter().map(of_rank).max().unwrap_or(0)
     }
@@ -78,6 +82,12 @@ impl Workspace {
     pub fn at(&self, region: Region, base: u64) -> Option<u64> {
         self.parts.get(&region).map(|part| base + part.start)
     }
+}
+
+/// Bytes of what one launch finds out about the segments of its resident rows.
+fn ranges(problem: &Problem) -> u64 {
+    let Problem { batch, q_len, kv_len, .. } = *problem;
+    (batch * q_len.max(kv_len).div_ceil(64) * 4 * 4) as u64
 }
 
 /// The accumulators of a rank's own rows.

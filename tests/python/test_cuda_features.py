@@ -88,27 +88,27 @@ def attributes(call):
         (
             {"logits_soft_cap": 4.0},
             (),
-            {"logits_soft_cap": 4.0, "has_segments": True},
-            [IDS] * 2,
+            {"logits_soft_cap": 4.0},
+            [],
         ),
         ({}, ("segment_ids",), {"has_segments": True}, [IDS] * 2),
         (
             {"is_causal": True},
             ("alibi_slopes",),
-            {"has_slopes": True, "has_segments": True, "window_right": 0},
-            [IDS, IDS, SLOPES],
+            {"has_slopes": True, "window_right": 0},
+            [SLOPES],
         ),
         (
             {"dropout_rate": 0.25, "dropout_key": np.zeros(2, np.uint32)},
             (),
-            {"dropout_rate": 0.25, "has_segments": True},
-            [IDS, IDS, "2x4xui32"],
+            {"dropout_rate": 0.25},
+            ["2x4xui32"],
         ),
     ],
     ids=["window", "causal window", "wide window", "soft cap", "segments", "slopes", "dropout"],
 )
 def test_attributes_and_operands(asked, device, options, extras, expected, operands):
-    """Where the general variant of the kernels computes, it gets segments; zeros if need be."""
+    """A call gets what its features need."""
     function = sharded(device, extras, schedule="ring", **options)
     text = lowered(both(function), [*shapes(), given(*extras)])
     forward, backward = calls(text)
@@ -154,11 +154,11 @@ def test_values_of_another_width(asked):
     v = jax.ShapeDtypeStruct((*v.shape[:3], 2 * DIM), v.dtype)
     forward, backward = calls(lowered(both(sharded(GPU)), [q, k, v, {}]))
     out, values = "2x256x2x128xbf16", "2x256x1x128xbf16"
-    assert forward.operands == [Q, KV, values, IDS, IDS]
+    assert forward.operands == [Q, KV, values]
     assert forward.results == [out, LSE, "7xui8"]
-    assert backward.operands == [Q, KV, values, out, LSE, out, LSE, IDS, IDS]
+    assert backward.operands == [Q, KV, values, out, LSE, out, LSE]
     assert backward.results == [Q, KV, values, "7xui8"]
-    expected = problem("forward", value_dim=2 * DIM, has_segments=True)
+    expected = problem("forward", value_dim=2 * DIM)
     assert asked["forward"] == expected
 
 

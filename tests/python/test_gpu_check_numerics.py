@@ -247,13 +247,13 @@ def test_virtual_ring_is_called_as_the_library_wants_it(monkeypatch):
     assert "tensor<2x2x35x4xf32>" in forward
 
 
-def test_general_call_gets_segments_slopes_and_the_window(monkeypatch):
+def test_call_with_features_gets_slopes_and_the_window(monkeypatch):
     monkeypatch.setattr(virtual, "_register", lambda: None)
     monkeypatch.setattr(virtual, "workspace_bytes", lambda *_: 7)
     features = {"slopes": True, "soft_cap": 2.0, "window": (9, 4), "is_causal": False}
     one = problem.replace(SMALL, kv_seq=30, value_dim=64, **features)
     given = virtual.given(one)
-    assert [x.shape for x in given[5:]] == [(2, 2, 35), (2, 2, 15), (2, 2, 4)]
+    assert [x.shape for x in given[5:]] == [(2, 2, 4)]
     traced = virtual.passes(one, virtual.Calls()).trace(*given)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     forward, backward = (line for line in text.splitlines() if "stablehlo.custom_call" in line)
@@ -262,9 +262,9 @@ def test_general_call_gets_segments_slopes_and_the_window(monkeypatch):
             "window_left = 9 : i64",
             "window_right = 4 : i64",
             "logits_soft_cap = 2.000000e+00 : f32",
-            "has_segments = true",
+            "has_segments = false",
             "has_slopes = true",
-            "tensor<2x2x35xi32>, tensor<2x2x15xi32>, tensor<2x2x4xf32>",
+            "tensor<2x2x4xf32>",
             "tensor<2x2x15x2x64xbf16>",
         ):
             assert part in line

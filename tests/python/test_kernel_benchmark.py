@@ -93,7 +93,7 @@ def test_request_becomes_launches_whose_values_fit_the_record(kernels, problem):
     attention.forward()
     (request,) = attention._launcher.requests
     (launch,) = kernels.launches("sm_90", request)
-    assert launch["image"] == "attention_fwd_bf16_d128_sm_90"
+    assert launch["image"] == "attention_fwd_window_bf16_d128_sm_90"
     record = kernels.images[launch["image"]]
     assert launch["grid"] == [512 // record["rows"] * 8 * 2, 1, 1]  # tiles, heads, batch entries
     values, types = library.arguments(launch["values"])

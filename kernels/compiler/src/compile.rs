@@ -6,7 +6,8 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
-use burst_attention_kernels::instances::{Element, Instance, Kernel, TileShape};
+use burst_attention_kernels::instances::Instance;
+use burst_attention_kernels::kernel::{Kernel, KernelSpec};
 use cutile_compiler::ast::Module as Source;
 use cutile_compiler::compile_api::{CompileArtifacts, KernelCompiler};
 use cutile_compiler::cuda_tile_runtime_utils::serialize_tile_ir_bytecode;
@@ -20,30 +21,26 @@ use crate::device;
 /// Stack that the compiler's front end, which recurses deeply, needs.
 pub const STACK: usize = 256 << 20;
 
-/// The module that a kernel stands in: its source and its name.
-fn source(kernel: Kernel) -> (fn() -> Source, &'static str) {
-    macro_rules! module {
-        ($name:ident) => {
-            (device::$name::$name::__module_ast_self, stringify!($name))
+/// The source of a module.
+fn source(module: &str) -> fn() -> Source {
+    macro_rules! among {
+        ($($name:ident)*) => {
+            match module {
+                $(stringify!($name) => device::$name::$name::__module_ast_self,)*
+                other => unreachable!("there is no module {other}"),
+            }
         };
     }
-    match kernel {
-        Kernel::Forward => module!(forward),
-        Kernel::KeyGrads => module!(backward_keys),
-        Kernel::QueryGrads => module!(backward_queries),
-        Kernel::ForwardGeneral => module!(forward_general),
-        Kernel::KeyGradsGeneral => module!(backward_keys_general),
-        Kernel::QueryGradsGeneral => module!(backward_queries_general),
-        Kernel::Delta | Kernel::Finish | Kernel::Merge => module!(rows),
-        Kernel::Join => module!(join),
-        Kernel::LinearState | Kernel::LinearAttend => module!(linear),
-    }
+    among!(forward backward_keys backward_queries segments rows join linear)
 }
+
+/// Kernel, generics, warps.
+type Key = (Kernel, Vec<String>, i32);
 
 /// The compiler's front end, with what it has compiled so far.
 #[derive(Debug, Default)]
 pub struct Front {
-    done: Mutex<HashMap<(Kernel, Element, i32, TileShape), Module>>,
+    done: Mutex<HashMap<Key, Module>>,
 }
 
 impl Front {
@@ -52,7 +49,7 @@ impl Front {
     /// # Errors
     /// What the compiler reports.
     pub fn compile(&self, instance: &Instance) -> Result<Module, String> {
-        let key = (instance.kernel, instance.element, instance.width, instance.tile());
+        let key = (instance.kernel, instance.generics(), instance.tile().warps);
         let found = self.done.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
         let mut module = match found {
             Some(module) => module,
@@ -77,7 +74,7 @@ pub fn bytecode(module: &Module) -> Result<Vec<u8>, String> {
 }
 
 fn compile(instance: &Instance) -> Result<Module, String> {
-    let (source, module) = source(instance.kernel);
+    let KernelSpec { name, module, .. } = *instance.kernel.spec();
     let hints: Vec<(&str, DivHint)> = instance
         .kernel
         .arguments()
@@ -90,7 +87,7 @@ fn compile(instance: &Instance) -> Result<Module, String> {
         .opt_level(3)
         .num_worker_warps_per_cta(instance.tile().warps)
         .occupancy(1);
-    KernelCompiler::new(source, module, instance.kernel.name())
+    KernelCompiler::new(source(module), module, name)
         .target(instance.target.name())
         .generics(instance.generics())
         .scalar_hints(&hints)

@@ -1,15 +1,14 @@
 //! Launch records beside the kernels' own parameter lists.
 
-use burst_attention_kernels::instances::{Instance, Kernel, Target};
-use burst_attention_kernels::record::{Argument, Kind, Shape, View};
+use burst_attention_kernels::features::FeatureSet;
+use burst_attention_kernels::instances::{Element, Instance, Kernel, Target};
+use burst_attention_kernels::record::{Access, Kind, Shape, View};
 
-const SOURCES: [&str; 9] = [
+const SOURCES: [&str; 7] = [
     include_str!("../src/device/forward.rs"),
-    include_str!("../src/device/forward_general.rs"),
     include_str!("../src/device/backward_keys.rs"),
-    include_str!("../src/device/backward_keys_general.rs"),
     include_str!("../src/device/backward_queries.rs"),
-    include_str!("../src/device/backward_queries_general.rs"),
+    include_str!("../src/device/segments.rs"),
     include_str!("../src/device/rows.rs"),
     include_str!("../src/device/join.rs"),
     include_str!("../src/device/linear.rs"),
@@ -44,21 +43,6 @@ fn records_are_the_kernels_parameter_lists() {
         let record: Vec<_> =
             kernel.arguments().iter().map(|argument| (argument.name, argument.kind)).collect();
         assert_eq!(record, parameters(kernel), "{}", kernel.name());
-    }
-}
-
-#[test]
-fn general_kernels_take_what_the_plain_ones_take_and_more() {
-    for kernel in Kernel::ALL.into_iter().filter(|kernel| kernel.plain() != *kernel) {
-        let plain = kernel.plain().arguments();
-        assert!(kernel.arguments().len() > plain.len());
-        for (general, plain) in kernel.arguments().iter().zip(plain) {
-            let taken = |argument: &Argument| {
-                let Argument { name, kind, access, divisor, view, .. } = *argument;
-                (name, kind, access, divisor, view.map(|view| view.shape))
-            };
-            assert_eq!(taken(general), taken(plain), "{}", kernel.name());
-        }
     }
 }
 
@@ -111,6 +95,8 @@ fn every_pointer_has_a_view_that_arguments_of_its_kernel_describe() {
                 Shape::Statistics => &["q_len", "heads"],
                 Shape::QueryTokens => &["q_len"],
                 Shape::KeyTokens => &["kv_len"],
+                Shape::Ranges if kernel == Kernel::KeyGrads => &["kv_len"],
+                Shape::Ranges => &["q_len"],
                 Shape::PerHead => &["heads"],
                 Shape::PerEntry => &[],
                 Shape::LinearQueries => &["rows", "q_heads", "head_dim"],
@@ -125,10 +111,35 @@ fn every_pointer_has_a_view_that_arguments_of_its_kernel_describe() {
             assert!(sizes.iter().all(|size| is_integer(size)), "{name}: {sizes:?}");
             assert_eq!(view.head_stride.is_some(), view.shape.has_head_stride(), "{name}");
             assert!(view.head_stride.is_none_or(is_integer), "{name}: {view:?}");
-            if argument.access.is_optional() {
-                assert!(is_integer(&format!("has_{}", argument.name)), "{name}");
-            }
         }
+    }
+}
+
+#[test]
+fn arrays_that_may_be_left_out_have_a_flag() {
+    for kernel in Kernel::ALL {
+        for argument in kernel.arguments() {
+            let name = format!("{} of {}", argument.name, kernel.name());
+            let may_be_absent = matches!(
+                argument.access,
+                Access::MaybeIn | Access::MaybeUpdate | Access::OptionalOut
+            );
+            assert_eq!(argument.flag.is_some(), may_be_absent, "{name}");
+            let Some(flag) = argument.flag else { continue };
+            let mut flags = kernel.arguments().iter().filter(|other| other.name == flag);
+            assert!(flags.any(|flag| flag.kind == Kind::I32), "{flag} of {name}");
+            assert!(flag.starts_with("has_"), "{flag} of {name}");
+        }
+    }
+}
+
+#[test]
+fn only_kernels_with_fused_images_add_to_dq() {
+    for kernel in Kernel::ALL {
+        let added = kernel.arguments().iter().filter(|it| it.access == Access::FusedAdd);
+        let names: Vec<_> = added.map(|argument| argument.name).collect();
+        let has_fused = kernel.spec().features.iter().any(|set| set.has(FeatureSet::FUSED));
+        assert_eq!(names, if has_fused { vec!["dq_acc"] } else { vec![] }, "{}", kernel.name());
     }
 }
 
@@ -141,6 +152,38 @@ fn names_of_images_tell_them_apart() {
     assert_eq!(names.len(), count);
     assert!(names.contains(&"attention_fwd_bf16_d128_sm_90".to_owned()));
     assert!(names.contains(&"merge_d128_sm_90".to_owned()));
+    assert!(names.contains(&"segment_ranges_d64_sm_90".to_owned()));
+    assert!(names.contains(&"attention_fwd_window_bf16_d256_sm_80".to_owned()));
+    assert!(names.contains(&"attention_fwd_general_f16_d64_sm_120".to_owned()));
+    assert!(names.contains(&"attention_bwd_dq_window_soft_cap_bf16_d64_sm_100".to_owned()));
+    assert!(names.contains(&"attention_bwd_dkdv_fused_window_segments_bf16_d128_sm_90".to_owned()));
+}
+
+/// The image of a name, whose parts from the end on are target, width, element type, features and
+/// kernel.
+fn read_back(name: &str) -> Option<Instance> {
+    let target = Target::ALL.into_iter().find(|target| name.ends_with(target.name()))?;
+    let (rest, width) = name.strip_suffix(target.name())?.strip_suffix('_')?.rsplit_once("_d")?;
+    let element = Element::ALL.into_iter().find_map(|element| {
+        let rest = rest.strip_suffix(element.name())?.strip_suffix('_')?;
+        Some((rest, element))
+    });
+    let (rest, element) = element.unwrap_or((rest, Element::Bf16));
+    let of_kernel = |kernel: Kernel| {
+        let sets = kernel.spec().features.iter();
+        let mut named = sets.filter(move |set| rest == format!("{}{set}", kernel.name()));
+        named.next().map(|&features| (kernel, features))
+    };
+    let mut kernels = Kernel::ALL.into_iter().filter_map(of_kernel);
+    let (Some((kernel, features)), None) = (kernels.next(), kernels.next()) else { return None };
+    Some(Instance { kernel, features, element, width: width.parse().ok()?, target })
+}
+
+#[test]
+fn names_of_images_are_read_back() {
+    for instance in Instance::all() {
+        assert_eq!(read_back(&instance.to_string()), Some(instance), "{instance}");
+    }
 }
 
 #[test]

@@ -1,8 +1,10 @@
 //! Control flow of a listing: basic blocks and natural loops.
 //!
 //! Not every branch backwards closes a loop: compilers move slow paths (a barrier that was not
-//! yet passed) behind the kernel and branch back from there. So a loop is closed only by a branch
-//! to a block that dominates it, one that every way from the entry leads through.
+//! yet passed) behind the kernel and branch back from there. So a loop is closed by a branch to a
+//! block that dominates it, one that every way from the entry leads through. Where a compiler jumps
+//! into the middle of a loop, as it does into one around others, the loop is what its header reaches
+//! and what comes back to it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::{Range, RangeInclusive};
@@ -46,11 +48,12 @@ pub(super) fn loops(listing: &Listing) -> Result<Vec<Loop>, Error> {
     let mut bodies: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
     for &block in &order {
         for &next in flow.successors[block].iter().filter(|&n| position[n] <= position[&block]) {
+            let mut body = flow.natural_loop(next, block);
             if !dominates(next, block) {
-                let address = listing.instructions[flow.blocks[next].start].address;
-                return Err(Error::Irreducible(address));
+                let reached = flow.reached(next);
+                body.retain(|block| reached.contains(block));
             }
-            bodies.entry(next).or_default().extend(flow.natural_loop(next, block));
+            bodies.entry(next).or_default().extend(body);
         }
     }
     let list = |(&header, body): (&usize, &BTreeSet<usize>)| Loop {
@@ -203,6 +206,18 @@ impl Flow {
         }
         body
     }
+
+    /// The blocks that a block reaches, itself included.
+    fn reached(&self, from: usize) -> BTreeSet<usize> {
+        let mut reached = BTreeSet::new();
+        let mut rest = vec![from];
+        while let Some(block) = rest.pop() {
+            if reached.insert(block) {
+                rest.extend(&self.successors[block]);
+            }
+        }
+        reached
+    }
 }
 
 /// Where execution can go on behind an instruction.
@@ -341,9 +356,12 @@ mod tests {
     }
 
     #[test]
-    fn a_loop_entered_at_two_places_is_refused() {
+    fn a_loop_entered_at_two_places_is_what_comes_back_to_its_header() {
         let code = "@P0 BRA `(B)\nA:\nNOP\nB:\nNOP\n@P1 BRA `(A)\nEXIT";
-        assert_eq!(loops(&listing(code)), Err(Error::Irreducible(0x20)));
+        let [(header, body, None)] = &shapes(code)[..] else { panic!("one loop") };
+        assert!([1, 2].contains(header));
+        let body: BTreeSet<_> = body.iter().copied().collect();
+        assert_eq!(body, BTreeSet::from([1, 2, 3]));
     }
 
     #[test]

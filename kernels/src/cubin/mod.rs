@@ -100,9 +100,6 @@ pub enum Error {
         /// Opcode and operands.
         text: String,
     },
-    /// A loop is entered at more than one place, so it is not known what belongs to it.
-    #[error("the loop through {0:#x} has more than one entry")]
-    Irreducible(u64),
     /// Image and disassembly do not belong together.
     #[error("the cubin's kernel is {cubin:?}, the listing's functions are {listing:?}")]
     OtherKernel {

@@ -3,8 +3,11 @@
 use std::ops::Range;
 
 use super::description::Statistics;
-use crate::instances::Kernel;
+use crate::kernel::{Kernel, Task};
 use crate::record::{Argument, Kind, Shape};
+
+/// Rows that share an element of [`Shape::Ranges`].
+pub(super) const RANGE_ROWS: usize = 64;
 
 /// Whose rows an array has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,12 +21,13 @@ pub(super) enum Side {
 impl Side {
     /// The side whose results a block of the kernel keeps.
     pub fn resident(kernel: Kernel) -> Side {
-        if kernel.plain() == Kernel::KeyGrads { Side::Keys } else { Side::Queries }
+        if kernel.spec().task == Task::Keys { Side::Keys } else { Side::Queries }
     }
 
-    /// The side whose rows an array of a shape has.
-    pub fn of(shape: Shape) -> Side {
+    /// The side whose rows an array of a shape has, in a kernel whose blocks keep `resident` rows.
+    pub fn of(shape: Shape, resident: Side) -> Side {
         match shape {
+            Shape::Ranges => resident,
             Shape::Queries | Shape::Results | Shape::QueryTokens => Side::Queries,
             Shape::PerQuery | Shape::Statistics | Shape::PerHead | Shape::PerEntry => Side::Queries,
             Shape::Keys | Shape::Values | Shape::KeyTokens => Side::Keys,
@@ -44,6 +48,7 @@ pub(super) struct Sizes {
     pub q_heads: usize,
     /// Of the products that it writes by row.
     pub dot_heads: usize,
+    pub resident: Side,
 }
 
 /// An array of a description: element (b, r, h, d) lies at
@@ -63,6 +68,8 @@ pub(super) struct Array {
     pub bytes: u64,
     pub batch_stride: u64,
     pub row_stride: u64,
+    /// Rows that share elements.
+    pub rows_together: usize,
     pub head_stride: u64,
     pub heads: u64,
     /// Columns.
@@ -80,6 +87,7 @@ impl Array {
             Shape::Values => (sizes.kv_heads, sizes.value_dim),
             Shape::PerQuery | Shape::Statistics | Shape::PerHead => (sizes.heads, 1),
             Shape::QueryTokens | Shape::KeyTokens => (1, 1),
+            Shape::Ranges => (1, 4),
             Shape::PerEntry => (1, 4),
             Shape::LinearQueries => (sizes.q_heads, sizes.head_dim),
             Shape::LinearKeys => (sizes.kv_heads, sizes.head_dim),
@@ -100,7 +108,8 @@ impl Array {
             name: argument.name,
             stride_name: view.batch_stride,
             head_stride_name: view.head_stride,
-            side: Side::of(view.shape),
+            side: Side::of(view.shape, sizes.resident),
+            rows_together: if view.shape == Shape::Ranges { RANGE_ROWS } else { 1 },
             address: at.address,
             bytes: if argument.kind == Kind::Activations { 2 } else { 4 },
             batch_stride: at.batch_stride,
@@ -122,7 +131,7 @@ impl Array {
 
     /// Elements from the first to the last of `rows` rows of one batch entry.
     pub fn extent(&self, rows: usize) -> u128 {
-        let before_last_row = rows.max(1) as u128 - 1;
+        let before_last_row = rows.div_ceil(self.rows_together).max(1) as u128 - 1;
         let before_last_head = u128::from(self.heads) - 1;
         before_last_row * u128::from(self.row_stride)
             + before_last_head * u128::from(self.head_stride)
@@ -150,7 +159,9 @@ impl Array {
         if !self.is_given() {
             return 0;
         }
-        let elements = batch.start as u64 * self.batch_stride + rows.start as u64 * self.row_stride;
+        // Where rows share elements, every piece has them from the first on.
+        let row = if self.rows_together == 1 { rows.start as u64 } else { 0 };
+        let elements = batch.start as u64 * self.batch_stride + row * self.row_stride;
         self.address + elements * self.bytes
     }
 }

@@ -4,7 +4,7 @@
 
 use super::array::Array;
 use super::error::LaunchError;
-use super::features::{General, Positions};
+use super::features::{Features, Positions};
 use super::job::Job;
 use crate::instances::Kernel;
 
@@ -40,10 +40,6 @@ impl Job {
                 return Err(LaunchError::invalid(name, expected, dim));
             }
         }
-        if self.value_dim != self.head_dim && self.kernel == self.kernel.plain() {
-            let expected = format!("head_dim ({}) where `general` is not given", self.head_dim);
-            return Err(LaunchError::invalid("value_dim", expected, self.value_dim));
-        }
         let scale = self.softmax_scale;
         if !(scale > 0.0 && scale.is_finite() && self.scale_log2().is_finite()) {
             let expected = "positive and finite (for a negative scale negate the queries and dq, \
@@ -55,7 +51,7 @@ impl Job {
 
     /// Features are such that the kernels compute them.
     fn check_features(&self) -> Result<(), LaunchError> {
-        let General { soft_cap, slopes, dropout, .. } = self.general;
+        let Features { soft_cap, slopes, dropout, .. } = self.features;
         // The kernels compute tanh to 1e-7: of a larger cap that would be more than a rounding.
         if soft_cap != 0.0 && !(1e-3..=1e3).contains(&soft_cap) {
             let expected = "0 for none, or from 0.001 to 1000 (leave out a larger one)";
@@ -71,7 +67,7 @@ impl Job {
 
     /// Positions are 32-bit whatever piece they are counted in.
     fn check_positions(&self) -> Result<(), LaunchError> {
-        let Positions { query, key, stride } = self.general.positions;
+        let Positions { query, key, stride } = self.features.positions;
         let rows = self.q_len.max(self.kv_len).next_multiple_of(LONGEST_TILE) as i128;
         let furthest = rows * i128::from(stride);
         for (name, first) in

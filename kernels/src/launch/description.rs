@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use super::features::General;
+use super::features::{Features, Segments};
 use super::job::Job;
 use super::{Launch, LaunchError, MAX_VIEW_BYTES};
 use crate::instances::{Element, Kernel, Target};
@@ -47,7 +47,7 @@ pub struct Rectangle {
     pub kv_heads: usize,
     /// Columns of queries and keys, a multiple of 8 up to 256.
     pub head_dim: usize,
-    /// Columns of values and of the result, as `head_dim`; other than it only with `general`.
+    /// Columns of values and of the result, as `head_dim`.
     pub value_dim: usize,
     /// Type of the activations.
     pub element: Element,
@@ -65,13 +65,14 @@ pub struct Rectangle {
 pub struct Forward {
     /// What sees what.
     pub rectangle: Rectangle,
-    /// Masks and features of the general variant; without, the plain one runs.
-    pub general: Option<General>,
+    /// What is done beside the band.
+    #[serde(default)]
+    pub features: Features,
     /// Queries.
     pub q: Rows,
     /// Keys.
     pub k: Rows,
-    /// Values; without `general` strided as `k`.
+    /// Values.
     pub v: Rows,
     /// State: Σ p·v, float32 as `o`. The three arrays of the state may be missing if `first` and
     /// `last` and one launch is enough.
@@ -96,15 +97,16 @@ pub struct Forward {
 pub struct KeyGrads {
     /// What sees what.
     pub rectangle: Rectangle,
-    /// Masks and features of the general variant; without, the plain one runs.
-    pub general: Option<General>,
+    /// What is done beside the band.
+    #[serde(default)]
+    pub features: Features,
     /// Queries.
     pub q: Rows,
     /// Keys.
     pub k: Rows,
-    /// Values; without `general` strided as `k`.
+    /// Values.
     pub v: Rows,
-    /// Gradient of the result; without `general` strided as `q`.
+    /// Gradient of the result.
     pub dout: Rows,
     /// From [`Delta`].
     pub lse_log2: Statistics,
@@ -113,11 +115,15 @@ pub struct KeyGrads {
     /// Running dk, float32 as `k`. The accumulators may be missing if `first` and `last` and one
     /// launch is enough.
     pub dk_acc: Option<Rows>,
-    /// Running dv, float32 as `v`; without `general` strided as `dk_acc`.
+    /// Running dv, float32 as `v`.
     pub dv_acc: Option<Rows>,
+    /// Running dq / `softmax_scale`, float32 as `q`, never empty: the fused kernel, which
+    /// [`KeyGrads::can_fuse`] tells to exist, adds to it in any order. Without, dq is left alone.
+    #[serde(default)]
+    pub dq_acc: Option<Rows>,
     /// Result, as `k`; needed if `last`.
     pub dk: Option<Rows>,
-    /// Result, as `v`; needed if `last`; without `general` strided as `dk`.
+    /// Result, as `v`; needed if `last`.
     pub dv: Option<Rows>,
     /// The accumulators start at 0 and are not read.
     pub first: bool,
@@ -131,15 +137,16 @@ pub struct KeyGrads {
 pub struct QueryGrads {
     /// What sees what.
     pub rectangle: Rectangle,
-    /// Masks and features of the general variant; without, the plain one runs.
-    pub general: Option<General>,
+    /// What is done beside the band.
+    #[serde(default)]
+    pub features: Features,
     /// Queries.
     pub q: Rows,
     /// Keys.
     pub k: Rows,
-    /// Values; without `general` strided as `k`.
+    /// Values.
     pub v: Rows,
-    /// Gradient of the result; without `general` strided as `q`.
+    /// Gradient of the result.
     pub dout: Rows,
     /// From [`Delta`].
     pub lse_log2: Statistics,
@@ -160,27 +167,22 @@ pub struct QueryGrads {
 }
 
 impl Rectangle {
-    /// A job of the plain or the general kernel.
-    fn job(
-        &self,
-        (plain, featured): (Kernel, Kernel),
-        general: Option<General>,
-        ends: (bool, bool),
-    ) -> Job {
-        let Some(general) = general else { return Job::new(plain, self, ends) };
-        Job { general, ..Job::new(featured, self, ends) }
-            .array("q_segments", Some(general.q_segments))
-            .array("kv_segments", Some(general.kv_segments))
-            .array("slopes", general.slopes)
-            .array("dropout", general.dropout.map(|dropout| dropout.numbers))
+    /// A job of a kernel with some features.
+    fn job(&self, kernel: Kernel, features: Features, ends: (bool, bool)) -> Job {
+        let job = Job { features, ..Job::new(kernel, self, ends) };
+        let rows = |which: fn(Segments) -> Rows| features.segments.map(which);
+        job.array("q_segments", rows(|segments| segments.queries))
+            .array("kv_segments", rows(|segments| segments.keys))
+            .array("ranges", rows(|segments| segments.ranges))
+            .array("slopes", features.slopes)
+            .array("dropout", features.dropout.map(|dropout| dropout.numbers))
     }
 }
 
 impl Forward {
     fn job(&self) -> Job {
-        let kernels = (Kernel::Forward, Kernel::ForwardGeneral);
         self.rectangle
-            .job(kernels, self.general, (self.first, self.last))
+            .job(Kernel::Forward, self.features, (self.first, self.last))
             .array("q", Some(self.q))
             .array("k", Some(self.k))
             .array("v", Some(self.v))
@@ -193,10 +195,16 @@ impl Forward {
 }
 
 impl KeyGrads {
+    /// Whether an image on `target` does what these launches do and adds to dq too.
+    pub fn can_fuse(rectangle: &Rectangle, features: &Features, target: Target) -> bool {
+        let ends = (true, false);
+        let job = Job { fused: true, ..rectangle.job(Kernel::KeyGrads, *features, ends) };
+        job.instance(target).is_some()
+    }
+
     fn job(&self) -> Job {
-        let kernels = (Kernel::KeyGrads, Kernel::KeyGradsGeneral);
-        self.rectangle
-            .job(kernels, self.general, (self.first, self.last))
+        let job = self.rectangle.job(Kernel::KeyGrads, self.features, (self.first, self.last));
+        Job { fused: self.dq_acc.is_some(), ..job }
             .array("q", Some(self.q))
             .array("k", Some(self.k))
             .array("v", Some(self.v))
@@ -205,6 +213,7 @@ impl KeyGrads {
             .statistics("delta", Some(self.delta))
             .array("dk_acc", self.dk_acc)
             .array("dv_acc", self.dv_acc)
+            .array("dq_acc", self.dq_acc)
             .array("dk", self.dk)
             .array("dv", self.dv)
     }
@@ -212,10 +221,9 @@ impl KeyGrads {
 
 impl QueryGrads {
     fn job(&self) -> Job {
-        let kernels = (Kernel::QueryGrads, Kernel::QueryGradsGeneral);
-        let job = self.rectangle.job(kernels, self.general, (self.first, self.last));
-        let job = if self.general.is_some() { job.array("dslopes", self.dslopes) } else { job };
-        job.array("q", Some(self.q))
+        self.rectangle
+            .job(Kernel::QueryGrads, self.features, (self.first, self.last))
+            .array("q", Some(self.q))
             .array("k", Some(self.k))
             .array("v", Some(self.v))
             .array("dout", Some(self.dout))
@@ -223,6 +231,7 @@ impl QueryGrads {
             .statistics("delta", Some(self.delta))
             .array("dq_acc", self.dq_acc)
             .array("dq", self.dq)
+            .array("dslopes", self.dslopes)
     }
 }
 

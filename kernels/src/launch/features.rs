@@ -1,20 +1,16 @@
-//! Masks and features of the general variants.
+//! What a launch does beside the band.
 
 use serde::Deserialize;
 
 use super::description::Rows;
+use crate::features::FeatureSet;
 
-/// What the general variants of the kernels do beside: segments, a soft cap, ALiBi, dropout. They
-/// also take values with other columns than keys, and arrays of such columns have strides of their
-/// own.
+/// What a pass does beside the band. The image is the smallest that does all of it.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct General {
-    /// Segment of each query row, `[batch, q_len]` int32: rows see keys of their own segment only,
-    /// and a negative one sees nothing.
-    pub q_segments: Rows,
-    /// Segment of each key row, `[batch, kv_len]` int32.
-    pub kv_segments: Rows,
+#[serde(deny_unknown_fields, default)]
+pub struct Features {
+    /// Rows see those of their own segment only.
+    pub segments: Option<Segments>,
     /// Scores become `cap · tanh(score / cap)`, with a cap from 0.001 to 1000; 0 leaves them.
     pub soft_cap: f32,
     /// ALiBi: slope of each query head, float32 `[batch, heads]`. slope · (position of the key −
@@ -24,6 +20,31 @@ pub struct General {
     pub dropout: Option<Dropout>,
     /// Where the rows are in the sequence; counts with slopes and dropout only.
     pub positions: Positions,
+}
+
+/// The segments of a rectangle's rows.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Segments {
+    /// Segment of each query row, `[batch, q_len]` int32: rows see keys of their own segment only,
+    /// and a negative one sees nothing.
+    pub queries: Rows,
+    /// Segment of each key row, `[batch, kv_len]` int32.
+    pub keys: Rows,
+    /// Room for what the launches find out about the resident rows, int32
+    /// `[batch, ⌈rows / 64⌉, 4]`. Undefined before and after.
+    pub ranges: Rows,
+}
+
+impl Features {
+    /// The set that an image must have.
+    pub(super) fn set(&self) -> FeatureSet {
+        FeatureSet::SEGMENTS
+            .when(self.segments.is_some())
+            .and(FeatureSet::SOFT_CAP.when(self.soft_cap != 0.0))
+            .and(FeatureSet::SLOPES.when(self.slopes.is_some()))
+            .and(FeatureSet::DROPOUT.when(self.dropout.is_some()))
+    }
 }
 
 /// Drops weights after the softmax, and divides what is left by 1 − `rate`. Whether a weight stays

@@ -5,7 +5,7 @@ use std::f64::consts::LOG2_E;
 use super::Launch;
 use super::array::{Array, Side};
 use super::error::LaunchError;
-use super::features::General;
+use super::features::Features;
 use super::job::Job;
 use super::order::Order;
 use super::split::Piece;
@@ -39,13 +39,13 @@ impl Job {
 
     /// 2 · softmax_scale · log2 e / soft cap.
     fn twice_by_cap(&self) -> f32 {
-        let soft_cap = self.general.soft_cap;
+        let soft_cap = self.features.soft_cap;
         if soft_cap == 0.0 { 0.0 } else { 2.0 * self.scale_log2() / soft_cap }
     }
 
     /// Position of a row; what was checked fits 32 bits.
     fn position(&self, first: i64, row: usize) -> Value {
-        Value::I32((first + self.general.positions.stride * row as i64) as i32)
+        Value::I32((first + self.features.positions.stride * row as i64) as i32)
     }
 
     /// The value of an argument in the launch of a piece.
@@ -56,14 +56,15 @@ impl Job {
         order: Order,
     ) -> Result<Value, LaunchError> {
         let rows = |side| piece.rows(side).len().max(1) as u64;
-        let General { dropout, positions, .. } = self.general;
+        let Features { dropout, positions, .. } = self.features;
         let integer = match argument.name {
             name if argument.kind.is_pointer() => {
                 return Ok(Value::Pointer(self.address(name, piece)));
             }
             "scale_log2" => return Ok(Value::F32(self.scale_log2())),
+            "scale" => return Ok(Value::F32(self.scale)),
             "softmax_scale" => return Ok(Value::F32(self.softmax_scale)),
-            "cap_log2" => return Ok(Value::F32(self.general.soft_cap * LOG2_E as f32)),
+            "cap_log2" => return Ok(Value::F32(self.features.soft_cap * LOG2_E as f32)),
             "twice_by_cap" => return Ok(Value::F32(self.twice_by_cap())),
             "threshold" => return Ok(Value::I32(dropout.map_or(0, |d| d.threshold() as i32))),
             "keep_scale" => return Ok(Value::F32(dropout.map_or(1.0, |d| 1.0 / (1.0 - d.rate)))),
@@ -85,7 +86,9 @@ impl Job {
             "last" => piece.last.into(),
             "has_dlse" => self.is_given("dlse").into(),
             "has_b" => self.is_given("b").into(),
-            "has_slopes" => self.general.slopes.is_some().into(),
+            "has_slopes" => self.features.slopes.is_some().into(),
+            "has_segments" => self.features.segments.is_some().into(),
+            "has_zeros" => self.is_given("zeros").into(),
             "has_dropout" => dropout.is_some().into(),
             "has_dslopes" => self.is_given("dslopes").into(),
             stride => self.stride(stride, piece),
@@ -97,7 +100,7 @@ impl Job {
         i32::try_from(integer).map(Value::I32).map_err(too_large)
     }
 
-    fn address(&self, name: &str, piece: &Piece) -> u64 {
+    pub fn address(&self, name: &str, piece: &Piece) -> u64 {
         let array = self.arrays.iter().find(|array| array.name == name);
         let at = array.map(|array| array.at(&piece.batch, piece.rows(array.side)));
         at.unwrap_or_else(|| unreachable!("{} is not described", name))

@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::Launch;
 use super::array::{Array, Side, Sizes};
 use super::description::Statistics;
+use crate::features::FeatureSet;
 use crate::record::{Access, Argument, Shape, Value};
 
 /// The part of an array that a launch may touch, and what it does with it.
@@ -56,7 +57,7 @@ impl Launch {
                 return (states.iter().product(), self.size("head_dim"));
             }
             Shape::LinearSums | Shape::LinearDots => "padded_rows",
-            _ if Side::of(shape) == Side::Keys => "kv_len",
+            _ if Side::of(shape, self.resident()) == Side::Keys => "kv_len",
             _ if self.value("q_len").is_none() => "rows",
             _ => "q_len",
         };
@@ -72,23 +73,29 @@ impl Launch {
     /// Does the launch read what the argument points to, and does it write it?
     fn access(&self, argument: &Argument) -> (bool, bool) {
         let Some(view) = argument.view else { return (false, false) };
-        let resident = Side::resident(self.instance.kernel);
-        // Numbers for dropout are read for each tile that is streamed.
-        let is_resident = Side::of(view.shape) == resident && view.shape != Shape::PerEntry;
+        let resident = self.resident();
+        // Segments and numbers for dropout are read where something is streamed.
+        let is_resident = Side::of(view.shape, resident) == resident && argument.flag.is_none();
         let is_met = self.streams() || is_resident;
+        let is_on = argument.flag.is_none_or(|flag| self.flag(flag));
         match argument.access {
             Access::In => (is_met, false),
-            Access::MaybeIn => (is_met && self.flag(&format!("has_{}", argument.name)), false),
+            Access::MaybeIn => (is_met && is_on, false),
             Access::Out => (false, true),
-            Access::OptionalOut => (false, self.flag(&format!("has_{}", argument.name))),
+            Access::OptionalOut => (false, is_on),
             Access::Update => (true, true),
-            Access::MaybeUpdate => {
-                let is_used = self.flag(&format!("has_{}", argument.name));
-                (is_used, is_used)
+            Access::MaybeUpdate => (is_on, is_on),
+            Access::FusedAdd => {
+                let adds = is_met && self.instance.features.has(FeatureSet::FUSED);
+                (adds, adds)
             }
             Access::MaybeOut => (false, self.flag("last")),
             Access::Carry => (!self.flag("first"), !self.flag("last")),
         }
+    }
+
+    fn resident(&self) -> Side {
+        Side::resident(self.instance.kernel)
     }
 
     /// Does the band let a resident row see anything?
@@ -124,7 +131,8 @@ impl Launch {
         let value_dim = self.value("value_dim").map_or(head_dim, |_| self.size("value_dim"));
         let batch_stride = self.size(view.batch_stride) as u64;
         let head_stride = view.head_stride.map_or(0, |name| self.size(name)) as u64;
-        let sizes = Sizes { heads, kv_heads, head_dim, value_dim, q_heads, dot_heads };
+        let resident = self.resident();
+        let sizes = Sizes { heads, kv_heads, head_dim, value_dim, q_heads, dot_heads, resident };
         Some(Array::new(argument, sizes, Statistics { address, batch_stride, head_stride }))
     }
 }

@@ -3,11 +3,14 @@
 use super::array::{Array, Side, Sizes};
 use super::description::{Rectangle, Rows, Statistics};
 use super::error::LaunchError;
-use super::features::General;
+use super::features::Features;
 use super::order::order;
+use super::per_row::per_row;
 use super::split::{Piece, pieces};
 use super::{Launch, MAX_VIEW_BYTES};
+use crate::features::FeatureSet;
 use crate::instances::{Element, Instance, Kernel, Target, width_of};
+use crate::kernel::Task;
 use crate::record::Argument;
 
 /// Any description, in terms of the kernel's arguments.
@@ -25,8 +28,11 @@ pub(super) struct Job {
     pub lower: i64,
     pub upper: i64,
     pub softmax_scale: f32,
-    /// Without any features where the kernel is a plain one.
-    pub general: General,
+    pub features: Features,
+    /// dq is added to as well.
+    pub fused: bool,
+    /// Factor of sums.
+    pub scale: f32,
     /// Whose results a block keeps.
     pub resident: Side,
     pub first: bool,
@@ -52,7 +58,9 @@ impl Job {
             lower,
             upper,
             softmax_scale,
-            general: General::default(),
+            features: Features::default(),
+            fused: false,
+            scale: 1.0,
             resident: Side::resident(kernel),
             first,
             last,
@@ -76,7 +84,8 @@ impl Job {
 
     fn place(mut self, name: &'static str, at: Statistics) -> Job {
         let Job { heads, kv_heads, head_dim, value_dim, .. } = self;
-        let sizes = Sizes { heads, kv_heads, head_dim, value_dim, q_heads: heads, dot_heads: 0 };
+        let (q_heads, dot_heads, resident) = (heads, 0, self.resident);
+        let sizes = Sizes { heads, kv_heads, head_dim, value_dim, q_heads, dot_heads, resident };
         self.arrays.push(Array::new(self.argument(name), sizes, at));
         self
     }
@@ -100,13 +109,60 @@ impl Job {
         self.check_sizes()?;
         self.check_arrays()?;
         self.lay_out_absent();
-        let Some(width) = width_of(self.head_dim.max(self.value_dim)) else {
-            unreachable!("a tile holds all columns that were accepted");
+        let Some(instance) = self.instance(target) else {
+            let expected = "none, since no fused kernel computes this (see can_fuse)";
+            return Err(LaunchError::invalid("dq_acc", expected, "an accumulator"));
         };
-        let (kernel, element) = (self.kernel, self.element);
-        let instance = Instance { kernel, element, width, target };
         let pieces = pieces(&self, instance.tile(), limit.min(MAX_VIEW_BYTES))?;
-        pieces.iter().map(|piece| self.launch(instance, piece)).collect()
+        let mut launches = Vec::new();
+        for piece in &pieces {
+            if let Some(ranges) = self.ranges(piece) {
+                launches.extend(ranges.launches(target, limit)?);
+            }
+            launches.push(self.launch(instance, piece)?);
+        }
+        Ok(launches)
+    }
+
+    /// The image that computes it; none if that is to be a fused one and there is none.
+    pub fn instance(&self, target: Target) -> Option<Instance> {
+        let width = width_of(self.head_dim.max(self.value_dim))?;
+        let (kernel, element, features) = (self.kernel, self.element, self.feature_set());
+        Instance { kernel, features, element, width, target }.smallest()
+    }
+
+    /// The features that an image must have.
+    fn feature_set(&self) -> FeatureSet {
+        if !matches!(self.kernel.spec().task, Task::Queries | Task::Keys) {
+            return FeatureSet::NONE;
+        }
+        // Whether the first key of the rectangle is hidden from its last query.
+        let window = self.q_len > 0 && self.lower > 1 - self.q_len as i64;
+        let set = self.features.set().and(FeatureSet::WINDOW.when(window));
+        set.and(FeatureSet::FUSED.when(self.fused))
+    }
+
+    /// What finds out which rows the segments of a piece's resident rows let them see; none where
+    /// that is not asked for.
+    fn ranges(&self, piece: &Piece) -> Option<Job> {
+        self.features.segments.filter(|_| piece.lower <= piece.upper)?;
+        let other = if self.resident == Side::Queries { Side::Keys } else { Side::Queries };
+        let array = |side| match side {
+            Side::Queries => "q_segments",
+            Side::Keys => "kv_segments",
+        };
+        let at = |name| {
+            let array = self.arrays.iter().find(|array| array.name == name)?;
+            let address = self.address(name, piece);
+            Some(Rows { address, batch_stride: array.batch_stride })
+        };
+        let [q_len, kv_len] = [self.resident, other].map(|side| piece.rows(side).len());
+        // All rows of the piece, whatever the band lets them see, in the one image that there is.
+        let (kernel, heads, head_dim) = (Kernel::SegmentRanges, 1, 8);
+        let sizes = (piece.batch.len(), q_len, heads, head_dim);
+        let job = Job { kv_len, ..per_row(kernel, sizes, kernel.elements()[0]) };
+        let job = job.array("segments", at(array(self.resident))).array("others", at(array(other)));
+        Some(job.array("ranges", at("ranges")))
     }
 
     /// Gives arrays that are not there a layout, since the kernels make views of them too: as if

@@ -113,7 +113,7 @@ impl LinearState {
     /// takes.
     pub fn instance(&self, kernel: Kernel, target: Target) -> Option<Instance> {
         let width = width_of(self.head_dim.max(self.value_dim))?;
-        Some(Instance { kernel, element: self.element, width, target })
+        Some(Instance::plain(kernel, self.element, width, target))
     }
 
     fn job(&self, kernel: Kernel, q_heads: usize, arrays: &[(&'static str, u64)]) -> Job {
@@ -155,7 +155,7 @@ impl LinearAttend {
 pub fn column_tiles(head_dim: usize, value_dim: usize) -> Option<usize> {
     let width = width_of(head_dim.max(value_dim))?;
     let (kernel, element, target) = (Kernel::LinearAttend, Element::Bf16, Target::Sm90);
-    Some(value_dim.div_ceil(Instance { kernel, element, width, target }.tile().keys as usize))
+    Some(value_dim.div_ceil(Instance::plain(kernel, element, width, target).tile().keys as usize))
 }
 
 /// Either description, in terms of the kernel's arguments.

@@ -33,7 +33,7 @@ mod split;
 
 pub use description::{Forward, KeyGrads, QueryGrads, Rectangle, Rows, Statistics};
 pub use error::LaunchError;
-pub use features::{Dropout, General, Positions};
+pub use features::{Dropout, Features, Positions, Segments};
 pub use footprint::Footprint;
 pub use linear::{LINEAR_TILE, LinearAttend, LinearState, Part, column_tiles};
 pub use per_row::{Delta, Finish, Join, Merge, State};
@@ -121,7 +121,9 @@ impl Launch {
         match argument.access {
             Access::In | Access::MaybeIn => "it is read".to_owned(),
             Access::Out | Access::OptionalOut => "it is written".to_owned(),
-            Access::Update | Access::MaybeUpdate => "it is read and written".to_owned(),
+            Access::Update | Access::MaybeUpdate | Access::FusedAdd => {
+                "it is read and written".to_owned()
+            }
             Access::MaybeOut => "the last launch of these rows writes it".to_owned(),
             Access::Carry => format!(
                 "it carries the state from launch to launch (here first is {}, last {}); what is \
@@ -167,8 +169,15 @@ mod tests {
 
     #[test]
     fn arguments_are_aligned_to_their_own_size() {
-        let argument =
-            |kind| Argument { name: "", kind, view: None, access: Access::In, divisor: 1, doc: "" };
+        let argument = |kind| Argument {
+            name: "",
+            kind,
+            view: None,
+            access: Access::In,
+            flag: None,
+            divisor: 1,
+            doc: "",
+        };
         let places = layout(&[Kind::I32, Kind::Activations, Kind::F32, Kind::I32].map(argument));
         let places: Vec<_> = places.iter().map(|lies| (lies.offset, lies.size)).collect();
         assert_eq!(places, [(0, 4), (8, 8), (16, 4), (20, 4)]);
@@ -177,12 +186,14 @@ mod tests {
     #[test]
     fn values_are_packed_in_the_order_of_the_record() {
         let (kernel, element) = (Kernel::Finish, Element::F16);
-        let instance = Instance { kernel, element, width: 64, target: Target::Sm80 };
+        let instance = Instance::plain(kernel, element, 64, Target::Sm80);
         let mut values = vec![Value::Pointer(0x0102); 3];
-        values.extend([Value::I32(-2); 8]);
+        values.extend([Value::I32(-2); 7]);
+        values.extend([Value::F32(0.5), Value::I32(1)]);
         let packed = Launch { instance, grid: [1, 1, 1], values }.parameters().bytes;
-        assert_eq!(packed.len(), 3 * 8 + 8 * 4);
+        assert_eq!(packed.len(), 3 * 8 + 9 * 4);
         assert_eq!(packed[8..16], [2, 1, 0, 0, 0, 0, 0, 0]);
         assert_eq!(packed[24..28], [0xfe, 255, 255, 255]);
+        assert_eq!(packed[52..], [0, 0, 0, 0x3f, 1, 0, 0, 0]);
     }
 }

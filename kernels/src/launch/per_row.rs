@@ -33,9 +33,12 @@ pub struct Delta {
     pub lse_log2: Statistics,
     /// Result, strided as `lse_log2`.
     pub delta: Statistics,
+    /// Float32 `[batch, q_len, heads, head_dim]` to be set to 0, if there is any.
+    #[serde(default)]
+    pub zeros: Option<Rows>,
 }
 
-/// out = a + b, or a alone, cast from float32 to the type of the activations.
+/// out = scale · (a + b), or of a alone, cast from float32 to the type of the activations.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Finish {
@@ -55,6 +58,13 @@ pub struct Finish {
     pub b: Option<Rows>,
     /// Result.
     pub out: Rows,
+    /// Factor.
+    #[serde(default = "one")]
+    pub scale: f32,
+}
+
+fn one() -> f32 {
+    1.0
 }
 
 /// home += arrived, of float32 accumulators.
@@ -128,13 +138,15 @@ impl Delta {
             .array("dlse", self.dlse)
             .statistics("lse_log2", Some(self.lse_log2))
             .statistics("delta", Some(self.delta))
+            .array("zeros", self.zeros)
     }
 }
 
 impl Finish {
     fn job(&self) -> Job {
         let Finish { batch, rows, heads, head_dim, element, .. } = *self;
-        per_row(Kernel::Finish, (batch, rows, heads, head_dim), element)
+        let rows = per_row(Kernel::Finish, (batch, rows, heads, head_dim), element);
+        Job { scale: self.scale, ..rows }
             .array("a", Some(self.a))
             .array("b", self.b)
             .array("out", Some(self.out))
@@ -167,7 +179,7 @@ impl Join {
 }
 
 /// A job over rows alone: queries that see no keys.
-fn per_row(
+pub(super) fn per_row(
     kernel: Kernel,
     (batch, q_len, heads, head_dim): (usize, usize, usize, usize),
     element: Element,

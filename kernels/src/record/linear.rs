@@ -48,9 +48,9 @@ const ATTEND_ARRAYS: [Argument; 8] = arguments! {
     v: Activations[LinearValues, v_batch_stride] / 16, "values [batch, rows, kv_heads, value_dim]";
     sums: Float32s[LinearSums, sums_batch_stride, sums_head_stride] / 16, "sums of log decays since a tile began, in base 2 [batch, heads, padded_rows]";
     state: Float32s[LinearStates, state_stride] / 16, "the state where each part begins [batch, parts, heads, head_dim, value_dim]";
-    other: Activations[LinearOthers, other_batch_stride] MaybeIn / 16, "what the result is multiplied with [batch, rows, q_heads, value_dim]; read if has_other";
+    other: Activations[LinearOthers, other_batch_stride] MaybeIn(has_other) / 16, "what the result is multiplied with [batch, rows, q_heads, value_dim]; read if has_other";
     o: Activations[LinearResults, o_batch_stride] Out / 16, "result [batch, rows, heads, value_dim]";
-    dots: Float32s[LinearDots, dots_batch_stride, sums_head_stride] OptionalOut / 16, "rowsum(o ∘ other) of each tile of columns [batch, heads · tiles, padded_rows]; written if has_dots";
+    dots: Float32s[LinearDots, dots_batch_stride, sums_head_stride] OptionalOut(has_dots) / 16, "rowsum(o ∘ other) of each tile of columns [batch, heads · tiles, padded_rows]; written if has_dots";
 };
 
 const ATTEND_HEADS: [Argument; 3] = arguments! {

@@ -35,31 +35,25 @@ impl Kind {
 pub enum Access {
     /// Reads it.
     In,
-    /// Reads it as [`Access::In`] if `has_` and its name is 1; else nothing touches what it points
-    /// to.
+    /// Reads it as [`Access::In`] if its flag is 1; else nothing touches what it points to.
     MaybeIn,
-    /// Reads it and writes it, each element once, if `has_` and its name is 1; else nothing touches
-    /// what it points to.
+    /// Reads it and writes it, each element once, if its flag is 1; else nothing touches what it
+    /// points to.
     MaybeUpdate,
+    /// Adds to it in a fused image, several blocks to an element, in any order; else nothing touches
+    /// what it points to.
+    FusedAdd,
     /// Writes it, each element once.
     Out,
     /// Writes it if `last`; else nothing touches what it points to.
     MaybeOut,
-    /// Writes it as [`Access::Out`] if `has_` and its name is 1; else nothing touches what it
-    /// points to.
+    /// Writes it as [`Access::Out`] if its flag is 1; else nothing touches what it points to.
     OptionalOut,
     /// Reads it and writes it, each element once.
     Update,
     /// Reads it unless `first`, writes it unless `last`; if both, nothing touches what it points to.
     /// A kernel without `first` always reads it.
     Carry,
-}
-
-impl Access {
-    /// Does `has_` and the argument's name say whether it is used?
-    pub const fn is_optional(self) -> bool {
-        matches!(self, Access::MaybeIn | Access::MaybeUpdate | Access::OptionalOut)
-    }
 }
 
 /// What the elements of an array are of, outermost first; all but entries, and heads of
@@ -72,7 +66,7 @@ pub enum Shape {
     Keys,
     /// `[batch, q_len, heads, value_dim]`; where a kernel has no `value_dim` it is `head_dim`.
     Results,
-    /// `[batch, kv_len, kv_heads, value_dim]`; see [`Shape::Results`].
+    /// `[batch, kv_len, kv_heads, value_dim]`.
     Values,
     /// `[batch, q_len, heads]`.
     PerQuery,
@@ -82,6 +76,8 @@ pub enum Shape {
     QueryTokens,
     /// `[batch, kv_len]`.
     KeyTokens,
+    /// `[batch, ⌈rows / 64⌉, 4]`, of the resident rows.
+    Ranges,
     /// `[batch, heads]`.
     PerHead,
     /// `[batch, 4]`.
@@ -133,6 +129,8 @@ pub struct Argument {
     pub view: Option<View>,
     /// What the kernel does with it.
     pub access: Access,
+    /// The argument that says whether an array is used that may be left out.
+    pub flag: Option<&'static str>,
     /// What the compiler was told divides it: bytes of an address, or the integer itself.
     pub divisor: i32,
     /// What it means.
@@ -160,15 +158,17 @@ impl fmt::Display for Value {
     }
 }
 
-/// Declares arguments: `name: Kind[Shape, batch_stride, head_stride] Access / divisor, "meaning"`.
+/// Declares arguments:
+/// `name: Kind[Shape, batch_stride, head_stride] Access(flag) / divisor, "meaning"`.
 macro_rules! arguments {
     ($($name:ident: $kind:ident $([$shape:ident, $($stride:ident),+])? $($access:ident)?
-       $(/ $divisor:literal)?, $doc:literal;)*) => {
+       $(($flag:ident))? $(/ $divisor:literal)?, $doc:literal;)*) => {
         [$(Argument {
             name: stringify!($name),
             kind: Kind::$kind,
             view: arguments!(@view $($shape $($stride)+)?),
             access: arguments!(@access $($access)?),
+            flag: arguments!(@name $($flag)?),
             divisor: arguments!(@divisor $($divisor)?),
             doc: $doc,
         }),*]
@@ -203,11 +203,9 @@ mod attention;
 mod linear;
 mod rows;
 
-pub use attention::{
-    FORWARD, FORWARD_GENERAL, KEY_GRADS, KEY_GRADS_GENERAL, QUERY_GRADS, QUERY_GRADS_GENERAL,
-};
+pub use attention::{FORWARD, KEY_GRADS, QUERY_GRADS};
 pub use linear::{LINEAR_ATTEND, LINEAR_STATE};
-pub use rows::{DELTA, FINISH, JOIN, MERGE};
+pub use rows::{DELTA, FINISH, JOIN, MERGE, SEGMENT_RANGES};
 
 const fn count(parts: &[&[Argument]]) -> usize {
     let (mut count, mut part) = (0, 0);

@@ -2,14 +2,15 @@
 
 use burst_attention_kernels::instances::{Element, Target};
 use burst_attention_kernels::launch::{
-    Dropout, Finish, Forward, General, LaunchError, Positions, Rectangle, Rows, Statistics,
+    Dropout, Features, Finish, Forward, LaunchError, Positions, Rectangle, Rows, Segments,
+    Statistics,
 };
 use burst_attention_kernels::record::Value;
 use serde::Deserialize;
 use serde::de::IntoDeserializer;
 use serde::de::value::{Error as NameError, MapDeserializer};
 
-use crate::order::{forward, shape};
+use crate::samples::{delta, forward, key_grads, query_grads, segments, shape};
 
 #[track_caller]
 fn assert_refused(description: &Forward, limit: u64, said: &[&str]) {
@@ -34,12 +35,6 @@ fn assert_arrays_refused(change: impl Fn(&mut Forward), said: &[&str]) {
     assert_refused(&description, u64::MAX, said);
 }
 
-/// Segments, and no more.
-fn general() -> General {
-    let segments = Rows { address: 0x6000, batch_stride: 100 };
-    General { q_segments: segments, kv_segments: segments, ..General::default() }
-}
-
 #[test]
 fn a_head_dimension_without_a_kernel() {
     for head_dim in [0, 4, 12, 264] {
@@ -52,12 +47,11 @@ fn a_head_dimension_without_a_kernel() {
 }
 
 #[test]
-fn other_columns_of_values_for_the_plain_kernels() {
-    let said = ["value_dim must be head_dim (128) where `general` is not given, got 64"];
-    assert_shape_refused(|shape| shape.value_dim = 64, &said);
-    let mut description = forward(Rectangle { value_dim: 64, ..shape(100, 100) });
-    description.general = Some(general());
-    assert!(description.launches(Target::Sm90).is_ok());
+fn other_columns_of_values_are_not_refused() {
+    let rectangle = Rectangle { value_dim: 64, ..shape(100, 100) };
+    assert!(forward(rectangle).launches(Target::Sm90).is_ok());
+    assert!(key_grads(rectangle).launches(Target::Sm90).is_ok());
+    assert!(query_grads(rectangle).launches(Target::Sm90).is_ok());
 }
 
 #[test]
@@ -81,10 +75,10 @@ fn a_scale_that_the_kernels_cannot_use() {
 #[test]
 fn a_soft_cap_that_is_none() {
     for soft_cap in [-1.0, 1e-40, 1e4, f32::NAN, f32::INFINITY] {
-        let general = General { soft_cap, ..general() };
+        let features = Features { soft_cap, ..Features::default() };
         let got = format!("got {soft_cap}");
         let said = ["soft_cap must be 0 for none, or from 0.001 to 1000", got.as_str()];
-        assert_arrays_refused(|description| description.general = Some(general), &said);
+        assert_arrays_refused(|description| description.features = features, &said);
     }
 }
 
@@ -92,9 +86,9 @@ fn a_soft_cap_that_is_none() {
 fn a_rate_that_drops_everything() {
     for rate in [-0.1, 1.0, f32::NAN] {
         let dropout = Some(Dropout { numbers: Rows { address: 0x7000, batch_stride: 4 }, rate });
-        let general = General { dropout, ..general() };
+        let features = Features { dropout, ..Features::default() };
         let said = ["rate of dropout must be at least 0 and below 1", &format!("got {rate}")];
-        assert_arrays_refused(|description| description.general = Some(general), &said);
+        assert_arrays_refused(|description| description.features = features, &said);
     }
 }
 
@@ -103,19 +97,20 @@ fn positions_that_the_kernels_cannot_count() {
     let slopes = Some(Rows { address: 0x7000, batch_stride: 32 });
     let at = |query, key, stride| Positions { query, key, stride };
     let refused = |positions, said: &[&str]| {
-        let general = General { slopes, positions, ..general() };
-        assert_arrays_refused(|description| description.general = Some(general), said);
+        let features = Features { slopes, positions, ..Features::default() };
+        assert_arrays_refused(|description| description.features = features, said);
     };
     let said = ["position of the first query must be such that it and 128 rows on are from 0 to"];
     refused(at(5, 0, 1 << 24), &said);
     refused(at(-1, 0, 1), &said);
     let said = ["that of the first key must be", "2147483520, 1 apart"];
     refused(at(0, 2_147_483_520, 1), &said);
-    let none = General { slopes: Some(Rows::default()), ..general() };
-    let said = ["slopes of attention_fwd_general must be the address of an array, got null"];
-    assert_arrays_refused(|description| description.general = Some(none), &said);
-    let general = General { slopes, positions: at(0, 2_147_483_519, 1), ..general() };
-    let description = Forward { general: Some(general), ..forward(shape(100, 100)) };
+    let none = Features { slopes: Some(Rows::default()), ..Features::default() };
+    let said = ["slopes of attention_fwd must be the address of an array, got null"];
+    assert_arrays_refused(|description| description.features = none, &said);
+    let positions = at(0, 2_147_483_519, 1);
+    let features = Features { slopes, positions, ..Features::default() };
+    let description = Forward { features, ..forward(shape(100, 100)) };
     assert!(description.launches(Target::Sm90).is_ok());
 }
 
@@ -140,6 +135,13 @@ fn more_blocks_than_a_grid_holds() {
     description.acc = Some(description.q);
     let statistics = Statistics { address: 0x5000, batch_stride: 0, head_stride: 4 };
     (description.row_max, description.row_sum) = (Some(statistics), Some(statistics));
+    let at = same(description.q);
+    description.features = Features {
+        segments: Some(Segments { queries: at, keys: at, ranges: at }),
+        slopes: Some(at),
+        dropout: Some(Dropout { numbers: at, rate: 0.1 }),
+        ..Features::default()
+    };
     let said = ["number of blocks must be at most 2147483647", "got 4294967294"];
     assert_refused(&description, u64::MAX, &said);
 }
@@ -172,8 +174,11 @@ fn statistics_whose_entries_are_misaligned_on_their_own() {
 
 #[test]
 fn arrays_of_one_stride_that_lie_differently() {
-    let said = ["v must be laid out as k (stride 16777216), got batch stride 16777224"];
-    assert_arrays_refused(|description| description.v.batch_stride += 8, &said);
+    let mut description = delta(shape(100, 100));
+    description.dout.batch_stride += 8;
+    let message = description.launches(Target::Sm90).unwrap_err().to_string();
+    let said = "dout must be laid out as o (stride 16777216), got batch stride 16777224";
+    assert!(message.contains(said), "{message}");
     let row_max = Statistics { address: 0x5000, batch_stride: 4096, head_stride: 128 };
     let said = ["row_sum must be laid out as row_max (stride 128), got head stride 124"];
     let change = |description: &mut Forward| {
@@ -204,10 +209,24 @@ fn a_missing_array() {
 }
 
 #[test]
+fn a_missing_array_of_segments() {
+    let refused = |change: fn(&mut Segments), said: &str| {
+        let mut segments = segments();
+        change(&mut segments);
+        let features = Features { segments: Some(segments), ..Features::default() };
+        assert_arrays_refused(|description| description.features = features, &[said, "got null"]);
+    };
+    refused(|segments| segments.queries.address = 0, "segments of segment_ranges");
+    refused(|segments| segments.keys.address = 0, "others of segment_ranges");
+    refused(|segments| segments.ranges.address = 0, "ranges of segment_ranges");
+}
+
+#[test]
 fn a_missing_result_of_rows() {
     let (batch, rows, heads, head_dim, element) = (1, 10, 1, 64, Element::Bf16);
     let (a, out) = (forward(shape(1, 1)).q, Rows::default());
-    let description = Finish { batch, rows, heads, head_dim, element, a, b: None, out };
+    let (b, scale) = (None, 1.0);
+    let description = Finish { batch, rows, heads, head_dim, element, a, b, out, scale };
     let message = description.launches(Target::Sm100).unwrap_err().to_string();
     assert!(message.contains("out of finish must be the address of an array"), "{message}");
     assert!(message.contains("it is written"), "{message}");

@@ -1,17 +1,29 @@
 //! Which memory a launch says that it touches.
 
+use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Kernel, Target};
 use burst_attention_kernels::launch::{
     Delta, Finish, Footprint, Forward, Launch, Rectangle, Rows, Statistics,
 };
 use burst_attention_kernels::record::Value;
 
-use crate::order::{forward, shape};
 use crate::pieces::{each_huge_trial, each_small_trial, span};
+use crate::samples::{forward, shape};
 use crate::trial::{Trial, integer, pointer};
 
 const READ: (bool, bool) = (true, false);
 const WRITTEN: (bool, bool) = (false, true);
+const BOTH: (bool, bool) = (true, true);
+
+/// What both backward passes read of queries.
+const SAVED: [&str; 4] = ["q", "dout", "lse_log2", "delta"];
+
+/// The flag of each feature with arrays, and these arrays.
+const FEATURES: [(&str, &[&str]); 3] = [
+    ("has_segments", &["q_segments", "kv_segments", "ranges"]),
+    ("has_slopes", &["slopes"]),
+    ("has_dropout", &["dropout"]),
+];
 
 /// What a launch touches, whether it reads and whether it writes it.
 fn touched(launch: &Launch) -> Vec<(&'static str, (bool, bool))> {
@@ -22,13 +34,17 @@ fn touched(launch: &Launch) -> Vec<(&'static str, (bool, bool))> {
             let mut touched = vec![("o", READ), ("dout", READ), ("lse", READ)];
             touched.extend(is("has_dlse").then_some(("dlse", READ)));
             touched.extend([("lse_log2", WRITTEN), ("delta", WRITTEN)]);
+            touched.extend(is("has_zeros").then_some(("zeros", WRITTEN)));
             return touched;
         }
         Kernel::Finish => {
             let b = is("has_b").then_some(("b", READ));
             return [Some(("a", READ)), b, Some(("out", WRITTEN))].into_iter().flatten().collect();
         }
-        Kernel::Merge => return vec![("home", (true, true)), ("arrived", READ)],
+        Kernel::Merge => return vec![("home", BOTH), ("arrived", READ)],
+        Kernel::SegmentRanges => {
+            return vec![("segments", READ), ("others", READ), ("ranges", WRITTEN)];
+        }
         Kernel::Join => {
             let home = ["acc", "row_max", "row_sum"].map(|name| (name, (true, !is("last"))));
             let came = ["came_acc", "came_max", "came_sum"].map(|name| (name, READ));
@@ -39,33 +55,27 @@ fn touched(launch: &Launch) -> Vec<(&'static str, (bool, bool))> {
         _ => vec![],
     };
     let streams = integer(launch, "lower") <= integer(launch, "upper");
-    let [of_queries, of_keys]: [&[&str]; 2] = match kernel.plain() {
-        Kernel::Forward => [&["q"], &["k", "v"]],
-        _ => [&["q", "dout", "lse_log2", "delta"], &["k", "v"]],
+    let (of_queries, state, results): (&[&str], &[&str], &[&str]) = match kernel {
+        Kernel::Forward => (&["q"], &["acc", "row_max", "row_sum"], &["o", "lse"]),
+        Kernel::KeyGrads => (&SAVED, &["dk_acc", "dv_acc"], &["dk", "dv"]),
+        _ => (&SAVED, &["dq_acc"], &["dq"]),
     };
-    let (state, results): (&[&str], &[&str]) = match kernel.plain() {
-        Kernel::Forward => (&["acc", "row_max", "row_sum"], &["o", "lse"]),
-        Kernel::KeyGrads => (&["dk_acc", "dv_acc"], &["dk", "dv"]),
-        _ => (&["dq_acc"], &["dq"]),
-    };
-    let keys_stay = kernel.plain() == Kernel::KeyGrads;
-    let general = kernel != kernel.plain();
-    for (arrays, segments, stay) in
-        [(of_queries, "q_segments", !keys_stay), (of_keys, "kv_segments", keys_stay)]
-    {
+    let keys_stay = kernel == Kernel::KeyGrads;
+    for (arrays, stay) in [(of_queries, !keys_stay), (&["k", "v"], keys_stay)] {
         if stay || streams {
             touched.extend(arrays.iter().map(|&name| (name, READ)));
-            touched.extend(general.then_some((segments, READ)));
         }
     }
-    if general && is("has_slopes") && (!keys_stay || streams) {
-        touched.push(("slopes", READ));
+    for (flag, arrays) in FEATURES {
+        if streams && is(flag) {
+            touched.extend(arrays.iter().map(|&name| (name, READ)));
+        }
     }
-    if general && is("has_dropout") && streams {
-        touched.push(("dropout", READ));
+    if keys_stay && streams && launch.instance.features.has(FeatureSet::FUSED) {
+        touched.push(("dq_acc", BOTH));
     }
-    if kernel == Kernel::QueryGradsGeneral && is("has_dslopes") {
-        touched.push(("dslopes", (true, true)));
+    if kernel == Kernel::QueryGrads && is("has_dslopes") {
+        touched.push(("dslopes", BOTH));
     }
     if !is("first") || !is("last") {
         touched.extend(state.iter().map(|&name| (name, (!is("first"), !is("last")))));
@@ -97,7 +107,8 @@ fn the_views_of_what_is_used_are_the_footprint() {
     each_huge_trial(assert_footprint);
 }
 
-fn only(launches: &[Launch]) -> Vec<(&'static str, u64, u64, bool, bool)> {
+/// Name, first and last address of what the only launch touches, whether it reads and writes it.
+pub fn only(launches: &[Launch]) -> Vec<(&'static str, u64, u64, bool, bool)> {
     assert_eq!(launches.len(), 1);
     let all = launches[0].footprint().into_iter();
     all.map(|it| (it.name, it.bytes.start, it.bytes.end, it.reads, it.writes)).collect()
@@ -146,7 +157,8 @@ fn what_is_not_given_is_not_touched() {
     let statistics = |address| Statistics { address, batch_stride: 1 << 20, head_stride: 64 };
     let span = |bytes: u64, entry: u64| bytes * ((2 << 20) + entry);
     let (a, b, out) = (at(0x1000), Some(at(0x2000)), at(0x3000));
-    let finish = Finish { batch, rows, heads, head_dim, element, a, b, out };
+    let scale = 1.0;
+    let finish = Finish { batch, rows, heads, head_dim, element, a, b, out, scale };
     let all = [
         ("a", 0x1000, 0x1000 + span(4, 50 * 4 * 64), true, false),
         ("b", 0x2000, 0x2000 + span(4, 50 * 4 * 64), true, false),
@@ -156,11 +168,21 @@ fn what_is_not_given_is_not_touched() {
     let without = Finish { b: None, ..finish }.launches(Target::Sm80).unwrap();
     assert_eq!(only(&without), [all[0], all[2]]);
 
-    let (o, dout, lse, dlse) = (at(0x1000), at(0x2000), at(0x3000), Some(at(0x4000)));
     let (lse_log2, delta) = (statistics(0x5000), statistics(0x6000));
-    let q_len = rows;
-    let description =
-        Delta { batch, q_len, heads, head_dim, element, o, dout, lse, dlse, lse_log2, delta };
+    let description = Delta {
+        batch,
+        q_len: rows,
+        heads,
+        head_dim,
+        element,
+        o: at(0x1000),
+        dout: at(0x2000),
+        lse: at(0x3000),
+        dlse: Some(at(0x4000)),
+        lse_log2,
+        delta,
+        zeros: Some(at(0x7000)),
+    };
     let all = [
         ("o", 0x1000, 0x1000 + span(2, 50 * 4 * 64), true, false),
         ("dout", 0x2000, 0x2000 + span(2, 50 * 4 * 64), true, false),
@@ -168,10 +190,13 @@ fn what_is_not_given_is_not_touched() {
         ("dlse", 0x4000, 0x4000 + span(4, 50 * 4), true, false),
         ("lse_log2", 0x5000, 0x5000 + span(4, 3 * 64 + 50), false, true),
         ("delta", 0x6000, 0x6000 + span(4, 3 * 64 + 50), false, true),
+        ("zeros", 0x7000, 0x7000 + span(4, 50 * 4 * 64), false, true),
     ];
     assert_eq!(only(&description.launches(Target::Sm80).unwrap()), all);
     let without = Delta { dlse: None, ..description }.launches(Target::Sm80).unwrap();
     assert_eq!(only(&without), [&all[..3], &all[4..]].concat());
+    let without = Delta { zeros: None, ..description }.launches(Target::Sm80).unwrap();
+    assert_eq!(only(&without), all[..6]);
 }
 
 #[test]

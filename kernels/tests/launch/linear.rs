@@ -6,7 +6,8 @@ use burst_attention_kernels::launch::{
 };
 use burst_attention_kernels::record::Value;
 
-use crate::trial::{Random, integer};
+use crate::random::Random;
+use crate::trial::integer;
 
 const AT: [u64; 4] = [1 << 48, 2 << 48, 3 << 48, 4 << 48];
 

@@ -3,7 +3,12 @@
 
 mod errors;
 mod footprint;
+mod fused;
+mod images;
 mod linear;
 mod order;
 mod pieces;
+mod random;
+mod samples;
+mod segments;
 mod trial;

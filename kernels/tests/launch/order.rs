@@ -1,28 +1,13 @@
 //! The order of a launch's blocks, and what takes the place of arrays that are not there.
 
-use burst_attention_kernels::instances::{Element, Kernel, Target};
+use burst_attention_kernels::instances::{Kernel, Target};
 use burst_attention_kernels::launch::{
-    Finish, Forward, KeyGrads, MAX_VIEW_BYTES, QueryGrads, Rectangle, Rows, Statistics,
+    Delta, Finish, Forward, KeyGrads, MAX_VIEW_BYTES, Rectangle, Rows, Statistics,
 };
 use burst_attention_kernels::record::Value;
 
+use crate::samples::{K, O, Q, STATISTICS, delta, finish, forward, key_grads, query_grads, shape};
 use crate::trial::{Trial, integer, pointer};
-
-pub fn shape(q_len: usize, kv_len: usize) -> Rectangle {
-    Rectangle {
-        batch: 2,
-        q_len,
-        kv_len,
-        heads: 32,
-        kv_heads: 8,
-        head_dim: 128,
-        value_dim: 128,
-        element: Element::F16,
-        lower: i64::MIN,
-        upper: i64::MAX,
-        softmax_scale: 0.5,
-    }
-}
 
 fn only_launch_has(kernel: Kernel, shape: Rectangle, name: &str) -> i64 {
     let launches = Trial::new(kernel, shape, MAX_VIEW_BYTES, 1).launches(Target::Sm90).unwrap();
@@ -43,7 +28,7 @@ fn a_section_streams_what_fits_in_the_cache() {
     assert_eq!(only_launch_has(Kernel::KeyGrads, shape(20_000, 64), "section"), 1);
     // Per head 8192 · (128 + 64) · 2 bytes = 3.1 MB with narrower values: seven fit.
     let narrow = Rectangle { value_dim: 64, batch: 7, ..keys };
-    assert_eq!(only_launch_has(Kernel::ForwardGeneral, narrow, "section"), 7 * 4);
+    assert_eq!(only_launch_has(Kernel::Forward, narrow, "section"), 7 * 4);
     // All heads where all fit.
     assert_eq!(only_launch_has(Kernel::Forward, shape(512, 512), "section"), 2 * 32);
 }
@@ -61,31 +46,6 @@ fn the_tiles_that_see_most_come_first() {
     assert_eq!(only_launch_has(Kernel::KeyGrads, with(0, i64::MAX), "reverse"), 1);
 }
 
-const Q: Rows = Rows { address: 0x1000, batch_stride: 1 << 24 };
-const K: Rows = Rows { address: 0x2000, batch_stride: 1 << 24 };
-const O: Rows = Rows { address: 0x3000, batch_stride: 1 << 24 };
-const LSE: Rows = Rows { address: 0x4000, batch_stride: 1 << 24 };
-const STATISTICS: Statistics =
-    Statistics { address: 0x5000, batch_stride: 1 << 24, head_stride: 1 << 16 };
-
-/// A forward pass with no state.
-pub fn forward(rectangle: Rectangle) -> Forward {
-    Forward {
-        rectangle,
-        general: None,
-        q: Q,
-        k: K,
-        v: K,
-        acc: None,
-        row_max: None,
-        row_sum: None,
-        o: Some(O),
-        lse: Some(LSE),
-        first: true,
-        last: true,
-    }
-}
-
 #[test]
 fn an_array_that_is_not_used_may_be_missing_and_another_stands_in() {
     let launches = forward(shape(100, 100)).launches(Target::Sm80).unwrap();
@@ -96,22 +56,56 @@ fn an_array_that_is_not_used_may_be_missing_and_another_stands_in() {
     assert_eq!(integer(&launches[0], "acc_batch_stride"), 100 * 32 * 128);
     assert_eq!(integer(&launches[0], "stat_head_stride"), 100);
 
-    let finish = Finish {
-        batch: 1,
-        rows: 10,
-        heads: 1,
-        head_dim: 64,
-        element: Element::Bf16,
-        a: Q,
-        b: None,
-        out: O,
-    };
+    let finish = finish(Rectangle { batch: 1, ..shape(10, 0) });
     let launches = finish.launches(Target::Sm80).unwrap();
     assert_eq!(integer(&launches[0], "has_b"), 0);
     assert_eq!(pointer(&launches[0], "b"), Q.address);
     let launches = Finish { b: Some(K), ..finish }.launches(Target::Sm80).unwrap();
     assert_eq!(integer(&launches[0], "has_b"), 1);
     assert_eq!(pointer(&launches[0], "b"), K.address);
+
+    let delta = delta(shape(100, 100));
+    let launches = delta.launches(Target::Sm80).unwrap();
+    assert_eq!(integer(&launches[0], "has_zeros"), 0);
+    assert_eq!(pointer(&launches[0], "zeros"), O.address);
+    let launches = Delta { zeros: Some(K), ..delta }.launches(Target::Sm80).unwrap();
+    assert_eq!(integer(&launches[0], "has_zeros"), 1);
+    assert_eq!(pointer(&launches[0], "zeros"), K.address);
+    assert_eq!(integer(&launches[0], "zeros_batch_stride"), 1 << 24);
+}
+
+#[test]
+fn each_array_has_its_own_batch_stride() {
+    let at = |address, batch_stride| Rows { address, batch_stride };
+    let base = key_grads(shape(100, 100));
+    let description = KeyGrads {
+        q: at(0x1000, 1 << 20),
+        k: at(0x2000, 2 << 20),
+        v: at(0x3000, 3 << 20),
+        dout: at(0x4000, 4 << 20),
+        dk_acc: Some(at(0x5000, 5 << 20)),
+        dv_acc: Some(at(0x6000, 6 << 20)),
+        dk: Some(at(0x7000, 7 << 20)),
+        dv: Some(at(0x8000, 8 << 20)),
+        dq_acc: Some(at(0x9000, 9 << 20)),
+        ..base
+    };
+    let launches = description.launches(Target::Sm90).unwrap();
+    let names = ["q", "k", "v", "dout", "dk_acc", "dv_acc", "dk", "dv", "dq_acc"];
+    for (name, times) in names.into_iter().zip(1..) {
+        assert_eq!(pointer(&launches[0], name), times << 12, "{name}");
+        let stride = integer(&launches[0], &format!("{name}_batch_stride"));
+        assert_eq!(stride, i64::try_from(times).unwrap() << 20, "{name}");
+    }
+}
+
+#[test]
+fn a_sum_is_scaled() {
+    for scale in [1.0, -0.25] {
+        let finish = Finish { scale, ..finish(shape(10, 0)) };
+        let launches = finish.launches(Target::Sm100).unwrap();
+        assert_eq!(launches[0].value("scale"), Some(Value::F32(scale)));
+    }
 }
 
 #[test]
@@ -136,23 +130,9 @@ fn with_no_keys_results_are_written_and_nothing_is_streamed() {
 
 #[test]
 fn with_no_queries_key_gradients_are_written() {
-    let gone = Statistics::default();
-    let description = KeyGrads {
-        rectangle: shape(0, 100),
-        general: None,
-        q: Rows::default(),
-        k: K,
-        v: K,
-        dout: Rows::default(),
-        lse_log2: gone,
-        delta: gone,
-        dk_acc: None,
-        dv_acc: None,
-        dk: Some(O),
-        dv: Some(O),
-        first: true,
-        last: true,
-    };
+    let (gone, none) = (Statistics::default(), Rows::default());
+    let description = KeyGrads { q: none, dout: none, ..key_grads(shape(0, 100)) };
+    let description = KeyGrads { lse_log2: gone, delta: gone, ..description };
     let launches = description.launches(Target::Sm90).unwrap();
     assert_eq!(launches.len(), 1);
     for name in ["q", "dout", "lse_log2", "delta", "dk_acc"] {
@@ -165,21 +145,7 @@ fn nothing_to_write_is_no_launch() {
     assert_eq!(forward(shape(0, 100)).launches(Target::Sm90).unwrap(), []);
     let empty = Rectangle { batch: 0, ..shape(100, 100) };
     assert_eq!(forward(empty).launches(Target::Sm90).unwrap(), []);
-    let queries = QueryGrads {
-        rectangle: shape(0, 100),
-        general: None,
-        q: Q,
-        k: K,
-        v: K,
-        dout: Q,
-        lse_log2: STATISTICS,
-        delta: STATISTICS,
-        dq_acc: None,
-        dq: Some(O),
-        dslopes: None,
-        first: true,
-        last: true,
-    };
+    let queries = query_grads(shape(0, 100));
     assert_eq!(queries.launches(Target::Sm90).unwrap(), []);
 }
 
@@ -199,7 +165,8 @@ fn strides_that_lead_nowhere_may_be_anything() {
     };
     let launches = Forward { last: false, ..description }.launches(Target::Sm90).unwrap();
     assert_eq!(integer(&launches[0], "q_batch_stride"), 100 * 128);
-    assert_eq!(integer(&launches[0], "kv_batch_stride"), 100 * 128);
+    assert_eq!(integer(&launches[0], "k_batch_stride"), 100 * 128);
+    assert_eq!(integer(&launches[0], "v_batch_stride"), 100 * 128);
     assert_eq!(integer(&launches[0], "stat_head_stride"), 100);
 }
 

@@ -4,7 +4,8 @@ use burst_attention_kernels::instances::{Element, Kernel, Target};
 use burst_attention_kernels::launch::{Launch, MAX_VIEW_BYTES, Rectangle};
 use burst_attention_kernels::record::{Kind, Value};
 
-use crate::trial::{Part, Random, Trial, integer, rectangle};
+use crate::random::{Random, rectangle};
+use crate::trial::{CHOICES, KERNELS, PASSES, Part, Trial, integer};
 
 /// A limit that some tiles of rows fit, and often not all.
 fn small_limit(random: &mut Random, shape: &Rectangle) -> u64 {
@@ -20,10 +21,10 @@ pub fn each_small_trial(mut check: impl FnMut(&Trial, &[Launch])) {
     for seed in 0..400 {
         let shape = rectangle(&mut random, 800);
         let limit = small_limit(&mut random, &shape);
-        let kernel = random.of(&Kernel::SOFTMAX);
-        let mut trial = Trial::new(kernel, shape, limit, seed);
+        let (kernel, features) = (random.of(&KERNELS), random.of(&CHOICES));
+        let mut trial = Trial::new(kernel, shape, limit, seed).with(features);
         let launches = trial.launches(random.of(&Target::ALL)).unwrap();
-        cut += usize::from(launches.len() > 3);
+        cut += usize::from(trial.main(&launches).count() > 3);
         check(&trial, &launches);
     }
     assert!(cut > 100, "only {cut} trials were cut into more than 3 launches");
@@ -31,7 +32,7 @@ pub fn each_small_trial(mut check: impl FnMut(&Trial, &[Launch])) {
 
 pub fn each_huge_trial(mut check: impl FnMut(&Trial, &[Launch])) {
     let mut random = Random(11);
-    for kernel in Kernel::SOFTMAX {
+    for kernel in KERNELS {
         for (lower, upper) in [(i64::MIN, i64::MAX), (i64::MIN, 0), (-4096, 0), (1 << 40, i64::MAX)]
         {
             for target in Target::ALL {
@@ -49,7 +50,8 @@ pub fn each_huge_trial(mut check: impl FnMut(&Trial, &[Launch])) {
                     upper,
                     softmax_scale: 0.1,
                 };
-                let mut trial = Trial::new(kernel, shape, MAX_VIEW_BYTES, random.next());
+                let mut trial = Trial::new(kernel, shape, MAX_VIEW_BYTES, random.next())
+                    .with(random.of(&CHOICES));
                 let launches = trial.launches(target).unwrap();
                 check(&trial, &launches);
             }
@@ -58,7 +60,7 @@ pub fn each_huge_trial(mut check: impl FnMut(&Trial, &[Launch])) {
 }
 
 fn parts(trial: &Trial, launches: &[Launch]) -> Vec<Part> {
-    launches.iter().map(|launch| trial.part(launch)).collect()
+    trial.main(launches).map(|launch| trial.part(launch)).collect()
 }
 
 /// The launches that work on one resident row, in order, have the flags of one chain.
@@ -86,12 +88,8 @@ fn assert_seen_once(trial: &Trial, parts: &[Part], b: usize, i: usize, j: usize)
     assert_eq!(times, expected, "entry {b}, query {i}, key {j}");
 }
 
-fn resident_rows(trial: &Trial) -> usize {
-    if trial.resident_is_keys() { trial.rectangle.kv_len } else { trial.rectangle.q_len }
-}
-
 fn streams(trial: &Trial) -> bool {
-    trial.kernel.is_attention()
+    PASSES.contains(&trial.kernel)
 }
 
 #[test]
@@ -99,13 +97,13 @@ fn each_resident_row_is_started_and_written_once() {
     each_small_trial(|trial, launches| {
         let parts = parts(trial, launches);
         for b in 0..trial.rectangle.batch {
-            (0..resident_rows(trial)).for_each(|row| assert_chained(trial, &parts, b, row));
+            (0..trial.resident_rows()).for_each(|row| assert_chained(trial, &parts, b, row));
         }
     });
     each_huge_trial(|trial, launches| {
         let parts = parts(trial, launches);
         for b in 0..trial.rectangle.batch {
-            let rows = (0..resident_rows(trial)).step_by(61).chain([resident_rows(trial) - 1]);
+            let rows = (0..trial.resident_rows()).step_by(61).chain([trial.resident_rows() - 1]);
             rows.for_each(|row| assert_chained(trial, &parts, b, row));
         }
     });
@@ -139,7 +137,7 @@ fn each_pair_of_the_band_is_seen_once() {
 #[test]
 fn pieces_that_see_each_other_at_a_single_pair_are_launched() {
     let mut cut = 0;
-    for kernel in [Kernel::Forward, Kernel::KeyGrads, Kernel::QueryGrads] {
+    for kernel in PASSES {
         for diagonal in -400..400 {
             let shape = Rectangle {
                 batch: 1,
@@ -170,42 +168,31 @@ fn pieces_that_see_each_other_at_a_single_pair_are_launched() {
 /// Bytes of the view that a kernel makes of its `name`, from the launch alone.
 pub fn span(launch: &Launch, name: &str, kind: Kind) -> u64 {
     let get = |name: &str| if name.is_empty() { 1 } else { integer(launch, name) as u64 };
+    let kernel = launch.instance.kernel;
     let rows = if launch.value("rows").is_some() { "rows" } else { "q_len" };
-    let general = launch.value("value_dim").is_some();
-    let apart = |own, shared| if general { own } else { shared };
-    let of_values = apart("value_dim", "head_dim");
-    let (stride, rows, columns) = match (name, launch.instance.kernel) {
-        ("o" | "dout", Kernel::Delta) => ("o_batch_stride", rows, ["heads", "head_dim"]),
-        ("q", _) => ("q_batch_stride", rows, ["heads", "head_dim"]),
-        ("k", _) => ("kv_batch_stride", "kv_len", ["kv_heads", "head_dim"]),
-        ("v", _) => (apart("v_batch_stride", "kv_batch_stride"), "kv_len", ["kv_heads", of_values]),
-        ("dout", _) => (apart("dout_batch_stride", "q_batch_stride"), rows, ["heads", of_values]),
-        ("acc", _) => ("acc_batch_stride", rows, ["heads", of_values]),
-        ("dq_acc", _) => ("acc_batch_stride", rows, ["heads", "head_dim"]),
-        ("dk_acc", _) => ("acc_batch_stride", "kv_len", ["kv_heads", "head_dim"]),
-        ("dv_acc", _) => {
-            (apart("dv_acc_batch_stride", "acc_batch_stride"), "kv_len", ["kv_heads", of_values])
-        }
-        ("dk", _) => ("out_batch_stride", "kv_len", ["kv_heads", "head_dim"]),
-        ("dv", _) => {
-            (apart("dv_batch_stride", "out_batch_stride"), "kv_len", ["kv_heads", of_values])
-        }
-        ("o", _) => ("o_batch_stride", rows, ["heads", of_values]),
-        ("dq" | "out", _) => ("out_batch_stride", rows, ["heads", "head_dim"]),
-        ("a", _) => ("a_batch_stride", rows, ["heads", "head_dim"]),
-        ("came_acc", _) => ("came_acc_batch_stride", rows, ["heads", "head_dim"]),
-        ("came_max" | "came_sum", _) => ("came_stat_batch_stride", rows, [""; 2]),
-        ("home", _) => ("home_batch_stride", rows, ["heads", "head_dim"]),
-        ("arrived", _) => ("arrived_batch_stride", rows, ["heads", "head_dim"]),
-        ("b", _) => ("b_batch_stride", rows, ["heads", "head_dim"]),
-        ("lse" | "dlse", _) => ("lse_batch_stride", rows, ["heads", ""]),
-        ("row_max" | "row_sum" | "lse_log2" | "delta", _) => ("stat_batch_stride", rows, [""; 2]),
-        ("slopes", _) => ("slopes_batch_stride", "", ["heads", ""]),
-        ("dropout", _) => ("dropout_batch_stride", "", [""; 2]),
-        ("dslopes", _) => ("dslopes_batch_stride", rows, ["heads", ""]),
-        ("q_segments", _) => ("q_segments_batch_stride", "q_len", [""; 2]),
-        ("kv_segments", _) => ("kv_segments_batch_stride", "kv_len", [""; 2]),
-        (name, _) => panic!("{name}"),
+    let own_stride = format!("{name}_batch_stride");
+    let stride = match name {
+        "dout" if kernel == Kernel::Delta => "o_batch_stride",
+        "dlse" => "lse_batch_stride",
+        "row_max" | "row_sum" | "lse_log2" | "delta" => "stat_batch_stride",
+        "came_max" | "came_sum" => "came_stat_batch_stride",
+        _ => &own_stride,
+    };
+    let of_values = if launch.value("value_dim").is_some() { "value_dim" } else { "head_dim" };
+    let (rows, columns) = match name {
+        "q" | "dq" | "dq_acc" | "zeros" => (rows, ["heads", "head_dim"]),
+        "a" | "b" | "out" | "home" | "arrived" => (rows, ["heads", "head_dim"]),
+        "o" | "dout" | "acc" | "came_acc" => (rows, ["heads", of_values]),
+        "k" | "dk" | "dk_acc" => ("kv_len", ["kv_heads", "head_dim"]),
+        "v" | "dv" | "dv_acc" => ("kv_len", ["kv_heads", of_values]),
+        "lse" | "dlse" | "dslopes" => (rows, ["heads", ""]),
+        "row_max" | "row_sum" | "lse_log2" | "delta" | "came_max" | "came_sum" => (rows, [""; 2]),
+        "slopes" => ("", ["heads", ""]),
+        "dropout" => ("", [""; 2]),
+        "ranges" if kernel == Kernel::KeyGrads => ("kv_len", [""; 2]),
+        "q_segments" | "segments" | "ranges" => ("q_len", [""; 2]),
+        "kv_segments" | "others" => ("kv_len", [""; 2]),
+        name => panic!("{name}"),
     };
     assert!(get(stride) > 0, "{stride}");
     let before = (get("batch") - 1) * get(stride);
@@ -214,6 +201,7 @@ pub fn span(launch: &Launch, name: &str, kind: Kind) -> u64 {
         "stat_batch_stride" => (get("heads") - 1) * get("stat_head_stride") + get(rows),
         "came_stat_batch_stride" => (get("heads") - 1) * get("came_stat_head_stride") + get(rows),
         "dropout_batch_stride" => 4,
+        "ranges_batch_stride" => 4 * get(rows).div_ceil(64),
         _ => get(rows) * factors.product::<u64>(),
     };
     (before + entry) * if kind == Kind::Activations { 2 } else { 4 }
@@ -240,21 +228,20 @@ fn what_fits_is_one_launch_from_the_given_addresses() {
     let mut random = Random(5);
     for seed in 0..200 {
         let shape = rectangle(&mut random, 600);
-        let kernel = random.of(&Kernel::SOFTMAX);
-        let mut trial = Trial::new(kernel, shape, MAX_VIEW_BYTES, seed);
+        let (kernel, features) = (random.of(&KERNELS), random.of(&CHOICES));
+        let mut trial = Trial::new(kernel, shape, MAX_VIEW_BYTES, seed).with(features);
         (trial.first, trial.last) = (true, true);
         let launches = trial.launches(Target::Sm90).unwrap();
-        assert_eq!(launches.len(), 1);
-        let part = trial.part(&launches[0]);
-        let resident = if trial.resident_is_keys() { part.keys } else { part.queries };
-        assert_eq!((part.batch, resident), (0..shape.batch, 0..resident_rows(&trial)));
+        let [part] = &parts(&trial, &launches)[..] else { panic!("{launches:?}") };
+        let resident = if trial.resident_is_keys() { &part.keys } else { &part.queries };
+        assert_eq!((&part.batch, resident), (&(0..shape.batch), &(0..trial.resident_rows())));
     }
 }
 
 #[test]
 fn pieces_begin_at_tiles() {
     each_small_trial(|trial, launches| {
-        for launch in launches {
+        for launch in trial.main(launches) {
             let (part, tile) = (trial.part(launch), launch.instance.tile());
             assert_eq!(part.queries.start % tile.rows as usize, 0);
             assert_eq!(part.keys.start % (tile.keys as usize).max(1), 0);
@@ -265,7 +252,7 @@ fn pieces_begin_at_tiles() {
 #[test]
 fn the_grid_has_a_block_per_tile_and_head_and_sections_divide_the_heads() {
     let check = |trial: &Trial, launches: &[Launch]| {
-        for launch in launches {
+        for launch in trial.main(launches) {
             let (part, tile) = (trial.part(launch), launch.instance.tile());
             let (rows, tile, heads) = match trial.resident_is_keys() {
                 true => (part.keys.len(), tile.keys, trial.rectangle.kv_heads),

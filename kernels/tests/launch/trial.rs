@@ -2,36 +2,43 @@
 
 use std::ops::Range;
 
-use burst_attention_kernels::instances::{Element, Kernel, Target};
+use burst_attention_kernels::features::FeatureSet;
+use burst_attention_kernels::instances::{Kernel, Target};
 use burst_attention_kernels::launch::{
-    Delta, Dropout, Finish, Forward, General, Join, KeyGrads, Launch, LaunchError, Merge,
-    Positions, QueryGrads, Rectangle, Rows, State, Statistics,
+    Delta, Dropout, Features, Finish, Forward, Join, KeyGrads, Launch, LaunchError, Merge,
+    Positions, QueryGrads, Rectangle, Rows, Segments, State, Statistics,
 };
 use burst_attention_kernels::record::Value;
 
-/// SplitMix64.
-pub struct Random(pub u64);
+use crate::random::Random;
 
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let x = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        x ^ (x >> 31)
-    }
+/// Kernels that have descriptions of their own, but for linear attention.
+pub const KERNELS: [Kernel; 7] = [
+    Kernel::Forward,
+    Kernel::KeyGrads,
+    Kernel::QueryGrads,
+    Kernel::Delta,
+    Kernel::Finish,
+    Kernel::Merge,
+    Kernel::Join,
+];
 
-    pub fn below(&mut self, end: usize) -> usize {
-        (self.next() % end as u64) as usize
-    }
+/// The kernels of [`KERNELS`] that compute attention.
+pub const PASSES: [Kernel; 3] = [Kernel::Forward, Kernel::KeyGrads, Kernel::QueryGrads];
 
-    pub fn of<T: Copy>(&mut self, items: &[T]) -> T {
-        items[self.below(items.len())]
-    }
-
-    pub fn flip(&mut self) -> bool {
-        self.below(2) == 1
-    }
-}
+/// Features that trials choose from.
+pub const CHOICES: [FeatureSet; 10] = [
+    FeatureSet::NONE,
+    FeatureSet::SEGMENTS,
+    FeatureSet::SOFT_CAP,
+    FeatureSet::SLOPES,
+    FeatureSet::DROPOUT,
+    FeatureSet::SEGMENTS.and(FeatureSet::SOFT_CAP),
+    FeatureSet::SLOPES.and(FeatureSet::DROPOUT),
+    FeatureSet::ALL,
+    FeatureSet::FUSED,
+    FeatureSet::FUSED.and(FeatureSet::SEGMENTS),
+];
 
 /// An array of a trial.
 struct Placed {
@@ -46,11 +53,14 @@ struct Placed {
 const POSITIONS: Positions = Positions { query: 7000, key: 2000, stride: 3 };
 const SLOPES: u64 = 1 << 40;
 const NUMBERS: u64 = 1 << 41;
+const RANGES: u64 = 1 << 42;
 
 /// A description with its launches.
 pub struct Trial {
     pub kernel: Kernel,
     pub rectangle: Rectangle,
+    /// The rectangle alone says whether there is a window. Launches are fused where an image is.
+    pub features: FeatureSet,
     pub first: bool,
     pub last: bool,
     pub limit: u64,
@@ -92,34 +102,40 @@ pub fn pointer(launch: &Launch, name: &str) -> u64 {
 }
 
 impl Trial {
+    /// A trial without features.
     pub fn new(kernel: Kernel, rectangle: Rectangle, limit: u64, seed: u64) -> Trial {
         let mut random = Random(seed);
-        let streams = kernel.is_attention();
+        let streams = PASSES.contains(&kernel);
         let carries = streams || kernel == Kernel::Join;
         let (first, last) = (!streams || random.flip(), !carries || random.flip());
-        let value_dim =
-            if kernel == kernel.plain() { rectangle.head_dim } else { rectangle.value_dim };
+        let value_dim = if streams { rectangle.value_dim } else { rectangle.head_dim };
         let rectangle = Rectangle { value_dim, ..rectangle };
-        Trial { kernel, rectangle, first, last, limit, placed: Vec::new(), random }
+        let (features, placed) = (FeatureSet::NONE, Vec::new());
+        Trial { kernel, rectangle, features, first, last, limit, placed, random }
+    }
+
+    /// The trial with features, if its kernel has any.
+    pub fn with(self, features: FeatureSet) -> Trial {
+        if PASSES.contains(&self.kernel) { Trial { features, ..self } } else { self }
     }
 
     pub fn resident_is_keys(&self) -> bool {
-        self.kernel.plain() == Kernel::KeyGrads
+        self.kernel == Kernel::KeyGrads
     }
 
-    /// Where an array lies; arrays of one `twin` share their stride.
+    pub fn resident_rows(&self) -> usize {
+        let Rectangle { q_len, kv_len, .. } = self.rectangle;
+        if self.resident_is_keys() { kv_len } else { q_len }
+    }
+
+    /// Where an array lies; arrays that share a stride in the record share it here.
     fn put(&mut self, name: &'static str, of_keys: bool, bytes: u64, row_stride: u64) -> Rows {
         let rectangle = &self.rectangle;
         let rows = if of_keys { rectangle.kv_len } else { rectangle.q_len } as u64;
         let address = (self.placed.len() as u64 + 1) << 44;
         let twin = match name {
             "dlse" => "lse",
-            name if self.kernel != self.kernel.plain() => name,
-            "v" => "k",
-            "dv" => "dk",
-            "dv_acc" => "dk_acc",
             "dout" if self.kernel == Kernel::Delta => "o",
-            "dout" => "q",
             name => name,
         };
         let twin = self.placed.iter().find(|placed| placed.name == twin);
@@ -167,29 +183,42 @@ impl Trial {
         Statistics { address, batch_stride, head_stride }
     }
 
-    /// One per entry and head, in no rows: apart from what [`Trial::part`] compares.
-    fn slopes(&mut self) -> Rows {
-        Rows { address: SLOPES, batch_stride: self.rectangle.heads as u64 + 3 }
+    /// Elements between the batch entries of segment ranges.
+    fn ranges_stride(&self) -> u64 {
+        4 * self.resident_rows().div_ceil(64) as u64 + 3
+    }
+
+    /// The features with their arrays. Slopes, numbers and ranges have no rows, so that they are
+    /// apart from what [`Trial::part`] compares.
+    fn features(&mut self) -> Features {
+        let features = self.features;
+        let segments = features.has(FeatureSet::SEGMENTS).then(|| Segments {
+            queries: self.put("q_segments", false, 4, 1),
+            keys: self.put("kv_segments", true, 4, 1),
+            ranges: Rows { address: RANGES, batch_stride: self.ranges_stride() },
+        });
+        let slopes = Rows { address: SLOPES, batch_stride: self.rectangle.heads as u64 + 3 };
+        let numbers = Rows { address: NUMBERS, batch_stride: 5 };
+        Features {
+            segments,
+            soft_cap: if features.has(FeatureSet::SOFT_CAP) { 20.0 } else { 0.0 },
+            slopes: features.has(FeatureSet::SLOPES).then_some(slopes),
+            dropout: features.has(FeatureSet::DROPOUT).then_some(Dropout { numbers, rate: 0.2 }),
+            positions: POSITIONS,
+        }
     }
 
     pub fn launches(&mut self, target: Target) -> Result<Vec<Launch>, LaunchError> {
         let Trial { kernel, rectangle, first, last, limit, .. } = *self;
         let Rectangle { batch, q_len, heads, head_dim, element, .. } = rectangle;
-        let general = (kernel != kernel.plain()).then(|| General {
-            q_segments: self.put("q_segments", false, 4, 1),
-            kv_segments: self.put("kv_segments", true, 4, 1),
-            soft_cap: 20.0,
-            slopes: Some(self.slopes()),
-            dropout: Some(Dropout {
-                numbers: Rows { address: NUMBERS, batch_stride: 5 },
-                rate: 0.2,
-            }),
-            positions: POSITIONS,
-        });
-        match kernel.plain() {
+        let features = self.features();
+        let fused = self.features.has(FeatureSet::FUSED)
+            && KeyGrads::can_fuse(&rectangle, &features, target);
+        let slopes = features.slopes.is_some();
+        match kernel {
             Kernel::Forward => Forward {
                 rectangle,
-                general,
+                features,
                 q: self.queries("q", 2),
                 k: self.keys("k", 2),
                 v: self.values("v", 2),
@@ -204,7 +233,7 @@ impl Trial {
             .launches_within(target, limit),
             Kernel::KeyGrads => KeyGrads {
                 rectangle,
-                general,
+                features,
                 q: self.queries("q", 2),
                 k: self.keys("k", 2),
                 v: self.values("v", 2),
@@ -213,6 +242,7 @@ impl Trial {
                 delta: self.statistics("delta"),
                 dk_acc: Some(self.keys("dk_acc", 4)),
                 dv_acc: Some(self.values("dv_acc", 4)),
+                dq_acc: fused.then(|| self.queries("dq_acc", 4)),
                 dk: Some(self.keys("dk", 2)),
                 dv: Some(self.values("dv", 2)),
                 first,
@@ -221,7 +251,7 @@ impl Trial {
             .launches_within(target, limit),
             Kernel::QueryGrads => QueryGrads {
                 rectangle,
-                general,
+                features,
                 q: self.queries("q", 2),
                 k: self.keys("k", 2),
                 v: self.values("v", 2),
@@ -230,7 +260,7 @@ impl Trial {
                 delta: self.statistics("delta"),
                 dq_acc: Some(self.queries("dq_acc", 4)),
                 dq: Some(self.queries("dq", 2)),
-                dslopes: general.map(|_| self.per_query("dslopes")),
+                dslopes: slopes.then(|| self.per_query("dslopes")),
                 first,
                 last,
             }
@@ -247,6 +277,7 @@ impl Trial {
                 dlse: Some(self.per_query("dlse")),
                 lse_log2: self.statistics("lse_log2"),
                 delta: self.statistics("delta"),
+                zeros: self.random.flip().then(|| self.queries("zeros", 4)),
             }
             .launches_within(target, limit),
             Kernel::Merge => Merge {
@@ -288,9 +319,16 @@ impl Trial {
                 a: self.queries("a", 4),
                 b: Some(self.queries("b", 4)),
                 out: self.queries("out", 2),
+                scale: 0.25,
             }
             .launches_within(target, limit),
         }
+    }
+
+    /// The launches of the trial's kernel, without those that look at segments.
+    pub fn main<'a>(&self, launches: &'a [Launch]) -> impl Iterator<Item = &'a Launch> {
+        let kernel = self.kernel;
+        launches.iter().filter(move |launch| launch.instance.kernel == kernel)
     }
 
     /// Reads a launch back; every array must say the same of the batch entries and rows.
@@ -313,9 +351,16 @@ impl Trial {
             let Positions { query: of_query, key: of_key, stride } = POSITIONS;
             assert_eq!(query, of_query + stride * i as i64, "{launch:?}");
             assert_eq!(integer(launch, "k_position"), of_key + stride * j as i64, "{launch:?}");
-            assert_eq!(pointer(launch, "dropout"), NUMBERS + 4 * 5 * b as u64, "{launch:?}");
-            let strides = b as u64 * (self.rectangle.heads as u64 + 3);
-            assert_eq!(pointer(launch, "slopes"), SLOPES + 4 * strides, "{launch:?}");
+            // Where a feature is off, another array stands in for its own.
+            for (feature, name, begin, stride) in [
+                (FeatureSet::DROPOUT, "dropout", NUMBERS, 5),
+                (FeatureSet::SLOPES, "slopes", SLOPES, self.rectangle.heads as u64 + 3),
+                (FeatureSet::SEGMENTS, "ranges", RANGES, self.ranges_stride()),
+            ] {
+                let expected = begin + 4 * stride * b as u64;
+                let is_there = pointer(launch, name) == expected;
+                assert_eq!(is_there, self.features.has(feature), "{name} of {launch:?}");
+            }
         }
         let band = (optional("lower").unwrap_or(1), optional("upper").unwrap_or(0));
         Part {
@@ -335,33 +380,5 @@ impl Trial {
         let (b, rest) = (elements / placed.batch_stride, elements % placed.batch_stride);
         assert_eq!(rest % placed.row_stride, 0, "{} is within a row", placed.name);
         (b as usize, (rest / placed.row_stride) as usize)
-    }
-}
-
-/// A rectangle of up to `rows` rows a side.
-pub fn rectangle(random: &mut Random, rows: usize) -> Rectangle {
-    let kv_heads = 1 + random.below(3);
-    let (q_len, kv_len) = (1 + random.below(rows), 1 + random.below(rows));
-    let diagonal = random.below(2 * rows) as i64 - rows as i64;
-    let (lower, upper) = match random.below(6) {
-        0 => (i64::MIN, i64::MAX),
-        1 => (i64::MIN, diagonal),
-        2 => (diagonal, i64::MAX),
-        3 => (diagonal - random.below(rows) as i64, diagonal),
-        4 => (diagonal, diagonal - 1 - random.below(3) as i64),
-        _ => (i64::MIN, 0),
-    };
-    Rectangle {
-        batch: 1 + random.below(4),
-        q_len,
-        kv_len,
-        heads: kv_heads * (1 + random.below(3)),
-        kv_heads,
-        head_dim: random.of(&[8, 16, 64, 72, 128, 256]),
-        value_dim: random.of(&[8, 24, 64, 128, 192]),
-        element: random.of(&Element::ALL),
-        lower,
-        upper,
-        softmax_scale: 0.125,
     }
 }

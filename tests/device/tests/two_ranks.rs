@@ -65,6 +65,7 @@ fn enqueue(recorder: &Recorder, rank: &Rank, device: Stream, comm: Comm) {
         a: rows(rank.own),
         b: Some(rows(rank.came)),
         out: rows(rank.out),
+        scale: 1.0,
     };
     for launch in finish.launches(Target::Sm90).unwrap() {
         let instance = &launch.instance;

@@ -1,9 +1,15 @@
-//! Backward pass over one rectangle, key side: dk and dv of a tile of keys, queries streaming.
+//! Backward pass over one rectangle, key side: dk and dv of a tile of keys, queries streaming. The
+//! fused kernel adds each tile's part of dq to its accumulator too.
 
 #[cutile::module]
 pub mod backward_keys {
-    use super::super::common::common::{band, block_of, edge, product, rows_view};
-    use super::super::common::common::{statistics_view, stream, streamed, write};
+    use super::super::common::common::{block_of, deliver, edge, product, rows_view};
+    use super::super::common::common::{statistics_view, stream, streamed};
+    use super::super::dropout::dropout::{dropped, kept, places_across, places_down};
+    use super::super::scores::scores::{
+        band, cap_ratio, same_segment, score, slope_log2, uncapped, unit,
+    };
+    use super::super::segments::segments::{narrowed, segment_tile, segments_view};
     use cutile::core::*;
 
     /// min(scale · s − lse, 0) in base 2, of which 2^ is p; lse is huge where a row sees nothing:
@@ -24,8 +30,8 @@ pub mod backward_keys {
         minf(e, zero, nan::Enabled, ftz::Disabled)
     }
 
-    /// dv += pᵀ dout;  dk += (w ∘ (dp − delta))ᵀ q; w is p, times the soft cap's derivative. All
-    /// tiles of pairs are transposed: their rows are keys.
+    /// dv += pᵀ dout;  ds = w ∘ (dp − delta);  dk += dsᵀ q. w is p, times the soft cap's derivative.
+    /// All tiles of pairs are transposed: their rows are keys. Returns dk, dv and ds.
     pub fn add<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
         p: Tile<f32, { [BN, BM] }>,
         w: Tile<f32, { [BN, BM] }>,
@@ -35,7 +41,7 @@ pub mod backward_keys {
         delta: Tile<f32, { [1, 1, BM] }>,
         sum_k: Tile<f32, { [BN, DT] }>,
         sum_v: Tile<f32, { [BN, DT] }>,
-    ) -> (Tile<f32, { [BN, DT] }>, Tile<f32, { [BN, DT] }>) {
+    ) -> (Tile<f32, { [BN, DT] }>, Tile<f32, { [BN, DT] }>, Tile<E, { [BN, BM] }>) {
         let p16: Tile<E, { [BN, BM] }> = convert_tile(p);
         let new_v: Tile<f32, { [BN, DT] }> = mma(p16, dout, sum_v);
         let delta: Tile<f32, { [1, BM] }> = delta.reshape(const_shape![1, BM]);
@@ -44,11 +50,147 @@ pub mod backward_keys {
         let ds: Tile<f32, { [BN, BM] }> = w * excess;
         let ds: Tile<E, { [BN, BM] }> = convert_tile(ds);
         let new_k: Tile<f32, { [BN, DT] }> = mma(ds, q, sum_k);
-        (new_k, new_v)
+        (new_k, new_v, ds)
+    }
+
+    /// Adds one tile of queries to dk and dv and returns both, and ds, as [`add`] does. `cut_low` and
+    /// `cut_high` say which limits of the band may cut the tile; where neither may, segments do not
+    /// cut it either.
+    pub unsafe fn visit<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
+        cut_low: i32,
+        cut_high: i32,
+        segments: i32,
+        cap: i32,
+        slopes: i32,
+        dropped_weights: i32,
+        k: Tile<E, { [BN, DT] }>,
+        v: Tile<E, { [BN, DT] }>,
+        lse: Tile<f32, { [1, 1, BM] }>,
+        delta: Tile<f32, { [1, 1, BM] }>,
+        tq: Tile<E, { [BM, DT] }>,
+        tdo: Tile<E, { [BM, DT] }>,
+        sum_k: Tile<f32, { [BN, DT] }>,
+        sum_v: Tile<f32, { [BN, DT] }>,
+        b: i32,
+        h: i32,
+        key: i32,
+        i: i32,
+        batch: i32,
+        scale_log2: f32,
+        lower: i32,
+        upper: i32,
+        own: Tile<i32, { [BN, 1] }>,
+        other: Tile<i32, { [1, BM] }>,
+        has_segments: i32,
+        cap_log2: f32,
+        twice_by_cap: f32,
+        slope: Tile<f32, { [1, 1] }>,
+        has_slopes: i32,
+        dropout: *mut i32,
+        dropout_batch_stride: i32,
+        has_dropout: i32,
+        threshold: i32,
+        keep_scale: f32,
+        q_position: i32,
+        k_position: i32,
+        position_stride: i32,
+    ) -> (Tile<f32, { [BN, DT] }>, Tile<f32, { [BN, DT] }>, Tile<E, { [BN, BM] }>) {
+        let row: i32 = i * BM;
+        let s: Tile<f32, { [BN, BM] }> = product(k, tq);
+        let q_place: i32 = q_position + row * position_stride;
+        let k_place: i32 = k_position + key * position_stride;
+        // Distances are of queries from keys here, so the slope is negated.
+        let slope: Tile<f32, { [1, 1] }> = negf(slope);
+        let ratio: Tile<f32, { [BN, BM] }> = cap_ratio(s, cap, twice_by_cap);
+        let s: Tile<f32, { [BN, BM] }> = score(
+            s,
+            ratio,
+            cap,
+            slopes,
+            scale_log2,
+            cap_log2,
+            slope,
+            has_slopes,
+            q_place - k_place,
+            position_stride,
+        );
+        let e: Tile<f32, { [BN, BM] }> = exponents(s, lse, unit(cap, slopes, scale_log2));
+        let mut p: Tile<f32, { [BN, BM] }> = exp2(e, ftz::Enabled);
+        if cut_low != 0i32 || cut_high != 0i32 {
+            // The diagonal's sign is turned: −upper ≤ i − j ≤ −lower.
+            let corner: i32 = row - key;
+            let mut seen: Tile<bool, { [BN, BM] }> = band::<BN, BM>(
+                cut_low,
+                cut_high,
+                0i32 - upper - corner,
+                0i32 - lower - corner,
+                0i32,
+            );
+            if segments == 1i32 || (segments == 2i32 && has_segments == 1i32) {
+                let same: Tile<bool, { [BN, BM] }> = same_segment(own, other);
+                seen = seen & same;
+            }
+            let zero: Tile<f32, { [BN, BM] }> = constant(0.0f32, const_shape![BN, BM]);
+            p = select(seen, p, zero);
+        }
+        let w: Tile<f32, { [BN, BM] }> = uncapped(p, cap, ratio);
+        let mut dp: Tile<f32, { [BN, BM] }> = product(v, tdo);
+        if dropped_weights == 2i32 && has_dropout == 1i32 {
+            let queries: Tile<u32, { [BN, BM] }> =
+                places_across::<BN, BM>(q_place, position_stride);
+            let keys: Tile<u32, { [BN, BM] }> = places_down::<BN, BM>(k_place, position_stride);
+            let keep: Tile<bool, { [BN, BM] }> = unsafe {
+                kept(queries, keys, dropout, batch, dropout_batch_stride, b, h, threshold)
+            };
+            p = dropped(p, keep, keep_scale);
+            dp = dropped(dp, keep, keep_scale);
+        }
+        add(p, w, dp, tq, tdo, delta, sum_k, sum_v)
+    }
+
+    /// dq += ds k / softmax_scale, of which ds comes transposed; other blocks add to it too.
+    pub unsafe fn add_to_queries<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
+        fused: i32,
+        part: &PartitionMut<f32, { [1, BM, 1, DT] }>,
+        ds: Tile<E, { [BN, BM] }>,
+        k: Tile<E, { [BN, DT] }>,
+        b: i32,
+        i: i32,
+        h: i32,
+    ) {
+        if fused == 1i32 {
+            let transpose: Array<{ [1, 0] }> = Array::<{ [1, 0] }> { dims: &[1i32, 0i32] };
+            let ds: Tile<E, { [BM, BN] }> = permute(ds, transpose);
+            let zero: Tile<f32, { [BM, DT] }> = constant(0.0f32, const_shape![BM, DT]);
+            let sum: Tile<f32, { [BM, DT] }> = mma(ds, k, zero);
+            let sum: Tile<f32, { [1, BM, 1, DT] }> = sum.reshape(const_shape![1, BM, 1, DT]);
+            unsafe {
+                atomic_red_view_raw(
+                    part,
+                    sum,
+                    [b, i, h, 0i32],
+                    atomic::AddF,
+                    ordering::Relaxed,
+                    scope::Device,
+                    None,
+                )
+            };
+        }
     }
 
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn attention_bwd_dkdv<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
+    unsafe fn attention_bwd_dkdv<
+        E: ElementType,
+        const BM: i32,
+        const BN: i32,
+        const DT: i32,
+        const FUSED: i32,
+        const WINDOW: i32,
+        const SEGMENTS: i32,
+        const CAP: i32,
+        const SLOPES: i32,
+        const DROPOUT: i32,
+    >(
         q: *mut E,
         k: *mut E,
         v: *mut E,
@@ -59,16 +201,23 @@ pub mod backward_keys {
         dv_acc: *mut f32,
         dk: *mut E,
         dv: *mut E,
+        dq_acc: *mut f32,
         batch: i32,
         q_len: i32,
         kv_len: i32,
         heads: i32,
         kv_heads: i32,
         head_dim: i32,
+        value_dim: i32,
         q_batch_stride: i32,
-        kv_batch_stride: i32,
-        acc_batch_stride: i32,
-        out_batch_stride: i32,
+        k_batch_stride: i32,
+        v_batch_stride: i32,
+        dout_batch_stride: i32,
+        dk_acc_batch_stride: i32,
+        dv_acc_batch_stride: i32,
+        dk_batch_stride: i32,
+        dv_batch_stride: i32,
+        dq_acc_batch_stride: i32,
         stat_batch_stride: i32,
         stat_head_stride: i32,
         scale_log2: f32,
@@ -79,7 +228,32 @@ pub mod backward_keys {
         reverse: i32,
         first: i32,
         last: i32,
+        q_segments: *mut i32,
+        kv_segments: *mut i32,
+        ranges: *mut i32,
+        q_segments_batch_stride: i32,
+        kv_segments_batch_stride: i32,
+        ranges_batch_stride: i32,
+        has_segments: i32,
+        cap_log2: f32,
+        twice_by_cap: f32,
+        slopes: *mut f32,
+        slopes_batch_stride: i32,
+        has_slopes: i32,
+        dropout: *mut i32,
+        dropout_batch_stride: i32,
+        has_dropout: i32,
+        threshold: i32,
+        keep_scale: f32,
+        q_position: i32,
+        k_position: i32,
+        position_stride: i32,
     ) {
+        let segments: i32 = SEGMENTS;
+        let cap: i32 = CAP;
+        let alibi: i32 = SLOPES;
+        let drops: i32 = DROPOUT;
+        let fused: i32 = FUSED;
         let pid: (i32, i32, i32) = get_tile_block_id();
         let order: (i32, i32) = block_of(pid.0, ceil_div(kv_len, BN), section, reverse);
         let j: i32 = order.0;
@@ -91,19 +265,25 @@ pub mod backward_keys {
         let q_view: Tensor<E, { [-1, -1, -1, -1] }> =
             unsafe { rows_view(q, batch, q_len, heads, head_dim, q_batch_stride) };
         let dout_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(dout, batch, q_len, heads, head_dim, q_batch_stride) };
+            unsafe { rows_view(dout, batch, q_len, heads, value_dim, dout_batch_stride) };
         let k_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(k, batch, kv_len, kv_heads, head_dim, kv_batch_stride) };
+            unsafe { rows_view(k, batch, kv_len, kv_heads, head_dim, k_batch_stride) };
         let v_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(v, batch, kv_len, kv_heads, head_dim, kv_batch_stride) };
+            unsafe { rows_view(v, batch, kv_len, kv_heads, value_dim, v_batch_stride) };
         let lse_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
             statistics_view(lse_log2, batch, heads, q_len, stat_batch_stride, stat_head_stride)
         };
         let delta_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
             statistics_view(delta, batch, heads, q_len, stat_batch_stride, stat_head_stride)
         };
-        let q_part = q_view.partition(const_shape![1, BM, 1, DT]);
-        let dout_part = dout_view.partition(const_shape![1, BM, 1, DT]);
+        let dq_view: Tensor<f32, { [-1, -1, -1, -1] }> =
+            unsafe { rows_view(dq_acc, batch, q_len, heads, head_dim, dq_acc_batch_stride) };
+        let q_part: Partition<E, { [1, BM, 1, DT] }> = q_view.partition(const_shape![1, BM, 1, DT]);
+        let dout_part: Partition<E, { [1, BM, 1, DT] }> =
+            dout_view.partition(const_shape![1, BM, 1, DT]);
+        // Additions need a view without padding.
+        let dq_part: PartitionMut<f32, { [1, BM, 1, DT] }> =
+            unsafe { dq_view.partition_full_mut(const_shape![1, BM, 1, DT]) };
         let lse_part = lse_view.partition(const_shape![1, 1, BM]);
         let delta_part = delta_view.partition(const_shape![1, 1, BM]);
 
@@ -114,84 +294,305 @@ pub mod backward_keys {
             v_view.partition(const_shape![1, BN, 1, DT]).load([b, j, hk, 0i32]);
         let tv: Tile<E, { [BN, DT] }> = tv.reshape(const_shape![BN, DT]);
 
-        let mut sum_k: Tile<f32, { [BN, DT] }> = constant(0.0f32, const_shape![BN, DT]);
-        let mut sum_v: Tile<f32, { [BN, DT] }> = constant(0.0f32, const_shape![BN, DT]);
-
         // Query rows i that see key rows first..=last: −upper ≤ i − j ≤ −lower.
         let key: i32 = j * BN;
         let last_key: i32 = min(key + BN, kv_len) - 1i32;
         let tiles: (i32, i32, i32, i32) =
             streamed::<BM>(key, last_key, 0i32 - upper, 0i32 - lower, q_len);
-
-        // All query heads of the group in one loop, so that it stays full between heads.
-        let inside: i32 = tiles.2 - tiles.1;
-        for t in 0i32..group * inside {
-            let g: i32 = t / inside;
-            let i: i32 = tiles.1 + (t - g * inside);
-            let h: i32 = h0 + g;
-            let tq: Tile<E, { [BM, DT] }> = stream(&q_part, b, i, h);
-            let s: Tile<f32, { [BN, BM] }> = product(tk, tq);
-            let lse: Tile<f32, { [1, 1, BM] }> = lse_part.load([b, h, i]);
-            let e: Tile<f32, { [BN, BM] }> = exponents(s, lse, scale_log2);
-            let p: Tile<f32, { [BN, BM] }> = exp2(e, ftz::Enabled);
-            let tdo: Tile<E, { [BM, DT] }> = stream(&dout_part, b, i, h);
-            let delta: Tile<f32, { [1, 1, BM] }> = delta_part.load([b, h, i]);
-            let dp: Tile<f32, { [BN, BM] }> = product(tv, tdo);
-            let sums = add(p, p, dp, tq, tdo, delta, sum_k, sum_v);
-            sum_k = sums.0;
-            sum_v = sums.1;
+        let mut begin: i32 = tiles.0;
+        let mut inside: i32 = min(tiles.1, tiles.2);
+        let mut outside: i32 = tiles.2;
+        let mut end: i32 = tiles.3;
+        if WINDOW == 0i32 {
+            // Nothing cuts the last tiles: queries past the end read as 0 and add 0.
+            inside = tiles.1;
+            outside = tiles.3;
         }
-        let edges: i32 = (tiles.1 - tiles.0) + (tiles.3 - tiles.2);
-        for t in 0i32..group * edges {
-            let g: i32 = t / edges;
-            let i: i32 = edge(t - g * edges, tiles.0, tiles.1, tiles.2);
+
+        // Without segments these views and tiles are never used.
+        let q_segments_view: Tensor<i32, { [-1, -1] }> =
+            unsafe { segments_view(q_segments, batch, q_len, q_segments_batch_stride) };
+        let kv_segments_view: Tensor<i32, { [-1, -1] }> =
+            unsafe { segments_view(kv_segments, batch, kv_len, kv_segments_batch_stride) };
+        let segments_part: Partition<i32, { [1, BM] }> =
+            q_segments_view.partition(const_shape![1, BM]);
+        let mut own: Tile<i32, { [BN, 1] }> = constant(0i32, const_shape![BN, 1]);
+        if (SEGMENTS == 1i32 || (SEGMENTS == 2i32 && has_segments == 1i32)) && lower <= upper {
+            let t: Tile<i32, { [1, BN] }> =
+                kv_segments_view.partition(const_shape![1, BN]).load([b, j]);
+            own = t.reshape(const_shape![BN, 1]);
+            let narrow: (i32, i32, i32, i32) = unsafe {
+                narrowed::<BM>(
+                    ranges,
+                    batch,
+                    kv_len,
+                    ranges_batch_stride,
+                    b,
+                    key,
+                    last_key,
+                    begin,
+                    inside,
+                    outside,
+                    end,
+                )
+            };
+            begin = narrow.0;
+            inside = narrow.1;
+            outside = narrow.2;
+            end = narrow.3;
+        }
+
+        if WINDOW == 2i32 {
+            // One loop masks all tiles.
+            outside = inside;
+        }
+        let mut sum_k: Tile<f32, { [BN, DT] }> = constant(0.0f32, const_shape![BN, DT]);
+        let mut sum_v: Tile<f32, { [BN, DT] }> = constant(0.0f32, const_shape![BN, DT]);
+        let streaming: i32 = if lower <= upper { group } else { 0i32 };
+        for g in 0i32..streaming {
             let h: i32 = h0 + g;
-            let tq: Tile<E, { [BM, DT] }> = stream(&q_part, b, i, h);
-            let s: Tile<f32, { [BN, BM] }> = product(tk, tq);
-            let lse: Tile<f32, { [1, 1, BM] }> = lse_part.load([b, h, i]);
-            let e: Tile<f32, { [BN, BM] }> = exponents(s, lse, scale_log2);
-            let p: Tile<f32, { [BN, BM] }> = exp2(e, ftz::Enabled);
-            // Rows are keys here: the diagonal's sign is turned.
-            let seen: Tile<bool, { [BN, BM] }> =
-                band::<BN, BM>(0i32 - upper, 0i32 - lower, i * BM - key);
-            let zero: Tile<f32, { [BN, BM] }> = constant(0.0f32, const_shape![BN, BM]);
-            let p: Tile<f32, { [BN, BM] }> = select(seen, p, zero);
-            let tdo: Tile<E, { [BM, DT] }> = stream(&dout_part, b, i, h);
-            let delta: Tile<f32, { [1, 1, BM] }> = delta_part.load([b, h, i]);
-            let dp: Tile<f32, { [BN, BM] }> = product(tv, tdo);
-            let sums = add(p, p, dp, tq, tdo, delta, sum_k, sum_v);
-            sum_k = sums.0;
-            sum_v = sums.1;
+            let mut slope: Tile<f32, { [1, 1] }> = constant(0.0f32, const_shape![1, 1]);
+            if (SLOPES == 1i32 || (SLOPES == 2i32 && has_slopes == 1i32)) && lower <= upper {
+                slope = unsafe { slope_log2(slopes, batch, heads, slopes_batch_stride, b, h) };
+            }
+            if WINDOW == 0i32 {
+                for i in begin..inside {
+                    let lse: Tile<f32, { [1, 1, BM] }> = lse_part.load([b, h, i]);
+                    let delta: Tile<f32, { [1, 1, BM] }> = delta_part.load([b, h, i]);
+                    let tq: Tile<E, { [BM, DT] }> = stream(&q_part, b, i, h);
+                    let tdo: Tile<E, { [BM, DT] }> = stream(&dout_part, b, i, h);
+                    let other: Tile<i32, { [1, BM] }> =
+                        segment_tile(segments, has_segments, &segments_part, b, i);
+                    let sums = unsafe {
+                        visit(
+                            1i32,
+                            0i32,
+                            segments,
+                            cap,
+                            alibi,
+                            drops,
+                            tk,
+                            tv,
+                            lse,
+                            delta,
+                            tq,
+                            tdo,
+                            sum_k,
+                            sum_v,
+                            b,
+                            h,
+                            key,
+                            i,
+                            batch,
+                            scale_log2,
+                            lower,
+                            upper,
+                            own,
+                            other,
+                            has_segments,
+                            cap_log2,
+                            twice_by_cap,
+                            slope,
+                            has_slopes,
+                            dropout,
+                            dropout_batch_stride,
+                            has_dropout,
+                            threshold,
+                            keep_scale,
+                            q_position,
+                            k_position,
+                            position_stride,
+                        )
+                    };
+                    sum_k = sums.0;
+                    sum_v = sums.1;
+                    unsafe { add_to_queries(fused, &dq_part, sums.2, tk, b, i, h) };
+                }
+            }
+            if FUSED == 1i32 {
+                // lse and delta of the next tile are under way while this one is computed. The other
+                // kernel is faster without.
+                let near: i32 = min(inside, ceil_div(q_len, BM) - 1i32);
+                let mut lse: Tile<f32, { [1, 1, BM] }> = lse_part.load([b, h, near]);
+                let mut delta: Tile<f32, { [1, 1, BM] }> = delta_part.load([b, h, near]);
+                for i in inside..outside {
+                    let next: i32 = min(i + 1i32, outside - 1i32);
+                    let next_lse: Tile<f32, { [1, 1, BM] }> = lse_part.load([b, h, next]);
+                    let next_delta: Tile<f32, { [1, 1, BM] }> = delta_part.load([b, h, next]);
+                    let tq: Tile<E, { [BM, DT] }> = stream(&q_part, b, i, h);
+                    let tdo: Tile<E, { [BM, DT] }> = stream(&dout_part, b, i, h);
+                    let other: Tile<i32, { [1, BM] }> =
+                        segment_tile(segments, has_segments, &segments_part, b, i);
+                    let sums = unsafe {
+                        visit(
+                            0i32,
+                            0i32,
+                            segments,
+                            cap,
+                            alibi,
+                            drops,
+                            tk,
+                            tv,
+                            lse,
+                            delta,
+                            tq,
+                            tdo,
+                            sum_k,
+                            sum_v,
+                            b,
+                            h,
+                            key,
+                            i,
+                            batch,
+                            scale_log2,
+                            lower,
+                            upper,
+                            own,
+                            other,
+                            has_segments,
+                            cap_log2,
+                            twice_by_cap,
+                            slope,
+                            has_slopes,
+                            dropout,
+                            dropout_batch_stride,
+                            has_dropout,
+                            threshold,
+                            keep_scale,
+                            q_position,
+                            k_position,
+                            position_stride,
+                        )
+                    };
+                    sum_k = sums.0;
+                    sum_v = sums.1;
+                    unsafe { add_to_queries(fused, &dq_part, sums.2, tk, b, i, h) };
+                    lse = next_lse;
+                    delta = next_delta;
+                }
+            }
+            if FUSED == 0i32 && WINDOW != 2i32 {
+                for i in inside..outside {
+                    let lse: Tile<f32, { [1, 1, BM] }> = lse_part.load([b, h, i]);
+                    let delta: Tile<f32, { [1, 1, BM] }> = delta_part.load([b, h, i]);
+                    let tq: Tile<E, { [BM, DT] }> = stream(&q_part, b, i, h);
+                    let tdo: Tile<E, { [BM, DT] }> = stream(&dout_part, b, i, h);
+                    let other: Tile<i32, { [1, BM] }> =
+                        segment_tile(segments, has_segments, &segments_part, b, i);
+                    let sums = unsafe {
+                        visit(
+                            0i32,
+                            0i32,
+                            segments,
+                            cap,
+                            alibi,
+                            drops,
+                            tk,
+                            tv,
+                            lse,
+                            delta,
+                            tq,
+                            tdo,
+                            sum_k,
+                            sum_v,
+                            b,
+                            h,
+                            key,
+                            i,
+                            batch,
+                            scale_log2,
+                            lower,
+                            upper,
+                            own,
+                            other,
+                            has_segments,
+                            cap_log2,
+                            twice_by_cap,
+                            slope,
+                            has_slopes,
+                            dropout,
+                            dropout_batch_stride,
+                            has_dropout,
+                            threshold,
+                            keep_scale,
+                            q_position,
+                            k_position,
+                            position_stride,
+                        )
+                    };
+                    sum_k = sums.0;
+                    sum_v = sums.1;
+                    unsafe { add_to_queries(fused, &dq_part, sums.2, tk, b, i, h) };
+                }
+            }
+            if WINDOW != 0i32 {
+                for t in 0i32..(inside - begin) + (end - outside) {
+                    let i: i32 = edge(t, begin, inside, outside);
+                    let lse: Tile<f32, { [1, 1, BM] }> = lse_part.load([b, h, i]);
+                    let delta: Tile<f32, { [1, 1, BM] }> = delta_part.load([b, h, i]);
+                    let tq: Tile<E, { [BM, DT] }> = stream(&q_part, b, i, h);
+                    let tdo: Tile<E, { [BM, DT] }> = stream(&dout_part, b, i, h);
+                    let other: Tile<i32, { [1, BM] }> =
+                        segment_tile(segments, has_segments, &segments_part, b, i);
+                    let sums = unsafe {
+                        visit(
+                            1i32,
+                            1i32,
+                            segments,
+                            cap,
+                            alibi,
+                            drops,
+                            tk,
+                            tv,
+                            lse,
+                            delta,
+                            tq,
+                            tdo,
+                            sum_k,
+                            sum_v,
+                            b,
+                            h,
+                            key,
+                            i,
+                            batch,
+                            scale_log2,
+                            lower,
+                            upper,
+                            own,
+                            other,
+                            has_segments,
+                            cap_log2,
+                            twice_by_cap,
+                            slope,
+                            has_slopes,
+                            dropout,
+                            dropout_batch_stride,
+                            has_dropout,
+                            threshold,
+                            keep_scale,
+                            q_position,
+                            k_position,
+                            position_stride,
+                        )
+                    };
+                    sum_k = sums.0;
+                    sum_v = sums.1;
+                    unsafe { add_to_queries(fused, &dq_part, sums.2, tk, b, i, h) };
+                }
+            }
         }
 
         let scale: Tile<f32, { [BN, DT] }> = softmax_scale.broadcast(const_shape![BN, DT]);
         sum_k = sum_k * scale;
         let dk_acc_view: Tensor<f32, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(dk_acc, batch, kv_len, kv_heads, head_dim, acc_batch_stride) };
+            unsafe { rows_view(dk_acc, batch, kv_len, kv_heads, head_dim, dk_acc_batch_stride) };
         let dv_acc_view: Tensor<f32, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(dv_acc, batch, kv_len, kv_heads, head_dim, acc_batch_stride) };
-        if first == 0i32 {
-            let t: Tile<f32, { [1, BN, 1, DT] }> =
-                dk_acc_view.partition(const_shape![1, BN, 1, DT]).load([b, j, hk, 0i32]);
-            let t: Tile<f32, { [BN, DT] }> = t.reshape(const_shape![BN, DT]);
-            sum_k = sum_k + t;
-            let t: Tile<f32, { [1, BN, 1, DT] }> =
-                dv_acc_view.partition(const_shape![1, BN, 1, DT]).load([b, j, hk, 0i32]);
-            let t: Tile<f32, { [BN, DT] }> = t.reshape(const_shape![BN, DT]);
-            sum_v = sum_v + t;
-        }
-        if last == 1i32 {
-            let dk_view: Tensor<E, { [-1, -1, -1, -1] }> =
-                unsafe { rows_view(dk, batch, kv_len, kv_heads, head_dim, out_batch_stride) };
-            let dv_view: Tensor<E, { [-1, -1, -1, -1] }> =
-                unsafe { rows_view(dv, batch, kv_len, kv_heads, head_dim, out_batch_stride) };
-            let t: Tile<E, { [BN, DT] }> = convert_tile(sum_k);
-            unsafe { write(&dk_view, t, b, j, hk) };
-            let t: Tile<E, { [BN, DT] }> = convert_tile(sum_v);
-            unsafe { write(&dv_view, t, b, j, hk) };
-        } else {
-            unsafe { write(&dk_acc_view, sum_k, b, j, hk) };
-            unsafe { write(&dv_acc_view, sum_v, b, j, hk) };
-        }
+            unsafe { rows_view(dv_acc, batch, kv_len, kv_heads, value_dim, dv_acc_batch_stride) };
+        let dk_view: Tensor<E, { [-1, -1, -1, -1] }> =
+            unsafe { rows_view(dk, batch, kv_len, kv_heads, head_dim, dk_batch_stride) };
+        let dv_view: Tensor<E, { [-1, -1, -1, -1] }> =
+            unsafe { rows_view(dv, batch, kv_len, kv_heads, value_dim, dv_batch_stride) };
+        unsafe { deliver(sum_k, &dk_acc_view, &dk_view, b, j, hk, first, last) };
+        unsafe { deliver(sum_v, &dv_acc_view, &dv_view, b, j, hk, first, last) };
     }
 }

@@ -2,8 +2,14 @@
 
 #[cutile::module]
 pub mod backward_queries {
-    use super::super::common::common::{band, block_of, edge, existing, product};
-    use super::super::common::common::{deliver, rows_view, statistics_view, stream, streamed};
+    use super::super::common::common::{block_of, deliver, edge, per_row_view, product, rows_view};
+    use super::super::common::common::{statistics_view, stream, streamed};
+    use super::super::dropout::dropout::{dropped, kept, places_across, places_down};
+    use super::super::scores::scores::{
+        band, cap_ratio, distances, same_segment, score, slope_log2,
+    };
+    use super::super::scores::scores::{uncapped, unit};
+    use super::super::segments::segments::{narrowed, segment_tile, segments_view};
     use cutile::core::*;
 
     /// min(scale · s − lse, 0) in base 2, of which 2^ is p; lse is huge where a row sees nothing:
@@ -44,8 +50,115 @@ pub mod backward_queries {
         mma(ds, k, sum)
     }
 
+    /// Adds one tile of keys to dq and to the slope's gradient, and returns both. `LOW` and `HIGH` say
+    /// which limits of the band may cut the tile; where neither may, segments do not cut it either.
+    pub unsafe fn visit<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
+        masked: i32,
+        window: i32,
+        segments: i32,
+        cap: i32,
+        slopes: i32,
+        dropped_weights: i32,
+        q: Tile<E, { [BM, DT] }>,
+        dout: Tile<E, { [BM, DT] }>,
+        lse: Tile<f32, { [BM, 1] }>,
+        delta: Tile<f32, { [BM, 1] }>,
+        tk: Tile<E, { [BN, DT] }>,
+        tv: Tile<E, { [BN, DT] }>,
+        sum: Tile<f32, { [BM, DT] }>,
+        slope_sum: Tile<f32, { [BM, 1] }>,
+        b: i32,
+        h: i32,
+        row: i32,
+        j: i32,
+        batch: i32,
+        kv_len: i32,
+        scale_log2: f32,
+        lower: i32,
+        upper: i32,
+        own: Tile<i32, { [BM, 1] }>,
+        other: Tile<i32, { [1, BN] }>,
+        has_dslopes: i32,
+        has_segments: i32,
+        cap_log2: f32,
+        twice_by_cap: f32,
+        slope: Tile<f32, { [1, 1] }>,
+        has_slopes: i32,
+        dropout: *mut i32,
+        dropout_batch_stride: i32,
+        has_dropout: i32,
+        threshold: i32,
+        keep_scale: f32,
+        q_position: i32,
+        k_position: i32,
+        position_stride: i32,
+    ) -> (Tile<f32, { [BM, DT] }>, Tile<f32, { [BM, 1] }>) {
+        let key: i32 = j * BN;
+        let s: Tile<f32, { [BM, BN] }> = product(q, tk);
+        let q_place: i32 = q_position + row * position_stride;
+        let k_place: i32 = k_position + key * position_stride;
+        let start: i32 = k_place - q_place;
+        let ratio: Tile<f32, { [BM, BN] }> = cap_ratio(s, cap, twice_by_cap);
+        let s: Tile<f32, { [BM, BN] }> = score(
+            s,
+            ratio,
+            cap,
+            slopes,
+            scale_log2,
+            cap_log2,
+            slope,
+            has_slopes,
+            start,
+            position_stride,
+        );
+        let e: Tile<f32, { [BM, BN] }> = exponents(s, lse, unit(cap, slopes, scale_log2));
+        let mut p: Tile<f32, { [BM, BN] }> = exp2(e, ftz::Enabled);
+        if masked == 1i32 {
+            let corner: i32 = key - row;
+            // A key past the end reads as 0 and adds 0, but its distance would count in the slope's
+            // gradient.
+            let cut_low: i32 = if window == 0i32 { 0i32 } else { 1i32 };
+            let mut seen: Tile<bool, { [BM, BN] }> =
+                band::<BM, BN>(cut_low, 2i32, lower - corner, upper - corner, kv_len - key);
+            if segments == 1i32 || (segments == 2i32 && has_segments == 1i32) {
+                let same: Tile<bool, { [BM, BN] }> = same_segment(own, other);
+                seen = seen & same;
+            }
+            let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
+            p = select(seen, p, zero);
+        }
+        let mut dp: Tile<f32, { [BM, BN] }> = product(dout, tv);
+        if dropped_weights == 2i32 && has_dropout == 1i32 {
+            let queries: Tile<u32, { [BM, BN] }> = places_down::<BM, BN>(q_place, position_stride);
+            let keys: Tile<u32, { [BM, BN] }> = places_across::<BM, BN>(k_place, position_stride);
+            let keep: Tile<bool, { [BM, BN] }> = unsafe {
+                kept(queries, keys, dropout, batch, dropout_batch_stride, b, h, threshold)
+            };
+            dp = dropped(dp, keep, keep_scale);
+        }
+        let ds: Tile<f32, { [BM, BN] }> = score_gradient(p, dp, delta);
+        let mut new_slope_sum: Tile<f32, { [BM, 1] }> = slope_sum;
+        if slopes == 1i32 || (slopes == 2i32 && has_dslopes == 1i32) {
+            let away: Tile<f32, { [BM, BN] }> = distances::<BM, BN>(start, position_stride);
+            let of_slope: Tile<f32, { [BM] }> = reduce_sum(ds * away, 1i32);
+            new_slope_sum = slope_sum + of_slope.reshape(const_shape![BM, 1]);
+        }
+        let ds: Tile<f32, { [BM, BN] }> = uncapped(ds, cap, ratio);
+        (add(ds, tk, sum), new_slope_sum)
+    }
+
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn attention_bwd_dq<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
+    unsafe fn attention_bwd_dq<
+        E: ElementType,
+        const BM: i32,
+        const BN: i32,
+        const DT: i32,
+        const WINDOW: i32,
+        const SEGMENTS: i32,
+        const CAP: i32,
+        const SLOPES: i32,
+        const DROPOUT: i32,
+    >(
         q: *mut E,
         k: *mut E,
         v: *mut E,
@@ -60,10 +173,13 @@ pub mod backward_queries {
         heads: i32,
         kv_heads: i32,
         head_dim: i32,
+        value_dim: i32,
         q_batch_stride: i32,
-        kv_batch_stride: i32,
-        acc_batch_stride: i32,
-        out_batch_stride: i32,
+        k_batch_stride: i32,
+        v_batch_stride: i32,
+        dout_batch_stride: i32,
+        dq_acc_batch_stride: i32,
+        dq_batch_stride: i32,
         stat_batch_stride: i32,
         stat_head_stride: i32,
         scale_log2: f32,
@@ -74,7 +190,35 @@ pub mod backward_queries {
         reverse: i32,
         first: i32,
         last: i32,
+        q_segments: *mut i32,
+        kv_segments: *mut i32,
+        ranges: *mut i32,
+        q_segments_batch_stride: i32,
+        kv_segments_batch_stride: i32,
+        ranges_batch_stride: i32,
+        has_segments: i32,
+        cap_log2: f32,
+        twice_by_cap: f32,
+        slopes: *mut f32,
+        slopes_batch_stride: i32,
+        has_slopes: i32,
+        dropout: *mut i32,
+        dropout_batch_stride: i32,
+        has_dropout: i32,
+        threshold: i32,
+        keep_scale: f32,
+        q_position: i32,
+        k_position: i32,
+        position_stride: i32,
+        dslopes: *mut f32,
+        dslopes_batch_stride: i32,
+        has_dslopes: i32,
     ) {
+        let window: i32 = WINDOW;
+        let segments: i32 = SEGMENTS;
+        let cap: i32 = CAP;
+        let alibi: i32 = SLOPES;
+        let drops: i32 = DROPOUT;
         let pid: (i32, i32, i32) = get_tile_block_id();
         let order: (i32, i32) = block_of(pid.0, ceil_div(q_len, BM), section, reverse);
         let i: i32 = order.0;
@@ -85,19 +229,19 @@ pub mod backward_queries {
         let q_view: Tensor<E, { [-1, -1, -1, -1] }> =
             unsafe { rows_view(q, batch, q_len, heads, head_dim, q_batch_stride) };
         let dout_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(dout, batch, q_len, heads, head_dim, q_batch_stride) };
+            unsafe { rows_view(dout, batch, q_len, heads, value_dim, dout_batch_stride) };
         let k_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(k, batch, kv_len, kv_heads, head_dim, kv_batch_stride) };
+            unsafe { rows_view(k, batch, kv_len, kv_heads, head_dim, k_batch_stride) };
         let v_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(v, batch, kv_len, kv_heads, head_dim, kv_batch_stride) };
+            unsafe { rows_view(v, batch, kv_len, kv_heads, value_dim, v_batch_stride) };
         let lse_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
             statistics_view(lse_log2, batch, heads, q_len, stat_batch_stride, stat_head_stride)
         };
         let delta_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
             statistics_view(delta, batch, heads, q_len, stat_batch_stride, stat_head_stride)
         };
-        let k_part = k_view.partition(const_shape![1, BN, 1, DT]);
-        let v_part = v_view.partition(const_shape![1, BN, 1, DT]);
+        let k_part: Partition<E, { [1, BN, 1, DT] }> = k_view.partition(const_shape![1, BN, 1, DT]);
+        let v_part: Partition<E, { [1, BN, 1, DT] }> = v_view.partition(const_shape![1, BN, 1, DT]);
 
         let tq: Tile<E, { [1, BM, 1, DT] }> =
             q_view.partition(const_shape![1, BM, 1, DT]).load([b, i, h, 0i32]);
@@ -112,44 +256,180 @@ pub mod backward_queries {
             delta_view.partition(const_shape![1, 1, BM]).load([b, h, i]);
         let delta: Tile<f32, { [BM, 1] }> = delta.reshape(const_shape![BM, 1]);
 
-        let mut sum: Tile<f32, { [BM, DT] }> = constant(0.0f32, const_shape![BM, DT]);
         let row: i32 = i * BM;
         let last_row: i32 = min(row + BM, q_len) - 1i32;
         let tiles: (i32, i32, i32, i32) = streamed::<BN>(row, last_row, lower, upper, kv_len);
+        let mut begin: i32 = tiles.0;
+        let mut inside: i32 = tiles.1;
+        let mut outside: i32 = max(tiles.1, tiles.2);
+        let mut end: i32 = tiles.3;
 
-        for j in tiles.1..tiles.2 {
-            let tk: Tile<E, { [BN, DT] }> = stream(&k_part, b, j, hk);
-            let s: Tile<f32, { [BM, BN] }> = product(tq, tk);
-            let e: Tile<f32, { [BM, BN] }> = exponents(s, lse, scale_log2);
-            let p: Tile<f32, { [BM, BN] }> = exp2(e, ftz::Enabled);
-            let tv: Tile<E, { [BN, DT] }> = stream(&v_part, b, j, hk);
-            let dp: Tile<f32, { [BM, BN] }> = product(tdo, tv);
-            sum = add(score_gradient(p, dp, delta), tk, sum);
+        // Without segments these views and tiles are never used.
+        let q_segments_view: Tensor<i32, { [-1, -1] }> =
+            unsafe { segments_view(q_segments, batch, q_len, q_segments_batch_stride) };
+        let kv_segments_view: Tensor<i32, { [-1, -1] }> =
+            unsafe { segments_view(kv_segments, batch, kv_len, kv_segments_batch_stride) };
+        let segments_part: Partition<i32, { [1, BN] }> =
+            kv_segments_view.partition(const_shape![1, BN]);
+        let mut own: Tile<i32, { [BM, 1] }> = constant(0i32, const_shape![BM, 1]);
+        if (SEGMENTS == 1i32 || (SEGMENTS == 2i32 && has_segments == 1i32)) && lower <= upper {
+            let t: Tile<i32, { [1, BM] }> =
+                q_segments_view.partition(const_shape![1, BM]).load([b, i]);
+            own = t.reshape(const_shape![BM, 1]);
+            let narrow: (i32, i32, i32, i32) = unsafe {
+                narrowed::<BN>(
+                    ranges,
+                    batch,
+                    q_len,
+                    ranges_batch_stride,
+                    b,
+                    row,
+                    last_row,
+                    begin,
+                    inside,
+                    outside,
+                    end,
+                )
+            };
+            begin = narrow.0;
+            inside = narrow.1;
+            outside = narrow.2;
+            end = narrow.3;
         }
-        let edges: i32 = (tiles.1 - tiles.0) + (tiles.3 - tiles.2);
-        for t in 0i32..edges {
-            let j: i32 = edge(t, tiles.0, tiles.1, tiles.2);
+        if WINDOW == 2i32 {
+            // One loop masks all tiles.
+            outside = inside;
+        }
+        let mut slope: Tile<f32, { [1, 1] }> = constant(0.0f32, const_shape![1, 1]);
+        if (SLOPES == 1i32 || (SLOPES == 2i32 && has_slopes == 1i32)) && lower <= upper {
+            slope = unsafe { slope_log2(slopes, batch, heads, slopes_batch_stride, b, h) };
+        }
+
+        let mut sum: Tile<f32, { [BM, DT] }> = constant(0.0f32, const_shape![BM, DT]);
+        let mut slope_sum: Tile<f32, { [BM, 1] }> = constant(0.0f32, const_shape![BM, 1]);
+        if WINDOW != 2i32 {
+            for j in inside..outside {
+                let tk: Tile<E, { [BN, DT] }> = stream(&k_part, b, j, hk);
+                let tv: Tile<E, { [BN, DT] }> = stream(&v_part, b, j, hk);
+                let other: Tile<i32, { [1, BN] }> =
+                    segment_tile(segments, has_segments, &segments_part, b, j);
+                let sums = unsafe {
+                    visit(
+                        0i32,
+                        window,
+                        segments,
+                        cap,
+                        alibi,
+                        drops,
+                        tq,
+                        tdo,
+                        lse,
+                        delta,
+                        tk,
+                        tv,
+                        sum,
+                        slope_sum,
+                        b,
+                        h,
+                        row,
+                        j,
+                        batch,
+                        kv_len,
+                        scale_log2,
+                        lower,
+                        upper,
+                        own,
+                        other,
+                        has_dslopes,
+                        has_segments,
+                        cap_log2,
+                        twice_by_cap,
+                        slope,
+                        has_slopes,
+                        dropout,
+                        dropout_batch_stride,
+                        has_dropout,
+                        threshold,
+                        keep_scale,
+                        q_position,
+                        k_position,
+                        position_stride,
+                    )
+                };
+                sum = sums.0;
+                slope_sum = sums.1;
+            }
+        }
+        for t in 0i32..(inside - begin) + (end - outside) {
+            let j: i32 = edge(t, begin, inside, outside);
             let tk: Tile<E, { [BN, DT] }> = stream(&k_part, b, j, hk);
-            let s: Tile<f32, { [BM, BN] }> = product(tq, tk);
-            let e: Tile<f32, { [BM, BN] }> = exponents(s, lse, scale_log2);
-            let p: Tile<f32, { [BM, BN] }> = exp2(e, ftz::Enabled);
-            let seen: Tile<bool, { [BM, BN] }> = band::<BM, BN>(lower, upper, j * BN - row);
-            // A key past the end reads as 0 and adds 0. Hiding it all the same lets sm_80 do without
-            // spills.
-            let exist: Tile<bool, { [BM, BN] }> = existing::<BM, BN>(kv_len - j * BN);
-            let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
-            let p: Tile<f32, { [BM, BN] }> = select(seen & exist, p, zero);
             let tv: Tile<E, { [BN, DT] }> = stream(&v_part, b, j, hk);
-            let dp: Tile<f32, { [BM, BN] }> = product(tdo, tv);
-            sum = add(score_gradient(p, dp, delta), tk, sum);
+            let other: Tile<i32, { [1, BN] }> =
+                segment_tile(segments, has_segments, &segments_part, b, j);
+            let sums = unsafe {
+                visit(
+                    1i32,
+                    window,
+                    segments,
+                    cap,
+                    alibi,
+                    drops,
+                    tq,
+                    tdo,
+                    lse,
+                    delta,
+                    tk,
+                    tv,
+                    sum,
+                    slope_sum,
+                    b,
+                    h,
+                    row,
+                    j,
+                    batch,
+                    kv_len,
+                    scale_log2,
+                    lower,
+                    upper,
+                    own,
+                    other,
+                    has_dslopes,
+                    has_segments,
+                    cap_log2,
+                    twice_by_cap,
+                    slope,
+                    has_slopes,
+                    dropout,
+                    dropout_batch_stride,
+                    has_dropout,
+                    threshold,
+                    keep_scale,
+                    q_position,
+                    k_position,
+                    position_stride,
+                )
+            };
+            sum = sums.0;
+            slope_sum = sums.1;
+        }
+
+        if SLOPES != 0i32 && has_dslopes == 1i32 {
+            let view: Tensor<f32, { [-1, -1, -1] }> =
+                unsafe { per_row_view(dslopes, batch, q_len, heads, dslopes_batch_stride) };
+            let t: Tile<f32, { [1, BM, 1] }> =
+                view.partition(const_shape![1, BM, 1]).load([b, i, h]);
+            let t: Tile<f32, { [1, BM, 1] }> = t + slope_sum.reshape(const_shape![1, BM, 1]);
+            let mut part: PartitionMut<f32, { [1, BM, 1] }> =
+                unsafe { view.partition_full_mut(const_shape![1, BM, 1]) };
+            unsafe { part.store_unchecked(t, [b, i, h]) };
         }
 
         let scale: Tile<f32, { [BM, DT] }> = softmax_scale.broadcast(const_shape![BM, DT]);
         sum = sum * scale;
         let acc_view: Tensor<f32, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(dq_acc, batch, q_len, heads, head_dim, acc_batch_stride) };
+            unsafe { rows_view(dq_acc, batch, q_len, heads, head_dim, dq_acc_batch_stride) };
         let dq_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(dq, batch, q_len, heads, head_dim, out_batch_stride) };
+            unsafe { rows_view(dq, batch, q_len, heads, head_dim, dq_batch_stride) };
         unsafe { deliver(sum, &acc_view, &dq_view, b, i, h, first, last) };
     }
 }

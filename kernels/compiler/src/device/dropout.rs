@@ -3,7 +3,7 @@
 
 #[cutile::module]
 pub mod dropout {
-    use super::super::common::common::segments_view;
+    use super::super::segments::segments::segments_view;
     use cutile::core::*;
 
     /// Positions by row of a tile, the first of which is at `start`.

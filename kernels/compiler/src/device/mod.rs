@@ -20,13 +20,12 @@
 #![allow(clippy::undocumented_unsafe_blocks, reason = "the dialect: none of it is run as Rust")]
 
 pub mod backward_keys;
-pub mod backward_keys_general;
 pub mod backward_queries;
-pub mod backward_queries_general;
 pub mod common;
 pub mod dropout;
 pub mod forward;
-pub mod forward_general;
 pub mod join;
 pub mod linear;
 pub mod rows;
+pub mod scores;
+pub mod segments;

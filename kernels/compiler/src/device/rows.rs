@@ -7,7 +7,7 @@ pub mod rows {
     use cutile::core::*;
 
     /// delta = rowsum(dout ∘ o) − dlse, and lse in base 2, both `[batch, heads, rows]`, for
-    /// `BM` rows of one head.
+    /// `BM` rows of one head. With `has_zeros`, sets those rows of `zeros` to 0.
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn delta<E: ElementType, const BM: i32, const DT: i32>(
         o: *mut E,
@@ -16,6 +16,7 @@ pub mod rows {
         dlse: *mut f32,
         lse_log2: *mut f32,
         delta: *mut f32,
+        zeros: *mut f32,
         batch: i32,
         q_len: i32,
         heads: i32,
@@ -24,7 +25,9 @@ pub mod rows {
         lse_batch_stride: i32,
         stat_batch_stride: i32,
         stat_head_stride: i32,
+        zeros_batch_stride: i32,
         has_dlse: i32,
+        has_zeros: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
         let order: (i32, i32) = block_of(pid.0, ceil_div(q_len, BM), heads, 0i32);
@@ -75,9 +78,15 @@ pub mod rows {
             statistics_view(lse_log2, batch, heads, q_len, stat_batch_stride, stat_head_stride)
         };
         unsafe { write_statistics(&lse_log2_view, value, b, i, h) };
+        if has_zeros == 1i32 {
+            let zeros_view: Tensor<f32, { [-1, -1, -1, -1] }> =
+                unsafe { rows_view(zeros, batch, q_len, heads, head_dim, zeros_batch_stride) };
+            let zero: Tile<f32, { [BM, DT] }> = constant(0.0f32, const_shape![BM, DT]);
+            unsafe { write(&zeros_view, zero, b, i, h) };
+        }
     }
 
-    /// out = a + b, cast to the type of the activations; without `has_b`, out = a.
+    /// out = scale · (a + b), cast to the type of the activations; without `has_b`, b is 0.
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn finish<E: ElementType, const BM: i32, const DT: i32>(
         a: *mut f32,
@@ -90,6 +99,7 @@ pub mod rows {
         a_batch_stride: i32,
         b_batch_stride: i32,
         out_batch_stride: i32,
+        scale: f32,
         has_b: i32,
     ) {
         let pid: (i32, i32, i32) = get_tile_block_id();
@@ -112,6 +122,7 @@ pub mod rows {
         }
         let out_view: Tensor<E, { [-1, -1, -1, -1] }> =
             unsafe { rows_view(out, batch, rows, heads, head_dim, out_batch_stride) };
+        sum = sum * scale.broadcast(const_shape![BM, DT]);
         let t: Tile<E, { [BM, DT] }> = convert_tile(sum);
         unsafe { write(&out_view, t, n, i, h) };
     }

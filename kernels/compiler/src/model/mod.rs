@@ -12,7 +12,8 @@ mod program;
 pub mod table;
 
 use burst_attention_kernels::cubin::{Error, Listing};
-use burst_attention_kernels::instances::{Kernel, TileShape};
+use burst_attention_kernels::instances::TileShape;
+use burst_attention_kernels::kernel::{Kernel, Task};
 
 use machine::{Fit, cycles};
 use program::{Program, Unit};
@@ -125,5 +126,5 @@ pub fn loops(
 
 /// Do tiles of keys and values come by, and not of queries?
 fn streams_keys(kernel: Kernel) -> bool {
-    matches!(kernel.plain(), Kernel::Forward | Kernel::QueryGrads)
+    kernel.spec().task == Task::Queries
 }

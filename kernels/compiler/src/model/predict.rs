@@ -123,7 +123,7 @@ fn time(case: &Case, instance: &Instance, loops: &[Modelled]) -> Option<f64> {
 /// Predictions for all cases whose kernels are in `reports`, in bfloat16 on sm_90.
 pub fn predictions(reports: &[Report]) -> Vec<Prediction> {
     let of = |kernel: Kernel, width: i32| {
-        let wanted = Instance { kernel, element: Element::Bf16, width, target: Target::Sm90 };
+        let wanted = Instance::plain(kernel, Element::Bf16, width, Target::Sm90);
         reports.iter().find(|report| report.instance == wanted)
     };
     let predict = |case: &Case| {
@@ -160,12 +160,7 @@ mod tests {
     /// Cycles and rates of another program with the same parameters, for tiles of 128 by 64.
     #[test]
     fn loops_and_edges_make_a_rate() {
-        let instance = Instance {
-            kernel: Kernel::Forward,
-            element: Element::Bf16,
-            width: 128,
-            target: Target::Sm90,
-        };
+        let instance = Instance::plain(Kernel::Forward, Element::Bf16, 128, Target::Sm90);
         assert_eq!((instance.tile().rows, instance.tile().keys), (128, 64));
         let loops = [modelled(1327.0, 1), modelled(1894.0, 178)];
         let rate = |case: &Case| case.flop() / (time(case, &instance, &loops).unwrap() / SMS) / 1e3;

@@ -3,8 +3,9 @@
 use cutile_ir::bytecode::Opcode::MinF;
 
 use super::case::{CASE, CAUSAL, Case};
+use super::features::DOCUMENTS;
 use super::forward;
-use super::general::DOCUMENTS;
+use super::fused;
 use super::gradients::{run_keys, run_queries};
 use super::mutants::reroute_all;
 use super::problem::Problem;
@@ -16,20 +17,29 @@ const GENERAL: Case =
     Case { segments: Some((DOCUMENTS, DOCUMENTS)), slopes: true, positions: (3, 3, 1), ..PLAIN };
 
 /// dk, dv and dq, each kernel from what the one before stored.
-fn gradients(problem: &mut Problem, change: Change) -> Result<[Vec<f32>; 3], String> {
+fn gradients(
+    problem: &mut Problem,
+    is_fused: bool,
+    change: Change,
+) -> Result<[Vec<f32>; 3], String> {
     let (outputs, _) = forward::run(problem, 3, Change::None)?;
     [problem.saved.o, problem.saved.lse] = outputs.try_into().expect("two outputs");
     let (outputs, _) = run_delta(problem, 3, Change::None)?;
     [problem.saved.lse_log2, problem.saved.delta] = outputs.try_into().expect("two outputs");
+    if is_fused {
+        let outputs = fused::run(problem, 3, change)?.0;
+        let [dk, dv, _, dq] = outputs.try_into().expect("four outputs");
+        return Ok([dk, dv, dq]);
+    }
     let [dk, dv] = run_keys(problem, 3, change)?.0.try_into().expect("two outputs");
     let dq = run_queries(problem, 3, change)?.0.swap_remove(0);
     Ok([dk, dv, dq])
 }
 
 /// All gradients are finite, and no element of dv exceeds the sum of |dout|.
-fn bounded(case: Case, change: Change) -> Result<(), String> {
+fn bounded(case: Case, is_fused: bool, change: Change) -> Result<(), String> {
     let mut problem = Problem::new(case);
-    let [dk, dv, dq] = gradients(&mut problem, change)?;
+    let [dk, dv, dq] = gradients(&mut problem, is_fused, change)?;
     for (name, array) in [("dk", &dk), ("dv", &dv), ("dq", &dq)] {
         if let Some(at) = array.iter().position(|x| !x.is_finite()) {
             return Err(format!("element {at} of {name} is {}", array[at]));
@@ -49,24 +59,32 @@ fn bounded(case: Case, change: Change) -> Result<(), String> {
 
 #[test]
 fn no_weight_exceeds_one() {
-    for (case, magnitude, score) in [(PLAIN, 5e4, 1e5), (PLAIN, 5e8, 1e9), (GENERAL, 5e7, 1e8)] {
+    let cases = [
+        (PLAIN, false, 5e4, 1e5),
+        (PLAIN, false, 5e8, 1e9),
+        (PLAIN, true, 5e8, 1e9),
+        (GENERAL, false, 5e7, 1e8),
+    ];
+    for (case, is_fused, magnitude, score) in cases {
         let case = Case { magnitude, ..case };
         assert!(Problem::new(case).exact.largest > score);
-        bounded(case, Change::None).unwrap_or_else(|error| panic!("{error}\n{case:?}"));
+        let found = bounded(case, is_fused, Change::None);
+        found.unwrap_or_else(|error| panic!("{error}\n{case:?}"));
         // At 1e5 weights are up to 1.1, which a sum over all rows hides.
         let unbounded = Change::Module(|module| reroute_all(module, MinF, 1, 0));
-        assert_eq!(bounded(case, unbounded).is_err(), score > 1e6, "without it: {case:?}");
+        let found = bounded(case, is_fused, unbounded);
+        assert_eq!(found.is_err(), score > 1e6, "without it: {case:?}");
     }
 }
 
 #[test]
 #[ignore = "takes long: make test-full"]
 fn nan_is_not_taken_for_a_bound() {
-    for case in [PLAIN, GENERAL] {
+    for (case, is_fused) in [(PLAIN, false), (PLAIN, true), (GENERAL, false)] {
         let mut problem = Problem::new(case);
         // Head 1 of the first query, which sees the first key.
         problem.inputs.q[case.head_dim] = f32::NAN;
-        let [dk, dv, dq] = gradients(&mut problem, Change::None).unwrap();
+        let [dk, dv, dq] = gradients(&mut problem, is_fused, Change::None).unwrap();
         for (name, array, row) in [("dk", &dk, 0), ("dv", &dv, 0), ("dq", &dq, 1)] {
             let row = &array[row * case.head_dim..][..case.head_dim];
             assert!(row.iter().all(|x| x.is_nan()), "{name} {row:?} in {case:?}");

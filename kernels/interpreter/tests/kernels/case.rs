@@ -1,6 +1,8 @@
 //! What a check computes: sizes, band, how the work is cut; and its inputs.
 
-use burst_attention_kernels::instances::{Element, Kernel, Target};
+use burst_attention_kernels::features::FeatureSet;
+use burst_attention_kernels::instances::{Element, Instance, Kernel, Target, width_of};
+use burst_attention_kernels::kernel::Task;
 use burst_attention_kernels::launch::{MAX_VIEW_BYTES, Rectangle};
 use half::{bf16, f16};
 use std::ops::Range;
@@ -95,17 +97,30 @@ impl Case {
         self.value_dim.unwrap_or(self.head_dim)
     }
 
-    /// Does it need the general variant of a kernel?
-    pub fn is_general(&self) -> bool {
-        let masked = self.segments.is_some() || self.soft_cap > 0.0;
-        masked || self.slopes || self.dropout.is_some() || self.value_dim.is_some()
+    /// The features that an image must have to compute the case in one step.
+    pub fn features(&self) -> FeatureSet {
+        // The first key is hidden from the last query.
+        FeatureSet::WINDOW
+            .when(self.band.0 > 1 - self.q_len as i64)
+            .and(FeatureSet::SEGMENTS.when(self.segments.is_some()))
+            .and(FeatureSet::SOFT_CAP.when(self.soft_cap > 0.0))
+            .and(FeatureSet::SLOPES.when(self.slopes))
+            .and(FeatureSet::DROPOUT.when(self.dropout.is_some()))
     }
 
-    /// The variant of a plain kernel that computes it.
-    pub fn variant(&self, kernel: Kernel) -> Kernel {
-        let general = |variant: &Kernel| *variant != kernel && variant.plain() == kernel;
-        let variant = Kernel::ALL.into_iter().find(general).filter(|_| self.is_general());
-        variant.unwrap_or(kernel)
+    /// Whether kernels that know no features compute the case too.
+    pub fn suits_rows(&self) -> bool {
+        FeatureSet::WINDOW.has(self.features()) && self.value_dim.is_none()
+    }
+
+    /// The image of a kernel that computes the case in one step and has `more` features too, if such
+    /// an image exists.
+    pub fn instance(&self, kernel: Kernel, more: FeatureSet) -> Option<Instance> {
+        let with_features = matches!(kernel.spec().task, Task::Keys | Task::Queries);
+        let features = if with_features { self.features().and(more) } else { FeatureSet::NONE };
+        let width = width_of(self.head_dim.max(self.value_dim()))?;
+        let (element, target) = (self.element, self.target);
+        Instance { kernel, features, element, width, target }.smallest()
     }
 
     /// The segment of row `i` of entry `b` of the queries.

@@ -3,12 +3,16 @@
 use std::sync::Mutex;
 
 use burst_attention_interpreter::{Address, Launch as Order, Memory};
+use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Kernel};
+use burst_attention_kernels::kernel::Task;
 use burst_attention_kernels::launch::{Footprint, Launch};
 use burst_attention_kernels::record::Value;
 
 use super::case::{CASE, CAUSAL, Case};
-use super::general::{DOCUMENTS, OTHERS};
+use super::features::{DOCUMENTS, OTHERS};
+use super::fused;
+use super::problem::Problem;
 use super::values::check_with;
 use super::world::{Change, KERNELS};
 
@@ -16,12 +20,14 @@ use super::world::{Change, KERNELS};
 const SMALL: Case =
     Case { batch: 2, heads: 4, kv_heads: 2, q_len: 41, kv_len: 53, head_dim: 16, ..CASE };
 const GENERAL: Case = Case { segments: Some((DOCUMENTS, OTHERS)), soft_cap: 3.0, ..SMALL };
+const TEXT: Case = Case { segments: Some((DOCUMENTS, OTHERS)), ..SMALL };
 const UNEVEN: Case =
     Case { value_dim: Some(8), slopes: true, dropout: Some(0.3), positions: (0, 3, 1), ..SMALL };
 /// Two tiles of each side, of which one launch takes one.
 const CUT: Case = Case { q_len: 150, kv_len: 170, heads: 2, limit: 20_000, ..SMALL };
+const SEGMENTS: FeatureSet = FeatureSet::WINDOW.and(FeatureSet::SEGMENTS);
 const STEPS: &[(usize, usize)] = &[(0, 12), (12, 28), (28, 53)];
-const NOBODY: (i64, i64) = (700, 900);
+const NOBODY: (i64, i64) = (i64::MIN, -800);
 
 /// Runs a launch in a memory of nothing but `footprint`: loads find what is read alone, and stores
 /// may go to what is written alone.
@@ -71,9 +77,9 @@ fn smaller(part: &Footprint) -> Vec<Option<Footprint>> {
     smaller
 }
 
-/// What launches there were of which nothing less sufficed: kernel, first, last, whether anything
+/// What launches there were of which nothing less sufficed: kernel, features, first, last, whether anything
 /// was streamed.
-static SEEN: Mutex<Vec<(Kernel, [bool; 3])>> = Mutex::new(Vec::new());
+static SEEN: Mutex<Vec<(Kernel, FeatureSet, [bool; 3])>> = Mutex::new(Vec::new());
 
 fn nothing_less_suffices(launch: &Launch, order: &Order, memory: &Memory) -> Result<(), String> {
     suffices(launch, order, memory)?;
@@ -92,14 +98,14 @@ fn nothing_less_suffices(launch: &Launch, order: &Order, memory: &Memory) -> Res
         _ => 1,
     };
     let kind = [integer("first") == 1, integer("last") == 1, integer("lower") <= integer("upper")];
-    SEEN.lock().expect("no panics").push((launch.instance.kernel, kind));
+    SEEN.lock().expect("no panics").push((launch.instance.kernel, launch.instance.features, kind));
     Ok(())
 }
 
 #[test]
 #[ignore = "takes long: make test-full"]
 fn a_footprint_is_all_that_a_launch_touches_and_no_more() {
-    let cases = [SMALL, GENERAL, UNEVEN].map(|small| {
+    let cases = [SMALL, TEXT, GENERAL, UNEVEN].map(|small| {
         let steps = Case { steps: STEPS, ..small };
         [
             Case { second: false, element: Element::F16, ..small },
@@ -112,18 +118,34 @@ fn a_footprint_is_all_that_a_launch_touches_and_no_more() {
         ]
     });
     check_with(cases.as_flattened(), Change::Before(nothing_less_suffices));
+    for steps in [&[], STEPS] {
+        let problem = Problem::new(Case { steps, ..SMALL });
+        let found = fused::check(&problem, Change::Before(nothing_less_suffices));
+        found.unwrap_or_else(|error| panic!("{error}\n{:?}", problem.case));
+    }
     let seen = SEEN.lock().expect("no panics");
-    for kernel in Kernel::SOFTMAX.into_iter().filter(|kernel| kernel.is_attention()) {
-        let each_way = [[true, true], [true, false], [false, true], [false, false]];
-        for [first, last] in each_way {
-            assert!(seen.contains(&(kernel, [first, last, true])), "{kernel:?} {first} {last}");
-        }
-        for [first, last] in &each_way[..3] {
-            assert!(seen.contains(&(kernel, [*first, *last, false])), "{kernel:?} {first} {last}");
+    for kernel in [Kernel::Forward, Kernel::KeyGrads, Kernel::QueryGrads] {
+        for features in [FeatureSet::NONE, SEGMENTS, FeatureSet::ALL] {
+            let each_way = [[true, true], [true, false], [false, true], [false, false]];
+            println!(
+                "{kernel:?} {features:?} {:?}",
+                seen.iter()
+                    .filter(|s| s.0 == kernel && s.1 == features)
+                    .map(|s| s.2)
+                    .collect::<std::collections::HashSet<_>>()
+            );
+            let was = |kind| seen.contains(&(kernel, features, kind));
+            for [first, last] in each_way {
+                assert!(was([first, last, true]), "{kernel:?}{features} {first} {last}");
+            }
+            for [first, last] in &each_way[..3] {
+                assert!(was([*first, *last, false]), "{kernel:?}{features} {first} {last}");
+            }
         }
     }
-    let per_row = Kernel::SOFTMAX.into_iter().filter(|kernel| !kernel.is_attention());
-    assert!(per_row.into_iter().all(|kernel| seen.contains(&(kernel, [true; 3]))));
+    let per_row = Kernel::SOFTMAX.iter().filter(|kernel| kernel.spec().task == Task::Rows);
+    let was = |&kernel| seen.contains(&(kernel, FeatureSet::NONE, [true; 3]));
+    assert!(per_row.into_iter().all(was));
 }
 
 /// Where the band hides some of the streamed rows they may be read all the same.
@@ -141,4 +163,24 @@ fn a_footprint_is_enough_where_rows_are_hidden() {
         Case { q_len: 3, kv_len: 0, ..GENERAL },
     ];
     check_with(&cases, Change::Before(suffices));
+}
+
+/// Blocks of the fused kernel add to dq in any order, and where nothing is seen they leave all alone
+/// that is streamed.
+#[test]
+fn a_footprint_is_enough_for_the_fused_kernel() {
+    let text = Case { segments: Some((DOCUMENTS, DOCUMENTS)), head_dim: 72, ..SMALL };
+    let cases = [
+        SMALL,
+        text,
+        Case { band: CAUSAL, steps: STEPS, ..SMALL },
+        Case { band: NOBODY, ..SMALL },
+        Case { band: NOBODY, ..text },
+        Case { band: NOBODY, steps: STEPS, ..text },
+        Case { limit: 40_000, ..CUT },
+    ];
+    for case in cases {
+        let found = fused::check(&Problem::new(case), Change::Before(suffices));
+        found.unwrap_or_else(|error| panic!("{error}\n{case:?}"));
+    }
 }

@@ -5,8 +5,8 @@ use burst_attention_kernels::launch::{Forward, MAX_VIEW_BYTES};
 use std::f64::consts::LN_2;
 
 use super::case::Case;
+use super::extras::Extras;
 use super::problem::{Found, Output, Problem};
-use super::segments::Segments;
 use super::world::{Array, Change, Scalar, Stores, World};
 
 struct Arrays {
@@ -18,7 +18,7 @@ struct Arrays {
     row_sum: Array,
     o: Array,
     lse: Array,
-    segments: Segments,
+    extras: Extras,
 }
 
 impl Arrays {
@@ -41,7 +41,7 @@ impl Arrays {
             row_sum: world.statistics("row_sum", statistics, margin),
             o: world.rows("o", activation, results, 5 * margin),
             lse: world.rows("lse", Scalar::F32, [batch, q_len, heads, 1], 3 * margin / 2),
-            segments: Segments::new(world, problem, 0..q_len, visited.clone()),
+            extras: Extras::new(world, problem, Kernel::Forward),
         };
         arrays.q.fill(&mut world.memory, 0..q_len, &problem.inputs.q);
         arrays.k.fill(&mut world.memory, visited.clone(), &problem.inputs.k);
@@ -57,11 +57,10 @@ pub fn run(problem: &Problem, seed: u64, change: Change) -> Result<(Vec<Vec<f32>
     let arrays = Arrays::new(&mut world, problem);
     let steps = case.ranges(case.kv_len);
     let alone = steps.len() == 1 && case.finished && case.limit == MAX_VIEW_BYTES;
-    let mut launches = 0;
     for (n, keys) in steps.iter().enumerate() {
         let description = Forward {
             rectangle: case.rectangle(&(0..case.q_len), keys),
-            general: arrays.segments.general(case, 0, keys.start),
+            features: arrays.extras.features(case, 0, keys.start),
             q: arrays.q.rows(0),
             k: arrays.k.rows(keys.start),
             v: arrays.v.rows(keys.start),
@@ -75,12 +74,11 @@ pub fn run(problem: &Problem, seed: u64, change: Change) -> Result<(Vec<Vec<f32>
         };
         let chain = description.launches_within(case.target, case.limit);
         let chain = chain.map_err(|error| error.to_string())?;
-        launches += chain.len();
         world.run(chain, |_| None)?;
     }
     let (carried, results) = (world.carries(case.finished), Stores::Exactly(case.finished.into()));
-    let Arrays { q, k, v, acc, row_max, row_sum, o, lse, segments } = &arrays;
-    segments.audit(&world)?;
+    let Arrays { q, k, v, acc, row_max, row_sum, o, lse, extras } = &arrays;
+    extras.audit(&world)?;
     world.audit(&[(q, Stores::Never), (k, Stores::Never), (v, Stores::Never)])?;
     world.audit(&[
         (acc, carried),
@@ -90,7 +88,7 @@ pub fn run(problem: &Problem, seed: u64, change: Change) -> Result<(Vec<Vec<f32>
         (lse, results),
     ])?;
     let outputs: &[&Array] = if case.finished { &[o, lse] } else { &[acc, row_max, row_sum] };
-    Ok((outputs.iter().map(|array| array.read(&world.memory)).collect(), launches))
+    Ok((outputs.iter().map(|array| array.read(&world.memory)).collect(), world.launches()))
 }
 
 /// o and lse of a state that was carried on.

@@ -5,23 +5,23 @@ use burst_attention_kernels::instances::Kernel;
 use burst_attention_kernels::launch::{KeyGrads, MAX_VIEW_BYTES, QueryGrads};
 
 use super::case::Case;
+use super::extras::Extras;
 use super::problem::{Found, Output, Problem};
-use super::segments::Segments;
 use super::world::{Array, Change, Scalar, Stores, World};
 
-/// What both kernels read.
-struct Read {
-    q: Array,
-    k: Array,
-    v: Array,
-    dout: Array,
-    lse_log2: Array,
-    delta: Array,
-    segments: Segments,
+/// What the kernels read.
+pub struct Read {
+    pub q: Array,
+    pub k: Array,
+    pub v: Array,
+    pub dout: Array,
+    pub lse_log2: Array,
+    pub delta: Array,
+    pub extras: Extras,
 }
 
 impl Read {
-    fn new(world: &mut World, problem: &Problem, kernel: Kernel) -> Read {
+    pub fn new(world: &mut World, problem: &Problem, kernel: Kernel) -> Read {
         let Case { batch, q_len, kv_len, heads, kv_heads, head_dim, margin, .. } = problem.case;
         let (queries, keys) =
             ([batch, q_len, heads, head_dim], [batch, kv_len, kv_heads, head_dim]);
@@ -33,7 +33,6 @@ impl Read {
         let keys_stream = kernel == Kernel::QueryGrads;
         let queries_read = if keys_stream { 0..q_len } else { problem.visited_queries(kernel) };
         let keys_read = if keys_stream { problem.visited_keys(kernel) } else { 0..kv_len };
-        let (of_queries, of_keys) = (queries_read.clone(), keys_read.clone());
         let read = Read {
             q: world.rows("q", activation, queries, margin),
             k: world.rows("k", activation, keys, 2 * margin),
@@ -41,7 +40,7 @@ impl Read {
             dout: world.rows("dout", activation, results, margin),
             lse_log2: world.statistics("lse_log2", statistics, margin),
             delta: world.statistics("delta", statistics, margin),
-            segments: Segments::new(world, problem, of_queries, of_keys),
+            extras: Extras::new(world, problem, kernel),
         };
         let memory = &mut world.memory;
         read.q.fill(memory, queries_read.clone(), &problem.inputs.q);
@@ -53,9 +52,9 @@ impl Read {
         read
     }
 
-    fn audit(&self, world: &World) -> Result<(), String> {
-        let Read { q, k, v, dout, lse_log2, delta, segments } = self;
-        segments.audit(world)?;
+    pub fn audit(&self, world: &World) -> Result<(), String> {
+        let Read { q, k, v, dout, lse_log2, delta, extras } = self;
+        extras.audit(world)?;
         world.audit(&[q, k, v, dout, lse_log2, delta].map(|array| (array, Stores::Never)))
     }
 }
@@ -85,10 +84,20 @@ pub fn run_keys(
     seed: u64,
     change: Change,
 ) -> Result<(Vec<Vec<f32>>, usize), String> {
+    let mut world = World::new(seed, change);
+    let outputs = add_key_grads(&mut world, problem, None)?;
+    Ok((outputs, world.launches()))
+}
+
+/// Runs a chain of launches for dk and dv, which add to `dq_acc` too where there is one.
+pub fn add_key_grads(
+    world: &mut World,
+    problem: &Problem,
+    dq_acc: Option<&Array>,
+) -> Result<Vec<Vec<f32>>, String> {
     let case = &problem.case;
     let Case { batch, kv_len, kv_heads, head_dim, margin, element, .. } = *case;
-    let mut world = World::new(seed, change);
-    let read = Read::new(&mut world, problem, Kernel::KeyGrads);
+    let read = Read::new(world, problem, Kernel::KeyGrads);
     let mut place = |name, scalar, dim, margins| {
         world.rows(name, scalar, [batch, kv_len, kv_heads, dim], margins * margin)
     };
@@ -98,11 +107,10 @@ pub fn run_keys(
     let dk = place("dk", activation, head_dim, 5);
     let dv = place("dv", activation, case.value_dim(), 5);
     let steps = case.ranges(case.q_len);
-    let mut launches = 0;
     for (n, queries) in steps.iter().enumerate() {
         let description = KeyGrads {
             rectangle: case.rectangle(queries, &(0..kv_len)),
-            general: read.segments.general(case, queries.start, 0),
+            features: read.extras.features(case, queries.start, 0),
             q: read.q.rows(queries.start),
             k: read.k.rows(0),
             v: read.v.rows(0),
@@ -111,6 +119,7 @@ pub fn run_keys(
             delta: read.delta.statistics(queries.start),
             dk_acc: (!is_alone(case)).then(|| dk_acc.rows(0)),
             dv_acc: (!is_alone(case)).then(|| dv_acc.rows(0)),
+            dq_acc: dq_acc.map(|array| array.rows(queries.start)),
             dk: case.finished.then(|| dk.rows(0)),
             dv: case.finished.then(|| dv.rows(0)),
             first: n == 0,
@@ -118,11 +127,10 @@ pub fn run_keys(
         };
         let chain = description.launches_within(case.target, case.limit);
         let chain = chain.map_err(|error| error.to_string())?;
-        launches += chain.len();
         world.run(chain, |_| None)?;
     }
-    read.audit(&world)?;
-    Ok((outputs(case, &world, &[(&dk_acc, &dk), (&dv_acc, &dv)])?, launches))
+    read.audit(world)?;
+    outputs(case, world, &[(&dk_acc, &dk), (&dv_acc, &dv)])
 }
 
 pub fn run_queries(
@@ -142,11 +150,10 @@ pub fn run_queries(
         dslopes.fill(&mut world.memory, 0..q_len, &vec![0.0; batch * q_len * heads]);
     }
     let steps = case.ranges(case.kv_len);
-    let mut launches = 0;
     for (n, keys) in steps.iter().enumerate() {
         let description = QueryGrads {
             rectangle: case.rectangle(&(0..q_len), keys),
-            general: read.segments.general(case, 0, keys.start),
+            features: read.extras.features(case, 0, keys.start),
             q: read.q.rows(0),
             k: read.k.rows(keys.start),
             v: read.v.rows(keys.start),
@@ -161,7 +168,6 @@ pub fn run_queries(
         };
         let chain = description.launches_within(case.target, case.limit);
         let chain = chain.map_err(|error| error.to_string())?;
-        launches += chain.len();
         world.run(chain, |_| None)?;
     }
     read.audit(&world)?;
@@ -169,12 +175,17 @@ pub fn run_queries(
     // Read and written by each launch of a row, the first as the last.
     world.audit(&[(&dslopes, if case.slopes { world.carries(false) } else { Stores::Never })])?;
     outputs.extend(case.slopes.then(|| dslopes.read(&world.memory)));
-    Ok((outputs, launches))
+    Ok((outputs, world.launches()))
 }
 
 pub fn check_keys(problem: &Problem, change: Change) -> Result<Found, String> {
     let (outputs, launches) = problem.twice(|seed| run_keys(problem, seed, change))?;
     let [dk, dv] = &outputs[..] else { panic!("dk and dv, got {} outputs", outputs.len()) };
+    Ok(Found { worst: compare_keys(problem, dk, dv)?, launches })
+}
+
+/// The worst ratio of errors of dk and dv.
+pub fn compare_keys(problem: &Problem, dk: &[f32], dv: &[f32]) -> Result<f64, String> {
     let (exact, plain) = (&problem.exact, &problem.plain);
     let (floor, of_queries) =
         (problem.gradient_floor(1.0), problem.gradient_floor(problem.case.magnitude));
@@ -182,18 +193,23 @@ pub fn check_keys(problem: &Problem, change: Change) -> Result<Found, String> {
     problem.zero("dv", dv, |at| problem.unseen(at))?;
     let dk = Output { name: "dk", got: dk, exact: &exact.dk, plain: &plain.dk, floor: of_queries };
     let dv = Output { name: "dv", got: dv, exact: &exact.dv, plain: &plain.dv, floor };
-    Ok(Found { worst: problem.ratio(&dk)?.max(problem.ratio(&dv)?), launches })
+    Ok(problem.ratio(&dk)?.max(problem.ratio(&dv)?))
 }
 
 pub fn check_queries(problem: &Problem, change: Change) -> Result<Found, String> {
     let (outputs, launches) = problem.twice(|seed| run_queries(problem, seed, change))?;
-    let (exact, plain, floor) = (&problem.exact.dq, &problem.plain.dq, problem.gradient_floor(1.0));
-    problem.zero("dq", &outputs[0], |at| problem.blind(at))?;
-    let mut worst = problem.ratio(&Output { name: "dq", got: &outputs[0], exact, plain, floor })?;
+    let mut worst = compare_dq(problem, &outputs[0])?;
     if let Some(got) = outputs.get(1) {
         let (exact, plain) = (&problem.exact.dslopes, &problem.plain.dslopes);
         let floor = problem.gradient_floor(problem.farthest()) / f64::from(problem.case.scale());
         worst = worst.max(problem.ratio(&Output { name: "dslopes", got, exact, plain, floor })?);
     }
     Ok(Found { worst, launches })
+}
+
+/// The ratio of errors of dq.
+pub fn compare_dq(problem: &Problem, dq: &[f32]) -> Result<f64, String> {
+    let (exact, plain, floor) = (&problem.exact.dq, &problem.plain.dq, problem.gradient_floor(1.0));
+    problem.zero("dq", dq, |at| problem.blind(at))?;
+    problem.ratio(&Output { name: "dq", got: dq, exact, plain, floor })
 }

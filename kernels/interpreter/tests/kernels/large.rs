@@ -2,10 +2,10 @@
 
 use burst_attention_interpreter::Memory;
 use burst_attention_kernels::instances::{Kernel, Target};
-use burst_attention_kernels::launch::{Forward, KeyGrads, Launch, QueryGrads, Rectangle};
+use burst_attention_kernels::launch::{Features, Forward, KeyGrads, Launch, QueryGrads, Rectangle};
 use burst_attention_kernels::record::Value;
 
-use super::case::{CASE, Case};
+use super::case::{CASE, CAUSAL, Case};
 use super::problem::{Output, Problem};
 use super::world::{Array, Change, Scalar, World, blocks_of};
 
@@ -43,10 +43,10 @@ struct Long {
 }
 
 impl Long {
-    fn new() -> Long {
+    fn new(tail: Case) -> Long {
         assert_eq!(START % LAST_TILE, 0);
         const { assert!(ROWS * HEADS * DIM > 1 << 31) };
-        Long { world: World::new(5, Change::None), problem: Problem::new(TAIL) }
+        Long { world: World::new(5, Change::None), problem: Problem::new(tail) }
     }
 
     fn array(&mut self, name: &'static str, scalar: Scalar) -> Array {
@@ -85,12 +85,13 @@ impl Long {
         (dout, statistics)
     }
 
-    fn rectangle() -> Rectangle {
+    /// The rectangle of all rows.
+    fn rectangle(&self) -> Rectangle {
         Rectangle {
             batch: BATCH,
             heads: HEADS,
             kv_heads: HEADS,
-            ..TAIL.rectangle(&(0..ROWS), &(0..ROWS))
+            ..self.problem.case.rectangle(&(0..ROWS), &(0..ROWS))
         }
     }
 
@@ -133,14 +134,14 @@ impl Long {
 
 #[test]
 fn the_last_rows_of_a_huge_forward_pass() {
-    let mut long = Long::new();
+    let mut long = Long::new(TAIL);
     let [q, k, v] = long.inputs(LAST_TILE, 0);
     let (acc, o) = (long.array("acc", Scalar::F32), long.activations("o"));
     let [row_max, row_sum] = ["row_max", "row_sum"].map(|name| long.statistics(name));
     let lse = long.world.rows("lse", Scalar::F32, [BATCH, ROWS, HEADS, 1], 0);
     let description = Forward {
-        rectangle: Long::rectangle(),
-        general: None,
+        rectangle: long.rectangle(),
+        features: Features::default(),
         q: q.rows(0),
         k: k.rows(0),
         v: v.rows(0),
@@ -158,13 +159,13 @@ fn the_last_rows_of_a_huge_forward_pass() {
 
 #[test]
 fn the_last_rows_of_a_huge_dq() {
-    let mut long = Long::new();
+    let mut long = Long::new(TAIL);
     let [q, k, v] = long.inputs(LAST_TILE, 0);
     let (dout, [lse_log2, delta]) = long.saved();
     let (dq_acc, dq) = (long.array("dq_acc", Scalar::F32), long.activations("dq"));
     let description = QueryGrads {
-        rectangle: Long::rectangle(),
-        general: None,
+        rectangle: long.rectangle(),
+        features: Features::default(),
         q: q.rows(0),
         k: k.rows(0),
         v: v.rows(0),
@@ -184,14 +185,28 @@ fn the_last_rows_of_a_huge_dq() {
 
 #[test]
 fn the_last_rows_of_a_huge_dk_and_dv() {
-    let mut long = Long::new();
+    huge_dk_and_dv(false);
+}
+
+#[test]
+fn the_last_rows_of_a_huge_fused_backward_pass() {
+    huge_dk_and_dv(true);
+}
+
+/// No key of the fused kernel is too far before a query: those before the tail count in no sum of the
+/// last keys.
+fn huge_dk_and_dv(is_fused: bool) {
+    let mut long = Long::new(if is_fused { Case { band: CAUSAL, ..TAIL } } else { TAIL });
     let [q, k, v] = long.inputs(LAST_TILE, LAST_TILE);
     let (dout, [lse_log2, delta]) = long.saved();
     let [dk_acc, dv_acc] = ["dk_acc", "dv_acc"].map(|name| long.array(name, Scalar::F32));
     let [dk, dv] = ["dk", "dv"].map(|name| long.activations(name));
+    let dq_acc = long.array("dq_acc", Scalar::F32);
+    let count = TAIL.q_len * PICKED.len() * DIM;
+    put(&dq_acc, &mut long.world.memory, LAST_TILE..TAIL.q_len, &vec![0.0; count], DIM);
     let description = KeyGrads {
-        rectangle: Long::rectangle(),
-        general: None,
+        rectangle: long.rectangle(),
+        features: Features::default(),
         q: q.rows(0),
         k: k.rows(0),
         v: v.rows(0),
@@ -200,6 +215,7 @@ fn the_last_rows_of_a_huge_dk_and_dv() {
         delta: delta.statistics(0),
         dk_acc: Some(dk_acc.rows(0)),
         dv_acc: Some(dv_acc.rows(0)),
+        dq_acc: is_fused.then(|| dq_acc.rows(0)),
         dk: Some(dk.rows(0)),
         dv: Some(dv.rows(0)),
         first: true,
@@ -209,4 +225,13 @@ fn the_last_rows_of_a_huge_dk_and_dv() {
     let (Problem { exact, plain, .. }, floor) = (&long.problem, long.problem.gradient_floor(1.0));
     long.compare(&dk, &exact.dk, &plain.dk, floor);
     long.compare(&dv, &exact.dv, &plain.dv, floor);
+    for row in LAST_TILE..TAIL.q_len {
+        for head in PICKED {
+            let place = (BATCH - 1, START + row, head);
+            let stores = dq_acc.stores_of(&long.world.memory, place);
+            // There are one or two tiles of keys, all of which some row of the first tile sees.
+            let expected = if is_fused { 1..=2 } else { 0..=0 };
+            assert!(stores.iter().all(|count| expected.contains(count)), "row {row}: {stores:?}");
+        }
+    }
 }

@@ -26,11 +26,26 @@ pub fn find(module: &Module, opcode: Opcode) -> Vec<OpId> {
     of(module, inside(module, module.functions[0]), opcode)
 }
 
-/// Those in the loop over tiles that need a mask, which comes after the one over tiles that don't,
-/// where there is one.
+/// The loops over tiles: those with no other loop inside.
+pub fn innermost_loops(module: &Module) -> Vec<OpId> {
+    let mut loops = find(module, Opcode::For);
+    loops.retain(|&id| of(module, inside(module, id), Opcode::For).is_empty());
+    loops
+}
+
+/// The loop over tiles that need a mask: the one that compares positions.
+pub fn masked_loop(module: &Module) -> OpId {
+    let loops = innermost_loops(module);
+    let compares = |&&id: &&OpId| {
+        let found = of(module, inside(module, id), Opcode::CmpI);
+        found.into_iter().any(|id| is_wide(module, id))
+    };
+    *loops.iter().find(compares).expect("a loop over tiles that need a mask")
+}
+
+/// Operations in the loop over tiles that need a mask.
 pub fn masked(module: &Module, opcode: Opcode) -> Vec<OpId> {
-    let last = *find(module, Opcode::For).last().expect("a loop over tiles");
-    of(module, inside(module, last), opcode)
+    of(module, inside(module, masked_loop(module)), opcode)
 }
 
 /// Those of them that no branch surrounds.

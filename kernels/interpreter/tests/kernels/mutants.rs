@@ -4,12 +4,13 @@ use burst_attention_kernels::launch::Launch;
 use burst_attention_kernels::record::Value;
 use cutile_ir::Module;
 use cutile_ir::bytecode::Opcode::{self, *};
+use cutile_ir::ir::OpId;
 
 use super::case::{CASE, CAUSAL, Case};
 use super::forward::check as fwd;
 use super::gradients::{check_keys as dkdv, check_queries as dq};
 use super::join::check as join;
-use super::modules::{find, masked};
+use super::modules::{find, is_wide, masked};
 use super::problem::{Found, Problem};
 use super::rows::{check_delta as delta, check_finish as finish, check_merge as merge};
 use super::world::Change::{self, Launch as Launched, Module as Compiled};
@@ -22,6 +23,8 @@ type Check = fn(&Problem, Change) -> Result<Found, String>;
 const FULL: Case =
     Case { batch: 2, heads: 4, kv_heads: 2, q_len: 150, kv_len: 150, head_dim: 16, ..CASE };
 const BAND: Case = Case { band: (-60, 4), ..FULL };
+/// Tiles of all kernels are masked.
+const HALF: Case = Case { band: CAUSAL, ..FULL };
 const BLIND: Case = Case { band: (30, 80), ..FULL };
 const STEPS: Case = Case { steps: &[(0, 64), (64, 150)], band: CAUSAL, ..FULL };
 /// Few keys a query, and one has nearly all weight: the largest scores of two states are far apart.
@@ -77,10 +80,12 @@ pub fn reroute_all(module: &mut Module, opcode: Opcode, to: usize, from: usize) 
     }
 }
 
-/// The mask's last condition, that a key exists, is dropped.
+/// The mask's upper limit no longer stops at the last key.
 fn drop_end(module: &mut Module) {
-    let last = masked(module, AndI).len() - 1;
-    reroute(module, AndI, last, 1, 0);
+    let wide = |id: &OpId| is_wide(module, *id);
+    let limit = masked(module, MinI).into_iter().find(wide).expect("an upper limit of each row");
+    let op = module.op_mut(limit);
+    op.operands[1] = op.operands[0];
 }
 
 /// The last product of the masked loop starts from what its accumulator was before rescaling.
@@ -139,7 +144,7 @@ pub const TILE: usize = 2;
 const HEAD: usize = 3;
 
 #[rustfmt::skip]
-const MUTANTS: [Mutant; 52] = [
+const MUTANTS: [Mutant; 54] = [
     ("fwd: keys of another head", fwd, FULL, Compiled(|m| reroute(m, LoadViewTko, 0, HEAD, ENTRY))),
     ("fwd: v of another tile", fwd, FULL, Compiled(|m| reroute(m, LoadViewTko, 1, TILE, ENTRY))),
     ("fwd: no mask", fwd, BAND, Compiled(|m| reroute(m, Select, 0, 2, 1))),
@@ -155,14 +160,14 @@ const MUTANTS: [Mutant; 52] = [
     ("fwd: state not loaded", fwd, STEPS, Launched(|l| force(l, "first", 1))),
     ("fwd: results too early", fwd, STEPS, Launched(|l| force(l, "last", 1))),
     ("fwd: o a row further on", fwd, FULL, Launched(|l| move_a_row(l, "o", "heads"))),
-    ("fwd: strides swapped", fwd, FULL, Launched(|l| swap(l, "q_batch_stride", "kv_batch_stride"))),
+    ("fwd: strides swapped", fwd, FULL, Launched(|l| swap(l, "q_batch_stride", "k_batch_stride"))),
     ("fwd: other sections", fwd, FULL, Launched(|l| force(l, "section", 3))),
     ("fwd: a key too few", fwd, FULL, Launched(|l| force(l, "kv_len", 149))),
     ("fwd: a query too few", fwd, FULL, Launched(|l| force(l, "q_len", 149))),
     ("dkdv: no mask", dkdv, BAND, Compiled(|m| reroute(m, Select, 0, 2, 1))),
-    ("dkdv: q of another tile", dkdv, FULL, Compiled(|m| reroute(m, LoadViewTko, 0, TILE, ENTRY))),
-    ("dkdv: lse of another head", dkdv, FULL, Compiled(|m| reroute(m, LoadViewTko, 1, 2, ENTRY))),
-    ("dkdv: delta not subtracted", dkdv, FULL, Compiled(drop_delta)),
+    ("dkdv: q of another tile", dkdv, HALF, Compiled(|m| reroute(m, LoadViewTko, 0, TILE, ENTRY))),
+    ("dkdv: lse of another head", dkdv, HALF, Compiled(|m| reroute(m, LoadViewTko, 1, 2, ENTRY))),
+    ("dkdv: delta not subtracted", dkdv, HALF, Compiled(drop_delta)),
     ("dkdv: rows stored as heads", dkdv, FULL, Compiled(misplace)),
     ("dkdv: dk and dv swapped", dkdv, FULL, Launched(|l| swap(l, "dk", "dv"))),
     ("dkdv: bounds swapped", dkdv, BAND, Launched(|l| swap(l, "lower", "upper"))),
@@ -178,6 +183,8 @@ const MUTANTS: [Mutant; 52] = [
     ("delta: lse of blind rows stays −inf", delta, BLIND, Compiled(drop_choice)),
     ("delta: results swapped", delta, FULL, Launched(|l| swap(l, "lse_log2", "delta"))),
     ("finish: b ignored", finish, FULL, Launched(|l| force(l, "has_b", 0))),
+    ("finish: not scaled", finish, FULL, Launched(|l| scale(l, "scale", 1.0))),
+    ("delta: zeros left", delta, FULL, Launched(|l| force(l, "has_zeros", 0))),
     ("merge: arrived twice", merge, FULL, Compiled(|m| add_itself(m, 1))),
     ("merge: home twice", merge, FULL, Compiled(|m| add_itself(m, 0))),
     ("merge: strides swapped", merge, FULL, Launched(|l| swap(l, "home_batch_stride", "arrived_batch_stride"))),
@@ -197,7 +204,7 @@ const MUTANTS: [Mutant; 52] = [
 #[test]
 fn every_mistake_is_found() {
     assert_found(
-        &[FULL, BAND, BLIND, STEPS, STEEP],
+        &[FULL, HALF, BAND, BLIND, STEPS, STEEP],
         &[fwd, dkdv, dq, delta, finish, merge, join],
         &MUTANTS,
     );

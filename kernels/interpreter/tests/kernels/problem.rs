@@ -2,11 +2,15 @@
 
 use std::ops::Range;
 
-use burst_attention_kernels::instances::{Instance, Kernel, TileShape, width_of};
+use burst_attention_kernels::features::FeatureSet;
+use burst_attention_kernels::instances::{Kernel, TileShape};
 use std::f64::consts::LOG2_E;
 
 use super::case::{Case, Inputs, round};
 use super::reference::{Dense, dense};
+
+/// The arrays that a chain of launches writes.
+pub type Outputs = Vec<Vec<f32>>;
 
 /// What a row that sees nothing has for its lse.
 const HUGE: f32 = 1.0e38;
@@ -70,10 +74,8 @@ impl Problem {
 
     /// The tile shape of a kernel for this case.
     pub fn tile(&self, kernel: Kernel) -> TileShape {
-        let Case { element, target, head_dim, .. } = self.case;
-        let columns = head_dim.max(self.case.value_dim());
-        let width = width_of(columns).expect("a tile holds all columns");
-        Instance { kernel: self.case.variant(kernel), element, width, target }.tile()
+        let instance = self.case.instance(kernel, FeatureSet::NONE);
+        instance.expect("an image for every case").tile()
     }
 
     /// Float32's rounding, 2^-24, of what a gradient's sum cancels: terms p·scale·(dp − delta)·x
@@ -150,30 +152,41 @@ impl Problem {
     /// Runs a chain of launches with blocks in two orders; the outputs must be the same bits.
     pub fn twice<T>(
         &self,
-        run: impl Fn(u64) -> Result<(Vec<Vec<f32>>, T), String>,
-    ) -> Result<(Vec<Vec<f32>>, T), String> {
-        let first = run(1)?;
+        run: impl Fn(u64) -> Result<(Outputs, T), String>,
+    ) -> Result<(Outputs, T), String> {
+        let (first, _, more) = self.twice_of(usize::MAX, run)?;
+        Ok((first, more))
+    }
+
+    /// Runs a chain of launches with blocks in two orders. The first `fixed` outputs must be the same
+    /// bits. Returns the outputs of both orders.
+    pub fn twice_of<T>(
+        &self,
+        fixed: usize,
+        run: impl Fn(u64) -> Result<(Outputs, T), String>,
+    ) -> Result<(Outputs, Outputs, T), String> {
+        let (first, more) = run(1)?;
         let second = run(2)?.0;
         let bits = |outputs: &[Vec<f32>]| -> Vec<u32> {
-            outputs.iter().flatten().map(|x| x.to_bits()).collect()
+            outputs.iter().take(fixed).flatten().map(|x| x.to_bits()).collect()
         };
-        match bits(&first.0) == bits(&second) {
-            true => Ok(first),
+        match bits(&first) == bits(&second) {
+            true => Ok((first, second, more)),
             false => Err("another order of blocks gives other bits".into()),
         }
     }
 
-    /// Where a lean case has keys: in tiles of which the band lets any row be seen.
+    /// Where a lean case has keys: in tiles of which any row is seen.
     pub fn visited_keys(&self, kernel: Kernel) -> Range<usize> {
         self.visited(self.tile(kernel).keys as usize, self.case.kv_len, |j| {
-            (0..self.case.q_len).any(|i| self.case.allows(i, j))
+            (0..self.case.q_len).any(|i| self.case.sees(0, i, j))
         })
     }
 
-    /// Where a lean case has queries: in tiles of which the band lets any row see something.
+    /// Where a lean case has queries: in tiles of which any row sees something.
     pub fn visited_queries(&self, kernel: Kernel) -> Range<usize> {
         self.visited(self.tile(kernel).rows as usize, self.case.q_len, |i| {
-            (0..self.case.kv_len).any(|j| self.case.allows(i, j))
+            (0..self.case.kv_len).any(|j| self.case.sees(0, i, j))
         })
     }
 

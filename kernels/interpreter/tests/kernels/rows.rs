@@ -22,6 +22,7 @@ pub fn run_delta(
         ["lse", "dlse"].map(|name| world.rows(name, Scalar::F32, per_row, 3 * margin / 2));
     let [lse_log2, delta] =
         ["lse_log2", "delta"].map(|name| world.statistics(name, [batch, q_len, heads], margin));
+    let zeros = world.rows("zeros", Scalar::F32, sizes, 2 * margin);
     o.fill(&mut world.memory, 0..q_len, &problem.saved.o);
     dout.fill(&mut world.memory, 0..q_len, &problem.inputs.dout);
     lse.fill(&mut world.memory, 0..q_len, &problem.saved.lse);
@@ -40,6 +41,7 @@ pub fn run_delta(
         dlse: second.then(|| dlse.rows(0)),
         lse_log2: lse_log2.statistics(0),
         delta: delta.statistics(0),
+        zeros: second.then(|| zeros.rows(0)),
     };
     let chain = description.launches_within(problem.case.target, problem.case.limit);
     let chain = chain.map_err(|error| error.to_string())?;
@@ -47,6 +49,10 @@ pub fn run_delta(
     world.run(chain, |_| None)?;
     world.audit(&[&o, &dout, &lse, &dlse].map(|array| (array, Stores::Never)))?;
     world.audit(&[&lse_log2, &delta].map(|array| (array, Stores::Exactly(1))))?;
+    world.audit(&[(&zeros, Stores::Exactly(second.into()))])?;
+    if second && zeros.read(&world.memory).iter().any(|x| x.to_bits() != 0) {
+        return Err("zeros are not all 0".into());
+    }
     Ok((vec![lse_log2.read(&world.memory), delta.read(&world.memory)], launches))
 }
 
@@ -107,6 +113,7 @@ fn run_finish(
         a: a.rows(0),
         b: second.then(|| b.rows(0)),
         out: out.rows(0),
+        scale: scale(problem),
     };
     let chain = description.launches_within(problem.case.target, problem.case.limit);
     let chain = chain.map_err(|error| error.to_string())?;
@@ -121,13 +128,18 @@ fn summands(problem: &Problem) -> [Vec<f32>; 2] {
     [0, 1].map(|_| random.tensor(problem.inputs.q.len(), |value| value))
 }
 
-/// Bit for bit a float32 sum, rounded once more.
+/// A factor of sums, 1 without a second summand.
+fn scale(problem: &Problem) -> f32 {
+    if problem.case.second { 0.3 } else { 1.0 }
+}
+
+/// Bit for bit a float32 sum, scaled, and rounded once more.
 pub fn check_finish(problem: &Problem, change: Change) -> Result<Found, String> {
     let (outputs, launches) = problem.twice(|seed| run_finish(problem, seed, change))?;
     let [a, b] = summands(problem);
     let element = problem.case.element;
-    let sum =
-        a.iter().zip(&b).map(|(a, b)| round(element, if problem.case.second { a + b } else { *a }));
+    let sum = a.iter().zip(&b).map(|(a, b)| if problem.case.second { a + b } else { *a });
+    let sum = sum.map(|sum| round(element, scale(problem) * sum));
     match sum.zip(&outputs[0]).position(|(sum, &got)| sum.to_bits() != got.to_bits()) {
         None => Ok(Found { worst: 0.0, launches }),
         Some(at) => Err(format!("element {at} of out is {}", outputs[0][at])),

@@ -1,10 +1,12 @@
 //! Every kernel over one list of cases.
 
+use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element::*, Instance, Kernel, Target};
+use burst_attention_kernels::kernel::Task;
 use std::collections::HashSet;
 
 use super::case::{CASE, CAUSAL, Case, NONE, round};
-use super::general::DOCUMENTS;
+use super::features::DOCUMENTS;
 use super::problem::{Found, Problem};
 use super::reference::dense;
 use super::world::Change;
@@ -36,10 +38,9 @@ pub fn check_with(cases: &[Case], change: Change) -> Vec<[usize; 7]> {
         let problem = Problem::new(*case);
         let mut counts = [0; 7];
         for (n, (kernel, check)) in CHECKS.into_iter().enumerate() {
-            if case.is_general() && !kernel.is_attention() {
+            if !case.suits_rows() && kernel.spec().task == Task::Rows {
                 continue;
             }
-            let kernel = case.variant(kernel);
             let found = check(&problem, change)
                 .unwrap_or_else(|error| panic!("{}: {error}\n{case:?}", kernel.name()));
             worst[n] = worst[n].max(found.worst);
@@ -174,8 +175,8 @@ fn large_problems_are_cut_by_batch_rows_and_keys() {
         Case { band: CAUSAL, ..cut },
         Case { band: (-30, -10), steps: &[(128, 300), (0, 128)], ..cut },
     ]);
-    // Accumulators of 128 rows fit, and activations of 256.
-    assert_eq!(launches[0], [12, 12, 12, 4, 6, 6, 6]);
+    // Float32 arrays of 128 rows fit, and activations of 256.
+    assert_eq!(launches[0], [12, 18, 12, 6, 6, 6, 6]);
     // Two entries fit, of three.
     let small = Case { batch: 3, q_len: 40, kv_len: 40, limit: 60_000, ..cut };
     let launches = check(&[small]);
@@ -194,19 +195,20 @@ fn tile_shapes_of_all_targets() {
         if !fresh || instance.target == Target::Sm90 {
             continue;
         }
-        let plain = instance.kernel.plain();
-        let (_, check) = CHECKS.into_iter().find(|(kernel, _)| *kernel == plain).expect("a check");
+        let check = CHECKS.into_iter().find(|(kernel, _)| *kernel == instance.kernel);
+        let Some((_, check)) = check else { continue };
         let head_dim = instance.width as usize - 8;
+        let all = instance.features == FeatureSet::ALL;
         let case = Case {
             target: instance.target,
             head_dim,
             q_len: 140,
             kv_len: 150,
             band: (-90, 10),
-            segments: (instance.kernel != plain).then_some((DOCUMENTS, DOCUMENTS)),
-            soft_cap: if instance.kernel == plain { 0.0 } else { 5.0 },
-            slopes: instance.kernel != plain,
-            dropout: (instance.kernel != plain).then_some(0.2),
+            segments: all.then_some((DOCUMENTS, DOCUMENTS)),
+            soft_cap: if all { 5.0 } else { 0.0 },
+            slopes: all,
+            dropout: all.then_some(0.2),
             positions: (0, 7, 1),
             ..CASE
         };

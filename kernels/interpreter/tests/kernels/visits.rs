@@ -1,15 +1,17 @@
 //! Work that is not done: tiles that nobody sees, masks where everything is seen, rows that a
 //! launch has nothing to do with.
 
+use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Instance, Kernel, Target, WIDTHS};
+use burst_attention_kernels::kernel::Task;
 use cutile_ir::bytecode::Opcode::*;
 
-use super::case::{CASE, CAUSAL, Case};
-use super::general::ONE;
-use super::modules::{find, inside, is_wide, masked, of};
-use super::problem::Problem;
+use super::case::{CASE, CAUSAL, Case, Runs};
+use super::features::{ONE, SORTED};
+use super::modules::{find, innermost_loops, inside, is_wide, masked, masked_loop, of};
+use super::problem::{Found, Problem};
 use super::world::{Change, KERNELS};
-use super::{forward, gradients};
+use super::{forward, fused, gradients};
 
 /// One tile of queries, five of keys.
 const LEAN_KEYS: Case = Case { lean: true, q_len: 120, kv_len: 600, head_dim: 32, ..CASE };
@@ -46,6 +48,46 @@ fn queries_that_see_no_key_are_not_read() {
     }
 }
 
+/// The first document, and where it is among others.
+const ALONE: Runs = &[(1, 5)];
+const AMONG: Runs = &[(200, 1), (100, 5), (340, 9)];
+
+/// Documents of two tiles' rows.
+const HALVES: Runs = &[(128, 0), (128, 1)];
+
+#[test]
+fn rows_of_other_documents_are_not_read() {
+    // Each block of rows meets all others that exist.
+    let all = Change::Ranges(|module| {
+        for id in find(module, AndI).into_iter().take(2) {
+            let op = module.op_mut(id);
+            op.operands[1] = op.operands[0];
+        }
+    });
+    for element in Element::ALL {
+        // The last of 64 rows exist: those past the end would count as of segment 0.
+        let case = Case { lean: true, element, head_dim: 32, ..CASE };
+        let keys = Case { q_len: 128, kv_len: 640, segments: Some((ALONE, AMONG)), ..case };
+        let queries = Case { q_len: 640, kv_len: 128, segments: Some((AMONG, ALONE)), ..case };
+        for (case, check) in [
+            (keys, forward::check as fn(&_, _) -> _),
+            (keys, gradients::check_queries),
+            (queries, gradients::check_keys),
+        ] {
+            let problem = Problem::new(case);
+            check(&problem, Change::None).unwrap_or_else(|error| panic!("{error}"));
+            let error = check(&problem, all).expect_err("it reads tiles that are not there");
+            assert!(error.contains("never written"), "{error}");
+            let full = Problem::new(Case { lean: false, ..case });
+            check(&full, all).expect("masked tiles change nothing");
+        }
+        if element == Element::Bf16 {
+            let queries = Problem::new(Case { head_dim: 72, ..queries });
+            fused::check(&queries, Change::None).expect("it reads no other tiles");
+        }
+    }
+}
+
 /// A kernel that goes through hidden tiles too, with masks: right, but it reads them.
 #[test]
 fn a_visit_too_many_is_noticed() {
@@ -70,19 +112,34 @@ fn a_visit_too_many_is_noticed() {
 
 #[test]
 fn tiles_inside_the_band_pay_for_no_mask() {
-    for kernel in [Kernel::Forward, Kernel::KeyGrads, Kernel::QueryGrads] {
-        for width in WIDTHS {
-            let instance = Instance { kernel, element: Element::Bf16, width, target: Target::Sm90 };
-            let module = KERNELS.module(&instance).expect("kernels compile");
-            let loops = find(&module, For);
-            assert_eq!(loops.len(), 2, "{instance}");
-            for opcode in [Select, CmpI, CmpF, Iota, AndI] {
-                let mut found = of(&module, inside(&module, loops[0]), opcode);
+    pay_for_no_mask(&WIDTHS[..1]);
+}
+
+#[test]
+#[ignore = "takes long: make test-full"]
+fn wider_tiles_inside_the_band_pay_for_no_mask() {
+    pay_for_no_mask(&WIDTHS[1..]);
+}
+
+/// Checks the loops of all images of some widths but those of all features, which have a single loop.
+fn pay_for_no_mask(widths: &[i32]) {
+    for instance in Instance::of_target(Target::Sm90) {
+        let is_pass = matches!(instance.kernel.spec().task, Task::Keys | Task::Queries);
+        let is_special = instance.features != FeatureSet::ALL && widths.contains(&instance.width);
+        if !is_pass || !is_special || instance.element != Element::Bf16 {
+            continue;
+        }
+        let module = KERNELS.module(&instance).expect("kernels compile");
+        let (loops, with_mask) = (innermost_loops(&module), masked_loop(&module));
+        assert_eq!(loops.len(), 2, "{instance}");
+        for inner in loops.into_iter().filter(|&inner| inner != with_mask) {
+            for opcode in [Select, CmpI, CmpF, AndI] {
+                let mut found = of(&module, inside(&module, inner), opcode);
                 found.retain(|&id| is_wide(&module, id));
                 assert!(found.is_empty(), "{instance}: {} in the unmasked loop", opcode.name());
             }
-            assert_eq!(masked(&module, Select).len(), 1, "{instance}");
         }
+        assert_eq!(masked(&module, Select).len(), 1, "{instance}");
     }
 }
 
@@ -95,8 +152,24 @@ fn tiles_inside_the_band_are_not_masked() {
         op.operands[1] = op.operands[2];
     });
     let whole = Case { q_len: 256, kv_len: 256, heads: 2, head_dim: 16, ..CASE };
-    for check in [forward::check, gradients::check_keys, gradients::check_queries] {
-        check(&Problem::new(whole), hide_all).expect("no tile needs a mask");
-        check(&Problem::new(Case { band: CAUSAL, ..whole }), hide_all).expect_err("some do");
+    let document = Case { segments: Some((ONE, ONE)), ..whole };
+    // Boundaries of documents that are those of tiles too.
+    let documents = Case { segments: Some((HALVES, HALVES)), ..whole };
+    let within = Case { segments: Some((SORTED, SORTED)), ..whole };
+    type Check = fn(&Problem, Change) -> Result<Found, String>;
+    let checks: [(Check, usize); 4] = [
+        (forward::check, 16),
+        (gradients::check_keys, 16),
+        (gradients::check_queries, 16),
+        (fused::check, 72),
+    ];
+    for (check, head_dim) in checks {
+        for case in [whole, document, documents] {
+            let case = Case { head_dim, ..case };
+            check(&Problem::new(case), hide_all).expect("no tile needs a mask");
+            check(&Problem::new(Case { band: CAUSAL, ..case }), hide_all).expect_err("some do");
+        }
+        let within = Problem::new(Case { head_dim, ..within });
+        check(&within, hide_all).expect_err("documents meet within tiles");
     }
 }

@@ -19,9 +19,11 @@ pub enum Change {
     None,
     /// Before each launch, with the memory that it will find.
     Before(fn(&Launch, &Order, &Memory) -> Result<(), String>),
-    /// The kernel itself.
+    /// Changes every kernel except [`Kernel::SegmentRanges`].
     Module(fn(&mut Module)),
-    /// What it is launched with.
+    /// Changes [`Kernel::SegmentRanges`].
+    Ranges(fn(&mut Module)),
+    /// Changes the arguments of every launch except those of [`Kernel::SegmentRanges`].
     Launch(fn(&mut Launch)),
 }
 
@@ -132,6 +134,16 @@ impl Array {
         self.scalar.write(memory, self.at(b, row, h), values);
     }
 
+    /// Writes the only integer of a row.
+    pub fn put_word(&self, memory: &mut Memory, (b, row): (usize, usize), word: i32) {
+        memory.write_i32(self.at(b, row, 0), &[word]);
+    }
+
+    /// Reads the four integers of a row.
+    pub fn words(&self, memory: &Memory, (b, row): (usize, usize)) -> [i32; 4] {
+        memory.read_i32(self.at(b, row, 0), 4).try_into().expect("four numbers")
+    }
+
     /// The first row of an entry as unsigned numbers.
     pub fn put_words(&self, memory: &mut Memory, b: usize, words: &[u32]) {
         let words: Vec<_> = words.iter().map(|&word| word as i32).collect();
@@ -187,16 +199,18 @@ impl Array {
 pub struct World {
     pub memory: Memory,
     seed: u64,
-    change: Change,
-    /// Launches of each description.
+    pub change: Change,
+    /// Number of launches of each description, without those of [`Kernel::SegmentRanges`].
     launched: Vec<usize>,
+    /// Number of launches of [`Kernel::SegmentRanges`] of each description.
+    ranged: Vec<usize>,
 }
 
 impl World {
     pub fn new(seed: u64, change: Change) -> World {
         let mut memory = Memory::new();
         memory.set_audit(true);
-        World { memory, seed, change, launched: Vec::new() }
+        World { memory, seed, change, launched: Vec::new(), ranged: Vec::new() }
     }
 
     fn array(
@@ -246,7 +260,10 @@ impl World {
         launches: Vec<Launch>,
         blocks: impl Fn(&Launch) -> Option<Vec<[u32; 3]>>,
     ) -> Result<(), String> {
-        self.launched.push(launches.len());
+        let is_ranges = |launch: &Launch| launch.instance.kernel == Kernel::SegmentRanges;
+        let ranged = launches.iter().filter(|launch| is_ranges(launch)).count();
+        self.ranged.push(ranged);
+        self.launched.push(launches.len() - ranged);
         for mut launch in launches {
             let order = Order {
                 seed: self.seed,
@@ -254,8 +271,14 @@ impl World {
                 operation_limit: 1 << 24,
                 ..Order::default()
             };
-            let outcome = match self.change {
-                Change::None => KERNELS.run(&launch, &order, &mut self.memory),
+            let change = match self.change {
+                Change::Module(_) | Change::Launch(_) if is_ranges(&launch) => Change::None,
+                Change::Ranges(change) if is_ranges(&launch) => Change::Module(change),
+                Change::Ranges(_) => Change::None,
+                change => change,
+            };
+            let outcome = match change {
+                Change::None | Change::Ranges(_) => KERNELS.run(&launch, &order, &mut self.memory),
                 Change::Before(look) => {
                     look(&launch, &order, &self.memory)?;
                     KERNELS.run(&launch, &order, &mut self.memory)
@@ -275,9 +298,23 @@ impl World {
         Ok(())
     }
 
+    /// Number of launches of all descriptions, without those of [`Kernel::SegmentRanges`].
+    pub fn launches(&self) -> usize {
+        self.launched.iter().sum()
+    }
+
+    /// How often kernels store each number of the ranges.
+    pub fn ranges(&self) -> Stores {
+        let count = self.ranged.iter().sum::<usize>() as u32;
+        match self.launched.iter().all(|&launches| launches == 1) {
+            true => Stores::Exactly(count),
+            false => Stores::AtMost(count),
+        }
+    }
+
     /// How often a running state is stored by steps of which the last writes results if `finished`.
     pub fn carries(&self, finished: bool) -> Stores {
-        let count = (self.launched.iter().sum::<usize>() as u32).saturating_sub(finished.into());
+        let count = (self.launches() as u32).saturating_sub(finished.into());
         match self.launched.iter().all(|&launches| launches == 1) {
             true => Stores::Exactly(count),
             false => Stores::AtMost(count),

@@ -20,7 +20,7 @@ fn launch(from: u64, to: u64, rows: usize) -> Launch {
     let at = |address| Rows { address, batch_stride: 0 };
     let (batch, heads, head_dim, element) = (1, 1, 8, Element::Bf16);
     let (a, b, out) = (at(from), None, at(to));
-    let finish = Finish { batch, rows, heads, head_dim, element, a, b, out };
+    let finish = Finish { batch, rows, heads, head_dim, element, a, b, out, scale: 1.0 };
     let mut launches = finish.launches(Target::Sm90).unwrap();
     assert_eq!(launches.len(), 1);
     launches.remove(0)

@@ -7,8 +7,7 @@ use super::*;
 use crate::cuda::driver::{Context, Driver, Function};
 use crate::error::{Error, Result};
 
-const INSTANCE: Instance =
-    Instance { kernel: Kernel::Finish, element: Element::Bf16, width: 64, target: Target::Sm90 };
+const INSTANCE: Instance = Instance::plain(Kernel::Finish, Element::Bf16, 64, Target::Sm90);
 
 /// A recorder with one device whose context is current.
 fn device() -> (Recorder, Stream) {

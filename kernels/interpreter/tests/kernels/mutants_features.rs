@@ -1,4 +1,4 @@
-//! Mistakes in what only the general variants do.
+//! Mistakes in what features do.
 //!
 //! Not among them: a backward pass that lets negative segments see each other. Such queries have
 //! a huge `lse_log2`, hence p = 0 all the same.
@@ -10,12 +10,12 @@ use cutile_ir::bytecode::Opcode::*;
 use cutile_ir::ir::{OpId, ScalarType, TileElementType, Type, ValueProducer};
 
 use super::case::{CASE, CAUSAL, Case, NONE};
+use super::features::{DOCUMENTS, OTHERS, PADDED, SORTED};
 use super::forward::check as fwd;
-use super::general::{DOCUMENTS, OTHERS, PADDED};
 use super::gradients::{check_keys as dkdv, check_queries as dq};
 use super::modules::{find, inside, is_wide, masked, masked_always};
 use super::mutants::{ENTRY, Mutant, TILE, assert_found, reroute, scale, set, swap};
-use super::world::Change::{Launch as Launched, Module as Compiled};
+use super::world::Change::{Launch as Launched, Module as Compiled, Ranges};
 
 const INTEGER: TileElementType = TileElementType::Scalar(ScalarType::I32);
 
@@ -40,6 +40,9 @@ const BIASED_STEPS: Case = Case { steps: &[(0, 64), (64, 150)], ..BIASED };
 /// Both sides of the diagonal, and a bias past the end that no float32 has a power of 2 for.
 const BIASED_END: Case = Case { band: NONE, positions: (0, 20_000, 1), ..BIASED };
 const DROPPED: Case = Case { slopes: false, dropout: Some(0.4), positions: (40, 0, 3), ..BIASED };
+/// The image of all features, where a launch says which are on.
+const ALL: Case = Case { segments: Some((SORTED, SORTED)), soft_cap: 2.0, slopes: true, ..DROPPED };
+const PACKED: Case = Case { segments: Some((SORTED, SORTED)), q_len: 290, kv_len: 290, ..TEXT };
 const DROPPED_STEPS: Case = Case { steps: &[(0, 64), (64, 150)], ..DROPPED };
 const UNEVEN_STEPS: Case = Case { steps: &[(0, 64), (64, 150)], ..UNEVEN };
 
@@ -175,6 +178,22 @@ fn move_a_row(launch: &mut Launch, name: &str) {
     });
 }
 
+/// The ranges of blocks of 64 rows are those of the next block.
+fn next_ranges(launch: &mut Launch) {
+    set(launch, "ranges", |value| match value {
+        Value::Pointer(at) => Value::Pointer(at + 16),
+        other => other,
+    });
+}
+
+/// One of the four numbers of a range is stored in place of another.
+fn misplace_range(module: &mut Module, to: usize, from: usize) {
+    let stores = find(module, StoreViewTko);
+    assert_eq!(stores.len(), 4, "a store of each number");
+    let value = module.op(stores[from]).operands[0];
+    module.op_mut(stores[to]).operands[0] = value;
+}
+
 /// One argument gets the value of another.
 fn copy(launch: &mut Launch, to: &str, from: &str) {
     let value = launch.value(from).expect("an argument of that name");
@@ -191,7 +210,7 @@ fn swap_sides(launch: &mut Launch) {
 }
 
 #[rustfmt::skip]
-static MUTANTS: [Mutant; 76] = [
+static MUTANTS: [Mutant; 88] = [
     ("fwd: segments ignored", fwd, TEXT, Compiled(drop_segments)),
     ("fwd: own segments twice", fwd, TEXT, Compiled(compare_own)),
     ("fwd: segments of another tile", fwd, TEXT, Compiled(another_tile)),
@@ -218,31 +237,43 @@ static MUTANTS: [Mutant; 76] = [
     ("dq: the slope's square forgotten", dq, CAPPED, Compiled(forget_square)),
     ("dq: no slope", dq, CAPPED, Compiled(drop_slope)),
     ("dq: no cap", dq, CAPPED, Launched(|l| scale(l, "cap_log2", 0.0))),
+    ("fwd: no segments", fwd, ALL, Launched(|l| force(l, "has_segments", 0))),
+    ("dkdv: no segments", dkdv, ALL, Launched(|l| force(l, "has_segments", 0))),
+    ("dq: no segments", dq, ALL, Launched(|l| force(l, "has_segments", 0))),
+    ("fwd: ranges of the next rows", fwd, PACKED, Launched(next_ranges)),
+    ("dkdv: ranges of the next rows", dkdv, PACKED, Launched(next_ranges)),
+    ("dq: ranges of the next rows", dq, PACKED, Launched(next_ranges)),
+    ("fwd: ranges of one entry", fwd, PACKED, Launched(|l| force(l, "ranges_batch_stride", 4))),
+    ("fwd: ranges end early", fwd, PACKED, Ranges(|m| misplace_range(m, 3, 0))),
+    ("fwd: ranges begin late", fwd, PACKED, Ranges(|m| misplace_range(m, 0, 1))),
+    ("fwd: ranges are even from the start", fwd, PACKED, Ranges(|m| misplace_range(m, 1, 0))),
+    ("dkdv: ranges are even to the end", dkdv, PACKED, Ranges(|m| misplace_range(m, 2, 3))),
+    ("dq: ranges are even to the end", dq, PACKED, Ranges(|m| misplace_range(m, 2, 3))),
     ("fwd: as many columns of v as of k", fwd, UNEVEN, Launched(|l| swap(l, "value_dim", "head_dim"))),
     ("fwd: v's columns for all", fwd, UNEVEN, Launched(|l| copy(l, "head_dim", "value_dim"))),
     ("fwd: k's columns for all", fwd, UNEVEN, Launched(|l| copy(l, "value_dim", "head_dim"))),
-    ("fwd: v strided as k", fwd, UNEVEN, Launched(|l| copy(l, "v_batch_stride", "kv_batch_stride"))),
+    ("fwd: v strided as k", fwd, UNEVEN, Launched(|l| copy(l, "v_batch_stride", "k_batch_stride"))),
     ("dkdv: v's columns for all", dkdv, UNEVEN, Launched(|l| copy(l, "head_dim", "value_dim"))),
     ("dkdv: k's columns for all", dkdv, UNEVEN, Launched(|l| copy(l, "value_dim", "head_dim"))),
-    ("dkdv: v strided as k", dkdv, UNEVEN, Launched(|l| copy(l, "v_batch_stride", "kv_batch_stride"))),
+    ("dkdv: v strided as k", dkdv, UNEVEN, Launched(|l| copy(l, "v_batch_stride", "k_batch_stride"))),
     ("dkdv: dout strided as q", dkdv, UNEVEN, Launched(|l| copy(l, "dout_batch_stride", "q_batch_stride"))),
-    ("dkdv: dv strided as dk", dkdv, UNEVEN, Launched(|l| copy(l, "dv_batch_stride", "out_batch_stride"))),
-    ("dkdv: dv_acc strided as dk_acc", dkdv, UNEVEN_STEPS, Launched(|l| copy(l, "dv_acc_batch_stride", "acc_batch_stride"))),
-    ("dq: v strided as k", dq, UNEVEN, Launched(|l| copy(l, "v_batch_stride", "kv_batch_stride"))),
+    ("dkdv: dv strided as dk", dkdv, UNEVEN, Launched(|l| copy(l, "dv_batch_stride", "dk_batch_stride"))),
+    ("dkdv: dv_acc strided as dk_acc", dkdv, UNEVEN_STEPS, Launched(|l| copy(l, "dv_acc_batch_stride", "dk_acc_batch_stride"))),
+    ("dq: v strided as k", dq, UNEVEN, Launched(|l| copy(l, "v_batch_stride", "k_batch_stride"))),
     ("dq: dout strided as q", dq, UNEVEN, Launched(|l| copy(l, "dout_batch_stride", "q_batch_stride"))),
-    ("fwd: no bias", fwd, BIASED, Launched(|l| force(l, "has_slopes", 0))),
+    ("fwd: no bias", fwd, ALL, Launched(|l| force(l, "has_slopes", 0))),
     ("fwd: another distance", fwd, BIASED_STEPS, Launched(|l| force(l, "k_position", 0))),
     ("fwd: rows one position apart", fwd, BIASED, Launched(|l| force(l, "position_stride", 1))),
     ("fwd: slopes of the next head", fwd, BIASED, Launched(|l| move_a_row(l, "slopes"))),
     ("fwd: slopes of one entry", fwd, BIASED, Launched(|l| force(l, "slopes_batch_stride", 1))),
     ("fwd: slopes for e", fwd, BIASED, Compiled(natural_slopes)),
     ("fwd: queries after keys", fwd, BIASED, Compiled(turn_distances)),
-    ("dkdv: no bias", dkdv, BIASED, Launched(|l| force(l, "has_slopes", 0))),
+    ("dkdv: no bias", dkdv, ALL, Launched(|l| force(l, "has_slopes", 0))),
     ("dkdv: another distance", dkdv, BIASED_STEPS, Launched(|l| force(l, "q_position", 40))),
     ("dkdv: slopes of one head", dkdv, BIASED, Compiled(one_slope)),
     ("dkdv: slopes for e", dkdv, BIASED, Compiled(natural_slopes)),
     ("dkdv: queries after keys", dkdv, BIASED, Compiled(turn_distances)),
-    ("dq: no bias", dq, BIASED, Launched(|l| force(l, "has_slopes", 0))),
+    ("dq: no bias", dq, ALL, Launched(|l| force(l, "has_slopes", 0))),
     ("dq: slopes for e", dq, BIASED, Compiled(natural_slopes)),
     ("dq: queries after keys", dq, BIASED, Compiled(turn_distances)),
     ("dq: the slopes' gradient without distances", dq, BIASED, Compiled(forget_distances)),
@@ -272,13 +303,15 @@ static MUTANTS: [Mutant; 76] = [
 
 #[test]
 #[ignore = "takes long: make test-full"]
-fn every_mistake_of_the_general_variants_is_found() {
+fn every_mistake_of_features_is_found() {
     assert_found(
         &[
             TEXT,
             CROSS,
             BATCH_END,
             CAPPED,
+            ALL,
+            PACKED,
             UNEVEN,
             UNEVEN_STEPS,
             BIASED,

@@ -1,6 +1,6 @@
-//! The general variants of the kernels: segments, a soft cap, and both.
+//! Features: segments, a soft cap, slopes, dropout, and values of other columns than keys.
 
-use burst_attention_kernels::instances::Element::*;
+use burst_attention_kernels::instances::Element::{self, *};
 
 use super::case::{CASE, CAUSAL, Case, NONE, Runs};
 use super::problem::Problem;
@@ -10,6 +10,34 @@ use super::values::check;
 pub const ONE: Runs = &[(1, 3)];
 /// Documents that begin within tiles, one of a single row and one of which there are two parts.
 pub const DOCUMENTS: Runs = &[(45, 7), (1, 2), (83, 0), (37, 3), (64, 7)];
+/// Documents one after the other, longer than tiles and of a single row.
+pub const SORTED: Runs = &[(70, 0), (1, 1), (60, 2), (90, 3), (400, 4)];
+/// Many short documents.
+pub const SHORT: Runs = &[
+    (7, 0),
+    (19, 1),
+    (11, 2),
+    (5, 3),
+    (23, 4),
+    (13, 5),
+    (17, 6),
+    (9, 7),
+    (2, 8),
+    (21, 9),
+    (6, 10),
+    (15, 11),
+    (31, 12),
+    (8, 13),
+    (3, 14),
+    (12, 15),
+    (27, 16),
+    (10, 17),
+    (4, 18),
+    (22, 19),
+    (400, 20),
+];
+/// One long document between two others.
+pub const LONG: Runs = &[(3, 0), (280, 1), (400, 2)];
 /// Few rows that count, then padding.
 pub const PADDED: Runs = &[(61, 0), (30, 1), (400, -1)];
 /// For keys: lacks some of the documents, and has others.
@@ -23,11 +51,21 @@ const BIASED: Case = Case { slopes: true, ..CASE };
 const WIDE: Case =
     Case { q_len: 200, kv_len: 180, batch: 2, heads: 2, head_dim: 24, soft_cap: 4.0, ..SEGMENTED };
 
-#[test]
-fn segments_that_cut_tiles_of_every_width() {
+/// Checks segments under a causal mask at some widths.
+fn cut_tiles(dims: [(usize, Element); 2]) {
     let causal = Case { q_len: 190, kv_len: 170, heads: 2, band: CAUSAL, ..SEGMENTED };
-    let dims = [(64, Bf16), (96, F16), (128, Bf16), (256, F16)];
     check(&dims.map(|(head_dim, element)| Case { head_dim, element, ..causal }));
+}
+
+#[test]
+fn segments_that_cut_tiles() {
+    cut_tiles([(64, Bf16), (256, F16)]);
+}
+
+#[test]
+#[ignore = "takes long: make test-full"]
+fn segments_that_cut_tiles_of_other_widths() {
+    cut_tiles([(96, F16), (128, Bf16)]);
 }
 
 #[test]
@@ -52,23 +90,29 @@ fn padding_and_segments_that_one_side_lacks() {
     }
 }
 
-#[test]
-fn values_of_other_columns_than_keys() {
-    let dims = [
-        (192, 128, Bf16),
-        (24, 16, F16),
-        (64, 128, Bf16),
-        (8, 256, F16),
-        (96, 64, Bf16),
-        (40, 8, F16),
-    ];
-    let case = Case { q_len: 150, kv_len: 140, heads: 4, kv_heads: 2, band: (-90, 20), ..CASE };
+const UNEVEN: Case =
+    Case { q_len: 150, kv_len: 140, heads: 4, kv_heads: 2, band: (-90, 20), ..CASE };
+
+/// Checks columns of keys and of values.
+fn columns(dims: [(usize, usize, Element); 3]) {
     check(&dims.map(|(head_dim, value_dim, element)| Case {
         head_dim,
         value_dim: Some(value_dim),
         element,
-        ..case
+        ..UNEVEN
     }));
+}
+
+#[test]
+#[ignore = "takes long: make test-full"]
+fn values_of_many_columns() {
+    columns([(64, 128, Bf16), (8, 256, F16), (96, 64, Bf16)]);
+}
+
+#[test]
+fn values_of_other_columns_than_keys() {
+    let case = UNEVEN;
+    columns([(192, 128, Bf16), (24, 16, F16), (40, 8, F16)]);
     check(&[
         Case { batch: 2, head_dim: 16, value_dim: Some(40), soft_cap: 3.0, ..case },
         Case { batch: 2, segments: Some((DOCUMENTS, OTHERS)), value_dim: Some(24), ..case },

@@ -1,0 +1,184 @@
+//! What features do to a tile of scores: masks, segments, a soft cap, ALiBi.
+//!
+//! A feature is a generic of the kernels, its mode: 0 leaves it out, 1 has it, and with 2 an argument
+//! of the launch says whether it is on. Functions take modes as numbers; the compiler knows them.
+
+#[cutile::module]
+pub mod scores {
+    use cutile::core::*;
+
+    /// Pairs of a tile that the band allows: with `cut_low` their column is at least row + `low`, with
+    /// `cut_high` at most row + `high`, and if that is 2 one of the first `count` too. At least one of
+    /// the two is not 0. Each takes one comparison: a row's upper limit covers `count`.
+    pub fn band<const R: i32, const C: i32>(
+        cut_low: i32,
+        cut_high: i32,
+        low: i32,
+        high: i32,
+        count: i32,
+    ) -> Tile<bool, { [R, C] }> {
+        let columns: Tile<i32, { [C] }> = iota(const_shape![C]);
+        let columns: Tile<i32, { [1, C] }> = columns.reshape(const_shape![1, C]);
+        let columns: Tile<i32, { [R, C] }> = columns.broadcast(const_shape![R, C]);
+        let rows: Tile<i32, { [R] }> = iota(const_shape![R]);
+        let rows: Tile<i32, { [R, 1] }> = rows.reshape(const_shape![R, 1]);
+        let low: Tile<i32, { [R, 1] }> = low.broadcast(const_shape![R, 1]);
+        let least: Tile<i32, { [R, 1] }> = rows + low;
+        let least: Tile<i32, { [R, C] }> = least.broadcast(const_shape![R, C]);
+        let mut seen: Tile<bool, { [R, C] }> = ge_tile(columns, least);
+        if cut_high != 0i32 {
+            let high: Tile<i32, { [R, 1] }> = high.broadcast(const_shape![R, 1]);
+            let mut most: Tile<i32, { [R, 1] }> = rows + high;
+            if cut_high == 2i32 {
+                let last: i32 = count - 1i32;
+                let last: Tile<i32, { [R, 1] }> = last.broadcast(const_shape![R, 1]);
+                most = min_tile(most, last);
+            }
+            let most: Tile<i32, { [R, C] }> = most.broadcast(const_shape![R, C]);
+            let below: Tile<bool, { [R, C] }> = le_tile(columns, most);
+            if cut_low == 1i32 {
+                seen = seen & below;
+            } else {
+                seen = below;
+            }
+            // The same, in the form in which the compiler does without spills for such tiles.
+            if cut_low == 1i32 && cut_high == 1i32 && R > C {
+                let rows: Tile<i32, { [R, C] }> = rows.broadcast(const_shape![R, C]);
+                let diagonal: Tile<i32, { [R, C] }> = columns - rows;
+                let low: Tile<i32, { [R, C] }> = low.broadcast(const_shape![R, C]);
+                let high: Tile<i32, { [R, C] }> = high.broadcast(const_shape![R, C]);
+                seen = ge_tile(diagonal, low) & le_tile(diagonal, high);
+            }
+        }
+        seen
+    }
+
+    /// Pairs of one segment; a negative one sees nothing.
+    pub fn same_segment<const R: i32, const C: i32>(
+        rows: Tile<i32, { [R, 1] }>,
+        columns: Tile<i32, { [1, C] }>,
+    ) -> Tile<bool, { [R, C] }> {
+        let rows: Tile<i32, { [R, C] }> = rows.broadcast(const_shape![R, C]);
+        let columns: Tile<i32, { [R, C] }> = columns.broadcast(const_shape![R, C]);
+        let zero: Tile<i32, { [R, C] }> = constant(0i32, const_shape![R, C]);
+        eq_tile(rows, columns) & ge_tile(rows, zero)
+    }
+
+    /// tanh(scale · s / cap), of which cap times is the capped score; 0 without a soft cap.
+    ///
+    /// tanh x = 1 − 2 / (1 + 2^(2 x log2 e)): exact to 1e-7, which is what counts of a score.
+    pub fn cap_ratio<const R: i32, const C: i32>(
+        s: Tile<f32, { [R, C] }>,
+        cap: i32,
+        twice_by_cap: f32,
+    ) -> Tile<f32, { [R, C] }> {
+        let mut ratio: Tile<f32, { [R, C] }> = constant(0.0f32, const_shape![R, C]);
+        if cap == 1i32 || (cap == 2i32 && twice_by_cap > 0.0f32) {
+            let scale: Tile<f32, { [R, C] }> = twice_by_cap.broadcast(const_shape![R, C]);
+            let doubled: Tile<f32, { [R, C] }> = exp2(s * scale, ftz::Enabled);
+            let one: Tile<f32, { [R, C] }> = constant(1.0f32, const_shape![R, C]);
+            let two: Tile<f32, { [R, C] }> = constant(2.0f32, const_shape![R, C]);
+            let below: Tile<f32, { [R, C] }> =
+                divf(two, doubled + one, rounding::Approx, ftz::Enabled);
+            ratio = one - below;
+        }
+        ratio
+    }
+
+    /// Scores with the soft cap, whose [`cap_ratio`] is given, and the slope. Without both features
+    /// they stay as they are, and [`unit`] is their scale; otherwise they are scaled, in base 2.
+    ///
+    /// `start` is the position of the first column minus that of the first row, which both go in
+    /// steps of `stride`; the slope is in base 2.
+    pub fn score<const R: i32, const C: i32>(
+        s: Tile<f32, { [R, C] }>,
+        ratio: Tile<f32, { [R, C] }>,
+        cap: i32,
+        slopes: i32,
+        scale_log2: f32,
+        cap_log2: f32,
+        slope: Tile<f32, { [1, 1] }>,
+        has_slopes: i32,
+        start: i32,
+        stride: i32,
+    ) -> Tile<f32, { [R, C] }> {
+        let mut scores: Tile<f32, { [R, C] }> = s;
+        if cap != 0i32 || slopes != 0i32 {
+            let scale: Tile<f32, { [R, C] }> = scale_log2.broadcast(const_shape![R, C]);
+            scores = s * scale;
+        }
+        if cap == 1i32 || (cap == 2i32 && cap_log2 > 0.0f32) {
+            let most: Tile<f32, { [R, C] }> = cap_log2.broadcast(const_shape![R, C]);
+            scores = ratio * most;
+        }
+        if slopes == 1i32 || (slopes == 2i32 && has_slopes == 1i32) {
+            let away: Tile<f32, { [R, C] }> = distances::<R, C>(start, stride);
+            let slope: Tile<f32, { [R, C] }> = slope.broadcast(const_shape![R, C]);
+            scores = fma(away, slope, scores, rounding::NearestEven, ftz::Disabled);
+        }
+        scores
+    }
+
+    /// The scale that [`score`] leaves to be applied.
+    pub fn unit(cap: i32, slopes: i32, scale_log2: f32) -> f32 {
+        let mut unit: f32 = scale_log2;
+        if cap != 0i32 || slopes != 0i32 {
+            unit = 1.0f32;
+        }
+        unit
+    }
+
+    /// x times the derivative of the soft cap, 1 − tanh²; without a cap, x.
+    pub fn uncapped<const R: i32, const C: i32>(
+        x: Tile<f32, { [R, C] }>,
+        cap: i32,
+        ratio: Tile<f32, { [R, C] }>,
+    ) -> Tile<f32, { [R, C] }> {
+        let mut all: Tile<f32, { [R, C] }> = x;
+        if cap != 0i32 {
+            let minus: Tile<f32, { [R, C] }> = negf(ratio);
+            let one: Tile<f32, { [R, C] }> = constant(1.0f32, const_shape![R, C]);
+            let slope: Tile<f32, { [R, C] }> =
+                fma(minus, ratio, one, rounding::NearestEven, ftz::Disabled);
+            all = x * slope;
+        }
+        all
+    }
+
+    /// The slope of a head in base 2, of `[batch, heads]` at `base`.
+    pub unsafe fn slope_log2(
+        base: *mut f32,
+        batch: i32,
+        heads: i32,
+        batch_stride: i32,
+        b: i32,
+        h: i32,
+    ) -> Tile<f32, { [1, 1] }> {
+        let shape: Shape<{ [-1, -1] }> = Shape::<{ [-1, -1] }> { dims: &[batch, heads] };
+        let strides: Array<{ [-1, 1] }> = Array::<{ [-1, 1] }> { dims: &[batch_stride] };
+        let base: PointerTile<*mut f32, { [] }> = pointer_to_tile(base);
+        let view: Tensor<f32, { [-1, -1] }> =
+            unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) };
+        let slope: Tile<f32, { [1, 1] }> = view.partition(const_shape![1, 1]).load([b, h]);
+        let log2e: Tile<f32, { [1, 1] }> = constant(1.442695040888963407f32, const_shape![1, 1]);
+        slope * log2e
+    }
+
+    /// Positions of a tile's rows, the first of which is at `start`: exact up to 2^24.
+    pub fn positions<const R: i32>(start: i32, stride: i32) -> Tile<f32, { [R] }> {
+        let rows: Tile<i32, { [R] }> = iota(const_shape![R]);
+        let stride: Tile<i32, { [R] }> = stride.broadcast(const_shape![R]);
+        let start: Tile<i32, { [R] }> = start.broadcast(const_shape![R]);
+        convert_tile(rows * stride + start)
+    }
+
+    /// Position of a tile's column minus that of its row; `start` is that of the first column minus
+    /// that of the first row, and both go in steps of `stride`.
+    pub fn distances<const R: i32, const C: i32>(start: i32, stride: i32) -> Tile<f32, { [R, C] }> {
+        let rows: Tile<f32, { [R] }> = positions::<R>(0i32, stride);
+        let rows: Tile<f32, { [R, 1] }> = rows.reshape(const_shape![R, 1]);
+        let columns: Tile<f32, { [C] }> = positions::<C>(start, stride);
+        let columns: Tile<f32, { [1, C] }> = columns.reshape(const_shape![1, C]);
+        columns.broadcast(const_shape![R, C]) - rows.broadcast(const_shape![R, C])
+    }
+}

@@ -1,0 +1,186 @@
+//! Which rows the segments of a block's rows let it see.
+
+#[cutile::module]
+pub mod segments {
+    use cutile::core::*;
+
+    /// `[batch, rows]` at `base`: the segment of each row.
+    pub unsafe fn segments_view(
+        base: *mut i32,
+        batch: i32,
+        rows: i32,
+        batch_stride: i32,
+    ) -> Tensor<i32, { [-1, -1] }> {
+        let shape: Shape<{ [-1, -1] }> = Shape::<{ [-1, -1] }> { dims: &[batch, rows] };
+        let strides: Array<{ [-1, 1] }> = Array::<{ [-1, 1] }> { dims: &[batch_stride] };
+        let base: PointerTile<*mut i32, { [] }> = pointer_to_tile(base);
+        unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) }
+    }
+
+    /// The segments of a tile of rows, with the mode of the feature; zeros where it is off.
+    pub fn segment_tile<const C: i32>(
+        segments: i32,
+        has_segments: i32,
+        part: &Partition<i32, { [1, C] }>,
+        b: i32,
+        tile: i32,
+    ) -> Tile<i32, { [1, C] }> {
+        let mut all: Tile<i32, { [1, C] }> = constant(0i32, const_shape![1, C]);
+        if segments == 1i32 || (segments == 2i32 && has_segments == 1i32) {
+            all = part.load([b, tile]);
+        }
+        all
+    }
+
+    /// `[batch, ⌈rows / 64⌉, 4]` at `base`: what [`segment_ranges`] gives.
+    pub unsafe fn ranges_view(
+        base: *mut i32,
+        batch: i32,
+        rows: i32,
+        batch_stride: i32,
+    ) -> Tensor<i32, { [-1, -1, 4] }> {
+        let shape: Shape<{ [-1, -1, 4] }> =
+            Shape::<{ [-1, -1, 4] }> { dims: &[batch, ceil_div(rows, 64i32)] };
+        let strides: Array<{ [-1, 4, 1] }> = Array::<{ [-1, 4, 1] }> { dims: &[batch_stride] };
+        let base: PointerTile<*mut i32, { [] }> = pointer_to_tile(base);
+        unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) }
+    }
+
+    /// Number `n` of an entry of `[batch, blocks, 4]`.
+    pub fn range_limit(view: &Tensor<i32, { [-1, -1, 4] }>, b: i32, block: i32, n: i32) -> i32 {
+        let limit: Tile<i32, { [1, 1, 1] }> =
+            view.partition(const_shape![1, 1, 1]).load([b, block, n]);
+        let limit: Tile<i32, { [] }> = limit.reshape(const_shape![]);
+        tile_to_scalar(limit)
+    }
+
+    /// The streamed tiles of `BS` rows that are left of (begin, inside, outside, end) by the
+    /// segments of rows `first..=last`: begin..end are seen, and inside..outside cut by nothing.
+    pub unsafe fn narrowed<const BS: i32>(
+        ranges: *mut i32,
+        batch: i32,
+        rows: i32,
+        batch_stride: i32,
+        b: i32,
+        first: i32,
+        last: i32,
+        begin: i32,
+        inside: i32,
+        outside: i32,
+        end: i32,
+    ) -> (i32, i32, i32, i32) {
+        let view: Tensor<i32, { [-1, -1, 4] }> =
+            unsafe { ranges_view(ranges, batch, rows, batch_stride) };
+        let one: i32 = first / 64i32;
+        let other: i32 = last / 64i32;
+        let seen: i32 = min(range_limit(&view, b, one, 0i32), range_limit(&view, b, other, 0i32));
+        let same: i32 = max(range_limit(&view, b, one, 1i32), range_limit(&view, b, other, 1i32));
+        let differs: i32 =
+            min(range_limit(&view, b, one, 2i32), range_limit(&view, b, other, 2i32));
+        let unseen: i32 = max(range_limit(&view, b, one, 3i32), range_limit(&view, b, other, 3i32));
+        let begin: i32 = max(begin, seen / BS);
+        let end: i32 = max(begin, min(end, ceil_div(unseen, BS)));
+        let inside: i32 = min(end, max(max(begin, inside), ceil_div(same, BS)));
+        let outside: i32 = min(end, max(inside, min(outside, differs / BS)));
+        (begin, inside, outside, end)
+    }
+
+    /// Numbers of a tile as one number.
+    pub fn least<const N: i32>(numbers: Tile<i32, { [N] }>) -> i32 {
+        let least: Tile<i32, { [] }> = reduce_min(numbers, 0i32);
+        tile_to_scalar(least)
+    }
+
+    /// See [`least`].
+    pub fn most<const N: i32>(numbers: Tile<i32, { [N] }>) -> i32 {
+        let most: Tile<i32, { [] }> = reduce_max(numbers, 0i32);
+        tile_to_scalar(most)
+    }
+
+    /// For 64 rows, which of `others` their segments let them see, as (begin, same, differs, end):
+    /// none before row `begin` nor from `end` on, and all pairs with rows `same..differs` are of one
+    /// segment. All four are multiples of 64. `COUNT` times 64, `CHUNK`, rows are looked at at once.
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn segment_ranges<const COUNT: i32, const CHUNK: i32>(
+        segments: *mut i32,
+        others: *mut i32,
+        ranges: *mut i32,
+        batch: i32,
+        q_len: i32,
+        kv_len: i32,
+        segments_batch_stride: i32,
+        others_batch_stride: i32,
+        ranges_batch_stride: i32,
+    ) {
+        let pid: (i32, i32, i32) = get_tile_block_id();
+        let blocks: i32 = ceil_div(q_len, 64i32);
+        let b: i32 = pid.0 / blocks;
+        let block: i32 = pid.0 - b * blocks;
+        let view: Tensor<i32, { [-1, -1] }> =
+            unsafe { segments_view(segments, batch, q_len, segments_batch_stride) };
+        let own: Tile<i32, { [1, 64] }> = view.partition(const_shape![1, 64]).load([b, block]);
+        let own: Tile<i32, { [64] }> = own.reshape(const_shape![64]);
+        let low: i32 = least(own);
+        let high: i32 = most(own);
+        let others_view: Tensor<i32, { [-1, -1] }> =
+            unsafe { segments_view(others, batch, kv_len, others_batch_stride) };
+        let others_part = others_view.partition(const_shape![1, CHUNK]);
+        let count: i32 = ceil_div(kv_len, 64i32);
+
+        // More blocks than any array has; 64 times as many rows fit 32 bits.
+        let far: i32 = 16777216i32;
+        let none: Tile<i32, { [COUNT] }> = far.broadcast(const_shape![COUNT]);
+        let zero: Tile<i32, { [COUNT] }> = constant(0i32, const_shape![COUNT]);
+        let one: Tile<i32, { [COUNT] }> = constant(1i32, const_shape![COUNT]);
+        // Rows of negative segments see nothing.
+        let low_or_zero: i32 = max(low, 0i32);
+        let lows: Tile<i32, { [COUNT] }> = low_or_zero.broadcast(const_shape![COUNT]);
+        let highs: Tile<i32, { [COUNT] }> = high.broadcast(const_shape![COUNT]);
+        let only: i32 = if low == high { low } else { -1i32 };
+        let onlys: Tile<i32, { [COUNT] }> = only.broadcast(const_shape![COUNT]);
+        let counts: Tile<i32, { [COUNT] }> = count.broadcast(const_shape![COUNT]);
+        let mut begin: i32 = far;
+        let mut same: i32 = far;
+        let mut differs: i32 = far;
+        let mut end: i32 = 0i32;
+        for chunk in 0i32..ceil_div(kv_len, CHUNK) {
+            let t: Tile<i32, { [1, CHUNK] }> = others_part.load([b, chunk]);
+            let t: Tile<i32, { [COUNT, 64] }> = t.reshape(const_shape![COUNT, 64]);
+            let lowest: Tile<i32, { [COUNT] }> = reduce_min(t, 1i32);
+            let lowest: Tile<i32, { [COUNT] }> = lowest.reshape(const_shape![COUNT]);
+            let highest: Tile<i32, { [COUNT] }> = reduce_max(t, 1i32);
+            let highest: Tile<i32, { [COUNT] }> = highest.reshape(const_shape![COUNT]);
+            let start: i32 = chunk * COUNT;
+            let start: Tile<i32, { [COUNT] }> = start.broadcast(const_shape![COUNT]);
+            let index: Tile<i32, { [COUNT] }> = iota(const_shape![COUNT]);
+            let index: Tile<i32, { [COUNT] }> = index + start;
+            let exist: Tile<bool, { [COUNT] }> = lt_tile(index, counts);
+            let above: Tile<bool, { [COUNT] }> = ge_tile(highest, lows);
+            let below: Tile<bool, { [COUNT] }> = le_tile(lowest, highs);
+            let meets: Tile<bool, { [COUNT] }> = exist & above & below;
+            begin = min(begin, least(select(meets, index, none)));
+            end = max(end, most(select(meets, index + one, zero)));
+            let even: Tile<bool, { [COUNT] }> = eq_tile(lowest, highest);
+            let equal: Tile<bool, { [COUNT] }> = eq_tile(lowest, onlys);
+            let some: Tile<bool, { [COUNT] }> = ge_tile(lowest, zero);
+            let uniform: Tile<bool, { [COUNT] }> = exist & even & equal & some;
+            same = min(same, least(select(uniform, index, none)));
+            let first: Tile<i32, { [COUNT] }> = same.broadcast(const_shape![COUNT]);
+            let behind: Tile<bool, { [COUNT] }> = gt_tile(index, first);
+            let other: Tile<i32, { [COUNT] }> = select(uniform, none, index);
+            differs = min(differs, least(select(behind, other, none)));
+        }
+        let ranges_view: Tensor<i32, { [-1, -1, 4] }> =
+            unsafe { ranges_view(ranges, batch, q_len, ranges_batch_stride) };
+        let mut part: PartitionMut<i32, { [1, 1, 1] }> =
+            unsafe { ranges_view.partition_full_mut(const_shape![1, 1, 1]) };
+        let limit: i32 = begin * 64i32;
+        unsafe { part.store_unchecked(limit.broadcast(const_shape![1, 1, 1]), [b, block, 0i32]) };
+        let limit: i32 = same * 64i32;
+        unsafe { part.store_unchecked(limit.broadcast(const_shape![1, 1, 1]), [b, block, 1i32]) };
+        let limit: i32 = differs * 64i32;
+        unsafe { part.store_unchecked(limit.broadcast(const_shape![1, 1, 1]), [b, block, 2i32]) };
+        let limit: i32 = end * 64i32;
+        unsafe { part.store_unchecked(limit.broadcast(const_shape![1, 1, 1]), [b, block, 3i32]) };
+    }
+}

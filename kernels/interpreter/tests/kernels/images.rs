@@ -1,0 +1,127 @@
+//! Small cases for every image of the attention passes.
+
+use std::collections::BTreeSet;
+use std::sync::Mutex;
+
+use burst_attention_interpreter::{Launch as Order, Memory};
+use burst_attention_kernels::features::FeatureSet;
+use burst_attention_kernels::instances::{Element, Instance, Kernel, Target};
+use burst_attention_kernels::kernel::Task;
+use burst_attention_kernels::launch::Launch;
+
+use super::case::{CASE, CAUSAL, Case, NONE, Runs};
+use super::features::{DOCUMENTS, LONG, OTHERS, PADDED, SHORT, SORTED};
+use super::problem::Problem;
+use super::world::Change;
+use super::{forward, fused, gradients};
+
+/// The images that ran.
+static SEEN: Mutex<BTreeSet<Instance>> = Mutex::new(BTreeSet::new());
+
+fn see(launch: &Launch, _: &Order, _: &Memory) -> Result<(), String> {
+    SEEN.lock().expect("no panics").insert(launch.instance);
+    Ok(())
+}
+
+/// The images of a target for the attention passes.
+fn images(target: Target) -> impl Iterator<Item = Instance> {
+    let is_pass = |kernel: Kernel| matches!(kernel.spec().task, Task::Keys | Task::Queries);
+    Instance::of_target(target).filter(move |instance| is_pass(instance.kernel))
+}
+
+/// Two entries, groups of two heads, and last tiles that are not full.
+const SMALL: Case =
+    Case { batch: 2, heads: 2, kv_heads: 1, q_len: 150, kv_len: 170, positions: (9, 2, 3), ..CASE };
+
+const SEGMENTS: [(Runs, Runs); 6] = [
+    (SORTED, SORTED),
+    (SHORT, SHORT),
+    (LONG, LONG),
+    (PADDED, PADDED),
+    (DOCUMENTS, OTHERS),
+    (DOCUMENTS, DOCUMENTS),
+];
+
+/// Returns at most `count` cases that an image computes.
+fn cases(instance: &Instance, count: usize) -> Vec<Case> {
+    let Instance { features, element, width, target, .. } = *instance;
+    let has = |feature| features.has(feature);
+    let head_dim = width as usize - 8;
+    let case = Case { element, target, head_dim, ..SMALL };
+    let case = Case {
+        soft_cap: if has(FeatureSet::SOFT_CAP) { 4.0 } else { 0.0 },
+        slopes: has(FeatureSet::SLOPES),
+        dropout: has(FeatureSet::DROPOUT).then_some(0.3),
+        ..case
+    };
+    let mut bands = vec![(-60, 4), (30, 80), (-20, i64::MAX)];
+    if !has(FeatureSet::WINDOW) || has(FeatureSet::SEGMENTS) {
+        bands.splice(0..0, [CAUSAL, NONE]);
+    }
+    if !has(FeatureSet::WINDOW) {
+        bands.truncate(2);
+    }
+    let segments: Vec<_> = match has(FeatureSet::SEGMENTS) {
+        true => SEGMENTS.map(Some).to_vec(),
+        false => vec![None],
+    };
+    // Each set of segments with one band, and each band with one set of segments.
+    let rounds = segments.len().max(bands.len()).min(count);
+    let at = |n: usize| Case {
+        segments: segments[n % segments.len()],
+        band: bands[n % bands.len()],
+        // Long documents have more tiles than two.
+        q_len: if segments[n % segments.len()].is_some() { 290 } else { case.q_len },
+        ..case
+    };
+    (0..rounds).map(at).collect()
+}
+
+/// Runs some images on some of their cases.
+fn check(images: impl Iterator<Item = Instance>, count: usize) {
+    let images: Vec<_> = images.collect();
+    for instance in &images {
+        for case in cases(instance, count) {
+            let problem = Problem::new(case);
+            let check = match instance.kernel {
+                Kernel::Forward => forward::check,
+                Kernel::QueryGrads => gradients::check_queries,
+                _ if instance.features.has(FeatureSet::FUSED) => fused::check,
+                _ => gradients::check_keys,
+            };
+            let found = check(&problem, Change::Before(see));
+            let found = found.unwrap_or_else(|error| panic!("{instance}: {error}\n{case:?}"));
+            println!("{instance} {:.2}", found.worst);
+        }
+    }
+    let seen = SEEN.lock().expect("no panics");
+    let missed = images.iter().find(|&instance| !seen.contains(instance));
+    assert_eq!(missed, None, "an image that no case took");
+}
+
+/// Runs each set of features once, in bfloat16 with 64 columns.
+#[test]
+fn each_set_of_features() {
+    let quick = |instance: &Instance| instance.element == Element::Bf16 && instance.width == 64;
+    check(images(Target::Sm90).filter(quick), 1);
+}
+
+#[test]
+#[ignore = "takes long: make test-full"]
+fn every_image_of_hopper() {
+    check(images(Target::Sm90), usize::MAX);
+}
+
+/// Runs images of other targets whose tiles differ from those of Hopper, each shape once.
+#[test]
+#[ignore = "takes long: make test-full"]
+fn every_tile_of_other_targets() {
+    let key = |instance: &Instance| {
+        let tile = instance.tile();
+        let shape = (tile.rows, tile.keys);
+        (instance.kernel, instance.features, instance.element, instance.width, shape)
+    };
+    let mut known: BTreeSet<_> = images(Target::Sm90).map(|instance| key(&instance)).collect();
+    let others = Target::ALL.into_iter().flat_map(images);
+    check(others.filter(|instance| known.insert(key(instance))), 2);
+}
