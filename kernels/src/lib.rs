@@ -13,5 +13,6 @@ pub mod images;
 pub mod instances;
 pub mod kernel;
 pub mod launch;
+pub mod rates;
 pub mod record;
 mod tiles;

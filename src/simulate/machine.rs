@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use burst_attention_kernels::rates;
+
 use crate::error::{Error, Result};
 
 /// How fast a rank computes, and how its kernels treat sums that travel.
@@ -135,9 +137,8 @@ impl Machine {
 
 /// Of H200s in nodes of eight.
 const SOURCES: [&str; 4] = [
-    "644 TFLOP/s forward, 541 backward: an assumption, namely what cuDNN 9.19 reaches on an H200 at \
-     8,192 tokens, causal, head_dim 128, bfloat16 (NVIDIA/cudnn-frontend, \
-     sdpa_benchmark_training); the kernels of this library have not been timed on one",
+    "predicted for this library's kernels at 8,192 tokens, causal, head_dim 128, bfloat16, by a model \
+     of their machine code (docs/kernel-model.md), -10% to +20%; they have not been timed",
     "5 us each, an assumption",
     "NVLink 4, 450 GB/s each way per GPU, as specified, through switches that block nothing; latency \
      of a message 10 us, an assumption",
@@ -145,12 +146,18 @@ const SOURCES: [&str; 4] = [
      assumption",
 ];
 
+/// Predicted FLOP/s of the library's kernels.
+fn predicted(case: &str) -> f64 {
+    let rate = rates::predicted(case);
+    1e12 * rate.unwrap_or_else(|| unreachable!("the table of rates has {case}"))
+}
+
 /// The machines that have a name.
 pub fn named() -> [Named; 2] {
     let machine = Machine {
         kernels: Kernels {
-            forward: 644e12,
-            backward: 541e12,
+            forward: predicted("forward_d128_causal_8k"),
+            backward: predicted("backward_d128_causal_8k"),
             launch: 5e-6,
             one_backward: false,
             sum_bytes: 4,

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::{env, fs};
 
-use burst_attention_compiler::model::predict::predictions;
+use burst_attention_compiler::model::predict::{packed, predictions, rates};
 use burst_attention_compiler::quality::{Tables, faults, qualities};
 use burst_attention_kernels::instances::Target;
 
@@ -31,12 +31,14 @@ fn run() -> Result<Vec<String>, String> {
     let reports = qualities(Path::new(&folder), &Target::ALL)?;
     let tables = Tables::new(&reports);
     tables.texts().iter().for_each(|(_, text)| print!("{text}"));
-    predictions(&reports).iter().for_each(|prediction| println!("{prediction}"));
+    let predicted = predictions(&reports);
+    predicted.iter().for_each(|prediction| println!("{prediction}"));
+    packed(&reports).iter().for_each(|prediction| println!("{prediction}"));
     if let Ok(before) = Tables::accepted(&Target::ALL) {
         before.changes(&tables).iter().for_each(|change| eprintln!("change: {change}"));
     }
     if arguments.any(|argument| argument == "--write") {
-        for (name, text) in tables.texts() {
+        for (name, text) in tables.texts().into_iter().chain([("rates.tsv", rates(&predicted))]) {
             let file = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name(name);
             fs::write(&file, text).map_err(|error| format!("{}: {error}", file.display()))?;
         }

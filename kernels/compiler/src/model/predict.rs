@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Instance, Kernel, Target};
 
 use super::{Modelled, VERSION, streams_keys};
@@ -14,56 +15,75 @@ const BLOCK: f64 = 4750.0;
 /// Bytes a nanosecond of what only moves memory: an estimate, 0.9 of an H100's.
 const MEMORY: f64 = 3000.0;
 
+/// Kernels that compute a pass, and the features of their images.
+type Kernels = &'static [(Kernel, FeatureSet)];
+
+const FORWARD: Kernels = &[(Kernel::Forward, FeatureSet::NONE)];
+const SPLIT: Kernels =
+    &[(Kernel::KeyGrads, FeatureSet::NONE), (Kernel::QueryGrads, FeatureSet::NONE)];
+const FUSED: Kernels = &[(Kernel::KeyGrads, FeatureSet::FUSED)];
+
 /// A problem: one head of one sequence, of many that fill the device.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Case {
-    /// Both passes are apart.
-    pub backward: bool,
+    /// What is computed, as the table of rates names it.
+    pub name: &'static str,
+    kernels: Kernels,
     /// Columns of a head: 64 or 128.
     pub columns: i32,
     /// Tokens.
     pub tokens: i32,
-    /// Does a token see itself and those before it only?
+    /// Whether a token sees only itself and those before it.
     pub causal: bool,
     /// TFLOP/s of FlashAttention-3 in this model, with its own loops, edges and other passes.
     pub reference: f64,
 }
 
-const fn case(backward: bool, columns: i32, tokens: i32, causal: bool, reference: f64) -> Case {
-    Case { backward, columns, tokens, causal, reference }
+const fn case(
+    name: &'static str,
+    kernels: Kernels,
+    (columns, tokens, causal): (i32, i32, bool),
+    reference: f64,
+) -> Case {
+    Case { name, kernels, columns, tokens, causal, reference }
 }
 
 /// What is predicted. The references are frozen: its machine code is not ours to keep. It is that
 /// of the package xformers 0.0.33.post2.
-pub const CASES: [Case; 9] = [
-    case(false, 128, 8192, true, 670.0),
-    case(false, 128, 16384, true, 683.0),
-    case(false, 128, 8192, false, 704.0),
-    case(false, 64, 16384, true, 522.0),
-    case(true, 128, 8192, true, 524.0),
-    case(true, 128, 16384, true, 545.0),
-    case(true, 128, 8192, false, 559.0),
-    case(true, 64, 8192, true, 464.0),
-    case(true, 64, 8192, false, 488.0),
+pub const CASES: [Case; 14] = [
+    case("forward_d128_causal_8k", FORWARD, (128, 8192, true), 670.0),
+    case("forward_d128_causal_16k", FORWARD, (128, 16384, true), 683.0),
+    case("forward_d128_full_8k", FORWARD, (128, 8192, false), 704.0),
+    case("forward_d64_causal_16k", FORWARD, (64, 16384, true), 522.0),
+    case("backward_d128_causal_8k", SPLIT, (128, 8192, true), 524.0),
+    case("backward_d128_causal_16k", SPLIT, (128, 16384, true), 545.0),
+    case("backward_d128_full_8k", SPLIT, (128, 8192, false), 559.0),
+    case("backward_d64_causal_8k", SPLIT, (64, 8192, true), 464.0),
+    case("backward_d64_full_8k", SPLIT, (64, 8192, false), 488.0),
+    case("fused_backward_d128_causal_8k", FUSED, (128, 8192, true), 524.0),
+    case("fused_backward_d128_causal_16k", FUSED, (128, 16384, true), 545.0),
+    case("fused_backward_d128_full_8k", FUSED, (128, 8192, false), 559.0),
+    case("fused_backward_d64_causal_8k", FUSED, (64, 8192, true), 464.0),
+    case("fused_backward_d64_full_8k", FUSED, (64, 8192, false), 488.0),
 ];
 
 impl Case {
-    /// The kernels with matrix products that it takes.
-    fn kernels(&self) -> &'static [Kernel] {
-        if self.backward { &[Kernel::KeyGrads, Kernel::QueryGrads] } else { &[Kernel::Forward] }
-    }
-
     /// Of two products in the forward pass and five in the backward pass; half where causal.
     fn flop(&self) -> f64 {
-        let products = if self.backward { 5.0 } else { 2.0 };
+        let products = if self.kernels == FORWARD { 2.0 } else { 5.0 };
         let pairs = f64::from(self.tokens).powi(2) / if self.causal { 2.0 } else { 1.0 };
         2.0 * products * pairs * f64::from(self.columns)
     }
 
-    /// Nanoseconds of a head on the device for passes over rows: delta reads o and its gradient,
-    /// finish reads three accumulators in float32 and writes them in 16 bits.
+    /// Nanoseconds of a head on the device for passes over rows. Before the backward pass, o and its
+    /// gradient are read. For the fused kernel zeros are written to dq in float32, which is read
+    /// again and written in 16 bits.
     fn rows(&self) -> f64 {
-        let bytes = if self.backward { 2.0 * 2.0 + 3.0 * (4.0 + 2.0) } else { 0.0 };
+        let bytes = match self.kernels {
+            kernels if kernels == FORWARD => 0.0,
+            kernels if kernels == SPLIT => 2.0 + 2.0,
+            _ => 2.0 + 2.0 + 4.0 + 4.0 + 2.0,
+        };
         bytes * f64::from(self.tokens * self.columns) / MEMORY
     }
 }
@@ -84,57 +104,142 @@ impl Prediction {
     }
 }
 
+/// The table of rates, which the simulator of schedules reads.
+pub fn rates(predictions: &[Prediction]) -> String {
+    let line = |p: &Prediction| format!("{}\t{:.0}\n", p.case.name, p.rate);
+    let lines: String = predictions.iter().map(line).collect();
+    format!("case\ttflops_model_{VERSION}\n{lines}")
+}
+
 impl fmt::Display for Prediction {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Case { backward, columns, tokens, causal, reference } = self.case;
         write!(
             f,
-            "predicted by model {VERSION}: {} D {columns} {} {}K: {:.0} TFLOP/s, {:.2} of \
-             FlashAttention-3 ({reference:.0}), -10% to +20%",
-            if backward { "backward" } else { "forward" },
-            if causal { "causal" } else { "full" },
-            tokens / 1024,
+            "predicted by model {VERSION}: {}: {:.0} TFLOP/s, {:.2} of FlashAttention-3 ({:.0}), \
+             -10% to +20%",
+            self.case.name,
             self.rate,
             self.ratio(),
+            self.case.reference,
         )
     }
 }
 
-/// Nanoseconds that a kernel takes for a head on one SM, given its main loops.
-fn time(case: &Case, instance: &Instance, loops: &[Modelled]) -> Option<f64> {
-    let shape = instance.tile();
-    let (block, step) = match streams_keys(instance.kernel) {
-        true => (shape.rows, shape.keys),
-        false => (shape.keys, shape.rows),
-    };
-    let by_masking = |a: &&Modelled, b: &&Modelled| a.masking.cmp(&b.masking);
-    let plain = loops.iter().min_by(by_masking)?;
-    let masked = loops.iter().max_by(by_masking)?;
-    let clock = plain.cycles / plain.time;
-    let [tokens, block, step] = [case.tokens, block, step].map(f64::from);
-    let blocks = tokens / block;
-    let pairs = blocks * tokens / step;
-    // The diagonal of a causal mask cuts this many tiles of each block.
-    let edge = if case.causal { blocks * f64::max(1.0, block / step) } else { 0.0 };
-    let whole = if case.causal { (pairs - edge) / 2.0 } else { pairs };
-    Some(whole * plain.time + edge * masked.time + blocks * BLOCK / clock)
+/// The main loops of a kernel: that of whole tiles, and that of tiles which a mask cuts.
+struct Loops<'a> {
+    /// Rows that a block keeps, and rows of a tile that it streams.
+    rows: (f64, f64),
+    plain: &'a Modelled,
+    masked: &'a Modelled,
+}
+
+impl<'a> Loops<'a> {
+    fn new(instance: &Instance, loops: &'a [Modelled]) -> Option<Loops<'a>> {
+        let shape = instance.tile();
+        let (block, step) = match streams_keys(instance.kernel) {
+            true => (shape.rows, shape.keys),
+            false => (shape.keys, shape.rows),
+        };
+        let by_masking = |a: &&Modelled, b: &&Modelled| a.masking.cmp(&b.masking);
+        Some(Loops {
+            rows: (block.into(), step.into()),
+            plain: loops.iter().min_by(by_masking)?,
+            masked: loops.iter().max_by(by_masking)?,
+        })
+    }
+
+    /// Nanoseconds of so many blocks apart from their loops, each with `more` cycles.
+    fn blocks(&self, count: f64, more: f64) -> f64 {
+        count * (BLOCK + more) * self.plain.time / self.plain.cycles
+    }
+
+    /// Nanoseconds that a head of a sequence takes on one SM.
+    fn sequence(&self, tokens: i32, causal: bool) -> f64 {
+        let (block, step) = self.rows;
+        let tokens = f64::from(tokens);
+        let blocks = tokens / block;
+        let pairs = blocks * tokens / step;
+        // The diagonal of a causal mask cuts this many tiles of each block.
+        let edge = if causal { blocks * f64::max(1.0, block / step) } else { 0.0 };
+        let whole = if causal { (pairs - edge) / 2.0 } else { pairs };
+        whole * self.plain.time + edge * self.masked.time + self.blocks(blocks, 0.0)
+    }
 }
 
 /// Predictions for all cases whose kernels are in `reports`, in bfloat16 on sm_90.
 pub fn predictions(reports: &[Report]) -> Vec<Prediction> {
-    let of = |kernel: Kernel, width: i32| {
-        let wanted = Instance::plain(kernel, Element::Bf16, width, Target::Sm90);
-        reports.iter().find(|report| report.instance == wanted)
-    };
     let predict = |case: &Case| {
-        let times = case.kernels().iter().map(|&kernel| {
-            let report = of(kernel, case.columns)?;
-            time(case, &report.instance, &report.loops)
+        let times = case.kernels.iter().map(|&(kernel, features)| {
+            let report = find(reports, kernel, features, case.columns)?;
+            let loops = Loops::new(&report.instance, &report.loops)?;
+            Some(loops.sequence(case.tokens, case.causal))
         });
         let products = times.sum::<Option<f64>>()? / SMS;
         Some(Prediction { case: *case, rate: case.flop() / (products + case.rows()) / 1e3 })
     };
     CASES.iter().filter_map(predict).collect()
+}
+
+fn find(reports: &[Report], kernel: Kernel, features: FeatureSet, width: i32) -> Option<&Report> {
+    let plain = Instance::plain(kernel, Element::Bf16, width, Target::Sm90);
+    let wanted = Instance { features, ..plain }.smallest()?;
+    reports.iter().find(|report| report.instance == wanted)
+}
+
+/// What packed documents cost a kernel: the speed of its images with segments.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Packed {
+    /// The kernel.
+    pub kernel: Kernel,
+    /// The rate on one document of [`PACKED`] tokens, to that of the image without features.
+    pub one: f64,
+    /// Time of [`DOCUMENTS`] equal documents, to their share of one document's pairs.
+    pub many: f64,
+}
+
+/// Tokens of a packed sequence of 128 columns, without a causal mask.
+pub const PACKED: i32 = 65_536;
+/// Documents in it.
+pub const DOCUMENTS: i32 = 64;
+/// Cycles until a block has loaded the range that its segments let it see: an estimate.
+const RANGE: f64 = 700.0;
+/// Cycles of `segment_ranges` for 2,048 rows that may be seen, of which 8 blocks share an SM: an
+/// estimate. All heads share its results; here 64.
+const RANGES: f64 = 1000.0 / 8.0 / 64.0;
+
+/// Packed documents, for each kernel that `reports` have.
+pub fn packed(reports: &[Report]) -> Vec<Packed> {
+    let of = |kernel| {
+        let report = |features| find(reports, kernel, features, 128);
+        let plain = report(FeatureSet::NONE)?;
+        let segments = report(FeatureSet::SEGMENTS)?;
+        let plain = Loops::new(&plain.instance, &plain.loops)?;
+        let segments = Loops::new(&segments.instance, &segments.loops)?;
+        let tokens = f64::from(PACKED);
+        let nanosecond = segments.plain.time / segments.plain.cycles;
+        let ranges = tokens / 64.0 * (tokens / 2048.0) * RANGES * nanosecond;
+        let blocks = tokens / segments.rows.0;
+        let extra = blocks * RANGE * nanosecond + ranges;
+        let one = segments.sequence(PACKED, false) + extra;
+        let of_documents = segments.sequence(PACKED / DOCUMENTS, false) * f64::from(DOCUMENTS);
+        let many = (of_documents + extra) / (one / f64::from(DOCUMENTS));
+        Some(Packed { kernel, one: plain.sequence(PACKED, false) / one, many })
+    };
+    [Kernel::Forward, Kernel::KeyGrads, Kernel::QueryGrads].into_iter().filter_map(of).collect()
+}
+
+impl fmt::Display for Packed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "predicted by model {VERSION}: {} with segments, D 128, full, {PACKED} tokens: one \
+             document at {:.2} of the rate without segments, {DOCUMENTS} documents in {:.2} times \
+             their share",
+            self.kernel.name(),
+            self.one,
+            self.many
+        )
+    }
 }
 
 #[cfg(test)]
@@ -163,7 +268,9 @@ mod tests {
         let instance = Instance::plain(Kernel::Forward, Element::Bf16, 128, Target::Sm90);
         assert_eq!((instance.tile().rows, instance.tile().keys), (128, 64));
         let loops = [modelled(1327.0, 1), modelled(1894.0, 178)];
-        let rate = |case: &Case| case.flop() / (time(case, &instance, &loops).unwrap() / SMS) / 1e3;
+        let loops = Loops::new(&instance, &loops).unwrap();
+        let rate =
+            |case: &Case| case.flop() / (loops.sequence(case.tokens, case.causal) / SMS) / 1e3;
         for (case, expected) in CASES.iter().zip([505.0, 525.0, 532.0]) {
             let found = rate(case);
             assert!((found / expected - 1.0).abs() < 0.01, "{case:?}: {found}, not {expected}");
@@ -174,7 +281,7 @@ mod tests {
     fn a_prediction_says_that_it_is_one_by_which_model_and_how_sure() {
         let said = Prediction { case: CASES[4], rate: 262.0 }.to_string();
         let parts =
-            ["predicted by model 1", "backward D 128 causal 8K", "262", "0.50", "-10% to +20%"];
+            ["predicted by model 2", "backward_d128_causal_8k", "262", "0.50", "-10% to +20%"];
         assert!(parts.iter().all(|part| said.contains(part)), "{said}");
     }
 }

@@ -13,7 +13,7 @@ pub const LOOPS: [Column<Modelled>; 8] = [
     ("exposed", Rule::AtMost(0), |l| l.exposed as u32),
     ("conv", Rule::AtMost(0), |l| l.conversions as u32),
     ("mask", Rule::AtMost(0), |l| l.masking as u32),
-    ("cycles_model_1", Rule::AtMost(0), |l| l.cycles.round() as u32),
+    ("cycles_model_2", Rule::AtMost(0), |l| l.cycles.round() as u32),
 ];
 
 #[cfg(test)]
