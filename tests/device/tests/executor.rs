@@ -204,7 +204,7 @@ fn features() {
     let all = [
         segments,
         Features { soft_cap: Some(0.7), ..Features::default() },
-        Features { slopes: true, ..Features::default() },
+        Features { slopes: true, ..segments },
         Features { soft_cap: Some(5.0), slopes: true, ..segments },
     ];
     for (index, features) in all.into_iter().enumerate() {
