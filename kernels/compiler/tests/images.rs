@@ -4,12 +4,14 @@
 use std::env::consts::ARCH;
 use std::path::Path;
 
+use burst_attention_compiler::model::predict::{predictions, rates};
 use burst_attention_compiler::quality::{Tables, faults, qualities};
 use burst_attention_kernels::cubin::Cubin;
 use burst_attention_kernels::host::Host;
 use burst_attention_kernels::images::Images;
 use burst_attention_kernels::instances::{Instance, Target};
 use burst_attention_kernels::launch::layout;
+use burst_attention_kernels::rates::TABLE;
 
 /// Where `make images` puts the files.
 fn folder() -> &'static Path {
@@ -47,6 +49,9 @@ fn check_quality(targets: &[Target]) {
     let mut faults: Vec<String> = qualities.iter().flat_map(faults).collect();
     let accepted = Tables::accepted(targets).unwrap();
     faults.extend(accepted.regressions(&Tables::new(&qualities)));
+    if targets.contains(&Target::Sm90) {
+        assert_eq!(rates(&predictions(&qualities)), TABLE, "make kernel-quality WRITE=1");
+    }
     assert!(
         faults.is_empty(),
         "{}\nif that is meant: make kernel-quality WRITE=1",
