@@ -109,7 +109,7 @@ pub struct TileShape {
 pub struct Instance {
     /// The kernel.
     pub kernel: Kernel,
-    /// What it does beside the band.
+    /// The features that its code has.
     pub features: FeatureSet,
     /// Type of the activations.
     pub element: Element,

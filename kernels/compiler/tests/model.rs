@@ -15,8 +15,9 @@ fn modelled(kernel: Kernel, width: i32, text: &str) -> Vec<Modelled> {
     loops(kernel, shape, width, &Listing::parse(text).expect("a listing")).expect("loops")
 }
 
-/// Cycles within 2% of `cycles`, and inside the span of all fits. The forward pass's are those of
-/// another program with the same parameters, the others this model's when the test was written.
+/// Asserts that the cycles found are within 2% of `cycles` and inside the span of all fits. For the
+/// forward pass, `cycles` come from another program with the same parameters; for the other loops,
+/// this model gave them first.
 fn assert_cycles(found: &Modelled, cycles: f64) {
     let (least, most) = found.range;
     assert!((found.cycles / cycles - 1.0).abs() < 0.02, "{cycles}: {found:?}");

@@ -65,7 +65,7 @@ pub struct Rectangle {
 pub struct Forward {
     /// What sees what.
     pub rectangle: Rectangle,
-    /// What is done beside the band.
+    /// The features of the pass.
     #[serde(default)]
     pub features: Features,
     /// Queries.
@@ -97,7 +97,7 @@ pub struct Forward {
 pub struct KeyGrads {
     /// What sees what.
     pub rectangle: Rectangle,
-    /// What is done beside the band.
+    /// The features of the pass.
     #[serde(default)]
     pub features: Features,
     /// Queries.
@@ -137,7 +137,7 @@ pub struct KeyGrads {
 pub struct QueryGrads {
     /// What sees what.
     pub rectangle: Rectangle,
-    /// What is done beside the band.
+    /// The features of the pass.
     #[serde(default)]
     pub features: Features,
     /// Queries.

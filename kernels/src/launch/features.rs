@@ -1,11 +1,11 @@
-//! What a launch does beside the band.
+//! Features of a pass, with their arrays and numbers.
 
 use serde::Deserialize;
 
 use super::description::Rows;
 use crate::features::FeatureSet;
 
-/// What a pass does beside the band. The image is the smallest that does all of it.
+/// The features of a pass. Its launches take the image that has them and the fewest others.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Features {

@@ -41,7 +41,6 @@ pub(super) fn order(
     target: Target,
 ) -> Result<Order, LaunchError> {
     let (heads, unit) = match job.resident {
-        // Its tile is of the rows that may be seen.
         Side::Queries => (job.heads, tile.rows as usize),
         Side::Keys => (job.kv_heads, tile.keys as usize),
     };

@@ -35,19 +35,20 @@ impl Kind {
 pub enum Access {
     /// Reads it.
     In,
-    /// Reads it as [`Access::In`] if its flag is 1; else nothing touches what it points to.
+    /// The kernel reads the array if the argument's flag is 1, and otherwise leaves it alone.
     MaybeIn,
-    /// Reads it and writes it, each element once, if its flag is 1; else nothing touches what it
-    /// points to.
+    /// The kernel reads and writes the array, each element once, if the argument's flag is 1, and
+    /// otherwise leaves it alone.
     MaybeUpdate,
-    /// Adds to it in a fused image, several blocks to an element, in any order; else nothing touches
-    /// what it points to.
+    /// A fused image adds to the array, several blocks to an element, in any order. Other images
+    /// leave it alone.
     FusedAdd,
     /// Writes it, each element once.
     Out,
     /// Writes it if `last`; else nothing touches what it points to.
     MaybeOut,
-    /// Writes it as [`Access::Out`] if its flag is 1; else nothing touches what it points to.
+    /// The kernel writes the array, each element once, if the argument's flag is 1, and otherwise
+    /// leaves it alone.
     OptionalOut,
     /// Reads it and writes it, each element once.
     Update,

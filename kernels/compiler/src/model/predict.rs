@@ -148,9 +148,9 @@ impl<'a> Loops<'a> {
         })
     }
 
-    /// Nanoseconds of so many blocks apart from their loops, each with `more` cycles.
-    fn blocks(&self, count: f64, more: f64) -> f64 {
-        count * (BLOCK + more) * self.plain.time / self.plain.cycles
+    /// Nanoseconds that `count` blocks spend outside their loops.
+    fn blocks(&self, count: f64) -> f64 {
+        count * BLOCK * self.plain.time / self.plain.cycles
     }
 
     /// Nanoseconds that a head of a sequence takes on one SM.
@@ -162,7 +162,7 @@ impl<'a> Loops<'a> {
         // The diagonal of a causal mask cuts this many tiles of each block.
         let edge = if causal { blocks * f64::max(1.0, block / step) } else { 0.0 };
         let whole = if causal { (pairs - edge) / 2.0 } else { pairs };
-        whole * self.plain.time + edge * self.masked.time + self.blocks(blocks, 0.0)
+        whole * self.plain.time + edge * self.masked.time + self.blocks(blocks)
     }
 }
 
