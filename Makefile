@@ -20,8 +20,9 @@ RUST := Cargo.toml Cargo.lock $(shell find src ffi kernels/Cargo.toml kernels/sr
 KERNELS := Cargo.toml Cargo.lock $(shell find kernels/Cargo.toml kernels/src kernels/compiler/src \
     -name '*.rs' -o -name '*.toml')
 HOST_PACKAGE := $(TARGET)/$(HOST)-package
-# Before a cargo that compiles the CUDA kernels: tells it where .venv has its tools.
-KERNEL_TOOLS = eval "$$($(PY) kernels/toolchain.py)" &&
+# Before a cargo that compiles the CUDA kernels: tells it where .venv has its tools. make's own jobs
+# are none that cargo or rustdoc could join.
+KERNEL_TOOLS = unset MAKEFLAGS MFLAGS && eval "$$($(PY) kernels/toolchain.py)" &&
 # Always the same packages and the same profile, so that tests, lint and the compiler of the CUDA
 # kernels share what they build.
 WORKSPACE := --profile checked --workspace --exclude burst-attention-peak
@@ -72,7 +73,7 @@ test-full: lint test-rust-full test-python-full test-wheel  ## lint, and the lon
 test-exhaustive: build  ## whole products of the cases (days)
 	@$(PY) -m pytest -m "" --exhaustive $(PYTEST)
 
-test-rust: $(VENV)/dev $(IMAGES)/sm_90.safetensors
+test-rust: $(VENV)/dev
 	$(SAY) "Rust: core, CUDA executor, XLA custom calls, CUDA kernels on an interpreter"
 	@$(KERNEL_TOOLS) cargo test --quiet $(WORKSPACE)
 

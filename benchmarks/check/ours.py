@@ -80,6 +80,7 @@ def _local(problem: Problem, attention: Callable[..., Any], given: dict[str, Any
         is_causal=problem.is_causal,
         layout=problem.layout,
         backward=problem.backward,
+        backward_order=problem.backward_order,
         return_residual=True,
         **given,
         **options,

@@ -37,6 +37,7 @@ class Problem:
     layout: Layout = "zigzag"
     world_size: int = 1
     backward: str = "auto"
+    backward_order: str = "fixed"
     with_dlse: bool = True
     kv_seq: int = 0
     """Keys; 0: as many as queries."""

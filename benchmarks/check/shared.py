@@ -1,5 +1,6 @@
 """tests/cases.json as problems in 16-bit types, and a systematic list beside it."""
 
+from dataclasses import replace
 from typing import Any
 
 import case_list  # type: ignore[import-not-found]
@@ -161,3 +162,18 @@ def families() -> list[Problem]:
                 )
             )
     return found
+
+
+def in_any_order() -> list[Problem]:
+    """The rings of 2 and 4 whose keys travel, the backward pass free to add in any order: every
+    layout, both masks, and documents."""
+    rings = [p for p in systematic() if p.backward == "keys" and p.world_size < 8]
+    documents = [
+        replace(p, segments="documents", name=f"{p.name}, segments")
+        for p in rings
+        if (p.head_dim, p.dtype) == (128, "bfloat16")
+    ]
+    return [
+        replace(problem, backward_order="any", name=f"{problem.name}, any order")
+        for problem in rings + documents
+    ]

@@ -61,11 +61,15 @@ def workspace_bytes(problem: Problem, which: str) -> int:
     request |= {"dtype": problem.dtype, "softmax_scale": problem.softmax_scale}
     request |= {"layout": problem.layout, "world_size": problem.world_size}
     request |= {"options": _options(problem)}
-    request |= {"backward": problem.backward, "backward_order": "fixed"}
+    request |= _sums(problem)
     answer = json.loads(function(json.dumps(request).encode()))
     if "error" in answer:
         raise RuntimeError(f"workspace of {request}: {answer['error']}")
     return problem.world_size * int(answer["bytes"])
+
+
+def _sums(problem: Problem) -> dict[str, str]:
+    return {"backward": problem.backward, "backward_order": problem.backward_order}
 
 
 def _options(problem: Problem) -> dict[str, Any]:
@@ -122,7 +126,7 @@ class Calls:
             in_place = {len(operands): len(results)}
             operands = (*operands, jnp.zeros_like(operands[4]))
             results.append(operands[4])
-        attributes = {"backward": problem.backward, "backward_order": "fixed"}
+        attributes = _sums(problem)
         found = self._call(problem, "backward", results, *operands, in_place=in_place, **attributes)
         return tuple(found[:3])
 

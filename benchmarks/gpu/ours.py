@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 from .driver import Launcher
+from .library import AbsentError
 
 Band = tuple[int, int]
 LEAST, MOST = -(2**63), 2**63 - 1
@@ -89,8 +90,8 @@ class Attention:
             state |= {name: statistics(self.statistic(name)) for name in ("row_max", "row_sum")}
         return self._in_steps("forward", steps, "k", lambda keys: self._pair(WHOLE, keys) | state)
 
-    def make_delta(self) -> Callable[[], None]:
-        """delta, and lse in base 2."""
+    def make_delta(self, zeros: bool = False) -> Callable[[], None]:
+        """delta, and lse in base 2; with `zeros` dq's accumulator too, set to 0."""
         q = self.arrays["q"]
         request = {
             "batch": q.shape[0],
@@ -103,17 +104,40 @@ class Attention:
         }
         if "dlse" in self.arrays:
             request["dlse"] = rows(self.arrays["dlse"])
+        if zeros:
+            request["zeros"] = rows(self._new("dq_acc", q.shape))
         return self._launcher.prepare({"delta": request})
 
-    def key_grads(self, steps: int = 1) -> Callable[[], None]:
-        """dk and dv, the queries in so many parts."""
+    def key_grads(self, steps: int = 1, fused: bool = False) -> Callable[[], None]:
+        """dk and dv, the queries in so many parts; if `fused` it adds to dq's accumulator too."""
         running = {name: rows(self._like(name, "k")) for name in ("dk", "dv")}
+        if fused:
+            running["dq_acc"] = rows(self.arrays["dq_acc"])
         if steps > 1:
             shape = self.arrays["k"].shape
             running |= {name: rows(self._new(name, shape)) for name in ("dk_acc", "dv_acc")}
         return self._in_steps(
             "key_grads", steps, "q", lambda part: self._gradient(part, WHOLE) | running
         )
+
+    def all_grads(self) -> Callable[[], None]:
+        """dk, dv and dq from o and lse: what must come first, the fused kernel, and dq's cast.
+
+        Raises AbsentError where there is no fused kernel.
+        """
+        q = self.arrays["q"]
+        first = self.make_delta(zeros=True)
+        try:
+            kernel = self.key_grads(fused=True)
+        except ValueError as error:
+            if "no fused kernel" not in str(error):
+                raise
+            raise AbsentError(
+                f"{q.shape[3]} columns on this device have no fused kernel"
+            ) from error
+        cast = finish_request(self.arrays["dq_acc"], None, self._like("dq", "q"))
+        cast["finish"]["scale"] = q.shape[3] ** -0.5
+        return sequence(first, kernel, self._launcher.prepare(cast))
 
     def query_grads(self, steps: int = 1) -> Callable[[], None]:
         """dq, the keys in so many parts."""

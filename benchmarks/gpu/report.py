@@ -8,8 +8,18 @@ from typing import Any
 
 from .speed import bar_of
 
-COLOURS = {"ours": "tab:red", "cudnn": "tab:green", "flash": "tab:orange"}
-LABELS = {"ours": "burst_attention", "cudnn": "cuDNN (torch)", "flash": "flash attention (torch)"}
+COLOURS = {
+    "ours": "tab:red",
+    "any_order": "tab:purple",
+    "cudnn": "tab:green",
+    "flash": "tab:orange",
+}
+LABELS = {
+    "ours": "burst_attention",
+    "any_order": 'burst_attention, backward_order="any"',
+    "cudnn": "cuDNN (torch)",
+    "flash": "flash attention (torch)",
+}
 COLUMNS = "{:<23}{:<10}{:>9}{:>10}{:>8}{:>6}{:>9}{:>9}  {}"
 
 
@@ -74,6 +84,9 @@ def print_speed(row: dict[str, Any], peak: float) -> None:
         for name, found in row["kernels"].items()
     )
     print(COLUMNS.format(row["shape"], row["pass"], *line, share, *ratios, alone), flush=True)
+    if "any_order" in times:
+        found = times["any_order"]
+        print(f"    in any order {found['ms']:.3f} ms, {found['tflops']:.0f} TFLOP/s", flush=True)
     for note in [*row["notes"], *(f"no {name}: {why}" for name, why in row["absent"].items())]:
         print(f"    {note[:150]}", flush=True)
     bar = bar_of(row)

@@ -105,10 +105,16 @@ def measure(name: str, which: str, launcher: Launcher, budget_s: float) -> dict[
     row = _row(shape, which) | {"absent": absent, "notes": notes}
     ours = Attention(launcher, arrays, _empty, CAUSAL if shape.causal else ANY)
     kernels: dict[str, Callable[[], None]] = {}
+    any_order = Attention(launcher, dict(arrays), _empty, CAUSAL if shape.causal else ANY)
     if which == "forward":
         programs["ours"] = ours.forward()
         row["differs"] = _difference(programs, ours)
-    else:  # delta first: the others read what it makes
+    else:
+        try:
+            programs["any_order"] = any_order.all_grads()
+        except AbsentError as reason:
+            absent["any_order"] = str(reason)
+        # delta first: the others read what it makes
         kernels = {"delta": ours.make_delta()}
         kernels |= {"dkdv": ours.key_grads(), "dq": ours.query_grads()}
         programs["ours"] = sequence(*kernels.values())

@@ -154,15 +154,18 @@ impl Instance {
         Kernel::ALL.into_iter().flat_map(of_kernel).filter(Instance::exists)
     }
 
-    /// Whether there is such an image. Sets of some features have images where models use them most:
-    /// up to 128 columns, on Hopper and its successors in data centers, and in bfloat16 except for
-    /// the fused backward pass.
+    /// Whether there is such an image. Of the passes over pairs, the sets with window or with all
+    /// features have images everywhere. The other sets have images where models use them most: up to
+    /// 128 columns, on Hopper and its successors in data centers, in bfloat16 except for the fused
+    /// backward pass.
     fn exists(&self) -> bool {
         const FUSED_SEGMENTS: FeatureSet = FeatureSet::FUSED.and(FeatureSet::SEGMENTS);
         let Instance { kernel, features, element, width, target } = *self;
+        let pairs = matches!(kernel.spec().task, Task::Keys | Task::Queries);
         match features {
             _ if kernel == Kernel::SegmentRanges => width == WIDTHS[0],
-            FeatureSet::NONE | FeatureSet::WINDOW | FeatureSet::ALL => true,
+            _ if !pairs => true,
+            FeatureSet::WINDOW | FeatureSet::ALL => true,
             _ if width > 128 => false,
             _ if !matches!(target, Target::Sm90 | Target::Sm100 | Target::Sm103) => false,
             // Slower than two kernels.

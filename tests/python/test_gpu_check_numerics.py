@@ -96,6 +96,17 @@ def test_problems_are_of_types_the_kernels_take_and_cover_layouts_and_modes():
     assert all(p.heads > p.kv_heads and p.batch == 2 for p in systematic)
 
 
+def test_sums_in_any_order_are_on_the_virtual_ring():
+    found = shared.in_any_order()
+    assert len({p.name for p in found}) == len(found)
+    assert {p.layout for p in found} == set(problem.LAYOUTS)
+    assert {p.head_dim for p in found} == {64, 128}
+    assert {p.is_causal for p in found} == {True, False}
+    assert {p.segments for p in found} == {None, "documents"}
+    assert all(p.backward_order == "any" and p.backward == "keys" for p in found)
+    assert {p.name for p in found} <= set(numerics.Virtual().names(False))
+
+
 def test_every_schedule_is_on_the_virtual_ring_and_over_processes_both_ways_round():
     found = shared.families()
     assert len({p.name for p in found}) == len(found)
@@ -281,6 +292,7 @@ def test_library_has_the_virtual_ring_and_knows_its_workspace():
     assert 0 < needed["forward"] < needed["backward"]
     with pytest.raises(RuntimeError, match="workspace of"):
         virtual.workspace_bytes(problem.replace(SMALL, head_dim=33), "forward")
-    for one in (*filter(virtual.is_possible, shared.features()), *shared.families()):
+    listed = (*shared.features(), *shared.families(), *shared.in_any_order())
+    for one in filter(virtual.is_possible, listed):
         assert virtual.workspace_bytes(one, "backward") > 0
     virtual.Calls()  # finds and registers every stage

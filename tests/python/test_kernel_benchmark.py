@@ -136,6 +136,25 @@ def test_queries_in_steps_move_the_band_the_other_way(problem):
     assert delta[1] - delta[0] == 256 * 4
 
 
+def test_fused_kernel_adds_to_zeros_that_are_cast_afterwards(kernels, problem):
+    _, arrays = problem
+    attention = ours.Attention(Recorder(kernels), arrays, empty)
+    attention.all_grads()()
+    asked, dq_acc = attention._launcher, arrays["dq_acc"].data_ptr()
+    assert [next(iter(request)) for request in asked.calls] == ["delta", "key_grads", "finish"]
+    (delta,), (fused,), (cast,) = (asked.of(name) for name in ("delta", "key_grads", "finish"))
+    assert delta["zeros"]["address"] == fused["dq_acc"]["address"] == cast["a"]["address"] == dq_acc
+    assert cast["scale"] == pytest.approx(96**-0.5)
+    launches = kernels.launches("sm_90", {"key_grads": fused})
+    assert launches[-1]["image"] == "attention_bwd_dkdv_fused_bf16_d128_sm_90"
+
+
+def test_no_fused_kernel_is_no_failure(kernels, problem):
+    attention, _ = problem  # with a window
+    with pytest.raises(library.AbsentError, match="96 columns .* no fused kernel"):
+        attention.all_grads()
+
+
 def test_no_limit_of_a_band_moves():
     assert ours.shifted(ours.CAUSAL, slice(None), slice(64, None)) == (ours.LEAST, -64)
     assert ours.shifted(ours.ANY, slice(8, None), slice(64, None)) == ours.ANY

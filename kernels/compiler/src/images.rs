@@ -30,19 +30,9 @@ pub fn build(
     folder: &Path,
     store: &Path,
 ) -> Result<(), String> {
-    for folder in [folder, store] {
-        fs::create_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
-    }
-    let front = Front::default();
     let all: Vec<Instance> = targets.iter().copied().flat_map(Instance::of_target).collect();
-    let made = on_all_cores(&all, STACK, |instance| {
-        let bytecode = bytecode(&front.compile(instance)?)?;
-        let cubin = cubin(instance, host, &bytecode, assembler, store)?;
-        let bytes = fs::read(&cubin).map_err(|error| format!("{}: {error}", cubin.display()))?;
-        check_host(&bytes, host).map_err(|error| format!("{}: {error}", cubin.display()))?;
-        Ok((*instance, bytes))
-    });
-    let mut made = made.into_iter().collect::<Result<Vec<_>, String>>()?;
+    let mut made = of_instances(assembler, host, &all, store)?;
+    fs::create_dir_all(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
     for &target in targets {
         let count = Instance::of_target(target).count();
         let of_target: Vec<_> = made.drain(..count).collect();
@@ -50,6 +40,28 @@ pub fn build(
             .map_err(|error| format!("{}: {error}", images::file(folder, target).display()))?;
     }
     Ok(())
+}
+
+/// The images of `instances`, in their order; `store` keeps cubins between calls.
+///
+/// # Errors
+/// As [`build`].
+pub fn of_instances(
+    assembler: &Assembler,
+    host: Host,
+    instances: &[Instance],
+    store: &Path,
+) -> Result<Vec<(Instance, Vec<u8>)>, String> {
+    fs::create_dir_all(store).map_err(|error| format!("{}: {error}", store.display()))?;
+    let front = Front::default();
+    let made = on_all_cores(instances, STACK, |instance| {
+        let bytecode = bytecode(&front.compile(instance)?)?;
+        let cubin = cubin(instance, host, &bytecode, assembler, store)?;
+        let bytes = fs::read(&cubin).map_err(|error| format!("{}: {error}", cubin.display()))?;
+        check_host(&bytes, host).map_err(|error| format!("{}: {error}", cubin.display()))?;
+        Ok((*instance, bytes))
+    });
+    made.into_iter().collect()
 }
 
 /// Refuses an image with code for another host, on which the driver could not launch it.

@@ -44,23 +44,34 @@ pub struct Report {
 /// # Errors
 /// If a file or CUDA's disassembler is missing, or an image or its listing not understood.
 pub fn qualities(folder: &Path, targets: &[Target]) -> Result<Vec<Report>, String> {
+    let mut found = Vec::new();
+    for &target in targets {
+        let images = Images::read(folder, target).map_err(|error| error.to_string())?;
+        let image = |instance| {
+            let image = images.get(&instance).map_err(|error| error.to_string())?;
+            Ok((instance, image))
+        };
+        let of_target: Result<Vec<_>, String> = Instance::of_target(target).map(image).collect();
+        found.extend(reports(&of_target?)?);
+    }
+    Ok(found)
+}
+
+/// What the compiler made of each of these images, in their order.
+///
+/// # Errors
+/// If CUDA's disassembler is missing, or an image or its listing not understood.
+pub fn reports<I: AsRef<[u8]> + Sync>(images: &[(Instance, I)]) -> Result<Vec<Report>, String> {
     let home = env::var("CUDA_HOME").map_err(|_| {
         "expected CUDA_HOME to name the folder with bin/nvdisasm, which comes with the Python \
          package nvidia-cuda-nvdisasm; it is not set: run through make, or \
          eval \"$(.venv/bin/python kernels/toolchain.py)\""
     })?;
     let disassembler = Path::new(&home).join("bin/nvdisasm");
-    let mut all = Vec::new();
-    for &target in targets {
-        let images = Images::read(folder, target).map_err(|error| error.to_string())?;
-        let instances: Vec<Instance> = Instance::of_target(target).collect();
-        let made = on_all_cores(&instances, STACK, |instance| {
-            let image = images.get(instance).map_err(|error| error.to_string())?;
-            report(instance, image, &disassembler)
-        });
-        all.extend(made.into_iter().collect::<Result<Vec<_>, String>>()?);
-    }
-    Ok(all)
+    let made = on_all_cores(images, STACK, |(instance, image)| {
+        report(instance, image.as_ref(), &disassembler)
+    });
+    made.into_iter().collect()
 }
 
 fn report(instance: &Instance, image: &[u8], disassembler: &Path) -> Result<Report, String> {
@@ -107,16 +118,12 @@ impl Tables {
         Self { images: reports.iter().map(image).collect(), loops: loops.collect() }
     }
 
-    /// The tables as they were last accepted, for some targets.
+    /// The tables as they were last accepted, for some images.
     ///
     /// # Errors
     /// If a header or a line is not as [`Tables::texts`] has it.
-    pub fn accepted(targets: &[Target]) -> Result<Self, String> {
-        let names: Vec<String> = targets
-            .iter()
-            .flat_map(|&target| Instance::of_target(target))
-            .map(|instance| instance.to_string())
-            .collect();
+    pub fn accepted(instances: impl Iterator<Item = Instance>) -> Result<Self, String> {
+        let names: Vec<String> = instances.map(|instance| instance.to_string()).collect();
         let wanted = |row: &Row| {
             let image = row.name.split(':').next().unwrap_or_default();
             names.iter().any(|name| name == image)

@@ -200,7 +200,9 @@ fn what_is_not_given_is_not_touched() {
 }
 
 #[test]
-#[should_panic(expected = "q of attention_fwd_f16_d128_sm_90 must be an address, got Some(I32(7))")]
+#[should_panic(
+    expected = "q of attention_fwd_window_f16_d128_sm_90 must be an address, got Some(I32(7))"
+)]
 fn a_launch_that_was_changed_by_hand_has_none() {
     let mut launch = forward(shape(100, 100)).launches(Target::Sm90).unwrap().remove(0);
     launch.values[0] = Value::I32(7);

@@ -86,9 +86,11 @@ fn launches_take_the_smallest_image() {
     for (element, columns, target) in each_place() {
         let width = width_of(columns).unwrap();
         for (wanted, where_most_are) in MOST_IMAGES {
-            let of_some_is_there = has_most_images(target, width) && element == Element::Bf16;
-            let is_everywhere = wanted == NONE || wanted == WINDOW;
-            let features = if of_some_is_there || is_everywhere { where_most_are } else { ALL };
+            let features = match has_most_images(target, width) && element == Element::Bf16 {
+                true => where_most_are,
+                false if WINDOW.has(wanted) => WINDOW,
+                false => ALL,
+            };
             for kernel in PASSES {
                 let expected = Instance { kernel, features, element, width, target };
                 assert_eq!(taken(kernel, wanted, (element, columns, target)), expected);
@@ -189,7 +191,7 @@ fn no_smaller_image_would_do() {
 #[test]
 fn a_window_is_wanted_where_it_hides_the_first_key_from_the_last_query() {
     let has_window = |q_len, kv_len, lower, upper| {
-        let rectangle = Rectangle { lower, upper, ..shape(q_len, kv_len) };
+        let rectangle = Rectangle { element: Element::Bf16, lower, upper, ..shape(q_len, kv_len) };
         let images = [
             forward(rectangle).launches(Target::Sm90),
             key_grads(rectangle).launches(Target::Sm90),

@@ -8,7 +8,7 @@ use std::{env, fs};
 
 use burst_attention_compiler::model::predict::{packed, predictions, rates};
 use burst_attention_compiler::quality::{Tables, faults, qualities};
-use burst_attention_kernels::instances::Target;
+use burst_attention_kernels::instances::{Instance, Target};
 
 fn main() -> ExitCode {
     match run() {
@@ -34,7 +34,7 @@ fn run() -> Result<Vec<String>, String> {
     let predicted = predictions(&reports);
     predicted.iter().for_each(|prediction| println!("{prediction}"));
     packed(&reports).iter().for_each(|prediction| println!("{prediction}"));
-    if let Ok(before) = Tables::accepted(&Target::ALL) {
+    if let Ok(before) = Tables::accepted(Instance::all()) {
         before.changes(&tables).iter().for_each(|change| eprintln!("change: {change}"));
     }
     if arguments.any(|argument| argument == "--write") {

@@ -54,17 +54,17 @@ fn cases(instance: &Instance, count: usize) -> Vec<Case> {
         dropout: has(FeatureSet::DROPOUT).then_some(0.3),
         ..case
     };
-    let mut bands = vec![(-60, 4), (30, 80), (-20, i64::MAX)];
-    if !has(FeatureSet::WINDOW) || has(FeatureSet::SEGMENTS) {
-        bands.splice(0..0, [CAUSAL, NONE]);
-    }
-    if !has(FeatureSet::WINDOW) {
-        bands.truncate(2);
-    }
     let segments: Vec<_> = match has(FeatureSet::SEGMENTS) {
         true => SEGMENTS.map(Some).to_vec(),
         false => vec![None],
     };
+    let fused = FeatureSet::FUSED.when(has(FeatureSet::FUSED));
+    let takes = |band: &(i64, i64)| {
+        let case = Case { band: *band, segments: segments[0], ..case };
+        case.instance(instance.kernel, fused) == Some(*instance)
+    };
+    let bands = [CAUSAL, NONE, (-60, 4), (30, 80), (-20, i64::MAX)];
+    let bands: Vec<_> = bands.into_iter().filter(takes).collect();
     // Each set of segments with one band, and each band with one set of segments.
     let rounds = segments.len().max(bands.len()).min(count);
     let at = |n: usize| Case {
