@@ -11,13 +11,8 @@ use std::process::Command;
 const C_API: &str = "xla/ffi/api/c_api.h";
 const COLLECTIVES: &str = "xla/ffi/api/collectives_c_api.h";
 /// The files that have all exports.
-const EXPORTS: [&str; 5] = [
-    "src/abi.rs",
-    "src/abi_cuda.rs",
-    "src/abi_linear.rs",
-    "src/abi_relay.rs",
-    "src/abi_simulate.rs",
-];
+const EXPORTS: [&str; 4] =
+    ["src/abi.rs", "src/abi_cuda.rs", "src/abi_linear.rs", "src/abi_simulate.rs"];
 
 fn main() {
     for name in

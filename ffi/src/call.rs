@@ -73,36 +73,15 @@ impl CallSite {
     /// # Errors
     /// If they do not fit each other, or the core does not take the problem.
     pub fn decode_call(&self, frame: &CallFrame<'_>) -> Result<RankCall> {
-        self.rank_call(frame.all_arguments()?, frame.all_results()?)
-    }
-
-    /// The same of operands and results that are part of a call's.
-    ///
-    /// # Errors
-    /// If they do not fit each other, or the core does not take the problem.
-    pub(crate) fn rank_call(
-        &self,
-        operands: Vec<Buffer>,
-        results: Vec<Buffer>,
-    ) -> Result<RankCall> {
         match self.pass {
-            Pass::Forward => self.forward(operands, results),
-            Pass::Backward => self.backward(operands, results),
+            Pass::Forward => self.forward(frame),
+            Pass::Backward => self.backward(frame),
         }
     }
 
-    /// How many operands and results a rank has.
-    pub(crate) fn counts(&self) -> [usize; 2] {
-        let extras = self.count_of_extras();
-        match self.pass {
-            Pass::Forward => [3 + extras + 1, 2],
-            Pass::Backward => [7 + extras + 1, 3 + usize::from(self.options.features().slopes)],
-        }
-    }
-
-    fn forward(&self, operands: Vec<Buffer>, results: Vec<Buffer>) -> Result<RankCall> {
-        let ([q, k, v], extras, [place]) = self.operands_of(operands)?;
-        let ([o, lse], _, []) = apart("results", results, 0)?;
+    fn forward(&self, frame: &CallFrame<'_>) -> Result<RankCall> {
+        let ([q, k, v], extras, [place]) = self.operands(frame)?;
+        let ([o, lse], _, []) = apart("results", frame.all_results()?, 0)?;
         let shapes = self.shapes(&q, &k, &v)?;
         let buffers = ForwardBuffers {
             q: shapes.query("query", &q)?.host(),
@@ -115,9 +94,9 @@ impl CallSite {
         self.placed(shapes.problem, &place, RankBuffers::Forward(Box::new(buffers)))
     }
 
-    fn backward(&self, operands: Vec<Buffer>, results: Vec<Buffer>) -> Result<RankCall> {
-        let ([q, k, v, o, lse, dout, dlse], extras, [place]) = self.operands_of(operands)?;
-        let ([dq, dk, dv], dslopes, []) = self.gradients_of(results)?;
+    fn backward(&self, frame: &CallFrame<'_>) -> Result<RankCall> {
+        let ([q, k, v, o, lse, dout, dlse], extras, [place]) = self.operands(frame)?;
+        let ([dq, dk, dv], dslopes, []) = self.gradients(frame)?;
         let shapes = self.shapes(&q, &k, &v)?;
         let mut extras = shapes.extras(&extras)?;
         if let Some(dslopes) = dslopes {
@@ -147,20 +126,11 @@ impl CallSite {
         &self,
         frame: &CallFrame<'_>,
     ) -> Result<([Buffer; N], Vec<Buffer>, [Buffer; M])> {
-        self.operands_of(frame.all_arguments()?)
-    }
-
-    fn operands_of<const N: usize, const M: usize>(
-        &self,
-        all: Vec<Buffer>,
-    ) -> Result<([Buffer; N], Vec<Buffer>, [Buffer; M])> {
-        apart("operands", all, self.count_of_extras())
-    }
-
-    fn count_of_extras(&self) -> usize {
         let features = self.options.features();
         let segments = if features.segments { 2 } else { 0 };
-        segments + usize::from(features.slopes) + usize::from(features.dropout.is_some())
+        let extras =
+            segments + usize::from(features.slopes) + usize::from(features.dropout.is_some());
+        apart("operands", frame.all_arguments()?, extras)
     }
 
     /// The results of a backward pass: dq, dk and dv, with slopes the gradient of those, and the
@@ -172,15 +142,8 @@ impl CallSite {
         &self,
         frame: &CallFrame<'_>,
     ) -> Result<([Buffer; 3], Option<Buffer>, [Buffer; M])> {
-        self.gradients_of(frame.all_results()?)
-    }
-
-    fn gradients_of<const M: usize>(
-        &self,
-        all: Vec<Buffer>,
-    ) -> Result<([Buffer; 3], Option<Buffer>, [Buffer; M])> {
         let of_slopes = usize::from(self.options.features().slopes);
-        let (gradients, dslopes, last) = apart("results", all, of_slopes)?;
+        let (gradients, dslopes, last) = apart("results", frame.all_results()?, of_slopes)?;
         Ok((gradients, dslopes.into_iter().next(), last))
     }
 

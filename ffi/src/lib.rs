@@ -9,15 +9,11 @@
 //! each rank's future is completed on yet another thread: the rest of that device's program runs
 //! there and may wait for the other devices.
 //!
-//! Between processes a program walks the schedule itself (`relay.rs`): each call does one stretch of
-//! a rank's work, and waits for nobody.
-//!
 //! On CUDA ([`cuda`]) a handler enqueues its rank's part of the ring and returns.
 
 pub mod abi;
 pub mod abi_cuda;
 pub mod abi_linear;
-pub mod abi_relay;
 pub mod abi_simulate;
 mod answer;
 pub mod api;
@@ -39,7 +35,6 @@ mod limit;
 mod linear;
 mod machine;
 mod options;
-mod relay;
 pub mod rendezvous;
 mod request;
 mod shapes;

@@ -4,7 +4,6 @@ use std::ptr::NonNull;
 
 use burst_attention::Dtype;
 use burst_attention::host::array::HostArray;
-use burst_attention::host::buffer::Item;
 use burst_attention::host::linear::{BackwardIo, Device, ForwardIo, Scan, backward, forward, scan};
 use burst_attention::host::ring::Executor;
 
@@ -168,8 +167,7 @@ impl Shapes {
     fn state(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
         let Shapes { heads, k_dim, v_dim, .. } = *self;
         let (data, batch) = self.memory(name, buffer, Dtype::F32, &[heads, k_dim, v_dim])?;
-        let item = Item { heads, dim: v_dim, dtype: Dtype::F32, by_head: true };
-        Ok(item.view(data, (batch, 0..k_dim), item.bytes(k_dim)))
+        Ok(HostArray::by_head(data, Dtype::F32, [batch, heads, k_dim, v_dim]))
     }
 
     fn array(

@@ -81,7 +81,7 @@ def _report() -> dict[str, Any]:
         "python": f"{platform.python_version()}, numpy {np.__version__}",
         "platform": f"{platform.platform()}, {os.cpu_count()} cores",
         "devices": f"{len(devices)} × {devices[0].device_kind} ({jax.default_backend()})",
-        "kernels": "the library's for CPU devices, its CUDA images for NVIDIA GPUs",
+        "implementation": "the library for CPU devices and NVIDIA GPUs, plain JAX elsewhere",
     }
     for name, value in _ffi.describe().items():
         nested = value.items() if isinstance(value, dict) else [("", value)]

@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 import jax
 import jax.numpy as jnp
 
-from burst_attention import _check_masks, _checks, _choice, _ulysses
+from burst_attention import _check_masks, _checks, _choice, _implementation, _ulysses
 from burst_attention._choice import Links
 from burst_attention._extras import Extras, dropout_place
 from burst_attention._ring import Ring, ring_groups, vary, vary_together, varying_axes
-from burst_attention._types import AttentionOptions, Backward, BackwardOrder, Layout, Schedule
+from burst_attention._types import (
+    AttentionOptions,
+    Backward,
+    BackwardOrder,
+    Implementation,
+    Layout,
+    Schedule,
+)
 from burst_attention._vjp import Qkv, Sinks, ring_attention
 
 if TYPE_CHECKING:
@@ -97,6 +104,7 @@ def attention(
     backward_order: BackwardOrder = "fixed",
     residual_dtype: Literal["float32"] | None = None,
     links: Links | None = None,
+    implementation: Implementation | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention of this device's queries over the whole, sharded sequence.
@@ -125,8 +133,8 @@ def attention(
     score, at most 1, whoever takes the weight.
 
     Args:
-      query: ``[batch, q_len, heads, head_dim]``, this device's part of the sequence. bfloat16 or
-        float16, on CPU devices also float32; head_dim a multiple of 8 up to 256.
+      query: ``[batch, q_len, heads, head_dim]``, this device's part of the sequence. bfloat16,
+        float16 or float32; head_dim a multiple of 8 up to 256.
       key: ``[batch, kv_len, kv_heads, head_dim]``, same dtype; kv_heads divides heads.
       value: ``[batch, kv_len, kv_heads, value_dim]``; value_dim like head_dim, but may be another.
       bias: must be None: a sequence × sequence array.
@@ -180,16 +188,21 @@ def attention(
         the last bits, and one kernel computes all of them where it can: queries stay at home
         (``backward="keys"``), no feature but segments, heads of up to 128 columns, on Hopper and
         its successors in data centers. On CPU devices both give the same bits, in every run.
-      residual_dtype: ``"float32"``, on CPU devices only, keeps out in float32 for the backward
-        pass, at two more bytes a value than out in 16 bits. By default out is kept in query's
-        dtype, but in float32 for up to 256 keys and for windows of up to 64. The gradients of
-        query and key are sums of e^(s − lse) · (dout vᵀ − rowsum(dout ∘ out)), in which out's
-        rounding to 16 bits does not average out where values have a large common part: with
-        bfloat16 inputs uniform in [0, 1) and 1,024 tokens of 64 columns, query's gradient is off
-        by 17% of its norm, as in every attention that keeps out in 16 bits, and by 0.17% with
+      residual_dtype: ``"float32"``, on CPU devices or with ``implementation="xla"``, keeps out in
+        float32 for the backward pass, at two more bytes a value than out in 16 bits. By default out
+        is kept in query's dtype, but in float32 for up to 256 keys and for windows of up to 64. The
+        gradients of query and key are sums of e^(s − lse) · (dout vᵀ − rowsum(dout ∘ out)), in
+        which out's rounding to 16 bits does not average out where values have a large common part:
+        with bfloat16 inputs uniform in [0, 1) and 1,024 tokens of 64 columns, query's gradient is
+        off by 17% of its norm, as in every attention that keeps out in 16 bits, and by 0.17% with
         ``"float32"``.
       links: what the mesh is made of, for ``schedule="auto"``; default: H200s on GPUs. On CPU
         devices ``auto`` is ``ring`` unless links are given.
+      implementation: ``"xla"`` computes in plain JAX, on any platform: the same results from a ring
+        of ``lax.ppermute``, whatever ``schedule`` says but for ``ulysses`` and ``hybrid``. Keys
+        travel in both passes. By default the library's calls compute on CPU devices and NVIDIA
+        GPUs, and plain JAX computes what they do not serve: float32 on GPUs, with a warning, other
+        platforms, and rings over the CPU devices of several processes.
       return_residual: also return lse.
 
     Returns:
@@ -246,8 +259,10 @@ def _ring(arguments: dict[str, Any], query: jax.Array, key: jax.Array, *, has_si
     mesh = _checks.ring_mesh(axes)
     _checks.all_axes_manual(mesh)
     world_size = math.prod(mesh.shape[name] for name in axes)
-    platform = _checks.devices(mesh, query.dtype)
-    schedule = _choice.resolved(arguments, axes, mesh, platform)
+    implementation = _implementation.chosen(
+        arguments["implementation"], mesh, query.dtype, world_size
+    )
+    schedule = _choice.resolved(arguments, axes, mesh, implementation)
     schedule = _checks.schedule(schedule, axes)
     for name, x in (("query", query), ("key", key)):
         _checks.shard_length(name, x.shape[1], arguments["layout"])
@@ -259,14 +274,14 @@ def _ring(arguments: dict[str, Any], query: jax.Array, key: jax.Array, *, has_si
         inner_size=mesh.shape[axes[1]] if schedule == "double_ring" else 0,
         window=_check_masks.window(arguments["local_window_size"], is_causal, positions),
         softmax_scale=softmax_scale,
-        keeps_float32=_checks.keeps_float32(arguments["residual_dtype"], platform),
-        soft_cap=_check_masks.soft_cap(arguments["logits_soft_cap"], platform),
+        keeps_float32=_checks.keeps_float32(arguments["residual_dtype"], implementation),
+        soft_cap=_check_masks.soft_cap(arguments["logits_soft_cap"], implementation),
         dropout_rate=_check_masks.dropout_rate(arguments["dropout_rate"]),
         layout=arguments["layout"],
         backward=arguments["backward"],
         backward_order=arguments["backward_order"],
         varying=(),
-        platform=platform,
+        implementation=implementation,
         groups=ring_groups(mesh, axes),
         has_sinks=has_sinks,
     )

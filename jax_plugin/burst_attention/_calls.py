@@ -1,4 +1,4 @@
-"""The custom calls on each platform, and the choice between them."""
+"""What computes a call: the library's custom calls on each platform, and plain JAX."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_attention import _ffi, _relay
-from burst_attention._check_masks import NO_LIMIT, SOFT_CAPS
+from burst_attention import _ffi, _implementation, _plain
+from burst_attention._check_masks import NO_LIMIT
 from burst_attention._extras import Extras
 from burst_attention._ring import Ring, place, vary
 
@@ -42,24 +42,41 @@ def forward(ring: Ring, qkv: Arrays, extras: Extras) -> Arrays:
     o has the dtype of `kept_dtype`, but is float32 where sinks are to scale it: rounding it before
     and after would make its error 1.4 times that of rounding. Kernels of GPUs do round it before.
     """
-    return _on_platform(ring, (qkv, extras), cpu=_cpu_forward, cuda=_cuda_forward)
+    calls = {"cpu": _cpu_forward, "cuda": _cuda_forward, "xla": _plain_forward}
+    return _implemented(ring, calls, qkv, extras)
 
 
 def backward(ring: Ring, qkv: Arrays, extras: Extras, results: Arrays) -> Arrays:
     """dq, dk, dv and, with slopes, theirs, of one rank from its o, lse, dout and dlse."""
-    return _on_platform(ring, (qkv, extras, results), cpu=_cpu_backward, cuda=_cuda_backward)
+    calls = {"cpu": _cpu_backward, "cuda": _cuda_backward, "xla": _plain.backward}
+    return _implemented(ring, calls, qkv, extras, results)
 
 
-def _on_platform(ring: Ring, operands: Any, **calls: Callable[..., Arrays]) -> Arrays:
-    """Results of the call of the ring's platform, or of the one it will be lowered for."""
-    if ring.platform is not None:
-        return calls[ring.platform](ring, *operands)
-    # Without a default, lowering for any other platform is an error. Kernels of GPUs can't keep o
-    # in float32, see `_checks.keeps_float32`.
-    names = ("cpu",) if ring.keeps_float32 else tuple(calls)
-    branches = {name: partial(calls[name], ring) for name in names}
-    results: Arrays = lax.platform_dependent(*operands, **branches)
+def _implemented(ring: Ring, calls: dict[str, Callable[..., Arrays]], *operands: Any) -> Arrays:
+    """Results of the ring's implementation, or of the one that serves where it is lowered for."""
+    if ring.implementation is not None:
+        return calls[ring.implementation](ring, *operands)
+    q, *_ = operands[0]
+    branches = {
+        name: partial(calls[name], ring)
+        for name in ("cpu", "cuda")
+        if _implementation.serves(
+            name,
+            q.dtype,
+            ring.world_size,
+            keeps_float32=ring.keeps_float32,
+            soft_cap=ring.soft_cap,
+        )
+    }
+    results: Arrays = lax.platform_dependent(
+        *operands, default=partial(calls["xla"], ring), **branches
+    )
     return results
+
+
+def _plain_forward(ring: Ring, qkv: Arrays, extras: Extras) -> Arrays:
+    o, lse = _plain.forward(ring, qkv, extras)
+    return o.astype(_o_dtype(ring, *qkv[:2])), lse
 
 
 def _cpu_forward(ring: Ring, qkv: Arrays, extras: Extras) -> Arrays:
@@ -142,15 +159,7 @@ def _cpu_call(
     options = _options(ring, extras)
     attributes |= {"softmax_scale": np.float32(ring.softmax_scale)} | options
     given = (*operands, *extras.present(), place(ring.axes))
-    if jax.process_count() == 1 or ring.world_size == 1:
-        return _call(target, ring, results, given, attributes)
-
-    def stretch(operands: Arrays, results: Shapes, aliases: dict[int, int], number: int) -> Arrays:
-        at = attributes | {"stretch": np.int64(number)}
-        return _call(_ffi.STRETCHES[target], ring, results, operands, at, aliases)
-
-    plan = _ffi.plan(**_described(target, ring, operands, ring.softmax_scale, options))
-    return _relay.walk(stretch, plan, ring.axes, given, results)
+    return _call(target, ring, results, given, attributes)
 
 
 def _cuda_call(
@@ -229,11 +238,6 @@ def _call(
 
 
 def _workspace(target: str, ring: Ring, operands: Arrays, options: dict[str, Any]) -> int:
-    q, *_ = operands
-    if _no_kernel(ring, q):
-        # Traced without knowing the platform. There is no kernel, so on a GPU the library refuses
-        # the call when it runs.
-        return 0
     scale = float(_positive_scale(ring))
     return _ffi.workspace_bytes(**_described(target, ring, operands, scale, options))
 
@@ -260,12 +264,6 @@ def _described(
         "backward": ring.backward,
         "backward_order": ring.backward_order,
     }
-
-
-def _no_kernel(ring: Ring, q: jax.Array) -> bool:
-    least, most = SOFT_CAPS["cuda"]
-    capped_out_of_range = bool(ring.soft_cap) and not least <= ring.soft_cap <= most
-    return q.dtype == jnp.float32 or capped_out_of_range
 
 
 def _positive_scale(ring: Ring) -> np.float32:

@@ -13,8 +13,8 @@ import numpy as np
 
 from burst_attention._checks import describe, listed, named, static_number
 
-SOFT_CAPS = {"cpu": (1e-30, 1e30), "cuda": (1e-3, 1e3)}
-"""Smallest and largest cap that the kernels of a platform compute with."""
+SOFT_CAPS = {"cpu": (1e-30, 1e30), "cuda": (1e-3, 1e3), "xla": (1e-30, 1e30)}
+"""The smallest and the largest cap of each implementation."""
 NO_LIMIT = -1
 """Of a side of a window, as the custom calls have it."""
 
@@ -108,17 +108,19 @@ def per_head(name: str, value: Any, heads: int, each: str) -> jax.Array | None:
     return jnp.asarray(value)
 
 
-def soft_cap(cap: Any, platform: str | None) -> float:
-    """The cap of the scores, 0.0 for none; ``platform`` as `_checks.devices` says."""
+def soft_cap(cap: Any, implementation: str | None) -> float:
+    """Returns the cap of the scores, 0.0 for none."""
     if cap is None:
         return 0.0
     cap = static_number("logits_soft_cap", cap)
-    least, most = SOFT_CAPS[platform or "cpu"]
+    least, most = SOFT_CAPS[implementation or "cpu"]
     if not least <= cap <= most:
-        where = "on NVIDIA GPUs " if platform == "cuda" else ""
+        on_gpus = implementation == "cuda"
+        where = "on NVIDIA GPUs " if on_gpus else ""
+        instead = "; implementation='xla' takes others" if on_gpus else ""
         raise ValueError(
             f"logits_soft_cap must be {where}from {least:g} to {most:g}, or None for no cap, "
-            f"got {cap:g}"
+            f"got {cap:g}{instead}"
         )
     return cap
 

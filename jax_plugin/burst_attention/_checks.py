@@ -99,8 +99,8 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def keeps_float32(residual_dtype: Any, platform: str | None) -> bool:
-    """Whether ``residual_dtype`` asks for out in float32; ``platform`` as `devices` says."""
+def keeps_float32(residual_dtype: Any, implementation: str | None) -> bool:
+    """Whether ``residual_dtype`` asks for out in float32."""
     if residual_dtype is None:
         return False
     if not isinstance(residual_dtype, str | type | np.dtype):
@@ -112,10 +112,10 @@ def keeps_float32(residual_dtype: Any, platform: str | None) -> bool:
         raise ValueError(
             f"residual_dtype must be 'float32' or None, the dtype of query, got {residual_dtype!r}"
         )
-    if platform == "cuda":
+    if implementation == "cuda":
         raise NotImplementedError(
-            "residual_dtype='float32' needs CPU devices: the kernels for NVIDIA GPUs round out to "
-            "query's dtype before they store it; leave residual_dtype out there"
+            "residual_dtype='float32' needs CPU devices or implementation='xla': the kernels for "
+            "NVIDIA GPUs round out to query's dtype before they store it"
         )
     return True
 
@@ -299,14 +299,14 @@ def all_axes_manual(
 
 
 def devices(mesh: AnyMesh, dtype: Any) -> str | None:
-    """Platform of the mesh, ``cpu`` or ``cuda``; None where an abstract mesh doesn't tell.
+    """Returns the platform of a mesh for linear attention, ``cpu`` or ``cuda``.
 
-    Raises for a mesh whose devices no ring can run on, or not with this dtype.
+    Returns None where an abstract mesh does not tell. Raises for devices or a dtype without calls.
     """
-    found = _platform(mesh)
+    found = platform(mesh)
     if found not in (None, *PLATFORMS):
         raise NotImplementedError(
-            f"burst_attention runs on CPU devices and NVIDIA GPUs, got a mesh of {found} devices; "
+            f"linear attention runs on CPU devices and NVIDIA GPUs, got a mesh of {found} devices; "
             "make the mesh of jax.devices('cpu') or jax.devices('cuda')"
         )
     if found == "cuda" and dtype == jnp.float32:
@@ -318,7 +318,8 @@ def devices(mesh: AnyMesh, dtype: Any) -> str | None:
     return found
 
 
-def _platform(mesh: AnyMesh) -> str | None:
+def platform(mesh: AnyMesh) -> str | None:
+    """Returns ``cpu``, ``cuda``, ``rocm``, ``tpu`` …; None where an abstract mesh does not tell."""
     abstract = mesh.abstract_mesh if isinstance(mesh, jax.sharding.Mesh) else mesh
     device = abstract.abstract_device
     if device is None:

@@ -180,13 +180,15 @@ def choose_schedule(
 
 
 def resolved(
-    arguments: dict[str, Any], axes: tuple[str, ...], mesh: Any, platform: str | None
+    arguments: dict[str, Any], axes: tuple[str, ...], mesh: Any, implementation: str | None
 ) -> Any:
     """The schedule that `attention` was asked for, with a name in the place of ``auto``."""
     _check_links(arguments["links"])
     if arguments["schedule"] != "auto":
         return arguments["schedule"]
-    return _choice(arguments, tuple(mesh.shape[name] for name in axes), platform).schedule
+    if implementation == "xla":
+        return "ring"
+    return _choice(arguments, tuple(mesh.shape[name] for name in axes), implementation).schedule
 
 
 def _choice(

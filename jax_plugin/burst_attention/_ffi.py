@@ -7,14 +7,12 @@ import json
 import os
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 
 FORWARD = "burst_attention_forward"
 BACKWARD = "burst_attention_backward"
-STRETCHES = {target: f"{target}_stretch" for target in (FORWARD, BACKWARD)}
-"""The calls of a ring of several processes, for each that does a whole ring."""
 LINEAR = {name: f"burst_attention_linear_{name}" for name in ("state", "forward", "backward")}
 """The calls of linear attention on CPU devices."""
 LINEAR_KERNELS = {name: f"burst_attention_linear_{name}" for name in ("parts", "attend")}
@@ -39,7 +37,7 @@ def _load() -> ctypes.CDLL:
     library.burst_attention_describe.restype = ctypes.c_char_p
     library.burst_attention_bytes_sent.restype = ctypes.c_uint64
     library.burst_attention_trace.argtypes = [ctypes.c_char_p]
-    for name in ("workspace", "relay", "simulate", "choose"):
+    for name in ("workspace", "simulate", "choose"):
         function = getattr(library, f"burst_attention_{name}")
         function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_char_p
     return library
@@ -48,7 +46,6 @@ def _load() -> ctypes.CDLL:
 def _register(library: ctypes.CDLL) -> None:
     # At import, so that exported programs and cached executables find their custom calls too.
     targets = [(target, platform) for target in (FORWARD, BACKWARD) for platform in STAGES]
-    targets += [(target, "cpu") for target in STRETCHES.values()]
     stages = [(target, platform, tuple(STAGES[platform])) for target, platform in targets]
     stages += [(target, "cpu", ("execute",)) for target in LINEAR.values()]
     stages += [(target, "CUDA", ("initialize", "execute")) for target in LINEAR_KERNELS.values()]
@@ -125,48 +122,6 @@ def workspace_bytes(**problem: Any) -> int:
 def _workspace_bytes(request: str) -> int:
     prefix = "burst_attention on NVIDIA GPUs: "
     return int(_answer(_library.burst_attention_workspace, request, prefix)["bytes"])
-
-
-class Hop(NamedTuple):
-    """A collective permute between two stretches."""
-
-    start: int
-    """The stretch whose call fills the parcels."""
-    to: int
-    """The stretch whose call needs them."""
-    bytes: int
-    """Of a parcel, for each batch entry."""
-    pairs: tuple[tuple[int, int], ...]
-    """Sender and receiver of each."""
-
-
-class Plan(NamedTuple):
-    """How a pass over several processes is cut into calls."""
-
-    stretches: int
-    arena_bytes: int
-    """What a rank keeps between calls, for each batch entry."""
-    hops: tuple[Hop, ...]
-
-
-def plan(**problem: Any) -> Plan:
-    """The stretches of a pass over several processes.
-
-    Raises:
-      ValueError: for a problem that can't be computed, with the library's reason.
-    """
-    return _plan(json.dumps(problem))
-
-
-@lru_cache(maxsize=256)
-def _plan(request: str) -> Plan:
-    prefix = "burst_attention over several processes: "
-    answer = _answer(_library.burst_attention_relay, request, prefix)
-    hops = (
-        Hop(hop["from"], hop["to"], hop["bytes"], tuple(map(tuple, hop["pairs"])))
-        for hop in answer["hops"]
-    )
-    return Plan(answer["stretches"], answer["arena_bytes"], tuple(hops))
 
 
 def simulate(**request: Any) -> dict[str, Any]:

@@ -119,7 +119,6 @@ def dot_product_attention(
     query, key, value = _checks.arrays(query, key, value)
     extras = _extras(options, query, key)
     mesh = find_mesh(mesh, query)
-    _checks.devices(mesh, query.dtype)
     placement = find_placement(mesh, spec, axis_name, query, key, value)
     with_lse = _checks.flag("return_residual", return_residual)
     local = partial(

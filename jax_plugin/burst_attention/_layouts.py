@@ -90,6 +90,17 @@ def local_positions(
     _checks.shard_length("the sequence", seq_len_local, layout)
     axis_size, rank = math.prod(mesh.shape[name] for name in axes), lax.axis_index(axes)
     local = jnp.arange(seq_len_local, dtype=jnp.int32)
+    return positions_of(local, rank, axis_size, seq_len_local, layout)
+
+
+def positions_of(
+    local: Int32[Array, "*rows"],
+    rank: Int32[Array, ""],
+    axis_size: int,
+    seq_len_local: int,
+    layout: str,
+) -> Int32[Array, "*rows"]:
+    """Returns the global positions of tokens, given by their indices in the shard of a rank."""
     if layout == "striped":
         return rank + axis_size * local
     if layout == "zigzag":

@@ -39,8 +39,8 @@ class Ring:
     """Only the backward calls of GPUs get it: CPU devices compute in one order."""
     varying: tuple[str, ...]
     """Mesh axes over which the results differ; empty where ``shard_map`` doesn't track them."""
-    platform: str | None
-    """``cpu`` or ``cuda``; None where the mesh doesn't tell while tracing."""
+    implementation: str | None
+    """``cpu``, ``cuda`` or ``xla``; None where lowering decides. See `_implementation`."""
     groups: tuple[int, ...]
     """Logical ids of the devices of all rings, see `ring_groups`."""
     keeps_float32: bool

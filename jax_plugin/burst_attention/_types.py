@@ -21,6 +21,10 @@ Method: TypeAlias = Literal["auto", "ring", "all_gather"]
 """How the states of linear attention travel."""
 
 
+Implementation: TypeAlias = Literal["xla"]
+"""What `attention` may be asked to be computed with: plain JAX."""
+
+
 class AttentionOptions(TypedDict, total=False):
     """Keyword arguments that `attention` and `dot_product_attention` share."""
 
@@ -43,3 +47,4 @@ class AttentionOptions(TypedDict, total=False):
     backward_order: BackwardOrder
     residual_dtype: Literal["float32"] | None
     links: Any
+    implementation: Implementation | None

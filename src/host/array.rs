@@ -89,22 +89,32 @@ impl HostArray {
         }
     }
 
-    /// New float32 memory, stored `[batch, heads, rows, dim]` so that a head's rows are adjacent.
-    pub fn accumulator(batch: usize, rows: Range<usize>, heads: usize, dim: usize) -> HostArray {
-        let len = rows.len();
-        let storage = Storage::new(batch * len * heads * dim);
+    /// A contiguous array `[batch, heads, rows, dim]`.
+    pub fn by_head(
+        ptr: NonNull<u8>,
+        dtype: Dtype,
+        [batch, heads, rows, dim]: [usize; 4],
+    ) -> HostArray {
         HostArray {
-            ptr: storage.ptr,
-            dtype: Dtype::F32,
+            ptr,
+            dtype,
             batch,
-            rows,
+            rows: 0..rows,
             heads,
             dim,
-            batch_stride: heads * len * dim,
+            batch_stride: heads * rows * dim,
             row_stride: dim,
-            head_stride: len * dim,
-            storage: Some(storage),
+            head_stride: rows * dim,
+            storage: None,
         }
+    }
+
+    /// New float32 memory, stored `[batch, heads, rows, dim]` so that a head's rows are adjacent.
+    pub fn accumulator(batch: usize, rows: Range<usize>, heads: usize, dim: usize) -> HostArray {
+        let shape = [batch, heads, rows.len(), dim];
+        let storage = Storage::new(shape.iter().product());
+        let array = HostArray::by_head(storage.ptr, Dtype::F32, shape);
+        HostArray { rows, storage: Some(storage), ..array }
     }
 
     /// Address of element (batch, row, head, 0); `row` counts from the start of the owner's shard.

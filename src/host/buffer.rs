@@ -2,10 +2,8 @@
 
 use std::ops::Range;
 
-use std::ptr::NonNull;
-
 use super::array::HostArray;
-use crate::problem::{Dtype, Pass, Problem};
+use crate::problem::Problem;
 use crate::schedule::Payload;
 
 /// The arrays of one payload, all with the same rows.
@@ -27,13 +25,15 @@ pub struct HostBuffer {
 impl HostBuffer {
     /// New memory for an accumulator.
     pub fn accumulator(problem: &Problem, payload: Payload, rows: Range<usize>) -> HostBuffer {
-        assert!(payload.is_accumulator(), "inputs are not accumulated");
-        // What an accumulator consists of is the same in both passes.
-        let items = items(problem, payload, Pass::Backward).into_iter();
-        let array = |Item { heads, dim, .. }| {
-            HostArray::accumulator(problem.batch, rows.clone(), heads, dim)
+        let Problem { heads, kv_heads, head_dim, value_dim, .. } = *problem;
+        let shapes = match payload {
+            Payload::Queries | Payload::Keys => unreachable!("inputs are not accumulated"),
+            Payload::Partial => vec![(heads, value_dim), (heads, 1), (heads, 1)],
+            Payload::QueryGrads => vec![(heads, head_dim)],
+            Payload::KeyGrads => vec![(kv_heads, head_dim), (kv_heads, value_dim)],
         };
-        HostBuffer { arrays: items.map(array).collect() }
+        let array = |(heads, dim)| HostArray::accumulator(problem.batch, rows.clone(), heads, dim);
+        HostBuffer { arrays: shapes.into_iter().map(array).collect() }
     }
 
     /// The same memory, restricted to `rows`.
@@ -50,74 +50,6 @@ impl HostBuffer {
     pub fn copy(&self, rows: &Range<usize>) -> HostBuffer {
         HostBuffer { arrays: self.arrays.iter().map(|array| array.copy(rows.clone())).collect() }
     }
-}
-
-/// One array of a payload.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Item {
-    /// Length of the head axis.
-    pub heads: usize,
-    /// Length of the last axis.
-    pub dim: usize,
-    /// Element type.
-    pub dtype: Dtype,
-    /// Is it stored `[heads, rows, dim]`, so that a head's rows are adjacent, not
-    /// `[rows, heads, dim]`?
-    pub by_head: bool,
-}
-
-impl Item {
-    /// Bytes of so many rows of one batch entry.
-    pub fn bytes(&self, rows: usize) -> usize {
-        rows * self.heads * self.dim * self.dtype.bytes()
-    }
-
-    /// The array at `first`, without gaps within a batch entry; the entries are `stride` bytes
-    /// apart.
-    pub fn view(
-        &self,
-        first: NonNull<u8>,
-        (batch, rows): (usize, Range<usize>),
-        stride: usize,
-    ) -> HostArray {
-        let Item { heads, dim, dtype, by_head } = *self;
-        let (row_stride, head_stride) =
-            if by_head { (dim, rows.len() * dim) } else { (heads * dim, dim) };
-        HostArray {
-            ptr: first,
-            dtype,
-            batch,
-            rows,
-            heads,
-            dim,
-            batch_stride: stride / dtype.bytes(),
-            row_stride,
-            head_stride,
-            storage: None,
-        }
-    }
-}
-
-/// The arrays of a payload, in the order of the table of [`HostBuffer`].
-pub fn items(problem: &Problem, payload: Payload, pass: Pass) -> Vec<Item> {
-    let Problem { heads, kv_heads, head_dim, value_dim, dtype, .. } = *problem;
-    let input = |heads, dim| Item { heads, dim, dtype, by_head: false };
-    let per_row = |heads| Item { heads, dim: 1, dtype: Dtype::F32, by_head: false };
-    let sums = |heads, dim| Item { heads, dim, dtype: Dtype::F32, by_head: true };
-    let mut items = match (payload, pass) {
-        (Payload::Queries, Pass::Forward) => vec![input(heads, head_dim)],
-        (Payload::Queries, Pass::Backward) => {
-            vec![input(heads, head_dim), input(heads, value_dim), per_row(heads), per_row(heads)]
-        }
-        (Payload::Keys, _) => vec![input(kv_heads, head_dim), input(kv_heads, value_dim)],
-        (Payload::Partial, _) => vec![sums(heads, value_dim), sums(heads, 1), sums(heads, 1)],
-        (Payload::QueryGrads, _) => vec![sums(heads, head_dim)],
-        (Payload::KeyGrads, _) => vec![sums(kv_heads, head_dim), sums(kv_heads, value_dim)],
-    };
-    if problem.features.segments && !payload.is_accumulator() {
-        items.push(per_row(1));
-    }
-    items
 }
 
 impl HostArray {

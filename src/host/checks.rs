@@ -2,25 +2,14 @@
 
 use super::array::HostArray;
 use super::extras::Extras;
-use super::kernel::{BackwardBuffers, ForwardBuffers, RankBuffers};
+use super::kernel::{BackwardBuffers, ForwardBuffers};
 use crate::error::{Error, Result};
 use crate::problem::{Dtype, Pass, Problem};
 
-/// Those of either pass.
+/// Checks the arrays of the forward pass.
 ///
 /// # Errors
-/// Names the first that has another shape or type than the problem gives it, or is missing.
-pub fn rank(problem: &Problem, buffers: &RankBuffers) -> Result<()> {
-    match buffers {
-        RankBuffers::Forward(io) => forward(problem, io),
-        RankBuffers::Backward(io) => backward(problem, io),
-    }
-}
-
-/// Those of the forward pass.
-///
-/// # Errors
-/// As [`rank`].
+/// Names the first array that is missing, or has another shape or type than the problem gives it.
 pub fn forward(problem: &Problem, io: &ForwardBuffers) -> Result<()> {
     let check = Checks(problem);
     check.inputs(&io.q, &io.k, &io.v)?;
@@ -29,10 +18,10 @@ pub fn forward(problem: &Problem, io: &ForwardBuffers) -> Result<()> {
     check_extras(problem, &io.extras, Pass::Forward)
 }
 
-/// Those of the backward pass.
+/// Checks the arrays of the backward pass.
 ///
 /// # Errors
-/// As [`rank`].
+/// As [`forward`].
 pub fn backward(problem: &Problem, io: &BackwardBuffers) -> Result<()> {
     let check = Checks(problem);
     check.inputs(&io.q, &io.k, &io.v)?;

@@ -1,12 +1,11 @@
 //! One rank's computation on the CPU.
 
+use std::fmt;
+
 use rayon::ThreadPool;
 
 use super::array::HostArray;
 use super::backward::{self, BackwardTile};
-use std::fmt;
-use std::ops::Range;
-
 use super::buffer::HostBuffer;
 use super::cast;
 use super::extras::{Extras, Positions, TileExtras};
@@ -71,36 +70,6 @@ enum Arrays {
     Backward { io: Box<BackwardBuffers>, delta: HostArray, dq: HostBuffer, dkv: HostBuffer },
 }
 
-/// Where accumulators find their memory.
-pub trait Room: fmt::Debug {
-    /// For those of the rank's own rows.
-    fn home(&self, payload: Payload, rows: Range<usize>) -> HostBuffer;
-
-    /// For delta, float32 `[batch, rows, heads, 1]`.
-    fn delta(&self, rows: Range<usize>) -> HostArray;
-
-    /// For one that starts in a slot.
-    fn accumulator(&self, payload: Payload, slot: usize, rows: Range<usize>) -> HostBuffer;
-}
-
-/// Memory of their own, which lives as long as they do.
-#[derive(Debug, Clone, Copy)]
-pub struct Heap<'a>(pub &'a Problem);
-
-impl Room for Heap<'_> {
-    fn home(&self, payload: Payload, rows: Range<usize>) -> HostBuffer {
-        HostBuffer::accumulator(self.0, payload, rows)
-    }
-
-    fn delta(&self, rows: Range<usize>) -> HostArray {
-        HostArray::accumulator(self.0.batch, rows, self.0.heads, 1)
-    }
-
-    fn accumulator(&self, payload: Payload, _slot: usize, rows: Range<usize>) -> HostBuffer {
-        HostBuffer::accumulator(self.0, payload, rows)
-    }
-}
-
 /// Computes the tiles of one rank on a thread pool shared with all others.
 #[derive(Debug)]
 pub struct HostKernel<'a> {
@@ -108,7 +77,6 @@ pub struct HostKernel<'a> {
     pool: &'a ThreadPool,
     problem: &'a Problem,
     arrays: Arrays,
-    room: Box<dyn Room + 'a>,
     span: Span,
 }
 
@@ -119,7 +87,6 @@ impl<'a> HostKernel<'a> {
         problem: &'a Problem,
         schedule: &Schedule,
         io: ForwardBuffers,
-        room: impl Room + 'a,
         ring: u64,
     ) -> HostKernel<'a> {
         // State is kept between steps only where one tile does not do it all.
@@ -127,13 +94,12 @@ impl<'a> HostKernel<'a> {
         let carries =
             at_home.any(|state| state.place == Place::Home && !(state.first && state.last));
         let partial = if carries {
-            room.home(Payload::Partial, 0..problem.q_len)
+            HostBuffer::accumulator(problem, Payload::Partial, 0..problem.q_len)
         } else {
             HostBuffer { arrays: vec![] }
         };
         let arrays = Arrays::Forward { io: Box::new(io), partial };
-        let (room, span) = (Box::new(room), Span::new(ring, schedule.rank));
-        HostKernel { isa, pool, problem, arrays, room, span }
+        HostKernel { isa, pool, problem, arrays, span: Span::new(ring, schedule.rank) }
     }
 
     /// For the backward pass over `schedule`. Float32 gradients are accumulated in the outputs.
@@ -142,23 +108,21 @@ impl<'a> HostKernel<'a> {
         problem: &'a Problem,
         schedule: &Schedule,
         io: BackwardBuffers,
-        room: impl Room + 'a,
         ring: u64,
     ) -> HostKernel<'a> {
-        let delta = room.delta(0..problem.q_len);
+        let delta = HostArray::accumulator(problem.batch, 0..problem.q_len, problem.heads, 1);
         let accumulator = |payload, outputs: Vec<HostArray>, rows| {
             if problem.dtype == Dtype::F32 {
                 HostBuffer { arrays: outputs }
             } else {
-                room.home(payload, 0..rows)
+                HostBuffer::accumulator(problem, payload, 0..rows)
             }
         };
         let dq = accumulator(Payload::QueryGrads, vec![io.dq.clone()], problem.q_len);
         let outputs = vec![io.dk.clone(), io.dv.clone()];
         let dkv = accumulator(Payload::KeyGrads, outputs, problem.kv_len);
         let arrays = Arrays::Backward { io: Box::new(io), delta, dq, dkv };
-        let (room, span) = (Box::new(room), Span::new(ring, schedule.rank));
-        HostKernel { isa, pool, problem, arrays, room, span }
+        HostKernel { isa, pool, problem, arrays, span: Span::new(ring, schedule.rank) }
     }
 
     /// What a tile needs beside its operands; segments come last in the buffers of both sides.
@@ -234,8 +198,8 @@ impl AttentionKernel for HostKernel<'_> {
         Ok(HostBuffer { arrays })
     }
 
-    fn accumulator(&mut self, chunk: &Chunk, slot: usize) -> Result<HostBuffer> {
-        Ok(self.room.accumulator(chunk.payload, slot, chunk.rows.clone()))
+    fn accumulator(&mut self, chunk: &Chunk, _slot: usize) -> Result<HostBuffer> {
+        Ok(HostBuffer::accumulator(self.problem, chunk.payload, chunk.rows.clone()))
     }
 
     fn forward(

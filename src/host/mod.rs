@@ -14,7 +14,6 @@ mod matmul;
 mod pack;
 pub mod partial;
 mod philox;
-pub mod relay;
 pub mod ring;
 mod simd;
 mod softmax;

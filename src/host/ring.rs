@@ -7,8 +7,8 @@ use rayon::ThreadPool;
 
 use super::checks;
 use super::isa::Isa;
+use super::kernel::HostKernel;
 pub use super::kernel::{BackwardBuffers, ForwardBuffers, RankBuffers, RingBuffers};
-use super::kernel::{Heap, HostKernel};
 use super::transport::{HostTransport, Mailboxes};
 use super::{threads, trace};
 use crate::engine::walk;
@@ -133,27 +133,13 @@ struct Job {
 impl Job {
     fn forward(&self, io: ForwardBuffers) -> Result<u64> {
         self.walk(|device, schedule| {
-            HostKernel::forward(
-                device,
-                &self.problem,
-                schedule,
-                io,
-                Heap(&self.problem),
-                self.number,
-            )
+            HostKernel::forward(device, &self.problem, schedule, io, self.number)
         })
     }
 
     fn backward(&self, io: BackwardBuffers) -> Result<u64> {
         self.walk(|device, schedule| {
-            HostKernel::backward(
-                device,
-                &self.problem,
-                schedule,
-                io,
-                Heap(&self.problem),
-                self.number,
-            )
+            HostKernel::backward(device, &self.problem, schedule, io, self.number)
         })
     }
 

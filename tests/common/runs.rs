@@ -1,7 +1,7 @@
 //! Runs of all ranks on the host, and what they must agree with.
 
 use burst_attention::engine::walk;
-use burst_attention::host::kernel::{BackwardBuffers, ForwardBuffers, Heap, HostKernel};
+use burst_attention::host::kernel::{BackwardBuffers, ForwardBuffers, HostKernel};
 use burst_attention::host::ring::{Executor, RingBuffers, run_family};
 use burst_attention::problem::{Pass, Problem, Travels};
 use burst_attention::schedule::{Family, Schedule};
@@ -50,22 +50,12 @@ pub fn walk_all<T: Transport<burst_attention::host::buffer::HostBuffer> + Send>(
         let rank = |schedule: &Schedule, shard: &Shard| {
             let device = (executor.isa, &executor.pool);
             let mut kernel = match schedule.pass {
-                Pass::Forward => HostKernel::forward(
-                    device,
-                    problem,
-                    schedule,
-                    forward_buffers(shard),
-                    Heap(problem),
-                    0,
-                ),
-                Pass::Backward => HostKernel::backward(
-                    device,
-                    problem,
-                    schedule,
-                    backward_buffers(shard),
-                    Heap(problem),
-                    0,
-                ),
+                Pass::Forward => {
+                    HostKernel::forward(device, problem, schedule, forward_buffers(shard), 0)
+                }
+                Pass::Backward => {
+                    HostKernel::backward(device, problem, schedule, backward_buffers(shard), 0)
+                }
             };
             let mut transport = transport(schedule.rank);
             walk(schedule, &mut kernel, &mut transport)?;

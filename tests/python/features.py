@@ -50,6 +50,7 @@ class Problem:
     slopes: bool = False
     sinks: bool = False
     dropout: float = 0.0
+    implementation: str | None = None
     changes: dict = field(default_factory=dict)
     """Arrays instead of the random ones."""
 
@@ -104,6 +105,7 @@ class Problem:
             "layout": self.layout,
             "schedule": self.schedule,
             "backward": self.backward,
+            "implementation": self.implementation,
             "return_residual": True,
         }
         names = ("sinks", "alibi_slopes", "dropout_key")

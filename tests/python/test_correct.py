@@ -9,6 +9,11 @@ from reference import dense, error
 
 
 def test_ring_equals_dense(case):
+    agree(case)
+
+
+def agree(case, **options):
+    """Checks results and gradients of a case, with more options of `attention`."""
     shapes = (case.q_shape, case.kv_shape, case.kv_shape, case.q_shape)
     q, k, v, dout = ring.normal(len(case.name), *shapes, dtype=case.dtype)
     (dlse,) = ring.normal(1, case.q_shape[:3])
@@ -16,20 +21,20 @@ def test_ring_equals_dense(case):
     for backward, with_dlse in case.variants:
         if with_dlse not in expected:
             expected[with_dlse] = dense(q, k, v, dout, dlse * with_dlse, causal=case.causal)
-        found = _run(case, backward, with_dlse, q, k, v, dout, dlse)
+        found = _run(case, (q, k, v, dout, dlse), with_dlse, backward=backward, **options)
         check(found, expected[with_dlse], dout, case.dtype)
 
 
-def _run(case, backward, with_dlse, q, k, v, dout, dlse):
+def _run(case, arrays, with_dlse, **options):
     mesh, size = ring.mesh(*case.mesh), case.mesh[1]
     function = ring.sharded(
         mesh,
         is_causal=case.causal,
         layout=case.layout,
-        backward=backward,
         return_residual=with_dlse,
+        **options,
     )
-    placed = ring.put(mesh, *ring.stored(case.layout, size, q, k, v, dout, dlse))
+    placed = ring.put(mesh, *ring.stored(case.layout, size, *arrays))
     cotangents = (placed[3], placed[4]) if with_dlse else placed[3]
     results, grads = ring.gradients(function)(placed[:3], cotangents)
     outputs = results if with_dlse else (results,)

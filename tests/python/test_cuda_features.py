@@ -191,12 +191,6 @@ def test_gradient_of_slopes(asked, device):
         assert calls(text)[1].results == [Q, KV, KV, SLOPES]
 
 
-def test_what_kernels_can_not_lowers_where_the_platform_is_unknown():
-    """Without a workspace: the library refuses the call when it runs."""
-    for call in calls(lowered(both(sharded(None, logits_soft_cap=1e-9)), [*shapes(), {}])):
-        assert call.results[-1] == "0xui8"
-
-
 def test_operands_of_cpu_devices():
     """All that there is, place last, nothing that there is not."""
     extras = ("alibi_slopes", "segment_ids")

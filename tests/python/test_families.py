@@ -46,11 +46,11 @@ def agree(one):
     check(one.found(arrays), one.expected(arrays), arrays["dout"], one.dtype)
 
 
-def problem_of(choice):
+def problem_of(choice, **more):
     world, inner = choice["ranks"]
     lengths = {"q_len": 12 * world, "kv_len": 12 * world, "inner": inner}
     rest = {name: choice[name] for name in ("schedule", "layout", "backward", "dtype")}
-    return Problem(mesh=(1, world, 1), **lengths, **rest, **MASKS[choice["mask"]])
+    return Problem(mesh=(1, world, 1), **lengths, **rest, **MASKS[choice["mask"]], **more)
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda c: "-".join(map(str, c.values())))

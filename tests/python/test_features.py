@@ -33,7 +33,7 @@ def name(choice):
     return "-".join(words)
 
 
-def problem(choice):
+def problem(choice, **more):
     taken = ("layout", "backward", "dtype", "value_dim", "causal", "soft_cap")
     features = ("segments", "slopes", "sinks", "dropout")
     data, context, tensor = mesh = tuple(choice["mesh"])
@@ -48,6 +48,7 @@ def problem(choice):
         kv_heads=kv_heads,
         window=choice["window"] and tuple(choice["window"]),
         **{name: choice[name] for name in taken + features},
+        **more,
     )
 
 

@@ -45,7 +45,6 @@ REQUESTS = {
         "timeline": False,
     },
     "workspace": CALL,
-    "relay": CALL,
 }
 
 
