@@ -2,7 +2,8 @@
 //!
 //! From the bottom: [`sys`] is bindgen's view of XLA's header; [`api`], [`frame`], [`buffer`] and
 //! [`attributes`] make it safe; [`call`] decodes a call into the core's problem and arrays;
-//! [`rendezvous`] and [`hub`] bring the ranks of a ring together; [`abi`] is what is exported.
+//! [`rendezvous`] and [`hub`] bring the ranks of a ring together; XLA calls [`handlers`], and C
+//! programs call [`exports`].
 //!
 //! On CPU a handler must not block, as devices share threads. It registers its rank and returns a
 //! future. When the last rank of a ring has come, the ring runs on threads of its own, and then
@@ -11,10 +12,6 @@
 //!
 //! On CUDA ([`cuda`]) a handler enqueues its rank's part of the ring and returns.
 
-pub mod abi;
-pub mod abi_cuda;
-pub mod abi_linear;
-pub mod abi_simulate;
 mod answer;
 pub mod api;
 pub mod attributes;
@@ -26,8 +23,10 @@ pub mod cuda;
 pub mod data_type;
 mod describe;
 pub mod error;
+pub mod exports;
 pub mod frame;
 mod handler;
+pub mod handlers;
 pub mod hub;
 mod images;
 mod kernels;

@@ -5,7 +5,8 @@ mod fake;
 use std::ffi::c_void;
 use std::ptr;
 
-use burst_attention_ffi::abi::*;
+use burst_attention_ffi::exports::*;
+use burst_attention_ffi::handlers::*;
 use burst_attention_ffi::sys;
 use fake::{FakeAttribute, FakeBuffer, FakeFrame, FakeRuntime, take_error, wait_for};
 

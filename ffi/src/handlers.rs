@@ -1,0 +1,67 @@
+//! The functions that XLA calls: one for each target, platform and stage.
+//!
+//! A name is the target, `cuda` where CPU devices have that target too, and the stage. The targets
+//! `burst_attention_virtual_…` run all ranks of a ring on one GPU.
+
+use burst_attention::Pass;
+
+use crate::cuda::LinearKind::{Attend, State};
+use crate::cuda::Spread::{Devices, Virtual};
+use crate::cuda::Stage::{Execute, Initialize, Prepare};
+use crate::cuda::{self, Platform, run, run_linear};
+use crate::error::Result;
+use crate::handler;
+use crate::linear::{self, Kind};
+use crate::sys::{XLA_FFI_CallFrame, XLA_FFI_Error};
+
+const HERE: fn() -> Result<&'static Platform> = Platform::of_this_machine;
+
+macro_rules! handlers {
+    ($($name:ident => $function:path $(, $argument:expr)*;)*) => {$(
+        #[doc = concat!("XLA's handler `", stringify!($name), "`.")]
+        ///
+        /// # Safety
+        /// The caller is XLA, and the frame is valid for the call.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name(frame: *mut XLA_FFI_CallFrame) -> *mut XLA_FFI_Error {
+            // SAFETY: XLA guarantees that the frame is valid for the call.
+            unsafe { $function(frame $(, $argument)*) }
+        }
+    )*};
+}
+
+handlers! {
+    burst_attention_forward_instantiate => handler::instantiate, Pass::Forward;
+    burst_attention_forward_execute => handler::execute;
+    burst_attention_backward_instantiate => handler::instantiate, Pass::Backward;
+    burst_attention_backward_execute => handler::execute;
+
+    burst_attention_linear_state_execute => linear::execute, Kind::State;
+    burst_attention_linear_forward_execute => linear::execute, Kind::Forward;
+    burst_attention_linear_backward_execute => linear::execute, Kind::Backward;
+
+    burst_attention_forward_cuda_instantiate => cuda::instantiate, Pass::Forward, Devices;
+    burst_attention_forward_cuda_prepare => run, Prepare, HERE;
+    burst_attention_forward_cuda_initialize => run, Initialize, HERE;
+    burst_attention_forward_cuda_execute => run, Execute, HERE;
+    burst_attention_backward_cuda_instantiate => cuda::instantiate, Pass::Backward, Devices;
+    burst_attention_backward_cuda_prepare => run, Prepare, HERE;
+    burst_attention_backward_cuda_initialize => run, Initialize, HERE;
+    burst_attention_backward_cuda_execute => run, Execute, HERE;
+
+    burst_attention_virtual_forward_instantiate => cuda::instantiate, Pass::Forward, Virtual;
+    burst_attention_virtual_forward_initialize => run, Initialize, HERE;
+    burst_attention_virtual_forward_execute => run, Execute, HERE;
+    burst_attention_virtual_backward_instantiate => cuda::instantiate, Pass::Backward, Virtual;
+    burst_attention_virtual_backward_initialize => run, Initialize, HERE;
+    burst_attention_virtual_backward_execute => run, Execute, HERE;
+
+    burst_attention_linear_parts_cuda_initialize =>
+        run_linear, State, Initialize, HERE;
+    burst_attention_linear_parts_cuda_execute =>
+        run_linear, State, Execute, HERE;
+    burst_attention_linear_attend_cuda_initialize =>
+        run_linear, Attend, Initialize, HERE;
+    burst_attention_linear_attend_cuda_execute =>
+        run_linear, Attend, Execute, HERE;
+}
