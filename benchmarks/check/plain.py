@@ -97,10 +97,11 @@ def gathered(
     layout: Any = "contiguous",
     schedule: str = "auto",
     backward: str = "auto",
+    backward_order: str = "fixed",
     return_residual: bool = False,
 ) -> Any:
     """Stands for `burst_attention.attention`: gathers keys and values of the whole sequence."""
-    del schedule, backward  # nothing travels
+    del schedule, backward, backward_order  # nothing travels
     size = lax.axis_size(axis_name)
     given = {"q": q, "k": k, "v": v}
     extras = {"sinks": sinks, "alibi_slopes": alibi_slopes}
