@@ -23,23 +23,23 @@ CASES = case_list.correctness_cases()
 FEATURES = case_list.feature_choices()
 
 
-@pytest.mark.parametrize("one", spread(CASES, 15), ids=lambda case: case.name)
+@pytest.mark.parametrize("one", spread(CASES, 25), ids=lambda case: case.name)
 def test_ring_equals_dense(one):
     agree_plainly(one, **XLA)
 
 
-@pytest.mark.parametrize("choice", spread(FEATURES, 15), ids=name)
+@pytest.mark.parametrize("choice", spread(FEATURES, 25), ids=name)
 def test_pairs_of_features(choice):
     agree(problem(choice, **XLA))
 
 
-@pytest.mark.parametrize("choice", ALONE, ids=case_list.feature_name)
+@pytest.mark.parametrize("choice", spread(ALONE, 4), ids=case_list.feature_name)
 def test_each_feature_on_two_axes(choice):
     agree(Problem(mesh=(2, 4, 1), **SCHEDULES["double ring"], **choice, **XLA))
 
 
 @pytest.mark.parametrize(
-    "choice", spread(CHOICES, 15), ids=lambda choice: "-".join(map(str, choice.values()))
+    "choice", spread(CHOICES, 25), ids=lambda choice: "-".join(map(str, choice.values()))
 )
 def test_every_schedule_is_this_ring(choice):
     agree(problem_of(choice, **XLA))
