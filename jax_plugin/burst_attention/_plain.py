@@ -123,7 +123,7 @@ def _fold(pair: _Pair, state: Arrays, _: None) -> tuple[Arrays, None]:
     # For a query that has seen nothing yet, −∞ − −∞ would be no number.
     base = jnp.where(jnp.isneginf(raised), 0, raised)
     p, decay = jnp.exp(s - base[..., None]), jnp.exp(highest - base)
-    added = pair.product("bhgqk,bkhd->bhgqd", pair.dropped(p), pair.keys.v)
+    added = pair.product("bhgqk,bkhd->bhgqd", pair.dropout()(p), pair.keys.v)
     return (raised, weight * decay + p.sum(-1), total * decay[..., None] + added), None
 
 
@@ -131,10 +131,10 @@ def _gradients(pair: _Pair, state: Arrays, sums: Arrays) -> tuple[Arrays, Arrays
     """Adds a pair of blocks to dq and to the slopes' gradient, and to dk and dv."""
     (dq, dslopes), (dk, dv) = state, sums
     q, (dout, lse, delta) = pair.queries.q, pair.queries.statistics
-    s, tanh = pair.scores()
+    (s, tanh), dropped = pair.scores(), pair.dropout()
     # Rounding may leave a score above lse, but no weight exceeds 1.
     p = jnp.exp(jnp.minimum(s - lse[..., None], 0))
-    dp = pair.dropped(pair.product("bqhgd,bkhd->bhgqk", dout, pair.keys.v))
+    dp = dropped(pair.product("bqhgd,bkhd->bhgqk", dout, pair.keys.v))
     # A hidden pair may hold anything, and 0 · NaN is NaN.
     ds = jnp.where(p == 0, 0, p * (dp - delta[..., None]))
     if pair.work.slopes is not None:
@@ -144,7 +144,7 @@ def _gradients(pair: _Pair, state: Arrays, sums: Arrays) -> tuple[Arrays, Arrays
     ds *= np.float32(pair.work.ring.softmax_scale)
     dq += pair.product("bhgqk,bkhd->bqhgd", ds, pair.keys.k)
     dk += pair.product("bhgqk,bqhgd->bkhd", ds, q)
-    dv += pair.product("bhgqk,bqhgd->bkhd", pair.dropped(p), dout)
+    dv += pair.product("bhgqk,bqhgd->bkhd", dropped(p), dout)
     return (dq, dslopes), (dk, dv)
 
 
@@ -209,19 +209,24 @@ class _Pair:
             sees &= self.key_positions.min() - last <= right
         return sees
 
-    def dropped(self, x: jax.Array) -> jax.Array:
-        """Returns x, shaped like the scores, 0 where dropped, else divided by 1 − rate."""
-        if self.work.dropout is None:
-            return x
-        rate = self.work.ring.dropout_rate
-        k0, k1, entry, first = (self.work.dropout[:, i, None, None, None, None] for i in range(4))
-        heads, group = x.shape[1:3]
-        head = first + jnp.arange(heads * group, dtype=jnp.uint32).reshape(heads, group, 1, 1)
+    def dropout(self) -> Callable[[jax.Array], jax.Array]:
+        """Returns a function of arrays shaped like the scores.
+
+        It makes what is dropped 0 and divides the rest by 1 − rate.
+        """
+        work = self.work
+        if work.dropout is None:
+            return lambda x: x
+        k0, k1, entry, first = (work.dropout[:, i, None, None, None, None] for i in range(4))
+        heads = jnp.arange(work.kv_heads * work.group, dtype=jnp.uint32)
+        head = first + heads.reshape(work.kv_heads, work.group, 1, 1)
         keys, queries = (
             x.astype(jnp.uint32) for x in (self.key_positions, self.queries.positions[:, None])
         )
         number = _philox.word((keys // 4, queries, head, entry), (k0, k1), keys % 4)
-        return jnp.where(number >= _philox.threshold(rate), x / np.float32(1 - np.float32(rate)), 0)
+        kept = number >= _philox.threshold(work.ring.dropout_rate)
+        share = np.float32(1 - np.float32(work.ring.dropout_rate))
+        return lambda x: jnp.where(kept, x / share, 0)
 
 
 @dataclass(frozen=True)
