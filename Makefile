@@ -20,8 +20,8 @@ RUST := Cargo.toml Cargo.lock $(shell find src ffi kernels/Cargo.toml kernels/sr
 KERNELS := Cargo.toml Cargo.lock $(shell find kernels/Cargo.toml kernels/src kernels/compiler/src \
     -name '*.rs' -o -name '*.toml')
 HOST_PACKAGE := $(TARGET)/$(HOST)-package
-# Before a cargo that compiles the CUDA kernels: tells it where .venv has its tools. make's own jobs
-# are none that cargo or rustdoc could join.
+# Stands before a cargo that compiles the CUDA kernels, and says where .venv has the tools. cargo and
+# rustdoc can't use make's job server, so MAKEFLAGS is unset.
 KERNEL_TOOLS = unset MAKEFLAGS MFLAGS && eval "$$($(PY) kernels/toolchain.py)" &&
 # Always the same packages and the same profile, so that tests, lint and the compiler of the CUDA
 # kernels share what they build.

@@ -31,18 +31,18 @@ RESULTS = {
     "query_grads": ("dq",),
     "all_grads": ("dk", "dv", "dq"),
 }
-"""Of the kernels of attention; `all_grads` are the fused one and what it needs."""
+"""Results of each kernel. `all_grads` names three launches: delta, the fused kernel, dq's cast."""
 INPUTS = {
     "forward": (),
     "key_grads": ("dout", "lse_log2", "delta"),
     "query_grads": ("dout", "lse_log2", "delta"),
     "all_grads": ("dout", "o", "lse", "dlse"),
 }
-"""Beside q, k, v and segments."""
+"""Inputs of each kernel besides q, k, v and segments."""
 PASSES = ("forward", "delta", "key_grads", "query_grads")
 WITH_FUSED = (*PASSES, "all_grads")
 IN_ANY_ORDER = ("all_grads", "dq")
-"""What is added to in any order."""
+"""The kernel and its result whose sums have no fixed order."""
 
 
 @dataclass(frozen=True)

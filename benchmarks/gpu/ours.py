@@ -91,7 +91,7 @@ class Attention:
         return self._in_steps("forward", steps, "k", lambda keys: self._pair(WHOLE, keys) | state)
 
     def make_delta(self, zeros: bool = False) -> Callable[[], None]:
-        """delta, and lse in base 2; with `zeros` dq's accumulator too, set to 0."""
+        """Computes delta, and lse in base 2. With `zeros`, dq's accumulator is set to 0 as well."""
         q = self.arrays["q"]
         request = {
             "batch": q.shape[0],
@@ -109,7 +109,10 @@ class Attention:
         return self._launcher.prepare({"delta": request})
 
     def key_grads(self, steps: int = 1, fused: bool = False) -> Callable[[], None]:
-        """dk and dv, the queries in so many parts; if `fused` it adds to dq's accumulator too."""
+        """Computes dk and dv, with the queries in ``steps`` parts.
+
+        With `fused`, the kernel also adds to dq's accumulator.
+        """
         running = {name: rows(self._like(name, "k")) for name in ("dk", "dv")}
         if fused:
             running["dq_acc"] = rows(self.arrays["dq_acc"])
@@ -121,7 +124,7 @@ class Attention:
         )
 
     def all_grads(self) -> Callable[[], None]:
-        """dk, dv and dq from o and lse: what must come first, the fused kernel, and dq's cast.
+        """Computes dk, dv and dq by three launches: delta, the fused kernel, dq's cast.
 
         Raises AbsentError where there is no fused kernel.
         """

@@ -114,7 +114,7 @@ def measure(name: str, which: str, launcher: Launcher, budget_s: float) -> dict[
             programs["any_order"] = any_order.all_grads()
         except AbsentError as reason:
             absent["any_order"] = str(reason)
-        # delta first: the others read what it makes
+        # delta comes first, because the other kernels read its results.
         kernels = {"delta": ours.make_delta()}
         kernels |= {"dkdv": ours.key_grads(), "dq": ours.query_grads()}
         programs["ours"] = sequence(*kernels.values())
