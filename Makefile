@@ -1,4 +1,4 @@
-# BurstAttention: every task of the repository, the same here and in CI. `make help` lists them.
+# Every task of the repository, the same on a workstation and in CI. `make help` lists the tasks.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -12,7 +12,7 @@ PACKAGE := jax_plugin/burst_attention
 LIBRARY := $(PACKAGE)/libburst_attention_ffi.so
 IMAGES := $(PACKAGE)/images
 PYTHON_BENCH := $(PY)
-# On the command line alone: some shells have a variable of that name.
+# HOST counts on the command line only, because some shells have a variable of that name.
 HOST :=
 TARGET := $(if $(CARGO_TARGET_DIR),$(CARGO_TARGET_DIR),target)
 RUST := Cargo.toml Cargo.lock $(shell find src ffi kernels/Cargo.toml kernels/src \
@@ -20,20 +20,20 @@ RUST := Cargo.toml Cargo.lock $(shell find src ffi kernels/Cargo.toml kernels/sr
 KERNELS := Cargo.toml Cargo.lock $(shell find kernels/Cargo.toml kernels/src kernels/compiler/src \
     -name '*.rs' -o -name '*.toml')
 HOST_PACKAGE := $(TARGET)/$(HOST)-package
-# Stands before a cargo that compiles the CUDA kernels, and says where .venv has the tools. cargo and
-# rustdoc can't use make's job server, so MAKEFLAGS is unset.
+# Precedes each cargo command that compiles the CUDA kernels, and says where .venv has the tools.
+# cargo and rustdoc can't use make's job server, so this unsets MAKEFLAGS.
 KERNEL_TOOLS = unset MAKEFLAGS MFLAGS && eval "$$($(PY) kernels/toolchain.py)" &&
-# Always the same packages and the same profile, so that tests, lint and the compiler of the CUDA
-# kernels share what they build.
+# Tests, lint and the compiler of the CUDA kernels name the same packages and the same profile, so
+# they share one build.
 WORKSPACE := --profile checked --workspace --exclude burst-attention-peak
 KERNEL_IMAGES = $(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin kernel-images && \
     $(TARGET)/checked/kernel-images $(or $(1),$(IMAGES)) $(TARGET)/kernel-images
 
-# No folder of the machine that builds stands in the library: its messages name source files.
+# Removes the folders of the build machine from the library, whose messages name source files.
 REMAP := --remap-path-prefix=$(CURDIR)=burst-attention \
     --remap-path-prefix=$(if $(CARGO_HOME),$(CARGO_HOME),$(HOME)/.cargo)/registry/src=crates
 
-# Crates' build scripts look for $PYTHON before the project's own one; PYTHON here only makes .venv.
+# PYTHON only makes .venv. The build scripts of crates would prefer it to the Python of .venv.
 unexport PYTHON
 export PYTHONDONTWRITEBYTECODE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -42,35 +42,35 @@ SAY = @printf '\n\033[1m== %s\033[0m\n'
 PIP_INSTALL = @$(PY) -m pip install --quiet
 
 .PHONY: help build images demo demo-linear test test-full test-exhaustive test-wheel wheel bench
-.PHONY: schedule-bench linear-bench kernel-bench kernel-quality gpu-check host-cost
+.PHONY: schedule-bench linear-bench kernel-bench kernel-quality gpu-check host-cost docs
 .PHONY: lint format clean host-package test-rust test-python test-rust-full test-python-full
 
-help:  ## this list
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 21
+help:  ## print this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
 
-# pip and cargo side by side: packages do not need the library, nor the library them.
-build: $(VENV)/headers  ## make .venv, compile, install: what CPU devices need
+# pip and cargo run in parallel: the packages and the library do not need each other.
+build: $(VENV)/headers  ## make .venv, compile and install all that CPU devices need
 	@$(MAKE) --silent $(if $(filter -j%,$(MAKEFLAGS)),,-j2) $(LIBRARY) $(VENV)/installed
 
-images: $(TARGET)/images-complete  ## the CUDA kernels' images for all targets: what GPUs need
+images: $(TARGET)/images-complete  ## compile the CUDA kernels' images for all GPU targets
 
 demo: build  ## train a transformer, its sequence sharded over 8 devices; flags in DEMO="--steps 9"
 	$(SAY) "demo: training over 8 CPU devices"
 	@$(PY) examples/train_long_context.py $(DEMO)
 
 demo-linear: DEMO += --attention linear
-demo-linear: demo  ## the same with linear attention, on 131,072-token sequences
+demo-linear: demo  ## train it with linear attention, on sequences of 131,072 tokens
 
-# Rust and Python side by side. Each one's output comes when it is done.
-test: $(VENV)/headers  ## a check of every kind
+# Runs Rust and Python in parallel, and prints the output of each when it ends.
+test: $(VENV)/headers  ## run a check of every kind
 	@$(MAKE) --silent -j2 $(LIBRARY) $(VENV)/installed $(VENV)/dev
 	@$(MAKE) --silent -j2 --output-sync=target test-rust test-python
 	$(SAY) "all tests passed"
 
-test-full: lint test-rust-full test-python-full test-wheel  ## lint, and the long rest of the tests
+test-full: lint docs test-rust-full test-python-full test-wheel  ## run lint, docs and the long tests
 	$(SAY) "all long tests passed"
 
-test-exhaustive: build  ## whole products of the cases (days)
+test-exhaustive: build  ## test the whole products of the cases (days)
 	@$(PY) -m pytest -m "" --exhaustive $(PYTEST)
 
 test-rust: $(VENV)/dev
@@ -81,7 +81,7 @@ test-rust-full: $(VENV)/dev images
 	$(SAY) "Rust: images of all targets, long cases of the interpreter"
 	@$(KERNEL_TOOLS) cargo test --quiet $(WORKSPACE) -- --ignored
 
-kernel-quality: images  ## what the compiler made of each CUDA kernel; WRITE=1: accept it
+kernel-quality: images  ## print what the compiler made of each CUDA kernel; WRITE=1 accepts it
 	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin kernel-quality && \
 	    $(TARGET)/checked/kernel-quality $(IMAGES) $(if $(WRITE),--write)
 
@@ -93,7 +93,7 @@ test-python-full: build $(VENV)/dev $(IMAGES)/sm_90.safetensors
 	$(SAY) "Python: the long tests"
 	@$(PY) -m pytest -m long $(PYTEST)
 
-lint: $(VENV)/dev  ## rustfmt, clippy, ruff, mypy
+lint: $(VENV)/dev  ## check with rustfmt, clippy, ruff and mypy
 	$(SAY) "lint: rustfmt, clippy, ruff, mypy"
 	@cargo fmt --all --check
 	@$(KERNEL_TOOLS) cargo clippy --quiet $(WORKSPACE) --all-targets -- -D warnings
@@ -102,20 +102,26 @@ lint: $(VENV)/dev  ## rustfmt, clippy, ruff, mypy
 	@$(VENV)/bin/ruff format --check --quiet || { $(VENV)/bin/ruff format --diff --quiet; exit 1; }
 	@$(VENV)/bin/mypy
 
-format: $(VENV)/dev  ## rustfmt, ruff: rewrite files
+docs: build $(VENV)/docs  ## build the documents as a site, target/docs/index.html
+	$(SAY) "documents: pictures, pages, API reference"
+	@$(PY) docs/pictures.py target/pictures
+	@$(PY) -m sphinx --quiet --fail-on-warning --keep-going --fresh-env \
+	    --doctree-dir target/doctrees docs target/docs
+
+format: $(VENV)/dev  ## format files with rustfmt and ruff
 	@cargo fmt --all
 	@$(VENV)/bin/ruff check --fix --quiet
 	@$(VENV)/bin/ruff format
 
-wheel: $(if $(HOST),host-package,build images)  ## dist/*.whl, for this kind of host or HOST=aarch64
+wheel: $(if $(HOST),host-package,build images)  ## make dist/*.whl, for this host or HOST=aarch64
 	$(SAY) "wheel"
 	@rm -rf dist
 	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist \
 	    $(if $(HOST),$(HOST_PACKAGE),./jax_plugin)
 	@ls -sh dist
 
-# The package for another kind of host, apart from the one for this host. The linker is what Debian
-# and Ubuntu have in gcc-aarch64-linux-gnu; rustup target add gives the Rust library.
+# The package for another kind of host, in a folder of its own. On Debian and Ubuntu the linker is
+# in the package gcc-aarch64-linux-gnu; `rustup target add` installs Rust's standard library.
 host-package: $(VENV)/kernels
 	$(SAY) "Rust library and CUDA kernels for $(HOST)"
 	@rm -rf $(HOST_PACKAGE) && mkdir -p $(HOST_PACKAGE)
@@ -130,31 +136,33 @@ host-package: $(VENV)/kernels
 test-wheel: wheel  ## install the wheel with the oldest and the newest JAX and run the tests
 	@for which in oldest newest; do .ci/test-wheel $(PY) $$which $(PYTEST); done
 
-bench: build  ## measure; PYTHON_BENCH=... is a Python with torch
-	$(SAY) "benchmarks (BENCH=--quick: a look only)"
+bench: build  ## measure speed and memory; PYTHON_BENCH=... is a Python with torch
+	$(SAY) "benchmarks (BENCH=--quick measures briefly)"
 	@cargo build --quiet --release -p burst-attention-peak
 	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/run.py \
 	    --peak $(TARGET)/release/burst-attention-peak $(BENCH)
 
-schedule-bench: build  ## all schedules, and several processes, against one ring
+schedule-bench: build  ## measure all schedules, and several processes, against one ring
 	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/schedules.py $(BENCH)
 
-linear-bench: build  ## linear attention against plain JAX
+linear-bench: build  ## measure linear attention against plain JAX
 	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/linear.py $(BENCH)
 
-kernel-bench: build images  ## the CUDA kernels on an NVIDIA GPU; PYTHON_BENCH with torch, cuda-bindings
+# PYTHON_BENCH has torch and cuda-bindings.
+kernel-bench: build images  ## measure the CUDA kernels on an NVIDIA GPU
 	@$(PYTHON_BENCH) benchmarks/kernels.py --library $(LIBRARY) $(BENCH)
 
-gpu-check:  ## the ring on an NVIDIA GPU; PYTHON_BENCH with jax[cuda13] and the wheel
+# PYTHON_BENCH has jax[cuda13] and the wheel.
+gpu-check:  ## check the ring on an NVIDIA GPU
 	@$(PYTHON_BENCH) benchmarks/gpu_check.py $(BENCH)
 
-host-cost: $(VENV)/headers  ## host time that issuing a ring to a GPU takes
+host-cost: $(VENV)/headers  ## measure the host time that issuing a ring to a GPU takes
 	@cargo run --quiet --release -p burst-attention-host-cost
 
-clean:  ## remove all that was made, .venv too
+clean:  ## remove everything that make has made, .venv too
 	@rm -rf $(VENV) target dist out $(LIBRARY) $(IMAGES)
 
-# What needs making: packages, the library, the package in the environment, images.
+# Files: stamps of installed packages, the library, images.
 
 $(VENV)/headers: requirements/build.txt requirements/constraints.txt
 	@.ci/check-tools
@@ -176,6 +184,11 @@ $(VENV)/kernels: $(VENV)/ready requirements/kernels.txt
 $(VENV)/dev: $(VENV)/kernels requirements/dev.txt
 	$(SAY) "Python packages of the tests into $(VENV)"
 	$(PIP_INSTALL) -r requirements/dev.txt
+	@touch $@
+
+$(VENV)/docs: $(VENV)/ready requirements/docs.txt
+	$(SAY) "Python packages of the documents into $(VENV)"
+	$(PIP_INSTALL) -r requirements/docs.txt
 	@touch $@
 
 $(LIBRARY): $(RUST) $(VENV)/headers

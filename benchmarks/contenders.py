@@ -1,4 +1,4 @@
-"""What is timed: our attention, `jax.nn.dot_product_attention` and torch's, on the same numbers."""
+"""The timed programs: our attention, jax.nn's and torch's, on the same numbers."""
 
 import os
 from collections.abc import Callable
@@ -14,24 +14,24 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 PAIR = ("node", "context")
-"""The axes of the sequence where there are two."""
+"""The axes of the sequence of a double ring."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Two programs, compiled and with their inputs in place; a call returns when it is done."""
+    """Two compiled programs with their inputs in place. A call returns when its work is done."""
 
     name: str
     forward: Callable[[], Any]
     both: Callable[[], Any]
 
     def program(self, which: str) -> Callable[[], Any]:
-        """`forward`, or `both`: forward and backward."""
+        """Returns the program of the forward pass, or of `both` passes."""
         return self.forward if which == "forward" else self.both
 
 
 def ours(case: Case, name: str = "ours") -> Contender:
-    """`burst_attention.attention` inside shard_map over the case's mesh."""
+    """Returns `burst_attention.attention` inside shard_map over the case's mesh."""
     data, context, tensor = case.mesh
     axis: Any = PAIR if case.inner else "context"
     sizes = {"data": data, "context": context, "tensor": tensor}
@@ -59,13 +59,13 @@ def ours(case: Case, name: str = "ours") -> Contender:
 
 
 def jax_nn(case: Case) -> Contender:
-    """XLA's own, which writes all logits to memory."""
+    """Returns XLA's own attention, which writes all logits to memory."""
     attend = partial(jax.nn.dot_product_attention, is_causal=case.causal)
     return _jax_contender("jax.nn", case, attend, jax.devices()[0])
 
 
 def jax_nn_bytes(case: Case) -> int:
-    """About what `jax_nn` needs forward and backward: four arrays of logits in float32."""
+    """Estimates the memory of `jax_nn`, both passes: four arrays of logits in float32."""
     return 4 * 4 * case.batch * case.heads * case.seq**2
 
 
@@ -98,7 +98,7 @@ def torch_available() -> bool:
 
 
 def torch_sdpa(case: Case) -> Contender:
-    """torch's `scaled_dot_product_attention` on all cores, in the layout it likes best."""
+    """Returns torch's `scaled_dot_product_attention` on all cores, in its fastest layout."""
     import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -1,25 +1,25 @@
-"""The ring on a GPU: right by float64, at ease beside XLA's collectives, and how fast.
+"""Checks the ring on a GPU: its results, its peace with XLA's collectives, its speed.
 
 One command, under ten minutes, for a machine with an NVIDIA GPU and jax[cuda13] 0.11.2 or newer,
-but no Rust: with the built wheel installed, or `--wheel dist/….whl`. Its parts:
+but no Rust. It needs the built wheel, installed or named by `--wheel dist/….whl`. Its parts:
 
   one        the shared cases on a ring of one, forward and gradients, against float64
-  virtual    all ranks of a ring on the one GPU, copies instead of messages: every layout, mode and
-             schedule
+  virtual    all ranks of a ring on one GPU, with copies instead of messages: every layout, mode
+             and schedule
   features   windows, segments, soft cap, slopes, sinks, dropout, widths, cross attention: one
              rank with all gradients, and the virtual ring
-  linear     linear attention against its recurrence in float64, and beside plain JAX
-  losses     a transformer's losses with our attention and with jax.nn's
+  linear     linear attention against its recurrence in float64, and its time against plain JAX
+  losses     a transformer's losses with our attention and with jax.nn's attention
   speed      the virtual ring against one launch of the same work, a window against the whole
-             causal mask, a layer against cuDNN's
+             causal mask, a layer against cuDNN
   memory     peak of forward and backward, each in a fresh process
-  processes  2 and 4 processes, over NCCL, features and every schedule too: a GPU each where there
-             are enough (then 8 as well), else all on one
-  training   200 steps of two processes, parameters gathered and gradients summed beside the ring
+  processes  2 and 4 processes, over NCCL, with features and every schedule: on a GPU each if there
+             are enough GPUs (then 8 processes as well), else all on one GPU
+  training   200 steps of two processes, which gather parameters and sum gradients during the ring
 
-Every part runs in processes of its own, with limits on time: one failure hides nothing. Prints a
-table and writes results/<device>-ring.json and .png. `--rehearse` does it all on the CPU with tiny
-shapes, dense attention standing in for what only a GPU runs.
+Every part runs in processes of its own, with limits on time, so no failure hides another. The
+command prints a table and writes results/<device>-ring.json and .png. `--rehearse` runs all parts
+on the CPU with tiny shapes, where dense attention stands in for the GPU's calls.
 
 Exit code 0: all that ran passed; 1: something failed or missed its bar; 2: nothing to run on.
 """
@@ -41,7 +41,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def check(run: Run, names: list[str]) -> bool:
-    """All these parts; did those that ran pass?"""
+    """Runs these parts; returns whether all parts that ran passed."""
     run.session.start()
     answer = run.session.ask({"part": "environment"}, 60.0)
     if "result" in answer:
@@ -61,7 +61,7 @@ def check(run: Run, names: list[str]) -> bool:
 
 
 def _use(wheel: Path, folder: Path) -> None:
-    """Puts what is in the wheel before what is installed: it has nothing to build or configure."""
+    """Puts the unpacked wheel before installed packages. A wheel needs no build and no set-up."""
     with zipfile.ZipFile(wheel) as content:
         content.extractall(folder)
     found = os.environ.get("PYTHONPATH")
@@ -75,7 +75,7 @@ def _picture(run: Run) -> None:
         draw(run.found, run.file.with_suffix(".png"))
     except ImportError:
         warnings.warn("no picture: this Python has no matplotlib", stacklevel=1)
-    except Exception as error:  # the numbers count without it
+    except Exception as error:  # the numbers count without a picture
         print(f"no picture: {error!r}")
 
 
@@ -88,14 +88,14 @@ def _names(text: str) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
+    """Runs the parts that the command line names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parts", type=_names, help="only these, with commas between")
-    parser.add_argument("--seconds", type=float, default=570.0, help="about, for all")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with stand-ins")
-    parser.add_argument("--wheel", type=Path, help="use this one; default: what is installed")
+    parser.add_argument("--parts", type=_names, help="run only these parts, separated by commas")
+    parser.add_argument("--seconds", type=float, default=570.0, help="seconds for all parts, about")
+    parser.add_argument("--rehearse", action="store_true", help="run on the CPU, with stand-ins")
+    parser.add_argument("--wheel", type=Path, help="use this wheel; default: the installed package")
     parser.add_argument("--out", type=Path, help="folder of the results")
     flags = parser.parse_args(arguments)
     whole = not (flags.parts or flags.rehearse)

@@ -1,9 +1,10 @@
-"""Our CUDA kernels on a GPU: right by float64, and as fast as whom.
+"""Checks our CUDA kernels on a GPU against float64, and times them against their peers.
 
 One command, under five minutes, for a machine with an NVIDIA GPU, torch and cuda-bindings, but no
-Rust: loads every image, checks each kernel on small problems, then TFLOP/s beside cuDNN and flash
-attention. Prints tables and writes results/<device>.json and .png as it goes. Everything is done by
-a worker process, which is replaced if a kernel hangs or crashes: one failure hides nothing.
+Rust. It loads every image, checks each kernel on small problems, and measures TFLOP/s of ours,
+cuDNN and flash attention. It prints tables and writes results/<device>.json and .png as it goes. A
+worker process does all the work. If a kernel hangs or crashes, a new worker goes on with the next
+item.
 
 Exit code 0: all passed; 1: something failed or missed its bar; 2: nothing to measure with.
 """
@@ -20,19 +21,19 @@ from gpu.session import Budget, LostError, Session, UnusableError
 
 RESULTS = Path(__file__).parent / "results"
 SHARES = {"images": 0.20, "numerics": 0.50, "speed": 0.90, "jax": 1.0}
-"""Until which share of the budget each part may go on; it begins when the one before is done."""
+"""The share of the budget at which each part ends. A part begins when the previous part is done."""
 SLACK_S = 8.0
-"""Seconds over the budget that the last item may take before its worker is ended."""
+"""Seconds over the budget that the last item may take before the session ends its worker."""
 ITEM_S = 45.0
-"""An item that takes longer hangs."""
+"""Seconds after which an item counts as hanging."""
 TIMING_S = 2.0
-"""Timing of one row; then as few rounds as can be told apart."""
+"""Seconds for timing one row. Afterwards the fewest rounds that give a median suffice."""
 FORGIVEN = 2
-"""A kernel of one width that cost so many workers is not tried again."""
+"""Number of workers that a kernel of one width may lose before the benchmark leaves it out."""
 
 
 class Benchmark:
-    """Gives the items to the session and keeps what comes back, on disk too."""
+    """Gives the items to the session, and keeps the answers, on disk too."""
 
     def __init__(self, session: Any, budget: Budget, folder: Path, quick: bool = False):
         self._session, self._budget, self._folder, self._quick = session, budget, folder, quick
@@ -50,18 +51,18 @@ class Benchmark:
 
     @property
     def file(self) -> Path:
-        """Where the results are."""
+        """Returns the path of the results."""
         device = self.results.get("environment", {}).get("device", "unknown device")
         return self._folder / f"{report.slug(device)}.json"
 
     @property
     def failed(self) -> list[dict[str, str]]:
-        """What failed, and why."""
+        """Returns the failed items with their reasons."""
         found: list[dict[str, str]] = self.results["failed"]
         return found
 
     def run(self) -> bool:
-        """All parts; did all pass?"""
+        """Runs all parts; returns whether all passed."""
         self._environment()
         if self._images():
             self._numerics()
@@ -81,7 +82,7 @@ class Benchmark:
             report.print_environment(row)
 
     def _images(self) -> bool:
-        """Is there a kernel to run?"""
+        """Loads all images; returns whether there is a kernel to run."""
         print()
         row = self._ask("images", {"part": "images"}, SHARES["images"], limit_s=4 * ITEM_S)
         if row is None:
@@ -145,7 +146,7 @@ class Benchmark:
             report.draw(self.results, self.file.with_suffix(".png"))
         except ImportError:
             warnings.warn("no picture: this Python has no matplotlib", stacklevel=1)
-        except Exception as error:  # the numbers count without it
+        except Exception as error:  # the numbers count without a picture
             self._fail("picture", repr(error))
 
     def _ask(
@@ -157,7 +158,7 @@ class Benchmark:
         must: bool = False,
         limit_s: float = ITEM_S,
     ) -> dict[str, Any] | None:
-        """The answer to an item, or None if it failed or was left out, which is kept."""
+        """Returns the answer to an item. None: it failed or was left out, as the results say."""
         left = self._budget.left(share)
         if left <= 0 or self._lost[kernel] >= FORGIVEN:
             why = "the time was up" if left <= 0 else f"{kernel} crashed or hung {FORGIVEN} times"
@@ -206,14 +207,14 @@ class Benchmark:
 
 
 def main() -> int:
-    """Sees whether there is a GPU, then measures."""
+    """Looks for a GPU, then measures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--library", help="libburst_attention_ffi.so; default: the package's")
     parser.add_argument("--out", type=Path, help="folder of the results")
-    parser.add_argument("--quick", action="store_true", help="a look only")
-    parser.add_argument("--budget", type=float, default=280.0, help="seconds, about, for all")
+    parser.add_argument("--quick", action="store_true", help="run a few items only")
+    parser.add_argument("--budget", type=float, default=280.0, help="seconds for all parts, about")
     flags = parser.parse_args()
     budget = Budget(flags.budget)
     session = Session(flags.library)

@@ -17,11 +17,11 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "recomputed": jax.checkpoint,
     "plain": lambda step: step,
 }
-"""How a layer is wrapped: nothing kept but attention, nothing at all, everything."""
+"""The wrappers of a layer: they keep attention only, nothing, or everything."""
 
 
 def programs(case: Case) -> dict[str, Callable[[], Any]]:
-    """For each kind loss and gradients of all layers; a call returns when it is done."""
+    """Returns for each kind a program of loss and gradients; a call returns when it is done."""
     size, width = case.mesh[1], case.heads * case.head_dim
     mesh = jax.make_mesh((size,), ("context",), devices=jax.devices()[:size])
     random = np.random.default_rng(0)
@@ -53,7 +53,7 @@ def _program(
 
 
 def _layer(case: Case, x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-    """Attention and a network of four times the width, each behind a norm."""
+    """Computes attention, then a network of four times the width, each after a norm."""
     projected = jnp.split(_normed(x) @ weights["qkv"], 3, axis=-1)
     q, k, v = (y.reshape(*y.shape[:2], case.heads, case.head_dim) for y in projected)
     out = ba.attention(q, k, v, axis_name="context", **case.options())

@@ -1,8 +1,8 @@
-"""Linear attention against plain JAX, chunked and token by token, all in this run.
+"""Times linear attention against plain JAX, chunked and token by token, in one run.
 
 Prints tables of forward + backward: time against peers, length and number of devices, and memory
-against length. Writes results/linear-<cpu>.json and draws results/linear-<cpu>.png where there is
-matplotlib. `make linear-bench` is the way to call it.
+against length. Writes results/linear-<cpu>.json and, with matplotlib, draws
+results/linear-<cpu>.png. `make linear-bench` calls this program.
 """
 
 import argparse
@@ -25,14 +25,14 @@ HERE = Path(__file__).parent
 SHARDED = f"ours, {DEVICES} devices"
 SHORT, TOKENS, LONG = 32_768, 2_048, (131_072, 262_144)
 REMEMBERED = (65_536, 262_144, 1_048_576)
-"""Lengths whose memory is measured, with heads few enough that the longest one fits."""
+"""Lengths for the measurement of memory. With few heads the longest one fits."""
 REMEMBERED_HEADS = 2
 MEBI = 2**20
 Seconds = dict[str, dict[str, float]]
 
 
 def timed(entrants: Iterable[tuple[str, int]], heads: int, budget_s: float) -> Seconds:
-    """Median and minimum of all, in turns, by name and length; printed."""
+    """Prints and returns median and minimum of all programs, which take turns."""
     programs: dict[str, Callable[[], Any]] = {}
     for name, length in entrants:
         program = Program(name, length, heads)
@@ -46,17 +46,17 @@ def timed(entrants: Iterable[tuple[str, int]], heads: int, budget_s: float) -> S
 
 
 def ratio(seconds: Seconds, slower: str, faster: str) -> dict[str, float]:
-    """How many times as long the first takes as the second, by medians and by minima."""
+    """Returns the time of ``slower`` divided by that of ``faster``, by medians and by minima."""
     return {key: seconds[slower][key] / seconds[faster][key] for key in ("median_s", "least_s")}
 
 
 def said(ratio: dict[str, float]) -> str:
-    """A ratio in words."""
+    """Returns a ratio in words."""
     return f"{ratio['median_s']:.2f} x (of minima {ratio['least_s']:.2f})"
 
 
 def speed(flags: argparse.Namespace, scale: int) -> dict[str, Any]:
-    """Against plain JAX at a length that suits all, and token by token at a short one."""
+    """Times ours against plain JAX at one length, and token by token at a short length."""
     length, few = SHORT // scale, TOKENS // scale
     seconds = timed([(name, length) for name in [*CHUNKED, *OURS]], flags.heads, flags.budget)
     fastest = min(CHUNKED, key=lambda name: seconds[f"{name}, S {length}"]["median_s"])
@@ -75,12 +75,12 @@ def speed(flags: argparse.Namespace, scale: int) -> dict[str, Any]:
 
 
 def growth(flags: argparse.Namespace, scale: int, fastest: str) -> dict[str, Any]:
-    """Time against length: ours at two lengths, each in turns with the plain program.
+    """Times ours at two lengths, each in turns with the plain program.
 
-    So the memory for results was freed seconds ago, whatever the length. Where ours ran alone, or
-    in turns with itself at the other length, the ratio was 2.3 and 3.4 to 3.7 instead of 2.1: half
-    of the time is the system's, which gives memory for results, and what that takes seems to depend
-    on when it was freed.
+    In turns, the memory for results was freed seconds ago at either length. When ours ran alone,
+    or in turns with the other length, the ratio was 2.3 and 3.4 to 3.7 instead of 2.1. The system
+    takes half of the time to provide memory for results, and this time seems to depend on when the
+    memory was freed.
     """
     ours: Seconds = {}
     found: dict[str, Any] = {"ours": ours, "beside_plain": {}}
@@ -92,7 +92,7 @@ def growth(flags: argparse.Namespace, scale: int, fastest: str) -> dict[str, Any
         label = f"{SHARDED}, S {length}"
         ours[label] = seconds[label]
         if not fits:
-            print(f"  {fastest}, S {length}: left out, for want of {needed / 2**30:.0f} GiB")
+            print(f"  {fastest}, S {length}: left out, it needs {needed / 2**30:.0f} GiB")
             continue
         plain = ratio(seconds, *(f"{name}, S {at}" for name, at in entrants))
         print(f"  the plain program takes {said(plain)} the time of ours")
@@ -100,14 +100,14 @@ def growth(flags: argparse.Namespace, scale: int, fastest: str) -> dict[str, Any
     short, long = ours
     found["twice_the_length"] = ratio(ours, long, short)
     print(
-        f"  twice the length takes {said(found['twice_the_length'])} the time; wanted: at most 2.2"
+        f"  twice the length takes {said(found['twice_the_length'])} the time; expected at most 2.2"
     )
     return found
 
 
 def memory(scale: int, fastest: str) -> list[dict[str, Any]]:
-    """Bytes beside arguments and results, each in a process of its own."""
-    print(f"memory beside arguments and results, {REMEMBERED_HEADS} heads: planned, seen")
+    """Measures the bytes besides arguments and results, each in a process of its own."""
+    print(f"memory besides arguments and results, {REMEMBERED_HEADS} heads: planned, measured")
     rows = []
     for name in (SHARDED, fastest, f"{fastest}, remat"):
         for length in (length // scale for length in REMEMBERED):
@@ -123,7 +123,7 @@ def memory(scale: int, fastest: str) -> list[dict[str, Any]]:
 
 
 def bench(flags: argparse.Namespace) -> dict[str, Any]:
-    """Everything, printed as it comes."""
+    """Measures everything, and prints each result at once."""
     scale = 16 if flags.quick else 1
     print(f"{flags.heads} heads, D {HEAD_DIM}, float32, forward + backward: median, minimum")
     fast = speed(flags, scale)
@@ -135,10 +135,10 @@ def bench(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command line."""
+    """Measures, prints, writes and draws."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--quick", action="store_true", help="short sequences: does it run at all?")
+    parser.add_argument("--quick", action="store_true", help="use short sequences, as a smoke test")
     parser.add_argument("--budget", type=float, default=40.0, help="seconds of timing per table")
     flags = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")

@@ -1,9 +1,9 @@
 """Memory of a linear attention in a process of its own: `linear_memory.py NAME LENGTH` prints JSON.
 
-`planned_bytes` is what XLA plans beside arguments and results. `extra_bytes` is how far resident
-memory rises during the first call, above the arguments, without the results: what a custom call
-allocates itself is part of it, and so are the stacks of threads that start. It is left out where
-this machine hasn't memory enough.
+`planned_bytes` is the memory that XLA plans besides arguments and results. `extra_bytes` is the
+rise of resident memory during the first call, above the arguments and without the results. It
+includes the allocations of a custom call and the stacks of new threads. It is absent if this
+machine has too little memory.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from resident import growth
 
 
 def measure(program: Program) -> dict[str, Any]:
-    """See above."""
+    """Returns the figures that the module describes."""
     found: dict[str, Any] = {"planned_bytes": program.planned_bytes("temp")}
     if program.all_bytes < 0.8 * machine.available_bytes():
         inputs = program.inputs()
@@ -27,7 +27,7 @@ def measure(program: Program) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command line."""
+    """Measures the program that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=[*CONTENDERS])
     parser.add_argument("length", type=int)

@@ -1,4 +1,4 @@
-"""Draws time and memory against length: `linear_plot.py RESULTS.json` writes the PNG beside it."""
+"""Draws time and memory against length: `linear_plot.py RESULTS.json` writes RESULTS.png."""
 
 import json
 import sys
@@ -16,11 +16,11 @@ Points = dict[str, list[tuple[int, float]]]
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Two panels, all axes logarithmic, one line per program."""
+    """Draws two panels with logarithmic axes, one line per program."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
     fill(left, times(results), f"{results['heads']} heads", "seconds (median)")
     title = f"{results['memory_heads']} heads"
-    fill(right, peaks(results), title, "MiB beside arguments and results")
+    fill(right, peaks(results), title, "MiB besides arguments and results")
     figure.suptitle(
         f"linear attention, forward + backward, D {results['head_dim']} float32\n"
         f"{results['cpu']}, {results['cores']} cores"
@@ -30,7 +30,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def times(results: dict[str, Any]) -> Points:
-    """Seconds by length, of the fastest plain program and of ours over all devices."""
+    """Returns seconds by length, of the fastest plain program and of ours over all devices."""
     fastest = results["speed"]["fastest_chunked"]
     ours = results["memory"][0]["name"]
     found = results["speed"]["seconds"] | results["length"]["ours"]
@@ -45,7 +45,7 @@ def times(results: dict[str, Any]) -> Points:
 
 
 def peaks(results: dict[str, Any]) -> Points:
-    """MiB by length: what was seen, or where that did not fit what XLA plans."""
+    """Returns MiB by length: as measured, or as XLA plans where the run did not fit."""
     points: Points = {}
     for row in results["memory"]:
         seen = row.get("extra_bytes", row["planned_bytes"])
@@ -54,7 +54,7 @@ def peaks(results: dict[str, Any]) -> Points:
 
 
 def fill(axes: Axes, points: Points, title: str, label: str) -> None:
-    """One panel."""
+    """Draws one panel."""
     for colour, (name, line) in zip(COLOURS, points.items(), strict=False):
         axes.plot(*zip(*sorted(line), strict=True), marker="o", color=colour, label=name)
     axes.set_xscale("log", base=2)

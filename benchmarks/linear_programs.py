@@ -1,4 +1,4 @@
-"""Linear attention, ours and in plain JAX: forward + backward programs that are compared."""
+"""Forward + backward programs of linear attention to compare: ours and plain JAX's."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,9 +19,9 @@ HEAD_DIM = 64
 
 
 def chunked(chunk: int, *arrays: jax.Array, again: bool = False) -> jax.Array:
-    """Plain JAX: a scan over chunks, products of matrices inside them.
+    """Computes in plain JAX: a scan over chunks, with products of matrices inside a chunk.
 
-    With ``again`` the backward pass keeps the states alone and computes each chunk once more.
+    With ``again`` the backward pass keeps only the states and computes each chunk once more.
     """
     q, _, v, _ = arrays
     batch, length, heads, _ = q.shape
@@ -46,7 +46,7 @@ def chunked(chunk: int, *arrays: jax.Array, again: bool = False) -> jax.Array:
 
 
 def recurrent(q: jax.Array, k: jax.Array, v: jax.Array, logs: jax.Array) -> jax.Array:
-    """Plain JAX: token by token, the definition."""
+    """Computes the definition in plain JAX, token by token."""
 
     def step(state: jax.Array, token: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
         q, k, v, logs = token
@@ -60,7 +60,7 @@ def recurrent(q: jax.Array, k: jax.Array, v: jax.Array, logs: jax.Array) -> jax.
 
 
 def ours(devices: int, *arrays: jax.Array) -> jax.Array:
-    """`linear_attention` over so many devices."""
+    """Computes `linear_attention` over a number of devices."""
     q, k, v, logs = arrays
     attend: Any = jax.shard_map(
         lambda q, k, v, logs: ba.linear_attention(q, k, v, axis_name="context", log_decay=logs),
@@ -79,16 +79,16 @@ AGAIN = {
 }
 TOKENS = {"plain JAX, lax.scan": (recurrent, 1)}
 CONTENDERS: dict[str, tuple[Callable[..., jax.Array], int]] = OURS | CHUNKED | AGAIN | TOKENS
-"""By name: a function of q, k, v and log decays, and over how many devices they are spread."""
+"""By name: a function of q, k, v and log decays, and the number of its devices."""
 
 
 def mesh_of(devices: int) -> Mesh:
-    """The first devices, in a line."""
+    """Returns a mesh of the first devices, with one axis."""
     return Mesh(np.array(jax.devices()[:devices]), ("context",))
 
 
 class Program:
-    """Forward and backward of a contender at a length, compiled for inputs yet to come."""
+    """Forward and backward pass of a contender at a length, compiled before the inputs exist."""
 
     def __init__(self, name: str, length: int, heads: int):
         function, self.devices = CONTENDERS[name]
@@ -108,22 +108,22 @@ class Program:
         self.compiled = jax.jit(both).lower(*types).compile()
 
     def inputs(self) -> list[jax.Array]:
-        """q, k, v, log decays of 0.99 and the cotangent, in place."""
+        """Returns q, k, v, log decays of 0.99 and the cotangent, on their devices."""
         random = np.random.default_rng(0)
         arrays = [random.standard_normal(shape, np.float32) for shape in self.shapes]
         arrays[3] = np.full(self.shapes[3], np.log(0.99), np.float32)
         return [jax.device_put(x, self.sharding) for x in arrays]
 
     def run(self, inputs: list[jax.Array]) -> Any:
-        """Output and gradients, ready."""
+        """Returns output and gradients when they are ready."""
         return jax.block_until_ready(self.compiled(*inputs))
 
     def planned_bytes(self, *parts: str) -> int:
-        """What XLA plans for "temp", "argument" and "output", on all devices together."""
+        """Returns the bytes that XLA plans for some parts, on all devices together."""
         plan = self.compiled.memory_analysis()
         return self.devices * sum(int(getattr(plan, f"{part}_size_in_bytes")) for part in parts)
 
     @property
     def all_bytes(self) -> int:
-        """The same for all three."""
+        """Returns the bytes that XLA plans for temporaries, arguments and outputs."""
         return self.planned_bytes("temp", "argument", "output")

@@ -1,4 +1,4 @@
-"""What this machine is, and how fast it multiplies matrices."""
+"""Names this machine and measures how fast it multiplies matrices."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 
 def cpu_name() -> str:
-    """As /proc/cpuinfo has it, with family and model, since some hypervisors hide the name."""
+    """Returns the name in /proc/cpuinfo, with family and model: some hypervisors hide the name."""
     found = dict(
         re.findall(r"^(model name|cpu family|model)\s*: (.*)$", _read("/proc/cpuinfo"), re.M)
     )
@@ -24,30 +24,30 @@ def cpu_name() -> str:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def slug() -> str:
-    """CPU and cores as a file name."""
+    """Returns CPU and cores as a file name."""
     return re.sub(r"[^a-z0-9]+", "-", f"{cpu_name()} {cores()} cores".lower()).strip("-")
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping."""
+    """Returns the bytes of memory that are available without swapping."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), re.M)
     return int(found[1]) * 1024 if found else 0
 
 
 class Peak:
-    """The fastest float32 matrix product seen, in GFLOP/s, of the gemm crate and of XLA."""
+    """The fastest float32 matrix product so far, in GFLOP/s, of the gemm crate and of XLA."""
 
     def __init__(self, binary: Path, size: int):
         self.binary, self.size = binary, size
         self.gemm = self.xla = 0.0
 
     def measure(self) -> None:
-        """Run both and keep the best of all calls."""
+        """Runs both products and keeps the best of all calls."""
         output = subprocess.run(
             [self.binary, str(self.size)], check=True, capture_output=True, text=True
         ).stdout
@@ -56,11 +56,11 @@ class Peak:
 
     @property
     def gflops(self) -> float:
-        """The better of the two."""
+        """Returns the better speed of the two products."""
         return max(self.gemm, self.xla)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the results' file."""
+        """Returns the figures for the file of results."""
         return {"size": self.size, "gemm_crate_gflops": self.gemm, "xla_dot_gflops": self.xla}
 
     def _xla_gflops(self, rounds: int = 5) -> float:

@@ -1,4 +1,4 @@
-"""Draws time against length: `plot.py RESULTS.json` writes the PNG beside it."""
+"""Draws time against length: `plot.py RESULTS.json` writes RESULTS.png."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ LABELS = {
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Forward and backward together, both axes logarithmic, one line per contender."""
+    """Draws forward and backward together, on logarithmic axes, one line per contender."""
     rows = [r for r in results["cases"] if "length" in r["tags"] and r["pass"] == "both"]
     figure, axes = pyplot.subplots(figsize=(7.5, 5), layout="constrained")
     for name, label in LABELS.items():

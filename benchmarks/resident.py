@@ -1,4 +1,4 @@
-"""How far a call raises the resident memory of this process."""
+"""Measures how far a call raises the resident memory of this process."""
 
 import ctypes
 import re
@@ -10,9 +10,9 @@ import jax
 
 
 def growth(run: Callable[[], Any]) -> tuple[int, int]:
-    """Bytes that the highest point of a call lies above its start, with its results and without."""
-    ctypes.CDLL(None).malloc_trim(0)  # memory that the compiler left free would hide growth
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again here
+    """Returns the rise of memory from start to peak, in bytes, with and without the results."""
+    ctypes.CDLL(None).malloc_trim(0)  # free memory of the compiler would hide growth
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = _status("VmRSS")
     results = run()
     grown = _status("VmHWM") - before

@@ -1,7 +1,7 @@
-"""Speed and memory of the attention against its peers, all measured in this run.
+"""Measures speed and memory of the attention and of its peers in one run.
 
-Prints a table, writes results/<cpu>.json and draws results/<cpu>.png. Needs jax; torch and
-matplotlib are used if this Python has them. `make bench` is the way to call it.
+Prints a table, writes results/<cpu>.json and draws results/<cpu>.png. Needs jax; uses torch and
+matplotlib if this Python has them. `make bench` calls this program.
 """
 
 import argparse
@@ -23,12 +23,12 @@ from cases import Case, load
 from timing import alternate
 
 HERE = Path(__file__).parent
-QUICK = 16  # how many times shorter --quick makes the sequences
+QUICK = 16  # --quick divides the length of sequences by this number
 COLUMNS = "{:<23} {:<36} {:<8} {:>9} {:>8} {:>7} {:>9} {:>9} {:>9}"
 
 
 def time_case(case: Case, peak: float, budget_s: float) -> list[dict[str, Any]]:
-    """Rows of the table, one per pass: seconds of every contender, GFLOP/s and ratios of ours."""
+    """Returns a row for each pass: seconds of every contender, our GFLOP/s and ratios."""
     entrants = [contenders.ours(case)]
     if contenders.jax_nn_bytes(case) < machine.available_bytes() / 2:
         entrants.append(contenders.jax_nn(case))
@@ -62,13 +62,13 @@ def time_case(case: Case, peak: float, budget_s: float) -> list[dict[str, Any]]:
 def time_passes(
     entrants: list[contenders.Contender], budget_s: float
 ) -> dict[str, list[list[float]]]:
-    """Seconds of every round, for each pass and each entrant."""
+    """Returns the seconds of every round, for each pass and each entrant."""
     programs = {
         (c.name, which): c.program(which) for c in entrants for which in ("forward", "both")
     }
     taken = alternate(programs, budget_s)
     forward, both = ([taken[c.name, which] for c in entrants] for which in ("forward", "both"))
-    # The backward pass can't be run alone from outside: it is what the forward pass leaves.
+    # The backward pass can't run alone. Its time is that of both passes less the forward pass.
     backward = [
         [total - part for total, part in zip(totals, parts, strict=True)]
         for totals, parts in zip(both, forward, strict=True)
@@ -77,7 +77,7 @@ def time_passes(
 
 
 def print_row(row: dict[str, Any], memory: dict[str, Any]) -> None:
-    """One line: shape, time, speed, share of peak, memory, ratios."""
+    """Prints one line: shape, time, speed, share of peak, memory, ratios."""
     ratios = (row["times_faster"].get(name) for name in ("jax.nn", "torch"))
     grown = f"{memory['grown_bytes'] / 2**20:,.0f} MiB" if row["pass"] == "both" else ""
     print(
@@ -96,7 +96,7 @@ def print_row(row: dict[str, Any], memory: dict[str, Any]) -> None:
 
 
 def worker(measurement: str, case: Case, budget_s: float) -> dict[str, Any]:
-    """Run worker.py and read its JSON."""
+    """Runs worker.py and reads its JSON."""
     command = [sys.executable, str(HERE / "worker.py"), measurement, case.name]
     command += ["--seq", str(case.seq), "--budget", str(budget_s)]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -105,7 +105,7 @@ def worker(measurement: str, case: Case, budget_s: float) -> dict[str, Any]:
 
 
 def bench(cases: list[Case], peak: machine.Peak, budget_s: float) -> dict[str, Any]:
-    """Everything, printed as it comes."""
+    """Measures everything, and prints each result at once."""
     results: dict[str, Any] = {"cases": [], "ring": [], "masks": [], "checkpoint": [], "memory": []}
     single = [case for case in cases if case.tags & {"speed", "length"}]
     print(
@@ -156,18 +156,18 @@ def bench(cases: list[Case], peak: machine.Peak, budget_s: float) -> dict[str, A
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peak", type=Path, required=True, help="program burst-attention-peak")
-    parser.add_argument("--only", help="cases whose name or tag is this")
-    parser.add_argument("--quick", action="store_true", help="short sequences: does it run at all?")
+    parser.add_argument("--only", help="run only cases with this name or tag")
+    parser.add_argument("--quick", action="store_true", help="use short sequences, as a smoke test")
     parser.add_argument("--budget", type=float, default=40.0, help="seconds of timing per case")
     parser.add_argument("--out", type=Path, help="folder of the results")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Measure, print, write, draw."""
+    """Measures, prints, writes and draws."""
     flags = parse()
     jax.config.update("jax_platforms", "cpu")
     cases = [case for case in load() if not flags.only or flags.only in {case.name, *case.tags}]
@@ -205,7 +205,7 @@ def main() -> None:
 
 
 def write(results: dict[str, Any], folder: Path) -> None:
-    """JSON, and the curve if there are lengths to draw and something to draw with."""
+    """Writes the JSON file, and draws the curve if cases of the tag `length` ran."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{machine.slug()}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")

@@ -1,8 +1,8 @@
-"""Every schedule, and rings of several processes, against the zigzag ring of one process.
+"""Times every schedule, and rings of several processes, against the zigzag ring of one process.
 
-All take turns on the same problem: each with eight CPU devices, whose processes wait while others
-run. Prints a table and writes results/partial/schedules-<cpu>.json. `make schedule-bench` is the
-way to call it.
+All runs take turns on the same problem, each with eight CPU devices. The processes of a run wait
+while another run computes. Prints a table and writes results/partial/schedules-<cpu>.json. `make
+schedule-bench` calls this program.
 """
 
 import argparse
@@ -33,13 +33,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "balanced": {"schedule": "balanced", "layout": "contiguous"},
     "ring contiguous": {"layout": "contiguous"},
 }
-"""How each differs from a ring in layout zigzag."""
+"""The changes of each run to the ring in layout zigzag."""
 APART = ("ring", "double ring 2 x 4")
-"""What is run over several processes."""
+"""The runs over several processes."""
 
 
 class Processes:
-    """Processes with eight devices together, which run what they are told to."""
+    """Processes with eight devices together, which run programs by name."""
 
     def __init__(self, count: int, case: str, seq: int | None) -> None:
         with socket.socket() as free:
@@ -61,7 +61,7 @@ class Processes:
         ]
 
     def seconds(self, way: str, which: str) -> float:
-        """That a program takes, the slowest process's; the first time it is compiled before."""
+        """Returns the time of a program in the slowest process; compiles it at the first call."""
         for process in self.started:
             assert process.stdin is not None
             process.stdin.write(json.dumps([way, which]) + "\n")
@@ -69,7 +69,7 @@ class Processes:
         return max(map(_answer, self.started))
 
     def end(self) -> None:
-        """Lets all go."""
+        """Ends all processes."""
         for process in self.started:
             process.kill()
 
@@ -83,7 +83,7 @@ def _answer(process: subprocess.Popen[str]) -> float:
 
 
 def work(flags: argparse.Namespace) -> None:
-    """One of the processes: runs what it reads, and says how long it took."""
+    """Runs in each process: reads names of programs, runs them, and prints their seconds."""
     import jax
 
     if flags.processes > 1:
@@ -103,7 +103,7 @@ def work(flags: argparse.Namespace) -> None:
 
 
 def bench(case: Case, flags: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rows of the table: median seconds and the ratio to the ring of one process."""
+    """Returns the table's rows: median seconds and the ratio to the ring of one process."""
     groups = {"one process": Processes(1, case.name, flags.seq)}
     groups |= {f"{n} processes": Processes(n, case.name, flags.seq) for n in (2, 4)}
     entrants = [(BASE[0], way) for way in WAYS]
@@ -130,7 +130,7 @@ def bench(case: Case, flags: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """The command line."""
+    """Measures, or serves as one of the processes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", default="ring-8-zigzag", help="of tests/cases.json")
     parser.add_argument("--seq", type=int, help="another length")

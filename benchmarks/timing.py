@@ -1,4 +1,4 @@
-"""Alternated timing: the contenders take turns, so that a drift of the machine hits all alike."""
+"""Alternated timing: programs take turns, so a drift of the machine affects all programs alike."""
 
 import time
 from collections.abc import Callable
@@ -8,16 +8,16 @@ from typing import Any
 def alternate[Key](
     programs: dict[Key, Callable[[], Any]], budget_s: float, least: int = 3, most: int = 15
 ) -> dict[Key, list[float]]:
-    """Seconds of each program in each round, after one call to warm up.
+    """Returns the seconds of each program in each round, after one call to warm up.
 
-    As many rounds as fit into the budget, between `least` and `most`.
+    The number of rounds fits the budget and lies between `least` and `most`.
     """
     warm = [_seconds(program) for program in programs.values()]
     rounds = max(least, min(most, int(budget_s / max(sum(warm), 1e-6))))
     taken: dict[Key, list[float]] = {name: [] for name in programs}
     for _ in range(rounds):
         for name, program in programs.items():
-            # Worker threads of the one before may still spin for a while.
+            # Worker threads of the previous program may still spin for a while.
             time.sleep(0.2)
             taken[name].append(_seconds(program))
     return taken
@@ -27,5 +27,5 @@ def _seconds(program: Callable[[], Any]) -> float:
     start = time.perf_counter()
     result = program()
     elapsed = time.perf_counter() - start
-    del result  # what freeing costs is not part of it
+    del result  # the time of freeing is not part of the result
     return elapsed

@@ -1,9 +1,9 @@
 """One measurement in a process of its own: `worker.py MEASUREMENT CASE [--seq N]` prints JSON.
 
-`ring` times a case on its mesh against the same global problem on one device; both see the same
-process, with as many virtual devices as the mesh has. `mask` times it against itself without window
-and documents. `checkpoint` times a model whose layers are rematerialised, with attention kept and
-without. `memory` runs forward and backward once.
+`ring` times a case on its mesh against the same global problem on one device, both in one process
+with the virtual devices of the mesh. `mask` times a case against the case without window and
+documents. `checkpoint` times a model whose layers are rematerialised, with and without kept
+attention. `memory` runs forward and backward once.
 """
 
 import argparse
@@ -17,12 +17,12 @@ from cases import Case, find
 
 
 def ring_tax(case: Case, budget_s: float) -> dict[str, Any]:
-    """Median seconds with and without the ring, alternated, and their ratio."""
+    """Returns the median seconds with and without the ring, alternated, and their ratio."""
     return _compare(case, case.on_one_device(), ("ring", "one_device"), budget_s)
 
 
 def mask_gain(case: Case, budget_s: float) -> dict[str, Any]:
-    """The same with and without window and documents."""
+    """Returns the median seconds with and without window and documents, and their ratio."""
     return _compare(case, case.without_mask(), ("masked", "whole"), budget_s)
 
 
@@ -41,7 +41,7 @@ def _compare(case: Case, other: Case, names: tuple[str, str], budget_s: float) -
 
 
 def checkpoint_gain(case: Case, budget_s: float) -> dict[str, Any]:
-    """Median seconds of loss and gradients of a model, for each way to wrap its layers."""
+    """Returns the median seconds of loss and gradients of a model, for each wrapper of layers."""
     from layers import LAYERS, programs
     from timing import alternate
 
@@ -58,10 +58,10 @@ def checkpoint_gain(case: Case, budget_s: float) -> dict[str, Any]:
 
 
 def peak_memory(case: Case) -> dict[str, Any]:
-    """How far resident memory rises above that with the inputs in place, in bytes.
+    """Returns the bytes by which a run raises resident memory, with the inputs in place.
 
-    `extra` leaves the results (output and gradients) out; `of_kv` compares it with key and value
-    in float32.
+    `extra_bytes` excludes the results (output and gradients). `of_kv` is the ratio of `extra_bytes`
+    to key and value in float32.
     """
     from contenders import ours
     from resident import growth
@@ -78,7 +78,7 @@ def peak_memory(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The command line."""
+    """Carries out the measurement that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("measurement", choices=["ring", "mask", "checkpoint", "memory"])
     parser.add_argument("case")

@@ -1,4 +1,4 @@
-"""The kinds of attention to train with: over sharded sequences, and plain on one device."""
+"""The kinds of attention to train with, over sharded sequences and in plain JAX on one device."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,31 +16,31 @@ Layout = Literal["contiguous", "zigzag", "striped"]
 
 @dataclass(frozen=True)
 class Attention:
-    """One kind, and what a run with it takes unless the command line says otherwise."""
+    """One kind of attention, with the defaults of the command line."""
 
     sharded: Callable[[Layout], Attend]
-    """Inside `jax.shard_map`: of a device's part of the sequence."""
+    """Returns the attention of a device's shard, inside `jax.shard_map`."""
     plain: Attend
-    """Of the whole sequence in its natural order."""
+    """The attention of the whole sequence in its natural order."""
     gated: bool
-    """Does it take log decays, too?"""
+    """Whether the attention takes log decays."""
     layout: Layout
     length: int
     steps: int
     learning_rate: float
     prefix: str
-    """Of the names of the files that a run writes."""
+    """Prefix of the names of files that a run writes."""
     title: str
-    """What is added to the title of the curve."""
+    """Suffix of the title of the curve."""
 
 
 def sharded_softmax(layout: Layout) -> Attend:
-    """Every token attends to all earlier ones, wherever they are."""
+    """Returns an attention in which every token attends to all earlier tokens of all devices."""
     return partial(ba.attention, axis_name=AXIS, is_causal=True, layout=layout)
 
 
 def plain_softmax(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """`jax.nn.dot_product_attention` on one device; 1,024 queries at a time, for memory's sake."""
+    """Computes `jax.nn.dot_product_attention` for 1,024 queries at a time, to save memory."""
     attend = jax.checkpoint(jax.nn.dot_product_attention)
     chunks = []
     for start in range(0, query.shape[1], 1024):
@@ -52,17 +52,17 @@ def plain_softmax(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Arr
 
 
 def normalised(out: jax.Array) -> jax.Array:
-    """out / sqrt(1 + mean square of the head's out), since no softmax limits its size.
+    """Returns out / sqrt(1 + mean square of the head's out), since no softmax limits its size.
 
-    The 1 is for the few tokens whose terms nearly cancel: divided by what is left, their rounding
-    errors and their gradients would outweigh those of all others.
+    The 1 protects the few tokens whose terms nearly cancel. Without it, the small divisor would
+    make their rounding errors and gradients larger than those of all other tokens.
     """
     x = out.astype(jnp.float32)
     return (x * jax.lax.rsqrt(1 + jnp.mean(x * x, axis=-1, keepdims=True))).astype(out.dtype)
 
 
 def sharded_linear(layout: Layout) -> Attend:
-    """A state that decays goes through the tokens of all devices; what travels is that state."""
+    """Returns an attention whose decaying state travels through the tokens of all devices."""
 
     def attend(
         query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array
@@ -77,7 +77,7 @@ def sharded_linear(layout: Layout) -> Attend:
 def plain_linear(
     query: jax.Array, key: jax.Array, value: jax.Array, log_decay: jax.Array
 ) -> jax.Array:
-    """Token by token on one device, as a decoder would; backward a state of each token is kept."""
+    """Computes token by token on one device, as a decoder does; keeps a state of each token."""
 
     @jax.checkpoint
     def step(state: jax.Array, token: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""Long real text that is on every machine with Python: the standard library's own sources."""
+"""Long real text that every machine with Python has: the sources of the standard library."""
 
 import sysconfig
 from collections.abc import Iterator
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-# Installed packages differ from machine to machine, and tables of code points are no text.
+# Installed packages differ from machine to machine. Tables of code points are no text.
 _LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
 
 
 def standard_library_bytes(limit: int = 8_000_000) -> np.ndarray:
-    """The .py files of the standard library in sorted order, joined: uint8 `[<= limit]`."""
+    """Returns the .py files of the standard library, sorted and joined: uint8 `[<= limit]`."""
     root = Path(sysconfig.get_path("stdlib"))
     files = (path for path in root.rglob("*.py") if not _LEFT_OUT & {*path.relative_to(root).parts})
     parts: list[bytes] = []
@@ -27,7 +27,7 @@ def standard_library_bytes(limit: int = 8_000_000) -> np.ndarray:
 def batches(
     text: np.ndarray, batch: int, length: int, seed: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Endless (inputs, targets), int32 `[batch, length]`: windows at random places of the text."""
+    """Yields (inputs, targets), int32 `[batch, length]`, from random places of the text."""
     if text.size <= length:
         raise SystemExit(f"the text has {text.size} bytes, expected more than --length {length}")
     random = np.random.default_rng(seed)
@@ -38,9 +38,9 @@ def batches(
 
 
 def nats_after_one_byte(text: np.ndarray) -> np.ndarray:
-    """-ln p(byte | byte before), `[256 before, 256 byte]`, p as often as they follow in the text.
+    """Returns -ln p(byte | previous byte), `[256 previous, 256 bytes]`, with p counted in the text.
 
-    No model without attention, which knows the byte before alone, has a smaller mean over the text.
+    A model without attention knows only the previous byte, so its mean over the text is no smaller.
     """
     pairs = text[:-1].astype(np.int64) * 256 + text[1:]
     counts = np.bincount(pairs, minlength=256 * 256).reshape(256, 256)

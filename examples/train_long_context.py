@@ -1,10 +1,9 @@
-"""Train a byte-level transformer on long real text, its sequence sharded across devices.
+"""Trains a byte-level transformer on long real text, its sequence sharded across devices.
 
-Every device holds a part of the sequence and the whole (small) model. Inside `jax.shard_map`
-one call, `burst_attention.attention`, lets every token attend to all earlier ones, wherever
-they are; with `--attention linear` the call is `burst_attention.linear_attention`, whose time grows
-with the length and not with its square. Run `python examples/train_long_context.py --help` for
-what can be changed.
+Every device holds a part of the sequence and the whole (small) model. Inside `jax.shard_map` one
+call, `burst_attention.attention`, lets every token attend to all earlier tokens of all devices.
+With `--attention linear` the call is `burst_attention.linear_attention`, whose time grows with the
+length and not with its square. `python examples/train_long_context.py --help` lists the options.
 """
 
 import argparse
@@ -35,25 +34,25 @@ Loss = Callable[[Params, jax.Array, jax.Array], jax.Array]
 Batch = tuple[np.ndarray, np.ndarray]
 Flags = argparse.Namespace
 
-# Relative difference between sharded and plain that rounding explains, by activations' type.
+# Relative difference between sharded and plain attention that rounding explains, by type.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 
-# Tokens that the plain attention of the check can hold: its memory grows with their square.
+# Most tokens of the check: the memory of plain attention grows with their square.
 MOST_CHECKED = 16_384
 
 
 def parts_of(layout: Layout, devices: int) -> int:
-    """Equal pieces into which the layout cuts a sequence."""
+    """Returns the number of equal parts into which the layout cuts a sequence."""
     return devices * (2 if layout == "zigzag" else 1)
 
 
 def said(name: str) -> str:
-    """A default of each kind of attention, for the help."""
+    """Returns a default of each kind of attention, for the help."""
     return " or ".join(f"{getattr(kind, name)} ({key})" for key, kind in ATTENTIONS.items())
 
 
 def parse() -> Flags:
-    """The command line; what depends on the kind of attention is filled in."""
+    """Reads the command line, with the defaults of the kind of attention."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--attention", choices=[*ATTENTIONS], default="softmax")
     parser.add_argument("--length", type=int, help=f"tokens per sequence; default {said('length')}")
@@ -61,9 +60,11 @@ def parse() -> Flags:
     parser.add_argument("--devices", type=int, default=8, help="CPU devices in the ring")
     parser.add_argument("--layout", choices=get_args(Layout), help=f"default {said('layout')}")
     parser.add_argument("--steps", type=int, help=f"optimiser steps; default {said('steps')}")
-    parser.add_argument("--dtype", choices=[*TOLERANCE], default="float32", help="of activations")
+    parser.add_argument(
+        "--dtype", choices=[*TOLERANCE], default="float32", help="type of activations"
+    )
     rates = said("learning_rate")
-    parser.add_argument("--learning-rate", type=float, help=f"the highest one; default {rates}")
+    parser.add_argument("--learning-rate", type=float, help=f"highest rate; default {rates}")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the results")
     flags = parser.parse_args()
     kind = ATTENTIONS[flags.attention]
@@ -88,30 +89,30 @@ def parse() -> Flags:
 def mean_loss(
     model: Transformer, inputs: jax.Array, targets: jax.Array, positions: jax.Array, attend: Attend
 ) -> jax.Array:
-    """Mean cross entropy, nats per byte, of `inputs` and `targets [batch, seq]`."""
+    """Returns the mean cross entropy, nats per byte, of `inputs` and `targets [batch, seq]`."""
     logits = model(inputs, positions, attend)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
 @dataclass(frozen=True)
 class Ring:
-    """The devices that share a sequence, which part of it each holds, and how they attend."""
+    """The devices that share a sequence, the layout of the sequence, and the attention."""
 
     mesh: Mesh
     layout: Layout
     attention: Attention
 
     def shard(self, tokens: np.ndarray) -> jax.Array:
-        """Reorder `tokens [batch, seq]` so that equal pieces are what the layout says; spread."""
+        """Reorders `tokens [batch, seq]` for the layout and shards them."""
         ordered = ba.to_layout(tokens, self.mesh.size, self.layout, axis=1)
         return jax.device_put(ordered, NamedSharding(self.mesh, P(None, AXIS)))
 
     def replicate(self, params: Params) -> Params:
-        """The same values on every device."""
+        """Copies the parameters to every device."""
         return jax.device_put(params, NamedSharding(self.mesh, P()))
 
     def loss(self, graph: nnx.GraphDef[Transformer]) -> Loss:
-        """The loss on a sharded sequence: what a training program runs."""
+        """Returns the loss on a sharded sequence, as a training program runs it."""
 
         @jax.shard_map(mesh=self.mesh, in_specs=(P(), P(None, AXIS), P(None, AXIS)), out_specs=P())
         def loss(params: Params, inputs: jax.Array, targets: jax.Array) -> jax.Array:
@@ -124,7 +125,7 @@ class Ring:
 
 
 def plain_loss(graph: nnx.GraphDef[Transformer], attend: Attend) -> Loss:
-    """The same loss with the whole sequence, in its natural order, on one device."""
+    """Returns the same loss on one device, for the whole sequence in its natural order."""
 
     def loss(params: Params, inputs: jax.Array, targets: jax.Array) -> jax.Array:
         positions = jnp.arange(inputs.shape[1])
@@ -134,7 +135,7 @@ def plain_loss(graph: nnx.GraphDef[Transformer], attend: Attend) -> Loss:
 
 
 def relative_difference(got: Params, expected: Params) -> float:
-    """||got - expected|| / ||expected|| over all leaves."""
+    """Returns ||got - expected|| / ||expected|| over all leaves."""
     pairs = [
         (np.asarray(a, np.float64), np.asarray(b, np.float64))
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
@@ -146,7 +147,7 @@ def relative_difference(got: Params, expected: Params) -> float:
 def check_first_step(
     graph: nnx.GraphDef[Transformer], params: Params, batch: Batch, ring: Ring, dtype: str
 ) -> None:
-    """Print how far sharded loss and gradient are from plain ones; stop if rounding is not why."""
+    """Compares loss and gradient with plain attention; stops if rounding does not explain it."""
     parts = parts_of(ring.layout, ring.mesh.size)
     length = min(batch[0].shape[1], MOST_CHECKED // parts * parts)
     inputs, targets = (tokens[:, :length] for tokens in batch)
@@ -167,14 +168,14 @@ def check_first_step(
 
 
 def save_checkpoint(path: Path, params: Params) -> None:
-    """Write all parameters under their paths in the model."""
+    """Writes all parameters under their paths in the model."""
     leaves, _ = jax.tree.flatten_with_path(params)
     arrays: dict[str, Any] = {jax.tree_util.keystr(key): np.asarray(leaf) for key, leaf in leaves}
     np.savez(path, **arrays)
 
 
 def load_checkpoint(path: Path, like: Params) -> Params:
-    """Read parameters back into the structure, and onto the devices, of `like`."""
+    """Reads parameters into the structure, and onto the devices, of `like`."""
     with np.load(path) as arrays:
         return jax.tree.map_with_path(
             lambda key, leaf: jax.device_put(arrays[jax.tree_util.keystr(key)], leaf.sharding), like
@@ -182,7 +183,7 @@ def load_checkpoint(path: Path, like: Params) -> Params:
 
 
 def save_curve(path: Path, losses: list[float], title: str, without: list[float]) -> None:
-    """Draw loss against step, its mean over the ten steps before, and that `without` attention."""
+    """Draws the loss of each step, its mean over ten steps, and the loss without attention."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -205,7 +206,7 @@ def save_curve(path: Path, losses: list[float], title: str, without: list[float]
 def train(
     loss: Loss, params: Params, data: Iterator[tuple[jax.Array, jax.Array]], flags: Flags
 ) -> tuple[Params, list[float], list[float]]:
-    """AdamW with warm-up and cosine decay; returns parameters, losses and seconds of the steps."""
+    """Trains by AdamW with warm-up and cosine decay; returns parameters, losses and seconds."""
     warmup = min(10, flags.steps)
     rate = optax.warmup_cosine_decay_schedule(0.0, flags.learning_rate, warmup, flags.steps + 1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95))
@@ -234,17 +235,17 @@ def train(
 
 
 def without_attention(text: np.ndarray, flags: Flags) -> list[float]:
-    """Losses of every step's bytes by what the whole text says about a byte after another."""
+    """Returns the losses of every step's bytes if only the previous byte is known."""
     nats = nats_after_one_byte(text)
     steps = islice(batches(text, flags.batch, flags.length, seed=0), flags.steps)
     return [float(nats[inputs, targets].mean()) for inputs, targets in steps]
 
 
 def tell_softmax_time(mesh: Mesh, dtype: str, batch: Batch) -> None:
-    """Print how long a step with softmax attention would take, from steps of shorter sequences.
+    """Prints how long a step with softmax attention would take, from steps of shorter sequences.
 
-    Work of tokens and work of pairs of tokens, a n + b n^2, through the least of three times
-    measured at each of two lengths.
+    The estimate is a n + b n^2, the work of tokens and of pairs of tokens, through the least of
+    three times at each of two lengths.
     """
     ring = Ring(mesh, "zigzag", ATTENTIONS["softmax"])
     graph, params = nnx.split(Transformer(Config(dtype=dtype), nnx.Rngs(0)))
@@ -265,13 +266,13 @@ def tell_softmax_time(mesh: Mesh, dtype: str, batch: Batch) -> None:
     of_tokens = least[0] / short - of_pairs * short
     print(
         f"with softmax attention it would take about {(of_tokens + of_pairs * whole) * whole:,.0f} "
-        f"s, not run: a n + b n^2 through the {least[0]:.2f} s and {least[1]:.2f} s measured for "
-        f"{short:,} and {2 * short:,} tokens"
+        f"s, by estimate: a n + b n^2 through the {least[0]:.2f} s and {least[1]:.2f} s measured "
+        f"for {short:,} and {2 * short:,} tokens"
     )
 
 
 def main() -> None:
-    """Check, train, save."""
+    """Checks the first step, trains and saves."""
     flags = parse()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", flags.devices)

@@ -1,4 +1,4 @@
-"""A small decoder-only transformer over bytes. How it attends is the caller's choice."""
+"""A small decoder-only transformer over bytes. The caller chooses the attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 Attend = Callable[..., jax.Array]
-"""Of query, key and value; in a gated model of log decays `[batch, seq, heads]`, too."""
+"""Attention of query, key and value, and in a gated model log decays `[batch, seq, heads]`."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the model. Parameters are float32; activations are of `dtype`."""
+    """Sizes of the model. Parameters are float32; activations have type `dtype`."""
 
     layers: int = 2
     heads: int = 4
@@ -23,17 +23,17 @@ class Config:
     hidden: int = 512
     vocabulary: int = 256
     gated: bool = False
-    """Does each token say how much of what came before it each head keeps?"""
+    """Whether each token chooses how much of its state each head keeps."""
     dtype: str = "float32"
 
     @property
     def width(self) -> int:
-        """Size of the residual stream."""
+        """Returns the width of the residual stream."""
         return self.heads * self.head_dim
 
 
 def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Rotary embedding of `x [batch, seq, heads, head_dim]` at global `positions [seq]`.
+    """Returns `x [batch, seq, heads, head_dim]` rotated for global `positions [seq]`.
 
     Pairs (x_i, x_(i + head_dim/2)) turn by position · 10000^(-2i/head_dim).
     """
@@ -49,8 +49,8 @@ def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
 class Forget(nnx.Module):
     """Log decays of each head, log σ(w·x + b), float32.
 
-    Before anything is learned, b makes head h keep 1 − 2^(−1 − 2h) of its state at each token: of
-    four heads one sees little more than the last two tokens, one about the last hundred.
+    At the start of training, b makes head h keep 1 − 2^(−1 − 2h) of its state at each token. Of
+    four heads, one sees little more than the last two tokens, and one sees about the last hundred.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
@@ -59,12 +59,12 @@ class Forget(nnx.Module):
         self.bias = nnx.Param(jnp.log(kept / (1 - kept)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`x [batch, seq, width]` -> `[batch, seq, heads]`."""
+        """Maps `x [batch, seq, width]` to `[batch, seq, heads]`."""
         return jax.nn.log_sigmoid(self.linear(x.astype(jnp.float32)) + self.bias)
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + gated feed-forward(norm(x))."""
+    """Computes x + attention(norm(x)), then x + gated feed-forward(norm(x))."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         def linear(inputs: int, outputs: int) -> nnx.Linear:
@@ -84,7 +84,7 @@ class Block(nnx.Module):
         self.forget = Forget(config, rngs) if config.gated else None
 
     def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        """`x [batch, seq, width]`, positions `[seq]` -> `[batch, seq, width]`."""
+        """Maps `x [batch, seq, width]` and positions `[seq]` to `[batch, seq, width]`."""
 
         def heads(y: jax.Array) -> jax.Array:
             return y.reshape(*y.shape[:2], -1, self.head_dim)
@@ -100,7 +100,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Bytes `[batch, seq]` -> logits float32 `[batch, seq, vocabulary]`."""
+    """Maps bytes `[batch, seq]` to float32 logits `[batch, seq, vocabulary]`."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.dtype = config.dtype
@@ -112,7 +112,7 @@ class Transformer(nnx.Module):
         )
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        """Every block is rematerialised in the backward pass, except its attention."""
+        """Returns the logits. The backward pass recomputes every block except its attention."""
         x = self.embed(tokens).astype(self.dtype)
         for block in self.blocks:
             run = nnx.remat(lambda b, y: b(y, positions, attend), policy=ba.save_attention)

@@ -1,7 +1,8 @@
-//! Binds the XLA FFI headers of the installed jaxlib and writes the C header of our own exports.
+//! Binds the XLA FFI headers of the installed jaxlib, and writes the C header of the library's
+//! exports.
 //!
-//! Everything that is needed comes with Python packages: the headers with jaxlib, libclang with
-//! the wheel of that name. Environment variables override what is found.
+//! Python packages bring all inputs: jaxlib has the headers, and the wheel `libclang` has libclang.
+//! Environment variables name other inputs.
 
 use std::env;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -31,7 +32,7 @@ fn main() {
     println!("cargo::rustc-env=BURST_ATTENTION_HEADER={}", header.display());
 }
 
-/// Ends the build with a message for the user, without a backtrace of this script.
+/// Ends the build with a message for the user and without a backtrace of this script.
 fn fail(message: &str) -> ! {
     for line in message.lines() {
         println!("cargo::error={line}");
@@ -39,7 +40,7 @@ fn fail(message: &str) -> ! {
     std::process::exit(1)
 }
 
-/// The Python whose packages are used: `$PYTHON`, else the project's own, else `python3`.
+/// Returns the Python whose packages are used: `$PYTHON`, else the project's own, else `python3`.
 fn python() -> PathBuf {
     if let Some(python) = env::var_os("PYTHON").filter(|python| !python.is_empty()) {
         return python.into();
@@ -49,7 +50,7 @@ fn python() -> PathBuf {
     if own.exists() { own } else { "python3".into() }
 }
 
-/// The folder of an importable package, without importing it.
+/// Returns the folder of an importable package, without importing it.
 fn package_folder(package: &str) -> Option<PathBuf> {
     let script = format!(
         "import importlib.util as u; s = u.find_spec({package:?}); \
@@ -58,14 +59,14 @@ fn package_folder(package: &str) -> Option<PathBuf> {
     first_line(Command::new(python()).args(["-c", &script]))
 }
 
-/// What a command prints, if it succeeds and prints anything.
+/// Returns the first line that a command prints, if the command succeeds.
 fn first_line(command: &mut Command) -> Option<PathBuf> {
     let output = command.output().ok().filter(|output| output.status.success())?;
     let text = String::from_utf8(output.stdout).ok()?;
     text.lines().next().map(str::trim).filter(|line| !line.is_empty()).map(PathBuf::from)
 }
 
-/// The folder that holds `xla/ffi/api/c_api.h`.
+/// Returns the folder that holds `xla/ffi/api/c_api.h`.
 fn xla_include() -> PathBuf {
     let include = match env::var_os("BURST_ATTENTION_XLA_INCLUDE") {
         Some(include) => PathBuf::from(include),
@@ -89,12 +90,13 @@ fn xla_include() -> PathBuf {
     include
 }
 
-/// Lets bindgen find libclang and, as the wheel has no headers of its own, those of the C compiler.
+/// Lets bindgen find libclang, and the headers of the C compiler, as the wheel of libclang has
+/// none.
 fn find_clang() {
     if env::var_os("LIBCLANG_PATH").is_none() {
         let native = package_folder("clang").map(|clang| clang.join("native"));
         if let Some(native) = native.filter(|native| native.exists()) {
-            // SAFETY: the build script has one thread.
+            // SAFETY: this build script has one thread, so no other thread reads the environment.
             unsafe { env::set_var("LIBCLANG_PATH", native) };
         }
     }
@@ -102,7 +104,7 @@ fn find_clang() {
         let compiler = env::var_os("CC").unwrap_or_else(|| "gcc".into());
         let include = first_line(Command::new(compiler).arg("-print-file-name=include"));
         if let Some(include) = include.filter(|include| include.is_absolute()) {
-            // SAFETY: as above.
+            // SAFETY: this build script has one thread, so no other thread reads the environment.
             unsafe {
                 env::set_var("BINDGEN_EXTRA_CLANG_ARGS", format!("-isystem{}", include.display()));
             }
@@ -115,9 +117,9 @@ fn bind_xla(include: &Path, target: &Path) {
     let mut builder = bindgen::Builder::default()
         .clang_arg(format!("-I{}", include.display()))
         .allowlist_item("XLA_FFI_.*")
-        // Declared in the header, but no library exports it.
+        // The header declares this function, but no library exports it.
         .blocklist_function("XLA_FFI_GetApi")
-        // Values that come from a runtime newer than the header must stay representable.
+        // A runtime that is newer than the header may pass values that the header does not know.
         .default_enum_style(bindgen::EnumVariation::Consts)
         .prepend_enum_name(false)
         .generate_comments(false)
@@ -144,7 +146,8 @@ fn bind_xla(include: &Path, target: &Path) {
     }
 }
 
-/// Writes `burst_attention.h` into OUT_DIR and a copy to `<target>/include`; returns the former.
+/// Writes `burst_attention.h` into OUT_DIR, copies it to `<target>/include` and returns the path in
+/// OUT_DIR.
 fn write_header(out: &Path) -> PathBuf {
     let config = cbindgen::Config {
         language: cbindgen::Language::C,

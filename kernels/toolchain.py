@@ -1,9 +1,9 @@
-"""Where the CUDA kernels' tools are: prints shell commands that tell cargo.
+"""Prints shell commands that tell cargo where the CUDA kernels' tools are.
 
     eval "$(python kernels/toolchain.py)"
 
-The assembler, CUDA's headers and libclang come with Python packages of requirements/, so
-neither a CUDA installation nor a GPU is needed. What is set already stays.
+The assembler, CUDA's headers and libclang come with the Python packages of requirements/, so the
+build needs neither a CUDA installation nor a GPU. Variables that are set already stay.
 """
 
 import os
@@ -15,13 +15,13 @@ from pathlib import Path
 
 
 def environment() -> dict[str, str]:
-    """Variables that the build of the kernels reads, for those that are not set."""
+    """Returns the variables that the build of the kernels reads and that are not set."""
     site = Path(sysconfig.get_path("purelib"))
     found = {
         "CUDA_HOME": _existing(site / "nvidia" / "cu13", "bin/tileiras", "nvidia-cuda-tileiras"),
         "LIBCLANG_PATH": _existing(site / "clang" / "native", "libclang.so", "libclang"),
     }
-    if "LIBCLANG_PATH" not in os.environ:  # that wheel has no headers of its own
+    if "LIBCLANG_PATH" not in os.environ:  # the wheel of libclang has no headers
         compiler = os.environ.get("CC", "cc")
         command = [compiler, "-print-file-name=include"]
         include = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

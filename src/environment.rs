@@ -1,16 +1,17 @@
-//! The environment variables of the library, all read by one rule.
+//! One rule for reading all environment variables of the library.
 
 use std::ffi::OsStr;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::types::invalid;
 
-/// Returns what `variable` says, `None` where it is unset or empty.
+/// Returns the value of `variable`, or `None` where it is unset or empty.
 ///
-/// `parse` gets the value without the spaces around it. It returns `None` for a value that
-/// `expected` does not describe.
+/// `parse` gets the value without surrounding spaces. It returns `None` for a value that `expected`
+/// does not describe.
 ///
 /// # Errors
-/// [`Error::InvalidProblem`], which names the variable, if `parse` refuses the value.
+/// [`crate::Error::InvalidProblem`], which names the variable, if `parse` returns `None`.
 pub fn read<T>(
     variable: &'static str,
     expected: impl FnOnce() -> String,
@@ -30,12 +31,9 @@ fn parsed<T>(
     if text == Some("") {
         return Ok(None);
     }
-    let invalid = || Error::InvalidProblem {
-        name: variable,
-        expected: format!("{}, or unset for the default", expected()),
-        got: format!("{value:?}"),
-    };
-    text.and_then(parse).map(Some).ok_or_else(invalid)
+    let expected = || format!("{}, or unset for the default", expected());
+    let parsed = text.and_then(parse).map(Some);
+    parsed.ok_or_else(|| invalid(variable, expected(), format!("{value:?}")))
 }
 
 #[cfg(test)]

@@ -1,12 +1,10 @@
-//! The one error type of the core.
+//! The error type of the core.
 
-use burst_attention_kernels::images::ImagesError;
-use burst_attention_kernels::launch::LaunchError;
+use std::sync::Arc;
 
-use crate::problem::Dtype;
+use crate::types::Dtype;
 
-/// Everything that can go wrong in the core. Messages carry the values that were found and say
-/// what was expected.
+/// An error of the core. Its message says what was expected and which value came.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -15,22 +13,22 @@ pub enum Error {
     InvalidProblem {
         /// The argument, in the words of the public interface.
         name: &'static str,
-        /// What would have been accepted.
+        /// The values that are accepted.
         expected: String,
-        /// What came.
+        /// The value that came.
         got: String,
     },
-    /// An array does not have the type the problem announced.
+    /// An array has another type than the problem says.
     #[error("{name} must be {expected}, got {got}")]
     WrongDtype {
         /// The array.
         name: &'static str,
-        /// The type the problem announced.
+        /// The type of the problem.
         expected: Dtype,
         /// The type of the array.
         got: Dtype,
     },
-    /// A rank stopped before the ring was through, so its neighbours can't go on.
+    /// A rank stopped before the ring was complete, so its neighbours can't go on.
     #[error("rank {rank} of {world_size} lost its neighbour rank {peer}: {reason}")]
     RingBroken {
         /// The rank that noticed.
@@ -39,15 +37,15 @@ pub enum Error {
         peer: usize,
         /// The length of the ring.
         world_size: usize,
-        /// Why, as far as it is known.
+        /// The reason, as far as it is known.
         reason: String,
     },
-    /// A schedule and the buffers it is walked over contradict each other.
+    /// A schedule contradicts the buffers of its rank.
     #[error("schedule of rank {rank}, step {step}: {what}")]
     BrokenSchedule {
-        /// Whose schedule.
+        /// The rank of the schedule.
         rank: usize,
-        /// The step at which the contradiction showed.
+        /// The step of the contradiction.
         step: usize,
         /// The contradiction.
         what: String,
@@ -58,78 +56,37 @@ pub enum Error {
          (ulimit -u, or the pids limit of the container)"
     )]
     NoThread {
-        /// What needs it.
+        /// The purpose of the thread.
         purpose: String,
-        /// What the system says.
+        /// The reason that the system gives.
         reason: String,
     },
-    /// A kernel can't be launched for what it is to compute.
-    #[error("{0}")]
-    Launch(#[from] LaunchError),
-    /// The image of a kernel is missing.
-    #[error("{0}")]
-    Images(#[from] ImagesError),
-    /// This executor has no way to compute it.
+    /// An executor can't compute the problem.
     #[error("{what} is not supported on {executor}: {instead}")]
     Unsupported {
-        /// What was asked for.
+        /// The part of the problem that it can't compute.
         what: String,
-        /// Where.
+        /// The executor.
         executor: &'static str,
-        /// What works.
+        /// What to do instead.
         instead: String,
     },
-    /// A library is not there, or lacks something.
-    #[error("{library} can't be used: {reason}; {remedy}")]
-    Library {
-        /// Its name.
-        library: &'static str,
-        /// What is wrong.
-        reason: String,
-        /// What to do.
-        remedy: &'static str,
-    },
-    /// The CUDA driver refused a call.
-    #[error("{call} failed: {reason}")]
-    Driver {
-        /// The function of the driver.
-        call: &'static str,
-        /// What it was for, and what the driver says.
-        reason: String,
-    },
-    /// NCCL refused a call, or found its communicator broken.
-    #[error("rank {rank} of {world_size}{}: {call} failed: {reason}", place(*step, *peer))]
-    Network {
-        /// The function of NCCL.
-        call: &'static str,
-        /// The rank that noticed.
-        rank: usize,
-        /// Length of the ring.
-        world_size: usize,
-        /// The step of the ring, within a pass.
-        step: Option<usize>,
-        /// The rank at the other end.
-        peer: Option<usize>,
-        /// What NCCL says.
-        reason: String,
-    },
-    /// Memory that the caller gives for a ring does not fit it.
-    #[error("{name} must have at least {expected} bytes, got {got}")]
-    Workspace {
-        /// The memory.
-        name: &'static str,
-        /// What the ring needs.
-        expected: u64,
-        /// What came.
-        got: u64,
-    },
+    /// A device, or a library that drives it, refused. The executor's own error says what.
+    #[error("{0}")]
+    Device(DeviceError),
 }
 
-/// Where in a ring something happened.
-fn place(step: Option<usize>, peer: Option<usize>) -> String {
-    let step = step.map_or(String::new(), |step| format!(", step {step}"));
-    peer.map_or(step.clone(), |peer| format!("{step}, peer rank {peer}"))
+/// An executor's own error. The core knows its message, and the executor its type.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{0}")]
+pub struct DeviceError(pub Arc<dyn std::error::Error + Send + Sync>);
+
+/// Errors with the same message are equal.
+impl PartialEq for DeviceError {
+    fn eq(&self, other: &DeviceError) -> bool {
+        self.to_string() == other.to_string()
+    }
 }
 
-/// Result with the core's [`enum@Error`].
+/// The result of a function that can fail with the core's [`enum@Error`].
 pub type Result<T> = std::result::Result<T, Error>;

@@ -1,41 +1,41 @@
-//! What a device computes: the trait between the engine and the kernels.
+//! The trait between the engine and the kernels of a device.
 
 use crate::error::Result;
 use crate::schedule::{Chunk, Merge, Payload, Tile};
 
-/// The buffers a tile of the backward pass works on.
+/// The buffers that a tile of the backward pass works on.
 #[derive(Debug)]
 pub struct BackwardOperands<'a, B> {
-    /// q, dout, lse, delta of the tile's query rows.
+    /// Inputs of the tile's query rows: q, dout, lse and delta.
     pub queries: &'a B,
-    /// k, v of the tile's key rows.
+    /// Inputs of the tile's key rows: k and v.
     pub keys: &'a B,
-    /// Running dq; absent while it may still be on its way.
+    /// Accumulator of dq; `None` while it may still be on its way.
     pub query_grads: Option<&'a B>,
-    /// Running dk, dv; absent while they may still be on their way.
+    /// Accumulators of dk and dv; `None` while they may still be on their way.
     pub key_grads: Option<&'a B>,
 }
 
-/// Computes tiles on one rank. Calls may only *enqueue* work, as long as they take effect in the
-/// order in which they were made.
+/// Computes tiles on one rank. A call may merely *enqueue* its work, as long as calls take effect
+/// in their order.
 pub trait AttentionKernel {
-    /// Handle of the memory behind a payload; cloning it copies no data.
+    /// A handle of the memory behind a payload. Cloning the handle copies no data.
     type Buffer: Clone;
 
-    /// The rank's own rows of `payload`: inputs, or the accumulators of this rank's rows.
+    /// Returns the rank's own rows of `payload`: inputs, or the accumulators of this rank's rows.
     ///
     /// # Errors
-    /// If the memory cannot be had.
+    /// If the device has no memory left.
     fn home(&mut self, payload: Payload) -> Result<Self::Buffer>;
 
-    /// Memory for an accumulator that starts on this rank, in `slot`. It holds nothing yet: its
-    /// rows are written by tiles marked `first`.
+    /// Returns memory in `slot` for an accumulator that starts on this rank. Its contents are
+    /// arbitrary until tiles marked `first` write its rows.
     ///
     /// # Errors
-    /// If the memory cannot be had.
+    /// If the device has no memory left.
     fn accumulator(&mut self, chunk: &Chunk, slot: usize) -> Result<Self::Buffer>;
 
-    /// Folds one tile into the running (acc, m, l) of its query rows:
+    /// Folds one tile into the softmax state (acc, m, l) of its query rows:
     ///
     /// ```text
     /// s = softmax_scale · q kᵀ, with a soft cap cap · tanh(s / cap), with slopes
@@ -44,11 +44,12 @@ pub trait AttentionKernel {
     /// acc' = acc·e^(m−m') + (e^(s−m') ∘ keep) v
     /// ```
     ///
-    /// keep is 1; with dropout it is 0, or for weights that stay 1 / (1 − rate).
+    /// keep is 1 without dropout. With dropout it is 0 for dropped weights, and 1 / (1 − rate) for
+    /// all other weights.
     ///
-    /// With `query_state.first` no state is read; with `last` (at home) o = acc / l and
-    /// lse = m + ln l are written instead of the state. A row with no allowed key has o = 0 and
-    /// lse = −inf.
+    /// With `query_state.first` the kernel reads no state. With `query_state.last`, which is set at
+    /// home only, it writes o = acc / l and lse = m + ln l instead of the state. A row without an
+    /// allowed key has o = 0 and lse = −inf.
     ///
     /// # Errors
     /// If the device refuses the work.
@@ -57,17 +58,18 @@ pub trait AttentionKernel {
         tile: &Tile,
         queries: &Self::Buffer,
         keys: &Self::Buffer,
-        partial: &Self::Buffer,
+        state: &Self::Buffer,
     ) -> Result<()>;
 
-    /// delta = rowsum(dout ∘ o) − dlse for all of this rank's query rows, once before the ring.
+    /// Computes delta = rowsum(dout ∘ o) − dlse for all of this rank's query rows, once before the
+    /// ring.
     ///
     /// # Errors
     /// If the device refuses the work.
     fn delta(&mut self) -> Result<()>;
 
-    /// Starts one backward tile: may add to the accumulators that are given, those at home. What
-    /// it leaves undone, [`AttentionKernel::backward_finish`] does.
+    /// Starts one backward tile. It may add to the accumulators that it is given, which lie at
+    /// home. [`AttentionKernel::backward_finish`] does the rest.
     ///
     /// # Errors
     /// If the device refuses the work.
@@ -77,15 +79,15 @@ pub trait AttentionKernel {
         operands: BackwardOperands<'_, Self::Buffer>,
     ) -> Result<()>;
 
-    /// Completes one backward tile, with both accumulators at hand; together the two calls do:
+    /// Completes one backward tile, with all accumulators present. Together the two calls compute:
     ///
     /// ```text
     /// p = e^(s−lse);  dv += (p ∘ keep)ᵀ dout;  ds = p ∘ (keep ∘ dout vᵀ − delta)
     /// dq += softmax_scale · ds k;  dk += softmax_scale · dsᵀ q
     /// ```
     ///
-    /// Slopes get Σ ds · (key position − query position). With a soft cap, ds in dq and dk has the
-    /// factor 1 − tanh². A state marked `first` is overwritten.
+    /// The gradient of a slope is Σ ds · (key position − query position). With a soft cap, ds in dq
+    /// and dk has the factor 1 − tanh². The kernel overwrites a state that is marked `first`.
     ///
     /// # Errors
     /// If the device refuses the work.
@@ -95,20 +97,20 @@ pub trait AttentionKernel {
         operands: BackwardOperands<'_, Self::Buffer>,
     ) -> Result<()>;
 
-    /// Adds an accumulator that came home to the one at home: gradients by addition, running
-    /// softmax states by rescaling both to their common maximum. With `merge.last` in the forward
-    /// pass, o and lse are written.
+    /// Adds an accumulator that came home to the accumulator at home. Gradients are added. Softmax
+    /// states are combined, which rescales both to their common maximum. With `merge.last` in the
+    /// forward pass, the kernel writes o and lse.
     ///
     /// # Errors
     /// If the device refuses the work.
     fn merge(&mut self, merge: &Merge, arrived: &Self::Buffer) -> Result<()>;
 
-    /// Casts the home gradients into the outputs dq, dk, dv, after the last step.
+    /// Casts the gradients at home to the outputs dq, dk and dv, after the last step.
     ///
     /// # Errors
     /// If the device refuses the work.
     fn finish(&mut self) -> Result<()>;
 
-    /// Told as the step of this index begins; with a name for profilers.
+    /// Announces that a step begins, by its index and its name for profilers.
     fn step(&mut self, _index: usize, _name: std::fmt::Arguments<'_>) {}
 }

@@ -1,20 +1,21 @@
 //! Which global positions a rank holds.
 //!
-//! A shard is described by its *pieces*: runs of local indices whose global positions form an
-//! arithmetic progression. Everything that depends on a layout goes through them.
+//! A layout divides each shard into *pieces*: runs of local rows whose global positions form an
+//! arithmetic progression. All code that depends on a layout uses its pieces.
 
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 
 use crate::error::Error;
+use crate::types::invalid;
 
-/// Global position ↔ (rank, local index), for `world_size` ranks of `n` tokens each.
+/// Maps (rank, local row) to a global position and back, for `world_size` ranks of `n` tokens each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Layout {
     /// Rank r holds `[r·n, (r+1)·n)`.
     Contiguous,
-    /// The sequence is cut into 2·world_size chunks; rank r holds chunks r and 2·world_size−1−r.
+    /// Rank r holds chunks r and 2·world_size−1−r of 2·world_size equal chunks.
     Zigzag,
     /// Rank r holds r, r + world_size, r + 2·world_size, …
     Striped,
@@ -24,7 +25,7 @@ impl Layout {
     /// All layouts, in the order of the documentation.
     pub const ALL: [Layout; 3] = [Layout::Contiguous, Layout::Zigzag, Layout::Striped];
 
-    /// The name used in the public interface.
+    /// The name that users write.
     pub const fn name(self) -> &'static str {
         match self {
             Layout::Contiguous => "contiguous",
@@ -33,7 +34,7 @@ impl Layout {
         }
     }
 
-    /// The pieces of the shard of `rank`, in local order; `n` tokens per rank.
+    /// The pieces of the shard of `rank`, in local order, with `n` tokens per rank.
     pub fn pieces(self, rank: usize, world_size: usize, n: usize) -> Vec<Piece> {
         match self {
             Layout::Contiguous => vec![Piece { rows: 0..n, start: rank * n, stride: 1 }],
@@ -49,13 +50,11 @@ impl Layout {
         }
     }
 
-    /// Global position of row `local` of `rank`; `n` tokens per rank.
+    /// Global position of row `local` of `rank`, with `n` tokens per rank.
     pub fn position(self, rank: usize, local: usize, world_size: usize, n: usize) -> usize {
-        self.pieces(rank, world_size, n)
-            .iter()
-            .find(|piece| piece.rows.contains(&local))
-            .map(|piece| piece.position(local))
-            .expect("a local index below n lies in one piece")
+        let pieces = self.pieces(rank, world_size, n);
+        let piece = pieces.iter().find(|piece| piece.rows.contains(&local));
+        piece.expect("a local row below n lies in one piece").position(local)
     }
 }
 
@@ -69,13 +68,10 @@ impl FromStr for Layout {
     type Err = Error;
 
     fn from_str(name: &str) -> Result<Self, Error> {
-        Layout::ALL.into_iter().find(|layout| layout.name() == name).ok_or_else(|| {
-            Error::InvalidProblem {
-                name: "layout",
-                expected: "contiguous, zigzag or striped".into(),
-                got: format!("{name:?}"),
-            }
-        })
+        Layout::ALL
+            .into_iter()
+            .find(|layout| layout.name() == name)
+            .ok_or_else(|| invalid("layout", "contiguous, zigzag or striped", format!("{name:?}")))
     }
 }
 

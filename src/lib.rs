@@ -8,10 +8,12 @@ pub mod host;
 pub mod kernel;
 pub mod layout;
 pub mod mask;
+pub mod operands;
 pub mod problem;
 pub mod schedule;
 pub mod simulate;
 pub mod transport;
+pub mod types;
 
 pub use error::{Error, Result};
 pub use layout::Layout;

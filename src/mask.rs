@@ -1,11 +1,13 @@
-//! Which (query, key) pairs of a rectangle of local indices are allowed.
+//! Which (query, key) pairs of a rectangle of local rows are allowed.
 
 use std::ops::Range;
 
+use serde::Deserialize;
+
 use crate::layout::Piece;
 
-/// A diagonal band: query row i sees key row j when `lower ≤ j − i ≤ upper`. Rows count from the
-/// start of their owner's shard, not of a tile.
+/// A diagonal band: query row i sees key row j if `lower ≤ j − i ≤ upper`. Rows are local rows of
+/// their owner's shard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Band {
     /// Smallest allowed `j − i`; `i64::MIN` for no limit.
@@ -14,42 +16,43 @@ pub struct Band {
     pub upper: i64,
 }
 
-/// Which global positions a query at position p sees: those from p − left to p + right.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+/// The global positions that a query at position p sees: p − left to p + right.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Window {
-    /// How far back; `None` for no limit.
+    /// How many positions a query sees before its own; `None` for no limit.
     pub left: Option<usize>,
-    /// How far ahead; `None` for no limit.
+    /// How many positions a query sees after its own; `None` for no limit.
     pub right: Option<usize>,
 }
 
 impl Window {
     /// All positions.
     pub const FULL: Window = Window { left: None, right: None };
-    /// A query's own position and those before.
+    /// A query's own position and all positions before it.
     pub const CAUSAL: Window = Window { left: None, right: Some(0) };
 
-    /// Does a query at position `query` see a key at position `key`?
+    /// Whether a query at position `query` sees a key at position `key`.
     pub fn allows(&self, query: usize, key: usize) -> bool {
         self.left.is_none_or(|left| query <= key.saturating_add(left))
             && self.right.is_none_or(|right| key <= query.saturating_add(right))
     }
 }
 
-/// How much of a rectangle is allowed.
+/// How many pairs of a rectangle are allowed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Coverage {
     /// Every pair.
     Full,
-    /// Some pairs, as far as is known.
+    /// Some pairs, or an unknown number.
     Partial,
     /// No pair.
     Empty,
 }
 
 impl Coverage {
-    /// What two masks allow together. Where each allows some pairs, these may be different ones:
-    /// then nothing is left of [`Coverage::Partial`], and nobody knows.
+    /// The coverage of the intersection of two masks. Two partial masks may not intersect; the
+    /// result stays [`Coverage::Partial`], which is conservative.
     pub fn and(self, other: Coverage) -> Coverage {
         match (self, other) {
             (Coverage::Empty, _) | (_, Coverage::Empty) => Coverage::Empty,
@@ -59,18 +62,18 @@ impl Coverage {
     }
 }
 
-/// The segments of a run of rows, as far as their smallest and largest tell. Two rows see each
-/// other where their segments are equal and not negative.
+/// The smallest and the largest segment id of a run of rows. Two rows see each other if their ids
+/// are equal and not negative.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
-    /// Smallest segment; below 0 if a row of the run is in none. `i32::MAX` without rows.
+    /// The smallest id; below 0 if a row is in no segment, `i32::MAX` without rows.
     pub min: i32,
-    /// Largest segment; `i32::MIN` without rows.
+    /// The largest id; `i32::MIN` without rows.
     pub max: i32,
 }
 
 impl Span {
-    /// Of rows with these segments.
+    /// The span of rows with these segment ids.
     pub fn of(segments: impl Iterator<Item = i32>) -> Span {
         let nothing = Span { min: i32::MAX, max: i32::MIN };
         segments.fold(nothing, |Span { min, max }, segment| Span {
@@ -79,8 +82,8 @@ impl Span {
         })
     }
 
-    /// How many pairs of a row of each are in one segment: none where the two have no segment in
-    /// common, all where both are the same single one.
+    /// How many pairs of rows, one of each run, are in one segment: none if the spans do not
+    /// overlap, all if both runs are in the same single segment.
     pub fn coverage(self, other: Span) -> Coverage {
         let (first, last) = (self.min.max(other.min).max(0), self.max.min(other.max));
         if last < first {
@@ -97,7 +100,7 @@ impl Band {
     /// The band that allows everything.
     pub const FULL: Band = Band { lower: i64::MIN, upper: i64::MAX };
 
-    /// Is key row `j` allowed for query row `i`?
+    /// Whether query row `i` sees key row `j`.
     pub fn allows(&self, i: usize, j: usize) -> bool {
         let diagonal = j as i64 - i as i64;
         self.lower <= diagonal && diagonal <= self.upper
@@ -115,7 +118,7 @@ impl Band {
         clamp(first, last, queries)
     }
 
-    /// How much of `queries × keys` is allowed. An empty rectangle is [`Coverage::Empty`].
+    /// How many pairs of `queries × keys` are allowed. An empty rectangle is [`Coverage::Empty`].
     pub fn coverage(&self, queries: &Range<usize>, keys: &Range<usize>) -> Coverage {
         if queries.is_empty() || keys.is_empty() {
             return Coverage::Empty;
@@ -131,7 +134,7 @@ impl Band {
         }
     }
 
-    /// The rows of `queries × keys` that have an allowed pair there: of both sides one run each.
+    /// The rows of `queries × keys` that have an allowed pair in it: one range of each side.
     pub fn trim(
         &self,
         queries: &Range<usize>,
@@ -147,7 +150,8 @@ impl Band {
         (clamp(seeing.0, seeing.1, queries), clamp(seen.0, seen.1, keys))
     }
 
-    /// Allowed pairs in `queries × keys`, whatever their number, without looking at rows.
+    /// The number of allowed pairs in `queries × keys`, by a formula that does not depend on the
+    /// number of rows.
     pub fn pairs(&self, queries: &Range<usize>, keys: &Range<usize>) -> usize {
         if self.coverage(queries, keys) == Coverage::Empty {
             return 0;
@@ -155,7 +159,8 @@ impl Band {
         let (height, width) = (queries.len() as i128, keys.len() as i128);
         let smallest = keys.start as i64 - (queries.end as i64 - 1);
         let largest = keys.end as i64 - 1 - queries.start as i64;
-        // Pairs at or below a diagonal: row after row one more of them, from none to all keys.
+        // Pairs at or below a diagonal. Each row has one more than the row before, from none to all
+        // keys.
         let below = |diagonal: i64| {
             let first = i128::from(diagonal.clamp(smallest - 1, largest)) + 1
                 - (keys.start as i128 - queries.start as i128);
@@ -171,7 +176,7 @@ impl Band {
 
     /// The mask of `window` between two pieces of one layout.
     ///
-    /// With positions `a + s·(i − i₀)` and `b + s·(j − j₀)` and d = j₀ − i₀, that is
+    /// With positions `a + s·(i − i₀)` and `b + s·(j − j₀)` and d = j₀ − i₀, it is
     ///
     /// ```text
     /// d + ⌈(a − b − left) / s⌉ ≤ j − i ≤ d + ⌊(a − b + right) / s⌋
@@ -180,7 +185,7 @@ impl Band {
         assert_eq!(queries.stride, keys.stride, "pieces of one layout share their stride");
         let (stride, ahead) = (queries.stride as i64, queries.start as i64 - keys.start as i64);
         let origin = keys.rows.start as i64 - queries.rows.start as i64;
-        // No sequence is that long; a wider window is no different.
+        // No sequence is that long, so a wider window makes no difference.
         let wide = |limit: usize| limit.min(1 << 60) as i64;
         let steps = |distance: i64| distance.div_euclid(stride);
         Band {

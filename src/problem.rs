@@ -1,149 +1,33 @@
-//! A validated attention problem: what one ring computes, without any data.
+//! Attention problems: everything that one ring computes, without the data.
 
-use std::fmt;
-use std::ops::RangeInclusive;
-use std::str::FromStr;
+use serde::Deserialize;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::layout::Layout;
 use crate::mask::Window;
-use crate::schedule::Payload;
+use crate::operands::{Backend, Dim, Operand};
+pub use crate::operands::{Features, SOFT_CAPS};
+use crate::types::invalid;
+pub use crate::types::{Dtype, Order, Pass, Travels};
 
-/// Largest head dimension that a kernel accepts.
+/// The largest head dimension that a kernel accepts.
 pub const MAX_HEAD_DIM: usize = 256;
 
-/// Most ranks of a ring: the schedules of all ranks grow with the square of their number.
+/// Most ranks of a ring. The schedules of all ranks grow with the square of the number of ranks.
 pub const MAX_RANKS: usize = 4096;
 
-/// Rows of a shard are fewer than this. Pairs of them then fit 64 bits.
+/// Exclusive limit of a shard's rows, with which the number of pairs of rows fits 64 bits.
 pub const MAX_ROWS: usize = 1 << 31;
 
-/// Most bytes, as float32, of the shards of all ranks together. Sums of what all ranks send or compute
-/// then fit 64 bits.
+/// Most bytes, as float32, of the shards of all ranks together. With this limit, sums of the bytes
+/// that all ranks send and of the work that they do fit 64 bits.
 pub const MAX_BYTES: u64 = 1 << 48;
 
-/// Soft caps that float32 computes with: neither the cap nor 2 · log2(e) / cap leaves its range.
-pub const SOFT_CAPS: RangeInclusive<f32> = 1e-30..=1e30;
-
-/// Element type of the activations. Accumulation is float32 for all of them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Dtype {
-    /// IEEE binary32.
-    F32,
-    /// bfloat16: the upper half of a binary32.
-    Bf16,
-    /// IEEE binary16.
-    F16,
-}
-
-impl Dtype {
-    /// Bytes per element.
-    pub const fn bytes(self) -> usize {
-        match self {
-            Dtype::F32 => 4,
-            Dtype::Bf16 | Dtype::F16 => 2,
-        }
-    }
-}
-
-impl fmt::Display for Dtype {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Dtype::F32 => "float32",
-            Dtype::Bf16 => "bfloat16",
-            Dtype::F16 => "float16",
-        })
-    }
-}
-
-impl FromStr for Dtype {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self> {
-        let all = [Dtype::F32, Dtype::Bf16, Dtype::F16];
-        let found = all.into_iter().find(|dtype| dtype.to_string() == name);
-        found.ok_or_else(|| invalid("dtype", "float32, bfloat16 or float16", name))
-    }
-}
-
-/// Which of the two passes a schedule or an executor serves.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Pass {
-    /// Computes `o` and `lse`.
-    Forward,
-    /// Computes `dq`, `dk` and `dv` from the final `o` and `lse`.
-    Backward,
-}
-
-/// Which side of the attention travels round the ring; the other side stays at home.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Travels {
-    /// Keys and values travel, in the backward pass with their gradients behind them.
-    Keys,
-    /// Queries travel; in the backward pass with `dout`, `lse`, `delta`, and `dq` behind them.
-    Queries,
-}
-
-/// The order in which kernels on GPUs add to a gradient in the backward pass. CPU devices always
-/// compute in one order.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Order {
-    /// One order: every run gives the same bits.
-    Fixed,
-    /// Any order: runs may differ in the last bits.
-    Any,
-}
-
-impl FromStr for Order {
-    type Err = Error;
-
-    fn from_str(name: &str) -> Result<Self> {
-        match name {
-            "fixed" => Ok(Order::Fixed),
-            "any" => Ok(Order::Any),
-            other => Err(invalid("backward_order", "fixed or any", other)),
-        }
-    }
-}
-
-/// What goes into scores and weights beside q·k, its scale and the positions.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct Features {
-    /// Scores become `cap · tanh(score / cap)` before anything is added or masked.
-    pub soft_cap: Option<f32>,
-    /// Every query and key has a segment, int32; they see each other where these are equal and not
-    /// negative.
-    pub segments: bool,
-    /// Every query head has a slope, float32; `slope · (key position − query position)` is added to
-    /// its scores.
-    pub slopes: bool,
-    /// Weights are dropped with this probability, and the others divided by what is left of 1.
-    pub dropout: Option<f32>,
-}
-
-impl Features {
-    /// None of them.
-    pub const NONE: Features =
-        Features { soft_cap: None, segments: false, slopes: false, dropout: None };
-
-    fn validate(&self) -> Result<()> {
-        if let Some(cap) = self.soft_cap.filter(|cap| !SOFT_CAPS.contains(cap)) {
-            let (least, most) = (SOFT_CAPS.start(), SOFT_CAPS.end());
-            let expected = format!("from {least:e} to {most:e} (0 or nothing for no cap)");
-            return Err(invalid("soft cap", expected, format!("{cap:e}")));
-        }
-        if let Some(rate) = self.dropout.filter(|rate| !(0.0..1.0).contains(rate)) {
-            return Err(invalid("dropout rate", "at least 0 and below 1", rate));
-        }
-        Ok(())
-    }
-}
-
-/// One attention problem over a ring: every rank holds `q_len` queries and `kv_len` keys of every
-/// batch entry and head. Both sequences are laid out alike, each from position 0.
-#[derive(Debug, Clone, PartialEq)]
+/// One attention problem over a ring. Every rank holds `q_len` queries and `kv_len` keys of every
+/// batch entry and head. Both sequences begin at position 0 and have the same layout.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
 pub struct Problem {
-    /// Batch entries (leading dimensions folded together).
+    /// Batch entries, of all leading dimensions together.
     pub batch: usize,
     /// Queries per rank.
     pub q_len: usize,
@@ -159,27 +43,25 @@ pub struct Problem {
     pub value_dim: usize,
     /// Element type of q, k, v, o and their gradients.
     pub dtype: Dtype,
-    /// Which global positions see each other.
+    /// The pairs of global positions that see each other.
+    #[serde(default)]
     pub window: Window,
     /// Factor on q·k.
     pub softmax_scale: f32,
-    /// What else goes into scores and weights.
+    /// The features of scores and weights.
+    #[serde(default)]
     pub features: Features,
-    /// Which global positions a rank holds.
+    /// The global positions that a rank holds.
     pub layout: Layout,
     /// Ranks in the ring.
     pub world_size: usize,
 }
 
-fn invalid(name: &'static str, expected: impl Into<String>, got: impl fmt::Display) -> Error {
-    Error::InvalidProblem { name, expected: expected.into(), got: got.to_string() }
-}
-
 impl Problem {
-    /// Checks every field; all other code relies on it.
+    /// Checks every field. All other code relies on this check.
     ///
     /// # Errors
-    /// [`Error::InvalidProblem`] that names the field, what it must be and what it was.
+    /// [`Error::InvalidProblem`] names the field, its allowed values and the value that came.
     pub fn validate(&self) -> Result<()> {
         if self.world_size == 0 {
             return Err(invalid("world_size", "at least 1", 0));
@@ -216,10 +98,10 @@ impl Problem {
         self.features.validate()
     }
 
-    /// Checks that no product of the sizes leaves its type.
+    /// Checks that products of the sizes fit their types.
     fn validate_bytes(&self) -> Result<()> {
         let Problem { batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim, .. } = *self;
-        // A length or a batch of 0 hides no other size.
+        // A size of 0 counts as 1, so that it hides no other size.
         let product = |sizes: [usize; 4]| {
             sizes.iter().map(|size| *size.max(&1) as u128).try_fold(1, u128::checked_mul)
         };
@@ -240,31 +122,26 @@ impl Problem {
         }
     }
 
-    /// Bytes that one row (one token of every batch entry and head) of `payload` occupies when it
-    /// travels: with b bytes per element, Hkv·(D + Dv)·b for keys, Hkv·(D + Dv)·4 for their
-    /// gradients; Hq·D·b for queries forward and Hq·((D + Dv)·b + 8) backward (q, dout, lse, delta);
-    /// Hq·D·4 for dq and Hq·(Dv + 2)·4 for a running softmax state. Segments add 4 to queries and
-    /// keys.
-    pub fn row_bytes(&self, payload: Payload, pass: Pass) -> usize {
-        let (element, dim) = (self.dtype.bytes(), self.head_dim);
-        let both = dim + self.value_dim;
-        let per_head = match (payload, pass) {
-            (Payload::Keys, _) => both * element,
-            (Payload::KeyGrads, _) => both * 4,
-            (Payload::Queries, Pass::Forward) => dim * element,
-            (Payload::Queries, Pass::Backward) => both * element + 8,
-            (Payload::QueryGrads, _) => dim * 4,
-            (Payload::Partial, _) => (self.value_dim + 2) * 4,
-        };
-        let heads = match payload {
-            Payload::Keys | Payload::KeyGrads => self.kv_heads,
-            _ => self.heads,
-        };
-        let segment = if self.features.segments && !payload.is_accumulator() { 4 } else { 0 };
-        self.batch * (heads * per_head + segment)
+    /// Returns a length of an operand.
+    pub fn length(&self, dim: Dim) -> usize {
+        match dim {
+            Dim::QLen => self.q_len,
+            Dim::KvLen => self.kv_len,
+            Dim::Heads => self.heads,
+            Dim::KvHeads => self.kv_heads,
+            Dim::HeadDim => self.head_dim,
+            Dim::ValueDim => self.value_dim,
+            Dim::Number(number) => number,
+        }
     }
 
-    /// Query heads per key/value head.
+    /// Returns the elements of a row of an operand, and the bytes of an element.
+    pub fn row(&self, operand: Operand, backend: Backend) -> (usize, usize) {
+        let width = operand.dims(backend)[1..].iter().map(|dim| self.length(*dim)).product();
+        (width, operand.element(backend).bytes(self.dtype))
+    }
+
+    /// Returns the number of query heads per key/value head.
     pub fn group_size(&self) -> usize {
         self.heads / self.kv_heads
     }

@@ -1,4 +1,4 @@
-//! What moves chunks between ranks: the trait between the engine and the network.
+//! The trait between the engine and the network: what moves chunks between ranks.
 
 use crate::error::Result;
 use crate::schedule::Exchange;
@@ -8,20 +8,20 @@ pub trait Transport<B> {
     /// An exchange in flight.
     type Ticket;
 
-    /// Starts all messages of `exchange` as one group. `outgoing` holds one buffer for each send;
-    /// it covers at least the rows of its chunk. Bytes are counted here.
+    /// Starts all messages of `exchange` as one group, and counts their bytes. `outgoing` holds one
+    /// buffer for each send, which covers at least the rows of its chunk.
     ///
     /// # Errors
     /// If a neighbour is known to be lost.
     fn start(&mut self, exchange: &Exchange, outgoing: Vec<B>) -> Result<Self::Ticket>;
 
-    /// Waits until the exchange is complete (a device's transport: makes the stream wait) and
-    /// returns where each receive landed, in order.
+    /// Waits until the exchange is complete, and returns the buffer of each receive, in order. A
+    /// device's transport makes the stream wait instead.
     ///
     /// # Errors
     /// If a neighbour is lost.
     fn finish(&mut self, ticket: Self::Ticket) -> Result<Vec<B>>;
 
-    /// Bytes sent by this rank so far.
+    /// Bytes that this rank has sent so far.
     fn bytes_sent(&self) -> u64;
 }

@@ -1,4 +1,4 @@
-//! Which schedule is chosen, and how near estimates for many ranks come.
+//! Which schedule the simulator chooses, and how close its estimates for many ranks are.
 
 mod common;
 
@@ -8,8 +8,9 @@ use burst_attention::simulate::{
     Choice, Cost, Link, Machine, Method, choose, cost, named, predict,
 };
 use burst_attention::{Layout, Window};
+use common::needs::families_with_inner;
 
-/// Heads of 128 elements in bfloat16, contiguous and causal.
+/// A contiguous causal problem with heads of 128 elements in bfloat16.
 fn problem(world_size: usize, n: usize, heads: usize, kv_heads: usize) -> Problem {
     let (batch, head_dim, value_dim, dtype) = (1, 128, 128, Dtype::Bf16);
     let (layout, window) = (Layout::Contiguous, Window::CAUSAL);
@@ -17,8 +18,8 @@ fn problem(world_size: usize, n: usize, heads: usize, kv_heads: usize) -> Proble
     Problem { batch, dtype, layout, window, ..base }
 }
 
-/// H200s in nodes of eight, with kernels as fast as cuDNN's: what a model predicts of our own changes
-/// with them.
+/// H200s in nodes of eight, with kernels as fast as cuDNN's. The predicted rates of our own kernels
+/// change with the kernels.
 fn h200() -> Machine {
     let mut machine = named()[1].machine.clone();
     machine.kernels.forward = 644e12;
@@ -38,7 +39,7 @@ fn causal_work_in_order_is_balanced_where_heads_cannot_be_divided() {
     assert_eq!(name, "balanced", "{}", choice.reason);
     let words = choice.candidates[3].cost.as_ref().unwrap_err();
     assert_eq!(words, "query heads must be a multiple of the 8 ranks that divide them, got 12");
-    // Balanced by its layout.
+    // The zigzag layout balances the work.
     let (name, _) = chosen(&Problem { layout: Layout::Zigzag, ..long }, None, &h200());
     assert_eq!(name, "ring");
 }
@@ -58,7 +59,7 @@ fn windows_and_what_saves_little_take_the_ring() {
     let zigzag = Problem { layout: Layout::Zigzag, ..problem(8, 16384, 32, 8) };
     let (name, choice) = chosen(&zigzag, None, &h200());
     assert_eq!(name, "ring", "{}", choice.reason);
-    // Somebody is faster, by less than what counts.
+    // Another schedule is faster, by less than 3%.
     let seconds =
         |index: usize| choice.candidates[index].cost.as_ref().map_or(f64::MAX, |c| c.seconds);
     assert!(seconds(2).min(seconds(3)) < 1.1 * seconds(0));
@@ -66,7 +67,7 @@ fn windows_and_what_saves_little_take_the_ring() {
 
 /// From short shards to long ones, exchanging heads saves less and less.
 #[test]
-fn what_saves_more_than_3_percent_is_taken_and_nothing_else() {
+fn only_a_schedule_that_saves_more_than_3_percent_is_taken() {
     let (mut less, mut more) = (0, 0);
     for n in (2048..4096).step_by(128) {
         let problem = Problem { layout: Layout::Zigzag, ..problem(32, n, 64, 8) };
@@ -101,7 +102,7 @@ fn slow_links_between_nodes_take_the_double_ring() {
 }
 
 #[test]
-fn what_cannot_be_had_is_not_chosen_and_says_why() {
+fn an_impossible_schedule_is_not_chosen_and_says_why() {
     let problem = problem(8, 2048, 64, 64);
     let refused = |name: &str| (name == "ulysses").then(|| "not here".to_owned());
     let choice = choose(&problem, None, None, &h200(), refused).unwrap();
@@ -113,7 +114,8 @@ fn what_cannot_be_had_is_not_chosen_and_says_why() {
     assert!(choose(&problem, None, None, &machine, |_| None).is_err());
 }
 
-/// Both passes by the clock, whatever the number of ranks.
+/// Simulates both passes, whatever the number of ranks. Returns seconds, and bytes within nodes and
+/// between nodes.
 fn simulated(problem: &Problem, method: Method) -> [f64; 3] {
     simulated_on(&h200(), problem, method)
 }
@@ -132,14 +134,8 @@ fn simulated_on(machine: &Machine, problem: &Problem, method: Method) -> [f64; 3
 #[test]
 fn estimates_for_many_ranks_are_within_a_tenth_of_the_simulation() {
     let methods = |world_size| {
-        [
-            Method::Travel(Family::Ring),
-            Method::Travel(Family::DoubleRing { inner: 8 }),
-            Method::Travel(Family::Balanced),
-            Method::Travel(Family::AllGather),
-            Method::Heads { inner: 8 },
-            Method::Heads { inner: world_size },
-        ]
+        let families = families_with_inner(world_size, 8).map(Method::Travel);
+        families.chain([8, world_size].map(|inner| Method::Heads { inner }))
     };
     let short = Window { left: Some(9000), right: Some(0) };
     for (world_size, n) in [(64, 8192), (88, 2048)] {
@@ -164,9 +160,9 @@ fn estimates_for_many_ranks_are_within_a_tenth_of_the_simulation() {
     }
 }
 
-/// Units of 32 ranks are estimated from units of 8 and 16. Without a window, and where it ends within
-/// a unit, estimates are within a tenth. In other windows they are within 15%: the worst here is a
-/// double ring whose ranks share a slow link, 13.4% below the simulation.
+/// Units of 32 ranks are estimated from units of 8 and 16. Without a window, and where a window
+/// ends within a unit, estimates are within 10%. In other windows they are within 15%: the worst
+/// here is a double ring whose ranks share a slow link, 13.4% below the simulation.
 #[test]
 fn estimates_for_long_units_are_near_the_simulation() {
     let windows = [Window::CAUSAL, Window::FULL]
@@ -182,13 +178,8 @@ fn estimates_for_long_units_are_near_the_simulation() {
         windows.flat_map(|w| [Layout::Contiguous, Layout::Zigzag].map(|l| (w, l)))
     {
         let problem = Problem { layout, window, ..problem(4 * inner, n, 4096, 512) };
-        for (family, machine) in [
-            (Family::Ring, &slow),
-            (Family::DoubleRing { inner }, &slow),
-            (Family::DoubleRing { inner }, &shared),
-            (Family::AllGather, &shared),
-            (Family::Balanced, &slow),
-        ] {
+        let families = families_with_inner(problem.world_size, inner);
+        for (family, machine) in families.flat_map(|family| [(family, &slow), (family, &shared)]) {
             let method = Method::Travel(family);
             let what = format!("{family} {layout} {window:?} {}", machine.network.shared);
             let found = cost(&problem, method, None, machine).unwrap();
@@ -204,7 +195,7 @@ fn estimates_for_long_units_are_near_the_simulation() {
     }
 }
 
-/// One rank stands for each group: nothing but rounding is lost.
+/// One rank stands for each group, so only rounding is lost.
 #[test]
 fn groups_that_exchange_heads_are_estimated_as_they_are_simulated() {
     for (inner, layout) in [(4, Layout::Contiguous), (16, Layout::Zigzag), (64, Layout::Contiguous)]
@@ -221,7 +212,7 @@ fn groups_that_exchange_heads_are_estimated_as_they_are_simulated() {
     }
 }
 
-/// An assertion in the product counts the ranks of what is simulated: never more than 144.
+/// An assertion in the product checks that no simulation has more than 144 ranks.
 #[test]
 fn worlds_of_any_shape_are_estimated_from_small_ones() {
     let half = Window { left: Some(2048 * 1024), right: Some(0) };

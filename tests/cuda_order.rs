@@ -1,19 +1,19 @@
-//! The order of what the CUDA executor enqueues, proven without a device.
+//! Proofs, without a device, of the order of the CUDA executor's commands.
 
 mod common;
 
 use std::collections::BTreeSet;
 
 use burst_attention::Window;
+use burst_attention::cuda::call::Call;
 use burst_attention::cuda::driver::{Event, Stream};
-use burst_attention::cuda::record::{self, Program, What, check, simulate, unneeded};
-use burst_attention::cuda::ring::Call;
 use burst_attention::problem::{Dtype, Features, Order, Pass, Problem, Travels};
-use burst_attention::schedule::{Family, kept, total_bytes};
+use burst_attention::schedule::{Family, cached, total_bytes};
+use burst_attention_recorder::{self as recorder, Operation, Program, check, replay, unneeded};
 use common::devices::{Devices, in_bfloat16};
 use common::{problem, problems, windowed};
 
-const WAYS: [(Pass, Option<Travels>, Order); 4] = [
+const PASSES: [(Pass, Option<Travels>, Order); 4] = [
     (Pass::Forward, None, Order::Fixed),
     (Pass::Backward, Some(Travels::Keys), Order::Fixed),
     (Pass::Backward, Some(Travels::Keys), Order::Any),
@@ -24,8 +24,8 @@ fn call_of(problem: Problem, family: Family, pass: Pass, travels: Option<Travels
     Call { problem, family, pass, travels, backward_order: Order::Fixed }
 }
 
-/// Every layout and mask, aligned and not, windows and features too, in both passes and both ways
-/// round.
+/// Returns calls of all layouts and masks, aligned and unaligned, with windows and features, in
+/// both passes and both directions.
 fn calls(worlds: impl IntoIterator<Item = usize>, tokens: &[usize]) -> Vec<Call> {
     let worlds: Vec<usize> = worlds.into_iter().collect();
     let alike: Vec<_> = tokens.iter().map(|n| (*n, *n)).chain([(6, 10)]).collect();
@@ -52,7 +52,7 @@ fn calls(worlds: impl IntoIterator<Item = usize>, tokens: &[usize]) -> Vec<Call>
     });
     let call = |(problem, family): (Problem, Family)| {
         let problem = in_bfloat16(problem);
-        WAYS.map(|(pass, travels, backward_order)| {
+        PASSES.map(|(pass, travels, backward_order)| {
             let problem = problem.clone();
             Call { problem, family, pass, travels, backward_order }
         })
@@ -68,25 +68,25 @@ fn assert_ordered(call: &Call, program: &Program) {
 }
 
 #[test]
-fn nothing_races_and_nobody_waits_for_ever() {
+fn nothing_races_and_nothing_waits_for_ever() {
     for call in calls(1..=16, &[2, 6]) {
         let devices = Devices::new(call.problem.world_size);
         let programs = devices.programs(&call);
         programs.iter().for_each(|program| assert_ordered(&call, program));
         for seed in 0..3 {
-            if let Err(stuck) = simulate(&programs, seed, |_| Ok(())) {
+            if let Err(stuck) = replay(&programs, seed, |_| Ok(())) {
                 panic!("{call:?}: {stuck}");
             }
         }
-        // As with CUDA_DEVICE_MAX_CONNECTIONS=1, where all streams share one hardware queue.
+        // With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one hardware queue.
         let in_one_queue = |program: Program| {
             let calls = program.calls.into_iter();
             let calls =
-                calls.map(|call| record::Call { stream: program.compute, ..call }).collect();
+                calls.map(|call| recorder::Call { stream: program.compute, ..call }).collect();
             Program { calls, ..program }
         };
         let queues: Vec<_> = programs.into_iter().map(in_one_queue).collect();
-        if let Err(stuck) = simulate(&queues, 0, |_| Ok(())) {
+        if let Err(stuck) = replay(&queues, 0, |_| Ok(())) {
             panic!("{call:?}, in one queue: {stuck}");
         }
         assert_eq!(devices.recorder.violations(), [""; 0], "{call:?}");
@@ -108,16 +108,18 @@ fn a_virtual_ring_is_ordered_as_tightly() {
     for call in calls(1..=8, &[6]) {
         let program = Devices::new(call.problem.world_size).virtual_program(&call);
         assert_ordered(&call, &program);
-        // With two legs, a wait that a later one makes needless may be left; that costs only tests.
+        // A window on both sides has two ring directions. Then a wait may remain that a later wait
+        // makes unneeded, which costs time only in tests.
         if call.problem.window.left.is_none() {
             assert_eq!(unneeded(&program), [], "{call:?}\n{program}");
         }
     }
 }
 
-/// Streams of messages that a program uses.
+/// Returns the streams of messages that a program uses.
 fn links(program: &Program) -> BTreeSet<Stream> {
-    let exchanges = program.calls.iter().filter(|call| matches!(call.what, What::Exchange(_)));
+    let exchanges =
+        program.calls.iter().filter(|call| matches!(call.operation, Operation::Exchange(_)));
     exchanges.map(|call| call.stream).collect()
 }
 
@@ -137,8 +139,8 @@ fn only_double_rings_have_a_second_stream_for_messages() {
     }
 }
 
-/// What crosses a slow link never arrives: all steps until it is needed are computed all the same,
-/// with the messages of the inner rings.
+/// A message over a slow link is held back. All steps before its first use still run, with the
+/// messages of the inner rings.
 #[test]
 fn inner_rings_go_on_while_a_slow_link_is_busy() {
     for (inner, travels) in [(4, Travels::Keys), (4, Travels::Queries), (3, Travels::Keys)] {
@@ -150,7 +152,7 @@ fn inner_rings_go_on_while_a_slow_link_is_busy() {
             let programs = Devices::new(2 * inner).programs(&call);
             let delayed: Vec<_> = programs.iter().map(delayed).collect();
             for seed in 0..3 {
-                if let Err(stuck) = simulate(&delayed, seed, |_| Ok(())) {
+                if let Err(stuck) = replay(&delayed, seed, |_| Ok(())) {
                     panic!("{call:?}: {stuck}");
                 }
             }
@@ -158,20 +160,20 @@ fn inner_rings_go_on_while_a_slow_link_is_busy() {
     }
 }
 
-/// The program with its first far exchange begun only when everything is over that was enqueued
-/// before anybody waits for that; inner exchanges are among it.
+/// Returns the program with its first far exchange delayed: the exchange starts only after
+/// everything that was enqueued before the first wait for it, which includes inner exchanges.
 fn delayed(program: &Program) -> Program {
     let calls = &program.calls;
     let far = *links(program).last().expect("streams of messages");
-    let is_exchange = |call: &record::Call| matches!(call.what, What::Exchange(_));
+    let is_exchange = |call: &recorder::Call| matches!(call.operation, Operation::Exchange(_));
     let first = calls.iter().position(|call| call.stream == far && is_exchange(call));
     let first = first.expect("a far exchange");
-    let records = |(index, call): (usize, &record::Call)| match call.what {
-        What::Record(event) if call.stream == far && index > first => Some((event, index)),
+    let records = |(index, call): (usize, &recorder::Call)| match call.operation {
+        Operation::Record(event) if call.stream == far && index > first => Some((event, index)),
         _ => None,
     };
     let (event, recorded) = calls.iter().enumerate().find_map(records).expect("it is awaited");
-    let awaited = |call: &record::Call| call.what == What::Wait(event);
+    let awaited = |call: &recorder::Call| call.operation == Operation::Wait(event);
     let deadline = recorded + calls[recorded..].iter().position(awaited).expect("its wait");
     let (late, between): (Vec<_>, Vec<_>) =
         calls[first..deadline].iter().cloned().partition(|call| call.stream == far);
@@ -182,8 +184,8 @@ fn delayed(program: &Program) -> Program {
     slow.extend(between);
     for (number, stream) in streams.into_iter().enumerate() {
         let over = Event(number + 1);
-        slow.push(record::Call { stream, what: What::Record(over) });
-        slow.push(record::Call { stream: far, what: What::Wait(over) });
+        slow.push(recorder::Call { stream, operation: Operation::Record(over) });
+        slow.push(recorder::Call { stream: far, operation: Operation::Wait(over) });
     }
     slow.extend(late);
     slow.extend_from_slice(&calls[deadline..]);
@@ -193,7 +195,8 @@ fn delayed(program: &Program) -> Program {
 #[test]
 fn bytes_sent_equal_the_formula() {
     for call in calls(1..=16, &[2, 6]) {
-        let schedules = kept(&call.problem, call.family, call.pass, call.travels).expect("a ring");
+        let schedules =
+            cached(&call.problem, call.family, call.pass, call.travels).expect("a ring");
         let devices = Devices::new(call.problem.world_size);
         let sent = (0..call.problem.world_size).map(|rank| devices.run_rank(&call, rank));
         let sent: u64 = sent.sum::<Result<u64, _>>().expect("nothing refuses");
@@ -202,26 +205,26 @@ fn bytes_sent_equal_the_formula() {
 }
 
 #[test]
-fn what_no_kernel_computes_is_refused() {
+fn a_type_without_kernels_is_refused() {
     let call = call_of(problem(1, 8), Family::Ring, Pass::Forward, None);
     assert_eq!(call.problem.dtype, Dtype::F32);
     let error = Devices::new(1).run_rank(&call, 0).expect_err("refused").to_string();
     assert!(error.contains("cast query, key and value to bfloat16"), "{error}");
 }
 
-/// Launches of the backward pass, by the names of their images.
+/// Returns the names of the images that a call launches.
 fn kernels(call: &Call) -> Vec<String> {
     let programs = Devices::new(call.problem.world_size).programs(call);
     let calls = programs.into_iter().flat_map(|program| program.calls);
-    let names = calls.filter_map(|call| match call.what {
-        What::Launch(launch) => Some(launch.instance.to_string()),
+    let names = calls.filter_map(|call| match call.operation {
+        Operation::Launch(launch) => Some(launch.instance.to_string()),
         _ => None,
     });
     names.collect()
 }
 
 #[test]
-fn sums_in_any_order_take_one_kernel_a_tile_where_there_is_one() {
+fn sums_in_any_order_use_the_fused_kernel_where_it_exists() {
     let call = |change: fn(&mut Call)| {
         let mut call = call_of(in_bfloat16(problem(2, 8)), Family::Ring, Pass::Backward, None);
         call.travels = Some(Travels::Keys);

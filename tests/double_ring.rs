@@ -1,4 +1,4 @@
-//! Rings of rings: what crosses slow links, when, and what is held meanwhile.
+//! Double rings: what crosses slow links, when, and what ranks hold meanwhile.
 
 mod common;
 
@@ -7,13 +7,13 @@ use burst_attention::schedule::{Due, Family, Transfer, ring, schedule};
 use burst_attention::{Layout, Pass, Window};
 use common::held::slot_rows;
 use common::needs::{made, needed, rows_sent};
-use common::{PASSES, SIDES, problem, problems, ways, windowed};
+use common::{PASSES, SIDES, passes_and_sides, problem, problems, windowed};
 
 #[test]
 fn a_double_ring_of_one_group_or_of_groups_of_one_is_the_ring() {
     let few = [Window::FULL, Window::CAUSAL, Window { left: Some(5), right: Some(2) }];
     for problem in windowed(1..=8, &[(1, 1), (4, 4), (6, 4)], &few) {
-        for (pass, travels) in ways() {
+        for (pass, travels) in passes_and_sides() {
             let single = ring(&problem, pass, travels);
             for inner in [1, problem.world_size] {
                 let double = made(&problem, Family::DoubleRing { inner }, pass, travels);
@@ -34,11 +34,11 @@ fn inner_rings_must_fit() {
     }
 }
 
-/// Which rows of a chunk are needed at each of some places onward from it; those at the first are
-/// of no interest.
+/// Which rows of a chunk are needed at each of some places onward from it. The first place is where
+/// the chunk begins, so its rows do not count.
 type Onward = Vec<Vec<bool>>;
 
-/// Row hops of all chunks on the better split of ways, from the definition alone.
+/// Counts the row hops of all chunks on the best split of directions, from the definition alone.
 fn hops(chunks: &[Onward]) -> usize {
     let length = chunks[0].len();
     let last = |chunk: &Onward, row: usize, places: &[usize]| {
@@ -55,7 +55,8 @@ fn hops(chunks: &[Onward]) -> usize {
     (0..length).map(split).min().unwrap_or(0)
 }
 
-/// For each owner, the rows needed at each rank so many groups and so many ranks onward.
+/// For each owner, and for each number of groups and of ranks onward, the rows that are needed
+/// there.
 fn onward(problem: &Problem, travels: Travels, inner: usize) -> Vec<Vec<Onward>> {
     let (world_size, outer) = (problem.world_size, problem.world_size / inner);
     let at = |owner: usize, groups: usize, ranks: usize| {
@@ -106,12 +107,13 @@ fn rows_sent_in_double_rings_equal_the_hops_on_both_kinds_of_links() {
     }
 }
 
-/// Where no chunk goes both ways, and nothing of it is needed early and not late.
+/// For masks where no chunk goes in both directions, and where ranks need no row early that they do
+/// not need late.
 #[test]
 fn sums_cross_slow_links_once_from_each_group_that_adds_to_them() {
     for problem in problems([4, 6, 8, 9, 12], &[1, 4, 8]) {
         for inner in (2..=problem.world_size).filter(|n| problem.world_size.is_multiple_of(*n)) {
-            for (pass, travels) in ways() {
+            for (pass, travels) in passes_and_sides() {
                 let of_groups = |owner: &Vec<Onward>| -> usize {
                     let others = owner[1..].iter().map(any_of);
                     others.flatten().filter(|needed| *needed).count()
@@ -132,7 +134,7 @@ fn sums_cross_slow_links_once_from_each_group_that_adds_to_them() {
 fn with_a_full_mask_each_rank_sends_one_chunk_less_than_groups_over_slow_links() {
     for (outer, inner) in (2..=5).flat_map(|outer| (2..=5).map(move |inner| (outer, inner))) {
         let problem = Problem { window: Window::FULL, ..problem(outer * inner, 2) };
-        for (pass, travels) in ways() {
+        for (pass, travels) in passes_and_sides() {
             for schedule in made(&problem, Family::DoubleRing { inner }, pass, travels) {
                 let crosses = |rank: usize, send: &Transfer| rank / inner != send.peer / inner;
                 let ranks = [schedule];
@@ -151,7 +153,7 @@ fn with_a_full_mask_each_rank_sends_one_chunk_less_than_groups_over_slow_links()
 fn slow_links_have_a_whole_turn_for_each_chunk() {
     let (outer, inner) = (4, 3);
     let problem = Problem { window: Window::FULL, ..problem(outer * inner, 2) };
-    for (pass, travels) in ways() {
+    for (pass, travels) in passes_and_sides() {
         for schedule in made(&problem, Family::DoubleRing { inner }, pass, travels) {
             for step in &schedule.steps {
                 for exchange in &step.exchanges {
@@ -183,18 +185,20 @@ fn double_rings_hold_two_chunks_of_each_ring_and_no_more() {
             Layout::ALL.into_iter().flat_map(|l| [Window::FULL, Window::CAUSAL].map(|w| (l, w)))
         {
             let problem = Problem { window, layout, ..problem(outer * inner, 4) };
-            for (pass, travels) in ways() {
+            for (pass, travels) in passes_and_sides() {
                 let schedules = made(&problem, Family::DoubleRing { inner }, pass, travels);
                 let held = schedules.iter().map(slot_rows);
                 let [inputs, sums] = held.fold([0, 0], |most, rows| {
                     [0, 1].map(|kind: usize| rows[kind].max(most[kind]))
                 });
-                // One at hand and one on its way; the last one has none behind it.
+                // A rank computes with one chunk while another is on its way. No chunk follows the
+                // last.
                 let [chunks, most] = [inputs.div_ceil(4), sums.div_ceil(4)];
                 let expected = (inner - 1).min(2) + (outer - 1).min(2);
                 let what = format!("{outer} × {inner} {pass:?} {travels:?} {layout} {window:?}");
                 assert!(chunks <= expected, "{what}: {chunks} chunks, not {expected}");
-                // Two in the inner ring, one that comes home, and if there is time one that leaves.
+                // There are two in the inner ring, one that comes home, and if there is time one
+                // that leaves.
                 let of_sums = match (outer, inner, outer * inner) {
                     _ if (pass, travels) == (Pass::Forward, Travels::Keys) => 0,
                     (_, _, 1) => 0,

@@ -1,4 +1,4 @@
-//! Schedules beside the single ring, proven without a device and without floating point.
+//! The schedules of all families, proven without a device and without floating point.
 
 mod common;
 
@@ -9,41 +9,36 @@ use burst_attention::schedule::{
 use burst_attention::{Layout, Window};
 use common::held::most_held;
 use common::needs::{families, made, needed, rows_sent};
+use common::proofs::{assert_all_proven, work};
 use common::spoilers::assert_spoilers_noticed;
-use common::{problem, problems, ways, windowed, windows};
+use common::{passes_and_sides, problem, problems, windowed, windows};
 
-fn assert_proven(problem: &Problem) {
-    for family in families(problem.world_size) {
-        for (pass, travels) in ways() {
-            if let Err(violation) = check(problem, &made(problem, family, pass, travels)) {
-                panic!("{family}, {pass:?}, {travels:?} travel, {problem:?}: {violation}");
-            }
-        }
+#[test]
+fn a_family_is_found_by_the_name_that_it_prints() {
+    for family in Family::ALL {
+        assert_eq!(Family::named(family.name(), 3), Ok(family.with_inner(3)));
+        assert!(family.to_string().starts_with(family.name()), "{family}");
+        let same = Family::ALL.iter().filter(|other| other.name() == family.name());
+        assert_eq!(same.count(), 1, "{family}");
     }
-}
-
-/// A thread for each core, each with its part of the problems.
-fn assert_all_proven(problems: &[Problem]) {
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    std::thread::scope(|scope| {
-        for part in problems.chunks(problems.len().div_ceil(threads)) {
-            scope.spawn(move || part.iter().for_each(assert_proven));
-        }
-    });
+    let error = Family::named("maypole", 3).expect_err("no family has this name").to_string();
+    assert!(Family::ALL.iter().all(|family| error.contains(family.name())), "{error}");
+    assert!(error.starts_with("schedule must be ring, double_ring, "), "{error}");
+    assert!(error.ends_with(", got \"maypole\""), "{error}");
 }
 
 #[test]
 fn every_allowed_pair_is_computed_exactly_once_and_returns_home() {
-    assert_all_proven(&problems(1..=16, &[1, 2, 4, 6]));
+    assert_all_proven(&problems(1..=16, &[1, 2, 4, 6]), families);
 }
 
 #[test]
-fn so_it_is_in_every_window_and_with_more_keys_or_queries() {
+fn schedules_are_right_in_every_window_and_with_more_keys_or_queries() {
     let tokens = [(1, 1), (4, 4), (6, 6), (4, 6), (8, 2), (1, 3)];
-    assert_all_proven(&windowed(2..=6, &tokens, &windows()));
+    assert_all_proven(&windowed(2..=6, &tokens, &windows()), families);
     let few = [(None, Some(3)), (Some(2), Some(0)), (Some(1), Some(1)), (Some(17), Some(9))];
     let few = few.map(|(left, right)| Window { left, right });
-    assert_all_proven(&windowed([8, 9, 12], &[(2, 2), (6, 4)], &few));
+    assert_all_proven(&windowed([8, 9, 12], &[(2, 2), (6, 4)], &few), families);
 }
 
 #[test]
@@ -51,14 +46,14 @@ fn every_family_s_spoiled_schedules_are_refused() {
     let few = [Window::CAUSAL, Window::FULL, Window { left: Some(9), right: Some(3) }];
     for problem in windowed([4, 5], &[(4, 4)], &few) {
         for family in families(problem.world_size) {
-            for (pass, travels) in ways() {
+            for (pass, travels) in passes_and_sides() {
                 assert_spoilers_noticed(&problem, &made(&problem, family, pass, travels));
             }
         }
     }
     for (layout, inner) in [(Layout::Contiguous, 3), (Layout::Zigzag, 2)] {
         let problem = Problem { layout, ..problem(6, 4) };
-        for (pass, travels) in ways() {
+        for (pass, travels) in passes_and_sides() {
             let double = made(&problem, Family::DoubleRing { inner }, pass, travels);
             assert_spoilers_noticed(&problem, &double);
         }
@@ -80,7 +75,7 @@ fn with_message(mut schedules: Vec<Schedule>, index: usize, due: Due) -> Vec<Sch
 }
 
 #[test]
-fn messages_that_nobody_needs_or_that_cross_each_other_are_refused() {
+fn messages_without_use_or_that_cross_each_other_are_refused() {
     let problem = Problem { window: Window::FULL, ..problem(4, 4) };
     let good = ring(&problem, Pass::Forward, Travels::Keys);
     let refused = |due| {
@@ -88,24 +83,13 @@ fn messages_that_nobody_needs_or_that_cross_each_other_are_refused() {
         check(&problem, &schedules).expect_err("refused").to_string()
     };
     let useless = refused(Due::Begin(3));
-    assert!(useless.ends_with("Keys[0..2] of rank 0 came and nobody needed it"), "{useless}");
+    assert!(
+        useless
+            .contains("Keys[0..2] of rank 0 came, but this rank neither uses it nor sends it on"),
+        "{useless}"
+    );
     let crossed = refused(Due::Fold(1));
-    assert!(crossed.contains("do not start in the order of their ends"), "{crossed}");
-}
-
-/// Pairs computed by each rank at each step.
-fn work(schedules: &[Schedule]) -> Vec<Vec<usize>> {
-    let last = schedules.iter().flat_map(|s| &s.steps).map(|step| step.index).max().unwrap_or(0);
-    let at = |index: usize| {
-        let rank = |schedule: &Schedule| -> usize {
-            let steps = schedule.steps.iter().filter(|step| step.index == index);
-            let tiles = steps.flat_map(|step| &step.tiles);
-            tiles.map(|tile| tile.band.pairs(&tile.queries.rows, &tile.keys.rows)).sum()
-        };
-        schedules.iter().map(rank).collect()
-    };
-    let steps: Vec<Vec<usize>> = (0..=last).map(at).collect();
-    steps.into_iter().filter(|ranks| ranks.iter().any(|pairs| *pairs > 0)).collect()
+    assert!(crossed.contains("do not start in the order of their deadlines"), "{crossed}");
 }
 
 #[test]
@@ -113,7 +97,7 @@ fn causal_work_is_equal_on_all_ranks_at_every_step_in_zigzag_layout() {
     for world_size in 1..=12 {
         let problem = Problem { layout: Layout::Zigzag, ..problem(world_size, 4) };
         for family in families(world_size) {
-            for (pass, travels) in ways() {
+            for (pass, travels) in passes_and_sides() {
                 for ranks in work(&made(&problem, family, pass, travels)) {
                     let alike = ranks.iter().all(|pairs| *pairs == ranks[0]);
                     assert!(alike, "{family} {world_size} {pass:?} {travels:?}: {ranks:?}");
@@ -127,21 +111,21 @@ fn causal_work_is_equal_on_all_ranks_at_every_step_in_zigzag_layout() {
 fn a_balanced_schedule_leaves_half_of_an_even_number_of_ranks_idle_at_its_last_step() {
     for (world_size, n) in (1..=17).flat_map(|world_size| [1, 4, 6].map(|n| (world_size, n))) {
         let problem = problem(world_size, n);
-        for (pass, travels) in ways() {
-            // With up to two ranks nobody is helped.
+        for (pass, travels) in passes_and_sides() {
+            // Of up to two ranks, none is helped.
             let steps = work(&made(&problem, Family::Balanced, pass, travels));
             let what = format!("{world_size} × {n} {pass:?} {travels:?}");
             assert_eq!(steps.len(), world_size / 2 + 1, "{what}");
             let idle = steps.iter().flatten().filter(|pairs| **pairs == 0).count();
             let slots = steps.len() * world_size;
-            // 1 / (P + 2) of all, or none.
+            // One of P + 2 slots is idle, or none.
             assert_eq!(
                 idle * (world_size + 2),
                 if world_size % 2 == 0 { slots } else { 0 },
                 "{what}"
             );
-            // In pairs, where the diagonal is half as much; exactly 1 / (P + 1) without its own
-            // diagonal, which the larger n the less matters.
+            // The waste in pairs. On the diagonal a rank computes half as many, so the share of
+            // the waste comes closer to 1 / (P + 1) with larger n.
             let time: usize = steps.iter().map(|ranks| ranks.iter().max().unwrap_or(&0)).sum();
             let pairs: usize = steps.iter().flatten().sum();
             let wasted = if world_size % 2 == 0 { world_size / 2 * n * n } else { 0 };
@@ -157,14 +141,14 @@ fn a_balanced_schedule_sends_what_its_distances_say() {
         (3..=13).flat_map(|world_size| [(4, 4), (2, 2)].map(|tokens| (world_size, tokens)))
     {
         let problem = Problem { kv_len, ..problem(world_size, q_len) };
-        for (pass, travels) in ways() {
+        for (pass, travels) in passes_and_sides() {
             let schedules = made(&problem, Family::Balanced, pass, travels);
             let chunks = |payload: Payload| {
                 let sends = schedules.iter().flat_map(Schedule::sends);
                 let rows = sends.filter(|send| send.chunk.payload == payload);
                 rows.map(|send| send.chunk.rows.len()).sum::<usize>() / q_len
             };
-            // Up to half the way round, those who have the side that stays, t of it at step t.
+            // Up to halfway round, all but t ranks compute at step t with the side that stays.
             let own: usize = (1..=world_size / 2).map(|t| world_size - t).sum();
             let helped: usize = (1..world_size.div_ceil(2)).sum();
             let (keys, queries) = match travels {
@@ -183,12 +167,12 @@ fn a_balanced_schedule_sends_what_its_distances_say() {
 }
 
 #[test]
-fn where_nobody_would_be_helped_balanced_is_the_ring() {
+fn where_no_rank_would_be_helped_balanced_is_the_ring() {
     let ahead = Window { left: None, right: Some(1) };
     let near = Window { left: Some(9), right: Some(0) };
     let far = Window { left: Some(19), right: Some(0) };
     let alike = |problem: &Problem| {
-        ways().all(|(pass, travels)| {
+        passes_and_sides().all(|(pass, travels)| {
             made(problem, Family::Balanced, pass, travels) == ring(problem, pass, travels)
         })
     };
@@ -211,11 +195,11 @@ fn is_input(transfer: &Transfer) -> bool {
 }
 
 #[test]
-fn all_gather_takes_each_row_from_its_owner_to_those_who_need_it() {
+fn all_gather_takes_each_row_from_its_owner_to_the_ranks_that_need_it() {
     let few = [(None, None), (None, Some(0)), (Some(3), Some(0)), (Some(9), Some(4))];
     let few = few.map(|(left, right)| Window { left, right });
     for problem in windowed(1..=8, &[(1, 1), (4, 4), (6, 4), (8, 8)], &few) {
-        for (pass, travels) in ways() {
+        for (pass, travels) in passes_and_sides() {
             let schedules = made(&problem, Family::AllGather, pass, travels);
             let pairs = (0..problem.world_size)
                 .flat_map(|owner| (0..problem.world_size).map(move |at| (owner, at)))
@@ -226,7 +210,7 @@ fn all_gather_takes_each_row_from_its_owner_to_those_who_need_it() {
             let sent = rows_sent(&schedules, |_, _| true);
             let what = format!("{pass:?} {travels:?} {problem:?}");
             assert_eq!(sent[0], rows, "{what}");
-            // Sums between two rows of a part are sent as well.
+            // Accumulators of rows between two rows of a row range are sent as well.
             assert!(!has_sums && sent[1] == 0 || has_sums && sent[1] >= rows, "{what}");
             for schedule in &schedules {
                 for send in schedule.sends() {
@@ -245,7 +229,7 @@ fn all_gather_takes_each_row_from_its_owner_to_those_who_need_it() {
 fn all_gather_and_balanced_hold_two_chunks_beyond_the_shard() {
     for family in [Family::AllGather, Family::Balanced] {
         for problem in problems(3..=9, &[4]) {
-            for (pass, travels) in ways() {
+            for (pass, travels) in passes_and_sides() {
                 let schedules = made(&problem, family, pass, travels);
                 let most = schedules.iter().map(|schedule| most_held(schedule, is_input)).max();
                 let what = format!("{family} {pass:?} {travels:?} {problem:?}");

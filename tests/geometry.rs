@@ -84,11 +84,12 @@ fn rectangles_cover_exactly_the_allowed_pairs_of_two_ranks() {
     let tokens = [(1, 1), (2, 2), (4, 4), (8, 8), (4, 6), (6, 4), (2, 8), (8, 2), (10, 14)];
     for problem in windowed([1, 2, 3, 5], &tokens, &windows()) {
         let Problem { layout, window, world_size, q_len, kv_len, .. } = problem;
+        let rectangles = rectangles(&problem);
         for (a, b) in (0..world_size).flat_map(|a| (0..world_size).map(move |b| (a, b))) {
             let query = |row| layout.position(a, row, world_size, q_len);
             let key = |row| layout.position(b, row, world_size, kv_len);
             let allowed = |i: usize, j: usize| window.allows(query(i), key(j));
-            let found = rectangles(&problem, a, b);
+            let found = &rectangles[a * world_size + b];
             for (i, j) in (0..q_len).flat_map(|i| (0..kv_len).map(move |j| (i, j))) {
                 let covered = found.iter().filter(|rectangle| {
                     rectangle.queries.contains(&i)
@@ -147,7 +148,7 @@ fn segments() -> Vec<Vec<i32>> {
     all
 }
 
-/// What a matrix of allowed pairs amounts to.
+/// The coverage of a matrix of allowed pairs.
 fn coverage_of(pairs: impl IntoIterator<Item = bool>) -> Coverage {
     let pairs: Vec<bool> = pairs.into_iter().collect();
     match pairs.iter().filter(|allowed| **allowed).count() {
@@ -158,7 +159,7 @@ fn coverage_of(pairs: impl IntoIterator<Item = bool>) -> Coverage {
 }
 
 #[test]
-fn segments_and_windows_together_are_never_taken_for_more_or_less_than_they_are() {
+fn the_coverage_of_segments_and_windows_together_is_true_or_partial() {
     let (segments, windows) = (segments(), windows());
     for (queries, keys) in segments.iter().flat_map(|a| segments.iter().map(move |b| (a, b))) {
         let pairs = || (0..queries.len()).flat_map(|i| (0..keys.len()).map(move |j| (i, j)));
@@ -166,7 +167,7 @@ fn segments_and_windows_together_are_never_taken_for_more_or_less_than_they_are(
         let spans = [queries, keys].map(|ids| Span::of(ids.iter().copied()));
         let by_segment = spans[0].coverage(spans[1]);
         assert_eq!(by_segment, spans[1].coverage(spans[0]));
-        // Keys that start up to three positions before or behind the queries.
+        // Keys start up to three positions before or after the queries.
         for (&window, ahead) in windows.iter().flat_map(|w| (0..7).map(move |ahead| (w, ahead))) {
             let piece = |start, len| Piece { rows: 0..len, start, stride: 1 };
             let (q_piece, k_piece) = (piece(3, queries.len()), piece(ahead, keys.len()));
@@ -191,7 +192,7 @@ fn segments_and_windows_together_are_never_taken_for_more_or_less_than_they_are(
 }
 
 #[test]
-fn problems_that_no_kernel_can_do_are_refused_with_the_reason() {
+fn problems_that_no_kernel_can_compute_are_refused_with_the_reason() {
     let refused = |problem: Problem| problem.validate().expect_err("invalid").to_string();
     let base = || problem(2, 4);
     assert_eq!(

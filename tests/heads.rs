@@ -1,4 +1,4 @@
-//! Rows for heads and back, on the clock, against what a pencil finds.
+//! Exchanges of rows for heads in the simulator, against calculations by hand.
 
 mod common;
 
@@ -6,8 +6,7 @@ use burst_attention::problem::{Dtype, Pass, Problem, Travels};
 use burst_attention::schedule::{Family, ring, total_bytes};
 use burst_attention::simulate::{Bytes, Kernels, Link, Machine, Method, Network, Report, predict};
 use burst_attention::{Layout, Window};
-
-const PASSES: [Pass; 2] = [Pass::Forward, Pass::Backward];
+use common::PASSES;
 
 /// Four query and two key/value heads, whose vectors have 8 elements of two bytes.
 fn problem(world_size: usize, n: usize) -> Problem {
@@ -32,8 +31,8 @@ fn run(problem: &Problem, inner: usize, pass: Pass, machine: &Machine) -> Report
     predict(problem, Method::Heads { inner }, pass, travels, machine, true).unwrap()
 }
 
-/// A row has 4·16 bytes of q, o or dout, 4·4 of lse and, as its two key/value heads are repeated once,
-/// 4·32 of k and v. Three quarters of them leave, over one port.
+/// A row has 4·16 bytes of q, o or dout, 4·4 of lse, and 4·32 of k and v, because its two key/value
+/// heads are repeated once. Three quarters of them leave, over one port.
 #[test]
 fn ulysses_takes_two_exchanges_and_the_work_between() {
     let problem = problem(4, 16);
@@ -56,7 +55,7 @@ fn ulysses_takes_two_exchanges_and_the_work_between() {
     }
 }
 
-/// On nodes of two, one of three messages stays in the node; the two others share a slow port.
+/// On nodes of two ranks, one of three messages stays in the node. The other two share a slow port.
 #[test]
 fn an_exchange_over_nodes_waits_for_its_slow_part() {
     let report = run(&problem(4, 16), 4, Pass::Forward, &machine(2));
@@ -65,7 +64,7 @@ fn an_exchange_over_nodes_waits_for_its_slow_part() {
     assert!(report.ranks.iter().all(|rank| rank.slow_hops == 4));
 }
 
-/// The causal work of the whole sequence is divided evenly, whatever the layout.
+/// Every rank has an equal part of the causal work, whatever the layout.
 #[test]
 fn causal_work_is_even_without_a_layout_s_help() {
     for layout in Layout::ALL {
@@ -95,7 +94,7 @@ fn hybrids_send_a_ring_of_longer_shards_between_nodes_and_heads_within() {
     }
 }
 
-/// Six key/value heads for four ranks are twelve: each has three then.
+/// For four ranks, six key/value heads are repeated to twelve, so each rank has three.
 #[test]
 fn keys_are_repeated_until_their_heads_can_be_divided() {
     let problem = Problem { heads: 12, kv_heads: 6, ..problem(4, 16) };

@@ -1,6 +1,5 @@
-//! The calls that reach the CUDA driver and NCCL, seen from the other side: libraries of the same
-//! names and symbols, which print what they are asked for, stand in their place in a process of
-//! its own.
+//! Tests of the calls that reach the CUDA driver and NCCL. In a separate process, fake libraries
+//! with the same names and symbols print each call.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,10 +11,10 @@ use burst_attention_kernels::instances::{Element, Instance, Kernel, Target};
 use burst_attention_kernels::launch::Launch;
 use burst_attention_kernels::record::Value;
 
-/// Set in the process that calls the libraries, to what it shall do.
+/// The variable that tells the separate process which calls to make.
 const PART: &str = "BURST_ATTENTION_TEST_PART";
 
-/// The folder with both libraries, compiled once.
+/// Returns the folder with both libraries, which are compiled once.
 fn libraries() -> PathBuf {
     static COMPILED: std::sync::Once = std::sync::Once::new();
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("libraries");
@@ -33,7 +32,8 @@ fn libraries() -> PathBuf {
     folder
 }
 
-/// What the libraries print, and what we do, where this test runs `part` with them in place.
+/// Runs `part` in a separate process with the fake libraries. Returns the lines that the libraries
+/// and this test print.
 fn printed(part: &str, fail: Option<&str>) -> Vec<String> {
     let mut command = Command::new(std::env::current_exe().expect("a test has a file"));
     command.args(["--exact", "calls", "--nocapture", "--test-threads=1"]);
@@ -51,7 +51,7 @@ fn printed(part: &str, fail: Option<&str>) -> Vec<String> {
 }
 
 fn launch() -> Launch {
-    let instance = Instance::plain(Kernel::Finish, Element::Bf16, 64, Target::Sm103);
+    let instance = Instance::plain(Kernel::Cast, Element::Bf16, 64, Target::Sm103);
     let pointers = [0x1000, 0x2000, 0x3000].map(Value::Pointer);
     let integers = [2, 3, 4, 8, 96, 96, 96].map(Value::I32);
     let values = [&pointers[..], &integers[..], &[Value::F32(1.0), Value::I32(-1)]].concat();
@@ -66,7 +66,7 @@ fn drive() -> burst_attention::Result<()> {
     println!("we have capability {:?}", driver.capability()?);
     let (stream, event) = (driver.create_stream()?, driver.create_event()?);
     println!("we have memory at {:#x}", driver.allocate(64)?);
-    let function = driver.load(b"an image\0", "finish_entry")?;
+    let function = driver.load(b"an image\0", "cast_entry")?;
     driver.launch(xla, function, &launch())?;
     let run = |address| Block::run(address, 48);
     driver.copy(stream, &Copy { from: run(0x10), to: run(0x20) })?;
@@ -86,7 +86,7 @@ fn communicate() -> burst_attention::Result<()> {
     let stream = Stream(0x57);
     for peer in [0, 1] {
         let group = Group { sends: vec![message(0x10, peer)], receives: vec![message(0x20, 0)] };
-        // SAFETY: the library looks at none of the memory.
+        // SAFETY: the fake library reads and writes no memory of messages.
         if let Err(error) = unsafe { comm.exchange(stream, Some(4), &group) } {
             println!("we fail: {error}");
         }
@@ -94,11 +94,11 @@ fn communicate() -> burst_attention::Result<()> {
     Ok(())
 }
 
-/// Only in the process of its own does this do anything.
+/// Makes the calls, in the separate process only.
 #[test]
 fn calls() {
     let Ok(part) = std::env::var(PART) else { return };
-    // The harness has begun a line.
+    // The test harness has begun a line.
     println!();
     let done = if part == "cuda" { drive() } else { communicate() };
     if let Err(error) = done {
@@ -107,20 +107,20 @@ fn calls() {
 }
 
 #[test]
-fn the_driver_gets_what_it_is_to_get() {
+fn the_driver_gets_the_right_calls() {
     let expected = [
         "we know CUDA 13.2",
         "cuStreamGetCtx 0x55",
         "cuCtxPushCurrent 0xc0",
         "we have capability (10, 3)",
-        // Non-blocking, and of the highest priority.
+        // Flag 1 is non-blocking, and -5 is the highest priority.
         "cuStreamCreateWithPriority flags 1 priority -5",
-        // Without timing.
+        // Flag 2 is without timing.
         "cuEventCreate flags 2",
         "cuMemAlloc 64",
         "we have memory at 0x7000",
         "cuModuleLoadData an image",
-        "cuModuleGetFunction 0x30 finish_entry",
+        "cuModuleGetFunction 0x30 cast_entry",
         "cuFuncLoad 0xf0",
         "cuLaunchKernel 0xf0 grid 24 1 1 block 1 1 1 shared 0 stream 0x55 extra (nil): 0x1000 \
          0x3000 2 1065353216",
@@ -135,10 +135,10 @@ fn the_driver_gets_what_it_is_to_get() {
 }
 
 #[test]
-fn what_the_driver_says_becomes_the_error_and_a_module_without_its_function_is_unloaded() {
+fn driver_errors_are_reported_and_a_module_without_its_function_is_unloaded() {
     let last = |fail| printed("cuda", Some(fail)).pop().expect("a line");
     let reason = "CUDA_ERROR_ILLEGAL_ADDRESS, an illegal memory access was encountered";
-    let launch = "finish_bf16_d64_sm_103, grid [24, 1, 1]";
+    let launch = "cast_bf16_d64_sm_103, grid [24, 1, 1]";
     let expected = format!("we fail: cuLaunchKernel failed: {launch}: {reason}");
     assert_eq!(last("cuLaunchKernel"), expected);
     assert_eq!(last("cuMemAlloc_v2"), format!("we fail: cuMemAlloc_v2 failed: 64 bytes: {reason}"));
@@ -147,7 +147,7 @@ fn what_the_driver_says_becomes_the_error_and_a_module_without_its_function_is_u
 }
 
 #[test]
-fn nccl_gets_what_it_is_to_get() {
+fn nccl_gets_the_right_calls() {
     let expected = [
         "we know NCCL 2.30.7",
         "we are rank 1 of 2",

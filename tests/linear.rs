@@ -1,4 +1,4 @@
-//! Linear attention on the host: the numbers of the recurrence, token by token in float64.
+//! Linear attention on the host agrees with the recurrence, token by token in float64.
 
 mod common;
 
@@ -9,14 +9,14 @@ use burst_attention::host::linear::{ForwardIo, Scan, forward, scan};
 use common::data::Array;
 use common::recurrence::{CASE, Case, Data, Logs, NAMES, pool, recurrence, state};
 
-/// Relative errors of float32 results, by norm.
+/// Largest relative errors in the norm of float32 results: of outputs, and of gradients.
 const VALUES: f64 = 2e-6;
 const GRADIENTS: f64 = 1e-5;
-/// Half the distance of neighbours near 1, what rounding a result once may cost.
+/// Half the distance of neighbouring 16-bit numbers near 1: the largest error of one rounding.
 const BF16: f64 = 1.0 / 256.0;
 const F16: f64 = 1.0 / 2048.0;
 
-/// ‖got − want‖ / ‖want‖; infinite where one is not finite or only one is zero.
+/// Returns ‖got − want‖ / ‖want‖, or infinity where that is not finite.
 fn error(got: &[f64], want: &[f64]) -> f64 {
     let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
     let size = norm(&mut want.iter().copied());
@@ -75,7 +75,7 @@ fn results_of_16_bits_are_rounded_once() {
     check([Dtype::Bf16, Dtype::F16].map(|dtype| Case { dtype, logs: Logs::Of(0.95), ..CASE }));
 }
 
-/// Where tokens decay by e^−50, what decays have for a gradient is that small, too.
+/// Where tokens decay by e^−50, the gradients of decays are as small.
 #[test]
 fn strong_decays_keep_their_digits() {
     check([
@@ -119,8 +119,8 @@ fn values_that_are_not_finite_stay_with_later_tokens() {
     }
 }
 
-/// Asserts that tokens outside of `spoilt`, where those of a head may be found from its resets, have
-/// the same results to the bit, and that some of the others are not finite.
+/// Asserts that spoilt tokens have results that are not finite, and that all other tokens have the
+/// same bits as in `clean`. `spoilt` takes the resets of a head and a token.
 fn assert_apart(clean: &Data, data: &Data, spoilt: impl Fn(&[usize], usize) -> bool, what: &str) {
     let Case { tokens, heads: [heads, _], .. } = clean.case;
     let logs = clean.logs.values();
@@ -194,8 +194,8 @@ fn two_calls_are_one() {
     }
 }
 
-/// Cut between chunks, two calls compute what one does, bit by bit, also where not all states of
-/// the one fit into its scratch.
+/// Two calls that meet between chunks compute the bits of one call, even if the scratch of the one
+/// call cannot hold all states.
 #[test]
 fn states_that_do_not_all_fit_change_no_bits() {
     let tokens = 40 * 64;
@@ -210,8 +210,8 @@ fn states_that_do_not_all_fit_change_no_bits() {
     }
 }
 
-/// Large results whose rows are whole lines of the cache are written past it. Those of halves are
-/// too small for that.
+/// Large results whose rows are whole cache lines bypass the cache; the results of halves are too
+/// small to do so.
 #[test]
 #[ignore = "takes long: make test-full"]
 fn large_results_have_the_same_bits() {
@@ -236,7 +236,7 @@ fn large_results_have_the_same_bits() {
         for (row, head) in (0..tokens).flat_map(|row| (0..heads[0]).map(move |head| (row, head))) {
             let [got, expected] = [&o, &halves].map(|array| {
                 let at = array.row(0, row, head).cast::<[u32; 64]>();
-                // SAFETY: a row has 64 floats, and the arrays live.
+                // SAFETY: a row has 64 floats, which `o` or `data` owns until the test ends.
                 unsafe { at.read_unaligned() }
             });
             assert!(got == expected, "{isa}: row {row} of head {head} differs");
@@ -258,7 +258,7 @@ fn results_repeat_on_any_number_of_threads() {
     }
 }
 
-/// The state of tokens alone, and from the last to the first the gradient of the state before.
+/// A scan gives the state after tokens alone, and backward the gradient of the state before them.
 #[test]
 fn a_scan_gives_the_states_of_both_passes() {
     for logs in [Logs::Random, Logs::Of(0.98), Logs::Sometimes(70, f32::NEG_INFINITY)] {

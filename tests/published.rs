@@ -1,9 +1,9 @@
-//! The simulator against figures that others derived or measured.
+//! The simulator against published formulas and measurements.
 
 mod common;
 
 use burst_attention::problem::{Dtype, Pass, Problem, Travels};
-use burst_attention::schedule::{Family, Schedule, choose_travels, ring, schedule};
+use burst_attention::schedule::{Family, Schedule, ring, schedule};
 use burst_attention::simulate::{
     Activity, Kernels, Link, Machine, Network, Report, named, simulate,
 };
@@ -12,7 +12,7 @@ use burst_attention::{Layout, Window};
 const GB: f64 = 1e9;
 const TFLOPS: f64 = 1e12;
 
-/// `n` tokens on each rank, heads of 128 elements in bfloat16.
+/// A problem with `n` tokens on each rank and heads of 128 elements in bfloat16.
 fn problem(world_size: usize, n: usize, heads: usize, kv_heads: usize) -> Problem {
     let (batch, head_dim, value_dim, dtype) = (1, 128, 128, Dtype::Bf16);
     let base = Problem { heads, kv_heads, head_dim, value_dim, ..common::problem(world_size, n) };
@@ -23,7 +23,7 @@ fn causal(problem: Problem) -> Problem {
     Problem { window: Window::CAUSAL, layout: Layout::Zigzag, ..problem }
 }
 
-/// Kernels as formulas have them: one rate, one kernel for all gradients.
+/// A machine as formulas assume it: one rate, and one kernel for all gradients.
 fn machine(rate: f64, bandwidth: f64, sum_bytes: usize) -> Machine {
     let link = Link { latency: 0.0, bandwidth };
     let (forward, backward) = (rate, rate);
@@ -42,8 +42,8 @@ fn assert_near(what: &str, found: f64, expected: f64) {
     assert!((found / expected - 1.0).abs() < 0.1, "{what}: {found}, expected {expected}");
 }
 
-/// Does a rank wait for messages while there is anything to compute? The last hop home of sums has
-/// nothing to hide behind.
+/// Whether a rank waits for messages before the last step. After it nothing hides the last hop home
+/// of accumulators.
 fn waits(problem: &Problem, pass: Pass, travels: Travels, machine: &Machine) -> bool {
     let report = run(problem, pass, travels, machine);
     let last = problem.world_size - 1;
@@ -55,7 +55,7 @@ fn waits(problem: &Problem, pass: Pass, travels: Travels, machine: &Machine) -> 
     seconds > 1e-9 * report.seconds
 }
 
-/// The fewest tokens on a rank, in eights, with which messages are hidden.
+/// The fewest tokens on a rank, a multiple of 8, with which compute hides messages.
 fn threshold(
     problem: impl Fn(usize) -> Problem,
     pass: Pass,
@@ -71,8 +71,9 @@ fn threshold(
     8.0 * yes as f64
 }
 
-/// How much more a causal mask wants: twice as many tokens for half of the work. In the backward pass
-/// half a chunk's sums come home while all of another's pass through, which the formula leaves out.
+/// How many times the tokens a causal mask needs: twice as many, for half of the work. In the
+/// backward pass half of a chunk's accumulators also come home while all of another chunk's pass
+/// through, which the formula leaves out.
 fn coming_home(pass: Pass, travels: Travels, sum_bytes: usize) -> f64 {
     let sums = sum_bytes as f64;
     let (input, sums) = match (pass, travels) {
@@ -83,9 +84,9 @@ fn coming_home(pass: Pass, travels: Travels, sum_bytes: usize) -> f64 {
     2.0 * (input + 1.5 * sums) / (input + sums)
 }
 
-/// Tokens on a rank with 32 query heads and 550 TFLOP/s, with a full mask: n ≥ bytes of a row times
-/// the rate, by FLOPs of a pair and by bandwidth. The columns are a link of 450 GB/s with 32 and with
-/// 8 key/value heads, then one of 50 GB/s.
+/// The table has tokens on a rank with 32 query heads and 550 TFLOP/s, with a full mask: n ≥ bytes
+/// of a row times the rate, divided by FLOPs of a pair and by bandwidth. The columns are a link of
+/// 450 GB/s with 32 and with 8 key/value heads, then a link of 50 GB/s.
 #[test]
 fn messages_are_hidden_from_as_many_tokens_as_the_formula_says() {
     let table = [
@@ -110,9 +111,10 @@ fn messages_are_hidden_from_as_many_tokens_as_the_formula_says() {
     }
 }
 
-/// Where each gradient has a kernel of its own, only that of the side at home runs while sums
-/// arrive: 3/7 of the products where keys travel, 4/7 where queries do. dk and dv are 2/3 of what
-/// travels with keys, so they need 14/9 of the tokens; dq is half, and needs no more.
+/// Where each gradient has a kernel of its own, only the kernel of the side at home runs while
+/// accumulators arrive: 3/7 of the products if keys travel, 4/7 if queries travel. dk and dv are
+/// 2/3 of the bytes that travel with keys, so they need 14/9 of the tokens. dq is half of the
+/// bytes, and needs no more tokens.
 #[test]
 fn sums_of_keys_are_hidden_later_by_kernels_of_their_own() {
     let whole = machine(550.0 * TFLOPS, 450.0 * GB, 4);
@@ -127,7 +129,7 @@ fn sums_of_keys_are_hidden_later_by_kernels_of_their_own() {
     assert!((ratio(Travels::Queries) - 1.0).abs() < 0.02, "{}", ratio(Travels::Queries));
 }
 
-/// 8,192 tokens on each of 16 GPUs in two nodes, zigzag and causal, 32 query heads, 8 of keys.
+/// 8,192 tokens on each of 16 GPUs in two nodes, zigzag and causal, 32 query and 8 key/value heads.
 #[test]
 fn between_nodes_grouped_keys_hide_in_both_passes_and_queries_do_not() {
     let problem = causal(problem(16, 8192, 32, 8));
@@ -137,8 +139,8 @@ fn between_nodes_grouped_keys_hide_in_both_passes_and_queries_do_not() {
     assert!(!waits(&problem, Pass::Forward, Travels::Keys, &machine));
     assert!(!waits(&problem, Pass::Backward, Travels::Keys, &machine));
     assert!(waits(&problem, Pass::Backward, Travels::Queries, &machine));
-    let chosen = choose_travels(&problem, Family::Ring, Pass::Backward);
-    assert_eq!(chosen.expect("a ring"), Travels::Keys);
+    let chosen = schedule(&problem, Family::Ring, Pass::Backward, None).expect("a ring");
+    assert_eq!(chosen[0].travels, Travels::Keys);
 }
 
 #[test]
@@ -150,14 +152,14 @@ fn a_flat_ring_goes_at_the_pace_of_its_slow_hop() {
     assert_near("forward", found, 11.0e3);
 }
 
-/// Elements that a rank sends, by batch · tokens of a rank · head_dim.
+/// Elements that a rank sends, divided by batch · tokens of a rank · head_dim.
 fn elements(heads: usize, kv_heads: usize, pass: Pass, travels: Travels, sum_bytes: usize) -> f64 {
     let problem = problem(16, 64, heads, kv_heads);
     let sent = run(&problem, pass, travels, &machine(1.0, 1.0, sum_bytes)).sent();
     sent.within as f64 / (16 * 64 * 128 * 2) as f64
 }
 
-/// On P = 16 ranks, what travels in 16 bits with the sums, as those who published it have it.
+/// On P = 16 ranks, everything travels in 16 bits, accumulators too, as in the publications.
 #[test]
 fn volumes_are_those_published() {
     let p = 16.0;
@@ -168,7 +170,7 @@ fn volumes_are_those_published() {
         assert_near("forward", sent(Pass::Forward, keys), 2.0 * hkv * (p - 1.0));
         let expected = 2.0 * hkv * (p - 1.0) + 2.0 * hkv * p;
         assert_near("keys", sent(Pass::Backward, keys), expected);
-        // lse and delta have two bytes more than an element.
+        // lse and delta each have two bytes more than an element.
         let expected = hq * (2.0 * (p - 1.0) + p) + 2.0 * 2.0 * hq * (p - 1.0) / 128.0;
         assert_near("queries", sent(Pass::Backward, Travels::Queries), expected);
     }
@@ -185,8 +187,8 @@ fn queries_send_a_quarter_less_than_keys_and_a_third_less_with_float32_sums() {
     assert!((saved(4) - 0.328).abs() < 5e-4, "{}", saved(4));
 }
 
-/// Tiles that take one unit each, the diagonal's too, as LightSeq counts them: a causal ring of
-/// contiguous shards leaves P·(P − 1) / 2 of P² slots empty.
+/// Every tile takes one unit of time, also on the diagonal, as LightSeq counts. Then a causal ring
+/// of contiguous shards leaves P·(P − 1) / 2 of P² slots empty.
 #[test]
 fn almost_half_of_an_unbalanced_causal_ring_is_idle() {
     let mut machine = machine(f64::INFINITY, f64::INFINITY, 4);
@@ -201,8 +203,8 @@ fn almost_half_of_an_unbalanced_causal_ring_is_idle() {
     }
 }
 
-/// Where idle ranks compute for others: an even number of ranks has one step in which half of them
-/// find nothing to do, that is 1 of P + 1 times half a chunk's square; an odd one has none.
+/// Where idle ranks help busy ranks, an even number of ranks has one step in which half of them
+/// have nothing to do: 1 of P + 1 times half a chunk's square. An odd number has no such step.
 #[test]
 fn balanced_schedules_are_idle_for_one_part_in_one_more_than_ranks() {
     let machine = machine(1.0, f64::INFINITY, 4);
@@ -216,8 +218,8 @@ fn balanced_schedules_are_idle_for_one_part_in_one_more_than_ranks() {
     }
 }
 
-/// Each rank's chunk crosses slow links once for each other node, where a flat ring has one hop of
-/// all in which somebody waits for them.
+/// Each rank's chunk crosses slow links once for each other node. In a flat ring one rank of each
+/// node sends every hop over a slow link.
 #[test]
 fn double_rings_cross_slow_links_once_for_each_other_node() {
     let problem = problem(32, 64, 8, 8);
@@ -231,11 +233,11 @@ fn double_rings_cross_slow_links_once_for_each_other_node() {
     assert_eq!(hops(Family::Ring), 31);
 }
 
-/// A system: the schedules that it has for each pass.
+/// The name of a system, and its schedules for each pass.
 type System = (&'static str, fn(&Problem, Pass) -> Vec<Schedule>);
 
-/// Zigzag rings of 32 GPUs with 40 heads: double rings of nodes in which queries travel back, or
-/// keys, and a single one.
+/// Systems with zigzag rings: double rings of nodes with queries or keys that travel in the
+/// backward pass, and a single ring.
 const SYSTEMS: [System; 3] = [
     ("Burst", |problem, pass| match pass {
         Pass::Forward => nodes(problem, pass, Travels::Keys),
@@ -249,7 +251,8 @@ fn nodes(problem: &Problem, pass: Pass, travels: Travels) -> Vec<Schedule> {
     schedule(problem, Family::DoubleRing { inner: 8 }, pass, travels).expect("nodes of eight")
 }
 
-/// TFLOP/s of each GPU, forward and backward, on nodes of eight A100s with a port of 200 Gb/s each.
+/// TFLOP/s of each of 32 GPUs, both passes together, with 40 heads on nodes of eight A100s that
+/// have a port of 200 Gb/s each.
 fn rates(tokens: usize) -> Vec<f64> {
     let problem = causal(problem(32, tokens / 32, 40, 40));
     let mut machine = machine(190.0 * TFLOPS, 300.0 * GB, 2);
@@ -265,9 +268,9 @@ fn rates(tokens: usize) -> Vec<f64> {
     SYSTEMS.iter().map(rate).collect()
 }
 
-/// BurstEngine measured 129, 163, 179 and 188 at these lengths, always before the double ring with
-/// keys; Megatron-CP ran at the first two only, with 53 and 105. Once all messages hide, a single ring
-/// is as fast as two.
+/// BurstEngine measured 129, 163, 179 and 188 at these lengths, always ahead of the double ring
+/// with keys. Megatron-CP ran at the first two lengths only, with 53 and 105. Once compute hides
+/// all messages, a single ring is as fast as a double ring.
 #[test]
 fn systems_come_in_the_order_that_was_measured() {
     for tokens in [128 << 10, 256 << 10, 512 << 10, 1 << 20] {
@@ -287,6 +290,6 @@ fn nvlink_hides_all_but_the_last_hop_home() {
     assert_eq!(report.exposed(), 0.0);
     let backward = run(&problem, Pass::Backward, Travels::Keys, &nvlink.machine);
     assert!(backward.exposed() < 0.02 * backward.seconds, "{}", backward.exposed());
-    // A rank may have a launch more than others.
+    // A rank may have one launch more than the other ranks.
     assert!(report.idle_share() < 0.002 && backward.idle_share() < 0.02);
 }

@@ -1,11 +1,11 @@
-//! The engine over real transports: the same numbers however chunks travel, and the right ones.
+//! The engine over real transports: right results, which do not depend on how chunks travel.
 
 mod common;
 
 use std::sync::Arc;
 
 use burst_attention::host::isa::Isa;
-use burst_attention::host::ring::{Executor, RingBuffers, run};
+use burst_attention::host::ring::{Executor, run};
 use burst_attention::host::transport::{HostTransport, Mailboxes};
 use burst_attention::problem::{Dtype, Features, Pass, Problem, Travels};
 use burst_attention::schedule::{Family, Schedule, Step, ring, total_bytes};
@@ -13,9 +13,7 @@ use burst_attention::{Error, Layout, Window};
 use common::adversary::{Adversary, Network};
 use common::data::{Array, Shard, relative_error};
 use common::needs::{families, made};
-use common::runs::{
-    assert_right, assert_same_bits, forward_buffers, run_both, run_family_both, walk_all,
-};
+use common::runs::{assert_right, assert_same_bits, run_both, run_family_both, walk_all};
 use common::{SIDES, problem, problems, reference, windowed};
 
 #[test]
@@ -30,7 +28,7 @@ fn every_layout_and_side_agrees_with_the_dense_reference() {
 }
 
 #[test]
-fn so_it_does_with_a_soft_cap() {
+fn a_soft_cap_agrees_with_the_dense_reference() {
     let caps = [0.3, 1.0, 5.0, 40.0].into_iter().cycle();
     for (problem, cap) in problems([1, 3, 4], &[6, 18]).into_iter().zip(caps) {
         let features = Features { soft_cap: Some(cap), ..Features::default() };
@@ -43,7 +41,7 @@ fn so_it_does_with_a_soft_cap() {
     }
 }
 
-/// Windows that end at home, at neighbours and far away, to one side and to both.
+/// Windows that end at home, at neighbours and far away, on one side and on both.
 fn windows() -> [Window; 6] {
     let window = |left, right| Window { left, right };
     [
@@ -57,7 +55,7 @@ fn windows() -> [Window; 6] {
 }
 
 #[test]
-fn so_it_does_in_windows_and_with_more_keys_or_queries() {
+fn windows_and_more_keys_or_queries_agree_with_the_dense_reference() {
     let mut problems = windowed([1, 2, 3, 4], &[(6, 6), (14, 14)], &windows());
     let unlike = [Window::FULL, Window::CAUSAL, windows()[1]];
     problems.extend(windowed([1, 2, 4], &[(4, 6), (8, 2), (2, 10)], &unlike));
@@ -72,7 +70,7 @@ fn so_it_does_in_windows_and_with_more_keys_or_queries() {
     }
 }
 
-/// Every feature alone and all pairs.
+/// Every feature alone, all pairs of features, and all features together.
 fn features() -> Vec<Features> {
     let none = Features::default();
     let alone = [
@@ -93,7 +91,7 @@ fn features() -> Vec<Features> {
 }
 
 #[test]
-fn so_it_does_with_every_feature_and_pair_of_features() {
+fn every_feature_and_pair_of_features_agrees_with_the_dense_reference() {
     for (seed, features) in features().into_iter().enumerate() {
         for problem in problems([1, 3, 4], &[6, 14]) {
             let problem = Problem { features, value_dim: 24, ..problem };
@@ -150,7 +148,7 @@ fn a_hostile_network_changes_no_bit() {
     let features = features().into_iter().cycle();
     let problems = problems([1, 2, 3, 5, 8], &[1, 2, 7, 18]).into_iter().zip(features);
     for (seed, (problem, features)) in problems.enumerate() {
-        // Plain ones too.
+        // Every second problem has no features.
         let problem = if seed % 2 == 0 { problem } else { Problem { features, ..problem } };
         let window = windows()[seed % 6];
         let problem = if seed % 3 == 0 { Problem { window, ..problem } } else { problem };
@@ -170,21 +168,21 @@ fn a_hostile_network_changes_no_bit() {
     }
 }
 
-/// Whose schedules are run: some with groups, and all that so many ranks can have.
-fn grouped() -> Vec<(usize, Family)> {
-    let double = [(8, 4), (8, 2), (6, 3)];
-    let double = double.map(|(world_size, inner)| (world_size, Family::DoubleRing { inner }));
-    let others = [2, 3, 4, 6, 8].into_iter();
-    let others = others.flat_map(|n| [(n, Family::Balanced), (n, Family::AllGather)]);
-    double.into_iter().chain(others).collect()
+/// Families with the number of ranks that run their schedules.
+fn sized_families() -> Vec<(usize, Family)> {
+    let with_inner = [(8, 4), (8, 2), (6, 3)];
+    let sizes = |family: Family| match family.inner() {
+        Some(_) => with_inner.map(|(world, inner)| (world, family.with_inner(inner))).to_vec(),
+        None => [2, 3, 4, 6, 8].map(|world_size| (world_size, family)).to_vec(),
+    };
+    let all = Family::ALL.into_iter().flat_map(sizes);
+    all.filter(|(world_size, family)| family.validate(*world_size).is_ok()).collect()
 }
 
-/// How many chunks a family's schedules may hold of each side, beyond the shard.
+/// How many chunks of each side the schedules of a family may hold, beyond the shard.
 fn most_chunks(family: Family, world_size: usize) -> usize {
-    match family {
-        Family::DoubleRing { inner } => (inner - 1).min(2) + (world_size / inner - 1).min(2),
-        Family::Ring | Family::Balanced | Family::AllGather => 2,
-    }
+    let rings = family.inner().map(|inner| [inner, world_size / inner]);
+    rings.map_or(2, |lengths| lengths.map(|length| (length - 1).min(2)).into_iter().sum())
 }
 
 #[test]
@@ -199,7 +197,7 @@ fn every_family_agrees_with_the_dense_reference_over_a_hostile_network() {
         (window(Some(7), Some(3)), segments),
         (Window::CAUSAL, segments),
     ];
-    for (seed, (world_size, family)) in grouped().into_iter().enumerate() {
+    for (seed, (world_size, family)) in sized_families().into_iter().enumerate() {
         for (layout, (window, features)) in
             Layout::ALL.into_iter().flat_map(|l| masks.map(|m| (l, m)))
         {
@@ -229,7 +227,7 @@ fn every_family_agrees_with_the_dense_reference_over_a_hostile_network() {
 }
 
 #[test]
-fn so_it_does_with_more_keys_or_queries() {
+fn every_family_agrees_with_the_dense_reference_with_more_keys_or_queries() {
     let unlike = [(4, 6), (8, 2)];
     for (seed, problem) in
         windowed([4, 6], &unlike, &[Window::CAUSAL, windows()[1]]).into_iter().enumerate()
@@ -275,7 +273,7 @@ fn twenty_runs_give_the_same_bits() {
 
 #[test]
 fn the_error_does_not_grow_with_the_ring() {
-    // Group size 1 and enough keys that accumulation matters; the same global problem.
+    // The same global problem on 1 and 8 ranks, with enough keys that accumulation matters.
     let error = |world_size: usize| {
         let base = problem(world_size, 512 / world_size);
         let problem = Problem { heads: 2, kv_heads: 2, batch: 1, ..base };
@@ -298,7 +296,7 @@ fn the_error_does_not_grow_with_the_ring() {
 
 type Spoiler = fn(&mut Vec<Schedule>);
 
-/// A spoiled set of schedules either stops with an error or gives a wrong result; it may not pass.
+/// A spoiled set of schedules must stop with an error or give a wrong result.
 #[test]
 fn spoiled_schedules_do_not_give_right_results() {
     let spoilers: [(&str, Spoiler); 3] = [
@@ -330,7 +328,7 @@ fn spoiled_schedules_do_not_give_right_results() {
         let wrong = (2..5).any(|output| {
             let got: Vec<f64> =
                 shards.iter().flat_map(|shard| shard.outputs()[output].1.values()).collect();
-            // NaN compares false, and so counts as wrong.
+            // NaN compares false, so it counts as wrong.
             let fine = relative_error(&got, &truth[output].concat()) <= 1.5e-6;
             !fine
         });
@@ -349,17 +347,17 @@ fn a_swapped_peer_is_noticed() {
     schedules[1].steps.iter_mut().for_each(swap);
     let shards = Shard::random(&problem, 6);
     let mailboxes = Arc::new(Mailboxes::default());
-    // A rank that waits in vain is released by the ring's end, as the executor's watchdog does.
+    // Like the executor's watchdog, this thread releases a rank that waits in vain.
     let watchdog = mailboxes.clone();
     let (ended, end) = std::sync::mpsc::channel::<()>();
     let guard = std::thread::spawn(move || {
         if end.recv_timeout(std::time::Duration::from_millis(500)).is_err() {
-            watchdog.break_ring(0, "nobody came".into());
+            watchdog.break_ring(0, "no message came".into());
         }
     });
     let transport = |rank| HostTransport::new(rank, 3, mailboxes.clone());
     let ran = walk_all((&problem, &schedules), &executor, &shards, transport);
-    // The ring may be over already; then nobody listens any more.
+    // The thread no longer listens if it has broken the ring.
     let _ = ended.send(());
     guard.join().expect("no panic");
     let truth = reference::dense(&problem, &shards);
@@ -369,11 +367,11 @@ fn a_swapped_peer_is_noticed() {
 }
 
 #[test]
-fn a_buffer_of_the_wrong_shape_is_refused() {
+fn an_array_of_the_wrong_shape_is_refused() {
     let problem = problem(2, 4);
     let shards = Shard::random(&Problem { head_dim: 24, ..problem.clone() }, 7);
-    let buffers = RingBuffers::Forward(shards.iter().map(forward_buffers).collect());
-    let error = run(&problem, None, buffers).expect_err("head_dim 24 is not 16");
-    assert_eq!(error.to_string(), "q must be [2, 4, 4, 16], got [2, 4, 4, 24]");
-    assert!(matches!(error, Error::InvalidProblem { name: "q", .. }));
+    let buffers = shards.iter().map(|shard| shard.views(Pass::Forward)).collect();
+    let error = run(&problem, Family::Ring, None, buffers).expect_err("head_dim 24 is not 16");
+    assert_eq!(error.to_string(), "query must be [2, 4, 4, 16], got [2, 4, 4, 24]");
+    assert!(matches!(error, Error::InvalidProblem { name: "query", .. }));
 }

@@ -4,38 +4,21 @@ mod common;
 
 use burst_attention::problem::{Dtype, Pass, Problem, Travels};
 use burst_attention::schedule::{
-    Family, Payload, QUERY_GRAIN, Schedule, Transfer, cheapest, check, choose_travels, ring,
-    total_bytes,
+    Family, Payload, QUERY_GRAIN, Schedule, Transfer, ring, schedule, total_bytes,
 };
 use burst_attention::{Layout, Window};
 use common::needs::{families, made, needed, rows_sent};
+use common::proofs::{assert_all_proven, work};
 use common::spoilers::assert_spoilers_noticed;
-use common::{PASSES, SIDES, problem, problems, ways, windowed, windows};
+use common::{PASSES, SIDES, passes_and_sides, problem, problems, windowed, windows};
 
 #[test]
 fn every_allowed_pair_is_computed_exactly_once_and_returns_home() {
-    for problem in problems(1..=16, &[1, 2, 3, 4, 6]) {
-        for pass in PASSES {
-            for travels in SIDES {
-                let schedules = ring(&problem, pass, travels);
-                if let Err(violation) = check(&problem, &schedules) {
-                    panic!("{pass:?}, {travels:?} travel, {problem:?}: {violation}");
-                }
-            }
-        }
-    }
-}
-
-fn assert_proven(problem: &Problem) {
-    for (pass, travels) in ways() {
-        if let Err(violation) = check(problem, &ring(problem, pass, travels)) {
-            panic!("{pass:?}, {travels:?} travel, {problem:?}: {violation}");
-        }
-    }
+    assert_all_proven(&problems(1..=16, &[1, 2, 3, 4, 6]), |_| vec![Family::Ring]);
 }
 
 #[test]
-fn so_it_is_in_every_window_and_with_more_keys_or_queries() {
+fn schedules_are_right_in_every_window_and_with_more_keys_or_queries() {
     let alike = [(1, 1), (2, 2), (3, 3), (4, 4), (6, 6)];
     let unlike = [(4, 6), (6, 4), (2, 8), (8, 2), (1, 3), (3, 1)];
     let mut problems = windowed(1..=8, &[alike.as_slice(), &unlike].concat(), &windows());
@@ -43,16 +26,10 @@ fn so_it_is_in_every_window_and_with_more_keys_or_queries() {
     let few = [(None, Some(3)), (Some(2), Some(0)), (Some(1), Some(1)), (Some(70), Some(9))];
     let few = few.map(|(left, right)| Window { left, right });
     problems.extend(windowed([11, 16], &[(2, 2), (6, 6), (4, 6), (8, 2)], &few));
-    // A thread for each core, each with its part of the problems.
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    std::thread::scope(|scope| {
-        for part in problems.chunks(problems.len().div_ceil(threads)) {
-            scope.spawn(move || part.iter().for_each(assert_proven));
-        }
-    });
+    assert_all_proven(&problems, |_| vec![Family::Ring]);
 }
 
-/// Row hops of (chunks, followers) by counting, from the definition of the mask alone.
+/// Counts the row hops of chunks and of their accumulators, from the definition of the mask alone.
 fn row_hops(problem: &Problem, travels: Travels, down: bool) -> (usize, usize) {
     let Problem { world_size, q_len: n, window, .. } = *problem;
     let position = |rank, row| problem.layout.position(rank, row, world_size, n);
@@ -64,17 +41,17 @@ fn row_hops(problem: &Problem, travels: Travels, down: bool) -> (usize, usize) {
             })
         })
     };
-    let (mut chunk, mut follower) = (0, 0);
+    let (mut chunk, mut accumulator) = (0, 0);
     for owner in 0..world_size {
         for piece in problem.layout.pieces(owner, world_size, n) {
             let at = |hop: usize| (owner + if down { world_size - hop } else { hop }) % world_size;
             let needing: Vec<usize> =
                 (1..world_size).filter(|&hop| meets(owner, &piece.rows, at(hop))).collect();
             chunk += piece.rows.len() * needing.last().unwrap_or(&0);
-            follower += piece.rows.len() * needing.len();
+            accumulator += piece.rows.len() * needing.len();
         }
     }
-    (chunk, follower)
+    (chunk, accumulator)
 }
 
 #[test]
@@ -83,7 +60,7 @@ fn bytes_sent_equal_the_hops_to_the_last_rank_that_needs_a_chunk() {
         for travels in SIDES {
             let (up, down) =
                 (row_hops(&problem, travels, false), row_hops(&problem, travels, true));
-            let (chunk, follower) = if down.0 < up.0 { down } else { up };
+            let (chunk, accumulator) = if down.0 < up.0 { down } else { up };
             let (heads, kv_heads, dim) = (problem.heads, problem.kv_heads, problem.head_dim);
             let b = problem.dtype.bytes();
             let [input_fwd, input_bwd, state_fwd, state_bwd] = match travels {
@@ -99,7 +76,7 @@ fn bytes_sent_equal_the_hops_to_the_last_rank_that_needs_a_chunk() {
             for (pass, input, state) in
                 [(Pass::Forward, input_fwd, state_fwd), (Pass::Backward, input_bwd, state_bwd)]
             {
-                let expected = problem.batch * (chunk * input + follower * state);
+                let expected = problem.batch * (chunk * input + accumulator * state);
                 let sent = total_bytes(&problem, &ring(&problem, pass, travels));
                 assert_eq!(sent, expected as u64, "{pass:?} {travels:?} {problem:?}");
             }
@@ -107,23 +84,24 @@ fn bytes_sent_equal_the_hops_to_the_last_rank_that_needs_a_chunk() {
     }
 }
 
-/// Row hops with some hops up and the others down: those of chunks, then the fewest and the most
-/// that their accumulators may make.
+/// Counts row hops with `ups` hops up and the rest down: the hops of chunks, and the fewest and the
+/// most that their accumulators may make.
 fn split_hops(problem: &Problem, travels: Travels, ups: usize) -> [usize; 3] {
     let world_size = problem.world_size;
     let mut hops = [0; 3];
     for (owner, down) in (0..world_size).flat_map(|owner| [(owner, false), (owner, true)]) {
-        let leg = 1..=if down { world_size - 1 - ups } else { ups };
+        let hops_of = 1..=if down { world_size - 1 - ups } else { ups };
         let at = |hop: usize| (owner + if down { world_size - hop } else { hop }) % world_size;
         let needs: Vec<Vec<bool>> =
-            leg.map(|hop| needed(problem, travels, owner, at(hop))).collect();
+            hops_of.map(|hop| needed(problem, travels, owner, at(hop))).collect();
         let first = needs.iter().position(|rows| rows.contains(&true));
         for row in 0..needs.first().map_or(0, Vec::len) {
             let needing = |rows: &Vec<bool>| rows[row];
             let Some(last) = needs.iter().rposition(needing) else { continue };
             let own_first = needs.iter().position(needing);
             hops[0] += last + 1;
-            // From the first rank that adds to this row, or to any of the chunk, and home.
+            // The hops from the first rank that adds to this row, or to any row of the chunk, and
+            // the hop home.
             hops[1] += last + 1 - own_first.unwrap_or(0);
             hops[2] += last + 1 - first.unwrap_or(0);
         }
@@ -133,12 +111,12 @@ fn split_hops(problem: &Problem, travels: Travels, ups: usize) -> [usize; 3] {
 
 #[test]
 #[ignore = "takes long: make test-full"]
-fn rows_sent_in_windows_equal_the_hops_on_the_better_split_of_ways() {
+fn rows_sent_in_windows_equal_the_hops_on_the_better_split_of_directions() {
     let tokens = [(1, 1), (2, 2), (5, 5), (8, 8), (4, 6), (6, 4), (2, 8), (8, 2), (14, 10)];
     let (mut exact, mut more) = (0, 0);
     for problem in windowed(1..=8, &tokens, &windows()) {
         for travels in SIDES {
-            // Up all the way or down all the way, where nothing else is better.
+            // All the way up or all the way down, if nothing else is better.
             let all = problem.world_size - 1;
             let splits = [all, 0].into_iter().chain(1..all);
             let splits = splits.map(|ups| split_hops(&problem, travels, ups));
@@ -174,7 +152,7 @@ fn a_window_reaches_no_farther_than_it_has_to() {
                 assert!(sent <= chunks, "{sent} chunks, not {chunks}: {problem:?}");
             }
             if left < n && right < n {
-                // Each border is crossed by the rows next to it and nothing else.
+                // Only the rows next to a border cross it.
                 let rows = (world_size - 1) * (left + right);
                 assert_eq!(rows_sent(&schedules, |_, _| true), [rows, 0], "{problem:?}");
             }
@@ -186,7 +164,7 @@ fn a_window_reaches_no_farther_than_it_has_to() {
 fn queries_are_split_only_where_kernels_can_start() {
     let tokens = [(12, 12), (10, 10), (14, 5), (6, 9), (7, 7)];
     for problem in windowed(1..=5, &tokens, &windows()) {
-        for (pass, travels) in ways() {
+        for (pass, travels) in passes_and_sides() {
             for schedule in ring(&problem, pass, travels) {
                 let tiles = schedule.steps.iter().flat_map(|step| &step.tiles);
                 let tiles = tiles.map(|tile| tile.queries.rows.clone());
@@ -223,7 +201,7 @@ fn a_full_mask_takes_one_hop_less_than_ranks_for_chunk_and_accumulator() {
 
 #[test]
 fn auto_takes_the_cheaper_side() {
-    // Queries win while group_size < 12/8 for 16-bit inputs, so for multi-head attention only.
+    // With 16-bit inputs, queries win while group_size < 12/8: for multi-head attention only.
     for (kv_heads, cheaper) in [(8, Travels::Queries), (4, Travels::Keys), (1, Travels::Keys)] {
         let base = problem(4, 8);
         let problem = Problem {
@@ -234,49 +212,34 @@ fn auto_takes_the_cheaper_side() {
             head_dim: 64,
             ..base
         };
-        let chosen = |pass| choose_travels(&problem, Family::Ring, pass).expect("a ring");
+        let chosen =
+            |pass| schedule(&problem, Family::Ring, pass, None).expect("a ring")[0].travels;
         assert_eq!(chosen(Pass::Backward), cheaper);
         assert_eq!(chosen(Pass::Forward), Travels::Keys);
     }
 }
 
-/// What it counts without schedules is what all messages of schedules are.
+/// The choice counts bytes without schedules. The messages of the schedules have as many.
 #[test]
 fn auto_counts_what_would_be_sent() {
     let few = [(None, Some(0)), (None, None), (Some(2), Some(3)), (Some(9), Some(0))];
     let few = few.map(|(left, right)| Window { left, right });
     let mut won = [0, 0];
     for problem in windowed(1..=9, &[(2, 2), (6, 6), (4, 10), (12, 2)], &few) {
-        for family in families(problem.world_size).into_iter().chain([Family::Ring]) {
+        for family in families(problem.world_size) {
             for pass in PASSES {
                 let [keys, queries] =
                     SIDES.map(|side| total_bytes(&problem, &made(&problem, family, pass, side)));
                 let side = if queries < keys { Travels::Queries } else { Travels::Keys };
-                let chosen = choose_travels(&problem, family, pass).expect("the family fits");
-                assert_eq!(chosen, side, "{family} {pass:?} {problem:?}: {keys} {queries}");
-                let schedules = cheapest(&problem, family, pass, None).expect("the family fits");
-                assert_eq!(schedules, made(&problem, family, pass, side), "{family} {pass:?}");
+                let schedules = schedule(&problem, family, pass, None).expect("the family fits");
+                let what = format!("{family} {pass:?} {problem:?}: {keys} {queries}");
+                assert_eq!(schedules[0].travels, side, "{what}");
+                assert_eq!(schedules, made(&problem, family, pass, side), "{what}");
                 won[usize::from(side == Travels::Queries)] += 1;
             }
         }
     }
     assert!(won.iter().all(|won| *won > 50), "{won:?}");
-}
-
-/// Pairs computed by each rank at each step.
-fn work(schedules: &[Schedule]) -> Vec<Vec<usize>> {
-    let pairs = |tile: &burst_attention::schedule::Tile| {
-        tile.band.pairs(&tile.queries.rows, &tile.keys.rows)
-    };
-    let steps = 0..schedules.len();
-    let at = |step: usize| {
-        let rank = |schedule: &Schedule| -> usize {
-            let found = schedule.steps.iter().filter(|found| found.index == step);
-            found.flat_map(|found| &found.tiles).map(pairs).sum()
-        };
-        schedules.iter().map(rank).collect()
-    };
-    steps.map(at).collect()
 }
 
 #[test]
@@ -302,7 +265,7 @@ fn causal_work_is_balanced_at_every_step() {
 fn a_mask_that_empties_steps_drops_them() {
     let problem = Problem { layout: Layout::Contiguous, window: Window::CAUSAL, ..problem(8, 4) };
     for schedule in ring(&problem, Pass::Forward, Travels::Keys) {
-        // Rank r computes with itself and the r ranks before it, and nothing else happens.
+        // Rank r computes with its own keys and those of the r ranks before it.
         let computing = schedule.steps.iter().filter(|step| !step.tiles.is_empty()).count();
         assert_eq!(computing, schedule.rank + 1);
         let received: usize = (schedule.steps.iter().flat_map(|step| &step.exchanges))
@@ -323,11 +286,11 @@ fn nothing_is_exchanged_by_one_rank() {
     }
 }
 
-/// Every way to spoil one schedule of a set must be noticed.
+/// The check notices every way to spoil one schedule of a set.
 #[test]
 fn spoiled_schedules_are_refused() {
     for layout in Layout::ALL {
-        for (pass, travels) in ways() {
+        for (pass, travels) in passes_and_sides() {
             for window in [Window::CAUSAL, Window { left: Some(6), right: Some(3) }] {
                 let problem = Problem { layout, window, ..problem(5, 4) };
                 assert_spoilers_noticed(&problem, &ring(&problem, pass, travels));
@@ -336,10 +299,10 @@ fn spoiled_schedules_are_refused() {
     }
 }
 
-/// Accumulators that come home from two sides, chunks that are cut, sums that begin late.
+/// Here accumulators come home from two sides, chunks are cut, and accumulators open late.
 #[test]
-fn so_they_are_where_chunks_go_both_ways() {
-    let two_ways = |schedules: &[Schedule]| {
+fn spoiled_schedules_whose_chunks_go_in_both_directions_are_refused() {
+    let both_directions = |schedules: &[Schedule]| {
         let onward = |send: &Transfer| !send.chunk.payload.is_accumulator();
         let to = |schedule: &Schedule, peer: usize| {
             schedule.sends().filter(|send| onward(send)).any(|send| send.peer == peer)
@@ -359,13 +322,13 @@ fn so_they_are_where_chunks_go_both_ways() {
     let mut both = 0;
     for (layout, world_size, (q_len, kv_len), window) in cases {
         let problem = Problem { layout, window, kv_len, ..problem(world_size, q_len) };
-        for (pass, travels) in ways() {
+        for (pass, travels) in passes_and_sides() {
             let good = ring(&problem, pass, travels);
-            both += usize::from(two_ways(&good));
+            both += usize::from(both_directions(&good));
             assert_spoilers_noticed(&problem, &good);
         }
     }
-    assert!(both >= 16, "only {both} of 20 go both ways");
+    assert!(both >= 16, "only {both} of 20 go in both directions");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The simulator against what a pencil finds.
+//! The simulator against calculations by hand.
 
 mod common;
 
@@ -14,10 +14,7 @@ use burst_attention::simulate::{
     simulate,
 };
 use burst_attention::{Error, Layout, Window};
-use common::problems;
-
-const PASSES: [Pass; 2] = [Pass::Forward, Pass::Backward];
-const SIDES: [Travels; 2] = [Travels::Keys, Travels::Queries];
+use common::{passes_and_sides, problems};
 
 /// One head whose vectors have 8 elements: 32 FLOPs for a pair, 32 bytes for a row of keys.
 fn small(world_size: usize, n: usize) -> Problem {
@@ -51,7 +48,7 @@ fn seconds(layout: Layout, world_size: usize, machine: &Machine) -> f64 {
     forward(&problem, machine).seconds
 }
 
-/// Two steps of 32·16² FLOPs; meanwhile 16 rows of keys travel once.
+/// There are two steps of 32·16² FLOPs, and 16 rows of keys travel once.
 #[test]
 fn a_message_is_hidden_up_to_the_length_of_a_step_and_what_is_longer_shows() {
     let problem = small(2, 16);
@@ -69,7 +66,7 @@ fn a_message_is_hidden_up_to_the_length_of_a_step_and_what_is_longer_shows() {
                 assert_eq!((rank.compute, rank.late), (2.0 * step, 0.0));
                 assert_eq!((rank.steps, rank.tiles, rank.flops), (2, 2, 2.0 * step));
                 assert_eq!(rank.sent, Bytes { within: 512, between: 0 });
-                // One chunk: the other buffer is never used.
+                // There is one chunk, so the other buffer is never used.
                 assert_eq!(rank.buffer_bytes, 512);
             }
             assert!((report.exposed() - exposed).abs() < 1e-6);
@@ -79,8 +76,8 @@ fn a_message_is_hidden_up_to_the_length_of_a_step_and_what_is_longer_shows() {
     }
 }
 
-/// Queries travel forward, and their running states behind them: 256 bytes and, with sums of 4 bytes,
-/// 640. Nothing hides the states: what they are wanted for comes next.
+/// Queries travel forward, 256 bytes at a time, and their running states follow: 640 bytes with
+/// sums of 4 bytes. Nothing hides the states, because the next tile needs them.
 #[test]
 fn states_are_awaited_where_they_are_folded() {
     let problem = small(3, 16);
@@ -94,7 +91,7 @@ fn states_are_awaited_where_they_are_folded() {
         for rank in &report.ranks {
             assert_eq!((rank.exposed, rank.late), (2.0 * state, 0.0));
             assert_eq!(rank.sent.within as f64, 2.0 * (256.0 + state));
-            // Two of each in turn, and a state that comes home.
+            // Queries and states have two buffers each, and a state that comes home has one.
             assert_eq!(rank.buffer_bytes as f64, 2.0 * 256.0 + 3.0 * state);
         }
     }
@@ -117,7 +114,7 @@ fn launches_add_to_every_tile() {
         simulate(&problem, &ring(&problem, pass, travels), &machine).unwrap().seconds
     };
     assert_eq!(seconds(Pass::Forward, Travels::Keys), 4.0);
-    // Two kernels for each tile, and the merge of what comes home.
+    // Each tile has two kernels, and the accumulator that comes home is merged.
     assert_eq!(seconds(Pass::Backward, Travels::Keys), 9.0);
     assert_eq!(seconds(Pass::Backward, Travels::Queries), 9.0);
 }
@@ -143,8 +140,8 @@ fn ranks_without_work_are_idle() {
     assert!(report.ranks[0].end < 0.4 * report.seconds);
 }
 
-/// A schedule of messages alone: each a payload's owner, its rows, sender and receiver; those of
-/// one row of the table are one exchange.
+/// Schedules that have messages only. A message is a number of rows, a sender and a receiver. The
+/// messages of one row of the table are one exchange.
 fn messages(world_size: usize, table: &[&[(usize, usize, usize)]]) -> Vec<Schedule> {
     let schedule = |rank: usize| {
         let exchange = |(slot, row): (usize, &&[(usize, usize, usize)])| {
@@ -169,7 +166,8 @@ fn messages(world_size: usize, table: &[&[(usize, usize, usize)]]) -> Vec<Schedu
     (0..world_size).map(schedule).collect()
 }
 
-/// Seconds of each send, in the order of their ends, on nodes of two and 32 bytes a second.
+/// The rank and the end of each send, in the order of the ends, on nodes of two ranks with 32 bytes
+/// a second.
 fn sends(table: &[&[(usize, usize, usize)]], shared: bool) -> Vec<(usize, f64)> {
     let mut machine = machine(1.0, 32.0);
     machine.network.shared = shared;
@@ -187,12 +185,12 @@ fn sends(table: &[&[(usize, usize, usize)]], shared: bool) -> Vec<(usize, f64)> 
 fn messages_share_the_link_of_their_node_and_what_one_leaves_the_other_gets() {
     let both: &[_] = &[(4, 0, 2), (12, 1, 3)];
     assert_eq!(sends(&[both], false), [(0, 9.0), (1, 17.0)]);
-    // Half the speed for 8 seconds, then all of it for the last 8 rows.
+    // Each has half of the bandwidth for 8 seconds. The last 8 rows then have all of it.
     assert_eq!(sends(&[both], true), [(0, 13.0), (1, 21.0)]);
-    // Both directions at once, and a node's own link beside the shared one.
+    // Both directions move at once, and a node's own link does not slow the shared link.
     let back: &[_] = &[(4, 0, 2), (4, 2, 0), (4, 1, 0)];
     assert_eq!(sends(&[back], true), [(1, 4.0), (0, 9.0), (2, 9.0)]);
-    // Two into one rank.
+    // Two ranks send to one rank.
     let into: &[_] = &[(4, 0, 2), (4, 1, 2)];
     assert_eq!(sends(&[into], false), [(0, 13.0), (1, 13.0)]);
 }
@@ -203,7 +201,7 @@ fn exchanges_of_a_rank_take_turns_on_links_of_one_class() {
     assert_eq!(sends(&[first, second], false), [(0, 4.0), (0, 8.0)]);
     let (slow, fast): (&[_], &[_]) = (&[(4, 0, 2)], &[(4, 0, 1)]);
     assert_eq!(sends(&[slow, fast], false), [(0, 4.0), (0, 9.0)]);
-    // The second waits at rank 1 for a message that rank 0 has nothing to do with.
+    // The second waits at rank 3 for a message that rank 0 neither sends nor receives.
     let (first, second): (&[_], &[_]) = (&[(4, 1, 3)], &[(4, 0, 3)]);
     assert_eq!(sends(&[first, second], false), [(1, 9.0), (0, 18.0)]);
 }
@@ -215,7 +213,7 @@ fn a_wait_is_late_until_the_peer_has_come_and_exposed_from_then_on() {
     let tile = ring(&small(1, 16), Pass::Forward, Travels::Keys)[0].steps[0].tiles[0].clone();
     let mut after = schedules[1].steps[0].clone();
     schedules[1].steps[0].exchanges.clear();
-    let at_home = |operand: &mut burst_attention::schedule::Operand| operand.owner = 1;
+    let at_home = |operand: &mut burst_attention::schedule::TileRows| operand.owner = 1;
     let mut own = tile;
     at_home(&mut own.queries);
     at_home(&mut own.keys);
@@ -234,7 +232,7 @@ fn every_second_and_byte_is_accounted_for() {
     machine.network.ranks_per_node = 3;
     machine.network.between = Link { latency: 0.5, bandwidth: 31.0 };
     for problem in problems([1, 2, 5, 8], &[2, 6]) {
-        for (pass, travels) in PASSES.into_iter().flat_map(|pass| SIDES.map(|s| (pass, s))) {
+        for (pass, travels) in passes_and_sides() {
             let schedules = ring(&problem, pass, travels);
             check(&problem, &schedules).unwrap();
             let report = simulate(&problem, &schedules, &machine).unwrap();
@@ -272,7 +270,7 @@ fn a_flat_ring_over_nodes_has_one_rank_of_each_send_all_its_hops_over_the_slow_l
     assert_eq!(report.slow_hops(), 31);
     let row_hops = 31 * 4 * 32;
     assert_eq!(report.sent(), Bytes { within: 28 * row_hops, between: 4 * row_hops });
-    // What a window lets travel downwards in zigzag are the ends of a shard: two messages, one hop.
+    // In the zigzag layout, a window lets both ends of a shard travel: two messages, one hop.
     let window = Window { left: Some(5), right: Some(5) };
     let problem = Problem { layout: Layout::Zigzag, window, ..small(4, 16) };
     machine.network.ranks_per_node = 1;
@@ -334,7 +332,7 @@ fn machines_that_cannot_be_are_errors() {
 }
 
 #[test]
-fn who_wants_no_timeline_gets_the_same_report_without() {
+fn a_report_without_a_timeline_is_otherwise_the_same() {
     let problem = Problem { window: Window::CAUSAL, ..small(5, 16) };
     let schedules = ring(&problem, Pass::Backward, Travels::Keys);
     let told = simulate(&problem, &schedules, &machine(1.0, 1.0)).unwrap();
@@ -347,7 +345,7 @@ fn who_wants_no_timeline_gets_the_same_report_without() {
     assert_eq!(predicted(false).unwrap(), Report { timeline: vec![], ..told });
 }
 
-/// A million steps of a pass: nothing in it grows with the square of what a rank does.
+/// The pass has a million steps. Its time does not grow with the square of a rank's steps.
 #[test]
 fn a_thousand_ranks_take_seconds() {
     let problem = Problem { window: Window::CAUSAL, ..small(1024, 64) };

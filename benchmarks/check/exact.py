@@ -1,7 +1,9 @@
-"""Attention and its gradients in float64, what rounding to 16 bits costs, and the bounds.
+"""Attention and its gradients in float64, the cost of rounding to 16 bits, and the bounds.
 
 The cost of rounding is the error of the same computation, dense and in float64, that rounds what
-every attention in 16 bits rounds: the inputs of each matrix product and the results.
+every attention in 16 bits rounds: the inputs of each matrix product and the results. Since it needs
+every intermediate result, the exact ones are computed along with it, on the device; a test compares
+them with the reference of the tests, tests/python/reference.py.
 """
 
 import functools
@@ -11,47 +13,49 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import philox  # type: ignore[import-not-found]
 from jax import lax
 
 from .plain import by_head, exponentials, scores
 from .problem import PER_HEAD, Problem
 
 BAR = 1.5
-"""Our error may be so many times what rounding costs."""
+"""The largest ratio of our error to the cost of rounding."""
 UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 ROUNDING = 0.42
-"""Error of rounding to nearest, in the norm, in units of the type."""
+"""The error of rounding to nearest, in the norm, in units of the type."""
 MANTISSAS = {"bfloat16": 7, "float16": 10}
 PRODUCTS = 4e-6
-"""Error of a long sum of float32 products, in the sum of their absolute values."""
+"""The error of a long sum of float32 products, relative to the sum of absolute values."""
 LSE = 1e-5
-"""Largest error of lse, which is computed and kept in float32."""
+"""The largest error of lse, which is float32."""
 GROWTH = 1.2
-"""A ring's error may be so many times that of one rank."""
+"""The largest ratio of a ring's error to that of one rank."""
 
 
 @dataclass(frozen=True)
 class Exact:
-    """Results by name, and what rounding costs in the norm of each."""
+    """Results by name, and the cost of rounding in the norm of each."""
 
     results: dict[str, Any]
     cost: dict[str, float]
 
 
 def exact(problem: Problem) -> Exact:
-    """Of the problem's inputs; the ring does not matter."""
+    """Returns the exact results of the problem's inputs, which do not depend on the ring."""
     alone = problem.on_one_rank()
     return _exact(replace(alone, name="", layout="contiguous", backward="auto"))
 
 
 @functools.lru_cache(maxsize=128)
 def _exact(problem: Problem) -> Exact:
-    """Computed where JAX computes, from scores s of `plain.scores`.
+    """Computes on JAX's device, from scores s of `plain.scores`:
 
     lse = ln (Σ eˢ + e^sink);  p = e^(s − lse);  w = p ∘ kept / (1 − rate);  o = w v
     delta = rowsum(dout ∘ o) − dlse;  ds = w ∘ dout vᵀ − p ∘ delta
     dslope = Σ ds · (key position − query position);  dsink = −Σ e^(sink − lse) delta
-    capped: ds ∘= 1 − tanh²;  dv = wᵀ dout;  dq = softmax_scale · ds k;  dk = softmax_scale · dsᵀ q
+    with a cap: ds ∘= 1 − tanh²
+    dv = wᵀ dout;  dq = softmax_scale · ds k;  dk = softmax_scale · dsᵀ q
     """
     arrays = problem.inputs()
     words = arrays.pop("dropout_key", None)
@@ -64,21 +68,20 @@ def _exact(problem: Problem) -> Exact:
         results, rounded, spread = _jitted(problem, {n: jnp.asarray(x) for n, x in wide.items()})
         results, rounded = jax.tree.map(np.asarray, (results, rounded))
     unit = ROUNDING * UNITS[problem.dtype]
-    # What one run's rounding costs is chance where there are few numbers: hence the second term,
-    # which is the expected norm if every product's terms are rounded independently.
+    # With few numbers, the cost of one run's rounding is chance. The second term is the expected
+    # norm if every term of a product is rounded independently.
     cost = {
         name: float(np.hypot(np.linalg.norm(_off(x, results[name])), unit * float(spread[name])))
         for name, x in rounded.items()
     }
     for name in PER_HEAD.values():
-        if name in cost:  # kept in float32, where what rounding o costs may all but vanish
+        if name in cost:  # float32, where the cost of rounding o may almost vanish
             cost[name] += PRODUCTS * float(spread["terms of " + name])
     return Exact(results, cost)
 
 
 def _kept(problem: Problem, words: Any) -> Any:
-    """Which weights dropout keeps, [batch, queries, heads, keys], as the tests compute it."""
-    import philox  # type: ignore[import-not-found]
+    """Returns whether dropout keeps each weight, [batch, queries, heads, keys], as in the tests."""
 
     places = np.arange(problem.seq), np.arange(problem.kv_shape[1])
     kept = [
@@ -89,13 +92,13 @@ def _kept(problem: Problem, words: Any) -> Any:
 
 
 def _off(found: Any, true: Any) -> Any:
-    """Differences; none where both are −inf, as lse of a row that sees nothing."""
+    """Returns differences, 0 where both are −inf, as is lse of a row that sees no key."""
     nothing = np.isneginf(true) & np.isneginf(found)
     return np.where(nothing, 0, found) - np.where(nothing, 0, true)
 
 
 def judge(problem: Problem, found: dict[str, Any]) -> dict[str, Any]:
-    """Errors, as multiples of what rounding costs (of lse as they are), and what is wrong."""
+    """Returns the errors, in units of the cost of rounding (absolute for lse), and all faults."""
     wanted, errors, wrong = exact(problem), {}, []
     for name, got in found.items():
         true = wanted.results[name]
@@ -111,13 +114,13 @@ def judge(problem: Problem, found: dict[str, Any]) -> dict[str, Any]:
             error, limit = float(np.linalg.norm(off)) / wanted.cost[name], BAR
         errors[name] = error
         if not error <= limit:
-            unit = "" if name == "lse" else " × what rounding costs"
+            unit = "" if name == "lse" else " × the cost of rounding"
             wrong.append(f"{name}: error {error:.2g}{unit}, expected at most {limit:g}")
     return {"errors": errors, "bar": BAR, "wrong": wrong}
 
 
 def shown(errors: dict[str, float]) -> str:
-    """For people."""
+    """Returns the errors in words, for tables."""
     return "  ".join(f"{n} {e:.0e}" if n == "lse" else f"{n} {e:.2f}" for n, e in errors.items())
 
 
@@ -126,7 +129,7 @@ Named = dict[str, jax.Array]
 
 @functools.partial(jax.jit, static_argnums=0)
 def _jitted(problem: Problem, arrays: Named) -> tuple[Named, Named, Named]:
-    """Results, the same with roundings, and the norms of their terms."""
+    """Returns results, results with rounding, and the norms of their terms."""
     batch, heads = problem.batch, problem.heads
     group = heads // problem.kv_heads
     flat = {
@@ -155,7 +158,7 @@ def _jitted(problem: Problem, arrays: Named) -> tuple[Named, Named, Named]:
 
 
 def _of_each_head(problem: Problem, name: str, x: jax.Array) -> jax.Array:
-    """[batch · heads, …]"""
+    """Returns an array [batch · heads, …]."""
     batch, heads = problem.batch, problem.heads
     if name in PER_HEAD:
         return jnp.tile(x, batch)
@@ -165,7 +168,7 @@ def _of_each_head(problem: Problem, name: str, x: jax.Array) -> jax.Array:
 
 
 def _head(problem: Problem, of: Named) -> tuple[Named, Named, Named]:
-    """One head: exact; with its products' inputs rounded; sums of the terms' squares."""
+    """Computes one head: exact, with rounded inputs of products, and sums of squared terms."""
     q, k, v, dout, dlse = (of[name] for name in ("q", "k", "v", "dout", "dlse"))
     scale = problem.softmax_scale
     places = jnp.arange(problem.seq), jnp.arange(problem.kv_shape[1])
@@ -196,7 +199,7 @@ def _head(problem: Problem, of: Named) -> tuple[Named, Named, Named]:
 
     results = {"o": o, "lse": lse, **gradients(o, lambda x: x)}
     near = round_to(weights * kept) @ v / some
-    if share is not None:  # it joins rows that are rounded
+    if share is not None:  # the sink joins rows that are rounded
         left = 1 - share[:, None]
         near = round_to(near / jnp.where(left > 0, left, 1)) * left
     rounded = {"o": near, **gradients(round_to(o), round_to)}
@@ -216,5 +219,5 @@ def _head(problem: Problem, of: Named) -> tuple[Named, Named, Named]:
 
 
 def _round(problem: Problem, x: jax.Array) -> jax.Array:
-    # A cast to and fro may be optimised away.
+    # The compiler may remove a cast to and fro.
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=MANTISSAS[problem.dtype])

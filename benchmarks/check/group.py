@@ -1,5 +1,4 @@
-"""Several processes that share one GPU, or have one each: started together, asked together, ended
-together."""
+"""Several processes that share one GPU or have one each, and start, answer and end together."""
 
 import os
 import socket
@@ -11,20 +10,20 @@ from typing import Any
 from gpu.session import START_S, LostError, Worker
 
 GRACE_S = 5.0
-"""For the others when one has failed: they may wait for it for ever."""
+"""Seconds for the rest of the processes after a failure, which they may wait for for ever."""
 EACH = "a GPU each"
 METHODS: dict[str, dict[str, str]] = {
     EACH: {},
     "NCCL_HOSTID": {"NCCL_HOSTID": "burst-attention-{rank}", "NCCL_NET": "Socket"},
     "NCCL_MULTI_RANK_GPU_ENABLE": {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"},
 }
-"""How NCCL takes the ranks. With a GPU each nothing is needed. To share one, each seems to be on a
-host of its own, so that they talk over sockets; or, from NCCL 2.30 on, they may share it, with few
-blocks each."""
+"""Settings of NCCL for each method. Ranks with a GPU each need none. To share a GPU, each rank
+pretends to be on a host of its own and talks over sockets. From NCCL 2.30 on, ranks may share a
+GPU, with few blocks each."""
 
 
 class Group:
-    """Processes with an environment each; `lost` once one of them is; `close` ends them."""
+    """Processes with an environment each. `lost` is true when one is lost; `close` ends all."""
 
     def __init__(self, command: list[str], environments: list[dict[str, str]]):
         self._workers: list[Worker] = []
@@ -37,7 +36,7 @@ class Group:
             raise
 
     def start(self) -> None:
-        """Waits for all, or raises `LostError`."""
+        """Waits for all processes, or raises `LostError`."""
         end = time.monotonic() + START_S
         for rank, worker in enumerate(self._workers):
             missing = worker.hear(max(1.0, end - time.monotonic()))["missing"]
@@ -45,7 +44,7 @@ class Group:
                 raise LostError(f"rank {rank}: {missing}")
 
     def ask(self, items: list[dict[str, Any]], limit_s: float) -> list[dict[str, Any]]:
-        """An answer of each, as of `Session`; if one fails, those that do not follow are ended."""
+        """Returns the answer of each process; after a failure, kills processes that hang."""
         with ThreadPoolExecutor(len(items)) as pool:
             asked = [
                 pool.submit(_ask, worker, item, limit_s)
@@ -83,7 +82,7 @@ def _ask(worker: Worker, item: dict[str, Any], limit_s: float) -> dict[str, Any]
 
 
 def failures(answers: list[dict[str, Any]]) -> str:
-    """What the ranks that failed say, those that died of another's failure last."""
+    """Returns the errors of the failed ranks, with lost processes at the end."""
     said = [
         (bool(answer.get("lost")), f"rank {rank}: {answer.get('error', answer.get('absent'))}")
         for rank, answer in enumerate(answers)
@@ -93,7 +92,7 @@ def failures(answers: list[dict[str, Any]]) -> str:
 
 
 def environments(method: str, count: int, extra: dict[str, str]) -> list[dict[str, str]]:
-    """Of each process; what the caller's environment says of NCCL's network stands."""
+    """Returns the environment of each process; the caller's settings of NCCL's network stay."""
     common = first_gpu() | {"NCCL_DEBUG": "WARN"}
     if method != EACH:
         common |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.8 / count:.2f}"}
@@ -105,7 +104,7 @@ def environments(method: str, count: int, extra: dict[str, str]) -> list[dict[st
 
 
 def gpus() -> list[str]:
-    """Those that may be used, as CUDA_VISIBLE_DEVICES names them; the first one at least."""
+    """Returns the usable GPUs, as CUDA_VISIBLE_DEVICES names them; always the first one."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         found = [name for name in named.split(",") if name]
@@ -123,14 +122,14 @@ def _installed() -> int:
 
 
 def first_gpu() -> dict[str, str]:
-    """One GPU alone, so that what is measured is known."""
+    """Returns the setting that restricts a process to one GPU."""
     return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 
 
 def form(
     command: list[str], method: str, count: int, extra: dict[str, str], limit_s: float
 ) -> Group:
-    """Processes that have found each other, or `LostError`."""
+    """Returns processes that have found each other; raises `LostError`."""
     group = Group(command, environments(method, count, extra))
     try:
         group.start()

@@ -1,6 +1,5 @@
-"""Linear attention on one GPU: right by the recurrence in float64; how fast beside plain JAX."""
+"""Checks linear attention on one GPU against float64, and times it against plain JAX."""
 
-import importlib
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -13,13 +12,14 @@ import numpy as np
 from gpu.speed import wall_milliseconds
 from jax.sharding import PartitionSpec as P
 from linear_programs import CHUNKS, chunked
+from linear_reference import recurrence  # type: ignore[import-not-found]
 
 from . import ours
 
 BARS = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
-"""Largest error of a result in its norm: weights, states and results are rounded, each once."""
+"""The largest error of a result in its norm; weights, states and results are each rounded once."""
 SECONDS = 4.0
-"""For the rounds of a comparison, about."""
+"""Seconds for the rounds of a comparison, about."""
 SHAPES = {
     # batch, tokens, heads, kv_heads, k_dim, v_dim, log decays in base e
     "decays of 0.99": (1, 1500, 4, 2, 64, 64, 0.01),
@@ -32,15 +32,15 @@ Arrays = list[np.ndarray]
 
 
 class Linear:
-    """Cases for the numbers, and one for the time."""
+    """Items for the errors, and one item for the time."""
 
     def names(self, rehearse: bool) -> list[str]:
-        """Of the items."""
+        """Returns the names of the items."""
         types = list(BARS)[:1] if rehearse else list(BARS)
         return [*(f"{shape}, {dtype}" for shape in SHAPES for dtype in types), LONG]
 
     def measure(self, name: str, rehearse: bool) -> dict[str, Any]:
-        """Errors, or times."""
+        """Returns the errors, or the times, of one item."""
         if name == LONG:
             return _times(512 if rehearse else 32768, 2 if rehearse else 16)
         shape, dtype = name.rsplit(", ", 1)
@@ -49,7 +49,7 @@ class Linear:
 
 
 def _inputs(dtype: Any, shape: tuple[Any, ...]) -> Arrays:
-    """q, k, v, log decays, dout: rounded, and the decays of each token about the given size."""
+    """Returns rounded q, k, v and dout, and random log decays of each token up to a given size."""
     batch, tokens, heads, kv_heads, k_dim, v_dim, decay = shape
     random = np.random.default_rng(0)
     sizes = [(heads, k_dim), (kv_heads, k_dim), (kv_heads, v_dim), (heads, v_dim)]
@@ -65,7 +65,7 @@ def _attend(q: Any, k: Any, v: Any, logs: Any) -> Any:
 
 
 def _passes() -> Callable[..., Any]:
-    """o, the last state and all gradients."""
+    """Returns a function that computes o, the last state and all gradients."""
     function = jax.shard_map(
         _attend,
         mesh=ours.line(1),
@@ -87,8 +87,6 @@ def _errors(name: str, dtype: str, shape: tuple[Any, ...]) -> dict[str, Any]:
     first, again = (jax.tree.map(np.asarray, run(*arrays)) for _ in range(2))
     *inputs, dout = arrays
     zero = np.zeros(first[1].shape)
-    # The tests' own; `ours` has made their folder known.
-    recurrence = importlib.import_module("linear_reference").recurrence
     exact = recurrence(*inputs, zero, dout, zero)
     errors, wrong = {}, []
     for result, x, y in zip(RESULTS, first, again, strict=True):
@@ -97,13 +95,13 @@ def _errors(name: str, dtype: str, shape: tuple[Any, ...]) -> dict[str, Any]:
         if not errors[result] <= BARS[dtype]:
             wrong.append(f"{result}: error {errors[result]:.1e}, expected {BARS[dtype]:.1e}")
         if x.tobytes() != y.tobytes():
-            wrong.append(f"{result}: not the same again")
+            wrong.append(f"{result}: differs between two runs")
     shown = "  ".join(f"{result} {error:.1e}" for result, error in errors.items())
     return {"name": name, "shown": shown, "errors": errors, "wrong": wrong}
 
 
 def _times(tokens: int, heads: int) -> dict[str, Any]:
-    """Forward and backward beside plain JAX at its best chunk, in bfloat16."""
+    """Times forward and backward against plain JAX at its best chunk, in bfloat16."""
     arrays = [
         jax.device_put(x) for x in _inputs("bfloat16", (1, tokens, heads, heads, 128, 128, 0.01))
     ]

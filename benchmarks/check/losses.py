@@ -1,4 +1,4 @@
-"""A short run's losses on one device, with our attention and with jax.nn's."""
+"""Compares the losses of a short run on one device, with our attention and with jax.nn's."""
 
 from typing import Any
 
@@ -7,19 +7,19 @@ from .parts import compare
 
 STEPS = 30
 TOLERANCE = 0.01
-"""Largest relative difference of two losses of the same step."""
+"""The largest relative difference between two losses of the same step."""
 NAME = "transformer, bfloat16"
 
 
 class Losses:
-    """One item."""
+    """The only item."""
 
     def names(self, rehearse: bool) -> list[str]:
-        """Of the items."""
+        """Returns the names of the items."""
         return [NAME]
 
     def measure(self, name: str, rehearse: bool) -> dict[str, Any]:
-        """Both runs."""
+        """Returns the losses of both runs and their largest difference."""
         steps = 8 if rehearse else STEPS
         devices = {"ring": 2 if rehearse else 1, "plain": 1}
         runs = {

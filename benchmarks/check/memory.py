@@ -1,4 +1,4 @@
-"""Peak memory of forward and backward, in a process that has done nothing else."""
+"""Measures the peak memory of forward and backward, in a fresh process."""
 
 from typing import Any
 
@@ -12,28 +12,28 @@ from .problem import Problem
 from .speed import WORLD_SIZE, heads
 
 BAR = 14.0
-"""Peak, as a multiple of one 16-bit tensor of the query's shape, all ranks' alike."""
+"""The largest peak, as a multiple of one 16-bit tensor of the query's shape, over all ranks."""
 BAR_EQUAL_HEADS = 24.0
-"""The same where there are as many key/value heads: inputs and results alone are 8, float32 sums of
-dq, dk and dv that stay or travel, double-buffered, 12, queries and dout that travel 4."""
+"""The largest peak with as many key/value heads as query heads. Inputs and results alone take 8,
+double-buffered float32 sums of dq, dk and dv take 12, and travelling queries and dout take 4."""
 
 
 class Memory:
     """Rings of eight and of one, with and without grouped heads."""
 
     def names(self, rehearse: bool) -> list[str]:
-        """Of the items."""
+        """Returns the names of the items."""
         return list(_problems(rehearse))
 
     def measure(self, name: str, rehearse: bool) -> dict[str, Any]:
-        """Peak of one problem."""
+        """Returns the peak of one problem."""
         problem = _problems(rehearse)[name]
         arrays = [
             *(problem.q_shape, problem.kv_shape, problem.kv_shape, problem.q_shape),
             problem.q_shape[:3],
         ]
         types = [jnp.bfloat16] * 4 + [jnp.float32]
-        # Constants: random numbers would need memory to be made.
+        # Constants, because making random numbers would take memory.
         inputs = [jnp.zeros(s, t) for s, t in zip(_shapes(problem, arrays), types, strict=True)]
         if problem.world_size > 1:
             run = virtual.passes(problem, virtual.ring(rehearse))

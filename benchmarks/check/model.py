@@ -1,4 +1,4 @@
-"""A small decoder-only transformer over tokens in plain JAX, with parameters that may be shards."""
+"""A small decoder-only transformer over tokens in plain JAX, with sharded or whole parameters."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes. Parameters are float32, activations bfloat16."""
+    """Sizes of the model. Parameters are float32, activations bfloat16."""
 
     layers: int = 2
     heads: int = 4
@@ -25,12 +25,12 @@ class Config:
 
     @property
     def width(self) -> int:
-        """Of the residual stream."""
+        """Returns the width of the residual stream."""
         return self.heads * self.head_dim
 
 
 def create(config: Config) -> Parameters:
-    """Matrices by name, to be sharded along their first dimension, and scales, which are not."""
+    """Returns matrices by name, to shard along their first dimension, and scales, to keep whole."""
     random = np.random.default_rng(0)
     width, kv = config.width, config.kv_heads * config.head_dim
 
@@ -49,12 +49,12 @@ def create(config: Config) -> Parameters:
 
 
 def is_sharded(name: str) -> bool:
-    """Is this parameter cut over the ring's devices?"""
+    """Whether the devices of the ring hold shards of this parameter."""
     return "scale" not in name
 
 
 def tokens(seq: int, batch: int, step: int) -> Any:
-    """What to train on: common bytes are common, and every second half repeats the first."""
+    """Returns training data: small tokens are frequent, and the second half repeats the first."""
     random = np.random.default_rng([1, step])
     first = np.minimum(random.geometric(0.03, (batch, seq // 2)) - 1, 255)
     return np.concatenate([first, first], axis=1).astype(np.int32)
@@ -69,9 +69,9 @@ def losses(
     positions: jax.Array,
     attend: Attend,
 ) -> jax.Array:
-    """−log p of each target, [batch, seq]; `fetch` makes a sharded matrix whole where it is used.
+    """Returns −log p of each target, [batch, seq]; `fetch` gathers a sharded matrix at its use.
 
-    Every layer: x + attention(norm(x)), then x + hidden(norm(x)), with positions added at first.
+    Every layer computes x + attention(norm(x)), then x + hidden(norm(x)). Positions join the input.
     """
 
     def matrix(name: str) -> jax.Array:
@@ -98,7 +98,7 @@ def losses(
 
 
 def _waves(positions: jax.Array, width: int) -> jax.Array:
-    """sin and cos of position · 10000^(−i / half), [seq, width]."""
+    """Returns sin and cos of position · 10000^(−i / half), [seq, width]."""
     half = width // 2
     angles = positions[:, None] * 1e4 ** (-jnp.arange(half, dtype=jnp.float32) / half)
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=1).astype(jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Output, lse and gradients against float64: a ring of one rank, and the virtual ring."""
+"""Checks output, lse and gradients against float64, on one rank and on the virtual ring."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,25 +20,25 @@ class One:
     """The shared cases through `burst_attention.attention` on one device."""
 
     def names(self, rehearse: bool) -> list[str]:
-        """Of the items."""
+        """Returns the names of the items."""
         return list(_chosen(shared.correctness(), rehearse))
 
     def measure(self, name: str, rehearse: bool) -> dict[str, Any]:
-        """Errors of one case."""
+        """Returns the errors of one case."""
         problem = _chosen(shared.correctness(), rehearse)[name].on_one_rank()
         return _one(name, problem)
 
 
 class Virtual:
-    """The shared cases of more than one rank, a systematic list, the schedules beside the ring, and
-    what the length adds."""
+    """The shared cases with several ranks, a systematic list, the other schedules, and the growth
+    of errors with the length of the ring."""
 
     def names(self, rehearse: bool) -> list[str]:
-        """Of the items."""
+        """Returns the names of the items."""
         return [*self._problems(rehearse), GROWTH]
 
     def measure(self, name: str, rehearse: bool) -> dict[str, Any]:
-        """Errors of one problem."""
+        """Returns the errors of one problem."""
         ring = virtual.ring(rehearse)
         if name == GROWTH:
             return _growth(ring, 128 if rehearse else 2048, (2,) if rehearse else (2, 4, 8))
@@ -56,15 +56,15 @@ class Virtual:
 
 
 class Features:
-    """What features are for, and windows: on one rank through
-    `burst_attention.attention`, with all gradients, and on the virtual ring."""
+    """Features and windows: on one rank through `burst_attention.attention`, with all gradients,
+    and on the virtual ring."""
 
     def names(self, rehearse: bool) -> list[str]:
-        """Of the items."""
+        """Returns the names of the items."""
         return list(self._problems(rehearse))
 
     def measure(self, name: str, rehearse: bool) -> dict[str, Any]:
-        """Errors of one problem."""
+        """Returns the errors of one problem."""
         problem = self._problems(rehearse)[name]
         if name.endswith(ONE_RANK):
             return _one(name, problem.on_one_rank())
@@ -109,19 +109,19 @@ def _row(
     results: tuple[str, ...],
     merge: Any = None,
 ) -> Any:
-    """Runs twice: the results must be right, and the same again where sums have a fixed order."""
+    """Runs twice: results must be right, and equal in both runs if sums have a fixed order."""
     first, again = (jax.tree.map(np.asarray, run(*given)) for _ in range(2))
     whole = [merge(x) for x in first] if merge else list(first)
     row = exact.judge(problem, ours.restored(problem, dict(zip(results, whole, strict=True))))
     for result, x, y in zip(results, first, again, strict=True):
         is_repeatable = problem.backward_order == "fixed" or result in ("o", "lse")
         if is_repeatable and x.tobytes() != y.tobytes():
-            row["wrong"].append(f"{result}: not the same again")
+            row["wrong"].append(f"{result}: differs between two runs")
     return {"name": name, "shown": exact.shown(row["errors"]), **row}
 
 
 def _growth(ring: Any, seq: int, sizes: tuple[int, ...]) -> dict[str, Any]:
-    """Accumulators stay in float32 over the ring, so that its length must not matter."""
+    """Compares rings with one rank: accumulators stay in float32, so the length must not matter."""
     base = Problem("", batch=1, seq=seq, heads=4, kv_heads=2, head_dim=128)
     rows = {size: _virtual("", replace(base, world_size=size), ring) for size in sizes}
     alone = _one("", base)

@@ -1,4 +1,4 @@
-"""Our attention and its gradients through JAX, as a user calls it."""
+"""Our attention and its gradients through JAX, as a user calls them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,16 +15,16 @@ from .problem import OPERANDS, PER_HEAD, Problem
 AXIS, OUTER = "context", "node"
 SPEC = P(None, AXIS)
 WHOLE = (*PER_HEAD, "dropout_key")
-"""Inputs that every rank has."""
+"""Inputs that every rank holds whole."""
 
 
 def line(count: int) -> Mesh:
-    """The first devices as one ring."""
+    """Returns the first devices as one ring."""
     return Mesh(np.array(jax.devices()[:count]), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def mesh_of(problem: Problem) -> Mesh:
-    """The devices of its ring; of a double ring along two axes."""
+    """Returns the devices of the problem's ring, along two axes for a double ring."""
     if not problem.inner:
         return line(problem.world_size)
     devices = np.array(jax.devices()[: problem.world_size]).reshape(-1, problem.inner)
@@ -32,12 +32,12 @@ def mesh_of(problem: Problem) -> Mesh:
 
 
 def axes(problem: Problem) -> Any:
-    """The axis of the ring, or the pair of a double ring's."""
+    """Returns the axis of the ring, or the two axes of a double ring."""
     return (OUTER, AXIS) if problem.inner else AXIS
 
 
 def passes(problem: Problem, mesh: Mesh, attention: Callable[..., Any] = ba.attention) -> Any:
-    """A compiled function of the problem's inputs on the mesh, in their order: its results."""
+    """Returns a compiled function from the problem's inputs on the mesh to its results."""
     operands, wanted = _operands(problem), _differentiated(problem)
 
     @jax.jit
@@ -60,7 +60,7 @@ def passes(problem: Problem, mesh: Mesh, attention: Callable[..., Any] = ba.atte
 
 
 def _local(problem: Problem, attention: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """A rank's part, with no argument that the problem can do without."""
+    """Computes a rank's part, with only the arguments that the problem needs."""
     qkv = [given[name] for name in "qkv"]
     given = {name: x for name, x in given.items() if name not in ("q", "k", "v")}
     options: dict[str, Any] = {}
@@ -88,12 +88,12 @@ def _local(problem: Problem, attention: Callable[..., Any], given: dict[str, Any
 
 
 def spec(name: str, axes: Any = AXIS) -> P:
-    """How an input is sharded."""
+    """Returns the sharding of an input."""
     return P() if name in WHOLE else P(None, axes)
 
 
 def _operands(problem: Problem) -> list[str]:
-    """Names of the inputs, in their order."""
+    """Returns the names of the inputs, in order."""
     features = {
         "sinks": problem.sinks,
         "alibi_slopes": problem.slopes,
@@ -105,12 +105,12 @@ def _operands(problem: Problem) -> list[str]:
 
 
 def _differentiated(problem: Problem) -> list[str]:
-    """Names of those that have gradients, in the order of the results."""
+    """Returns the names of inputs with gradients, in the order of the results."""
     return [name for name in _operands(problem) if name in ("q", "k", "v", *PER_HEAD)]
 
 
 def put(mesh: Mesh, problem: Problem) -> list[jax.Array]:
-    """The inputs in the problem's layout, each process placing its own shards."""
+    """Returns the inputs in the problem's layout; each process places its own shards."""
     size, along = problem.world_size, axes(problem)
     placed: list[jax.Array] = []
     for name, x in problem.inputs().items():
@@ -122,7 +122,7 @@ def put(mesh: Mesh, problem: Problem) -> list[jax.Array]:
 
 
 def restored(problem: Problem, stored: dict[str, Any]) -> dict[str, Any]:
-    """Whole results on the host, by name, back in the order of the sequence."""
+    """Returns whole results on the host, by name, in the order of the sequence."""
     return {
         name: np.asarray(x)
         if x.ndim == 1

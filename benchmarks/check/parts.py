@@ -13,10 +13,10 @@ from .run import Part, Run
 STEPS, SERIAL_STEPS = 200, 40
 REHEARSED = 6
 TOLERANCE = 0.01
-"""Largest relative difference of a loss from that of plain attention on one device."""
+"""The largest relative difference between a loss and that of plain attention on one device."""
 JOIN_S, TRAIN_S = 60.0, 90.0
 SERIAL = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-"""One queue from host to device: what is enqueued in the wrong order waits for itself."""
+"""One queue from host to device: a wrong order of enqueued work then blocks for ever."""
 
 BY, NOT_BY = "several processes by", "several processes not by"
 
@@ -24,7 +24,7 @@ Carry = Callable[[Run, Part, float], None]
 
 
 def listed(name: str, must: bool, fresh: bool = False) -> Carry:
-    """A part whose worker knows its items; `fresh`: each in a process of its own."""
+    """Returns a part whose worker lists its items; with `fresh`, each runs in a new process."""
 
     def carry(run: Run, record: Part, share: float) -> None:
         asked: dict[str, Any] = {"part": "names", "of": name}
@@ -40,7 +40,7 @@ def listed(name: str, must: bool, fresh: bool = False) -> Carry:
 
 
 def processes(run: Run, record: Part, share: float) -> None:
-    """The ring over XLA's NCCL communicators: 2 and 4 processes, and 8 where each has a GPU."""
+    """Checks the ring over XLA's NCCL communicators: 2 and 4 processes, and 8 with a GPU each."""
     for count in (2,) if run.rehearse else (2, 4, 8) if len(gpus()) >= 8 else (2, 4):
         with _group(run, record, share, count) as group:
             if group is None:
@@ -60,7 +60,7 @@ def processes(run: Run, record: Part, share: float) -> None:
 
 
 def training(run: Run, record: Part, share: float) -> None:
-    """Steps with sharded parameters, and gathers beside the ring, over two processes."""
+    """Trains over two processes, with sharded parameters and gathers during the ring."""
     steps, serial = (REHEARSED, REHEARSED) if run.rehearse else (STEPS, SERIAL_STEPS)
     item = {"part": "train", "steps": steps, "attention": "plain", "devices": 1}
     plain = run.ask(record, "plain attention", item, share, limit_s=TRAIN_S)
@@ -72,7 +72,7 @@ def training(run: Run, record: Part, share: float) -> None:
         with _group(run, record, share, 2, extra) as group:
             if group is None:
                 continue
-            # Without GPUs there is no ring over processes; `losses` rehearses that over devices.
+            # Without GPUs no ring spans processes; `losses` rehearses a ring over devices.
             attention = "gathered" if run.rehearse else "ring"
             item = {"part": "train", "steps": count, "attention": attention, "devices": 2}
             both = _together(run, record, title, group, 2, item, share, TRAIN_S)
@@ -88,7 +88,7 @@ def _keep_training(
     if any(rank["losses"] != losses for rank in ranks):
         wrong.append("losses differ between the processes")
     if not all(rank["gathered"] for rank in ranks):
-        wrong.append("what was gathered beside the ring is wrong")
+        wrong.append("a gather during the ring gave wrong values")
     flight = ranks[0]["in flight"]
     beside = ", {beside a collective} of {calls} calls beside a collective"
     shown = (
@@ -102,9 +102,9 @@ def _keep_training(
 def compare(
     ring: list[float], plain: list[float], tolerance: float = TOLERANCE
 ) -> tuple[float, list[str]]:
-    """The largest difference of two runs' losses, relative; and what is wrong."""
+    """Returns the largest relative difference of two runs' losses, and all faults."""
     if len(ring) != len(plain) or not all(map(math.isfinite, [*ring, *plain])):
-        return math.nan, ["losses: expected as many as with plain attention, and finite ones"]
+        return math.nan, ["losses: expected as many as plain attention has, all finite"]
     apart = [abs(x - y) / abs(y) for x, y in zip(ring, plain, strict=True)]
     most, wrong = max(apart), []
     if most > tolerance:
@@ -122,12 +122,12 @@ def compare(
 def _group(
     run: Run, record: Part, share: float, count: int, extra: dict[str, str] | None = None
 ) -> Iterator[Group | None]:
-    """Processes that found each other by the first way that works, or None, which is kept."""
+    """Yields processes that found each other by the first method that works, or None."""
     title = f"{count} processes"
     command, environment = [*run.command, "--rank"], _environment(run) | (extra or {})
     refused: dict[str, str] = {}
     group = None
-    run.session.close()  # its memory is for them
+    run.session.close()  # frees its memory for the processes
     for way in _ways(run, count):
         limit_s = run.limit(record, title, share, True, JOIN_S)
         if limit_s is None:
@@ -141,9 +141,9 @@ def _group(
         print(f"{title}: by {way}", flush=True)
         break
     else:
-        # JAX alone has been asked for something so far, so that it is no failure of ours.
+        # Only JAX has worked so far, so this is no failure of the ring.
         run.found.setdefault(BY, None)
-        run.leave_out(record, title, f"no way to share it: {refused or run.found[NOT_BY]}")
+        run.leave_out(record, title, f"no method works: {refused or run.found[NOT_BY]}")
     for way, why in refused.items():
         print(f"    not by {way}: {why}", flush=True)
     run.found.setdefault(NOT_BY, {}).update(refused)
@@ -155,7 +155,7 @@ def _group(
 
 
 def _ways(run: Run, count: int) -> list[str]:
-    """What to try: first what has worked, nothing if nothing has."""
+    """Returns the methods to try: the one that worked comes first; none if all have failed."""
     enough = not run.rehearse and len(gpus()) >= count
     ways = [way for way in METHODS if enough or way != EACH]
     if BY not in run.found:
@@ -180,7 +180,7 @@ def _together(
     share: float,
     limit_s: float | None = None,
 ) -> list[Any] | None:
-    """The results of all processes, or None, which is kept."""
+    """Returns the results of all processes, or None, and records the failure."""
     limit_s = run.limit(record, name, share, True, limit_s)
     if limit_s is None:
         return None
@@ -202,4 +202,4 @@ PARTS: dict[str, tuple[Carry, float]] = {
     "processes": (processes, 0.91),
     "training": (training, 1.0),
 }
-"""Each part, and until which share of the budget it may go on, from the end of the one before."""
+"""Each part with the share of the budget at which it ends. It begins after the previous part."""

@@ -1,4 +1,4 @@
-"""Errors, the ring's tax and training losses in one picture."""
+"""Draws errors, the cost of the ring and training losses in one picture."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ ERRORS = ("o", "dq", "dk", "dv")
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Three panels; one with nothing to show says so."""
+    """Draws three panels; an empty panel says that nothing was measured."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -35,7 +35,7 @@ def _errors(axis: Any, rows: list[dict[str, Any]]) -> None:
         axis.plot(spread, values, ".", ms=4, color="tab:red")
     axis.axhline(rows[0]["bar"], color="grey", ls=":", label="bound")
     axis.set_xticks(range(len(ERRORS)), ERRORS)
-    axis.set_ylabel("multiple of what rounding costs")
+    axis.set_ylabel("multiple of the cost of rounding")
     axis.set_ylim(0)
     axis.legend(frameon=False)
     return None

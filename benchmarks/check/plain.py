@@ -1,4 +1,4 @@
-"""Attention without a ring, in plain JAX: a stand-in where the ring can't run, and a peer."""
+"""Attention without a ring, in plain JAX: stand-in of a rehearsal, and scores of the reference."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ GROUPED = ("k", "v")
 def scores(
     problem: Problem, of: dict[str, jax.Array], q_positions: jax.Array, kv_positions: jax.Array
 ) -> tuple[jax.Array, Any, jax.Array]:
-    """Those of a head's queries and keys at these positions, −inf where masked::
+    """Returns the scores of a head's queries and keys at these positions, −inf where masked::
 
         s = softmax_scale · q kᵀ;  capped: soft_cap · tanh(s / soft_cap)
         s += slope · (key position − query position)
 
-    And the cap's derivative, and the distances, key position − query position.
+    Also returns the cap's derivative, and the distances, key position − query position.
     """
     s = problem.softmax_scale * (of["q"] @ of["k"].T)
     cap_slope: Any = 1.0
@@ -42,7 +42,7 @@ def scores(
 def exponentials(
     problem: Problem, s: jax.Array, of: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """e^(s − top); their sums, with the sink's; top: of rows that see nothing it is 0."""
+    """Returns e^(s − top), their sums with the sink's, and top, 0 for rows that see no key."""
     top = s.max(-1, keepdims=True)
     if problem.sinks:
         top = jnp.maximum(top, of["sinks"])
@@ -57,7 +57,7 @@ def exponentials(
 def dense(
     problem: Problem, given: dict[str, jax.Array], q_positions: jax.Array, kv_positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """o in the type of q, and lse, without dropout, of queries and keys at these positions."""
+    """Returns o in the type of q, and lse, without dropout, for rows at these positions."""
 
     def head(of: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         s, _, _ = scores(problem, of, q_positions, kv_positions)
@@ -75,7 +75,7 @@ def dense(
 
 
 def by_head(name: str, x: jax.Array, group: int) -> jax.Array:
-    """[batch, heads, seq, …], float32 at least, with the keys and values of each query head."""
+    """Returns [batch, heads, seq, …] in float32 or wider, with keys and values per query head."""
     if x.ndim < 3:
         return x
     x = x.swapaxes(1, 2).astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -101,7 +101,7 @@ def gathered(
     return_residual: bool = False,
 ) -> Any:
     """Stands for `burst_attention.attention`: gathers keys and values of the whole sequence."""
-    del schedule, backward, backward_order  # nothing travels
+    del schedule, backward, backward_order  # no chunk travels here
     size = lax.axis_size(axis_name)
     given = {"q": q, "k": k, "v": v}
     extras = {"sinks": sinks, "alibi_slopes": alibi_slopes}

@@ -1,16 +1,13 @@
-"""A problem over a ring and its inputs; ../../tests/cases.json as such problems is in shared.py."""
+"""A problem over a ring and its inputs; shared.py makes problems of ../../tests/cases.json."""
 
 import math
-import sys
 import zlib
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
+import features  # type: ignore[import-not-found]
 import jax.numpy as jnp
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "python"))
 
 Layout = Literal["contiguous", "zigzag", "striped"]
 Schedule = Literal["ring", "double_ring", "balanced", "all_gather"]
@@ -19,7 +16,7 @@ SHORT = {"bfloat16": "bf16", "float16": "f16"}
 OPERANDS = ("q", "k", "v", "dout", "dlse")
 RESULTS = ("o", "lse", "dq", "dk", "dv")
 PER_HEAD = {"sinks": "dz", "alibi_slopes": "dslopes"}
-"""Inputs of a number for each head, and their gradients."""
+"""Inputs with one number for each head, and their gradients."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +37,9 @@ class Problem:
     backward_order: str = "fixed"
     with_dlse: bool = True
     kv_seq: int = 0
-    """Keys; 0: as many as queries."""
+    """Number of keys; 0 means the number of queries."""
     value_dim: int = 0
-    """0: head_dim."""
+    """Head dimension of values; 0 means head_dim."""
     window: tuple[int, int] | None = None
     soft_cap: float | None = None
     segments: str | None = None
@@ -51,62 +48,62 @@ class Problem:
     dropout: float = 0.0
     schedule: Schedule = "ring"
     inner: int = 0
-    """Ranks of an inner ring, of a double ring."""
+    """Ranks of an inner ring of a double ring."""
 
     @property
     def q_shape(self) -> tuple[int, int, int, int]:
-        """Of query."""
+        """Returns the shape of query."""
         return (self.batch, self.seq, self.heads, self.head_dim)
 
     @property
     def o_shape(self) -> tuple[int, int, int, int]:
-        """Of output."""
+        """Returns the shape of output."""
         return (*self.q_shape[:3], self.value_dim or self.head_dim)
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int]:
-        """Of key."""
+        """Returns the shape of key."""
         return (self.batch, self.kv_seq or self.seq, self.kv_heads, self.head_dim)
 
     @property
     def v_shape(self) -> tuple[int, int, int, int]:
-        """Of value."""
+        """Returns the shape of value."""
         return (*self.kv_shape[:3], self.value_dim or self.head_dim)
 
     @property
     def softmax_scale(self) -> float:
-        """As the public functions have it by default."""
+        """Returns the default of the public functions."""
         return float(self.head_dim**-0.5)
 
     @property
     def reach(self) -> tuple[int, int]:
-        """How far a query sees back and ahead, whatever the segments."""
+        """Returns how far a query sees back and ahead, without regard to segments."""
         everything = max(self.seq, self.kv_shape[1])
         left, right = self.window or (everything, everything)
         return left, 0 if self.is_causal else right
 
     @property
     def pairs(self) -> float:
-        """Of a query and a key that a causal mask allows, edges aside."""
+        """Returns the pairs that a causal mask and the window allow, without regard to edges."""
         return min(self.seq / 2, sum(self.reach) + 1) * self.seq
 
     @property
     def results(self) -> tuple[str, ...]:
-        """What comes out of forward and backward through the public function."""
+        """Returns the names of the results of forward and backward pass."""
         given = {"sinks": self.sinks, "alibi_slopes": self.slopes}
         return (*RESULTS, *(PER_HEAD[name] for name in PER_HEAD if given[name]))
 
     @property
     def unit_bytes(self) -> int:
-        """Of one tensor of the query's shape."""
+        """Returns the bytes of one tensor of the query's shape."""
         return 2 * math.prod(self.q_shape)
 
     def on_one_rank(self) -> "Problem":
-        """The same without a ring."""
+        """Returns the problem without a ring."""
         return replace(self, world_size=1, schedule="ring", inner=0)
 
     def inputs(self) -> dict[str, Any]:
-        """q, k, v, dout, dlse and what features need, on the host, in the order of the sequence."""
+        """Returns q, k, v, dout, dlse and arrays of features, on the host, in sequence order."""
         seed = [self.seq, self.heads, self.head_dim, zlib.crc32(self.dtype.encode())]
         random, dtype = np.random.default_rng(seed), jnp.dtype(self.dtype)
         shapes = {"q": self.q_shape, "k": self.kv_shape, "v": self.v_shape, "dout": self.o_shape}
@@ -118,11 +115,9 @@ class Problem:
         return arrays | self._extras()
 
     def _extras(self) -> dict[str, Any]:
-        """Of features, as the tests make them: only their names are other ones."""
-        import features  # type: ignore[import-not-found]
-
+        """Returns the arrays of features, as the tests make them."""
         names = ("batch", "heads", "segments", "slopes", "sinks", "dropout")
         kept = {name: getattr(self, name) for name in names}
         lengths = {"q_len": self.seq, "kv_len": self.kv_shape[1]}
-        found: dict[str, Any] = features.Problem(**kept, **lengths).extras()
+        found: dict[str, Any] = features.Problem(**kept, **lengths).feature_arrays()
         return found

@@ -1,4 +1,4 @@
-"""What each of several processes does: finds the others, then its part of a ring."""
+"""The work of each of several processes: it joins the processes, then computes its rank."""
 
 from dataclasses import replace
 from typing import Any
@@ -36,11 +36,11 @@ MEMBERS = {
 }
 FEW = ("zigzag causal, keys travel", "window 127/0, sinks", "double_ring, keys travel")
 REHEARSED = 200
-"""Positions in a rehearsal, at most."""
+"""The largest number of positions in a rehearsal."""
 
 
 def join(address: str, count: int, rank: int) -> dict[str, Any]:
-    """Connects the processes, one device each, and adds something up over all of them."""
+    """Connects the processes, one device each, and adds up a number over all processes."""
     jax.distributed.initialize(address, count, rank, local_device_ids=[0])
     assert jax.process_count() == count, f"{jax.process_count()} processes, expected {count}"
     assert jax.device_count() == count, f"{jax.device_count()} devices, expected {count}"
@@ -50,7 +50,7 @@ def join(address: str, count: int, rank: int) -> dict[str, Any]:
 
 
 def _members() -> dict[str, Problem]:
-    """Those, and features in the shared list's combinations."""
+    """Returns `MEMBERS` and the combinations of features of the shared list."""
     together = shared.together()
     return MEMBERS | {problem.name.split(shared.RING)[0]: problem for problem in together}
 
@@ -59,16 +59,16 @@ class Members:
     """Problems for the ring over all processes."""
 
     def names(self, rehearse: bool) -> list[str]:
-        """Of the items."""
+        """Returns the names of the items."""
         return [name for name in _members() if not rehearse or name in FEW]
 
     def measure(self, name: str, rehearse: bool) -> dict[str, Any]:
-        """Errors of output, lse and gradients of the ring over all processes."""
+        """Returns the errors of output, lse and gradients of the ring over all processes."""
         size = jax.device_count()
         problem = _members()[name]
         seq = min(problem.seq, REHEARSED) if rehearse else problem.seq
         seq = seq // (2 * size) * 2 * size
-        # Two nodes, as it were.
+        # A double ring takes the ranks as two nodes.
         inner = size // 2 if problem.schedule == "double_ring" else 0
         problem = replace(problem, seq=seq, kv_seq=seq, world_size=size, inner=inner)
         mesh = ours.mesh_of(problem)
@@ -81,5 +81,5 @@ class Members:
         for result, x, y in zip(names, first, again, strict=True):
             mine = (np.asarray(part.addressable_data(0)).tobytes() for part in (x, y))
             if len(set(mine)) != 1:
-                row["wrong"].append(f"{result}: not the same again")
+                row["wrong"].append(f"{result}: differs between two runs")
         return {"name": name, "shown": exact.shown(row["errors"]), **row}

@@ -1,4 +1,4 @@
-"""What all parts of the check share: the workers, the clock, and the results, on disk too."""
+"""The state that all parts of the check share: workers, clock, and results, on disk too."""
 
 import sys
 import time
@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from gpu import report
-from gpu.session import Budget, Session
+from gpu.session import Budget, Session, module
 
 from .group import first_gpu
 
-WORKER = Path(__file__).with_name("worker.py")
 ITEM_S = 60.0
-"""An item that takes longer hangs."""
+"""Seconds after which an item counts as hanging."""
 SLACK_S = 8.0
-"""Seconds over the budget that the last item may take before its worker is ended."""
+"""Seconds over the budget that the last item may take before the session ends its worker."""
 REHEARSAL = {
     "JAX_PLATFORMS": "cpu",
-    # Two devices, and code that is quick to compile rather than to run.
+    # Two devices, and code that compiles fast rather than runs fast.
     "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0 "
     "--xla_llvm_disable_expensive_passes=true",
 }
@@ -27,7 +26,7 @@ REHEARSAL = {
 
 @dataclass
 class Part:
-    """What became of a part."""
+    """The outcome of a part."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     failed: list[dict[str, str]] = field(default_factory=list)
@@ -36,14 +35,14 @@ class Part:
 
     @property
     def verdict(self) -> str:
-        """In a word."""
+        """Returns the outcome in a word."""
         if self.failed:
             return "FAILED"
         return "passed" if self.rows else "absent"
 
 
 class Run:
-    """Asks workers for items and keeps what comes back."""
+    """Asks workers for items and keeps the answers."""
 
     def __init__(
         self,
@@ -55,7 +54,7 @@ class Run:
     ):
         self.rehearse, self.budget, self._folder, self._item_s = rehearse, budget, folder, item_s
         flags = ["--rehearse"] if rehearse else []
-        self.command = [*(worker or [sys.executable, str(WORKER)]), *flags]
+        self.command = [*(worker or module("check.worker")), *flags]
         self.environment = dict(REHEARSAL) if rehearse else first_gpu()
         self.session = Session(None, self.command, self.environment)
         self.parts: dict[str, Part] = {}
@@ -63,20 +62,20 @@ class Run:
 
     @property
     def file(self) -> Path:
-        """Where the results are."""
+        """Returns the path of the results."""
         device = self.found.get("environment", {}).get("device", "unknown device")
         return self._folder / f"{report.slug(device)}-ring.json"
 
     def carry_out(
         self, name: str, part: Callable[["Run", Part, float], None], share: float
     ) -> None:
-        """One part, whose own failure is its result and nobody else's."""
+        """Carries out one part; its failure does not end the run."""
         print(f"\n== {name}", flush=True)
         self.parts[name] = record = Part()
         began = time.monotonic()
         try:
             part(self, record, share)
-        except Exception as error:  # whatever it was, the next part has its turn
+        except Exception as error:  # any error: the next part still runs
             self.fail(record, name, f"{type(error).__name__}: {error}")
         record.seconds = round(time.monotonic() - began, 1)
         self.save()
@@ -90,9 +89,9 @@ class Run:
         must: bool = True,
         limit_s: float | None = None,
     ) -> Any:
-        """The result of an item; None if it failed or was left out, which is kept.
+        """Returns the result of an item; None if it failed or was left out, which `record` keeps.
 
-        What must be checked fails if the time is up; the rest is left out.
+        If the time is up, an item that `must` run fails, and another item is left out.
         """
         limit_s = self.limit(record, name, share, must, limit_s)
         return None if limit_s is None else self.take(record, name, self.session.ask(item, limit_s))
@@ -100,7 +99,7 @@ class Run:
     def limit(
         self, record: Part, name: str, share: float, must: bool, limit_s: float | None = None
     ) -> float | None:
-        """Seconds for an item, or None if the time is up, which is kept."""
+        """Returns the seconds for an item; None if the time is up, which `record` keeps."""
         if self.budget.left(share) > 0:
             return max(1.0, min(limit_s or self._item_s, self.budget.left() + SLACK_S))
         record.left_out.append({"name": name, "why": "the time was up"})
@@ -109,7 +108,7 @@ class Run:
         return None
 
     def take(self, record: Part, name: str, answer: dict[str, Any]) -> Any:
-        """The result in an answer, or None and why there is none is kept."""
+        """Returns the result in an answer; None without a result, and `record` keeps the reason."""
         if "absent" in answer:
             self.leave_out(record, name, answer["absent"])
         elif "error" in answer:
@@ -118,7 +117,7 @@ class Run:
         return answer.get("result")
 
     def keep(self, record: Part, row: dict[str, Any]) -> None:
-        """A row of the table, and its failure if it has one."""
+        """Prints and keeps a row of the table, and its failure if it has one."""
         verdict = "FAILED: " + "; ".join(row["wrong"]) if row["wrong"] else "ok"
         print(f"{row['name']:<64} {row['shown']}  {verdict}", flush=True)
         record.rows.append(row)
@@ -133,7 +132,7 @@ class Run:
             print(f"{name}: FAILED: {why}", flush=True)
 
     def leave_out(self, record: Part, name: str, why: str) -> None:
-        """Keeps what can't be done here."""
+        """Keeps an item that can't run here."""
         record.left_out.append({"name": name, "why": why})
         print(f"{name}: absent: {why}", flush=True)
 
@@ -146,7 +145,7 @@ class Run:
         report.save(self.found, self.file)
 
     def summary(self) -> bool:
-        """Prints what became of each part; did all that ran pass?"""
+        """Prints the outcome of each part; returns whether all parts that ran passed."""
         print(f"\n{'part':<14}{'verdict':<10}{'ok':>5}{'failed':>8}{'absent':>8}{'seconds':>9}")
         for name, part in self.parts.items():
             fine = sum(not row["wrong"] for row in part.rows)

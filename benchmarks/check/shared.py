@@ -1,4 +1,4 @@
-"""tests/cases.json as problems in 16-bit types, and a systematic list beside it."""
+"""The cases of tests/cases.json as problems in 16-bit types, and a systematic list."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,17 +8,17 @@ import case_list  # type: ignore[import-not-found]
 from .problem import LAYOUTS, SHORT, Layout, Problem, Schedule
 
 LONGER = 33
-"""What is alone in tests/cases.json gets so many times as long, windows too: several tiles, and
-ends within one."""
+"""The factor on lengths and windows of the cases `alone`: sequences then have several tiles and end
+within one."""
 RING = ": ring of "
-"""In a problem's name, after what it is about."""
+"""Separates the features in a problem's name from its ring."""
 PLACES: tuple[dict[str, Any], ...] = (
     {"world_size": 8, "layout": "zigzag", "backward": "keys"},
     {"world_size": 4, "layout": "striped", "backward": "queries", "dtype": "float16"},
     {"world_size": 2, "layout": "contiguous", "backward": "queries"},
     {"world_size": 4, "layout": "contiguous", "backward": "keys", "head_dim": 64},
 )
-"""Where features are alone, in turn."""
+"""The rings of the cases `alone`, in turn."""
 FAMILIES: tuple[tuple[Schedule, int, int, Layout, bool], ...] = (
     ("double_ring", 2, 4, "zigzag", True),
     ("double_ring", 4, 8, "contiguous", False),
@@ -27,14 +27,14 @@ FAMILIES: tuple[tuple[Schedule, int, int, Layout, bool], ...] = (
     ("all_gather", 0, 4, "striped", True),
     ("all_gather", 0, 8, "zigzag", False),
 )
-"""Schedule, ranks of an inner ring, ranks, layout, whether causal."""
+"""Schedule, ranks of an inner ring, ranks, layout, and whether the mask is causal."""
 
 
 def correctness() -> list[Problem]:
-    """As the correctness tests choose from the list; float32 becomes bfloat16.
+    """Returns the choice of the correctness tests, with bfloat16 in the place of float32.
 
-    Axes beside the ring's only make batch and heads smaller, so that a ring of the same length
-    takes the whole of them.
+    Mesh axes besides that of the ring only divide batch and heads. A ring of the same length takes
+    the whole batch and all heads instead.
     """
     return [_problem(case) for case in case_list.correctness_cases()]
 
@@ -59,7 +59,7 @@ def _problem(case: Any) -> Problem:
 
 
 def features(longer: int = LONGER) -> list[Problem]:
-    """Each feature alone, so many times as long as in the tests, and those `together`."""
+    """Returns the cases `alone`, longer than in the tests, and the cases `together`."""
     alone = [
         _feature(choice, PLACES[index % len(PLACES)], longer)
         for index, choice in enumerate(case_list.features_alone())
@@ -68,12 +68,12 @@ def features(longer: int = LONGER) -> list[Problem]:
 
 
 def together() -> list[Problem]:
-    """Features in combinations, over sequences of several tiles."""
+    """Returns combinations of features, over sequences of several tiles."""
     return [_feature(choice, {}) for choice in case_list.features_together()]
 
 
 def _feature(choice: dict[str, Any], place: dict[str, Any], longer: int = 1) -> Problem:
-    """In the words of this tool. Where no width is given, a value_dim is that beside 32."""
+    """Returns a choice as a problem. Without a head_dim, value_dim scales with head_dim / 32."""
     given: dict[str, Any] = {
         "head_dim": 128,
         "layout": "contiguous",
@@ -105,10 +105,10 @@ def _feature(choice: dict[str, Any], place: dict[str, Any], longer: int = 1) -> 
 
 
 def systematic() -> list[Problem]:
-    """Rings of 2, 4 and 8: every layout, both backward modes, both masks.
+    """Returns rings of 2, 4 and 8: every layout, both backward modes, both masks.
 
-    With grouped heads, two batch entries, lengths that fit no tile (odd ones, but for zigzag,
-    whose shards are two chunks), and both types and two widths in turn.
+    The problems have grouped heads, two batch entries, lengths that fit no tile, and both types and
+    two widths in turn. Lengths are odd, except for zigzag, whose shards are two chunks.
     """
     found: list[Problem] = []
     for world_size in (2, 4, 8):
@@ -139,7 +139,7 @@ def systematic() -> list[Problem]:
 
 
 def families() -> list[Problem]:
-    """The schedules beside the ring, with both sides travelling."""
+    """Returns the other schedules than the ring, with both sides travelling."""
     found: list[Problem] = []
     for schedule, inner, world_size, layout, is_causal in FAMILIES:
         for backward in ("keys", "queries"):
@@ -165,8 +165,10 @@ def families() -> list[Problem]:
 
 
 def in_any_order() -> list[Problem]:
-    """The rings of 2 and 4 whose keys travel, the backward pass free to add in any order: every
-    layout, both masks, and documents."""
+    """Returns rings of 2 and 4 whose backward pass adds in any order, and whose keys travel.
+
+    They cover every layout, both masks, and documents.
+    """
     rings = [p for p in systematic() if p.backward == "keys" and p.world_size < 8]
     documents = [
         replace(p, segments="documents", name=f"{p.name}, segments")

@@ -1,5 +1,4 @@
-"""Time of the virtual ring against one launch of the same work and of a window against the whole
-mask, and of a layer against cuDNN's."""
+"""Times the virtual ring against one launch, masks against a window, and layers against cuDNN."""
 
 import functools
 from collections.abc import Callable
@@ -19,14 +18,14 @@ from . import ours, virtual
 from .problem import Problem
 
 BARS = {"forward": 1.12, "forward + backward": 1.08}
-"""The virtual ring may take so many times one launch."""
+"""The largest ratio of the virtual ring's time to that of one launch."""
 WINDOW = "window-1k"
-"""Of the shared cases."""
+"""Name of a shared case."""
 PRUNED = 3.0
-"""A window may take so many times its share of the causal mask's pairs of that mask's time."""
+"""The largest ratio of a window's share of the causal mask's time to its share of the pairs."""
 WORLD_SIZE = 8
 SECONDS = 2.5
-"""For the rounds of one row, about."""
+"""Seconds for the rounds of one row, about."""
 SAMPLE_MS = 40.0
 ROOMY = 60e9
 """Bytes of a device that holds 32 heads of 64K tokens twice, with gradients."""
@@ -42,7 +41,7 @@ CONTENDERS = {
 
 @dataclass(frozen=True)
 class Item:
-    """A row: the ring's tax, what is left of its time with a window, or a whole layer."""
+    """A row: the cost of the ring, its time with a window, or a whole layer."""
 
     problem: Problem
     kind: str
@@ -50,7 +49,7 @@ class Item:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Returns the item in words, for tables."""
         p = self.problem
         local = p.seq // p.world_size
         length = f"{local // 1024}K" if local >= 1024 else str(local)
@@ -60,17 +59,17 @@ class Item:
 
     @property
     def contenders(self) -> tuple[str, str]:
-        """Names."""
+        """Returns the names of both programs."""
         return CONTENDERS[self.kind]
 
     @property
     def judge(self) -> str:
-        """Whose results the first's are held against."""
+        """Returns the name of the program whose results are the reference."""
         return self.contenders[1] if self.kind == "layer" else ONE
 
     @property
     def bar(self) -> float:
-        """The first may take so many times the second, if it isn't a peer."""
+        """Returns the largest ratio of the first time to the second, if the second is no peer."""
         if self.kind == "ring":
             return BARS[self.which]
         whole = replace(self.problem, window=None)
@@ -78,21 +77,21 @@ class Item:
 
     @property
     def flop(self) -> float:
-        """4·B·H·D for each pair forward, 2.5 times that backward."""
+        """Returns the FLOPs: 4·B·H·D for each pair forward, and 2.5 times as many backward."""
         p = self.problem
         forward = 4.0 * p.batch * p.pairs * p.heads * p.head_dim
         return forward * (1.0 if self.which == "forward" else 3.5)
 
 
 class Speed:
-    """The ring's rows first."""
+    """The timed items; items of the ring come first."""
 
     def names(self, rehearse: bool) -> list[str]:
-        """Of the items."""
+        """Returns the names of the items."""
         return list(_items(rehearse))
 
     def measure(self, name: str, rehearse: bool) -> dict[str, Any]:
-        """Medians of both contenders, who take turns."""
+        """Returns the medians of both contenders, which take turns."""
         item = _items(rehearse)[name]
         contenders = {"ring": _ring, "window": _window, "layer": _layer}[item.kind]
         try:
@@ -104,7 +103,7 @@ class Speed:
 
 
 def heads(rehearse: bool) -> tuple[int, int]:
-    """Query heads, and those of key and value where they are grouped."""
+    """Returns the query heads, and the key/value heads of grouped problems."""
     if rehearse:
         return 2, 1
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
@@ -129,7 +128,7 @@ def _items(rehearse: bool) -> dict[str, Item]:
 
 
 def _windowed(rehearse: bool) -> Problem:
-    """The shared case, with as many heads as make a GPU work."""
+    """Returns the shared case, with enough heads to occupy a GPU."""
     case = cases.find(WINDOW)
     assert case.window
     many, few = heads(rehearse)
@@ -149,7 +148,7 @@ Program = Callable[[], Any]
 
 
 def _ring(item: Item, rehearse: bool) -> tuple[Program, Program, Any]:
-    """The virtual ring, one launch of the same work, and how far their results are apart."""
+    """Returns the virtual ring, one launch of the same work, and their results' differences."""
     problem, calls = item.problem, virtual.ring(rehearse)
     inputs = _inputs(problem)
     with jax.default_device(jax.local_devices()[0]):
@@ -172,7 +171,7 @@ def _ring(item: Item, rehearse: bool) -> tuple[Program, Program, Any]:
 
 
 def _window(item: Item, rehearse: bool) -> tuple[Program, Program, Any]:
-    """The virtual ring with the window and without, and how far one launch's results are apart."""
+    """Returns the virtual ring with and without the window, and the differences to one launch."""
     mine, _, apart = _ring(item, rehearse)
     whole = replace(item, problem=replace(item.problem, window=None))
     other, _, _ = _ring(whole, rehearse)
@@ -193,7 +192,7 @@ def _attend(problem: Problem, mesh: Any) -> Callable[..., Any]:
 
 
 def _layer(item: Item, rehearse: bool) -> tuple[Program, Program, Any]:
-    """Our function on global arrays, and jax.nn's by cuDNN."""
+    """Returns our function on global arrays, jax.nn's by cuDNN, and their differences."""
     mesh = ours.line(1)
     *qkv, dout, _ = (
         jax.device_put(x, NamedSharding(mesh, ours.SPEC)) for x in _inputs(item.problem)
@@ -221,7 +220,7 @@ def _layer(item: Item, rehearse: bool) -> tuple[Program, Program, Any]:
     ours_, peer = program(mine), program(theirs)
     try:
         jax.block_until_ready(peer())
-    except Exception as error:  # of whatever type: it's a peer, not what is measured
+    except Exception as error:  # any type of error: a peer may fail
         raise AbsentError(f"jax.nn can't: {error}"[:300]) from error
     return ours_, peer, lambda: [float(_apart(x, y)) for x, y in zip(ours_(), peer(), strict=True)]
 
@@ -269,7 +268,7 @@ def _measure(item: Item, mine: Program, other: Program, apart: Any, rehearse: bo
 
 
 def _waited(program: Program, repeat: int) -> Callable[[], None]:
-    """Several calls in a row hide what calling costs."""
+    """Returns several calls in a row, which hide the cost of calling."""
 
     def run() -> None:
         result = None
@@ -289,6 +288,6 @@ def _inputs(problem: Problem) -> list[jax.Array]:
 
 @jax.jit
 def _apart(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Relative, in the norm."""
+    """Returns the relative difference, in the norm."""
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     return jnp.linalg.norm((x - y).ravel()) / jnp.linalg.norm(y.ravel())

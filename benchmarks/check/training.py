@@ -1,4 +1,4 @@
-"""Training steps with sharded parameters beside the ring, as in a real program."""
+"""Training steps with a ring, sharded parameters and their collectives, as in a real program."""
 
 import re
 import sys
@@ -22,15 +22,16 @@ RATE, MOMENTUM = 0.02, 0.9
 SEQ, BATCH, BESIDE = 2048, 2, 1 << 20
 SHORT_SEQ, SHORT_BESIDE = 128, 1 << 10
 OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
-"""So that collectives are in flight beside what does not need them."""
+"""Lets collectives run at the same time as operations that do not need their results."""
 
 
 def train(steps: int, attention: str, devices: int, rehearse: bool) -> dict[str, Any]:
-    """The losses of some steps, whether what was gathered beside them was right, and overlap.
+    """Returns the losses of some steps, whether gathers during them were right, and the overlap.
 
-    `attention` is `ring`, `gathered` (of plain JAX, over several devices) or `plain`, jax.nn's.
-    The mesh has one axis: parameters are sharded over it too, gathered where they are used, and
-    their gradients summed and scattered; those of the scales, which every device holds, are summed.
+    `attention` is `ring`, `gathered` (plain JAX over several devices) or `plain` (jax.nn's). The
+    mesh has one axis, which shards the parameters too. The program gathers a parameter at its use,
+    and sums and scatters its gradient. It sums the gradients of the scales, which every device
+    holds.
     """
     config = model.Config(layers=1, hidden=128, heads=2, kv_heads=1) if rehearse else model.Config()
     seq, length = (SHORT_SEQ, SHORT_BESIDE) if rehearse else (SEQ, BESIDE)
@@ -55,7 +56,7 @@ def train(steps: int, attention: str, devices: int, rehearse: bool) -> dict[str,
         parameters, speeds, beside, loss, total = state
         found.append(loss)
         sums.append(total)
-        if step % 10 == 9:  # until then the steps follow each other without a pause
+        if step % 10 == 9:  # between these steps the host does not wait
             print(f"step {step + 1}: loss {float(loss):.4f}", file=sys.stderr, flush=True)
     totals = [int(np.asarray(x.addressable_data(0))[0]) for x in sums]
     return {
@@ -75,7 +76,7 @@ def _step(
     inputs: jax.Array,
     targets: jax.Array,
 ) -> Any:
-    """One step of gradient descent with momentum, and a gather that has nothing to do with it."""
+    """Computes one step of gradient descent with momentum, and an unrelated gather."""
     positions = ba.local_positions(inputs.shape[1], axis_name=AXIS, layout=LAYOUT)
     fetch = partial(lax.all_gather, axis_name=AXIS, axis=0, tiled=True)
     attend = _attention(attention)
@@ -88,7 +89,7 @@ def _step(
     speeds = jax.tree.map(lambda s, g: MOMENTUM * s + g, speeds, gradients)
     parameters = jax.tree.map(lambda x, s: x - RATE * s, parameters, speeds)
     everywhere = lax.all_gather(beside, AXIS, tiled=True)
-    # Integers wrap round, so that the order of the sum does not matter.
+    # Integers wrap round, so the order of the sum does not matter.
     return parameters, speeds, beside + 1, loss, everywhere.sum(dtype=jnp.int32)[None]
 
 
@@ -103,12 +104,12 @@ def _compile(stepping: Any, *arguments: Any) -> tuple[Any, str]:
     lowered = stepping.lower(*arguments)
     try:
         return lowered.compile(OPTIONS), "latency hiding"
-    except Exception as error:  # of whatever type: an option that this XLA does not have
+    except Exception as error:  # any type of error: this XLA may lack the option
         return lowered.compile(), f"XLA's default: {str(error)[:100]}"
 
 
 def _in_flight(program: str) -> dict[str, int]:
-    """How many of our calls stand between the start and the end of a collective of XLA."""
+    """Counts our calls, and our calls between the start and the end of a collective of XLA."""
     if "is_scheduled=true" not in program:
         return {}
     open_, calls, beside = 0, 0, 0

@@ -1,6 +1,6 @@
 """The virtual ring: all ranks of a ring on one GPU, one custom call for each pass.
 
-It is no part of the package: the library has the calls, and they are registered here. Arrays hold
+It is no part of the package. The library has the calls, and this module registers them. Arrays hold
 the ranks' shards one after the other, [world_size, batch, seq of a rank, heads, head_dim].
 """
 
@@ -23,34 +23,35 @@ STAGES = ("instantiate", "initialize", "execute")
 
 
 def stacked(problem: Problem, x: Any) -> Any:
-    """[batch, seq, …] in the order of the sequence -> the shards."""
+    """Returns the shards of an array [batch, seq, …] in the order of the sequence."""
     size = problem.world_size
     x = ba.to_layout(x, size, problem.layout)
     return x.reshape(x.shape[0], size, -1, *x.shape[2:]).swapaxes(0, 1)
 
 
 def merged(shards: Any) -> Any:
-    """The shards one after the other along the sequence, [batch, seq, …]."""
+    """Returns the shards joined along the sequence, [batch, seq, …]."""
     x = shards.swapaxes(0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
 def unstacked(problem: Problem, shards: Any) -> Any:
-    """The inverse of `stacked`."""
+    """Inverts `stacked`."""
     return ba.from_layout(merged(shards), problem.world_size, problem.layout)
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The package's."""
+    """Returns the package's library."""
     return ctypes.CDLL(str(find_library(None)))
 
 
 def workspace_bytes(problem: Problem, which: str) -> int:
-    """Of all ranks together, from the library."""
-    function = library().burst_attention_workspace
+    """Returns the workspace of all ranks together, as the library plans it."""
+    function = library().burst_attention_ask
     function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_char_p
     request: dict[str, Any] = {
+        "ask": "workspace",
         "pass": which,
         "batch": problem.batch,
         "q_len": problem.seq // problem.world_size,
@@ -78,21 +79,26 @@ def _options(problem: Problem) -> dict[str, Any]:
         "window_left": left,
         "window_right": 0 if problem.is_causal else right,
         "logits_soft_cap": float(problem.soft_cap or 0.0),
-        "has_segments": bool(problem.segments),
-        "has_slopes": problem.slopes,
         "dropout_rate": problem.dropout,
+        "feature_operands": ",".join(_feature_operands(problem)),
         "schedule": problem.schedule,
         "inner_size": problem.inner,
     }
 
 
+def _feature_operands(problem: Problem) -> list[str]:
+    """Returns the library's names of the arrays that features take."""
+    segments = ["query_segment_ids", "key_segment_ids"] if problem.segments else []
+    return segments + (["alibi_slopes"] if problem.slopes else [])
+
+
 def is_possible(problem: Problem) -> bool:
-    """Sinks are no business of the calls; dropout is checked through the public function alone."""
+    """Whether the calls can compute the problem: they know no sinks, and get no dropout here."""
     return not (problem.sinks or problem.dropout)
 
 
 def given(problem: Problem) -> list[Any]:
-    """The problem's inputs, stacked, as `passes` takes them."""
+    """Returns the problem's stacked inputs, as `passes` takes them."""
     inputs, size = problem.inputs(), problem.world_size
     found = [stacked(problem, inputs[name]) for name in OPERANDS]
     if problem.segments:
@@ -112,17 +118,17 @@ class Calls:
     def forward(
         self, problem: Problem, q: Any, k: Any, v: Any, *extras: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """o and lse."""
+        """Returns o and lse."""
         o = jax.ShapeDtypeStruct((*q.shape[:4], v.shape[4]), q.dtype)
         lse = jax.ShapeDtypeStruct(q.shape[:4], jnp.float32)
         o, lse, _ = self._call(problem, "forward", [o, lse], q, k, v, *extras)
         return o, lse
 
     def backward(self, problem: Problem, *operands: Any) -> tuple[jax.Array, ...]:
-        """dq, dk, dv from q, k, v, o, lse, dout, dlse and what features need."""
+        """Returns dq, dk and dv from q, k, v, o, lse, dout, dlse and arrays of features."""
         results, in_place = list(operands[:3]), {}
         if problem.slopes:
-            # Their gradient is added to zeros of one for each query, and checked elsewhere.
+            # The call adds their gradient to zeros, one for each query. Other parts check it.
             in_place = {len(operands): len(results)}
             operands = (*operands, jnp.zeros_like(operands[4]))
             results.append(operands[4])
@@ -159,18 +165,18 @@ class Calls:
 
 
 class StandIn:
-    """Dense attention on the same arrays, where there is no GPU."""
+    """Dense attention on the same arrays, for machines without a GPU."""
 
     def forward(
         self, problem: Problem, q: Any, k: Any, v: Any, *extras: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """See `Calls`."""
+        """Returns o and lse."""
         self._ask(problem, "forward")
         o, lse = self._attend(problem, extras, *(merged(x) for x in (q, k, v)))
         return self._split(problem, o), self._split(problem, lse)
 
     def backward(self, problem: Problem, *operands: Any) -> tuple[jax.Array, ...]:
-        """See `Calls`."""
+        """Returns dq, dk and dv."""
         self._ask(problem, "backward")
         q, k, v, _, _, dout, dlse = (merged(x) for x in operands[:7])
         _, pullback = jax.vjp(functools.partial(self._attend, problem, operands[7:]), q, k, v)
@@ -195,18 +201,17 @@ class StandIn:
         return x.reshape(x.shape[0], problem.world_size, -1, *x.shape[2:]).swapaxes(0, 1)
 
     def _ask(self, problem: Problem, which: str) -> None:
-        # The library answers without a GPU too, if it was built with its calls.
-        if hasattr(library(), "burst_attention_workspace"):
-            assert workspace_bytes(problem, which) >= 0
+        # The library answers without a GPU too.
+        assert workspace_bytes(problem, which) >= 0
 
 
 def ring(rehearse: bool) -> Calls | StandIn:
-    """What computes."""
+    """Returns the calls, or their stand-in for a rehearsal."""
     return StandIn() if rehearse else Calls()
 
 
 def passes(problem: Problem, ring: Calls | StandIn) -> Any:
-    """A compiled function of stacked q, k, v, dout, dlse, …: o, lse, dq, dk, dv."""
+    """Returns a compiled function from stacked q, k, v, dout, dlse, … to o, lse, dq, dk and dv."""
 
     @jax.jit
     def run(q: Any, k: Any, v: Any, dout: Any, dlse: Any, *extras: Any) -> tuple[jax.Array, ...]:

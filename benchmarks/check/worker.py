@@ -1,6 +1,9 @@
-"""Does one item after another in a process of its own: `worker.py [--rehearse] [--rank]`.
+"""Does one item after another in a process of its own, which gpu/session.py starts.
 
-`--rank` is one of several processes, which joins the others before JAX looks for devices.
+`python -m check.worker [--rehearse] [--rank]`, with the folders of the benchmarks and of the tests
+in PYTHONPATH.
+
+`--rank` makes it one of several processes, which join before JAX looks for devices.
 """
 
 import gc
@@ -10,8 +13,6 @@ import platform
 import sys
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gpu import serve
 
@@ -32,13 +33,13 @@ PACKAGES = (
 
 
 class Work:
-    """What can be asked, by name."""
+    """The kinds of items, by name."""
 
     def __init__(self, rehearse: bool):
         self._rehearse = rehearse
 
     def environment(self) -> dict[str, Any]:
-        """What runs: device, versions, clocks."""
+        """Returns device, versions and clocks."""
         import burst_attention as ba
         import jax
 
@@ -56,23 +57,23 @@ class Work:
         }
 
     def names(self, of: str) -> list[str]:
-        """Items of a part."""
+        """Returns the names of a part's items."""
         found: list[str] = _part(of).names(self._rehearse)
         return found
 
     def measure(self, of: str, name: str) -> dict[str, Any]:
-        """One item of a part."""
+        """Returns the result of one item of a part."""
         row: dict[str, Any] = _part(of).measure(name, self._rehearse)
         return row
 
     def join(self, **arguments: Any) -> dict[str, Any]:
-        """See ranks.py."""
+        """Joins the processes, see ranks.py."""
         from check import ranks
 
         return ranks.join(**arguments)
 
     def train(self, **arguments: Any) -> dict[str, Any]:
-        """See training.py."""
+        """Trains a small model, see training.py."""
         from check import training
 
         return training.train(rehearse=self._rehearse, **arguments)
@@ -84,7 +85,7 @@ def _part(name: str) -> Any:
 
 
 def missing(rehearse: bool, rank: bool) -> str | None:
-    """What this Python or machine lacks to run anything at all."""
+    """Returns what this Python or machine lacks to run at all, or None."""
     try:
         import burst_attention  # noqa: F401
         import jax
@@ -100,14 +101,14 @@ def missing(rehearse: bool, rank: bool) -> str | None:
 
 
 def context_is_lost() -> str | None:
-    """The error after which this process can do no more on its device, if there was one."""
+    """Returns the error that lost the device for this process, or None."""
     import jax
     import jax.numpy as jnp
 
     gc.collect()
     try:
         jax.block_until_ready(jnp.zeros(8) + 1)
-    except Exception as error:  # jax has more than one type for it
+    except Exception as error:  # jax raises more than one type
         return str(error).split("\n")[0]
     return None
 
@@ -121,7 +122,7 @@ def main() -> None:
         sys.stdin,
         answers,
         lambda: missing(rehearse, rank),
-        # One rank alone must not start what the others do not: it is asked for little.
+        # A rank must not start programs alone, so it gets no check of its device.
         (lambda: None) if rank else context_is_lost,
     )
 

@@ -9,13 +9,13 @@ LOG_BYTES = 8192
 
 
 class Launcher(Protocol):
-    """What runs requests: `Driver`, or what stands for it where there is no GPU."""
+    """Runs requests: `Driver`, or its stand-in on a machine without a GPU."""
 
     def prepare(self, request: dict[str, Any]) -> Callable[[], None]:
-        """A function that enqueues what computes `request`, with no work left but launching."""
+        """Returns a function that launches the kernels of `request`, and does nothing else."""
 
     def synchronize(self) -> None:
-        """Waits until all that was enqueued is done."""
+        """Waits until all enqueued work is done."""
 
 
 class Driver:
@@ -26,7 +26,7 @@ class Driver:
         self._functions: dict[str, Any] = {}
 
     def prepare(self, request: dict[str, Any]) -> Callable[[], None]:
-        """See `Launcher`."""
+        """Loads the images of `request`; returns a function that launches them."""
         prepared = []
         for launch in self.kernels.launches(self.target, request):
             function = self.load(launch["image"], launch["entry"])
@@ -36,20 +36,20 @@ class Driver:
         def enqueue() -> None:
             stream = self._stream()
             for function, grid, values, where in prepared:
-                # One thread: the number of threads is the image's own.
+                # One thread, because the image holds the number of threads.
                 result = self._cuda.cuLaunchKernel(function, *grid, 1, 1, 1, 0, stream, values, 0)
                 self._check(result, f"launching {where}")
 
         return enqueue
 
     def synchronize(self) -> None:
-        """See `Launcher`."""
+        """Waits until all enqueued work is done."""
         import torch
 
         torch.cuda.synchronize()
 
     def load(self, image: str, entry: str | None = None) -> Any:
-        """The kernel of an image, loaded once."""
+        """Returns the kernel of an image, which it loads once."""
         if image not in self._functions:
             module = self._module(image)
             entry = entry or self.kernels.images[image]["entry"]
@@ -58,7 +58,7 @@ class Driver:
         return self._functions[image]
 
     def _module(self, image: str) -> Any:
-        """The plain way first; if it fails, again for the driver's log."""
+        """Loads an image; if that fails, loads it again for the driver's log."""
         cubin = self.kernels.image(image)
         error, module = self._cuda.cuModuleLoadData(cubin)
         if error == self._cuda.CUresult.CUDA_SUCCESS:
@@ -77,7 +77,7 @@ class Driver:
         }
         try:
             self._cuda.cuModuleLoadDataEx(cubin, len(options), [*options], [*options.values()])
-        except Exception as error:  # the log explains a failure; it must not become another one
+        except Exception as error:  # reading the log must not fail itself
             return f"cuModuleLoadDataEx raised {error!r}"
         texts = (bytes(log).split(b"\0")[0].decode(errors="replace") for log in (errors, infos))
         return " ".join(text.strip() for text in texts if text) or "empty"
@@ -106,6 +106,6 @@ def _bindings() -> Any:
 
 
 def version(cuda: Any) -> str:
-    """Of the CUDA that the driver knows."""
+    """Returns the version of CUDA that the driver knows."""
     _, number = cuda.cuDriverGetVersion()
     return f"{number // 1000}.{number % 1000 // 10}"

@@ -1,4 +1,4 @@
-"""Our library's C functions for its CUDA kernels: what there is, how it is launched."""
+"""The library's C functions for its CUDA kernels: their images and their launches."""
 
 import ctypes
 import importlib.util
@@ -11,7 +11,7 @@ TARGETS = {(9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_103", (12, 0): "sm_1
 
 
 def find_library(path: str | None) -> Path:
-    """The library at `path`, else that of the installed package, which is not imported."""
+    """Returns `path`, or the library of the installed package, without importing it."""
     if path is not None:
         return Path(path)
     package = importlib.util.find_spec("burst_attention")
@@ -23,7 +23,7 @@ def find_library(path: str | None) -> Path:
 
 
 def target_of(capability: tuple[int, int]) -> str:
-    """The images that run on a device of compute capability `major, minor`."""
+    """Returns the target whose images run on a device of compute capability `major, minor`."""
     if capability[0] == 8:
         return "sm_80"
     if capability not in TARGETS:
@@ -35,27 +35,26 @@ def target_of(capability: tuple[int, int]) -> str:
 
 
 class AbsentError(Exception):
-    """Something that a measurement can do without is not there; the message says what."""
+    """Says that something optional for a measurement is absent; the message names it."""
 
 
 class Kernels:
-    """What the library knows of its kernels: images and launches."""
+    """The images and launches that the library describes."""
 
     def __init__(self, path: Path):
         self.path = path
         self._library = ctypes.CDLL(str(path))
-        self._library.burst_attention_kernels.restype = ctypes.c_char_p
-        self._library.burst_attention_kernel_launches.restype = ctypes.c_char_p
+        self._library.burst_attention_ask.restype = ctypes.c_char_p
         self._library.burst_attention_kernel_image.restype = ctypes.c_void_p
-        described = json.loads(self._library.burst_attention_kernels())
+        described = json.loads(self._library.burst_attention_ask(b'{"ask": "kernels"}'))
         self.images: dict[str, dict[str, Any]] = {i["name"]: i for i in described["images"]}
 
     def images_for(self, target: str) -> list[str]:
-        """Names of the images for a kind of device."""
+        """Returns the names of the images for a target."""
         return [name for name, image in self.images.items() if image["target"] == target]
 
     def image(self, name: str) -> bytes:
-        """A cubin."""
+        """Returns a cubin."""
         count = ctypes.c_uint64()
         at = self._library.burst_attention_kernel_image(name.encode(), ctypes.byref(count))
         if not at:
@@ -66,9 +65,9 @@ class Kernels:
         return ctypes.string_at(at, count.value)
 
     def launches(self, target: str, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """The launches that compute `request`."""
-        text = json.dumps(request).encode()
-        answer = json.loads(self._library.burst_attention_kernel_launches(target.encode(), text))
+        """Returns the launches that compute `request`."""
+        question = {"ask": "kernel_launches", "target": target, "compute": request}
+        answer = json.loads(self._library.burst_attention_ask(json.dumps(question).encode()))
         if "error" in answer:
             raise ValueError(f"{next(iter(request))}: {answer['error']}")
         found: list[dict[str, Any]] = answer["launches"]
@@ -76,7 +75,7 @@ class Kernels:
 
 
 def arguments(values: list[dict[str, Any]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """A launch's values and their C types, as cuLaunchKernel of cuda-bindings takes them."""
+    """Returns values and C types of a launch, as cuLaunchKernel of cuda-bindings takes them."""
     types = {"pointer": ctypes.c_void_p, "i32": ctypes.c_int, "f32": ctypes.c_float}
     pairs = [next(iter(value.items())) for value in values]
     return tuple(value for _, value in pairs), tuple(types[kind] for kind, _ in pairs)

@@ -1,28 +1,28 @@
-"""Arrays on the device between guards, full of NaN until something is written."""
+"""Arrays on the device between guards, full of NaN before the first write."""
 
 from typing import Any
 
 MARGIN = 4096
-"""Elements of a guard; there is one before, between and after the batch entries of an array."""
+"""Elements of a guard. Guards stand before, between and after an array's batch entries."""
 PATTERNS = {2: 0x7FA5, 4: 0x7FA5A5A5}
-"""By bytes of an element: a NaN of every type of that size which no arithmetic makes."""
+"""By bytes of an element: bits that are NaN in every type of this size and never a result."""
 
 
 class Arrays:
-    """Named arrays. Reading a guard gives NaN; writing one is noticed."""
+    """Named arrays. A read of a guard gives NaN; `overrun` finds writes to guards."""
 
     def __init__(self, device: str):
         self.device = device
         self._kept: dict[str, tuple[Any, int]] = {}
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """[batch, …], contiguous within a batch entry, nothing written yet."""
+        """Returns an unwritten array [batch, …], contiguous within a batch entry."""
         import torch
 
         count = 1
         for size in shape[1:]:
             count *= size
-        # Every batch entry begins as well aligned as the whole.
+        # Every batch entry has the alignment of the whole array.
         stride = -(-count // 64) * 64 + 2 * MARGIN
         bits = torch.full((shape[0], stride), PATTERNS[dtype.itemsize], dtype=_bits(dtype))
         bits = bits.to(self.device)
@@ -30,13 +30,13 @@ class Arrays:
         return bits.view(dtype)[:, MARGIN : MARGIN + count].unflatten(1, shape[1:])
 
     def holding(self, name: str, values: Any) -> Any:
-        """A copy of `values`."""
+        """Returns a copy of `values`."""
         array = self.empty(name, tuple(values.shape), values.dtype)
         array.copy_(values)
         return array
 
     def overrun(self) -> list[str]:
-        """Names of the arrays whose guards were written."""
+        """Returns the names of arrays whose guards were written."""
         found = []
         for name, (bits, count) in self._kept.items():
             guards = (bits[:, :MARGIN], bits[:, MARGIN + count :])
@@ -46,7 +46,7 @@ class Arrays:
 
 
 def unwritten(array: Any) -> int:
-    """How many elements still are as `Arrays.empty` made them."""
+    """Returns how many elements are unchanged since `Arrays.empty`."""
     return int((array.view(_bits(array.dtype)) == PATTERNS[array.element_size()]).sum())
 
 

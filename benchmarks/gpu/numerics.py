@@ -1,6 +1,6 @@
-"""Each of our kernels against float64 on small problems, beside cuDNN on the same inputs.
+"""Checks our kernels against float64 on small problems, and cuDNN on the same inputs.
 
-Each kernel gets exact inputs, so that one that is wrong spoils no other.
+Each kernel gets exact inputs, so a wrong kernel does not spoil the results of another kernel.
 """
 
 import functools
@@ -11,18 +11,18 @@ from typing import Any
 from . import peers, reference
 from .driver import Launcher
 from .memory import Arrays, unwritten
-from .ours import ANY, CAUSAL, LEAST, Attention, Band, finish_request
+from .ours import ANY, CAUSAL, LEAST, Attention, Band, cast_request
 from .reference import relative
 
 BAR = 1.5
-"""Our relative error may be so many times that of cuDNN."""
+"""The largest ratio of our relative error to cuDNN's."""
 ALONE = 1.0
-"""Where cuDNN has no such problem: error in units of the type's largest rounding error."""
+"""The largest error without a figure of cuDNN, in units of the type's rounding error."""
 UNITS = {"bf16": 2.0**-8, "f16": 2.0**-11}
 ROUNDED_ONCE = 0.6
-"""The same for a result that is only rounded: to nearest gives 0.42 of a unit, cutting 0.83."""
+"""The largest error of a rounded result, in units: nearest gives 0.42, truncation 0.83."""
 FLOAT32 = 1e-5
-"""Relative error of what is computed and kept in float32; absolute for lse."""
+"""The largest relative error of float32 results; absolute for lse."""
 
 
 RESULTS = {
@@ -66,12 +66,12 @@ class Case:
 
     @property
     def width(self) -> int:
-        """Of the tile that the columns are padded to."""
+        """Returns the width of the tile to which the columns are padded."""
         return next(width for width in (64, 128, 256) if self.dim <= width)
 
     @property
     def plain(self) -> bool:
-        """Is it one that torch's attention can compute?"""
+        """Whether torch's attention can compute the problem."""
         square = self.q_len == self.kv_len
         masked = self.band != ANY and not (self.band == CAUSAL and square)
         return not (masked or self.dlse or self.segments or self.soft_cap)
@@ -113,7 +113,7 @@ def _cases() -> list[Case]:
         Case("2K", batch=1, q_len=2048, kv_len=2048, heads=2, kv_heads=1, band=CAUSAL),
     ]
     sums = [
-        Case(f"sum of two, {element} D{dim}", element, dim=dim, q_len=333, kernels=("finish",))
+        Case(f"sum of two, {element} D{dim}", element, dim=dim, q_len=333, kernels=("cast",))
         for element, dim in (("bf16", 128), ("f16", 64), ("bf16", 96), ("bf16", 256))
     ]
     return common[:6] + sums + special + common[6:]
@@ -124,9 +124,9 @@ QUICK = ("bf16 D128 causal", "bf16 D64 full", "three steps", "sum of two, bf16 D
 
 
 def check(name: str, kernel: str, launcher: Launcher, device: str) -> dict[str, Any]:
-    """Errors of a kernel and of cuDNN, relative in the norm, and what is wrong, if anything."""
+    """Returns the errors of a kernel and of cuDNN, relative in the norm, and all faults."""
     case = CASES[name]
-    measure = {"delta": _delta, "finish": _finish}.get(kernel, _attention)
+    measure = {"delta": _delta, "cast": _cast}.get(kernel, _attention)
     arrays = Arrays(device)
     given, run, wanted = measure(case, kernel, launcher, arrays)
     before = {key: array.clone() for key, array in given.items()}
@@ -152,18 +152,22 @@ def check(name: str, kernel: str, launcher: Launcher, device: str) -> dict[str, 
                 if (count := unwritten(array))
             ),
             *(
-                f"{key}: not the same again"
+                f"{key}: differs between two runs"
                 for key in first
                 if (kernel, key) != IN_ANY_ORDER and not _same(first[key], again[key])
             ),
-            *(f"{key}: wrote beside it" for key in arrays.overrun()),
-            *(f"{key}: an input, changed" for key in given if not _same(given[key], before[key])),
+            *(f"{key}: wrote outside the array" for key in arrays.overrun()),
+            *(
+                f"{key}: changed, although it is an input"
+                for key in given
+                if not _same(given[key], before[key])
+            ),
         ],
     }
 
 
 Measured = tuple[dict[str, Any], Callable[[], None], dict[str, tuple[Any, Any]]]
-"""Inputs, what launches the kernel, and by name its results: ours and the exact one."""
+"""Inputs, the function that launches the kernel, and by name our and the exact result."""
 
 
 def _attention(case: Case, kernel: str, launcher: Launcher, arrays: Arrays) -> Measured:
@@ -188,15 +192,15 @@ def _delta(case: Case, kernel: str, launcher: Launcher, arrays: Arrays) -> Measu
     return given, enqueue, {n: (ours.arrays[n][:, :, :q_len], x) for n, x in wanted.items()}
 
 
-def _finish(case: Case, kernel: str, launcher: Launcher, arrays: Arrays) -> Measured:
+def _cast(case: Case, kernel: str, launcher: Launcher, arrays: Arrays) -> Measured:
     import torch
 
     random = _random(arrays.device)
     shape = (case.batch, case.q_len, case.heads, case.dim)
     given = {name: arrays.holding(name, random(shape, torch.float32)) for name in ("a", "b")}
     both, one = (arrays.empty(n, shape, _dtype(case)) for n in ("a + b", "a alone"))
-    summed = launcher.prepare(finish_request(given["a"], given["b"], both))
-    cast = launcher.prepare(finish_request(given["a"], None, one))
+    summed = launcher.prepare(cast_request(given["a"], given["b"], both))
+    cast = launcher.prepare(cast_request(given["a"], None, one))
     a, b = given["a"].double(), given["b"].double()
 
     def enqueue() -> None:
@@ -221,7 +225,7 @@ def _outcome(run: Callable[[], None], launcher: Launcher, wanted: dict[str, Any]
 
 
 def _error(name: str, got: Any, wanted: Any) -> float:
-    if name == "lse_log2":  # the huge ones would hide the others
+    if name == "lse_log2":  # huge values would hide the error of the rest
         empty = wanted == reference.HUGE
         if not bool((got[empty] > reference.HUGE / 2).all()):
             return float("inf")
@@ -236,7 +240,7 @@ def _error(name: str, got: Any, wanted: Any) -> float:
 
 
 def _limits(case: Case, kernel: str, wanted: dict[str, Any], device: str) -> dict[str, float]:
-    if kernel == "finish":
+    if kernel == "cast":
         return dict.fromkeys(wanted, ROUNDED_ONCE * UNITS[case.element])
     peer = _peer(case, device)
     limits = dict.fromkeys(wanted, ALONE * UNITS[case.element])
@@ -247,7 +251,7 @@ def _limits(case: Case, kernel: str, wanted: dict[str, Any], device: str) -> dic
 
 @functools.lru_cache(maxsize=1)
 def _problem(case: Case, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Inputs of all kernels, the later ones' exact but rounded; and exact results."""
+    """Returns the inputs of all kernels, exact but for rounding, and the exact results."""
     import torch
 
     random, dtype = _random(device), _dtype(case)
@@ -259,7 +263,7 @@ def _problem(case: Case, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
         arrays["dlse"] = random(q_shape[:3], torch.float32)
     if case.segments:
         for name, length in (("q_segments", case.q_len), ("kv_segments", case.kv_len)):
-            # Three segments, the last rows in none; of other lengths in other batch entries.
+            # Three segments, whose lengths depend on the batch entry; the last rows have none.
             row = torch.arange(length, device=device) * 7 // (2 * length)
             entries = [torch.where(row < 3, (row + n) // (n + 1), -1) for n in range(case.batch)]
             arrays[name] = torch.stack(entries).int()
@@ -271,13 +275,13 @@ def _problem(case: Case, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @functools.lru_cache(maxsize=1)
 def _peer(case: Case, device: str) -> dict[str, float]:
-    """cuDNN's errors, none of what it can't compute."""
-    if device != "cuda" or not case.plain or case.kernels == ("finish",):
+    """Returns cuDNN's errors, for the results that it can compute."""
+    if device != "cuda" or not case.plain or case.kernels == ("cast",):
         return {}
     arrays, exact = _problem(case, device)
     got = peers.results("cudnn", arrays, causal=case.band == CAUSAL)
     errors = {name: relative(x, exact[name]) for name, x in got.items()}
-    # A peer that is wrong is no measure: then the bar is that of a problem it can't compute.
+    # A wrong peer is no measure. The bar is then the same as without a peer.
     return {name: error for name, error in errors.items() if error < 8 * UNITS[case.element]}
 
 

@@ -17,18 +17,18 @@ ELEMENTS = {"torch.bfloat16": "bf16", "torch.float16": "f16"}
 
 
 def rows(tensor: Any) -> dict[str, int]:
-    """Where [batch, rows, heads, head_dim], [batch, rows, heads] or [batch, rows] lies."""
+    """Returns address and stride of [batch, rows, heads, head_dim] or its leading dimensions."""
     return {"address": tensor.data_ptr(), "batch_stride": tensor.stride(0)}
 
 
 def statistics(tensor: Any) -> dict[str, int]:
-    """Where [batch, heads, rows] lies."""
+    """Returns address and strides of [batch, heads, rows]."""
     strides = {"batch_stride": tensor.stride(0), "head_stride": tensor.stride(1)}
     return {"address": tensor.data_ptr(), **strides}
 
 
 def rectangle(q: Any, k: Any, band: Band, scale: float) -> dict[str, Any]:
-    """Sizes, types and mask of queries × keys."""
+    """Returns sizes, types and mask of queries × keys."""
     return {
         "batch": q.shape[0],
         "q_len": q.shape[1],
@@ -45,29 +45,29 @@ def rectangle(q: Any, k: Any, band: Band, scale: float) -> dict[str, Any]:
 
 
 def shifted(band: Band, queries: slice, keys: slice) -> Band:
-    """The band of a part of the queries and of the keys, whose rows count from its start."""
+    """Returns the band of a part of queries and keys, in rows that count from the part's start."""
     shift = (queries.start or 0) - (keys.start or 0)
     lower, upper = (limit if limit in ANY else limit + shift for limit in band)
     return (lower, upper)
 
 
 def slices(length: int, steps: int) -> list[slice]:
-    """Parts of about the same length, in order; each starts 4 rows or a multiple on."""
+    """Returns parts of about the same length, in order; each starts at a multiple of 4 rows."""
     cuts = [length * step // steps // 4 * 4 for step in range(steps)] + [length]
     return [slice(start, end) for start, end in pairwise(cuts)]
 
 
 def padded(length: int) -> int:
-    """Rows of a head in an array of statistics: each head begins at 16 bytes."""
+    """Returns the rows of a head in an array of statistics: each head is aligned to 16 bytes."""
     return -(-length // 4) * 4
 
 
 class Attention:
     """One problem: its arrays by name, and functions that enqueue the kernels.
 
-    `arrays` has q, k, v and, for the backward pass, dout, o, lse, lse_log2, delta and perhaps
-    dlse and segments, q_segments and kv_segments. Results are added to it, made by
-    `empty(name, shape, dtype)`. It must live as long as the functions are called.
+    `arrays` has q, k, v and, for the backward pass, dout, o, lse, lse_log2, delta and perhaps dlse,
+    q_segments and kv_segments. The functions add results to it, which `empty(name, shape, dtype)`
+    makes. The caller keeps `arrays` alive while it calls the functions.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Attention:
         self._launcher, self._empty, self._band, self._soft_cap = launcher, empty, band, soft_cap
 
     def forward(self, steps: int = 1) -> Callable[[], None]:
-        """o and lse, the keys in so many parts."""
+        """Computes o and lse, with the keys in ``steps`` parts."""
         q = self.arrays["q"]
         state = {"o": rows(self._like("o", "q")), "lse": rows(self._new("lse", q.shape[:3]))}
         if steps > 1:
@@ -91,7 +91,7 @@ class Attention:
         return self._in_steps("forward", steps, "k", lambda keys: self._pair(WHOLE, keys) | state)
 
     def make_delta(self, zeros: bool = False) -> Callable[[], None]:
-        """Computes delta, and lse in base 2. With `zeros`, dq's accumulator is set to 0 as well."""
+        """Computes delta, and lse in base 2. With `zeros`, also sets dq's accumulator to 0."""
         q = self.arrays["q"]
         request = {
             "batch": q.shape[0],
@@ -126,7 +126,7 @@ class Attention:
     def all_grads(self) -> Callable[[], None]:
         """Computes dk, dv and dq by three launches: delta, the fused kernel, dq's cast.
 
-        Raises AbsentError where there is no fused kernel.
+        Raises AbsentError if the device has no fused kernel for the problem.
         """
         q = self.arrays["q"]
         first = self.make_delta(zeros=True)
@@ -138,12 +138,12 @@ class Attention:
             raise AbsentError(
                 f"{q.shape[3]} columns on this device have no fused kernel"
             ) from error
-        cast = finish_request(self.arrays["dq_acc"], None, self._like("dq", "q"))
-        cast["finish"]["scale"] = q.shape[3] ** -0.5
+        cast = cast_request(self.arrays["dq_acc"], None, self._like("dq", "q"))
+        cast["cast"]["scale"] = q.shape[3] ** -0.5
         return sequence(first, kernel, self._launcher.prepare(cast))
 
     def query_grads(self, steps: int = 1) -> Callable[[], None]:
-        """dq, the keys in so many parts."""
+        """Computes dq, with the keys in ``steps`` parts."""
         running = {"dq": rows(self._like("dq", "q"))}
         if steps > 1:
             running["dq_acc"] = rows(self._new("dq_acc", self.arrays["q"].shape))
@@ -152,7 +152,7 @@ class Attention:
         )
 
     def statistic(self, name: str) -> Any:
-        """A new [batch, heads, rows]."""
+        """Returns a new array [batch, heads, rows]."""
         batch, q_len, heads, _ = self.arrays["q"].shape
         return self._new(name, (batch, heads, padded(q_len)))[:, :, :q_len]
 
@@ -182,7 +182,7 @@ class Attention:
         return found
 
     def _ranges(self) -> Any:
-        """Room for what launches find out about segments."""
+        """Returns the array for the row ranges that launches compute from segments."""
         if "ranges" not in self.arrays:
             ids = self.arrays["q_segments"]
             length = max(ids.shape[1], self.arrays["kv_segments"].shape[1])
@@ -208,7 +208,7 @@ class Attention:
 
 
 def sequence(*parts: Callable[[], None]) -> Callable[[], None]:
-    """One function that calls all, in order."""
+    """Returns one function that calls all parts in order."""
 
     def run() -> None:
         for part in parts:
@@ -217,9 +217,9 @@ def sequence(*parts: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def finish_request(a: Any, b: Any, out: Any) -> dict[str, Any]:
-    """out = a + b, or a alone, rounded to the type of `out`."""
+def cast_request(a: Any, b: Any, out: Any) -> dict[str, Any]:
+    """Returns the request of out = a + b, or a alone, rounded to the type of `out`."""
     batch, length, heads, dim = out.shape
     found = {"batch": batch, "rows": length, "heads": heads, "head_dim": dim}
     found |= {"element": ELEMENTS[str(out.dtype)], "a": rows(a), "out": rows(out)}
-    return {"finish": found if b is None else found | {"b": rows(b)}}
+    return {"cast": found if b is None else found | {"b": rows(b)}}

@@ -1,4 +1,4 @@
-"""The attention of others: torch's, by cuDNN or flash attention, and jax.nn's."""
+"""The peers: torch's attention, by cuDNN or flash attention, and jax.nn's attention."""
 
 import functools
 import warnings
@@ -13,8 +13,8 @@ BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}
 class Torch:
     """scaled_dot_product_attention by one backend, on the memory of [batch, seq, heads, dim].
 
-    Raises `AbsentError` where the backend can't do it, with the reasons that torch gives. Where it
-    knows no grouped heads, key and value are repeated beforehand, and `repeated` is true.
+    Raises `AbsentError` with torch's reasons if the backend can't compute the problem. If the
+    backend has no grouped heads, the constructor repeats key and value, and `repeated` is true.
     """
 
     def __init__(self, backend: str, q: Any, k: Any, v: Any, causal: bool):
@@ -35,11 +35,11 @@ class Torch:
             self._attempt()
 
     def forward(self) -> Any:
-        """o, [batch, heads, seq, dim], with lse kept for a backward pass, as ours."""
+        """Returns o, [batch, heads, seq, dim]; keeps lse for a backward pass, as ours does."""
         return self._call()
 
     def backward(self, dout: Any) -> Callable[[], Any]:
-        """A function that computes dq, dk, dv; it has its forward pass behind it."""
+        """Returns a function that computes dq, dk and dv; runs the forward pass first."""
         import torch
 
         o, gradient = _or_absent(self._call), dout.transpose(1, 2)
@@ -66,7 +66,7 @@ class Torch:
 
 
 def _or_absent(call: Callable[[], Any]) -> Any:
-    """What the call returns, after waiting for it, or why it can't be."""
+    """Returns the finished result of a call; raises `AbsentError` with the reason of a failure."""
     import torch
 
     with warnings.catch_warnings(record=True) as caught:
@@ -74,14 +74,14 @@ def _or_absent(call: Callable[[], Any]) -> Any:
         try:
             found = call()
             torch.cuda.synchronize()
-        except Exception as error:  # of whatever type: it's a peer, not what is measured
+        except Exception as error:  # any type of error: a peer may fail
             reasons = [str(warning.message) for warning in caught]
             raise AbsentError(" ".join([str(error).split("\n")[0], *reasons])[:500]) from error
     return found
 
 
 def results(backend: str, arrays: dict[str, Any], causal: bool) -> dict[str, Any]:
-    """o, dq, dk, dv of q, k, v, dout; fewer if the backend can't do more."""
+    """Returns o, dq, dk and dv, or fewer if the backend can't compute all of them."""
     found = {}
     try:
         peer = Torch(backend, arrays["q"], arrays["k"], arrays["v"], causal)
@@ -96,7 +96,7 @@ def results(backend: str, arrays: dict[str, Any], causal: bool) -> dict[str, Any
 
 
 class Jax:
-    """jax.nn.dot_product_attention by cuDNN on random numbers of its own; calls return at once."""
+    """jax.nn.dot_product_attention by cuDNN on random numbers; calls return at once."""
 
     def __init__(self, q_shape: tuple[int, ...], kv_shape: tuple[int, ...], causal: bool):
         try:
@@ -128,11 +128,11 @@ class Jax:
         try:
             for call in (self.forward, self.both):
                 self.wait(call())
-        except Exception as error:  # of whatever type: it's a peer, not what is measured
+        except Exception as error:  # any type of error: a peer may fail
             raise AbsentError(f"jax.nn can't: {error}"[:500]) from error
 
     def wait(self, result: Any) -> None:
-        """Returns when the result is there."""
+        """Waits for the result."""
         import jax
 
         jax.block_until_ready(result)

@@ -1,4 +1,8 @@
-"""Attention and its gradients written down in float64, with all scores in memory."""
+"""Dense attention and its gradients in float64, by torch on the GPU.
+
+The reference of the tests, tests/python/reference.py, needs NumPy; the Python that runs this
+benchmark needs only torch and cuda-bindings.
+"""
 
 from typing import Any
 
@@ -6,11 +10,11 @@ from .ours import Band
 
 LOG2E = 1.4426950408889634
 HUGE = 1.0e38
-"""lse in base 2 of a row that sees nothing, as the kernels have it."""
+"""lse in base 2 of a row that sees no key, as the kernels write it."""
 
 
 def visible(q: Any, k: Any, band: Band, segments: tuple[Any, Any] | None) -> Any:
-    """Which query sees which key, [batch or 1, 1, q_len, kv_len]."""
+    """Returns whether each query sees each key, [batch or 1, 1, q_len, kv_len]."""
     import torch
 
     queries = torch.arange(q.shape[1], device=q.device)[:, None]
@@ -24,10 +28,10 @@ def visible(q: Any, k: Any, band: Band, segments: tuple[Any, Any] | None) -> Any
 
 
 def exact(arrays: dict[str, Any], band: Band, soft_cap: float) -> dict[str, Any]:
-    """o, lse, dq, dk, dv from q, k, v, dout and, where there are such, dlse and segments.
+    """Returns o, lse, dq, dk and dv from q, k, v, dout and, if given, dlse and segments.
 
-    s = q·k / √d, with a cap c · tanh(s / c); lse = log Σ exp s over what is seen, −inf where that
-    is nothing; o = Σ exp(s − lse) v. The gradients are those of Σ o ∘ dout + Σ lse ∘ dlse.
+    s = q·k / √d, with a cap c · tanh(s / c); lse = log Σ exp s over visible keys, −inf for a row
+    without any; o = Σ exp(s − lse) v. The gradients are those of Σ o ∘ dout + Σ lse ∘ dlse.
     """
     import torch
 
@@ -40,7 +44,7 @@ def exact(arrays: dict[str, Any], band: Band, soft_cap: float) -> dict[str, Any]
     segments = (arrays["q_segments"], arrays["kv_segments"]) if "q_segments" in arrays else None
     seen = visible(q, k, band, segments)
     some = seen.any(-1, keepdim=True)
-    # Rows that see nothing go through unmasked and count for nothing: no NaN, no gradient.
+    # A row that sees no key stays unmasked and has weight 0: no NaN, no gradient.
     scores = scores.masked_fill(~seen & some, -torch.inf)
     lse = torch.logsumexp(scores, -1, keepdim=True)
     o = ((torch.exp(scores - lse) * some) @ values).transpose(1, 2)
@@ -55,7 +59,7 @@ def exact(arrays: dict[str, Any], band: Band, soft_cap: float) -> dict[str, Any]
 
 
 def statistics(arrays: dict[str, Any]) -> dict[str, Any]:
-    """lse_log2 and delta, [batch, heads, rows], in float64, from the given o, dout, lse, dlse."""
+    """Returns lse_log2 and delta, float64 [batch, heads, rows], from o, dout, lse and dlse."""
     delta = (arrays["o"].double() * arrays["dout"].double()).sum(-1)
     if "dlse" in arrays:
         delta = delta - arrays["dlse"].double()
@@ -65,6 +69,6 @@ def statistics(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def relative(got: Any, wanted: Any) -> float:
-    """‖got − wanted‖ / ‖wanted‖ in float64, ‖got‖ where that is 0/0; NaN if anything is."""
+    """Returns ‖got − wanted‖ / ‖wanted‖ in float64, or ‖got‖ for ‖wanted‖ = 0; NaN gives NaN."""
     norm = float(wanted.norm())
     return float((got.double() - wanted).norm()) / (norm or 1.0)

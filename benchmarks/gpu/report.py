@@ -1,4 +1,4 @@
-"""The table, the JSON file and the picture."""
+"""Prints the table, writes the JSON file and draws the picture."""
 
 import json
 import math
@@ -24,12 +24,12 @@ COLUMNS = "{:<23}{:<10}{:>9}{:>10}{:>8}{:>6}{:>9}{:>9}  {}"
 
 
 def slug(device: str) -> str:
-    """A device's name as a file name."""
+    """Returns a device's name as a file name."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def save(results: dict[str, Any], path: Path) -> None:
-    """Writes the results so far; a kill loses nothing."""
+    """Writes the results so far, so that a killed run loses none of them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(".new")
     fresh.write_text(json.dumps(results, indent=1) + "\n")
@@ -37,7 +37,7 @@ def save(results: dict[str, Any], path: Path) -> None:
 
 
 def print_environment(found: dict[str, Any]) -> None:
-    """A line for each entry."""
+    """Prints a line for each entry."""
     for name, value in found.items():
         if isinstance(value, dict):
             value = ", ".join(f"{key} {number}" for key, number in value.items() if number)
@@ -45,7 +45,7 @@ def print_environment(found: dict[str, Any]) -> None:
 
 
 def print_images(row: dict[str, Any]) -> None:
-    """How many images load, and what the driver says of those that do not."""
+    """Prints how many images load, and the driver's errors for the rest."""
     loaded = row["of"] - len(row["refused"])
     print(f"{row['library']}: {loaded} of {row['of']} images of {row['target']} load", flush=True)
     for name, error in list(row["refused"].items())[:3]:
@@ -53,7 +53,7 @@ def print_images(row: dict[str, Any]) -> None:
 
 
 def print_check(row: dict[str, Any]) -> None:
-    """One line: our errors, and in brackets cuDNN's."""
+    """Prints one line: our errors, and cuDNN's in brackets."""
     peer = row["cudnn"]
     shown = [
         f"{name} {error:.1e}" + (f" ({peer[name]:.1e})" if name in peer else "")
@@ -64,13 +64,13 @@ def print_check(row: dict[str, Any]) -> None:
 
 
 def print_header() -> None:
-    """Above the lines of `print_speed`."""
+    """Prints the header of the lines of `print_speed`."""
     columns = ("shape", "pass", "TFLOP/s", "ms", "spread", "peak", "× cuDNN", "× flash")
-    print(COLUMNS.format(*columns, "alone: ms, TFLOP/s of what it multiplies"), flush=True)
+    print(COLUMNS.format(*columns, "alone: ms, TFLOP/s of its products"), flush=True)
 
 
 def print_speed(row: dict[str, Any], peak: float) -> None:
-    """Speed of ours, share of the peak, ratios to the peers, its kernels alone, what to know."""
+    """Prints our speed, share of peak, ratios to peers, the kernels alone, and notes."""
     times = row["contenders"]
     ours = times["ours"]
     line = (f"{ours['tflops']:.0f}", f"{ours['ms']:.3f}", f"{ours['spread']:.0%}")
@@ -98,7 +98,7 @@ def print_speed(row: dict[str, Any], peak: float) -> None:
 
 
 def print_jax(row: dict[str, Any]) -> None:
-    """A line for each pass."""
+    """Prints a line for each pass."""
     for which, times in row["passes"].items():
         ours, jax = times["ours"], times["jax"]
         print(
@@ -109,9 +109,9 @@ def print_jax(row: dict[str, Any]) -> None:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """TFLOP/s against length: a line of panels for each head dimension, as many query as key heads.
+    """Draws TFLOP/s against length: a row of panels for each head dimension, without grouped heads.
 
-    Where such shapes were left out there is nothing to draw.
+    Shapes that were left out have no points.
     """
     import matplotlib
 

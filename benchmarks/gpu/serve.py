@@ -14,12 +14,12 @@ SMI = "--query-gpu=name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.
 
 
 def answer(call: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """`result` of the call, or why there is none: `absent` if it may be so, or `error`."""
+    """Returns the `result` of the call, or the reason without one: `absent` or `error`."""
     try:
         return {"result": call(**arguments)}
     except AbsentError as reason:
         return {"absent": str(reason)}
-    except Exception as error:  # whatever it was, the next item has its turn
+    except Exception as error:  # any error: the next item still runs
         where = traceback.format_exc(limit=-3)
         return {"error": f"{type(error).__name__}: {error}", "trace": where}
 
@@ -31,7 +31,7 @@ def serve(
     missing: Callable[[], str | None],
     context_is_lost: Callable[[], str | None],
 ) -> None:
-    """Until there are no more items, or the context is lost."""
+    """Answers items until they end or the context is lost."""
 
     def tell(what: dict[str, Any]) -> None:
         print(json.dumps(what), file=answers, flush=True)
@@ -49,14 +49,14 @@ def serve(
 
 
 def own_output() -> TextIO:
-    """Stdout for answers alone: what libraries print there goes to stderr from now on."""
+    """Reserves stdout for answers: all other output to stdout now goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers
 
 
 def nvidia_smi() -> str:
-    """Name, driver, clocks and power, or why they are unknown."""
+    """Returns name, driver, clocks and power, or why they are unknown."""
     command = ["nvidia-smi", SMI, "--format=csv,noheader"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
@@ -66,7 +66,7 @@ def nvidia_smi() -> str:
 
 
 def package(name: str) -> str | None:
-    """Version of an installed package."""
+    """Returns the version of an installed package, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Gives items to a worker process, with a limit on time; one that hangs or dies is replaced."""
+"""Gives items to a worker process, with a limit on time; replaces one that hangs or dies."""
 
 import contextlib
 import json
@@ -13,10 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-WORKER = Path(__file__).with_name("worker.py")
+BENCHMARKS = Path(__file__).parents[1]
+FOLDERS = (BENCHMARKS, BENCHMARKS.parent / "tests" / "python")
+"""Folders whose modules workers import: the benchmarks' and the tests'."""
 START_S = 120.0
 TAIL = 400
-"""Characters of what a lost worker last said."""
+"""Characters of a lost worker's last output."""
 
 
 class LostError(Exception):
@@ -24,27 +26,36 @@ class LostError(Exception):
 
 
 class UnusableError(Exception):
-    """Nothing can be measured here; the message says what was expected and found."""
+    """Nothing can run here; the message says what was expected and found."""
+
+
+def module(name: str) -> list[str]:
+    """The command that runs a module of `FOLDERS`, whatever the current folder holds."""
+    return [sys.executable, "-P", "-m", name]
 
 
 class Worker:
-    """One process, and what it says on stderr."""
+    """One process and its output on stderr."""
 
     def __init__(self, command: list[str], environment: dict[str, str] | None = None):
         self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - until `end`
-        # jax must leave torch its memory.
-        preallocate = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        folders = [*map(str, FOLDERS), os.environ.get("PYTHONPATH")]
+        settings = {
+            "PYTHONPATH": os.pathsep.join(filter(None, folders)),
+            # jax must leave torch its memory.
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        }
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,
-            env=os.environ | preallocate | (environment or {}),
+            env=os.environ | settings | (environment or {}),
         )
         self._unread = b""
 
     def ask(self, item: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """The answer to an item."""
+        """Returns the answer to an item."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(item).encode() + b"\n")
@@ -54,7 +65,7 @@ class Worker:
         return self.hear(limit_s)
 
     def hear(self, limit_s: float) -> dict[str, Any]:
-        """The next answer."""
+        """Returns the next answer."""
         assert self._process.stdout is not None
         end = time.monotonic() + limit_s
         with selectors.DefaultSelector() as selector:
@@ -71,18 +82,18 @@ class Worker:
         return answer
 
     def kill(self) -> None:
-        """Ends the process; who hears it then learns so."""
+        """Ends the process; the next `hear` raises `LostError`."""
         self._process.kill()
 
     def end(self) -> None:
-        """Kills the process if it still runs, and forgets it."""
+        """Kills the process if it still runs, and releases its pipes."""
         self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # what could not be written any more
+                with contextlib.suppress(OSError):  # an unwritten item
                     pipe.close()
         self._said.close()
-        # The GPU's driver may hold it; there is nothing more to do then.
+        # The GPU's driver may hold the process for ever.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
 
@@ -100,7 +111,7 @@ class Worker:
 
 
 class Session:
-    """Always has a worker, or makes one."""
+    """Keeps a worker, and makes a new one when it is lost."""
 
     def __init__(
         self,
@@ -109,12 +120,12 @@ class Session:
         environment: dict[str, str] | None = None,
     ):
         self._environment = environment
-        self._command = command or [sys.executable, str(WORKER), *([library] if library else [])]
+        self._command = command or [*module("gpu.worker"), *([library] if library else [])]
         self._worker: Worker | None = None
         self.losses = 0
 
     def start(self, limit_s: float = START_S) -> None:
-        """Makes sure there is a worker, or raises `UnusableError` or `LostError`."""
+        """Starts a worker if there is none; raises `UnusableError` or `LostError`."""
         if self._worker is not None:
             return
         self._worker = Worker(self._command, self._environment)
@@ -128,7 +139,7 @@ class Session:
             raise UnusableError(missing)
 
     def ask(self, item: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """`result`, or `absent` or `error`; with `lost` if it cost the worker."""
+        """Returns `result`, `absent` or `error`; with `lost` if the item ended the worker."""
         try:
             self.start(limit_s + START_S / 4)
             assert self._worker is not None
@@ -148,18 +159,18 @@ class Session:
 
 
 class Budget:
-    """Seconds for all, of which each part may use those up to a share of the whole."""
+    """Seconds for all parts. Each part may run until a share of them is spent."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
         self._seconds, self._clock, self._began = seconds, clock, clock()
 
     def left(self, share: float = 1.0) -> float:
-        """Seconds until that share of the whole is used up, perhaps by parts before."""
+        """Returns the seconds until this share of the whole is spent; negative afterwards."""
         return self._began + share * self._seconds - self._clock()
 
     @property
     def spent(self) -> float:
-        """Seconds so far."""
+        """Returns the seconds so far."""
         return self._clock() - self._began
 
 

@@ -1,4 +1,4 @@
-"""TFLOP/s of our kernels and of their peers, which take turns."""
+"""Measures TFLOP/s of our kernels and of their peers, which take turns."""
 
 import time
 from collections.abc import Callable
@@ -13,19 +13,19 @@ from .ours import ANY, CAUSAL, Attention, sequence
 
 TOKENS = 32 * 1024
 BARS = {"forward": 0.85, "backward": 0.70}
-"""Least share of cuDNN's speed, at D 128, causal, 8K."""
+"""The least share of cuDNN's speed, at D 128, causal, 8K."""
 SIDE = 8192
-"""Of the matrix product that is called the peak."""
+"""Rows and columns of the matrix product whose speed is the peak."""
 FLUSH_BYTES = 512 * 2**20
 PRODUCTS = {"forward": 2, "backward": 5, "both": 7, "delta": 0, "dkdv": 4, "dq": 3}
-"""Matrix products of B·H·S·S·D: of the convention for a pass, done for a kernel."""
+"""Matrix products of B·H·S·S·D: by convention for a pass, as computed for a kernel."""
 AGREE = 0.02
-"""Largest relative difference between our o and cuDNN's at the sizes that are timed."""
+"""The largest relative difference between our o and cuDNN's at the timed sizes."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A timed problem in bfloat16; as many batch entries as make 32K tokens."""
+    """A timed problem in bfloat16, with batch entries that make 32K tokens."""
 
     seq: int
     dim: int
@@ -35,38 +35,38 @@ class Shape:
 
     @property
     def batch(self) -> int:
-        """Batch entries."""
+        """Returns the number of batch entries."""
         return max(1, TOKENS // self.seq)
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Returns the problem in words, for tables."""
         mask = "causal" if self.causal else "full"
         return f"D{self.dim} {mask} {self.seq // 1024}K {self.heads}:{self.kv_heads}"
 
     @property
     def decides(self) -> bool:
-        """Do the bars stand for this shape?"""
+        """Whether the bars apply to this shape."""
         return self.dim == 128 and self.causal and self.seq == 8192 and self.heads == self.kv_heads
 
     @property
     def q_shape(self) -> tuple[int, int, int, int]:
-        """Of query and output."""
+        """Returns the shape of query and output."""
         return (self.batch, self.seq, self.heads, self.dim)
 
     @property
     def kv_shape(self) -> tuple[int, int, int, int]:
-        """Of key and value."""
+        """Returns the shape of key and value."""
         return (self.batch, self.seq, self.kv_heads, self.dim)
 
     def flop(self, which: str) -> float:
-        """2·B·S²·H·D for each matrix product, half of it if causal: forward 4·…, backward 10·…"""
+        """Returns 2·B·S²·H·D for each product, half of it if causal: forward 4·…, backward 10·…"""
         product = 2.0 * self.batch * self.seq**2 * self.heads * self.dim
         return PRODUCTS[which] * product / (2 if self.causal else 1)
 
 
 def shapes() -> list[Shape]:
-    """All timed problems, the ones that matter most first."""
+    """Returns all timed problems, the most important first."""
     found = [
         Shape(seq * 1024, dim, heads, kv_heads, causal)
         for dim in (128, 64, 256)
@@ -75,13 +75,13 @@ def shapes() -> list[Shape]:
         for seq in (8, 2, 4, 16, 32)
     ]
     grouped = [shape for shape in found if shape.heads != shape.kv_heads]
-    # Grouped heads of D 128 before other widths; those of other widths at the end.
+    # Grouped heads of D 128 come before other widths, grouped heads of other widths at the end.
     late = [shape for shape in grouped if shape.dim != 128]
     return [shape for shape in found if shape not in late] + late
 
 
 def beside_jax() -> list[Shape]:
-    """Where jax.nn is timed too."""
+    """Returns the shapes for which jax.nn is timed too."""
     return [shape for shape in shapes() if shape.seq == 8192 and shape.heads == shape.kv_heads]
 
 
@@ -89,7 +89,7 @@ SHAPES = {shape.name: shape for shape in shapes()}
 
 
 def matrix_peak() -> float:
-    """TFLOP/s of a bfloat16 matrix product of 8192³ on random numbers."""
+    """Returns the TFLOP/s of a bfloat16 matrix product of 8192³ on random numbers."""
     import torch
 
     a, b = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -98,7 +98,7 @@ def matrix_peak() -> float:
 
 
 def measure(name: str, which: str, launcher: Launcher, budget_s: float) -> dict[str, Any]:
-    """A pass of one shape: milliseconds and TFLOP/s of every contender, who take turns."""
+    """Times a pass of one shape: milliseconds and TFLOP/s of every contender, in turns."""
     shape = SHAPES[name]
     arrays = _arrays(shape)
     programs, absent, notes = _peers(shape, which, arrays)
@@ -126,9 +126,9 @@ def measure(name: str, which: str, launcher: Launcher, budget_s: float) -> dict[
 
 
 def measure_beside_jax(name: str, launcher: Launcher, budget_s: float) -> dict[str, Any]:
-    """Forward, and forward with backward, of ours and of jax.nn, by the clock on the wall.
+    """Times forward, and forward with backward, of ours and of jax.nn by the wall clock.
 
-    jax's calls can't be put between our events; several calls in a row hide what calling costs.
+    Our events can't enclose jax's calls. Several calls in a row hide the cost of calling.
     """
     shape = SHAPES[name]
     jax = peers.Jax(shape.q_shape, shape.kv_shape, shape.causal)
@@ -157,14 +157,14 @@ def measure_beside_jax(name: str, launcher: Launcher, budget_s: float) -> dict[s
 def milliseconds(
     programs: dict[str, Callable[[], Any]], budget_s: float, least: int = 3, most: int = 15
 ) -> dict[str, list[float]]:
-    """Times of each program on the GPU; as many rounds of turns as the budget allows."""
+    """Returns the times of each program on the GPU, for as many rounds as the budget allows."""
     import torch
 
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
     def one(program: Callable[[], Any]) -> float:
-        # Takes long enough to enqueue the program behind it, and leaves nothing in the cache.
+        # Runs longer than enqueuing the program takes, and leaves none of its data in the cache.
         flush.zero_()
         start.record()
         result = program()
@@ -174,7 +174,7 @@ def milliseconds(
         return float(start.elapsed_time(end))
 
     for program in programs.values():
-        one(program)  # may compile, choose, allocate
+        one(program)  # the first call may compile, choose and allocate
     began = time.monotonic()
     for program in programs.values():
         one(program)
@@ -189,7 +189,7 @@ def milliseconds(
 def wall_milliseconds(
     programs: dict[str, Callable[[], None]], budget_s: float, least: int = 3, most: int = 10
 ) -> dict[str, list[float]]:
-    """Times by the clock on the wall of programs that return when they are done and take turns."""
+    """Returns wall-clock times of programs that take turns and return when they are done."""
 
     def one(program: Callable[[], None]) -> float:
         began = time.perf_counter()
@@ -211,10 +211,10 @@ def _rounds(budget_s: float, round_s: float, least: int, most: int) -> int:
 
 
 def _arrays(shape: Shape) -> dict[str, Any]:
-    """Inputs of every kernel; those of the backward pass as random numbers make them, nearly.
+    """Returns inputs for every kernel; o and lse are near the results of random numbers.
 
-    The scores of random numbers are normal, so that lse is about log(keys seen) + ½: gradients
-    come out in the right range, and no kernel's time waits for another's result.
+    The scores of random numbers are normal, so lse is about log(visible keys) + ½. Gradients then
+    have the right range, and no kernel's time depends on another kernel's result.
     """
     import torch
 
@@ -240,7 +240,7 @@ def _empty(name: str, size: tuple[int, ...], dtype: Any) -> Any:
 def _peers(
     shape: Shape, which: str, arrays: dict[str, Any]
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, str], list[str]]:
-    """What torch can do by each backend, why not where it can't, and what to know of it."""
+    """Returns torch's program for each backend, reasons for absent backends, and notes."""
     programs: dict[str, Callable[[], Any]] = {}
     absent, notes = {}, []
     for name in peers.BACKENDS:
@@ -257,7 +257,7 @@ def _peers(
 
 
 def _difference(programs: dict[str, Callable[[], Any]], ours: Attention) -> float | None:
-    """Between our o and cuDNN's, relative in the norm."""
+    """Returns the difference between our o and cuDNN's, relative in the norm."""
     if "cudnn" not in programs:
         return None
     programs["ours"]()
@@ -272,14 +272,14 @@ def _row(shape: Shape, which: str) -> dict[str, Any]:
 
 
 def figures(times: list[float], flop: float) -> dict[str, float]:
-    """Median, half the samples' width relative to it, and speed."""
+    """Returns the median, the interquartile range relative to it, and the speed."""
     middle = median(times)
     low, _, high = quantiles(times, n=4)
     return {"ms": middle, "spread": (high - low) / middle, "tflops": flop / middle / 1e9}
 
 
 def bar_of(row: dict[str, Any]) -> tuple[float, float] | None:
-    """The bar that stands for a row, and our share of cuDNN's speed."""
+    """Returns the bar of a row and our share of cuDNN's speed; None for a row without a bar."""
     times = row["contenders"]
     if not SHAPES[row["shape"]].decides or not {"ours", "cudnn"} <= times.keys():
         return None

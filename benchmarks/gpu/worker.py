@@ -1,22 +1,21 @@
-"""Does one item after another in a process of its own: `worker.py [LIBRARY]`, called by session.py.
+"""Does one item after another in a process of its own, which session.py starts.
+
+`python -m gpu.worker [LIBRARY]`, with the benchmarks' folder in PYTHONPATH.
 
 Reads items from stdin and answers on stdout, each a line of JSON. A kernel that hangs or corrupts
-the context takes this process with it, not what was measured before.
+the context ends this process, and earlier results stay.
 """
 
 import functools
 import gc
 import platform
 import sys
-from pathlib import Path
 from typing import Any, TextIO
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from gpu import numerics, speed
-from gpu import serve as shared
-from gpu.driver import Driver, version
-from gpu.library import Kernels, find_library, target_of
+from . import numerics, speed
+from . import serve as shared
+from .driver import Driver, version
+from .library import Kernels, find_library, target_of
 
 PACKAGES = ("torch", "cuda-bindings", "jax", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "matplotlib")
 
@@ -29,14 +28,14 @@ class Work:
 
     @functools.cached_property
     def launcher(self) -> Driver:
-        """Made when first needed, so that its absence is the failure of those who need it."""
+        """Returns the launcher. The first use makes it, so only its users fail without a driver."""
         import torch
 
         kernels = Kernels(find_library(self._library))
         return Driver(kernels, target_of(torch.cuda.get_device_capability()))
 
     def environment(self) -> dict[str, Any]:
-        """What runs: device, versions, clocks."""
+        """Returns device, versions and clocks."""
         import torch
         from cuda.bindings import driver as cuda
 
@@ -55,7 +54,7 @@ class Work:
         }
 
     def images(self) -> dict[str, Any]:
-        """Loads every image for this device."""
+        """Loads every image for this device; returns the errors of refused images."""
         launcher = self.launcher
         kernels, target = launcher.kernels, launcher.target
         refused = {}
@@ -73,37 +72,37 @@ class Work:
         }
 
     def numerics(self, case: str, kernel: str) -> dict[str, Any]:
-        """See numerics.py."""
+        """Returns the check of one kernel, see numerics.py."""
         return numerics.check(case, kernel, self.launcher, "cuda")
 
     def peak(self) -> dict[str, Any]:
-        """TFLOP/s of a matrix product, and the clocks just after it."""
+        """Returns the TFLOP/s of a matrix product, and the clocks just after it."""
         return {"tflops": speed.matrix_peak(), "nvidia-smi": shared.nvidia_smi()}
 
     def speed(self, shape: str, which: str, seconds: float) -> dict[str, Any]:
-        """See speed.py."""
+        """Returns the figures of one shape, see speed.py."""
         return speed.measure(shape, which, self.launcher, seconds)
 
     def jax(self, shape: str, seconds: float) -> dict[str, Any]:
-        """See speed.py."""
+        """Returns the figures of one shape against jax.nn, see speed.py."""
         return speed.measure_beside_jax(shape, self.launcher, seconds)
 
 
 def context_is_lost() -> str | None:
-    """The error after which this process can do no more on the GPU, if there was one."""
+    """Returns the error that lost the GPU for this process, or None."""
     import torch
 
     try:
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
-    except Exception as error:  # torch has more than one type for it
+    except Exception as error:  # torch raises more than one type
         return str(error).split("\n")[0]
     return None
 
 
 def missing() -> str | None:
-    """What this Python or machine lacks to run anything at all."""
+    """Returns what this Python or machine lacks to run at all, or None."""
     try:
         import torch
         from cuda.bindings import driver  # noqa: F401
@@ -111,12 +110,12 @@ def missing() -> str | None:
         return f"expected a Python with torch and cuda-bindings, found none: {error}"
     if not torch.cuda.is_available():
         return "expected an NVIDIA GPU that torch can use, found none"
-    torch.zeros(1, device="cuda")  # makes the context that the driver's calls go to
+    torch.zeros(1, device="cuda")  # makes the context for the driver's calls
     return None
 
 
 def serve(work: Any, items: TextIO, answers: TextIO) -> None:
-    """Until there are no more items, or the context is lost."""
+    """Answers items until they end or the context is lost."""
     shared.serve(work, items, answers, missing, context_is_lost)
 
 

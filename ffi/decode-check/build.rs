@@ -1,4 +1,4 @@
-//! Compiles the C++ decoder against the headers that the handlers were bound to.
+//! Compiles the C++ decoder against the headers that the library's handlers are bound to.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
@@ -8,7 +8,7 @@ fn main() {
     cxx_build::bridge("src/lib.rs")
         .file("src/decode.cc")
         .include("src")
-        // System headers: their warnings are not ours.
+        // As system headers they give no warnings.
         .flag(format!("-isystem{include}"))
         .std("c++17")
         .opt_level(0)

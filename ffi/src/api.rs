@@ -8,7 +8,8 @@ use std::ptr::{self, NonNull};
 use crate::error::{Error, Result};
 use crate::sys;
 
-/// The runtime's table. It is static data of the runtime, so it may be kept and shared.
+/// The runtime's table of functions. It is static data of the runtime, so handlers may keep and
+/// share it.
 #[derive(Debug, Clone, Copy)]
 pub struct Api {
     table: NonNull<sys::XLA_FFI_Api>,
@@ -17,19 +18,20 @@ pub struct Api {
     version: (i32, i32),
 }
 
-// SAFETY: the table is constant for as long as the runtime is loaded, which is as long as it calls
-// handlers or keeps futures; its functions may be called from any thread.
+// SAFETY: the caller of `Api::new` guarantees that the table stays as it is for the rest of the
+// process, and XLA that its functions may be called from any thread.
 unsafe impl Send for Api {}
-// SAFETY: as above.
+// SAFETY: the caller of `Api::new` and XLA guarantee the same for shared references.
 unsafe impl Sync for Api {}
 
-/// The function of the table, or an error that says what the runtime lacks. Older runtimes have a
-/// shorter table than the header that was bound, so no field is touched before the size is known.
+/// Returns a function of the table, or an error that names the function that the runtime lacks.
+/// Older runtimes have a shorter table than the header, so the macro checks the size before it
+/// reads a field.
 macro_rules! function {
     ($api:expr, $name:ident) => {{
         let end = offset_of!(sys::XLA_FFI_Api, $name) + size_of::<sys::$name>();
         let function = if end <= $api.size {
-            // SAFETY: the table is long enough to hold this entry.
+            // SAFETY: the check above shows that the table reaches beyond this entry.
             unsafe { (&raw const (*$api.table.as_ptr()).$name).read() }
         } else {
             None
@@ -39,7 +41,7 @@ macro_rules! function {
     }};
 }
 
-/// Arguments of a function of the table: the size that the header gives, and zeros elsewhere.
+/// Makes the arguments of a function of the table, with the size that the header gives.
 macro_rules! arguments {
     ($name:ident, $size:ident, { $($fields:tt)* }) => {
         sys::$name {
@@ -50,13 +52,13 @@ macro_rules! arguments {
     };
 }
 
-/// Calls a function of the table and returns the arguments with what it filled in.
+/// Calls a function of the table and returns the arguments with the fields that the function set.
 macro_rules! call {
     ($api:expr, $name:ident, $args:ident, $size:ident, { $($fields:tt)* }) => {{
         let function = function!($api, $name)?;
         let mut arguments = arguments!($args, $size, { $($fields)* });
-        // SAFETY: the arguments are as the header says; what they point to lives for the call, and
-        // a `Context` is that of a call that runs.
+        // SAFETY: the arguments have the header's type and size, and they borrow from live values.
+        // The caller of `Context::new` guarantees that the call of a `Context` runs.
         let error = unsafe { function(&mut arguments) };
         $api.check(stringify!($name), error)?;
         arguments
@@ -64,36 +66,36 @@ macro_rules! call {
 }
 
 impl Api {
-    /// Checks that the table can be used at all.
+    /// Returns the table, unless it is too short for functions that report errors.
     ///
     /// # Safety
     /// `table` is null or points to a table that can be read as far as its `struct_size` says and
     /// that stays as it is for the rest of the process.
     pub unsafe fn new(table: *const sys::XLA_FFI_Api) -> Option<Api> {
         let table = NonNull::new(table.cast_mut())?;
-        // SAFETY: the size is the first field, which every structure has.
+        // SAFETY: the caller guarantees a table, and the size is the first field of every table.
         let size = unsafe { (&raw const (*table.as_ptr()).struct_size).read() };
         let least = offset_of!(sys::XLA_FFI_Api, XLA_FFI_Error_Create)
             + size_of::<sys::XLA_FFI_Error_Create>();
         if size < least {
             return None;
         }
-        // SAFETY: the table reaches beyond its version.
+        // SAFETY: the check above shows that the table reaches beyond its version.
         let version = unsafe { (&raw const (*table.as_ptr()).api_version).read() };
         Some(Api { table, size, version: (version.major_version, version.minor_version) })
     }
 
-    /// Major and minor version of the runtime's interface.
+    /// Returns major and minor version of the runtime's interface.
     pub fn version(&self) -> (i32, i32) {
         self.version
     }
 
-    /// Address of the table: tells runtimes of one process apart.
+    /// Returns the address of the table, which tells runtimes of one process apart.
     pub fn address(&self) -> usize {
         self.table.as_ptr() as usize
     }
 
-    /// Turns an error into the runtime's kind, which then belongs to whom it is given.
+    /// Returns `error` as the runtime's kind of error, which belongs to its receiver.
     pub fn error(&self, error: &Error) -> *mut sys::XLA_FFI_Error {
         let message = CString::new(error.to_string().replace('\0', "\u{fffd}"))
             .expect("zero bytes were replaced");
@@ -103,13 +105,14 @@ impl Api {
             { message: message.as_ptr(), errc: error.code() }
         );
         match function!(self, XLA_FFI_Error_Create) {
-            // SAFETY: the arguments are as the header says; the runtime copies the message.
+            // SAFETY: the arguments have the header's type and size, and the runtime copies the
+            // message.
             Ok(create) => unsafe { create(&mut arguments) },
-            Err(_) => unreachable!("the size of the table was checked"),
+            Err(_) => unreachable!("`Api::new` checked the size of the table"),
         }
     }
 
-    /// Turns an answer of the runtime into a result and frees it.
+    /// Turns an error of the runtime, or null, into a result, and frees the error.
     pub(crate) fn check(&self, call: &'static str, error: *mut sys::XLA_FFI_Error) -> Result<()> {
         if error.is_null() {
             return Ok(());
@@ -120,14 +123,14 @@ impl Api {
             { error, message: ptr::null(), errc: 0 }
         );
         if let Ok(get) = function!(self, XLA_FFI_Error_GetDetails) {
-            // SAFETY: the arguments are as the header says and the error is the runtime's. Older
-            // runtimes read a prefix of the arguments and fill in the message all the same.
+            // SAFETY: the arguments have the header's type and size, and the error is the
+            // runtime's. Older runtimes read a prefix of the arguments and set the message too.
             unsafe { get(&mut details) };
         }
         let message = if details.message.is_null() {
             "the runtime gives no reason".into()
         } else {
-            // SAFETY: the message is a C string that lives as long as the error.
+            // SAFETY: the header guarantees a C string that lives as long as the error.
             unsafe { CStr::from_ptr(details.message) }.to_string_lossy().into_owned()
         };
         let mut destroy =
@@ -135,13 +138,13 @@ impl Api {
                 error
             });
         if let Ok(function) = function!(self, XLA_FFI_Error_Destroy) {
-            // SAFETY: the error belongs to us and is not used again.
+            // SAFETY: the error belongs to this function, which does not use it again.
             unsafe { function(&mut destroy) };
         }
         Err(Error::Runtime { call, message })
     }
 
-    /// Number of this run of the program: equal on all devices of a process.
+    /// Returns the number of this run of the program, which all devices of a process share.
     ///
     /// # Errors
     /// If the runtime has none for this context.
@@ -156,7 +159,7 @@ impl Api {
         Ok(arguments.run_id)
     }
 
-    /// Number of the device that runs the call.
+    /// Returns the number of the device that runs the call.
     ///
     /// # Errors
     /// If the runtime has none for this context.
@@ -171,7 +174,7 @@ impl Api {
         Ok(arguments.device_ordinal)
     }
 
-    /// The stream that the call belongs to, a `CUstream` on CUDA.
+    /// Returns the stream of the call, a `CUstream` on CUDA.
     ///
     /// # Errors
     /// If the runtime has none for this context.
@@ -186,10 +189,10 @@ impl Api {
         Ok(arguments.stream as usize)
     }
 
-    /// An extension of the runtime for this call, if it offers it.
+    /// Returns an extension of the runtime for this call, if the runtime offers it.
     ///
     /// # Errors
-    /// If the runtime knows of no extensions, or asking for one failed.
+    /// If the runtime has no extensions, or if the search fails.
     pub fn extension(
         &self,
         context: Context<'_>,
@@ -205,7 +208,7 @@ impl Api {
         Ok(NonNull::new(arguments.extension.cast_mut()))
     }
 
-    /// Announces a type of state, and returns the number that the runtime gives it.
+    /// Registers a type of state, and returns the number that the runtime gives it.
     ///
     /// # Errors
     /// If the name is taken.
@@ -225,10 +228,10 @@ impl Api {
         Ok(id.type_id)
     }
 
-    /// Hands the state of a call site to the runtime, whose deleter is called from then on.
+    /// Hands the state of a call site to the runtime, which deletes the state later.
     ///
     /// # Errors
-    /// If the runtime refuses it; it is not deleted then.
+    /// If the runtime refuses the state. Then the state still belongs to the caller.
     pub fn set_state(
         &self,
         context: Context<'_>,
@@ -251,10 +254,10 @@ impl Api {
         Ok(())
     }
 
-    /// The state of a call site, as it was set when the call was instantiated.
+    /// Returns the state that the instantiate stage of the call site has set.
     ///
     /// # Errors
-    /// If there is none of this type.
+    /// If there is no state of this type.
     pub fn state(&self, context: Context<'_>, type_id: i64) -> Result<NonNull<c_void>> {
         let mut id = sys::XLA_FFI_TypeId { type_id };
         let arguments = call!(
@@ -273,12 +276,12 @@ impl Api {
             .ok_or_else(|| Error::malformed("state of the call", "a state", "a null pointer"))
     }
 
-    /// A new future, with the right to complete it.
+    /// Makes a future and returns its promise.
     ///
     /// # Errors
     /// If the runtime can't make one.
     pub fn future(&self) -> Result<Promise> {
-        // Completing must not fail, so what it needs is looked up here.
+        // `Promise::complete` must not fail, so this checks the functions that it calls.
         function!(self, XLA_FFI_Future_SetAvailable)?;
         function!(self, XLA_FFI_Future_SetError)?;
         let arguments = call!(
@@ -294,7 +297,7 @@ impl Api {
     }
 }
 
-/// What the runtime knows about a running call; of use during the call only.
+/// The runtime's context of a running call.
 #[derive(Debug, Clone, Copy)]
 pub struct Context<'a> {
     raw: *mut sys::XLA_FFI_InvokeContext,
@@ -302,6 +305,8 @@ pub struct Context<'a> {
 }
 
 impl Context<'_> {
+    /// Wraps the runtime's pointer.
+    ///
     /// # Safety
     /// `raw` is the context of a call that runs for the lifetime.
     pub(crate) unsafe fn new(raw: *mut sys::XLA_FFI_InvokeContext) -> Self {
@@ -309,24 +314,24 @@ impl Context<'_> {
     }
 }
 
-/// The right, and the duty, to complete a future.
+/// The right and the duty to complete a future.
 #[derive(Debug)]
 pub struct Promise {
     api: Api,
     future: Option<NonNull<sys::XLA_FFI_Future>>,
 }
 
-// SAFETY: a future may be completed from any thread, and only the owner of its promise does so.
+// SAFETY: XLA lets any thread complete a future, and only the owner of the promise does so.
 unsafe impl Send for Promise {}
 
 impl Promise {
-    /// The future, for the call frame.
+    /// Returns the future, for the call frame.
     pub(crate) fn future(&self) -> *mut sys::XLA_FFI_Future {
         self.future.map_or(ptr::null_mut(), NonNull::as_ptr)
     }
 
-    /// Completes the future. The rest of the device's program may run on this very thread, before
-    /// this returns: call it on a thread that has nothing else to do and holds no lock.
+    /// Completes the future. The rest of the device's program may run on this thread before the
+    /// function returns, so call it on a thread that has nothing else to do and holds no lock.
     pub fn complete(mut self, outcome: std::result::Result<(), &Error>) {
         self.set(outcome);
     }
@@ -342,7 +347,7 @@ impl Promise {
                     { future }
                 );
                 function!(self.api, XLA_FFI_Future_SetAvailable)
-                    // SAFETY: the future is the runtime's and is completed once.
+                    // SAFETY: the runtime made the future, and `take` lets it complete only once.
                     .map(|function| unsafe { function(&mut arguments) })
             }
             Err(error) => {
@@ -352,13 +357,14 @@ impl Promise {
                     { future, error: self.api.error(error) }
                 );
                 function!(self.api, XLA_FFI_Future_SetError)
-                    // SAFETY: as above; the error now belongs to the runtime.
+                    // SAFETY: the runtime made the future, `take` lets it complete only once, and
+                    // the error passes to the runtime.
                     .map(|function| unsafe { function(&mut arguments) })
             }
         };
         let checked = answer.and_then(|error| self.api.check("completing a future", error));
         if let Err(error) = checked {
-            // Nobody is left to report to, and a device would wait for ever.
+            // No caller is left for the error, and without an end the device would wait for ever.
             eprintln!("burst_attention: {error}");
             std::process::abort();
         }

@@ -8,13 +8,13 @@ use crate::data_type::DataType;
 use crate::error::{Error, Result};
 use crate::sys;
 
-/// A dictionary of attributes: those of a call, or a nested one.
+/// A dictionary of attributes: of a call, or nested in another dictionary.
 #[derive(Debug, Clone)]
 pub struct Attributes<'a> {
     entries: Vec<(&'a str, Attribute<'a>)>,
 }
 
-/// One attribute, not yet read as any type.
+/// An attribute that has not been read as a type yet.
 #[derive(Debug, Clone, Copy)]
 pub struct Attribute<'a> {
     kind: sys::XLA_FFI_AttrType,
@@ -22,7 +22,7 @@ pub struct Attribute<'a> {
     life: PhantomData<&'a ()>,
 }
 
-/// A type that an attribute can be read as; anything but an exact match is refused.
+/// A type of attributes. An attribute of another type is refused.
 pub trait FromAttribute<'a>: Sized {
     /// Reads attribute `name`.
     ///
@@ -42,13 +42,10 @@ impl<'a> Attributes<'a> {
         let Some(raw) = NonNull::new(raw.cast_mut()) else {
             return Err(Error::malformed(what, "a dictionary", "a null pointer"));
         };
-        // SAFETY: the size is the first field, which every structure has.
+        // SAFETY: the caller guarantees a dictionary, and the size is the first field of each.
         let size = unsafe { (&raw const (*raw.as_ptr()).struct_size).read() };
-        let least = sys::XLA_FFI_Attrs_STRUCT_SIZE as usize;
-        if size < least {
-            return Err(Error::malformed(what, format!("at least {least} bytes"), size));
-        }
-        // SAFETY: the structure is as long as the header's, so all fields can be read.
+        Error::check_size(what, size, sys::XLA_FFI_Attrs_STRUCT_SIZE)?;
+        // SAFETY: the check above shows that the structure has all fields of the header.
         let attrs = unsafe { raw.as_ref() };
         let count = usize::try_from(attrs.size)
             .map_err(|_| Error::malformed(what, "a natural number of entries", attrs.size))?;
@@ -59,14 +56,14 @@ impl<'a> Attributes<'a> {
             return Err(Error::malformed(what, format!("{count} entries"), "a null pointer"));
         }
         let entry = |index| {
-            // SAFETY: not null, and the caller vouches for `count` elements of each.
+            // SAFETY: the arrays are not null, and the caller guarantees `count` elements of each.
             let (kind, name, value) = unsafe {
                 (*attrs.types.add(index), *attrs.names.add(index), *attrs.attrs.add(index))
             };
-            // SAFETY: the caller vouches for what the entry points to.
+            // SAFETY: the caller guarantees that the entry points to a live span or to null.
             let name = unsafe { name.as_ref() }
                 .ok_or_else(|| Error::malformed("attribute's name", "a string", "null"))
-                // SAFETY: as above.
+                // SAFETY: the caller guarantees that the bytes of the span live for `'a`.
                 .and_then(|span| unsafe { text("name of an attribute", span) })?;
             let value = NonNull::new(value)
                 .ok_or_else(|| Error::malformed(name, "a value", "a null pointer"))?;
@@ -82,22 +79,19 @@ impl<'a> Attributes<'a> {
     pub fn get<T: FromAttribute<'a>>(&self, name: &str) -> Result<T> {
         let Some((_, attribute)) = self.entries.iter().find(|(entry, _)| *entry == name) else {
             let names = self.names().collect::<Vec<_>>().join(", ");
-            return Err(Error::mismatch(
-                format!("attribute {name}"),
-                "given",
-                format!("only [{names}]"),
-            ));
+            let (name, got) = (format!("attribute {name}"), format!("only [{names}]"));
+            return Err(Error::mismatch(name, "given", got));
         };
         T::from_attribute(name, attribute)
     }
 
-    /// Names of all entries, in XLA's order.
+    /// Returns the names of all entries, in XLA's order.
     pub fn names(&self) -> impl Iterator<Item = &'a str> {
         self.entries.iter().map(|(name, _)| *name)
     }
 }
 
-/// Bytes of a span as text.
+/// Returns the bytes of a span as text.
 ///
 /// # Safety
 /// The span points to `len` bytes that live for `'a`.
@@ -107,23 +101,27 @@ unsafe fn text<'a>(what: &str, span: &sys::XLA_FFI_ByteSpan) -> Result<&'a str> 
     } else if span.ptr.is_null() {
         return Err(Error::malformed(what, format!("{} bytes", span.len), "a null pointer"));
     } else {
-        // SAFETY: not null, and the caller vouches for the bytes.
+        // SAFETY: the pointer is not null, and the caller guarantees `len` bytes that live for
+        // `'a`.
         unsafe { std::slice::from_raw_parts(span.ptr.cast::<u8>(), span.len) }
     };
     std::str::from_utf8(bytes).map_err(|error| Error::malformed(what, "UTF-8", error))
 }
 
 impl Attribute<'_> {
-    /// The structure behind the attribute, if it is of this kind.
-    fn read<S: Copy>(&self, name: &str, kind: sys::XLA_FFI_AttrType) -> Result<S> {
-        if self.kind != kind {
-            return Err(Error::mismatch(
-                format!("attribute {name}"),
-                kind_name(kind),
-                kind_name(self.kind),
-            ));
+    fn check_kind(&self, name: &str, kind: sys::XLA_FFI_AttrType) -> Result<()> {
+        if self.kind == kind {
+            return Ok(());
         }
-        // SAFETY: the dictionary's entry is alive, and its type says which structure it is.
+        let name = format!("attribute {name}");
+        Err(Error::mismatch(name, kind_name(kind), kind_name(self.kind)))
+    }
+
+    /// Returns the structure of an attribute of this kind.
+    fn read<S: Copy>(&self, name: &str, kind: sys::XLA_FFI_AttrType) -> Result<S> {
+        self.check_kind(name, kind)?;
+        // SAFETY: the caller of `Attributes::decode` guarantees that the value is alive, and its
+        // kind says that the value is an `S`.
         Ok(unsafe { self.value.cast::<S>().read_unaligned() })
     }
 
@@ -150,7 +148,7 @@ fn kind_name(kind: sys::XLA_FFI_AttrType) -> String {
     }
 }
 
-/// Reads the value of a scalar as any bytes of its size.
+/// Reads a scalar of this element type.
 fn scalar<T: Copy>(
     name: &str,
     attribute: &Attribute<'_>,
@@ -160,7 +158,8 @@ fn scalar<T: Copy>(
     Attribute::typed(name, dtype, scalar.dtype)?;
     let value = NonNull::new(scalar.value.cast::<T>())
         .ok_or_else(|| Error::malformed(name, "a value", "a null pointer"))?;
-    // SAFETY: not null, and the element type says that a `T` is there.
+    // SAFETY: the pointer is not null, and XLA guarantees that it points to a value of the element
+    // type, which is a `T`.
     Ok(unsafe { value.read_unaligned() })
 }
 
@@ -177,18 +176,16 @@ impl FromAttribute<'_> for bool {
 impl<'a> FromAttribute<'a> for &'a str {
     fn from_attribute(name: &str, attribute: &Attribute<'a>) -> Result<&'a str> {
         let span = attribute.read(name, sys::XLA_FFI_AttrType_STRING)?;
-        // SAFETY: whoever decoded the dictionary vouches for what its entries point to.
+        // SAFETY: the caller of `Attributes::decode` guarantees that the bytes live for `'a`.
         unsafe { text(name, &span) }
     }
 }
 
 impl<'a> FromAttribute<'a> for Attributes<'a> {
     fn from_attribute(name: &str, attribute: &Attribute<'a>) -> Result<Attributes<'a>> {
-        if attribute.kind != sys::XLA_FFI_AttrType_DICTIONARY {
-            let got = kind_name(attribute.kind);
-            return Err(Error::mismatch(format!("attribute {name}"), "a dictionary", got));
-        }
-        // SAFETY: the entry's type says that it is a dictionary, which lives as long as the outer.
+        attribute.check_kind(name, sys::XLA_FFI_AttrType_DICTIONARY)?;
+        // SAFETY: the entry's kind says that its value is a dictionary, and the caller of the outer
+        // `Attributes::decode` guarantees that the value lives for `'a`.
         unsafe { Attributes::decode(attribute.value.as_ptr().cast()) }
     }
 }
@@ -213,8 +210,8 @@ macro_rules! numbers {
                 if data.is_null() || !data.is_aligned() {
                     return Err(Error::malformed(name, "aligned memory", format!("{data:?}")));
                 }
-                // SAFETY: aligned and not null; whoever decodes the dictionary vouches for `size`
-                // elements that live for `'a`.
+                // SAFETY: the pointer is aligned and not null, and the caller of
+                // `Attributes::decode` guarantees `size` elements that live for `'a`.
                 Ok(unsafe { std::slice::from_raw_parts(data, array.size) })
             }
         }

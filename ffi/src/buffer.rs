@@ -1,4 +1,4 @@
-//! Operands and results of a call: copied descriptions of borrowed memory.
+//! Operands and results of a call: copies of the descriptions of borrowed memory.
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -7,8 +7,8 @@ use crate::data_type::DataType;
 use crate::error::{Error, Result};
 use crate::sys;
 
-/// An operand or a result. The description is a copy, as the call frame does not outlive the
-/// handler; the memory stays XLA's and lives until the call's future is completed.
+/// An operand or a result. The description is a copy, because the call frame does not outlive the
+/// handler. The memory belongs to XLA and lives until the call's future is completed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Buffer {
     /// Element type.
@@ -28,13 +28,10 @@ impl Buffer {
         let Some(raw) = NonNull::new(raw.cast_mut()) else {
             return Err(Error::malformed(what, "a buffer", "a null pointer"));
         };
-        // SAFETY: the size is the first field, which every structure has.
+        // SAFETY: the caller guarantees a description, and the size is the first field of each.
         let size = unsafe { (&raw const (*raw.as_ptr()).struct_size).read() };
-        let least = sys::XLA_FFI_Buffer_STRUCT_SIZE as usize;
-        if size < least {
-            return Err(Error::malformed(what, format!("at least {least} bytes"), size));
-        }
-        // SAFETY: the structure is as long as the header's, so all fields can be read.
+        Error::check_size(what, size, sys::XLA_FFI_Buffer_STRUCT_SIZE)?;
+        // SAFETY: the check above shows that the structure has all fields of the header.
         let buffer = unsafe { raw.as_ref() };
         let dims = if buffer.rank == 0 {
             Vec::new()
@@ -45,7 +42,7 @@ impl Buffer {
             if buffer.dims.is_null() {
                 return Err(Error::malformed(what, format!("{rank} dimensions"), "none"));
             }
-            // SAFETY: not null, and the caller vouches for `rank` numbers.
+            // SAFETY: the pointer is not null, and the caller guarantees `rank` numbers.
             unsafe { std::slice::from_raw_parts(buffer.dims, rank) }
                 .iter()
                 .map(|&dim| {
@@ -65,7 +62,7 @@ impl Buffer {
     }
 
     fn checked_bytes(&self) -> Option<usize> {
-        // Types without whole bytes are never read here; one byte bounds their size.
+        // This library never reads types without whole bytes. One byte bounds their size.
         let width = self.dtype.bytes().unwrap_or(1).max(1);
         if self.dims.contains(&0) {
             return Some(0);
@@ -73,18 +70,19 @@ impl Buffer {
         self.dims.iter().try_fold(width, |size, &dim| size.checked_mul(dim))
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn elements(&self) -> usize {
-        // Does not overflow: the size in bytes was checked, and a token counts as one element.
+        // `decode` has checked that the size in bytes, at least one for each element, does not
+        // overflow.
         if self.dims.contains(&0) { 0 } else { self.dims.iter().product() }
     }
 
-    /// Size of the memory in bytes.
+    /// Returns the size of the memory in bytes.
     pub fn bytes(&self) -> usize {
         self.elements() * self.dtype.bytes().unwrap_or(1)
     }
 
-    /// Address of the memory.
+    /// Returns the address of the memory.
     ///
     /// # Errors
     /// If there are elements but no memory.
@@ -96,10 +94,23 @@ impl Buffer {
         }
     }
 
-    /// The buffer itself, if it has this element type.
+    /// Returns the address of the memory, if the buffer has this element type and these dimensions.
     ///
     /// # Errors
-    /// If it has another; the message names the operand `name`.
+    /// If the buffer has another type, other dimensions or no memory; the message calls it `name`.
+    pub fn memory(&self, name: &str, dtype: DataType, dims: &[usize]) -> Result<NonNull<u8>> {
+        let data = self.typed(name, dtype)?.data(name)?;
+        if self.dims == dims {
+            return Ok(data);
+        }
+        let (expected, got) = (format!("{dims:?}"), format!("{:?}", self.dims));
+        Err(Error::mismatch(format!("shape of {name}"), expected, got))
+    }
+
+    /// Returns the buffer itself, if it has this element type.
+    ///
+    /// # Errors
+    /// If the buffer has another type; the message calls it `name`.
     pub fn typed(&self, name: &str, dtype: DataType) -> Result<&Buffer> {
         if self.dtype == dtype {
             return Ok(self);
@@ -107,10 +118,10 @@ impl Buffer {
         Err(Error::mismatch(format!("dtype of {name}"), dtype.to_string(), self.dtype))
     }
 
-    /// The dimensions, if there are `N`.
+    /// Returns the dimensions, if there are `N`.
     ///
     /// # Errors
-    /// If there are more or fewer; the message names the operand `name`.
+    /// If there are more or fewer; the message calls the buffer `name`.
     pub fn ranked<const N: usize>(&self, name: &str) -> Result<[usize; N]> {
         self.dims
             .as_slice()

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use burst_attention::host::ring::{BackwardBuffers, ForwardBuffers, RankBuffers, RingBuffers};
+use burst_attention::host::array::HostArray;
+use burst_attention::host::checks::host_dims;
+use burst_attention::operands::{Arrays, Backend, Operand};
 use burst_attention::{Layout, Pass, Problem, Travels};
 
 use crate::attributes::Attributes;
@@ -12,7 +14,7 @@ use crate::error::{Error, Result};
 use crate::frame::CallFrame;
 use crate::options::Options;
 use crate::rendezvous::Call;
-use crate::shapes::{Shapes, split};
+use crate::shapes::{Checked, Shapes, split};
 
 /// Ranks that a ring of one process may have; more is taken for a garbled attribute.
 const MAX_WORLD_SIZE: usize = 1 << 16;
@@ -36,8 +38,17 @@ pub struct RankCall {
     pub call: Call,
     /// Rank and ring; `None` if there is nothing to compute, as then nobody needs to meet.
     pub place: Option<[i32; 2]>,
-    /// Its memory.
-    pub buffers: RankBuffers,
+    /// The rank's memory.
+    pub arrays: Arrays<HostArray>,
+}
+
+/// The arrays of a call on a platform.
+pub(crate) struct Given {
+    pub shapes: Shapes,
+    pub arrays: Arrays<Checked>,
+    /// Operands and results that only the platform has.
+    pub operands: Vec<Buffer>,
+    pub results: Vec<Buffer>,
 }
 
 impl CallSite {
@@ -73,86 +84,45 @@ impl CallSite {
     /// # Errors
     /// If they do not fit each other, or the core does not take the problem.
     pub fn decode_call(&self, frame: &CallFrame<'_>) -> Result<RankCall> {
-        match self.pass {
-            Pass::Forward => self.forward(frame),
-            Pass::Backward => self.backward(frame),
-        }
-    }
-
-    fn forward(&self, frame: &CallFrame<'_>) -> Result<RankCall> {
-        let ([q, k, v], extras, [place]) = self.operands(frame)?;
-        let ([o, lse], _, []) = apart("results", frame.all_results()?, 0)?;
-        let shapes = self.shapes(&q, &k, &v)?;
-        let buffers = ForwardBuffers {
-            q: shapes.query("query", &q)?.host(),
-            k: shapes.key("key", &k)?.host(),
-            v: shapes.value("value", &v)?.host(),
-            o: shapes.output(&o)?.host(),
-            lse: shapes.rows("lse", &lse)?.host(),
-            extras: shapes.extras(&extras)?,
-        };
-        self.placed(shapes.problem, &place, RankBuffers::Forward(Box::new(buffers)))
-    }
-
-    fn backward(&self, frame: &CallFrame<'_>) -> Result<RankCall> {
-        let ([q, k, v, o, lse, dout, dlse], extras, [place]) = self.operands(frame)?;
-        let ([dq, dk, dv], dslopes, []) = self.gradients(frame)?;
-        let shapes = self.shapes(&q, &k, &v)?;
-        let mut extras = shapes.extras(&extras)?;
-        if let Some(dslopes) = dslopes {
-            extras.dslopes = Some(shapes.slopes("dslopes", &dslopes)?);
-        }
-        let buffers = BackwardBuffers {
-            q: shapes.query("query", &q)?.host(),
-            k: shapes.key("key", &k)?.host(),
-            v: shapes.value("value", &v)?.host(),
-            o: shapes.output(&o)?.host(),
-            lse: shapes.rows("lse", &lse)?.host(),
-            dout: shapes.result("dout", &dout)?.host(),
-            dlse: shapes.rows("dlse", &dlse)?.host(),
-            dq: shapes.query("dq", &dq)?.host(),
-            dk: shapes.key("dk", &dk)?.host(),
-            dv: shapes.value("dv", &dv)?.host(),
-            extras,
-        };
-        self.placed(shapes.problem, &place, RankBuffers::Backward(Box::new(buffers)))
-    }
-
-    /// The first `N` operands, those of features, and the last `M`.
-    ///
-    /// # Errors
-    /// If their number is wrong.
-    pub(crate) fn operands<const N: usize, const M: usize>(
-        &self,
-        frame: &CallFrame<'_>,
-    ) -> Result<([Buffer; N], Vec<Buffer>, [Buffer; M])> {
-        let features = self.options.features();
-        let segments = if features.segments { 2 } else { 0 };
-        let extras =
-            segments + usize::from(features.slopes) + usize::from(features.dropout.is_some());
-        apart("operands", frame.all_arguments()?, extras)
-    }
-
-    /// The results of a backward pass: dq, dk and dv, with slopes the gradient of those, and the
-    /// last `M`.
-    ///
-    /// # Errors
-    /// If their number is wrong.
-    pub(crate) fn gradients<const M: usize>(
-        &self,
-        frame: &CallFrame<'_>,
-    ) -> Result<([Buffer; 3], Option<Buffer>, [Buffer; M])> {
-        let of_slopes = usize::from(self.options.features().slopes);
-        let (gradients, dslopes, last) = apart("results", frame.all_results()?, of_slopes)?;
-        Ok((gradients, dslopes.into_iter().next(), last))
-    }
-
-    fn placed(&self, problem: Problem, place: &Buffer, buffers: RankBuffers) -> Result<RankCall> {
+        let given = self.arrays(frame, Backend::Host, [1, 0])?;
+        let problem = given.shapes.problem;
+        let arrays = given.arrays.map(|operand, &Checked { data, dtype }| {
+            let [len, heads, dim] = host_dims(&problem, operand);
+            HostArray::jax(data, dtype, [problem.batch, len, heads, dim])
+        });
         let empty = problem.batch == 0 || problem.q_len == 0 && problem.kv_len == 0;
-        let place = if empty { None } else { Some(read_place(place)?) };
+        let place = if empty { None } else { Some(read_place(&given.operands[0])?) };
         let (family, axis) = (self.options.family(), self.axis.clone());
         let call = Call { problem, family, pass: self.pass, travels: self.travels, axis };
-        Ok(RankCall { call, place, buffers })
+        Ok(RankCall { call, place, arrays })
+    }
+
+    /// Reads the arrays of a call, behind which come some operands and results that only the
+    /// platform has.
+    ///
+    /// # Errors
+    /// If their number is wrong, if they do not fit each other, or if the core does not take the
+    /// problem.
+    pub(crate) fn arrays(
+        &self,
+        frame: &CallFrame<'_>,
+        backend: Backend,
+        [more_operands, more_results]: [usize; 2],
+    ) -> Result<Given> {
+        let features = self.options.features()?;
+        let inputs: Vec<Operand> = Operand::inputs(self.pass, &features).collect();
+        let results: Vec<Operand> = Operand::results(self.pass, &features).collect();
+        let mut operands =
+            counted("operands", frame.all_arguments()?, inputs.len() + more_operands)?;
+        let mut outputs = counted("results", frame.all_results()?, results.len() + more_results)?;
+        let shapes = self.shapes(&operands[0], &operands[1], &operands[2])?;
+        let mut arrays = Arrays::none(self.pass);
+        let inputs = inputs.iter().zip(operands.drain(..inputs.len()));
+        let results = results.iter().zip(outputs.drain(..results.len()));
+        for (&operand, buffer) in inputs.chain(results) {
+            arrays.set(operand, shapes.check(operand, backend, &buffer)?);
+        }
+        Ok(Given { shapes, arrays, operands, results: outputs })
     }
 
     /// The problem that `q`, `k` and `v` pose.
@@ -183,7 +153,7 @@ impl CallSite {
             dtype,
             window: self.options.window(),
             softmax_scale: self.softmax_scale,
-            features: self.options.features(),
+            features: self.options.features()?,
             layout: self.layout,
             world_size: self.world_size,
         };
@@ -193,17 +163,10 @@ impl CallSite {
     }
 }
 
-/// The first `N`, so many, and the last `M`.
-fn apart<const N: usize, const M: usize>(
-    what: &str,
-    all: Vec<Buffer>,
-    between: usize,
-) -> Result<([Buffer; N], Vec<Buffer>, [Buffer; M])> {
-    let expected = N + between + M;
-    if let (Some((first, rest)), true) = (all.split_first_chunk::<N>(), all.len() == expected)
-        && let Some((middle, last)) = rest.split_last_chunk::<M>()
-    {
-        return Ok((first.clone(), middle.to_vec(), last.clone()));
+/// All buffers, if they are `expected` in number.
+fn counted(what: &str, all: Vec<Buffer>, expected: usize) -> Result<Vec<Buffer>> {
+    if all.len() == expected {
+        return Ok(all);
     }
     Err(Error::mismatch(format!("number of {what}"), expected.to_string(), all.len()))
 }
@@ -230,23 +193,4 @@ fn read_place(place: &Buffer) -> Result<[i32; 2]> {
     }
     // SAFETY: the buffer holds at least two int32, and on the host platform it is host memory.
     Ok(unsafe { data.cast::<[i32; 2]>().read_unaligned() })
-}
-
-/// Puts the ranks' memory together; all are of the same pass.
-///
-/// # Errors
-/// If they are not.
-pub fn gather(ranks: Vec<RankBuffers>) -> Result<RingBuffers> {
-    let (mut forward, mut backward) = (Vec::new(), Vec::new());
-    for rank in ranks {
-        match rank {
-            RankBuffers::Forward(buffers) => forward.push(*buffers),
-            RankBuffers::Backward(buffers) => backward.push(*buffers),
-        }
-    }
-    match (forward.is_empty(), backward.is_empty()) {
-        (false, true) => Ok(RingBuffers::Forward(forward)),
-        (true, false) => Ok(RingBuffers::Backward(backward)),
-        _ => Err(Error::mismatch("pass of a ring", "one for all ranks", "both or none")),
-    }
 }

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-/// Measures the time in which no ring of the process computes. Ranks that are late because other
-/// rings keep the cores busy are not missing, so only idle time counts against them.
+/// A clock that measures the time in which no ring of the process computes. A rank may be late
+/// because other rings keep the cores busy, so only idle time counts against the rank timeout.
 #[derive(Debug)]
 pub struct IdleClock {
     idle: Duration,
@@ -12,12 +12,12 @@ pub struct IdleClock {
 }
 
 impl IdleClock {
-    /// Starts at zero, with no ring computing.
+    /// Returns a clock that shows zero at `now`, with no ring computing.
     pub fn new(now: Instant) -> IdleClock {
         IdleClock { idle: Duration::ZERO, idle_since: now, computing: 0 }
     }
 
-    /// What the clock shows at `now`.
+    /// Returns the time that the clock shows at `now`.
     pub fn read(&self, now: Instant) -> Duration {
         if self.stands() {
             self.idle
@@ -26,21 +26,21 @@ impl IdleClock {
         }
     }
 
-    /// Does any ring compute?
+    /// Whether a ring computes.
     pub fn stands(&self) -> bool {
         self.computing > 0
     }
 
-    /// A ring begins to compute.
+    /// Notes that a ring begins to compute.
     pub fn stop(&mut self, now: Instant) {
         self.idle = self.read(now);
         self.computing += 1;
     }
 
-    /// A ring is through.
+    /// Notes that a ring ends.
     ///
     /// # Panics
-    /// If none was computing.
+    /// If no ring computes.
     pub fn resume(&mut self, now: Instant) {
         self.computing = self.computing.checked_sub(1).expect("a ring computes");
         self.idle_since = now;

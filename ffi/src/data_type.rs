@@ -1,4 +1,4 @@
-//! XLA's element types, as far as they are told apart here.
+//! XLA's element types.
 
 use std::fmt;
 
@@ -6,9 +6,37 @@ use burst_attention::Dtype;
 
 use crate::sys;
 
-/// An element type as XLA numbers it. Unknown numbers are kept: they appear in messages.
+/// An element type with XLA's number. Unknown numbers are kept for messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DataType(pub sys::XLA_FFI_DataType);
+
+/// XLA's number, the name and the bytes of each type of whole bytes.
+const KNOWN: [(sys::XLA_FFI_DataType, &str, usize); 24] = [
+    (sys::XLA_FFI_DataType_TOKEN, "a token", 0),
+    (sys::XLA_FFI_DataType_PRED, "bool", 1),
+    (sys::XLA_FFI_DataType_S8, "int8", 1),
+    (sys::XLA_FFI_DataType_S16, "int16", 2),
+    (sys::XLA_FFI_DataType_S32, "int32", 4),
+    (sys::XLA_FFI_DataType_S64, "int64", 8),
+    (sys::XLA_FFI_DataType_U8, "uint8", 1),
+    (sys::XLA_FFI_DataType_U16, "uint16", 2),
+    (sys::XLA_FFI_DataType_U32, "uint32", 4),
+    (sys::XLA_FFI_DataType_U64, "uint64", 8),
+    (sys::XLA_FFI_DataType_F8E3M4, "float8_e3m4", 1),
+    (sys::XLA_FFI_DataType_F8E4M3, "float8_e4m3", 1),
+    (sys::XLA_FFI_DataType_F8E4M3B11FNUZ, "float8_e4m3b11fnuz", 1),
+    (sys::XLA_FFI_DataType_F8E4M3FN, "float8_e4m3fn", 1),
+    (sys::XLA_FFI_DataType_F8E4M3FNUZ, "float8_e4m3fnuz", 1),
+    (sys::XLA_FFI_DataType_F8E5M2, "float8_e5m2", 1),
+    (sys::XLA_FFI_DataType_F8E5M2FNUZ, "float8_e5m2fnuz", 1),
+    (sys::XLA_FFI_DataType_F8E8M0FNU, "float8_e8m0fnu", 1),
+    (sys::XLA_FFI_DataType_F16, "float16", 2),
+    (sys::XLA_FFI_DataType_F32, "float32", 4),
+    (sys::XLA_FFI_DataType_F64, "float64", 8),
+    (sys::XLA_FFI_DataType_BF16, "bfloat16", 2),
+    (sys::XLA_FFI_DataType_C64, "complex64", 8),
+    (sys::XLA_FFI_DataType_C128, "complex128", 16),
+];
 
 impl DataType {
     /// float32.
@@ -19,39 +47,21 @@ impl DataType {
     pub const F16: DataType = DataType(sys::XLA_FFI_DataType_F16);
     /// int32.
     pub const S32: DataType = DataType(sys::XLA_FFI_DataType_S32);
-    /// uint32
+    /// uint8.
+    pub const U8: DataType = DataType(sys::XLA_FFI_DataType_U8);
+    /// uint32.
     pub const U32: DataType = DataType(sys::XLA_FFI_DataType_U32);
 
-    /// Bytes per element, for the types that have whole bytes; 0 for tokens.
+    /// Returns the bytes of an element, for types of whole bytes; 0 for tokens.
     pub fn bytes(self) -> Option<usize> {
-        Some(match self.0 {
-            sys::XLA_FFI_DataType_TOKEN => 0,
-            sys::XLA_FFI_DataType_PRED
-            | sys::XLA_FFI_DataType_S8
-            | sys::XLA_FFI_DataType_U8
-            | sys::XLA_FFI_DataType_F8E5M2
-            | sys::XLA_FFI_DataType_F8E3M4
-            | sys::XLA_FFI_DataType_F8E4M3
-            | sys::XLA_FFI_DataType_F8E4M3FN
-            | sys::XLA_FFI_DataType_F8E4M3B11FNUZ
-            | sys::XLA_FFI_DataType_F8E5M2FNUZ
-            | sys::XLA_FFI_DataType_F8E4M3FNUZ
-            | sys::XLA_FFI_DataType_F8E8M0FNU => 1,
-            sys::XLA_FFI_DataType_S16
-            | sys::XLA_FFI_DataType_U16
-            | sys::XLA_FFI_DataType_F16
-            | sys::XLA_FFI_DataType_BF16 => 2,
-            sys::XLA_FFI_DataType_S32 | sys::XLA_FFI_DataType_U32 | sys::XLA_FFI_DataType_F32 => 4,
-            sys::XLA_FFI_DataType_S64
-            | sys::XLA_FFI_DataType_U64
-            | sys::XLA_FFI_DataType_F64
-            | sys::XLA_FFI_DataType_C64 => 8,
-            sys::XLA_FFI_DataType_C128 => 16,
-            _ => return None,
-        })
+        self.known().map(|(.., bytes)| *bytes)
     }
 
-    /// The core's name for it, if attention is computed on it.
+    fn known(self) -> Option<&'static (sys::XLA_FFI_DataType, &'static str, usize)> {
+        KNOWN.iter().find(|(number, ..)| *number == self.0)
+    }
+
+    /// Returns the core's type, if the core computes on it.
     pub fn activation(self) -> Option<Dtype> {
         match self {
             DataType::F32 => Some(Dtype::F32),
@@ -74,25 +84,9 @@ impl From<Dtype> for DataType {
 
 impl fmt::Display for DataType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = match self.0 {
-            sys::XLA_FFI_DataType_PRED => "bool",
-            sys::XLA_FFI_DataType_S8 => "int8",
-            sys::XLA_FFI_DataType_S16 => "int16",
-            sys::XLA_FFI_DataType_S32 => "int32",
-            sys::XLA_FFI_DataType_S64 => "int64",
-            sys::XLA_FFI_DataType_U8 => "uint8",
-            sys::XLA_FFI_DataType_U16 => "uint16",
-            sys::XLA_FFI_DataType_U32 => "uint32",
-            sys::XLA_FFI_DataType_U64 => "uint64",
-            sys::XLA_FFI_DataType_F16 => "float16",
-            sys::XLA_FFI_DataType_F32 => "float32",
-            sys::XLA_FFI_DataType_F64 => "float64",
-            sys::XLA_FFI_DataType_BF16 => "bfloat16",
-            sys::XLA_FFI_DataType_C64 => "complex64",
-            sys::XLA_FFI_DataType_C128 => "complex128",
-            sys::XLA_FFI_DataType_TOKEN => "a token",
-            other => return write!(f, "XLA data type {other}"),
-        };
-        f.write_str(name)
+        match self.known() {
+            Some((_, name, _)) => f.write_str(name),
+            None => write!(f, "XLA data type {}", self.0),
+        }
     }
 }

@@ -1,23 +1,19 @@
-//! What a report of a problem should say about this library.
+//! What the library says of itself.
 
-use std::ffi::CStr;
+use std::iter;
 
+use burst_attention::Family;
 use burst_attention::cuda::libcuda::LibCuda;
 use burst_attention::cuda::nccl::Nccl;
 use burst_attention::host::isa::Isa;
 use burst_attention::host::ring::Executor;
+use burst_attention::operands::{Backend, Dim, Operand};
 use serde_json::{Value, json};
 
 use crate::{images, sys};
 
-/// The version of the package, as a C string.
-pub fn version() -> &'static CStr {
-    let version = concat!(env!("CARGO_PKG_VERSION"), "\0");
-    CStr::from_bytes_with_nul(version.as_bytes()).expect("one zero byte, at the end")
-}
-
-/// A JSON object. Asking for it starts the compute threads.
-pub fn describe() -> Value {
+/// Returns the version, and what computes on CPUs and on GPUs. Starts the compute threads.
+pub(crate) fn describe() -> Value {
     let available: Vec<_> = Isa::available().iter().map(|isa| isa.name()).collect();
     let mut text = json!({
         "version": env!("CARGO_PKG_VERSION"),
@@ -30,12 +26,37 @@ pub fn describe() -> Value {
             text["instruction_set"] = executor.isa.name().into();
             text["compute_threads"] = executor.pool.current_num_threads().into();
         }
-        Err(error) => text["error"] = error.to_string().into(),
+        Err(error) => text["instruction_set"] = error.to_string().into(),
     }
     text
 }
 
-/// What there is to run on GPUs with. It does not start the driver.
+/// Returns what a call may name and take: the families of schedules, and the operands of features
+/// in their order.
+pub(crate) fn interface() -> Value {
+    let dims = |operand: Operand| -> Vec<Value> {
+        let batch = iter::once(Value::from("batch"));
+        let name = |dim: &Dim| match *dim {
+            Dim::Number(number) => Value::from(number),
+            dim => Value::from(dim.name()),
+        };
+        batch.chain(operand.dims(Backend::Host).iter().map(name)).collect()
+    };
+    let operand = |operand: Operand| {
+        json!({
+            "name": operand.name(),
+            "shape": dims(operand),
+            "dtype": operand.element(Backend::Host).to_string(),
+            "differentiable": operand.is_differentiable(),
+        })
+    };
+    let schedule = |family: Family| json!({ "name": family.name(), "doc": family.doc() });
+    let schedules = Family::ALL.map(schedule);
+    let operands: Vec<_> = Operand::of_features().map(operand).collect();
+    json!({ "schedules": schedules, "feature_operands": operands })
+}
+
+/// Returns the versions of the driver and of NCCL, and the images. Does not start the driver.
 fn cuda() -> Value {
     let known = |version: Option<String>| version.unwrap_or_else(|| "of unknown version".into());
     let driver = match LibCuda::find() {
@@ -54,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn says_what_computes() {
+    fn names_what_computes() {
         let text = describe().to_string();
         let parts = [
             "\"version\":\"",
@@ -68,5 +89,18 @@ mod tests {
         for part in parts {
             assert!(text.contains(part), "{part} in {text}");
         }
+    }
+
+    #[test]
+    fn the_interface_states_each_feature_operand() {
+        let operands = &interface()["feature_operands"];
+        let slopes = json!({
+            "name": "alibi_slopes",
+            "shape": ["batch", "heads"],
+            "dtype": "float32",
+            "differentiable": true,
+        });
+        assert_eq!(operands[2], slopes);
+        assert_eq!(operands[3]["shape"], json!(["batch", 4]));
     }
 }

@@ -1,15 +1,15 @@
-//! What can go wrong between XLA and the core, and the XLA error code of each.
+//! Errors between XLA and the core, and the XLA error code of each.
 
 use std::any::Any;
 use std::time::Duration;
 
 use crate::sys;
 
-/// Errors of the boundary. Messages say what was expected and what came.
+/// An error between XLA and the core. Messages say what was expected and what came.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A structure that the runtime passed does not look as the header says.
+    /// A structure that the runtime passed contradicts the header.
     #[error("XLA passed a malformed {what}: expected {expected}, got {got}")]
     Malformed {
         /// The structure or field.
@@ -19,17 +19,17 @@ pub enum Error {
         /// What came.
         got: String,
     },
-    /// An operand, result or attribute of the custom call is not what the target takes.
+    /// The target does not take an operand, result or attribute of the custom call.
     #[error("{name} must be {expected}, got {got}")]
     Mismatch {
         /// The operand, result or attribute.
         name: String,
-        /// What the target takes.
+        /// What the target expects.
         expected: String,
         /// What came.
         got: String,
     },
-    /// The runtime does not offer something that is needed.
+    /// The runtime lacks a function that the library needs.
     #[error(
         "this runtime has XLA FFI {major}.{minor} without {missing}; burst_attention needs 0.4 or \
          newer: install jaxlib 0.11.2 or newer"
@@ -39,7 +39,7 @@ pub enum Error {
         major: i32,
         /// Minor version of the runtime's interface.
         minor: i32,
-        /// The function that it lacks.
+        /// The missing function.
         missing: &'static str,
     },
     /// A function of the runtime failed.
@@ -47,15 +47,15 @@ pub enum Error {
     Runtime {
         /// The function.
         call: &'static str,
-        /// What the runtime says.
+        /// The runtime's message.
         message: String,
     },
-    /// Ranks of one ring came with different calls, or with places that can't be.
+    /// Ranks of one ring came with different calls or with impossible places.
     #[error("the ranks of ring {ring} over {axis} disagree: {what}")]
     Disagreement {
         /// Name of the mesh axis, as the user wrote it.
         axis: String,
-        /// Which ring.
+        /// The number of the ring.
         ring: i32,
         /// The contradiction.
         what: String,
@@ -63,7 +63,7 @@ pub enum Error {
     /// Some ranks of a ring never came.
     #[error(
         "attention over {axis}, ring {ring}: {missing} of {world_size} did not reach the call \
-         within {limit:?} of the first; {arrived} did. Likely causes: the call stands under \
+         within {timeout:?} of the first; {arrived} did. Likely causes: the call stands under \
          lax.cond or lax.switch and only some devices take that branch (compute it on every \
          device and select the result instead), or a device failed before it. If devices are \
          merely slow, raise BURST_ATTENTION_RANK_TIMEOUT_S"
@@ -71,7 +71,7 @@ pub enum Error {
     MissingRanks {
         /// Name of the mesh axis, as the user wrote it.
         axis: String,
-        /// Which ring.
+        /// The number of the ring.
         ring: i32,
         /// Length of the ring.
         world_size: usize,
@@ -79,10 +79,10 @@ pub enum Error {
         missing: String,
         /// Ranks that came, in words.
         arrived: String,
-        /// How long was waited, not counting time in which rings computed.
-        limit: Duration,
+        /// How long the first rank waited, without the time in which rings computed.
+        timeout: Duration,
     },
-    /// A call was given up before its ring was through; a bug of this library if it is ever seen.
+    /// The call was dropped before its ring ended. This is a bug of the library.
     #[error("the call was given up before its ring was through")]
     Abandoned,
     /// The core refused or failed.
@@ -93,7 +93,7 @@ pub enum Error {
     Ring {
         /// Name of the mesh axis, as the user wrote it.
         axis: String,
-        /// What went wrong.
+        /// The core's error.
         error: Box<burst_attention::Error>,
     },
     /// XLA has no communicator for the ring.
@@ -104,19 +104,19 @@ pub enum Error {
     NoCommunicator {
         /// Name of the mesh axis.
         axis: String,
-        /// What is missing.
+        /// Why XLA has none.
         reason: String,
     },
-    /// A bug: the library panicked.
+    /// The library panicked. This is a bug of the library.
     #[error("burst_attention panicked: {0}; please report this as a bug")]
     Panic(String),
 }
 
-/// Result with the boundary's [`enum@Error`].
+/// A result with this crate's [`enum@Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// A mismatch between what a target takes and what came.
+    /// Returns the error of a target that expects another operand, result or attribute.
     pub fn mismatch(
         name: impl Into<String>,
         expected: impl Into<String>,
@@ -125,7 +125,7 @@ impl Error {
         Error::Mismatch { name: name.into(), expected: expected.into(), got: got.to_string() }
     }
 
-    /// A structure that contradicts the header.
+    /// Returns the error of a structure that contradicts the header.
     pub fn malformed(
         what: impl Into<String>,
         expected: impl Into<String>,
@@ -134,7 +134,15 @@ impl Error {
         Error::Malformed { what: what.into(), expected: expected.into(), got: got.to_string() }
     }
 
-    /// From what [`std::panic::catch_unwind`] caught.
+    /// Checks that a structure has at least the header's size.
+    pub(crate) fn check_size(what: &str, size: usize, least: u32) -> Result<()> {
+        if size < least as usize {
+            return Err(Error::malformed(what, format!("at least {least} bytes"), size));
+        }
+        Ok(())
+    }
+
+    /// Returns the error of a panic, from the payload that [`std::panic::catch_unwind`] caught.
     pub fn panic(payload: Box<dyn Any + Send>) -> Error {
         let text = payload
             .downcast_ref::<&str>()
@@ -143,7 +151,7 @@ impl Error {
         Error::Panic(text.unwrap_or_else(|| "no message".into()))
     }
 
-    /// The code under which XLA reports it.
+    /// Returns the code under which XLA reports the error.
     pub fn code(&self) -> sys::XLA_FFI_Error_Code {
         match self {
             Error::Malformed { .. } | Error::Mismatch { .. } | Error::Disagreement { .. } => {

@@ -1,7 +1,8 @@
 //! The frame of a call: typed access to what XLA passes to a handler.
 //!
-//! Every size, type, rank and pointer is checked before it is used. What can't be checked, that
-//! non-null pointers point to as much memory as the frame says, is the promise of [`CallFrame::new`].
+//! Every size, type, rank and pointer is checked before it is used. One condition can't be checked:
+//! that pointers which are not null point to as much memory as the frame says. The caller of
+//! [`CallFrame::new`] guarantees it.
 
 use std::marker::PhantomData;
 use std::mem::offset_of;
@@ -13,7 +14,7 @@ use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::sys;
 
-/// A call of a handler.
+/// The frame of a handler's call.
 #[derive(Debug)]
 pub struct CallFrame<'a> {
     raw: NonNull<sys::XLA_FFI_CallFrame>,
@@ -22,95 +23,88 @@ pub struct CallFrame<'a> {
 }
 
 impl<'a> CallFrame<'a> {
-    /// Reads the table of functions out of a frame. Without it no error can be reported, so `None`
-    /// leaves a handler nothing but to abort.
+    /// Reads the table of functions out of a frame. A handler without the table can report no
+    /// error, so it must abort on `None`.
     ///
     /// # Safety
-    /// `raw` is null or points to a frame that can be read as far as its `struct_size` says. Its
-    /// arrays are as long as it says, and all that it points to lives for `'a`.
+    /// `raw` is null or points to a frame that can be read as far as its `struct_size` says. The
+    /// frame's arrays are as long as it says, and everything that it points to lives for `'a`.
     pub unsafe fn api(raw: *mut sys::XLA_FFI_CallFrame) -> Option<Api> {
         let raw = NonNull::new(raw)?;
-        // SAFETY: the size is the first field, which every structure has.
+        // SAFETY: the caller guarantees a frame, and the size is the first field of every frame.
         let size = unsafe { (&raw const (*raw.as_ptr()).struct_size).read() };
         if size < offset_of!(sys::XLA_FFI_CallFrame, api) + size_of::<usize>() {
             return None;
         }
-        // SAFETY: the frame reaches beyond this field; the table is the runtime's.
+        // SAFETY: the check above shows that the frame reaches beyond this field, and XLA
+        // guarantees that its table stays for the rest of the process.
         unsafe { Api::new((&raw const (*raw.as_ptr()).api).read()) }
     }
 
-    /// Checks the frame's own size.
+    /// Returns the frame behind `raw`.
     ///
     /// # Errors
-    /// If the frame is shorter than the header says. A longer one, of a newer runtime, is fine.
+    /// If the frame is shorter than the header says. A longer frame, of a newer runtime, is fine.
     ///
     /// # Safety
-    /// As for [`CallFrame::api`].
+    /// `raw` is null or points to a frame that can be read as far as its `struct_size` says. The
+    /// frame's arrays are as long as it says, and everything that it points to lives for `'a`.
     pub unsafe fn new(raw: *mut sys::XLA_FFI_CallFrame) -> Result<CallFrame<'a>> {
-        // SAFETY: passed on.
+        // SAFETY: the caller guarantees what `CallFrame::api` demands of the frame.
         let (Some(api), Some(raw)) = (unsafe { Self::api(raw) }, NonNull::new(raw)) else {
             return Err(Error::malformed("call frame", "a table of functions", "none"));
         };
-        // SAFETY: `api` has looked at the frame.
+        // SAFETY: the caller guarantees a frame, and the size is the first field of every frame.
         let size = unsafe { (&raw const (*raw.as_ptr()).struct_size).read() };
-        let least = sys::XLA_FFI_CallFrame_STRUCT_SIZE as usize;
-        if size < least {
-            return Err(Error::malformed("call frame", format!("at least {least} bytes"), size));
-        }
+        Error::check_size("call frame", size, sys::XLA_FFI_CallFrame_STRUCT_SIZE)?;
         Ok(CallFrame { raw, api, life: PhantomData })
     }
 
     fn raw(&self) -> &sys::XLA_FFI_CallFrame {
-        // SAFETY: the frame is as long as the header's, which counts all but `future`; that field
-        // is there in every version, behind the counted ones.
+        // SAFETY: `new` has checked that the frame has all fields that the header counts. The
+        // header does not count `future`, but XLA's frames of every version end with it.
         unsafe { self.raw.as_ref() }
     }
 
-    /// The runtime's functions.
+    /// Returns the runtime's functions.
     pub fn runtime(&self) -> Api {
         self.api
     }
 
-    /// The runtime's context of this call.
+    /// Returns the runtime's context of this call.
     pub fn context(&self) -> Context<'_> {
-        // SAFETY: the frame is that of a running call.
+        // SAFETY: the caller of `new` guarantees that the context lives for `'a`, during the call.
         unsafe { Context::new(self.raw().ctx) }
     }
 
-    /// What the runtime wants to know about the handler, if it only asks.
+    /// Returns the runtime's query about the handler, if the frame holds a query instead of a call.
     ///
     /// # Errors
     /// If the query is shorter than the header says.
     pub fn metadata_query(&self) -> Result<Option<MetadataQuery<'a>>> {
         let Some(extension) = NonNull::new(self.raw().extension_start) else { return Ok(None) };
-        // SAFETY: the runtime's list of extensions starts with this structure.
+        // SAFETY: XLA guarantees that every extension starts with this structure.
         let base = unsafe { extension.read() };
         if base.type_ != sys::XLA_FFI_Extension_Metadata {
             return Ok(None);
         }
-        let least = sys::XLA_FFI_Metadata_Extension_STRUCT_SIZE as usize;
-        if base.struct_size < least {
-            let expected = format!("at least {least} bytes");
-            return Err(Error::malformed("metadata extension", expected, base.struct_size));
-        }
-        // SAFETY: the type says which structure this is the start of, and its size fits.
+        let least = sys::XLA_FFI_Metadata_Extension_STRUCT_SIZE;
+        Error::check_size("metadata extension", base.struct_size, least)?;
+        // SAFETY: the checks above show the type and the size of the extension.
         let extension = unsafe { extension.cast::<sys::XLA_FFI_Metadata_Extension>().read() };
         let Some(metadata) = NonNull::new(extension.metadata) else {
             return Err(Error::malformed("metadata", "a place for them", "a null pointer"));
         };
-        // SAFETY: the size is the first field, which every structure has.
+        // SAFETY: XLA guarantees metadata behind the pointer, and the size is their first field.
         let size = unsafe { (&raw const (*metadata.as_ptr()).struct_size).read() };
-        let least = sys::XLA_FFI_Metadata_STRUCT_SIZE as usize;
-        if size < least {
-            return Err(Error::malformed("metadata", format!("at least {least} bytes"), size));
-        }
+        Error::check_size("metadata", size, sys::XLA_FFI_Metadata_STRUCT_SIZE)?;
         Ok(Some(MetadataQuery { metadata, version: self.api.version(), life: PhantomData }))
     }
 
-    /// Refuses a call for another stage than `stage`.
+    /// Checks that the call is for `stage`.
     ///
     /// # Errors
-    /// If it is.
+    /// If it is for another stage.
     pub fn expect_stage(&self, stage: sys::XLA_FFI_ExecutionStage) -> Result<()> {
         if self.raw().stage == stage {
             return Ok(());
@@ -118,65 +112,63 @@ impl<'a> CallFrame<'a> {
         Err(Error::mismatch("execution stage", stage_name(stage), stage_name(self.raw().stage)))
     }
 
-    /// All operands, of which there must be `N`.
+    /// Returns all operands, of which there must be `N`.
     ///
     /// # Errors
-    /// If there are more or fewer, or one contradicts the header.
+    /// If there are more or fewer, or if one contradicts the header.
     pub fn arguments<const N: usize>(&self) -> Result<[Buffer; N]> {
         exactly("operands", self.all_arguments()?)
     }
 
-    /// All results, of which there must be `N`.
+    /// Returns all results, of which there must be `N`.
     ///
     /// # Errors
-    /// If there are more or fewer, or one contradicts the header.
+    /// If there are more or fewer, or if one contradicts the header.
     pub fn results<const N: usize>(&self) -> Result<[Buffer; N]> {
         exactly("results", self.all_results()?)
     }
 
-    /// All operands.
+    /// Returns all operands.
     ///
     /// # Errors
     /// If one contradicts the header.
     pub fn all_arguments(&self) -> Result<Vec<Buffer>> {
         let args = &self.raw().args;
-        let least = sys::XLA_FFI_Args_STRUCT_SIZE as usize;
-        check_size("operands", args.struct_size, least)?;
+        Error::check_size("operands", args.struct_size, sys::XLA_FFI_Args_STRUCT_SIZE)?;
         let kind = sys::XLA_FFI_ArgType_BUFFER;
-        // SAFETY: the creator of this frame vouches for its arrays.
+        // SAFETY: the caller of `new` guarantees the length of the frame's arrays.
         unsafe { buffers("operand", args.size, args.types, kind, args.args) }
     }
 
-    /// All results.
+    /// Returns all results.
     ///
     /// # Errors
     /// If one contradicts the header.
     pub fn all_results(&self) -> Result<Vec<Buffer>> {
         let rets = &self.raw().rets;
-        let least = sys::XLA_FFI_Rets_STRUCT_SIZE as usize;
-        check_size("results", rets.struct_size, least)?;
+        Error::check_size("results", rets.struct_size, sys::XLA_FFI_Rets_STRUCT_SIZE)?;
         let kind = sys::XLA_FFI_RetType_BUFFER;
-        // SAFETY: the creator of this frame vouches for its arrays.
+        // SAFETY: the caller of `new` guarantees the length of the frame's arrays.
         unsafe { buffers("result", rets.size, rets.types, kind, rets.rets) }
     }
 
-    /// The static attributes.
+    /// Returns the static attributes.
     ///
     /// # Errors
     /// If the dictionary contradicts the header.
     pub fn attributes(&self) -> Result<Attributes<'a>> {
-        // SAFETY: the creator of this frame vouches for its arrays and for `'a`.
+        // SAFETY: the caller of `new` guarantees the length of the frame's arrays, and `'a`.
         unsafe { Attributes::decode(&raw const self.raw().attrs) }
     }
 
-    /// Makes the call asynchronous: it ends when `promise` is kept.
+    /// Makes the call asynchronous: the call ends when `promise` completes its future.
     pub fn set_future(&mut self, promise: &Promise) {
-        // SAFETY: the field is there in every version, behind the counted ones.
+        // SAFETY: XLA's frames of every version end with this field, behind the counted fields.
         unsafe { (&raw mut (*self.raw.as_ptr()).future).write(promise.future()) }
     }
 }
 
-/// A question of the runtime about a handler, asked instead of a call.
+/// A query of the runtime about a handler, which takes the place of a call.
 #[derive(Debug)]
 pub struct MetadataQuery<'a> {
     metadata: NonNull<sys::XLA_FFI_Metadata>,
@@ -185,8 +177,9 @@ pub struct MetadataQuery<'a> {
 }
 
 impl MetadataQuery<'_> {
-    /// Answers it: the oldest interface version that the handler gets along with (runtimes refuse
-    /// handlers that are newer than themselves), no traits, and the type of state it creates.
+    /// Answers the query with the oldest interface version that the handler supports, no traits,
+    /// and the type of state that the handler creates. Runtimes refuse handlers with a newer
+    /// version.
     pub fn answer(self, state_type: i64) {
         let metadata = self.metadata.as_ptr();
         let version = sys::XLA_FFI_Api_Version {
@@ -195,15 +188,16 @@ impl MetadataQuery<'_> {
             major_version: 0,
             minor_version: 1,
         };
-        // SAFETY: the size of the structure was checked; it is the runtime's to be filled in.
+        // SAFETY: `metadata_query` has checked the size of the structure, and XLA lets the handler
+        // write its fields.
         unsafe {
             (&raw mut (*metadata).api_version).write(version);
             (&raw mut (*metadata).traits).write(0);
         }
-        // The structure's size stops before this field, so only the version tells if it is there.
+        // The structure's size stops before this field, so the version decides whether it exists.
         if self.has_state_type() {
             let id = sys::XLA_FFI_TypeId { type_id: state_type };
-            // SAFETY: runtimes from 0.2 on have the field.
+            // SAFETY: `has_state_type` shows a runtime from 0.2 on, which has the field.
             unsafe { (&raw mut (*metadata).state_type_id).write(id) }
         }
     }
@@ -219,18 +213,11 @@ fn exactly<const N: usize>(what: &str, buffers: Vec<Buffer>) -> Result<[Buffer; 
     })
 }
 
-fn check_size(what: &str, size: usize, least: usize) -> Result<()> {
-    if size < least {
-        return Err(Error::malformed(what, format!("at least {least} bytes"), size));
-    }
-    Ok(())
-}
-
-/// Operands or results.
+/// Decodes operands or results.
 ///
 /// # Safety
-/// `types` and `entries` are null or have `size` elements, of which each is null or, if it is of
-/// type `kind`, points to a buffer description.
+/// `types` and `entries` are null or have `size` elements. An entry of type `kind` is null or
+/// points to a buffer description.
 unsafe fn buffers(
     what: &str,
     size: i64,
@@ -245,12 +232,12 @@ unsafe fn buffers(
     }
     let decode = |index| {
         let name = format!("{what} {index}");
-        // SAFETY: not null, and the caller vouches for `count` elements of each.
+        // SAFETY: the arrays are not null, and the caller guarantees `count` elements of each.
         let (type_, entry) = unsafe { (*types.add(index), *entries.add(index)) };
         if type_ != kind {
             return Err(Error::mismatch(name, "a buffer", format!("XLA type {type_}")));
         }
-        // SAFETY: the type says that it is a buffer.
+        // SAFETY: the entry has type `kind`, so the caller guarantees null or a buffer description.
         unsafe { Buffer::decode(&name, entry.cast()) }
     };
     (0..count).map(decode).collect()

@@ -1,4 +1,5 @@
-//! What happens when XLA compiles a call and when a device runs it.
+//! The handlers for CPU devices: of the instantiate stage, when XLA compiles a call, and of the
+//! execute stage, when a device runs it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
@@ -7,38 +8,40 @@ use std::sync::{LazyLock, Once};
 use std::time::Duration;
 
 use burst_attention::Pass;
-use burst_attention::host::ring::{self, RankBuffers};
+use burst_attention::host::array::HostArray;
+use burst_attention::host::ring;
 use burst_attention::host::threads;
+use burst_attention::operands::Arrays;
 
 use crate::api::{Api, Promise};
 use crate::attributes::Attributes;
-use crate::call::{self, CallSite, RankCall};
+use crate::call::{CallSite, RankCall};
+use crate::coordinator::{Completion, Coordinator, Member};
 use crate::error::{Error, Result};
 use crate::frame::CallFrame;
-use crate::hub::{Completion, Hub, Member};
 use crate::rendezvous::{Key, Place};
 use crate::state::{self, CallState, Kind};
-use crate::{limit, sys};
+use crate::{rank_timeout, sys};
 
-/// Where all ranks of this process meet.
-static HUB: LazyLock<Hub<RankBuffers, Promise>> =
-    LazyLock::new(|| Hub::new(limit::DEFAULT, threads::reserve));
+/// The coordinator of all rings of this process.
+static COORDINATOR: LazyLock<Coordinator<Arrays<HostArray>, Promise>> =
+    LazyLock::new(|| Coordinator::new(rank_timeout::DEFAULT, threads::reserve));
 
-/// Done once somebody has said how late ranks may be: the environment or the program.
-static LIMIT_IS_SET: Once = Once::new();
+/// Is completed once the environment or the program has set the rank timeout.
+static TIMEOUT_IS_SET: Once = Once::new();
 
-/// Bytes that all ranks of all rings sent.
+/// The bytes that all ranks of all rings have sent.
 static BYTES_SENT: AtomicU64 = AtomicU64::new(0);
 
-/// Counts bytes that a rank sent, or a ring.
+/// Counts bytes that a rank or a ring has sent.
 pub(crate) fn count_bytes(sent: u64) {
     BYTES_SENT.fetch_add(sent, Ordering::Relaxed);
 }
 
-/// The oldest interface that offers all that is used: that of jaxlib 0.11.2.
+/// The oldest interface with all functions that the handlers use: the interface of jaxlib 0.11.2.
 const OLDEST_RUNTIME: (i32, i32) = (0, 4);
 
-/// What a custom call of a compiled program keeps. All local devices share it.
+/// The state of a custom call of a compiled program. All local devices share it.
 #[derive(Debug)]
 struct State {
     site: u64,
@@ -54,7 +57,7 @@ impl State {
 
 impl Drop for State {
     fn drop(&mut self) {
-        HUB.forget(self.site);
+        COORDINATOR.forget(self.site);
     }
 }
 
@@ -71,8 +74,8 @@ impl Completion for Promise {
     }
 }
 
-/// Refuses runtimes that lack what all handlers use.
-pub(crate) fn check_version(api: Api) -> Result<()> {
+/// Refuses runtimes that lack functions that all handlers use.
+fn check_version(api: Api) -> Result<()> {
     let (major, minor) = api.version();
     if (major, minor) < OLDEST_RUNTIME {
         let missing = "XLA_FFI_Error_GetDetails";
@@ -81,7 +84,7 @@ pub(crate) fn check_version(api: Api) -> Result<()> {
     Ok(())
 }
 
-/// Runs the body of a handler and turns what it returns, or its panic, into XLA's kind of error.
+/// Runs the body of a handler, and turns its error or its panic into XLA's kind of error.
 ///
 /// # Safety
 /// `raw` is a frame as XLA passes it to a handler, for the duration of this call.
@@ -89,14 +92,14 @@ pub(crate) unsafe fn guard(
     raw: *mut sys::XLA_FFI_CallFrame,
     body: impl FnOnce(&mut CallFrame<'_>) -> Result<()>,
 ) -> *mut sys::XLA_FFI_Error {
-    // SAFETY: passed on.
+    // SAFETY: the caller guarantees a frame that is valid during this call.
     let Some(api) = (unsafe { CallFrame::api(raw) }) else {
-        // There is no way to report anything, and success would be a lie.
+        // Without the table no error can be reported, and success would be wrong.
         eprintln!("burst_attention: XLA called a handler without its table of functions");
         std::process::abort();
     };
     let guarded = AssertUnwindSafe(|| {
-        // SAFETY: passed on.
+        // SAFETY: the caller guarantees a frame that is valid during this call.
         let mut frame = unsafe { CallFrame::new(raw) }?;
         body(&mut frame)
     });
@@ -106,11 +109,11 @@ pub(crate) unsafe fn guard(
     }
 }
 
-/// As [`guard`], for the handler of a stage after instantiate: answers XLA's query for metadata and
-/// refuses calls for another stage.
+/// Runs the body of a handler of a stage after instantiate, as [`guard`] does. Answers XLA's query
+/// for metadata, and refuses calls for another stage.
 ///
 /// # Safety
-/// As [`guard`].
+/// `raw` is a frame as XLA passes it to a handler, for the duration of this call.
 pub(crate) unsafe fn guard_stage(
     raw: *mut sys::XLA_FFI_CallFrame,
     stage: sys::XLA_FFI_ExecutionStage,
@@ -124,11 +127,11 @@ pub(crate) unsafe fn guard_stage(
         frame.expect_stage(stage)?;
         body(frame)
     };
-    // SAFETY: passed on.
+    // SAFETY: the caller guarantees what `guard` demands of the frame.
     unsafe { guard(raw, checked) }
 }
 
-/// The handler of the instantiate stage: reads the attributes, once for each call site.
+/// Handles the instantiate stage: reads the attributes, once for each call site.
 ///
 /// # Safety
 /// `raw` is a frame as XLA passes it to a handler, for the duration of this call.
@@ -136,14 +139,20 @@ pub(crate) unsafe fn instantiate(
     raw: *mut sys::XLA_FFI_CallFrame,
     pass: Pass,
 ) -> *mut sys::XLA_FFI_Error {
-    // SAFETY: passed on.
-    unsafe { instantiate_as(raw, |attributes| Ok(State::new(CallSite::decode(attributes, pass)?))) }
+    // SAFETY: the caller guarantees what `instantiate_as` demands of the frame.
+    unsafe {
+        instantiate_as(raw, |attributes| {
+            let timeout = rank_timeout::from_environment()?;
+            TIMEOUT_IS_SET.call_once(|| COORDINATOR.set_rank_timeout(timeout));
+            Ok(State::new(CallSite::decode(attributes, pass)?))
+        })
+    }
 }
 
-/// The same for a call that keeps what `make` makes of its attributes.
+/// Handles the instantiate stage of a call whose state `make` makes of its attributes.
 ///
 /// # Safety
-/// As [`instantiate`].
+/// `raw` is a frame as XLA passes it to a handler, for the duration of this call.
 pub(crate) unsafe fn instantiate_as<S: CallState>(
     raw: *mut sys::XLA_FFI_CallFrame,
     make: impl FnOnce(&Attributes<'_>) -> Result<S>,
@@ -156,24 +165,22 @@ pub(crate) unsafe fn instantiate_as<S: CallState>(
         }
         frame.expect_stage(sys::XLA_FFI_ExecutionStage_INSTANTIATE)?;
         check_version(api)?;
-        let limit = limit::from_environment()?;
-        LIMIT_IS_SET.call_once(|| HUB.set_limit(limit));
         state::set(api, frame.context(), make(&frame.attributes()?)?)
     };
-    // SAFETY: passed on.
+    // SAFETY: the caller guarantees what `guard` demands of the frame.
     unsafe { guard(raw, body) }
 }
 
-/// The handler of the execute stage: registers the rank and returns; the last rank starts the ring.
+/// Handles the execute stage: registers the rank and returns. The last rank starts the ring.
 ///
 /// # Safety
 /// `raw` is a frame as XLA passes it to a handler, for the duration of this call. The memory of its
-/// buffers lives until the future that is returned in it is completed.
+/// buffers lives until the future that the frame returns is completed.
 pub(crate) unsafe fn execute(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_FFI_Error {
     let body = |frame: &mut CallFrame<'_>| {
         let api = frame.runtime();
         let state: &State = state::get(api, frame.context())?;
-        let RankCall { call, place, buffers } = state.call.decode_call(frame)?;
+        let RankCall { call, place, arrays } = state.call.decode_call(frame)?;
         let Some([rank, ring]) = place else { return Ok(()) };
         let key = Key { site: state.site, run: api.run_id(frame.context())?, ring };
         let place = Place { rank, device: api.device_ordinal(frame.context())? };
@@ -182,25 +189,25 @@ pub(crate) unsafe fn execute(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_
         let join = || {
             let promise = api.future()?;
             frame.set_future(&promise);
-            Ok(Member { buffers, completion: promise })
+            Ok(Member { buffers: arrays, completion: promise })
         };
-        HUB.arrive(key, place, &call, join, move |ranks| {
-            let sent = ring::run_family(&problem, family, travels, call::gather(ranks)?)?;
+        COORDINATOR.arrive(key, place, &call, join, move |ranks| {
+            let sent = ring::run(&problem, family, travels, ranks)?;
             count_bytes(sent);
             Ok(())
         })
     };
-    // SAFETY: passed on.
+    // SAFETY: the caller guarantees what `guard_stage` demands of the frame.
     unsafe { guard_stage(raw, sys::XLA_FFI_ExecutionStage_EXECUTE, body) }
 }
 
-/// Bytes that all ranks of all rings sent since the library was loaded.
+/// Returns the bytes that all ranks of all rings have sent since the library was loaded.
 pub(crate) fn bytes_sent() -> u64 {
     BYTES_SENT.load(Ordering::Relaxed)
 }
 
-/// Changes how late ranks may be.
-pub(crate) fn set_rank_timeout(limit: Duration) {
-    LIMIT_IS_SET.call_once(|| ());
-    HUB.set_limit(limit);
+/// Changes the rank timeout.
+pub(crate) fn set_rank_timeout(timeout: Duration) {
+    TIMEOUT_IS_SET.call_once(|| ());
+    COORDINATOR.set_rank_timeout(timeout);
 }

@@ -1,7 +1,7 @@
 //! The functions that XLA calls: one for each target, platform and stage.
 //!
-//! A name is the target, `cuda` where CPU devices have that target too, and the stage. The targets
-//! `burst_attention_virtual_…` run all ranks of a ring on one GPU.
+//! A name holds the target, then `cuda` if CPU devices have the same target, then the stage. The
+//! targets `burst_attention_virtual_…` run all ranks of a ring on one GPU.
 
 use burst_attention::Pass;
 
@@ -14,6 +14,7 @@ use crate::handler;
 use crate::linear::{self, Kind};
 use crate::sys::{XLA_FFI_CallFrame, XLA_FFI_Error};
 
+/// The driver and NCCL of this machine.
 const HERE: fn() -> Result<&'static Platform> = Platform::of_this_machine;
 
 macro_rules! handlers {

@@ -1,5 +1,5 @@
-//! The files of CUDA images, in the library's folder, which the library's own path tells. Each is
-//! read when its first image is asked for.
+//! The files of CUDA images, which lie in the library's folder. The library finds the folder by its
+//! own path, and reads a file when it needs the file's first image.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, OsStr, c_void};
@@ -10,10 +10,10 @@ use std::sync::{Mutex, PoisonError};
 use burst_attention_kernels::images::{FOLDER, Images, ImagesError, targets};
 use burst_attention_kernels::instances::{Instance, Target};
 
-/// The image of an instance.
+/// Returns the image of an instance.
 ///
 /// # Errors
-/// If there is none. The next call looks again.
+/// If there is none. The next call searches again.
 pub fn find(instance: &Instance) -> Result<&'static [u8], ImagesError> {
     static READ: Mutex<Option<HashMap<Target, &'static Images>>> = Mutex::new(None);
     let mut read = READ.lock().unwrap_or_else(PoisonError::into_inner);
@@ -21,7 +21,7 @@ pub fn find(instance: &Instance) -> Result<&'static [u8], ImagesError> {
     let images = match read.get(&instance.target) {
         Some(images) => images,
         None => {
-            // A process keeps what it loads for its GPUs: a file each, of a few megabytes.
+            // The process keeps the file for good: one of a few megabytes for each kind of GPU.
             let images = Box::leak(Box::new(Images::read(&folder(), instance.target)?));
             *read.entry(instance.target).or_insert(images)
         }
@@ -29,7 +29,8 @@ pub fn find(instance: &Instance) -> Result<&'static [u8], ImagesError> {
     images.get(instance)
 }
 
-/// For which targets there are images, for people; and why the library refuses a file, if it does.
+/// Returns the targets that have images, and the reason for each file that the library refuses, in
+/// words.
 pub fn describe() -> String {
     describe_folder(&folder())
 }
@@ -48,21 +49,21 @@ fn describe_folder(folder: &Path) -> String {
     }
 }
 
-/// The folder of the files.
+/// Returns the folder of the files.
 fn folder() -> PathBuf {
     own_path().as_deref().and_then(Path::parent).unwrap_or(Path::new(".")).join(FOLDER)
 }
 
-/// The file that holds this code, as the dynamic linker loaded it.
+/// Returns the path of the file that the dynamic linker loaded this code from.
 fn own_path() -> Option<PathBuf> {
-    // SAFETY: zero is a value of each of its fields.
+    // SAFETY: zero is a value of each field: numbers and pointers.
     let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
-    // SAFETY: the address is one of this library's, and `info` can be written.
+    // SAFETY: `dladdr` takes any address, and `info` lives and can be written.
     let found = unsafe { libc::dladdr(own_path as *const c_void, &raw mut info) };
     if found == 0 || info.dli_fname.is_null() {
         return None;
     }
-    // SAFETY: the linker's string stays while the library is loaded.
+    // SAFETY: the linker guarantees a C string that stays while the library is loaded.
     let path = unsafe { CStr::from_ptr(info.dli_fname) };
     Some(PathBuf::from(OsStr::from_bytes(path.to_bytes())))
 }
@@ -79,7 +80,7 @@ mod tests {
     #[test]
     fn looks_beside_the_file_that_holds_this_code() {
         let own = std::env::current_exe().unwrap().canonicalize().unwrap();
-        assert_eq!(folder().canonicalize().ok(), None, "no images beside a test");
+        assert_eq!(folder().canonicalize().ok(), None, "a test has no images");
         assert_eq!(own_path().unwrap().canonicalize().unwrap(), own);
         let instance = Instance::all().next().unwrap();
         let error = find(&instance).unwrap_err().to_string();

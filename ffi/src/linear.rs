@@ -1,4 +1,4 @@
-//! Linear attention of one device's tokens: calls that need no other rank.
+//! Linear attention of one device's tokens on CPUs. These calls need no other rank.
 
 use std::ptr::NonNull;
 
@@ -13,19 +13,19 @@ use crate::frame::CallFrame;
 use crate::handler::guard_stage;
 use crate::sys;
 
-/// What a call computes.
+/// The computation of a call.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Kind {
-    /// The state that tokens leave.
+    /// The state after the tokens.
     State,
-    /// Outputs and the state after them.
+    /// The outputs and the state after the tokens.
     Forward,
     /// All gradients.
     Backward,
 }
 
-/// The handler of the execute stage. It computes on XLA's thread and the workers that all calls
-/// share, and waits for no other device.
+/// Handles the execute stage: computes on XLA's thread and on the workers that all calls share, and
+/// waits for no other device.
 ///
 /// # Safety
 /// `raw` is a frame as XLA passes it to a handler, for the duration of this call.
@@ -41,7 +41,7 @@ pub(crate) unsafe fn execute(
             Kind::Backward => backward_call(frame, (*isa, pool)),
         }
     };
-    // SAFETY: passed on.
+    // SAFETY: the caller guarantees what `guard_stage` demands of the frame.
     unsafe { guard_stage(raw, sys::XLA_FFI_ExecutionStage_EXECUTE, body) }
 }
 
@@ -104,7 +104,7 @@ fn backward_call(frame: &CallFrame<'_>, device: Device<'_>) -> Result<()> {
     Ok(())
 }
 
-/// What the operands have in common; leading dimensions are folded into the batch.
+/// Sizes that the operands share. The leading dimensions are folded into the batch.
 struct Shapes {
     outer: Vec<usize>,
     len: usize,
@@ -116,7 +116,8 @@ struct Shapes {
 }
 
 impl Shapes {
-    /// Of `[…, length, heads, k_dim]`, `[…, length, kv_heads, v_dim]` and `[…, length, heads]`.
+    /// Reads the sizes from `q` `[…, length, heads, k_dim]`, `v` `[…, length, kv_heads, v_dim]` and
+    /// `log_decay` `[…, length, heads]`.
     fn new(q: &Buffer, v: &Buffer, log_decay: &Buffer) -> Result<Shapes> {
         let wrong = |name: &str, buffer: &Buffer| {
             let expected = "[..., length, heads, head_dim]";
@@ -163,7 +164,7 @@ impl Shapes {
         Ok(HostArray::jax(data, Dtype::F32, [batch, self.len, self.heads, 1]))
     }
 
-    /// `[…, heads, k_dim, v_dim]`, as rows of k_dim.
+    /// Returns a state `[…, heads, k_dim, v_dim]`, whose rows are those of k_dim.
     fn state(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
         let Shapes { heads, k_dim, v_dim, .. } = *self;
         let (data, batch) = self.memory(name, buffer, Dtype::F32, &[heads, k_dim, v_dim])?;
@@ -192,12 +193,7 @@ impl Shapes {
         dtype: Dtype,
         inner: &[usize],
     ) -> Result<(NonNull<u8>, usize)> {
-        let data = buffer.typed(name, dtype.into())?.data(name)?;
-        let expected = [&self.outer, inner].concat();
-        if buffer.dims != expected {
-            let (expected, got) = (format!("{expected:?}"), format!("{:?}", buffer.dims));
-            return Err(Error::mismatch(format!("shape of {name}"), expected, got));
-        }
+        let data = buffer.memory(name, dtype.into(), &[&self.outer, inner].concat())?;
         Ok((data, self.outer.iter().product()))
     }
 }

@@ -1,20 +1,21 @@
-//! The machine of a prediction: one with a name, and what is different from it.
+//! The machine of a prediction: a named machine, with the numbers that the caller replaces.
 
 use burst_attention::simulate::{Link, Machine, Named, named};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::simulate::Result;
+use crate::json::Result;
 
-/// A named machine, and what is different from it. Of two numbers the first is of the forward pass
-/// or within a node; one stands for both, and what is null is as the named machine has it.
+/// A named machine, and numbers that replace its own. A list of two numbers holds those of the
+/// forward and the backward pass, or of links within and between nodes. A list of one number holds
+/// for both. The machine keeps its own number in the place of a null.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct MachineRequest {
-    /// By default the first that has so many ranks.
+    /// The default is the first machine that has enough ranks.
     name: Option<String>,
     pub(crate) ranks_per_node: Option<usize>,
-    /// The ranks of a node share one link to the others.
+    /// Whether the ranks of a node share one link to other nodes.
     #[serde(default)]
     shared: bool,
     tflops: Option<Vec<Option<f64>>>,
@@ -24,32 +25,12 @@ pub(crate) struct MachineRequest {
 }
 
 impl MachineRequest {
-    /// The machine with its numbers, and what each rests on.
-    pub(crate) fn named(&self, world_size: usize) -> Result<NamedOrGiven> {
-        let nodes = self.ranks_per_node;
-        let has_ranks =
-            |known: &Named| nodes.is_some() || known.ranks.is_none_or(|ranks| world_size <= ranks);
-        let chosen = match &self.name {
-            Some(name) => {
-                let known = named().into_iter().find(|known| known.name == name);
-                let names = named().map(|known| known.name).join(" or ");
-                known.ok_or_else(|| format!("machine must be {names}, got {name}"))?
-            }
-            None => named().into_iter().find(has_ranks).ok_or("no machine has so many ranks")?,
-        };
-        if !has_ranks(&chosen) {
-            let Named { name, .. } = chosen;
-            let others = named().into_iter().filter(has_ranks).map(|known| known.name);
-            return Err(format!(
-                "{name} has {} ranks, got {world_size}: take {}, or say how many ranks a node has",
-                chosen.ranks.unwrap_or_default(),
-                others.collect::<Vec<_>>().join(" or ")
-            ));
-        }
-        let Named { name, title, sources, mut machine, .. } = chosen;
+    /// Returns the machine for `world_size` ranks, and the source of each number.
+    pub(crate) fn resolved(&self, world_size: usize) -> Result<Resolved> {
+        let Named { name, title, sources, mut machine, .. } = self.chosen(world_size)?;
         let mut sources = sources.map(str::to_owned);
         let Machine { kernels, network } = &mut machine;
-        network.ranks_per_node = nodes.unwrap_or(network.ranks_per_node);
+        network.ranks_per_node = self.ranks_per_node.unwrap_or(network.ranks_per_node);
         network.shared |= self.shared;
         let [forward, backward] = pair("tflops", &self.tflops)?;
         kernels.forward = forward.map_or(kernels.forward, |rate| rate * 1e12);
@@ -78,47 +59,73 @@ impl MachineRequest {
                 sources[2 + at] = format!(
                     "{} GB/s each way, {}; latency of a message {} us, {}",
                     bandwidth / 1e9,
-                    says(gbps[at]),
+                    source(gbps[at]),
                     seconds * 1e6,
-                    says(latency[at])
+                    source(latency[at])
                 );
             }
         }
         if self.shared {
             sources[3] += "; all ranks of a node share one, as given";
         }
-        Ok(NamedOrGiven { name, title, sources, machine })
+        Ok(Resolved { name, title, sources, machine })
+    }
+
+    /// Returns the named machine, which must have enough ranks.
+    fn chosen(&self, world_size: usize) -> Result<Named> {
+        let has_ranks = |known: &Named| {
+            self.ranks_per_node.is_some() || known.ranks.is_none_or(|ranks| world_size <= ranks)
+        };
+        let Some(name) = &self.name else {
+            let found = named().into_iter().find(has_ranks);
+            return Ok(found.ok_or("no machine has enough ranks")?);
+        };
+        let Some(chosen) = named().into_iter().find(|known| known.name == name) else {
+            let names = named().map(|known| known.name).join(" or ");
+            return Err(format!("machine must be {names}, got {name}").into());
+        };
+        if has_ranks(&chosen) {
+            return Ok(chosen);
+        }
+        let large = named().into_iter().filter(has_ranks).map(|known| known.name);
+        let error = format!(
+            "{name} has {} ranks, got {world_size}: take {}, or say how many ranks a node has",
+            chosen.ranks.unwrap_or_default(),
+            large.collect::<Vec<_>>().join(" or ")
+        );
+        Err(error.into())
     }
 }
 
-/// A machine of which some numbers may have been given.
-pub(crate) struct NamedOrGiven {
+/// A machine with all its numbers.
+pub(crate) struct Resolved {
     name: &'static str,
     title: &'static str,
+    /// Where the numbers of compute, launches, links within and links between nodes come from.
     sources: [String; 4],
     pub(crate) machine: Machine,
 }
 
-fn says(given: Option<f64>) -> &'static str {
+fn source(given: Option<f64>) -> &'static str {
     if given.is_some() { "as given" } else { "as this machine has it" }
 }
 
-/// Two numbers, or one for both.
+/// Returns two numbers from a list of two numbers, or of one for both.
 fn pair(name: &str, numbers: &Option<Vec<Option<f64>>>) -> Result<[Option<f64>; 2]> {
     match numbers.as_deref() {
         None => Ok([None; 2]),
         Some([both]) => Ok([*both; 2]),
         Some([first, second]) => Ok([*first, *second]),
-        Some(more) => Err(format!("{name} takes one or two numbers, got {}", more.len())),
+        Some(more) => Err(format!("{name} takes one or two numbers, got {}", more.len()).into()),
     }
 }
 
-impl NamedOrGiven {
-    /// As JSON, for so many ranks.
+impl Resolved {
+    /// Returns the machine as JSON; links between nodes are left out where `world_size` ranks fit
+    /// one node.
     pub(crate) fn json(&self, world_size: usize) -> Value {
-        let NamedOrGiven { name, title, sources, machine } = self;
+        let Resolved { name, title, sources, machine } = self;
         let Machine { kernels, network } = machine;
-        let link = |link: &Link| json!({ "bandwidth": link.bandwidth, "latency": link.latency });
         let [compute, launch, within, between] = sources;
         let mut text = json!({
             "name": name,
@@ -126,12 +133,12 @@ impl NamedOrGiven {
             "ranks_per_node": network.ranks_per_node,
             "flops": { "forward": kernels.forward, "backward": kernels.backward },
             "launch": kernels.launch,
-            "within": link(&network.within),
+            "within": network.within,
             "shared": network.shared,
             "sources": { "compute": compute, "launch": launch, "within": within },
         });
         if world_size > network.ranks_per_node {
-            text["between"] = link(&network.between);
+            text["between"] = json!(network.between);
             text["sources"]["between"] = between.as_str().into();
         }
         text

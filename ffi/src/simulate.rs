@@ -1,176 +1,104 @@
-//! Predictions as other programs ask for them: a problem and a machine in, what they take out.
+//! The predicted time of a problem's schedules on a machine.
 
-use std::ffi::{CStr, c_char};
 use std::panic::resume_unwind;
 use std::thread;
 
-use burst_attention::mask::Window;
-use burst_attention::problem::MAX_RANKS;
 use burst_attention::simulate::{
-    Activity, Bytes, Class, Estimate, Event, Method, RankReport, Report, estimate, predict,
+    Activity, Class, Estimate, Event, Machine, Method, RankReport, Report, estimate, predict,
 };
-use burst_attention::{Features, Layout, Pass, Problem, Travels};
+use burst_attention::{Family, Pass, Problem, Travels};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::answer::answered;
-use crate::call::travels_of;
-use crate::machine::{MachineRequest, NamedOrGiven};
-use crate::options::Schedule;
+use crate::json::{Result, travels};
+use crate::machine::MachineRequest;
 
-/// Most ranks whose steps are all walked; of more there is an estimate.
-const MOST_WALKED: usize = 1024;
+/// Most ranks whose steps are all simulated. Larger worlds are estimated from smaller ones.
+const MOST_SIMULATED: usize = 1024;
 
-/// What is to be predicted.
+/// A problem, how its ranks divide the work, and the machine that computes it.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Request {
-    /// The family of schedules, or ulysses or hybrid; the inner rings of a double ring, and the
-    /// ranks of a hybrid that exchange heads, are nodes.
+pub(crate) struct Request {
+    #[serde(flatten)]
+    problem: Problem,
+    /// A family of schedules, `ulysses` or `hybrid`. The inner rings of a double ring are nodes,
+    /// and so are the groups of a hybrid that exchange heads.
     schedule: String,
-    world_size: usize,
-    batch: usize,
-    /// Of all ranks together.
-    seq: usize,
-    heads: usize,
-    kv_heads: usize,
-    head_dim: usize,
-    value_dim: usize,
-    dtype: String,
-    layout: String,
-    /// None for no limit.
-    window_left: Option<usize>,
-    window_right: Option<usize>,
-    /// What travels in the backward pass.
-    backward: String,
+    #[serde(deserialize_with = "travels")]
+    backward: Option<Travels>,
     machine: MachineRequest,
-    /// Tell every event.
+    /// Whether the answer lists every event.
     timeline: bool,
 }
 
-/// What went wrong, in words.
-pub(crate) type Result<T> = std::result::Result<T, String>;
-
-/// `{"machine": …, "passes": […]}`, or `{"error": …}`. The string stays until the thread asks again.
-pub fn simulate(request: &CStr) -> *const c_char {
-    answered(request, answer)
-}
-
-fn answer(request: &Request) -> Result<Value> {
-    let problem = request.problem()?;
-    let named = request.machine.named(request.world_size)?;
-    let backward = travels_of(&request.backward).map_err(|error| error.to_string())?;
-    let node = named.machine.network.ranks_per_node.min(request.world_size);
-    let method = request.method(node)?;
-    if request.world_size > MOST_WALKED {
-        return request.estimated(&problem, method, backward, &named);
-    }
-    let report = |(pass, travels): (Pass, Option<Travels>)| {
-        predict(&problem, method, pass, travels, &named.machine, request.timeline)
-    };
-    let backward = (Pass::Backward, backward);
-    let reports = thread::scope(|scope| {
-        let backward = scope.spawn(|| report(backward));
-        let forward = report((Pass::Forward, None));
-        [forward, backward.join().unwrap_or_else(|panic| resume_unwind(panic))]
-    });
-    let pass = |report: burst_attention::Result<Report>| {
-        Ok(pass_json(&report.map_err(|error| error.to_string())?, request.timeline))
-    };
-    let passes: Vec<Value> = reports.into_iter().map(pass).collect::<Result<_>>()?;
-    Ok(json!({ "machine": named.json(request.world_size), "passes": passes }))
-}
-
 impl Request {
-    /// The same of a large world: totals, and one rank for all.
-    fn estimated(
-        &self,
-        problem: &Problem,
-        method: Method,
-        backward: Option<Travels>,
-        named: &NamedOrGiven,
-    ) -> Result<Value> {
-        if self.timeline {
-            let got = self.world_size;
-            return Err(format!("a timeline has at most {MOST_WALKED} ranks, got {got}"));
-        }
-        let passes = [(Pass::Forward, None), (Pass::Backward, backward)].map(|(pass, travels)| {
-            let found = estimate(problem, method, pass, travels, &named.machine);
-            Ok(estimate_json(&found.map_err(|error| error.to_string())?, pass, self.world_size))
-        });
-        let passes: Vec<Value> = passes.into_iter().collect::<Result<_>>()?;
-        Ok(json!({ "machine": named.json(self.world_size), "passes": passes }))
+    /// Returns `{"machine": …, "passes": [forward, backward]}`.
+    pub(crate) fn answer(&self) -> Result<Value> {
+        self.problem.validate()?;
+        let world_size = self.problem.world_size;
+        let resolved = self.machine.resolved(world_size)?;
+        let node = resolved.machine.network.ranks_per_node.min(world_size);
+        let method = self.method(node)?;
+        let passes = if world_size > MOST_SIMULATED {
+            self.estimated(method, &resolved.machine)?
+        } else {
+            self.simulated(method, &resolved.machine)?
+        };
+        Ok(json!({ "machine": resolved.json(world_size), "passes": passes }))
     }
 
-    /// How ranks divide the work, with nodes of so many ranks.
+    /// Simulates all ranks, the two passes at the same time.
+    fn simulated(&self, method: Method, machine: &Machine) -> Result<[Value; 2]> {
+        let report =
+            |pass, travels| predict(&self.problem, method, pass, travels, machine, self.timeline);
+        let (forward, backward) = thread::scope(|scope| {
+            let backward = scope.spawn(|| report(Pass::Backward, self.backward));
+            let forward = report(Pass::Forward, None);
+            (forward, backward.join().unwrap_or_else(|panic| resume_unwind(panic)))
+        });
+        Ok([pass_json(&forward?, self.timeline), pass_json(&backward?, self.timeline)])
+    }
+
+    /// Estimates the totals of a large world, and its busiest rank.
+    fn estimated(&self, method: Method, machine: &Machine) -> Result<[Value; 2]> {
+        let world_size = self.problem.world_size;
+        if self.timeline {
+            let error = format!("a timeline has at most {MOST_SIMULATED} ranks, got {world_size}");
+            return Err(error.into());
+        }
+        let pass = |pass, travels| -> Result<Value> {
+            let found = estimate(&self.problem, method, pass, travels, machine)?;
+            Ok(estimate_json(&found, pass, world_size))
+        };
+        Ok([pass(Pass::Forward, None)?, pass(Pass::Backward, self.backward)?])
+    }
+
+    /// Returns how ranks divide the work, where a node has `node` ranks.
     fn method(&self, node: usize) -> Result<Method> {
         match self.schedule.as_str() {
-            "ulysses" => Ok(Method::Heads { inner: self.world_size }),
+            "ulysses" => Ok(Method::Heads { inner: self.problem.world_size }),
             "hybrid" => Ok(Method::Heads { inner: node }),
-            name => match Schedule::named(name) {
-                Ok(schedule) => Ok(Method::Travel(schedule.family(node))),
-                Err(error) => Err(format!("{error}; or ulysses or hybrid")),
+            name => match Family::named(name, node) {
+                Ok(family) => Ok(Method::Travel(family)),
+                Err(error) => Err(format!("{error}; or ulysses or hybrid").into()),
             },
         }
-    }
-
-    fn problem(&self) -> Result<Problem> {
-        let dtype =
-            self.dtype.parse().map_err(|error: burst_attention::Error| error.to_string())?;
-        if self.world_size == 0 {
-            return Err("world size must be at least 1, got 0".into());
-        }
-        if self.world_size > MAX_RANKS {
-            let got = self.world_size;
-            return Err(format!(
-                "world size must be at most {MAX_RANKS} (further devices can share the batch or \
-                 the heads), got {got}"
-            ));
-        }
-        let layout: Layout = self.layout.parse().map_err(|error| format!("{error}"))?;
-        let (chunks, what) = match layout {
-            Layout::Zigzag => (2 * self.world_size, "two chunks for each rank"),
-            _ => (self.world_size, "the world size"),
-        };
-        if !self.seq.is_multiple_of(chunks) {
-            let seq = self.seq;
-            return Err(format!(
-                "sequence length must be a multiple of {chunks} ({what}), got {seq}"
-            ));
-        }
-        let shard = self.seq / self.world_size;
-        let problem = Problem {
-            batch: self.batch,
-            q_len: shard,
-            kv_len: shard,
-            heads: self.heads,
-            kv_heads: self.kv_heads,
-            head_dim: self.head_dim,
-            value_dim: self.value_dim,
-            dtype,
-            window: Window { left: self.window_left, right: self.window_right },
-            softmax_scale: 1.0,
-            features: Features::NONE,
-            layout,
-            world_size: self.world_size,
-        };
-        problem.validate().map_err(|error| error.to_string())?;
-        Ok(problem)
     }
 }
 
 fn pass_json(report: &Report, timeline: bool) -> Value {
+    let rank = |rank: &RankReport| rank_json(report.seconds, rank);
     let mut text = json!({
-        "pass": format!("{:?}", report.pass).to_lowercase(),
+        "pass": report.pass,
         "travels": side_name(report.travels),
         "seconds": report.seconds,
         "idle_share": report.idle_share(),
         "exposed": report.exposed(),
         "flops": report.flops(),
-        "sent": bytes_json(report.sent()),
+        "sent": report.sent(),
         "slow_hops": report.slow_hops(),
-        "ranks": (report.ranks.iter().map(|rank| rank_json(report.seconds, rank)))
-            .collect::<Vec<_>>(),
+        "ranks": report.ranks.iter().map(rank).collect::<Vec<_>>(),
     });
     if timeline {
         text["timeline"] = report.timeline.iter().map(event_json).collect();
@@ -178,11 +106,11 @@ fn pass_json(report: &Report, timeline: bool) -> Value {
     text
 }
 
-/// As [`pass_json`], with the busiest rank alone.
+/// Returns the fields of [`pass_json`], with the busiest rank alone.
 fn estimate_json(found: &Estimate, pass: Pass, world_size: usize) -> Value {
     let all = found.seconds * world_size as f64;
     json!({
-        "pass": format!("{pass:?}").to_lowercase(),
+        "pass": pass,
         "estimated": true,
         "world_size": world_size,
         "travels": side_name(found.travels),
@@ -190,34 +118,21 @@ fn estimate_json(found: &Estimate, pass: Pass, world_size: usize) -> Value {
         "idle_share": if all > 0.0 { 1.0 - found.compute / all } else { 0.0 },
         "exposed": found.exposed,
         "flops": found.flops,
-        "sent": bytes_json(found.sent),
+        "sent": found.sent,
         "slow_hops": found.slow_hops,
         "ranks": [rank_json(found.seconds, &found.busiest)],
     })
 }
 
-/// What travels, in a word; where no side does, ranks exchange heads.
-pub(crate) fn side_name(side: Option<Travels>) -> String {
-    side.map_or("heads".into(), |side| format!("{side:?}").to_lowercase())
+/// Returns the name of the side that travels, or `heads` where ranks exchange heads instead.
+pub(crate) fn side_name(side: Option<Travels>) -> Value {
+    side.map_or("heads".into(), |side| json!(side))
 }
 
 fn rank_json(seconds: f64, rank: &RankReport) -> Value {
-    json!({
-        "steps": rank.steps,
-        "tiles": rank.tiles,
-        "flops": rank.flops,
-        "compute": rank.compute,
-        "exposed": rank.exposed,
-        "late": rank.late,
-        "idle": seconds - rank.compute,
-        "sent": bytes_json(rank.sent),
-        "slow_hops": rank.slow_hops,
-        "buffer_bytes": rank.buffer_bytes,
-    })
-}
-
-pub(crate) fn bytes_json(bytes: Bytes) -> Value {
-    json!({ "within": bytes.within, "between": bytes.between })
+    let mut text = json!(rank);
+    text["idle"] = (seconds - rank.compute).into();
+    text
 }
 
 fn event_json(event: &Event) -> Value {
@@ -239,22 +154,19 @@ fn event_json(event: &Event) -> Value {
 
 #[cfg(test)]
 mod tests {
-    use std::ffi::CString;
-
     use super::*;
+    use crate::json;
 
     fn ask(edit: impl FnOnce(&mut Value)) -> Value {
         let mut request = json!({
-            "schedule": "ring", "world_size": 8, "batch": 1, "seq": 65536, "heads": 32,
-            "kv_heads": 8, "head_dim": 128, "value_dim": 128, "dtype": "bfloat16",
-            "layout": "zigzag", "window_left": null, "window_right": 0, "backward": "queries",
-            "machine": { "name": "h200-nvlink" }, "timeline": false,
+            "ask": "simulate", "schedule": "ring", "world_size": 8, "batch": 1, "q_len": 8192,
+            "kv_len": 8192, "heads": 32, "kv_heads": 8, "head_dim": 128, "value_dim": 128,
+            "dtype": "bfloat16", "layout": "zigzag", "window": { "right": 0 },
+            "softmax_scale": 1.0, "backward": "queries", "machine": { "name": "h200-nvlink" },
+            "timeline": false,
         });
         edit(&mut request);
-        let request = CString::new(request.to_string()).unwrap();
-        // SAFETY: the thread does not ask again before it is parsed.
-        let answer = unsafe { CStr::from_ptr(simulate(&request)) };
-        serde_json::from_slice(answer.to_bytes()).unwrap()
+        json::answer(request.to_string().as_bytes())
     }
 
     #[test]
@@ -272,8 +184,8 @@ mod tests {
         assert_eq!(forward["timeline"], Value::Null);
         assert!(answer["machine"]["sources"]["compute"].as_str().unwrap().contains("predicted"));
         assert_eq!(answer["machine"]["between"], Value::Null);
-        let told = ask(|request| request["timeline"] = true.into());
-        let event = &told["passes"][0]["timeline"][0];
+        let timed = ask(|request| request["timeline"] = true.into());
+        let event = &timed["passes"][0]["timeline"][0];
         assert_eq!(
             (&event["what"], &event["start"]),
             (&json!("send_within"), &json!(0.0)),
@@ -330,18 +242,16 @@ mod tests {
             answer["error"].as_str().unwrap_or_else(|| panic!("{name}: {answer}")).to_owned()
         };
         assert!(error("layout", "diagonal".into()).contains("contiguous, zigzag or striped"));
-        assert!(error("seq", 65544.into()).contains("multiple of 16 (two chunks for each rank)"));
+        assert!(error("q_len", 8193.into()).contains("even in the zigzag layout"));
         assert!(error("world_size", 0.into()).contains("at least 1"));
         assert!(error("world_size", 32.into()).contains("take h200-400g"));
         assert!(error("machine", json!({ "name": "abacus" })).contains("h200-nvlink or h200-400g"));
         assert!(error("machine", json!({ "tflops": [1, 2, 3] })).contains("one or two"));
         assert!(error("machine", json!({ "tflops": [0] })).contains("above 0"));
         assert!(error("kv_heads", 5.into()).contains("multiple of key/value heads"));
-        assert!(error("schedule", "maypole".into()).contains(
-            "must be ring, double_ring, balanced or all_gather, got \"maypole\"; or ulysses"
-        ));
+        assert!(error("schedule", "maypole".into()).contains("got \"maypole\"; or ulysses"));
         assert!(error("backward", "both".into()).contains("both"));
         assert!(error("dtype", "int8".into()).contains("float32"));
-        assert!(error("nonsense", 1.into()).contains("can't be read"));
+        assert!(error("nonsense", 1.into()).contains("can't be read: unknown field `nonsense`"));
     }
 }

@@ -1,4 +1,4 @@
-//! What bindgen makes of `xla/ffi/api/c_api.h`.
+//! Bindgen's view of `xla/ffi/api/c_api.h`.
 #![allow(
     missing_docs,
     non_camel_case_types,

@@ -1,6 +1,4 @@
-//! Handlers, called as XLA calls them, against a fake runtime.
-
-mod fake;
+//! The handlers, called as XLA calls them, with a fake runtime.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -8,7 +6,9 @@ use std::ptr;
 use burst_attention_ffi::exports::*;
 use burst_attention_ffi::handlers::*;
 use burst_attention_ffi::sys;
-use fake::{FakeAttribute, FakeBuffer, FakeFrame, FakeRuntime, take_error, wait_for};
+use burst_attention_test_frames::{
+    FakeAttribute, FakeBuffer, FakeFrame, FakeRuntime, take_error, wait_for,
+};
 
 const F32: u32 = sys::XLA_FFI_DataType_F32;
 const DIMS: [i64; 4] = [1, 2, 1, 8];
@@ -18,15 +18,13 @@ fn attributes(world_size: i64) -> Vec<(String, FakeAttribute)> {
     let scale = FakeAttribute::Scalar(F32, 0.5f32.to_ne_bytes().into());
     let s64 =
         |value: i64| FakeAttribute::Scalar(sys::XLA_FFI_DataType_S64, value.to_ne_bytes().into());
-    let no = || FakeAttribute::Scalar(sys::XLA_FFI_DataType_PRED, vec![0]);
     let none = || FakeAttribute::Scalar(F32, 0f32.to_ne_bytes().into());
     vec![
         ("world_size".into(), s64(world_size)),
         ("layout".into(), text("contiguous")),
         ("window_left".into(), s64(-1)),
         ("window_right".into(), s64(-1)),
-        ("has_segments".into(), no()),
-        ("has_slopes".into(), no()),
+        ("feature_operands".into(), FakeAttribute::Text(String::new())),
         ("dropout_rate".into(), none()),
         ("schedule".into(), text("ring")),
         ("inner_size".into(), s64(0)),
@@ -36,7 +34,7 @@ fn attributes(world_size: i64) -> Vec<(String, FakeAttribute)> {
     ]
 }
 
-/// One rank of a forward call. The memory is leaked, as tests are short.
+/// One rank of a forward call. Its memory is never freed.
 struct Rank {
     runtime: FakeRuntime,
     o: *mut f32,
@@ -62,23 +60,23 @@ impl Rank {
         FakeFrame::new(&self.args, &self.rets, attributes(world_size), &self.runtime)
     }
 
-    /// Instantiates the call site; the other ranks share the state.
+    /// Instantiates the call site, whose state all ranks of a ring share.
     fn instantiate(&self, world_size: i64) -> Option<(u32, String)> {
         let mut frame = self.frame(world_size);
         frame.raw.stage = sys::XLA_FFI_ExecutionStage_INSTANTIATE;
-        // SAFETY: the frame is as the header says.
+        // SAFETY: `FakeFrame` makes valid frames.
         take_error(unsafe { burst_attention_forward_instantiate(frame.address()) })
     }
 
-    /// Executes; the future, or the error.
+    /// Executes the call, and returns its future or its error.
     fn execute(&self, mut frame: FakeFrame) -> Result<*mut sys::XLA_FFI_Future, (u32, String)> {
-        // SAFETY: the frame is as the header says, and the ranks' memory is never freed.
+        // SAFETY: `FakeFrame` makes valid frames, and the ranks' memory is never freed.
         let error = take_error(unsafe { burst_attention_forward_execute(frame.address()) });
         error.map_or(Ok(frame.raw.future), Err)
     }
 }
 
-/// Ranks of one ring that share a call site.
+/// Returns the ranks of one ring, which share a call site.
 fn ring(run_id: i64, count: i32) -> Vec<Rank> {
     let ranks: Vec<_> = (0..count).map(|rank| Rank::new(run_id, rank, DIMS)).collect();
     assert_eq!(ranks[0].instantiate(count.into()), None);
@@ -107,16 +105,16 @@ fn metadata_fit_the_runtime() {
         };
         let mut frame = FakeFrame::new(&[], &[], Vec::new(), &runtime);
         frame.raw.extension_start = (&raw mut extension).cast();
-        // SAFETY: the frame is as the header says.
+        // SAFETY: `FakeFrame` makes valid frames.
         assert!(unsafe { burst_attention_forward_instantiate(frame.address()) }.is_null());
         let version = metadata.api_version;
         assert_eq!((version.major_version, version.minor_version), (0, 1));
         assert_eq!(metadata.traits, 0);
         assert_eq!(metadata.state_type_id.type_id, expected, "runtime 0.{minor}");
 
-        // SAFETY: the frame points to it, so it is reached the same way.
+        // SAFETY: the frame points to the live `extension`.
         unsafe { (*frame.raw.extension_start).struct_size = 8 };
-        // SAFETY: as above.
+        // SAFETY: the frame is valid except for the size that the handler must check.
         let refused = take_error(unsafe { burst_attention_backward_execute(frame.address()) });
         assert!(refused.is_some_and(|(_, message)| message.contains("got 8")));
     }
@@ -130,7 +128,7 @@ fn a_ring_computes_and_each_future_completes_on_its_own_thread() {
         futures.into_iter().map(|future| wait_for(future.expect("no error"))).collect();
     assert!(completed.iter().all(|completed| completed.error.is_none()));
     for rank in &ranks {
-        // SAFETY: the ring is through.
+        // SAFETY: the ring has ended, so no thread writes the memory, which is never freed.
         assert_eq!(unsafe { *rank.o }, 3.0, "all values are equal");
     }
     assert!(burst_attention_bytes_sent() > 0);
@@ -210,7 +208,7 @@ fn wrong_attributes_are_refused_when_the_call_is_compiled() {
         entries.extend(value.map(|value| (name.to_string(), value)));
         let mut frame = FakeFrame::new(&[], &[], entries, &rank.runtime);
         frame.raw.stage = sys::XLA_FFI_ExecutionStage_INSTANTIATE;
-        // SAFETY: the frame is as the header says.
+        // SAFETY: `FakeFrame` makes valid frames.
         let error = take_error(unsafe { burst_attention_forward_instantiate(frame.address()) });
         let (_, message) = error.expect("refused");
         for part in parts {
@@ -225,22 +223,23 @@ fn wrong_attributes_are_refused_when_the_call_is_compiled() {
     refused("layout", int(1), &["attribute layout", "a string, got a scalar"]);
     refused("world_size", int(0), &["world_size", "from 1", "got 0"]);
     refused("world_size", int(i64::MAX), &["world_size", "65536"]);
-    let bool_of_two = FakeAttribute::Scalar(sys::XLA_FFI_DataType_PRED, vec![2]);
-    refused("has_segments", Some(bool_of_two), &["0 or 1, got 2"]);
+    let names = FakeAttribute::Text("key_segment_ids,biases".into());
+    let expected = "[query_segment_ids, key_segment_ids], got [key_segment_ids, biases]";
+    refused("feature_operands", Some(names), &[expected]);
     refused("window_left", int(-2), &["window_left must be at least 0, or -1", "got -2"]);
     refused("dropout_rate", int(0), &["attribute dropout_rate"]);
 }
 
 #[test]
 fn features_take_their_operands_and_no_others() {
-    let yes = FakeAttribute::Scalar(sys::XLA_FFI_DataType_PRED, vec![1]);
+    let names = FakeAttribute::Text("query_segment_ids,key_segment_ids".into());
     let rank = Rank::new(10, 0, DIMS);
     let mut entries = attributes(1);
-    entries.retain(|(entry, _)| entry != "has_segments");
-    entries.push(("has_segments".into(), yes));
+    entries.retain(|(entry, _)| entry != "feature_operands");
+    entries.push(("feature_operands".into(), names));
     let mut frame = FakeFrame::new(&[], &[], entries, &rank.runtime);
     frame.raw.stage = sys::XLA_FFI_ExecutionStage_INSTANTIATE;
-    // SAFETY: the frame is as the header says.
+    // SAFETY: `FakeFrame` makes valid frames.
     let error = take_error(unsafe { burst_attention_forward_instantiate(frame.address()) });
     assert_eq!(error, None);
     let (_, message) = rank.execute(rank.frame(1)).expect_err("there are no segments");

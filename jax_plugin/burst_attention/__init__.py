@@ -1,17 +1,18 @@
 """Exact attention over a sequence that is sharded across devices.
 
-Inside ``jax.shard_map``, where arrays are one device's shard of the sequence, call `attention`;
-on global arrays under ``jit`` call `dot_product_attention`. Forward and backward are one XLA
-custom call each: chunks travel round the ring of devices while the arrived ones are computed, and
-nothing of size sequence × sequence exists anywhere.
+Inside ``jax.shard_map``, where arrays are one device's shard of the sequence, call `attention`. On
+global arrays under ``jit`` call `dot_product_attention`. Forward and backward pass are one XLA
+custom call each: chunks travel round the ring of devices while the devices compute with the chunks
+that have arrived. No array has the size sequence × sequence.
 """
 
-from burst_attention._attention import attention
+from burst_attention._attention.choice import ScheduleCandidate, ScheduleChoice, choose_schedule
+from burst_attention._attention.global_arrays import dot_product_attention
+from burst_attention._attention.links import Links
+from burst_attention._attention.shards import attention
 from burst_attention._checkpoint import offload_attention, save_attention
-from burst_attention._choice import Links, ScheduleCandidate, ScheduleChoice, choose_schedule
-from burst_attention._global import dot_product_attention
 from burst_attention._layouts import from_layout, layout_positions, local_positions, to_layout
-from burst_attention._linear import linear_attention, linear_attention_step
+from burst_attention._linear.attention import linear_attention, linear_attention_step
 from burst_attention._nccl import order_launches
 from burst_attention._padding import pad_sequence
 from burst_attention._trace import trace

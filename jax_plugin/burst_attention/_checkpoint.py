@@ -1,6 +1,4 @@
-"""What a rematerialised layer should keep of its attention, and where."""
-
-from __future__ import annotations
+"""Policies of ``jax.checkpoint``: the results of attention that a rematerialised layer keeps."""
 
 import jax
 
@@ -11,16 +9,16 @@ STATE_NAME = "burst_attention_state"
 save_attention = jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME, STATE_NAME)
 """Policy for ``jax.checkpoint``: keeps output and lse of every attention call, nothing else.
 
-The backward ring needs only these two and q, k, v, which are cheap to recompute, so under this
+The backward ring needs output, lse, q, k and v. Recomputing q, k and v is cheap, so under this
 policy the forward ring never runs a second time::
 
     layer = jax.checkpoint(layer, policy=burst_attention.save_attention)
     x, _ = jax.lax.scan(layer, x, weights)
 
-Of linear attention it keeps output and states, with the same effect.
+For linear attention the policy keeps output and states, with the same effect.
 
-To combine it with other names, pass ``"burst_attention_out"``, ``"burst_attention_lse"`` and
-``"burst_attention_state"`` to ``jax.checkpoint_policies.save_only_these_names`` with them.
+To keep other names too, pass them to ``jax.checkpoint_policies.save_only_these_names`` together
+with ``"burst_attention_out"``, ``"burst_attention_lse"`` and ``"burst_attention_state"``.
 """
 
 offload_attention = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -29,10 +27,10 @@ offload_attention = jax.checkpoint_policies.save_and_offload_only_these_names(
     offload_src="device",
     offload_dst="pinned_host",
 )
-"""`save_attention` that keeps them in the host's pinned memory until the backward pass.
+"""Policy like `save_attention` that keeps the results in the host's pinned memory.
 
-For where even one output for each layer is too much for a GPU's memory. A layer then sends
-batch · seq · heads · (value_dim · b + 4) bytes of its shard to the host and gets them back once, b
-those of query's type; XLA decides when, so measure whether that hides behind compute. On CPU
-devices, whose memory is the host's, nothing moves.
+It serves models for which even one output for each layer exceeds a GPU's memory. A layer sends
+batch · seq · heads · (value_dim · b + 4) bytes of its shard to the host and gets them back once for
+the backward pass, where b is the number of bytes of query's dtype. XLA decides when, so measure
+whether compute hides the transfers. CPU devices share the host's memory, so they move nothing.
 """

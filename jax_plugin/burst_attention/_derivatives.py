@@ -1,12 +1,10 @@
-"""What cannot be differentiated, and says so."""
-
-from __future__ import annotations
+"""The error for derivatives of custom calls."""
 
 from typing import NoReturn
 
 
-def second(static: object, primals: object, tangents: object) -> NoReturn:
-    """The derivative of a custom call that is part of a rule: somebody wants a second one."""
+def refuse_second(static: object, primals: object, tangents: object) -> NoReturn:
+    """Raises for the derivative of a custom call inside a rule, which is a second derivative."""
     raise NotImplementedError(
         "second derivatives of burst_attention are not implemented: its gradient is a custom call. "
         "For Hessian-vector products use a dense attention such as jax.nn.dot_product_attention"

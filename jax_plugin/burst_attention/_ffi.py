@@ -1,22 +1,22 @@
-"""The library: loads it, registers its custom calls with XLA and asks it what it knows."""
-
-from __future__ import annotations
+"""The library: loads it, registers its custom calls with XLA and asks it questions."""
 
 import ctypes
 import json
 import os
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypedDict, cast
 
 import jax
+
+from burst_attention._types import ArrayType
 
 FORWARD = "burst_attention_forward"
 BACKWARD = "burst_attention_backward"
 LINEAR = {name: f"burst_attention_linear_{name}" for name in ("state", "forward", "backward")}
 """The calls of linear attention on CPU devices."""
 LINEAR_KERNELS = {name: f"burst_attention_linear_{name}" for name in ("parts", "attend")}
-"""Those on GPUs."""
+"""The calls of linear attention on GPUs."""
 LIBRARY = Path(__file__).with_name("libburst_attention_ffi.so")
 STAGES = {
     "cpu": {"instantiate": "instantiate", "execute": "execute"},
@@ -34,12 +34,10 @@ def _load() -> ctypes.CDLL:
         )
     library = ctypes.CDLL(str(LIBRARY))
     library.burst_attention_version.restype = ctypes.c_char_p
-    library.burst_attention_describe.restype = ctypes.c_char_p
+    library.burst_attention_ask.argtypes = [ctypes.c_char_p]
+    library.burst_attention_ask.restype = ctypes.c_char_p
     library.burst_attention_bytes_sent.restype = ctypes.c_uint64
     library.burst_attention_trace.argtypes = [ctypes.c_char_p]
-    for name in ("workspace", "simulate", "choose"):
-        function = getattr(library, f"burst_attention_{name}")
-        function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_char_p
     return library
 
 
@@ -62,18 +60,45 @@ _register(_library)
 
 
 def library_version() -> str:
-    """Version of the loaded library."""
+    """Returns the version of the loaded library."""
     return str(_library.burst_attention_version().decode())
 
 
-def describe() -> dict[str, Any]:
-    """What the library says about itself: instruction sets, threads, CUDA, API versions."""
-    found: dict[str, Any] = json.loads(_library.burst_attention_describe())
-    return found
+def describe() -> dict[str, object]:
+    """Returns facts about the library: instruction sets, threads, CUDA and versions."""
+    return ask('{"ask": "describe"}')
+
+
+class FeatureOperand(TypedDict):
+    """An array that custom calls take for a feature."""
+
+    name: str
+    shape: list[str | int]
+    dtype: str
+    differentiable: bool
+
+
+class ScheduleName(TypedDict):
+    """A family of schedules."""
+
+    name: str
+    doc: str
+
+
+class Interface(TypedDict):
+    """The values that a call may name, and the arrays that it may take, in their order."""
+
+    feature_operands: list[FeatureOperand]
+    schedules: list[ScheduleName]
+
+
+def interface() -> Interface:
+    """Returns the feature operands and the schedules of the library."""
+    return cast(Interface, ask('{"ask": "interface"}'))
 
 
 def bytes_sent() -> int:
-    """Bytes that all rings of this process have sent so far."""
+    """Returns the bytes that all rings of this process have sent so far."""
     return int(_library.burst_attention_bytes_sent())
 
 
@@ -109,41 +134,44 @@ def _check_traced(code: int, path: AnyPath) -> None:
         raise OSError(code, what, os.fspath(path))
 
 
-def workspace_bytes(**problem: Any) -> int:
-    """Bytes that one call on a GPU needs beside its operands and results.
+def shapes(q: ArrayType, k: ArrayType, v: ArrayType) -> dict[str, object]:
+    """Returns sizes and dtype of a rank's arrays, under the names of the library's problem."""
+    return {
+        "batch": q.shape[0],
+        "q_len": q.shape[1],
+        "kv_len": k.shape[1],
+        "heads": q.shape[2],
+        "kv_heads": k.shape[2],
+        "head_dim": q.shape[3],
+        "value_dim": v.shape[3],
+        "dtype": str(q.dtype),
+    }
+
+
+def workspace_bytes(**problem: object) -> int:
+    """Returns the bytes of workspace that one call on a GPU needs.
 
     Raises:
       ValueError: for a problem that the kernels can't compute, with the library's reason.
     """
-    return _workspace_bytes(json.dumps(problem))
+    return _workspace_bytes(json.dumps({"ask": "workspace", **problem}))
 
 
 @lru_cache(maxsize=1024)
-def _workspace_bytes(request: str) -> int:
-    prefix = "burst_attention on NVIDIA GPUs: "
-    return int(_answer(_library.burst_attention_workspace, request, prefix)["bytes"])
+def _workspace_bytes(question: str) -> int:
+    try:
+        return cast(int, ask(question)["bytes"])
+    except ValueError as error:
+        raise ValueError(f"burst_attention on NVIDIA GPUs: {error}") from None
 
 
-def simulate(**request: Any) -> dict[str, Any]:
-    """What a problem's schedules would take on a machine; ``ffi/src/simulate.rs`` names the fields.
-
-    Raises:
-      ValueError: for what can't be predicted, with the library's reason.
-    """
-    return _answer(_library.burst_attention_simulate, json.dumps(request))
-
-
-def choose(request: str) -> dict[str, Any]:
-    """Which schedule takes least time; ``ffi/src/choose.rs`` names the fields of the JSON.
+def ask(question: str) -> dict[str, object]:
+    """Returns the library's answer to a question in JSON; ``ffi/src/json.rs`` lists the questions.
 
     Raises:
-      ValueError: for what can't be predicted, with the library's reason.
+      ValueError: for a question without an answer, with the library's reason.
     """
-    return _answer(_library.burst_attention_choose, request)
-
-
-def _answer(function: Any, request: str, prefix: str = "") -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(function(request.encode()))
+    answer: dict[str, object] = json.loads(_library.burst_attention_ask(question.encode()))
     if "error" in answer:
-        raise ValueError(prefix + answer["error"])
+        raise ValueError(answer["error"])
     return answer

@@ -1,7 +1,6 @@
-# ruff: noqa: F722  (shapes in annotations are not Python)
-"""Which global position lies where, and reordering arrays accordingly.
+"""Layouts: which device holds which global position, and the order of arrays in memory.
 
-For ``axis_size`` devices and ``seq_len`` tokens in all:
+A sequence is cut for ``axis_size`` devices:
 
 - ``contiguous``: device r holds the r-th of axis_size equal parts.
 - ``zigzag``: the sequence is cut into 2 · axis_size chunks; device r holds chunks r and
@@ -9,22 +8,16 @@ For ``axis_size`` devices and ``seq_len`` tokens in all:
 - ``striped``: device r holds positions r, r + axis_size, r + 2 · axis_size, …
 """
 
-from __future__ import annotations
-
-import math
-import operator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Int, Int32
 
-from burst_attention import _checks
-from burst_attention._types import Layout
-
-if TYPE_CHECKING:
-    from jaxtyping import Array, Int, Int32
+from burst_attention import _checks, _mesh
+from burst_attention._types import LAYOUTS, Layout
 
 AnyArray = TypeVar("AnyArray", np.ndarray, jax.Array)
 
@@ -32,21 +25,22 @@ AnyArray = TypeVar("AnyArray", np.ndarray, jax.Array)
 def layout_positions(
     seq_len: int, axis_size: int, layout: Layout, rank: int | None = None
 ) -> Int[np.ndarray, " tokens"]:
-    """Global position of every token in storage order, on the host: for data loaders.
+    """Returns the global position of every token in storage order, on the host: for data loaders.
 
-    ``tokens[layout_positions(...)]`` is what `to_layout` makes of ``tokens``.
+    ``tokens[layout_positions(...)]`` equals ``to_layout(tokens, ..., axis=0)``.
 
     Args:
-      seq_len: tokens in all; a multiple of axis_size, for ``zigzag`` of twice that.
-      axis_size: devices along the sequence.
+      seq_len: length of the whole sequence, a multiple of axis_size; for ``zigzag`` a multiple of
+        2 · axis_size.
+      axis_size: number of devices along the sequence.
       layout: ``contiguous``, ``zigzag`` or ``striped``.
-      rank: only this device's positions, ``[seq_len / axis_size]``.
+      rank: a device, if only its positions are wanted.
 
     Returns:
-      int64 ``[seq_len]``, or of one device.
+      int64 ``[seq_len]``; with ``rank`` ``[seq_len / axis_size]``.
 
     Raises:
-      ValueError: for a length that doesn't divide, a wrong rank or layout.
+      ValueError: for a length that the layout can't cut, a wrong rank or an unknown layout.
     """
     seq_len, axis_size = _cut(seq_len, axis_size, layout)
     positions = np.arange(seq_len, dtype=np.int64)
@@ -68,11 +62,13 @@ def layout_positions(
 def local_positions(
     seq_len_local: int, *, axis_name: str | tuple[str, ...], layout: Layout = "contiguous"
 ) -> Int32[Array, " seq"]:
-    """Global positions of this device's tokens, inside ``jax.shard_map``: for rotary embeddings.
+    """Returns the global positions of this device's tokens: for rotary embeddings.
+
+    Works inside ``jax.shard_map``.
 
     Args:
-      seq_len_local: tokens of this device.
-      axis_name: mesh axis along which the sequence is sharded, or (outer, inner).
+      seq_len_local: number of tokens of this device.
+      axis_name: mesh axis along which the sequence is sharded, or a pair (outer, inner).
       layout: ``contiguous``, ``zigzag`` or ``striped``.
 
     Returns:
@@ -81,16 +77,16 @@ def local_positions(
     Raises:
       ValueError: outside ``shard_map``, or for a negative length, or an odd one with ``zigzag``.
     """
-    axes = _checks.ring_axes(axis_name)
-    mesh = _checks.ring_mesh(axes, "local_positions")
-    _checks.choice("layout", layout, _checks.LAYOUTS)
+    axes = _mesh.ring_axes(axis_name)
+    mesh = _mesh.ring_mesh(axes, "local_positions")
+    layout = _checks.choice("layout", layout, LAYOUTS)
     seq_len_local = _checks.integer("seq_len_local", seq_len_local)
     if seq_len_local < 0:
         raise ValueError(f"seq_len_local must not be negative, got {seq_len_local}")
     _checks.shard_length("the sequence", seq_len_local, layout)
-    axis_size, rank = math.prod(mesh.shape[name] for name in axes), lax.axis_index(axes)
     local = jnp.arange(seq_len_local, dtype=jnp.int32)
-    return positions_of(local, rank, axis_size, seq_len_local, layout)
+    axis_size = _mesh.axes_size(mesh, axes)
+    return positions_of(local, lax.axis_index(axes), axis_size, seq_len_local, layout)
 
 
 def positions_of(
@@ -98,7 +94,7 @@ def positions_of(
     rank: Int32[Array, ""],
     axis_size: int,
     seq_len_local: int,
-    layout: str,
+    layout: Layout,
 ) -> Int32[Array, "*rows"]:
     """Returns the global positions of tokens, given by their indices in the shard of a rank."""
     if layout == "striped":
@@ -111,48 +107,46 @@ def positions_of(
 
 
 def to_layout(x: AnyArray, axis_size: int, layout: Layout, axis: int = 1) -> AnyArray:
-    """Reorders a global array so that equal shards of ``axis`` hold what ``layout`` says.
+    """Returns a global array reordered so that equal shards of ``axis`` have a layout.
 
     Args:
-      x: global array in the order of the sequence, numpy or jax.
-      axis_size: devices along the sequence.
+      x: global array in the order of the sequence, of numpy or JAX.
+      axis_size: number of devices along the sequence.
       layout: ``contiguous`` (no change), ``zigzag`` or ``striped``.
-      axis: the sequence in x.
+      axis: dimension of the sequence in x.
 
     Returns:
-      numpy for numpy, jax for jax. A jax array keeps its sharding; under ``jit`` that holds on
-      Explicit mesh axes, while on Auto ones the compiler decides
-      (``jax.lax.with_sharding_constraint`` tells it).
+      A numpy array for a numpy array, a JAX array for a JAX array. A JAX array keeps its sharding.
+      Under ``jit`` it does so on Explicit mesh axes; on Auto axes the compiler decides, unless
+      ``jax.lax.with_sharding_constraint`` tells it the sharding.
 
     Raises:
-      ValueError: for a length that doesn't divide, or an unknown layout.
+      ValueError: for a length that the layout can't cut, or an unknown layout.
     """
-    return _reorder(x, axis_size, layout, axis, inverse=False)
+    axis = _checks.sequence_axis(x, axis)
+    order = layout_positions(x.shape[axis], axis_size, layout)
+    return x if layout == "contiguous" else _take(x, order, axis)
 
 
 def from_layout(x: AnyArray, axis_size: int, layout: Layout, axis: int = 1) -> AnyArray:
-    """Back to the order of the sequence: the exact inverse of `to_layout`, same arguments."""
-    return _reorder(x, axis_size, layout, axis, inverse=True)
+    """Returns a global array in the order of the sequence: the exact inverse of `to_layout`."""
+    axis = _checks.sequence_axis(x, axis)
+    order = np.argsort(layout_positions(x.shape[axis], axis_size, layout))
+    return x if layout == "contiguous" else _take(x, order, axis)
 
 
-def _reorder(x: Any, axis_size: int, layout: Layout, axis: int, *, inverse: bool) -> Any:
-    if not isinstance(x, np.ndarray | jax.Array):
-        raise TypeError(f"x must be a numpy or jax array, got {type(x).__name__}")
-    axis = _checks.dimension(axis, x.ndim)
-    positions = layout_positions(x.shape[axis], axis_size, layout)
-    if layout == "contiguous":
-        return x
-    order = np.argsort(positions) if inverse else positions
+def _take(x: AnyArray, order: Int[np.ndarray, " tokens"], axis: int) -> AnyArray:
+    """Returns an array with the tokens along ``axis`` in another order."""
     if isinstance(x, np.ndarray):
         return np.take(x, order, axis)
     index = (slice(None),) * axis + (order,)
-    # Each token is taken once: the transpose is a scatter without collisions.
+    # Each token is taken once, so the transpose is a scatter without collisions.
     taken = x.at[index].get(
         mode="promise_in_bounds", unique_indices=True, out_sharding=_explicit_sharding(x)
     )
     if isinstance(taken, jax.core.Tracer) or not x.committed:
-        # Only an array that was put on devices must stay there. In a program, or uncommitted, the
-        # result goes where its uses are.
+        # In a program, or uncommitted, the result goes where its uses are. An array that was put on
+        # devices stays there.
         return taken
     return jax.device_put(taken, x.sharding)
 
@@ -162,22 +156,22 @@ def _explicit_sharding(x: jax.Array) -> jax.sharding.NamedSharding | None:
     return None if sharding.mesh.empty or not sharding.mesh.explicit_axes else sharding
 
 
-def parts(axis_size: int, layout: str) -> int:
-    """Into how many equal parts a layout cuts a sequence for ``axis_size`` devices."""
-    _checks.choice("layout", layout, _checks.LAYOUTS)
-    axis_size = _checks.integer("axis_size", axis_size)
-    if axis_size < 1:
-        raise ValueError(f"axis_size must be at least 1, got {axis_size}")
-    return 2 * axis_size if layout == "zigzag" else axis_size
+def parts(axis_size: object, layout: object) -> int:
+    """Returns into how many equal parts a layout cuts a sequence for ``axis_size`` devices."""
+    layout = _checks.choice("layout", layout, LAYOUTS)
+    size = _checks.integer("axis_size", axis_size)
+    if size < 1:
+        raise ValueError(f"axis_size must be at least 1, got {size}")
+    return 2 * size if layout == "zigzag" else size
 
 
-def _cut(seq_len: int, axis_size: int, layout: str) -> tuple[int, int]:
-    """Both numbers as ints of Python, of a sequence that the layout can cut."""
+def _cut(seq_len: object, axis_size: object, layout: object) -> tuple[int, int]:
+    """Returns both numbers as ints of Python, of a sequence that the layout can cut."""
     multiple = parts(axis_size, layout)
-    seq_len = _checks.integer("seq_len", seq_len)
-    if seq_len < 0 or seq_len % multiple:
+    length, size = _checks.integer("seq_len", seq_len), _checks.integer("axis_size", axis_size)
+    if length < 0 or length % multiple:
         raise ValueError(
             f"the sequence must be a multiple of {multiple} tokens for layout {layout!r} on "
-            f"{axis_size} devices, got {seq_len}; {_checks.PAD}"
+            f"{size} devices, got {length}; {_checks.PAD}"
         )
-    return seq_len, operator.index(axis_size)
+    return length, size

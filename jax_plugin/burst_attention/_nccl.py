@@ -1,14 +1,14 @@
-"""One order for all of NCCL's work on a GPU: an environment variable, set on import.
+"""One order for all work of NCCL on a GPU: an environment variable, set on import.
 
-On a GPU the ring uses a communicator of its own beside those of XLA's collectives. NCCL runs the
-work of several communicators of one device safely only if every device of the job takes it in the
-same order; otherwise two devices can each wait in the operation that the other has not begun.
-``NCCL_LAUNCH_ORDER_IMPLICIT=1`` (NCCL 2.26 and later; default 0) makes the order in which the host
-launches the order on the device, and XLA launches the operations of a program in one order on all
-devices. NCCL reads the variable once, so import burst_attention before the first collective runs.
+On a GPU the ring has a communicator of its own besides the communicators of XLA's collectives. NCCL
+runs the work of several communicators of one device safely only if all devices of the job take it
+in the same order. Otherwise two devices can wait for each other, each in an operation that the
+other device has not begun.
+
+``NCCL_LAUNCH_ORDER_IMPLICIT=1`` (NCCL 2.26 and later; default 0) makes the device follow the order
+of the host's launches. XLA launches the operations of a program in one order on all devices. NCCL
+reads the variable once, so import burst_attention before the first collective runs.
 """
-
-from __future__ import annotations
 
 import os
 import warnings
@@ -18,7 +18,7 @@ VARIABLE = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
 def order_launches() -> None:
-    """Sets the variable where the user has not, and warns where its value allows deadlocks."""
+    """Sets the variable if it is unset, and warns if its value allows deadlocks."""
     value = os.environ.get(VARIABLE)
     if value is None:
         if not _is_for_amd():
@@ -35,7 +35,7 @@ def order_launches() -> None:
 
 
 def launch_order() -> str:
-    """The variable's value, for reports."""
+    """Returns the variable's value, for reports."""
     return os.environ.get(VARIABLE, "not set")
 
 

@@ -1,50 +1,28 @@
-"""Names for the values that the public functions take."""
+"""Types that several modules share."""
 
-from __future__ import annotations
+from typing import Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
-from typing import Any, Literal, TypeAlias, TypedDict
+import jax
+import numpy as np
+
+Arrays: TypeAlias = tuple[jax.Array, ...]
+Axes: TypeAlias = tuple[str, ...]
+"""Names of mesh axes, the major one first."""
+AnyMesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
 Layout: TypeAlias = Literal["contiguous", "zigzag", "striped"]
 """Which global positions a rank holds."""
-
-Schedule: TypeAlias = Literal["auto", "ring", "balanced", "all_gather", "ulysses", "hybrid"]
-"""How chunks meet."""
-
-Backward: TypeAlias = Literal["auto", "keys", "queries"]
-"""What travels in the backward ring."""
-
-BackwardOrder: TypeAlias = Literal["fixed", "any"]
-"""The order in which kernels of GPUs add to a gradient."""
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
-Method: TypeAlias = Literal["auto", "ring", "all_gather"]
-"""How the states of linear attention travel."""
+@runtime_checkable
+class ArrayType(Protocol):
+    """An array of JAX or numpy, or a ``jax.ShapeDtypeStruct``."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the dimensions."""
 
-Implementation: TypeAlias = Literal["xla"]
-"""What `attention` may be asked to be computed with: plain JAX."""
-
-
-class AttentionOptions(TypedDict, total=False):
-    """Keyword arguments that `attention` and `dot_product_attention` share."""
-
-    is_causal: bool
-    scale: float | None
-    query_seq_lengths: None
-    key_value_seq_lengths: None
-    local_window_size: int | tuple[int, int] | None
-    segment_ids: Any
-    logits_soft_cap: float | None
-    sinks: Any
-    alibi_slopes: Any
-    dropout_rate: float
-    dropout_key: Any
-    batch_axis: str | tuple[str, ...] | None
-    head_axis: str | tuple[str, ...] | None
-    layout: Layout
-    schedule: Schedule
-    backward: Backward
-    backward_order: BackwardOrder
-    residual_dtype: Literal["float32"] | None
-    links: Any
-    implementation: Implementation | None
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the elements."""

@@ -1,18 +1,26 @@
-//! Sets of features that kernels have images for.
+//! Features of attention: the sets that kernels have images for, and the features of a launch with
+//! their arrays and numbers.
 
+use std::f64::consts::LOG2_E;
 use std::fmt;
 
-/// A set of features. A limit to the keys after a query, as causal masks have it, is no feature: every
-/// kernel has it.
+use serde::Deserialize;
+
+use crate::error::LaunchError;
+use crate::place::Rows;
+use crate::record::{Meaning, Operand, Value};
+
+/// A set of features. Every kernel can limit the keys after a query, as causal masks do, so this
+/// limit is no feature.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 pub struct FeatureSet(u8);
 
 impl FeatureSet {
-    /// None.
+    /// The empty set.
     pub const NONE: FeatureSet = FeatureSet(0);
     /// A limit to the keys before a query.
     pub const WINDOW: FeatureSet = FeatureSet(1);
-    /// Rows see those of their own segment only.
+    /// Segments: rows see rows of their own segment only.
     pub const SEGMENTS: FeatureSet = FeatureSet(2);
     /// A soft cap of scores.
     pub const SOFT_CAP: FeatureSet = FeatureSet(4);
@@ -20,47 +28,53 @@ impl FeatureSet {
     pub const SLOPES: FeatureSet = FeatureSet(8);
     /// Dropout of weights.
     pub const DROPOUT: FeatureSet = FeatureSet(16);
-    /// All of those above. A launch says which of them are on, so that these images serve every set
-    /// that has none of its own; they are the slowest.
+    /// All features above. A launch says which of them are on, so these images serve every set that
+    /// has no images of its own; they are the slowest.
     pub const ALL: FeatureSet = FeatureSet(31);
     /// One kernel computes dk, dv and dq. It adds to dq in any order.
     pub const FUSED: FeatureSet = FeatureSet(32);
 
-    /// Those of both sets.
+    /// The features that a kernel has a generic for, in the order of the generics behind the
+    /// window.
+    pub(crate) const SWITCHES: [FeatureSet; 4] =
+        [FeatureSet::SEGMENTS, FeatureSet::SOFT_CAP, FeatureSet::SLOPES, FeatureSet::DROPOUT];
+
+    /// Returns the union of both sets.
     pub const fn and(self, other: FeatureSet) -> FeatureSet {
         FeatureSet(self.0 | other.0)
     }
 
-    /// Whether all of `other` are in this set.
+    /// Whether this set contains all of `other`.
     pub const fn has(self, other: FeatureSet) -> bool {
         self.0 & other.0 == other.0
     }
 
-    /// Whether an image of this set computes what has the features of `wanted`. One with features that
-    /// a launch can't switch off does not, but for the window, which may be endless.
+    /// Whether an image of this set computes a launch that wants the features `wanted`. A launch
+    /// can switch off every feature of [`Self::ALL`], but of another image only the window, which
+    /// may be endless.
     pub(crate) fn serves(self, wanted: FeatureSet) -> bool {
         let more = FeatureSet(self.0 & !wanted.0);
         self.has(wanted) && (self == FeatureSet::ALL || FeatureSet::WINDOW.has(more))
     }
 
-    /// `self` if `on`, otherwise none.
+    /// Returns `self` if `on`, otherwise the empty set.
     pub const fn when(self, on: bool) -> FeatureSet {
         if on { self } else { FeatureSet::NONE }
     }
 
-    /// How a kernel of this set has `feature`, as its generic says it: 0 not, 1 always, 2 if a launch
-    /// says so.
-    pub(crate) fn mode(self, feature: FeatureSet) -> &'static str {
+    /// Returns the value of a kernel's generic for `feature`: 0 without the feature, 1 with it, 2
+    /// where the launch decides.
+    pub(crate) fn mode(self, feature: FeatureSet) -> i32 {
         match (self.has(feature), self.has(FeatureSet::ALL)) {
-            (false, _) => "0",
-            (true, false) => "1",
-            (true, true) => "2",
+            (false, _) => 0,
+            (true, false) => 1,
+            (true, true) => 2,
         }
     }
 }
 
 impl fmt::Display for FeatureSet {
-    /// As in names of images: each feature behind a `_`.
+    /// Writes the part of an image's name: each feature behind a `_`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const NAMES: [(FeatureSet, &str); 6] = [
             (FeatureSet::FUSED, "_fused"),
@@ -75,6 +89,156 @@ impl fmt::Display for FeatureSet {
             if left.has(features) {
                 f.write_str(name)?;
                 left = FeatureSet(left.0 & !features.0);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The features of a launch. It takes the image that has them and the fewest other features.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Features {
+    /// Rows see rows of their own segment only.
+    pub segments: Option<Segments>,
+    /// Scores become `cap · tanh(score / cap)`, with a cap from 0.001 to 1000; 0 leaves them.
+    pub soft_cap: f32,
+    /// ALiBi: slope of each query head, float32 `[batch, heads]`. slope · (position of the key −
+    /// position of the query) is added to scaled scores, after the soft cap.
+    pub slopes: Option<Rows>,
+    /// Dropout of weights.
+    pub dropout: Option<Dropout>,
+    /// Positions of the rows in the sequence; only slopes and dropout depend on them.
+    pub positions: RowPositions,
+}
+
+/// The segments of a rectangle's rows.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Segments {
+    /// Segment of each query row, `[batch, q_len]` int32. Rows see keys of their own segment only,
+    /// and a row of a negative segment sees nothing.
+    pub queries: Rows,
+    /// Segment of each key row, `[batch, kv_len]` int32.
+    pub keys: Rows,
+    /// Workspace of the launches, int32 `[batch, ⌈resident rows / 64⌉, 4]`. Its contents are
+    /// undefined before and after.
+    pub ranges: Rows,
+}
+
+/// Dropout of weights after the softmax; the weights that stay are divided by 1 − `rate`.
+/// `numbers`, the head and the positions of query and key alone decide whether a weight stays.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Dropout {
+    /// For each batch entry the two words of a random key, the index of the entry and the index of
+    /// the first query head, uint32 `[batch, 4]`.
+    pub numbers: Rows,
+    /// Probability that a weight is dropped, at least 0 and below 1.
+    pub rate: f32,
+}
+
+/// Positions of rows in the sequence: query row i has position `query` + `stride` · i, key row j
+/// `key` + `stride` · j. All positions are below 2^31 and not negative.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RowPositions {
+    /// Position of the first query.
+    pub query: i64,
+    /// Position of the first key.
+    pub key: i64,
+    /// Positions from one row to the next.
+    pub stride: i64,
+}
+
+impl Features {
+    /// Returns the set that an image must have.
+    pub(crate) fn set(&self) -> FeatureSet {
+        FeatureSet::SEGMENTS
+            .when(self.segments.is_some())
+            .and(FeatureSet::SOFT_CAP.when(self.soft_cap != 0.0))
+            .and(FeatureSet::SLOPES.when(self.slopes.is_some()))
+            .and(FeatureSet::DROPOUT.when(self.dropout.is_some()))
+    }
+
+    /// Returns the arrays of all features; `None` where a feature is off.
+    pub(crate) fn arrays(&self) -> [(Operand, Option<Rows>); 5] {
+        [
+            (Operand::QSegments, self.segments.map(|segments| segments.queries)),
+            (Operand::KvSegments, self.segments.map(|segments| segments.keys)),
+            (Operand::Ranges, self.segments.map(|segments| segments.ranges)),
+            (Operand::Slopes, self.slopes),
+            (Operand::Dropout, self.dropout.map(|dropout| dropout.numbers)),
+        ]
+    }
+
+    /// Returns the value of an argument that features decide, in a launch whose first rows are
+    /// (query, key); `None` for any other argument.
+    pub(crate) fn value(
+        &self,
+        meaning: Meaning,
+        scale_log2: f32,
+        (query, key): (usize, usize),
+    ) -> Option<Value> {
+        let Features { soft_cap, dropout, positions, .. } = *self;
+        // The checked positions fit 32 bits.
+        let position = |first, row| Value::I32((first + positions.stride * row as i64) as i32);
+        let twice_by_cap = if soft_cap == 0.0 { 0.0 } else { 2.0 * scale_log2 / soft_cap };
+        Some(match meaning {
+            Meaning::Has(operand) => {
+                let (_, rows) = self.arrays().into_iter().find(|(array, _)| *array == operand)?;
+                Value::I32(rows.is_some().into())
+            }
+            Meaning::CapLog2 => Value::F32(soft_cap * LOG2_E as f32),
+            Meaning::TwiceByCap => Value::F32(twice_by_cap),
+            Meaning::Threshold => Value::I32(dropout.map_or(0, |it| it.threshold() as i32)),
+            Meaning::KeepScale => Value::F32(dropout.map_or(1.0, |it| 1.0 / (1.0 - it.rate))),
+            Meaning::QPosition => position(positions.query, query),
+            Meaning::KPosition => position(positions.key, key),
+            Meaning::PositionStride => Value::I32(positions.stride as i32),
+            _ => return None,
+        })
+    }
+
+    /// Checks that the kernels compute these features over `rows` rows of either side.
+    pub(crate) fn check(&self, rows: usize) -> Result<(), LaunchError> {
+        let Features { soft_cap, slopes, dropout, .. } = *self;
+        // The kernels compute tanh to 1e-7: with a larger cap this error would exceed a rounding.
+        if soft_cap != 0.0 && !(1e-3..=1e3).contains(&soft_cap) {
+            let expected = "0 for none, or from 0.001 to 1000 (leave out a larger one)";
+            return Err(LaunchError::invalid("soft_cap", expected, soft_cap));
+        }
+        if let Some(rate) = dropout.map(|dropout| dropout.rate)
+            && !(0.0..1.0).contains(&rate)
+        {
+            return Err(LaunchError::invalid("rate of dropout", "at least 0 and below 1", rate));
+        }
+        if slopes.is_none() && dropout.is_none() { Ok(()) } else { self.positions.check(rows) }
+    }
+}
+
+impl Dropout {
+    /// Returns 2³² times the rate, to the nearest: a weight stays where its 32 random bits are not
+    /// below.
+    fn threshold(&self) -> u32 {
+        (f64::from(self.rate) * 4_294_967_296.0).round() as u32
+    }
+}
+
+impl RowPositions {
+    /// Checks that the positions of `rows` rows fit 32 bits.
+    fn check(&self, rows: usize) -> Result<(), LaunchError> {
+        let RowPositions { query, key, stride } = *self;
+        let furthest = rows as i128 * i128::from(stride);
+        for (name, first) in
+            [("position of the first query", query), ("position of the first key", key)]
+        {
+            let most = i128::from(i32::MAX);
+            let (begin, end) = (i128::from(first), i128::from(first) + furthest);
+            if !(0..=most).contains(&begin) || !(0..=most).contains(&end) {
+                let expected = format!("such that it and {rows} rows on are from 0 to {most}");
+                let got = format!("{first}, {stride} apart");
+                return Err(LaunchError::invalid(name, expected, got));
             }
         }
         Ok(())

@@ -1,8 +1,8 @@
-//! Images in files: one for each target, in the format of safetensors.
+//! Files of images: one for each target, in the format of safetensors.
 //!
-//! `burst-attention-compiler` writes them and the library reads them at run time, so neither waits
-//! for the other to be built. A file says which launch records and which host its images were
-//! compiled for: a library with other records, or for another host, refuses it.
+//! `burst-attention-compiler` writes these files and the library reads them at run time, so neither
+//! needs the other at build time. A file says which launch records and which host its images were
+//! compiled for. A library with other records, or for another host, refuses the file.
 
 use std::collections::HashMap;
 use std::env::consts::ARCH;
@@ -16,19 +16,19 @@ use safetensors::{Dtype, SafeTensors};
 use crate::host::Host;
 use crate::instances::{Instance, Target};
 
-/// Name of the folder, beside the library, that holds the files.
+/// Name of the folder with the files, which is next to the library.
 pub const FOLDER: &str = "images";
 
-/// Where a file says what its images were compiled for.
+/// The key of the launch records in a file's metadata.
 const INTERFACE: &str = "interface";
 
-/// Where a file names the host of its images.
+/// The key of the host in a file's metadata.
 const HOST: &str = "host";
 
-/// Why there is no image.
+/// The reason why there is no image.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ImagesError {
-    /// The file can't be read.
+    /// The file cannot be read.
     #[error(
         "the CUDA kernels for {target} can't be read from {path}: {reason}; the wheel has them, \
          and in a source tree `make images` builds them"
@@ -38,7 +38,7 @@ pub enum ImagesError {
         target: &'static str,
         /// The file.
         path: String,
-        /// What the system or the format's reader says.
+        /// The message of the system or of the format's reader.
         reason: String,
     },
     /// The file belongs to another version of the library.
@@ -80,11 +80,11 @@ pub struct Images {
 }
 
 impl Images {
-    /// Reads the file of `target` in `folder`.
+    /// Returns the images in the file of `target` in `folder`.
     ///
     /// # Errors
-    /// If the file can't be read, or was written for other launch records than this crate's or for
-    /// another host.
+    /// If the file cannot be read, or is for other launch records than this crate's or for another
+    /// host.
     pub fn read(folder: &Path, target: Target) -> Result<Images, ImagesError> {
         let path = file(folder, target);
         let unreadable = |reason: String| ImagesError::Unreadable {
@@ -114,10 +114,10 @@ impl Images {
         Ok(Images { path, bytes, places })
     }
 
-    /// The image of an instance.
+    /// Returns the image of an instance.
     ///
     /// # Errors
-    /// If there is none.
+    /// If the file lacks the image.
     pub fn get(&self, instance: &Instance) -> Result<&[u8], ImagesError> {
         let name = instance.to_string();
         match self.places.get(&name) {
@@ -128,27 +128,27 @@ impl Images {
         }
     }
 
-    /// Number of images.
+    /// Returns the number of images.
     pub fn count(&self) -> usize {
         self.places.len()
     }
 }
 
-/// The file of a target's images.
+/// Returns the file of a target's images.
 pub fn file(folder: &Path, target: Target) -> PathBuf {
     folder.join(format!("{}.safetensors", target.name()))
 }
 
-/// The targets that `folder` has a file for.
+/// Returns the targets that `folder` has a file for.
 pub fn targets(folder: &Path) -> Vec<Target> {
     Target::ALL.into_iter().filter(|&target| file(folder, target).exists()).collect()
 }
 
-/// Writes a target's images, which hold code for `host`, into its file in `folder`. The file is
-/// there afterwards as a whole or as it was.
+/// Writes a target's images, which hold code for `host`, into the target's file in `folder`. A
+/// failure leaves an earlier file as it was.
 ///
 /// # Errors
-/// If the file can't be written.
+/// If the file cannot be written.
 pub fn write(
     folder: &Path,
     target: Target,
@@ -168,8 +168,8 @@ pub fn write(
     Ok(fs::rename(&new, &path)?)
 }
 
-/// What must be the same where images are compiled and where they are launched: each image's tile
-/// and arguments.
+/// Returns a text of each image's tile and arguments. The text must be the same where images are
+/// compiled and where they are launched.
 fn interface(target: Target) -> String {
     let mut text = format!("{}\n", env!("CARGO_PKG_VERSION"));
     for instance in Instance::of_target(target) {

@@ -1,68 +1,81 @@
 //! The kernels: one row each.
 
+use crate::element::Element;
 use crate::features::FeatureSet;
-use crate::instances::Element;
-use crate::record::{
-    Argument, DELTA, FINISH, FORWARD, JOIN, KEY_GRADS, LINEAR_ATTEND, LINEAR_STATE, MERGE,
-    QUERY_GRADS, SEGMENT_RANGES,
-};
+use crate::record::{self, Argument, Meaning};
+use crate::target::Target;
+use crate::tiles::{self, TileShape, WIDTHS};
 
-/// A kernel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Kernel {
-    /// Folds a rectangle of keys into the running softmax of its queries.
-    Forward,
-    /// Adds a rectangle's part to dk and dv; with [`FeatureSet::FUSED`] also to dq.
-    KeyGrads,
-    /// Adds a rectangle's part to dq.
-    QueryGrads,
-    /// Which rows the segments of a block's rows let it see.
-    SegmentRanges,
-    /// Per-row statistics for the backward pass.
-    Delta,
-    /// Adds two accumulators and casts.
-    Finish,
-    /// Adds an accumulator to another.
-    Merge,
-    /// Adds a running softmax state to another.
-    Join,
-    /// The states that parts of a sequence leave, in linear attention.
-    LinearState,
-    /// What tokens get in linear attention, given those states.
-    LinearAttend,
-}
-
-/// What a kernel does, as far as tiles and checks depend on it.
+/// The kind of a kernel's computation, which blocks and checks depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Task {
-    /// Softmax attention over pairs of tiles. Blocks keep queries, and keys come by.
+    /// Softmax attention over pairs of tiles. Blocks keep queries and stream keys.
     Queries,
-    /// Softmax attention over pairs of tiles. Blocks keep keys, and queries come by.
+    /// Softmax attention over pairs of tiles. Blocks keep keys and stream queries.
     Keys,
     /// Linear attention.
     Linear,
-    /// Something for each row.
+    /// A computation for each row.
     Rows,
 }
 
-/// What is known of a kernel.
+/// A generic of a kernel, or a group of generics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Generic {
+    /// Type of the activations.
+    Element,
+    /// Rows of a tile, keys if the kernel has keys, and columns.
+    Tile,
+    /// Keys of a tile that one part of a row's sum has, and the number of parts.
+    Parts,
+    /// Whether the kernel adds to dq.
+    Fused,
+    /// The mode of the window, and then the mode of each other feature.
+    Features,
+    /// Blocks of rows that the kernel compares at once, and their rows together.
+    Blocks,
+}
+
+/// The row of a kernel.
 #[derive(Debug)]
 pub struct KernelSpec {
-    /// The kernel.
-    pub kernel: Kernel,
     /// Name of its function.
     pub name: &'static str,
     /// The module with its source.
     pub module: &'static str,
     /// Its arguments in order.
     pub arguments: &'static [Argument],
-    /// What it does.
+    /// The kind of its computation.
     pub task: Task,
-    /// Whether it is for activations of a type. Otherwise its images are those of
-    /// [`Element::Bf16`] alone.
-    pub typed: bool,
-    /// The sets of features that it has images for, smaller ones first.
+    /// Its generics in order.
+    pub generics: &'static [Generic],
+    /// The sets of features that it has images for, smaller sets first.
     pub features: &'static [FeatureSet],
+    /// The tile widths that it has images for.
+    pub widths: &'static [i32],
+    /// The tile shape of its image for some features, target and width.
+    pub tile: fn(FeatureSet, Target, i32) -> TileShape,
+}
+
+impl KernelSpec {
+    /// Returns the row of a kernel that computes something for each row: with an image for each
+    /// element type and width, and without features.
+    const fn rows(
+        name: &'static str,
+        module: &'static str,
+        arguments: &'static [Argument],
+    ) -> KernelSpec {
+        KernelSpec {
+            name,
+            module,
+            arguments,
+            task: Task::Rows,
+            generics: &[Generic::Element, Generic::Tile],
+            features: &[FeatureSet::NONE],
+            widths: &WIDTHS,
+            tile: tiles::rows,
+        }
+    }
 }
 
 /// Sets of features that models use.
@@ -79,90 +92,125 @@ const KEY_PASS: &[FeatureSet] = &[
     FeatureSet::FUSED.and(FeatureSet::WINDOW).and(FeatureSet::SEGMENTS),
 ];
 
-const fn spec(
-    kernel: Kernel,
-    (name, module): (&'static str, &'static str),
-    arguments: &'static [Argument],
-    task: Task,
-) -> KernelSpec {
-    let features = match task {
-        Task::Queries => PASS,
-        Task::Keys => KEY_PASS,
-        Task::Linear | Task::Rows => &[FeatureSet::NONE],
+/// Declares [`Kernel`] with a row for each variant.
+macro_rules! kernels {
+    ($($(#[$doc:meta])+ $kernel:ident => $spec:expr;)+) => {
+        /// A kernel.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        pub enum Kernel {
+            $($(#[$doc])+ $kernel,)+
+        }
+
+        impl Kernel {
+            /// All kernels.
+            pub const ALL: [Kernel; [$(Kernel::$kernel),+].len()] = [$(Kernel::$kernel),+];
+
+            /// Returns the kernel's row.
+            pub fn spec(self) -> &'static KernelSpec {
+                static SPECS: [KernelSpec; Kernel::ALL.len()] = [$($spec),+];
+                &SPECS[self as usize]
+            }
+        }
     };
-    let typed = !matches!(kernel, Kernel::Merge | Kernel::SegmentRanges);
-    KernelSpec { kernel, name, module, arguments, task, typed, features }
 }
 
-/// All kernels, in the order of [`Kernel`].
-static SPECS: [KernelSpec; Kernel::ALL.len()] = [
-    spec(Kernel::Forward, ("attention_fwd", "forward"), FORWARD, Task::Queries),
-    spec(Kernel::KeyGrads, ("attention_bwd_dkdv", "backward_keys"), KEY_GRADS, Task::Keys),
-    spec(Kernel::QueryGrads, ("attention_bwd_dq", "backward_queries"), QUERY_GRADS, Task::Queries),
-    spec(Kernel::SegmentRanges, ("segment_ranges", "segments"), SEGMENT_RANGES, Task::Rows),
-    spec(Kernel::Delta, ("delta", "rows"), DELTA, Task::Rows),
-    spec(Kernel::Finish, ("finish", "rows"), FINISH, Task::Rows),
-    spec(Kernel::Merge, ("merge", "rows"), MERGE, Task::Rows),
-    spec(Kernel::Join, ("join", "join"), JOIN, Task::Rows),
-    spec(Kernel::LinearState, ("linear_state", "linear"), LINEAR_STATE, Task::Linear),
-    spec(Kernel::LinearAttend, ("linear_attend", "linear"), LINEAR_ATTEND, Task::Linear),
-];
+kernels! {
+    /// Folds a rectangle of keys into the running softmax of its queries.
+    Forward => KernelSpec {
+        task: Task::Queries,
+        generics: &[Generic::Element, Generic::Tile, Generic::Parts, Generic::Features],
+        features: PASS,
+        tile: tiles::forward,
+        ..KernelSpec::rows("attention_fwd", "forward", record::FORWARD)
+    };
+    /// Adds a rectangle's part to dk and dv; with [`FeatureSet::FUSED`] also to dq.
+    KeyGrads => KernelSpec {
+        task: Task::Keys,
+        generics: &[Generic::Element, Generic::Tile, Generic::Fused, Generic::Features],
+        features: KEY_PASS,
+        tile: tiles::key_grads,
+        ..KernelSpec::rows("attention_bwd_dkdv", "backward_keys", record::KEY_GRADS)
+    };
+    /// Adds a rectangle's part to dq.
+    QueryGrads => KernelSpec {
+        task: Task::Queries,
+        generics: &[Generic::Element, Generic::Tile, Generic::Features],
+        features: PASS,
+        tile: tiles::query_grads,
+        ..KernelSpec::rows("attention_bwd_dq", "backward_queries", record::QUERY_GRADS)
+    };
+    /// Finds which rows the segments of a block's rows let them see.
+    SegmentRanges => KernelSpec {
+        generics: &[Generic::Blocks],
+        widths: &[64],
+        tile: tiles::segment_ranges,
+        ..KernelSpec::rows("segment_ranges", "segments", record::SEGMENT_RANGES)
+    };
+    /// Computes statistics of each row for the backward pass.
+    Delta => KernelSpec::rows("delta", "rows", record::DELTA);
+    /// Adds two accumulators and casts the sum.
+    Cast => KernelSpec::rows("cast", "rows", record::CAST);
+    /// Adds an accumulator to another one.
+    Accumulate => KernelSpec {
+        generics: &[Generic::Tile],
+        ..KernelSpec::rows("accumulate", "rows", record::ACCUMULATE)
+    };
+    /// Adds a running softmax state to another one.
+    CombineSoftmax =>
+        KernelSpec::rows("combine_softmax", "combine_softmax", record::COMBINE_SOFTMAX);
+    /// Computes the states that parts of a sequence leave, in linear attention.
+    LinearState => KernelSpec {
+        task: Task::Linear,
+        tile: tiles::linear,
+        ..KernelSpec::rows("linear_state", "linear", record::LINEAR_STATE)
+    };
+    /// Computes the outputs of tokens from these states, in linear attention.
+    LinearAttend => KernelSpec {
+        task: Task::Linear,
+        tile: tiles::linear,
+        ..KernelSpec::rows("linear_attend", "linear", record::LINEAR_ATTEND)
+    };
+}
 
 impl Kernel {
-    /// All kernels.
-    pub const ALL: [Kernel; 10] = [
-        Kernel::Forward,
-        Kernel::KeyGrads,
-        Kernel::QueryGrads,
-        Kernel::SegmentRanges,
-        Kernel::Delta,
-        Kernel::Finish,
-        Kernel::Merge,
-        Kernel::Join,
-        Kernel::LinearState,
-        Kernel::LinearAttend,
-    ];
-
-    /// Those of softmax attention.
-    pub const SOFTMAX: &[Kernel] = Kernel::ALL.split_at(8).0;
-
-    /// What is known of it.
-    pub fn spec(self) -> &'static KernelSpec {
-        &SPECS[self as usize]
-    }
-
-    /// Name of its function.
+    /// Returns the name of the kernel's function.
     pub fn name(self) -> &'static str {
         self.spec().name
     }
 
-    /// Its arguments in order.
+    /// Returns the kernel's arguments in order.
     pub fn arguments(self) -> &'static [Argument] {
         self.spec().arguments
     }
 
-    /// Whether it has a loop of matrix products.
+    /// Returns the first argument of a meaning and its position in the record.
+    pub(crate) fn find(self, meaning: Meaning) -> Option<(usize, &'static Argument)> {
+        self.arguments().iter().enumerate().find(|(_, argument)| argument.meaning == meaning)
+    }
+
+    /// Whether the kernel has a loop of matrix products.
     pub fn has_products(self) -> bool {
         self.spec().task != Task::Rows
     }
 
-    /// Whether it is of linear attention.
+    /// Whether the kernel computes softmax attention over pairs of tiles.
+    pub fn has_pairs(self) -> bool {
+        matches!(self.spec().task, Task::Queries | Task::Keys)
+    }
+
+    /// Whether the kernel is of linear attention.
     pub fn is_linear(self) -> bool {
         self.spec().task == Task::Linear
     }
 
-    /// The types of activations that it has images for.
-    pub fn elements(self) -> &'static [Element] {
-        if self.spec().typed { &Element::ALL } else { &[Element::Bf16] }
+    /// Whether the kernel is compiled for each type of activations. Otherwise it has images for
+    /// [`Element::Bf16`] alone.
+    pub fn is_typed(self) -> bool {
+        self.spec().generics.contains(&Generic::Element)
     }
-}
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn each_kernel_has_its_row() {
-        assert!(Kernel::ALL.iter().all(|kernel| kernel.spec().kernel == *kernel));
+    /// Returns the types of activations that the kernel has images for.
+    pub fn elements(self) -> &'static [Element] {
+        if self.is_typed() { &Element::ALL } else { &[Element::Bf16] }
     }
 }

@@ -1,18 +1,22 @@
-//! CUDA kernels of BurstAttention: what there is and how it is launched.
+//! The CUDA kernels of BurstAttention as callers see them.
 //!
-//! [`kernel`] lists the kernels, [`record`] says what each takes, [`features`] and [`instances`] which
-//! images there are. [`launch`] turns what is to be computed into checked launches, [`images`] finds
-//! what the driver loads, [`host`] says whose machine code an image holds besides the GPU's, [`cubin`]
-//! reads what the compiler made. The kernels' source and its compiler are the crate
-//! `burst-attention-compiler`. This crate knows neither the ring nor XLA, nor the driver.
+//! [`kernel`] lists the kernels, [`record`] their arguments, [`features`] and [`instances`] the
+//! images that exist. [`launch`] turns descriptions of what to compute into checked launches,
+//! [`images`] finds the images that the driver loads, [`host`] names the processors of GPUs' hosts.
+//! The kernels' source and its compiler are the crate `burst-attention-compiler`. This crate knows
+//! neither the ring nor XLA, nor the driver.
 
-pub mod cubin;
+mod element;
+mod error;
 pub mod features;
 pub mod host;
 pub mod images;
 pub mod instances;
 pub mod kernel;
 pub mod launch;
+mod names;
+mod place;
 pub mod rates;
 pub mod record;
+mod target;
 mod tiles;

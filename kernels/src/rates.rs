@@ -1,9 +1,10 @@
 //! Predicted rates of the kernels on H100 and H200, as `make kernel-quality WRITE=1` wrote them.
 
-/// A line for each case: its name, then TFLOP/s. The second column's name has the model's version.
+/// A table with a line for each case: its name, then TFLOP/s. The second column's name has the
+/// version of the model.
 pub const TABLE: &str = include_str!("../rates.tsv");
 
-/// Predicted TFLOP/s of a case of the table, a causal problem counted as half.
+/// Returns the predicted TFLOP/s of a case of the table. A causal problem counts as half.
 pub fn predicted(case: &str) -> Option<f64> {
     let mut lines = TABLE.lines().skip(1).filter_map(|line| line.split_once('\t'));
     lines.find(|(name, _)| *name == case).and_then(|(_, rate)| rate.parse().ok())

@@ -1,132 +1,138 @@
-//! The tile shape of each image.
+//! The tile shape of each image, chosen by what the compiler makes of it: no spills first, then, on
+//! sm_90, the cycles that the model gives its main loops. `quality.tsv` and `loops.tsv` have the
+//! outcome.
 
 use crate::features::FeatureSet;
-use crate::instances::{Instance, Target, TileShape};
-use crate::kernel::Kernel;
+use crate::target::Target::{self, Sm80, Sm90, Sm100, Sm103, Sm120};
 
-impl Instance {
-    /// Its tile shape, chosen by what the compiler makes of it: no spills first, then, on sm_90, the
-    /// cycles that the model gives its main loops. `quality.tsv` and `loops.tsv` have the outcome.
-    pub fn tile(&self) -> TileShape {
-        let tile = |rows, keys, warps| TileShape { rows, keys, warps };
-        if self.features != FeatureSet::ALL {
-            return self.special_tile().unwrap_or_else(|| self.plain_tile());
-        }
-        // With all features more tiles of pairs are kept at once.
-        match (self.kernel, self.target, self.width) {
-            (Kernel::KeyGrads, Target::Sm80 | Target::Sm120, 64) => tile(32, 64, 8),
-            (Kernel::KeyGrads, Target::Sm80 | Target::Sm120, 128) => tile(16, 64, 8),
-            (Kernel::QueryGrads, Target::Sm80, 64) => tile(64, 32, 8),
-            (Kernel::QueryGrads, Target::Sm80, 128) => tile(64, 16, 8),
-            (Kernel::KeyGrads, Target::Sm90, 128) => tile(64, 64, 8),
-            (Kernel::QueryGrads, Target::Sm90, 64) => tile(128, 64, 8),
-            (Kernel::QueryGrads, Target::Sm90, 128) => tile(128, 32, 8),
-            (Kernel::QueryGrads, Target::Sm90, 256) => tile(64, 64, 8),
-            (Kernel::KeyGrads, Target::Sm100 | Target::Sm103, 256) => tile(32, 32, 8),
-            (Kernel::QueryGrads, Target::Sm120, 128) => tile(64, 32, 8),
-            (Kernel::Forward, Target::Sm100 | Target::Sm103, 64) => tile(128, 64, 8),
-            (Kernel::Forward, Target::Sm100 | Target::Sm103, 128) => tile(128, 32, 8),
-            (Kernel::QueryGrads, Target::Sm100 | Target::Sm103, 64) => tile(128, 64, 8),
-            _ => self.plain_tile(),
-        }
-    }
+/// Columns that a tile can hold. A launch takes the narrowest tile that holds all columns of its
+/// arrays.
+pub const WIDTHS: [i32; 3] = [64, 128, 256];
 
-    /// Tiles of images with some features where they differ from those without.
-    fn special_tile(&self) -> Option<TileShape> {
-        let tile = |rows, keys, warps| Some(TileShape { rows, keys, warps });
-        match (self.kernel, self.target, self.width) {
-            (Kernel::KeyGrads, _, 128) if self.features.has(FeatureSet::FUSED) => tile(64, 128, 8),
-            (Kernel::KeyGrads, Target::Sm90, 64) if self.features.has(FeatureSet::FUSED) => {
-                tile(128, 128, 8)
-            }
-            (Kernel::KeyGrads, Target::Sm90, 128) if self.features.has(FeatureSet::SLOPES) => {
-                tile(32, 128, 8)
-            }
-            (Kernel::KeyGrads, Target::Sm100 | Target::Sm103, 128)
-                if self.features.has(FeatureSet::SOFT_CAP) =>
-            {
-                tile(128, 64, 8)
-            }
-            (Kernel::KeyGrads, Target::Sm103, 64) if self.features.has(FeatureSet::SOFT_CAP) => {
-                tile(128, 128, 8)
-            }
-            (Kernel::KeyGrads, Target::Sm100, 64) if self.features.has(FeatureSet::SEGMENTS) => {
-                tile(64, 64, 8)
-            }
-            _ => None,
-        }
-    }
+/// Returns the narrowest tile width that holds `columns` columns.
+pub fn width_of(columns: usize) -> Option<i32> {
+    WIDTHS.into_iter().find(|&width| columns <= width as usize)
+}
 
-    fn plain_tile(&self) -> TileShape {
-        let tile = |rows, keys, warps| TileShape { rows, keys, warps };
-        let blackwell = matches!(self.target, Target::Sm100 | Target::Sm103);
-        match (self.kernel, self.target, self.width) {
-            (Kernel::SegmentRanges, ..) => tile(64, 0, 4),
-            (kernel, target, width) if kernel.is_linear() => linear_tile(target, width),
-            (kernel, _, width) if !kernel.has_products() => {
-                tile(if width == 256 { 32 } else { 64 }, 0, 4)
-            }
-            (Kernel::Forward, Target::Sm80, 64) => tile(64, 128, 4),
-            (Kernel::Forward, _, 64) => tile(128, 128, 8),
-            (Kernel::Forward, Target::Sm80, 128) => tile(64, 64, 4),
-            (Kernel::Forward, Target::Sm80, _) => tile(64, 32, 4),
-            (Kernel::Forward, Target::Sm120, 256) => tile(64, 32, 8),
-            (Kernel::Forward, _, 128) if blackwell => tile(128, 128, 8),
-            (Kernel::Forward, _, 256) if blackwell => tile(64, 64, 8),
-            (Kernel::Forward, _, _) => tile(128, 64, 8),
-            (Kernel::KeyGrads, Target::Sm80, 64) => tile(64, 64, 8),
-            (Kernel::KeyGrads, Target::Sm80, 128) => tile(64, 32, 8),
-            (Kernel::KeyGrads, Target::Sm80, _) => tile(32, 32, 8),
-            (Kernel::KeyGrads, Target::Sm120, 64) => tile(16, 128, 8),
-            (Kernel::KeyGrads, Target::Sm120, 128) => tile(32, 32, 4),
-            (Kernel::KeyGrads, Target::Sm120, _) => tile(16, 32, 4),
-            (Kernel::KeyGrads, Target::Sm90, 128) => tile(128, 64, 8),
-            (Kernel::KeyGrads, _, 256) if blackwell => tile(64, 32, 8),
-            (Kernel::KeyGrads, _, 64 | 128) => tile(64, 128, 8),
-            (Kernel::KeyGrads, _, _) => tile(32, 64, 8),
-            (Kernel::QueryGrads, Target::Sm80, 64) => tile(128, 64, 8),
-            (Kernel::QueryGrads, Target::Sm80, 128) => tile(64, 32, 8),
-            (Kernel::QueryGrads, Target::Sm80, _) => tile(64, 16, 8),
-            (Kernel::QueryGrads, Target::Sm120, 64) => tile(128, 64, 8),
-            (Kernel::QueryGrads, Target::Sm120, 128) => tile(128, 32, 8),
-            (Kernel::QueryGrads, Target::Sm120, _) => tile(32, 32, 4),
-            (Kernel::QueryGrads, Target::Sm90, 64) => tile(128, 64, 8),
-            (Kernel::QueryGrads, _, 64) => tile(128, 128, 8),
-            (Kernel::QueryGrads, _, 128) => tile(128, 64, 8),
-            (_, _, _) => tile(64, 64, 4),
-        }
-    }
+/// Shape of a block's work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct TileShape {
+    /// Query rows; the rows of a kernel that has no keys; tokens.
+    pub rows: i32,
+    /// Key rows; 0 where a kernel has none. In linear attention columns of values.
+    pub keys: i32,
+    /// Warps that compute, besides the warps that load.
+    pub warps: i32,
+}
 
-    /// Whether one loop masks all tiles of an image that could do with less: where a second loop makes
-    /// the compiler spill.
-    pub(crate) fn has_one_loop(&self) -> bool {
-        let spills = match self.target {
-            Target::Sm80 => true,
-            Target::Sm90 => false,
-            Target::Sm100 | Target::Sm103 => self.width == 256,
-            Target::Sm120 => self.width != 128,
-        };
-        self.kernel == Kernel::KeyGrads && spills
-    }
+const fn tile(rows: i32, keys: i32, warps: i32) -> TileShape {
+    TileShape { rows, keys, warps }
+}
 
-    /// Parts in which the forward pass sums up a row of weights: the columns that a thread has are
-    /// the same modulo 8.
-    ///
-    /// Modelled cycles of a tile on sm_90 with sums over rows, 8 and 16 parts: 1337, 1269, 1241
-    /// (128 columns); 1786, 1739, 2100 (64 columns).
-    pub(crate) fn lanes(&self) -> i32 {
-        if self.width == 64 { 8 } else { 16 }
+/// Tiles of the forward pass.
+pub(crate) fn forward(features: FeatureSet, target: Target, width: i32) -> TileShape {
+    // With all features a block keeps more tiles of pairs at once.
+    let all = features == FeatureSet::ALL;
+    match (target, width) {
+        (Sm100 | Sm103, 64) if all => tile(128, 64, 8),
+        (Sm100 | Sm103, 128) if all => tile(128, 32, 8),
+        (Sm80, 64) => tile(64, 128, 4),
+        (Sm80, 128) => tile(64, 64, 4),
+        (Sm80, _) => tile(64, 32, 4),
+        (_, 64) => tile(128, 128, 8),
+        (Sm120, 256) => tile(64, 32, 8),
+        (Sm100 | Sm103, 128) => tile(128, 128, 8),
+        (Sm100 | Sm103, _) => tile(64, 64, 8),
+        _ => tile(128, 64, 8),
     }
 }
 
-/// Linear attention keeps a state of `width` rows and a tile's columns, which are the same on all
-/// targets: callers make room for a row of products of each. Four warps do up to the width where the
-/// compiler begins to spill.
-fn linear_tile(target: Target, width: i32) -> TileShape {
+/// Tiles of dk and dv.
+pub(crate) fn key_grads(features: FeatureSet, target: Target, width: i32) -> TileShape {
+    let all = features == FeatureSet::ALL;
+    let has = |feature| !all && features.has(feature);
+    match (target, width) {
+        (Sm80 | Sm120, 64) if all => tile(32, 64, 8),
+        (Sm80 | Sm120, 128) if all => tile(16, 64, 8),
+        (Sm90, 128) if all => tile(64, 64, 8),
+        (Sm100 | Sm103, 256) if all => tile(32, 32, 8),
+        (_, 128) if has(FeatureSet::FUSED) => tile(64, 128, 8),
+        (Sm90, 64) if has(FeatureSet::FUSED) => tile(128, 128, 8),
+        (Sm90, 128) if has(FeatureSet::SLOPES) => tile(32, 128, 8),
+        (Sm100 | Sm103, 128) if has(FeatureSet::SOFT_CAP) => tile(128, 64, 8),
+        (Sm103, 64) if has(FeatureSet::SOFT_CAP) => tile(128, 128, 8),
+        (Sm100, 64) if has(FeatureSet::SEGMENTS) => tile(64, 64, 8),
+        (Sm80, 64) => tile(64, 64, 8),
+        (Sm80, 128) => tile(64, 32, 8),
+        (Sm80, _) => tile(32, 32, 8),
+        (Sm120, 64) => tile(16, 128, 8),
+        (Sm120, 128) => tile(32, 32, 4),
+        (Sm120, _) => tile(16, 32, 4),
+        (Sm90, 128) => tile(128, 64, 8),
+        (Sm100 | Sm103, 256) => tile(64, 32, 8),
+        (_, 64 | 128) => tile(64, 128, 8),
+        _ => tile(32, 64, 8),
+    }
+}
+
+/// Tiles of dq.
+pub(crate) fn query_grads(features: FeatureSet, target: Target, width: i32) -> TileShape {
+    let all = features == FeatureSet::ALL;
+    match (target, width) {
+        (Sm80, 64) if all => tile(64, 32, 8),
+        (Sm80, 128) if all => tile(64, 16, 8),
+        (Sm90, 128) if all => tile(128, 32, 8),
+        (Sm90, 256) if all => tile(64, 64, 8),
+        (Sm120, 128) if all => tile(64, 32, 8),
+        (Sm100 | Sm103, 64) if all => tile(128, 64, 8),
+        (Sm80, 128) => tile(64, 32, 8),
+        (Sm80, 256) => tile(64, 16, 8),
+        (Sm120, 128) => tile(128, 32, 8),
+        (Sm120, 256) => tile(32, 32, 4),
+        (Sm100 | Sm103, 64) => tile(128, 128, 8),
+        (_, 64 | 128) => tile(128, 64, 8),
+        _ => tile(64, 64, 4),
+    }
+}
+
+/// Tiles of linear attention. A block keeps a state of `width` rows and a tile's columns, which are
+/// the same on all targets: callers make room for a row of products of each. Four warps do up to
+/// the width where the compiler begins to spill.
+pub(crate) fn linear(_: FeatureSet, target: Target, width: i32) -> TileShape {
     let most = match target {
-        Target::Sm80 => 0,
-        Target::Sm120 => 64,
+        Sm80 => 0,
+        Sm120 => 64,
         _ => 128,
     };
-    TileShape { rows: 64, keys: 64, warps: if width > most { 8 } else { 4 } }
+    tile(64, 64, if width > most { 8 } else { 4 })
+}
+
+/// Tiles of kernels that compute something for each row.
+pub(crate) fn rows(_: FeatureSet, _: Target, width: i32) -> TileShape {
+    tile(if width == 256 { 32 } else { 64 }, 0, 4)
+}
+
+/// Tiles of the kernel that compares segments.
+pub(crate) fn segment_ranges(_: FeatureSet, _: Target, _: i32) -> TileShape {
+    tile(64, 0, 4)
+}
+
+/// Whether one loop of the dk and dv kernel masks all tiles, even of images that need masks for few
+/// tiles: where a second loop makes the compiler spill.
+pub(crate) fn has_one_loop(target: Target, width: i32) -> bool {
+    match target {
+        Sm80 => true,
+        Sm90 => false,
+        Sm100 | Sm103 => width == 256,
+        Sm120 => width != 128,
+    }
+}
+
+/// Returns the number of parts in which the forward pass sums a row of weights: the columns of a
+/// thread are the same modulo 8.
+///
+/// Modelled cycles of a tile on sm_90 with sums over rows, 8 and 16 parts: 1337, 1269, 1241
+/// (128 columns); 1786, 1739, 2100 (64 columns).
+pub(crate) fn sum_parts(width: i32) -> i32 {
+    if width == 64 { 8 } else { 16 }
 }

@@ -1,11 +1,11 @@
-//! The calls of the CUDA driver that the executor makes, as a trait: the driver itself implements
-//! it, and so does the recorder that tests run the executor on.
+//! The calls of the CUDA driver that the executor makes, as a trait. The driver itself implements
+//! it, and so does the test double on which tests run the executor.
 
 use burst_attention_kernels::launch::Launch;
 
 use crate::error::Result;
 
-/// Names things of the driver: its pointers, as numbers.
+/// Declares handles of the driver: its pointers, as numbers.
 macro_rules! handles {
     ($($(#[$doc:meta])* $name:ident;)*) => {$(
         $(#[$doc])*
@@ -25,129 +25,89 @@ handles! {
     Function;
 }
 
-/// `height` pieces of `width` bytes each in device memory, `pitch` bytes apart.
+/// `height` lines of `width` bytes each in device memory, `pitch` bytes apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Block {
-    /// Of the first byte.
+    /// The address of the first byte.
     pub address: u64,
-    /// Bytes of a piece.
+    /// The bytes of a line.
     pub width: u64,
-    /// Number of pieces.
+    /// The number of lines.
     pub height: u64,
-    /// Bytes from one piece to the next.
+    /// The bytes from one line to the next.
     pub pitch: u64,
 }
 
 impl Block {
-    /// One piece.
+    /// Returns a block of one line.
     pub fn run(address: u64, bytes: u64) -> Block {
         Block { address, width: bytes, height: 1, pitch: bytes }
     }
 
-    /// As wide and as high, without gaps.
+    /// Returns a block of the same lines without gaps, at `address`.
     pub fn packed_at(&self, address: u64) -> Block {
         Block { address, pitch: self.width, ..*self }
     }
 
-    /// Does it have no gaps?
+    /// Whether the block has no gaps.
     pub fn is_run(&self) -> bool {
         self.height <= 1 || self.pitch == self.width
     }
 
-    /// Bytes in it.
+    /// Returns the number of bytes in the block.
     pub fn bytes(&self) -> u64 {
         self.width * self.height
-    }
-
-    /// Bytes from its first to its last.
-    pub fn span(&self) -> u64 {
-        self.pitch * self.height.saturating_sub(1) + self.width
     }
 }
 
 /// A copy within device memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Copy {
-    /// What is copied.
+    /// The source.
     pub from: Block,
-    /// Where to; as wide and as high.
+    /// The target, of the same width and height.
     pub to: Block,
 }
 
-/// The driver. Each method is one call, or the few that belong together; all of them but
-/// [`Driver::stream_context`] go to the context that was pushed last on this thread. What takes a
-/// stream only enqueues.
+/// The CUDA driver. Each method is one call of the driver, or a few calls that belong together. All
+/// methods but [`Driver::stream_context`] concern the context that this thread pushed last. A
+/// method that takes a stream only enqueues. Each method fails
+/// with [`CudaError::Driver`](super::error::CudaError::Driver) if the driver refuses.
 pub trait Driver: Send + Sync {
-    /// The context that a stream belongs to.
-    ///
-    /// # Errors
-    /// [`crate::Error::Driver`], as all methods.
+    /// Returns the context of a stream.
     fn stream_context(&self, stream: Stream) -> Result<Context>;
 
     /// Makes a context current on this thread.
-    ///
-    /// # Errors
-    /// As above.
     fn push_context(&self, context: Context) -> Result<()>;
 
-    /// Makes the one before it current again.
-    ///
-    /// # Errors
-    /// As above.
+    /// Makes the previous context current again.
     fn pop_context(&self) -> Result<()>;
 
-    /// Compute capability of the context's device: major, minor.
-    ///
-    /// # Errors
-    /// As above.
+    /// Returns the compute capability of the context's device: major, minor.
     fn capability(&self) -> Result<(i32, i32)>;
 
-    /// A stream of the highest priority that waits for no other.
-    ///
-    /// # Errors
-    /// As above.
+    /// Creates a stream of the highest priority that waits for no other stream.
     fn create_stream(&self) -> Result<Stream>;
 
-    /// An event without timing.
-    ///
-    /// # Errors
-    /// As above.
+    /// Creates an event without timing.
     fn create_event(&self) -> Result<Event>;
 
-    /// Memory of the device.
-    ///
-    /// # Errors
-    /// As above.
+    /// Allocates memory of the device.
     fn allocate(&self, bytes: usize) -> Result<u64>;
 
-    /// Loads an image and finds the function `entry` in it. The module stays for as long as the
-    /// context.
-    ///
-    /// # Errors
-    /// As above.
+    /// Loads an image and finds the function `entry` in it. The module stays loaded as long as the
+    /// context lives.
     fn load(&self, image: &[u8], entry: &str) -> Result<Function>;
 
-    /// Enqueues a launch of `function`, the one of the launch's instance.
-    ///
-    /// # Errors
-    /// As above.
+    /// Enqueues a launch of `function`, which must be the function of the launch's instance.
     fn launch(&self, stream: Stream, function: Function, launch: &Launch) -> Result<()>;
 
     /// Enqueues a copy.
-    ///
-    /// # Errors
-    /// As above.
     fn copy(&self, stream: Stream, copy: &Copy) -> Result<()>;
 
-    /// The event stands for all that was enqueued on `stream` so far.
-    ///
-    /// # Errors
-    /// As above.
+    /// Lets the event stand for all operations that `stream` has so far.
     fn record(&self, stream: Stream, event: Event) -> Result<()>;
 
-    /// What is enqueued on `stream` from now on starts after what `event` stands for now.
-    ///
-    /// # Errors
-    /// As above.
+    /// Lets later operations of `stream` start after the operations that `event` stands for now.
     fn wait(&self, stream: Stream, event: Event) -> Result<()>;
 }

@@ -1,207 +1,191 @@
-//! One rank's computation on a GPU: tiles become launches on the tape.
+//! The engine's kernels of one rank: tiles and accumulators become launches on the command list.
 
 use std::ops::Range;
 
-use burst_attention_kernels::instances::{Element, Target};
-use burst_attention_kernels::launch::{self, Delta, Finish, Forward, Join};
+use burst_attention_kernels::launch::{
+    self, Cast, CombineSoftmax, Delta, Forward, KeyGrads, QueryGrads,
+};
 
-use super::last::Last;
-use super::memory::{Buffer, runs};
-use super::rank::{Arrays, Memory};
-use super::recording::{Recording, reads, writes};
-use crate::error::{Error, Result};
+use super::buffer::{Buffer, runs};
+use super::region::{reads, writes};
+use super::tiles::CommandKernel;
+use crate::error::Result;
 use crate::kernel::{AttentionKernel, BackwardOperands};
-use crate::problem::{Dtype, Problem};
-use crate::schedule::{Chunk, Merge, Payload, Place, Schedule, State, Tile};
+use crate::operands::Operand;
+use crate::problem::Problem;
+use crate::schedule::{Accumulator, Chunk, Merge, Payload, Place, Tile};
 
-/// Puts the launches of one rank on a tape.
-#[derive(Debug)]
-pub struct TapeKernel<'a> {
-    schedule: &'a Schedule,
-    pub(super) target: Target,
-    pub(super) element: Element,
-    pub(super) memory: Memory<'a>,
-    last: &'a Last,
-    pub(super) tape: &'a Recording,
-    /// How many steps the engine has begun.
-    begun: usize,
-    /// Tiles of this step that have had their turn, in each of the two halves of a backward tile.
-    turns: [usize; 2],
-    /// Whether one kernel computes all gradients of a tile and adds to dq at home, in any order.
-    pub(super) fused: bool,
-}
-
-/// The CUDA kernels' name of a type.
-///
-/// # Errors
-/// [`Error::Unsupported`] for float32.
-pub fn element_of(dtype: Dtype) -> Result<Element> {
-    match dtype {
-        Dtype::Bf16 => Ok(Element::Bf16),
-        Dtype::F16 => Ok(Element::F16),
-        Dtype::F32 => Err(Error::Unsupported {
-            what: "float32".into(),
-            executor: "CUDA",
-            instead: "cast query, key and value to bfloat16 or float16 (sums are float32 all the \
-                      same), or compute on CPU devices"
-                .into(),
-        }),
-    }
-}
-
-impl<'a> TapeKernel<'a> {
-    /// For one rank's schedule.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] for float32.
-    pub fn new(
-        schedule: &'a Schedule,
-        target: Target,
-        memory: Memory<'a>,
-        last: &'a Last,
-        tape: &'a Recording,
-        fused: bool,
-    ) -> Result<TapeKernel<'a>> {
-        let element = element_of(memory.problem.dtype)?;
-        Ok(TapeKernel {
-            schedule,
-            target,
-            element,
-            memory,
-            last,
-            tape,
-            begun: 0,
-            turns: [0; 2],
-            fused,
-        })
-    }
-
-    /// Both gradients of a backward tile whose turn it is in `half`, of the accumulators that
-    /// `wanted` says.
+impl CommandKernel<'_> {
+    /// Computes, in the first or second `half` of a backward tile, each gradient whose accumulator
+    /// `wanted` accepts.
     fn backward(
         &mut self,
         half: usize,
         tile: &Tile,
         operands: &BackwardOperands<'_, Buffer>,
-        wanted: impl Fn(State) -> bool,
+        wanted: impl Fn(Accumulator) -> bool,
     ) -> Result<()> {
-        let turn = self.turns[half];
+        let (turn, step) = (self.turns[half], self.list.step());
         self.turns[half] += 1;
-        let inputs = (operands.queries, operands.keys);
-        let step = self.tape.step();
+        let BackwardOperands { queries, keys, .. } = *operands;
         if let Some(sums) = operands.key_grads.filter(|_| wanted(tile.key_state)) {
-            let is_last = self.last.is_tile(Payload::KeyGrads, step, turn);
-            self.key_grads(tile, inputs, sums, is_last)?;
+            let is_last = self.final_writes.is_tile(Payload::KeyGrads, step, turn);
+            self.key_grads(tile, [queries, keys, sums], is_last)?;
         }
         let query_grads = operands.query_grads.filter(|_| !self.fused);
         if let Some(sums) = query_grads.filter(|_| wanted(tile.query_state)) {
-            let is_last = self.last.is_tile(Payload::QueryGrads, step, turn);
-            self.query_grads(tile, inputs, sums, is_last)?;
+            let is_last = self.final_writes.is_tile(Payload::QueryGrads, step, turn);
+            self.query_grads(tile, [queries, keys, sums], is_last)?;
         }
         Ok(())
     }
 
-    /// Writes the results of rows: their sums at home, with those that came home if there are.
+    fn key_grads(&self, tile: &Tile, buffers: [&Buffer; 3], is_last: bool) -> Result<()> {
+        if tile.keys.rows.is_empty() {
+            return Ok(());
+        }
+        let [queries, keys, sums] = buffers;
+        let [dk, dv] = [Operand::KeyGrad, Operand::ValueGrad].map(|it| self.memory.operand(it));
+        let dq_sums = self.fused.then(|| self.memory.home(Payload::QueryGrads));
+        let ends = (tile.key_state.first, is_last);
+        for part in self.parts(tile, (queries, keys), Payload::Keys, ends) {
+            let launches = KeyGrads {
+                rectangle: part.rectangle,
+                features: part.features,
+                q: part.q,
+                k: part.k,
+                v: part.v,
+                dout: queries.rows_at(1, &part.queries),
+                lse_log2: queries.statistics_at(2, &part.queries),
+                delta: queries.statistics_at(3, &part.queries),
+                dq_acc: dq_sums.as_ref().map(|sums| sums.rows_at(0, &part.queries)),
+                dk_acc: sums.optional_rows_at(0, &part.keys),
+                dv_acc: sums.optional_rows_at(1, &part.keys),
+                dk: is_last.then(|| dk.rows_at(0, &part.keys)),
+                dv: is_last.then(|| dv.rows_at(0, &part.keys)),
+                first: part.first,
+                last: part.last,
+            };
+            let uses = self.uses(buffers).chain(dq_sums.iter().map(|sums| writes(sums.region)));
+            self.push(launches.launches(self.target), uses)?;
+        }
+        Ok(())
+    }
+
+    fn query_grads(&self, tile: &Tile, buffers: [&Buffer; 3], is_last: bool) -> Result<()> {
+        if tile.queries.rows.is_empty() {
+            return Ok(());
+        }
+        let [queries, keys, sums] = buffers;
+        let dq = self.memory.operand(Operand::QueryGrad);
+        let dslopes = self.memory.arrays.get(Operand::SlopeGrad);
+        let dslopes = dslopes.map(|_| self.memory.operand(Operand::SlopeGrad));
+        let ends = (tile.query_state.first, is_last);
+        for part in self.parts(tile, (queries, keys), Payload::Queries, ends) {
+            let launches = QueryGrads {
+                rectangle: part.rectangle,
+                features: part.features,
+                q: part.q,
+                k: part.k,
+                v: part.v,
+                dout: queries.rows_at(1, &part.queries),
+                lse_log2: queries.statistics_at(2, &part.queries),
+                delta: queries.statistics_at(3, &part.queries),
+                dq_acc: sums.optional_rows_at(0, &part.queries),
+                dq: is_last.then(|| dq.rows_at(0, &part.queries)),
+                dslopes: dslopes.as_ref().map(|rows| rows.rows_at(0, &part.queries)),
+                first: part.first,
+                last: part.last,
+            };
+            self.push(launches.launches(self.target), self.uses(buffers))?;
+        }
+        Ok(())
+    }
+
+    /// Returns each gradient whose sums are `payload`, and its columns.
+    fn gradients(&self, payload: Payload) -> Vec<(Operand, usize)> {
+        let Problem { head_dim, value_dim, .. } = *self.memory.problem;
+        match payload {
+            Payload::KeyGrads => {
+                vec![(Operand::KeyGrad, head_dim), (Operand::ValueGrad, value_dim)]
+            }
+            _ => vec![(Operand::QueryGrad, head_dim)],
+        }
+    }
+
+    /// Writes the results of rows: their sums at home, plus the sums that arrived, if any.
     fn write(&self, payload: Payload, rows: &Range<usize>, arrived: Option<&Buffer>) -> Result<()> {
-        let Arrays::Backward { dq, dk, dv, .. } = self.memory.arrays else {
-            return self.wrong_pass("gradients");
-        };
-        let results = if payload == Payload::KeyGrads { vec![dk, dv] } else { vec![dq] };
         let home = self.memory.home(payload);
-        let (heads, dims) = self.sums(payload);
         let unscaled = self.fused && payload == Payload::QueryGrads;
         let scale = if unscaled { self.memory.problem.softmax_scale } else { 1.0 };
-        for (n, (address, head_dim)) in results.into_iter().zip(dims).enumerate() {
-            let launches = Finish {
+        for (n, (gradient, head_dim)) in self.gradients(payload).into_iter().enumerate() {
+            let launches = Cast {
                 batch: self.memory.problem.batch,
                 rows: rows.len(),
-                heads,
+                heads: self.memory.heads_and_rows(payload).0,
                 head_dim,
                 element: self.element,
                 a: home.rows_at(n, rows),
                 b: arrived.map(|arrived| arrived.rows_at(n, rows)),
-                out: self.memory.result(address, payload, head_dim).rows_at(0, rows),
+                out: self.memory.operand(gradient).rows_at(0, rows),
                 scale,
             };
-            let uses = [reads(home.region)].into_iter().chain(arrived.map(|b| reads(b.region)));
-            self.push(launches.launches(self.target)?, &Vec::from_iter(uses));
+            let uses = [Some(&home), arrived].into_iter().flatten();
+            self.push(launches.launches(self.target), uses.map(|sums| reads(sums.region)))?;
         }
         Ok(())
     }
 
-    /// Heads of the arrays of gradients, and columns of each.
-    fn sums(&self, payload: Payload) -> (usize, Vec<usize>) {
-        let Problem { heads, kv_heads, head_dim, value_dim, .. } = *self.memory.problem;
-        match payload {
-            Payload::KeyGrads => (kv_heads, vec![head_dim, value_dim]),
-            _ => (heads, vec![head_dim]),
-        }
-    }
-
-    /// Adds sums that came home to those at home.
-    fn add(&self, payload: Payload, rows: &Range<usize>, arrived: &Buffer) -> Result<()> {
+    /// Adds sums that arrived to the sums at home.
+    fn accumulate(&self, payload: Payload, rows: &Range<usize>, arrived: &Buffer) -> Result<()> {
         let home = self.memory.home(payload);
-        let (heads, dims) = self.sums(payload);
-        for (n, head_dim) in dims.into_iter().enumerate() {
-            let merge = launch::Merge {
+        for (n, (_, head_dim)) in self.gradients(payload).into_iter().enumerate() {
+            let launches = launch::Accumulate {
                 batch: self.memory.problem.batch,
                 rows: rows.len(),
-                heads,
+                heads: self.memory.heads_and_rows(payload).0,
                 head_dim,
                 home: home.rows_at(n, rows),
                 arrived: arrived.rows_at(n, rows),
             };
             let uses = [writes(home.region), reads(arrived.region)];
-            self.push(merge.launches(self.target)?, &uses);
+            self.push(launches.launches(self.target), uses)?;
         }
         Ok(())
     }
 
-    /// Joins the softmax states of rows that came home with those at home; the last one writes
-    /// results.
-    fn join(&self, rows: &Range<usize>, arrived: &Buffer, last: bool) -> Result<()> {
-        let Arrays::Forward { o, lse, .. } = self.memory.arrays else {
-            return self.wrong_pass("softmax states");
-        };
+    /// Combines the softmax states of rows that arrived with the states at home. The last of them
+    /// also writes the results.
+    fn combine_softmax(&self, rows: &Range<usize>, arrived: &Buffer, last: bool) -> Result<()> {
         let Problem { batch, heads, value_dim, .. } = *self.memory.problem;
         let home = self.memory.home(Payload::Partial);
-        let o = self.memory.result(o, Payload::Queries, value_dim);
-        let lse = self.memory.per_query(lse);
+        let [o, lse] = [Operand::Out, Operand::Lse].map(|it| self.memory.operand(it));
         for part in &runs(self.memory.problem, rows) {
-            let state = |buffer: &Buffer| launch::State {
+            let state = |buffer: &Buffer| launch::SoftmaxState {
                 acc: buffer.rows_at(0, part),
                 row_max: buffer.statistics_at(1, part),
                 row_sum: buffer.statistics_at(2, part),
             };
-            let launches = Join {
+            let launches = CombineSoftmax {
                 batch,
                 q_len: part.len(),
                 heads,
                 head_dim: value_dim,
                 element: self.element,
                 home: state(&home),
-                came: state(arrived),
+                arrived: state(arrived),
                 o: last.then(|| o.rows_at(0, part)),
                 lse: last.then(|| lse.rows_at(0, part)),
                 last,
             };
             let uses = [writes(home.region), reads(arrived.region)];
-            self.push(launches.launches(self.target)?, &uses);
+            self.push(launches.launches(self.target), uses)?;
         }
         Ok(())
     }
-
-    pub(super) fn broken<R>(&self, what: impl Into<String>) -> Result<R> {
-        let (rank, step) = (self.schedule.rank, self.tape.step());
-        Err(Error::BrokenSchedule { rank, step, what: what.into() })
-    }
-
-    pub(super) fn wrong_pass<R>(&self, what: &str) -> Result<R> {
-        self.broken(format!("{what} are asked for, but the arrays are those of the other pass"))
-    }
 }
 
-impl AttentionKernel for TapeKernel<'_> {
+impl AttentionKernel for CommandKernel<'_> {
     type Buffer = Buffer;
 
     fn home(&mut self, payload: Payload) -> Result<Buffer> {
@@ -222,47 +206,35 @@ impl AttentionKernel for TapeKernel<'_> {
         keys: &Buffer,
         partial: &Buffer,
     ) -> Result<()> {
-        let Arrays::Forward { o, lse, .. } = self.memory.arrays else {
-            return self.wrong_pass("outputs");
-        };
-        let State { first, last, .. } = tile.query_state;
-        let o = self.memory.result(o, Payload::Queries, self.memory.problem.value_dim);
-        let lse = self.memory.per_query(lse);
-        let key_parts = self.key_parts(&tile.keys.rows);
-        for part in &self.parts(&tile.queries.rows) {
-            for (n, rows) in key_parts.iter().enumerate() {
-                let last = last && n + 1 == key_parts.len();
-                let launches = Forward {
-                    rectangle: self.rectangle(part, rows, tile.band),
-                    features: self.features(tile, (queries, part), (keys, rows), part.len()),
-                    q: queries.rows_at(0, part),
-                    k: keys.rows_at(0, rows),
-                    v: keys.rows_at(1, rows),
-                    acc: partial.given_rows_at(0, part),
-                    row_max: partial.given_statistics_at(1, part),
-                    row_sum: partial.given_statistics_at(2, part),
-                    o: last.then(|| o.rows_at(0, part)),
-                    lse: last.then(|| lse.rows_at(0, part)),
-                    first: first && n == 0,
-                    last,
-                };
-                let uses = [reads(queries.region), reads(keys.region), writes(partial.region)];
-                self.push_tile(launches.launches(self.target)?, &uses);
-            }
+        let [o, lse] = [Operand::Out, Operand::Lse].map(|it| self.memory.operand(it));
+        let ends = (tile.query_state.first, tile.query_state.last);
+        for part in self.parts(tile, (queries, keys), Payload::Queries, ends) {
+            let launches = Forward {
+                rectangle: part.rectangle,
+                features: part.features,
+                q: part.q,
+                k: part.k,
+                v: part.v,
+                acc: partial.optional_rows_at(0, &part.queries),
+                row_max: partial.optional_statistics_at(1, &part.queries),
+                row_sum: partial.optional_statistics_at(2, &part.queries),
+                o: part.last.then(|| o.rows_at(0, &part.queries)),
+                lse: part.last.then(|| lse.rows_at(0, &part.queries)),
+                first: part.first,
+                last: part.last,
+            };
+            self.push(launches.launches(self.target), self.uses([queries, keys, partial]))?;
         }
         Ok(())
     }
 
     fn delta(&mut self) -> Result<()> {
-        let Arrays::Backward { o, lse, dlse, .. } = self.memory.arrays else {
-            return self.wrong_pass("delta");
-        };
         let Problem { batch, q_len, heads, value_dim: head_dim, .. } = *self.memory.problem;
         let queries = self.memory.home(Payload::Queries);
-        let o = self.memory.result(o, Payload::Queries, head_dim);
-        let [lse, dlse] = [lse, dlse].map(|address| self.memory.per_query(address));
+        let inputs = [Operand::Out, Operand::Lse, Operand::LseGrad];
+        let [o, lse, dlse] = inputs.map(|input| self.memory.operand(input));
         let sums = self.fused.then(|| self.memory.home(Payload::QueryGrads));
-        for part in &self.parts(&(0..q_len)) {
+        for part in &self.query_parts(&(0..q_len)) {
             let launches = Delta {
                 batch,
                 q_len: part.len(),
@@ -277,14 +249,13 @@ impl AttentionKernel for TapeKernel<'_> {
                 delta: queries.statistics_at(3, part),
                 zeros: sums.as_ref().map(|sums| sums.rows_at(0, part)),
             };
-            let uses = [writes(queries.region)].into_iter();
-            let uses = uses.chain(sums.iter().map(|sums| writes(sums.region)));
-            self.push(launches.launches(self.target)?, &Vec::from_iter(uses));
+            let written = [Some(&queries), sums.as_ref()].into_iter().flatten();
+            self.push(launches.launches(self.target), written.map(|rows| writes(rows.region)))?;
         }
         Ok(())
     }
 
-    /// What is at home may be added to while the travelling accumulator is on its way.
+    /// Adds to the accumulators at home while the travelling accumulator is on its way.
     fn backward_begin(
         &mut self,
         tile: &Tile,
@@ -304,20 +275,19 @@ impl AttentionKernel for TapeKernel<'_> {
     fn merge(&mut self, merge: &Merge, arrived: &Buffer) -> Result<()> {
         let Chunk { payload, rows, .. } = &merge.chunk;
         match (payload, merge.last) {
-            (Payload::Partial, last) => self.join(rows, arrived, last),
+            (Payload::Partial, last) => self.combine_softmax(rows, arrived, last),
             (_, true) => self.write(*payload, rows, Some(arrived)),
-            (_, false) => self.add(*payload, rows, arrived),
+            (_, false) => self.accumulate(*payload, rows, arrived),
         }
     }
 
     fn finish(&mut self) -> Result<()> {
-        let mut unfinished = self.last.unfinished().iter();
+        let mut unfinished = self.final_writes.unfinished().iter();
         unfinished.try_for_each(|(payload, rows)| self.write(*payload, rows, None))
     }
 
-    fn step(&mut self, _index: usize, _name: std::fmt::Arguments<'_>) {
-        self.tape.begin(self.schedule.steps[self.begun].index);
-        self.begun += 1;
+    fn step(&mut self, index: usize, _name: std::fmt::Arguments<'_>) {
+        self.list.begin(index);
         self.turns = [0; 2];
     }
 }

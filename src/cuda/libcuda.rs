@@ -1,4 +1,4 @@
-//! The CUDA driver itself, through cudarc, which finds `libcuda.so.1` when it is first called.
+//! The CUDA driver itself, called through cudarc, which finds `libcuda.so.1` at the first call.
 
 use std::ffi::{CStr, CString, c_void};
 use std::ptr;
@@ -8,86 +8,78 @@ use burst_attention_kernels::record::Value;
 use cudarc::driver::sys;
 
 use super::driver::{Context, Copy, Driver, Event, Function, Stream};
-use crate::error::{Error, Result};
+use super::error::CudaError;
+use crate::error::Result;
 
-/// The driver of this machine; made by [`LibCuda::find`].
+/// The driver of this machine, found by [`LibCuda::find`].
 #[derive(Debug)]
 pub struct LibCuda(());
 
 impl LibCuda {
-    /// The driver, if there is one.
+    /// Finds the driver.
     ///
     /// # Errors
-    /// [`Error::Library`].
+    /// [`CudaError::Library`] if the machine has no driver.
     pub fn find() -> Result<LibCuda> {
-        // SAFETY: it only opens the library.
+        // SAFETY: the function only opens the library, whose initialisers may run on any thread.
         if unsafe { sys::is_culib_present() } {
             return Ok(LibCuda(()));
         }
-        Err(Error::Library {
-            library: "libcuda.so.1",
-            reason: "no such library was found".into(),
-            remedy: "it comes with NVIDIA's driver, which a machine with an NVIDIA GPU needs",
-        })
+        let remedy = "it comes with NVIDIA's driver, which a machine with an NVIDIA GPU needs";
+        let (library, reason) = ("libcuda.so.1", "no such library was found".into());
+        Err(CudaError::Library { library, reason, remedy }.into())
     }
 
-    /// The newest CUDA that it knows, such as 13.0.
+    /// Returns the newest CUDA version that the driver knows, such as 13.0.
     pub fn version(&self) -> Option<String> {
         let mut number = 0;
-        // SAFETY: the call writes one integer.
+        // SAFETY: the driver writes one integer, and `number` is one.
         let code = unsafe { sys::cuDriverGetVersion(&raw mut number) };
         let text = || format!("{}.{}", number / 1000, number % 1000 / 10);
         (code == sys::CUresult::CUDA_SUCCESS).then(text)
     }
 }
 
-/// What the driver says of a code.
+/// Returns the name of a code and the driver's message.
 fn explain(code: sys::CUresult) -> String {
     let mut text = ptr::null();
-    // SAFETY: the call writes the address of a constant C string, or null.
+    // SAFETY: the driver writes null or the address of a constant C string, and `text` is a
+    // pointer.
     let known = unsafe { sys::cuGetErrorString(code, &raw mut text) };
     if known != sys::CUresult::CUDA_SUCCESS || text.is_null() {
         return format!("{code:?}");
     }
-    // SAFETY: as above.
+    // SAFETY: `text` is not null, so the driver has written the address of a constant C string.
     format!("{code:?}, {}", unsafe { CStr::from_ptr(text) }.to_string_lossy())
 }
 
-/// Calls a function of the driver; what it was for goes into the error.
+/// Calls a function of the driver. The error names the purpose of the call.
 macro_rules! call {
     ($function:ident($($argument:expr),*), $($purpose:tt)*) => {{
-        // SAFETY: handles are the driver's own, and places to write to live for the call.
+        // SAFETY: this module passes only handles that the driver made, and the addresses of
+        // variables that outlive the call. The executor guarantees the memory of launches and
+        // copies.
         let code = unsafe { sys::$function($($argument),*) };
-        if code == sys::CUresult::CUDA_SUCCESS {
-            Ok(())
-        } else {
-            let reason = format!("{}: {}", format_args!($($purpose)*), explain(code));
-            Err(Error::Driver { call: stringify!($function), reason })
-        }
+        check(code, stringify!($function), format_args!($($purpose)*))
     }};
 }
 
-impl Stream {
-    fn raw(self) -> sys::CUstream {
-        self.0 as sys::CUstream
+fn check(code: sys::CUresult, call: &'static str, purpose: std::fmt::Arguments<'_>) -> Result<()> {
+    if code == sys::CUresult::CUDA_SUCCESS {
+        return Ok(());
     }
-}
-
-impl Event {
-    fn raw(self) -> sys::CUevent {
-        self.0 as sys::CUevent
-    }
+    Err(CudaError::Driver { call, reason: format!("{purpose}: {}", explain(code)) }.into())
 }
 
 impl Driver for LibCuda {
     fn stream_context(&self, stream: Stream) -> Result<Context> {
         let mut context = ptr::null_mut();
-        call!(cuStreamGetCtx(stream.raw(), &raw mut context), "the context of XLA's stream")?;
+        call!(cuStreamGetCtx(stream.0 as _, &raw mut context), "the context of XLA's stream")?;
         Ok(Context(context as usize))
     }
 
     fn push_context(&self, context: Context) -> Result<()> {
-        call!(cuCtxPushCurrent_v2(context.0 as sys::CUcontext), "making XLA's context current")
+        call!(cuCtxPushCurrent_v2(context.0 as _), "making XLA's context current")
     }
 
     fn pop_context(&self) -> Result<()> {
@@ -117,7 +109,7 @@ impl Driver for LibCuda {
         let mut stream = ptr::null_mut();
         call!(
             cuStreamCreateWithPriority(&raw mut stream, flags, highest),
-            "a stream for what travels"
+            "a stream for messages"
         )?;
         Ok(Stream(stream as usize))
     }
@@ -144,10 +136,10 @@ impl Driver for LibCuda {
         )?;
         let name = CString::new(entry).unwrap_or_default();
         let found = call!(cuModuleGetFunction(&raw mut function, module, name.as_ptr()), "{entry}")
-            // With CUDA's lazy loading, the default, the first launch would do this, and may block.
+            // By default CUDA loads functions lazily, at the first launch, which may then block.
             .and_then(|()| call!(cuFuncLoad(function), "{entry}"));
         if let Err(error) = found {
-            // The first error says more than a second one.
+            // An error of unloading would say less than the first error.
             let _ = call!(cuModuleUnload(module), "{entry}");
             return Err(error);
         }
@@ -156,13 +148,13 @@ impl Driver for LibCuda {
 
     fn launch(&self, stream: Stream, function: Function, launch: &Launch) -> Result<()> {
         let mut values: Vec<u64> = launch.values.iter().copied().map(bits).collect();
-        let mut parameters: Vec<*mut c_void> =
-            values.iter_mut().map(|value| (&raw mut *value).cast()).collect();
+        let parameters = values.iter_mut().map(|value| (&raw mut *value).cast::<c_void>());
+        let mut parameters: Vec<_> = parameters.collect();
         let [x, y, z] = launch.grid;
-        // One thread: the number of threads is the image's own.
+        // The block is one thread, since the image itself sets the number of threads.
         call!(
             cuLaunchKernel(
-                function.0 as sys::CUfunction,
+                function.0 as _,
                 x,
                 y,
                 z,
@@ -170,7 +162,7 @@ impl Driver for LibCuda {
                 1,
                 1,
                 0,
-                stream.raw(),
+                stream.0 as _,
                 parameters.as_mut_ptr(),
                 ptr::null_mut()
             ),
@@ -185,7 +177,7 @@ impl Driver for LibCuda {
         if from.is_run() && to.is_run() {
             let bytes = from.bytes() as usize;
             return call!(
-                cuMemcpyDtoDAsync_v2(to.address, from.address, bytes, stream.raw()),
+                cuMemcpyDtoDAsync_v2(to.address, from.address, bytes, stream.0 as _),
                 "{bytes} bytes"
             );
         }
@@ -209,7 +201,7 @@ impl Driver for LibCuda {
             Height: from.height as usize,
         };
         call!(
-            cuMemcpy2DAsync_v2(&raw const copy, stream.raw()),
+            cuMemcpy2DAsync_v2(&raw const copy, stream.0 as _),
             "{} rows of {} bytes",
             from.height,
             from.width
@@ -217,15 +209,16 @@ impl Driver for LibCuda {
     }
 
     fn record(&self, stream: Stream, event: Event) -> Result<()> {
-        call!(cuEventRecord(event.raw(), stream.raw()), "marking a point of a stream")
+        call!(cuEventRecord(event.0 as _, stream.0 as _), "marking a point of a stream")
     }
 
     fn wait(&self, stream: Stream, event: Event) -> Result<()> {
-        call!(cuStreamWaitEvent(stream.raw(), event.raw(), 0), "letting a stream wait")
+        call!(cuStreamWaitEvent(stream.0 as _, event.0 as _, 0), "letting a stream wait")
     }
 }
 
-/// A value as the first bytes of a word, as launches take it on a little-endian machine.
+/// Returns a word that starts with the bytes of a value, as launches take it on a little-endian
+/// machine.
 fn bits(value: Value) -> u64 {
     match value {
         Value::Pointer(address) => address,

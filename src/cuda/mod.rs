@@ -1,28 +1,31 @@
 //! The executor on NVIDIA GPUs.
 //!
-//! The engine walks a rank's schedule onto a [`tape`]: launches of the CUDA kernels and exchanges,
-//! with the memory they use. Events are added where the streams need them, and only then all of it is
-//! issued: kernels on XLA's stream, messages on one of our own, or two in a double ring. Nothing
-//! waits on the host, and nothing is created but when a device is first seen.
+//! The engine walks a rank's schedule onto a command list (`commands`): launches of the CUDA
+//! kernels and exchanges, with the memory that they use. Then `synchronise` adds the events that
+//! the streams need, and only then the executor issues the commands: kernels on XLA's stream,
+//! messages on one stream of its own, or on two in a double ring. The host waits for nothing, and a
+//! call creates nothing except at its first run on a device.
 //!
-//! From the bottom: [`driver`] and [`nccl`] are the libraries' calls; [`memory`], [`workspace`] and
-//! [`rank`] say where things lie; [`kernel`] and [`transport`] (which write to a [`recording`]) are the engine's two traits;
-//! [`ring`] puts a ring together, [`device`] issues it. What needs no ring is issued by `alone.rs`.
-//! [`record`] is a driver for tests.
+//! From the bottom: [`driver`] and [`nccl`] are the libraries' calls, and [`libcuda`] is the driver
+//! itself; `region`, `buffer`, [`workspace`] and [`rank`] say where arrays lie; `tiles`, `kernel`
+//! and `transport` implement the engine's two traits; `lower` makes the command list of a [`call`];
+//! [`device`] issues it. `launch` issues launches that need no ring.
 
-mod alone;
+mod buffer;
+pub mod call;
+mod commands;
 pub mod device;
 pub mod driver;
-pub mod kernel;
-pub mod last;
+pub mod error;
+mod final_writes;
+mod kernel;
+mod launch;
 pub mod libcuda;
-pub mod memory;
+mod lower;
 pub mod nccl;
 pub mod rank;
-pub mod record;
-pub mod recording;
-pub mod ring;
-pub mod tape;
+mod region;
+mod synchronise;
 mod tiles;
-pub mod transport;
+mod transport;
 pub mod workspace;

@@ -1,36 +1,39 @@
-//! The functions of NCCL that the executor calls, from the `libnccl.so.2` that XLA has loaded.
+//! The functions of NCCL that the executor calls, in the `libnccl.so.2` that XLA has loaded.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
-use crate::error::{Error, Result};
+use libloading::os::unix::{Library, RTLD_LAZY, RTLD_LOCAL};
 
 use super::driver::Stream;
+use super::error::CudaError;
+use crate::error::{Error, Result};
 
 const LIBRARY: &str = "libnccl.so.2";
 const SUCCESS: c_int = 0;
 const IN_PROGRESS: c_int = 7;
-/// `ncclInt8`: what travels is bytes.
+/// `ncclInt8`: messages are bytes.
 const BYTES: c_int = 0;
 
-/// A communicator, an `ncclComm_t`. It belongs to XLA.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+/// A communicator of XLA, an `ncclComm_t`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Comm(pub usize);
 
-/// Declares the table of functions, each under its name in NCCL.
+/// Declares the table of functions, each with its name in NCCL.
 macro_rules! functions {
     ($($field:ident $symbol:literal ($($argument:ty),*) -> $result:ty;)*) => {
-        /// NCCL's functions. A table, so that tests can put their own in its place.
+        /// A table of NCCL's functions. Tests put their own functions in it.
         #[derive(Debug, Clone, Copy)]
         pub struct Nccl {
             $(#[doc = $symbol] pub $field: unsafe extern "C" fn($($argument),*) -> $result,)*
         }
 
         impl Nccl {
-            fn find(library: &libloading::os::unix::Library) -> std::result::Result<Nccl, libloading::Error> {
+            fn find(library: &Library) -> std::result::Result<Nccl, libloading::Error> {
                 Ok(Nccl {
-                    // SAFETY: the types are those of nccl.h, unchanged since NCCL 2.7; result
-                    // codes and data types are C integers there.
+                    // SAFETY: `functions!` below declares each function with its type in nccl.h,
+                    // which has been the same since NCCL 2.7. Result codes and data types are C
+                    // integers there, and `const` does not change how a pointer is passed.
                     $($field: *unsafe { library.get(concat!($symbol, "\0").as_bytes()) }?,)*
                 })
             }
@@ -47,91 +50,83 @@ functions! {
     async_error "ncclCommGetAsyncError" (*mut c_void, *mut c_int) -> c_int;
     group_start "ncclGroupStart" () -> c_int;
     group_end "ncclGroupEnd" () -> c_int;
-    send "ncclSend" (*const c_void, usize, c_int, c_int, *mut c_void, *mut c_void) -> c_int;
+    send "ncclSend" (*mut c_void, usize, c_int, c_int, *mut c_void, *mut c_void) -> c_int;
     receive "ncclRecv" (*mut c_void, usize, c_int, c_int, *mut c_void, *mut c_void) -> c_int;
 }
 
-/// A run of bytes that goes to, or comes from, another rank.
+/// A run of bytes that a rank sends to or receives from a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Message {
-    /// Where it lies on this rank.
+    /// The address on this rank.
     pub address: u64,
-    /// Its length.
+    /// The number of bytes.
     pub bytes: u64,
     /// The rank at the other end.
     pub peer: usize,
 }
 
-/// Messages that travel together.
+/// Messages that make progress together.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Group {
-    /// Out.
+    /// The messages that the rank sends.
     pub sends: Vec<Message>,
-    /// In.
+    /// The messages that the rank receives.
     pub receives: Vec<Message>,
 }
 
-/// A communicator with what it says about itself.
+/// A communicator with its rank and size.
 #[derive(Debug, Clone, Copy)]
 pub struct Communicator<'a> {
     nccl: &'a Nccl,
-    /// XLA's handle.
+    /// The handle of XLA.
     pub comm: Comm,
-    /// This process's rank in it.
+    /// The rank of this process in the communicator.
     pub rank: usize,
-    /// Its ranks.
+    /// The number of ranks of the communicator.
     pub size: usize,
 }
 
-/// Where a call stands, for its error.
-#[derive(Debug, Clone, Copy, Default)]
-struct Place {
-    step: Option<usize>,
-    peer: Option<usize>,
-}
-
 impl Nccl {
-    /// The library that XLA has loaded, or else the one that the loader finds.
+    /// Returns the functions of the library that XLA has loaded, or else of the one that the loader
+    /// finds.
     ///
     /// # Errors
-    /// [`Error::Library`] if there is none, or it lacks a function.
+    /// [`CudaError::Library`] if there is no such library, or it lacks a function.
     pub fn load() -> Result<&'static Nccl> {
-        use libloading::os::unix::{Library, RTLD_LAZY, RTLD_LOCAL};
-        /// The library if the process has it already.
+        /// Opens the library only if the process has loaded it.
         const RTLD_NOLOAD: c_int = 4;
         static NCCL: OnceLock<Nccl> = OnceLock::new();
-        // Only success is kept: XLA may load the library later.
+        // Only success is kept, since XLA may load the library later.
         if let Some(found) = NCCL.get() {
             return Ok(found);
         }
-        let unusable = |error: libloading::Error| Error::Library {
+        let unusable = |error: libloading::Error| CudaError::Library {
             library: LIBRARY,
             reason: error.to_string(),
             remedy: "it comes with jax[cuda13], as the package nvidia-nccl-cu13",
         };
         let flags = RTLD_LAZY | RTLD_LOCAL;
-        // SAFETY: initialisers of NCCL may run on any thread.
-        let loaded = unsafe { Library::open(Some(LIBRARY), flags | RTLD_NOLOAD) };
-        // SAFETY: as above.
-        let library = loaded.or_else(|_| unsafe { Library::open(Some(LIBRARY), flags) });
-        let library = library.map_err(unusable)?;
+        // SAFETY: NCCL guarantees that its initialisers and finalisers may run on any thread.
+        let open = |flags| unsafe { Library::open(Some(LIBRARY), flags) };
+        let library = open(flags | RTLD_NOLOAD).or_else(|_| open(flags)).map_err(unusable)?;
         let found = Nccl::find(&library).map_err(unusable)?;
-        // It stays for as long as the process.
+        // The functions stay valid because the library is never closed.
         std::mem::forget(library);
         Ok(NCCL.get_or_init(|| found))
     }
 
-    /// Its version, such as 2.30.7.
+    /// Returns the version, such as 2.30.7.
     pub fn version(&self) -> Option<String> {
         let mut number = 0;
-        // SAFETY: the function writes one integer.
+        // SAFETY: `ncclGetVersion` writes one integer, and `number` is one.
         let code = unsafe { (self.version)(&raw mut number) };
         let text = || format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100);
         (code == SUCCESS).then(text)
     }
 
     fn explain(&self, comm: Comm, code: c_int) -> String {
-        // SAFETY: both return C strings that stay, or null.
+        // SAFETY: NCCL accepts any code and any communicator that it made, and returns null or C
+        // strings that stay valid until the thread calls it again.
         let texts = unsafe {
             [(self.error_string)(code), (self.last_error)(comm.0 as *mut c_void)].map(|text| {
                 (!text.is_null()).then(|| CStr::from_ptr(text).to_string_lossy().into_owned())
@@ -144,123 +139,115 @@ impl Nccl {
 }
 
 impl<'a> Communicator<'a> {
-    /// Asks the communicator for its rank, and checks that it is as large as the ring and well.
+    /// Asks a communicator for its rank. Checks that it has the size of the ring and no error.
     ///
     /// # Errors
-    /// [`Error::Network`].
+    /// [`CudaError::Network`].
     pub fn new(nccl: &'a Nccl, comm: Comm, world_size: usize) -> Result<Communicator<'a>> {
         let mut communicator = Communicator { nccl, comm, rank: 0, size: world_size };
-        let (rank, count) = (
-            communicator.ask("ncclCommUserRank", nccl.rank)?,
-            communicator.ask("ncclCommCount", nccl.count)?,
-        );
+        let rank = communicator.ask("ncclCommUserRank", nccl.rank)?;
+        let count = communicator.ask("ncclCommCount", nccl.count)?;
         communicator.rank = rank as usize;
         if count as usize != world_size || communicator.rank >= world_size {
             let reason = format!(
                 "expected a communicator of {world_size} ranks, as the mesh axis has, got rank \
                  {rank} of {count}"
             );
-            return Err(communicator.error("ncclCommCount", Place::default(), reason));
+            return Err(communicator.error("ncclCommCount", (None, None), reason));
         }
         let state = communicator.ask("ncclCommGetAsyncError", nccl.async_error)?;
-        if state != SUCCESS && state != IN_PROGRESS {
-            return Err(communicator.failed("ncclCommGetAsyncError", Place::default(), state));
-        }
+        communicator.check("ncclCommGetAsyncError", (None, None), state)?;
         Ok(communicator)
     }
 
-    /// Calls a function that answers with one integer.
+    /// Calls a function that asks the communicator for one integer.
     fn ask(
         &self,
         call: &'static str,
         function: unsafe extern "C" fn(*mut c_void, *mut c_int) -> c_int,
     ) -> Result<c_int> {
         let mut answer = 0;
-        // SAFETY: the communicator is XLA's, which keeps it while a handler runs.
+        // SAFETY: XLA made the communicator and keeps it while a handler runs. The function writes
+        // one integer, and `answer` is one.
         let code = unsafe { function(self.comm.0 as *mut c_void, &raw mut answer) };
-        self.check(call, Place::default(), code)?;
+        self.check(call, (None, None), code)?;
         Ok(answer)
     }
 
-    /// Enqueues the messages of a group on `stream`: they make progress together. The step goes into
-    /// errors.
+    /// Enqueues the messages of a group on `stream`. Errors name the step.
     ///
     /// # Errors
-    /// [`Error::Network`], with the peer where it is known.
+    /// [`CudaError::Network`], with the peer where it is known.
     ///
     /// # Safety
-    /// The memory of the messages is the device's and stays until the stream has passed this.
+    /// The caller must guarantee that the memory of the messages belongs to the stream's device and
+    /// stays valid until the stream has passed the group.
     pub unsafe fn exchange(
         &self,
         stream: Stream,
         step: Option<usize>,
         group: &Group,
     ) -> Result<()> {
-        let place = |peer| Place { step, peer };
-        // SAFETY: no arguments.
-        self.check("ncclGroupStart", place(None), unsafe { (self.nccl.group_start)() })?;
-        // SAFETY: passed on.
+        // SAFETY: the function takes no arguments.
+        self.check("ncclGroupStart", (step, None), unsafe { (self.nccl.group_start)() })?;
+        // SAFETY: the caller of `exchange` guarantees the memory of the messages.
         let messages = unsafe { self.messages(stream, step, group) };
-        // Whatever happened, the thread's group must end: NCCL drops it if a call in it failed.
-        // SAFETY: no arguments.
+        // The thread's group must end even after an error: NCCL drops the group if a call in it
+        // failed. SAFETY: the function takes no arguments.
         let ended = unsafe { (self.nccl.group_end)() };
         messages?;
-        match ended {
-            IN_PROGRESS => self.settle(step),
-            code => self.check("ncclGroupEnd", place(None), code),
+        // A communicator that does not block has to be asked until its group is enqueued.
+        let mut code = ended;
+        while code == IN_PROGRESS {
+            code = self.ask("ncclCommGetAsyncError", self.nccl.async_error)?;
+            if code == IN_PROGRESS {
+                std::thread::yield_now();
+            }
         }
+        self.check("ncclGroupEnd", (step, None), code)
     }
 
     /// # Safety
-    /// As [`Communicator::exchange`].
+    /// The caller must guarantee the same as the caller of [`Communicator::exchange`].
     unsafe fn messages(&self, stream: Stream, step: Option<usize>, group: &Group) -> Result<()> {
         let (comm, stream) = (self.comm.0 as *mut c_void, stream.0 as *mut c_void);
-        for message in &group.sends {
-            let (from, count) = (message.address as *const c_void, message.bytes as usize);
-            let peer = message.peer as c_int;
-            // SAFETY: passed on.
-            let code = unsafe { (self.nccl.send)(from, count, BYTES, peer, comm, stream) };
-            let place = Place { step, peer: Some(message.peer) };
-            self.check("ncclSend", place, code)?;
-        }
-        for message in &group.receives {
-            let (to, count) = (message.address as *mut c_void, message.bytes as usize);
-            let peer = message.peer as c_int;
-            // SAFETY: passed on.
-            let code = unsafe { (self.nccl.receive)(to, count, BYTES, peer, comm, stream) };
-            let place = Place { step, peer: Some(message.peer) };
-            self.check("ncclRecv", place, code)?;
+        let Nccl { send, receive, .. } = *self.nccl;
+        for (call, function, messages) in
+            [("ncclSend", send, &group.sends), ("ncclRecv", receive, &group.receives)]
+        {
+            for &Message { address, bytes, peer } in messages {
+                let (at, count) = (address as *mut c_void, bytes as usize);
+                // SAFETY: the caller guarantees the memory of the messages. XLA made the
+                // communicator and the stream, and keeps both while a handler runs.
+                let code = unsafe { function(at, count, BYTES, peer as c_int, comm, stream) };
+                self.check(call, (step, Some(peer)), code)?;
+            }
         }
         Ok(())
     }
 
-    /// A communicator that does not block has to be asked until its group is enqueued.
-    fn settle(&self, step: Option<usize>) -> Result<()> {
-        loop {
-            match self.ask("ncclCommGetAsyncError", self.nccl.async_error)? {
-                IN_PROGRESS => std::thread::yield_now(),
-                code => {
-                    let place = Place { step, peer: None };
-                    return self.check("ncclGroupEnd", place, code);
-                }
-            }
-        }
-    }
-
-    fn check(&self, call: &'static str, place: Place, code: c_int) -> Result<()> {
-        // In progress: enqueued, by a communicator that does not block.
+    /// Turns a code into an error. [`IN_PROGRESS`] is no error: a communicator that does not block
+    /// has taken the call.
+    fn check(
+        &self,
+        call: &'static str,
+        place: (Option<usize>, Option<usize>),
+        code: c_int,
+    ) -> Result<()> {
         if code == SUCCESS || code == IN_PROGRESS {
             return Ok(());
         }
-        Err(self.failed(call, place, code))
+        Err(self.error(call, place, self.nccl.explain(self.comm, code)))
     }
 
-    fn failed(&self, call: &'static str, place: Place, code: c_int) -> Error {
-        self.error(call, place, self.nccl.explain(self.comm, code))
-    }
-
-    fn error(&self, call: &'static str, place: Place, reason: String) -> Error {
-        let Place { step, peer } = place;
-        Error::Network { call, rank: self.rank, world_size: self.size, step, peer, reason }
+    /// Returns the error of a call at a place, which is a step and a peer.
+    fn error(
+        &self,
+        call: &'static str,
+        (step, peer): (Option<usize>, Option<usize>),
+        reason: String,
+    ) -> Error {
+        let Communicator { rank, size: world_size, .. } = *self;
+        CudaError::Network { call, rank, world_size, step, peer, reason }.into()
     }
 }

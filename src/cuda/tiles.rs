@@ -1,24 +1,74 @@
-//! From a tile to launches.
+//! One rank's tiles: their parts, and the launches of a part on the command list.
 
 use std::ops::Range;
 
 use burst_attention_kernels::instances::{Element, Target};
 use burst_attention_kernels::launch::{
-    self, Dropout, KeyGrads, Launch, Positions, QueryGrads, Rectangle, Rows, Segments,
+    self, Dropout, KeyGrads, Launch, LaunchError, Rectangle, RowPositions, Rows, Segments,
 };
 
-use super::kernel::{TapeKernel, element_of};
-use super::memory::{Buffer, Region, pieces, runs};
-use super::rank::Arrays;
-use super::recording::{reads, writes};
-use super::tape::{Queue, Use, Work};
-use crate::error::Result;
+use super::buffer::{Buffer, cut_by_pieces, runs};
+use super::commands::{CommandListBuilder, Work};
+use super::error::CudaError;
+use super::final_writes::FinalWrites;
+use super::rank::RankMemory;
+use super::region::{Queue, Region, Use, reads, writes};
+use crate::error::{Error, Result};
 use crate::mask::Band;
-use crate::problem::{Features, Pass, Problem};
+use crate::operands::Operand;
+use crate::problem::{Dtype, Features, Pass, Problem};
 use crate::schedule::{Payload, Place, Schedule, Tile};
 
-/// Whether one kernel can compute all gradients of each tile and add to dq. Where dq travels, it
-/// can't: a travelling accumulator is not zeros when it sets out, and other ranks scale it.
+/// Appends the launches of one rank to a command list.
+#[derive(Debug)]
+pub struct CommandKernel<'a> {
+    pub(super) schedule: &'a Schedule,
+    pub(super) target: Target,
+    pub(super) element: Element,
+    pub(super) memory: RankMemory<'a>,
+    pub(super) final_writes: &'a FinalWrites,
+    pub(super) list: &'a CommandListBuilder,
+    /// The tiles of this step that each of the two halves of a backward tile has reached.
+    pub(super) turns: [usize; 2],
+    /// Whether one kernel computes all gradients of a tile and adds to dq at home, in any order.
+    pub(super) fused: bool,
+}
+
+/// A part of a tile that takes launches of its own.
+pub(super) struct Part {
+    pub queries: Range<usize>,
+    pub keys: Range<usize>,
+    pub rectangle: Rectangle,
+    pub features: launch::Features,
+    pub q: Rows,
+    pub k: Rows,
+    pub v: Rows,
+    /// Whether the part starts the state of its resident rows.
+    pub first: bool,
+    /// Whether the part ends the state of its resident rows.
+    pub last: bool,
+}
+
+/// Returns the CUDA kernels' name of a type.
+///
+/// # Errors
+/// [`Error::Unsupported`] for float32.
+pub(super) fn element_of(dtype: Dtype) -> Result<Element> {
+    match dtype {
+        Dtype::Bf16 => Ok(Element::Bf16),
+        Dtype::F16 => Ok(Element::F16),
+        Dtype::F32 => Err(Error::Unsupported {
+            what: "float32".into(),
+            executor: "CUDA",
+            instead: "cast query, key and value to bfloat16 or float16 (sums are float32 all the \
+                      same), or compute on CPU devices"
+                .into(),
+        }),
+    }
+}
+
+/// Whether one kernel can compute all gradients of each tile and add to dq. It can't where dq
+/// travels, since a travelling accumulator does not start with zeros, and other ranks scale it.
 pub(super) fn can_fuse(problem: &Problem, schedule: &Schedule, target: Target) -> Result<bool> {
     if schedule.pass == Pass::Forward || problem.head_dim != problem.value_dim {
         return Ok(false);
@@ -30,7 +80,7 @@ pub(super) fn can_fuse(problem: &Problem, schedule: &Schedule, target: Target) -
         soft_cap: soft_cap.unwrap_or(0.0),
         slopes: slopes.then(Rows::default),
         dropout: dropout.map(|rate| Dropout { numbers: Rows::default(), rate }),
-        positions: Positions::default(),
+        positions: RowPositions::default(),
     };
     let mut merges = schedule.steps.iter().flat_map(|step| &step.merges);
     let mut tiles = schedule.steps.iter().flat_map(|step| &step.tiles);
@@ -44,7 +94,7 @@ pub(super) fn can_fuse(problem: &Problem, schedule: &Schedule, target: Target) -
         }))
 }
 
-/// Some rows of both sides.
+/// Returns the rectangle of some queries and some keys.
 fn rectangle(
     problem: &Problem,
     element: Element,
@@ -53,7 +103,7 @@ fn rectangle(
     band: Band,
 ) -> Rectangle {
     let Problem { batch, heads, kv_heads, head_dim, value_dim, softmax_scale, .. } = *problem;
-    // The band counts from the owners' first rows, a rectangle's from its own.
+    // The band counts from the owners' first rows; a rectangle counts from its own first rows.
     let shift = queries.start as i64 - keys.start as i64;
     let shifted = |limit: i64| match limit {
         i64::MIN | i64::MAX => limit,
@@ -74,47 +124,99 @@ fn rectangle(
     }
 }
 
-impl TapeKernel<'_> {
-    pub(super) fn rectangle(
-        &self,
-        queries: &Range<usize>,
-        keys: &Range<usize>,
-        band: Band,
-    ) -> Rectangle {
-        rectangle(self.memory.problem, self.element, queries, keys, band)
+impl CommandKernel<'_> {
+    pub(super) fn broken<R>(&self, what: impl Into<String>) -> Result<R> {
+        let (rank, step) = (self.schedule.rank, self.list.step());
+        Err(Error::BrokenSchedule { rank, step, what: what.into() })
     }
 
-    /// What a launch over some rows of both sides does beside the band; its blocks keep `resident`
-    /// rows. Segments come last among the arrays of both sides.
-    pub(super) fn features(
+    /// Appends launches that use the same regions.
+    pub(super) fn push(
+        &self,
+        launches: std::result::Result<Vec<Launch>, LaunchError>,
+        uses: impl IntoIterator<Item = Use>,
+    ) -> Result<()> {
+        let uses = Vec::from_iter(uses);
+        for launch in launches.map_err(CudaError::Launch)? {
+            self.list.push(Queue::Compute, Work::Launch(launch), uses.clone());
+        }
+        Ok(())
+    }
+
+    /// Returns the regions that the launches of a tile use.
+    pub(super) fn uses(&self, [queries, keys, sums]: [&Buffer; 3]) -> impl Iterator<Item = Use> {
+        let ranges = self.memory.problem.features.segments.then_some(writes(Region::SegmentRanges));
+        let uses = [reads(queries.region), reads(keys.region), writes(sums.region)];
+        uses.into_iter().chain(ranges)
+    }
+
+    /// Returns the parts of a tile. The `resident` rows have a state. Each run of them pairs with
+    /// each run of the other rows, and the pairs of a resident run hand on its state: the first
+    /// pair starts it if `first`, and the last pair ends it if `last`.
+    pub(super) fn parts(
+        &self,
+        tile: &Tile,
+        (queries, keys): (&Buffer, &Buffer),
+        resident: Payload,
+        (first, last): (bool, bool),
+    ) -> Vec<Part> {
+        let (q_rows, k_rows) = (&tile.queries.rows, &tile.keys.rows);
+        let (q_parts, k_parts) = (self.query_parts(q_rows), self.key_parts(k_rows));
+        let by_keys = resident == Payload::Keys;
+        let (outer, inner) = if by_keys { (k_parts, q_parts) } else { (q_parts, k_parts) };
+        let part = |own: &Range<usize>, n: usize, other: &Range<usize>| {
+            let (q_rows, k_rows) = if by_keys { (other, own) } else { (own, other) };
+            let (problem, band) = (self.memory.problem, tile.band);
+            Part {
+                rectangle: rectangle(problem, self.element, q_rows, k_rows, band),
+                features: self.features(tile, (queries, q_rows), (keys, k_rows), own.len()),
+                q: queries.rows_at(0, q_rows),
+                k: keys.rows_at(0, k_rows),
+                v: keys.rows_at(1, k_rows),
+                first: first && n == 0,
+                last: last && n + 1 == inner.len(),
+                queries: q_rows.clone(),
+                keys: k_rows.clone(),
+            }
+        };
+        let of_own = |own| inner.iter().enumerate().map(move |(n, other)| part(own, n, other));
+        outer.iter().flat_map(of_own).collect()
+    }
+
+    /// Returns the features of a launch over some rows of both sides whose blocks hold `resident`
+    /// rows.
+    fn features(
         &self,
         tile: &Tile,
         (queries, q_rows): (&Buffer, &Range<usize>),
         (keys, k_rows): (&Buffer, &Range<usize>),
         resident: usize,
     ) -> launch::Features {
-        let Features { segments, soft_cap, slopes, dropout } = self.memory.problem.features;
-        let extras = self.memory.arrays.extras();
-        let batch_stride = self.memory.problem.heads as u64;
-        let numbers = Rows { address: extras.dropout, batch_stride: 4 };
+        let Problem { ref features, heads, .. } = *self.memory.problem;
+        let query_segments = queries.of_feature(features, Operand::QuerySegments, q_rows);
+        let key_segments = keys.of_feature(features, Operand::KeySegments, k_rows);
+        let ranges = self.memory.segment_ranges(resident);
+        let segments = query_segments.zip(key_segments);
+        let per_entry = |operand, width| {
+            let address = self.memory.arrays.get(operand).copied()?;
+            Some(Rows { address, batch_stride: width as u64 })
+        };
+        let numbers = per_entry(Operand::Dropout, 4);
         launch::Features {
-            segments: segments.then(|| Segments {
-                queries: queries.rows_at(queries.arrays.len() - 1, q_rows),
-                keys: keys.rows_at(keys.arrays.len() - 1, k_rows),
-                ranges: self.memory.segment_ranges(resident),
-            }),
-            soft_cap: soft_cap.unwrap_or(0.0),
-            slopes: slopes.then_some(Rows { address: extras.slopes, batch_stride }),
-            dropout: dropout.map(|rate| Dropout { numbers, rate }),
+            segments: segments.map(|(queries, keys)| Segments { queries, keys, ranges }),
+            soft_cap: features.soft_cap.unwrap_or(0.0),
+            slopes: per_entry(Operand::Slopes, heads),
+            dropout: numbers.zip(features.dropout).map(|(numbers, rate)| Dropout { numbers, rate }),
             positions: match self.counts_positions() {
                 true => self.positions(tile, q_rows.start, k_rows.start),
-                false => Positions::default(),
+                false => RowPositions::default(),
             },
         }
     }
 
-    /// Positions of rows of one piece of each side, from a query and a key on.
-    fn positions(&self, tile: &Tile, query: usize, key: usize) -> Positions {
+    /// Returns the positions of the rows from a query and a key on. The rows of each side lie in
+    /// one piece of the layout.
+    fn positions(&self, tile: &Tile, query: usize, key: usize) -> RowPositions {
         let Problem { layout, world_size, q_len, kv_len, .. } = *self.memory.problem;
         let position = |owner, row, len| {
             let pieces = layout.pieces(owner, world_size, len);
@@ -123,136 +225,35 @@ impl TapeKernel<'_> {
         };
         let (query, stride) = position(tile.queries.owner, query, q_len);
         let (key, _) = position(tile.keys.owner, key, kv_len);
-        Positions { query, key, stride }
+        RowPositions { query, key, stride }
     }
 
-    /// As [`Self::push`], of launches that look at segments, if there are any.
-    pub(super) fn push_tile(&self, launches: Vec<Launch>, uses: &[Use]) {
-        let segments = self.memory.problem.features.segments;
-        let ranges = segments.then_some(writes(Region::SegmentRanges));
-        self.push(launches, &Vec::from_iter(uses.iter().copied().chain(ranges)));
-    }
-
-    pub(super) fn push(&self, launches: Vec<Launch>, uses: &[Use]) {
-        for launch in launches {
-            self.tape.push(Queue::Compute, Work::Launch(launch), uses.to_vec());
-        }
-    }
-
-    /// Do kernels count positions? They do it within a piece of the layout.
+    /// Whether kernels count positions. They count within one piece of the layout.
     fn counts_positions(&self) -> bool {
         let Features { slopes, dropout, .. } = self.memory.problem.features;
         slopes || dropout.is_some()
     }
 
-    /// The parts of a tile's queries that take launches of their own: their statistics lie in one
-    /// array and, where positions count, they are evenly apart.
-    pub(super) fn parts(&self, queries: &Range<usize>) -> Vec<Range<usize>> {
+    /// Returns the parts of a tile's queries that take launches of their own. The statistics of a
+    /// part lie in one array, and where positions count, its positions are evenly spaced.
+    pub(super) fn query_parts(&self, queries: &Range<usize>) -> Vec<Range<usize>> {
         let problem = self.memory.problem;
         if queries.is_empty() {
             // A tile without queries only defines the state of its keys.
             vec![queries.clone()]
         } else if self.counts_positions() {
-            pieces(problem, problem.q_len, queries)
+            cut_by_pieces(problem, problem.q_len, queries)
         } else {
             runs(problem, queries)
         }
     }
 
-    /// Likewise of its keys.
-    pub(super) fn key_parts(&self, keys: &Range<usize>) -> Vec<Range<usize>> {
+    /// Returns the parts of a tile's keys that take launches of their own.
+    fn key_parts(&self, keys: &Range<usize>) -> Vec<Range<usize>> {
         let problem = self.memory.problem;
         if keys.is_empty() || !self.counts_positions() {
             return vec![keys.clone()];
         }
-        pieces(problem, problem.kv_len, keys)
-    }
-
-    pub(super) fn key_grads(
-        &self,
-        tile: &Tile,
-        (queries, keys): (&Buffer, &Buffer),
-        sums: &Buffer,
-        is_last: bool,
-    ) -> Result<()> {
-        let rows = &tile.keys.rows;
-        if rows.is_empty() {
-            return Ok(());
-        }
-        let Arrays::Backward { dk, dv, .. } = self.memory.arrays else {
-            return self.wrong_pass("key gradients");
-        };
-        let Problem { head_dim, value_dim, .. } = *self.memory.problem;
-        let dk = self.memory.result(dk, Payload::KeyGrads, head_dim);
-        let dv = self.memory.result(dv, Payload::KeyGrads, value_dim);
-        let query_sums = self.fused.then(|| self.memory.home(Payload::QueryGrads));
-        let parts = self.parts(&tile.queries.rows);
-        for rows in &self.key_parts(rows) {
-            for (n, part) in parts.iter().enumerate() {
-                let launches = KeyGrads {
-                    rectangle: self.rectangle(part, rows, tile.band),
-                    features: self.features(tile, (queries, part), (keys, rows), rows.len()),
-                    q: queries.rows_at(0, part),
-                    k: keys.rows_at(0, rows),
-                    v: keys.rows_at(1, rows),
-                    dout: queries.rows_at(1, part),
-                    lse_log2: queries.statistics_at(2, part),
-                    delta: queries.statistics_at(3, part),
-                    dq_acc: query_sums.as_ref().map(|sums| sums.rows_at(0, part)),
-                    dk_acc: sums.given_rows_at(0, rows),
-                    dv_acc: sums.given_rows_at(1, rows),
-                    dk: is_last.then(|| dk.rows_at(0, rows)),
-                    dv: is_last.then(|| dv.rows_at(0, rows)),
-                    first: tile.key_state.first && n == 0,
-                    last: is_last && n + 1 == parts.len(),
-                };
-                let uses = [reads(queries.region), reads(keys.region), writes(sums.region)];
-                let of_queries = query_sums.iter().map(|sums| writes(sums.region));
-                let uses = Vec::from_iter(uses.into_iter().chain(of_queries));
-                self.push_tile(launches.launches(self.target)?, &uses);
-            }
-        }
-        Ok(())
-    }
-
-    pub(super) fn query_grads(
-        &self,
-        tile: &Tile,
-        (queries, keys): (&Buffer, &Buffer),
-        sums: &Buffer,
-        is_last: bool,
-    ) -> Result<()> {
-        if tile.queries.rows.is_empty() {
-            return Ok(());
-        }
-        let Arrays::Backward { dq, .. } = self.memory.arrays else {
-            return self.wrong_pass("query gradients");
-        };
-        let dq = self.memory.result(dq, Payload::QueryGrads, self.memory.problem.head_dim);
-        let dslopes = self.memory.arrays.extras().dslopes;
-        let dslopes = (dslopes != 0).then(|| self.memory.per_query(dslopes));
-        let key_parts = self.key_parts(&tile.keys.rows);
-        for part in &self.parts(&tile.queries.rows) {
-            for (n, rows) in key_parts.iter().enumerate() {
-                let launches = QueryGrads {
-                    rectangle: self.rectangle(part, rows, tile.band),
-                    features: self.features(tile, (queries, part), (keys, rows), part.len()),
-                    q: queries.rows_at(0, part),
-                    k: keys.rows_at(0, rows),
-                    v: keys.rows_at(1, rows),
-                    dout: queries.rows_at(1, part),
-                    lse_log2: queries.statistics_at(2, part),
-                    delta: queries.statistics_at(3, part),
-                    dq_acc: sums.given_rows_at(0, part),
-                    dq: is_last.then(|| dq.rows_at(0, part)),
-                    dslopes: dslopes.as_ref().map(|rows| rows.rows_at(0, part)),
-                    first: tile.query_state.first && n == 0,
-                    last: is_last && n + 1 == key_parts.len(),
-                };
-                let uses = [reads(queries.region), reads(keys.region), writes(sums.region)];
-                self.push_tile(launches.launches(self.target)?, &uses);
-            }
-        }
-        Ok(())
+        cut_by_pieces(problem, problem.kv_len, keys)
     }
 }

@@ -1,52 +1,31 @@
-//! What moves chunks between GPUs: exchanges become operations on the tape.
+//! One rank's transport: an exchange of chunks becomes a command on the command list.
 
-use std::ops::Range;
-
-use super::driver::{Block, Copy};
-use super::memory::{Buffer, Region};
-use super::nccl::{Group, Message};
-use super::rank::Memory;
-use super::recording::{Recording, reads, writes};
-use super::tape::{Op, Queue, Work};
+use super::buffer::Buffer;
+use super::commands::{CommandListBuilder, PeerBlocks, Work};
+use super::driver::Block;
+use super::rank::RankMemory;
+use super::region::{Queue, reads, writes};
 use crate::error::{Error, Result};
-use crate::schedule::{Chunk, Exchange, Payload, Place, Schedule, Transfer};
+use crate::schedule::{Chunk, Exchange, Place, Schedule, Transfer};
 use crate::transport::Transport;
 
-/// Pieces of memory that go to, or come from, other ranks.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Pieces {
-    /// Rank at the other end and memory of each piece that is sent.
-    pub sends: Vec<(usize, Block)>,
-    /// Likewise of each that comes; none of them has gaps.
-    pub receives: Vec<(usize, Block)>,
-}
-
-/// Puts the exchanges of one rank on a tape, as [`Work::Pieces`].
+/// Appends the exchanges of one rank to a command list, as [`Work::Blocks`].
 #[derive(Debug)]
-pub struct TapeTransport<'a> {
-    schedule: &'a Schedule,
-    memory: Memory<'a>,
-    tape: &'a Recording,
-    bytes: u64,
+pub struct CommandTransport<'a> {
+    pub(super) schedule: &'a Schedule,
+    pub(super) memory: RankMemory<'a>,
+    pub(super) list: &'a CommandListBuilder,
+    /// The bytes sent so far.
+    pub(super) bytes: u64,
 }
 
-impl<'a> TapeTransport<'a> {
-    /// For one rank.
-    pub fn new(
-        schedule: &'a Schedule,
-        memory: Memory<'a>,
-        tape: &'a Recording,
-    ) -> TapeTransport<'a> {
-        TapeTransport { schedule, memory, tape, bytes: 0 }
-    }
-
-    /// Are these all rows of a shard?
-    fn is_whole(&self, Chunk { payload, rows, .. }: &Chunk) -> bool {
-        let all: Range<usize> = match payload {
-            Payload::Keys | Payload::KeyGrads => 0..self.memory.problem.kv_len,
-            _ => 0..self.memory.problem.q_len,
-        };
-        *rows == all
+impl CommandTransport<'_> {
+    /// Returns each block of a transfer with the peer of the transfer.
+    fn blocks(&self, transfer: &Transfer, buffer: &Buffer) -> Vec<(usize, Block)> {
+        let Chunk { payload, rows, .. } = &transfer.chunk;
+        let whole = *rows == (0..self.memory.heads_and_rows(*payload).1);
+        let blocks = buffer.blocks(rows, whole).into_iter();
+        blocks.map(|block| (transfer.peer, block)).collect()
     }
 
     fn slot(&self, transfer: &Transfer) -> Result<Buffer> {
@@ -57,39 +36,37 @@ impl<'a> TapeTransport<'a> {
         };
         slot.ok_or_else(|| Error::BrokenSchedule {
             rank: self.schedule.rank,
-            step: self.tape.step(),
+            step: self.list.step(),
             what: format!("the workspace has no place for {}", transfer.chunk),
         })
     }
 }
 
-impl Transport<Buffer> for TapeTransport<'_> {
+impl Transport<Buffer> for CommandTransport<'_> {
     type Ticket = Vec<Buffer>;
 
     fn start(&mut self, exchange: &Exchange, outgoing: Vec<Buffer>) -> Result<Vec<Buffer>> {
-        let (mut pieces, mut uses) = (Pieces::default(), Vec::new());
+        let (mut blocks, mut uses) = (PeerBlocks::default(), Vec::new());
         for (send, buffer) in exchange.sends.iter().zip(outgoing) {
             let problem = self.memory.problem;
-            let row = problem.row_bytes(send.chunk.payload, self.schedule.pass);
+            let row = send.chunk.payload.row_bytes(problem, self.schedule.pass);
             self.bytes += (row * send.chunk.rows.len()) as u64;
-            let blocks = buffer.blocks(&send.chunk.rows, self.is_whole(&send.chunk));
-            pieces.sends.extend(blocks.into_iter().map(|block| (send.peer, block)));
+            blocks.sends.extend(self.blocks(send, &buffer));
             uses.push(reads(buffer.region));
         }
         let mut arriving = Vec::new();
         for receive in &exchange.receives {
             let buffer = self.slot(receive)?;
-            let blocks = buffer.blocks(&receive.chunk.rows, self.is_whole(&receive.chunk));
-            pieces.receives.extend(blocks.into_iter().map(|block| (receive.peer, block)));
+            blocks.receives.extend(self.blocks(receive, &buffer));
             uses.push(writes(buffer.region));
             arriving.push(buffer);
         }
-        let queue = Queue::of(exchange, self.tape.step());
-        self.tape.push(queue, Work::Pieces(pieces), uses);
+        let queue = Queue::of(exchange, self.list.step());
+        self.list.push(queue, Work::Blocks(blocks), uses);
         Ok(arriving)
     }
 
-    /// Nothing to do: whoever uses what arrives is made to wait for it.
+    /// Returns the buffers at once: the events between queues make their readers wait.
     fn finish(&mut self, arriving: Vec<Buffer>) -> Result<Vec<Buffer>> {
         Ok(arriving)
     }
@@ -97,45 +74,4 @@ impl Transport<Buffer> for TapeTransport<'_> {
     fn bytes_sent(&self) -> u64 {
         self.bytes
     }
-}
-
-/// Turns pieces into messages. Those with gaps are first put together in the queue's staging memory,
-/// which its next exchange may use again, as both run in order.
-///
-/// # Errors
-/// If there is no such memory.
-pub fn to_messages(ops: Vec<Op>, staging: impl Fn(Queue) -> Option<u64>) -> Result<Vec<Op>> {
-    let mut lowered = Vec::with_capacity(ops.len());
-    for op in ops {
-        let Op { queue, step, work: Work::Pieces(pieces), mut uses } = op else {
-            lowered.push(op);
-            continue;
-        };
-        let mut next = staging(queue);
-        let mut group = Group::default();
-        for (peer, block) in pieces.sends {
-            let mut address = block.address;
-            if !block.is_run() {
-                address = next.ok_or(Error::Workspace {
-                    name: "staging memory",
-                    expected: block.bytes(),
-                    got: 0,
-                })?;
-                next = Some(address + block.bytes());
-                let mut uses = uses.clone();
-                uses.retain(|used| !used.writes);
-                uses.push(writes(Region::Staging(queue)));
-                let copy = Work::Copy(Copy { from: block, to: block.packed_at(address) });
-                lowered.push(Op { queue, step, work: copy, uses });
-            }
-            group.sends.push(Message { address, bytes: block.bytes(), peer });
-        }
-        let receives = pieces.receives.into_iter();
-        group.receives = receives
-            .map(|(peer, block)| Message { address: block.address, bytes: block.bytes(), peer })
-            .collect();
-        uses.push(reads(Region::Staging(queue)));
-        lowered.push(Op { queue, step, work: Work::Exchange(group), uses });
-    }
-    Ok(lowered)
 }

@@ -1,61 +1,76 @@
-//! What a rank needs beside its inputs and outputs, and where in the workspace it lies.
+//! The workspace: the memory that a rank needs besides its inputs and outputs.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use burst_attention_kernels::launch::MAX_VIEW_BYTES;
 
-use super::last::Last;
-use super::memory::{ALIGNMENT, Array, Buffer, Region, bytes, runs};
-use super::tape::Queue;
+use super::buffer::{ALIGNMENT, Array, Buffer, runs};
+use super::final_writes::{FinalWrites, accumulators};
+use super::region::{Queue, Region};
 use crate::problem::{Features, Pass, Problem};
 use crate::schedule::{Chunk, Payload, Place, Schedule};
 
-/// The parts of a workspace, as bytes from its start. It depends on shapes alone.
-#[derive(Debug, Clone, PartialEq)]
+/// The memory that XLA lends to a call as workspace: of one rank, or of all ranks in a virtual
+/// ring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Workspace {
-    parts: BTreeMap<Region, Range<u64>>,
-    /// Its length.
+    /// The address of the first byte.
+    pub address: u64,
+    /// The number of bytes.
     pub bytes: u64,
 }
 
-impl Workspace {
-    /// For one rank: accumulators of its own rows as far as one tile does not do it all, the
-    /// statistics of the backward pass, a buffer for each slot as large as its largest chunk, and
-    /// for each queue room to put statistics together that are sent in part.
-    pub fn of_rank(problem: &Problem, schedule: &Schedule, last: &Last) -> Workspace {
+/// The parts of one rank's workspace, as bytes from its start. They depend on shapes alone.
+#[derive(Debug, Clone, PartialEq)]
+pub struct WorkspaceLayout {
+    parts: BTreeMap<Region, Range<u64>>,
+    /// The length of the workspace.
+    pub bytes: u64,
+}
+
+impl WorkspaceLayout {
+    /// Lays out the workspace of one rank. It holds the accumulators of the rank's own rows that
+    /// need a state between launches, the statistics of the backward pass, a buffer for each slot
+    /// as large as the slot's largest chunk, and for each queue the memory in which statistics are
+    /// packed before a part of them is sent.
+    pub fn of_rank(
+        problem: &Problem,
+        schedule: &Schedule,
+        final_writes: &FinalWrites,
+    ) -> WorkspaceLayout {
         let mut sizes: BTreeMap<Region, u64> = BTreeMap::new();
         let pass = schedule.pass;
         let mut need = |region, bytes: u64| {
             let size = sizes.entry(region).or_default();
             *size = bytes.max(*size);
         };
-        for (payload, len) in own(problem, pass) {
-            if last.needs_state(payload) || takes_several_launches(problem, payload) {
-                need(Region::Home(payload), bytes(problem, payload, pass, &(0..len)));
+        let bytes = |payload, rows| Buffer::at(problem, (payload, Place::Home), pass, rows, 0).1;
+        for (payload, len) in accumulators(problem, pass) {
+            if final_writes.needs_state(payload) || takes_several_launches(problem, payload) {
+                need(Region::Home(payload), bytes(payload, 0..len));
             }
         }
         if pass == Pass::Backward {
             need(Region::Home(Payload::Queries), statistics(problem, 0..problem.q_len, 0).1);
         }
         if problem.features.segments {
-            need(Region::SegmentRanges, ranges(problem));
+            need(Region::SegmentRanges, segment_ranges(problem));
         }
         for step in &schedule.steps {
-            let slot = |place| match place {
-                Place::Slot(slot) => Some(slot),
-                Place::Home => None,
-            };
             let receives = step.exchanges.iter().flat_map(|exchange| &exchange.receives);
-            let arriving = receives.filter_map(|t| Some((&t.chunk, slot(t.place)?)));
+            let arriving = receives.filter_map(|transfer| match transfer.place {
+                Place::Slot(slot) => Some((&transfer.chunk, slot)),
+                Place::Home => None,
+            });
             let opened = step.opens.iter().map(|(chunk, slot)| (chunk, *slot));
             for (Chunk { payload, rows, .. }, slot) in arriving.chain(opened) {
-                need(Region::Slot(*payload, slot), bytes(problem, *payload, pass, rows));
+                need(Region::Slot(*payload, slot), bytes(*payload, rows.clone()));
             }
             for exchange in &step.exchanges {
                 let sends = exchange.sends.iter();
-                let packed = sends.map(|send| packed(problem, pass, &send.chunk)).sum::<u64>();
-                need(Region::Staging(Queue::of(exchange, step.index)), packed);
+                let staged = sends.map(|send| staged(problem, pass, &send.chunk)).sum::<u64>();
+                need(Region::Staging(Queue::of(exchange, step.index)), staged);
             }
         }
         let mut end = 0;
@@ -65,44 +80,35 @@ impl Workspace {
             (region, start..start + size)
         };
         let parts = sizes.into_iter().filter(|(_, size)| *size > 0).map(place).collect();
-        Workspace { parts, bytes: end }
+        WorkspaceLayout { parts, bytes: end }
     }
 
-    /// Bytes that are enough on every rank. A batch several times as large needs at most as many
-    /// times more.
-    /// With `fused`, that is also true where no fused kernel computes the backward pass.
+    /// Returns the bytes that are enough on every rank. A batch n times as large needs at most n
+    /// times as many. With `fused`, the bytes are also enough where no fused kernel computes the
+    /// backward pass.
     pub fn bytes(problem: &Problem, schedules: &[Schedule], fused: bool) -> u64 {
-        let of_rank = |schedule: &Schedule| {
-            Workspace::of_rank(problem, schedule, &Last::of(problem, schedule, fused)).bytes
+        let of_rank = |schedule| {
+            let final_writes = FinalWrites::of(problem, schedule, fused);
+            WorkspaceLayout::of_rank(problem, schedule, &final_writes).bytes
         };
         schedules.iter().map(of_rank).max().unwrap_or(0)
     }
 
-    /// Where a part starts, in a workspace that starts at `base`.
+    /// Returns the address of a part, in a workspace that starts at `base`.
     pub fn at(&self, region: Region, base: u64) -> Option<u64> {
         self.parts.get(&region).map(|part| base + part.start)
     }
 }
 
-/// Bytes of what one launch finds out about the segments of its resident rows.
-fn ranges(problem: &Problem) -> u64 {
+/// Returns the bytes in which one launch keeps the segment ranges of its resident rows.
+fn segment_ranges(problem: &Problem) -> u64 {
     let Problem { batch, q_len, kv_len, .. } = *problem;
     (batch * q_len.max(kv_len).div_ceil(64) * 4 * 4) as u64
 }
 
-/// The accumulators of a rank's own rows.
-pub fn own(problem: &Problem, pass: Pass) -> Vec<(Payload, usize)> {
-    match pass {
-        Pass::Forward => vec![(Payload::Partial, problem.q_len)],
-        Pass::Backward => {
-            vec![(Payload::QueryGrads, problem.q_len), (Payload::KeyGrads, problem.kv_len)]
-        }
-    }
-}
-
-/// May one tile take several launches, which hand on a state? One that is too large for a launch
-/// does, for gradients of keys one whose queries have statistics in several arrays, and with slopes
-/// one of several pieces.
+/// Whether one tile may take several launches, which hand on a state. A tile does if it is too
+/// large for one launch, or if the problem has slopes and the layout several pieces. For gradients
+/// of keys, it also does if the statistics of its queries lie in several arrays.
 fn takes_several_launches(problem: &Problem, payload: Payload) -> bool {
     let Problem { q_len, kv_len, heads, kv_heads, head_dim, value_dim, .. } = *problem;
     let elements = (q_len * heads).max(kv_len * kv_heads) * head_dim.max(value_dim);
@@ -111,20 +117,19 @@ fn takes_several_launches(problem: &Problem, payload: Payload) -> bool {
     4 * elements as u64 >= MAX_VIEW_BYTES || cut
 }
 
-/// The two statistics of query rows in the backward pass from `address` on, and where they end.
+/// Returns the two statistics of query rows in the backward pass from `address` on, and their end.
 pub fn statistics(problem: &Problem, rows: Range<usize>, address: u64) -> (Vec<Array>, u64) {
-    // Queries whose vectors have no elements leave the statistics alone.
+    // Vectors without elements take no memory, so only the statistics do.
     let (head_dim, value_dim, features) = (0, 0, Features::default());
     let bare = Problem { head_dim, value_dim, features, ..problem.clone() };
-    let region = Region::Home(Payload::Queries);
-    let made = Buffer::at(&bare, region, Pass::Backward, rows, address);
-    let (buffer, end) = made.unwrap_or_else(|| unreachable!("queries have arrays"));
+    let queries = (Payload::Queries, Place::Home);
+    let (buffer, end) = Buffer::at(&bare, queries, Pass::Backward, rows, address);
     (buffer.arrays.into_iter().skip(2).collect(), end)
 }
 
-/// Bytes of what a chunk sends that has to be put together first. Which buffer it is sent from is
-/// not looked at, so this may be more than is needed.
-fn packed(problem: &Problem, pass: Pass, chunk: &Chunk) -> u64 {
+/// Returns the bytes of a chunk that have to be packed before they are sent. It does not depend on
+/// the buffer of the chunk, so it may be more than is needed.
+fn staged(problem: &Problem, pass: Pass, chunk: &Chunk) -> u64 {
     let whole = chunk.rows == (0..problem.q_len);
     match (chunk.payload, pass) {
         (Payload::Queries, Pass::Backward) | (Payload::Partial, _) if !whole => {

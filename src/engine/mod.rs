@@ -1,7 +1,7 @@
 //! The engine walks the schedule of one rank over an [`AttentionKernel`] and a [`Transport`].
 //!
-//! It knows the order of things and nothing else: not where memory lies, not how a tile is
-//! computed, not how a chunk travels.
+//! The engine knows the order of things only. The kernel knows where memory lies and how to compute
+//! a tile, and the transport knows how a chunk travels.
 
 use std::collections::HashMap;
 
@@ -14,8 +14,8 @@ use crate::transport::Transport;
 /// Carries out `schedule` on one rank, from the first step to the outputs.
 ///
 /// # Errors
-/// What the kernel or the transport reports, or [`Error::BrokenSchedule`] if a step uses a buffer
-/// that nothing was put into.
+/// The errors of the kernel and of the transport, or [`Error::BrokenSchedule`] if a step uses a
+/// slot that holds nothing.
 pub fn walk<K, T>(schedule: &Schedule, kernel: &mut K, transport: &mut T) -> Result<()>
 where
     K: AttentionKernel,
@@ -33,19 +33,14 @@ where
     walk.kernel.finish()
 }
 
-/// An exchange that was started: what to do with it when it is due.
-struct InFlight<'a, K> {
-    exchange: &'a Exchange,
-    ticket: K,
-}
-
 struct Walk<'a, K: AttentionKernel, T: Transport<K::Buffer>> {
     schedule: &'a Schedule,
     kernel: &'a mut K,
     transport: &'a mut T,
     step: usize,
     slots: HashMap<(Payload, usize), K::Buffer>,
-    in_flight: Vec<InFlight<'a, T::Ticket>>,
+    /// Exchanges that were started, with their tickets.
+    in_flight: Vec<(&'a Exchange, T::Ticket)>,
 }
 
 impl<'a, K: AttentionKernel, T: Transport<K::Buffer>> Walk<'a, K, T> {
@@ -73,7 +68,7 @@ impl<'a, K: AttentionKernel, T: Transport<K::Buffer>> Walk<'a, K, T> {
         Ok(())
     }
 
-    /// Tiles whose state is at home run while accumulators arrive; the others wait for them.
+    /// Runs tiles whose state is at home while accumulators arrive. The other tiles wait for them.
     fn forward(&mut self, step: &Step) -> Result<()> {
         let at_home = |tile: &&Tile| tile.query_state.place == Place::Home;
         for tile in step.tiles.iter().filter(at_home) {
@@ -94,29 +89,29 @@ impl<'a, K: AttentionKernel, T: Transport<K::Buffer>> Walk<'a, K, T> {
     }
 
     fn backward(&mut self, step: &Step) -> Result<()> {
-        let (queries, keys) = (Payload::QueryGrads, Payload::KeyGrads);
-        for tile in &step.tiles {
-            let query_grads = self.at_home(queries, tile.query_state.place)?;
-            let key_grads = self.at_home(keys, tile.key_state.place)?;
-            let operands = BackwardOperands {
-                queries: &self.buffer(Payload::Queries, tile.queries.place)?,
-                keys: &self.buffer(Payload::Keys, tile.keys.place)?,
-                query_grads: query_grads.as_ref(),
-                key_grads: key_grads.as_ref(),
-            };
-            self.kernel.backward_begin(tile, operands)?;
-        }
+        step.tiles.iter().try_for_each(|tile| self.backward_tile(tile, false))?;
         self.complete(Due::Fold(step.index))?;
-        for tile in &step.tiles {
-            let operands = BackwardOperands {
-                queries: &self.buffer(Payload::Queries, tile.queries.place)?,
-                keys: &self.buffer(Payload::Keys, tile.keys.place)?,
-                query_grads: Some(&self.buffer(queries, tile.query_state.place)?),
-                key_grads: Some(&self.buffer(keys, tile.key_state.place)?),
-            };
-            self.kernel.backward_finish(tile, operands)?;
+        step.tiles.iter().try_for_each(|tile| self.backward_tile(tile, true))
+    }
+
+    /// Begins a tile with the accumulators at home, or finishes it with all accumulators.
+    fn backward_tile(&mut self, tile: &Tile, finishes: bool) -> Result<()> {
+        let mut accumulator = |payload, place| {
+            let is_there = finishes || place == Place::Home;
+            is_there.then(|| self.buffer(payload, place)).transpose()
+        };
+        let query_grads = accumulator(Payload::QueryGrads, tile.query_state.place)?;
+        let key_grads = accumulator(Payload::KeyGrads, tile.key_state.place)?;
+        let operands = BackwardOperands {
+            queries: &self.buffer(Payload::Queries, tile.queries.place)?,
+            keys: &self.buffer(Payload::Keys, tile.keys.place)?,
+            query_grads: query_grads.as_ref(),
+            key_grads: key_grads.as_ref(),
+        };
+        match finishes {
+            false => self.kernel.backward_begin(tile, operands),
+            true => self.kernel.backward_finish(tile, operands),
         }
-        Ok(())
     }
 
     fn start(&mut self, exchange: &'a Exchange) -> Result<()> {
@@ -124,17 +119,14 @@ impl<'a, K: AttentionKernel, T: Transport<K::Buffer>> Walk<'a, K, T> {
         let outgoing = sends.map(|send| self.buffer(send.chunk.payload, send.place));
         let outgoing = outgoing.collect::<Result<Vec<_>>>()?;
         let ticket = self.transport.start(exchange, outgoing)?;
-        self.in_flight.push(InFlight { exchange, ticket });
+        self.in_flight.push((exchange, ticket));
         Ok(())
     }
 
-    /// Waits for every exchange that is due by `now` and puts what came where it belongs.
+    /// Waits for every exchange that is due by `now`, and puts what arrived into its slots.
     fn complete(&mut self, now: Due) -> Result<()> {
-        let flying = std::mem::take(&mut self.in_flight);
-        let (due, later): (Vec<_>, Vec<_>) =
-            flying.into_iter().partition(|flight| flight.exchange.due.reached_by(now));
-        self.in_flight = later;
-        for InFlight { exchange, ticket } in due {
+        let due = self.in_flight.extract_if(.., |(exchange, _)| exchange.due.reached_by(now));
+        for (exchange, ticket) in Vec::from_iter(due) {
             let arrived = self.transport.finish(ticket)?;
             for (receive, buffer) in exchange.receives.iter().zip(arrived) {
                 match receive.place {
@@ -148,10 +140,6 @@ impl<'a, K: AttentionKernel, T: Transport<K::Buffer>> Walk<'a, K, T> {
         Ok(())
     }
 
-    fn at_home(&mut self, payload: Payload, place: Place) -> Result<Option<K::Buffer>> {
-        (place == Place::Home).then(|| self.kernel.home(payload)).transpose()
-    }
-
     fn buffer(&mut self, payload: Payload, place: Place) -> Result<K::Buffer> {
         let slot = match place {
             Place::Home => return self.kernel.home(payload),
@@ -159,7 +147,7 @@ impl<'a, K: AttentionKernel, T: Transport<K::Buffer>> Walk<'a, K, T> {
         };
         match self.slots.get(&(payload, slot)) {
             Some(buffer) => Ok(buffer.clone()),
-            None => self.broken(format!("nothing was put into slot {slot} of {payload:?}")),
+            None => self.broken(format!("slot {slot} of {payload:?} holds nothing")),
         }
     }
 

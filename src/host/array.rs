@@ -1,4 +1,4 @@
-//! Borrowed or shared strided arrays: what host kernels read and write.
+//! The strided arrays that host kernels read and write.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::problem::Dtype;
 
-/// Memory that the executor owns, 64-byte aligned, uninitialised to begin with.
+/// Memory that the executor owns, aligned to 64 bytes.
 #[derive(Debug)]
 pub struct Storage {
     ptr: NonNull<u8>,
@@ -14,11 +14,11 @@ pub struct Storage {
 }
 
 impl Storage {
-    /// Room for `len` float32 values. Their contents are arbitrary until written.
+    /// Allocates `len` float32 values, which are arbitrary until something writes them.
     pub fn new(len: usize) -> Arc<Storage> {
         let layout = std::alloc::Layout::from_size_align(len.max(1) * 4, 64)
             .expect("a payload fits the address space");
-        // SAFETY: the layout has a size above zero.
+        // SAFETY: `len.max(1)` makes the size of the layout larger than zero.
         let ptr = unsafe { std::alloc::alloc(layout) };
         let Some(ptr) = NonNull::new(ptr) else { std::alloc::handle_alloc_error(layout) };
         Arc::new(Storage { ptr, layout })
@@ -27,24 +27,25 @@ impl Storage {
 
 impl Drop for Storage {
     fn drop(&mut self) {
-        // SAFETY: allocated in `new` with the same layout.
+        // SAFETY: `new` allocated `ptr` with this layout, and nothing else frees the memory.
         unsafe { std::alloc::dealloc(self.ptr.as_ptr(), self.layout) }
     }
 }
 
-// SAFETY: `Storage` only owns memory; who touches which part when is decided by a schedule.
+// SAFETY: `Storage` owns memory that any thread may free, and gives no access to its contents.
 unsafe impl Send for Storage {}
-// SAFETY: as above; there is no access through `&Storage`.
+// SAFETY: `&Storage` gives no access to the contents either.
 unsafe impl Sync for Storage {}
 
-/// A view `[batch, rows, heads, dim]` with element strides for all but the last, contiguous, axis.
+/// A view `[batch, rows, heads, dim]`. The last axis is contiguous, and each other axis has a
+/// stride.
 ///
-/// The memory belongs to the caller of the executor (XLA's buffers, `storage` is `None`) or is
-/// kept alive by `storage`. Views may alias; which rows are written while others are read is
-/// decided by the schedule and proven by its checks.
+/// The memory belongs to the caller of the executor, as XLA's buffers do, or `storage` keeps it
+/// alive. Views may alias. The schedule decides which rows are read and written at a time, and its
+/// checks prove that nothing else touches rows while they are written.
 #[derive(Debug, Clone)]
 pub struct HostArray {
-    /// Element (0, `first_row`, 0, 0).
+    /// Address of the first element of the first row in `rows`.
     pub ptr: NonNull<u8>,
     /// Element type.
     pub dtype: Dtype,
@@ -62,18 +63,18 @@ pub struct HostArray {
     pub row_stride: usize,
     /// Elements between heads.
     pub head_stride: usize,
-    /// Keeps the memory alive where the executor owns it.
+    /// The memory, if the executor owns it.
     pub storage: Option<Arc<Storage>>,
 }
 
-// SAFETY: a `HostArray` is a description of memory; all access to that memory is through the
-// unsafe `row` pointers, whose users state why it is theirs.
+// SAFETY: a `HostArray` only describes memory. All access goes through pointers from `row`, and
+// each user of such a pointer states why it may access the memory.
 unsafe impl Send for HostArray {}
-// SAFETY: as above.
+// SAFETY: `&HostArray` only gives pointers, whose users state why they may access the memory.
 unsafe impl Sync for HostArray {}
 
 impl HostArray {
-    /// A row-major array `[batch, len, heads, dim]` as JAX has it.
+    /// Describes a row-major array `[batch, len, heads, dim]`, as JAX has it.
     pub fn jax(ptr: NonNull<u8>, dtype: Dtype, [batch, len, heads, dim]: [usize; 4]) -> HostArray {
         HostArray {
             ptr,
@@ -89,27 +90,18 @@ impl HostArray {
         }
     }
 
-    /// A contiguous array `[batch, heads, rows, dim]`.
+    /// Describes a contiguous array `[batch, heads, rows, dim]`.
     pub fn by_head(
         ptr: NonNull<u8>,
         dtype: Dtype,
         [batch, heads, rows, dim]: [usize; 4],
     ) -> HostArray {
-        HostArray {
-            ptr,
-            dtype,
-            batch,
-            rows: 0..rows,
-            heads,
-            dim,
-            batch_stride: heads * rows * dim,
-            row_stride: dim,
-            head_stride: rows * dim,
-            storage: None,
-        }
+        let by_row = HostArray::jax(ptr, dtype, [batch, heads, rows, dim]);
+        let (row_stride, head_stride) = (by_row.head_stride, by_row.row_stride);
+        HostArray { rows: 0..rows, heads, row_stride, head_stride, ..by_row }
     }
 
-    /// New float32 memory, stored `[batch, heads, rows, dim]` so that a head's rows are adjacent.
+    /// Allocates a float32 array `[batch, heads, rows, dim]`, in which a head's rows are adjacent.
     pub fn accumulator(batch: usize, rows: Range<usize>, heads: usize, dim: usize) -> HostArray {
         let shape = [batch, heads, rows.len(), dim];
         let storage = Storage::new(shape.iter().product());
@@ -117,10 +109,11 @@ impl HostArray {
         HostArray { rows, storage: Some(storage), ..array }
     }
 
-    /// Address of element (batch, row, head, 0); `row` counts from the start of the owner's shard.
+    /// Returns the address of element (batch, row, head, 0). Rows count from the start of the
+    /// owner's shard.
     ///
     /// # Panics
-    /// In debug builds, if an index lies outside the view.
+    /// In debug builds, if an index lies outside of the view.
     pub fn row(&self, batch: usize, row: usize, head: usize) -> *mut u8 {
         debug_assert!(batch < self.batch && self.rows.contains(&row) && head < self.heads);
         let element = batch * self.batch_stride
@@ -129,19 +122,20 @@ impl HostArray {
         self.ptr.as_ptr().wrapping_add(element * self.dtype.bytes())
     }
 
-    /// The same memory, restricted to `rows`.
+    /// Returns a view of `rows` alone.
     ///
     /// # Panics
-    /// If `rows` are not all in the view.
+    /// If the view lacks some of `rows`.
     pub fn slice(&self, rows: Range<usize>) -> HostArray {
         assert!(self.rows.start <= rows.start && rows.end <= self.rows.end, "rows in the view");
         let skip = (rows.start - self.rows.start) * self.row_stride * self.dtype.bytes();
-        // SAFETY: the offset stays inside the view (or one past its end for no rows).
+        // SAFETY: the assertion keeps the offset in the view, or one past its end for no rows.
+        // Whoever described the array guarantees its memory.
         let ptr = unsafe { self.ptr.add(skip) };
         HostArray { ptr, rows, ..self.clone() }
     }
 
-    /// Bytes of data in `rows`, without gaps.
+    /// Returns the bytes of data in `rows`, without gaps.
     pub fn bytes(&self, rows: &Range<usize>) -> usize {
         self.batch * rows.len() * self.heads * self.dim * self.dtype.bytes()
     }

@@ -1,114 +1,59 @@
-//! Do a rank's arrays fit the problem?
+//! Checks that a rank's arrays fit the problem.
 
 use super::array::HostArray;
-use super::extras::Extras;
-use super::kernel::{BackwardBuffers, ForwardBuffers};
 use crate::error::{Error, Result};
-use crate::problem::{Dtype, Pass, Problem};
+use crate::operands::{Arrays, Backend, Dim, ElementType, Operand};
+use crate::problem::{Dtype, Problem};
 
-/// Checks the arrays of the forward pass.
+/// Checks that a rank has exactly the arrays of its pass, and that each array has the shape and
+/// type that the problem gives it.
 ///
 /// # Errors
-/// Names the first array that is missing, or has another shape or type than the problem gives it.
-pub fn forward(problem: &Problem, io: &ForwardBuffers) -> Result<()> {
-    let check = Checks(problem);
-    check.inputs(&io.q, &io.k, &io.v)?;
-    check.kept(&io.o)?;
-    check.rows("lse", &io.lse)?;
-    check_extras(problem, &io.extras, Pass::Forward)
-}
-
-/// Checks the arrays of the backward pass.
-///
-/// # Errors
-/// As [`forward`].
-pub fn backward(problem: &Problem, io: &BackwardBuffers) -> Result<()> {
-    let check = Checks(problem);
-    check.inputs(&io.q, &io.k, &io.v)?;
-    check.kept(&io.o)?;
-    check.rows("lse", &io.lse)?;
-    check.outputs("dout", &io.dout)?;
-    check.rows("dlse", &io.dlse)?;
-    check.queries("dq", &io.dq)?;
-    check.keys("dk", &io.dk)?;
-    check.values("dv", &io.dv)?;
-    check_extras(problem, &io.extras, Pass::Backward)
-}
-
-/// Shapes by what an array is.
-struct Checks<'a>(&'a Problem);
-
-impl Checks<'_> {
-    fn inputs(&self, q: &HostArray, k: &HostArray, v: &HostArray) -> Result<()> {
-        self.queries("q", q)?;
-        self.keys("k", k)?;
-        self.values("v", v)
-    }
-
-    fn queries(&self, name: &'static str, array: &HostArray) -> Result<()> {
-        let Problem { q_len, heads, head_dim, dtype, .. } = *self.0;
-        check_array(self.0, name, array, dtype, [q_len, heads, head_dim])
-    }
-
-    fn keys(&self, name: &'static str, array: &HostArray) -> Result<()> {
-        let Problem { kv_len, kv_heads, head_dim, dtype, .. } = *self.0;
-        check_array(self.0, name, array, dtype, [kv_len, kv_heads, head_dim])
-    }
-
-    fn values(&self, name: &'static str, array: &HostArray) -> Result<()> {
-        let Problem { kv_len, kv_heads, value_dim, dtype, .. } = *self.0;
-        check_array(self.0, name, array, dtype, [kv_len, kv_heads, value_dim])
-    }
-
-    fn outputs(&self, name: &'static str, array: &HostArray) -> Result<()> {
-        let Problem { q_len, heads, value_dim, dtype, .. } = *self.0;
-        check_array(self.0, name, array, dtype, [q_len, heads, value_dim])
-    }
-
-    /// o may have been kept in float32.
-    fn kept(&self, o: &HostArray) -> Result<()> {
-        let Problem { q_len, heads, value_dim, dtype, .. } = *self.0;
-        let dtype = if o.dtype == Dtype::F32 { Dtype::F32 } else { dtype };
-        check_array(self.0, "o", o, dtype, [q_len, heads, value_dim])
-    }
-
-    fn rows(&self, name: &'static str, array: &HostArray) -> Result<()> {
-        check_array(self.0, name, array, Dtype::F32, [self.0.q_len, self.0.heads, 1])
-    }
-}
-
-/// Every feature needs its arrays, and no other arrays may be there.
-fn check_extras(problem: &Problem, extras: &Extras, pass: Pass) -> Result<()> {
-    let Problem { q_len, kv_len, heads, features, .. } = *problem;
-    let (per_head, backward) = ([1, heads, 1], pass == Pass::Backward);
-    let arrays = [
-        ("segments of queries", &extras.q_segments, features.segments, [q_len, 1, 1]),
-        ("segments of keys", &extras.k_segments, features.segments, [kv_len, 1, 1]),
-        ("slopes", &extras.slopes, features.slopes, per_head),
-        ("numbers for dropout", &extras.dropout, features.dropout.is_some(), [1, 1, 4]),
-        ("dslopes", &extras.dslopes, features.slopes && backward, per_head),
-    ];
-    arrays.into_iter().try_for_each(|(name, array, wanted, shape)| match (array, wanted) {
-        (Some(array), true) => check_array(problem, name, array, Dtype::F32, shape),
-        (None, false) => Ok(()),
-        (array, _) => {
-            let say = |given: bool| if given { "given" } else { "absent" };
-            let (expected, got) = (say(wanted).to_owned(), say(array.is_some()).to_owned());
-            Err(Error::InvalidProblem { name, expected, got })
+/// The error names the first array that is missing, superfluous, or of a wrong shape or type.
+pub fn arrays(problem: &Problem, arrays: &Arrays<HostArray>) -> Result<()> {
+    let wanted = Arrays::new(arrays.pass, &problem.features, |_| ());
+    Operand::all().try_for_each(|operand| match (arrays.get(operand), wanted.get(operand)) {
+        (Some(array), Some(())) => check_array(problem, operand, array),
+        (None, None) => Ok(()),
+        (array, wanted) => {
+            let say = |given: bool| if given { "given" } else { "absent" }.to_owned();
+            let (expected, got) = (say(wanted.is_some()), say(array.is_some()));
+            Err(Error::InvalidProblem { name: operand.name(), expected, got })
         }
     })
 }
 
-fn check_array(
-    problem: &Problem,
-    name: &'static str,
-    array: &HostArray,
-    dtype: Dtype,
-    [len, heads, dim]: [usize; 3],
-) -> Result<()> {
-    if array.dtype != dtype {
-        return Err(Error::WrongDtype { name, expected: dtype, got: array.dtype });
+/// Returns `[rows, heads, columns]` of an array on the host. A length that the array lacks is 1.
+pub fn host_dims(problem: &Problem, operand: Operand) -> [usize; 3] {
+    let mut lengths = [1; 3];
+    for dim in operand.dims(Backend::Host) {
+        let axis = match dim {
+            Dim::QLen | Dim::KvLen => 0,
+            Dim::Heads | Dim::KvHeads => 1,
+            Dim::HeadDim | Dim::ValueDim | Dim::Number(_) => 2,
+        };
+        lengths[axis] = problem.length(*dim);
     }
+    lengths
+}
+
+/// Returns the element types that an array may have on the host. The executor declares arrays of
+/// 32-bit integers as float32: it copies them, but never computes with them as floats.
+fn host_dtypes(problem: &Problem, operand: Operand) -> [Dtype; 2] {
+    match operand.element(Backend::Host) {
+        ElementType::Activation => [problem.dtype; 2],
+        ElementType::ActivationOrFloat32 => [problem.dtype, Dtype::F32],
+        ElementType::Float32 | ElementType::Int32 | ElementType::Uint32 => [Dtype::F32; 2],
+    }
+}
+
+fn check_array(problem: &Problem, operand: Operand, array: &HostArray) -> Result<()> {
+    let name = operand.name();
+    let dtypes = host_dtypes(problem, operand);
+    if !dtypes.contains(&array.dtype) {
+        return Err(Error::WrongDtype { name, expected: dtypes[0], got: array.dtype });
+    }
+    let [len, heads, dim] = host_dims(problem, operand);
     let expected = (problem.batch, 0..len, heads, dim);
     let got = (array.batch, array.rows.clone(), array.heads, array.dim);
     if expected != got {

@@ -1,4 +1,4 @@
-//! Which vector instructions the host kernels use, decided at run time.
+//! The vector instructions that host kernels use, chosen at run time.
 
 use std::fmt;
 
@@ -6,25 +6,25 @@ use super::simd::{Portable, Simd, Task};
 use crate::environment;
 use crate::error::Result;
 
-/// Environment variable that forces an instruction set by [`Isa::name`].
+/// The environment variable that forces the instruction set of a name ([`Isa::name`]).
 pub const ISA_VARIABLE: &str = "BURST_ATTENTION_ISA";
 
-/// A set of vector instructions that the host kernels exist for.
+/// A set of vector instructions that host kernels are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Isa {
     /// AVX-512 (F, BW, DQ, VL): 16 float32 lanes.
     Avx512,
     /// AVX2, FMA and F16C: 8 float32 lanes.
     Avx2,
-    /// What every target of the compiler has.
+    /// The instructions that every CPU of the target has: 8 float32 lanes.
     Portable,
 }
 
 impl Isa {
-    /// All of them, the fastest first.
+    /// All instruction sets, the fastest first.
     pub const ALL: [Isa; 3] = [Isa::Avx512, Isa::Avx2, Isa::Portable];
 
-    /// The word for this set in the environment variable and in messages.
+    /// Returns the name of this set in the environment variable and in messages.
     pub const fn name(self) -> &'static str {
         match self {
             Isa::Avx512 => "avx512",
@@ -33,7 +33,7 @@ impl Isa {
         }
     }
 
-    /// Does this CPU have it?
+    /// Whether this CPU has the instructions.
     pub fn is_available(self) -> bool {
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -56,17 +56,18 @@ impl Isa {
         }
     }
 
-    /// What this CPU has, the fastest first.
+    /// Returns the sets that this CPU has, the fastest first.
     pub fn available() -> Vec<Isa> {
         Isa::ALL.into_iter().filter(|isa| isa.is_available()).collect()
     }
 
-    /// The fastest set that this CPU has.
+    /// Returns the fastest set that this CPU has.
     pub fn best() -> Isa {
         Isa::ALL.into_iter().find(|isa| isa.is_available()).unwrap_or(Isa::Portable)
     }
 
-    /// The set named by the environment variable `BURST_ATTENTION_ISA`, else the best one.
+    /// Returns the set that the environment variable `BURST_ATTENTION_ISA` names, or else the
+    /// fastest set.
     ///
     /// # Errors
     /// If the variable holds anything but the name of a set that this CPU has.
@@ -78,22 +79,22 @@ impl Isa {
         Ok(environment::read(ISA_VARIABLE, expected, Isa::named)?.unwrap_or_else(Isa::best))
     }
 
-    /// The set called `name`, if this CPU has it.
+    /// Returns the set of a name, if this CPU has it.
     pub fn named(name: &str) -> Option<Isa> {
         Isa::available().into_iter().find(|isa| isa.name() == name)
     }
 
-    /// Runs `task` compiled for this instruction set.
+    /// Runs a task in a function that is compiled for this instruction set.
     ///
     /// # Panics
-    /// If this CPU lacks it.
+    /// If this CPU lacks the instructions.
     pub(super) fn run<T: Task>(self, task: T) {
         assert!(self.is_available(), "this CPU lacks {self}; ask Isa::available first");
         match self {
-            // SAFETY: the CPU has the instructions, as was just checked.
+            // SAFETY: the assertion makes sure that the CPU has the instructions.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => unsafe { super::simd::Avx512::new() }.vectorize(task),
-            // SAFETY: as above.
+            // SAFETY: the assertion makes sure that the CPU has the instructions.
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => unsafe { super::simd::Avx2::new() }.vectorize(task),
             _ => Portable.vectorize(task),

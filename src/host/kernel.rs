@@ -1,4 +1,4 @@
-//! One rank's computation on the CPU.
+//! The kernel of one rank on the CPU.
 
 use std::fmt;
 
@@ -7,168 +7,112 @@ use rayon::ThreadPool;
 use super::array::HostArray;
 use super::backward::{self, BackwardTile};
 use super::buffer::HostBuffer;
-use super::cast;
-use super::extras::{Extras, Positions, TileExtras};
-use super::forward::{self, ForwardTile, Partial};
+use super::features::TileFeatures;
+use super::forward::{self, ForwardTile, Outputs, SoftmaxState};
 use super::isa::Isa;
-use super::partial::merge_partial;
-use super::trace::Span;
+use super::per_row;
+use super::tile::TileInputs;
+use super::trace::StepTimer;
 use crate::error::Result;
 use crate::kernel::{AttentionKernel, BackwardOperands};
+use crate::operands::{Arrays, Operand, Side};
 use crate::problem::{Dtype, Pass, Problem};
-use crate::schedule::{Chunk, Merge, Payload, Place, Schedule, Tile};
+use crate::schedule::{Accumulator, Chunk, Merge, Payload, Place, Schedule, Tile};
 
-/// Inputs and outputs of one rank in the forward pass.
-#[derive(Debug, Clone)]
-pub struct ForwardBuffers {
-    /// Queries `[batch, seq, heads, head_dim]`.
-    pub q: HostArray,
-    /// Keys `[batch, seq, kv_heads, head_dim]`.
-    pub k: HostArray,
-    /// Values `[batch, seq, kv_heads, value_dim]`.
-    pub v: HostArray,
-    /// Result `[batch, seq, heads, value_dim]`, or float32 where the backward pass shall start from
-    /// an o that was not rounded.
-    pub o: HostArray,
-    /// Result, float32 `[batch, seq, heads, 1]`.
-    pub lse: HostArray,
-    /// What the features of the problem need.
-    pub extras: Extras,
-}
-
-/// Inputs and outputs of one rank in the backward pass.
-#[derive(Debug, Clone)]
-pub struct BackwardBuffers {
-    /// Queries `[batch, seq, heads, head_dim]`.
-    pub q: HostArray,
-    /// Keys `[batch, seq, kv_heads, head_dim]`.
-    pub k: HostArray,
-    /// Values `[batch, seq, kv_heads, value_dim]`.
-    pub v: HostArray,
-    /// The forward result, of q's type or float32.
-    pub o: HostArray,
-    /// The forward result, float32 `[batch, seq, heads, 1]`.
-    pub lse: HostArray,
-    /// Cotangent of o.
-    pub dout: HostArray,
-    /// Cotangent of lse.
-    pub dlse: HostArray,
-    /// Result, like the queries.
-    pub dq: HostArray,
-    /// Result, like the keys.
-    pub dk: HostArray,
-    /// Result, like the values.
-    pub dv: HostArray,
-    /// What the features of the problem need.
-    pub extras: Extras,
-}
-
-/// The arrays of a rank with the accumulators of its own rows.
+/// The accumulators of a rank's own rows.
 #[derive(Debug)]
-enum Arrays {
-    Forward { io: Box<ForwardBuffers>, partial: HostBuffer },
-    Backward { io: Box<BackwardBuffers>, delta: HostArray, dq: HostBuffer, dkv: HostBuffer },
+enum Accumulators {
+    Forward { state: HostBuffer },
+    Backward { delta: HostArray, dq: HostBuffer, dkv: HostBuffer },
 }
 
-/// Computes the tiles of one rank on a thread pool shared with all others.
+/// Computes the tiles of one rank, on a thread pool that all ranks share.
 #[derive(Debug)]
 pub struct HostKernel<'a> {
     isa: Isa,
     pool: &'a ThreadPool,
     problem: &'a Problem,
-    arrays: Arrays,
-    span: Span,
+    arrays: Arrays<HostArray>,
+    accumulators: Accumulators,
+    timer: StepTimer,
 }
 
 impl<'a> HostKernel<'a> {
-    /// For the forward pass over `schedule`.
-    pub fn forward(
+    /// Makes the kernel of one rank. In float32 the results themselves are the accumulators of the
+    /// gradients.
+    pub fn new(
         (isa, pool): (Isa, &'a ThreadPool),
         problem: &'a Problem,
         schedule: &Schedule,
-        io: ForwardBuffers,
+        arrays: Arrays<HostArray>,
         ring: u64,
     ) -> HostKernel<'a> {
-        // State is kept between steps only where one tile does not do it all.
-        let mut at_home = schedule.steps.iter().flat_map(|step| &step.tiles).map(|t| t.query_state);
-        let carries =
-            at_home.any(|state| state.place == Place::Home && !(state.first && state.last));
-        let partial = if carries {
-            HostBuffer::accumulator(problem, Payload::Partial, 0..problem.q_len)
-        } else {
-            HostBuffer { arrays: vec![] }
-        };
-        let arrays = Arrays::Forward { io: Box::new(io), partial };
-        HostKernel { isa, pool, problem, arrays, span: Span::new(ring, schedule.rank) }
-    }
-
-    /// For the backward pass over `schedule`. Float32 gradients are accumulated in the outputs.
-    pub fn backward(
-        (isa, pool): (Isa, &'a ThreadPool),
-        problem: &'a Problem,
-        schedule: &Schedule,
-        io: BackwardBuffers,
-        ring: u64,
-    ) -> HostKernel<'a> {
-        let delta = HostArray::accumulator(problem.batch, 0..problem.q_len, problem.heads, 1);
-        let accumulator = |payload, outputs: Vec<HostArray>, rows| {
-            if problem.dtype == Dtype::F32 {
-                HostBuffer { arrays: outputs }
-            } else {
-                HostBuffer::accumulator(problem, payload, 0..rows)
+        let accumulators = match arrays.pass {
+            Pass::Forward => Accumulators::Forward { state: softmax_state(problem, schedule) },
+            Pass::Backward => {
+                let sums = |payload, results: &[Operand], rows| match problem.dtype {
+                    Dtype::F32 => HostBuffer { arrays: all(&arrays, results) },
+                    _ => HostBuffer::accumulator(problem, payload, 0..rows),
+                };
+                let key_results = [Operand::KeyGrad, Operand::ValueGrad];
+                let Problem { batch, q_len, kv_len, heads, .. } = *problem;
+                Accumulators::Backward {
+                    delta: HostArray::accumulator(batch, 0..q_len, heads, 1),
+                    dq: sums(Payload::QueryGrads, &[Operand::QueryGrad], q_len),
+                    dkv: sums(Payload::KeyGrads, &key_results, kv_len),
+                }
             }
         };
-        let dq = accumulator(Payload::QueryGrads, vec![io.dq.clone()], problem.q_len);
-        let outputs = vec![io.dk.clone(), io.dv.clone()];
-        let dkv = accumulator(Payload::KeyGrads, outputs, problem.kv_len);
-        let arrays = Arrays::Backward { io: Box::new(io), delta, dq, dkv };
-        HostKernel { isa, pool, problem, arrays, span: Span::new(ring, schedule.rank) }
+        let timer = StepTimer::new(ring, schedule.rank);
+        HostKernel { isa, pool, problem, arrays, accumulators, timer }
     }
 
-    /// What a tile needs beside its operands; segments come last in the buffers of both sides.
-    fn tile_extras<'b>(
+    /// Returns the results of the forward pass, if a tile or merge is the last of its rows.
+    fn outputs(&self, last: bool) -> Option<Outputs<'_>> {
+        last.then(|| Outputs { o: &self.arrays[Operand::Out], lse: &self.arrays[Operand::Lse] })
+    }
+
+    /// Returns the part of a tile that both passes have in common.
+    fn inputs<'b>(
         &'b self,
         tile: &Tile,
         queries: &'b HostBuffer,
         keys: &'b HostBuffer,
-    ) -> TileExtras<'b> {
-        let Problem { features, q_len, kv_len, .. } = *self.problem;
-        let extras = self.extras();
-        let segments = features
-            .segments
-            .then(|| [queries, keys].map(|side| side.arrays.last()))
-            .and_then(|[queries, keys]| Some([queries?, keys?]));
-        TileExtras {
-            segments,
-            slopes: extras.slopes.as_ref(),
-            dropout: extras.dropout.as_ref().zip(features.dropout),
-            dslopes: extras.dslopes.as_ref(),
-            positions: [
-                Positions::new(self.problem, tile.queries.owner, q_len),
-                Positions::new(self.problem, tile.keys.owner, kv_len),
-            ],
-        }
-    }
-
-    fn extras(&self) -> &Extras {
-        match &self.arrays {
-            Arrays::Forward { io, .. } => &io.extras,
-            Arrays::Backward { io, .. } => &io.extras,
-        }
-    }
-
-    /// Where the forward pass leaves its results.
-    fn outputs(&self) -> Option<(&HostArray, &HostArray)> {
-        match &self.arrays {
-            Arrays::Forward { io, .. } => Some((&io.o, &io.lse)),
-            Arrays::Backward { .. } => None,
+    ) -> TileInputs<'b> {
+        TileInputs {
+            q: &queries.arrays[0],
+            k: &keys.arrays[0],
+            v: &keys.arrays[1],
+            q_rows: tile.queries.rows.clone(),
+            k_rows: tile.keys.rows.clone(),
+            band: tile.band,
+            softmax_scale: self.problem.softmax_scale,
+            soft_cap: self.problem.features.soft_cap,
+            features: TileFeatures::new(self.problem, &self.arrays, tile, queries, keys),
         }
     }
 }
 
-fn partial_of(buffer: &HostBuffer) -> Option<Partial<'_>> {
+/// Returns the arrays of some operands.
+fn all(arrays: &Arrays<HostArray>, operands: &[Operand]) -> Vec<HostArray> {
+    operands.iter().map(|operand| arrays[*operand].clone()).collect()
+}
+
+/// Returns the softmax state of a rank's own rows. It has no memory if one tile folds all keys of
+/// each row.
+fn softmax_state(problem: &Problem, schedule: &Schedule) -> HostBuffer {
+    let mut states = schedule.steps.iter().flat_map(|step| &step.tiles).map(|t| t.query_state);
+    let is_kept = states.any(|state| state.place == Place::Home && !(state.first && state.last));
+    if is_kept {
+        HostBuffer::accumulator(problem, Payload::Partial, 0..problem.q_len)
+    } else {
+        HostBuffer { arrays: vec![] }
+    }
+}
+
+fn state_of(buffer: &HostBuffer) -> Option<SoftmaxState<'_>> {
     match buffer.arrays.as_slice() {
-        [acc, m, l] => Some(Partial { acc, m, l }),
+        [acc, m, l] => Some(SoftmaxState { acc, m, l }),
         _ => None,
     }
 }
@@ -177,24 +121,23 @@ impl AttentionKernel for HostKernel<'_> {
     type Buffer = HostBuffer;
 
     fn home(&mut self, payload: Payload) -> Result<HostBuffer> {
-        let mut arrays = match (&self.arrays, payload) {
-            (Arrays::Forward { io, .. }, Payload::Queries) => vec![io.q.clone()],
-            (Arrays::Forward { io, .. }, Payload::Keys) => vec![io.k.clone(), io.v.clone()],
-            (Arrays::Forward { partial, .. }, Payload::Partial) => partial.arrays.clone(),
-            (Arrays::Backward { io, delta, .. }, Payload::Queries) => {
-                vec![io.q.clone(), io.dout.clone(), io.lse.clone(), delta.clone()]
+        use Accumulators::{Backward, Forward};
+        let own = |operands: &[Operand]| all(&self.arrays, operands);
+        let (mut arrays, side) = match (&self.accumulators, payload) {
+            (Forward { .. }, Payload::Queries) => (own(&[Operand::Query]), Side::Queries),
+            (Backward { delta, .. }, Payload::Queries) => {
+                let inputs = own(&[Operand::Query, Operand::OutGrad, Operand::Lse]);
+                ([inputs, vec![delta.clone()]].concat(), Side::Queries)
             }
-            (Arrays::Backward { io, .. }, Payload::Keys) => vec![io.k.clone(), io.v.clone()],
-            (Arrays::Backward { dq, .. }, Payload::QueryGrads) => dq.arrays.clone(),
-            (Arrays::Backward { dkv, .. }, Payload::KeyGrads) => dkv.arrays.clone(),
-            (Arrays::Forward { .. }, _) => unreachable!("no gradients in the forward pass"),
-            (Arrays::Backward { .. }, _) => unreachable!("no softmax state in the backward pass"),
+            (_, Payload::Keys) => (own(&[Operand::Key, Operand::Value]), Side::Keys),
+            (Forward { state }, Payload::Partial) => return Ok(state.clone()),
+            (Backward { dq, .. }, Payload::QueryGrads) => return Ok(dq.clone()),
+            (Backward { dkv, .. }, Payload::KeyGrads) => return Ok(dkv.clone()),
+            (Forward { .. }, _) => unreachable!("no gradients in the forward pass"),
+            (Backward { .. }, _) => unreachable!("no softmax state in the backward pass"),
         };
-        arrays.extend(match payload {
-            Payload::Queries => self.extras().q_segments.clone(),
-            Payload::Keys => self.extras().k_segments.clone(),
-            _ => None,
-        });
+        let travelling: Vec<_> = Operand::travelling(&self.problem.features, side).collect();
+        arrays.extend(own(&travelling));
         Ok(HostBuffer { arrays })
     }
 
@@ -207,42 +150,35 @@ impl AttentionKernel for HostKernel<'_> {
         tile: &Tile,
         queries: &HostBuffer,
         keys: &HostBuffer,
-        partial: &HostBuffer,
+        state: &HostBuffer,
     ) -> Result<()> {
-        let state = tile.query_state;
-        let extras = self.tile_extras(tile, queries, keys);
+        let Accumulator { first, last, .. } = tile.query_state;
         let tile = ForwardTile {
-            q: &queries.arrays[0],
-            k: &keys.arrays[0],
-            v: &keys.arrays[1],
-            state: partial_of(partial),
-            out: if state.last { self.outputs() } else { None },
-            q_rows: tile.queries.rows.clone(),
-            k_rows: tile.keys.rows.clone(),
-            band: tile.band,
-            first: state.first,
-            last: state.last,
-            softmax_scale: self.problem.softmax_scale,
-            soft_cap: self.problem.features.soft_cap,
-            extras,
+            inputs: self.inputs(tile, queries, keys),
+            state: state_of(state),
+            out: self.outputs(last),
+            first,
+            last,
         };
         forward::forward(self.isa, self.pool, &tile);
         Ok(())
     }
 
-    /// Before all else, so what is only ever added to begins here, too.
+    /// Computes delta, and clears the gradient of the slopes, to which every tile adds.
     fn delta(&mut self) -> Result<()> {
-        if let Arrays::Backward { io, delta, .. } = &self.arrays {
-            if let Some(dslopes) = &io.extras.dslopes {
-                dslopes.clear();
+        if let Accumulators::Backward { delta, .. } = &self.accumulators {
+            if let Some(dslopes) = self.arrays.get(Operand::SlopeGrad) {
+                per_row::clear(self.pool, dslopes, &dslopes.rows);
             }
-            cast::delta(self.isa, self.pool, &io.o, &io.dout, &io.dlse, delta);
+            let [o, dout, dlse] = [Operand::Out, Operand::OutGrad, Operand::LseGrad];
+            let (o, dout, dlse) = (&self.arrays[o], &self.arrays[dout], &self.arrays[dlse]);
+            per_row::delta(self.isa, self.pool, o, dout, dlse, delta);
         }
         Ok(())
     }
 
-    /// The host kernel makes all three gradients in one pass over the tile, so it waits for both
-    /// accumulators.
+    /// Does nothing: the host kernel computes all three gradients in one pass over the tile, so it
+    /// needs both accumulators.
     fn backward_begin(
         &mut self,
         _tile: &Tile,
@@ -260,25 +196,16 @@ impl AttentionKernel for HostKernel<'_> {
         let (Some(dq), Some(dkv)) = (query_grads, key_grads) else {
             unreachable!("the engine gives both accumulators to backward_finish");
         };
-        let extras = self.tile_extras(tile, queries, keys);
         let tile = BackwardTile {
-            q: &queries.arrays[0],
-            k: &keys.arrays[0],
-            v: &keys.arrays[1],
+            inputs: self.inputs(tile, queries, keys),
             dout: &queries.arrays[1],
             lse: &queries.arrays[2],
             delta: &queries.arrays[3],
             dq: &dq.arrays[0],
             dk: &dkv.arrays[0],
             dv: &dkv.arrays[1],
-            q_rows: tile.queries.rows.clone(),
-            k_rows: tile.keys.rows.clone(),
-            band: tile.band,
             dq_first: tile.query_state.first,
             dkv_first: tile.key_state.first,
-            softmax_scale: self.problem.softmax_scale,
-            soft_cap: self.problem.features.soft_cap,
-            extras,
         };
         backward::backward(self.isa, self.pool, &tile);
         Ok(())
@@ -287,61 +214,35 @@ impl AttentionKernel for HostKernel<'_> {
     fn merge(&mut self, merge: &Merge, arrived: &HostBuffer) -> Result<()> {
         let home = self.home(merge.chunk.payload)?;
         if merge.chunk.payload == Payload::Partial {
-            let (Some(home), Some(arrived)) = (partial_of(&home), partial_of(arrived)) else {
-                unreachable!("a state that travelled is kept at home, too");
+            let (Some(home), Some(arrived)) = (state_of(&home), state_of(arrived)) else {
+                unreachable!("a state that travelled has memory at home, too");
             };
-            let out = if merge.last { self.outputs() } else { None };
-            merge_partial((self.isa, self.pool), home, arrived, &merge.chunk.rows, out);
+            let (device, out) = ((self.isa, self.pool), self.outputs(merge.last));
+            per_row::combine_softmax(device, home, arrived, &merge.chunk.rows, out);
             return Ok(());
         }
-        for (target, arrived) in home.arrays.iter().zip(&arrived.arrays) {
-            cast::merge(self.pool, target, arrived, &merge.chunk.rows);
+        for (home, arrived) in home.arrays.iter().zip(&arrived.arrays) {
+            per_row::accumulate(self.pool, home, arrived, &merge.chunk.rows);
         }
         Ok(())
     }
 
     fn finish(&mut self) -> Result<()> {
-        self.span.end();
+        self.timer.end();
         if self.problem.dtype == Dtype::F32 {
             return Ok(());
         }
-        if let Arrays::Backward { io, dq, dkv, .. } = &self.arrays {
-            cast::cast(self.isa, self.pool, &dq.arrays[0], &io.dq);
-            cast::cast(self.isa, self.pool, &dkv.arrays[0], &io.dk);
-            cast::cast(self.isa, self.pool, &dkv.arrays[1], &io.dv);
+        if let Accumulators::Backward { dq, dkv, .. } = &self.accumulators {
+            let sums = dq.arrays.iter().chain(&dkv.arrays);
+            let results = [Operand::QueryGrad, Operand::KeyGrad, Operand::ValueGrad];
+            for (sums, result) in sums.zip(results) {
+                per_row::cast(self.isa, self.pool, sums, &self.arrays[result]);
+            }
         }
         Ok(())
     }
 
     fn step(&mut self, _index: usize, name: fmt::Arguments<'_>) {
-        self.span.step(name);
-    }
-}
-
-/// One rank's memory, of either pass.
-#[derive(Debug, Clone)]
-pub enum RankBuffers {
-    /// Of the forward pass.
-    Forward(Box<ForwardBuffers>),
-    /// Of the backward pass.
-    Backward(Box<BackwardBuffers>),
-}
-
-/// Which buffers a pass needs.
-#[derive(Debug, Clone)]
-pub enum RingBuffers {
-    /// One entry for each rank.
-    Forward(Vec<ForwardBuffers>),
-    /// One entry for each rank.
-    Backward(Vec<BackwardBuffers>),
-}
-
-impl RingBuffers {
-    /// The pass these buffers belong to.
-    pub fn pass(&self) -> Pass {
-        match self {
-            RingBuffers::Forward(_) => Pass::Forward,
-            RingBuffers::Backward(_) => Pass::Backward,
-        }
+        self.timer.step(name);
     }
 }

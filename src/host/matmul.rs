@@ -1,10 +1,59 @@
-//! The matrix product that all attention products are made of.
+//! The matrix product that all products of attention are made of.
 
 use std::ops::Range;
 
+use super::scratch::Scratch;
 use super::simd::{Simd, Task};
 
-/// What a product does to the values in its destination.
+/// Rows of floats in scratch memory.
+#[derive(Clone, Copy)]
+pub(super) struct Matrix {
+    pub at: *mut f32,
+    /// Floats from one row to the next.
+    pub row: usize,
+}
+
+impl Matrix {
+    /// Takes scratch for a number of rows of a number of floats.
+    pub fn take(scratch: &mut Scratch, (rows, row): (usize, usize)) -> Matrix {
+        Matrix { at: scratch.take(rows * row), row }
+    }
+
+    /// Returns the matrix from a row on.
+    pub fn skip(self, rows: usize) -> Matrix {
+        Matrix { at: self.at.wrapping_add(rows * self.row), ..self }
+    }
+
+    /// Fills rows with zeros.
+    ///
+    /// # Safety
+    /// The caller guarantees that the matrix has these rows and is this thread's.
+    #[inline(always)]
+    pub unsafe fn clear(self, rows: usize) {
+        // SAFETY: the caller guarantees the rows.
+        unsafe { self.at.write_bytes(0, rows * self.row) }
+    }
+
+    /// Returns the matrix as the left side of a product.
+    pub fn left(self) -> Left {
+        Left { at: self.at, row_stride: self.row, depth_stride: 1 }
+    }
+
+    /// Returns the transposed matrix as the left side of a product.
+    pub fn transposed(self) -> Left {
+        Left { at: self.at, row_stride: 1, depth_stride: self.row }
+    }
+}
+
+/// The left side of a product, with element (i, k) at `at + i·row_stride + k·depth_stride`.
+#[derive(Clone, Copy)]
+pub(super) struct Left {
+    at: *const f32,
+    row_stride: usize,
+    depth_stride: usize,
+}
+
+/// How a product changes the values in its destination.
 #[derive(Clone, Copy)]
 pub(super) enum Write {
     /// `c = a·b`
@@ -13,40 +62,35 @@ pub(super) enum Write {
     Add,
     /// `c = c·factor[row] + a·b`
     Rescale(*const f32),
-    /// `c = from·factor + a·b`, with `from` laid out as c; it may be c itself.
+    /// `c = from·factor + a·b`. `from` is laid out as c, and may be c itself.
     Onto(*const f32, f32),
 }
 
-/// Which part of the depth of a product each row needs.
+/// The part of the depth that each row of a product needs.
 #[derive(Clone)]
 pub(super) enum Depth<'a> {
-    /// All rows the same.
+    /// All rows need the same part.
     All(Range<usize>),
-    /// Row `i` needs `range(i)`, whose start and end never fall as i grows. Outside it `a` may
-    /// hold zeros or, with `exact`, whatever: then no row goes beyond its own range, so that
-    /// 0 · NaN from a right side that is not finite can't reach it.
+    /// Row `i` needs `range(i)`, whose start and end never fall as i grows. Outside of that range
+    /// row i of `a` holds zeros, or anything if `exact`. With `exact` no row goes beyond its own
+    /// range, so a right side that is not finite cannot reach the row as 0 · NaN.
     Rows {
-        /// The part of a row; not a type of its own, or there were a function for each caller.
+        /// The part of a row. A generic type would compile the product once for each caller.
         range: &'a dyn Fn(usize) -> Range<usize>,
-        /// No row may go beyond its own part.
+        /// Whether no row may go beyond its own part.
         exact: bool,
     },
 }
 
-/// Rows × depth times depth × (vectors of columns), by pointers and strides in elements.
+/// A product c = a·b of rows × depth and depth × columns.
 #[derive(Clone)]
 pub(super) struct Product<'a> {
-    /// Left side: element (row, kk) at `a + row·a_row + kk·a_depth`.
-    pub a: *const f32,
-    pub a_row: usize,
-    pub a_depth: usize,
-    /// Right side: vector n of row kk at `b + kk·b_depth + n·LANES`.
-    pub b: *const f32,
-    pub b_depth: usize,
-    /// Destination: vector n of a row at `c + row·c_row + n·LANES`.
-    pub c: *mut f32,
-    pub c_row: usize,
+    pub a: Left,
+    pub b: Matrix,
+    pub c: Matrix,
+    /// Rows of a and c.
     pub rows: Range<usize>,
+    /// Columns of b and c, in vectors.
     pub vectors: usize,
     pub depth: Depth<'a>,
     pub write: Write,
@@ -56,8 +100,8 @@ impl Product<'_> {
     /// Computes the product, in a function of its own.
     ///
     /// # Safety
-    /// All elements that the fields describe are readable, those of `c` writable, by this thread
-    /// alone, and `c` overlaps neither side.
+    /// The caller guarantees that all elements that the fields describe are readable, that the
+    /// elements of `c` are this thread's, and that `c` overlaps neither side.
     #[inline(always)]
     pub unsafe fn compute<S: Simd>(self, simd: S) {
         simd.vectorize(self);
@@ -74,7 +118,8 @@ impl Task for Product<'_> {
             };
             for part in even_parts(self.rows.len(), tile_rows) {
                 let rows = self.rows.start + part.start..self.rows.start + part.end;
-                // SAFETY: `compute` is the only caller, and its caller vouches for the memory.
+                // SAFETY: `compute` is the only caller, and its caller guarantees the memory of all
+                // three matrices.
                 unsafe {
                     match columns.len() {
                         1 => self.row_tile::<S, 1>(simd, rows, columns.start),
@@ -89,14 +134,16 @@ impl Task for Product<'_> {
 }
 
 impl Product<'_> {
+    /// Computes a register tile of a number of rows that is known at run time.
+    ///
     /// # Safety
-    /// As [`Product::compute`].
+    /// The caller guarantees what [`Product::compute`] asks for.
     #[inline(always)]
     unsafe fn row_tile<S: Simd, const N: usize>(&self, simd: S, rows: Range<usize>, column: usize) {
         if N > S::TILE_VECTORS {
             return;
         }
-        // SAFETY: the caller vouches for the memory.
+        // SAFETY: the caller guarantees the memory of all three matrices.
         unsafe {
             match rows.len() {
                 1 => self.tile::<S, 1, N>(simd, rows, column),
@@ -109,10 +156,10 @@ impl Product<'_> {
         }
     }
 
-    /// The register tile: `M` rows × `N` vectors.
+    /// Computes a register tile of `M` rows × `N` vectors.
     ///
     /// # Safety
-    /// As [`Product::compute`].
+    /// The caller guarantees what [`Product::compute`] asks for.
     #[inline(always)]
     unsafe fn tile<S: Simd, const M: usize, const N: usize>(
         &self,
@@ -129,54 +176,59 @@ impl Product<'_> {
         };
         let skip = column * S::LANES;
         let mut sums = [[simd.zero(); N]; M];
-        // SAFETY: the caller vouches for the memory.
+        // SAFETY: the caller guarantees the memory of all three matrices.
         unsafe {
-            let mut a = self.a.add(rows.start * self.a_row + depth.start * self.a_depth);
-            let mut b = self.b.add(depth.start * self.b_depth + skip);
+            let Left { at, row_stride, depth_stride } = self.a;
+            let mut a = at.add(rows.start * row_stride + depth.start * depth_stride);
+            let mut b = self.b.at.add(depth.start * self.b.row + skip);
             for _ in depth {
                 let mut right = [simd.zero(); N];
                 for (n, right) in right.iter_mut().enumerate() {
                     *right = simd.load(b.add(n * S::LANES));
                 }
                 for (m, sums) in sums.iter_mut().enumerate() {
-                    let left = simd.splat(*a.add(m * self.a_row));
+                    let left = simd.splat(*a.add(m * row_stride));
                     for (sum, right) in sums.iter_mut().zip(right) {
                         *sum = simd.mul_add(left, right, *sum);
                     }
                 }
-                a = a.wrapping_add(self.a_depth);
-                b = b.wrapping_add(self.b_depth);
+                a = a.wrapping_add(depth_stride);
+                b = b.wrapping_add(self.b.row);
             }
-            // Two loops without a choice inside: with one, sums leave their registers.
-            let first = rows.start * self.c_row + skip;
+            // Neither of the two loops has a branch inside, since a branch would force the sums out
+            // of their registers.
+            let first = rows.start * self.c.row + skip;
             let one = 1.0;
             let (old, factors, step) = match &self.write {
                 Write::Set => {
                     for (m, sums) in sums.iter().enumerate() {
-                        let c = self.c.add(first + m * self.c_row);
+                        let c = self.c.at.add(first + m * self.c.row);
                         for (n, sum) in sums.iter().enumerate() {
                             simd.store(c.add(n * S::LANES), *sum);
                         }
                     }
                     return;
                 }
-                Write::Add => (self.c.cast_const(), &raw const one, 0),
-                Write::Rescale(factors) => (self.c.cast_const(), factors.add(rows.start), 1),
+                Write::Add => (self.c.at.cast_const(), &raw const one, 0),
+                Write::Rescale(factors) => (self.c.at.cast_const(), factors.add(rows.start), 1),
                 Write::Onto(from, factor) => (*from, &raw const *factor, 0),
             };
             for (m, sums) in sums.iter().enumerate() {
-                let row = first + m * self.c_row;
+                let row = first + m * self.c.row;
                 let factor = simd.splat(*factors.add(m * step));
                 for (n, sum) in sums.iter().enumerate() {
                     let at = row + n * S::LANES;
-                    simd.store(self.c.add(at), simd.mul_add(simd.load(old.add(at)), factor, *sum));
+                    simd.store(
+                        self.c.at.add(at),
+                        simd.mul_add(simd.load(old.add(at)), factor, *sum),
+                    );
                 }
             }
         }
     }
 }
 
-/// Cuts `0..len` into the fewest parts of at most `most`, as equal as can be.
+/// Cuts `0..len` into the fewest parts of at most `most`, as equal as possible.
 #[inline(always)]
 pub(super) fn even_parts(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> + Clone {
     let parts = len.div_ceil(most);

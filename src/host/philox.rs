@@ -1,9 +1,9 @@
-//! Which attention weights are dropped: a counter-based random number for each pair of positions,
-//! so that the same pairs are dropped however the sequence is spread over ranks.
+//! The random numbers of dropout. Each pair of positions has its own number, so the same weights
+//! are dropped however ranks share the sequence.
 //!
-//! Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+//! Source: Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 
-/// Numbers made side by side, for the compiler to put into vectors.
+/// Number of counters that are computed side by side, so that the compiler can use vectors.
 pub(super) const WIDTH: usize = 16;
 
 const MULTIPLIERS: [u32; 2] = [0xd251_1f53, 0xcd9e_8d57];
@@ -15,15 +15,15 @@ const ROUNDS: usize = 10;
 pub(super) struct Philox {
     /// The key.
     pub key: [u32; 2],
-    /// Index of the query head among all of the model.
+    /// Index of the query head in the whole model.
     pub head: u32,
-    /// Index of the batch entry among all of the batch.
+    /// Index of the batch entry in the whole batch.
     pub entry: u32,
 }
 
 impl Philox {
-    /// For the keys at positions 4·quad to 4·quad + 3, four words each: those of the counters
-    /// (quad, query position, head, batch entry).
+    /// Returns the four words of each counter (quad, query position, head, batch entry). Word n
+    /// belongs to the query and the key at position 4·quad + n.
     #[inline(always)]
     pub fn words(&self, quads: &[u32; WIDTH], queries: &[u32; WIDTH]) -> [[u32; WIDTH]; 4] {
         let mut counter = [*quads, *queries, [self.head; WIDTH], [self.entry; WIDTH]];
@@ -50,7 +50,7 @@ mod tests {
 
     #[test]
     fn known_answers() {
-        // From the vectors that the authors' Random123 library is tested with.
+        // The authors test their Random123 library with these vectors.
         let answer = |counter: [u32; 4], key| {
             let philox = Philox { key, head: counter[2], entry: counter[3] };
             philox.words(&[counter[0]; WIDTH], &[counter[1]; WIDTH]).map(|words| words[WIDTH - 1])

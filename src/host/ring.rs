@@ -5,36 +5,37 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
 
 use rayon::ThreadPool;
 
+use super::array::HostArray;
 use super::checks;
 use super::isa::Isa;
 use super::kernel::HostKernel;
-pub use super::kernel::{BackwardBuffers, ForwardBuffers, RankBuffers, RingBuffers};
 use super::transport::{HostTransport, Mailboxes};
 use super::{threads, trace};
 use crate::engine::walk;
 use crate::environment;
 use crate::error::{Error, Result};
+use crate::operands::Arrays;
 use crate::problem::{Problem, Travels};
 use crate::schedule::{self, Family, Schedule};
 use crate::transport::Transport;
 
-/// Environment variable that sets the number of compute workers.
+/// The environment variable that sets the number of compute workers.
 const THREADS_VARIABLE: &str = "BURST_ATTENTION_THREADS";
 
 /// The largest number of compute workers that the variable may ask for.
 const MAX_THREADS: usize = 1024;
 
-/// The compute workers that all rings of the process share, and what they compute with.
+/// The compute workers that all rings of the process share.
 #[derive(Debug)]
 pub struct Executor {
-    /// Instruction set of the kernels.
+    /// The instruction set of the kernels.
     pub isa: Isa,
-    /// One worker for each core.
+    /// The workers.
     pub pool: ThreadPool,
 }
 
 impl Executor {
-    /// With `threads` workers.
+    /// Starts `threads` workers.
     ///
     /// # Errors
     /// [`Error::NoThread`] if the operating system refuses a thread.
@@ -50,12 +51,13 @@ impl Executor {
         Ok(Executor { isa, pool })
     }
 
-    /// The one that XLA's calls use: the best instruction set of this CPU, a worker for each core.
-    /// `BURST_ATTENTION_THREADS` sets another number of workers.
+    /// Returns the executor of XLA's calls. It has the fastest instruction set of this CPU and a
+    /// worker for each core, unless `BURST_ATTENTION_ISA` and `BURST_ATTENTION_THREADS` say
+    /// otherwise.
     ///
     /// # Errors
-    /// If one of the variables `BURST_ATTENTION_ISA` and `BURST_ATTENTION_THREADS` is invalid, or
-    /// if the operating system refuses a thread. The next call tries again.
+    /// If one of the two variables is invalid, or if the operating system refuses a thread. The
+    /// next call tries again.
     pub fn global() -> Result<&'static Executor> {
         static GLOBAL: OnceLock<Executor> = OnceLock::new();
         static STARTING: Mutex<()> = Mutex::new(());
@@ -68,7 +70,8 @@ impl Executor {
     }
 }
 
-/// The number of compute workers that the environment asks for, else that of the cores.
+/// Returns the number of compute workers that the environment asks for, or else the number of
+/// cores.
 fn workers() -> Result<usize> {
     let expected = || format!("a whole number from 1 to {MAX_THREADS}");
     let parse = |text: &str| text.parse().ok().filter(|count| (1..=MAX_THREADS).contains(count));
@@ -76,89 +79,56 @@ fn workers() -> Result<usize> {
     Ok(environment::read(THREADS_VARIABLE, expected, parse)?.unwrap_or_else(cores))
 }
 
-/// Runs one pass of `problem` on a single ring; see [`run_family`].
+/// Runs one pass of `problem` over the arrays of each rank, and returns the bytes that all ranks
+/// sent. `travels` is the side that travels; `None` takes the side that costs fewer bytes. The
+/// function blocks until every rank has finished, so it belongs on a thread of [`threads`].
 ///
 /// # Errors
-/// If the problem is invalid, a buffer does not fit it, or a rank failed.
-pub fn run(problem: &Problem, travels: Option<Travels>, buffers: RingBuffers) -> Result<u64> {
-    run_family(problem, Family::Ring, travels, buffers)
-}
-
-/// Runs one pass of `problem` over `buffers`, one entry for each rank, and returns the bytes that
-/// all ranks sent. `travels` is the side that goes round; `None` takes the one that costs fewer
-/// bytes. Blocks until every rank is through, so it belongs on a thread of [`threads`].
-///
-/// # Errors
-/// If the problem is invalid, the family or a buffer does not fit it, or a rank failed.
-pub fn run_family(
+/// If the problem is invalid, the family or an array does not fit it, or a rank failed.
+pub fn run(
     problem: &Problem,
     family: Family,
     travels: Option<Travels>,
-    buffers: RingBuffers,
+    ranks: Vec<Arrays<HostArray>>,
 ) -> Result<u64> {
     problem.validate()?;
-    check_buffers(problem, &buffers)?;
-    let pass = buffers.pass();
-    let schedules = schedule::kept(problem, family, pass, travels)?;
+    check_ranks(problem, &ranks)?;
+    let schedules = schedule::cached(problem, family, ranks[0].pass, travels)?;
     let mailboxes = Arc::new(Mailboxes::default());
-    let number = trace::next_ring();
-    let job = |rank: usize| Job {
-        problem: problem.clone(),
-        schedules: schedules.clone(),
-        rank,
-        mailboxes: mailboxes.clone(),
-        number,
-    };
-    match buffers {
-        RingBuffers::Forward(ranks) => gather(ranks, &mailboxes, |rank, io| {
-            let job = job(rank);
-            move || job.forward(io)
-        }),
-        RingBuffers::Backward(ranks) => gather(ranks, &mailboxes, |rank, io| {
-            let job = job(rank);
-            move || job.backward(io)
-        }),
-    }
+    let ring = trace::next_ring();
+    run_jobs(ranks, &mailboxes, |rank, arrays| {
+        let (problem, mailboxes) = (problem.clone(), mailboxes.clone());
+        let job = Job { problem, schedules: schedules.clone(), rank, mailboxes, ring };
+        move || job.run(arrays)
+    })
 }
 
-/// What one rank's thread needs to know.
+/// The work of one rank's thread.
 struct Job {
     problem: Problem,
     schedules: Arc<Vec<Schedule>>,
     rank: usize,
     mailboxes: Arc<Mailboxes>,
-    number: u64,
+    /// Number of the ring on the timeline.
+    ring: u64,
 }
 
 impl Job {
-    fn forward(&self, io: ForwardBuffers) -> Result<u64> {
-        self.walk(|device, schedule| {
-            HostKernel::forward(device, &self.problem, schedule, io, self.number)
-        })
-    }
-
-    fn backward(&self, io: BackwardBuffers) -> Result<u64> {
-        self.walk(|device, schedule| {
-            HostKernel::backward(device, &self.problem, schedule, io, self.number)
-        })
-    }
-
-    /// Walks this rank's schedule; whatever goes wrong also stops the ranks that wait for it.
-    fn walk<'a>(
-        &'a self,
-        kernel: impl FnOnce((Isa, &'a ThreadPool), &'a Schedule) -> HostKernel<'a>,
-    ) -> Result<u64> {
+    /// Walks this rank's schedule. An error or a panic also stops the ranks that wait for this
+    /// rank.
+    fn run(&self, arrays: Arrays<HostArray>) -> Result<u64> {
         self.guarded(|| {
             let Executor { isa, pool } = Executor::global()?;
-            let schedule = &self.schedules[self.rank];
-            let mut transport =
-                HostTransport::new(self.rank, self.problem.world_size, self.mailboxes.clone());
-            walk(schedule, &mut kernel((*isa, pool), schedule), &mut transport)?;
+            let (schedule, world_size) = (&self.schedules[self.rank], self.problem.world_size);
+            let mut transport = HostTransport::new(self.rank, world_size, self.mailboxes.clone());
+            let device = (*isa, pool);
+            let mut kernel = HostKernel::new(device, &self.problem, schedule, arrays, self.ring);
+            walk(schedule, &mut kernel, &mut transport)?;
             Ok(transport.bytes_sent())
         })
     }
 
-    /// A rank that fails, or panics, releases those that wait for it.
+    /// Does the work. If it fails or panics, the ranks that wait for this rank fail too.
     fn guarded(&self, work: impl FnOnce() -> Result<u64>) -> Result<u64> {
         let result = catch_unwind(AssertUnwindSafe(work))
             .unwrap_or_else(|panic| Err(self.panicked(panic.as_ref())));
@@ -177,10 +147,10 @@ impl Job {
     }
 }
 
-/// Runs a job for each rank, the last one here, and adds up what they return. The first error that
-/// is not merely the echo of another rank's is the one reported. Whatever happens, no job runs any
-/// more when this returns, for they use the caller's memory.
-fn gather<B, J>(ranks: Vec<B>, mailboxes: &Mailboxes, job: impl Fn(usize, B) -> J) -> Result<u64>
+/// Runs a job for each rank, the last job on this thread, and returns the sum of their results. If
+/// ranks fail, the function returns the first error that is not merely the echo of another rank's
+/// error. Jobs use the caller's memory, so the function never returns before all jobs have ended.
+fn run_jobs<B, J>(ranks: Vec<B>, mailboxes: &Mailboxes, job: impl Fn(usize, B) -> J) -> Result<u64>
 where
     J: FnOnce() -> Result<u64> + Send + 'static,
 {
@@ -189,7 +159,7 @@ where
     for (rank, io) in ranks.into_iter().enumerate() {
         let (job, results) = (job(rank, io), sender.clone());
         let run = move || {
-            // The receiver waits below until every sender is gone.
+            // The receiver lives until every sender is gone, so this send cannot fail.
             let _ = results.send(job());
         };
         if rank + 1 == world_size {
@@ -216,22 +186,17 @@ where
     }
 }
 
-/// Every rank must have its arrays, each with the shape and type that the problem gives it.
-fn check_buffers(problem: &Problem, buffers: &RingBuffers) -> Result<()> {
-    let count = match buffers {
-        RingBuffers::Forward(ranks) => ranks.len(),
-        RingBuffers::Backward(ranks) => ranks.len(),
-    };
-    if count != problem.world_size {
-        let (expected, got) = (problem.world_size.to_string(), count.to_string());
-        return Err(Error::InvalidProblem { name: "buffers for ranks", expected, got });
+/// Checks that every rank has its arrays, and that all arrays belong to the same pass.
+fn check_ranks(problem: &Problem, ranks: &[Arrays<HostArray>]) -> Result<()> {
+    if ranks.len() != problem.world_size {
+        let (expected, got) = (problem.world_size.to_string(), ranks.len().to_string());
+        return Err(Error::InvalidProblem { name: "arrays of ranks", expected, got });
     }
-    match buffers {
-        RingBuffers::Forward(ranks) => ranks.iter().try_for_each(|io| checks::forward(problem, io)),
-        RingBuffers::Backward(ranks) => {
-            ranks.iter().try_for_each(|io| checks::backward(problem, io))
-        }
+    if ranks.iter().any(|arrays| arrays.pass != ranks[0].pass) {
+        let (expected, got) = ("the same on all ranks".to_owned(), "both passes".to_owned());
+        return Err(Error::InvalidProblem { name: "pass", expected, got });
     }
+    ranks.iter().try_for_each(|arrays| checks::arrays(problem, arrays))
 }
 
 #[cfg(test)]
@@ -259,9 +224,9 @@ mod tests {
             world_size: 2,
         };
         let schedules =
-            schedule::kept(&problem, Family::Ring, Pass::Forward, None).expect("a ring");
+            schedule::cached(&problem, Family::Ring, Pass::Forward, None).expect("a ring");
         let mailboxes = Arc::new(Mailboxes::default());
-        let job = Job { problem, schedules, rank: 0, mailboxes: mailboxes.clone(), number: 0 };
+        let job = Job { problem, schedules, rank: 0, mailboxes: mailboxes.clone(), ring: 0 };
         let failed = job.guarded(|| panic!("on purpose")).expect_err("the kernel panicked");
         assert!(failed.to_string().contains("internal error: on purpose"), "{failed}");
         let waiting = HostTransport::new(1, 2, mailboxes).finish(vec![(0, 1, 0)]);

@@ -1,44 +1,44 @@
-//! What happens between the matrix products: logits to probabilities, and their gradients.
+//! The arithmetic between the matrix products: probabilities from logits, and their gradients.
 //!
 //! A panel holds logits of a register tile's width: `N` vectors per row.
 //!
-//! Both passes make each logit by the same operations in the same order, so it has the same bits in
-//! both. No weight e^(logit − lse) exceeds 1 then, however large the logits are, and a key that
+//! Both passes compute each logit by the same operations in the same order, so it has the same bits
+//! in both. Then no weight e^(logit − lse) exceeds 1, however large the logits are, and a key that
 //! takes all of a row's weight gets exactly 1.
 
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
+use super::matmul::Matrix;
 use super::simd::Simd;
 
-/// The running state of the rows whose logits are in the lanes of a panel.
+/// The online softmax of queries in lanes, but for their sums of values.
 pub(super) struct Online {
     /// Largest logit so far; −∞ before the first.
     pub m: *mut f32,
     /// Sum of e^(logit − m).
     pub l: *mut f32,
-    /// e^(old m − new m): what sums with the old m have to be multiplied by.
+    /// e^(old m − new m), the factor for sums that were made with the old m.
     pub alpha: *mut f32,
 }
 
-/// Puts −∞ where a query may not see a key: in row `r` of the panel outside of `seen(r)`.
+/// Writes −∞ where a query may not see a key: in row `r` of the panel outside of `seen(r)`.
 ///
 /// # Safety
-/// The panel's `rows` are this thread's, `across` floats each.
+/// The caller guarantees that the panel's `rows` are this thread's.
 #[inline(always)]
 pub(super) unsafe fn mask<S: Simd>(
     simd: S,
-    panel: *mut f32,
-    across: usize,
+    panel: Matrix,
     rows: Range<usize>,
     seen: impl Fn(usize) -> Range<usize>,
 ) {
     for row in rows {
         let seen = seen(row);
-        for first in (0..across).step_by(S::LANES) {
-            // SAFETY: the caller vouches for the panel.
+        for first in (0..panel.row).step_by(S::LANES) {
+            // SAFETY: the caller guarantees that the panel's rows are this thread's.
             unsafe {
-                let at = panel.add(row * across + first);
+                let at = panel.at.add(row * panel.row + first);
                 let (start, end) = (seen.start.max(first) - first, seen.end.max(first) - first);
                 let value = simd.inside(start, end, simd.load(at), simd.splat(f32::NEG_INFINITY));
                 simd.store(at, value);
@@ -47,50 +47,53 @@ pub(super) unsafe fn mask<S: Simd>(
     }
 }
 
-/// Where a vector lies in a panel.
+/// The place of a vector in a panel.
 #[derive(Clone, Copy)]
-pub(super) struct At {
+pub(super) struct VectorPlace {
     pub row: usize,
     /// First lane.
     pub first: usize,
 }
 
-/// What becomes of logits before their softmax, and of weights after it.
-pub(super) trait Between: Copy {
-    /// The new logits, and their derivative by the old ones; `None` for 1.
-    fn logits<S: Simd>(self, simd: S, s: S::Vector, at: At) -> (S::Vector, Option<S::Vector>);
+/// Logits after features changed them, and their derivative by the logits before; `None` for 1.
+pub(super) type Logits<V> = (V, Option<V>);
 
-    /// `x` where the pair may see each other, `other` elsewhere.
+/// How features change the logits of a panel before the softmax, and the weights after it.
+pub(super) trait ScoreFeatures: Copy {
+    /// Returns the changed logits and their derivative.
+    fn logits<S: Simd>(self, simd: S, s: S::Vector, at: VectorPlace) -> Logits<S::Vector>;
+
+    /// Returns `x` where query and key may see each other, and `other` elsewhere.
     #[inline(always)]
-    fn visible<S: Simd>(self, _simd: S, x: S::Vector, _other: f32, _at: At) -> S::Vector {
+    fn visible<S: Simd>(self, _simd: S, x: S::Vector, _other: f32, _at: VectorPlace) -> S::Vector {
         x
     }
 
-    /// Factors of the weights; `None` for 1.
+    /// Returns the factors of the weights; `None` for 1.
     #[inline(always)]
-    fn kept<S: Simd>(self, _simd: S, _at: At) -> Option<S::Vector> {
+    fn kept<S: Simd>(self, _simd: S, _at: VectorPlace) -> Option<S::Vector> {
         None
     }
 
-    /// The derivative of the logits by a slope, but for its sign.
+    /// Returns the derivative of the logits by a slope, but for its sign.
     #[inline(always)]
-    fn distance<S: Simd>(self, simd: S, _at: At) -> S::Vector {
+    fn distance<S: Simd>(self, simd: S, _at: VectorPlace) -> S::Vector {
         simd.zero()
     }
 }
 
-/// They stay.
+/// No feature: logits and weights stay as they are.
 #[derive(Clone, Copy)]
-pub(super) struct Nothing;
+pub(super) struct NoFeatures;
 
-impl Between for Nothing {
+impl ScoreFeatures for NoFeatures {
     #[inline(always)]
-    fn logits<S: Simd>(self, _simd: S, s: S::Vector, _at: At) -> (S::Vector, Option<S::Vector>) {
+    fn logits<S: Simd>(self, _simd: S, s: S::Vector, _at: VectorPlace) -> Logits<S::Vector> {
         (s, None)
     }
 }
 
-/// They become `cap · tanh(logit / cap)`.
+/// A soft cap alone: logits become `cap · tanh(logit / cap)`.
 #[derive(Clone, Copy)]
 pub(super) struct SoftCap {
     cap: f32,
@@ -104,64 +107,62 @@ impl SoftCap {
     }
 }
 
-impl Between for SoftCap {
+impl ScoreFeatures for SoftCap {
     #[inline(always)]
-    fn logits<S: Simd>(self, simd: S, s: S::Vector, _at: At) -> (S::Vector, Option<S::Vector>) {
+    fn logits<S: Simd>(self, simd: S, s: S::Vector, _at: VectorPlace) -> Logits<S::Vector> {
         // e^(2s/cap) = 2^(s · 2·log2(e)/cap)
         let (tanh, slope) = simd.tanh(simd.mul(s, simd.splat(self.twice_by_cap_log2)));
         (simd.mul(tanh, simd.splat(self.cap)), Some(slope))
     }
 }
 
-/// Replaces the logits of a panel's `rows`.
+/// Changes the logits of a panel's `rows` as features ask.
 ///
 /// # Safety
-/// The panel's `rows` are this thread's, `across` floats each.
+/// The caller guarantees that the panel's `rows` are this thread's.
 #[inline(always)]
 pub(super) unsafe fn adjust<S: Simd>(
     simd: S,
-    panel: *mut f32,
-    across: usize,
+    panel: Matrix,
     rows: Range<usize>,
-    between: impl Between,
+    features: impl ScoreFeatures,
 ) {
     for row in rows {
-        for first in (0..across).step_by(S::LANES) {
-            // SAFETY: the caller vouches for the panel.
+        for first in (0..panel.row).step_by(S::LANES) {
+            // SAFETY: the caller guarantees that the panel's rows are this thread's.
             unsafe {
-                let place = panel.add(row * across + first);
-                let (s, _) = between.logits(simd, simd.load(place), At { row, first });
-                simd.store(place, s);
+                let at = panel.at.add(row * panel.row + first);
+                let (s, _) = features.logits(simd, simd.load(at), VectorPlace { row, first });
+                simd.store(at, s);
             }
         }
     }
 }
 
-/// Multiplies the weights of a panel's `rows` with their factors.
+/// Multiplies the weights of a panel's `rows` by their factors.
 ///
 /// # Safety
-/// As [`adjust`].
+/// The caller guarantees that the panel's `rows` are this thread's.
 #[inline(always)]
 pub(super) unsafe fn drop_out<S: Simd>(
     simd: S,
-    panel: *mut f32,
-    across: usize,
+    panel: Matrix,
     rows: Range<usize>,
-    between: impl Between,
+    features: impl ScoreFeatures,
 ) {
     for row in rows {
-        for first in (0..across).step_by(S::LANES) {
-            let Some(kept) = between.kept(simd, At { row, first }) else { return };
-            // SAFETY: the caller vouches for the panel.
+        for first in (0..panel.row).step_by(S::LANES) {
+            let Some(kept) = features.kept(simd, VectorPlace { row, first }) else { return };
+            // SAFETY: the caller guarantees that the panel's rows are this thread's.
             unsafe {
-                let place = panel.add(row * across + first);
-                simd.store(place, simd.mul(simd.load(place), kept));
+                let at = panel.at.add(row * panel.row + first);
+                simd.store(at, simd.mul(simd.load(at), kept));
             }
         }
     }
 }
 
-/// One step of the online softmax for queries in lanes, keys in rows. The logits s become
+/// Takes one step of the online softmax, for queries in lanes and keys in rows. The logits s become
 /// p = e^(s − m'):
 ///
 /// ```text
@@ -169,28 +170,24 @@ pub(super) unsafe fn drop_out<S: Simd>(
 /// ```
 ///
 /// # Safety
-/// The panel's `rows` and the state's lanes are this thread's.
+/// The caller guarantees that the panel's `rows` and the state's lanes are this thread's.
 #[inline(always)]
-pub(super) unsafe fn online<S: Simd>(
-    simd: S,
-    panel: *mut f32,
-    across: usize,
-    rows: Range<usize>,
-    state: &Online,
-) {
-    // SAFETY: the caller vouches for the memory.
+pub(super) unsafe fn online<S: Simd>(simd: S, panel: Matrix, rows: Range<usize>, state: &Online) {
+    // SAFETY: the caller guarantees that the panel and the state are this thread's.
     unsafe {
-        match across / S::LANES {
-            1 => online_lanes::<S, 1>(simd, panel, rows, state),
-            2 => online_lanes::<S, 2>(simd, panel, rows, state),
-            3 => online_lanes::<S, 3>(simd, panel, rows, state),
-            _ => online_lanes::<S, 4>(simd, panel, rows, state),
+        match panel.row / S::LANES {
+            1 => online_lanes::<S, 1>(simd, panel.at, rows, state),
+            2 => online_lanes::<S, 2>(simd, panel.at, rows, state),
+            3 => online_lanes::<S, 3>(simd, panel.at, rows, state),
+            _ => online_lanes::<S, 4>(simd, panel.at, rows, state),
         }
     }
 }
 
+/// Takes the step of [`online`] for panels of `N` vectors per row.
+///
 /// # Safety
-/// As [`online`].
+/// The caller guarantees that the panel's `rows` and the state's lanes are this thread's.
 #[inline(always)]
 unsafe fn online_lanes<S: Simd, const N: usize>(
     simd: S,
@@ -204,21 +201,21 @@ unsafe fn online_lanes<S: Simd, const N: usize>(
     let across = N * S::LANES;
     let mut maxima = [simd.zero(); N];
     let mut sums = [simd.zero(); N];
-    // SAFETY: the caller vouches for the memory.
+    // SAFETY: the caller guarantees that the panel and the state are this thread's.
     unsafe {
         for (n, max) in maxima.iter_mut().enumerate() {
             *max = simd.load(state.m.add(n * S::LANES));
         }
         for row in rows.clone() {
             for (n, max) in maxima.iter_mut().enumerate() {
-                // A NaN is left out here, but not of the sums below.
+                // The maximum leaves NaN out, but the sums below do not.
                 *max = simd.max(simd.load(panel.add(row * across + n * S::LANES)), *max);
             }
         }
         for (n, max) in maxima.iter_mut().enumerate() {
             let old = simd.load(state.m.add(n * S::LANES));
             simd.store(state.m.add(n * S::LANES), *max);
-            // No key so far: anything finite will do instead of −∞, as e^(−∞ − 0) is 0.
+            // Without a key so far, any finite number can replace −∞, since e^(−∞ − 0) is 0.
             *max = simd.max(*max, simd.splat(f32::MIN));
             simd.store(state.alpha.add(n * S::LANES), simd.exp(simd.sub(old, *max)));
         }
@@ -238,49 +235,44 @@ unsafe fn online_lanes<S: Simd, const N: usize>(
     }
 }
 
-/// The panels of the backward pass, `across` floats in each row.
-#[derive(Clone, Copy)]
-pub(super) struct Panels {
-    pub logits: *mut f32,
-    pub dp: *mut f32,
-    pub across: usize,
-}
-
-/// The backward pass between its products, for keys in lanes and queries in rows:
+/// Computes p and ds in the backward pass from panels of s and dp of the same shape, for keys in
+/// lanes and queries in rows:
 ///
 /// ```text
-/// p = e^min(s − lse, 0), s as `between` makes it;  ds = p ∘ (dp − delta) ∘ its derivative
+/// p = e^min(s − lse, 0), s as `features` change it;  ds = p ∘ (dp − delta) ∘ derivative of s
 /// ```
 ///
-/// The minimum is that difference itself where `lse` comes from these logits; it bounds p where a
-/// rounding came between, such as that of the ring's instructions on another machine.
-/// p takes the place of s and ds that of dp; both are 0 outside `seen(row)`, if that is given.
-/// Where weights are dropped, p and dp get their factors. Returns Σ ds ∘ distance before the
-/// derivative, where `with_distance`.
+/// The minimum is s − lse itself if `lse` comes from these logits. It bounds p if a rounding came
+/// between, as with the instructions of another machine in the ring. p takes the place of s, and
+/// ds takes the place of dp. Both are 0 outside of `seen(row)`, if `seen` is given. With dropout, p
+/// and dp get the factors of the weights. If `with_distance`, the function returns Σ ds ∘ distance,
+/// without the derivative of s.
 ///
 /// # Safety
-/// The `rows` of both panels are this thread's; `lse` and `delta` hold a float for each.
+/// The caller guarantees that the `rows` of both panels are this thread's, and that `lse` and
+/// `delta` hold a float for each row.
 #[inline(always)]
 pub(super) unsafe fn gradients<S: Simd>(
     simd: S,
-    Panels { logits, dp, across }: Panels,
+    [logits, dp]: [Matrix; 2],
     rows: Range<usize>,
     (lse, delta): (*const f32, *const f32),
     seen: Option<impl Fn(usize) -> Range<usize>>,
-    (between, with_distance): (impl Between, bool),
+    (features, with_distance): (impl ScoreFeatures, bool),
 ) -> f64 {
     let mut total = 0.0;
     for row in rows {
         let seen = seen.as_ref().map(|seen| seen(row));
         let mut sums = simd.zero();
-        // SAFETY: the caller vouches for the memory.
+        // SAFETY: the caller guarantees that the panels' rows are this thread's, and that `lse` and
+        // `delta` have these rows.
         unsafe {
             let lse = simd.splat(*lse.add(row));
             let delta = simd.splat(*delta.add(row));
-            for first in (0..across).step_by(S::LANES) {
-                let at = At { row, first };
-                let (s_at, dp_at) =
-                    (logits.add(row * across + first), dp.add(row * across + first));
+            for first in (0..logits.row).step_by(S::LANES) {
+                let at = VectorPlace { row, first };
+                let skip = row * logits.row + first;
+                let (s_at, dp_at) = (logits.at.add(skip), dp.at.add(skip));
                 let inside = |x: S::Vector| match &seen {
                     Some(seen) => {
                         let (start, end) =
@@ -289,26 +281,26 @@ pub(super) unsafe fn gradients<S: Simd>(
                     }
                     None => x,
                 };
-                let (s, derivative) = between.logits(simd, simd.load(s_at), at);
-                // The operand order keeps NaN.
+                let (s, derivative) = features.logits(simd, simd.load(s_at), at);
+                // This order of operands keeps NaN.
                 let mut p = simd.exp(simd.min(simd.zero(), simd.sub(s, lse)));
                 let mut dp = simd.load(dp_at);
-                let kept = between.kept(simd, at);
+                let kept = features.kept(simd, at);
                 if let Some(kept) = kept {
                     dp = simd.mul(dp, kept);
                 }
                 let mut ds = simd.mul(p, simd.sub(dp, delta));
-                ds = inside(between.visible(simd, ds, 0.0, at));
+                ds = inside(features.visible(simd, ds, 0.0, at));
                 if with_distance {
-                    sums = simd.mul_add(ds, between.distance(simd, at), sums);
+                    sums = simd.mul_add(ds, features.distance(simd, at), sums);
                 }
                 if let Some(derivative) = derivative {
-                    ds = inside(between.visible(simd, simd.mul(ds, derivative), 0.0, at));
+                    ds = inside(features.visible(simd, simd.mul(ds, derivative), 0.0, at));
                 }
                 if let Some(kept) = kept {
                     p = simd.mul(p, kept);
                 }
-                simd.store(s_at, inside(between.visible(simd, p, 0.0, at)));
+                simd.store(s_at, inside(features.visible(simd, p, 0.0, at)));
                 simd.store(dp_at, ds);
             }
         }

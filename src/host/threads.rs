@@ -1,8 +1,8 @@
-//! An unbounded set of cached threads for work that may block.
+//! Threads for work that may block: as many as there are jobs, and idle threads are used again.
 //!
-//! Walking a rank's schedule waits for neighbours, and completing an XLA future may run the rest
-//! of that device's program. Neither may occupy a compute worker or wait for another of its kind,
-//! so each job gets a thread of its own; idle threads are used again.
+//! A walk of a rank's schedule waits for neighbours, and completing an XLA future may run the rest
+//! of that device's program. A job of either kind may occupy no compute worker, and may wait for no
+//! other job to end. So each job gets a thread of its own.
 
 use std::io;
 use std::mem;
@@ -11,10 +11,11 @@ use std::time::Duration;
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// Threads that wait are `idle`, reserved, or about to take one of `jobs`; any may take any job.
+/// The jobs that wait for a thread. A waiting thread is `idle`, reserved, or about to take one of
+/// `jobs`, and any thread may take any job.
 struct Queue {
     jobs: Vec<Job>,
-    /// Threads that wait and are neither reserved nor needed for `jobs`.
+    /// Number of waiting threads that are neither reserved nor needed for `jobs`.
     idle: usize,
 }
 
@@ -26,11 +27,11 @@ fn lock() -> MutexGuard<'static, Queue> {
     QUEUE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A thread that waits for one job. Dropping this gives the thread back.
+/// A thread that waits for one job. Dropping the value gives the thread back.
 #[derive(Debug)]
 pub struct Reserved(());
 
-/// Reserves a thread, so that a job that comes later is sure to run.
+/// Reserves a thread, so that a later job is sure to run.
 ///
 /// # Errors
 /// If the operating system refuses another thread.
@@ -46,7 +47,7 @@ pub fn reserve() -> io::Result<Reserved> {
 }
 
 impl Reserved {
-    /// Runs `job` on the thread, at once.
+    /// Starts a job on the thread at once.
     pub fn run(self, job: impl FnOnce() + Send + 'static) {
         mem::forget(self);
         lock().jobs.push(Box::new(job));
@@ -60,7 +61,7 @@ impl Drop for Reserved {
     }
 }
 
-/// Waits for jobs until none comes for a while and no job can need this thread.
+/// Runs jobs until none has come for a while and no job can need this thread.
 fn serve() {
     let mut queue = lock();
     loop {

@@ -1,61 +1,63 @@
-//! Exchange between the ranks of one process: buffers change hands, nothing is copied.
+//! Exchanges between the ranks of one process: buffers change hands, and no data is copied.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use super::buffer::HostBuffer;
 use crate::error::{Error, Result};
 use crate::schedule::{Exchange, Transfer};
 use crate::transport::Transport;
 
-/// A message's way: from, to, and how many went that way before.
+/// The address of a message: sender, receiver, and the number of earlier messages between them.
 type Address = (usize, usize, usize);
 
-/// The post office of one ring.
+/// The messages that ranks of one ring have sent to each other.
 #[derive(Debug, Default)]
 pub struct Mailboxes {
-    state: Mutex<Post>,
+    messages: Mutex<Messages>,
     arrived: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Post {
+struct Messages {
     waiting: HashMap<Address, HostBuffer>,
-    /// The first rank that failed, and why.
+    /// The first rank that failed, and the reason.
     broken: Option<(usize, String)>,
 }
 
 impl Mailboxes {
-    /// Lets every rank that waits, or will wait, fail because `rank` did.
+    /// Makes every rank that waits, or will wait, fail because `rank` failed.
     pub fn break_ring(&self, rank: usize, reason: String) {
-        let mut post = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        post.broken.get_or_insert((rank, reason));
+        self.lock().broken.get_or_insert((rank, reason));
         self.arrived.notify_all();
     }
 
     fn put(&self, address: Address, buffer: HostBuffer) {
-        let mut post = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        post.waiting.insert(address, buffer);
+        self.lock().waiting.insert(address, buffer);
         self.arrived.notify_all();
     }
 
     fn take(&self, address: Address, world_size: usize) -> Result<HostBuffer> {
-        let mut post = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut messages = self.lock();
         loop {
-            if let Some(buffer) = post.waiting.remove(&address) {
+            if let Some(buffer) = messages.waiting.remove(&address) {
                 return Ok(buffer);
             }
-            if let Some((peer, reason)) = &post.broken {
+            if let Some((peer, reason)) = &messages.broken {
                 let (peer, reason) = (*peer, reason.clone());
                 return Err(Error::RingBroken { rank: address.1, peer, world_size, reason });
             }
-            post = self.arrived.wait(post).unwrap_or_else(PoisonError::into_inner);
+            messages = self.arrived.wait(messages).unwrap_or_else(PoisonError::into_inner);
         }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Messages> {
+        self.messages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// One rank's end of the in-process exchange. A send hands over the buffer itself: the sender's
-/// schedule leaves it alone from then on, or both only read it.
+/// One rank's end of the exchanges within a process. A send hands over the buffer itself: from then
+/// on the sender's schedule leaves the buffer alone, or both ranks only read it.
 #[derive(Debug)]
 pub struct HostTransport {
     rank: usize,
@@ -67,14 +69,14 @@ pub struct HostTransport {
 }
 
 impl HostTransport {
-    /// The end of `rank` in a ring of `world_size`.
+    /// Makes the end of `rank` in a ring of `world_size` ranks.
     pub fn new(rank: usize, world_size: usize, mailboxes: Arc<Mailboxes>) -> HostTransport {
         let (sent, received) = (HashMap::new(), HashMap::new());
         HostTransport { rank, world_size, mailboxes, sent, received, bytes: 0 }
     }
 }
 
-/// Number of this message on its way.
+/// Returns the number of earlier messages between the two ranks, and counts this one.
 fn next(counters: &mut HashMap<usize, usize>, transfer: &Transfer) -> usize {
     let counter = counters.entry(transfer.peer).or_default();
     *counter += 1;

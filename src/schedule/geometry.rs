@@ -1,4 +1,4 @@
-//! Which rectangles of local indices two ranks have to compute, as few as possible.
+//! Which rectangles of local rows two ranks have to compute, as few as possible.
 
 use std::ops::Range;
 
@@ -6,140 +6,126 @@ use crate::layout::Piece;
 use crate::mask::{Band, Coverage, Window};
 use crate::problem::{Problem, Travels};
 
-/// Where rows of a piece are left out, queries begin and end at a multiple of so many from its start
-/// (or at its end): statistics of that many rows, 4 bytes each, are what kernels want them to be
-/// aligned to.
+/// Query rows of a piece begin and end at a multiple of this many rows from the start of the piece,
+/// or at its end. Kernels need their statistics aligned to this many rows of 4 bytes each.
 pub const QUERY_GRAIN: usize = 4;
 
-/// Query rows of one rank × key rows of another with the mask between them.
+/// Query rows of one rank × key rows of another, with the mask between them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rectangle {
     /// Local rows of the rank that owns the queries.
     pub queries: Range<usize>,
     /// Local rows of the rank that owns the keys.
     pub keys: Range<usize>,
-    /// Which pairs are allowed.
+    /// The allowed pairs.
     pub band: Band,
 }
 
 impl Rectangle {
-    /// The side that travels.
-    pub(super) fn travelling(&self, travels: Travels) -> &Range<usize> {
-        match travels {
+    /// Rows of `side`, and none of the other side.
+    pub(super) fn without_pairs(side: Travels, rows: Range<usize>) -> Rectangle {
+        let (queries, keys) = match side {
+            Travels::Keys => (0..0, rows),
+            Travels::Queries => (rows, 0..0),
+        };
+        Rectangle { queries, keys, band: Band::FULL }
+    }
+
+    /// The rows of `side`.
+    pub(super) fn side(&self, side: Travels) -> &Range<usize> {
+        match side {
             Travels::Keys => &self.keys,
             Travels::Queries => &self.queries,
         }
     }
 
-    /// With only those of the travelling rows that are in `part`; none without any pair.
-    pub(super) fn within(&self, travels: Travels, part: &Range<usize>) -> Option<Rectangle> {
-        let rows = self.travelling(travels);
-        let rows = rows.start.max(part.start)..rows.end.min(part.end);
-        let cut = match travels {
-            Travels::Keys => Rectangle { keys: rows, ..self.clone() },
-            Travels::Queries => Rectangle { queries: rows, ..self.clone() },
+    /// The part of the rectangle with the rows of `side` that are in `range`; `None` if that part
+    /// has no allowed pair.
+    pub(super) fn within(&self, side: Travels, range: &Range<usize>) -> Option<Rectangle> {
+        let mut cut = self.clone();
+        let rows = match side {
+            Travels::Keys => &mut cut.keys,
+            Travels::Queries => &mut cut.queries,
         };
+        *rows = rows.start.max(range.start)..rows.end.min(range.end);
         (cut.band.coverage(&cut.queries, &cut.keys) != Coverage::Empty).then_some(cut)
     }
 }
 
-/// A block of neighbouring pieces, `queries × keys` counted in pieces.
+/// A block of neighbouring pieces: the numbers of its query pieces and of its key pieces.
 type Block = (Range<usize>, Range<usize>);
 
-fn hull(pieces: &[Piece]) -> Range<usize> {
-    pieces[0].rows.start..pieces[pieces.len() - 1].rows.end
+/// Returns the rectangles of the queries of each rank and the keys of each rank: for each rank of
+/// the queries, all ranks of the keys. They are in row order, and each has at least one allowed
+/// pair.
+///
+/// Neighbouring pieces form one rectangle where one band describes them. Where positions are
+/// consecutive, a rectangle leaves out the rows at its edges that have no allowed pair. Elsewhere
+/// it keeps them, because single rows would be missing here and there.
+pub fn rectangles(problem: &Problem) -> Vec<Vec<Rectangle>> {
+    let Problem { layout, world_size, window, q_len, kv_len, .. } = *problem;
+    let pieces = |len| (0..world_size).map(move |rank| layout.pieces(rank, world_size, len));
+    let [queries, keys]: [Vec<_>; 2] = [q_len, kv_len].map(|len| pieces(len).collect());
+    let blocks = blocks_by_size(queries.first().map_or(0, Vec::len));
+    let pairs = queries.iter().flat_map(|queries| keys.iter().map(move |keys| (queries, keys)));
+    pairs.map(|(queries, keys)| cut(window, &blocks, queries, keys)).collect()
 }
 
-/// The rectangles that rank `q_rank`'s queries and rank `k_rank`'s keys form, in row order, each
-/// with at least one allowed pair. Neighbouring pieces are joined where one band describes them.
-/// Where positions are consecutive, rows at the edges of a rectangle that the mask leaves alone are
-/// not part of it; where they are not, that would be a row here and there.
-pub fn rectangles(problem: &Problem, q_rank: usize, k_rank: usize) -> Vec<Rectangle> {
-    let mut found = Vec::new();
-    Cutter::new(problem).rectangles(q_rank, k_rank, &mut found);
-    found
-}
+/// The mask between each query piece and each key piece of two ranks.
+type Masks = Vec<Vec<(Band, Coverage)>>;
 
-/// Finds the rectangles of pairs of ranks; what these have in common is worked out once.
-pub(super) struct Cutter {
-    window: Window,
-    /// Of the queries of each rank.
-    q_pieces: Vec<Vec<Piece>>,
-    /// Of the keys of each rank.
-    k_pieces: Vec<Vec<Piece>>,
-    /// All that there are, in the order in which they are tried.
-    blocks: Vec<Block>,
-    /// The mask between each piece of queries and each of keys, of the pair that is looked at.
-    masks: Vec<Vec<(Band, Coverage)>>,
-}
-
-impl Cutter {
-    pub fn new(problem: &Problem) -> Cutter {
-        let Problem { layout, world_size, window, .. } = *problem;
-        let pieces = |len| (0..world_size).map(move |rank| layout.pieces(rank, world_size, len));
-        let (q_pieces, k_pieces): (Vec<_>, Vec<_>) =
-            (pieces(problem.q_len).collect(), pieces(problem.kv_len).collect());
-        let count = |pieces: &[Vec<Piece>]| pieces.first().map_or(0, Vec::len);
-        let blocks = blocks_by_size(count(&q_pieces), count(&k_pieces));
-        Cutter { window, q_pieces, k_pieces, blocks, masks: vec![] }
-    }
-
-    /// Adds the [`rectangles`] of two ranks to `found`.
-    pub fn rectangles(&mut self, q_rank: usize, k_rank: usize, found: &mut Vec<Rectangle>) {
-        let (q_pieces, k_pieces) = (&self.q_pieces[q_rank], &self.k_pieces[k_rank]);
-        let consecutive = q_pieces.iter().chain(k_pieces).all(|piece| piece.stride == 1);
-        self.masks.resize_with(q_pieces.len(), Vec::new);
-        for (q, masks) in q_pieces.iter().zip(&mut self.masks) {
-            masks.clear();
-            masks.extend(k_pieces.iter().map(|k| {
-                let band = Band::between(self.window, q, k);
-                (band, band.coverage(&q.rows, &k.rows))
-            }));
-        }
-        let mut taken: Vec<(&Block, Rectangle)> = Vec::new();
-        for block in &self.blocks {
-            let overlaps = |(other, _): &(&Block, Rectangle)| {
-                intersects(&block.0, &other.0) && intersects(&block.1, &other.1)
-            };
-            if taken.iter().any(overlaps) {
-                continue;
-            }
-            let (queries, keys) = (&q_pieces[block.0.clone()], &k_pieces[block.1.clone()]);
-            if let Some(band) = self.common_band(block, queries, keys) {
-                let whole = Rectangle { queries: hull(queries), keys: hull(keys), band };
-                let own = if consecutive { trimmed(whole, queries) } else { whole };
-                taken.push((block, own));
-            }
-        }
-        taken.sort_by_key(|((queries, keys), _)| (queries.start, keys.start));
-        found.extend(taken.into_iter().map(|(_, rectangle)| rectangle));
-    }
-
-    /// One band that says the same as the mask of every pair of pieces of a block; none if there is
-    /// no such band, if a whole row or column of pieces is empty, or if nothing is allowed.
-    fn common_band(&self, (q, k): &Block, queries: &[Piece], keys: &[Piece]) -> Option<Band> {
-        let masks = &self.masks;
-        let empty = |q: usize, k: usize| masks[q][k].1 == Coverage::Empty;
-        if q.clone().any(|q| k.clone().all(|k| empty(q, k)))
-            || k.clone().any(|k| q.clone().all(|q| empty(q, k)))
-        {
-            return None;
-        }
-        let rows = || masks[q.clone()].iter().map(|row| &row[k.clone()]);
-        let bands = rows().flatten().filter(|(_, coverage)| *coverage != Coverage::Empty);
-        let agrees = |band: &Band| {
-            rows().zip(queries).all(|(row, q)| {
-                row.iter().zip(keys).all(|((own, coverage), k)| match coverage {
-                    Coverage::Partial => band == own,
-                    whole => band.coverage(&q.rows, &k.rows) == *whole,
-                })
-            })
+/// Cuts the queries of one rank and the keys of another into rectangles. Tries `blocks` in order.
+fn cut(window: Window, blocks: &[Block], queries: &[Piece], keys: &[Piece]) -> Vec<Rectangle> {
+    let consecutive = queries.iter().chain(keys).all(|piece| piece.stride == 1);
+    let mask = |q: &Piece, k: &Piece| {
+        let band = Band::between(window, q, k);
+        (band, band.coverage(&q.rows, &k.rows))
+    };
+    let masks = queries.iter().map(|q| keys.iter().map(|k| mask(q, k)).collect());
+    let masks: Masks = masks.collect();
+    let mut taken: Vec<(&Block, Rectangle)> = Vec::new();
+    for block in blocks {
+        let overlaps = |(other, _): &(&Block, Rectangle)| {
+            intersects(&block.0, &other.0) && intersects(&block.1, &other.1)
         };
-        [Band::FULL].into_iter().chain(bands.map(|(band, _)| *band)).find(agrees)
+        if taken.iter().any(overlaps) {
+            continue;
+        }
+        let (queries, keys) = (&queries[block.0.clone()], &keys[block.1.clone()]);
+        if let Some(band) = common_band(&masks, block, queries, keys) {
+            let rows = |of: &[Piece]| of[0].rows.start..of[of.len() - 1].rows.end;
+            let whole = Rectangle { queries: rows(queries), keys: rows(keys), band };
+            taken.push((block, if consecutive { trimmed(whole, queries) } else { whole }));
+        }
     }
+    taken.sort_by_key(|((queries, keys), _)| (queries.start, keys.start));
+    taken.into_iter().map(|(_, rectangle)| rectangle).collect()
 }
 
-/// Without the rows at its edges that have no allowed pair, as far as [`QUERY_GRAIN`] lets them go.
+/// Returns the one band that equals the mask of every pair of pieces of a block. Returns `None` if
+/// there is no such band, or if a piece has no allowed pair with the whole other side.
+fn common_band(masks: &Masks, (q, k): &Block, queries: &[Piece], keys: &[Piece]) -> Option<Band> {
+    let empty = |q: usize, k: usize| masks[q][k].1 == Coverage::Empty;
+    if q.clone().any(|q| k.clone().all(|k| empty(q, k)))
+        || k.clone().any(|k| q.clone().all(|q| empty(q, k)))
+    {
+        return None;
+    }
+    let rows = || masks[q.clone()].iter().map(|row| &row[k.clone()]);
+    let bands = rows().flatten().filter(|(_, coverage)| *coverage != Coverage::Empty);
+    let agrees = |band: &Band| {
+        rows().zip(queries).all(|(row, q)| {
+            row.iter().zip(keys).all(|((own, coverage), k)| match coverage {
+                Coverage::Partial => band == own,
+                whole => band.coverage(&q.rows, &k.rows) == *whole,
+            })
+        })
+    };
+    [Band::FULL].into_iter().chain(bands.map(|(band, _)| *band)).find(agrees)
+}
+
+/// Returns the rectangle without the rows at its edges that have no allowed pair. Queries leave out
+/// whole grains of [`QUERY_GRAIN`] rows.
 fn trimmed(rectangle: Rectangle, q_pieces: &[Piece]) -> Rectangle {
     let Rectangle { queries, keys, band } = rectangle;
     let (seeing, keys) = band.trim(&queries, &keys);
@@ -153,13 +139,10 @@ fn trimmed(rectangle: Rectangle, q_pieces: &[Piece]) -> Rectangle {
     Rectangle { queries, keys, band }
 }
 
-/// All blocks of neighbouring pieces, the largest first.
-fn blocks_by_size(q_pieces: usize, k_pieces: usize) -> Vec<Block> {
-    let runs = |count: usize| {
-        (0..count).flat_map(move |start| (start + 1..=count).map(move |end| start..end))
-    };
-    let mut blocks: Vec<Block> =
-        runs(q_pieces).flat_map(|q| runs(k_pieces).map(move |k| (q.clone(), k))).collect();
+/// Returns all blocks of neighbouring pieces of two shards of `count` pieces, the largest first.
+fn blocks_by_size(count: usize) -> Vec<Block> {
+    let runs = || (0..count).flat_map(move |start| (start + 1..=count).map(move |end| start..end));
+    let mut blocks: Vec<Block> = runs().flat_map(|q| runs().map(move |k| (q.clone(), k))).collect();
     blocks.sort_by_key(|(q, k)| (q.len() * k.len(), q.start + k.start));
     blocks.reverse();
     blocks

@@ -1,104 +1,106 @@
-//! Which slots chunks lie in, as few as possible.
+//! Which slots hold chunks, as few as possible.
 
 use std::rc::Rc;
 
-use super::visits::Visit;
+use super::placement::Placement;
 
-/// First and last step of some use of a slot.
+/// First and last step of one use of a slot.
 type Span = (usize, usize);
 
-/// Numbers of the slots for inputs, which are the same on all ranks.
-#[derive(Debug)]
-pub(super) struct Inputs {
-    /// `[visit]`
+/// The slot of each placement's inputs, which is the same on all ranks.
+pub(super) struct InputSlots {
     numbers: Rc<[usize]>,
-    /// How many there are.
     count: usize,
 }
 
-impl Inputs {
-    pub fn new(visits: &[Visit]) -> Inputs {
-        // The last step at which chunks are passed on to another visit.
-        let mut passed_on = vec![0; visits.len()];
-        for (number, visit) in visits.iter().enumerate().filter(|(_, visit)| visit.source > 0) {
-            passed_on[visit.source] = number - 1;
+impl InputSlots {
+    pub fn new(placements: &[Placement]) -> InputSlots {
+        // The last step at which chunks leave for another placement.
+        let mut passed_on = vec![0; placements.len()];
+        for (number, to) in placements.iter().enumerate().filter(|(_, to)| to.source > 0) {
+            passed_on[to.source] = number - 1;
         }
-        // From the step at which they leave their source until they were read and passed on. Home
-        // counts as a slot that is free after its step, so that those of a ring alternate.
-        let input =
-            |(number, visit): (usize, &Visit)| Some((visit.leaves, passed_on[number].max(number)));
-        let (numbers, count) = free_numbers(&Vec::from_iter(visits.iter().enumerate().map(input)));
-        Inputs { numbers: numbers.into(), count }
+        // A chunk uses its slot from the step at which it leaves its source until the rank has used
+        // it and sent it on. Home counts as a slot that is free after its step, so that a ring
+        // alternates between two slots.
+        let span = |(number, placement): (usize, &Placement)| {
+            Some((placement.leaves, passed_on[number].max(number)))
+        };
+        let spans = placements.iter().enumerate().map(span);
+        let (numbers, count) = free_numbers(&Vec::from_iter(spans));
+        InputSlots { numbers: numbers.into(), count }
     }
 }
 
-/// Numbers of the slots of one rank; the parts of a chunk have slots of their own. Inputs and sums
-/// are numbered independently.
-#[derive(Debug)]
+/// The slots of one rank. Each row range of a chunk has slots of its own. Inputs and accumulators
+/// have separate numbers.
 pub(super) struct Slots {
-    /// `[visit]`
+    /// `[placement]`: the slot of the inputs.
     inputs: Rc<[usize]>,
-    /// `[visit]`
-    sums: Vec<usize>,
-    /// `[step]`
+    /// `[placement]`: the slot of the accumulators.
+    travelling: Vec<usize>,
+    /// `[step]`: the slot of the accumulators that come home by the step, after the slots of
+    /// travelling ones.
     returned: Vec<usize>,
-    /// The first slot for sums that come home; those before are for what passes through.
+    /// The number of slots of travelling accumulators.
     first_returned: usize,
-    /// Slots of each part.
+    /// The number of slots of each row range.
     stride: usize,
 }
 
 impl Slots {
-    /// Of a rank from which sums leave for home after the visits that `leave` says, and to which
-    /// sums come home from those that `come` says.
+    /// The slots of a rank. `leave` tells whether accumulators leave it for home after a placement,
+    /// and `come` whether accumulators of its own rows come home from a placement.
     pub fn new(
-        visits: &[Visit],
-        inputs: &Inputs,
+        placements: &[Placement],
+        inputs: &InputSlots,
         leave: impl Fn(usize) -> bool,
         come: impl Fn(usize) -> bool,
     ) -> Slots {
-        let numbered = || visits.iter().enumerate();
-        // From the step of the visit until they were passed on or came home.
-        let sum = |(number, visit): (usize, &Visit)| {
-            Some((number, if leave(number) { visit.returns } else { number + 1 }))
+        let numbered = || placements.iter().enumerate();
+        // An accumulator uses its slot from the placement's step until it has gone on or come home.
+        let travelling = |(number, placement): (usize, &Placement)| {
+            Some((number, if leave(number) { placement.returns } else { number + 1 }))
         };
-        // For all that comes home by the same step: from the step after the first of its visits.
-        let mut back = vec![None; visits.iter().map(|visit| visit.returns + 1).max().unwrap_or(0)];
-        for (number, visit) in numbered().skip(1).filter(|(number, _)| come(*number)) {
-            back[visit.returns].get_or_insert((number + 1, visit.returns));
+        // All accumulators that come home by one step share a slot number, which they use from the
+        // step after the first of their placements.
+        let steps = placements.iter().map(|placement| placement.returns + 1).max().unwrap_or(0);
+        let mut back = vec![None; steps];
+        for (number, placement) in numbered().skip(1).filter(|(number, _)| come(*number)) {
+            back[placement.returns].get_or_insert((number + 1, placement.returns));
         }
-        let (sums, sum_slots) = free_numbers(&Vec::from_iter(numbered().map(sum)));
-        let (returned, return_slots) = free_numbers(&back);
-        let stride = inputs.count.max(sum_slots + return_slots.max(1));
+        let (travelling, count) = free_numbers(&Vec::from_iter(numbered().map(travelling)));
+        let (returned, return_count) = free_numbers(&back);
+        let stride = inputs.count.max(count + return_count.max(1));
         let inputs = inputs.numbers.clone();
-        Slots { inputs, sums, returned, first_returned: sum_slots, stride }
+        Slots { inputs, travelling, returned, first_returned: count, stride }
     }
 
-    /// Where a part of the chunks of a visit lies.
-    pub fn input(&self, visit: usize, part: usize) -> usize {
-        self.stride * part + self.inputs[visit]
+    /// The slot of the inputs of a row range at a placement.
+    pub fn input(&self, placement: usize, range: usize) -> usize {
+        self.stride * range + self.inputs[placement]
     }
 
-    /// Where the sums of a part lie as long as they are where the visit was.
-    pub fn sums(&self, visit: usize, part: usize) -> usize {
-        self.stride * part + self.sums[visit]
+    /// The slot of the accumulator of a row range, from a placement on until it moves.
+    pub fn travelling(&self, placement: usize, range: usize) -> usize {
+        self.stride * range + self.travelling[placement]
     }
 
-    /// Where those land that come home by a step, the `index`-th of them.
+    /// The slot of the `index`-th accumulator that comes home by a step.
     pub fn returned(&self, step: usize, index: usize) -> usize {
         self.stride * index + self.first_returned + self.returned[step]
     }
 }
 
-/// Gives each span of steps, first and last included, a number that no other has at any of them, and
-/// says how many that takes. In the order in which they begin, each takes the number that was given
-/// back last, and a new one only if there is none; so they are as few as can be.
+/// Gives each span of steps, first and last included, a number that no overlapping span has.
+/// Returns the numbers and how many there are, which is as few as possible: in the order in which
+/// spans begin, each takes the number that became free last, or a new one if none is free.
 fn free_numbers(spans: &[Option<Span>]) -> (Vec<usize>, usize) {
-    let mut order: Vec<usize> = (0..spans.len()).filter(|index| spans[*index].is_some()).collect();
-    order.sort_by_key(|index| spans[*index]);
+    let mut order: Vec<(Span, usize)> =
+        (0..spans.len()).filter_map(|index| Some((spans[index]?, index))).collect();
+    order.sort_unstable();
     let (mut numbers, mut used_until) = (vec![0; spans.len()], Vec::new());
-    for index in order {
-        let Some((first, last)) = spans[index] else { continue };
+    for ((first, last), index) in order {
         let free = (0..used_until.len()).filter(|number| used_until[*number] < first);
         let number = free.max_by_key(|number| used_until[*number]).unwrap_or(used_until.len());
         used_until.resize(used_until.len().max(number + 1), last);

@@ -1,22 +1,18 @@
 //! What happens when.
 
-use std::cmp::{Ordering, Reverse};
+use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// Things to come, taken out in the order of their time; of equal times, as they were put in.
+/// Events to come, which the clock returns in the order of their time. Events of the same time come
+/// in the order in which they were added.
 pub(super) struct Clock<T> {
     now: f64,
     count: u64,
-    coming: BinaryHeap<Reverse<Moment<T>>>,
+    /// Time, number and event. The bits of a positive time sort as the time does.
+    coming: BinaryHeap<Reverse<(u64, u64, T)>>,
 }
 
-struct Moment<T> {
-    time: f64,
-    number: u64,
-    what: T,
-}
-
-impl<T> Clock<T> {
+impl<T: Ord> Clock<T> {
     pub fn new() -> Clock<T> {
         Clock { now: 0.0, count: 0, coming: BinaryHeap::new() }
     }
@@ -26,42 +22,23 @@ impl<T> Clock<T> {
         self.now
     }
 
-    /// `what` happens at `time`.
-    pub fn at(&mut self, time: f64, what: T) {
+    /// Adds an event at `time`.
+    pub fn at(&mut self, time: f64, event: T) {
         self.count += 1;
-        self.coming.push(Reverse(Moment { time, number: self.count, what }));
+        self.coming.push(Reverse((time.to_bits(), self.count, event)));
     }
 
-    /// What happens next without time passing.
+    /// Returns the next event that happens without time passing.
     pub fn next_now(&mut self) -> Option<T> {
-        let due = self.coming.peek().is_some_and(|Reverse(next)| next.time <= self.now);
-        due.then(|| self.coming.pop().map(|Reverse(next)| next.what)).flatten()
+        let Reverse((time, ..)) = self.coming.peek()?;
+        let is_due = f64::from_bits(*time) <= self.now;
+        is_due.then(|| self.coming.pop().map(|Reverse((.., event))| event)).flatten()
     }
 
-    /// Lets time pass until something happens; false if nothing ever does.
+    /// Lets time pass until the next event. Returns whether there is one.
     pub fn pass(&mut self) -> bool {
-        let next = self.coming.peek().map(|Reverse(next)| next.time);
+        let next = self.coming.peek().map(|Reverse((time, ..))| f64::from_bits(*time));
         self.now = next.unwrap_or(self.now);
         next.is_some()
     }
 }
-
-impl<T> Ord for Moment<T> {
-    fn cmp(&self, other: &Self) -> Ordering {
-        self.time.total_cmp(&other.time).then(self.number.cmp(&other.number))
-    }
-}
-
-impl<T> PartialOrd for Moment<T> {
-    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl<T> PartialEq for Moment<T> {
-    fn eq(&self, other: &Self) -> bool {
-        self.cmp(other).is_eq()
-    }
-}
-
-impl<T> Eq for Moment<T> {}

@@ -1,4 +1,6 @@
-//! What a schedule costs: the seconds of its tiles, the bytes of its messages and buffers.
+//! What a schedule costs: the seconds of its tiles, and the bytes of its messages and buffers.
+
+use std::collections::BTreeMap;
 
 use super::machine::Kernels;
 use crate::problem::{Pass, Problem};
@@ -17,15 +19,16 @@ pub(super) struct Costs<'a> {
     pub kernels: &'a Kernels,
 }
 
-/// FLOPs of one tile, by convention: two for each multiplication of the products that define it.
-/// With D and Dv elements in the vectors of keys and values, an allowed pair costs each query head
+/// Returns the FLOPs of one tile, by convention: two for each multiplication of the products that
+/// define it. With D and Dv elements in the vectors of keys and values, each query head takes for
+/// each allowed pair
 ///
 /// ```text
 /// forward   2·(D + Dv)       s = q·k,  o += p v
 /// backward  2·(3D + 2Dv)     s, dout·v;  dv += p dout,  dk += ds q,  dq += ds k
 /// ```
 ///
-/// What a kernel computes again does not count.
+/// Products that a kernel computes again do not count.
 pub fn tile_flops(problem: &Problem, pass: Pass, tile: &Tile) -> f64 {
     let Problem { batch, heads, head_dim, value_dim, .. } = *problem;
     let per_pair = match pass {
@@ -51,7 +54,7 @@ impl Costs<'_> {
         sum
     }
 
-    /// A tile whose state is at home is computed while states arrive, another one after that.
+    /// A tile whose state is at home is computed while states arrive. Other tiles wait for them.
     fn forward(&self, tile: &Tile) -> Halves {
         let flops = tile_flops(self.problem, Pass::Forward, tile);
         let seconds = flops / self.kernels.forward + self.kernels.launch;
@@ -61,8 +64,8 @@ impl Costs<'_> {
         }
     }
 
-    /// The kernel of dq does products of 2D + Dv elements for each pair, that of dk and dv of
-    /// 2D + 2Dv: each computes s and dp for itself. They divide the tile's seconds accordingly.
+    /// For each pair, the kernel of dq multiplies 2D + Dv elements, and the kernel of dk and dv
+    /// 2D + 2Dv, because each computes s and dp itself. They divide the tile's seconds accordingly.
     fn backward(&self, tile: &Tile) -> Halves {
         let Kernels { backward, launch, one_backward, .. } = *self.kernels;
         let seconds = tile_flops(self.problem, Pass::Backward, tile) / backward;
@@ -87,15 +90,15 @@ impl Costs<'_> {
         halves
     }
 
-    /// Bytes of a message with this chunk.
+    /// Bytes of a message with a chunk.
     pub fn chunk(&self, chunk: &Chunk, pass: Pass) -> u64 {
         (chunk.rows.len() * self.row(chunk.payload, pass)) as u64
     }
 
-    /// [`Problem::row_bytes`], with sums of the size that the kernels make them.
+    /// [`Payload::row_bytes`], with accumulators of the size that the kernels give them.
     fn row(&self, payload: Payload, pass: Pass) -> usize {
-        let bytes = self.problem.row_bytes(payload, pass);
-        // Statistics, a maximum and a sum of each query head, stay float32.
+        let bytes = payload.row_bytes(self.problem, pass);
+        // The statistics, a maximum and a sum for each query head, stay float32.
         let statistics = match payload {
             Payload::Partial => self.problem.batch * self.problem.heads * 8,
             _ => 0,
@@ -106,26 +109,19 @@ impl Costs<'_> {
         }
     }
 
-    /// Bytes of all buffers of a rank for what travels, each as large as the largest chunk that it
-    /// ever holds.
+    /// Bytes of all of a rank's buffers for travelling chunks. Each is as large as the largest
+    /// chunk that it ever holds.
     pub fn buffers(&self, schedule: &Schedule) -> u64 {
-        // There are few buffers.
-        let mut sizes: Vec<(Payload, Place, u64)> = Vec::new();
+        let mut sizes: BTreeMap<(Payload, Place), u64> = BTreeMap::new();
         for step in &schedule.steps {
             let receives = step.exchanges.iter().flat_map(|exchange| &exchange.receives);
             let arriving = receives.map(|receive| (&receive.chunk, receive.place));
             let opened = step.opens.iter().map(|(chunk, slot)| (chunk, Place::Slot(*slot)));
             for (chunk, place) in arriving.chain(opened) {
-                let size = self.chunk(chunk, schedule.pass);
-                let this = |known: &&mut (Payload, Place, u64)| {
-                    (known.0, known.1) == (chunk.payload, place)
-                };
-                match sizes.iter_mut().find(this) {
-                    Some(known) => known.2 = known.2.max(size),
-                    None => sizes.push((chunk.payload, place, size)),
-                }
+                let size = sizes.entry((chunk.payload, place)).or_default();
+                *size = self.chunk(chunk, schedule.pass).max(*size);
             }
         }
-        sizes.iter().map(|(.., size)| size).sum()
+        sizes.into_values().sum()
     }
 }

@@ -1,17 +1,18 @@
-//! What a pass takes in worlds of any size, without a look at every rank.
+//! What a pass takes in worlds of any size, without a simulation of every rank.
 //!
-//! The clock's work grows with the square of the number of ranks, so it runs for few ranks only. A
-//! large world is estimated from small ones along two lines:
+//! The work of the clock grows with the square of the number of ranks, so it runs for few ranks
+//! only. Small worlds give the estimate of a large one, along two lines:
 //!
-//! - **More units.** A unit is a node, or a group of ranks. With shards of equal length each further
-//!   unit adds as many steps as the one before, so two numbers of units say what any number takes.
-//! - **Longer units.** A unit of many ranks is shrunk to few, see [`super::shrink`]. What a pass takes
-//!   grows evenly with the length of its units too.
+//! - **More units.** A unit is a node, or a group of ranks. With shards of equal length, each
+//!   further unit adds as many steps as the one before. So two numbers of units tell what any
+//!   number takes.
+//! - **Longer units.** [`super::shrink`] shrinks a unit of many ranks to few. What a pass takes
+//!   grows evenly with the length of its units, too.
 //!
-//! Where ranks exchange rows for heads, all ranks of a group do the same at the same time. One rank of
-//! each group stands for its group.
+//! Where ranks exchange rows for heads, all ranks of a group do the same at the same time, so one
+//! rank of each group stands for its group.
 
-use super::heads::{Volume, between_groups, held, volume};
+use super::heads::{between_groups, buffer_bytes, volume};
 use super::machine::{Link, Machine};
 use super::method::{Method, predict};
 use super::report::{Bytes, RankReport, Report};
@@ -21,16 +22,16 @@ use crate::layout::Layout;
 use crate::problem::{Pass, Problem, Travels};
 use crate::schedule::Family;
 
-/// Most ranks that are simulated, if that is at least four units; twice as many in windows.
+/// Most ranks of a simulation that has at least four units; in windows, twice as many.
 pub(super) const MOST: usize = 32;
 
 /// Most ranks of a unit that is not shrunk.
 pub(super) const LONGEST_UNIT: usize = 16;
 
-/// Most ranks that are simulated where units are longer than that.
+/// Most ranks of a simulation with longer units.
 const MOST_IN_LONG_UNITS: usize = 4 * LONGEST_UNIT;
 
-/// Most ranks that are ever simulated: in windows, with one unit more.
+/// Most ranks of any simulation: in windows, with one unit more.
 const MOST_SIMULATED: usize = 2 * MOST_IN_LONG_UNITS + LONGEST_UNIT;
 
 /// What both passes take together.
@@ -38,20 +39,20 @@ const MOST_SIMULATED: usize = 2 * MOST_IN_LONG_UNITS + LONGEST_UNIT;
 pub struct Cost {
     /// Seconds.
     pub seconds: f64,
-    /// Seconds of them in which the rank that waits longest waits for messages.
+    /// Seconds in which the rank that waits longest waits for messages.
     pub exposed: f64,
     /// Bytes that all ranks send.
     pub sent: Bytes,
-    /// What travels in the backward pass, if anything does.
+    /// The side that travels in the backward pass, if one does.
     pub backward: Option<Travels>,
-    /// Worked out from smaller worlds.
+    /// Whether smaller worlds gave the numbers.
     pub estimated: bool,
 }
 
 /// What one pass takes: the totals of a [`Report`], and one rank.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Estimate {
-    /// Which side travels, where one does.
+    /// The side that travels, if one does.
     pub travels: Option<Travels>,
     /// Seconds until the last rank is through.
     pub seconds: f64,
@@ -61,21 +62,21 @@ pub struct Estimate {
     pub compute: f64,
     /// FLOPs of all ranks.
     pub flops: f64,
-    /// What all ranks send.
+    /// Bytes that all ranks send.
     pub sent: Bytes,
-    /// Most hops over links between nodes that any one rank starts.
+    /// The most hops over links between nodes that any rank starts.
     pub slow_hops: usize,
     /// The rank that computes longest.
     pub busiest: RankReport,
-    /// Worked out from smaller worlds.
+    /// Whether smaller worlds gave the numbers.
     pub estimated: bool,
 }
 
-/// What both passes of `problem` take together, by [`estimate`]. Without `backward`, the side travels
-/// back that costs fewer bytes.
+/// Returns what both passes of `problem` take together, by [`estimate`]. Without `backward`, the
+/// side travels in the backward pass that costs fewer bytes.
 ///
 /// # Errors
-/// As [`predict`] has them.
+/// The errors of [`predict`].
 pub fn cost(
     problem: &Problem,
     method: Method,
@@ -84,24 +85,23 @@ pub fn cost(
 ) -> Result<Cost> {
     let forward = estimate(problem, method, Pass::Forward, None, machine)?;
     let backward = estimate(problem, method, Pass::Backward, backward, machine)?;
+    let mut sent = forward.sent;
+    sent += backward.sent;
     Ok(Cost {
         seconds: forward.seconds + backward.seconds,
         exposed: forward.exposed + backward.exposed,
-        sent: Bytes {
-            within: forward.sent.within + backward.sent.within,
-            between: forward.sent.between + backward.sent.between,
-        },
+        sent,
         backward: backward.travels,
         estimated: forward.estimated,
     })
 }
 
-/// What a pass of `problem` takes: by the clock for up to 32 ranks or four short units, for more by
-/// the differences between smaller worlds of shards of the same length. Takes milliseconds, whatever
-/// the number of ranks.
+/// Returns what a pass of `problem` takes: a simulation for up to 32 ranks or four short units, and
+/// for more the line through smaller worlds with shards of the same length. It takes milliseconds,
+/// whatever the number of ranks.
 ///
 /// # Errors
-/// As [`predict`] has them.
+/// The errors of [`predict`].
 pub fn estimate(
     problem: &Problem,
     method: Method,
@@ -111,43 +111,34 @@ pub fn estimate(
 ) -> Result<Estimate> {
     machine.validate()?;
     let world_size = problem.world_size;
-    let asked = Asked { pass, travels, machine };
+    let run = Run { pass, travels, machine };
     match method {
         Method::Travel(family) => {
             family.validate(world_size)?;
-            match unit(family, world_size, machine) {
-                unit if unit > LONGEST_UNIT && world_size > MOST_IN_LONG_UNITS => {
-                    shrink::estimate(problem, family, unit, &asked)
-                }
-                unit => over_units(problem, family, unit, &asked),
+            let node = machine.network.ranks_per_node;
+            let unit = family.inner().unwrap_or(if node < world_size { node } else { 1 });
+            match unit > LONGEST_UNIT && world_size > MOST_IN_LONG_UNITS {
+                true => shrink::estimate(problem, family, unit, &run),
+                false => over_units(problem, family, unit, &run),
             }
         }
-        Method::Heads { inner } if world_size > MOST => exchanging_heads(problem, inner, &asked),
-        Method::Heads { .. } => asked.simulated(problem, method),
+        Method::Heads { inner } if world_size > MOST => exchanging_heads(problem, inner, &run),
+        Method::Heads { .. } => run.simulated(problem, method),
     }
 }
 
-/// What is asked of every world that is looked at.
+/// What all worlds of an estimate have in common.
 #[derive(Clone, Copy)]
-pub(super) struct Asked<'a> {
+pub(super) struct Run<'a> {
     pub pass: Pass,
     pub travels: Option<Travels>,
     pub machine: &'a Machine,
 }
 
-impl Asked<'_> {
+impl Run<'_> {
     fn simulated(&self, problem: &Problem, method: Method) -> Result<Estimate> {
         debug_assert!(problem.world_size <= MOST_SIMULATED, "{} ranks", problem.world_size);
         predict(problem, method, self.pass, self.travels, self.machine, false).map(Estimate::of)
-    }
-}
-
-/// Ranks that are looked at as one.
-fn unit(family: Family, world_size: usize, machine: &Machine) -> usize {
-    match family {
-        Family::DoubleRing { inner } => inner,
-        _ if machine.network.ranks_per_node < world_size => machine.network.ranks_per_node,
-        _ => 1,
     }
 }
 
@@ -156,24 +147,24 @@ pub(super) fn over_units(
     problem: &Problem,
     family: Family,
     unit: usize,
-    asked: &Asked<'_>,
+    run: &Run<'_>,
 ) -> Result<Estimate> {
-    let world_size = problem.world_size;
+    let (world_size, method) = (problem.world_size, Method::Travel(family));
     let units = (MOST / unit).max(4);
     let most = units * unit;
-    // Beyond what a window reaches, further ranks add nothing but what they send themselves.
+    // Beyond the reach of a window, further ranks add only what they send themselves.
     let reach = reach(problem).map(|reach| (2 * reach.div_ceil(unit) + 1) * unit);
     let reach = reach.unwrap_or(world_size).min(world_size);
     let settles = reach < world_size && reach <= 2 * most;
     let [small, large] = if settles { [reach, reach + unit] } else { [units / 2 * unit, most] };
     if world_size <= most.max(large) {
-        return asked.simulated(problem, Method::Travel(family));
+        return run.simulated(problem, method);
     }
     let simulated = |world_size: usize, travels: Option<Travels>| {
         let problem = Problem { world_size, ..problem.clone() };
-        Asked { travels, ..*asked }.simulated(&problem, Method::Travel(family))
+        Run { travels, ..*run }.simulated(&problem, method)
     };
-    let many = simulated(large, asked.travels)?;
+    let many = simulated(large, run.travels)?;
     let few = simulated(small, many.travels)?;
     let further = |to: usize| (to - large) as f64 / (large - small) as f64;
     let line = if settles {
@@ -185,7 +176,7 @@ pub(super) fn over_units(
     Ok(line.through(&few, &many))
 }
 
-/// How many ranks on each side a rank has to do with; none without a window.
+/// Returns how many ranks on each side a rank exchanges with; `None` without a window.
 pub(super) fn reach(problem: &Problem) -> Option<usize> {
     let Problem { window, layout, q_len, .. } = *problem;
     let (left, right) = (window.left?, window.right?);
@@ -197,20 +188,21 @@ pub(super) fn reach(problem: &Problem) -> Option<usize> {
     Some(left.max(right).div_ceil(rows.max(1)).min(problem.world_size))
 }
 
-/// A line through two worlds, up to a larger one. What is said of one rank or of the whole pass lies
-/// on it; so do the totals of all ranks, each divided by a size of its world.
+/// A line through two worlds, up to a larger one. The numbers of one rank and of the whole pass lie
+/// on it. The totals of all ranks do if each is divided by a size of its world.
 pub(super) struct Line {
-    /// How far beyond the second world, in distances of the two.
+    /// How far the larger world is beyond the second, in distances of the two, for one rank.
     pub one: f64,
-    /// The same for totals.
+    /// How far it is for totals.
     pub all: f64,
-    /// What totals are divided by in the three worlds.
+    /// What divides totals in the three worlds.
     pub ranks: [f64; 3],
-    /// What the bytes between nodes are divided by.
+    /// What divides the bytes between nodes.
     pub crossing: [f64; 3],
 }
 
 impl Line {
+    /// The larger world, on the line through two worlds.
     pub fn through(&self, few: &Estimate, many: &Estimate) -> Estimate {
         let line = |few: f64, many: f64, further: f64| (many + (many - few) * further).max(0.0);
         let one = |of: fn(&Estimate) -> f64| line(of(few), of(many), self.one);
@@ -249,16 +241,15 @@ impl Line {
 }
 
 impl Estimate {
-    /// What the clock says.
+    /// The estimate that a simulation gives.
     fn of(report: Report) -> Estimate {
         let longer = |a: &RankReport, b: &RankReport| a.compute.total_cmp(&b.compute);
-        let (exposed, flops) = (report.exposed(), report.flops());
         Estimate {
             travels: report.travels,
             seconds: report.seconds,
-            exposed,
-            compute: report.ranks.iter().map(|rank| rank.compute).sum(),
-            flops,
+            exposed: report.exposed(),
+            compute: report.compute(),
+            flops: report.flops(),
             sent: report.sent(),
             slow_hops: report.slow_hops(),
             busiest: report.ranks.into_iter().max_by(longer).unwrap_or_default(),
@@ -267,47 +258,43 @@ impl Estimate {
     }
 }
 
-/// A ring of groups, before and after which the ranks of each group exchange what they have: every
-/// rank of a group an equal part with every other one.
-fn exchanging_heads(problem: &Problem, inner: usize, asked: &Asked<'_>) -> Result<Estimate> {
+/// Estimates a ring of groups, before and after which each rank of a group exchanges an equal part
+/// of its rows with every other rank of the group.
+fn exchanging_heads(problem: &Problem, inner: usize, run: &Run<'_>) -> Result<Estimate> {
     let local = between_groups(problem, inner)?;
-    let network = &asked.machine.network;
+    let network = &run.machine.network;
     let node = network.ranks_per_node.min(inner);
     let sharing = if network.shared { node } else { 1 };
-    // One rank of each group stands for all of them, with its part of a shared link.
-    let mut groups = asked.machine.clone();
+    // One rank of each group stands for its group, with its part of a shared link.
+    let mut groups = run.machine.clone();
     groups.network.ranks_per_node = (network.ranks_per_node / inner).max(1);
     groups.network.between.bandwidth /= sharing as f64;
     let ring = Method::Travel(Family::Ring);
-    let mut all = estimate(&local, ring, asked.pass, asked.travels, &groups)?;
+    let mut all = estimate(&local, ring, run.pass, run.travels, &groups)?;
     all.estimated = true;
     all.travels = all.travels.filter(|_| local.world_size > 1);
     all.compute *= inner as f64;
     all.flops *= inner as f64;
-    all.sent.within *= inner as u64;
-    all.sent.between *= inner as u64;
+    all.sent = all.sent.times(inner);
     all.busiest.steps += 2;
-    all.busiest.buffer_bytes += held(problem, inner, asked.pass);
-    let Volume { there, back } = volume(problem, inner, asked.pass);
+    all.busiest.buffer_bytes += buffer_bytes(problem, inner, run.pass);
     let peers = [node - 1, inner - node].map(|peers| peers as u64);
-    for each in [there, back].map(|bytes| bytes / inner as u64) {
+    for each in volume(problem, inner, run.pass).map(|bytes| bytes / inner as u64) {
         let seconds = |peers: u64, sharing: usize, Link { latency, bandwidth }: Link| {
             let bytes = (peers * each) as f64 * sharing as f64;
             if peers > 0 { latency + bytes / bandwidth } else { 0.0 }
         };
         let within = seconds(peers[0], 1, network.within);
         let waits = within.max(seconds(peers[1], sharing, network.between));
+        let sent = Bytes { within: peers[0] * each, between: peers[1] * each };
         all.seconds += waits;
         all.exposed += waits;
         all.slow_hops += peers[1] as usize;
-        all.sent.within += peers[0] * each * problem.world_size as u64;
-        all.sent.between += peers[1] * each * problem.world_size as u64;
-        let busiest = &mut all.busiest;
-        busiest.exposed += waits;
-        busiest.end += waits;
-        busiest.slow_hops += peers[1] as usize;
-        busiest.sent.within += peers[0] * each;
-        busiest.sent.between += peers[1] * each;
+        all.sent += sent.times(problem.world_size);
+        all.busiest.exposed += waits;
+        all.busiest.end += waits;
+        all.busiest.slow_hops += peers[1] as usize;
+        all.busiest.sent += sent;
     }
     Ok(all)
 }

@@ -1,44 +1,36 @@
-//! Rows for heads and back: Ulysses, and its hybrid with the ring.
+//! Exchanges of rows for heads and back: Ulysses, and its hybrid with the ring.
 //!
 //! ```text
 //! forward     q, k, v there      attention of a part of the heads      o, lse back
 //! backward    dout there         its gradients                         dq, dk, dv back
 //! ```
 //!
-//! What came there forward is kept for the backward pass, with o and lse. Every rank sends each
-//! other one of its group an equal part of its rows' bytes and keeps one.
+//! A rank keeps the inputs that came in the forward pass for the backward pass, with o and lse.
+//! Every rank sends each other rank of its group an equal part of its rows' bytes, and keeps one
+//! part.
 
 use super::cost::{Costs, Halves};
 use super::machine::Machine;
-use super::messages::Side;
-use super::report::Report;
-use super::script::{Script, What};
-use super::walk::run;
-use crate::error::{Error, Result};
+use super::messages::End;
+use super::script::{Label, Script};
+use crate::error::Result;
 use crate::problem::{Pass, Problem, Travels};
-use crate::schedule::{Due, Family, cheapest};
+use crate::schedule::{Due, Family, schedule};
+use crate::types::invalid;
 
-/// Bytes of a rank's rows with all heads, on their way there and back.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Volume {
-    pub there: u64,
-    pub back: u64,
-}
-
-/// See [`super::predict`].
-pub(super) fn predict(
+/// Returns the scripts of all ranks, and the side that travels, if one does.
+pub(super) fn scripts<'a>(
     problem: &Problem,
     inner: usize,
     pass: Pass,
     travels: Option<Travels>,
-    machine: &Machine,
-    tells: bool,
-) -> Result<Report> {
+    machine: &'a Machine,
+) -> Result<(Option<Travels>, Vec<Script<'a>>)> {
     let ring = between_groups(problem, inner)?;
     let costs = Costs { problem: &ring, kernels: &machine.kernels };
-    let schedules = cheapest(&ring, Family::Ring, pass, travels)?;
-    let Volume { there, back } = volume(problem, inner, pass);
-    let held = held(problem, inner, pass);
+    let schedules = schedule(&ring, Family::Ring, pass, travels)?;
+    let [there, back] = volume(problem, inner, pass);
+    let held = buffer_bytes(problem, inner, pass);
     let script = |rank: usize| {
         let mut script = Script::new(rank, &machine.network);
         exchange(&mut script, rank, inner, there);
@@ -48,21 +40,18 @@ pub(super) fn predict(
         script.report.buffer_bytes += held;
         script
     };
-    let scripts: Vec<Script> = (0..problem.world_size).map(script).collect();
+    let scripts = (0..problem.world_size).map(script).collect();
     let travels = schedules.first().filter(|_| ring.world_size > 1).map(|first| first.travels);
-    run(pass, travels, &scripts, machine, tells)
+    Ok((travels, scripts))
 }
 
-/// The problem of each ring between groups, after rows were exchanged for heads.
+/// Returns the problem of each ring between groups, after rows were exchanged for heads.
 pub(super) fn between_groups(problem: &Problem, inner: usize) -> Result<Problem> {
     let Problem { heads, q_len, kv_len, world_size, .. } = *problem;
     Family::DoubleRing { inner }.validate(world_size)?;
     if !heads.is_multiple_of(inner) {
-        return Err(Error::InvalidProblem {
-            name: "query heads",
-            expected: format!("a multiple of the {inner} ranks that divide them"),
-            got: heads.to_string(),
-        });
+        let expected = format!("a multiple of the {inner} ranks that divide them");
+        return Err(invalid("query heads", expected, heads));
     }
     Ok(Problem {
         q_len: q_len * inner,
@@ -74,50 +63,42 @@ pub(super) fn between_groups(problem: &Problem, inner: usize) -> Result<Problem>
     })
 }
 
-/// Key/value heads, each repeated as often as it takes for ranks to get equally many.
+/// Returns the number of key/value heads, each repeated until ranks can get equally many.
 fn repeated(problem: &Problem, inner: usize) -> usize {
-    let (mut a, mut b) = (problem.kv_heads, inner);
-    while b > 0 {
-        (a, b) = (b, a % b);
-    }
-    problem.kv_heads / a * inner
+    let mut repeated = (1..=inner).map(|times| times * problem.kv_heads);
+    repeated.find(|heads| heads.is_multiple_of(inner)).unwrap_or(inner)
 }
 
-/// What a rank exchanges in a pass.
-pub(super) fn volume(problem: &Problem, inner: usize, pass: Pass) -> Volume {
+/// Returns the bytes of a rank's rows with all heads, on their way there and back.
+pub(super) fn volume(problem: &Problem, inner: usize, pass: Pass) -> [u64; 2] {
     let Problem { batch, q_len, kv_len, heads, head_dim, value_dim, dtype, .. } = *problem;
     let of_queries = |per_head: usize| (batch * q_len * heads * per_head) as u64;
     let keys = batch * kv_len * repeated(problem, inner) * (head_dim + value_dim) * dtype.bytes();
-    // As large as their gradients.
+    // Inputs are as large as their gradients.
     let inputs = of_queries(head_dim * dtype.bytes()) + keys as u64;
     let outputs = value_dim * dtype.bytes();
     match pass {
-        Pass::Forward => Volume { there: inputs, back: of_queries(outputs + 4) },
-        Pass::Backward => Volume { there: of_queries(outputs), back: inputs },
+        Pass::Forward => [inputs, of_queries(outputs + 4)],
+        Pass::Backward => [of_queries(outputs), inputs],
     }
 }
 
-/// Bytes of a rank's buffers for what it exchanges; in the backward pass with what it has kept since
-/// the forward pass.
-pub(super) fn held(problem: &Problem, inner: usize, pass: Pass) -> u64 {
-    let both = |pass| {
-        let Volume { there, back } = volume(problem, inner, pass);
-        there + back
-    };
-    match pass {
-        Pass::Forward => both(Pass::Forward),
-        Pass::Backward => both(Pass::Forward) + both(Pass::Backward),
-    }
+/// Returns the bytes of a rank's buffers for exchanges. In the backward pass these include the
+/// buffers that it keeps since the forward pass.
+pub(super) fn buffer_bytes(problem: &Problem, inner: usize, pass: Pass) -> u64 {
+    let passes = [Pass::Forward, Pass::Backward].into_iter();
+    let kept = passes.filter(|kept| [Pass::Forward, pass].contains(kept));
+    kept.flat_map(|pass| volume(problem, inner, pass)).sum()
 }
 
-/// A step in which a rank exchanges `bytes`, all that it has, with the others of its group.
+/// Adds a step in which a rank exchanges all its `bytes` with the other ranks of its group.
 fn exchange(script: &mut Script<'_>, rank: usize, inner: usize, bytes: u64) {
     let index = script.steps.last().map_or(0, |step| step.index + 1);
     script.begin(index, Halves::default());
     let first = rank - rank % inner;
     let each = bytes / inner as u64;
     let peers = || (first..first + inner).filter(|peer| *peer != rank);
-    let sends = peers().map(|peer| (Side::Send, peer, each, What::Heads(rank as u32)));
-    let receives = peers().map(|peer| (Side::Receive, peer, each, What::Heads(peer as u32)));
+    let sends = peers().map(|peer| (End::Send, peer, each, Label::Heads(rank as u32)));
+    let receives = peers().map(|peer| (End::Receive, peer, each, Label::Heads(peer as u32)));
     script.post(Due::Begin(index + 1), sends.chain(receives));
 }

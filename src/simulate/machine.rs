@@ -1,31 +1,31 @@
-//! What schedules are timed on: the kernels of a rank and the links between ranks.
-
-use std::fmt;
+//! The machine of a simulation: the kernels of a rank and the links between ranks.
 
 use burst_attention_kernels::rates;
+use serde::Serialize;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::types::invalid;
 
-/// How fast a rank computes, and how its kernels treat sums that travel.
+/// How fast a rank computes, and how its kernels treat travelling accumulators.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Kernels {
     /// FLOP/s of the forward pass.
     pub forward: f64,
     /// FLOP/s of the backward pass.
     pub backward: f64,
-    /// Seconds that each launch takes beside its arithmetic.
+    /// Seconds that each launch takes in addition to its arithmetic.
     pub launch: f64,
-    /// One kernel computes all gradients of a tile, and they are added to sums that travel as it
-    /// ends. Otherwise dq and (dk, dv) have a kernel each, as here: the one whose sums are at home
-    /// runs while the others arrive.
+    /// Whether one kernel computes all gradients of a tile, and adds them to travelling
+    /// accumulators as it ends. In this library dq and (dk, dv) have a kernel each: the kernel
+    /// whose accumulator is at home runs while the other accumulator arrives.
     pub one_backward: bool,
-    /// Bytes per element of sums that travel; 4 here.
+    /// Bytes per element of travelling accumulators; 4 in this library.
     pub sum_bytes: usize,
 }
 
-/// What a message takes: `latency + bytes / bandwidth`, the bandwidth shared with the other messages
-/// that use the link in the same direction at that time.
-#[derive(Debug, Clone, Copy, PartialEq)]
+/// A connection. A message takes `latency + bytes / bandwidth`. It shares the bandwidth with the
+/// other messages that use the link in the same direction at that time.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Link {
     /// Seconds until the first byte arrives.
     pub latency: f64,
@@ -33,17 +33,17 @@ pub struct Link {
     pub bandwidth: f64,
 }
 
-/// How ranks are connected: each by one link to a switch that is never the bottleneck, within its
-/// node and between nodes.
+/// How ranks are connected: within nodes and between nodes, by links to a switch that is never the
+/// bottleneck.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Network {
-    /// Ranks r·n … (r+1)·n − 1 are a node.
+    /// Ranks of a node: r·n … (r+1)·n − 1.
     pub ranks_per_node: usize,
-    /// Of each rank, to the others of its node.
+    /// The link of each rank to the other ranks of its node.
     pub within: Link,
-    /// To ranks of other nodes: of each rank, or of each node.
+    /// The link to other nodes, of each rank or of each node.
     pub between: Link,
-    /// All ranks of a node share its one link to other nodes.
+    /// Whether all ranks of a node share one link to other nodes.
     pub shared: bool,
 }
 
@@ -52,37 +52,37 @@ pub struct Network {
 pub struct Machine {
     /// What its ranks compute with.
     pub kernels: Kernels,
-    /// What connects them.
+    /// What connects its ranks.
     pub network: Network,
 }
 
-/// Which link a message takes.
+/// The link that a message takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Class {
-    /// Both ranks are in one node.
+    /// The link between two ranks of one node.
     Within,
-    /// They are not.
+    /// The link between ranks of different nodes.
     Between,
 }
 
-/// A machine under a name, with where its numbers come from.
+/// A machine with a name and the sources of its numbers.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Named {
-    /// What it is asked for by.
+    /// The name that users write.
     pub name: &'static str,
-    /// What it is.
+    /// What the machine is.
     pub title: &'static str,
-    /// What its numbers rest on: those of compute, of launches, of links within a node and of links
-    /// between nodes.
+    /// Sources of the numbers of compute, of launches, of links within a node and of links between
+    /// nodes.
     pub sources: [&'static str; 4],
-    /// How many ranks it has; no limit where nodes can be added.
+    /// The number of ranks; `None` where there can be any number of nodes.
     pub ranks: Option<usize>,
-    /// Its numbers.
+    /// The numbers.
     pub machine: Machine,
 }
 
 impl Network {
-    /// Which link connects two ranks.
+    /// The class of the link between two ranks.
     pub fn class(&self, a: usize, b: usize) -> Class {
         let node = |rank: usize| rank / self.ranks_per_node;
         if node(a) == node(b) { Class::Within } else { Class::Between }
@@ -98,61 +98,51 @@ impl Network {
 }
 
 impl Machine {
-    /// Checks that the numbers can be calculated with.
+    /// Checks that the simulator can calculate with the numbers.
     ///
     /// # Errors
-    /// [`Error::InvalidProblem`] that names the first that can't.
+    /// [`crate::Error::InvalidProblem`] that names the first number with which it can't.
     pub fn validate(&self) -> Result<()> {
-        let Machine { kernels, network } = self;
-        let invalid = |name, expected: &str, got: &dyn fmt::Display| {
-            Err(Error::InvalidProblem { name, expected: expected.into(), got: got.to_string() })
-        };
-        let rates = [
-            ("forward FLOP/s", kernels.forward),
-            ("backward FLOP/s", kernels.backward),
-            ("bandwidth within a node", network.within.bandwidth),
-            ("bandwidth between nodes", network.between.bandwidth),
+        let Machine { kernels, network: Network { ranks_per_node, within, between, .. } } = self;
+        // An infinite rate is valid: what has it takes no time.
+        let rate: (_, fn(f64) -> bool) = ("above 0", |rate| rate > 0.0);
+        let time: (_, fn(f64) -> bool) = ("at least 0", |time| time.is_finite() && time >= 0.0);
+        let count: (_, fn(f64) -> bool) = ("at least 1", |count| count >= 1.0);
+        let numbers = [
+            ("forward FLOP/s", kernels.forward, rate),
+            ("backward FLOP/s", kernels.backward, rate),
+            ("bandwidth within a node", within.bandwidth, rate),
+            ("bandwidth between nodes", between.bandwidth, rate),
+            ("seconds of a launch", kernels.launch, time),
+            ("latency within a node", within.latency, time),
+            ("latency between nodes", between.latency, time),
+            ("ranks per node", *ranks_per_node as f64, count),
         ];
-        // Infinity is a rate: what has it takes no time.
-        if let Some((name, rate)) =
-            rates.into_iter().find(|(_, rate)| rate.is_nan() || *rate <= 0.0)
-        {
-            return invalid(name, "above 0", &rate);
+        match numbers.into_iter().find(|(_, number, (_, is_valid))| !is_valid(*number)) {
+            None => Ok(()),
+            Some((name, number, (expected, _))) => Err(invalid(name, expected, number)),
         }
-        let times = [
-            ("seconds of a launch", kernels.launch),
-            ("latency within a node", network.within.latency),
-            ("latency between nodes", network.between.latency),
-        ];
-        let bad = |(_, time): &(_, f64)| !time.is_finite() || *time < 0.0;
-        if let Some((name, time)) = times.into_iter().find(bad) {
-            return invalid(name, "at least 0", &time);
-        }
-        if network.ranks_per_node == 0 {
-            return invalid("ranks per node", "at least 1", &0);
-        }
-        Ok(())
     }
 }
 
-/// Of H200s in nodes of eight.
+/// Sources of the numbers of H200s in nodes of eight.
 const SOURCES: [&str; 4] = [
-    "predicted for this library's kernels at 8,192 tokens, causal, head_dim 128, bfloat16, by a model \
-     of their machine code (docs/kernel-model.md), -10% to +20%; they have not been timed",
+    "predicted for this library's kernels at 8,192 tokens, causal, head_dim 128, bfloat16, by a \
+     model of their machine code (docs/kernel-model.md), -10% to +20%; they have not been timed",
     "5 us each, an assumption",
-    "NVLink 4, 450 GB/s each way per GPU, as specified, through switches that block nothing; latency \
-     of a message 10 us, an assumption",
+    "NVLink 4, 450 GB/s each way per GPU, as specified, through switches that block nothing; \
+     latency of a message 10 us, an assumption",
     "400 Gb/s, which is 50 GB/s, each way per GPU, as specified; latency of a message 20 us, an \
      assumption",
 ];
 
-/// Predicted FLOP/s of the library's kernels.
+/// Returns the predicted FLOP/s of the library's kernels.
 fn predicted(case: &str) -> f64 {
     let rate = rates::predicted(case);
     1e12 * rate.unwrap_or_else(|| unreachable!("the table of rates has {case}"))
 }
 
-/// The machines that have a name.
+/// Returns the machines that have a name.
 pub fn named() -> [Named; 2] {
     let machine = Machine {
         kernels: Kernels {
@@ -169,20 +159,15 @@ pub fn named() -> [Named; 2] {
             shared: false,
         },
     };
+    let named = |name, title, ranks| Named {
+        name,
+        title,
+        sources: SOURCES,
+        ranks,
+        machine: machine.clone(),
+    };
     [
-        Named {
-            name: "h200-nvlink",
-            title: "8 × H200, NVLink",
-            sources: SOURCES,
-            ranks: Some(8),
-            machine: machine.clone(),
-        },
-        Named {
-            name: "h200-400g",
-            title: "nodes of 8 × H200, 400 Gb/s per GPU between them",
-            sources: SOURCES,
-            ranks: None,
-            machine,
-        },
+        named("h200-nvlink", "8 × H200, NVLink", Some(8)),
+        named("h200-400g", "nodes of 8 × H200, 400 Gb/s per GPU between them", None),
     ]
 }

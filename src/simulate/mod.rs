@@ -1,17 +1,16 @@
 //! The third executor of schedules: a clock instead of arithmetic. It predicts time, overlap and
-//! memory of a [`Machine`] that is not at hand.
+//! memory on a [`Machine`] that need not be at hand.
 //!
-//! Ranks do as [`crate::engine`] does. As a step begins, what is due by then has come; then its
-//! exchanges are posted, and its tiles computed in order. A message moves from when both its ends
-//! have posted it. A rank's exchanges take turns, as they do on the one stream that carries them on
-//! a GPU, each when those before it are through, within nodes and between nodes apart; the messages
-//! of one exchange move together. Links are full duplex, and messages that use one at the same time
-//! share it.
+//! Ranks do as [`crate::engine`] does. A step begins when the messages that are due by then have
+//! come. The rank then posts its exchanges and computes its tiles in order. A message moves once
+//! both its ends have posted it. A rank's exchanges take turns, as on the one stream that carries
+//! them on a GPU, within nodes and between nodes separately. The messages of one exchange move
+//! together. Links are full duplex, and messages that use a link at the same time share it.
 //!
 //! A [`Method`] may also exchange rows for heads, before and after a schedule, on the same clock.
 //!
-//! What is left out: how fast memory is, delta and casts, and that kernels leave a part of the
-//! processor to messages.
+//! The simulator leaves out memory bandwidth, delta and casts, and the part of a processor that
+//! messages take from kernels.
 
 mod choose;
 mod clock;
@@ -24,7 +23,7 @@ mod method;
 mod report;
 mod script;
 mod shrink;
-mod walk;
+mod simulation;
 mod wires;
 
 pub use choose::{Candidate, Choice, choose};
@@ -33,4 +32,4 @@ pub use estimate::{Cost, Estimate, cost, estimate};
 pub use machine::{Class, Kernels, Link, Machine, Named, Network, named};
 pub use method::{Method, predict};
 pub use report::{Activity, Bytes, Event, RankReport, Report};
-pub use walk::simulate;
+pub use simulation::simulate;

@@ -1,50 +1,66 @@
 //! What a simulation finds.
 
+use serde::Serialize;
+use std::ops::AddAssign;
+
 use super::machine::Class;
 use crate::problem::{Pass, Travels};
 
 /// Bytes by the links that carry them.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Bytes {
-    /// Between ranks of one node.
+    /// Bytes between ranks of one node.
     pub within: u64,
-    /// Between ranks of different nodes.
+    /// Bytes between ranks of different nodes.
     pub between: u64,
 }
 
 impl Bytes {
-    /// Adds bytes of one class.
-    pub(super) fn add(&mut self, class: Class, bytes: u64) {
+    /// Bytes over links of one class.
+    pub(super) fn over(class: Class, bytes: u64) -> Bytes {
         match class {
-            Class::Within => self.within += bytes,
-            Class::Between => self.between += bytes,
+            Class::Within => Bytes { within: bytes, between: 0 },
+            Class::Between => Bytes { within: 0, between: bytes },
         }
+    }
+
+    /// The bytes of `times` ranks that send as much.
+    pub(super) fn times(self, times: usize) -> Bytes {
+        Bytes { within: self.within * times as u64, between: self.between * times as u64 }
     }
 }
 
-/// What one rank does in a pass. Seconds in which it does not compute are `exposed`, `late`, or
-/// those after its end.
-#[derive(Debug, Clone, Default, PartialEq)]
+impl AddAssign for Bytes {
+    fn add_assign(&mut self, more: Bytes) {
+        self.within += more.within;
+        self.between += more.between;
+    }
+}
+
+/// What one rank does in a pass. Until its end, a rank computes, or waits for seconds that count as
+/// `exposed` or `late`.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct RankReport {
     /// Steps with anything to do.
     pub steps: usize,
-    /// Rectangles that it computes.
+    /// Rectangles that the rank computes.
     pub tiles: usize,
     /// FLOPs of its tiles.
     pub flops: f64,
     /// Seconds of its tiles and merges.
     pub compute: f64,
-    /// Seconds that it waits for messages that both sides have posted.
+    /// Seconds that the rank waits for messages that both ends have posted.
     pub exposed: f64,
-    /// Seconds that it waits for a rank that has not come to the message yet.
+    /// Seconds that the rank waits for a peer that has not posted its end of a message.
     pub late: f64,
-    /// When it is through, in seconds from the start.
+    /// When the rank is through, in seconds from the start.
     pub end: f64,
-    /// What it sends.
+    /// Bytes that the rank sends.
     pub sent: Bytes,
-    /// Chunks that it sends to other nodes, each hop of each chunk counted once.
+    /// Hops of chunks to other nodes that the rank starts. All messages of a chunk to one rank
+    /// count as one hop.
     pub slow_hops: usize,
-    /// Bytes of its buffers for what travels.
+    /// Bytes of the rank's buffers for travelling chunks.
     pub buffer_bytes: u64,
 }
 
@@ -55,15 +71,15 @@ pub enum Activity {
     Compute,
     /// Waits for a message that is on its way.
     Exposed,
-    /// Waits for a rank that has not posted its side of a message.
+    /// Waits for a rank that has not posted its end of a message.
     Late,
-    /// Sends.
+    /// Sends a message.
     Send {
-        /// To this rank.
+        /// The receiver.
         peer: usize,
-        /// So many bytes.
+        /// The bytes of the message.
         bytes: u64,
-        /// Over such a link.
+        /// The link that the message takes.
         class: Class,
     },
 }
@@ -71,48 +87,50 @@ pub enum Activity {
 /// A stretch of a rank's time.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Event {
-    /// Whose.
+    /// The rank.
     pub rank: usize,
-    /// Index of the step that it belongs to.
+    /// Index of the step that the event belongs to.
     pub step: usize,
-    /// What happens.
+    /// What the rank does.
     pub activity: Activity,
-    /// Seconds from the start of the pass.
+    /// When the event starts, in seconds from the start of the pass.
     pub start: f64,
-    /// Likewise.
+    /// When the event ends, in seconds from the start of the pass.
     pub end: f64,
 }
 
 /// One pass of all ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {
-    /// Which pass.
+    /// The pass.
     pub pass: Pass,
-    /// Which side travels, where one does.
+    /// The side that travels, if one does.
     pub travels: Option<Travels>,
     /// Seconds until the last rank is through.
     pub seconds: f64,
-    /// What each rank does.
+    /// What each rank does in total.
     pub ranks: Vec<RankReport>,
-    /// All of it, in the order of its end.
+    /// What all ranks do, in the order in which it ends.
     pub timeline: Vec<Event>,
 }
 
 impl Report {
     /// The part of all ranks' time in which they do not compute.
     pub fn idle_share(&self) -> f64 {
-        let compute: f64 = self.ranks.iter().map(|rank| rank.compute).sum();
         let all = self.seconds * self.ranks.len() as f64;
-        if all > 0.0 { 1.0 - compute / all } else { 0.0 }
+        if all > 0.0 { 1.0 - self.compute() / all } else { 0.0 }
     }
 
-    /// What all ranks send.
+    /// Seconds that all ranks compute.
+    pub fn compute(&self) -> f64 {
+        self.ranks.iter().map(|rank| rank.compute).sum()
+    }
+
+    /// Bytes that all ranks send.
     pub fn sent(&self) -> Bytes {
-        let add = |sum: Bytes, rank: &RankReport| Bytes {
-            within: sum.within + rank.sent.within,
-            between: sum.between + rank.sent.between,
-        };
-        self.ranks.iter().fold(Bytes::default(), add)
+        let mut sent = Bytes::default();
+        self.ranks.iter().for_each(|rank| sent += rank.sent);
+        sent
     }
 
     /// Seconds that the rank which waits longest waits for messages.
@@ -120,7 +138,7 @@ impl Report {
         self.ranks.iter().map(|rank| rank.exposed).fold(0.0, f64::max)
     }
 
-    /// Most hops over links between nodes that any one rank starts.
+    /// The most hops over links between nodes that any rank starts.
     pub fn slow_hops(&self) -> usize {
         self.ranks.iter().map(|rank| rank.slow_hops).max().unwrap_or(0)
     }

@@ -1,101 +1,98 @@
-//! What ranks do, in seconds and bytes: all that the clock has to know of a schedule.
+//! Scripts: what each rank does, in seconds and bytes. The clock knows no more of a schedule.
 
 use std::fmt;
-use std::ops::Range;
 
 use super::cost::{Costs, Halves, tile_flops};
 use super::machine::{Class, Network};
-use super::messages::Side;
-use super::report::RankReport;
+use super::messages::End;
+use super::report::{Bytes, RankReport};
 use crate::schedule::{Chunk, Due, Exchange, Payload, Schedule, Transfer};
 
 /// One rank's pass.
 pub(super) struct Script<'a> {
     rank: usize,
     network: &'a Network,
-    pub steps: Vec<Errand>,
-    groups: Vec<Group>,
-    parcels: Vec<Parcel>,
-    /// As far as it is known beforehand.
+    pub steps: Vec<ScriptStep>,
+    /// The totals that are known before the simulation.
     pub report: RankReport,
 }
 
-/// One step.
-#[derive(Clone)]
-pub(super) struct Errand {
+/// One step of a rank.
+pub(super) struct ScriptStep {
     /// Number of the step, the same on all ranks.
     pub index: usize,
     pub work: Halves,
-    groups: Range<usize>,
+    /// Exchanges in order.
+    pub exchanges: Vec<ScriptExchange>,
 }
 
 /// Messages that start together.
-#[derive(Clone)]
-pub(super) struct Group {
+pub(super) struct ScriptExchange {
     pub due: Due,
-    parcels: Range<usize>,
+    pub messages: Vec<MessageEnd>,
 }
 
-/// This rank's end of a message.
-#[derive(Clone)]
-pub(super) struct Parcel {
+/// The rank's end of a message.
+pub(super) struct MessageEnd {
     pub bytes: u64,
     pub peer: u32,
-    pub what: What,
-    pub side: Side,
+    pub label: Label,
+    pub end: End,
     pub class: Class,
 }
 
-/// What a message carries, as far as it takes to tell it from others.
+/// What tells a message from other messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum What {
+pub(super) enum Label {
+    /// Payload, owner, and start and end of the rows.
     Chunk(Payload, u32, [u32; 2]),
-    /// Rows of this rank with heads of its receiver.
+    /// Rows of this rank, with heads of the receiver.
     Heads(u32),
 }
 
-impl What {
-    fn chunk(Chunk { payload, owner, rows }: &Chunk) -> What {
-        What::Chunk(*payload, *owner as u32, [rows.start as u32, rows.end as u32])
+impl Label {
+    fn chunk(Chunk { payload, owner, rows }: &Chunk) -> Label {
+        Label::Chunk(*payload, *owner as u32, [rows.start as u32, rows.end as u32])
     }
 
-    /// Are both the same hop of the same chunk, to one peer?
-    fn shares_hop(self, other: What) -> bool {
-        let chunk = |what| match what {
-            What::Chunk(payload, owner, _) => Some((payload, owner)),
-            What::Heads(_) => None,
-        };
-        chunk(self).is_some() && chunk(self) == chunk(other)
+    /// Whether two messages to one peer are the same hop of the same chunk.
+    fn shares_hop(self, other: Label) -> bool {
+        match (self, other) {
+            (Label::Chunk(payload, owner, _), Label::Chunk(other_payload, other_owner, _)) => {
+                (payload, owner) == (other_payload, other_owner)
+            }
+            _ => false,
+        }
     }
 }
 
-impl fmt::Display for What {
+impl fmt::Display for Label {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
-            What::Chunk(payload, owner, [start, end]) => {
+            Label::Chunk(payload, owner, [start, end]) => {
                 let rows = start as usize..end as usize;
                 Chunk { payload, owner: owner as usize, rows }.fmt(f)
             }
-            What::Heads(rank) => write!(f, "heads of rank {rank}"),
+            Label::Heads(rank) => write!(f, "heads of rank {rank}"),
         }
     }
 }
 
 impl<'a> Script<'a> {
-    /// Of a rank with nothing to do.
+    /// The script of a rank with nothing to do.
     pub fn new(rank: usize, network: &'a Network) -> Script<'a> {
-        let report = RankReport::default();
-        Script { rank, network, steps: vec![], groups: vec![], parcels: vec![], report }
+        Script { rank, network, steps: vec![], report: RankReport::default() }
     }
 
-    /// What a schedule says.
+    /// The script of a schedule.
     pub fn of(costs: &Costs<'_>, schedule: &Schedule, network: &'a Network) -> Script<'a> {
         let mut script = Script::new(schedule.rank, network);
         script.follow(costs, schedule, |rank| rank);
         script
     }
 
-    /// Adds the steps of a schedule; `number` is what a rank of its ring is called on this network.
+    /// Adds the steps of a schedule. `number` turns a rank of the schedule's ring into a rank of
+    /// the network.
     pub fn follow(
         &mut self,
         costs: &Costs<'_>,
@@ -103,25 +100,25 @@ impl<'a> Script<'a> {
         number: impl Fn(usize) -> usize,
     ) {
         let first = self.steps.last().map_or(0, |step| step.index + 1);
-        let later = |due| match due {
-            Due::Begin(step) => Due::Begin(first + step),
-            Due::Fold(step) => Due::Fold(first + step),
-        };
         for step in &schedule.steps {
             let flops = |tile| tile_flops(costs.problem, schedule.pass, tile);
             self.report.tiles += step.tiles.len();
             self.report.flops += step.tiles.iter().map(flops).sum::<f64>();
             self.begin(first + step.index, costs.step(schedule.pass, step));
             for Exchange { sends, receives, due } in &step.exchanges {
-                let end = |side| {
+                let due = match due {
+                    Due::Begin(step) => Due::Begin(first + step),
+                    Due::Fold(step) => Due::Fold(first + step),
+                };
+                let message = |end| {
                     let number = &number;
                     move |Transfer { chunk, peer, .. }: &Transfer| {
                         let bytes = costs.chunk(chunk, schedule.pass);
-                        (side, number(*peer), bytes, What::chunk(chunk))
+                        (end, number(*peer), bytes, Label::chunk(chunk))
                     }
                 };
-                let sends = sends.iter().map(end(Side::Send));
-                self.post(later(*due), sends.chain(receives.iter().map(end(Side::Receive))));
+                let sends = sends.iter().map(message(End::Send));
+                self.post(due, sends.chain(receives.iter().map(message(End::Receive))));
             }
         }
         self.report.buffer_bytes += costs.buffers(schedule);
@@ -130,38 +127,26 @@ impl<'a> Script<'a> {
     /// Adds a step.
     pub fn begin(&mut self, index: usize, work: Halves) {
         self.report.steps += 1;
-        self.steps.push(Errand { index, work, groups: self.groups.len()..self.groups.len() });
+        self.steps.push(ScriptStep { index, work, exchanges: vec![] });
     }
 
-    /// Adds messages that start together to the newest step: each end with the peer, the bytes and
-    /// what it carries.
-    pub fn post(&mut self, due: Due, ends: impl Iterator<Item = (Side, usize, u64, What)>) {
-        let first = self.parcels.len();
-        for (side, peer, bytes, what) in ends {
+    /// Adds to the newest step messages that start together. Each has an end, a peer, bytes and a
+    /// label.
+    pub fn post(&mut self, due: Due, ends: impl Iterator<Item = (End, usize, u64, Label)>) {
+        let mut messages: Vec<MessageEnd> = Vec::with_capacity(ends.size_hint().0);
+        for (end, peer, bytes, label) in ends {
             let class = self.network.class(self.rank, peer);
             let peer = peer as u32;
-            if side == Side::Send {
-                self.report.sent.add(class, bytes);
-                let same = |sent: &Parcel| sent.peer == peer && sent.what.shares_hop(what);
-                let hops = class == Class::Between && !self.parcels[first..].iter().any(same);
+            if end == End::Send {
+                self.report.sent += Bytes::over(class, bytes);
+                let same = |sent: &MessageEnd| sent.peer == peer && sent.label.shares_hop(label);
+                let hops = class == Class::Between && !messages.iter().any(same);
                 self.report.slow_hops += usize::from(hops);
             }
-            self.parcels.push(Parcel { bytes, peer, what, side, class });
+            messages.push(MessageEnd { bytes, peer, label, end, class });
         }
-        let parcels = first..self.parcels.len();
-        if let Some(step) = self.steps.last_mut().filter(|_| !parcels.is_empty()) {
-            self.groups.push(Group { due, parcels });
-            step.groups.end = self.groups.len();
+        if let Some(step) = self.steps.last_mut().filter(|_| !messages.is_empty()) {
+            step.exchanges.push(ScriptExchange { due, messages });
         }
-    }
-
-    /// The exchanges of a step, in order.
-    pub fn groups(&self, step: &Errand) -> &[Group] {
-        &self.groups[step.groups.clone()]
-    }
-
-    /// The messages of an exchange.
-    pub fn parcels(&self, group: &Group) -> &[Parcel] {
-        &self.parcels[group.parcels.clone()]
     }
 }

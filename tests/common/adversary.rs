@@ -1,6 +1,6 @@
-//! A transport that behaves like the worst network: chunks are copied, through fixed slots as a
-//! device has them, late or early, delayed and out of order, and whatever is released or about to
-//! be received is filled with NaN.
+//! A transport that behaves like the worst network. It copies chunks through fixed slots, as a
+//! device does, late or early, delayed and out of order. It fills released memory, and slots that
+//! are about to receive, with NaN.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,6 +8,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use burst_attention::Result;
+use burst_attention::host::array::HostArray;
 use burst_attention::host::buffer::HostBuffer;
 use burst_attention::schedule::{Chunk, Exchange, Payload, Place, Transfer};
 use burst_attention::transport::Transport;
@@ -16,17 +17,17 @@ use super::data::Random;
 
 type Address = (usize, usize, usize);
 
-/// What lies between the ranks.
+/// The network between the ranks.
 #[derive(Default)]
 pub struct Network {
     post: Mutex<HashMap<Address, (Chunk, HostBuffer)>>,
     arrived: Condvar,
-    /// The most slots in which inputs landed on any rank, of one side.
+    /// The most slots in which inputs of one side landed on any rank.
     held: AtomicUsize,
 }
 
 impl Network {
-    /// The most chunks of keys, or of queries, that a rank held or awaited at a time.
+    /// The most chunks of keys, or of queries, that a rank held or awaited at the same time.
     pub fn held(&self) -> usize {
         self.held.load(Ordering::Relaxed)
     }
@@ -41,7 +42,7 @@ pub struct Adversary {
     bytes: u64,
 }
 
-/// One exchange on its way: sends that are read late, receives that are awaited.
+/// An exchange in flight: sends that were read early or will be read late, and awaited receives.
 pub struct Ticket {
     late: Vec<(Address, Transfer, HostBuffer)>,
     early: Vec<(Transfer, HostBuffer)>,
@@ -61,7 +62,8 @@ impl Adversary {
         *counter - 1
     }
 
-    /// Slots are a device's memory: what lands in one is held until something else does.
+    /// Updates the count of held chunks. A slot is memory of a device, so it holds its chunk until
+    /// another chunk lands there.
     fn count_held(&self, payload: Payload) {
         let held = self.slots.keys().filter(|(of, _)| *of == payload).count();
         if !payload.is_accumulator() {
@@ -69,9 +71,9 @@ impl Adversary {
         }
     }
 
-    /// Copies the rows and puts them on the wire after a while.
+    /// Copies the rows, and posts them after a while.
     fn post(&mut self, address: Address, send: &Transfer, buffer: &HostBuffer) {
-        let copy = buffer.slice(&send.chunk.rows).copy(&send.chunk.rows);
+        let copy = copied(&buffer.slice(&send.chunk.rows));
         std::thread::sleep(Duration::from_micros(self.random.below(200) as u64));
         self.network.post.lock().unwrap().insert(address, (send.chunk.clone(), copy));
         self.network.arrived.notify_all();
@@ -85,14 +87,47 @@ impl Adversary {
             }
             let (guard, timeout) =
                 self.network.arrived.wait_timeout(post, Duration::from_secs(5)).unwrap();
-            assert!(!timeout.timed_out(), "rank {}: message {address:?} never came", self.rank);
+            assert!(!timeout.timed_out(), "rank {}: message {address:?} never arrived", self.rank);
             post = guard;
         }
     }
 }
 
+/// Returns a copy in memory of its own, as a network delivers it.
+fn copied(buffer: &HostBuffer) -> HostBuffer {
+    let copy = |source: &HostArray| {
+        let &HostArray { dtype, batch, ref rows, heads, dim, .. } = source;
+        let bytes = source.bytes(rows);
+        let memory = HostArray::accumulator(1, 0..bytes.div_ceil(4), 1, 1);
+        let packed = HostArray::jax(memory.ptr, dtype, [batch, rows.len(), heads, dim]);
+        let target = HostArray { rows: rows.clone(), storage: memory.storage, ..packed };
+        for (batch, row, head) in indices(source) {
+            let (from, to) = (source.row(batch, row, head), target.row(batch, row, head));
+            // SAFETY: both arrays have this row of `dim` elements, and the target is new memory.
+            unsafe { from.copy_to_nonoverlapping(to, dim * dtype.bytes()) }
+        }
+        target
+    };
+    HostBuffer { arrays: buffer.arrays.iter().map(copy).collect() }
+}
+
+/// Overwrites all elements with NaN, so that use after release shows.
 fn poison(buffer: &HostBuffer) {
-    buffer.arrays.iter().for_each(|array| array.poison());
+    for array in &buffer.arrays {
+        for (batch, row, head) in indices(array) {
+            let row = array.row(batch, row, head);
+            // SAFETY: the array has this row. All bits set are NaN in every element type.
+            unsafe { row.write_bytes(0xff, array.dim * array.dtype.bytes()) }
+        }
+    }
+}
+
+/// Batch entry, row and head of each row of an array.
+fn indices(array: &HostArray) -> Vec<(usize, usize, usize)> {
+    let (rows, heads) = (&array.rows, array.heads);
+    let rows =
+        |batch| rows.clone().flat_map(move |row| (0..heads).map(move |head| (batch, row, head)));
+    (0..array.batch).flat_map(rows).collect()
 }
 
 impl Transport<HostBuffer> for Adversary {
@@ -129,7 +164,8 @@ impl Transport<HostBuffer> for Adversary {
         }
         let sent = ticket.late.into_iter().map(|(_, send, buffer)| (send, buffer));
         for (send, buffer) in sent.chain(ticket.early) {
-            // Sums are gone; an input may be read and sent again until something lands there.
+            // Accumulators are gone. The rank may read an input and send it again until another
+            // chunk lands there.
             if send.place != Place::Home && send.chunk.payload.is_accumulator() {
                 poison(&buffer.slice(&send.chunk.rows));
             }

@@ -1,13 +1,13 @@
-//! Arrays with random contents, and how far two of them are apart.
+//! Arrays with random contents, and the distance between two arrays.
 
 use std::ptr::NonNull;
 
 use burst_attention::host::array::HostArray;
-use burst_attention::host::extras::Extras;
+use burst_attention::operands::{Arrays, Operand};
 use burst_attention::problem::{Dtype, Pass, Problem};
 use half::{bf16, f16};
 
-/// xorshift64*: repeatable, and good enough to fill arrays.
+/// xorshift64*: a repeatable generator, good enough to fill arrays.
 pub struct Random(u64);
 
 impl Random {
@@ -54,7 +54,7 @@ impl Array {
         array
     }
 
-    /// The view that executors use; the array must outlive it.
+    /// The view that executors use. The array must outlive it.
     pub fn view(&self) -> HostArray {
         let ptr = NonNull::new(self.bytes.as_ptr().cast_mut()).expect("not null").cast();
         HostArray::jax(ptr, self.dtype, self.shape)
@@ -62,7 +62,8 @@ impl Array {
 
     pub fn set(&mut self, index: usize, value: f32) {
         let base = self.bytes.as_mut_ptr();
-        // SAFETY: the index is below the length that `zeros` made room for.
+        // SAFETY: `zeros` allocates room for every index of the shape, and callers pass such an
+        // index.
         unsafe {
             match self.dtype {
                 Dtype::F32 => base.cast::<f32>().add(index).write(value),
@@ -72,7 +73,7 @@ impl Array {
         }
     }
 
-    /// A whole number in the place of a float32.
+    /// Writes a whole number in place of a float32.
     pub fn set_word(&mut self, index: usize, word: u32) {
         self.bytes[index] = word;
     }
@@ -83,7 +84,8 @@ impl Array {
 
     pub fn get(&self, index: usize) -> f64 {
         let base = self.bytes.as_ptr();
-        // SAFETY: as in `set`.
+        // SAFETY: `zeros` allocates room for every index of the shape, and callers pass such an
+        // index.
         unsafe {
             match self.dtype {
                 Dtype::F32 => f64::from(base.cast::<f32>().add(index).read()),
@@ -107,7 +109,7 @@ impl Array {
     }
 }
 
-/// What the features of a problem take and give; absent where they are off.
+/// The arrays that the features of a problem read and write. Those of unused features are absent.
 #[derive(Clone)]
 pub struct ExtraArrays {
     pub q_segments: Option<Array>,
@@ -117,7 +119,7 @@ pub struct ExtraArrays {
     pub dslopes: Option<Array>,
 }
 
-/// First query head of the model, and first batch entry, that random numbers count from.
+/// The first query head and the first batch entry, from which random numbers count.
 pub const FIRST: [u32; 2] = [3, 5];
 
 impl ExtraArrays {
@@ -131,11 +133,11 @@ impl ExtraArrays {
             }
             array
         };
-        // The same on all ranks.
+        // All ranks have the same slopes and keys.
         let mut random = Random::new(seed + 77);
         let per_head = [batch, 1, heads, 1];
         let mut slopes = Array::random(&mut random, Dtype::F32, per_head);
-        // Scores of hundreds would be as inexact as float32 has them.
+        // In float32, scores of hundreds would be too inexact.
         (0..batch * heads).for_each(|i| slopes.set(i, 0.1 * slopes.get(i) as f32));
         let mut dropout = Array::zeros(Dtype::F32, [batch, 1, 1, 4]);
         for entry in 0..batch {
@@ -150,21 +152,10 @@ impl ExtraArrays {
             dropout: features.dropout.map(|_| dropout),
         }
     }
-
-    /// The views that the executor uses, without results of the backward pass in the forward one.
-    pub fn views(&self, pass: Pass) -> Extras {
-        let view = |array: &Option<Array>| array.as_ref().map(Array::view);
-        Extras {
-            q_segments: view(&self.q_segments),
-            k_segments: view(&self.k_segments),
-            slopes: view(&self.slopes),
-            dropout: view(&self.dropout),
-            dslopes: if pass == Pass::Backward { view(&self.dslopes) } else { None },
-        }
-    }
 }
 
-/// Documents of about six tokens with gaps between some, and a few that are scattered.
+/// The segment id of a position: documents of about six tokens with gaps between some, and a few
+/// scattered tokens.
 fn segment(seed: u64, entry: usize, position: usize) -> i32 {
     let scattered = Random::new(seed * 31 + 7 * position as u64 + entry as u64).below(8) == 0;
     let id = (position + 2 * entry) / 6 % 5;
@@ -188,7 +179,7 @@ pub struct Shard {
 }
 
 impl Shard {
-    /// Random inputs for every rank; outputs hold garbage that a run must overwrite.
+    /// Random inputs for every rank. Outputs hold garbage that a run must overwrite.
     pub fn random(problem: &Problem, seed: u64) -> Vec<Shard> {
         let mut random = Random::new(seed);
         let Problem { batch, q_len, kv_len, heads, kv_heads, head_dim, dtype, .. } = *problem;
@@ -213,6 +204,33 @@ impl Shard {
         (0..problem.world_size).map(&mut shard).collect()
     }
 
+    /// The views that the executor uses in a pass.
+    pub fn views(&self, pass: Pass) -> Arrays<HostArray> {
+        let mut arrays = Arrays::none(pass);
+        let mut view = |operand, array: Option<&Array>| {
+            array.into_iter().for_each(|array| arrays.set(operand, array.view()));
+        };
+        let Shard { q, k, v, dout, dlse, o, lse, dq, dk, dv, extras } = self;
+        view(Operand::Query, Some(q));
+        view(Operand::Key, Some(k));
+        view(Operand::Value, Some(v));
+        view(Operand::Out, Some(o));
+        view(Operand::Lse, Some(lse));
+        view(Operand::QuerySegments, extras.q_segments.as_ref());
+        view(Operand::KeySegments, extras.k_segments.as_ref());
+        view(Operand::Slopes, extras.slopes.as_ref());
+        view(Operand::Dropout, extras.dropout.as_ref());
+        if pass == Pass::Backward {
+            view(Operand::OutGrad, Some(dout));
+            view(Operand::LseGrad, Some(dlse));
+            view(Operand::QueryGrad, Some(dq));
+            view(Operand::KeyGrad, Some(dk));
+            view(Operand::ValueGrad, Some(dv));
+            view(Operand::SlopeGrad, extras.dslopes.as_ref());
+        }
+        arrays
+    }
+
     /// All results; the gradient of slopes where there are any.
     pub fn outputs(&self) -> Vec<(&'static str, &Array)> {
         let Shard { o, lse, dq, dk, dv, .. } = self;
@@ -222,7 +240,7 @@ impl Shard {
     }
 }
 
-/// ‖got − want‖ / ‖want‖; the absolute norm where the truth vanishes.
+/// Returns ‖got − want‖ / ‖want‖, or ‖got − want‖ if `want` vanishes.
 pub fn relative_error(got: &[f64], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len());
     let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();

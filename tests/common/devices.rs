@@ -1,13 +1,14 @@
 //! Rings on recorded devices.
 
 use burst_attention::Result;
-use burst_attention::cuda::device::{Executor, Share};
+use burst_attention::cuda::call::Call;
+use burst_attention::cuda::device::{Executor, RankSet};
 use burst_attention::cuda::driver::Stream;
 use burst_attention::cuda::nccl::{Comm, Communicator};
-use burst_attention::cuda::rank::Arrays;
-use burst_attention::cuda::record::{Program, Recorder, images, nccl};
-use burst_attention::cuda::ring::{Call, Given};
-use burst_attention::problem::{Dtype, Pass, Problem};
+use burst_attention::cuda::workspace::Workspace;
+use burst_attention::operands::Arrays;
+use burst_attention::problem::{Dtype, Problem};
+use burst_attention_recorder::{Program, Recorder, images, nccl};
 
 /// Distance between arrays, which are all smaller.
 const APART: u64 = 1 << 40;
@@ -42,10 +43,10 @@ impl Devices {
         };
         let comms = comms[..count].iter().map(|comm| Communicator::new(nccl(), *comm, world_size));
         let comms = comms.collect::<Result<Vec<_>>>()?;
-        let share = Share::Rank(&comms);
-        self.executor.initialize(stream, call, share)?;
+        let ranks = RankSet::One(&comms);
+        self.executor.initialize(stream, call, ranks)?;
         self.recorder.take();
-        self.executor.run(stream, call, share, &[arrays(call.pass, 0)], given(call, 1))
+        self.executor.run(stream, call, ranks, &[arrays(call, 0)], workspace(call, 1))
     }
 
     /// What each rank's device is given for a call; connecting left out.
@@ -62,22 +63,23 @@ impl Devices {
     pub fn virtual_program(&self, call: &Call) -> Program {
         let stream = self.ranks[0].0;
         let ranks = call.problem.world_size;
-        let all: Vec<_> = (0..ranks as u64).map(|rank| arrays(call.pass, rank)).collect();
-        self.executor.initialize(stream, call, Share::All).expect("nothing refuses");
+        let all: Vec<_> = (0..ranks as u64).map(|rank| arrays(call, rank)).collect();
+        self.executor.initialize(stream, call, RankSet::All).expect("nothing refuses");
         self.recorder.take();
-        let given = given(call, ranks as u64);
-        self.executor.run(stream, call, Share::All, &all, given).expect("nothing refuses");
+        let workspace = workspace(call, ranks as u64);
+        self.executor.run(stream, call, RankSet::All, &all, workspace).expect("nothing refuses");
         self.recorder.take().swap_remove(0)
     }
 }
 
 /// Addresses of a rank's arrays.
-pub fn arrays(pass: Pass, rank: u64) -> Arrays {
-    Arrays::new(pass, |n| (16 * rank + n + 1) * APART)
+pub fn arrays(call: &Call, rank: u64) -> Arrays<u64> {
+    let address = |operand| (16 * rank + operand as u64 + 1) * APART;
+    Arrays::new(call.pass, &call.problem.features, address)
 }
 
-fn given(call: &Call, ranks: u64) -> Given {
-    Given { workspace: APART / 2, bytes: ranks * call.workspace_bytes() }
+fn workspace(call: &Call, ranks: u64) -> Workspace {
+    Workspace { address: APART / 2, bytes: ranks * call.workspace_bytes() }
 }
 
 /// A problem in bfloat16 for the CUDA kernels.

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use burst_attention::schedule::{Chunk, Due, Payload, Place, Schedule, Transfer};
 
-/// Rows of each slot that a schedule uses, as a device has memory for them, of inputs and of
+/// The rows of all slots of a schedule, as many as a device needs memory for: of inputs and of
 /// accumulators.
 pub fn slot_rows(schedule: &Schedule) -> [usize; 2] {
     let mut slots: BTreeMap<(Payload, usize), usize> = BTreeMap::new();
@@ -26,8 +26,8 @@ pub fn slot_rows(schedule: &Schedule) -> [usize; 2] {
     })
 }
 
-/// The most rows that arrive or lie in slots at one step, of what `counts` when it arrives. It lies
-/// there to the last step that uses it.
+/// The most rows that arrive or lie in slots at one step, among the transfers that `counts`. A
+/// chunk lies in its slot until the last step that uses it.
 pub fn most_held(schedule: &Schedule, counts: impl Fn(&Transfer) -> bool) -> usize {
     let mut spans: Vec<(Range<usize>, usize)> = Vec::new();
     for (at, step) in schedule.steps.iter().enumerate() {
@@ -52,7 +52,7 @@ pub fn most_held(schedule: &Schedule, counts: impl Fn(&Transfer) -> bool) -> usi
     (0..=last).map(held).max().unwrap_or(0)
 }
 
-/// The last step at which something that arrives, or is opened, at a step is used there.
+/// The last step that uses a chunk that arrives, or is opened, at a step.
 fn last_use(schedule: &Schedule, at: usize, arrived: &Transfer) -> usize {
     let mut last = schedule.steps[at].index;
     for (number, step) in schedule.steps.iter().enumerate().skip(at) {

@@ -6,6 +6,7 @@ pub mod data;
 pub mod devices;
 pub mod held;
 pub mod needs;
+pub mod proofs;
 pub mod recurrence;
 pub mod reference;
 pub mod runs;
@@ -21,7 +22,7 @@ pub const PASSES: [Pass; 2] = [Pass::Forward, Pass::Backward];
 pub const SIDES: [Travels; 2] = [Travels::Keys, Travels::Queries];
 
 /// Both passes, each with both sides.
-pub fn ways() -> impl Iterator<Item = (Pass, Travels)> {
+pub fn passes_and_sides() -> impl Iterator<Item = (Pass, Travels)> {
     PASSES.into_iter().flat_map(|pass| SIDES.map(|side| (pass, side)))
 }
 
@@ -44,7 +45,8 @@ pub fn problem(world_size: usize, n: usize) -> Problem {
     }
 }
 
-/// Every layout and mask for these world sizes and tokens per rank, as far as they are valid.
+/// All valid problems with these world sizes and tokens per rank, in every layout, with a full and
+/// a causal mask.
 pub fn problems(worlds: impl IntoIterator<Item = usize>, tokens: &[usize]) -> Vec<Problem> {
     let mut all = Vec::new();
     for world_size in worlds {
@@ -60,14 +62,14 @@ pub fn problems(worlds: impl IntoIterator<Item = usize>, tokens: &[usize]) -> Ve
     all
 }
 
-/// Windows of every combination of some limits to the left and to the right.
+/// Windows with every combination of some limits to the left and to the right.
 pub fn windows() -> Vec<Window> {
     let limits = [None, Some(0), Some(1), Some(2), Some(3), Some(5), Some(11)];
     limits.into_iter().flat_map(|left| limits.map(|right| Window { left, right })).collect()
 }
 
-/// Every layout with these windows, world sizes and (queries, keys) per rank, as far as they are
-/// valid.
+/// All valid problems with these world sizes, (queries, keys) per rank and windows, in every
+/// layout.
 pub fn windowed(
     worlds: impl IntoIterator<Item = usize>,
     tokens: &[(usize, usize)],

@@ -4,8 +4,8 @@ use burst_attention::Layout;
 use burst_attention::problem::{Pass, Problem, Travels};
 use burst_attention::schedule::{Family, QUERY_GRAIN, Schedule, Transfer, schedule};
 
-/// Of a chunk: which of its rows a rank computes with; of queries, grain by grain. In the striped
-/// layout that is all or nothing.
+/// Which rows of a chunk a rank computes with. Queries count in whole grains, and in the striped
+/// layout a rank needs all rows or none.
 pub fn needed(problem: &Problem, travels: Travels, owner: usize, at: usize) -> Vec<bool> {
     let Problem { layout, world_size, q_len, kv_len, window, .. } = *problem;
     let query = |rank, row| layout.position(rank, row, world_size, q_len);
@@ -29,7 +29,7 @@ pub fn needed(problem: &Problem, travels: Travels, owner: usize, at: usize) -> V
     if layout == Layout::Striped { vec![any; rows.len()] } else { rows }
 }
 
-/// Rows of inputs and of accumulators that all ranks send in messages that `counts`.
+/// Rows of inputs and of accumulators in the messages that `counts`, sent by all ranks.
 pub fn rows_sent(schedules: &[Schedule], counts: impl Fn(usize, &Transfer) -> bool) -> [usize; 2] {
     [false, true].map(|accumulators| {
         let sends = schedules.iter().flat_map(|s| s.sends().map(move |send| (s.rank, send)));
@@ -41,14 +41,21 @@ pub fn rows_sent(schedules: &[Schedule], counts: impl Fn(usize, &Transfer) -> bo
     })
 }
 
-/// Every family that so many ranks can have, but the single ring.
+/// Every family that fits `world_size` ranks, with every length of inner rings.
 pub fn families(world_size: usize) -> Vec<Family> {
-    let inner = (1..=world_size).filter(|inner| world_size.is_multiple_of(*inner));
-    let double = inner.map(|inner| Family::DoubleRing { inner });
-    double.chain([Family::Balanced, Family::AllGather]).collect()
+    let inner = |family: Family| if family.inner().is_some() { 1..=world_size } else { 1..=1 };
+    let sized = |family: Family| inner(family).map(move |inner| family.with_inner(inner));
+    let all = Family::ALL.into_iter().flat_map(sized);
+    all.filter(|family| family.validate(world_size).is_ok()).collect()
 }
 
-/// Schedules of a family that fits.
+/// One of every family that fits `world_size` ranks, with inner rings of `inner` ranks.
+pub fn families_with_inner(world_size: usize, inner: usize) -> impl Iterator<Item = Family> {
+    let all = Family::ALL.into_iter().map(move |family| family.with_inner(inner));
+    all.filter(move |family| family.validate(world_size).is_ok())
+}
+
+/// The schedules of a family that fits the number of ranks.
 pub fn made(problem: &Problem, family: Family, pass: Pass, travels: Travels) -> Vec<Schedule> {
     schedule(problem, family, pass, travels).expect("the family fits")
 }

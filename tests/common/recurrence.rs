@@ -1,4 +1,4 @@
-//! Linear attention's arrays, and its numbers token by token in float64.
+//! The arrays of linear attention on the host, and the reference's results for them.
 
 use std::ops::Range;
 
@@ -6,20 +6,21 @@ use burst_attention::Dtype;
 use burst_attention::host::array::HostArray;
 use burst_attention::host::isa::Isa;
 use burst_attention::host::linear::{BackwardIo, ForwardIo, backward, forward};
+use burst_attention_reference::linear::{Head, add_rows, rows_of};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::data::{Array, Random};
 
 pub const NAMES: [&str; 7] = ["o", "after", "dq", "dk", "dv", "dlog_decay", "dbefore"];
 
-/// Natural logs of the decays.
+/// Natural logarithms of the decays.
 #[derive(Debug, Clone, Copy)]
 pub enum Logs {
-    /// Of one decay for all tokens.
+    /// The logarithm of one decay, for all tokens.
     Of(f64),
-    /// From decays that leave nothing after a few tokens to some that hardly decay.
+    /// Logarithms from strong decays, which leave nothing after a few tokens, to very weak ones.
     Random,
-    /// As `Random`, and one token in so many has this one.
+    /// `Random`, except that one token in `.0` has the logarithm `.1`.
     Sometimes(usize, f32),
 }
 
@@ -52,7 +53,7 @@ pub struct Data {
     pub before: Array,
     pub dout: Array,
     pub dafter: Array,
-    /// As [`NAMES`].
+    /// The results, in the order of [`NAMES`].
     pub results: [Array; 7],
 }
 
@@ -98,7 +99,8 @@ impl Data {
         }
     }
 
-    /// Both passes over these tokens, with the states and their gradients at their ends.
+    /// Runs both passes over some tokens. `states` are the states before and after them, and the
+    /// gradients after and before them.
     pub fn pass(&self, device: (Isa, &ThreadPool), tokens: Range<usize>, states: [&Array; 4]) {
         let [o, _, dq, dk, dv, dlogs, _] = &self.results;
         let rows = |array: &Array| {
@@ -138,19 +140,19 @@ impl Data {
         );
     }
 
-    /// Both passes over all tokens.
+    /// Runs both passes over all tokens.
     pub fn run(&self, device: (Isa, &ThreadPool)) {
         let [_, after, .., dbefore] = &self.results;
         let states = [&self.before, after, &self.dafter, dbefore];
         self.pass(device, 0..self.case.tokens, states);
     }
 
-    /// The same in two calls, from the first tokens to the last and back.
+    /// Runs both passes in two calls of each, over the tokens before `at` and over the rest.
     pub fn run_halves(&self, device: (Isa, &ThreadPool), at: usize) {
         let [_, after, .., dbefore] = &self.results;
         let [between, dbetween, nothing] = [(); 3].map(|()| Array::zeros(Dtype::F32, after.shape));
         let tokens = self.case.tokens;
-        // The gradient in the middle is there after the second call, so the first is made again.
+        // The second call gives the gradient in the middle, so the first call is repeated with it.
         self.pass(device, 0..at, [&self.before, &between, &nothing, dbefore]);
         self.pass(device, at..tokens, [&between, after, &self.dafter, &dbetween]);
         self.pass(device, 0..at, [&self.before, &between, &dbetween, dbefore]);
@@ -168,47 +170,36 @@ pub fn pool(threads: usize) -> ThreadPool {
     ThreadPoolBuilder::new().num_threads(threads).build().expect("threads")
 }
 
-/// What [`NAMES`] says, by the definition:
-///
-/// ```text
-/// S_t = λ_t S_(t−1) + k_t v_tᵀ;  o_t = q_tᵀ S_t;  D_(t−1) = λ_t (D_t + q_t dout_tᵀ)
-/// ```
+/// Returns the results that [`NAMES`] lists, by the definition.
 pub fn recurrence(data: &Data) -> [Vec<f64>; 7] {
     let Case { batch, tokens, heads: [heads, kv_heads], dims: [k_dim, v_dim], .. } = data.case;
     let mut results = data.results.each_ref().map(|array| vec![0.0; array.values().len()]);
-    let [o, after, dq, dk, dv, dlogs, dbefore] = &mut results;
-    let [q, k, v, logs, dout] =
-        [&data.q, &data.k, &data.v, &data.logs, &data.dout].map(Array::values);
+    let [q, k, v, logs, before, dout, dafter] =
+        [&data.q, &data.k, &data.v, &data.logs, &data.before, &data.dout, &data.dafter]
+            .map(Array::values);
+    let per_head = |dim| [tokens, heads, dim];
+    let per_kv_head = |dim| [tokens, kv_heads, dim];
+    let state = [1, heads, k_dim * v_dim];
     for (entry, head) in (0..batch).flat_map(|entry| (0..heads).map(move |head| (entry, head))) {
-        let at = |t: usize| (entry * tokens + t) * heads + head;
-        let kv_at = |t: usize| (entry * tokens + t) * kv_heads + head * kv_heads / heads;
-        let whole = (entry * heads + head) * k_dim * v_dim..;
-        let mut state: Vec<f64> = data.before.values()[whole.clone()][..k_dim * v_dim].to_vec();
-        let mut states = vec![];
-        for t in 0..tokens {
-            states.push(state.clone());
-            let decay = logs[at(t)].exp();
-            for (i, x) in state.iter_mut().enumerate() {
-                let (row, column) = (i / v_dim, i % v_dim);
-                *x = decay * *x + k[kv_at(t) * k_dim + row] * v[kv_at(t) * v_dim + column];
-                o[at(t) * v_dim + column] += q[at(t) * k_dim + row] * *x;
-                dq[at(t) * k_dim + row] += *x * dout[at(t) * v_dim + column];
-            }
-        }
-        after[whole.clone()][..k_dim * v_dim].copy_from_slice(&state);
-        let mut d: Vec<f64> = data.dafter.values()[whole.clone()][..k_dim * v_dim].to_vec();
-        for t in (0..tokens).rev() {
-            let decay = logs[at(t)].exp();
-            for (i, d) in d.iter_mut().enumerate() {
-                let (row, column) = (i / v_dim, i % v_dim);
-                *d += q[at(t) * k_dim + row] * dout[at(t) * v_dim + column];
-                dk[kv_at(t) * k_dim + row] += *d * v[kv_at(t) * v_dim + column];
-                dv[kv_at(t) * v_dim + column] += *d * k[kv_at(t) * k_dim + row];
-                *d *= decay;
-                dlogs[at(t)] += states[t][i] * *d;
-            }
-        }
-        dbefore[whole][..k_dim * v_dim].copy_from_slice(&d);
+        let (own, kv) = ((entry, head), (entry, head * kv_heads / heads));
+        let head = Head {
+            dims: [k_dim, v_dim],
+            q: rows_of(&q, per_head(k_dim), own, 0..tokens),
+            k: rows_of(&k, per_kv_head(k_dim), kv, 0..tokens),
+            v: rows_of(&v, per_kv_head(v_dim), kv, 0..tokens),
+            dout: rows_of(&dout, per_head(v_dim), own, 0..tokens),
+            decays: rows_of(&logs, per_head(1), own, 0..tokens).into_iter().map(f64::exp).collect(),
+        };
+        let [before, dafter] = [&before, &dafter].map(|array| rows_of(array, state, own, 0..1));
+        let found = head.recurrence(&before, &dafter);
+        let [o, after, dq, dk, dv, dlogs, dbefore] = &mut results;
+        add_rows(o, per_head(v_dim), own, 0..tokens, &found.o);
+        add_rows(after, state, own, 0..1, &found.after);
+        add_rows(dq, per_head(k_dim), own, 0..tokens, &found.dq);
+        add_rows(dk, per_kv_head(k_dim), kv, 0..tokens, &found.dk);
+        add_rows(dv, per_kv_head(v_dim), kv, 0..tokens, &found.dv);
+        add_rows(dlogs, per_head(1), own, 0..tokens, &found.dlog_decay);
+        add_rows(dbefore, state, own, 0..1, &found.dbefore);
     }
     results
 }

@@ -1,43 +1,14 @@
-//! Runs of all ranks on the host, and what they must agree with.
+//! Runs of all ranks on the host, and checks of their results.
 
 use burst_attention::engine::walk;
-use burst_attention::host::kernel::{BackwardBuffers, ForwardBuffers, HostKernel};
-use burst_attention::host::ring::{Executor, RingBuffers, run_family};
+use burst_attention::host::kernel::HostKernel;
+use burst_attention::host::ring::{Executor, run};
 use burst_attention::problem::{Pass, Problem, Travels};
 use burst_attention::schedule::{Family, Schedule};
 use burst_attention::transport::Transport;
 
 use super::data::{Shard, relative_error};
 use super::reference;
-
-pub fn forward_buffers(shard: &Shard) -> ForwardBuffers {
-    let Shard { q, k, v, o, lse, extras, .. } = shard;
-    ForwardBuffers {
-        q: q.view(),
-        k: k.view(),
-        v: v.view(),
-        o: o.view(),
-        lse: lse.view(),
-        extras: extras.views(Pass::Forward),
-    }
-}
-
-pub fn backward_buffers(shard: &Shard) -> BackwardBuffers {
-    let Shard { q, k, v, dout, dlse, o, lse, dq, dk, dv, extras } = shard;
-    BackwardBuffers {
-        q: q.view(),
-        k: k.view(),
-        v: v.view(),
-        o: o.view(),
-        lse: lse.view(),
-        dout: dout.view(),
-        dlse: dlse.view(),
-        dq: dq.view(),
-        dk: dk.view(),
-        dv: dv.view(),
-        extras: extras.views(Pass::Backward),
-    }
-}
 
 /// Walks all ranks' schedules, each on its own thread, and returns the bytes sent.
 pub fn walk_all<T: Transport<burst_attention::host::buffer::HostBuffer> + Send>(
@@ -49,14 +20,8 @@ pub fn walk_all<T: Transport<burst_attention::host::buffer::HostBuffer> + Send>(
     std::thread::scope(|scope| {
         let rank = |schedule: &Schedule, shard: &Shard| {
             let device = (executor.isa, &executor.pool);
-            let mut kernel = match schedule.pass {
-                Pass::Forward => {
-                    HostKernel::forward(device, problem, schedule, forward_buffers(shard), 0)
-                }
-                Pass::Backward => {
-                    HostKernel::backward(device, problem, schedule, backward_buffers(shard), 0)
-                }
-            };
+            let arrays = shard.views(schedule.pass);
+            let mut kernel = HostKernel::new(device, problem, schedule, arrays, 0);
             let mut transport = transport(schedule.rank);
             walk(schedule, &mut kernel, &mut transport)?;
             Ok(transport.bytes_sent())
@@ -70,20 +35,21 @@ pub fn walk_all<T: Transport<burst_attention::host::buffer::HostBuffer> + Send>(
     })
 }
 
-/// Forward and backward over the executor's own entry; returns bytes sent in both passes.
+/// Runs both passes on a single ring through the executor's own function. Returns the bytes sent in
+/// each.
 pub fn run_both(problem: &Problem, travels: Travels, shards: &[Shard]) -> [u64; 2] {
     run_family_both((problem, Family::Ring, travels), shards)
 }
 
-/// Likewise with the schedules of a family.
+/// Runs both passes with the schedules of a family. Returns the bytes sent in each.
 pub fn run_family_both(
     (problem, family, travels): (&Problem, Family, Travels),
     shards: &[Shard],
 ) -> [u64; 2] {
-    let forward = RingBuffers::Forward(shards.iter().map(forward_buffers).collect());
-    let backward = RingBuffers::Backward(shards.iter().map(backward_buffers).collect());
-    [forward, backward]
-        .map(|buffers| run_family(problem, family, Some(travels), buffers).expect("the ring runs"))
+    [Pass::Forward, Pass::Backward].map(|pass| {
+        let arrays = shards.iter().map(|shard| shard.views(pass)).collect();
+        run(problem, family, Some(travels), arrays).expect("the ring runs")
+    })
 }
 
 pub fn assert_right(problem: &Problem, shards: &[Shard], what: &str) {

@@ -1,4 +1,4 @@
-//! Ways to spoil a schedule, all of which its check must notice.
+//! Ways to spoil a schedule. The check must notice all of them.
 
 use burst_attention::mask::Band;
 use burst_attention::problem::Problem;
@@ -23,7 +23,7 @@ pub fn assert_spoilers_noticed(problem: &Problem, good: &[Schedule]) {
 
 type Spoiler = fn(&mut Schedule, usize) -> bool;
 
-/// Each returns whether it changed anything that matters.
+/// Each spoiler returns whether it changed anything that matters.
 const SPOILERS: [(&str, Spoiler); 10] = [
     ("step dropped", |schedule, step| {
         schedule.steps.remove(step);

@@ -1,11 +1,11 @@
-/* A driver that prints what it is asked for, one call in a line, and fails where FAIL names it. */
+/* A fake CUDA driver. It prints each call in a line, and the function that FAIL names fails. */
 
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-static int answer(const char *name) {
+static int code_of(const char *name) {
   const char *fail = getenv("FAIL");
   return fail != NULL && strcmp(fail, name) == 0 ? 700 : 0;
 }
@@ -28,23 +28,23 @@ int cuGetErrorString(int code, const char **text) {
 int cuStreamGetCtx(void *stream, void **context) {
   TELL("cuStreamGetCtx", "%p", stream);
   *context = (void *)0xc0;
-  return answer("cuStreamGetCtx");
+  return code_of("cuStreamGetCtx");
 }
 
 int cuCtxPushCurrent_v2(void *context) {
   TELL("cuCtxPushCurrent", "%p", context);
-  return answer("cuCtxPushCurrent_v2");
+  return code_of("cuCtxPushCurrent_v2");
 }
 
 int cuCtxPopCurrent_v2(void **context) {
   TELL("cuCtxPopCurrent", "%d", context != NULL);
-  return answer("cuCtxPopCurrent_v2");
+  return code_of("cuCtxPopCurrent_v2");
 }
 
 int cuCtxGetDevice(int *device) { *device = 3; return 0; }
 
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
-  /* 75 and 76 in cuda.h: compute capability, major and minor. */
+  /* In cuda.h, 75 and 76 are the major and minor compute capability. */
   *value = device != 3 ? -1 : attribute == 75 ? 10 : attribute == 76 ? 3 : -1;
   return 0;
 }
@@ -58,36 +58,36 @@ int cuCtxGetStreamPriorityRange(int *least, int *greatest) {
 int cuStreamCreateWithPriority(void **stream, unsigned flags, int priority) {
   TELL("cuStreamCreateWithPriority", "flags %u priority %d", flags, priority);
   *stream = (void *)0x57;
-  return answer("cuStreamCreateWithPriority");
+  return code_of("cuStreamCreateWithPriority");
 }
 
 int cuEventCreate(void **event, unsigned flags) {
   TELL("cuEventCreate", "flags %u", flags);
   *event = (void *)0xe1;
-  return answer("cuEventCreate");
+  return code_of("cuEventCreate");
 }
 
 int cuMemAlloc_v2(uint64_t *address, size_t bytes) {
   TELL("cuMemAlloc", "%zu", bytes);
   *address = 0x7000;
-  return answer("cuMemAlloc_v2");
+  return code_of("cuMemAlloc_v2");
 }
 
 int cuModuleLoadData(void **module, const void *image) {
   TELL("cuModuleLoadData", "%s", (const char *)image);
   *module = (void *)0x30;
-  return answer("cuModuleLoadData");
+  return code_of("cuModuleLoadData");
 }
 
 int cuModuleGetFunction(void **function, void *module, const char *name) {
   TELL("cuModuleGetFunction", "%p %s", module, name);
   *function = (void *)0xf0;
-  return answer("cuModuleGetFunction");
+  return code_of("cuModuleGetFunction");
 }
 
 int cuFuncLoad(void *function) {
   TELL("cuFuncLoad", "%p", function);
-  return answer("cuFuncLoad");
+  return code_of("cuFuncLoad");
 }
 
 int cuModuleUnload(void *module) {
@@ -99,7 +99,7 @@ int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsign
                    unsigned bz, unsigned shared, void *stream, void **parameters, void **extra) {
   uint64_t a, out;
   int32_t batch, last;
-  /* finish: three pointers, then eight integers. */
+  /* The finish kernel takes three pointers, then eight integers. */
   memcpy(&a, parameters[0], 8);
   memcpy(&out, parameters[2], 8);
   memcpy(&batch, parameters[3], 4);
@@ -107,16 +107,16 @@ int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsign
   TELL("cuLaunchKernel", "%p grid %u %u %u block %u %u %u shared %u stream %p extra %p: %#lx %#lx %d %d",
        function, gx, gy, gz, bx, by, bz, shared, stream, (void *)extra, (unsigned long)a,
        (unsigned long)out, batch, last);
-  return answer("cuLaunchKernel");
+  return code_of("cuLaunchKernel");
 }
 
 int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void *stream) {
   TELL("cuMemcpyDtoDAsync", "%#lx from %#lx %zu bytes stream %p", (unsigned long)to,
        (unsigned long)from, bytes, stream);
-  return answer("cuMemcpyDtoDAsync_v2");
+  return code_of("cuMemcpyDtoDAsync_v2");
 }
 
-/* CUDA_MEMCPY2D of cuda.h. */
+/* The structure CUDA_MEMCPY2D of cuda.h. */
 struct memcpy2d {
   size_t src_x, src_y;
   int src_type;
@@ -136,15 +136,15 @@ int cuMemcpy2DAsync_v2(const struct memcpy2d *copy, void *stream) {
        copy->src_type, copy->dst_type, copy->src_x, copy->src_y, copy->dst_x, copy->dst_y,
        (unsigned long)copy->dst_device, copy->dst_pitch, (unsigned long)copy->src_device,
        copy->src_pitch, copy->height, copy->width, stream);
-  return answer("cuMemcpy2DAsync_v2");
+  return code_of("cuMemcpy2DAsync_v2");
 }
 
 int cuEventRecord(void *event, void *stream) {
   TELL("cuEventRecord", "%p stream %p", event, stream);
-  return answer("cuEventRecord");
+  return code_of("cuEventRecord");
 }
 
 int cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
   TELL("cuStreamWaitEvent", "stream %p %p flags %u", stream, event, flags);
-  return answer("cuStreamWaitEvent");
+  return code_of("cuStreamWaitEvent");
 }

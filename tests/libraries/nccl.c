@@ -1,4 +1,4 @@
-/* An NCCL of one communicator, of rank 1 of 2, that prints what it is given to move. */
+/* A fake NCCL with one communicator, of rank 1 of 2. It prints the messages of each call. */
 
 #include <stddef.h>
 #include <stdio.h>

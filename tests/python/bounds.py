@@ -1,17 +1,17 @@
-"""How far results may be from the reference."""
+"""Bounds on the errors of results against the reference."""
 
 import jax.numpy as jnp
 import numpy as np
 from reference import error, rounding
 
 OUTPUT_LIMIT, GRADIENT_LIMIT = 1e-6, 1.5e-6
-"""In the norm, for what is computed in float32."""
+"""Relative errors in the norm of results that are computed in float32."""
 ROUNDING_LIMIT = 1.15
-"""Of results in 16 bits, as a multiple of what rounding an exact result costs."""
+"""The error of a result in 16 bits, as a multiple of the error of rounding the exact result."""
 
 
 def check(found, expected, dout, dtype="float32"):
-    """Results and gradients by name, of attention in ``dtype``."""
+    """Checks the results and gradients, by name, of attention in ``dtype``."""
     dtype = jnp.dtype(dtype)
     for name, value in found.items():
         per_head = expected.per_head.get(name)
@@ -29,10 +29,10 @@ def check(found, expected, dout, dtype="float32"):
 
 
 def _per_head_limit(per_head, expected, found, dout, dtype):
-    """float32 of independent rows, and for long sequences what rounding o does to delta.
+    """Returns the error that float32 rows, and for long sequences the rounded o in delta, may make.
 
-    The o that was found, since that is what delta is formed of: a value in the middle of two
-    neighbours may go to either of them.
+    The rounding is that of the o that was found, since delta is computed from it: a value in the
+    middle of two neighbours may be rounded to either of them.
     """
     limit = GRADIENT_LIMIT * np.linalg.norm(per_head.terms)
     if dtype == jnp.float32 or expected.is_short:

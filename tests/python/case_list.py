@@ -1,4 +1,4 @@
-"""The shared list of cases, and the choice of them that the correctness tests run."""
+"""Reads the shared list of cases, and chooses the cases of the correctness tests."""
 
 import itertools
 import json
@@ -9,18 +9,18 @@ from pathlib import Path
 
 FILE = Path(__file__).parents[1] / "cases.json"
 LARGEST = 4000**2 * 160
-"""What a case of the pairwise choice should cost the reference, where its pairs leave a choice."""
+"""The reference's work below which the pairwise choice does not look for cheaper cases."""
 DRAWN = 5000
-"""How many of the features' product --exhaustive runs; all would take weeks."""
+"""Choices that --exhaustive draws from the features' product; the whole product takes weeks."""
 ABOUT = (
     *("causal", "window", "segments", "soft_cap", "slopes", "sinks", "dropout"),
     *("head_dim", "value_dim", "kv_len"),
 )
-"""What a choice of features is named after."""
+"""Features that the name of a choice mentions."""
 LONG = 720
-"""Positions of a sequence of several tiles."""
+"""Length of a sequence of several tiles."""
 EXPONENTIAL = 128
-"""Cost of a pair of query and key beside head_dim."""
+"""The reference's work for a pair of query and key, besides head_dim."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Case:
     layout: str
     mesh: tuple[int, int, int]
     variants: tuple[tuple[str, bool], ...]
-    """(backward, with a cotangent for lse), for each run against the same reference."""
+    """(backward, whether lse has a cotangent) for each run; the reference is the same for all."""
 
     @property
     def q_shape(self):
@@ -50,7 +50,10 @@ class Case:
 
 
 def correctness_cases(exhaustive=False):
-    """The named test cases, and of the values' product all or a pairwise-covering choice."""
+    """Returns the named test cases, and a pairwise-covering choice of the values' product.
+
+    ``exhaustive``: the whole product instead of the choice.
+    """
     content = json.loads(FILE.read_text())
     named = [_named(entry) for entry in content["cases"] if "test" in entry["tags"]]
     values = content["values"]
@@ -66,7 +69,10 @@ def correctness_cases(exhaustive=False):
 
 
 def feature_choices(exhaustive=False):
-    """Of the features' product a pairwise-covering choice, or so many that are drawn from it."""
+    """Returns a pairwise-covering choice of the features' product.
+
+    ``exhaustive``: `DRAWN` random choices instead.
+    """
     values = json.loads(FILE.read_text())["features"]
     if not exhaustive:
         return list(pairwise(values, lambda picked, values: 0))
@@ -76,18 +82,18 @@ def feature_choices(exhaustive=False):
 
 
 def features_alone():
-    """Each feature by itself: arguments of `features.Problem`."""
+    """Returns choices of a single feature each, as arguments of `features.Problem`."""
     return _features("alone")
 
 
 def features_together():
-    """Some of them at once, over sequences of several tiles: likewise."""
+    """Returns choices of several features over long sequences, as `features_alone` does."""
     long = {"batch": 1, "q_len": LONG, "kv_len": LONG, "heads": 2, "kv_heads": 1}
     return [long | choice for choice in _features("together")]
 
 
 def feature_name(choice):
-    """What such a choice is about."""
+    """Returns the name of a choice of features."""
     words = []
     for name, x in choice.items():
         if name in ABOUT and not (name == "kv_len" and x == choice.get("q_len")):
@@ -103,10 +109,10 @@ def _features(name):
 
 
 def pairwise(values, cost=None):
-    """A small set of choices in which every allowed pair of values occurs together: greedy.
+    """Yields a small set of choices in which every allowed pair of values occurs together.
 
-    Each choice starts from a pair not covered yet and takes, factor by factor, the value that
-    covers most new pairs, among equals the cheapest.
+    Each choice starts from a pair that no choice covers yet. Then it takes, factor by factor, the
+    value that covers most new pairs; among equal values, the cheapest.
     """
     names, cost = list(values), cost or _cost
     pairs = [
@@ -115,7 +121,7 @@ def pairwise(values, cost=None):
         for i, j in itertools.product(range(len(values[a])), range(len(values[b])))
         if _allowed({a: values[a][i], b: values[b][j]})
     ]
-    # Expensive pairs first: what is cheap joins them while they are few.
+    # Expensive pairs come first, so that cheap pairs join few expensive choices.
     pairs.sort(key=lambda pair: -cost({n: values[n][i] for n, i in pair}, values))
     uncovered = dict.fromkeys(pairs)
     while uncovered:
@@ -152,7 +158,7 @@ def _allowed(picked):
 
 
 def _cost(picked, values):
-    """Work of the reference, with the smallest value where none is picked yet."""
+    """Returns the reference's work, with the smallest value of each factor not picked yet."""
     full = {name: picked.get(name, min(values[name], key=_size)) for name in values}
     data, context, tensor = full["mesh"]
     pairs = (context * full["tokens_per_rank"]) ** 2

@@ -1,4 +1,4 @@
-"""Problems with masks and features: inputs, what the reference makes of them, what the ring."""
+"""Problems with masks and features: their inputs, the reference's results and the ring's."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,17 +20,17 @@ SPECS = {
     "dropout_key": P(),
 }
 PAIR = ("node", "context")
-"""Mesh axes of a double ring, the outer one first."""
+"""The mesh axes of a double ring, the outer one first."""
 GRADIENTS = {"q": "dq", "k": "dk", "v": "dv", "sinks": "dz", "alibi_slopes": "dslopes"}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention problem over a mesh (data, context, tensor); lengths are those of all."""
+    """One attention problem over a mesh (data, context, tensor), with whole arrays' lengths."""
 
     mesh: tuple[int, int, int] = (1, 4, 1)
     inner: int = 0
-    """Ranks of an inner ring: context is two axes then, ``node`` and it."""
+    """Ranks of an inner ring; if not 0, the ranks stand on two axes, ``node`` and ``context``."""
     schedule: str = "auto"
     layout: str = "contiguous"
     backward: str = "auto"
@@ -46,16 +46,16 @@ class Problem:
     window: tuple[int, int] | None = None
     soft_cap: float | None = None
     segments: str | None = None
-    """See `segment_ids`."""
+    """A kind of `segment_ids`."""
     slopes: bool = False
     sinks: bool = False
     dropout: float = 0.0
     implementation: str | None = None
     changes: dict = field(default_factory=dict)
-    """Arrays instead of the random ones."""
+    """Arrays that replace random ones, by name."""
 
     def arrays(self):
-        """By name, in the order of the sequence."""
+        """Returns all inputs and cotangents by name, in the order of the sequence."""
         rows = (self.batch, self.q_len, self.heads)
         keys = (self.batch, self.kv_len, self.kv_heads)
         shapes = [(*rows, self.head_dim), (*keys, self.head_dim), (*keys, self.value_dim)]
@@ -63,13 +63,13 @@ class Problem:
         found = zip("qkvd", ring.normal(sum(keys), *shapes, dtype=self.dtype), strict=True)
         found = {"dout" if name == "d" else name: x for name, x in found}
         (found["dlse"],) = ring.normal(sum(rows), rows)
-        return found | self.extras() | self.changes
+        return found | self.feature_arrays() | self.changes
 
-    def extras(self):
-        """Those of features.
+    def feature_arrays(self):
+        """Returns the arrays of the features by name.
 
-        Sinks weigh about as much as some keys; slopes make few units of score at the farthest key,
-        since more cost float32 its digits.
+        Sinks weigh about as much as some keys. Slopes add few units to the score of the farthest
+        key, since more units would cost float32 its digits.
         """
         found, (sinks, slopes) = {}, ring.normal(self.heads, *[(self.heads,)] * 2)
         if self.sinks:
@@ -83,7 +83,7 @@ class Problem:
         return found
 
     def expected(self, arrays):
-        """What the reference says."""
+        """Returns the reference's results."""
         return dense(
             *(arrays[name] for name in ("q", "k", "v", "dout", "dlse")),
             causal=self.causal,
@@ -96,7 +96,7 @@ class Problem:
         )
 
     def options(self, arrays):
-        """Keyword arguments of the public functions."""
+        """Returns the keyword arguments of the public functions."""
         found = {
             "is_causal": self.causal,
             "local_window_size": self.window,
@@ -117,7 +117,7 @@ class Problem:
         return found
 
     def local(self, arrays):
-        """`attention` of a shard."""
+        """Runs `attention` on a shard."""
         return ba.attention(
             *(arrays[name] for name in "qkv"),
             axis_name=PAIR if self.inner else "context",
@@ -127,7 +127,7 @@ class Problem:
         )
 
     def found(self, arrays, check_vma=True):
-        """Results and gradients by name, on the host and in the order of the sequence."""
+        """Returns results and gradients by name, on the host and in the order of the sequence."""
         mesh = self.device_mesh()
         specs = {name: self.spec(name) for name in arrays if name not in ("dout", "dlse")}
         function = jax.shard_map(
@@ -140,7 +140,7 @@ class Problem:
         return self.run(function, mesh, arrays)
 
     def device_mesh(self):
-        """data × context × tensor, or data × node × context × tensor."""
+        """Returns a mesh data × context × tensor, or data × node × context × tensor."""
         mesh = ring.mesh(*self.mesh)
         if not self.inner:
             return mesh
@@ -149,13 +149,13 @@ class Problem:
         return Mesh(devices, ("data", *PAIR, "tensor"), axis_types=(AxisType.Auto,) * 4)
 
     def spec(self, name):
-        """How an array is sharded."""
+        """Returns the sharding of an array."""
         if not self.inner:
             return SPECS[name]
         return P(*(PAIR if axis == "context" else axis for axis in SPECS[name]))
 
     def run(self, function, mesh, arrays):
-        """The same of any function of the arrays on a mesh."""
+        """Returns results and gradients, as `found` does, of any function of the arrays."""
         placed = {name: self.placed(mesh, name, x) for name, x in arrays.items()}
         cotangents = placed.pop("dout"), placed.pop("dlse")
         inputs = {name: placed.pop(name) for name in GRADIENTS if name in placed}
@@ -167,7 +167,7 @@ class Problem:
         }
 
     def placed(self, mesh, name, x):
-        """On the mesh, in the order of the layout."""
+        """Returns an array on the mesh, in the order of the layout."""
         if x.ndim > 1:
             (x,) = ring.stored(self.layout, self.mesh[1], x)
         return jax.device_put(x, jax.NamedSharding(mesh, self.spec(name)))
@@ -180,10 +180,10 @@ def _gradients(function, inputs, others, cotangents):
 
 
 def segment_ids(kind, batch, q_len, kv_len):
-    """Documents of random lengths, whose ids are no order and may come again further on.
+    """Returns segment ids of documents of random lengths; ids are not sorted, and one comes twice.
 
-    ``padded``: the end is padding, and a hole in the middle. ``absent``: the first third of the
-    queries is in segments that no key has, the last third of the keys in some that no query has.
+    ``padded``: the end is padding, and so is a part of the middle. ``absent``: no key is in the
+    segment of the first third of the queries, and no query in that of the last third of the keys.
     """
     generator = np.random.default_rng(batch + q_len)
     ids = np.empty((batch, q_len), np.int32), np.empty((batch, kv_len), np.int32)

@@ -1,4 +1,4 @@
-"""Linear attention over a mesh: inputs, results by name, and how far they may be off."""
+"""Linear attention over a mesh: its inputs, its results by name, and the bounds on their errors."""
 
 import burst_attention as ba
 import jax
@@ -9,7 +9,7 @@ from linear_reference import recurrence
 
 X = P(None, "context")
 BOUNDS = {"o": 2e-6, "state": 2e-6}
-"""Relative errors in float32; 1e-5 for gradients."""
+"""Largest relative errors in float32; the largest error of gradients is 1e-5."""
 ROUNDED = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 CASES = [
     # world, tokens per rank, heads, kv_heads, k_dim, v_dim, λ
@@ -26,18 +26,21 @@ CASES = [
 
 
 def inputs(world, tokens, heads, kv_heads, k_dim, v_dim, decay, dtype="float32"):
-    """q, k, v, log_decay, first and the cotangents dout, dlast; decays of None differ by token."""
+    """Returns q, k, v, log_decay, first and the cotangents dout and dlast.
+
+    With ``decay`` None, every token has another decay.
+    """
     rows, state = (2, world * tokens), (2, heads, k_dim, v_dim)
     shapes = [(*rows, heads, k_dim), (*rows, kv_heads, k_dim), (*rows, kv_heads, v_dim)]
     q, k, v, dout = ring.normal(world, *shapes, (*rows, heads, v_dim), dtype=dtype)
     noise, first, dlast = ring.normal(tokens, (*rows, heads), state, state)
-    # From decays that leave nothing after a few tokens to some that hardly decay.
+    # The decays range from ones that leave nothing after a few tokens to very weak ones.
     logs = -np.exp(3 * noise - 2) if decay is None else np.full_like(noise, np.log(decay))
     return q, k, v, logs, first, dout, dlast
 
 
 def found(mesh, arrays, axes="context", **options):
-    """What `recurrence` names."""
+    """Returns the results that `recurrence` names."""
     *primals, dout, dlast = arrays
     shards = P(None, axes)
 
@@ -67,6 +70,7 @@ def found(mesh, arrays, axes="context", **options):
 
 
 def assert_right(got, arrays, dtype="float32", slack=1):
+    """Asserts that the results agree with the recurrence; ``slack`` multiplies float32's bounds."""
     for name, want in recurrence(*arrays).items():
         size = np.linalg.norm(want)
         error = np.linalg.norm(got[name].astype(np.float64) - want)
@@ -77,9 +81,10 @@ def assert_right(got, arrays, dtype="float32", slack=1):
 
 
 DOCUMENTS = np.repeat(np.array([0, 1, 2, -1, 3, 4], np.int32), [20, 70, 50, 10, 50, 40])
-"""Ids of 240 tokens: within a chunk or tile, from one to the next and over ranks of 60."""
+"""Ids of 240 tokens. Documents lie within a chunk or tile, cross into the next one, and cross ranks
+of 60 tokens."""
 SPOILT = slice(20, 90)
-"""Tokens of the document that something is wrong with."""
+"""The tokens of the spoilt document."""
 
 
 def _set(name, tokens, value):
@@ -105,9 +110,9 @@ SPOILS = {
 
 
 def assert_documents_are_apart(world, method, by):
-    """What is not finite in one document changes no bit of another's results.
+    """Asserts that NaN and infinity in one document change no bit of another document's results.
 
-    Documents end by segment_ids, or by log decays of −∞.
+    Documents are ended ``by`` segment_ids, or by log decays of −∞.
     """
     names = ("q", "k", "v", "logs", "first", "dout", "dlast")
     clean = dict(zip(names, inputs(world, 240 // world, 2, 1, 16, 16, None), strict=True))
@@ -157,7 +162,7 @@ def assert_documents_are_apart(world, method, by):
         assert np.array_equal(got_state, state), name
         assert np.array_equal(got_dfirst, dfirst), name
     got, got_state, _ = results({**clean, "first": np.full_like(clean["first"], np.nan)})
-    # Decays of the second entry leave nothing of it after some tokens.
+    # In the second entry, decays leave nothing of the first state after some tokens.
     assert np.isnan(got["o"][0, : SPOILT.start]).all()
     for key, x in got.items():
         assert np.array_equal(x[:, SPOILT.start :], want[key][:, SPOILT.start :]), key

@@ -1,12 +1,15 @@
-"""Linear attention token by token in float64, the definition, with all gradients."""
+"""Linear attention token by token in float64: the definition, with all gradients."""
 
 import numpy as np
 
 
 def recurrence(q, k, v, log_decay, first, dout, dlast):
-    """By name: o, state, dq, dk, dv, dlog_decay, dfirst.
+    """Returns o, state, dq, dk, dv, dlog_decay and dfirst by name::
 
-    S_t = λ_t S_(t−1) + k_t v_tᵀ;  o_t = q_tᵀ S_t, and backward D_(t−1) = λ_t (D_t + q_t dout_tᵀ).
+        S_t = λ_t S_(t−1) + k_t v_tᵀ;  o_t = q_tᵀ S_t;  D_(t−1) = λ_t (D_t + q_t dout_tᵀ)
+
+    ``first`` is the state before the first token, ``dlast`` the gradient of the state after the
+    last one.
     """
     q, k, v, log_decay, dout = (np.asarray(x, np.float64) for x in (q, k, v, log_decay, dout))
     group = q.shape[2] // k.shape[2]

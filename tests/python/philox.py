@@ -1,4 +1,4 @@
-"""Philox4x32-10 (Salmon et al., SC 2011) in numpy, and the mask that dropout makes of it."""
+"""Philox4x32-10 (Salmon et al., SC 2011) in numpy, and the weights that dropout keeps by it."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ HALF = np.uint64(32)
 
 
 def philox(counter, key):
-    """Four words, uint32 ``[..., 4]``, of counters ``[..., 4]`` under one key of two words."""
+    """Returns four words, uint32 ``[..., 4]``, for counters ``[..., 4]`` and a key of two words."""
     c = [np.asarray(counter)[..., i].astype(np.uint64) for i in range(4)]
     k = np.asarray(key).astype(np.uint64)
     for _ in range(ROUNDS):
@@ -21,9 +21,10 @@ def philox(counter, key):
 
 
 def kept(rate, words, batch, head, queries, keys):
-    """Which weights of one batch entry and head are kept, bool ``[queries, keys]``.
+    """Returns whether each weight of a batch entry and head is kept, bool ``[queries, keys]``.
 
-    ``queries`` and ``keys`` are positions in the whole sequence, ``words`` those of the key.
+    ``queries`` and ``keys`` are positions in the whole sequence, ``words`` are the two words of the
+    random key.
     """
     queries, keys = (np.asarray(x, np.uint32) for x in (queries, keys))
     blocks = np.unique(keys // 4)
@@ -36,5 +37,5 @@ def kept(rate, words, batch, head, queries, keys):
 
 
 def threshold(rate):
-    """The smallest number that is kept; the rate is float32, as calls carry it."""
+    """Returns the smallest random word that keeps a weight; the rate is float32, as in calls."""
     return np.uint32(min(np.round(np.float64(np.float32(rate)) * 2.0**32), 2.0**32 - 1))

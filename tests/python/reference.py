@@ -1,4 +1,4 @@
-"""Dense attention in float64: what the ring's results are held against."""
+"""Dense attention in float64: the definition that results are compared with."""
 
 import itertools
 from dataclasses import dataclass, field, replace
@@ -8,25 +8,28 @@ import numpy as np
 from philox import kept
 
 ROWS = 128
+"""Queries of a block; blocks bound the memory of long sequences."""
 SHORT = 256
-"""Up to this length, terms are computed too: later no gradient all but vanishes, unless a window or
-segments leave rows few keys."""
+"""Up to this many keys, the sums of the terms' absolute values are computed too. With more keys, a
+gradient can almost vanish only where a window or segments leave rows few keys."""
 EVERYTHING = 1 << 40
-"""More positions than there are."""
+"""A number of positions that no sequence has."""
 VANISHES = 1e-2
-"""A gradient smaller than this part of its terms is all cancellation."""
+"""A gradient below this part of its terms is left over from cancellation; its error is measured by
+its terms."""
 CANCELS = 0.1
-"""With masks and features, the error of any other is measured by at least this part of them."""
+"""With masks and features, the error of any gradient is measured by at least this part of its
+terms."""
 
 
 @dataclass(frozen=True)
-class Options:
-    """Mask and features. Arrays are those of the whole problem, in the order of the sequence."""
+class Features:
+    """The mask and the features. Arrays belong to the whole problem, in the sequence's order."""
 
     causal: bool = False
     scale: float | None = None
     window: tuple[int, int] | None = None
-    """How far a query sees back and ahead."""
+    """The number of positions that a query sees back and ahead."""
     segments: Any = None
     """(ids of queries, ids of keys), ``[batch, seq]``."""
     soft_cap: float | None = None
@@ -39,20 +42,20 @@ class Options:
 
     @property
     def is_plain(self):
-        """Whether nothing but causality and sinks decides what a query makes of the keys."""
-        beside = (self.window, self.segments, self.soft_cap, self.slopes, self.dropout)
-        return all(x is None for x in beside)
+        """Whether causality and sinks are the only features."""
+        others = (self.window, self.segments, self.soft_cap, self.slopes, self.dropout)
+        return all(x is None for x in others)
 
     @property
     def reach(self):
-        """(left, right): how far a query sees, whatever the segments."""
+        """(left, right): the positions that a query sees back and ahead, segments aside."""
         left, right = self.window or (EVERYTHING, EVERYTHING)
         return left, 0 if self.causal else right
 
 
 @dataclass
 class Gradients:
-    """dq, dk, dv or something of their shapes."""
+    """The gradients dq, dk and dv, or arrays of the same shapes."""
 
     dq: np.ndarray
     dk: np.ndarray
@@ -65,13 +68,14 @@ class Gradients:
 
 @dataclass
 class PerHead:
-    """Gradient of a number that each head has, as the rows ``[batch, seq, heads]`` it sums up."""
+    """The gradient of one number for each head, before the sum over ``[batch, seq]``."""
 
     rows: np.ndarray
+    """Each query's part, ``[batch, seq, heads]``."""
     terms: np.ndarray
-    """Sums of the absolute values of what the rows are sums of."""
+    """Each query's sum of the absolute values of its terms."""
     shares: np.ndarray
-    """What a row changes by with its delta."""
+    """The amount by which each query's part falls when its delta grows by 1."""
 
     @classmethod
     def zeros(cls, shape):
@@ -84,22 +88,22 @@ class PerHead:
 
 @dataclass
 class Dense(Gradients):
-    """Output, lse and gradients, and for few keys what their error may be measured by."""
+    """Output, lse and gradients, and the measures of their errors."""
 
     o: np.ndarray
     lse: np.ndarray
     is_short: bool = True
     """Whether o is kept in float32 for the backward pass."""
     terms: Gradients | None = None
-    """Sums of the absolute values of what the gradients are sums of."""
+    """Sums of the absolute values of the gradients' terms, where there are few keys."""
     least: float = CANCELS
-    """The part of the terms that an error is measured by at least."""
+    """The part of the terms by which an error is measured at least."""
     per_head: dict[str, PerHead] = field(default_factory=dict)
-    """Of ``dz``, sinks, and ``dslopes``."""
+    """The gradients ``dz`` of the sinks and ``dslopes``, where the problem has sinks or slopes."""
 
 
-def dense(q, k, v, dout, dlse, *, causal, **options):
-    """Attention and its gradients, written out::
+def dense(q, k, v, dout, dlse, *, causal, **features):
+    """Computes attention and its gradients in float64::
 
         s = scale · q kᵀ;  capped: soft_cap · tanh(s / soft_cap)
         s += slope · (key position − query position);  −inf where masked
@@ -108,39 +112,39 @@ def dense(q, k, v, dout, dlse, *, causal, **options):
         dslope = Σ ds · (key position − query position);  dsink = Σ e^(sink − lse) (dlse − delta)
         capped: ds ∘= 1 − tanh²;  dq = scale · ds k;  dk = scale · dsᵀ q
 
-    Arrays are ``[batch, seq, heads, head_dim]``, lse and dlse ``[batch, seq, heads]``. A row that
-    sees nothing has o = 0 and lse = −inf.
+    Arrays are ``[batch, seq, heads, head_dim]``, lse and dlse ``[batch, seq, heads]``. A query that
+    sees no key has o = 0 and lse = −inf. `Features` lists the keyword arguments.
     """
-    options = Options(causal=causal, **options)
+    features = Features(causal=causal, **features)
     q, k, v, dout, dlse = (np.asarray(x, np.float64) for x in (q, k, v, dout, dlse))
-    if options.scale is None:
-        options = replace(options, scale=q.shape[3] ** -0.5)
+    if features.scale is None:
+        features = replace(features, scale=q.shape[3] ** -0.5)
     out = Dense(*map(np.zeros_like, (q, k, v, dout)), lse=np.zeros(q.shape[:3]))
     out.is_short = k.shape[1] <= SHORT
-    if options.is_plain and q.shape[1] == k.shape[1]:
+    if features.is_plain and q.shape[1] == k.shape[1]:
         out.least = 0.0
-    if k.shape[1] <= SHORT or options.window or options.segments:
+    if k.shape[1] <= SHORT or features.window or features.segments:
         out.terms = Gradients.zeros_like(q, k, v)
-    given = {"dz": options.sinks, "dslopes": options.slopes}
-    out.per_head = {n: PerHead.zeros(q.shape[:3]) for n, x in given.items() if x is not None}
+    per_head = {"dz": features.sinks, "dslopes": features.slopes}
+    out.per_head = {n: PerHead.zeros(q.shape[:3]) for n, x in per_head.items() if x is not None}
     group, starts = q.shape[2] // k.shape[2], range(0, q.shape[1], ROWS)
-    left, right = options.reach
+    left, right = features.reach
     for b, h, start in itertools.product(range(q.shape[0]), range(q.shape[2]), starts):
         rows = (b, slice(start, min(start + ROWS, q.shape[1])), h)
         seen = slice(max(0, start - left), min(rows[1].stop + right, k.shape[1]))
         seen = (b, slice(min(seen.start, seen.stop), seen.stop), h // group)
         inputs = (q[rows], k[seen], v[seen], dout[rows], dlse[rows])
-        _rows(out, rows, seen, inputs, options)
+        _rows(out, rows, seen, inputs, features)
     return out
 
 
-def _rows(out, rows, seen, inputs, options):
-    """One block of queries against all keys that it may see."""
+def _rows(out, rows, seen, inputs, features):
+    """Adds the results of one block of queries, and its terms of all gradients."""
     q, k, v, dout, dlse = inputs
     (batch, queries, head), keys = rows, seen[1]
-    s, cap_slope, distance = _scores(q, k, rows, keys, options)
+    s, cap_slope, distance = _scores(q, k, rows, keys, features)
     top = s.max(-1, keepdims=True, initial=-np.inf)
-    sink = None if options.sinks is None else float(options.sinks[head])
+    sink = None if features.sinks is None else float(features.sinks[head])
     if sink is not None:
         top = np.maximum(top, sink)
     top[np.isneginf(top)] = 0
@@ -153,7 +157,7 @@ def _rows(out, rows, seen, inputs, options):
         lse = (top + np.log(total))[:, 0]
     total[total == 0] = 1
     p /= total
-    dropped = _dropped(options.dropout, batch, head, queries, keys)
+    dropped = _dropped(features.dropout, batch, head, queries, keys)
     o = (p * dropped) @ v
     out.lse[rows], out.o[rows] = lse, o
     shift = dlse - (dout * o).sum(-1)
@@ -169,7 +173,7 @@ def _rows(out, rows, seen, inputs, options):
         terms = (p * absolute * np.abs(distance)).sum(-1)
         parts = (ds * distance).sum(-1), terms, (p * distance).sum(-1)
         _add_per_head(out.per_head["dslopes"], rows, *parts)
-    scale = options.scale
+    scale = features.scale
     ds *= cap_slope
     weights = p * dropped
     _add(out, rows, seen, scale * (ds @ k), scale * (ds.T @ q), weights.T @ dout)
@@ -179,31 +183,34 @@ def _rows(out, rows, seen, inputs, options):
         _add(out.terms, rows, seen, scale * dq, scale * dk, dv)
 
 
-def _scores(q, k, rows, keys, options):
-    """s, −inf where masked; the cap's derivative; key positions − query positions, with slopes."""
+def _scores(q, k, rows, keys, features):
+    """Returns s, −inf where masked; the cap's derivative; and distances, or None without slopes.
+
+    A distance is key position − query position.
+    """
     batch, queries, head = rows
     s = q @ k.T
-    s *= options.scale
+    s *= features.scale
     cap_slope = 1.0
-    if options.soft_cap is not None:
-        s = np.tanh(s / options.soft_cap)
+    if features.soft_cap is not None:
+        s = np.tanh(s / features.soft_cap)
         cap_slope = 1 - s**2
-        s *= options.soft_cap
+        s *= features.soft_cap
     distance = np.arange(keys.start, keys.stop) - np.arange(queries.start, queries.stop)[:, None]
-    left, right = options.reach
+    left, right = features.reach
     masked = (distance < -left) | (distance > right)
-    if options.slopes is not None:
-        s += float(options.slopes[head]) * distance
-    if options.segments is not None:
-        ids, of_keys = (np.asarray(x)[batch] for x in options.segments)
+    if features.slopes is not None:
+        s += float(features.slopes[head]) * distance
+    if features.segments is not None:
+        ids, of_keys = (np.asarray(x)[batch] for x in features.segments)
         ids, of_keys = ids[queries, None], of_keys[None, keys]
         masked |= (ids != of_keys) | (ids < 0)
     s[masked] = -np.inf
-    return s, cap_slope, None if options.slopes is None else distance
+    return s, cap_slope, None if features.slopes is None else distance
 
 
 def _dropped(dropout, batch, head, queries, keys):
-    """What dropout multiplies the weights by."""
+    """Returns the factors that dropout puts on the weights."""
     if dropout is None:
         return 1.0
     rate, words = dropout
@@ -223,7 +230,7 @@ def _add_per_head(gradient, rows, *parts):
 
 
 def error(name, found, expected):
-    """(norm of the error, norm that it is measured against)."""
+    """Returns the norm of a result's error and the norm by which it is measured."""
     true = getattr(expected, name)
     found = np.asarray(found).astype(np.float64)
     assert found.shape == true.shape
@@ -237,6 +244,6 @@ def error(name, found, expected):
 
 
 def rounding(name, expected, dtype):
-    """Norm of the error of an exact computation that rounds its inputs and results to ``dtype``."""
+    """Returns the norm of the error that rounding an exact result to ``dtype`` makes."""
     true = getattr(expected, name)
     return np.linalg.norm(true.astype(dtype).astype(np.float64) - true)

@@ -1,4 +1,4 @@
-"""Meshes, inputs and compiled runs that the tests share."""
+"""The meshes, inputs and compiled runs that the tests share."""
 
 import burst_attention as ba
 import jax
@@ -12,31 +12,31 @@ SPEC = P(*AXES, None)
 
 
 def mesh(*sizes, axis_type=AxisType.Auto):
-    """The first devices, as data × context × tensor."""
+    """Returns a mesh of the first devices, data × context × tensor."""
     count = int(np.prod(sizes))
     devices = np.array(jax.devices()[:count]).reshape(sizes)
     return Mesh(devices, AXES, axis_types=(axis_type,) * 3)
 
 
 def line(size, axis_type=AxisType.Auto):
-    """A mesh whose one axis of more than one device is context."""
+    """Returns a mesh of ``size`` devices, all on the context axis."""
     return mesh(1, size, 1, axis_type=axis_type)
 
 
 def normal(seed, *shapes, dtype="float32"):
-    """Standard normal numpy arrays, rounded to ``dtype``."""
+    """Returns standard normal numpy arrays, rounded to ``dtype``."""
     generator = np.random.default_rng(seed)
     dtype = jax.numpy.dtype(dtype)
     return [generator.standard_normal(shape, dtype=np.float32).astype(dtype) for shape in shapes]
 
 
 def put(mesh, *arrays, spec=SPEC):
-    """Arrays on the mesh; the last entries of ``spec`` are dropped for smaller ranks."""
+    """Puts arrays on the mesh. An array of fewer dimensions takes the first entries of ``spec``."""
     return [jax.device_put(x, NamedSharding(mesh, P(*spec[: x.ndim]))) for x in arrays]
 
 
 def sharded(mesh, check_vma=True, spec=SPEC, **options):
-    """`attention` as a function of global arrays."""
+    """Returns `attention` as a function of global arrays."""
     out_specs = (spec, P(*spec[:3])) if options.get("return_residual") else spec
 
     def local(q, k, v):
@@ -48,7 +48,7 @@ def sharded(mesh, check_vma=True, spec=SPEC, **options):
 
 
 def gradients(function):
-    """Compiled (results, gradients) of ``function(q, k, v)`` for given cotangents."""
+    """Returns a compiled function that gives ``function``'s results and gradients."""
 
     @jax.jit
     def run(inputs, cotangents):
@@ -59,17 +59,17 @@ def gradients(function):
 
 
 def stored(case_layout, size, *arrays):
-    """Arrays in the order of a layout."""
+    """Returns arrays in the order of a layout."""
     return [ba.to_layout(x, size, case_layout) for x in arrays]
 
 
 def on_host(x):
-    """All of an array, other processes' shards too."""
+    """Returns a whole array in numpy, with the shards of other processes."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return process_allgather(x, tiled=True)
     return np.asarray(x)
 
 
 def restored(case_layout, size, *arrays):
-    """Back on the host, in the order of the sequence."""
+    """Returns arrays on the host, in the order of the sequence."""
     return [ba.from_layout(on_host(x), size, case_layout) for x in arrays]

@@ -1,25 +1,26 @@
-"""What each of several processes runs: ``python several.py RANK PROCESSES DEVICES PORT WORK ARGS``.
+"""The program of each of several processes: ``python several.py RANK PROCESSES PORT WORK ARGS``.
 
-`start` begins all processes of a run, each with its devices.
+`start` starts all processes of a run, each with its devices.
 """
 
 import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 HEARTBEAT_SECONDS = 5
-"""How long a process may be silent before the others take it for dead."""
+"""The time after which the other processes take a silent one for dead."""
 
 
 def start(work, processes, devices, *arguments):
-    """The processes of a run of ``work``, a function of this file; see `outputs`."""
+    """Starts the processes of a run of ``work``, a function of this file; `outputs` ends them."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     environment = os.environ | {
-        # The last of equal flags counts; the others decide bits of what XLA computes.
+        # The last of equal flags counts. The other flags stay, since they change bits of results.
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
     }
@@ -37,7 +38,7 @@ def start(work, processes, devices, *arguments):
 
 
 def outputs(started, timeout):
-    """What each printed, once all have ended; none outlives this."""
+    """Returns each process's output once all processes have ended, and kills any that remain."""
     try:
         return [process.communicate(timeout=timeout)[0] for process in started]
     finally:
@@ -46,7 +47,7 @@ def outputs(started, timeout):
 
 
 def solve(folder):
-    """Every problem of the list; the first process writes what was found."""
+    """Solves every problem of the list; the first process writes the results."""
     import jax
     import numpy as np
     from several_cases import CASES
@@ -58,14 +59,21 @@ def solve(folder):
 
 
 def die(folder):
-    """All take part in one ring; then the last process is gone before the next one."""
+    """Runs a ring over all processes, then another one that the last process does not live to.
+
+    The last process waits for a file of each process before it ends, since some process may still
+    be in the first ring.
+    """
     import jax
     from several_cases import CASES
 
     arrays = CASES[0].arrays()
     CASES[0].found(arrays)
     print("ring ran", flush=True)
+    (Path(folder) / str(jax.process_index())).touch()
     if jax.process_index() == jax.process_count() - 1:
+        while len(list(Path(folder).iterdir())) < jax.process_count():
+            time.sleep(0.01)
         os._exit(3)
     CASES[0].found(arrays)
     print("ring ran again", flush=True)

@@ -1,4 +1,4 @@
-"""Problems that several processes and one must agree on: every schedule, feature and mesh once."""
+"""Problems that several processes must solve as one process does: each schedule, feature, mesh."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from jax.sharding import AxisType, Mesh
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """Linear attention of eight ranks, which stand in a line or as ``outer`` lines of equal length.
+    """Linear attention of eight ranks, in a line or in ``outer`` lines of equal length.
 
-    Decays differ from token to token; a state comes in and the last one goes out.
+    Every token has another decay. The call takes a first state and returns the last one.
     """
 
     method: str
@@ -21,11 +21,11 @@ class LinearProblem:
     dtype: str = "float32"
 
     def arrays(self):
-        """As `linear_cases.inputs` gives them."""
+        """Returns the arrays of `linear_cases.inputs`."""
         return linear_cases.inputs(8, 70, 4, 2, 16, 24, None, self.dtype)
 
     def found(self, arrays):
-        """Results and all gradients by name, on the host."""
+        """Returns results and all gradients by name, on the host."""
         devices = np.array(jax.devices()).reshape(self.outer, -1)
         mesh = Mesh(devices, PAIR, axis_types=(AxisType.Auto,) * 2)
         return linear_cases.found(mesh, arrays, axes=PAIR, method=self.method)

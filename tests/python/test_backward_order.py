@@ -1,4 +1,4 @@
-"""`backward_order`: backward calls for GPUs carry it, and CPU devices give the same bits."""
+"""Backward calls for GPUs carry `backward_order`, and it changes no bit on CPU devices."""
 
 from functools import partial
 
@@ -24,11 +24,11 @@ WRAPS = {
     "saved": partial(jax.checkpoint, policy=ba.save_attention),
 }
 GIVEN = {"fixed": {}, "any": {"backward_order": "any"}}
-"""Options that ask for an order; fixed is the default."""
+"""Options that ask for each order; the default is fixed."""
 
 
 def orders(function):
-    """The attribute of each target's calls in a program for GPUs."""
+    """Returns each target and the order in its attributes, from a program for GPUs."""
     found = calls(lowered(with_gradient(function), shapes()))
     return {(call.target, call.attributes.get("backward_order")) for call in found}
 

@@ -1,4 +1,4 @@
-"""Arguments that can't be served: a helpful error while tracing, or a defined result."""
+"""Impossible arguments give a helpful error while tracing, and extreme ones a defined result."""
 
 import re
 
@@ -19,7 +19,7 @@ def qkv(batch=1, seq=8, heads=4, kv_heads=2, dim=32, dtype="float32"):
 
 
 def call(*arrays, spec=None, axis_name="context", **options):
-    """`attention` on two devices."""
+    """Runs `attention` on two devices."""
     spec = P(None, "context") if spec is None else spec
 
     def local(*arrays):
@@ -39,13 +39,15 @@ def test_arguments_of_jax_nn_name_the_alternative(name):
     refused(NotImplementedError, words, **{name: np.zeros(1)})
 
 
-def test_heads_that_can_not_be_dealt():
+def test_heads_that_can_not_be_scattered():
     words = (
-        "'ulysses' deals query heads to the 2 ranks of the ring, .* multiple of 2, got 3; "
-        "schedule='ring' takes any number of heads, 'hybrid' deals to the inner of two axes only"
+        "'ulysses' scatters query heads over the 2 ranks of the ring, .* multiple of 2, got 3; "
+        "schedule='ring' takes any number of heads, 'hybrid' scatters over the inner of two axes"
     )
     refused(ValueError, words, *qkv(heads=3, kv_heads=1), schedule="ulysses")
-    words = "'hybrid' deals .* to the 2 ranks of the inner axis, .* got 3; .* any number of heads"
+    words = (
+        "'hybrid' scatters .* over the 2 ranks of the inner axis, .* got 3; .* any number of heads"
+    )
     pair = ("data", "context")
     refused(ValueError, words, *qkv(heads=3, kv_heads=1), schedule="hybrid", axis_name=pair)
 
@@ -264,7 +266,7 @@ def test_nan_in_one_query_reaches_its_row_only():
 
 @pytest.mark.parametrize("empty", [{"batch": 0}, {"seq": 0}])
 def test_nothing_to_compute(empty):
-    """No batch entry or no token: empty results and gradients, and nothing is sent."""
+    """Without batch entries or tokens, results and gradients are empty and nothing is sent."""
     arrays = qkv(**empty)
     before = _ffi.bytes_sent()
     function = ring.sharded(ring.line(2), return_residual=True)

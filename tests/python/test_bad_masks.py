@@ -1,4 +1,4 @@
-"""Arguments of masks and features that can't be served: a helpful error while tracing."""
+"""Impossible arguments of masks and features give a helpful error while tracing."""
 
 import burst_attention as ba
 import jax

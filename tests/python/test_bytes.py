@@ -1,4 +1,4 @@
-"""Bytes that the rings count while sending, against the formula worked out here from positions."""
+"""The bytes that rings send equal a formula, which this file derives from positions."""
 
 import burst_attention as ba
 import jax
@@ -12,16 +12,19 @@ TOKENS, DIM, VALUE_DIM = 6, 32, 16
 
 
 def pieces(layout, size):
-    """Positions of what travels as one piece, for each owner: a shard, with zigzag its halves."""
+    """Returns each owner's pieces and all shards, as positions.
+
+    A piece travels as a whole; it is a shard, or half of a zigzag shard.
+    """
     shards = ba.layout_positions(TOKENS * size, size, layout).reshape(size, -1)
     return [np.split(shard, 2 if layout == "zigzag" else 1) for shard in shards], shards
 
 
 def hops(layout, size, causal, travels):
-    """(tokens × hops of what travels, tokens × hops of its accumulators), in the cheaper direction.
+    """Returns tokens × hops of pieces and of their accumulators, in the cheaper direction.
 
     A piece goes from its owner to the last rank that needs it. Its accumulator makes one hop for
-    each of these ranks but the owner, the last one home.
+    each rank that needs the piece, except the owner; the last hop leads home.
     """
     parts, shards = pieces(layout, size)
     totals = []
@@ -47,7 +50,7 @@ def needs(piece, shard, causal, travels):
 
 
 def formula(case, size, layout, causal, travels, backward):
-    """Bytes of one pass; b is the size of the input type, ids those of a token's segment."""
+    """Returns the bytes of one pass. An input element has ``b`` bytes, and a segment id ``ids``."""
     batch, heads, kv_heads, b, ids = case
     chunk, accumulator = hops(layout, size, causal, travels)
     dims = DIM + VALUE_DIM
@@ -59,20 +62,20 @@ def formula(case, size, layout, causal, travels, backward):
 
 
 def inputs(size, heads, kv_heads, dtype="float32"):
-    """q, k, v and dout."""
+    """Returns q, k, v and dout."""
     q, k = (2, TOKENS * size, heads, DIM), (2, TOKENS * size, kv_heads, DIM)
     return ring.normal(0, q, k, (*k[:3], VALUE_DIM), (*q[:3], VALUE_DIM), dtype=dtype)
 
 
 def sent(function, *arguments):
-    """Bytes that a run of it sends."""
+    """Returns the bytes that one run of a function sends."""
     before = _ffi.bytes_sent()
     jax.block_until_ready(function(*arguments))
     return _ffi.bytes_sent() - before
 
 
 def run(size, layout, heads, kv_heads, dtype, **options):
-    """(bytes forward, bytes forward and backward)."""
+    """Returns the bytes of the forward pass and of both passes."""
     *qkv, dout = inputs(size, heads, kv_heads, dtype)
     function = ring.sharded(ring.line(size), layout=layout, **options)
     return sent(jax.jit(function), *qkv), sent(ring.gradients(function), qkv, dout)
@@ -121,7 +124,7 @@ def test_auto_takes_the_smaller(heads, kv_heads, travels):
     ],
 )
 def test_windows_exchange_with_the_neighbours_that_they_reach(window, causal, reached):
-    """Shards are of TOKENS positions; nothing goes round the ends of the sequence."""
+    """A shard has TOKENS positions, and no window reaches around the ends of the sequence."""
     size, options = 8, {"is_causal": causal, "local_window_size": window}
     *qkv, _ = inputs(size, 2, 1)
     found = sent(jax.jit(ring.sharded(ring.line(size), **options)), *qkv)

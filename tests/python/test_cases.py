@@ -1,4 +1,4 @@
-"""The choice of correctness cases itself."""
+"""The choice of correctness cases covers every pair of values, under unique names."""
 
 import itertools
 import json

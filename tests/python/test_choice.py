@@ -1,4 +1,4 @@
-"""``schedule="auto"``: what is chosen, why, and that traced calls choose the same."""
+"""``schedule="auto"`` chooses a schedule with a reason, and traced calls choose the same one."""
 
 import re
 
@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
-from burst_attention import _checks
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -21,7 +20,7 @@ def shards(seq=8192, heads=32, kv_heads=8, dim=128, dtype="bfloat16"):
 
 
 def traced(sizes, arrays, device=GPU, **options):
-    """The schedule of a call that is traced for such a mesh."""
+    """Returns the schedules of a call that is traced for a mesh of these sizes."""
     names = ("context",) if isinstance(sizes, int) else ("node", "gpu")
     sizes = (sizes,) if isinstance(sizes, int) else sizes
     mesh = AbstractMesh(
@@ -68,7 +67,7 @@ def test_refused_schedules_are_not_chosen(monkeypatch):
             raise ValueError(f"no {value} over {len(axes)} axis")
         return value
 
-    monkeypatch.setattr(_checks, "schedule", refuse)
+    monkeypatch.setattr("burst_attention._attention.choice.library_name", refuse)
     choice = ba.choose_schedule(*shards(), axis_sizes=8, is_causal=True)
     assert choice.schedule == "ring"
     assert [each.impossible for each in choice.candidates[1:]] == [
@@ -94,13 +93,13 @@ def test_traced_calls_take_what_choose_schedule_says(sizes, layout):
     expected = choice.schedule
     if isinstance(sizes, tuple) and expected == "ring":
         expected = "double_ring"
-    # Neither exchange of heads is a schedule of the library's.
+    # The library's schedules do not include the two exchanges of heads.
     if expected not in ("ulysses", "hybrid"):
         assert traced(sizes, arrays, **options) == {expected}
 
 
 def test_traced_calls_know_their_links():
-    """Links so slow that bytes decide: a window's ring sends each row no farther than it must."""
+    """With slow links bytes decide; a window's ring sends each row no farther than it must."""
     arrays = shards(256, heads=4, kv_heads=4)
     options = {"layout": "contiguous", "local_window_size": (2000, 0), "links": SLOW}
     choices = {
@@ -120,13 +119,13 @@ def test_on_cpu_devices_it_is_the_ring_at_once():
     assert "share its cores" in str(choice)
     assert traced(8, arrays, device=None, is_causal=True) == {"ring"}
     assert ba.choose_schedule(*arrays, axis_sizes=1).reason == "there is one device"
-    # With links it is as for any device.
+    # With links, CPU devices are treated as any devices.
     given = ba.choose_schedule(*arrays, axis_sizes=8, is_causal=True, platform="cpu", links=SLOW)
     assert given.candidates
 
 
 def test_a_chosen_schedule_computes_the_same():
-    """On eight CPU devices, as their links are said to be."""
+    """The call states the links of eight CPU devices."""
     q, k, v = ring.normal(0, (1, 512, 12, 32), (1, 512, 4, 32), (1, 512, 4, 32), dtype="float32")
 
     def run(**options):
@@ -214,7 +213,7 @@ def test_sizes_may_be_integers_of_any_type():
 
 @pytest.mark.parametrize("sizes", [4096, (2, 2048), (512, 8), (64, 64)])
 def test_thousands_of_devices_are_estimated(sizes):
-    """`tests/choose.rs` counts the work."""
+    """The choice estimates large rings; `tests/choose.rs` counts its work."""
     choice = ba.choose_schedule(*shards(1024), axis_sizes=sizes, is_causal=True, layout="zigzag")
     assert choice.candidates[0].estimated
     assert choice.candidates[0].seconds > 0

@@ -1,4 +1,4 @@
-"""Many rings at once, devices in any order, ranks that never come: right results, no stall."""
+"""Many rings at once, devices in any order and missing ranks give right results and no stall."""
 
 import contextlib
 import ctypes
@@ -20,15 +20,15 @@ from reference import dense
 
 RUNS = 20
 SIZE = 8
-# From 33 programs in flight on, jaxlib before 0.12 stalls in a psum alone: the thread that would
-# run a device's part of the first waits for a place to start the 33rd.
+# With 33 programs in flight, jaxlib before 0.12 stalls even in a lone psum: the thread that would
+# run a device's part of the first program waits for a place to start the 33rd one.
 IN_FLIGHT = 50 if jax.__version_info__ >= (0, 12) else 32
 NEXT = [(rank, (rank + 1) % SIZE) for rank in range(SIZE)]
 SPEC = P(None, "context")
 
 
 def over_ring(function, *, check_vma=True):
-    """``function`` of arrays whose axis 1 is sharded over eight devices, jitted."""
+    """Returns ``function``, jitted, on arrays whose axis 1 is sharded over eight devices."""
     return jax.jit(
         jax.shard_map(
             function, mesh=ring.line(SIZE), in_specs=SPEC, out_specs=SPEC, check_vma=check_vma
@@ -159,7 +159,7 @@ def test_one_call_site_many_times_in_a_run(unroll):
 @pytest.mark.parametrize("backward", ["keys", "queries"])
 def test_bitwise_the_same_whatever_the_order_of_arrival(backward):
     def late(x):
-        # Nothing about the call's data depends on the delay, so it is not folded away or shared.
+        # No value of the call depends on the delay, so XLA neither folds nor shares it.
         def sleep(value):
             time.sleep(random.uniform(0, 0.02))
             return value
@@ -208,7 +208,7 @@ def test_missing_ranks_are_named_and_the_next_call_works():
 
 def test_a_late_rank_gets_the_error_of_the_others():
     def local(work, q, k, v):
-        # Rank 3 first does something else, whose result is never above 1.
+        # Rank 3 first does other work, whose result is never above 1.
         count = jnp.where(lax.axis_index("context") == 3, work[0, 0], 0)
         end = lax.fori_loop(0, count, lambda _, x: jnp.cos(x), jnp.float32(1))
         q = q.at[0, 0, 0, 0].add(jnp.where(end > 2, end, 0))
@@ -232,6 +232,6 @@ def test_a_late_rank_gets_the_error_of_the_others():
     start = time.monotonic()
     with rank_timeout(0.5), pytest.raises(jax.errors.JaxRuntimeError, match="rank 3 of 8 did not"):
         run(int(count * 2 / seconds))
-    # Once the others were told, rank 3 must not wait for them, neither now nor in the next call.
+    # Once the other ranks have their error, rank 3 must not wait for them, now or in the next call.
     np.testing.assert_allclose(run(0)[0], expected, atol=2e-5)
     assert time.monotonic() - start < 15

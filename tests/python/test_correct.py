@@ -1,4 +1,4 @@
-"""Output, lse and gradients of the ring against dense float64."""
+"""Output, lse and gradients of the ring agree with dense float64."""
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ def test_ring_equals_dense(case):
 
 
 def agree(case, **options):
-    """Checks results and gradients of a case, with more options of `attention`."""
+    """Checks the results and gradients of a case, with further options of `attention`."""
     shapes = (case.q_shape, case.kv_shape, case.kv_shape, case.q_shape)
     q, k, v, dout = ring.normal(len(case.name), *shapes, dtype=case.dtype)
     (dlse,) = ring.normal(1, case.q_shape[:3])

@@ -1,4 +1,4 @@
-"""Masks and features in programs for GPUs, read from their lowering: no GPU is needed."""
+"""Programs for GPUs carry masks and features; their lowering shows it without a GPU."""
 
 import re
 
@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
-from burst_attention import _calls, _ffi
+from burst_attention import _ffi
+from burst_attention._attention import calls as attention_calls
 from jax.sharding import PartitionSpec as P
 from test_cuda_lowering import (
     DIM,
@@ -30,14 +31,14 @@ IDS, SLOPES = "2x256xi32", "2x2xf32"
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the library is asked about workspaces, by pass."""
+    """Returns the requests about workspaces that reach the library, by pass."""
     found = {}
     monkeypatch.setattr(_ffi, "workspace_bytes", lambda **x: found.setdefault(x["pass"], x) and 7)
     return found
 
 
 def sharded(device, extras=(), **options):
-    """A function of q, k, v and of what else is given by name."""
+    """Returns a function of q, k, v and a dict of the arrays ``extras``."""
     specs = {"segment_ids": P("data", "context"), "alibi_slopes": P("tensor")}
 
     def local(q, k, v, given):
@@ -48,7 +49,7 @@ def sharded(device, extras=(), **options):
 
 
 def both(function, wrt=(0, 1, 2)):
-    """Forward and backward calls of the lowered program."""
+    """Returns a function of the operands that runs both passes."""
 
     def run(*operands):
         return jax.grad(lambda *x: jnp.sum(function(*x).astype(jnp.float32)), wrt)(*operands)
@@ -65,7 +66,7 @@ def given(*names):
 
 
 def attributes(call):
-    """The options among its attributes, as numbers."""
+    """Returns the call's attributes that are options, as Python values."""
     found = {name: call.attributes[name].split(" : ")[0].strip('"') for name in OPTIONS}
     types = {name: type(value) for name, value in OPTIONS.items()}
     return {
@@ -91,24 +92,29 @@ def attributes(call):
             {"logits_soft_cap": 4.0},
             [],
         ),
-        ({}, ("segment_ids",), {"has_segments": True}, [IDS] * 2),
+        (
+            {},
+            ("segment_ids",),
+            {"feature_operands": "query_segment_ids,key_segment_ids"},
+            [IDS] * 2,
+        ),
         (
             {"is_causal": True},
             ("alibi_slopes",),
-            {"has_slopes": True, "window_right": 0},
+            {"feature_operands": "alibi_slopes", "window_right": 0},
             [SLOPES],
         ),
         (
             {"dropout_rate": 0.25, "dropout_key": np.zeros(2, np.uint32)},
             (),
-            {"dropout_rate": 0.25},
+            {"dropout_rate": 0.25, "feature_operands": "dropout"},
             ["2x4xui32"],
         ),
     ],
     ids=["window", "causal window", "wide window", "soft cap", "segments", "slopes", "dropout"],
 )
 def test_attributes_and_operands(asked, device, options, extras, expected, operands):
-    """A call gets what its features need."""
+    """A call has the operands and attributes that its features need."""
     function = sharded(device, extras, schedule="ring", **options)
     text = lowered(both(function), [*shapes(), given(*extras)])
     forward, backward = calls(text)
@@ -123,7 +129,7 @@ def test_attributes_and_operands(asked, device, options, extras, expected, opera
 
 
 def test_schedules(asked):
-    """A pair of axes is a double ring; ring after ring, the inner axis is the minor one."""
+    """A pair of axes is a double ring, and its inner axis is the minor one in its ranks' order."""
     mesh = abstract_mesh(GPU, names=("node", "tensor", "context"), sizes=(2, 2, 4))
     spec = P(None, ("node", "context"), "tensor")
 
@@ -173,7 +179,7 @@ def test_cross_attention(asked):
 
 @KNOWN
 def test_gradient_of_slopes(asked, device):
-    """Kernels sum it by query, in place of zeros; the rest is XLA's, as the sum over entries."""
+    """Kernels add each query's part to zeros, and XLA sums the parts over queries and entries."""
     function = both(sharded(device, ["alibi_slopes"]), (0, 3))
     arguments = [*shapes(), given("alibi_slopes")]
     text = lowered(function, arguments)
@@ -192,7 +198,7 @@ def test_gradient_of_slopes(asked, device):
 
 
 def test_operands_of_cpu_devices():
-    """All that there is, place last, nothing that there is not."""
+    """Calls take exactly the arrays that the problem has, and the place as the last one."""
     extras = ("alibi_slopes", "segment_ids")
     options = {"dropout_rate": 0.25, "dropout_key": np.zeros(2, np.uint32), "is_causal": True}
 
@@ -216,8 +222,7 @@ def test_operands_of_cpu_devices():
     assert backward.results == [q, *["2x512x1x64xbf16"] * 2, SLOPES]
     assert attributes(backward) == OPTIONS | {
         "window_right": 0,
-        "has_segments": True,
-        "has_slopes": True,
+        "feature_operands": "query_segment_ids,key_segment_ids,alibi_slopes,dropout",
         "dropout_rate": 0.25,
     }
 
@@ -237,4 +242,4 @@ def test_output_is_kept_in_float32_where_rows_see_few_keys(options, seq, kept):
     text = lowered(both(function), shapes(seq=seq), "cpu")
     forward, _ = calls(text)
     assert forward.results[0].endswith(kept)
-    assert _calls.SHORT_SEQUENCE == 256
+    assert attention_calls.SHORT_SEQUENCE == 256

@@ -1,4 +1,4 @@
-"""What a program for GPUs says to XLA, read from its lowering: no GPU is needed."""
+"""Programs for GPUs have the right calls for XLA; their lowering shows it without a GPU."""
 
 import json
 import re
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
-from burst_attention import _calls, _checks, _ffi
+from burst_attention import _ffi, _mesh
+from burst_attention._attention import calls as attention_calls
 from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -22,13 +23,12 @@ OPTIONS = {
     "window_left": -1,
     "window_right": -1,
     "logits_soft_cap": 0.0,
-    "has_segments": False,
-    "has_slopes": False,
     "dropout_rate": 0.0,
+    "feature_operands": "",
     "schedule": "ring",
     "inner_size": 0,
 }
-"""Of full attention without features."""
+"""The attributes of full attention without features."""
 KNOWN = pytest.mark.parametrize("device", [GPU, None], ids=["gpu", "unknown"])
 CALL = re.compile(
     r"custom_call @(burst_\w+)\(.*?mhlo.backend_config = \{(.*?)\}.*? : \((.*)\) -> (.*)"
@@ -38,7 +38,7 @@ ATTRIBUTE = re.compile(r'(\w+) = ("[^"]*"|dense<[^>]*> : tensor<\w+>|[^,]+)')
 
 @dataclass
 class Call:
-    """A custom call as StableHLO text has it."""
+    """A custom call as it stands in StableHLO text."""
 
     target: str
     operands: list[str]
@@ -70,7 +70,7 @@ def abstract_mesh(device, sizes=(2, 4, 2), names=ring.AXES, axis_type=AxisType.A
 
 
 def shapes(dtype="bfloat16", batch=BATCH, seq=SEQ, leading=(), sharding=None):
-    """q, k and v."""
+    """Returns the shapes of q, k and v."""
     return [
         jax.ShapeDtypeStruct((*leading, batch, seq, heads, DIM), dtype, sharding=sharding)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
@@ -78,7 +78,7 @@ def shapes(dtype="bfloat16", batch=BATCH, seq=SEQ, leading=(), sharding=None):
 
 
 def with_gradient(function):
-    """Forward and backward; the output is its own cotangent."""
+    """Returns a function that runs both passes; the output is its own cotangent."""
 
     def run(*qkv):
         out, pullback = jax.vjp(function, *qkv)
@@ -92,7 +92,7 @@ def lowered(function, arguments, platform="cuda"):
 
 
 def problem(kind, **changes):
-    """One rank of `shapes` on `abstract_mesh`, as the library is asked about it."""
+    """Returns the request to the library about one rank of `shapes` on `abstract_mesh`."""
     options = {name: changes.pop(name) for name in OPTIONS if name in changes}
     return {
         "pass": kind,
@@ -115,14 +115,13 @@ def problem(kind, **changes):
 
 def workspace(kind):
     """The library's own answer."""
-    request = json.dumps(problem(kind)).encode()
-    return json.loads(_ffi._library.burst_attention_workspace(request))["bytes"]
+    return _ffi.ask(json.dumps({"ask": "workspace", **problem(kind)}))["bytes"]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @KNOWN
 def test_operands_and_results(device, check_vma):
-    """No operand for the rank, and a workspace of the size that the library asks for."""
+    """The rank is no operand, and the workspace has the size that the library asks for."""
     function = ring.sharded(abstract_mesh(device), check_vma=check_vma)
     forward, backward = calls(lowered(with_gradient(function), shapes()))
     q, kv, lse = "2x256x2x64xbf16", "2x256x1x64xbf16", "2x256x2xf32"
@@ -145,10 +144,9 @@ def test_attributes(monkeypatch, device):
     assert groups.endswith(": tensor<16xi64>")
     assert forward.attributes == {
         "axis_name": '"context"',
-        "communication_id": f"{_calls.COMMUNICATION_ID} : i64",
+        "communication_id": f"{attention_calls.COMMUNICATION_ID} : i64",
         "dropout_rate": "0.000000e+00 : f32",
-        "has_segments": "false",
-        "has_slopes": "false",
+        "feature_operands": '""',
         "inner_size": "0 : i64",
         "layout": '"zigzag"',
         "logits_soft_cap": "0.000000e+00 : f32",
@@ -160,7 +158,7 @@ def test_attributes(monkeypatch, device):
     }
     also = {"groups": groups, "backward": '"queries"', "backward_order": '"any"'}
     assert backward.attributes == forward.attributes | also
-    assert 1 < _calls.COMMUNICATION_ID < 2**31
+    assert 1 < attention_calls.COMMUNICATION_ID < 2**31
     options |= {"softmax_scale": 0.5, "window_right": 0}
     assert asked == {kind: problem(kind, **options) for kind in ("forward", "backward")}
     assert forward.results[-1] == backward.results[-1] == "7xui8"
@@ -190,7 +188,7 @@ def test_groups_are_those_of_collectives_along_the_axis(device, sizes, names):
 
 
 def ring_order(mesh):
-    """Logical ids, ring after ring, from what a ppermute to the next rank lowers to."""
+    """Returns logical ids, ring after ring, from the lowering of a ppermute to the next rank."""
     size = mesh.shape["context"]
 
     def local(x):
@@ -204,7 +202,7 @@ def ring_order(mesh):
 
 
 def psum_groups(mesh):
-    """The sets of logical ids that a psum adds up, from the sum of a bit of each."""
+    """Returns the sets of logical ids that a psum adds up, from sums of one bit for each id."""
     specs = P(mesh.axis_names)
     bits = jnp.array([1 << i for i in range(mesh.size)])
     function = jax.shard_map(
@@ -219,7 +217,7 @@ def psum_groups(mesh):
 
 @KNOWN
 def test_vmap(device):
-    """All operands and results get the dimension, the workspace too."""
+    """All operands and results get the dimension, and so does the workspace."""
     function = jax.vmap(ring.sharded(abstract_mesh(device)), in_axes=(0, None, None))
     q, *_ = shapes(leading=(3,))
     forward, backward = calls(lowered(with_gradient(function), [q, *shapes()[1:]]))
@@ -267,7 +265,7 @@ def test_explicit_mesh_is_inferred(device):
 @pytest.mark.parametrize("seq", [64, SEQ])
 @KNOWN
 def test_short_sequences_keep_a_float32_output_for_the_backward_pass(device, seq):
-    """As on CPU devices; the kernels themselves give and get q's dtype."""
+    """The output is kept as on CPU devices, although kernels take and return q's dtype."""
     function = ring.sharded(abstract_mesh(device), is_causal=True)
     text = lowered(with_gradient(function), shapes(seq=seq))
     forward, backward = calls(text)
@@ -292,7 +290,7 @@ def test_cpu_programs_have_one_call_and_no_choice(dtype):
 
 
 def test_program_exported_for_both_platforms_runs_on_cpu():
-    """Traced for an abstract mesh; the bits are those of a program for CPU devices only."""
+    """The program is traced for an abstract mesh and gives the bits of one for CPU devices only."""
     mesh = abstract_mesh(None, (2, 2, 2))
     sharding = NamedSharding(mesh, ring.SPEC)
     checks = [
@@ -317,7 +315,7 @@ def test_program_exported_for_both_platforms_runs_on_cpu():
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
 def test_values_with_a_stand_in_for_the_kernels(monkeypatch, scale, layout):
-    """One device, and attention written out in the place of the custom calls."""
+    """On one device, plain attention in place of the custom calls gives the right values."""
     seen = []
 
     def stand_in(target, ring, results, operands, attributes, aliases):
@@ -329,8 +327,8 @@ def test_values_with_a_stand_in_for_the_kernels(monkeypatch, scale, layout):
         assert [(x.shape, x.dtype) for x in outputs] == [(x.shape, x.dtype) for x in results]
         return outputs
 
-    monkeypatch.setattr(_calls, "_call", stand_in)
-    monkeypatch.setattr(_checks, "platform", lambda mesh: "cuda")
+    monkeypatch.setattr(attention_calls, "_call", stand_in)
+    monkeypatch.setattr(_mesh, "platform", lambda mesh: "cuda")
     q, k, v, dout = ring.normal(0, *[(2, 48, 2, 32)] * 4, dtype="float16")
     dlse = ring.normal(1, (2, 48, 2))[0]
     function = ring.sharded(

@@ -1,18 +1,31 @@
-"""README and docs: their code runs, and their links lead somewhere."""
+"""The documents: their code runs, their links lead somewhere, and the index reaches every page."""
 
+import os
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
+import burst_attention
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-RUN = [ROOT / "README.md", ROOT / "docs" / "guide.md", ROOT / "docs" / "simulator.md"]
+DOCS = ROOT / "docs"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md"))]
+RUN = [ROOT / "README.md", DOCS / "guide.md", DOCS / "simulator.md"]
+
+
+def blocks(page, language):
+    """Returns the contents of a page's fenced blocks in one language, or of one directive."""
+    pattern = rf"^```{re.escape(language)}\n(.*?)^```$"
+    return re.findall(pattern, page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def anchors(page):
-    """Names of a page's headings, as links write them."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    """Returns the names of a page's headings, as links write them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
@@ -20,16 +33,44 @@ def anchors(page):
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
 def test_code_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    assert blocks
+    assert blocks(page, "python")
     names = {}
-    for block in blocks:
+    for block in blocks(page, "python"):
         exec(compile(block, str(page), "exec"), names)
+
+
+@pytest.mark.long
+def test_the_program_of_several_processes_runs(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(blocks(DOCS / "several-processes.md", "python")[0])
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(program), address, "2", str(process)],
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for process in range(2)
+    ]
+    try:
+        printed = [process.communicate(timeout=240)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], "\n".join(printed)
+    values = [re.search(r"process \d of 2: (\S+)", text)[1] for text in printed]
+    assert values[0] == values[1]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     links = re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", page.read_text().replace("\n", " "))
+    links += re.findall(r"^```\{include\} (.+)$", page.read_text(), re.MULTILINE)
     for link in links:
         if link.startswith("http"):
             continue
@@ -37,6 +78,17 @@ def test_links_lead_somewhere(page):
         target = page.parent / path if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_the_index_reaches_every_page():
+    entries = [line for tree in blocks(DOCS / "index.md", "{toctree}") for line in tree.split("\n")]
+    names = [line for line in entries if line and not line.startswith(":")]
+    assert sorted([*names, "index"]) == sorted(page.stem for page in DOCS.glob("*.md"))
+
+
+def test_the_api_reference_has_every_public_name():
+    names = re.findall(r"^\.\. auto\w+:: (\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert sorted([*names, "__version__"]) == sorted(burst_attention.__all__)
 
 
 def test_readme_is_read_in_five_minutes():

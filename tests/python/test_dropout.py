@@ -1,4 +1,4 @@
-"""Dropout: which weights are dropped depends on nothing but the key and their place."""
+"""Which weights are dropped depends on the random key and on their places alone."""
 
 import burst_attention as ba
 import jax
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
-from burst_attention import _check_masks
+from burst_attention._attention.features import dropout_words
 from features import Problem
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -18,9 +18,10 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
 def revealing(**changes):
-    """Weights are all equal, and the identity as values shows them in the output.
+    """Returns a problem whose results show the weights that each pass keeps.
 
-    With the identity as cotangents, dv shows those of the backward pass.
+    Weights are all equal. With the identity as values, the output shows the weights of the forward
+    pass; with the identity as cotangents, dv shows the weights of the backward pass.
     """
     one = Problem(
         q_len=SEQ, kv_len=SEQ, batch=BATCH, heads=HEADS, kv_heads=HEADS, value_dim=SEQ,
@@ -33,7 +34,7 @@ def revealing(**changes):
 
 
 def masks(found):
-    """bool ``[batch, head, query, key]`` of forward and of backward."""
+    """Returns whether each pass keeps each weight, bool ``[batch, head, query, key]``."""
     out, dv = np.moveaxis(found["o"], 2, 1), np.moveaxis(found["dv"], 2, 1)
     for weights in (out, dv):
         assert np.allclose(weights[weights != 0], 1 / SEQ / (1 - RATE), rtol=1e-5)
@@ -52,7 +53,7 @@ def expected(words):
 
 @pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: "x".join(map(str, sizes)))
 def test_mask_is_the_same_everywhere(sizes):
-    """On each mesh another layout and another way round, so that all of them are met."""
+    """Each mesh has another layout and backward mode, and every one of them occurs."""
     number = MESHES.index(sizes)
     one, arrays = revealing(
         mesh=sizes, layout=LAYOUTS[number % 3], backward=("keys", "queries")[number % 2]
@@ -70,7 +71,7 @@ def test_mask_is_the_same_in_every_layout(layout, backward):
 
 
 def test_global_arrays():
-    """The placement says which batch entries and heads a device has."""
+    """The sharding tells which batch entries and heads a device has."""
     mesh = ring.mesh(2, 2, 2, axis_type=AxisType.Explicit)
     _, arrays = revealing()
     qkv = ring.put(mesh, *(arrays[name] for name in "qkv"))
@@ -83,7 +84,7 @@ def test_global_arrays():
 
 
 def test_rate_and_independence():
-    """Four standard deviations, of the rate and of what heads and batch entries have in common."""
+    """The rate, and the overlap of heads and batch entries, lie within four standard deviations."""
     mask = expected(np.array([3, 4], np.uint32)).reshape(BATCH * HEADS, -1)
     deviation = np.sqrt(RATE * (1 - RATE) / mask.size)
     assert abs(mask.mean() - (1 - RATE)) <= 4 * deviation
@@ -96,7 +97,7 @@ def test_rate_and_independence():
 
 
 def test_without_the_axes_devices_drop_alike():
-    """What batch_axis and head_axis are for."""
+    """Without batch_axis and head_axis, devices drop the same weights."""
     one, arrays = revealing(mesh=(2, 1, 2))
     words = arrays["dropout_key"]
 
@@ -111,13 +112,13 @@ def test_without_the_axes_devices_drop_alike():
 
 
 def test_words_of_keys():
-    """The first and the last of a key's data."""
+    """The two words are the first and the last one of a key's data."""
     key = jax.random.fold_in(jax.random.key(7), 5)
     data = np.asarray(jax.random.key_data(key))
     for given in (key, data):
-        assert np.array_equal(_check_masks.dropout_words(given, 0.1), data)
+        assert np.array_equal(dropout_words(given, 0.1), data)
     longer = jax.random.wrap_key_data(np.array([1, 2, 3, 4], np.uint32), impl="rbg")
-    assert np.array_equal(_check_masks.dropout_words(longer, 0.1), [1, 4])
+    assert np.array_equal(dropout_words(longer, 0.1), [1, 4])
 
 
 def test_lse_is_that_without_dropout_and_checkpoint_drops_the_same():

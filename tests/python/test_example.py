@@ -1,4 +1,4 @@
-"""The training example, as it is called: it checks itself, trains, saves and reads back."""
+"""The training example, run as a program, checks itself, trains, saves and reads back."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ TINY = ("--length", "512", "--steps", "6", "--devices", "4")
 
 
 def example(*arguments):
-    """The process, ended."""
+    """Runs the example and returns the finished process."""
     for name in ("flax.nnx", "optax", "tqdm", "matplotlib"):
         pytest.importorskip(name, reason="the wheel's environments have JAX and pytest alone")
     command = [sys.executable, str(EXAMPLE), *map(str, arguments)]
@@ -29,7 +29,7 @@ def test_it_trains(tmp_path, attention, prefix):
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {f"{prefix}loss.png", f"{prefix}checkpoint.npz"}
     assert "read back: same loss" in ended.stdout
-    # Only where softmax attention would take too long is its time foretold.
+    # The example predicts softmax attention's time only where that attention would take too long.
     assert ("with softmax attention it would take" in ended.stdout) == (attention == "linear")
 
 

@@ -1,4 +1,4 @@
-"""Other schedules than the ring: double rings over two axes, balanced, all_gather."""
+"""The schedules besides the ring agree with float64: double rings, balanced and all_gather."""
 
 import burst_attention as ba
 import case_list
@@ -19,7 +19,7 @@ VALUES = {
     "backward": ["keys", "queries"],
     "dtype": ["float32", "bfloat16"],
 }
-"""Ranks and how many of them are an inner ring, 0 for one axis; the others as they are called."""
+"""Values of each property. ``ranks`` are (ranks, ranks of an inner ring), with 0 for one axis."""
 MASKS = {
     "full": {},
     "causal": {"causal": True},
@@ -65,7 +65,7 @@ def test_every_feature_with_every_schedule(schedule, choice):
 
 
 def test_double_rings_on_global_arrays_and_positions():
-    """The axes come from the arrays; positions go over both."""
+    """The call takes both axes from the arrays, and positions count over both."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), PAIR, axis_types=(AxisType.Explicit,) * 2)
     q, k, v = ring.normal(3, *[(1, 64, 2, 32)] * 3)
     stored = ring.stored("zigzag", 8, q, k, v)

@@ -1,4 +1,4 @@
-"""Windows, segments, soft cap, slopes, sinks, dropout, widths and lengths: against float64."""
+"""Windows, segments, soft cap, slopes, sinks, dropout, widths and lengths agree with float64."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from bounds import check
 from features import SPECS, Problem, segment_ids
 
 MORE = 4
-"""Keys of a rank beyond its queries."""
+"""The number by which a rank's keys exceed its queries."""
 
 
 def pytest_generate_tests(metafunc):
@@ -22,7 +22,7 @@ def pytest_generate_tests(metafunc):
 
 
 def name(choice):
-    """What is other than in plain attention, and where it runs."""
+    """Returns the test's name: the differences from plain attention, and the mesh."""
     mesh = "x".join(map(str, choice["mesh"]))
     words = [mesh, choice["layout"], choice["backward"], choice["dtype"]]
     words += [f"n{choice['tokens_per_rank']}", f"g{choice['group_size']}"]
@@ -79,7 +79,7 @@ def test_feature_alone(number):
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_packed_documents_are_each_alone(layout):
-    """Values and gradients of every document, held against the reference without segments."""
+    """Each document has the values and gradients of a call for it alone, by the reference."""
     lengths = (11, 3, 20, 14)
     one = Problem(layout=layout, causal=True, segments="packed", window=(9, 0), batch=1)
     ids = np.repeat(np.arange(4, dtype=np.int32), lengths)[None]
@@ -104,13 +104,13 @@ def test_widths(dims):
 
 
 def test_gradients_without_tracked_axes():
-    """check_vma=False: sums over ranks are shard_map's business."""
+    """With check_vma=False, shard_map itself sums gradients over ranks."""
     one = Problem(slopes=True, sinks=True, segments="documents", dropout=0.3, mesh=(2, 2, 2))
     agree(one, check_vma=False)
 
 
 def test_vmap_over_some_inputs():
-    """Segments, slopes and the key mapped, the others not."""
+    """Only segments, slopes and the random key are mapped."""
     one = Problem(mesh=(1, 2, 1), slopes=True, segments="documents", dropout=0.3)
     arrays = one.arrays()
     dout, dlse = arrays.pop("dout"), arrays.pop("dlse")

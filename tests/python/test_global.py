@@ -1,4 +1,4 @@
-"""Attention on global arrays: meshes, specs, heads that are shared, and gradients on all."""
+"""Attention on global arrays follows meshes, specs and shared heads, with right gradients."""
 
 import burst_attention as ba
 import jax
@@ -20,7 +20,7 @@ def inputs(heads=4, kv_heads=2, seq=48, dim=32):
 
 
 def check(found, arrays):
-    """(out, gradients) of causal attention against the reference."""
+    """Checks (out, gradients) of causal attention against the reference."""
     q = arrays[0]
     expected = dense(*arrays, np.zeros(q.shape[:3]), causal=True)
     out, grads = found
@@ -31,7 +31,7 @@ def check(found, arrays):
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_explicit_mesh_is_inferred(sizes):
-    """Mesh, spec and axis come from the types; results and gradients keep them."""
+    """Mesh, spec and axis come from the types, and results and gradients keep them."""
     mesh, arrays = ring.mesh(*sizes, axis_type=AxisType.Explicit), inputs()
     *qkv, dout = ring.put(mesh, *arrays)
 
@@ -86,7 +86,7 @@ def test_axis_of_one_device():
 @pytest.mark.parametrize("kv_heads", [1, 2])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_few_key_heads_stay_whole_and_owned_ones_are_sliced(axis_type, kv_heads):
-    """Four shards of eight query heads, one or two key/value heads: their gradients are summed."""
+    """Four shards of eight query heads share one or two key/value heads; gradients are summed."""
     mesh, arrays = ring.mesh(1, 2, 4, axis_type=axis_type), inputs(8, kv_heads)
     q, dout = ring.put(mesh, arrays[0], arrays[3])
     k, v = ring.put(mesh, *arrays[1:3], spec=P("data", "context"))
@@ -120,8 +120,11 @@ def test_return_residual_and_layout():
 
 
 def test_nested_in_a_shard_map_over_another_axis():
-    """A pipeline's shard_map over one axis, attention's over the others inside it. Forward only:
-    JAX itself can't lower the gradient of nested shard_maps that keep residuals."""
+    """Attention's shard_map runs inside a pipeline's shard_map over another axis.
+
+    The test runs the forward pass only: JAX itself can't lower the gradient of nested shard_maps
+    that keep residuals.
+    """
     mesh, (q, k, v, _) = ring.mesh(2, 4, 1), inputs()
 
     def local(q, k, v):

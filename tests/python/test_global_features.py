@@ -1,4 +1,4 @@
-"""Masks and features of global arrays: what is sharded like what, gradients of what is shared."""
+"""Global arrays of masks and features are sharded with q, k and v, and have right gradients."""
 
 import burst_attention as ba
 import jax
@@ -25,7 +25,7 @@ ALL = Problem(
 
 
 def attend(one, **where):
-    """`dot_product_attention` as a function of a problem's arrays."""
+    """Returns `dot_product_attention` as a function of a problem's arrays."""
 
     def function(arrays):
         qkv = (arrays[name] for name in "qkv")
@@ -48,7 +48,7 @@ def test_everything_at_once(axis_type):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_what_is_whole_on_every_device(axis_type):
-    """Segments and the key of the host; slopes, sinks and a key/value head that stay whole."""
+    """Segments and random key are host arrays; slopes, sinks and a key/value head stay whole."""
     one = Problem(
         mesh=(2, 2, 2), kv_heads=1, segments="documents", slopes=True, sinks=True, dropout=0.2
     )

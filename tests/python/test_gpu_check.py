@@ -1,6 +1,5 @@
-"""What of `make gpu-check` needs no GPU: a rehearsal of it all, and its failures."""
+"""`make gpu-check` without a GPU: the rehearsal runs every part, and every failure is reported."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -10,20 +9,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import gpu_check as command
 import jax
 import pytest
-from case_list import FILE
+from check import group, numerics, parts, problem, run, speed, training, virtual
+from gpu import session
+from gpu.library import AbsentError
 
-BENCHMARKS = FILE.parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-group, numerics, parts, problem, run, speed, training, virtual = (
-    importlib.import_module(f"check.{name}")
-    for name in (*("group", "numerics", "parts", "problem", "run", "speed", "training", "virtual"),)
-)
-command = importlib.import_module("gpu_check")
-session = importlib.import_module("gpu.session")
 SMALL = problem.Problem("", 2, 70, 4, 2, 32, "bfloat16", True, "striped", 2)
-COMMAND = [sys.executable, str(BENCHMARKS / "gpu_check.py")]
+COMMAND = [sys.executable, command.__file__]
 
 
 @pytest.mark.long
@@ -31,9 +25,9 @@ def test_rehearsal_runs_every_part_on_the_wheel(tmp_path):
     wheel = tmp_path / "burst_attention-0-py3-none-any.whl"
     package = Path(virtual.library()._name).parent
     with zipfile.ZipFile(wheel, "w") as content:
-        for file in package.iterdir():
+        for file in package.rglob("*"):
             if file.suffix in (".py", ".so"):
-                content.write(file, f"{package.name}/{file.name}")
+                content.write(file, file.relative_to(package.parent))
     flags = ["--rehearse", "--out", str(tmp_path), "--wheel", str(wheel)]
     rehearsal = subprocess.run([*COMMAND, *flags], capture_output=True, text=True)
     assert rehearsal.returncode == 0, rehearsal.stdout + rehearsal.stderr
@@ -61,7 +55,6 @@ def test_without_a_gpu_the_command_says_so(tmp_path):
 
 FAULTY = """
 import os, signal, sys, time
-sys.path.insert(0, {benchmarks!r})
 from check import worker
 
 class Part:
@@ -82,25 +75,25 @@ class Part:
             if os.environ["RANK_OF_TEST"] == "1":
                 print("last words", file=sys.stderr, flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60)  # waits for the other
+            time.sleep(60)  # waits for the other rank
         wrong = ["too slow"] if (self.name, name) == ("speed", "first") else []
-        row = {{"name": name, "shown": "", "wrong": wrong, "errors": {{}}}}
-        return row | {{"kind": "layer", "losses": {{"ring": [1.0], "plain": [1.0]}}}}
+        row = {"name": name, "shown": "", "wrong": wrong, "errors": {}}
+        return row | {"kind": "layer", "losses": {"ring": [1.0], "plain": [1.0]}}
 
 def join(self, address, count, rank):
     if "NCCL_HOSTID" in os.environ:
         raise RuntimeError("Duplicate GPU detected")
     os.environ["RANK_OF_TEST"] = str(rank)
-    return {{}}
+    return {}
 
 def train(self, steps, attention, devices):
     losses = [2.0 - 0.001 * step for step in range(steps)]
-    return {{"losses": losses, "gathered": True, "in flight": {{}}, "scheduler": ""}}
+    return {"losses": losses, "gathered": True, "in flight": {}, "scheduler": ""}
 
 worker._part = Part
 worker.missing = lambda *_: None
 worker.context_is_lost = lambda: None
-worker.Work.environment = lambda self: {{"device": "Made Up"}}
+worker.Work.environment = lambda self: {"device": "Made Up"}
 worker.Work.join, worker.Work.train = join, train
 worker.main()
 """
@@ -108,10 +101,10 @@ worker.main()
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory):
-    """A run on workers that fail in every way: results, what was printed, and the folder."""
+    """Returns a run on workers that fail in every way: its results and its folder."""
     pytest.importorskip("matplotlib", reason="the wheel's environments have JAX and pytest alone")
     folder = tmp_path_factory.mktemp("faulty")
-    worker = [sys.executable, "-c", FAULTY.format(benchmarks=str(BENCHMARKS))]
+    worker = [sys.executable, "-c", FAULTY]
     checked = run.Run(session.Budget(100.0), folder, worker=worker, item_s=1.0)
     passed = command.check(checked, list(parts.PARTS))
     return SimpleNamespace(passed=passed, found=checked.found["parts"], folder=folder, run=checked)
@@ -134,7 +127,7 @@ def test_each_kind_of_failure_is_reported_and_hides_nothing(faulty, part, why):
     assert any(why in entry["why"] for entry in found["failed"])
     if part == "processes":
         assert any("lost before" in entry["why"] for entry in found["failed"])
-    if part != "processes":  # whose other problems need the processes that are no more
+    if part != "processes":  # its other problems need processes that have ended
         assert [row["name"] for row in found["rows"]][-1] == "second"
 
 
@@ -271,7 +264,7 @@ def test_window_that_is_not_pruned_fails(monkeypatch):
     monkeypatch.setattr(speed, "SECONDS", 0.0)
     monkeypatch.setattr(speed, "SAMPLE_MS", 1.0)
     item = next(item for item in speed._items(False).values() if item.kind == "window")
-    assert 0.09 < item.bar < 0.1  # three times 1,025 of 65,536 / 2
+    assert 0.09 < item.bar < 0.1  # three times 1,025 of 65,536 / 2 keys
     slow, fast = (lambda seconds=s: time.sleep(seconds) for s in (0.02, 0.0005))
     assert speed._measure(item, fast, slow, lambda: [0.0], rehearse=False)["wrong"] == []
     row = speed._measure(item, slow, slow, lambda: [0.0], rehearse=False)
@@ -283,6 +276,5 @@ def test_full_device_is_no_failure_of_a_row(monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     monkeypatch.setattr(speed, "_ring", full)
-    absent = importlib.import_module("gpu.library").AbsentError
-    with pytest.raises(absent, match="not enough memory"):
+    with pytest.raises(AbsentError, match="not enough memory"):
         speed.Speed().measure(next(iter(speed.Speed().names(True))), True)

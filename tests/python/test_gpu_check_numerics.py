@@ -1,20 +1,11 @@
-"""What `make gpu-check` holds results against, and that it notices wrong ones; no GPU is needed."""
-
-import importlib
-import sys
+"""The float64 results of `make gpu-check` are right, and its bounds catch wrong results."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from case_list import FILE
+from check import exact, numerics, ours, problem, ranks, shared, virtual
 from long import some
 from reference import dense
-
-sys.path.insert(0, str(FILE.parents[1] / "benchmarks"))
-exact, numerics, ours, problem, ranks, shared, virtual = (
-    importlib.import_module(f"check.{name}")
-    for name in ("exact", "numerics", "ours", "problem", "ranks", "shared", "virtual")
-)
 
 SMALL = problem.Problem("", 2, 70, 4, 2, 32, "bfloat16", True, "striped", 2)
 
@@ -30,7 +21,7 @@ def test_float64_on_the_device_equals_the_reference_of_the_tests(is_causal):
 
 FEATURES = {one.name: one for one in shared.features(1)}
 WHOLE = {"lse", "dz", "dslopes"}
-"""Results that are kept in float32."""
+"""The results that are kept in float32."""
 
 
 @pytest.mark.parametrize("name", some(FEATURES, 4))
@@ -57,7 +48,7 @@ def test_float64_with_features_equals_the_reference_of_the_tests(name):
 
 
 def rounded(results, bits):
-    """As if computed exactly and kept with so many bits."""
+    """Returns exact results rounded to ``bits`` bits."""
     kept = {}
     for name, x in results.items():
         mantissa, exponent = np.frexp(x)
@@ -136,7 +127,7 @@ def test_every_feature_is_alone_somewhere_and_on_a_ring_if_its_calls_have_it():
     assert {p.world_size for p in found} == {2, 4, 8}
     assert {p.dtype for p in found} == {"bfloat16", "float16"}
     assert all(p.seq % (2 * p.world_size) == p.kv_seq % (2 * p.world_size) == 0 for p in found)
-    # Keys of several tiles, and windows that end within one.
+    # Keys fill several tiles, and windows end within a tile.
     assert all(min(p.seq, p.kv_seq) > 700 for p in found)
     ranks_have = ranks.Members().names(False)
     for name in ("window", "segments", "soft_cap", "slopes", "sinks", "dropout"):
@@ -144,7 +135,7 @@ def test_every_feature_is_alone_somewhere_and_on_a_ring_if_its_calls_have_it():
 
 
 def without(name):
-    """The public function without a feature's argument."""
+    """Returns the public function without one feature's argument."""
 
     def attention(*arrays, **options):
         import burst_attention as ba
@@ -206,7 +197,7 @@ def test_row_that_sees_nothing_must_say_so():
     ],
 )
 def test_virtual_ring_that_computes_another_problem_fails(name, instead):
-    """What stands in for the ring gets the same arrays."""
+    """The stand-in for the ring gets the same arrays and computes another problem."""
     one = next(p for n, p in FEATURES.items() if n.startswith(name + shared.RING))
 
     class Faulty(virtual.StandIn):
@@ -248,7 +239,7 @@ def test_virtual_ring_is_called_as_the_library_wants_it(monkeypatch):
             "window_left = -1 : i64",
             "window_right = 0 : i64",
             "logits_soft_cap = 0.000000e+00 : f32",
-            "has_segments = false",
+            'feature_operands = ""',
             "softmax_scale = 0.17677",
             'axis_name = "context"',
             f"tensor<{bytes_}xui8>",
@@ -273,21 +264,18 @@ def test_call_with_features_gets_slopes_and_the_window(monkeypatch):
             "window_left = 9 : i64",
             "window_right = 4 : i64",
             "logits_soft_cap = 2.000000e+00 : f32",
-            "has_segments = false",
-            "has_slopes = true",
+            'feature_operands = "alibi_slopes"',
             "tensor<2x2x4xf32>",
             "tensor<2x2x15x2x64xbf16>",
         ):
             assert part in line
     assert "-> (tensor<2x2x35x4x64xbf16>, tensor<2x2x35x4xf32>, tensor<7xui8>)" in forward
-    # What each query adds to the slopes' gradient starts as zeros, the last operand.
+    # The last operand holds zeros, to which each query's part of the slopes' gradient is added.
     assert "tensor<2x2x4xf32>, tensor<2x2x35x4xf32>) ->" in backward
     assert "tensor<2x2x35x4xf32>, tensor<7xui8>)" in backward.split("->")[1]
 
 
 def test_library_has_the_virtual_ring_and_knows_its_workspace():
-    if not hasattr(virtual.library(), "burst_attention_workspace"):
-        pytest.skip("this library was built without the calls for CUDA")
     needed = {which: virtual.workspace_bytes(SMALL, which) for which in ("forward", "backward")}
     assert 0 < needed["forward"] < needed["backward"]
     with pytest.raises(RuntimeError, match="workspace of"):

@@ -1,20 +1,15 @@
-"""The processes of the GPU kernels' benchmark: a worker that hangs or crashes costs one item."""
+"""In the GPU kernels' benchmark, a worker that hangs or crashes costs one item."""
 
-import importlib
 import json
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from gpu import library, session, worker
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-library, session, worker = (
-    importlib.import_module(f"gpu.{name}") for name in ("library", "session", "worker")
-)
+import kernels as command
 
 SERVANT = """
 import json, os, sys, time
@@ -89,9 +84,7 @@ def test_worker_answers_every_item_and_stops_when_the_gpu_is_lost(monkeypatch):
 
 
 def test_without_a_gpu_the_command_says_so():
-    result = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "kernels.py")], capture_output=True, text=True
-    )
+    result = subprocess.run([sys.executable, command.__file__], capture_output=True, text=True)
     assert result.returncode == 2, result.stderr
     assert result.stdout.startswith("expected")
     assert "found none" in result.stdout

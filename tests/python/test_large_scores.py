@@ -1,4 +1,4 @@
-"""Gradients where scores are so large that float32 rounds them by more than 1."""
+"""Gradients stay right where float32 rounds scores by more than 1."""
 
 import burst_attention as ba
 import jax
@@ -10,24 +10,27 @@ from features import Problem
 from jax.sharding import PartitionSpec as P
 
 LEAD = 30
-"""By how much a row's largest score must lead, so that one key has all weight in float32."""
+"""The lead of a row's largest score that gives one key all weight in float32."""
 
 
 def magnified(q, k, size):
-    """Queries times a factor that makes the largest score so large."""
+    """Returns the queries times a factor that makes the largest score ``size``."""
     scores = np.einsum("bqhd,bkhd->bhqk", *(np.asarray(x, np.float64) for x in (q, k)))
     return (q * np.float32(size * q.shape[-1] ** 0.5 / np.abs(scores).max())).astype(q.dtype)
 
 
 def leading(q, k, size):
-    """Rows ``[batch, seq, heads, 1]`` whose largest score leads by `LEAD`, rounded or not."""
+    """Returns whether each row's largest score leads by `LEAD`, ``[batch, seq, heads, 1]``.
+
+    The lead must outlast the rounding of the scores.
+    """
     scores = np.einsum("bqhd,bkhd->bqhk", *(np.asarray(x, np.float64) for x in (q, k)))
     second, first = np.sort(scores * q.shape[-1] ** -0.5, axis=-1)[..., -2:].transpose(3, 0, 1, 2)
     return (first - second > max(LEAD, 1e-6 * size))[..., None]
 
 
 def exact_dv(q, k, dout):
-    """In float64; the largest scores only, so that their exponentials are 1."""
+    """Returns dv in float64 if each row's largest score has all weight."""
     scores = np.einsum("bqhd,bkhd->bhqk", *(np.asarray(x, np.float64) for x in (q, k)))
     weights = scores == scores.max(-1, keepdims=True)
     return np.einsum("bhqk,bqhd->bkhd", weights.astype(np.float64), dout)
@@ -72,7 +75,7 @@ FEATURES = {
 
 @pytest.mark.parametrize("features", FEATURES)
 def test_no_weight_exceeds_one(features):
-    """So no element of dv exceeds what its column of dout adds up to, and all is finite."""
+    """No element of dv exceeds the sum of its column of dout, and all results are finite."""
     one = Problem(**FEATURES[features])
     arrays = one.arrays()
     for size in (1e5, 1e8):
@@ -88,7 +91,7 @@ def test_no_weight_exceeds_one(features):
 
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_scores_that_overflow(sign):
-    """To −∞ they are hidden, so a row without another score sees nothing; to +∞ the row is NaN."""
+    """Scores of −∞ are hidden, so their row sees nothing; scores of +∞ make their row NaN."""
     q, k, v, dout = ring.normal(2, *[(1, 16, 2, 8)] * 4)
     q[:, 3:5], k = 1e25, np.full_like(k, sign * 1e25)
 

@@ -1,4 +1,4 @@
-"""Layouts: positions, reordering and its inverse, shardings kept, derivatives."""
+"""Layouts reorder arrays and back, keep shardings, and have derivatives."""
 
 from functools import partial
 
@@ -74,7 +74,7 @@ def test_sharding_is_kept(axis_type, layout):
 
 
 def test_an_uncommitted_array_goes_where_a_mesh_needs_it():
-    """Eagerly, and closed over by a program; `Module.init` of Flax does the former."""
+    """This holds eagerly, as in Flax's `Module.init`, and for arrays that a program closes over."""
     (x,) = ring.normal(0, (1, 16, 2, 8))
     x = jnp.asarray(x)
 
@@ -92,7 +92,7 @@ def test_an_uncommitted_array_goes_where_a_mesh_needs_it():
 
 
 def test_causal_work_of_zigzag_is_equal_on_all_ranks():
-    """Pairs of query and key that causality allows, for each rank."""
+    """Causality allows the same number of pairs of query and key on each rank."""
     for size in (2, 5, 8):
         shards = ba.layout_positions(8 * size, size, "zigzag").reshape(size, -1)
         assert len({(shard + 1).sum() for shard in shards}) == 1
@@ -138,7 +138,7 @@ def test_numbers_are_integers_of_any_type():
         ba.layout_positions(16.0, 4, "zigzag")
     with pytest.raises(TypeError, match="^rank must be an int, got '1'"):
         ba.layout_positions(16, 4, "zigzag", "1")
-    # Twice 100 is more than an int8 holds.
+    # An int8 cannot hold twice 100.
     found = ba.layout_positions(np.int64(400), np.int8(100), "zigzag", np.uint8(1))
     assert np.array_equal(found, ba.layout_positions(400, 100, "zigzag", 1))
 
@@ -149,7 +149,7 @@ def test_bytes_in_the_other_order_are_kept():
 
 
 def test_host_placement_matches_the_devices():
-    """What a data loader puts on rank r is what rank r holds of the reordered global array."""
+    """A data loader's rows for a rank are the rank's rows of the reordered global array."""
     mesh = ring.line(4)
     tokens = np.arange(32)[None]
     placed = jax.device_put(

@@ -1,4 +1,4 @@
-"""What the library tells: its version, and the timeline of its rings."""
+"""The library reports its version and the timeline of its rings."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ def test_library_and_package_have_one_version():
 
 
 def test_library_names_no_folder_of_its_builder():
-    """Messages of panics name source files, which lie in cargo's folder or this repository's."""
+    """Panics name source files, but neither cargo's folder nor this repository's."""
     content = _ffi.LIBRARY.read_bytes()
     assert b"src/host/" in content
     assert b"/registry/src/" not in content

@@ -1,4 +1,4 @@
-"""Linear attention: the numbers of the token-by-token recurrence, whatever the mesh and method."""
+"""Linear attention gives the results of the recurrence on any mesh and with any method."""
 
 import re
 from functools import partial
@@ -42,7 +42,7 @@ def test_types_of_16_bits_are_rounded_once(dtype):
 
 
 def test_strong_decay_over_long_chunks_keeps_its_digits():
-    """Between them tokens of a chunk decay by e^−2000; sums of logs would round neighbours."""
+    """The tokens of a chunk decay by e^−2000 in all, so sums of logs would round single decays."""
     *arrays, dout, dlast = inputs(2, 300, 2, 2, 16, 16, 1.0)
     arrays[3] = -np.abs(ring.normal(5, arrays[3].shape)[0]) * np.float32(30)
     arrays = (*arrays, dout, dlast)
@@ -65,7 +65,7 @@ def test_a_decay_of_heads_and_its_gradient():
     attend = jax.jit(attend)
     _, pullback = jax.jit(partial(jax.vjp, attend))(q, k, v, decay)
     terms = recurrence(q, k, v, logs, 0 * first, dout, 0 * dlast)["dlog_decay"] / decay
-    # Terms of both signs: the sum is as exact as they are.
+    # The terms have both signs, so the sum's error is measured by their absolute values.
     error = np.abs(pullback(dout)[3] - terms.sum((0, 1)))
     assert np.all(error <= 1e-6 * np.abs(terms).sum((0, 1)))
     without = jax.shard_map(
@@ -118,7 +118,7 @@ def test_what_is_not_finite_stays_in_its_document(method, by):
 
 @pytest.mark.long
 def test_padding_leaves_nothing_whatever_its_decays_are():
-    """The state after padding at the end is zero, and no gradient of a decay there is NaN."""
+    """After padding at the end the state is zero, and no gradient of a decay in it is NaN."""
     q, k, v, logs, *_ = inputs(2, 40, 2, 1, 16, 16, 0.9)
     ids = np.broadcast_to(np.repeat(np.array([0, -1], np.int32), [70, 10]), (2, 80))
     logs[:, 70:] = np.nan
@@ -186,7 +186,7 @@ def test_no_tokens_give_no_outputs_and_the_state_as_it_was(compiled, is_causal):
 
 @pytest.mark.long
 def test_a_sequence_can_be_continued():
-    """In two halves, then token by token: the same outputs, and gradients through the states."""
+    """Two halves, and single tokens, give the same outputs; gradients pass through the states."""
     q, k, v, logs, first, dout, dlast = arrays = inputs(2, 64, 4, 2, 16, 16, 0.9)
     mesh, whole = ring.line(2), found(ring.line(2), arrays)
 
@@ -244,7 +244,7 @@ def test_a_pair_of_axes_is_one_line_of_ranks():
 
 
 def moved(method, tokens):
-    """Numbers that the collectives of a forward pass over eight ranks bring, by kind."""
+    """Returns the numbers that each collective of a forward pass over eight ranks delivers."""
     q, k, v, logs, *_ = inputs(8, tokens, 4, 2, 16, 32, 0.9)
     function = jax.shard_map(
         lambda q, k, v, logs: ba.linear_attention(
@@ -265,7 +265,7 @@ def moved(method, tokens):
 
 @pytest.mark.parametrize("tokens", [8, 512])
 def test_what_travels_does_not_grow_with_length(tokens):
-    """One state of each rank, and where all are gathered the sums of its log decays."""
+    """Each rank sends one state, and for all_gather the sums of its log decays too."""
     state, decays = 2 * 4 * 16 * 32, 2 * 4
     assert moved("ring", tokens) == [("collective_permute", state)] * 7
     assert moved("all_gather", tokens) == [("all_gather", 8 * decays), ("all_gather", 8 * state)]
@@ -296,7 +296,7 @@ def test_transforms():
 
 
 def test_rematerialised_layers_that_keep_it_run_it_once():
-    """Layers in a scan: without the policy the compiled program has a forward pass once more."""
+    """The layers stand in a scan; without the policy, a program has one more forward pass."""
     q, k, v, logs, *_ = inputs(4, 48, 2, 2, 16, 16, 0.9)
 
     def gradients(policy):
@@ -334,7 +334,7 @@ def test_bad_input():
     refused(ValueError, "must not both be given", decay=heads, log_decay=rows)
     refused(
         ValueError,
-        r"decay must have shape \[heads\].*: \(2,\), got \(3,\)",
+        r"decay must have shape \(2,\), \[heads\], one for .*, got shape \(3,\)",
         decay=np.ones(3, np.float32),
     )
     refused(TypeError, "decay must be float32, got float16", decay=heads.astype(np.float16))
@@ -346,11 +346,17 @@ def test_bad_input():
         for given in (decay, jnp.asarray(decay)):
             words = f"decay must be from 0 to 1 in every head, got {wrong} in head 1.*log_decay"
             refused(ValueError, words, decay=given)
-    refused(ValueError, r"log_decay must have shape \[batch, seq, heads\]", log_decay=rows[:, :4])
+    refused(
+        ValueError, r"log_decay must have shape .* \[batch, seq, heads\]", log_decay=rows[:, :4]
+    )
     refused(ValueError, "decay must be None with is_causal=False", decay=heads, is_causal=False)
     refused(NotImplementedError, "layout must be 'contiguous'.*from_layout", layout="zigzag")
     refused(ValueError, "method must be one of 'auto', 'ring' or 'all_gather'", method="tree")
-    refused(TypeError, "segment_ids must be an int32 array", segment_ids=np.zeros((1, 8)))
+    refused(
+        TypeError,
+        "segment_ids must be int32, got float64; use x.astype",
+        segment_ids=np.zeros((1, 8)),
+    )
     refused(
         ValueError, "the state must have shape", initial_state=np.zeros((1, 2, 8, 9), np.float32)
     )
@@ -367,7 +373,8 @@ def test_bad_input():
     words = r"log_decay must be an array, got -0.5 \(float\); .*\[batch, heads\].*: \(1, 2\)"
     with pytest.raises(TypeError, match=words):
         ba.linear_attention_step(q, k, v, state, log_decay=-0.5)
-    with pytest.raises(ValueError, match=r"log_decay must have shape \[batch, heads\].*got \(2,\)"):
+    words = r"log_decay must have shape \(1, 2\), \[batch, heads\], .* got shape \(2,\)"
+    with pytest.raises(ValueError, match=words):
         ba.linear_attention_step(q, k, v, state, log_decay=heads)
     tokens = ring.normal(0, *[(1, 16, 2, 8)] * 3)
     with pytest.raises(ValueError, match="linear_attention must be called inside") as error:
@@ -378,7 +385,7 @@ def test_bad_input():
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_traced_decays_out_of_range_are_not_taken_for_0(size):
-    """Those that are NaN or negative give NaN; above 1 the state grows."""
+    """Decays that are NaN or negative give NaN; with decays above 1 the state grows."""
     q, k, v, logs, *_ = inputs(size, 40, 4, 2, 16, 16, 1.0)
     decay = np.array([np.nan, -0.5, 1.01, 0.9], np.float32)
     attend = jax.shard_map(

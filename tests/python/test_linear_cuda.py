@@ -1,7 +1,7 @@
-"""Linear attention on GPUs without one: what surrounds the kernels, and what programs say to XLA.
+"""Linear attention on GPUs, without a GPU: the code around the kernels and the programs are right.
 
-In the kernels' place stand their formulas, written out. That the kernels compute those is shown in
-`kernels/interpreter/tests/kernels/linear.rs`, on an interpreter.
+The kernels' formulas, written out, stand in for the kernels. The tests in
+`kernels/interpreter/tests/kernels/linear` show on an interpreter that the kernels compute them.
 """
 
 from functools import partial
@@ -12,14 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
-from burst_attention import _checks, _ffi, _linear_cuda
+from burst_attention import _ffi
+from burst_attention._linear import checks, gpu
 from jax.sharding import PartitionSpec as P
 from linear_cases import X, assert_documents_are_apart, assert_right, found, inputs
 from linear_reference import recurrence
 from long import some
 from test_cuda_lowering import GPU, KNOWN, abstract_mesh, calls, lowered
 
-TILE = _linear_cuda.TILE
+TILE = gpu.TILE
 CASES = [
     # world, tokens per rank, heads, kv_heads, k_dim, v_dim, λ
     (1, 1, 2, 2, 8, 8, 1.0),
@@ -30,12 +31,12 @@ CASES = [
     (4, 300, 4, 1, 8, 136, None),
 ]
 SLACK = 8
-"""Sums of a tile's log decays are single floats here: 16-bit kernels don't need more, and errors of
-float32 stand-ins are so many times the bounds on CPU devices, 2e-6 and 1e-5."""
+"""The errors of float32 stand-ins, as a multiple of the bounds on CPU devices, 2e-6 and 1e-5. Sums
+of a tile's log decays are single floats here, since kernels of 16-bit types need no more."""
 
 
 def in_parts(x, heads, rows):
-    """``[batch, tokens, some heads, dim]`` as ``[batch, parts, heads, rows of a part, dim]``."""
+    """Turns ``[batch, tokens, some heads, dim]`` into ``[batch, parts, heads, rows, dim]``."""
     batch, tokens, some, dim = x.shape
     x = jnp.pad(x, [(0, 0), (0, -tokens % rows), (0, 0), (0, 0)])
     x = jnp.repeat(x, heads // some, axis=2).reshape(batch, -1, rows, heads, dim)
@@ -43,14 +44,18 @@ def in_parts(x, heads, rows):
 
 
 def left_between(sums, rows, back):
-    """What is left between two tokens of a part, of what was before it, of a token behind it."""
+    """Returns products of decays within each part.
+
+    They lie between two tokens, from the part's start to a token, and from a token to the part's
+    end; with ``back``, the last two are exchanged.
+    """
     batch, heads, padded = sums.shape
     tiles = sums.reshape(batch, heads, -1, TILE)
     logs = jnp.diff(tiles, axis=3, prepend=0).reshape(batch, heads, padded)
     logs = jnp.pad(logs, [(0, 0), (0, 0), (0, -padded % rows)]).reshape(batch, heads, -1, rows)
     logs = logs.swapaxes(1, 2)
     place = jnp.arange(rows)
-    # Row j sums from token j + 1 on.
+    # Row j sums the logs of tokens j + 1 and later.
     between = jnp.where(place > place[:, None], logs[..., None, :], 0).cumsum(-1)
     seen = jnp.where(place >= place[:, None], jnp.exp2(between), 0)
     first, last = jnp.exp2(logs.cumsum(-1)), seen[..., -1]
@@ -62,16 +67,16 @@ def exactly(x):
 
 
 def rounded(x):
-    """As kernels narrow what enters their products."""
+    """Rounds to bfloat16, as kernels round the operands of products."""
     return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def weighed(weights, x):
-    """Kernels let nothing of what has a weight of 0 pass, be it NaN; subnormal weights are 0."""
+    """Multiplies as kernels do: a weight of 0 gives 0 even for NaN, and subnormal weights are 0."""
     return jnp.where(jnp.abs(weights) < 2.0**-126, 0, weights * x)
 
 
-def stand_in(name, parts, operands, shapes, varying, back, narrow=exactly):
+def stand_in(name, parts, operands, shapes, back, narrow=exactly):
     """The formulas of `kernels/compiler/src/device/linear.rs`."""
     rows = parts.rows
     *queries, k, v, sums = operands[: 3 if name == "parts" else 4]
@@ -99,7 +104,7 @@ def stand_in(name, parts, operands, shapes, varying, back, narrow=exactly):
     if len(operands) == 5:
         return (whole.astype(shapes[0].dtype),)
     # Products by row, of each tile of columns on its own.
-    columns = _linear_cuda.COLUMNS
+    columns = gpu.COLUMNS
     products = jnp.repeat(operands[5], heads // operands[5].shape[2], axis=2) * whole
     products = jnp.pad(products, [(0, 0), (0, -tokens % TILE), (0, 0), (0, -shape[3] % columns)])
     dots = products.reshape(*products.shape[:3], -1, columns).sum(-1)
@@ -110,8 +115,8 @@ def stand_in(name, parts, operands, shapes, varying, back, narrow=exactly):
 @pytest.fixture
 def kernels(monkeypatch):
     """As if the devices were GPUs."""
-    monkeypatch.setattr(_linear_cuda, "_call", stand_in)
-    monkeypatch.setattr(_checks, "devices", lambda mesh, dtype: "cuda")
+    monkeypatch.setattr(gpu, "_call", stand_in)
+    monkeypatch.setattr(checks, "platform", lambda mesh, dtype: "cuda")
 
 
 @pytest.mark.parametrize("shape", some(CASES, 2), ids=lambda shape: "-".join(map(str, shape)))
@@ -126,12 +131,12 @@ def test_kernels_and_what_surrounds_them_are_the_recurrence(kernels, shape):
 )
 def test_what_is_not_finite_stays_in_its_document(kernels, monkeypatch, world, method):
     """In parts of one tile, so that documents begin inside of parts and go through several."""
-    monkeypatch.setattr(_linear_cuda, "part_rows", lambda batch, tokens, heads: TILE)
+    monkeypatch.setattr(gpu, "part_rows", lambda batch, tokens, heads: TILE)
     assert_documents_are_apart(world, method, "segment_ids")
 
 
 def test_resets_and_strong_decays(kernels):
-    """Documents of 1 to 90 tokens and, between them, decays to e^−30 a token."""
+    """Resets every 1 to 90 tokens, and decays down to e^−30 a token, keep results right."""
     *arrays, dout, dlast = inputs(2, 600, 2, 1, 16, 16, None)
     random = np.random.default_rng(0)
     begins = np.cumsum(random.integers(1, 90, 100))
@@ -150,7 +155,7 @@ def test_resets_and_strong_decays(kernels):
 )
 def test_rounding_to_16_bits_stays_small_in_all_gradients(kernels, monkeypatch, decay):
     """Gradients of decays too, although they are sums of differences."""
-    monkeypatch.setattr(_linear_cuda, "_call", partial(stand_in, narrow=rounded))
+    monkeypatch.setattr(gpu, "_call", partial(stand_in, narrow=rounded))
     arrays = inputs(1, 400, 2, 1, 16, 32, decay, "bfloat16")
     got, want = found(ring.line(1), arrays), recurrence(*arrays)
     for name, exact in want.items():
@@ -167,9 +172,9 @@ def test_a_state_beyond_float16_leaves_finite_gradients(kernels):
 
 
 def test_a_wrong_part_is_noticed(kernels, monkeypatch):
-    right = _linear_cuda.between
+    right = gpu.between
     monkeypatch.setattr(
-        _linear_cuda, "between", lambda totals, left, back: right(totals[..., ::-1], left, back)
+        gpu, "between", lambda totals, left, back: right(totals[..., ::-1], left, back)
     )
     *arrays, dout, dlast = inputs(1, 600, 2, 1, 16, 16, None)
     arrays = (*arrays[:3], arrays[3] * np.float32(1e-3), arrays[4], dout, dlast)
@@ -179,15 +184,15 @@ def test_a_wrong_part_is_noticed(kernels, monkeypatch):
 
 def test_parts_keep_a_gpu_busy_and_are_tiles():
     for batch, tokens, heads in [(1, 131072, 8), (1, 1, 1), (4, 4096, 64), (1, 1 << 20, 1)]:
-        rows = _linear_cuda.part_rows(batch, tokens, heads)
+        rows = gpu.part_rows(batch, tokens, heads)
         parts = -(-tokens // rows)
         assert rows % TILE == 0
-        assert parts * batch * heads >= min(_linear_cuda.BLOCKS, tokens // 512) * 0.9
-        assert parts * batch * heads <= _linear_cuda.BLOCKS + batch * heads
+        assert parts * batch * heads >= min(gpu.BLOCKS, tokens // 512) * 0.9
+        assert parts * batch * heads <= gpu.BLOCKS + batch * heads
 
 
 def program(device, dtype="bfloat16", tokens=4096):
-    """Lowered for GPUs: forward and backward over four of them."""
+    """Returns the program of both passes over four GPUs."""
     mesh = abstract_mesh(device, (4,), ("context",))
     shapes = [jax.ShapeDtypeStruct((2, tokens, heads, 64), dtype) for heads in (4, 2, 2)]
     logs = jax.ShapeDtypeStruct((2, tokens, 4), jnp.float32)
@@ -214,7 +219,7 @@ def test_a_program_calls_each_kernel_as_often_as_it_must():
     assert found[0].results == [parts]
     assert found[1].operands == [q, kv, kv, "2x4x1024xf32", parts]
     assert found[1].results == [q]
-    # dq, with its products with q.
+    # This call gives dq and its products with q.
     assert found[3].operands == [q, kv, kv, "2x4x1024xf32", parts, q]
     assert found[3].results == [q, "2x4x1024xf32"]
     assert {call.attributes["part_rows"].split(" ")[0] for call in found} == {"256"}
@@ -233,7 +238,7 @@ def test_what_travels_on_gpus_does_not_grow_with_length(device):
 
 
 def test_where_the_platform_is_unknown_a_program_runs_on_cpu():
-    """The same numbers as a program for CPU devices, to the bit."""
+    """The results have the bits of a program for CPU devices."""
     mesh = abstract_mesh(None, (2,), ("context",))
     arrays = inputs(2, 70, 2, 1, 16, 16, 0.9)
     attend = jax.shard_map(

@@ -1,4 +1,4 @@
-"""Blocks of real models, and training on packed documents, with the ring as their attention."""
+"""Blocks of real models, and training on packed documents, work with the ring as attention."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 SIZE, LAYOUT = 4, "zigzag"
 LIMIT = 2e-5
-"""Relative, between two programs that compute in float32."""
+"""Largest relative difference of two programs that compute in float32."""
 
 
 def close(found, expected):
@@ -21,7 +21,7 @@ def close(found, expected):
 
 
 def ring_attention(**options):
-    """Of global arrays in the order of the sequence, over four devices."""
+    """Returns attention over four devices, of global arrays in the order of the sequence."""
     options = {"mesh": ring.line(SIZE), "spec": P(None, "context"), "layout": LAYOUT} | options
 
     def attend(*qkv):
@@ -33,7 +33,7 @@ def ring_attention(**options):
 
 @pytest.fixture
 def nnx():
-    """flax's, where there is one."""
+    """Returns flax.nnx, or skips the test without flax."""
     reason = "the wheel's environments have JAX and pytest alone"
     return pytest.importorskip("flax.nnx", reason=reason)
 
@@ -42,14 +42,14 @@ def attention_fn(
     query, key, value, *, mask=None, dropout_rng=None, dropout_rate=0.0, deterministic=True,
     is_causal=False, **unused,
 ):  # fmt: skip
-    """What nnx.MultiHeadAttention calls, by `dot_product_attention`."""
+    """Computes by `dot_product_attention` the attention that nnx.MultiHeadAttention asks for."""
     rate = 0.0 if deterministic else dropout_rate
     options = {"dropout_rate": rate, "dropout_key": dropout_rng, "is_causal": is_causal}
     return ring_attention(mask=mask, **options)(query, key, value)
 
 
 def test_nnx_multi_head_attention(nnx):
-    """Values and gradients of all parameters are those with nnx's own attention."""
+    """nnx's own attention gives the same values and gradients of all parameters."""
     x = ring.normal(0, (2, 32, 24))[0]
 
     def run(**options):
@@ -76,7 +76,7 @@ def test_nnx_dropout_is_that_of_its_key(nnx):
 
 
 def rotated(x, positions):
-    """Rotary embeddings; positions ``[seq]`` or ``[batch, seq]``."""
+    """Applies rotary embeddings; positions are ``[seq]`` or ``[batch, seq]``."""
     frequencies = 100.0 ** -(jnp.arange(0, x.shape[-1], 2) / x.shape[-1])
     angles = positions[..., None, None] * frequencies
     even, odd = x[..., ::2], x[..., 1::2]
@@ -85,12 +85,12 @@ def rotated(x, positions):
 
 
 DOCUMENTS = (18, 18, 18)
-"""Tokens of each; of one length, so that the single ones are compiled once."""
+"""Tokens of each document. One length for all keeps a single program for one document."""
 VOCABULARY, WIDTH = 11, 32
 
 
 def losses(parameters, tokens, labels, positions, attend):
-    """Of each token, by a one-layer transformer."""
+    """Returns each token's loss, by a one-layer transformer."""
     x = parameters["embed"][tokens]
     q, k, v = (
         jnp.einsum("bsd,dhe->bshe", x, parameters[name]) for name in ("query", "key", "value")
@@ -109,7 +109,7 @@ def parameters():
 
 
 def packed(documents):
-    """What a data loader makes of them: one padded sequence, in the order of the layout."""
+    """Returns documents as a data loader packs them: one padded sequence in the layout's order."""
     columns = {
         "tokens": ([x[:-1] for x in documents], 0),
         "labels": ([x[1:] for x in documents], 0),
@@ -124,7 +124,7 @@ def packed(documents):
 
 
 def test_packed_documents_train_like_each_alone():
-    """One step: the packed sequence has the loss and the gradients of all documents together."""
+    """In one step, a packed sequence has the summed loss and gradients of its documents."""
     generator = np.random.default_rng(0)
     documents = [generator.integers(0, VOCABULARY, length) for length in DOCUMENTS]
 
@@ -153,7 +153,10 @@ def test_packed_documents_train_like_each_alone():
 
 
 def dense(q, k, v, mask, soft_cap=None, sinks=None, scale=None):
-    """Written out, in the order of the sequence; mask ``[q_len, kv_len]``."""
+    """Computes attention in plain JAX, which can differentiate the whole block around it.
+
+    Arrays are in the order of the sequence, ``mask`` is ``[q_len, kv_len]``.
+    """
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * (scale or q.shape[3] ** -0.5)
     s = soft_cap * jnp.tanh(s / soft_cap) if soft_cap else s
@@ -165,13 +168,13 @@ def dense(q, k, v, mask, soft_cap=None, sinks=None, scale=None):
 
 
 def band(length, left):
-    """Causal, of so many positions back."""
+    """Returns a causal mask that reaches ``left`` positions back."""
     distance = np.arange(length)[:, None] - np.arange(length)
     return (distance >= 0) & (distance <= left)
 
 
 def compare(block, reference, *inputs):
-    """Outputs and gradients of all inputs."""
+    """Checks that two functions have the same values and gradients of all inputs."""
 
     def run(function):
         (dout,) = ring.normal(9, jax.eval_shape(function, *inputs).shape)
@@ -182,7 +185,7 @@ def compare(block, reference, *inputs):
 
 
 def test_gpt_oss_block():
-    """Sliding window of 128 tokens with its own, sinks, eight query heads on a key head, RoPE."""
+    """The block has a window of 128 tokens, sinks, eight query heads on one key head, and RoPE."""
     length = 64 * SIZE
     q, k, v, sinks = ring.normal(0, (1, length, 8, 64), *[(1, length, 1, 64)] * 2, (8,))
     spec = P(None, "context")
@@ -211,7 +214,7 @@ def test_gpt_oss_block():
 
 
 def test_gemma_blocks():
-    """Soft-capped scores, a layer with a window and one without, a scale of its own."""
+    """The block has soft-capped scores, its own scale, and layers with and without a window."""
     length, scale, cap = 96, 24**-0.5, 10.0
     x, *weights = ring.normal(0, (1, length, 4, 32), *[(2, 32, 32)] * 3)
     weights = [0.5 * w for w in weights]
@@ -239,7 +242,7 @@ def test_gemma_blocks():
 
 @pytest.mark.parametrize("dims", [(192, 128)])
 def test_mla_block(dims):
-    """Queries and keys of a latent and a rotary part, shared by all heads; narrower values."""
+    """Queries and keys have a latent part and a shared rotary part; values are narrower."""
     length, heads, rotary = 48, 2, 64
     wide, narrow = dims
     q, latent, rope, up_k, up_v = ring.normal(

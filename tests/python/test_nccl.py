@@ -1,4 +1,4 @@
-"""The environment variable that gives NCCL's work on a GPU one order."""
+"""Importing the package sets the environment variable that gives NCCL's work one order."""
 
 import os
 import warnings

@@ -1,4 +1,4 @@
-"""Rows, tiles and ranks without a key to see, and scores at the ends of the range: no NaN."""
+"""Rows, tiles and ranks that see no key, and extreme scores, give no NaN."""
 
 import burst_attention as ba
 import jax
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import ring
 from bounds import check
-from burst_attention import _calls
-from burst_attention._extras import Extras
+from burst_attention._attention import calls
+from burst_attention._attention.features import Features
 from features import Problem
 from jax.sharding import PartitionSpec as P
 
@@ -24,7 +24,7 @@ def results(one, **changes):
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_queries_of_a_rank_that_see_nothing(layout, sinks):
-    """Windows that reach no key, in cross attention of more queries than keys."""
+    """With more queries than keys, the windows of late queries reach no key."""
     one = Problem(layout=layout, q_len=64, kv_len=16, window=(4, 4), sinks=sinks, slopes=True)
     arrays, found = results(one)
     blind = slice(20, None)
@@ -38,7 +38,7 @@ def test_queries_of_a_rank_that_see_nothing(layout, sinks):
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("backward", ["keys", "queries"])
 def test_nothing_but_padding(backward, sinks):
-    """In all but a batch entry's first token; negative ids do not see even themselves."""
+    """All tokens but the first one of an entry are padding, and padding does not see itself."""
     one = Problem(segments="padded", sinks=sinks, backward=backward, layout="zigzag", dropout=0.2)
     ids = np.full((2, 48), -1, np.int32)
     ids[1, 0] = 5
@@ -54,7 +54,7 @@ def test_nothing_but_padding(backward, sinks):
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("backward", ["keys", "queries"])
 def test_nan_in_cotangents_of_padding(backward, sinks):
-    """Results there depend on nothing, save lse on a sink."""
+    """Results of padding depend on no input, except that lse is the sink."""
     one = Problem(segments="padded", sinks=sinks, slopes=True, layout="zigzag", backward=backward)
     arrays = one.arrays()
     padding = arrays["q_segments"] < 0
@@ -80,15 +80,15 @@ def test_nan_in_cotangents_of_rows_that_no_window_lets_see():
 
 def test_kernels_of_gpus_get_no_cotangent_of_padding():
     """They multiply what they mask by 0."""
-    extras = Extras(q_segments=jnp.array([[0, -1, 3, -7]], jnp.int32))
+    features = Features(query_segment_ids=jnp.array([[0, -1, 3, -7]], jnp.int32))
     for shape in ((1, 4, 2), (1, 4, 2, 8)):
-        got = _calls._of_tokens(extras, jnp.full(shape, jnp.nan).at[:, ::2].set(1))
+        got = calls._without_padding(features, jnp.full(shape, jnp.nan).at[:, ::2].set(1))
         assert np.array_equal(got[:, 1::2], np.zeros_like(got[:, 1::2]))
         assert (got[:, ::2] == 1).all()
 
 
 def test_segments_that_a_rank_has_not():
-    """Each rank has another document, keys those of the next rank: whole chunks match nothing."""
+    """A rank's queries are of another document than its keys, so whole chunks match nothing."""
     one = Problem(segments="absent", causal=False, window=(40, 40))
     of_queries = np.repeat(np.arange(4, dtype=np.int32), 12)[None].repeat(2, 0)
     arrays, found = results(one, q_segments=of_queries, kv_segments=np.roll(of_queries, 12, axis=1))
@@ -98,7 +98,7 @@ def test_segments_that_a_rank_has_not():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_scores_of_ten_thousand(dtype, sinks):
-    """Of both signs: weights are 0 or 1, or shared where rounding makes scores equal."""
+    """Weights are 0 or 1, or shared where rounding makes scores equal."""
     one = Problem(
         dtype=dtype, causal=True, segments="documents", sinks=sinks, slopes=True, window=(30, 0)
     )
@@ -113,7 +113,7 @@ def test_scores_of_ten_thousand(dtype, sinks):
 
 
 def test_infinite_sinks():
-    """−inf is none; +inf takes everything: o = 0, lse = +inf, and dz is the sum of dlse."""
+    """A sink of −inf has no effect. A sink of +inf gives o = 0, lse = +inf and dz = Σ dlse."""
     one = Problem(sinks=True, segments="padded")
     sinks = np.array([-np.inf, np.inf, 0.5, np.inf], np.float32)
     arrays, found = results(one, sinks=sinks)
@@ -130,7 +130,7 @@ def test_infinite_sinks():
 
 @pytest.mark.parametrize("sinks", [None, np.array([0.5, -1.0], np.float32)])
 def test_no_key_at_all(sinks):
-    """Cross attention to nothing: every row is as one that sees nothing."""
+    """Cross attention to no keys treats every row as one that sees nothing."""
     q, k, v, dout, dlse = ring.normal(
         0, (1, 8, 2, 8), (1, 0, 1, 8), (1, 0, 1, 16), (1, 8, 2, 16), (1, 8, 2)
     )

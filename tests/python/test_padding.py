@@ -1,4 +1,4 @@
-"""pad_sequence, and that what it adds is inert."""
+"""pad_sequence pads any sequence, and the padding is inert."""
 
 import burst_attention as ba
 import jax
@@ -56,7 +56,7 @@ def test_bad_arguments():
 
 
 def test_padding_is_inert():
-    """As its docstring says: what comes out is attention of the tokens alone."""
+    """As its docstring says, the result is the attention of the tokens alone."""
     size, length, layout = 4, 21, "zigzag"
     shapes = [(2, length, 4, 32), (2, length, 2, 32), (2, length, 2, 32), (2, length, 4, 32)]
     arrays = ring.normal(0, *shapes)

@@ -1,4 +1,4 @@
-"""The ring in plain JAX: the tests of the library's calls, and where it takes their place."""
+"""The ring in plain JAX passes the tests of the library, and runs where the library can't."""
 
 import warnings
 from functools import partial
@@ -46,14 +46,14 @@ def test_every_schedule_is_this_ring(choice):
 
 
 def test_blocks_that_the_shard_does_not_fill():
-    """Three blocks of 347 rows for 1,040 queries, two of 261 for 521 keys."""
+    """1,040 queries make three blocks of 347 rows, and 521 keys make two of 261."""
     lengths = {"mesh": (1, 2, 1), "q_len": 2080, "kv_len": 1042, "heads": 2}
     masked = {"window": (700, 90), "slopes": True, "segments": "padded", "dropout": 0.6}
     agree(Problem(**lengths, **masked, **XLA))
 
 
 def attend(**options):
-    """`attention` over four devices, of global arrays."""
+    """Returns `attention` of global arrays over four devices."""
     mesh = options.pop("mesh", None) or ring.line(4)
     return ring.sharded(mesh, is_causal=True, **options)
 
@@ -85,7 +85,7 @@ def test_transforms_agree_with_the_library():
 
 
 def test_memory_grows_with_the_shard():
-    """Scores of a whole shard would take four times as much for twice the tokens."""
+    """Twice the tokens take twice the memory; scores of a whole shard would take four times."""
 
     def temporary(tokens):
         shapes = [jax.ShapeDtypeStruct((1, 2 * tokens, 2, 64), "float32")] * 3
@@ -105,7 +105,7 @@ DEVICES = {
 
 
 def mesh_of(platform):
-    """A mesh of four devices that are not there; None for one that does not tell what they are."""
+    """Returns a mesh of four devices without hardware; for None, the mesh tells no platform."""
     device = None
     if platform:
         known, kind = DEVICES[platform]
@@ -116,7 +116,7 @@ def mesh_of(platform):
 
 
 def lowered(platform, known, dtype, **options):
-    """The program of both passes for a platform, whether or not the mesh tells it."""
+    """Returns the program of both passes for a platform; the mesh tells it if ``known``."""
     function = attend(mesh=mesh_of(platform if known else None), **options)
     shapes = [jax.ShapeDtypeStruct((1, 512, 2, 64), dtype)] * 3
     gradient = jax.grad(lambda *x: function(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2))
@@ -124,7 +124,7 @@ def lowered(platform, known, dtype, **options):
 
 
 def is_plain(text):
-    """Whether a program has collectives of its own and no call of the library."""
+    """Whether a program has its own collectives and no call of the library."""
     assert ("burst_attention_forward" in text) != ("collective_permute" in text)
     return "collective_permute" in text
 

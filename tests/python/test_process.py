@@ -1,4 +1,4 @@
-"""What needs a process of its own: x64, the cache, export, the report, limits of the system."""
+"""Processes of their own test x64, the cache, export, the report and the system's limits."""
 
 import os
 import re
@@ -12,14 +12,15 @@ import jax
 import numpy as np
 import pytest
 import ring
-from burst_attention import __main__ as report
+from burst_attention import __main__ as command
+from burst_attention._cli import report
 from jax.sharding import PartitionSpec as P
 
 TARGETS = ("burst_attention_forward", "burst_attention_backward")
 
 
 def python(*arguments, code=0, **environment):
-    """Output of a Python process with eight CPU devices."""
+    """Returns the output of a Python process with eight CPU devices."""
     result = subprocess.run(
         [sys.executable, *arguments],
         env=os.environ | environment,
@@ -64,7 +65,7 @@ def result(output):
 
 @pytest.mark.long
 def test_x64_and_the_compilation_cache(tmp_path):
-    """The second process compiles nothing, and neither setting changes a bit."""
+    """A second process compiles nothing and gives the same bits; x64 changes at most rounding."""
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -88,7 +89,7 @@ except TypeError as error:
 
 
 def test_exported_program_runs_in_a_new_process(tmp_path):
-    """A gradient, serialised here, called where nothing but the package is imported."""
+    """A gradient, serialised here, runs in a process that imports only the package."""
     function = ring.sharded(ring.line(4), is_causal=True)
 
     def gradient(q, k, v):
@@ -130,18 +131,20 @@ def test_report_and_self_check():
 
 
 def test_report_survives_a_gpu_that_fails(monkeypatch, capsys):
-    """And says so beside what the CPU devices did."""
+    """The report names the GPU's failure and the results of the CPU devices."""
     monkeypatch.setattr(sys, "argv", ["burst_attention"])
     monkeypatch.setattr(report, "_gpus", lambda: ["not a device"])
     monkeypatch.setattr(report._ffi, "describe", lambda: {"cuda": {"driver": "13.0"}, "a": 1})
-    assert report.main() == 1
-    lines = dict(line.split(maxsplit=2)[1:] for line in capsys.readouterr().out.splitlines()[-2:])
+    assert command.main() == 1
+    printed = capsys.readouterr().out.splitlines()
+    checks = [line for line in printed if line.startswith("self-check")]
+    lines = dict(line.split(maxsplit=2)[1:] for line in checks)
     assert lines["CPU"].startswith("ok: ring of 8, float32")
     assert lines["GPU"].startswith("failed: ")
 
 
 def test_one_device_check_in_bfloat16():
-    """What runs on a GPU if there is one, on a CPU device."""
+    """The check of a GPU also passes on a CPU device."""
     size, errors = report._self_check(jax.devices()[:1], "bfloat16")
     assert size == 1
     assert set(errors) == {"out", "dq", "dk", "dv"}
@@ -150,7 +153,7 @@ def test_one_device_check_in_bfloat16():
 
 @pytest.mark.parametrize("given", [None, "0"])
 def test_import_sets_the_order_of_nccl_where_c_sees_it(given):
-    """Or warns, at the line that imports."""
+    """If the user has set another value, the line that imports gets a warning."""
     program = f"""
 import ctypes, os, warnings
 os.environ.pop("NCCL_LAUNCH_ORDER_IMPLICIT", None)
@@ -225,7 +228,7 @@ print(refused(lambda: call(x)), ba._ffi.describe()["compute_threads"])
 
 
 def test_an_environment_variable_is_valid_unset_or_an_error_of_the_call():
-    """Also at the next try, and a value that was mended then counts."""
+    """A bad value is an error at every call, and a corrected value counts at the next call."""
     *errors, last = python("-c", RING + VARIABLES).splitlines()
     expected = {
         "BURST_ATTENTION_RANK_TIMEOUT_S": "seconds from 0.001 to 1000000, or inf to wait for ever",

@@ -1,4 +1,4 @@
-"""The reference itself: against jax.nn, derivatives that JAX takes, Philox's published numbers."""
+"""The reference agrees with jax.nn, finite differences and Philox's published numbers."""
 
 from functools import partial
 
@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import ring
 from philox import kept, philox, threshold
-from reference import Options, dense
+from reference import Features, dense
 
 ALL = 0xFFFFFFFF
 VECTORS = [
-    # counter, key, result: Random123's kat_vectors, philox4x32 with 10 rounds
+    # counter, key and result, from Random123's kat_vectors for philox4x32 with 10 rounds
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([ALL] * 4, [ALL] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
     (
@@ -55,7 +55,7 @@ def inputs(q_len=11, kv_len=11, heads=4, value_dim=8):
     ],
 )
 def test_masks_are_those_of_jax_nn(options, lengths):
-    """On rows that see something; jax.nn gives the others the mean of all values."""
+    """This holds for rows that see a key; jax.nn gives blind rows the mean of all values."""
     q, k, v, dout, dlse = inputs(*lengths)
     window = options.get("local_window_size")
     mine = {"causal": options.get("is_causal", False), "scale": options.get("scale")}
@@ -101,7 +101,7 @@ def test_values_are_those_of_weights_in_one_array(name, causal):
 @pytest.mark.parametrize("name", [*FEATURES, "all"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_gradients_are_those_of_finite_differences(name, causal):
-    """Of what the values make with the cotangents, in a direction of each input."""
+    """The function is the sum of results times cotangents, along a direction of each input."""
     options = chosen(name)
     q, k, v, dout, dlse = inputs(value_dim=16)
     given = {"dq": q, "dk": k, "dv": v, "dslopes": options.pop("slopes", None)}
@@ -129,35 +129,35 @@ def test_gradients_are_those_of_finite_differences(name, causal):
 
 
 def plain(q, k, v, **given):
-    """o and lse of all queries and keys at once."""
-    options = Options(**given)
+    """Returns o and lse of all queries and keys, from one array of weights."""
+    features = Features(**given)
     group, (q_len, kv_len) = q.shape[2] // k.shape[2], (q.shape[1], k.shape[1])
     k, v = (np.repeat(x, group, axis=2) for x in (k, v))
     s = np.einsum("bqhd,bkhd->bqhk", q, k) * q.shape[3] ** -0.5
-    if options.soft_cap:
-        s = options.soft_cap * np.tanh(s / options.soft_cap)
+    if features.soft_cap:
+        s = features.soft_cap * np.tanh(s / features.soft_cap)
     rows, columns = np.arange(q_len)[:, None], np.arange(kv_len)
-    if options.slopes is not None:
-        s += options.slopes[:, None] * (columns - rows)[:, None]
-    e = np.exp(s) * _allowed(options, rows, columns)[..., None, :]
-    total = e.sum(-1) + (0 if options.sinks is None else np.exp(options.sinks))
+    if features.slopes is not None:
+        s += features.slopes[:, None] * (columns - rows)[:, None]
+    e = np.exp(s) * _allowed(features, rows, columns)[..., None, :]
+    total = e.sum(-1) + (0 if features.sinks is None else np.exp(features.sinks))
     with np.errstate(divide="ignore"):
         lse = np.log(total)
     p = e / np.where(total == 0, 1, total)[..., None]
-    if options.dropout:
-        rate, words = options.dropout
+    if features.dropout:
+        rate, words = features.dropout
         for b, h in np.ndindex(q.shape[0], q.shape[2]):
             mask = kept(rate, words, b, h, range(q_len), range(kv_len))
             p[b, :, h] *= mask / (1 - np.float64(np.float32(rate)))
     return np.einsum("bqhk,bkhd->bqhd", p, v), lse
 
 
-def _allowed(options, rows, columns):
-    allowed = columns <= rows if options.causal else columns >= 0
-    if options.window:
-        allowed = allowed & (columns >= rows - options.window[0])
-        allowed = allowed & (columns <= rows + options.window[1])
-    if options.segments is not None:
-        ids, of_keys = options.segments[0][:, :, None], options.segments[1][:, None]
+def _allowed(features, rows, columns):
+    allowed = columns <= rows if features.causal else columns >= 0
+    if features.window:
+        allowed = allowed & (columns >= rows - features.window[0])
+        allowed = allowed & (columns <= rows + features.window[1])
+    if features.segments is not None:
+        ids, of_keys = features.segments[0][:, :, None], features.segments[1][:, None]
         allowed = allowed & (ids == of_keys) & (ids >= 0)
     return np.broadcast_to(allowed, (2, len(rows), len(columns)))

@@ -1,4 +1,4 @@
-"""A scanned model whose layers are rematerialised: attention runs once, results are the same."""
+"""In a scanned model with rematerialised layers, attention runs once with the same results."""
 
 import json
 import re
@@ -33,7 +33,7 @@ PLACEMENT = re.compile(r'placement = "(\w+)"\}\} : \(tensor<(.*?)>\)')
 
 
 def parameters(dtype="float32"):
-    """Of all layers, stacked."""
+    """Returns the parameters of all layers, stacked."""
     shapes = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 2 * WIDTH)}
     shapes |= {"down": (2 * WIDTH, WIDTH), "sinks": (HEADS,)}
     arrays = ring.normal(1, *[(LAYERS, *shape) for shape in shapes.values()])
@@ -46,7 +46,7 @@ def tokens(dtype="float32"):
 
 
 def layer(x, weights, *, axis_name="context", sinks=False, **options):
-    """Attention and a small network, each added to what came."""
+    """Adds attention to x, and then a small network."""
     qkv = jnp.split(jnp.tanh(x) @ weights["qkv"], 3, axis=-1)
     q, k, v = (y.reshape(*y.shape[:2], HEADS, -1) for y in qkv)
     if sinks:
@@ -57,7 +57,7 @@ def layer(x, weights, *, axis_name="context", sinks=False, **options):
 
 
 def model(place, wrap, mesh=None):
-    """Loss of all layers in a scan, ``wrap`` around each; over four devices."""
+    """Returns the loss over four devices of a scan of layers, each wrapped in ``wrap``."""
     options = PLACES[place]
     axis = options.get("axis_name", "context")
     if mesh is None:
@@ -84,7 +84,7 @@ def compiled(loss):
 
 @pytest.mark.parametrize("place", some(PLACES))
 def test_attention_is_there_once_in_each_direction(place):
-    """In the loop over the layers forward, and in that backward only if nothing is kept."""
+    """The forward loop over layers has a call; the backward loop repeats it without a policy."""
     plain = compiled(model(place, lambda step: step))
     expected = plain(parameters(), tokens())
     assert calls(plain) == (1, 1)
@@ -97,7 +97,7 @@ def test_attention_is_there_once_in_each_direction(place):
 @pytest.mark.parametrize("place", some(["ring", "ulysses", "hybrid"]))
 @pytest.mark.parametrize("kept", [*KEPT, "recomputed"])
 def test_attention_runs_once_for_each_layer(tmp_path, place, kept):
-    """As the rings' timeline has it."""
+    """The rings' timeline counts the runs."""
     program = compiled(model(place, checkpointed(KEPT.get(kept))))
     with ba.trace(tmp_path / "trace.json"):
         jax.block_until_ready(program(parameters(), tokens()))
@@ -112,7 +112,7 @@ def test_attention_runs_once_for_each_layer(tmp_path, place, kept):
 @pytest.mark.parametrize("policy", KEPT.values(), ids=KEPT)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_global_arrays(policy, axis_type):
-    """The scan and the checkpoint around `dot_product_attention`, outside of shard_map."""
+    """The scan and the checkpoint stand around `dot_product_attention`, outside of shard_map."""
     mesh = ring.line(RANKS, axis_type=axis_type)
     where = {} if axis_type == AxisType.Explicit else {"mesh": mesh, "spec": ring.SPEC}
     q, k, v, dout = ring.put(mesh, *ring.normal(0, *[(1, SEQ, HEADS, 32)] * 4))
@@ -135,7 +135,7 @@ def test_global_arrays(policy, axis_type):
 @pytest.mark.parametrize("place", some([place for place in PLACES if place != "balanced"], 2))
 @pytest.mark.parametrize("kept", KEPT)
 def test_programs_for_gpus_keep_out_and_lse(device, place, kept):
-    """On the host if they are to: these two go there in the one loop, and come in the other."""
+    """Under the offloading policy, out and lse go to the host in one loop and back in the other."""
     pair = "axis_name" in PLACES[place]
     mesh = abstract_mesh(device, *(((2, 2), PAIR) if pair else ((RANKS,), ("context",))))
     loss = model(place, checkpointed(KEPT[kept]), mesh)

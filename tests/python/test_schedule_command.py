@@ -1,26 +1,28 @@
-"""``python -m burst_attention schedule``: tables, JSON, pictures and errors."""
+"""``python -m burst_attention schedule`` prints tables, JSON, pictures and errors."""
 
 import json
 import re
 import struct
 import sys
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 from burst_attention import __main__ as command
+from burst_attention._attention.options import Schedule
 
 PROBLEM = "--world 8 --seq 65536 --heads 32 --kv-heads 8 --layout zigzag --causal"
 RATES = Path(__file__).parents[2] / "kernels" / "rates.tsv"
 RANK = re.compile(
     r"^ *(\d+(?:-\d+)?) +(\d+) +(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)%.*", re.M
 )
-"""A line of a table: rank, steps, tiles, milliseconds computed, exposed and late, idle."""
+"""Finds a table's lines: rank, steps, tiles, milliseconds computed, exposed and late, idle."""
 
 
 @pytest.fixture
 def schedule(monkeypatch, capsys):
-    """Calls the command with arguments in one string; what it prints, and its errors if any."""
+    """Returns a function that runs the command with arguments in a string and gives its output."""
 
     def call(arguments, code=0):
         monkeypatch.setattr(sys, "argv", ["burst_attention", "schedule", *arguments.split()])
@@ -51,7 +53,7 @@ def test_table_has_every_rank_of_both_passes_and_what_it_rests_on(schedule):
         rows = RANK.findall(table)
         assert [int(row[0]) for row in rows] == list(range(8))
         ideal = products / 2 * 65536 * 65537 / 8 * 32 * 128 / rate * 1e3
-        # Beside the ideal there are launches, 5 us each, of two kernels for each backward tile.
+        # Launches add 5 us each; a backward tile has two kernels.
         for row in rows:
             assert ideal < float(row[3]) < ideal + 0.005 * 3 * int(row[2])
     assert re.search(r"^forward \+ backward: [\d.]+ ms, \d+ TFLOP/s a rank", output, re.M)
@@ -60,10 +62,10 @@ def test_table_has_every_rank_of_both_passes_and_what_it_rests_on(schedule):
 def test_table_joins_ranks_of_a_large_world_that_do_the_same(schedule):
     output = schedule("--world 64 --seq 4194304 --heads 8 --backward keys")
     ranks = [row[0] for row in RANK.findall(output.split("\n\n")[1])]
-    # The last rank of each node sends to another node; the others do alike.
+    # The last rank of each node sends to another node; all other ranks do the same.
     assert ranks[:3] == ["0-6", "7", "8-14"]
     assert len(ranks) == 16
-    # Keys forward; backward keys, and their sums with the hop home.
+    # Forward, keys travel; backward, keys and their sums, which have one hop home.
     assert "MB between them in up to 189 hops of a rank" in output.splitlines()[-1]
 
 
@@ -78,7 +80,7 @@ def test_json_adds_up(schedule):
         for rank in ranks:
             assert rank["compute"] + rank["idle"] == pytest.approx(each["seconds"])
     forward, backward = found["passes"]
-    # 8 / 7 of a chunk's hops are those to all others; late ones carry half of it.
+    # Every chunk takes at most 7 hops, and the last hops carry half of it.
     assert forward["sent"]["within"] < 65536 * 7 * 8 * 256 * 2
     assert (forward["travels"], backward["travels"]) == ("keys", "keys")
 
@@ -101,13 +103,13 @@ def test_numbers_of_the_machine_can_be_given(schedule):
     output = schedule(f"--world 2 --seq 64 --heads 1 --head-dim 8 --backward keys {given}")
     assert "compute: 100 TFLOP/s forward, 100 backward, as given" in output
     assert "launch: 0 us each, as given" in output
-    # 32 rows of 32 bytes at 0.1 GB/s after 7 us; the tiles take next to nothing.
+    # 32 rows of 32 bytes take 7 us and then go at 0.1 GB/s; tiles take almost no time.
     exposed = {row[4] for row in RANK.findall(output.split("\n\n")[1])}
     assert exposed == {f"{7e-3 + 1e3 * 32 * 32 / 1e8:.3f}"}
 
 
 def test_ranks_of_a_node_may_share_their_link(schedule):
-    """Sums that come home from two ranks away leave both ranks of a node at once."""
+    """Sums on their way home, two ranks away, leave both ranks of a node at the same time."""
     seconds = []
     for shared in ("", "--shared-link"):
         arguments = f"--world 4 --seq 65536 --heads 8 --ranks-per-node 2 --json {shared}"
@@ -143,7 +145,7 @@ def test_rows_are_exchanged_for_heads(schedule, tmp_path, name):
     travels = {"ulysses": "heads", "hybrid": "keys"}[name]
     assert [each["travels"] for each in found["passes"]] == [travels, travels]
     forward = found["passes"][0]
-    # q, k and v there, o and lse back; of each rank's a part goes to every other one of its group.
+    # q, k and v go out, o and lse come back; each rank sends a part to every rank of its group.
     exchanged = 65536 * (128 * 2 * (32 + 2 * 8) + 32 * (2 * 128 + 4))
     sent = forward["sent"]
     if name == "ulysses":
@@ -175,7 +177,7 @@ def test_windows_and_other_masks(schedule):
 
 
 def size(path):
-    """Width and height of a PNG."""
+    """Returns the width and height of a PNG."""
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     return struct.unpack(">II", data[16:24])
@@ -191,7 +193,7 @@ def test_plot_is_a_picture_of_sane_size(schedule, tmp_path, world, least):
     assert 1000 < width < 2000
     assert least < height < 2500
     picture = pyplot.imread(path)[..., :3]
-    # White paper, and the blue bars of compute.
+    # The paper is white, and the bars of compute are blue.
     assert 0.2 < np.mean(picture.min(-1) > 0.99) < 0.9
     blue = np.abs(picture - np.array([31, 119, 180]) / 255).max(-1) < 0.01
     assert np.mean(blue) > 0.005
@@ -216,9 +218,9 @@ def test_plot_without_matplotlib_says_what_to_install(schedule, tmp_path, monkey
         ("--latency-us -1", "latency within a node must be at least 0"),
         ("--kv-heads 5", "query heads must be a multiple of key/value heads (5), got 32"),
         ("--backward both", "both"),
-        ("--schedule maypole", 'balanced or all_gather, got "maypole"; or ulysses or hybrid'),
+        ("--schedule maypole", 'got "maypole"; or ulysses or hybrid'),
         ("--dtype int8", "bfloat16"),
-        ("--world 4104 --seq 131328", "world size must be at most 4096 (further devices"),
+        ("--world 4104 --seq 131328", "world_size must be at most 4096 (further devices"),
         ("--world 0", "expected a whole number of at least 1, got '0'"),
         ("--plot schedule.pdf", "expected a file *.png, got schedule.pdf"),
         ("--plot missing/x.png", "there is no folder missing"),
@@ -228,3 +230,12 @@ def test_wrong_arguments_end_with_the_reason(schedule, arguments, message):
     error = schedule(f"{PROBLEM} {arguments}", code=2)
     assert "python -m burst_attention schedule: error: " in error
     assert message in error.splitlines()[-1]
+
+
+def test_the_types_name_every_schedule_of_the_library(schedule):
+    error = schedule(f"{PROBLEM} --schedule maypole", code=2)
+    listed = error.split("schedule must be ")[1].split(", got")[0]
+    families = set(re.split(", | or ", listed))
+    # Two axes make a double ring of the ring.
+    named = families - {"double_ring"} | {"auto", "ulysses", "hybrid"}
+    assert named == set(get_args(Schedule))

@@ -1,4 +1,4 @@
-"""Rings over the CPU devices of several processes: what the same ring gives in one process."""
+"""Rings over the CPU devices of several processes give the results of one process."""
 
 import re
 import time
@@ -13,11 +13,11 @@ from several_cases import CASES
 
 SECONDS = 240
 SUMMED = ("dz", "dslopes")
-"""What XLA adds up over all ranks. The order differs between one process and several."""
+"""Results that XLA sums over all ranks, in another order with several processes."""
 
 
 def assert_close(got, expected, what):
-    """Equal but for the last bits: XLA's products depend on how many threads a process has."""
+    """Asserts equality up to the last bits, which depend on the number of a process's threads."""
     last_bit = 0 if expected.dtype == np.float32 else float(jnp.finfo(expected.dtype).eps)
     got, expected = got.astype(np.float32), expected.astype(np.float32)
     known = np.isfinite(expected)
@@ -28,7 +28,7 @@ def assert_close(got, expected, what):
 
 @pytest.fixture(scope="module")
 def of_one_process():
-    """What the ring in plain JAX computes here, since it is what several processes take."""
+    """Returns the results of the ring in plain JAX, which several processes run, in one process."""
     cases = [replace(x, implementation="xla") if isinstance(x, Problem) else x for x in CASES]
     return [case.found(case.arrays()) for case in cases]
 
@@ -61,6 +61,6 @@ def test_a_process_that_dies_ends_the_others_with_an_error(tmp_path):
     assert "ring ran" in printed[0]
     assert "ring ran again" not in printed[0]
     assert started[0].returncode != 0
-    # Not merely any word of gloo's, which greets its peers by name.
+    # Any word of gloo would not do, since gloo greets its peers by name.
     words = "heartbeat|UNAVAILABLE|Connection closed"
     assert re.search(words, printed[0]), printed[0]

@@ -1,4 +1,4 @@
-"""Sink logits: values and gradients against dense float64, transformations, meshes, errors."""
+"""Sinks give right values and gradients under transformations and on meshes, or clear errors."""
 
 import burst_attention as ba
 import jax
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import ring
 from bounds import GRADIENT_LIMIT, check
-from burst_attention import _sinks
+from burst_attention._attention.sinks import gradient, join
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import dense
@@ -18,12 +18,12 @@ NAMES = ("o", "dq", "dk", "dv", "dz")
 
 
 def dense_with_sinks(q, k, v, sinks, dout, dlse, *, causal):
-    """The reference, in the order of the arguments here."""
+    """Computes the reference from arguments in this file's order."""
     return dense(q, k, v, dout, dlse, causal=causal, sinks=sinks)
 
 
 def sharded(mesh, spec=ring.SPEC, sinks_spec=None, check_vma=True, **options):
-    """`attention` with sinks as a function of global arrays, returning (out, lse)."""
+    """Returns `attention` with sinks as a function of global arrays, which gives (out, lse)."""
 
     def local(q, k, v, sinks):
         return ba.attention(
@@ -40,7 +40,7 @@ def sharded(mesh, spec=ring.SPEC, sinks_spec=None, check_vma=True, **options):
 
 
 def inputs(*leading, seed=0, dtype="float32", problem=SHAPES):
-    """q, k, v, sinks, dout and dlse; sinks weigh about as much as the keys together."""
+    """Returns q, k, v, sinks, dout and dlse; a sink weighs about as much as all keys together."""
     *qkv, sinks, dout = [(*leading, *shape) for shape in problem]
     q, k, v, dout = ring.normal(seed, *qkv, dout, dtype=dtype)
     sinks, dlse = ring.normal(seed + 1, sinks, dout.shape[:-1])
@@ -48,7 +48,7 @@ def inputs(*leading, seed=0, dtype="float32", problem=SHAPES):
 
 
 CASES = [
-    # mesh, layout, causal, dtype, tokens of a rank, group size, what travels
+    # mesh, layout, causal, dtype, tokens of a rank, group size, backward
     ((1, 1, 1), "contiguous", True, "float32", 33, 1, "auto"),
     ((1, 1, 1), "zigzag", False, "bfloat16", 320, 4, "auto"),
     ((1, 2, 1), "striped", True, "bfloat16", 150, 2, "keys"),
@@ -85,7 +85,7 @@ def test_ring_with_sinks_equals_dense(sizes, layout, causal, dtype, tokens, grou
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sinks_that_weigh_nothing_change_no_bit(dtype):
-    """Eight query heads on one key/value head of 64 columns, as gpt-oss has them."""
+    """As in gpt-oss, eight query heads share one key/value head of 64 columns."""
     problem = [(1, 320, 8, 64), (1, 320, 1, 64), (1, 320, 1, 64), (8,), (1, 320, 8, 64)]
     q, k, v, _, *cotangents = inputs(dtype=dtype, problem=problem)
     options = {"is_causal": True, "layout": "zigzag"}
@@ -100,19 +100,19 @@ def test_sinks_that_weigh_nothing_change_no_bit(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_that_see_nothing(dtype):
-    """Half of the rows have o = 0 and lse = −inf; of two heads, one has no sink either."""
+    """Half of the rows have o = 0 and lse = −inf, and one of two heads has no sink."""
     o, dout = ring.normal(0, (1, 6, 2, 8), (1, 6, 2, 8), dtype=dtype)
     lse, dlse = ring.normal(1, (1, 6, 2), (1, 6, 2))
     sinks = np.array([0.5, -np.inf], np.float32)
     o[:, ::2], lse[:, ::2] = 0, -np.inf
-    joined, joined_lse = jax.jit(_sinks.join)(o, lse, sinks)
+    joined, joined_lse = jax.jit(join)(o, lse, sinks)
     assert np.array_equal(joined[:, ::2], np.zeros((1, 3, 2, 8)))
     assert np.array_equal(joined_lse[:, ::2], np.broadcast_to(sinks, (1, 3, 2)))
     assert np.array_equal(joined[:, :, 1], o[:, :, 1].astype(np.float32))
     assert np.array_equal(joined_lse[:, :, 1], lse[:, :, 1])
-    dz = jax.jit(_sinks.gradient)(sinks, joined, joined_lse, dout, dlse)
+    dz = jax.jit(gradient)(sinks, joined, joined_lse, dout, dlse)
     # Such a row's lse is the sink, and its output depends on nothing.
-    seeing = jax.jit(_sinks.gradient)(
+    seeing = jax.jit(gradient)(
         sinks, joined[:, 1::2], joined_lse[:, 1::2], dout[:, 1::2], dlse[:, 1::2]
     )
     assert np.allclose(dz, seeing + np.array([dlse[:, ::2, 0].sum(), 0]), atol=1e-6)
@@ -125,7 +125,7 @@ def loss(function, q, k, v, sinks, dout, dlse):
 
 
 def test_gradients_inside_and_outside_of_shard_map():
-    """Sinks are the same on all devices: each device's gradient counts."""
+    """All devices share the sinks, so the sinks' gradient is the sum over devices."""
     mesh, arrays = ring.mesh(2, 4, 1), inputs()
     expected = dense_with_sinks(*arrays, causal=True)
 
@@ -171,7 +171,7 @@ def test_results_vary_over_the_axes_of_the_sinks_too():
 
 @pytest.mark.parametrize("mapped", [(None, 0), (0, None), (1, 1)])
 def test_vmap(mapped):
-    """Over sinks only, over the rest only, over both along other axes."""
+    """vmap maps the sinks, the other arrays, or both along other axes."""
     arrays = inputs(3)
     mesh, (axis, sinks_axis) = ring.line(2), mapped
     *rest, sinks = (*arrays[:3], *arrays[4:], arrays[3])
@@ -193,7 +193,7 @@ def test_vmap(mapped):
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
 def test_checkpoint_runs_the_ring_once_under_the_policy(scan):
-    """And twice without it, for the same gradients."""
+    """Without the policy the ring runs twice, for the same gradients."""
     x = inputs()[0]
     layers = (*ring.normal(1, (2, 32, 96)), *ring.normal(2, (2, 4)))
     function = sharded(ring.line(4), is_causal=True)
@@ -229,7 +229,7 @@ def test_checkpoint_runs_the_ring_once_under_the_policy(scan):
 @pytest.mark.parametrize("sinks_spec", [P("tensor"), P()], ids=["sharded", "whole"])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_global_arrays(axis_type, sinks_spec):
-    """Eight query heads over four shards, two key/value heads that stay whole."""
+    """Eight query heads lie in four shards, and two key/value heads stay whole."""
     mesh = ring.mesh(1, 2, 4, axis_type=axis_type)
     problem = [(1, 24, 8, 32), (1, 24, 2, 32), (1, 24, 2, 32), (8,), (1, 24, 8, 32)]
     arrays = inputs(problem=problem)
@@ -252,7 +252,7 @@ def test_global_arrays(axis_type, sinks_spec):
 
 
 def test_sinks_of_the_host_on_an_explicit_mesh():
-    """numpy arrays and arrays on no mesh are whole."""
+    """numpy arrays and arrays on no mesh count as whole."""
     mesh, (*arrays, sinks, dout, dlse) = ring.mesh(1, 2, 2, axis_type=AxisType.Explicit), inputs()
     expected = dense_with_sinks(*arrays, sinks, dout, dlse, causal=False)
     qkv = ring.put(mesh, *arrays)
@@ -294,7 +294,7 @@ def test_sinks_that_do_not_fit(kind, words, bad):
 
 @pytest.mark.parametrize("empty", [0, 1])
 def test_nothing_to_compute(empty):
-    """No batch entry or no token: the sinks' gradient is zero."""
+    """Without batch entries or tokens, the sinks' gradient is zero."""
     q, k, v, sinks, dout, dlse = inputs()
     q, k, v, dout, dlse = (np.take(x, [], empty) for x in (q, k, v, dout, dlse))
     run = ring.gradients(sharded(ring.line(2)))

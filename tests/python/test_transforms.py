@@ -1,4 +1,4 @@
-"""JAX's transformations of a call: same numbers as without, and no ring too many."""
+"""JAX's transformations of a call change no results and add no ring."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ def inputs(*leading, seed=0, shapes=(SHAPE,) * 4):
 
 
 def close(found, expected, limit=LIMIT):
-    """Relative error in the norm, leaf by leaf."""
+    """Asserts that each leaf's relative error in the norm is at most ``limit``."""
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         assert x.shape == y.shape
@@ -28,7 +28,7 @@ def close(found, expected, limit=LIMIT):
 
 
 def calls(compiled):
-    """(forward, backward) custom calls in a compiled program."""
+    """Returns the numbers of forward and backward custom calls in a compiled program."""
     text = compiled.as_text()
     return tuple(
         text.count(f'custom_call_target="burst_attention_{name}"')
@@ -44,7 +44,7 @@ def test_jit_and_eager_agree():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_grad_of_a_loss_on_lse(check_vma):
-    """lse is differentiable: a loss on it alone, and on it with the output."""
+    """Losses on lse alone, and on lse and the output, have right gradients."""
     q, k, v, dout = inputs()
     dlse = ring.normal(9, SHAPE[:3])[0]
     function = ring.sharded(
@@ -92,7 +92,7 @@ def test_grad_inside_shard_map():
 
 @pytest.mark.parametrize("mapped", [(0, 0, 0), (0, None, None), (None, 1, 1), (1, 0, None)])
 def test_vmap_inside_shard_map(mapped):
-    """Over all operands, over the query only, over key and value only, along other axes."""
+    """vmap maps all operands, the query, or key and value, along several axes."""
     seeds = range(3)
     stacks = [
         np.stack([inputs(seed=3 * i + s)[0] for s in seeds], axis=axis or 0)
@@ -162,7 +162,7 @@ def layer_loss(mesh, policy):
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
 def test_checkpoint_runs_the_ring_once_under_the_policy(scan):
-    """And twice forward without it; under scan, the calls of one layer are there once."""
+    """Without the policy the forward ring runs twice; a scan has the calls of one layer."""
     x = inputs()[0]
     weights = 0.1 * ring.normal(1, (2, SHAPE[3], 3 * SHAPE[3]))[0]
     layers = 1 if scan else len(weights)
@@ -199,7 +199,7 @@ def test_checkpoint_inside_shard_map():
 
 
 def test_compiled_program_gathers_nothing():
-    """On data × context × tensor, forward and backward, q, k and v stay where they are."""
+    """On data × context × tensor, both passes leave q, k and v where they are."""
     mesh = ring.mesh(2, 2, 2)
     *qkv, dout = ring.put(mesh, *inputs())
     run = ring.gradients(ring.sharded(mesh, is_causal=True))
@@ -209,7 +209,7 @@ def test_compiled_program_gathers_nothing():
 
 
 def test_equal_calls_are_merged_and_unused_ones_dropped():
-    """The call is declared pure."""
+    """The call is declared pure, so XLA may do both."""
     function = ring.sharded(ring.line(2))
 
     @jax.jit
@@ -221,7 +221,7 @@ def test_equal_calls_are_merged_and_unused_ones_dropped():
 
 
 def test_replicated_key_and_value_get_summed_gradients():
-    """Key and value that all data shards share: each shard's gradient counts."""
+    """All data shards share key and value, so gradients are sums over shards."""
     q, _, _, dout = inputs()
     k, v = ring.normal(5, (1, *SHAPE[1:]), (1, *SHAPE[1:]))
     mesh = ring.mesh(2, 2, 1)

@@ -1,4 +1,4 @@
-"""Heads against sequence: ulysses, and hybrid over two axes."""
+"""Schedules that exchange heads for sequence, ulysses and hybrid, give right results."""
 
 from dataclasses import replace
 
@@ -30,8 +30,8 @@ VALUES = {
     "dtype": ["float32", "bfloat16"],
     "kv_heads": [1, 2],
 }
-"""Schedule, ranks and how many of them are an inner axis, 0 for one axis; key/value heads for each
-rank that heads are dealt to; the others as they are called."""
+"""Values of each property. ``over`` are (schedule, ranks, ranks of the inner axis or 0);
+``kv_heads`` counts key/value heads for each rank that gets heads."""
 CHOICES = list(case_list.pairwise(VALUES, lambda *_: 0))
 CHOICES += [
     dict(CHOICES[0], over=("hybrid", *sizes), layout=layout, mask=mask)
@@ -40,7 +40,7 @@ CHOICES += [
     for mask in ("causal", "window")
 ]
 ONE = {"ulysses": {"mesh": (2, 4, 1)}, "hybrid": {"mesh": (2, 4, 1), "inner": 2}}
-"""Where each schedule runs on eight devices."""
+"""The mesh of each schedule on eight devices."""
 EACH = pytest.mark.parametrize("schedule", ONE)
 FEATURES = {
     "causal": True,
@@ -62,9 +62,9 @@ def name(choice):
 @pytest.mark.parametrize("choice", some(CHOICES, 16), ids=lambda choice: name(choice.values()))
 def test_heads_and_sequence_change_places(choice):
     schedule, world, inner = choice["over"]
-    dealt = inner if schedule == "hybrid" else world
-    sizes = {"q_len": 12 * world, "kv_len": 12 * world, "heads": 2 * dealt, "batch": 1}
-    sizes |= {"kv_heads": choice["kv_heads"] * dealt, "inner": inner, "mesh": (1, world, 1)}
+    groups = inner if schedule == "hybrid" else world
+    sizes = {"q_len": 12 * world, "kv_len": 12 * world, "heads": 2 * groups, "batch": 1}
+    sizes |= {"kv_heads": choice["kv_heads"] * groups, "inner": inner, "mesh": (1, world, 1)}
     rest = {name: choice[name] for name in ("layout", "backward", "dtype")}
     agree(Problem(schedule=schedule, **sizes, **rest, **MASKS[choice["mask"]]))
 
@@ -90,7 +90,7 @@ def test_cross_attention(schedule, lengths, layout):
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_key_value_heads_that_ranks_share(heads, kv_heads, dtype):
-    """Four ranks. In 16 bits each rank's part of a shared gradient is rounded before their sum."""
+    """In 16 bits, each of four ranks rounds its part of a shared gradient before the sum."""
     one = Problem(schedule="ulysses", heads=heads, kv_heads=kv_heads, dtype=dtype, causal=True)
     arrays = one.arrays()
     found, expected = one.found(arrays), one.expected(arrays)
@@ -104,7 +104,7 @@ def test_key_value_heads_that_ranks_share(heads, kv_heads, dtype):
 @EACH
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_heads_and_batch_on_other_axes(schedule, check_vma):
-    """All features at once; sinks, slopes and the dropout of each device's own heads."""
+    """All features work together, with the sinks, slopes and dropout of a device's own heads."""
     where = {"ulysses": {"mesh": (2, 2, 2)}, "hybrid": {"mesh": (1, 4, 2), "inner": 2}}[schedule]
     one = Problem(**where, **FEATURES, schedule=schedule, heads=8, kv_heads=2)
     arrays = one.arrays()
@@ -131,7 +131,7 @@ def test_global_arrays(schedule, axis_type):
 
 @EACH
 def test_gradients_inside_of_shard_map(schedule):
-    """With x64, too: those of what all devices share are summed up."""
+    """Gradients of shared arrays are sums over devices, with x64 too."""
     one = Problem(**ONE[schedule], schedule=schedule, slopes=True, sinks=True, dropout=0.3)
     arrays = one.arrays()
     specs = {name: one.spec(name) for name in arrays}
@@ -155,7 +155,7 @@ def test_gradients_inside_of_shard_map(schedule):
 
 @EACH
 def test_vmap(schedule):
-    """Of the query and the slopes; key and value are those of all instances."""
+    """vmap maps the query and the slopes, and all instances share key and value."""
     one = Problem(**ONE[schedule], schedule=schedule, slopes=True, layout="striped", dropout=0.2)
     arrays = one.arrays()
     order = ba.layout_positions(48, 4, "striped")
@@ -185,7 +185,7 @@ def test_vmap(schedule):
         check(found, one.expected(own), own["dout"])
 
 
-def test_two_axes_dealt_as_one_are_one_axis_bit_for_bit():
+def test_two_axes_that_scatter_heads_together_equal_one_axis_bit_for_bit():
     one = Problem(mesh=(1, 8, 1), heads=8, schedule="ulysses", layout="zigzag", causal=True)
     arrays = one.arrays()
     expected = one.found(arrays)
@@ -221,7 +221,7 @@ def lowered_for_gpus(device, sizes, names, spec, **options):
 
 @KNOWN
 def test_ulysses_on_gpus_is_a_ring_of_each_device(device):
-    """No two devices of a call: no communicator. What travels are XLA's own collectives."""
+    """A call has one device and no communicator; only XLA's collectives move data."""
     options = {"axis_name": "context", "schedule": "ulysses", "layout": "zigzag"}
     sizes = (2, 2, 2)
     text = lowered_for_gpus(device, sizes, ring.AXES, ring.SPEC, **options, is_causal=True)
@@ -232,7 +232,7 @@ def test_ulysses_on_gpus_is_a_ring_of_each_device(device):
         assert call.attributes["world_size"] == "1 : i64"
         assert call.attributes["schedule"] == '"ring"'
         assert call.attributes["layout"] == '"contiguous"'
-    # q, k, v and out, and the gradient of each.
+    # The collectives move q, k, v, out and their gradients.
     assert text.count('"stablehlo.all_to_all"') == 8
     assert "collective_permute" not in text
 

@@ -3,9 +3,10 @@ use rayon::ThreadPool;
 use super::reference::{Inputs, Outputs};
 use super::*;
 use burst_attention::host::backward::{BackwardTile, backward};
-use burst_attention::host::extras::TileExtras;
+use burst_attention::host::features::TileFeatures;
+use burst_attention::host::tile::TileInputs;
 
-/// dq, dk, dv after tiles of all pairs of the given key and query ranges.
+/// Returns dq, dk and dv after a tile for each pair of a key range and a query range.
 pub fn run(
     isa: Isa,
     pool: &ThreadPool,
@@ -15,7 +16,7 @@ pub fn run(
     parts: [&[Range<usize>]; 2],
 ) -> [HostArray; 3] {
     let Shape { batch, queries, keys, kv_heads, dim, v_dim, .. } = *shape;
-    // Three kinds of strides.
+    // The gradients have three kinds of strides.
     let dq = empty(Dtype::F32, [batch, queries, shape.heads(), dim], 0);
     let dk = empty(Dtype::F32, [batch, keys, kv_heads, dim], 3);
     let dv = HostArray::accumulator(batch, 0..keys, kv_heads, v_dim);
@@ -25,23 +26,25 @@ pub fn run(
                 isa,
                 pool,
                 &BackwardTile {
-                    q: &inputs.q.slice(q_rows.clone()),
-                    k: &inputs.k.slice(k_rows.clone()),
-                    v: &inputs.v.slice(k_rows.clone()),
+                    inputs: TileInputs {
+                        q: &inputs.q.slice(q_rows.clone()),
+                        k: &inputs.k.slice(k_rows.clone()),
+                        v: &inputs.v.slice(k_rows.clone()),
+                        q_rows: q_rows.clone(),
+                        k_rows: k_rows.clone(),
+                        band: shape.band,
+                        softmax_scale: shape.scale(),
+                        soft_cap: shape.soft_cap,
+                        features: TileFeatures::default(),
+                    },
                     dout: &inputs.dout,
                     lse,
                     delta,
                     dq: &dq.slice(q_rows.clone()),
                     dk: &dk.slice(k_rows.clone()),
                     dv: &dv,
-                    q_rows: q_rows.clone(),
-                    k_rows: k_rows.clone(),
-                    band: shape.band,
                     dq_first: k_step == 0,
                     dkv_first: q_step == 0,
-                    softmax_scale: shape.scale(),
-                    soft_cap: shape.soft_cap,
-                    extras: TileExtras::default(),
                 },
             );
         }
@@ -125,7 +128,7 @@ fn rows_without_a_key_have_no_gradient() {
 }
 
 #[test]
-fn nan_reaches_those_it_concerns_and_no_others() {
+fn nan_reaches_the_gradients_that_depend_on_it_and_no_other_gradient() {
     for band in [NO_LIMIT, (i64::MIN, 0), (-17, 20)] {
         let shape = Shape::new(150, 150, 24).band(band);
         let expected = Outputs::of(&shape, &Inputs::random(&shape, 5));
@@ -140,7 +143,7 @@ fn nan_reaches_those_it_concerns_and_no_others() {
                 let [dq, dk, dv] = run(isa, &pool(1), &shape, &inputs, [&lse, &delta], whole);
                 for i in 0..150 {
                     let case = format!("{isa} {band:?} input {victim} row {row}: row {i}");
-                    // Which pairs the value has a part in, and who sums over them.
+                    // Whether the gradients of query i and key i sum over a pair with the NaN.
                     let of_query = victim == 0 || victim == 3;
                     let query = if of_query { i == row } else { sees(i, row) };
                     let key = |i: usize| {
@@ -162,7 +165,7 @@ fn nan_reaches_those_it_concerns_and_no_others() {
     }
 }
 
-/// Row `row` is NaN, at least in element 5, or else as expected.
+/// Asserts that element 5 of a row is NaN if `nan`, and otherwise as expected.
 fn check(got: &HostArray, expected: &HostArray64, row: usize, nan: bool, case: &str) {
     let value = get(got, [0, row, 0, 5]);
     let expected = expected.get([0, row, 0, 5]);
@@ -172,7 +175,7 @@ fn check(got: &HostArray, expected: &HostArray64, row: usize, nan: bool, case: &
 
 #[test]
 fn the_number_of_threads_does_not_matter() {
-    // Long enough to be cut into several cells.
+    // These lengths are cut into several cells.
     let shape = Shape::new(1100, 1030, 16).band((i64::MIN, 0));
     let inputs = Inputs::random(&shape, 7);
     let lse = random(Dtype::F32, [1, shape.queries, 1, 1], 8);

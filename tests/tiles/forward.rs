@@ -4,10 +4,11 @@ use rayon::ThreadPool;
 
 use super::reference::{Inputs, Outputs};
 use super::*;
-use burst_attention::host::extras::TileExtras;
-use burst_attention::host::forward::{ForwardTile, Partial, forward};
+use burst_attention::host::features::TileFeatures;
+use burst_attention::host::forward::{self, ForwardTile, SoftmaxState, forward};
+use burst_attention::host::tile::TileInputs;
 
-/// o and lse, after tiles with the given key ranges, each for the given query ranges.
+/// Returns o and lse after a tile for each pair of a key range and a query range.
 pub fn run(
     isa: Isa,
     pool: &ThreadPool,
@@ -20,7 +21,7 @@ pub fn run(
     let o = empty(shape.dtype, [batch, shape.queries, heads, shape.v_dim], 8);
     let lse = empty(Dtype::F32, [batch, shape.queries, heads, 1], 0);
     for q_rows in q_parts {
-        // Like a buffer that travelled here: rows of the part only.
+        // Like a buffer that travelled here, the state has the rows of the part only.
         let acc = HostArray::accumulator(batch, q_rows.clone(), heads, shape.v_dim);
         let m = HostArray::accumulator(batch, q_rows.clone(), heads, 1);
         let l = HostArray::accumulator(batch, q_rows.clone(), heads, 1);
@@ -29,19 +30,21 @@ pub fn run(
                 isa,
                 pool,
                 &ForwardTile {
-                    q: &inputs.q.slice(q_rows.clone()),
-                    k: &inputs.k.slice(k_rows.clone()),
-                    v: &inputs.v.slice(k_rows.clone()),
-                    state: Some(Partial { acc: &acc, m: &m, l: &l }),
-                    out: Some((&o, &lse)),
-                    q_rows: q_rows.clone(),
-                    k_rows: k_rows.clone(),
-                    band: shape.band,
+                    inputs: TileInputs {
+                        q: &inputs.q.slice(q_rows.clone()),
+                        k: &inputs.k.slice(k_rows.clone()),
+                        v: &inputs.v.slice(k_rows.clone()),
+                        q_rows: q_rows.clone(),
+                        k_rows: k_rows.clone(),
+                        band: shape.band,
+                        softmax_scale: shape.scale(),
+                        soft_cap: shape.soft_cap,
+                        features: TileFeatures::default(),
+                    },
+                    state: Some(SoftmaxState { acc: &acc, m: &m, l: &l }),
+                    out: Some(forward::Outputs { o: &o, lse: &lse }),
                     first: step == 0,
                     last: step == k_parts.len() - 1,
-                    softmax_scale: shape.scale(),
-                    soft_cap: shape.soft_cap,
-                    extras: TileExtras::default(),
                 },
             );
         }
@@ -108,7 +111,7 @@ fn error_does_not_grow_with_eight_thousand_keys() {
 fn rows_without_a_key_are_zero() {
     let pool = pool(1);
     for isa in Isa::available() {
-        // Rows 0 to 9 see nothing: neither with keys in the tile nor without.
+        // Rows 0 to 9 see nothing, whether the tile has keys or not.
         for keys in [0..90, 0..0] {
             let shape = Shape { keys: 90, ..Shape::new(90, 90, 32) }.band((i64::MIN, -10));
             let inputs = Inputs::random(&shape, 4);
@@ -123,7 +126,7 @@ fn rows_without_a_key_are_zero() {
 }
 
 #[test]
-fn what_is_not_finite_reaches_those_who_see_it_and_no_others() {
+fn nan_and_infinity_reach_the_rows_that_see_them_and_no_other_row() {
     let pool = pool(1);
     let poisons = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY];
     for band in [NO_LIMIT, (i64::MIN, 0), (-17, 20)] {

@@ -1,11 +1,11 @@
-//! Scores of any size: both passes form the same ones.
+//! Both passes compute the same scores, however large they are.
 
 use super::reference::{Inputs, Outputs};
 use super::*;
-use burst_attention::host::cast::delta;
+use burst_attention::host::per_row::delta;
 
-/// Scales the queries so that the largest score is `most`, and clears the cotangents of rows in
-/// which it leads by too little for one key to take all weight.
+/// Returns inputs whose largest score is `most`. A row gets zeros as cotangents if its largest score
+/// leads by too little for one key to take all weight.
 fn magnified(shape: &Shape, most: f64) -> Inputs {
     let inputs = Inputs::random(shape, 6);
     let score = |[b, i, h, _]: [usize; 4], j: usize| -> f64 {
@@ -46,7 +46,7 @@ fn a_key_that_takes_all_weight_gets_all_of_the_cotangent() {
     for (shape, most) in [(&grouped, 1e4), (&grouped, 1e9), (&ragged, 1e5), (&rounded, 1e7)] {
         let inputs = magnified(shape, most);
         let expected = Outputs::of(shape, &inputs);
-        // Tiles of each pass are cut elsewhere, so each score lies in another place of its panel.
+        // The passes cut tiles at different rows, so each score lies in another place of its panel.
         let (keys, queries) = (cut(shape.keys, &[0.3, 0.31]), cut(shape.queries, &[0.4]));
         let whole: [&[_]; 2] = [&cut(shape.keys, &[]), &cut(shape.queries, &[])];
         for isa in Isa::available() {
@@ -56,7 +56,7 @@ fn a_key_that_takes_all_weight_gets_all_of_the_cotangent() {
             let statistics = [&lse, &of_rows];
             let [dq, dk, dv] = backward::run(isa, &pool, shape, &inputs, statistics, whole);
             assert_close("dv", &(isa, shape, most), &dv, &expected.dv, 1e-6);
-            // Where one weight is 1 and all other weights are 0, scores have no gradient.
+            // Scores have no gradient where one weight is 1 and all other weights are 0.
             for (name, array) in [("dq", &dq), ("dk", &dk)] {
                 for at in indices(array) {
                     let x = get(array, at);

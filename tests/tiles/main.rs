@@ -1,4 +1,4 @@
-//! The host kernels, on every instruction set of this CPU, against dense attention in float64.
+//! The host kernels agree with dense attention in float64 on every instruction set of this CPU.
 
 mod backward;
 mod forward;
@@ -18,7 +18,7 @@ use burst_attention::problem::Dtype;
 
 const NO_LIMIT: (i64, i64) = (i64::MIN, i64::MAX);
 
-/// A shape of a test: q [batch, queries, heads, dim] and so on. Shards begin at row 0.
+/// The shape of a test: q is `[batch, queries, heads, dim]`, and shards begin at row 0.
 #[derive(Debug, Clone)]
 struct Shape {
     batch: usize,
@@ -66,7 +66,7 @@ impl Shape {
     }
 }
 
-/// Shapes that between them reach every branch of the kernels: ragged lengths, narrow and wide
+/// Returns shapes that together reach every branch of the kernels: ragged lengths, narrow and wide
 /// heads, groups, and bands of all kinds.
 fn shapes() -> Vec<Shape> {
     let mut shapes = vec![
@@ -86,11 +86,11 @@ fn shapes() -> Vec<Shape> {
         Shape { v_dim: 72, ..Shape::new(100, 90, 32).band((-20, 60)) },
         Shape { v_dim: 16, ..Shape::new(100, 90, 136) },
         Shape::new(600, 530, 16).band((i64::MIN, 0)),
-        // Caps that most logits reach, some, and none. A smaller one magnifies the logits' rounding.
+        // Most logits, some and none reach these caps. Smaller caps magnify the logits' rounding.
         Shape::new(33, 130, 40).capped(0.3),
         Shape::new(130, 300, 64).band((i64::MIN, 100)).capped(1.0),
         Shape { group_size: 2, ..Shape::new(100, 90, 32).band((-20, 60)) }.capped(1e6),
-        // So many heads that the forward pass takes larger blocks.
+        // With this many heads the forward pass takes larger blocks.
         Shape { batch: 8, kv_heads: 8, ..Shape::new(140, 150, 8).band((-60, 5)) },
     ];
     for (i, dtype) in [Dtype::Bf16, Dtype::F16].into_iter().enumerate() {
@@ -118,26 +118,26 @@ impl Random {
         ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// About normally distributed.
+    /// Returns a number of about normal distribution.
     fn normal(&mut self) -> f64 {
         ((0..6).map(|_| self.next()).sum::<f64>() - 3.0) * std::f64::consts::SQRT_2
     }
 }
 
-/// New memory in JAX's order with `gap` unused floats behind each row, all NaN to begin with.
+/// Returns new memory in JAX's order, filled with NaN, with `gap` unused floats behind each row.
 fn empty(dtype: Dtype, [batch, len, heads, dim]: [usize; 4], gap: usize) -> HostArray {
     let mut array = HostArray::accumulator(batch, 0..len, heads, dim + gap);
     array.dim = dim;
     (array.row_stride, array.head_stride) = (heads * (dim + gap), dim + gap);
     for i in 0..batch * len * heads * (dim + gap) {
-        // SAFETY: the array has that many floats.
+        // SAFETY: `accumulator` allocated this many floats.
         unsafe { *array.ptr.as_ptr().cast::<f32>().add(i) = f32::NAN }
     }
     array.dtype = dtype;
     array
 }
 
-/// Memory as in [`empty`], with normally distributed numbers.
+/// Returns memory of normally distributed numbers, without gaps.
 fn random(dtype: Dtype, shape: [usize; 4], seed: u64) -> HostArray {
     let array = empty(dtype, shape, 0);
     let mut random = Random(seed);
@@ -159,7 +159,7 @@ fn indices(array: &HostArray) -> impl Iterator<Item = [usize; 4]> + use<> {
 
 fn get(array: &HostArray, [b, row, head, d]: [usize; 4]) -> f64 {
     let at = array.row(b, row, head);
-    // SAFETY: the index is in the array, which this thread alone uses.
+    // SAFETY: the caller's index lies in the array, whose memory no other thread uses.
     unsafe {
         match array.dtype {
             Dtype::F32 => f64::from(*at.cast::<f32>().add(d)),
@@ -171,7 +171,7 @@ fn get(array: &HostArray, [b, row, head, d]: [usize; 4]) -> f64 {
 
 fn set(array: &HostArray, [b, row, head, d]: [usize; 4], value: f64) {
     let at = array.row(b, row, head);
-    // SAFETY: the index is in the array, which this thread alone uses.
+    // SAFETY: the caller's index lies in the array, whose memory no other thread uses.
     unsafe {
         match array.dtype {
             Dtype::F32 => *at.cast::<f32>().add(d) = value as f32,
@@ -181,7 +181,7 @@ fn set(array: &HostArray, [b, row, head, d]: [usize; 4], value: f64) {
     }
 }
 
-/// All values, bit by bit.
+/// Returns the bits of all values.
 fn bits(array: &HostArray) -> Vec<u64> {
     indices(array).map(|at| get(array, at).to_bits()).collect()
 }
@@ -219,10 +219,6 @@ struct HostArray64 {
 }
 
 impl HostArray64 {
-    fn zeros(shape: [usize; 4]) -> HostArray64 {
-        HostArray64 { shape, values: vec![0.0; shape.iter().product()] }
-    }
-
     fn at(&mut self, index: [usize; 4]) -> &mut f64 {
         let offset = self.offset(index);
         &mut self.values[offset]
@@ -247,7 +243,7 @@ impl HostArray64 {
     }
 }
 
-/// Cuts `0..len` at the given fractions.
+/// Cuts `0..len` at some fractions of the length.
 fn cut(len: usize, fractions: &[f64]) -> Vec<Range<usize>> {
     let mut edges = vec![0];
     edges.extend(fractions.iter().map(|f| (len as f64 * f) as usize));

@@ -1,6 +1,6 @@
 use super::reference::{Inputs, Outputs};
 use super::*;
-use burst_attention::host::cast::{cast, delta, merge};
+use burst_attention::host::per_row::{accumulate, cast, delta};
 
 #[test]
 fn delta_matches_the_reference() {
@@ -24,12 +24,12 @@ fn delta_matches_the_reference() {
 }
 
 #[test]
-fn merge_adds_only_the_rows_it_is_told_to() {
+fn accumulate_adds_the_given_rows_only() {
     let shape = [2, 150, 3, 24];
     let (target, arrived) = (random(Dtype::F32, shape, 1), random(Dtype::F32, shape, 2));
     let before = random(Dtype::F32, shape, 1);
     let rows = 17..140;
-    merge(&pool(2), &target, &arrived.slice(rows.clone()), &rows);
+    accumulate(&pool(2), &target, &arrived.slice(rows.clone()), &rows);
     for at in indices(&target) {
         let term = if rows.contains(&at[1]) { get(&arrived, at) } else { 0.0 };
         let expected = (get(&before, at) as f32 + term as f32) as f64;

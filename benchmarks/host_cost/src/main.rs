@@ -1,16 +1,18 @@
-//! What it costs the host to issue one step of a ring, on a driver that only writes down.
+//! Measures the host time of issuing one step of a ring, on a test double that only records.
 //!
-//! Prints the median of the whole call, schedules kept and memory at random, divided by its steps.
+//! Prints the median time of a whole call, with its schedules already made and other addresses in
+//! each call, and that time divided by the number of steps.
 
 use std::time::Instant;
 
-use burst_attention::cuda::device::{Executor, Share};
+use burst_attention::cuda::call::Call;
+use burst_attention::cuda::device::{Executor, RankSet};
 use burst_attention::cuda::nccl::Communicator;
-use burst_attention::cuda::rank::Arrays;
-use burst_attention::cuda::record::{Recorder, images, nccl};
-use burst_attention::cuda::ring::{Call, Given};
+use burst_attention::cuda::workspace::Workspace;
+use burst_attention::operands::Arrays;
 use burst_attention::schedule::Family;
 use burst_attention::{Dtype, Features, Layout, Order, Pass, Problem, Travels, Window};
+use burst_attention_recorder::{Recorder, images, nccl};
 
 const CALLS: usize = 2001;
 
@@ -34,24 +36,29 @@ fn call(world_size: usize, batch: usize, pass: Pass, travels: Option<Travels>) -
     Call { problem, family: Family::Ring, pass, travels, backward_order }
 }
 
-/// Microseconds that one call takes, in the median.
+/// Returns the median time of a call in microseconds.
 fn median_us(call: &Call) -> f64 {
     let world_size = call.problem.world_size;
     let recorder = Recorder::new();
     let executor = Executor::new(Box::new(recorder.clone()), images);
     let stream = recorder.add_device();
     let comm = recorder.add_comm(0, world_size, stream);
-    let communicator = Communicator::new(nccl(), comm, world_size).expect("it is as large");
-    let share = Share::Rank(std::slice::from_ref(&communicator));
-    executor.initialize(stream, call, share).expect("the recorder refuses nothing");
+    let communicator = Communicator::new(nccl(), comm, world_size)
+        .expect("the communicator has the size of the ring");
+    let ranks = RankSet::One(std::slice::from_ref(&communicator));
+    executor.initialize(stream, call, ranks).expect("the recorder refuses nothing");
     let mut times: Vec<f64> = (0..CALLS as u64)
         .map(|n| {
             recorder.take();
-            let given = Given { workspace: (1 << 46) + 256 * n, bytes: call.workspace_bytes() };
+            let bytes = call.workspace_bytes();
+            let workspace = Workspace { address: (1 << 46) + 256 * n, bytes };
             let begin = Instant::now();
-            let arrays = [Arrays::new(call.pass, |array| ((array + 1) << 40) + 256 * n)];
-            executor.initialize(stream, call, share).expect("as before");
-            executor.run(stream, call, share, &arrays, given).expect("as before");
+            let address = |operand| ((operand as u64 + 1) << 40) + 256 * n;
+            let arrays = [Arrays::new(call.pass, &call.problem.features, address)];
+            executor.initialize(stream, call, ranks).expect("the recorder refuses nothing");
+            executor
+                .run(stream, call, ranks, &arrays, workspace)
+                .expect("the recorder refuses nothing");
             begin.elapsed().as_secs_f64() * 1e6
         })
         .collect();
@@ -61,13 +68,13 @@ fn median_us(call: &Call) -> f64 {
 
 fn main() {
     println!("causal zigzag, 8,192 tokens per rank, 32:8 heads, D 128, bfloat16; rank 0");
-    let ways = [
+    let passes = [
         ("forward", Pass::Forward, None),
         ("backward, keys travel", Pass::Backward, Some(Travels::Keys)),
         ("backward, queries travel", Pass::Backward, Some(Travels::Queries)),
     ];
     for world_size in [2, 8, 32] {
-        for (name, pass, travels) in ways {
+        for (name, pass, travels) in passes {
             for batch in [1, 4] {
                 let us = median_us(&call(world_size, batch, pass, travels));
                 let step = us / world_size as f64;

@@ -1,6 +1,8 @@
-//! Times float32 matrix products of the `gemm` crate on all cores and prints the fastest as JSON.
+//! Times float32 matrix products of the `gemm` crate on all cores and prints the fastest one as
+//! JSON.
 //!
-//! Usage: `burst-attention-peak [SIZE [ROUNDS]]`, for square matrices; 4096 and 5 by default.
+//! Usage: `burst-attention-peak [SIZE [ROUNDS]]`. The matrices are SIZE × SIZE. The defaults are
+//! 4096 and 5.
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -29,17 +31,18 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// A square matrix of small numbers without a pattern.
+/// Returns a square matrix of small numbers without a pattern.
 fn matrix(size: usize, seed: usize) -> Vec<f32> {
     (0..size * size).map(|at| ((at * seed) % 1009) as f32 / 1009.0 - 0.5).collect()
 }
 
-/// product = lhs · rhs, all square and column-major, on all cores.
+/// Computes product = lhs · rhs on all cores. All three matrices are square and column-major.
 fn multiply(size: usize, product: &mut [f32], lhs: &[f32], rhs: &[f32]) {
     assert!([product.len(), lhs.len(), rhs.len()] == [size * size; 3]);
     let stride = size as isize;
-    // SAFETY: the three slices hold size × size numbers each, so that every index a · stride + b
-    // with a, b < size is inside; the product is borrowed mutably, so it overlaps neither factor.
+    // SAFETY: the assertion guarantees that each slice has size × size numbers, so every index
+    // a · stride + b with a, b < size is inside. The mutable borrow guarantees that the product
+    // overlaps neither factor.
     unsafe {
         gemm::gemm(
             size,

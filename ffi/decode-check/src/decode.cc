@@ -22,7 +22,7 @@ Decoded refused(std::string_view message) {
 
 Decoded accepted(const std::string& text) { return Decoded{true, rust::String(text)}; }
 
-// The message of an error that a handler returned; frees it.
+// Returns the message of an error that a handler returned, and frees the error.
 std::string take(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
   XLA_FFI_Error_GetDetails_Args details{};
   details.struct_size = XLA_FFI_Error_GetDetails_Args_STRUCT_SIZE;
@@ -36,7 +36,7 @@ std::string take(const XLA_FFI_Api* api, XLA_FFI_Error* error) {
   return message;
 }
 
-// Calls a handler with the frame, so that XLA's checks of the frame itself are passed first.
+// Calls a handler with the frame, so that XLA checks the frame itself first.
 Decoded call(std::size_t address, const Body& body) {
   auto* frame = reinterpret_cast<XLA_FFI_CallFrame*>(address);
   Decoded decoded = refused("not called");

@@ -1,4 +1,4 @@
-// XLA's own decoding of a call frame, told as text.
+// XLA's own decoding of a call frame, as text.
 #pragma once
 
 #include <cstddef>

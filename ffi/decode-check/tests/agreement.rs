@@ -1,7 +1,4 @@
-//! Our decoder and XLA's agree on what is accepted, and field by field on what it says.
-
-#[path = "../../tests/fake/mod.rs"]
-mod fake;
+//! The library's decoder and XLA's accept the same frames, and read the same fields.
 
 use std::ffi::c_void;
 
@@ -12,7 +9,7 @@ use burst_attention_ffi::data_type::DataType;
 use burst_attention_ffi::error::{Error, Result};
 use burst_attention_ffi::frame::CallFrame;
 use burst_attention_ffi::sys;
-use fake::{FakeAttribute, FakeBuffer, FakeFrame, FakeRuntime};
+use burst_attention_test_frames::{FakeAttribute, FakeBuffer, FakeFrame, FakeRuntime};
 
 const ANY: i64 = -1;
 const RANKS: [i64; 4] = [ANY, 0, 1, 4];
@@ -23,12 +20,12 @@ const DTYPES: [u32; 4] = [
     sys::XLA_FFI_DataType_S32,
 ];
 
-/// Frames refer to it, so it stays.
+/// Returns a runtime that stays, because frames refer to it.
 fn runtime() -> &'static FakeRuntime {
     Box::leak(Box::new(FakeRuntime::new(sys::XLA_FFI_API_MINOR as i32, 0, 0)))
 }
 
-/// Buffers of many types and ranks, at telling addresses.
+/// Returns buffers of many types and ranks, each at an address of its own.
 fn buffers() -> Vec<FakeBuffer> {
     let dims: [&[i64]; 7] = [&[], &[1], &[2], &[0], &[3, 0, 5], &[2, 3, 4, 8], &[1, 2, 3, 4, 5, 6]];
     let dtypes = [
@@ -51,11 +48,12 @@ fn with_frame<T>(
     check: impl FnOnce(Result<CallFrame<'_>>, Reference) -> T,
 ) -> T {
     let address = frame.address();
-    // SAFETY: the frame is complete, and alive until `check` returns.
+    // SAFETY: `FakeFrame` owns everything that it points to, and lives until `check` returns.
     check(unsafe { CallFrame::new(address) }, unsafe { Reference::new(address) })
 }
 
-/// Both accept and say the same, or both refuse.
+/// Asserts that both decoders accept with the same text or both refuse. Returns whether they
+/// accept.
 fn agree(ours: Result<String>, theirs: &Decoded, what: &str) -> bool {
     match ours {
         Ok(ours) => {
@@ -77,7 +75,7 @@ fn describe(buffer: &Buffer) -> String {
     format!("{} [{dims}] at {address} {elements} elements {bytes} bytes", buffer.dtype.0)
 }
 
-/// One buffer as a type and rank.
+/// Returns one buffer in words, if it has this type and rank.
 fn as_type(all: &Result<Vec<Buffer>>, index: usize, dtype: u32, rank: i64) -> Result<String> {
     let all = all.as_ref().map_err(Clone::clone)?;
     let buffer = all.get(index).ok_or_else(|| Error::mismatch("index", "smaller", index))?;
@@ -118,7 +116,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Attribute `name` as a `kind` of `dtype`, by our decoder.
+/// Decodes attribute `name` as a `kind` of `dtype`, with the library's decoder.
 fn read(attributes: &Attributes<'_>, name: &str, kind: u32, dtype: u32) -> Result<String> {
     macro_rules! numbers {
         ($($dtype:ident => $native:ty),*) => {
@@ -137,7 +135,8 @@ fn read(attributes: &Attributes<'_>, name: &str, kind: u32, dtype: u32) -> Resul
                     Ok(hex(&attributes.get::<$native>(name)?.to_ne_bytes()))
                 })*
                 $((sys::XLA_FFI_AttrType_ARRAY, sys::$dtype) => {
-                    Ok(attributes.get::<&[$native]>(name)?.iter().map(|x| hex(&x.to_ne_bytes())).collect())
+                    let numbers: &[$native] = attributes.get(name)?;
+                    Ok(numbers.iter().map(|number| hex(&number.to_ne_bytes())).collect())
                 })*
                 _ => Err(Error::mismatch("type", "one of attributes", dtype)),
             }
@@ -151,7 +150,7 @@ fn read(attributes: &Attributes<'_>, name: &str, kind: u32, dtype: u32) -> Resul
     )
 }
 
-/// All number types, with their widths.
+/// All types of numbers, with their bytes.
 const NUMBERS: [(u32, usize); 11] = [
     (sys::XLA_FFI_DataType_PRED, 1),
     (sys::XLA_FFI_DataType_S8, 1),
@@ -166,7 +165,7 @@ const NUMBERS: [(u32, usize); 11] = [
     (sys::XLA_FFI_DataType_F64, 8),
 ];
 
-/// A dictionary of all kinds.
+/// Returns a dictionary with attributes of all kinds.
 fn attributes() -> Vec<(String, FakeAttribute)> {
     let mut all = Vec::new();
     let bytes = |width: usize, count: usize| (1..=width * count).map(|b| b as u8).collect();
@@ -215,7 +214,7 @@ fn attributes_of_all_types() {
     });
 }
 
-/// Does our decoder take the frame as XLA's `signature` would?
+/// Decodes the frame as XLA's `signature` does, with the library's decoder.
 fn signature(frame: Result<CallFrame<'_>>) -> Result<String> {
     let frame = frame?;
     frame.expect_stage(sys::XLA_FFI_ExecutionStage_EXECUTE)?;
@@ -251,7 +250,7 @@ fn malformed_frames_are_refused_by_both() {
 }
 
 #[test]
-fn what_xla_trusts_is_refused_here() {
+fn frames_that_xla_trusts_are_refused_here() {
     let good = FakeBuffer::new(sys::XLA_FFI_DataType_F32, &[2, 2], std::ptr::dangling_mut());
     let refused = |change: &dyn Fn(&mut FakeBuffer)| {
         let mut buffer = good.clone();
@@ -260,7 +259,7 @@ fn what_xla_trusts_is_refused_here() {
         with_frame(&mut frame, |ours, _| ours.and_then(|frame| frame.all_arguments()).is_err())
     };
     assert!(!refused(&|_| ()));
-    // XLA's header runs off the end of a function when it prints a type or stage that is not its.
+    // XLA's header runs off the end of a function when it prints a type or stage that it lacks.
     assert!(refused(&|buffer| buffer.kind = 2));
     assert!(refused(&|buffer| buffer.struct_size = 16));
     assert!(refused(&|buffer| buffer.dims[1] = -1));
@@ -274,7 +273,8 @@ fn what_xla_trusts_is_refused_here() {
         assert!(ours.all_arguments().is_err() && ours.attributes().is_err());
     });
 
-    // A longer frame comes from a newer runtime. XLA's header refuses it, as it would recompile.
+    // A longer frame comes from a newer runtime. XLA's header refuses it, because C++ handlers are
+    // compiled again for a newer runtime.
     let mut frame = FakeFrame::new(&[good], &[], Vec::new(), runtime());
     frame.raw.struct_size += 8;
     with_frame(&mut frame, |ours, theirs| {

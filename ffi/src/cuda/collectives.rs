@@ -11,17 +11,17 @@ use crate::error::{Error, Result};
 use crate::frame::CallFrame;
 use crate::sys;
 
-/// The extension of a running call.
+/// XLA's Collectives extension, during a call.
 pub struct Collectives(NonNull<sys::XLA_FFI_Collectives_Extension>);
 
-/// Major version of the extension that is understood; minor ones only add to it.
+/// The major version of the extension that this library knows. Minor versions only add to it.
 const MAJOR: i32 = 0;
 
 impl Collectives {
-    /// The runtime's.
+    /// Finds the extension of the runtime.
     ///
     /// # Errors
-    /// If it has none, or one of another kind.
+    /// If the runtime has no such extension, or one of another version.
     pub fn of(frame: &CallFrame<'_>, site: &CudaSite) -> Result<Collectives> {
         let missing = |reason: String| Error::NoCommunicator { axis: site.axis(), reason };
         let api = frame.runtime();
@@ -33,7 +33,7 @@ impl Collectives {
             let what = format!("its FFI {major}.{minor} has no Collectives extension here");
             return Err(missing(what));
         };
-        // SAFETY: every extension starts with this structure.
+        // SAFETY: the runtime guarantees that every extension starts with this structure.
         let base = unsafe { found.read() };
         let least =
             offset_of!(sys::XLA_FFI_Collectives_Extension, get_communicator) + size_of::<usize>();
@@ -51,7 +51,7 @@ impl Collectives {
     /// Asks for a communicator of the ring's devices, before the program runs.
     ///
     /// # Errors
-    /// What the runtime says.
+    /// The runtime's error.
     pub fn request(&self, api: Api, site: &CudaSite, communication_id: i64) -> Result<()> {
         let groups = groups(site);
         let mut arguments = sys::XLA_FFI_Communicator_Request_Args {
@@ -62,18 +62,18 @@ impl Collectives {
             num_groups: groups.len(),
             communication_id,
         };
-        // SAFETY: `of` has seen that the structure reaches this far.
+        // SAFETY: `of` has checked that the structure reaches this far.
         let request = unsafe { (&raw const (*self.0.as_ptr()).request_communicator).read() };
         let request = request.ok_or_else(|| self.lacks(site, "request_communicator"))?;
-        // SAFETY: the arguments are as the header says and live for the call.
+        // SAFETY: the arguments have the header's type, and `groups` and `site` outlive the call.
         let error = unsafe { request(self.0.as_ptr(), &raw mut arguments) };
         api.check("request_communicator of XLA's Collectives extension", error)
     }
 
-    /// The communicator that was asked for.
+    /// Returns the communicator that was asked for.
     ///
     /// # Errors
-    /// What the runtime says.
+    /// The runtime's error.
     pub fn get(&self, api: Api, site: &CudaSite, communication_id: i64) -> Result<Comm> {
         let groups = groups(site);
         let mut arguments = sys::XLA_FFI_Communicator_Get_Args {
@@ -85,10 +85,10 @@ impl Collectives {
             communication_id,
             communicator: ptr::null_mut(),
         };
-        // SAFETY: as in `request`.
+        // SAFETY: `of` has checked that the structure reaches this far.
         let get = unsafe { (&raw const (*self.0.as_ptr()).get_communicator).read() };
         let get = get.ok_or_else(|| self.lacks(site, "get_communicator"))?;
-        // SAFETY: as in `request`.
+        // SAFETY: the arguments have the header's type, and `groups` and `site` outlive the call.
         let error = unsafe { get(self.0.as_ptr(), &raw mut arguments) };
         api.check("get_communicator of XLA's Collectives extension", error)?;
         if arguments.communicator.is_null() {
@@ -103,7 +103,7 @@ impl Collectives {
     }
 }
 
-/// The rings' devices as XLA takes them, each ring in order of rank.
+/// Returns the devices of the rings in XLA's type, each ring in the order of its ranks.
 fn groups(site: &CudaSite) -> Vec<sys::XLA_FFI_ReplicaGroup> {
     let group = |ids: &[i64]| sys::XLA_FFI_ReplicaGroup { ids: ids.as_ptr(), size: ids.len() };
     site.groups.chunks(site.world_size()).map(group).collect()

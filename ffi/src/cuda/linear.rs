@@ -1,4 +1,4 @@
-//! Linear attention of one device's tokens on a GPU: launches on XLA's stream.
+//! Linear attention of one device's tokens on a GPU, as launches on XLA's stream.
 
 use burst_attention::Dtype;
 use burst_attention::cuda::driver::Stream;
@@ -12,19 +12,19 @@ use crate::frame::CallFrame;
 use crate::shapes::split;
 use crate::{handler, sys};
 
-/// What a call computes.
+/// The computation of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LinearKind {
-    /// The states that parts of the tokens leave.
+    /// The states after each part of the tokens.
     State,
-    /// What tokens get.
+    /// The outputs of the tokens.
     Attend,
 }
 
-/// The handler of a stage, initialize or execute, on `platform`.
+/// Handles the initialize or the execute stage on `platform`.
 ///
 /// # Safety
-/// As [`run`](super::run).
+/// The caller must guarantee the same as the caller of [`run`](super::run).
 pub unsafe fn run_linear(
     raw: *mut sys::XLA_FFI_CallFrame,
     kind: LinearKind,
@@ -32,71 +32,56 @@ pub unsafe fn run_linear(
     platform: impl FnOnce() -> Result<&'static Platform>,
 ) -> *mut sys::XLA_FFI_Error {
     let body = |frame: &mut CallFrame<'_>| {
-        let call = LinearCall::decode(frame, kind)?;
-        let LinearState { batch, rows, .. } = call.tokens();
-        if batch == 0 || rows == 0 {
+        let (tokens, outputs) = decode(frame, kind)?;
+        if tokens.batch == 0 || tokens.rows == 0 {
             return Ok(());
         }
         let stream = Stream(frame.runtime().stream(frame.context())?);
         let executor = &platform()?.executor;
-        match stage {
-            Stage::Execute => executor.launch(stream, |target| match &call {
-                LinearCall::State(call) => call.launches(target),
-                LinearCall::Attend(call) => call.launches(target),
-            })?,
-            _ => executor.prepare(stream, |target| {
-                let instance = call.tokens().instance(call.kernel(), target);
+        if stage == Stage::Execute {
+            executor.launch(stream, |target| match &outputs {
+                None => tokens.launches(target),
+                Some(outputs) => outputs.launches(target),
+            })?;
+        } else {
+            let kernel = match kind {
+                LinearKind::State => Kernel::LinearState,
+                LinearKind::Attend => Kernel::LinearAttend,
+            };
+            executor.prepare(stream, |target| {
+                let instance = tokens.instance(kernel, target);
                 instance.unwrap_or_else(|| unreachable!("sizes were checked"))
-            })?,
+            })?;
         }
         Ok(())
     };
-    // SAFETY: passed on.
+    // SAFETY: the caller of `run_linear` guarantees the frame.
     unsafe { handler::guard_stage(raw, stage.number(), body) }
 }
 
-/// A call with its memory.
-enum LinearCall {
-    State(LinearState),
-    Attend(LinearAttend),
-}
-
-impl LinearCall {
-    fn tokens(&self) -> LinearState {
-        match self {
-            LinearCall::State(call) => *call,
-            LinearCall::Attend(call) => call.tokens,
+/// Reads a call with its memory: the tokens, and the outputs if the call computes them.
+fn decode(frame: &CallFrame<'_>, kind: LinearKind) -> Result<(LinearState, Option<LinearAttend>)> {
+    let attributes = frame.attributes()?;
+    let rows: i64 = attributes.get("part_rows")?;
+    let part_rows = usize::try_from(rows).ok();
+    let Some(part_rows) = part_rows.filter(|n| *n > 0 && n.is_multiple_of(LINEAR_TILE)) else {
+        return Err(Error::mismatch("part_rows", format!("a multiple of {LINEAR_TILE}"), rows));
+    };
+    let part = Part { rows: part_rows, reverse: attributes.get("reverse")? };
+    match kind {
+        LinearKind::State => {
+            let [k, v, sums] = frame.arguments()?;
+            let [state] = frame.results()?;
+            Ok((tokens(part, [&k, &v, &sums, &state])?.0, None))
         }
-    }
-
-    fn kernel(&self) -> Kernel {
-        match self {
-            LinearCall::State(_) => Kernel::LinearState,
-            LinearCall::Attend(_) => Kernel::LinearAttend,
-        }
-    }
-
-    fn decode(frame: &CallFrame<'_>, kind: LinearKind) -> Result<LinearCall> {
-        let attributes = frame.attributes()?;
-        let rows: i64 = attributes.get("part_rows")?;
-        let rows = usize::try_from(rows).ok().filter(|n| *n > 0 && n.is_multiple_of(LINEAR_TILE));
-        let Some(rows) = rows else {
-            let (name, expected) = ("part_rows", format!("a multiple of {LINEAR_TILE}"));
-            return Err(Error::mismatch(name, expected, attributes.get::<i64>(name)?));
-        };
-        let part = Part { rows, reverse: attributes.get("reverse")? };
-        match kind {
-            LinearKind::State => {
-                let [k, v, sums] = frame.arguments()?;
-                let [state] = frame.results()?;
-                Ok(LinearCall::State(tokens(part, &k, &v, &sums, &state)?))
-            }
-            LinearKind::Attend => attend(part, frame),
+        LinearKind::Attend => {
+            let outputs = attend(part, frame)?;
+            Ok((outputs.tokens, Some(outputs)))
         }
     }
 }
 
-fn attend(part: Part, frame: &CallFrame<'_>) -> Result<LinearCall> {
+fn attend(part: Part, frame: &CallFrame<'_>) -> Result<LinearAttend> {
     let (arguments, results) = (frame.all_arguments()?, frame.all_results()?);
     let ([q, k, v, sums, state], o, products) = match (arguments.as_slice(), results.as_slice()) {
         ([q, k, v, sums, state], [o]) => ([q, k, v, sums, state], o, None),
@@ -108,50 +93,38 @@ fn attend(part: Part, frame: &CallFrame<'_>) -> Result<LinearCall> {
             return Err(Error::mismatch("operands and results", "5 and 1, or 6 and 2", got));
         }
     };
-    let tokens = tokens(part, k, v, sums, state)?;
+    let (tokens, dtype) = tokens(part, [k, v, sums, state])?;
     let LinearState { rows, heads, head_dim, value_dim, .. } = tokens;
     let (outer, [_, q_heads, _]) = split("query", q)?;
     let like = |name: &str, buffer: &Buffer, dtype: Dtype, inner: &[usize]| {
         address(name, buffer, dtype, &[outer, inner].concat())
     };
-    let dtype = dtype_of(tokens.element);
-    let dots = match products {
-        None => None,
-        Some((other, dots)) => {
-            let columns = column_tiles(head_dim, value_dim);
-            let columns = columns.unwrap_or_else(|| unreachable!("sizes were checked"));
-            let of_columns = [heads * columns, tokens.padded_rows()];
-            Some((
-                like("other", other, dtype, &[rows, q_heads, value_dim])?,
-                like("dots", dots, Dtype::F32, &of_columns)?,
-            ))
-        }
-    };
-    Ok(LinearCall::Attend(LinearAttend {
+    let dots = products.map(|(other, dots)| -> Result<_> {
+        let columns = column_tiles(head_dim, value_dim);
+        let columns = columns.unwrap_or_else(|| unreachable!("sizes were checked"));
+        let of_columns = [heads * columns, tokens.padded_rows()];
+        let other = like("other", other, dtype, &[rows, q_heads, value_dim])?;
+        Ok((other, like("dots", dots, Dtype::F32, &of_columns)?))
+    });
+    Ok(LinearAttend {
         tokens,
         q_heads,
+        dots: dots.transpose()?,
         q: like("query", q, dtype, &[rows, q_heads, head_dim])?,
         o: like("out", o, dtype, &[rows, heads, value_dim])?,
-        dots,
-    }))
+    })
 }
 
-/// What both calls have; leading dimensions are folded into the batch.
-fn tokens(
-    part: Part,
-    k: &Buffer,
-    v: &Buffer,
-    sums: &Buffer,
-    state: &Buffer,
-) -> Result<LinearState> {
+/// Reads the operands that both computations have, and the type of the activations. Leading
+/// dimensions are folded into the batch.
+fn tokens(part: Part, [k, v, sums, state]: [&Buffer; 4]) -> Result<(LinearState, Dtype)> {
     let (outer, [rows, kv_heads, head_dim]) = split("key", k)?;
     let (_, [_, _, value_dim]) = split("value", v)?;
-    let element = match k.dtype.activation() {
-        Some(Dtype::Bf16) => Element::Bf16,
-        Some(Dtype::F16) => Element::F16,
+    let (element, dtype) = match k.dtype.activation() {
+        Some(Dtype::Bf16) => (Element::Bf16, Dtype::Bf16),
+        Some(Dtype::F16) => (Element::F16, Dtype::F16),
         _ => return Err(Error::mismatch("dtype of key", "bfloat16 or float16", k.dtype)),
     };
-    let dtype = dtype_of(element);
     let [.., heads, _] = *sums.dims.as_slice() else {
         let got = format!("{:?}", sums.dims);
         return Err(Error::mismatch("shape of sums", "[..., heads, padded length]", got));
@@ -182,26 +155,18 @@ fn tokens(
     };
     let padded = [outer, &[heads, call.padded_rows()]].concat();
     let states = [outer, &[call.parts(), heads, head_dim, value_dim]].concat();
-    Ok(LinearState {
-        sums: address("sums", sums, Dtype::F32, &padded)?,
-        state: address("state", state, Dtype::F32, &states)?,
-        ..call
-    })
+    let sums = address("sums", sums, Dtype::F32, &padded)?;
+    let state = address("state", state, Dtype::F32, &states)?;
+    Ok((LinearState { sums, state, ..call }, dtype))
 }
 
-fn dtype_of(element: Element) -> Dtype {
-    match element {
-        Element::Bf16 => Dtype::Bf16,
-        Element::F16 => Dtype::F16,
-    }
-}
-
+/// Returns the address of a buffer after checking its shape and type.
 fn address(name: &str, buffer: &Buffer, dtype: Dtype, dims: &[usize]) -> Result<u64> {
     if buffer.dims != dims {
         let (expected, got) = (format!("{dims:?}"), format!("{:?}", buffer.dims));
         return Err(Error::mismatch(format!("shape of {name}"), expected, got));
     }
-    // There is no memory yet when a call is initialized; launches refuse null.
+    // The initialize stage has no memory yet. Launches refuse null.
     let data = buffer.typed(name, dtype.into())?.data(name);
     Ok(data.map_or(0, |data| data.as_ptr() as u64))
 }

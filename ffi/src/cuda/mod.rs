@@ -1,16 +1,15 @@
-//! Rings on GPUs: what happens when XLA compiles a call, prepares a run and enqueues it.
+//! Handlers of rings on GPUs, for XLA's stages of a call.
 //!
-//! Prepare asks XLA for communicators of the ring's devices, initialize makes what a device needs
-//! once, execute enqueues the rank's part of the ring and returns. A virtual ring runs all ranks'
-//! parts on one device, for tests and benchmarks.
+//! Prepare asks XLA for communicators of the ring's devices. Initialize creates the objects that a
+//! device needs once. Execute enqueues the rank's part of the ring and returns. A virtual ring runs
+//! all ranks on one device, for tests and benchmarks.
 
 mod call;
 mod collectives;
 mod linear;
-mod workspace;
 
 use burst_attention::Pass;
-use burst_attention::cuda::device::{Executor, FindImage, Share};
+use burst_attention::cuda::device::{Executor, FindImage, RankSet};
 use burst_attention::cuda::driver::{Driver, Stream};
 use burst_attention::cuda::libcuda::LibCuda;
 use burst_attention::cuda::nccl::{Communicator, Nccl};
@@ -24,9 +23,8 @@ use call::{CudaSite, Ranks};
 use collectives::Collectives;
 
 pub use linear::{LinearKind, run_linear};
-pub use workspace::workspace;
 
-/// What the handlers run on: a driver and NCCL.
+/// The driver and NCCL that the handlers use.
 #[derive(Debug)]
 pub struct Platform {
     executor: Executor,
@@ -34,7 +32,7 @@ pub struct Platform {
 }
 
 impl Platform {
-    /// Of any driver and NCCL.
+    /// Returns a platform of any driver and NCCL.
     pub fn new(
         driver: Box<dyn Driver>,
         image: FindImage,
@@ -43,10 +41,10 @@ impl Platform {
         Platform { executor: Executor::new(driver, image), nccl }
     }
 
-    /// This machine's.
+    /// Returns the platform of this machine.
     ///
     /// # Errors
-    /// If it has no driver.
+    /// If the machine has no driver.
     pub fn of_this_machine() -> Result<&'static Platform> {
         static PLATFORM: LazyLock<burst_attention::Result<Platform>> = LazyLock::new(|| {
             Ok(Platform::new(Box::new(LibCuda::find()?), images::find, Nccl::load))
@@ -55,22 +53,22 @@ impl Platform {
     }
 }
 
-/// Where the ranks of a call are.
+/// The devices of a call's ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Spread {
-    /// One on each device, which exchange messages.
+    /// Each rank has its own device, and the ranks exchange messages.
     Devices,
-    /// All on one device.
+    /// All ranks share one device.
     Virtual,
 }
 
-/// What a custom call of a compiled program keeps.
+/// The state that a custom call of a compiled program keeps.
 #[derive(Debug)]
-struct State(CudaSite);
+struct SiteState(CudaSite);
 
-impl CallState for State {
+impl CallState for SiteState {
     fn kind() -> &'static Kind {
-        static KIND: Kind = Kind::of::<State>("CudaState");
+        static KIND: Kind = Kind::of::<SiteState>("CudaState");
         &KIND
     }
 }
@@ -78,11 +76,11 @@ impl CallState for State {
 /// A stage of a handler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
-    /// A device is about to run a program: it asks for communicators.
+    /// Before a run. The handler asks for communicators.
     Prepare,
-    /// The communicators are there.
+    /// Before a run. The communicators exist.
     Initialize,
-    /// The operands are there.
+    /// During a run. The operands exist.
     Execute,
 }
 
@@ -96,50 +94,43 @@ impl Stage {
     }
 }
 
-/// The handler of the instantiate stage: reads the attributes, once for each call site.
+/// Handles the instantiate stage: reads the attributes, once for each call site.
 ///
 /// # Safety
-/// `raw` is a frame as XLA passes it to a handler, for the duration of this call.
+/// The caller must pass a frame as XLA passes it to a handler, valid for the duration of this call.
 pub unsafe fn instantiate(
     raw: *mut sys::XLA_FFI_CallFrame,
     pass: Pass,
     spread: Spread,
 ) -> *mut sys::XLA_FFI_Error {
-    let body = |frame: &mut CallFrame<'_>| {
-        let api = frame.runtime();
-        if let Some(query) = frame.metadata_query()? {
-            query.answer(State::kind().number(api)?);
-            return Ok(());
-        }
-        frame.expect_stage(sys::XLA_FFI_ExecutionStage_INSTANTIATE)?;
-        handler::check_version(api)?;
-        let site = CudaSite::decode(&frame.attributes()?, pass, spread)?;
-        state::set(api, frame.context(), State(site))
-    };
-    // SAFETY: passed on.
-    unsafe { handler::guard(raw, body) }
+    // SAFETY: the caller guarantees what `instantiate_as` demands of the frame.
+    unsafe {
+        handler::instantiate_as(raw, |attributes| {
+            Ok(SiteState(CudaSite::decode(attributes, pass, spread)?))
+        })
+    }
 }
 
-/// The handler of a later stage, on `platform`.
+/// Handles a later stage on `platform`.
 ///
 /// # Safety
-/// `raw` is a frame as XLA passes it to a handler, for the duration of this call; the memory of its
-/// buffers is the device's of the call's stream and is not reused before that stream has passed
-/// this call.
+/// The caller must pass a frame as XLA passes it to a handler, valid for the duration of this call.
+/// Its buffers must belong to the device of the call's stream, and must not be reused before that
+/// stream has passed this call.
 pub unsafe fn run(
     raw: *mut sys::XLA_FFI_CallFrame,
     stage: Stage,
     platform: impl FnOnce() -> Result<&'static Platform>,
 ) -> *mut sys::XLA_FFI_Error {
     let body = |frame: &mut CallFrame<'_>| {
-        let State(site) = state::get(frame.runtime(), frame.context())?;
+        let SiteState(site) = state::get(frame.runtime(), frame.context())?;
         match stage {
             Stage::Prepare => prepare(frame, site),
             Stage::Initialize => initialize(frame, site, platform()?),
             Stage::Execute => execute(frame, site, platform()?),
         }
     };
-    // SAFETY: passed on.
+    // SAFETY: the caller of `run` guarantees the frame.
     unsafe { handler::guard_stage(raw, stage.number(), body) }
 }
 
@@ -158,36 +149,36 @@ fn initialize(frame: &CallFrame<'_>, site: &CudaSite, platform: &Platform) -> Re
         return Ok(());
     }
     let stream = Stream(frame.runtime().stream(frame.context())?);
-    with_share(frame, site, platform, |share| {
-        platform.executor.initialize(stream, &call, share).map_err(|error| site.failed(error))
+    with_ranks(frame, site, platform, |ranks| {
+        platform.executor.initialize(stream, &call, ranks).map_err(|error| site.failed(error))
     })
 }
 
 fn execute(frame: &CallFrame<'_>, site: &CudaSite, platform: &Platform) -> Result<()> {
-    let Ranks { call, arrays, given } = site.ranks(frame)?;
+    let Ranks { call, arrays, workspace } = site.ranks(frame)?;
     if call.problem.batch == 0 || call.problem.q_len == 0 {
         return Ok(());
     }
     let stream = Stream(frame.runtime().stream(frame.context())?);
-    with_share(frame, site, platform, |share| {
-        let sent = platform.executor.run(stream, &call, share, &arrays, given);
+    with_ranks(frame, site, platform, |ranks| {
+        let sent = platform.executor.run(stream, &call, ranks, &arrays, workspace);
         handler::count_bytes(sent.map_err(|error| site.failed(error))?);
         Ok(())
     })
 }
 
-/// Which ranks' part this device runs, and with which communicators.
-fn with_share(
+/// Calls `body` with the ranks that this device runs, and their communicators.
+fn with_ranks(
     frame: &CallFrame<'_>,
     site: &CudaSite,
     platform: &Platform,
-    body: impl FnOnce(Share<'_>) -> Result<()>,
+    body: impl FnOnce(RankSet<'_>) -> Result<()>,
 ) -> Result<()> {
     if site.spread == Spread::Virtual {
-        return body(Share::All);
+        return body(RankSet::All);
     }
     if site.is_alone() {
-        return body(Share::Rank(&[]));
+        return body(RankSet::One(&[]));
     }
     let collectives = Collectives::of(frame, site)?;
     let nccl = (platform.nccl)().map_err(|error| site.failed(error))?;
@@ -196,5 +187,5 @@ fn with_share(
         Communicator::new(nccl, comm, site.world_size()).map_err(|error| site.failed(error))
     };
     let communicators = site.communication_ids().map(communicator).collect::<Result<Vec<_>>>()?;
-    body(Share::Rank(&communicators))
+    body(RankSet::One(&communicators))
 }

@@ -1,4 +1,4 @@
-//! NVIDIA's assembler `tileiras`, from Tile IR bytecode to a cubin.
+//! NVIDIA's assembler `tileiras`, which makes cubins of Tile IR bytecode.
 
 use std::ffi::OsString;
 use std::fs;
@@ -8,25 +8,25 @@ use std::process::{Command, ExitStatus};
 
 use burst_attention_kernels::host::Host;
 
-/// Runs of the assembler on one input before its crashes are an error. Version 13.5.37 can read past
-/// the end of an array: then what lies there decides. The worst input seen crashed 3 of 10 runs, and
-/// the others gave the same image each time.
+/// Runs of the assembler on one input before its crashes become an error. Version 13.5.37 can read
+/// past the end of an array, and the bytes there decide whether it crashes. The worst known input
+/// crashed 3 of 10 runs, and the other 7 runs gave the same image.
 const RUNS: u32 = 8;
 
-/// The assembler, and its version as part of each image's name.
+/// The assembler. Its version is part of the name of each kept image.
 #[derive(Debug)]
 pub struct Assembler {
     path: PathBuf,
-    /// What it says of itself.
+    /// The text that it prints about its version.
     pub version: String,
 }
 
 impl Assembler {
-    /// The assembler at `tileiras` if that is given, otherwise the one of the CUDA installation in
-    /// `home`.
+    /// Returns the assembler at `tileiras` if that path is given, otherwise the assembler of the
+    /// CUDA installation in `home`.
     ///
     /// # Errors
-    /// If neither is given, or what is there does not tell its version.
+    /// If neither path is given, or the program there does not tell its version.
     pub fn find(tileiras: Option<OsString>, home: Option<OsString>) -> Result<Assembler, String> {
         let path = match (tileiras, home) {
             (Some(path), _) => PathBuf::from(path),
@@ -48,13 +48,12 @@ impl Assembler {
         Ok(Assembler { path, version })
     }
 
-    /// Assembles `bytecode` for the GPU `target` of a host into the file `cubin`, which is there
-    /// afterwards as a whole or not at all. A crash of the assembler is not taken for an answer at
-    /// once.
+    /// Assembles `bytecode` for the GPU `target` of a host into the file `cubin`. A failure leaves
+    /// no part of the file. After a crash of the assembler this runs it again.
     ///
     /// # Errors
-    /// If a file cannot be written, the assembler refuses its input or crashes each time; its
-    /// input is kept then.
+    /// If a file cannot be written, or the assembler refuses its input or crashes each time. Then
+    /// the input is kept.
     pub fn assemble(
         &self,
         target: &str,
@@ -78,7 +77,7 @@ impl Assembler {
         };
         if !run.status.success() {
             return Err(format!(
-                // A mixture of releases makes it fail without a reason.
+                // With wheels of several releases it fails without a reason.
                 "tileiras failed ({}), its input is kept in {}; are all NVIDIA wheels of one \
                  release?\n{}{}",
                 ending(run.status, runs),
@@ -93,7 +92,7 @@ impl Assembler {
     }
 }
 
-/// How the last of some runs ended.
+/// Returns a text that says how the last of `runs` runs ended.
 fn ending(status: ExitStatus, runs: u32) -> String {
     if status.signal().is_some() { format!("{status}, {runs} times") } else { status.to_string() }
 }

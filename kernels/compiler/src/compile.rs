@@ -1,14 +1,13 @@
-//! From a kernel's source to Tile IR, with what its launch record says.
+//! From a kernel's source and launch record to Tile IR.
 //!
-//! The IR is the same for all targets that share a tile shape, but for the name of the target in
-//! the compiler's hints: [`Front`] runs the compiler once and renames.
+//! Targets that share a tile shape have the same IR, except for the name of the target in the
+//! compiler's hints. So [`Front`] runs the compiler once for them and renames the target.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
 use burst_attention_kernels::instances::Instance;
 use burst_attention_kernels::kernel::{Kernel, KernelSpec};
-use cutile_compiler::ast::Module as Source;
 use cutile_compiler::compile_api::{CompileArtifacts, KernelCompiler};
 use cutile_compiler::cuda_tile_runtime_utils::serialize_tile_ir_bytecode;
 use cutile_compiler::hints::{CompileOptions, DebugInfoLevel};
@@ -16,38 +15,25 @@ use cutile_compiler::specialization::DivHint;
 use cutile_ir::Module;
 use cutile_ir::ir::{Attribute, OpId};
 
-use crate::device;
+use crate::device::source;
 
-/// Stack that the compiler's front end, which recurses deeply, needs.
+/// Bytes of stack that the compiler's front end needs, because it recurses deeply.
 pub const STACK: usize = 256 << 20;
 
-/// The source of a module.
-fn source(module: &str) -> fn() -> Source {
-    macro_rules! among {
-        ($($name:ident)*) => {
-            match module {
-                $(stringify!($name) => device::$name::$name::__module_ast_self,)*
-                other => unreachable!("there is no module {other}"),
-            }
-        };
-    }
-    among!(forward backward_keys backward_queries segments rows join linear)
-}
-
-/// Kernel, generics, warps.
+/// The kernel, generics and warps that determine the IR, up to the target's name.
 type Key = (Kernel, Vec<String>, i32);
 
-/// The compiler's front end, with what it has compiled so far.
+/// The compiler's front end, with the modules that it has compiled so far.
 #[derive(Debug, Default)]
 pub struct Front {
     done: Mutex<HashMap<Key, Module>>,
 }
 
 impl Front {
-    /// Compiles an instance to Tile IR. Needs [`STACK`] bytes of stack.
+    /// Returns the Tile IR of an instance. Needs [`STACK`] bytes of stack.
     ///
     /// # Errors
-    /// What the compiler reports.
+    /// The compiler's report.
     pub fn compile(&self, instance: &Instance) -> Result<Module, String> {
         let key = (instance.kernel, instance.generics(), instance.tile().warps);
         let found = self.done.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
@@ -64,10 +50,11 @@ impl Front {
     }
 }
 
-/// Tile IR as the assembler reads it.
+/// Returns Tile IR in the form that the assembler reads. The version of the bytecode follows from
+/// the assembler's version.
 ///
 /// # Errors
-/// What the compiler reports; the version of the bytecode follows from the assembler's.
+/// The compiler's report.
 pub fn bytecode(module: &Module) -> Result<Vec<u8>, String> {
     let bytes = serialize_tile_ir_bytecode(module).map_err(|error| format!("{error:?}"))?;
     Ok(bytes.0)
@@ -97,7 +84,7 @@ fn compile(instance: &Instance) -> Result<Module, String> {
         .map_err(|error| format!("{instance}: {error:?}"))
 }
 
-/// Makes the hints of an operation, and of those inside it, hints for `target`.
+/// Makes the hints of an operation, and of the operations inside it, hints for `target`.
 fn retarget(module: &mut Module, operation: OpId, target: &str) {
     let operation = module.op_mut(operation);
     for (_, attribute) in &mut operation.attributes {

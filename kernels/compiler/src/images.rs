@@ -1,13 +1,12 @@
-//! Compiles all images of some targets and writes the files that the library loads.
+//! Compiles all images of some targets and writes them to the files that the library loads.
 //!
-//! Needs no GPU and no CUDA installation: the assembler comes with Python wheels. A cubin is kept
-//! under its bytecode's hash, so only instances that changed are assembled again.
+//! This needs neither a GPU nor a CUDA installation: the assembler comes with Python wheels. A
+//! cubin is kept under its bytecode's hash, so a later build assembles only instances that changed.
 
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use burst_attention_kernels::cubin::Cubin;
 use burst_attention_kernels::host::Host;
 use burst_attention_kernels::images;
 use burst_attention_kernels::instances::{Instance, Target};
@@ -15,14 +14,15 @@ use sha2::{Digest, Sha256};
 
 use crate::assembler::Assembler;
 use crate::compile::{Front, STACK, bytecode};
+use crate::cubin::Cubin;
 use crate::parallel::on_all_cores;
 
 /// Writes the files of `targets`, with images for GPUs of `host`, into `folder`; `store` keeps
 /// cubins between builds.
 ///
 /// # Errors
-/// What the compiler, the assembler or the file system report, or that the assembler made code for
-/// another host.
+/// The report of the compiler, the assembler or the file system, or that the assembler made code
+/// for another host.
 pub fn build(
     assembler: &Assembler,
     host: Host,
@@ -42,10 +42,10 @@ pub fn build(
     Ok(())
 }
 
-/// The images of `instances`, in their order; `store` keeps cubins between calls.
+/// Returns the images of `instances`, in their order; `store` keeps cubins between calls.
 ///
 /// # Errors
-/// As [`build`].
+/// The errors of [`build`].
 pub fn of_instances(
     assembler: &Assembler,
     host: Host,
@@ -64,7 +64,7 @@ pub fn of_instances(
     made.into_iter().collect()
 }
 
-/// Refuses an image with code for another host, on which the driver could not launch it.
+/// Refuses an image with code for another host, because the driver could not launch it.
 fn check_host(image: &[u8], host: Host) -> Result<(), String> {
     match Cubin::parse(image).map_err(|error| error.to_string())?.kernel.host {
         Some(came) if came != host => Err(format!(
@@ -76,7 +76,7 @@ fn check_host(image: &[u8], host: Host) -> Result<(), String> {
     }
 }
 
-/// The file with an instance's cubin, assembled unless it is there.
+/// Returns the file with an instance's cubin, which this assembles if the file is missing.
 fn cubin(
     instance: &Instance,
     host: Host,

@@ -3,8 +3,8 @@
 use std::sync::Mutex;
 use std::thread;
 
-/// `make` of each item, in their order, by as many threads as there are cores, each with `stack`
-/// bytes of stack.
+/// Returns `make` of each item, in the order of the items. As many threads as there are cores
+/// compute it, each with `stack` bytes of stack.
 pub fn on_all_cores<T: Sync, R: Send>(
     items: &[T],
     stack: usize,
@@ -38,7 +38,7 @@ mod tests {
     fn results_are_in_the_order_of_their_items() {
         let items: Vec<u64> = (0..100).collect();
         let squares = on_all_cores(&items, 1 << 20, |&item| {
-            // The first ones take longest.
+            // The first items take longest.
             std::thread::sleep(std::time::Duration::from_micros(100 - item));
             item * item
         });

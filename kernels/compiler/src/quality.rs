@@ -1,48 +1,46 @@
-//! The tables of what the compiler made of every image, and the rules it must keep.
+//! The tables of what the compiler made of every image, and the rules that every image must keep.
 
 use std::path::Path;
 use std::process::Command;
 use std::{env, fs, process};
 
-use burst_attention_kernels::cubin::{
-    Column, Cubin, Listing, QUALITY, Quality, Row, changes, regressions,
-};
 use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::images::Images;
 use burst_attention_kernels::instances::{Instance, Kernel, Target};
 
+use crate::cubin::{Column, Cubin, Listing, QUALITY, Quality, Row, changes, regressions};
 use crate::model::table::LOOPS;
 use crate::model::{self, Modelled};
 use crate::parallel::on_all_cores;
 
-/// The tables as they were last accepted.
+/// The tables that were last accepted.
 const IMAGES: &str = include_str!("../../quality.tsv");
 const MODELLED: &str = include_str!("../../loops.tsv");
 
-/// Spilled instructions (loads and stores) allowed where the accumulators do not fit the registers
-/// at any tile shape that was tried: on other targets than sm_90 tile width 256 and the general
-/// variants.
+/// Spilled instructions (loads and stores) that an image may have where the accumulators do not fit
+/// the registers at any tile shape that was tried: tile width 256 and the images with all features,
+/// on other targets than sm_90.
 pub const SPILLS: u32 = 420;
 
-/// Stack of a thread that reads an image: what threads have by default.
+/// Bytes of stack of a thread that reads an image: the default of threads.
 const STACK: usize = 2 << 20;
 
-/// What the compiler made of an image.
+/// The report of an image.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {
     /// The image.
     pub instance: Instance,
-    /// What is in it.
+    /// Resources and counts of instructions.
     pub quality: Quality,
-    /// What the model says of its main loops.
+    /// The model's results for its main loops.
     pub loops: Vec<Modelled>,
 }
 
-/// What the compiler made of each image of `targets`, in the order of their instances; the files of
+/// Returns a report of each image of `targets`, in the order of their instances. The files of
 /// images are in `folder`.
 ///
 /// # Errors
-/// If a file or CUDA's disassembler is missing, or an image or its listing not understood.
+/// If a file or CUDA's disassembler is missing, or an image or its listing is not understood.
 pub fn qualities(folder: &Path, targets: &[Target]) -> Result<Vec<Report>, String> {
     let mut found = Vec::new();
     for &target in targets {
@@ -57,10 +55,10 @@ pub fn qualities(folder: &Path, targets: &[Target]) -> Result<Vec<Report>, Strin
     Ok(found)
 }
 
-/// What the compiler made of each of these images, in their order.
+/// Returns a report of each image, in their order.
 ///
 /// # Errors
-/// If CUDA's disassembler is missing, or an image or its listing not understood.
+/// If CUDA's disassembler is missing, or an image or its listing is not understood.
 pub fn reports<I: AsRef<[u8]> + Sync>(images: &[(Instance, I)]) -> Result<Vec<Report>, String> {
     let home = env::var("CUDA_HOME").map_err(|_| {
         "expected CUDA_HOME to name the folder with bin/nvdisasm, which comes with the Python \
@@ -97,7 +95,7 @@ fn report(instance: &Instance, image: &[u8], disassembler: &Path) -> Result<Repo
     Ok(Report { instance: *instance, quality, loops })
 }
 
-/// The tables that are kept: of images, and of the main loops that the model knows.
+/// The tables that are kept: one of images, one of the main loops that the model knows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tables {
     images: Vec<Row>,
@@ -105,7 +103,7 @@ pub struct Tables {
 }
 
 impl Tables {
-    /// Of what was found.
+    /// Returns the tables of some reports.
     pub fn new(reports: &[Report]) -> Self {
         let image =
             |r: &Report| Row::new(&QUALITY, (&r.quality.name, &r.quality.target), &r.quality);
@@ -118,10 +116,10 @@ impl Tables {
         Self { images: reports.iter().map(image).collect(), loops: loops.collect() }
     }
 
-    /// The tables as they were last accepted, for some images.
+    /// Returns the rows of some images in the tables that were last accepted.
     ///
     /// # Errors
-    /// If a header or a line is not as [`Tables::texts`] has it.
+    /// If a header or a line does not have the form of [`Tables::texts`].
     pub fn accepted(instances: impl Iterator<Item = Instance>) -> Result<Self, String> {
         let names: Vec<String> = instances.map(|instance| instance.to_string()).collect();
         let wanted = |row: &Row| {
@@ -135,7 +133,7 @@ impl Tables {
         Ok(accepted)
     }
 
-    /// The files, by their names in `kernels/`, with their texts.
+    /// Returns the names of the files in `kernels/`, and their texts.
     pub fn texts(&self) -> [(&'static str, String); 2] {
         let text = |header: String, rows: &[Row]| {
             let rows = rows.iter().map(Row::to_string);
@@ -147,14 +145,14 @@ impl Tables {
         ]
     }
 
-    /// What is worse than in these tables.
+    /// Returns a message for everything that is worse now than in these tables.
     pub fn regressions(&self, now: &Self) -> Vec<String> {
         let mut all = regressions(&QUALITY, &self.images, &now.images);
         all.extend(regressions(&LOOPS, &self.loops, &now.loops));
         all
     }
 
-    /// What differs from these tables and is not worse.
+    /// Returns a message for everything that differs from these tables and is not worse.
     pub fn changes(&self, now: &Self) -> Vec<String> {
         let mut all = changes(&QUALITY, &self.images, &now.images);
         all.extend(changes(&LOOPS, &self.loops, &now.loops));
@@ -171,7 +169,7 @@ fn parse<T>(columns: &[Column<T>], table: &str) -> Result<Vec<Row>, String> {
     lines.map(row).collect()
 }
 
-/// What is wrong with an image, whatever the baseline says.
+/// Returns the rules that an image breaks, whatever the accepted tables say.
 pub fn faults(Report { instance, quality, .. }: &Report) -> Vec<String> {
     let mut faults = Vec::new();
     let mut expect = |holds: bool, what: String| {

@@ -1,4 +1,4 @@
-//! How the assembler is run, with a script in its place.
+//! Runs of the assembler, with a script in its place.
 
 use std::fs;
 use std::io::Write as _;
@@ -8,8 +8,8 @@ use std::process::{Command, Stdio};
 use burst_attention_compiler::assembler::Assembler;
 use burst_attention_kernels::host::Host;
 
-/// Takes tileiras's arguments; its input says how many runs crash before one copies it to the
-/// output, or `refuse`.
+/// A script that takes tileiras's arguments. Its input is the number of runs that crash before a
+/// run copies the input to the output, or `refuse`.
 const SCRIPT: &str = r#"#!/bin/sh
 [ "$1" = --version ] && { echo "release 1"; exit; }
 ulimit -c 0
@@ -22,8 +22,9 @@ echo run >>"$input.runs"
 cp "$input" "$output"
 "#;
 
-/// Writes the script from another process: one that a thread here holds open for writing cannot
-/// be run as long as what another thread starts has inherited it.
+/// Writes the script from another process. If a thread of this process held the file open for
+/// writing, a process started by another thread could inherit the open file, and then the script
+/// cannot run.
 fn write(script: &Path) {
     let command = format!("cat >'{0}' && chmod +x '{0}'", script.display());
     let mut shell = Command::new("sh").args(["-c", &command]).stdin(Stdio::piped()).spawn();

@@ -1,22 +1,22 @@
-//! Images: complete, as their launch records say, and of the quality that was accepted.
+//! Images are complete, match their launch records and have the accepted quality.
 
 use std::env;
 use std::env::consts::ARCH;
 use std::path::Path;
 
 use burst_attention_compiler::assembler::Assembler;
+use burst_attention_compiler::cubin::Cubin;
 use burst_attention_compiler::images::of_instances;
 use burst_attention_compiler::model::predict::{predictions, rates};
 use burst_attention_compiler::quality::{Report, Tables, faults, qualities, reports};
-use burst_attention_kernels::cubin::Cubin;
 use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::host::Host;
 use burst_attention_kernels::images::Images;
 use burst_attention_kernels::instances::{Element, Instance, Kernel, Target};
-use burst_attention_kernels::launch::layout;
 use burst_attention_kernels::rates::TABLE;
+use burst_attention_kernels::record::layout;
 
-/// Where `make images` puts the files.
+/// Returns the folder where `make images` puts the files.
 fn folder() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../jax_plugin/burst_attention/images"))
 }
@@ -43,7 +43,7 @@ fn check_quality(reports: &[Report]) {
     assert!(faults.is_empty(), "{}\n{advice}", faults.join("\n"));
 }
 
-/// Compiles what trains most models, as `make images` does it.
+/// Compiles the images that train most models, in the same way as `make images`.
 #[test]
 fn main_images_are_what_was_accepted() {
     let assembler = Assembler::find(env::var_os("CUTILE_TILEIRAS_PATH"), env::var_os("CUDA_HOME"));

@@ -1,10 +1,10 @@
-//! The model of main loops, on listings of this project's own kernels.
+//! Tests the model of main loops on listings of this project's own kernels.
 
+use burst_attention_compiler::cubin::Listing;
 use burst_attention_compiler::model::{Modelled, loops};
-use burst_attention_kernels::cubin::Listing;
 use burst_attention_kernels::instances::{Kernel, TileShape};
 
-/// The listings' tiles, whatever tiles the kernels have now.
+/// Returns the model's results with the listings' tiles, whatever tiles the kernels have now.
 fn modelled(kernel: Kernel, width: i32, text: &str) -> Vec<Modelled> {
     let (rows, keys) = match kernel {
         Kernel::Forward => (128, 64),
@@ -15,9 +15,9 @@ fn modelled(kernel: Kernel, width: i32, text: &str) -> Vec<Modelled> {
     loops(kernel, shape, width, &Listing::parse(text).expect("a listing")).expect("loops")
 }
 
-/// Asserts that the cycles found are within 2% of `cycles` and inside the span of all fits. For the
-/// forward pass, `cycles` come from another program with the same parameters; for the other loops,
-/// this model gave them first.
+/// Asserts that the cycles are within 2% of `cycles` and inside the range of all fits. For the
+/// forward pass `cycles` come from another program with the same parameters; for the other loops an
+/// earlier run of this model gave them.
 fn assert_cycles(found: &Modelled, cycles: f64) {
     let (least, most) = found.range;
     assert!((found.cycles / cycles - 1.0).abs() < 0.02, "{cycles}: {found:?}");
@@ -55,7 +55,7 @@ fn a_loop_with_one_stage_waits_for_its_tiles() {
     assert_eq!((&found.stages[..], found.tensor), (&[1, 1][..], 1536.0));
 }
 
-/// A stage more, by the distance of the two barriers, takes most of the wait away.
+/// Another stage, which the distance of the two barriers says, removes most of the wait.
 #[test]
 fn a_second_stage_is_worth_what_the_wait_for_tiles_costs() {
     let text = include_str!("listings/query_grads_d64.sass");
@@ -79,7 +79,7 @@ fn a_second_stage_is_worth_what_the_wait_for_tiles_costs() {
     assert!(two.cycles < 0.75 * one.cycles, "{} {}", one.cycles, two.cycles);
 }
 
-/// The assembler makes groups of one product each where it can't keep several under way.
+/// The assembler makes groups of one product each where it cannot keep several products under way.
 #[test]
 fn groups_of_one_product_each_are_counted() {
     let text = include_str!("listings/forward_d128.sass");

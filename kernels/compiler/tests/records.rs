@@ -1,8 +1,8 @@
-//! Launch records beside the kernels' own parameter lists.
+//! Launch records against the parameter lists in the kernels' source.
 
 use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Instance, Kernel, Target};
-use burst_attention_kernels::record::{Access, Kind, Shape, View};
+use burst_attention_kernels::record::{Access, Argument, Kind, Meaning, Size, View};
 
 const SOURCES: [&str; 7] = [
     include_str!("../src/device/forward.rs"),
@@ -10,11 +10,11 @@ const SOURCES: [&str; 7] = [
     include_str!("../src/device/backward_queries.rs"),
     include_str!("../src/device/segments.rs"),
     include_str!("../src/device/rows.rs"),
-    include_str!("../src/device/join.rs"),
+    include_str!("../src/device/combine_softmax.rs"),
     include_str!("../src/device/linear.rs"),
 ];
 
-/// Name and type of each parameter in the kernel's source.
+/// Returns name and type of each parameter in the kernel's source.
 fn parameters(kernel: Kernel) -> Vec<(&'static str, Kind)> {
     let start = format!("unsafe fn {}<", kernel.name());
     let mut found = SOURCES.iter().filter_map(|source| source.split_once(&start));
@@ -50,13 +50,12 @@ fn records_are_the_kernels_parameter_lists() {
 #[test]
 fn arrays_that_share_a_stride_have_the_same_columns() {
     for kernel in Kernel::ALL {
-        let is_apart = kernel.arguments().iter().any(|argument| argument.name == "value_dim");
         let views: Vec<_> =
             kernel.arguments().iter().filter_map(|argument| argument.view).collect();
-        let of_values = |view: &View| matches!(view.shape, Shape::Values | Shape::Results);
-        for one in views.iter().filter(|view| is_apart && of_values(view)) {
+        let of_values = |view: &View| view.dims.contains(&Size::ValueDim);
+        for one in views.iter().filter(|view| of_values(view)) {
             let mut shared = views.iter().filter(|view| view.batch_stride == one.batch_stride);
-            assert!(shared.all(of_values), "{} of {}", one.batch_stride, kernel.name());
+            assert!(shared.all(of_values), "{:?} of {}", one.batch_stride, kernel.name());
         }
     }
 }
@@ -71,64 +70,75 @@ fn every_argument_says_what_it_means() {
     }
 }
 
+/// Whether the kernel has an integer of this meaning.
+fn has_integer(kernel: Kernel, meaning: Meaning) -> bool {
+    kernel.arguments().iter().any(|it| it.kind == Kind::I32 && it.meaning == meaning)
+}
+
 #[test]
-fn every_pointer_has_a_view_that_arguments_of_its_kernel_describe() {
+fn every_meaning_has_one_argument() {
     for kernel in Kernel::ALL {
-        let is_integer = |name: &str| {
-            let arguments = kernel.arguments().iter();
-            arguments.filter(|other| other.kind == Kind::I32).any(|other| other.name == name)
-        };
-        for argument in kernel.arguments() {
-            let name = format!("{} of {}", argument.name, kernel.name());
-            assert_eq!(argument.view.is_some(), argument.kind.is_pointer(), "{name}");
-            let Some(view) = argument.view else { continue };
-            assert!(is_integer(view.batch_stride), "{name}: {}", view.batch_stride);
-            let sizes: &[&str] = match view.shape {
-                Shape::Queries if is_integer("rows") => &["rows", "heads", "head_dim"],
-                Shape::Queries => &["q_len", "heads", "head_dim"],
-                Shape::Keys => &["kv_len", "kv_heads", "head_dim"],
-                Shape::Results if !is_integer("value_dim") => &["q_len", "heads", "head_dim"],
-                Shape::Results => &["q_len", "heads", "value_dim"],
-                Shape::Values if !is_integer("value_dim") => &["kv_len", "kv_heads", "head_dim"],
-                Shape::Values => &["kv_len", "kv_heads", "value_dim"],
-                Shape::PerQuery => &["q_len", "heads"],
-                Shape::Statistics => &["q_len", "heads"],
-                Shape::QueryTokens => &["q_len"],
-                Shape::KeyTokens => &["kv_len"],
-                Shape::Ranges if kernel == Kernel::KeyGrads => &["kv_len"],
-                Shape::Ranges => &["q_len"],
-                Shape::PerHead => &["heads"],
-                Shape::PerEntry => &[],
-                Shape::LinearQueries => &["rows", "q_heads", "head_dim"],
-                Shape::LinearKeys => &["rows", "kv_heads", "head_dim"],
-                Shape::LinearValues => &["rows", "kv_heads", "value_dim"],
-                Shape::LinearOthers => &["rows", "q_heads", "value_dim"],
-                Shape::LinearResults => &["rows", "heads", "value_dim"],
-                Shape::LinearSums => &["padded_rows", "heads"],
-                Shape::LinearDots => &["padded_rows", "dot_heads"],
-                Shape::LinearStates => &["parts", "heads", "head_dim", "value_dim"],
-            };
-            assert!(sizes.iter().all(|size| is_integer(size)), "{name}: {sizes:?}");
-            assert_eq!(view.head_stride.is_some(), view.shape.has_head_stride(), "{name}");
-            assert!(view.head_stride.is_none_or(is_integer), "{name}: {view:?}");
+        let meanings: Vec<_> = kernel.arguments().iter().map(|argument| argument.meaning).collect();
+        for (n, meaning) in meanings.iter().enumerate() {
+            // Linear attention has two flags for the same array.
+            let is_twin = kernel.is_linear() && matches!(meaning, Meaning::Has(_));
+            assert!(
+                is_twin || !meanings[..n].contains(meaning),
+                "{meaning:?} of {}",
+                kernel.name()
+            );
         }
     }
 }
 
 #[test]
-fn arrays_that_may_be_left_out_have_a_flag() {
+fn arguments_of_a_name_mean_the_same_in_all_kernels() {
+    let all = || Kernel::ALL.into_iter().flat_map(|kernel| kernel.arguments());
+    // Strides of statistics belong to the first statistics of each kernel.
+    let is_stride = |argument: &&Argument| argument.name.starts_with("stat_");
+    for one in all().filter(|argument| !is_stride(argument)) {
+        let mut same = all().filter(|other| other.name == one.name);
+        assert!(same.all(|other| other.meaning == one.meaning), "{}", one.name);
+    }
+}
+
+#[test]
+fn every_pointer_has_a_view_that_arguments_of_its_kernel_describe() {
     for kernel in Kernel::ALL {
         for argument in kernel.arguments() {
             let name = format!("{} of {}", argument.name, kernel.name());
-            let may_be_absent = matches!(
-                argument.access,
-                Access::MaybeIn | Access::MaybeUpdate | Access::OptionalOut
+            assert_eq!(argument.view.is_some(), argument.kind.is_pointer(), "{name}");
+            assert_eq!(
+                matches!(argument.meaning, Meaning::Address(_)),
+                argument.kind.is_pointer(),
+                "{name}"
             );
-            assert_eq!(argument.flag.is_some(), may_be_absent, "{name}");
-            let Some(flag) = argument.flag else { continue };
-            let mut flags = kernel.arguments().iter().filter(|other| other.name == flag);
-            assert!(flags.any(|flag| flag.kind == Kind::I32), "{flag} of {name}");
-            assert!(flag.starts_with("has_"), "{flag} of {name}");
+            let Some(view) = argument.view else { continue };
+            let is_contiguous = view.dims[0] == Size::Parts;
+            let stride = Meaning::BatchStride(view.batch_stride);
+            assert_eq!(has_integer(kernel, stride), !is_contiguous, "{name}: {stride:?}");
+            for &size in view.dims {
+                let is_fixed = matches!(size, Size::Four | Size::RangeBlocks);
+                assert!(is_fixed || has_integer(kernel, Meaning::Size(size)), "{name}: {size:?}");
+            }
+            let is_by_head = matches!(view.dims, [Size::Heads | Size::DotHeads, _]);
+            assert_eq!(view.head_stride.is_some(), is_by_head, "{name}");
+            let has_stride = |of| has_integer(kernel, Meaning::HeadStride(of));
+            assert!(view.head_stride.is_none_or(has_stride), "{name}: {view:?}");
+        }
+    }
+}
+
+#[test]
+fn flags_of_arrays_are_arguments() {
+    for kernel in Kernel::ALL {
+        for argument in kernel.arguments() {
+            let name = format!("{} of {}", argument.name, kernel.name());
+            let Some(flag) = argument.flag.map(Meaning::Has) else { continue };
+            assert!(has_integer(kernel, flag), "{flag:?} of {name}");
+        }
+        for flag in kernel.arguments().iter().filter(|it| matches!(it.meaning, Meaning::Has(_))) {
+            assert!(flag.name.starts_with("has_"), "{} of {}", flag.name, kernel.name());
         }
     }
 }
@@ -151,7 +161,7 @@ fn names_of_images_tell_them_apart() {
     names.dedup();
     assert_eq!(names.len(), count);
     assert!(names.contains(&"attention_fwd_bf16_d128_sm_90".to_owned()));
-    assert!(names.contains(&"merge_d128_sm_90".to_owned()));
+    assert!(names.contains(&"accumulate_d128_sm_90".to_owned()));
     assert!(names.contains(&"segment_ranges_d64_sm_90".to_owned()));
     assert!(names.contains(&"attention_fwd_window_bf16_d256_sm_80".to_owned()));
     assert!(names.contains(&"attention_fwd_general_f16_d64_sm_120".to_owned()));
@@ -159,8 +169,8 @@ fn names_of_images_tell_them_apart() {
     assert!(names.contains(&"attention_bwd_dkdv_fused_window_segments_bf16_d128_sm_90".to_owned()));
 }
 
-/// The image of a name, whose parts from the end on are target, width, element type, features and
-/// kernel.
+/// Returns the image of a name, whose parts from the end on are target, width, element type,
+/// features and kernel.
 fn read_back(name: &str) -> Option<Instance> {
     let target = Target::ALL.into_iter().find(|target| name.ends_with(target.name()))?;
     let (rest, width) = name.strip_suffix(target.name())?.strip_suffix('_')?.rsplit_once("_d")?;

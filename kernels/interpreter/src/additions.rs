@@ -1,12 +1,12 @@
-//! Which blocks of a launch add to a byte of memory, and which load or store it.
+//! The blocks of a launch that add to a byte of memory, and the blocks that load or store it.
 //!
 //! Many blocks may add to the same element. Nothing orders their additions against a load or a
 //! store of another block, so the result of such a mixture would depend on the order of blocks.
 
-use super::memory::{Address, PAGE, pieces};
+use super::memory::{Address, PAGE, by_page};
 use std::collections::HashMap;
 
-/// What a block does to an element.
+/// An access of a block to an element.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Access {
     Load,
@@ -23,13 +23,14 @@ impl Access {
         }
     }
 
-    /// The accesses of other blocks that this one must not meet.
+    /// Returns a phrase for the accesses of other blocks that this access conflicts with.
     pub fn conflicts(self) -> &'static str {
         if self == Self::Addition { "loads or stores" } else { "adds to" }
     }
 }
 
-/// The blocks that used each byte of a page: 0 for none, [`SEVERAL`], or the number of the only one.
+/// The blocks that used each byte of a page: 0 for no block, [`SEVERAL`], or the number of the only
+/// block.
 type Blocks = Box<[u32]>;
 const SEVERAL: u32 = u32::MAX;
 
@@ -51,11 +52,11 @@ impl Accesses {
         self.block += 1;
     }
 
-    /// Records an access of the running block. The error is the first byte where it conflicts with
-    /// an access of another block.
+    /// Records an access of the running block. The error is the first byte where the access
+    /// conflicts with another block's access.
     pub fn record(&mut self, access: Access, at: Address, bytes: usize) -> Result<(), Address> {
         let new = || vec![0; PAGE as usize].into();
-        for (address, range) in pieces(at, bytes) {
+        for (address, range) in by_page(at, bytes) {
             let page = self.pages.entry(address / PAGE);
             let Page { added, plain } = page.or_insert_with(|| Page { added: new(), plain: new() });
             let (own, other) = match access {

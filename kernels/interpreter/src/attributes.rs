@@ -1,18 +1,20 @@
-//! Attributes of operations: which there may be, and what they say.
+//! Attributes of operations: the attributes that each operation may have, and their values.
 
 use super::error::{Outcome, malformed, unsupported};
 use super::program::Step;
 use cutile_ir::bytecode::Opcode;
 use cutile_ir::ir::{Attribute, Operation};
 
-/// The attributes an operation may carry; any other is an error, as it may change the meaning.
+/// Returns the attributes that an operation may carry. Any other attribute is an error, because it
+/// may change the meaning.
 fn known(opcode: Opcode) -> &'static [&'static str] {
     use Opcode::*;
     match opcode {
         AddF | SubF | MulF | DivF | Fma | Sqrt => &["rounding_mode", "flush_to_zero"],
         Exp2 | Rsqrt => &["flush_to_zero"],
         Exp | TanH | FToF => &["rounding_mode"],
-        // The compiler puts a rounding on every float operation; on these it must be the default.
+        // The compiler puts a rounding on every float operation. On these operations it must be the
+        // default.
         MaxF | MinF => &["propagate_nan", "flush_to_zero", "rounding_mode"],
         AddI | SubI | MulI | ShLI | TruncI | NegI => &["overflow"],
         ShRI | ExtI | MaxI | MinI | RemI => &["signedness"],
@@ -62,7 +64,7 @@ fn known(opcode: Opcode) -> &'static [&'static str] {
     }
 }
 
-/// Refuses attributes that the operation's meaning, as known here, does not cover.
+/// Refuses attributes that the interpreter's meaning of the operation does not cover.
 pub(super) fn check(op: &Operation) -> Outcome<()> {
     for (index, (name, value)) in op.attributes.iter().enumerate() {
         if !known(op.opcode).contains(&name.as_str()) {
@@ -91,7 +93,7 @@ fn integer(value: &Attribute) -> Outcome<i64> {
     }
 }
 
-/// Rounding of floats, as Tile IR numbers it.
+/// Tile IR's number of rounding floats to nearest even.
 pub(super) const NEAREST_EVEN: i64 = 0;
 pub(super) const ZERO: i64 = 1;
 pub(super) const NEGATIVE_INF: i64 = 2;
@@ -109,17 +111,17 @@ impl<'m> Step<'m> {
         self.find(name).map_or_else(|| malformed(format!("attribute {name} is missing")), Ok)
     }
 
-    /// A required integer attribute.
+    /// Returns a required integer attribute.
     pub fn int(&self, name: &str) -> Outcome<i64> {
         integer(self.attribute(name)?)
     }
 
-    /// An integer attribute with a default.
+    /// Returns an integer attribute, or its default.
     pub fn int_or(&self, name: &str, default: i64) -> Outcome<i64> {
         self.find(name).map_or(Ok(default), integer)
     }
 
-    /// Whether integers are signed.
+    /// Whether an attribute says that integers are signed.
     pub fn signed(&self, name: &str) -> Outcome<bool> {
         match self.int(name)? {
             0 => Ok(false),
@@ -128,8 +130,8 @@ impl<'m> Step<'m> {
         }
     }
 
-    /// A flag that is set by being there. A flag that is there and false is refused: the
-    /// bytecode's writer would set some of them all the same.
+    /// Whether a flag is present. A flag that is present and false is refused, because the
+    /// bytecode's writer would set some of such flags.
     pub fn flag(&self, name: &str) -> Outcome<bool> {
         match self.find(name) {
             None => Ok(false),
@@ -138,7 +140,7 @@ impl<'m> Step<'m> {
         }
     }
 
-    /// A rounding mode that must be one of those given.
+    /// Returns a rounding mode, which must be one of the allowed modes.
     pub fn rounding(&self, name: &str, default: Option<i64>, allowed: &[i64]) -> Outcome<i64> {
         let mode = match default {
             Some(default) => self.int_or(name, default)?,
@@ -147,7 +149,7 @@ impl<'m> Step<'m> {
         if allowed.contains(&mode) { Ok(mode) } else { unsupported(format!("{name} {mode}")) }
     }
 
-    /// The operands by group; `groups` is how many the operation has.
+    /// Returns the operands by group; `groups` is the number of groups of the operation.
     pub fn segments(&self, groups: usize) -> Outcome<Vec<&'m [cutile_ir::ir::Value]>> {
         let operands = &self.op.operands;
         let sizes = match self.find("operandSegmentSizes") {

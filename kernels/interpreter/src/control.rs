@@ -16,7 +16,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Ends in `Continue` with the last carried values, or in `Return`.
+    /// Runs a `for` loop. It ends in `Continue` with the last carried values, or in `Return`.
     pub fn count_loop(&mut self, step: &Step<'a>) -> Outcome<Flow> {
         let ([body], true) = (&step.regions[..], step.op.operands.len() >= 3) else {
             return malformed("one region and at least three operands expected");
@@ -53,7 +53,7 @@ impl<'a> Machine<'a> {
         Ok(Flow::Continue(carried))
     }
 
-    /// Ends in `Break` with the results, or in `Return`.
+    /// Runs a `loop`. It ends in `Break` with the results, or in `Return`.
     pub fn endless_loop(&mut self, step: &Step<'a>) -> Outcome<Flow> {
         let [body] = &step.regions[..] else {
             return malformed(format!("one region expected, got {}", step.regions.len()));

@@ -36,7 +36,7 @@ impl<'a> Machine<'a> {
                 }
                 Data::clone(&from.data)
             }
-            // The bits of the whole tile, read as the other type.
+            // Read the bits of the whole tile as the other type.
             Bitcast | Pack | Unpack => {
                 let bytes = from.element.encode(&from.data, 0, from.data.len());
                 let count = bytes.len() / to.width();
@@ -55,7 +55,7 @@ impl<'a> Machine<'a> {
             }
             other => return unsupported(other.name()),
         };
-        // A reduction's body declares scalars where it runs on many elements.
+        // The body of a reduction declares scalars, but it runs on many elements.
         let shape = if self.lanes.is_some() { from.shape.clone() } else { shape.into() };
         if shape != from.shape {
             return malformed(format!("{:?} converted to {shape:?}", from.shape));
@@ -64,7 +64,7 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// Rounds float64 values once to a float type.
+/// Returns float64 values, rounded once to a float type.
 fn round_f64(values: impl Iterator<Item = f64>, to: Element) -> Outcome<Data> {
     Ok(match to {
         Element::Scalar(ScalarType::F64) => Data::F64(values.collect()),
@@ -132,7 +132,7 @@ fn int_to_float(step: &Step, from: &Tile, to: Element) -> Outcome<Data> {
     if to == Element::Scalar(ScalarType::F32) {
         return Ok(Data::F32(values.iter().map(|x| number(x) as f32).collect()));
     }
-    // Beyond 2^53 the step through float64 would round twice.
+    // Beyond 2^53 a conversion through float64 would round twice.
     let inexact = |x: &&i64| number(x).unsigned_abs() > 1 << f64::MANTISSA_DIGITS;
     if let (Some(x), true) = (values.iter().find(inexact), to.width() == 2) {
         return unsupported(format!("{} to {to:?}", number(x)));

@@ -1,4 +1,4 @@
-//! What can go wrong in a simulated launch.
+//! Errors of a simulated launch.
 
 use super::memory::Address;
 
@@ -8,22 +8,22 @@ pub enum Error {
     /// The module has no such entry.
     #[error("no entry '{entry}', the module has {known:?}")]
     NoEntry {
-        /// The entry asked for.
+        /// The requested entry.
         entry: String,
-        /// The entries there are.
+        /// The entries of the module.
         known: Vec<String>,
     },
-    /// A number of arguments other than the entry's.
+    /// The number of arguments is not the entry's.
     #[error("'{entry}' takes {expected} arguments, got {got}")]
     ArgumentCount {
         /// The entry.
         entry: String,
-        /// How many it declares.
+        /// The number of arguments that it declares.
         expected: usize,
-        /// How many came.
+        /// The number of arguments that came.
         got: usize,
     },
-    /// An argument of another type than the entry's.
+    /// An argument has another type than the entry declares.
     #[error("argument {index} of '{entry}' is a {expected}, got {got}")]
     ArgumentType {
         /// The entry.
@@ -35,12 +35,12 @@ pub enum Error {
         /// The type that came.
         got: String,
     },
-    /// A grid with an empty axis, or a block outside of it.
+    /// A grid has an empty axis, or a block is outside of the grid.
     #[error("grid {grid:?} has no block {block:?}")]
     Grid {
         /// The grid of the launch.
         grid: [u32; 3],
-        /// The block asked for.
+        /// The requested block.
         block: [u32; 3],
     },
     /// An operation failed.
@@ -50,17 +50,17 @@ pub enum Error {
         kernel: String,
         /// The block that ran.
         block: [u32; 3],
-        /// The operation's name, as in Tile IR's text.
+        /// The operation's name in Tile IR's text.
         op: &'static str,
         /// Its line in the kernel's source, where known.
         location: String,
-        /// What went wrong.
+        /// The reason of the failure.
         fault: Box<Fault>,
     },
 }
 
 impl Error {
-    /// What went wrong in the operation that failed, if one did.
+    /// Returns why an operation failed, if this is the error of an operation.
     pub fn fault(&self) -> Option<&Fault> {
         match self {
             Self::Operation { fault, .. } => Some(fault),
@@ -69,7 +69,7 @@ impl Error {
     }
 }
 
-/// Why an operation failed.
+/// The reason why an operation failed.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Fault {
     /// The interpreter has no meaning for this operation, type or attribute.
@@ -78,24 +78,24 @@ pub enum Fault {
     /// The operation contradicts the definition of Tile IR.
     #[error("malformed: {0}")]
     Malformed(String),
-    /// Bytes outside of every allocation, or across the end of one.
+    /// An access outside of every allocation, or across the end of an allocation.
     #[error("{access} of {bytes} bytes at {address}: {nearest}")]
     OutOfBounds {
         /// `load` or `store`.
         access: &'static str,
         /// First byte.
         address: Address,
-        /// How many.
+        /// Number of bytes.
         bytes: usize,
-        /// The allocation that is next to it.
+        /// The nearest allocation.
         nearest: String,
     },
-    /// A load of bytes that nobody wrote.
+    /// A load of bytes that were never written.
     #[error("load of bytes never written at {address}: {nearest}")]
     Uninitialised {
         /// The first such byte.
         address: Address,
-        /// The allocation it lies in.
+        /// The allocation that it lies in.
         nearest: String,
     },
     /// One block adds to an element that another block of the launch loads or stores.
@@ -104,19 +104,19 @@ pub enum Fault {
          orders the two"
     )]
     Conflict {
-        /// What the block does that failed: `load`, `store` or `addition`.
+        /// The access that failed: `load`, `store` or `addition`.
         access: &'static str,
-        /// What the other block does: `loads or stores`, or `adds to`.
+        /// The other block's access: `loads or stores`, or `adds to`.
         other: &'static str,
         /// The first such byte.
         address: Address,
-        /// The allocation it lies in.
+        /// The allocation that it lies in.
         nearest: String,
     },
-    /// `assume`, `inbounds` or an overflow flag promised something that does not hold.
+    /// A promise of `assume`, `inbounds` or an overflow flag does not hold.
     #[error("promise broken: {0}")]
     Promise(String),
-    /// An `assert` of the kernel.
+    /// An `assert` of the kernel fails.
     #[error("assertion failed at element {element}: {message}")]
     Assertion {
         /// First false element, row-major.

@@ -1,5 +1,5 @@
-//! Runs launches as the CUDA driver would: from a launch of `burst_attention_kernels` and memory
-//! to what its kernel stores there.
+//! Runs launches of `burst_attention_kernels` like the CUDA driver: their kernels read and write a
+//! simulated memory.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -11,10 +11,10 @@ use burst_attention_kernels::record::Value;
 use cutile_ir::Module;
 
 use super::error::Error;
-use super::launch::{Argument, Launch as Way};
+use super::launch::{Argument, GridRun};
 use super::memory::{Address, Memory};
 
-/// A launch that did not run, or failed.
+/// The reason why a launch did not run, or failed.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ExecuteError {
     /// The compiler refused the kernel.
@@ -22,7 +22,7 @@ pub enum ExecuteError {
     Compile {
         /// The kernel.
         instance: Instance,
-        /// What the compiler reports.
+        /// The compiler's report.
         reason: String,
     },
     /// The interpreter refused the launch, or an operation of it failed.
@@ -30,14 +30,14 @@ pub enum ExecuteError {
     Run {
         /// The kernel.
         instance: Instance,
-        /// What went wrong.
+        /// The reason of the failure.
         error: Error,
     },
 }
 
 type Compiled = Arc<OnceLock<Result<Arc<Module>, String>>>;
 
-/// All kernels, each compiled when it is first needed, and once.
+/// All kernels. Each is compiled once, when it is first needed.
 #[derive(Debug, Default)]
 pub struct Kernels {
     front: Front,
@@ -45,8 +45,8 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// The Tile IR of an instance, from whichever thread: the compiler gets one of its own, with
-    /// the stack that it needs.
+    /// Returns the Tile IR of an instance. The compiler runs on a thread of its own, with the stack
+    /// that it needs.
     ///
     /// # Errors
     /// [`ExecuteError::Compile`].
@@ -71,25 +71,30 @@ impl Kernels {
     /// Runs a launch.
     ///
     /// # Errors
-    /// [`ExecuteError`]; what was stored before an error stays.
-    pub fn run(&self, launch: &Launch, way: &Way, memory: &mut Memory) -> Result<(), ExecuteError> {
-        run_module(&*self.module(&launch.instance)?, launch, way, memory)
+    /// [`ExecuteError`]; stores before an error stay.
+    pub fn run(
+        &self,
+        launch: &Launch,
+        grid_run: &GridRun,
+        memory: &mut Memory,
+    ) -> Result<(), ExecuteError> {
+        run_module(&*self.module(&launch.instance)?, launch, grid_run, memory)
     }
 }
 
-/// Runs a launch with another module in place of its instance's own.
+/// Runs a launch with another module instead of its instance's module.
 ///
 /// # Errors
-/// [`ExecuteError::Run`]; what was stored before an error stays.
+/// [`ExecuteError::Run`]; stores before an error stay.
 pub fn run_module(
     module: &Module,
     launch: &Launch,
-    way: &Way,
+    grid_run: &GridRun,
     memory: &mut Memory,
 ) -> Result<(), ExecuteError> {
     let Launch { instance, grid, ref values } = *launch;
     let arguments: Vec<_> = values.iter().copied().map(argument).collect();
-    let outcome = way.run(module, &instance.entry(), grid, &arguments, memory);
+    let outcome = grid_run.run(module, &instance.entry(), grid, &arguments, memory);
     outcome.map_err(|error| ExecuteError::Run { instance, error })
 }
 

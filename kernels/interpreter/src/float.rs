@@ -9,7 +9,7 @@ use super::tile::{Data, Element, Tile};
 use cutile_ir::bytecode::Opcode;
 use cutile_ir::ir::ScalarType;
 
-/// The same expression over pairs of float32 or of float64.
+/// Evaluates an expression over pairs of float32 or of float64.
 macro_rules! zip_floats {
     ($a:expr, $b:expr, |$x:ident, $y:ident| $body:expr) => {
         match ($a, $b) {
@@ -24,7 +24,7 @@ macro_rules! zip_floats {
     };
 }
 
-/// The larger operand by the given order; +0 above -0, NaNs as `propagate` says.
+/// Returns the larger operand by the given order: +0 above -0, NaNs as `propagate` says.
 macro_rules! pick {
     ($x:ident, $y:ident, $propagate:ident, $first_if:ident) => {
         if $x.is_nan() || $y.is_nan() {
@@ -38,7 +38,7 @@ macro_rules! pick {
     };
 }
 
-/// Subnormals of float32 become zeros of the same sign.
+/// Turns subnormals of float32 into zeros of the same sign.
 fn flush(values: &mut [f32]) {
     for x in values.iter_mut().filter(|x| x.is_subnormal()) {
         *x = 0f32.copysign(*x);
@@ -57,7 +57,7 @@ fn flushed(tile: &Tile, on: bool) -> Outcome<Tile> {
     Ok(Tile::new(tile.element, tile.shape.clone(), Data::F32(values)))
 }
 
-/// Rounds a result to its type, and flushes it where asked.
+/// Returns a result rounded to its type, and flushed if `ftz`.
 fn finish(like: &Tile, mut data: Data, ftz: bool) -> Tile {
     if let Data::F32(values) = &mut data {
         like.element.round(values);
@@ -75,7 +75,7 @@ fn only_f32(tile: &Tile, what: &str) -> Outcome<()> {
     unsupported(format!("{what} of {:?}", tile.element))
 }
 
-/// A quotient by way of the reciprocal, which is 0 from 2^126 on.
+/// Returns a quotient by the reciprocal, which is 0 from 2^126 on.
 fn divide_approx(x: f32, y: f32) -> f32 {
     let huge = f32::MAX_EXP - 2;
     if y.is_finite() && y.abs() > 2f32.powi(huge) {
@@ -208,7 +208,8 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// A function of two floats of either width, computed in float64 and rounded to theirs.
+/// Returns a function of two floats of either width, computed in float64 and rounded to their
+/// width.
 fn through_f64<T: Real>(x: T, y: T, f: fn(f64, f64) -> f64) -> T {
     T::from_f64(f(x.into(), y.into()))
 }

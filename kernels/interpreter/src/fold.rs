@@ -8,7 +8,8 @@ use cutile_ir::bytecode::Opcode;
 use cutile_ir::ir::{Attribute, ScalarType};
 use half::{bf16, f16};
 
-/// Whether a body means the same on many elements at once: each operation is element by element.
+/// Whether a body has the same meaning on many elements at once: each of its operations works
+/// element by element.
 fn is_elementwise(body: &Body) -> bool {
     use Opcode::*;
     body.steps.iter().all(|step| {
@@ -69,7 +70,7 @@ fn is_elementwise(body: &Body) -> bool {
     })
 }
 
-/// Operands cut along an axis: for every index on it, the places of all lanes.
+/// Operands cut along an axis: for every index on the axis, the places of all lanes.
 struct Lanes {
     operands: Vec<Tile>,
     identities: Vec<Tile>,
@@ -107,7 +108,7 @@ impl Lanes {
         Ok(Self { operands, identities, axis, length, places, stride: strides[axis] })
     }
 
-    /// All lanes of each operand at an index along the axis.
+    /// Returns all lanes of each operand at an index along the axis.
     fn cut(&self, index: usize) -> Vec<Tile> {
         let places = || self.places.iter().map(|place| place + index * self.stride);
         let cut =
@@ -145,7 +146,8 @@ fn identity(value: &Attribute, tile: &Tile) -> Outcome<Tile> {
 }
 
 impl<'a> Machine<'a> {
-    /// `body(current, accumulator)` for every lane: at once if the body allows, else one by one.
+    /// Returns `body(current, accumulator)` for every lane: at once if the body allows it,
+    /// otherwise one by one.
     fn combine(
         &mut self,
         body: &Body<'a>,
@@ -189,7 +191,7 @@ impl<'a> Machine<'a> {
             return malformed(format!("{} results for {} tiles", results.len(), current.len()));
         }
         let check = |(value, like): (Value, &Tile)| match value {
-            // A yielded scalar from outside of the body stands for every lane.
+            // A yielded scalar from outside of the body is the value of every lane.
             Value::Tile(tile) if tile.element == like.element => match self.lanes {
                 Some(lanes) if tile.shape.is_empty() => Ok(tile.splat(lanes)),
                 _ => Ok(tile),
@@ -234,7 +236,7 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// A tile with one element replaced by the only one of another.
+/// Returns a tile with one element replaced by the only element of another tile.
 fn replace(tile: &Tile, place: usize, by: &Tile) -> Outcome<Tile> {
     let mut data = Data::clone(&tile.data);
     match (&mut data, &*by.data) {
@@ -246,7 +248,7 @@ fn replace(tile: &Tile, place: usize, by: &Tile) -> Outcome<Tile> {
     Ok(Tile::new(tile.element, tile.shape.clone(), data))
 }
 
-/// Puts the lanes of every index along the axis back in place.
+/// Returns data with the lanes of every index along the axis back in place.
 fn scatter(like: &Tile, lanes: &Lanes, parts: &[Tile]) -> Outcome<Data> {
     fn fill<T: Copy>(out: &mut [T], lanes: &Lanes, index: usize, part: &[T]) {
         for (place, &x) in lanes.places.iter().zip(part) {

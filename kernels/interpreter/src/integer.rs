@@ -11,7 +11,7 @@ use cutile_ir::ir::ScalarType;
 const NO_SIGNED_WRAP: i64 = 1;
 const NO_UNSIGNED_WRAP: i64 = 2;
 
-/// What an operation promises about overflow.
+/// An operation's promises about overflow.
 #[derive(Clone, Copy)]
 struct Overflow {
     bits: u32,
@@ -29,7 +29,8 @@ impl Overflow {
         Ok(Self { bits, signed, unsigned: flags & NO_UNSIGNED_WRAP != 0 })
     }
 
-    /// The low bits of the exact results, signed and unsigned, if they are as promised.
+    /// Returns the low bits of the exact results, signed and unsigned, if the results keep the
+    /// promises.
     fn check(self, signed: i128, unsigned: i128) -> Outcome<i64> {
         let result = wrap(signed, self.bits);
         if self.signed && i128::from(result) != signed {
@@ -42,7 +43,7 @@ impl Overflow {
     }
 }
 
-/// The common shape and type of two operands.
+/// Checks that two operands have the same shape and type.
 pub(super) fn alike(a: &Tile, b: &Tile) -> Outcome<()> {
     if a.shape == b.shape && a.element == b.element {
         return Ok(());
@@ -124,7 +125,7 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// The comparison's predicate over an ordering of its operands.
+/// Returns the comparison's predicate over an ordering of its operands.
 pub(super) fn predicate(step: &Step) -> Outcome<fn(std::cmp::Ordering) -> bool> {
     Ok(match step.int("comparison_predicate")? {
         0 => std::cmp::Ordering::is_eq,
@@ -137,7 +138,7 @@ pub(super) fn predicate(step: &Step) -> Outcome<fn(std::cmp::Ordering) -> bool> 
     })
 }
 
-/// A shift's count, which is unsigned and less than the width.
+/// Returns a shift's count, which is unsigned and less than the width.
 fn shift(count: i64, bits: u32) -> Outcome<u32> {
     match unsigned(count, bits) {
         count if count < bits.into() => Ok(count as u32),

@@ -1,4 +1,4 @@
-//! Arguments, grid, and the order of blocks.
+//! A run of a grid: arguments, and the order of blocks.
 
 use super::additions::Accesses;
 use super::error::Error;
@@ -14,7 +14,7 @@ use half::{bf16, f16};
 /// An argument of a launch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Argument {
-    /// Of any pointee.
+    /// A pointer to any type.
     Pointer(Address),
     /// A flag.
     I1(bool),
@@ -26,18 +26,18 @@ pub enum Argument {
     I32(i32),
     /// An integer of 64 bits, signed or not.
     I64(i64),
-    /// IEEE half.
+    /// IEEE binary16.
     F16(f16),
     /// bfloat16.
     BF16(bf16),
-    /// IEEE single.
+    /// IEEE binary32.
     F32(f32),
-    /// IEEE double.
+    /// IEEE binary64.
     F64(f64),
 }
 
 impl Argument {
-    /// The scalar tile it becomes, where the entry declares `element`.
+    /// Returns the argument as a scalar tile, if its type is `element`.
     fn tile(self, element: Element) -> Option<Tile> {
         let (scalar, data) = match self {
             Self::Pointer(at) => match element {
@@ -60,39 +60,28 @@ impl Argument {
     }
 }
 
-/// How to run a grid.
+/// A way to run a grid.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Launch {
-    /// Decides the order in which blocks run.
+pub struct GridRun {
+    /// The seed of the order in which blocks run.
     pub seed: u64,
-    /// Only these blocks of the grid, in this order; all of them, shuffled, where none.
+    /// The blocks to run, in this order; without it all blocks, shuffled.
     pub blocks: Option<Vec<[u32; 3]>>,
     /// Whether views may have sizes or strides of 0, which Tile IR's definition excludes.
     pub allow_zero_strides: bool,
-    /// Most operations of the launch, so that a loop without end becomes an error.
+    /// The largest number of operations of the launch. It makes a loop without end an error.
     pub operation_limit: u64,
 }
 
-impl Default for Launch {
+impl Default for GridRun {
     fn default() -> Self {
         Self { seed: 0, blocks: None, allow_zero_strides: false, operation_limit: 1 << 32 }
     }
 }
 
-/// Runs every block of a grid; see [`Launch::run`].
-pub fn run(
-    module: &Module,
-    entry: &str,
-    grid: [u32; 3],
-    arguments: &[Argument],
-    memory: &mut Memory,
-) -> Result<(), Error> {
-    Launch::default().run(module, entry, grid, arguments, memory)
-}
-
-impl Launch {
-    /// Runs blocks of `grid` of the entry with that symbol name (cuTile appends `_entry` to the
-    /// function's). Stores made before an error stay.
+impl GridRun {
+    /// Runs blocks of `grid` of the entry with the symbol name `entry` (cuTile appends `_entry` to
+    /// the function's name). Stores before an error stay.
     pub fn run(
         &self,
         module: &Module,
@@ -150,7 +139,7 @@ fn bind(program: &Program, entry: &str, arguments: &[Argument]) -> Result<Vec<Va
     parameters.iter().zip(arguments).enumerate().map(bind_one).collect()
 }
 
-/// All blocks of a grid in an order that the seed decides (Fisher-Yates over splitmix64).
+/// Returns all blocks of a grid in an order that the seed decides (Fisher-Yates over splitmix64).
 fn shuffled(grid: [u32; 3], mut seed: u64) -> Vec<[u32; 3]> {
     let [x, y, z] = grid;
     let plane = |k| (0..y).flat_map(move |j| (0..x).map(move |i| [i, j, k]));

@@ -1,27 +1,27 @@
 //! Runs compiled kernels on the CPU: an interpreter of Tile IR.
 //!
-//! It is for tests where no GPU is at hand, so it is strict: what Tile IR leaves undefined, what
-//! `assume` promises and does not hold, accesses outside of allocations, loads of bytes never
-//! written, and operations, types or attributes it has no meaning for are all errors that name
-//! the operation, its source line and the block.
+//! Tests use it where there is no GPU, so it is strict. Each of these is an error that names the
+//! operation, its source line and the block: an outcome that Tile IR leaves undefined, a promise of
+//! `assume` that does not hold, an access outside of allocations, a load of bytes never written,
+//! and an operation, type or attribute that the interpreter has no meaning for.
 //!
-//! Where it differs from hardware:
+//! It differs from hardware in these ways:
 //! - `mmaf`, `reduce` and `scan` accumulate in ascending order, from the accumulator or identity
 //!   on. `mmaf` rounds each product and each sum to float32 (float64 for float64), and a float16
 //!   accumulator once at the end. Hardware sums in another order, with wider intermediates.
-//! - Transcendental functions are computed in float64 and rounded once, so they are more exact
-//!   than hardware; `approx` and `full` are not modelled, save for `divf`'s result 0 beyond 2^126.
+//! - Transcendental functions are computed in float64 and rounded once, so they are more exact than
+//!   hardware. It does not model `approx` and `full`, except for `divf`'s result 0 beyond 2^126.
 //! - float16 and bfloat16 arithmetic is float32 arithmetic, rounded after each operation.
-//! - Blocks run one after the other, in a shuffled order, and operations in program order: memory
-//!   ordering, scopes and tokens hold trivially, and races within one block do not show. Of races
-//!   between blocks one kind is an error: an element that one block adds to through a view
-//!   (`atomic_red_view_tko`) and another block of the launch loads or stores.
-//! - Not there: types below 8 bits, 8-bit floats, tfloat32, directed rounding, globals, `alloca`,
-//!   gather/scatter views, block-scaled products. Using them is an error.
+//! - Blocks run one after the other, in a shuffled order, and operations in program order. So
+//!   memory ordering, scopes and tokens hold trivially, and races within one block do not show. One
+//!   kind of race between blocks is an error: one block adds to an element through a view
+//!   (`atomic_red_view_tko`), and another block of the launch loads or stores the element.
+//! - It lacks types below 8 bits, 8-bit floats, tfloat32, directed rounding, globals, `alloca`,
+//!   gather/scatter views and block-scaled products. Using one of them is an error.
 //! - NaNs are quiet; their payloads need not survive conversions.
 //!
 //! [`execute`] runs the launches of `burst-attention-kernels`; `burst-attention-compiler` compiles
-//! the kernels to the IR that is run.
+//! the kernels to Tile IR.
 
 mod additions;
 mod attributes;
@@ -44,5 +44,5 @@ mod tile;
 mod view;
 
 pub use error::{Error, Fault};
-pub use launch::{Argument, Launch, run};
+pub use launch::{Argument, GridRun};
 pub use memory::{Address, Memory};

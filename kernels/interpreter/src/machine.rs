@@ -2,7 +2,7 @@
 
 use super::additions::Accesses;
 use super::error::{Error, Fault, Outcome, malformed, unsupported};
-use super::launch::Launch;
+use super::launch::GridRun;
 use super::memory::Memory;
 use super::program::{Body, Program, Step, at, slot};
 use super::tile::{Tile, declared_tile};
@@ -19,9 +19,9 @@ pub(super) enum Value {
     Token,
 }
 
-/// How a body ended.
+/// The way in which a body ended.
 pub(super) enum Flow {
-    /// Without a terminator.
+    /// The body ended without a terminator.
     End,
     Yield(Vec<Value>),
     Continue(Vec<Value>),
@@ -38,10 +38,10 @@ pub(super) struct Machine<'a> {
     limit: u64,
     operations: u64,
     slots: Vec<Option<Value>>,
-    /// While the body of a reduction runs on many elements at once: how many. Its scalars are
-    /// then tiles of that many elements.
+    /// The number of elements that the body of a reduction runs on at once. Its scalars are then
+    /// tiles of this many elements.
     pub lanes: Option<usize>,
-    /// The error, with its place, of the innermost operation that failed.
+    /// The error, with its place, of the innermost failed operation.
     failed: Option<Error>,
 }
 
@@ -50,15 +50,15 @@ impl<'a> Machine<'a> {
         program: &'a Program<'a>,
         grid: [u32; 3],
         memory: &'a mut Memory,
-        launch: &Launch,
+        grid_run: &GridRun,
     ) -> Self {
         Self {
             program,
             grid,
             block: [0; 3],
             memory,
-            allow_zero_strides: launch.allow_zero_strides,
-            limit: launch.operation_limit,
+            allow_zero_strides: grid_run.allow_zero_strides,
+            limit: grid_run.operation_limit,
             operations: 0,
             slots: vec![None; program.slots],
             lanes: None,
@@ -142,7 +142,7 @@ impl<'a> Machine<'a> {
         };
         if results.len() != step.results.len() {
             let (expected, got) = (step.results.len(), results.len());
-            return malformed(format!("{expected} results declared, {got} come"));
+            return malformed(format!("{expected} results declared, got {got}"));
         }
         let declared = step.results.iter().zip(&step.op.result_types);
         for ((&slot, ty), value) in declared.zip(results) {
@@ -154,7 +154,7 @@ impl<'a> Machine<'a> {
         Ok(Flow::End)
     }
 
-    /// What every operation without control flow does.
+    /// Returns the results of an operation without control flow.
     fn evaluate(&mut self, step: &Step<'a>) -> Outcome<Vec<Value>> {
         use Opcode::*;
         let tile = match step.op.opcode {
@@ -190,7 +190,7 @@ impl<'a> Machine<'a> {
             AtomicRMW | AtomicCAS => return self.atomic(step),
             GetTileBlockId => return Ok(ids(self.block)),
             GetNumTileBlocks => return Ok(ids(self.grid)),
-            // One block at a time, in program order: nothing is left to order.
+            // One block runs at a time, in program order, so there is nothing to order.
             MakeToken
             | JoinTokens
             | MemoryFenceAliasTko
@@ -229,7 +229,7 @@ impl<'a> Machine<'a> {
             Value::View(_) => "a tile view".into(),
             Value::Token => "a token".into(),
         };
-        malformed(format!("{} declared, {got} comes", format_type(ty)))
+        malformed(format!("{} declared, got {got}", format_type(ty)))
     }
 
     pub fn value(&self, value: cutile_ir::ir::Value) -> Outcome<&Value> {
@@ -241,7 +241,8 @@ impl<'a> Machine<'a> {
         step.op.operands.iter().map(|&operand| self.value(operand).cloned()).collect()
     }
 
-    /// A value that must be a tile. A scalar from outside of a reduction's body becomes lanes.
+    /// Returns a value that must be a tile. A scalar from outside of a reduction's body becomes
+    /// lanes.
     pub fn tile_of(&self, value: cutile_ir::ir::Value) -> Outcome<Tile> {
         match (self.value(value)?, self.lanes) {
             (Value::Tile(tile), Some(lanes)) if tile.shape.is_empty() => Ok(tile.splat(lanes)),
@@ -250,7 +251,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// All operands, which must be tiles: exactly `N`.
+    /// Returns all operands, which must be exactly `N` tiles.
     pub fn tiles<const N: usize>(&self, step: &Step) -> Outcome<[Tile; N]> {
         let tiles = step.op.operands.iter().map(|&value| self.tile_of(value));
         let tiles = tiles.collect::<Outcome<Vec<_>>>()?;
@@ -259,7 +260,7 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// Three block coordinates.
+/// Returns three block coordinates as scalar tiles.
 fn ids(values: [u32; 3]) -> Vec<Value> {
     values.map(|x| Value::Tile(Tile::scalar_int(ScalarType::I32, x as i32 as i64))).into()
 }

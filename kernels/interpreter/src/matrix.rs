@@ -36,8 +36,8 @@ impl Sizes {
     }
 }
 
-/// Adds `lhs x rhs` to `out`. Each element is summed over K in ascending order, one rounding per
-/// product and per sum; four K at a time, so that `out` is touched less often.
+/// Adds `lhs x rhs` to `out`. It sums each element over K in ascending order, with one rounding for
+/// each product and each sum. It takes four K at a time, which touches `out` less often.
 fn accumulate<T: Copy + Add<Output = T> + Mul<Output = T>>(
     Sizes { batch, m, k, n }: Sizes,
     lhs: &[T],

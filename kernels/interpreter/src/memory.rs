@@ -6,10 +6,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 
 pub(super) const PAGE: u64 = 1 << 14;
-/// Between allocations, so that an access just past one never lands in another.
+/// Bytes between allocations. They keep an access just beyond an allocation out of the next one.
 const GAP: u64 = 1 << 20;
 const ALIGNMENT: u64 = 256;
-/// Bytes nobody wrote: a NaN in every float type, -1 in every integer type.
+/// The value of bytes that were never written: a NaN in every float type, -1 in every integer type.
 const POISON: u8 = 0xff;
 
 /// A device address.
@@ -17,7 +17,7 @@ const POISON: u8 = 0xff;
 pub struct Address(pub u64);
 
 impl Address {
-    /// The address `bytes` further on.
+    /// Returns the address `bytes` bytes after this one.
     pub fn offset(self, bytes: u64) -> Self {
         Self(self.0 + bytes)
     }
@@ -37,7 +37,7 @@ struct Allocation {
 struct Page {
     bytes: Box<[u8]>,
     written: Box<[bool]>,
-    /// Stores by kernels, byte by byte, while the audit is on.
+    /// Numbers of stores by kernels to each byte, while the audit is on.
     stores: Option<Box<[u32]>>,
 }
 
@@ -50,9 +50,9 @@ impl Page {
 
 /// All device memory of a simulated launch.
 ///
-/// Only pages that were written take room, so an allocation may be far larger than the machine.
-/// The host's [`write`](Self::write) and [`read`](Self::read) panic outside of allocations: that
-/// is the test's error, not the kernel's.
+/// Only written pages take room, so an allocation may be far larger than the machine's memory. The
+/// host's [`write`](Self::write) and [`read`](Self::read) panic outside of allocations, because
+/// such an access is the test's error, not the kernel's.
 pub struct Memory {
     allocations: BTreeMap<u64, Allocation>,
     pages: HashMap<u64, Page>,
@@ -70,7 +70,8 @@ impl Default for Memory {
 }
 
 impl Memory {
-    /// No allocations, audit off, loads of bytes never written are errors.
+    /// Returns a memory without allocations, with the audit off. Loads of bytes never written are
+    /// errors.
     pub fn new() -> Self {
         Self {
             allocations: BTreeMap::new(),
@@ -82,7 +83,7 @@ impl Memory {
         }
     }
 
-    /// A new range of `bytes` at an address of the memory's choice, 256-byte aligned, with
+    /// Allocates `bytes` bytes at an address of the memory's choice, 256-byte aligned, with
     /// unmapped room on both sides.
     pub fn allocate(&mut self, name: &str, bytes: u64) -> Address {
         let at = self.next;
@@ -90,10 +91,10 @@ impl Memory {
         self.allocate_at(name, Address(at), bytes)
     }
 
-    /// A new range at a given address.
+    /// Allocates `bytes` bytes at a given address.
     ///
     /// # Panics
-    /// Where it overlaps another allocation, or wraps around.
+    /// If the range overlaps another allocation, or wraps around.
     pub fn allocate_at(&mut self, name: &str, at: Address, bytes: u64) -> Address {
         let end = at.0.checked_add(bytes).expect("an allocation ends below 2^64");
         let before = self.allocations.range(..end.max(at.0 + 1)).next_back();
@@ -109,10 +110,10 @@ impl Memory {
         at
     }
 
-    /// Ends an allocation: later accesses to it are errors.
+    /// Ends an allocation. Later accesses to it are errors.
     ///
     /// # Panics
-    /// Where no allocation starts at `at`.
+    /// If no allocation starts at `at`.
     pub fn free(&mut self, at: Address) {
         let gone = self.allocations.remove(&at.0).expect("free takes the start of an allocation");
         let (first, end) = (at.0, at.0 + gone.bytes);
@@ -131,22 +132,23 @@ impl Memory {
         });
     }
 
-    /// Whether all of `bytes` from `at` on lie in one allocation.
+    /// Whether all `bytes` bytes from `at` on lie in one allocation.
     pub fn contains(&self, at: Address, bytes: u64) -> bool {
         self.allocations.range(..=at.0).next_back().is_some_and(|(base, allocation)| {
             at.0 - base <= allocation.bytes && bytes <= allocation.bytes - (at.0 - base)
         })
     }
 
-    /// Whether kernels may load bytes that nobody wrote (they are poison then). Off at first.
+    /// Sets whether kernels may load bytes that were never written, which are poison then. At first
+    /// they may not.
     pub fn allow_uninitialised(&mut self, allow: bool) {
         self.allow_uninitialised = allow;
     }
 
-    /// Writes from the host.
+    /// Writes bytes from the host.
     ///
     /// # Panics
-    /// Outside of allocations.
+    /// If a byte is outside of allocations.
     pub fn write(&mut self, at: Address, bytes: &[u8]) {
         let audit = std::mem::replace(&mut self.audit, false);
         let outcome = self.put(at, bytes);
@@ -154,27 +156,27 @@ impl Memory {
         outcome.unwrap_or_else(|fault| panic!("host {fault}"));
     }
 
-    /// Reads to the host, poison where nobody wrote.
+    /// Returns bytes to the host, poison where a byte was never written.
     ///
     /// # Panics
-    /// Outside of allocations.
+    /// If a byte is outside of allocations.
     pub fn read(&self, at: Address, bytes: usize) -> Vec<u8> {
         let mut out = vec![POISON; bytes];
         self.copy_out(at, &mut out, true).unwrap_or_else(|fault| panic!("host {fault}"));
         out
     }
 
-    /// Copies bytes from one place to another, which may overlap, as a device does beside its
-    /// kernels. Bytes that nobody wrote remain such where they go; no stores are recorded.
+    /// Copies bytes between places that may overlap, like a device's own copies. Bytes that were
+    /// never written stay unwritten in their new place. The audit records no stores.
     ///
     /// # Errors
-    /// [`Fault::OutOfBounds`]; nothing is copied then.
+    /// [`Fault::OutOfBounds`]; then nothing is copied.
     pub fn copy(&mut self, from: Address, to: Address, bytes: u64) -> Result<(), Fault> {
         let count = bytes as usize;
         self.check("copy", from, count)?;
         self.check("copy", to, count)?;
         let (mut values, mut written) = (vec![POISON; count], vec![false; count]);
-        for (address, range) in pieces(from, count) {
+        for (address, range) in by_page(from, count) {
             if let Some(page) = self.pages.get(&(address / PAGE)) {
                 let start = (address % PAGE) as usize;
                 let inside = start..start + range.len();
@@ -182,7 +184,7 @@ impl Memory {
                 written[range].copy_from_slice(&page.written[inside]);
             }
         }
-        for (address, range) in pieces(to, count) {
+        for (address, range) in by_page(to, count) {
             let page = self.pages.entry(address / PAGE).or_insert_with(Page::new);
             let start = (address % PAGE) as usize;
             let inside = start..start + range.len();
@@ -192,7 +194,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Starts or stops the record of kernels' stores.
+    /// Starts or stops the audit, which records kernels' stores.
     pub fn set_audit(&mut self, on: bool) {
         self.audit = on;
     }
@@ -202,8 +204,8 @@ impl Memory {
         self.pages.values_mut().for_each(|page| page.stores = None);
     }
 
-    /// How often each of `elements` elements of `width` bytes was stored or added to while the audit
-    /// was on; `u32::MAX` for an element whose bytes were not all stored equally often.
+    /// Returns how often kernels stored or added to each of `elements` elements of `width` bytes
+    /// while the audit was on; `u32::MAX` for an element whose bytes were stored unequally often.
     pub fn stores(&self, at: Address, elements: usize, width: usize) -> Vec<u32> {
         let count = |byte: u64| {
             let stores = self.pages.get(&(byte / PAGE)).and_then(|page| page.stores.as_ref());
@@ -218,20 +220,20 @@ impl Memory {
         (0..elements).map(element).collect()
     }
 
-    /// A kernel's load.
+    /// Loads bytes for a kernel.
     pub(super) fn load(&mut self, at: Address, out: &mut [u8]) -> Outcome<()> {
         self.copy_out(at, out, self.allow_uninitialised)?;
         self.record(Access::Load, at, out.len())
     }
 
-    /// A kernel's store.
+    /// Stores bytes for a kernel.
     pub(super) fn store(&mut self, at: Address, bytes: &[u8]) -> Outcome<()> {
         self.record(Access::Store, at, bytes.len())?;
         self.put(at, bytes)
     }
 
-    /// A kernel's atomic on one element of `width` bytes: `new` says from the old bytes which ones
-    /// are stored, if any.
+    /// Carries out a kernel's atomic operation on one element of `width` bytes: `new` makes the
+    /// bytes to store, if any, of the old bytes.
     pub(super) fn combine(
         &mut self,
         at: Address,
@@ -257,7 +259,7 @@ impl Memory {
     fn put(&mut self, at: Address, bytes: &[u8]) -> Outcome<()> {
         self.check("store", at, bytes.len())?;
         let audit = self.audit;
-        for (address, range) in pieces(at, bytes.len()) {
+        for (address, range) in by_page(at, bytes.len()) {
             let page = self.pages.entry(address / PAGE).or_insert_with(Page::new);
             let start = (address % PAGE) as usize;
             let inside = start..start + range.len();
@@ -273,7 +275,7 @@ impl Memory {
 
     fn copy_out(&self, at: Address, out: &mut [u8], poison: bool) -> Outcome<()> {
         self.check("load", at, out.len())?;
-        for (address, range) in pieces(at, out.len()) {
+        for (address, range) in by_page(at, out.len()) {
             let start = (address % PAGE) as usize;
             let page = self.pages.get(&(address / PAGE));
             let hole = match page {
@@ -319,8 +321,9 @@ impl Memory {
     }
 }
 
-/// Cuts a range of addresses at the ends of pages: start of each piece, and its range in the whole.
-pub(super) fn pieces(
+/// Cuts a range of addresses at the ends of pages. Returns the start of each part, and its range in
+/// the whole.
+pub(super) fn by_page(
     at: Address,
     bytes: usize,
 ) -> impl Iterator<Item = (u64, std::ops::Range<usize>)> {
@@ -334,7 +337,7 @@ pub(super) fn pieces(
     })
 }
 
-/// Typed access from the host, little-endian as on the device.
+/// Declares typed access from the host, little-endian like the device.
 macro_rules! typed {
     ($($type:ty, $write:ident, $read:ident, $width:literal;)*) => {
         impl Memory {
@@ -369,7 +372,7 @@ typed! {
 mod tests {
     use super::*;
 
-    /// Which of `bytes` from `at` on a kernel could load.
+    /// Returns which of `bytes` bytes from `at` on a kernel could load.
     fn written(memory: &Memory, at: Address, bytes: u64) -> Vec<bool> {
         (0..bytes).map(|byte| memory.copy_out(at.offset(byte), &mut [0], false).is_ok()).collect()
     }
@@ -381,7 +384,7 @@ mod tests {
         let (from, to) = (memory.allocate("from", length), memory.allocate("to", length));
         memory.set_audit(true);
         memory.write(to, &vec![7; length as usize]);
-        // Across the end of a page on both sides, at different places in it.
+        // Both ranges cross the end of a page, at different places in it.
         let (source, target) = (from.offset(PAGE - 10), to.offset(PAGE - 3));
         memory.write(source, &[1; 8]);
         memory.write(source.offset(12), &[2; 8]);
@@ -393,7 +396,7 @@ mod tests {
         assert_eq!(written(&memory, source, 20), expected);
         assert_eq!([memory.read(to, 1), memory.read(target.offset(20), 1)], [[7], [7]]);
         assert_eq!(memory.stores(to, length as usize, 1), vec![0; length as usize]);
-        // Nothing is left of what was there, not even where no page was ever made.
+        // The old contents are gone, even where the source never had a page.
         let unwritten = memory.allocate("unwritten", PAGE);
         assert_eq!(memory.copy(unwritten, target, 20), Ok(()));
         assert_eq!(written(&memory, target, 20), [false; 20]);

@@ -4,11 +4,11 @@ use super::error::{Outcome, malformed, undefined, unsupported};
 use super::machine::{Machine, Value};
 use super::memory::Address;
 use super::program::Step;
-use super::tile::{Data, Element, Tile, unsigned};
+use super::tile::{Data, Element, Tile, unsigned, wrap};
 use cutile_ir::bytecode::Opcode;
 use cutile_ir::ir::ScalarType;
 
-/// The type pointed to by a tile of pointers.
+/// Returns the type that a tile of pointers points to.
 fn pointee(tile: &Tile) -> Outcome<Element> {
     match tile.element {
         Element::Pointer(scalar) => Element::scalar(scalar),
@@ -36,7 +36,7 @@ impl<'a> Machine<'a> {
         Ok(Tile::new(base.element, base.shape.clone(), data))
     }
 
-    /// An optional operand group that is one tile.
+    /// Returns the tile of an optional operand group.
     fn optional(&self, group: &[cutile_ir::ir::Value]) -> Outcome<Option<Tile>> {
         match group {
             [] => Ok(None),
@@ -45,7 +45,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// The places that a mask leaves.
+    /// Returns the places where a mask is true.
     fn active(&self, pointers: &Tile, mask: &[cutile_ir::ir::Value]) -> Outcome<Vec<usize>> {
         let Some(mask) = self.optional(mask)? else {
             return Ok((0..pointers.data.len()).collect());
@@ -121,7 +121,8 @@ impl<'a> Machine<'a> {
             return malformed(format!("{:?} of {:?}", first.shape, first.element));
         }
         let mode = if compare { None } else { Some(Mode::of(step, element)?) };
-        // What masked elements return is up to the implementation; `cmp` for compare-and-swap.
+        // An implementation chooses the results of masked elements; here `cmp` for
+        // compare-and-swap.
         let mut old =
             if compare { Data::clone(&first.data) } else { element.poison(first.data.len()) };
         let mask = groups[if compare { 3 } else { 2 }];
@@ -144,7 +145,8 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// Cuts the active places into runs whose addresses follow each other: first place and length.
+/// Cuts the active places into runs of consecutive addresses. Returns first place and length of
+/// each.
 fn runs(addresses: &[i64], active: &[usize], width: usize) -> Outcome<Vec<(usize, usize)>> {
     let mut runs: Vec<(usize, usize)> = vec![];
     for &place in active {
@@ -170,11 +172,10 @@ fn aligned(address: i64, width: usize) -> Outcome<()> {
     undefined(format!("{address:#x} is not aligned to {width} bytes"))
 }
 
-/// How an atomic combines what is in memory with an operand.
+/// The way in which an atomic operation combines memory with an operand.
 pub(super) enum Mode {
     Int(fn(i64, i64) -> i64),
-    UnsignedMax,
-    UnsignedMin,
+    Unsigned(fn(u64, u64) -> u64),
     AddFloat,
     Exchange,
 }
@@ -189,8 +190,8 @@ impl Mode {
             4 => Self::AddFloat,
             5 => Self::Int(i64::max),
             6 => Self::Int(i64::min),
-            7 => Self::UnsignedMax,
-            8 => Self::UnsignedMin,
+            7 => Self::Unsigned(u64::max),
+            8 => Self::Unsigned(u64::min),
             9 => Self::Exchange,
             other => return unsupported(format!("mode {other}")),
         };
@@ -206,7 +207,7 @@ impl Mode {
         }
     }
 
-    /// The new bytes of an element, given the old ones and the operand at `place`.
+    /// Returns the new bytes of an element, given its old bytes and the operand at `place`.
     pub fn apply(
         &self,
         element: Element,
@@ -221,24 +222,13 @@ impl Mode {
                 return Ok(element.encode(&operand.data, place, 1));
             }
             (Data::Int(x), Data::Int(y)) => {
-                let (old, new) = (x[0], y[place]);
-                let key = |x| unsigned(x, element.int_bits().unwrap_or(64));
+                let bits = element.int_bits().unwrap_or(64);
                 x[0] = match self {
-                    Self::Int(f) => f(old, new),
-                    Self::UnsignedMax => {
-                        if key(new) > key(old) {
-                            new
-                        } else {
-                            old
-                        }
+                    Self::Unsigned(f) => {
+                        wrap(f(unsigned(x[0], bits), unsigned(y[place], bits)).into(), bits)
                     }
-                    _ => {
-                        if key(new) < key(old) {
-                            new
-                        } else {
-                            old
-                        }
-                    }
+                    Self::Int(f) => f(x[0], y[place]),
+                    _ => return malformed("a mode of floats on integers"),
                 };
             }
             (Data::F32(x), Data::F32(y)) => {

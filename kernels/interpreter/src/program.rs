@@ -1,4 +1,4 @@
-//! An entry as nested lists of steps, checked once before any block runs.
+//! An entry as nested lists of steps, checked once before the first block runs.
 
 use super::attributes;
 use super::error::{Error, Fault, Outcome, malformed};
@@ -7,10 +7,10 @@ use cutile_ir::bytecode::Opcode;
 use cutile_ir::ir::{Attribute, Location, OpId, Operation, RegionId, Type, Value, ValueProducer};
 use std::collections::HashMap;
 
-/// An operation and where its results go.
+/// An operation, and the slots of its results.
 pub(super) struct Step<'m> {
     pub op: &'m Operation,
-    /// Slot of each result; none where nothing uses it.
+    /// Slot of each result; `None` where nothing uses the result.
     pub results: Vec<Option<usize>>,
     pub regions: Vec<Body<'m>>,
 }
@@ -28,7 +28,7 @@ pub(super) struct Program<'m> {
 }
 
 impl Body<'_> {
-    /// Whether an operation of that kind stands here or in a region of one that does.
+    /// Whether the body contains an operation of a kind, directly or in a region of an operation.
     pub fn contains(&self, opcode: Opcode) -> bool {
         let mut steps = self.steps.iter();
         steps.any(|step| {
@@ -56,7 +56,7 @@ impl<'m> Program<'m> {
     }
 }
 
-/// The error of an operation, at its place in the source.
+/// Returns the error of an operation, with its place in the source.
 pub(super) fn at((kernel, block): (&str, [u32; 3]), op: &Operation, fault: Fault) -> Error {
     Error::Operation {
         kernel: kernel.into(),
@@ -76,7 +76,7 @@ fn line(location: &Location) -> String {
     }
 }
 
-/// The symbol name of a function.
+/// Returns the symbol name of a function.
 pub(super) fn function_name(op: &Operation) -> Option<&str> {
     op.attributes.iter().find_map(|(name, value)| match value {
         Attribute::String(text) if name == "sym_name" => Some(text.as_str()),
@@ -84,7 +84,7 @@ pub(super) fn function_name(op: &Operation) -> Option<&str> {
     })
 }
 
-/// Finds the slots of results through their uses: the module lists results nowhere else.
+/// Finds the slots of results through their uses, because the module lists results nowhere else.
 fn collect(module: &Module, id: OpId, slots: &mut ResultSlots) {
     let op = module.op(id);
     for &operand in &op.operands {

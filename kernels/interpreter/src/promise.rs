@@ -1,4 +1,4 @@
-//! `assume` and `assert`: the compiler relies on the first, so both are checked.
+//! `assume` and `assert`. The interpreter checks both, because the compiler relies on `assume`.
 
 use super::error::{Fault, Outcome, malformed, unsupported};
 use super::machine::{Machine, Value};
@@ -44,7 +44,8 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// The first of every group is divisible, the others follow one by one.
+/// Checks that the first element of every group is divisible, and that the next elements follow one
+/// by one.
 fn divisible(promise: &DivBy, tile: &Tile) -> Outcome<()> {
     let (group, axis) = match (promise.every, promise.along) {
         (None, None) => (1, 0),
@@ -90,7 +91,7 @@ fn bounded(promise: &Bounded, tile: &Tile) -> Outcome<()> {
     }
 }
 
-/// Every group of `groups` elements per axis has one value.
+/// Checks that every group of `groups` elements per axis has one value.
 fn same(groups: &[i64], tile: &Tile) -> Outcome<()> {
     if groups.len() != tile.shape.len() || groups.iter().any(|&size| size < 1) {
         return malformed(format!("same_elements {groups:?} of {:?}", tile.shape));

@@ -54,7 +54,8 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// The places in a tile of `whole` that make up the slice of shape `part` at the indices.
+    /// Returns the places in a tile of `whole` that make up the slice of shape `part` at the
+    /// indices.
     fn slice(
         &self,
         whole: &[usize],
@@ -94,7 +95,7 @@ fn constant(step: &Step, element: Element, shape: Vec<usize>) -> Outcome<Tile> {
     if declared != element {
         return malformed(format!("a constant of {declared:?} as {element:?}"));
     }
-    // One element stands for all.
+    // A single element is the value of all elements.
     let bytes = match dense.data.len() {
         one if one == width => dense.data.repeat(count),
         all if all == width * count => dense.data.clone(),
@@ -169,7 +170,7 @@ fn concatenate(step: &Step, [a, b]: &[Tile; 2]) -> Outcome<Tile> {
     let (run_a, run_b) = (run(a), run(b));
     let mut shape = a.shape.to_vec();
     shape[axis] += b.shape[axis];
-    // Places count through the elements of `a`, then those of `b`.
+    // Places count the elements of `a` first, then the elements of `b`.
     let total: usize = shape.iter().product();
     let place = |index: usize| {
         let (row, column) = (index / (run_a + run_b), index % (run_a + run_b));

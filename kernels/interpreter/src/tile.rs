@@ -1,19 +1,19 @@
-//! The values an operation takes and gives.
+//! The values that operations take and return.
 
 use super::error::{Outcome, malformed, unsupported};
 use cutile_ir::ir::{ScalarType, TileElementType, TileType, Type};
 use half::{bf16, f16};
 use std::rc::Rc;
 
-/// What a tile holds.
+/// The element type of a tile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Element {
     Scalar(ScalarType),
     Pointer(ScalarType),
 }
 
-/// Elements in row-major order. Integers and pointers are kept sign-extended in 64 bits; float16
-/// and bfloat16 as the float32 of the same value.
+/// Elements in row-major order. Integers and pointers are sign-extended to 64 bits; float16 and
+/// bfloat16 are the float32 of the same value.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Data {
     Int(Vec<i64>),
@@ -21,7 +21,7 @@ pub(super) enum Data {
     F64(Vec<f64>),
 }
 
-/// A tile; copies share the elements.
+/// A tile. Copies share the elements.
 #[derive(Debug, Clone)]
 pub(super) struct Tile {
     pub element: Element,
@@ -29,7 +29,8 @@ pub(super) struct Tile {
     pub data: Rc<Data>,
 }
 
-/// Evaluates an expression for whichever vector the data holds, and wraps it alike.
+/// Evaluates an expression for the vector that the data holds, and wraps the result in the same
+/// way.
 macro_rules! map_data {
     ($data:expr, $values:ident => $body:expr) => {
         match $data {
@@ -41,7 +42,7 @@ macro_rules! map_data {
 }
 
 impl Element {
-    /// Of a tile's type; only types the interpreter computes with.
+    /// Returns the element type of a tile's type, if the interpreter computes with it.
     pub fn of(element: &TileElementType) -> Outcome<Self> {
         match element {
             TileElementType::Scalar(scalar) => Self::scalar(*scalar),
@@ -60,7 +61,7 @@ impl Element {
         }
     }
 
-    /// Bits of an integer type; none for floats and pointers.
+    /// Returns the bits of an integer type; `None` for floats and pointers.
     pub fn int_bits(self) -> Option<u32> {
         match self {
             Self::Scalar(ScalarType::I1) => Some(1),
@@ -76,7 +77,7 @@ impl Element {
         matches!(self, Self::Scalar(scalar) if scalar.is_float())
     }
 
-    /// Bytes in memory.
+    /// Returns the bytes in memory.
     pub fn width(self) -> usize {
         match self {
             Self::Scalar(scalar) => scalar.byte_width(),
@@ -84,7 +85,7 @@ impl Element {
         }
     }
 
-    /// `count` times the value that unspecified elements get: NaN or -1.
+    /// Returns `count` times the value of unspecified elements: NaN or -1.
     pub fn poison(self, count: usize) -> Data {
         match self {
             Self::Scalar(ScalarType::F64) => Data::F64(vec![f64::NAN; count]),
@@ -106,7 +107,7 @@ impl Element {
         }
     }
 
-    /// Reads elements of the type from bytes into `out` from `first` on.
+    /// Reads elements of the type from bytes into `out`, from place `first` on.
     pub fn decode(self, bytes: &[u8], out: &mut Data, first: usize) -> Outcome<()> {
         use ScalarType::*;
         let scalar = match self {
@@ -133,7 +134,7 @@ impl Element {
         Ok(())
     }
 
-    /// The bytes of `count` elements from `first` on.
+    /// Returns the bytes of `count` elements from `first` on.
     pub fn encode(self, data: &Data, first: usize, count: usize) -> Vec<u8> {
         let range = first..first + count;
         let width = self.width();
@@ -171,7 +172,7 @@ impl Data {
         }
     }
 
-    /// The elements at the given places, in that order.
+    /// Returns the elements at the given places, in the given order.
     pub fn gather(&self, places: impl Iterator<Item = usize>) -> Self {
         map_data!(self, values => places.map(|place| values[place]).collect())
     }
@@ -202,7 +203,7 @@ impl Tile {
         }
     }
 
-    /// The only element of an integer tile.
+    /// Returns the only element of an integer tile.
     pub fn int(&self) -> Outcome<i64> {
         match self.ints()? {
             [value] => Ok(*value),
@@ -215,7 +216,7 @@ impl Tile {
         bits.map_or_else(|| malformed(format!("integers expected, got {:?}", self.element)), Ok)
     }
 
-    /// The same element for each of `lanes`.
+    /// Returns a tile with the same element for each of `lanes` lanes.
     pub fn splat(&self, lanes: usize) -> Self {
         Self::new(self.element, [lanes], self.data.gather(std::iter::repeat_n(0, lanes)))
     }
@@ -225,7 +226,7 @@ impl Tile {
     }
 }
 
-/// Row-major strides of a shape.
+/// Returns the row-major strides of a shape.
 pub(super) fn strides(shape: &[usize]) -> Vec<usize> {
     let mut strides = vec![1; shape.len()];
     for axis in (1..shape.len()).rev() {
@@ -234,7 +235,7 @@ pub(super) fn strides(shape: &[usize]) -> Vec<usize> {
     strides
 }
 
-/// For each index of `shape` in row-major order, the sum of index times stride.
+/// Returns for each index of `shape`, in row-major order, the sum of index times stride.
 pub(super) fn walk(shape: &[usize], strides: &[usize]) -> Vec<usize> {
     let mut places = vec![0];
     for (&size, &stride) in shape.iter().zip(strides) {
@@ -247,18 +248,18 @@ pub(super) fn walk(shape: &[usize], strides: &[usize]) -> Vec<usize> {
     places
 }
 
-/// Sign-extends the low `bits` of a value.
+/// Returns the low `bits` bits of a value, sign-extended.
 pub(super) fn wrap(value: i128, bits: u32) -> i64 {
     let shift = 128 - bits;
     (value << shift >> shift) as i64
 }
 
-/// The low `bits` of a sign-extended value, as an unsigned number.
+/// Returns the low `bits` bits of a sign-extended value as an unsigned number.
 pub(super) fn unsigned(value: i64, bits: u32) -> u64 {
     value as u64 & (u64::MAX >> (64 - bits))
 }
 
-/// Element and shape of a tile's type.
+/// Returns element and shape of a tile's type.
 pub(super) fn tile_type(ty: &Type) -> Outcome<(Element, Vec<usize>)> {
     let (element, shape) = declared_tile(ty)?;
     let size = |&size: &i64| match usize::try_from(size) {
@@ -268,7 +269,8 @@ pub(super) fn tile_type(ty: &Type) -> Outcome<(Element, Vec<usize>)> {
     Ok((element, shape.iter().map(size).collect::<Outcome<_>>()?))
 }
 
-/// The same with the shape as the type has it: every step of a program looks at its results'.
+/// Returns element and shape of a tile's type without a copy of the shape, because every step of a
+/// program checks the types of its results.
 pub(super) fn declared_tile(ty: &Type) -> Outcome<(Element, &[i64])> {
     match ty.without_pointer_attribute() {
         Type::Tile(TileType { shape, element_type }) => Ok((Element::of(element_type)?, shape)),

@@ -11,7 +11,7 @@ use cutile_ir::bytecode::Opcode;
 use cutile_ir::ir::{Attribute, DYNAMIC, PaddingValue, TensorViewType, Type};
 use std::rc::Rc;
 
-/// A tensor in memory; strides count elements.
+/// A tensor in memory. Strides count elements.
 #[derive(Debug)]
 pub(super) struct TensorView {
     pub base: Address,
@@ -27,7 +27,7 @@ pub(super) struct TileView {
     tile: Vec<usize>,
     /// Elements from one tile to the next, by axis of the tile.
     pace: Vec<u64>,
-    /// The tensor's axis of each axis of the tile.
+    /// The axis of the tensor for each axis of the tile.
     axes: Vec<usize>,
     padding: Option<PaddingValue>,
 }
@@ -35,11 +35,11 @@ pub(super) struct TileView {
 /// A tile's place in its tensor, by axis of the tile.
 struct Window {
     first: Vec<u64>,
-    /// How many elements of the tile lie in the tensor.
+    /// Number of elements of the tile that lie in the tensor.
     inside: Vec<usize>,
 }
 
-/// Elements of a tile that lie in one row: place in the tile, address, how many.
+/// Elements of a tile that lie in one row: place in the tile, address, number.
 struct Run {
     place: usize,
     at: Address,
@@ -47,7 +47,7 @@ struct Run {
 }
 
 impl TileView {
-    /// Tiles along each axis, partial ones included.
+    /// Returns the number of tiles along each axis, with partial tiles.
     fn index_space(&self) -> Vec<u64> {
         let count = |(&axis, &pace): (&usize, &u64)| self.tensor.shape[axis].div_ceil(pace);
         self.axes.iter().zip(&self.pace).map(count).collect()
@@ -67,7 +67,7 @@ impl TileView {
         Ok(Window { first, inside })
     }
 
-    /// The window row by row; elements of a row whose stride is not 1 come one by one.
+    /// Returns the window row by row. Elements of a row whose stride is not 1 come one by one.
     fn runs(&self, window: &Window) -> Outcome<Vec<Run>> {
         let width = self.tensor.element.width() as i128;
         let stride = |axis: usize| i128::from(self.tensor.strides[self.axes[axis]]) * width;
@@ -95,7 +95,7 @@ impl TileView {
         places.into_iter().enumerate().map(run).collect()
     }
 
-    /// A tile of what loads find outside of the tensor.
+    /// Returns a tile of the value that loads give outside of the tensor.
     fn padded(&self) -> Outcome<Data> {
         let count = self.tile.iter().product();
         let element = self.tensor.element;
@@ -140,7 +140,7 @@ impl<'a> Machine<'a> {
             Type::PartitionView(ty) => {
                 (&ty.tensor_view, &ty.tile_shape, &ty.tile_shape, &ty.dim_map, ty.padding_value)
             }
-            // Which axes the pace counts under a permutation is not settled by the definition.
+            // The definition does not say which axes the pace counts under a permutation.
             Type::StridedView(ty) if ty.dim_map.is_sorted() => (
                 &ty.tensor_view,
                 &ty.tile_shape,
@@ -243,7 +243,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// The window at the index operands; `inbounds` must hold.
+    /// Returns the window at the index operands. The promise `inbounds` must hold.
     fn window(
         &self,
         step: &Step,
@@ -292,7 +292,7 @@ impl<'a> Machine<'a> {
         Ok(vec![Value::Tile(tile), Value::Token])
     }
 
-    /// Stores a tile. Elements outside of the tensor are left.
+    /// Stores a tile, without the elements outside of the tensor.
     pub fn store_view(&mut self, step: &Step<'a>) -> Outcome<Vec<Value>> {
         let groups = step.segments(4)?;
         if !matches!(step.int("memory_ordering_semantics")?, 0 | 1 | 3) {
@@ -307,7 +307,7 @@ impl<'a> Machine<'a> {
         Ok(vec![Value::Token])
     }
 
-    /// Combines a tile with what memory holds. Elements outside of the tensor are left.
+    /// Combines a tile with memory, without the elements outside of the tensor.
     pub fn reduce_view(&mut self, step: &Step<'a>) -> Outcome<Vec<Value>> {
         let groups = step.segments(4)?;
         let (ordering, scope) = (step.int("memory_ordering_semantics")?, step.int("memory_scope")?);
@@ -339,7 +339,7 @@ impl<'a> Machine<'a> {
         Ok(vec![Value::Token])
     }
 
-    /// The one tile of an operand group, which must be of the view's type.
+    /// Returns the only tile of an operand group, which must have the view's type.
     fn tile_for(&self, view: &TileView, group: &[cutile_ir::ir::Value]) -> Outcome<Tile> {
         let [tile] = group else {
             return malformed("one tile expected");

@@ -1,68 +1,45 @@
-//! Where the elements of an array lie, and how much of it one view may hold.
+//! The places of an array's elements, and the largest part of an array that a view may hold.
 
 use std::ops::Range;
 
-use super::description::Statistics;
+use super::rectangle::Side;
+use crate::element::Element;
 use crate::kernel::{Kernel, Task};
-use crate::record::{Argument, Kind, Shape};
+use crate::place::Statistics;
+use crate::record::{Argument, Meaning, Operand, Size, View};
 
-/// Rows that share an element of [`Shape::Ranges`].
-pub(super) const RANGE_ROWS: usize = 64;
+/// Rows that share an element of an array with [`Size::RangeBlocks`].
+const RANGE_ROWS: usize = 64;
 
-/// Whose rows an array has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Side {
-    /// One row per query.
-    Queries,
-    /// One row per key.
-    Keys,
+/// Returns the side whose results a block of the kernel keeps.
+pub(super) fn resident_side(kernel: Kernel) -> Side {
+    if kernel.spec().task == Task::Keys { Side::Keys } else { Side::Queries }
 }
 
-impl Side {
-    /// The side whose results a block of the kernel keeps.
-    pub fn resident(kernel: Kernel) -> Side {
-        if kernel.spec().task == Task::Keys { Side::Keys } else { Side::Queries }
-    }
-
-    /// The side whose rows an array of a shape has, in a kernel whose blocks keep `resident` rows.
-    pub fn of(shape: Shape, resident: Side) -> Side {
-        match shape {
-            Shape::Ranges => resident,
-            Shape::Queries | Shape::Results | Shape::QueryTokens => Side::Queries,
-            Shape::PerQuery | Shape::Statistics | Shape::PerHead | Shape::PerEntry => Side::Queries,
-            Shape::Keys | Shape::Values | Shape::KeyTokens => Side::Keys,
-            // Linear attention has one side.
-            _ => Side::Queries,
-        }
+/// Returns the side whose rows an array of the kernel has.
+pub(super) fn side(kernel: Kernel, view: &View) -> Side {
+    match view.rows() {
+        Some(Size::KvLen) => Side::Keys,
+        Some(Size::RangeBlocks) => resident_side(kernel),
+        // Linear attention has one side.
+        _ => Side::Queries,
     }
 }
 
-/// What the sizes of arrays follow from, beside entries and rows.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Sizes {
-    pub heads: usize,
-    pub kv_heads: usize,
-    pub head_dim: usize,
-    pub value_dim: usize,
-    /// Of linear attention's queries.
-    pub q_heads: usize,
-    /// Of the products that it writes by row.
-    pub dot_heads: usize,
-    pub resident: Side,
-}
-
-/// An array of a description: element (b, r, h, d) lies at
-/// `b · batch_stride + r · row_stride + h · head_stride + d`.
+/// An array of a description: row r of batch entry b begins at element
+/// `b · batch_stride + r · row_stride`. Where heads have a stride of their own, head h of the row
+/// begins `h · head_stride` elements on.
 #[derive(Debug, Clone)]
 pub(super) struct Array {
-    /// The argument that it is.
+    /// The name of its argument.
     pub name: &'static str,
-    /// The argument that its batch stride is; shared with arrays of the same shape.
-    pub stride_name: &'static str,
-    /// The argument that its head stride is, of statistics.
-    pub head_stride_name: Option<&'static str>,
+    pub operand: Operand,
+    pub view: View,
+    /// The size that counts its rows, or the rows that share its elements; `None` without rows.
+    pub counts: Option<Size>,
+    /// The side whose rows it has.
     pub side: Side,
-    /// 0 for an array that is not there.
+    /// 0 for an array that is not given.
     pub address: u64,
     /// Bytes of an element.
     pub bytes: u64,
@@ -71,102 +48,139 @@ pub(super) struct Array {
     /// Rows that share elements.
     pub rows_together: usize,
     pub head_stride: u64,
+    /// Heads with a stride of their own; 1 where heads lie within rows.
     pub heads: u64,
-    /// Columns.
-    pub dim: u64,
+    /// Elements from the first to the last of a row.
+    pub row: u64,
 }
 
 impl Array {
-    /// The array that a pointer leads to; the head stride of `at` counts for statistics alone.
-    pub fn new(argument: &'static Argument, sizes: Sizes, at: Statistics) -> Array {
-        let Some(view) = argument.view else { unreachable!("{} is no array", argument.name) };
-        let (heads, dim) = match view.shape {
-            Shape::Queries => (sizes.heads, sizes.head_dim),
-            Shape::Keys => (sizes.kv_heads, sizes.head_dim),
-            Shape::Results => (sizes.heads, sizes.value_dim),
-            Shape::Values => (sizes.kv_heads, sizes.value_dim),
-            Shape::PerQuery | Shape::Statistics | Shape::PerHead => (sizes.heads, 1),
-            Shape::QueryTokens | Shape::KeyTokens => (1, 1),
-            Shape::Ranges => (1, 4),
-            Shape::PerEntry => (1, 4),
-            Shape::LinearQueries => (sizes.q_heads, sizes.head_dim),
-            Shape::LinearKeys => (sizes.kv_heads, sizes.head_dim),
-            Shape::LinearValues => (sizes.kv_heads, sizes.value_dim),
-            Shape::LinearOthers => (sizes.q_heads, sizes.value_dim),
-            Shape::LinearResults => (sizes.heads, sizes.value_dim),
-            Shape::LinearSums => (sizes.heads, 1),
-            Shape::LinearDots => (sizes.dot_heads, 1),
-            Shape::LinearStates => (1, sizes.value_dim),
+    /// Returns the array of a role, with a size for each of its dimensions. The head stride of `at`
+    /// counts only where heads have a stride of their own.
+    pub fn new(
+        kernel: Kernel,
+        operand: Operand,
+        element: Element,
+        size: impl Fn(Size) -> usize,
+        at: Statistics,
+    ) -> Array {
+        let argument = kernel.find(Meaning::Address(operand));
+        let Some((_, &Argument { name, kind, view: Some(view), .. })) = argument else {
+            unreachable!("{} has no array {operand:?}", kernel.name())
         };
-        let (heads, dim) = (heads as u64, dim as u64);
-        let (row_stride, head_stride) = match view.shape {
-            shape if shape.has_head_stride() => (1, at.head_stride),
-            Shape::PerHead | Shape::PerEntry => (0, 1),
-            _ => (heads.saturating_mul(dim), dim),
-        };
+        let elements = |dim: &Size| if *dim == Size::Four { 4 } else { size(*dim) as u64 };
+        let (rows, side) = (view.rows(), side(kernel, &view));
+        let is_shared = rows == Some(Size::RangeBlocks);
+        let at_rows = view.dims.iter().position(|dim| Some(*dim) == rows);
+        let within_row = &view.dims[at_rows.map_or(0, |at| at + 1)..];
+        let row = within_row.iter().map(elements).fold(1, u64::saturating_mul);
         Array {
-            name: argument.name,
-            stride_name: view.batch_stride,
-            head_stride_name: view.head_stride,
-            side: Side::of(view.shape, sizes.resident),
-            rows_together: if view.shape == Shape::Ranges { RANGE_ROWS } else { 1 },
+            name,
+            operand,
+            view,
+            counts: if is_shared { Some(side.size()) } else { rows },
+            side,
             address: at.address,
-            bytes: if argument.kind == Kind::Activations { 2 } else { 4 },
+            bytes: kind.element_bytes(element) as u64,
             batch_stride: at.batch_stride,
-            row_stride,
-            head_stride,
-            heads,
-            dim,
+            row_stride: if rows.is_some() { row } else { 0 },
+            rows_together: if is_shared { RANGE_ROWS } else { 1 },
+            head_stride: at.head_stride,
+            heads: view.head_stride.map_or(1, |_| elements(&view.dims[0])),
+            row,
         }
+    }
+
+    /// Returns the array with contiguous batch entries, each with as many rows as `size` says.
+    pub fn contiguous(self, size: impl Fn(Size) -> usize) -> Array {
+        let entry = self.extent(self.counts.map_or(1, size));
+        // A stride beyond 64 bits is too large for a launch anyway.
+        Array { batch_stride: u64::try_from(entry).unwrap_or(u64::MAX), ..self }
     }
 
     pub fn is_given(&self) -> bool {
         self.address != 0
     }
 
-    /// Is it there, and laid out by the same arguments as `other`?
+    /// Whether the array is given and laid out by the same arguments as `other`.
     pub fn is_twin_of(&self, other: &Array) -> bool {
-        self.is_given() && self.stride_name == other.stride_name
+        self.is_given() && self.view.batch_stride == other.view.batch_stride
     }
 
-    /// Elements from the first to the last of `rows` rows of one batch entry.
+    /// Returns the elements from the first to the last of `rows` rows of one batch entry.
     pub fn extent(&self, rows: usize) -> u128 {
         let before_last_row = rows.div_ceil(self.rows_together).max(1) as u128 - 1;
         let before_last_head = u128::from(self.heads) - 1;
         before_last_row * u128::from(self.row_stride)
             + before_last_head * u128::from(self.head_stride)
-            + u128::from(self.dim)
+            + u128::from(self.row)
     }
 
-    /// Bytes from the first to the last element.
+    /// Returns the bytes from the first to the last element.
     pub fn span(&self, entries: usize, rows: usize) -> u128 {
         let before_last = (entries.max(1) as u128 - 1) * u128::from(self.batch_stride);
         (before_last + self.extent(rows)) * u128::from(self.bytes)
     }
 
-    /// The most batch entries, of `batch`, whose span with all `rows` is below `limit`.
+    /// Returns the most batch entries, up to `batch`, whose span with all `rows` is below `limit`.
     pub fn entries_within(&self, batch: usize, rows: usize, limit: u64) -> usize {
         largest(batch, |entries| self.span(entries, rows) < u128::from(limit))
     }
 
-    /// The most rows, of `rows`, whose span in one batch entry is below `limit`.
+    /// Returns the most rows, up to `rows`, whose span in one batch entry is below `limit`.
     pub fn rows_within(&self, rows: usize, limit: u64) -> usize {
         largest(rows, |rows| self.span(1, rows) < u128::from(limit))
     }
 
-    /// Address of the first element of a piece; 0 stays 0.
+    /// Returns the address of the first element of some rows; 0 for an array that is not given.
     pub fn at(&self, batch: &Range<usize>, rows: &Range<usize>) -> u64 {
         if !self.is_given() {
             return 0;
         }
-        // Where rows share elements, every piece has them from the first on.
+        // Where rows share elements, every launch uses them from the first on.
         let row = if self.rows_together == 1 { rows.start as u64 } else { 0 };
         let elements = batch.start as u64 * self.batch_stride + row * self.row_stride;
         self.address + elements * self.bytes
     }
+
+    /// Returns the batch stride for a launch over `rows` rows of `batch`. The stride of a single
+    /// entry may be any, even beyond 32 bits, so the kernel gets a stride that fits.
+    fn stride(&self, batch: &Range<usize>, rows: &Range<usize>) -> u64 {
+        if batch.len() == 1 { self.extent(rows.len()) as u64 } else { self.batch_stride }
+    }
 }
 
-/// The largest n ≤ `most` that `fits`, where all below fit too; 0 if not even 1 does.
+/// Returns the array of a description by its role.
+pub(super) fn find(arrays: &[Array], operand: Operand) -> &Array {
+    let found = arrays.iter().find(|array| array.operand == operand);
+    found.unwrap_or_else(|| unreachable!("{operand:?} is not described"))
+}
+
+/// Returns the value of an argument that arrays decide, in a launch over the `rows` of each array
+/// in `batch`; `None` for any other argument.
+pub(super) fn value(
+    arrays: &[Array],
+    meaning: Meaning,
+    batch: &Range<usize>,
+    rows: impl Fn(&Array) -> Range<usize>,
+) -> Option<u64> {
+    Some(match meaning {
+        Meaning::Address(operand) => {
+            let array = find(arrays, operand);
+            array.at(batch, &rows(array))
+        }
+        Meaning::BatchStride(operand) => {
+            let array = find(arrays, operand);
+            array.stride(batch, &rows(array))
+        }
+        // 0 where there are no rows, which no view may have.
+        Meaning::HeadStride(operand) => find(arrays, operand).head_stride.max(1),
+        Meaning::Has(operand) => find(arrays, operand).is_given().into(),
+        _ => return None,
+    })
+}
+
+/// Returns the largest n ≤ `most` that `fits`, where all smaller numbers fit too; 0 if 1 does not.
 fn largest(most: usize, fits: impl Fn(usize) -> bool) -> usize {
     let (mut fitting, mut beyond) = (0, most + 1);
     while fitting + 1 < beyond {

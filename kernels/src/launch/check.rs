@@ -1,103 +1,77 @@
-//! Checks of a description as a whole; those of single values are [`Launch::check`]'s.
+//! Checks of a description as a whole; [`Launch::check`] checks single values.
 //!
 //! [`Launch::check`]: super::Launch::check
 
 use super::array::Array;
-use super::error::LaunchError;
-use super::features::{Features, Positions};
 use super::job::Job;
-use crate::instances::Kernel;
+use crate::error::LaunchError;
+use crate::record::{Argument, Meaning, Size};
 
-/// A tile has no more rows, and the kernels count to its end.
+/// The kernels count to the end of a tile, and no tile has more rows.
 const LONGEST_TILE: usize = 128;
 
+/// Checks that kernels exist for these numbers of columns.
+pub(super) fn check_columns(head_dim: usize, value_dim: usize) -> Result<(), LaunchError> {
+    for (name, dim) in [("head_dim", head_dim), ("value_dim", value_dim)] {
+        if !dim.is_multiple_of(8) || !(8..=256).contains(&dim) {
+            let expected = "a multiple of 8 from 8 to 256 (pad the columns with zeros)";
+            return Err(LaunchError::invalid(name, expected, dim));
+        }
+    }
+    Ok(())
+}
+
+/// Checks that `count` heads of another array divide the heads evenly.
+pub(super) fn check_sharing(
+    name: &'static str,
+    count: usize,
+    heads: usize,
+) -> Result<(), LaunchError> {
+    if count == 0 || !heads.is_multiple_of(count) {
+        let expected = format!("a divisor of heads ({heads})");
+        return Err(LaunchError::invalid(name, expected, count));
+    }
+    Ok(())
+}
+
 impl Job {
-    /// Sizes are such that a kernel exists and counts are 32-bit.
+    /// Checks that a kernel exists for the sizes and that counts are 32-bit.
     pub fn check_sizes(&self) -> Result<(), LaunchError> {
-        let is_sum = matches!(self.kernel, Kernel::Finish | Kernel::Merge);
-        let rows = if is_sum { "rows" } else { "q_len" };
-        let sizes = [
-            ("batch", self.batch),
-            (rows, self.q_len),
-            ("kv_len", self.kv_len),
-            ("heads", self.heads),
-        ];
-        for (name, size) in sizes {
-            if i32::try_from(size).is_err() {
-                return Err(LaunchError::invalid(name, format!("at most {}", i32::MAX), size));
+        let rectangle = &self.rectangle;
+        for size in [Size::Batch, Size::QLen, Size::KvLen, Size::Heads] {
+            let count = self.size(size);
+            if i32::try_from(count).is_err() {
+                let argument = self.kernel.find(Meaning::Size(size));
+                let name = argument.map_or("size", |(_, argument)| argument.name);
+                return Err(LaunchError::invalid(name, format!("at most {}", i32::MAX), count));
             }
         }
-        if self.heads == 0 {
+        if rectangle.heads == 0 {
             return Err(LaunchError::invalid("heads", "at least 1", 0));
         }
-        if self.kv_heads == 0 || !self.heads.is_multiple_of(self.kv_heads) {
-            let expected = format!("a divisor of heads ({})", self.heads);
-            return Err(LaunchError::invalid("kv_heads", expected, self.kv_heads));
-        }
-        for (name, dim) in [("head_dim", self.head_dim), ("value_dim", self.value_dim)] {
-            if !dim.is_multiple_of(8) || !(8..=256).contains(&dim) {
-                let expected = "a multiple of 8 from 8 to 256 (pad the columns with zeros)";
-                return Err(LaunchError::invalid(name, expected, dim));
-            }
-        }
-        let scale = self.softmax_scale;
+        check_sharing("kv_heads", rectangle.kv_heads, rectangle.heads)?;
+        check_columns(rectangle.head_dim, rectangle.value_dim)?;
+        let scale = rectangle.softmax_scale;
         if !(scale > 0.0 && scale.is_finite() && self.scale_log2().is_finite()) {
             let expected = "positive and finite (for a negative scale negate the queries and dq, \
                             for 0 set them to 0)";
             return Err(LaunchError::invalid("softmax_scale", expected, scale));
         }
-        self.check_features()
+        let rows = rectangle.q_len.max(rectangle.kv_len).next_multiple_of(LONGEST_TILE);
+        self.features.check(rows)
     }
 
-    /// Features are such that the kernels compute them.
-    fn check_features(&self) -> Result<(), LaunchError> {
-        let Features { soft_cap, slopes, dropout, .. } = self.features;
-        // The kernels compute tanh to 1e-7: of a larger cap that would be more than a rounding.
-        if soft_cap != 0.0 && !(1e-3..=1e3).contains(&soft_cap) {
-            let expected = "0 for none, or from 0.001 to 1000 (leave out a larger one)";
-            return Err(LaunchError::invalid("soft_cap", expected, soft_cap));
-        }
-        if let Some(rate) = dropout.map(|dropout| dropout.rate)
-            && !(0.0..1.0).contains(&rate)
-        {
-            return Err(LaunchError::invalid("rate of dropout", "at least 0 and below 1", rate));
-        }
-        if slopes.is_none() && dropout.is_none() { Ok(()) } else { self.check_positions() }
-    }
-
-    /// Positions are 32-bit whatever piece they are counted in.
-    fn check_positions(&self) -> Result<(), LaunchError> {
-        let Positions { query, key, stride } = self.features.positions;
-        let rows = self.q_len.max(self.kv_len).next_multiple_of(LONGEST_TILE) as i128;
-        let furthest = rows * i128::from(stride);
-        for (name, first) in
-            [("position of the first query", query), ("that of the first key", key)]
-        {
-            let most = i128::from(i32::MAX);
-            let (begin, end) = (i128::from(first), i128::from(first) + furthest);
-            if !(0..=most).contains(&begin) || !(0..=most).contains(&end) {
-                let expected = format!("such that it and {rows} rows on are from 0 to {most}");
-                return Err(LaunchError::invalid(
-                    name,
-                    expected,
-                    format!("{first}, {stride} apart"),
-                ));
-            }
-        }
-        Ok(())
-    }
-
-    /// Strides are divided as the record says, equal where arrays share an argument, and no array
-    /// ends beyond the address space.
+    /// Checks that the record's divisors divide strides, that arrays which share a stride argument
+    /// have equal strides, and that no array ends beyond the address space.
     pub fn check_arrays(&self) -> Result<(), LaunchError> {
         for (n, array) in self.arrays.iter().enumerate().filter(|(_, array)| array.is_given()) {
-            let span = array.span(self.batch, self.rows(array.side));
+            let span = array.span(self.rectangle.batch, self.rows(array.side));
             if u128::from(array.address) + span > u128::from(u64::MAX) {
                 let expected = "below 2^64 to its end (check its strides)";
                 let got = format!("{:#x} + {span} bytes", array.address);
                 return Err(LaunchError::invalid(array.name, expected, got));
             }
-            if self.batch > 1 {
+            if self.rectangle.batch > 1 {
                 self.check_stride(array)?;
             }
             let twin = self.arrays[..n].iter().find(|twin| twin.is_twin_of(array));
@@ -107,24 +81,27 @@ impl Job {
     }
 
     fn check_stride(&self, array: &Array) -> Result<(), LaunchError> {
-        let divisor = self.argument(array.stride_name).divisor;
-        if !array.batch_stride.is_multiple_of(divisor as u64) {
-            let expected = format!("a multiple of {divisor} elements");
-            return Err(LaunchError::invalid(array.stride_name, expected, array.batch_stride));
+        match self.kernel.find(Meaning::BatchStride(array.view.batch_stride)) {
+            Some((_, &Argument { name, divisor, .. }))
+                if !array.batch_stride.is_multiple_of(divisor as u64) =>
+            {
+                let expected = format!("a multiple of {divisor} elements");
+                Err(LaunchError::invalid(name, expected, array.batch_stride))
+            }
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     fn check_twins(&self, array: &Array, twin: &Array) -> Result<(), LaunchError> {
-        let expected = |stride: u64| format!("laid out as {} (stride {stride})", twin.name);
+        let (batch, heads) = (self.rectangle.batch, self.rectangle.heads);
         let strides = [
-            (self.batch > 1, "batch stride", array.batch_stride, twin.batch_stride),
-            (self.heads > 1, "head stride", array.head_stride, twin.head_stride),
+            (batch > 1, "batch stride", array.batch_stride, twin.batch_stride),
+            (heads > 1, "head stride", array.head_stride, twin.head_stride),
         ];
         for (matters, what, stride, of_twin) in strides {
             if matters && stride != of_twin {
-                let got = format!("{what} {stride}");
-                return Err(LaunchError::invalid(array.name, expected(of_twin), got));
+                let expected = format!("laid out as {} (stride {of_twin})", twin.name);
+                return Err(LaunchError::invalid(array.name, expected, format!("{what} {stride}")));
             }
         }
         Ok(())

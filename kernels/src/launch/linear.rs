@@ -1,32 +1,45 @@
-//! Linear attention over one device's tokens: what is computed, and its launches.
+//! Linear attention over one device's tokens: what to compute, and the launches, which may run in
+//! any order.
+
+use std::ops::Range;
 
 use serde::Deserialize;
 
-use super::error::LaunchError;
-use super::{Launch, MAX_VIEW_BYTES};
-use crate::instances::{Element, Instance, Kernel, Target, width_of};
-use crate::record::{Argument, Value};
+use super::Launch;
+use super::array::{self, Array};
+use super::check::{check_columns, check_sharing};
+use super::lower::launches;
+use crate::element::Element;
+use crate::error::LaunchError;
+use crate::instances::Instance;
+use crate::kernel::Kernel;
+use crate::place::Statistics;
+use crate::record::{Argument, Meaning, Operand, Size, Value};
+use crate::target::Target;
+use crate::tiles::width_of;
 
-/// Tokens of a tile; sums of log decays begin anew with each.
+/// Tokens of a tile; sums of log decays begin anew with each tile.
 pub const LINEAR_TILE: usize = 64;
 
-/// How the tokens of all heads are cut into parts, each of which has a state of its own.
+/// A cut of the tokens of all heads into parts, each of which has a state of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Part {
-    /// Tokens of a part, a multiple of [`LINEAR_TILE`]; the last may have fewer.
+    /// Tokens of a part, a multiple of [`LINEAR_TILE`]; the last part may have fewer.
     pub rows: usize,
-    /// From the last token to the first?
+    /// Whether the kernels go from the last token to the first.
     pub reverse: bool,
 }
 
-/// The state that each part's tokens leave, from zero. Arrays are row-major without gaps.
+/// Computes the state that the tokens of each part leave, starting from zero. Arrays are row-major
+/// without gaps.
 ///
 /// ```text
 /// Σ_j 2^(b_n − b_j) k_j v_jᵀ;   reverse: Σ_j 2^(b_j) k_j v_jᵀ
 /// ```
 ///
-/// over the tokens of a part, with b_j the sum of log decays, in base 2, since the part began.
+/// The sums go over the tokens of a part; b_j is the sum of log decays, in base 2, since the start
+/// of the part.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LinearState {
@@ -40,24 +53,24 @@ pub struct LinearState {
     pub kv_heads: usize,
     /// Columns of k, a multiple of 8 up to 256.
     pub head_dim: usize,
-    /// Columns of v, likewise.
+    /// Columns of v, a multiple of 8 up to 256.
     pub value_dim: usize,
     /// Type of the activations.
     pub element: Element,
-    /// How tokens are cut.
+    /// The cut of the tokens into parts.
     pub part: Part,
-    /// `[batch, rows, kv_heads, head_dim]`
+    /// Keys `[batch, rows, kv_heads, head_dim]`.
     pub k: u64,
-    /// `[batch, rows, kv_heads, value_dim]`
+    /// Values `[batch, rows, kv_heads, value_dim]`.
     pub v: u64,
-    /// Float32 `[batch, heads, padded rows]`: sums of log decays since each tile's first token, that
-    /// included, in base 2; behind the last token as that.
+    /// Float32 `[batch, heads, padded rows]`: sums of log decays from each tile's first token on,
+    /// in base 2. Behind the last token its sum is repeated.
     pub sums: u64,
     /// Result, float32 `[batch, parts, heads, head_dim, value_dim]`.
     pub state: u64,
 }
 
-/// What tokens get. Arrays are row-major without gaps; those of [`LinearState`] are as there.
+/// Computes the outputs of tokens. Arrays are row-major without gaps.
 ///
 /// ```text
 /// o_i = Σ_(j≤i) 2^(b_i−b_j) (q_i·k_j) v_j + 2^(b_i) Sᵀ q_i
@@ -66,125 +79,106 @@ pub struct LinearState {
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LinearAttend {
-    /// Sizes, keys, values and sums, and the state where each part begins, in reverse where it
-    /// ends.
+    /// Sizes, keys, values and sums, and the state at the beginning of each part, in reverse at its
+    /// end.
     pub tokens: LinearState,
     /// Heads of q, a divisor of heads.
     pub q_heads: usize,
-    /// `[batch, rows, q_heads, head_dim]`
+    /// Queries `[batch, rows, q_heads, head_dim]`.
     pub q: u64,
-    /// `[batch, rows, heads, value_dim]`
+    /// Result `[batch, rows, heads, value_dim]`.
     pub o: u64,
-    /// `[batch, rows, q_heads, value_dim]` and, float32 `[batch, heads · tiles, padded rows]`, where
-    /// the products by row of that with o go, of each tile of columns.
+    /// An array `[batch, rows, q_heads, value_dim]`, and a float32 result `[batch, heads · tiles,
+    /// padded rows]`: the products by row of this array with o, for each tile of columns.
     pub dots: Option<(u64, u64)>,
 }
 
 impl LinearState {
-    /// The launches that compute it, to be run in any order on a device of `target`.
-    ///
-    /// # Errors
-    /// [`LaunchError`], with what was expected and what came.
-    pub fn launches(&self, target: Target) -> Result<Vec<Launch>, LaunchError> {
-        self.launches_within(target, MAX_VIEW_BYTES)
-    }
-
-    /// As [`launches`](Self::launches), with every view below `limit` bytes too.
-    ///
-    /// # Errors
-    /// [`LaunchError`], with what was expected and what came.
-    pub fn launches_within(&self, target: Target, limit: u64) -> Result<Vec<Launch>, LaunchError> {
-        let LinearState { k, v, sums, state, .. } = *self;
-        let arrays = [("k", k), ("v", v), ("sums", sums), ("state", state)];
-        self.job(Kernel::LinearState, self.kv_heads, &arrays).launches(target, limit)
-    }
-
-    /// How many parts there are.
+    /// Returns the number of parts.
     pub fn parts(&self) -> usize {
         self.rows.div_ceil(self.part.rows.max(1))
     }
 
-    /// Elements of the last dimension of `sums`.
+    /// Returns the elements of the last dimension of `sums`.
     pub fn padded_rows(&self) -> usize {
         self.rows.next_multiple_of(LINEAR_TILE)
     }
 
-    /// The image that a kernel of linear attention needs for these sizes, if they are any that it
-    /// takes.
+    /// Returns the image of a kernel of linear attention for these sizes; `None` if the kernels do
+    /// not take them.
     pub fn instance(&self, kernel: Kernel, target: Target) -> Option<Instance> {
         let width = width_of(self.head_dim.max(self.value_dim))?;
         Some(Instance::plain(kernel, self.element, width, target))
     }
 
-    fn job(&self, kernel: Kernel, q_heads: usize, arrays: &[(&'static str, u64)]) -> Job {
-        Job { tokens: *self, kernel, q_heads, arrays: arrays.to_vec() }
+    fn arrays(&self) -> [(Operand, u64); 4] {
+        let LinearState { k, v, sums, state, .. } = *self;
+        [(Operand::K, k), (Operand::V, v), (Operand::Sums, sums), (Operand::State, state)]
+    }
+
+    fn job(&self) -> LinearJob {
+        LinearJob::new(Kernel::LinearState, *self, self.kv_heads, &self.arrays())
     }
 }
 
 impl LinearAttend {
-    /// The launches that compute it, to be run in any order on a device of `target`.
-    ///
-    /// # Errors
-    /// [`LaunchError`], with what was expected and what came.
-    pub fn launches(&self, target: Target) -> Result<Vec<Launch>, LaunchError> {
-        self.launches_within(target, MAX_VIEW_BYTES)
-    }
-
-    /// As [`launches`](Self::launches), with every view below `limit` bytes too.
-    ///
-    /// # Errors
-    /// [`LaunchError`], with what was expected and what came.
-    pub fn launches_within(&self, target: Target, limit: u64) -> Result<Vec<Launch>, LaunchError> {
-        let LinearState { k, v, sums, state, .. } = self.tokens;
+    fn job(&self) -> LinearJob {
         let (other, dots) = self.dots.unwrap_or_default();
-        let arrays = [
-            ("q", self.q),
-            ("k", k),
-            ("v", v),
-            ("sums", sums),
-            ("state", state),
-            ("other", other),
-            ("o", self.o),
-            ("dots", dots),
-        ];
-        self.tokens.job(Kernel::LinearAttend, self.q_heads, &arrays).launches(target, limit)
+        let [k, v, sums, state] = self.tokens.arrays();
+        let (q, o) = ((Operand::Q, self.q), (Operand::O, self.o));
+        let (other, dots) = ((Operand::Other, other), (Operand::Dots, dots));
+        let arrays = [q, k, v, sums, state, other, o, dots];
+        LinearJob::new(Kernel::LinearAttend, self.tokens, self.q_heads, &arrays)
     }
 }
 
-/// Tiles of `value_dim` columns on any target: `dots` has a row for each.
+launches!(LinearState, LinearAttend);
+
+/// Returns the tiles of `value_dim` columns on any target: `dots` has a row for each.
 pub fn column_tiles(head_dim: usize, value_dim: usize) -> Option<usize> {
     let width = width_of(head_dim.max(value_dim))?;
     let (kernel, element, target) = (Kernel::LinearAttend, Element::Bf16, Target::Sm90);
     Some(value_dim.div_ceil(Instance::plain(kernel, element, width, target).tile().keys as usize))
 }
 
-/// Either description, in terms of the kernel's arguments.
-struct Job {
-    tokens: LinearState,
+/// A description of linear attention in terms of its kernel's arguments.
+struct LinearJob {
     kernel: Kernel,
+    tokens: LinearState,
     q_heads: usize,
-    arrays: Vec<(&'static str, u64)>,
+    /// Tiles of value columns.
+    columns: usize,
+    arrays: Vec<Array>,
 }
 
-/// Batch entries and parts of a launch.
-#[derive(Debug, Clone, Copy)]
-struct Cut {
-    entry: usize,
-    entries: usize,
-    part: usize,
-    parts: usize,
+/// The batch entries and parts that one launch works on.
+#[derive(Debug, Clone)]
+struct PartCut {
+    batch: Range<usize>,
+    parts: Range<usize>,
 }
 
-/// How an array goes on, in elements.
-struct Steps {
-    bytes: usize,
-    entry: usize,
-    part: usize,
-    /// From the first element to the end of what a launch uses of one entry.
-    extent: usize,
-}
+impl LinearJob {
+    fn new(
+        kernel: Kernel,
+        tokens: LinearState,
+        q_heads: usize,
+        arrays: &[(Operand, u64)],
+    ) -> LinearJob {
+        // Sizes without tiles are refused before any launch.
+        let columns = column_tiles(tokens.head_dim, tokens.value_dim).unwrap_or(1);
+        let mut job = LinearJob { kernel, tokens, q_heads, columns, arrays: Vec::new() };
+        job.arrays = arrays.iter().map(|&(operand, address)| job.array(operand, address)).collect();
+        job
+    }
 
-impl Job {
+    fn array(&self, operand: Operand, address: u64) -> Array {
+        let head_stride = self.tokens.padded_rows() as u64;
+        let at = Statistics { address, batch_stride: 0, head_stride };
+        let size = |size| self.size(size);
+        Array::new(self.kernel, operand, self.tokens.element, size, at).contiguous(size)
+    }
+
     fn launches(&self, target: Target, limit: u64) -> Result<Vec<Launch>, LaunchError> {
         self.check()?;
         if self.tokens.batch == 0 || self.tokens.rows == 0 {
@@ -193,25 +187,18 @@ impl Job {
         let Some(instance) = self.tokens.instance(self.kernel, target) else {
             unreachable!("a tile holds all columns that were accepted");
         };
-        let cuts = self.cuts(instance, limit)?;
-        cuts.into_iter().map(|cut| self.launch(instance, cut)).collect()
+        let launch = |cut: PartCut| {
+            let value = |argument| self.value(argument, &cut);
+            Launch::new(instance, self.blocks(&cut) as u32, value)
+        };
+        self.cuts(limit)?.into_iter().map(launch).collect()
     }
 
     fn check(&self) -> Result<(), LaunchError> {
         let LinearState { heads, kv_heads, head_dim, value_dim, part, .. } = self.tokens;
-        let whole = [("kv_heads", kv_heads), ("q_heads", self.q_heads)];
-        for (name, count) in whole {
-            if count == 0 || !heads.is_multiple_of(count) {
-                let expected = format!("a divisor of heads ({heads})");
-                return Err(LaunchError::invalid(name, expected, count));
-            }
-        }
-        for (name, dim) in [("head_dim", head_dim), ("value_dim", value_dim)] {
-            if !dim.is_multiple_of(8) || !(8..=256).contains(&dim) {
-                let expected = "a multiple of 8 from 8 to 256 (pad the columns with zeros)";
-                return Err(LaunchError::invalid(name, expected, dim));
-            }
-        }
+        check_sharing("kv_heads", kv_heads, heads)?;
+        check_sharing("q_heads", self.q_heads, heads)?;
+        check_columns(head_dim, value_dim)?;
         if part.rows == 0 || !part.rows.is_multiple_of(LINEAR_TILE) {
             let expected = format!("a multiple of {LINEAR_TILE}");
             return Err(LaunchError::invalid("rows of a part", expected, part.rows));
@@ -219,145 +206,94 @@ impl Job {
         Ok(())
     }
 
-    /// All entries at once, or one at a time, or as many parts of one as are within the limit.
-    fn cuts(&self, instance: Instance, limit: u64) -> Result<Vec<Cut>, LaunchError> {
+    /// Returns one cut of all entries; or, where the limit is too small, cuts of one entry each
+    /// with as many parts as are within the limit.
+    fn cuts(&self, limit: u64) -> Result<Vec<PartCut>, LaunchError> {
         let (batch, parts) = (self.tokens.batch, self.tokens.parts());
-        let fits = |cut: &Cut| self.excess(instance, cut, limit).is_none();
-        let all = Cut { entry: 0, entries: batch, part: 0, parts };
-        if fits(&all) {
+        let all = PartCut { batch: 0..batch, parts: 0..parts };
+        if self.excess(&all, limit).is_none() {
             return Ok(vec![all]);
         }
-        let of_one = |parts| Cut { entry: 0, entries: 1, part: 0, parts };
-        let Some(most) = (1..=parts).rev().find(|&count| fits(&of_one(count))) else {
-            let (name, bytes) = self.excess(instance, &of_one(1), limit).unwrap_or_default();
+        let first = |parts| PartCut { batch: 0..1, parts: 0..parts };
+        let fits = |&count: &usize| self.excess(&first(count), limit).is_none();
+        let Some(most) = (1..=parts).rev().find(fits) else {
+            let (name, bytes) = self.excess(&first(1), limit).unwrap_or_default();
             let rows = self.tokens.part.rows.min(self.tokens.rows);
             return Err(LaunchError::TooLarge { name, rows, bytes, limit });
         };
         let of_entry = |entry| {
             let starts = (0..parts).step_by(most);
-            starts.map(move |part| Cut { entry, entries: 1, part, parts: most.min(parts - part) })
+            let end = move |start: usize| parts.min(start + most);
+            starts.map(move |start| PartCut { batch: entry..entry + 1, parts: start..end(start) })
         };
         Ok((0..batch).flat_map(of_entry).collect())
     }
 
-    /// An array that is too long, or the name and number of too many blocks.
-    fn excess(&self, instance: Instance, cut: &Cut, limit: u64) -> Option<(&'static str, u128)> {
-        let too_long = self.arrays.iter().find_map(|&(name, address)| {
-            let Steps { bytes, entry, extent, .. } = self.steps(name, cut, instance);
-            let elements = (cut.entries as u128 - 1) * entry as u128 + extent as u128;
-            let span = elements * bytes as u128;
-            (address != 0 && span >= u128::from(limit.min(MAX_VIEW_BYTES))).then_some((name, span))
+    /// Returns the name and bytes of an array that is too long, or the number of too many blocks.
+    fn excess(&self, cut: &PartCut, limit: u64) -> Option<(&'static str, u128)> {
+        let mut given = self.arrays.iter().filter(|array| array.is_given());
+        let too_long = given.find_map(|array| {
+            let span = array.span(cut.batch.len(), self.rows(array.counts, cut).len());
+            (span >= u128::from(limit)).then_some((array.name, span))
         });
-        let blocks = self.blocks(instance, cut);
+        let blocks = self.blocks(cut);
         too_long.or((blocks > i32::MAX as u128).then_some(("blocks", blocks)))
     }
 
-    fn blocks(&self, instance: Instance, cut: &Cut) -> u128 {
-        let columns = self.columns(instance);
-        [self.tokens.heads, cut.entries, cut.parts, columns].iter().map(|&n| n as u128).product()
+    fn blocks(&self, cut: &PartCut) -> u128 {
+        let counts = [self.tokens.heads, cut.batch.len(), cut.parts.len(), self.columns];
+        counts.iter().map(|&count| count as u128).product()
     }
 
-    /// Tiles of value columns.
-    fn columns(&self, instance: Instance) -> usize {
-        self.tokens.value_dim.div_ceil(instance.tile().keys as usize)
-    }
-
-    /// Tokens of a cut.
-    fn rows(&self, cut: &Cut) -> usize {
-        let first = cut.part * self.tokens.part.rows;
-        (self.tokens.rows - first).min(cut.parts * self.tokens.part.rows)
-    }
-
-    fn steps(&self, name: &str, cut: &Cut, instance: Instance) -> Steps {
-        let LinearState { rows, heads, kv_heads, head_dim, value_dim, part, .. } = self.tokens;
-        let padded = self.tokens.padded_rows();
-        let tokens = |heads: usize, dim: usize| {
-            let row = heads * dim;
-            Steps {
-                bytes: 2,
-                entry: rows * row,
-                part: part.rows * row,
-                extent: self.rows(cut) * row,
-            }
-        };
-        let by_head = |heads: usize| Steps {
-            bytes: 4,
-            entry: heads * padded,
-            part: part.rows,
-            extent: (heads - 1) * padded + self.rows(cut).next_multiple_of(LINEAR_TILE),
-        };
-        match name {
-            "q" => tokens(self.q_heads, head_dim),
-            "k" => tokens(kv_heads, head_dim),
-            "v" => tokens(kv_heads, value_dim),
-            "other" => tokens(self.q_heads, value_dim),
-            "o" => tokens(heads, value_dim),
-            "sums" => by_head(heads),
-            "dots" => by_head(heads * self.columns(instance)),
-            _ => {
-                let states = heads * head_dim * value_dim;
-                let entry = self.tokens.parts() * states;
-                Steps { bytes: 4, entry, part: states, extent: cut.parts * states }
-            }
+    /// Returns the rows of a cut in an array whose rows `counts` counts.
+    fn rows(&self, counts: Option<Size>, cut: &PartCut) -> Range<usize> {
+        let LinearState { rows, part, .. } = self.tokens;
+        let (start, end) = (cut.parts.start * part.rows, rows.min(cut.parts.end * part.rows));
+        match counts {
+            Some(Size::Parts) => cut.parts.clone(),
+            Some(Size::PaddedRows) => start..end.next_multiple_of(LINEAR_TILE),
+            _ => start..end,
         }
     }
 
-    fn launch(&self, instance: Instance, cut: Cut) -> Result<Launch, LaunchError> {
-        let arguments = self.kernel.arguments().iter();
-        let values = arguments.map(|argument| self.value(argument, instance, &cut));
-        let values = values.collect::<Result<_, _>>()?;
-        let grid = [self.blocks(instance, &cut) as u32, 1, 1];
-        let mut launch = Launch { instance, grid, values };
-        launch.stand_in();
-        launch.check()?;
-        Ok(launch)
+    /// Returns a size of the whole job.
+    fn size(&self, size: Size) -> usize {
+        let tokens = &self.tokens;
+        match size {
+            Size::Batch => tokens.batch,
+            Size::QLen => tokens.rows,
+            Size::PaddedRows => tokens.padded_rows(),
+            Size::Parts => tokens.parts(),
+            Size::Heads => tokens.heads,
+            Size::KvHeads => tokens.kv_heads,
+            Size::QHeads => self.q_heads,
+            Size::DotHeads => tokens.heads * self.columns,
+            Size::HeadDim => tokens.head_dim,
+            Size::ValueDim => tokens.value_dim,
+            other => unreachable!("linear attention has no {other:?}"),
+        }
     }
 
-    fn value(
-        &self,
-        argument: &Argument,
-        instance: Instance,
-        cut: &Cut,
-    ) -> Result<Value, LaunchError> {
-        let LinearState { heads, kv_heads, head_dim, value_dim, part, element, .. } = self.tokens;
-        let name = argument.name;
-        let given = |name: &str| self.arrays.iter().find(|array| array.0 == name);
-        if let Some(&(_, address)) = given(name) {
-            let Steps { bytes, entry, part, .. } = self.steps(name, cut, instance);
-            let offset = (cut.entry * entry + cut.part * part) * bytes;
-            return Ok(Value::Pointer(if address == 0 { 0 } else { address + offset as u64 }));
-        }
-        let integer = match name {
-            "batch" => cut.entries,
-            "rows" => self.rows(cut),
-            "padded_rows" => self.rows(cut).next_multiple_of(LINEAR_TILE),
-            "heads" => heads,
-            "q_heads" => self.q_heads,
-            "kv_heads" => kv_heads,
-            "dot_heads" => heads * self.columns(instance),
-            "head_dim" => head_dim,
-            "value_dim" => value_dim,
-            "sums_head_stride" => self.tokens.padded_rows(),
-            "state_stride" => head_dim * value_dim,
-            "parts" => cut.parts,
-            "part_tiles" => part.rows / LINEAR_TILE,
-            "reverse" => part.reverse.into(),
-            "bounded" => (element == Element::F16).into(),
-            "has_other" | "has_dots" => given("dots").is_some_and(|array| array.1 != 0).into(),
-            stride => {
-                let Some(array) = stride.strip_suffix("_batch_stride") else {
-                    unreachable!("{} has no argument {stride}", self.kernel.name())
-                };
-                self.stride(array, cut, instance)
+    /// Returns the value of an argument in the launch of a cut.
+    fn value(&self, argument: &'static Argument, cut: &PartCut) -> Result<Value, LaunchError> {
+        let LinearState { head_dim, value_dim, part, element, .. } = self.tokens;
+        let rows = |array: &Array| self.rows(array.counts, cut);
+        let number = match argument.meaning {
+            Meaning::Size(Size::Batch) => cut.batch.len(),
+            Meaning::Size(size @ (Size::QLen | Size::PaddedRows | Size::Parts)) => {
+                self.rows(Some(size), cut).len()
+            }
+            Meaning::Size(size) => self.size(size),
+            Meaning::StateSize => head_dim * value_dim,
+            Meaning::PartTiles => part.rows / LINEAR_TILE,
+            Meaning::Reverse => part.reverse.into(),
+            Meaning::Bounded => (element == Element::F16).into(),
+            meaning => {
+                let value = array::value(&self.arrays, meaning, &cut.batch, rows);
+                let none = || unreachable!("{} has no {meaning:?}", self.kernel.name());
+                return argument.value(value.unwrap_or_else(none));
             }
         };
-        let too_large = |_| LaunchError::invalid(name, format!("at most {}", i32::MAX), integer);
-        i32::try_from(integer).map(Value::I32).map_err(too_large)
-    }
-
-    /// Elements between entries; of a single entry, where it may be beyond 32 bits, any that fits.
-    fn stride(&self, array: &str, cut: &Cut, instance: Instance) -> usize {
-        let Steps { entry, extent, .. } = self.steps(array, cut, instance);
-        if cut.entries > 1 { entry } else { extent.next_multiple_of(16) }
+        argument.value(number as u64)
     }
 }

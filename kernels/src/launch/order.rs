@@ -1,25 +1,27 @@
-//! In which order the blocks of a launch work, and how many there are.
+//! The order in which the blocks of a launch work, and their number.
 
-use super::array::Side;
-use super::error::LaunchError;
+use super::cut::Cut;
 use super::job::Job;
-use super::split::Piece;
-use crate::instances::{Target, TileShape};
+use super::rectangle::Side;
+use crate::error::LaunchError;
+use crate::target::Target;
+use crate::tiles::TileShape;
 
 /// The order of a launch's blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Order {
-    /// Heads, over all batch entries, that are worked on together.
+pub(super) struct BlockOrder {
+    /// Heads, over all batch entries, that blocks work on together.
     pub section: u64,
-    /// The last tile first.
+    /// Whether the last tile comes first.
     pub reverse: bool,
-    /// Blocks.
+    /// Number of blocks.
     pub blocks: u32,
 }
 
-/// Bytes of streamed arrays that are to stay in the L2 cache: about half of it (40 MB on the A100,
-/// 50 on the H100, 126 on the B200, 32 to 128 on RTX Blackwell), or less where its halves serve
-/// one half of the chip each. What the blocks load once and what they write passes through it too.
+/// Returns the bytes of streamed arrays that should stay in the L2 cache: about half of it (40 MB
+/// on the A100, 50 on the H100, 126 on the B200, 32 to 128 on RTX Blackwell), or less where each
+/// half of the cache serves one half of the chip. Loads of resident rows and all stores pass
+/// through the cache too.
 const fn l2_budget(target: Target) -> u64 {
     let megabytes = match target {
         Target::Sm80 => 16,
@@ -30,61 +32,64 @@ const fn l2_budget(target: Target) -> u64 {
     megabytes * 1_000_000
 }
 
-/// The order of a piece's blocks.
+/// Returns the order of a cut's blocks.
 ///
 /// # Errors
 /// [`LaunchError::Invalid`] if there are more blocks than a grid holds.
 pub(super) fn order(
     job: &Job,
-    piece: &Piece,
+    cut: &Cut,
     tile: TileShape,
     target: Target,
-) -> Result<Order, LaunchError> {
+) -> Result<BlockOrder, LaunchError> {
     let (heads, unit) = match job.resident {
-        Side::Queries => (job.heads, tile.rows as usize),
-        Side::Keys => (job.kv_heads, tile.keys as usize),
+        Side::Queries => (job.rectangle.heads, tile.rows as usize),
+        Side::Keys => (job.rectangle.kv_heads, tile.keys as usize),
     };
-    let tiles = piece.rows(job.resident).len().div_ceil(unit);
-    let count = tiles as u128 * heads as u128 * piece.batch.len() as u128;
+    let tiles = cut.rows(job.resident).len().div_ceil(unit);
+    let count = tiles as u128 * heads as u128 * cut.batch.len() as u128;
     let most = i32::MAX as u32;
     let Some(blocks) = u32::try_from(count).ok().filter(|&blocks| blocks <= most) else {
         let expected = format!("at most {most} (split the batch)");
         return Err(LaunchError::invalid("number of blocks", expected, count));
     };
-    let section = section(job, piece, l2_budget(target));
-    Ok(Order { section, reverse: reverse(job, piece, unit), blocks })
+    let section = section(job, cut, l2_budget(target));
+    Ok(BlockOrder { section, reverse: reverse(job, cut, unit), blocks })
 }
 
-/// Heads whose streamed arrays fit `budget` together; a divisor of all heads of the piece, and
-/// where queries are resident a multiple of the group, which shares its keys and values.
-fn section(job: &Job, piece: &Piece, budget: u64) -> u64 {
-    let group = (job.heads / job.kv_heads) as u64;
-    let all = (piece.batch.len() * job.kv_heads) as u64;
-    // Two bytes per element of k and v, or of q and dout of the whole group.
+/// Returns the number of heads whose streamed arrays fit `budget` together: a divisor of all heads
+/// of the cut, and where queries are resident a multiple of the group, which shares its keys and
+/// values.
+fn section(job: &Job, cut: &Cut, budget: u64) -> u64 {
+    let rectangle = &job.rectangle;
+    let group = (rectangle.heads / rectangle.kv_heads) as u64;
+    let all = (cut.batch.len() * rectangle.kv_heads) as u64;
+    // Rows of k and v, or of q and dout of the whole group.
     let (streamed, together) = match job.resident {
-        Side::Queries => (piece.keys.len() as u64, group),
-        Side::Keys => (group * piece.queries.len() as u64, 1),
+        Side::Queries => (cut.keys.len() as u64, group),
+        Side::Keys => (group * cut.queries.len() as u64, 1),
     };
-    let bytes = 2 * streamed * (job.head_dim + job.value_dim) as u64;
-    let fitting = (budget / bytes.max(1)).clamp(1, all);
+    let row = rectangle.element.bytes() * (rectangle.head_dim + rectangle.value_dim);
+    let fitting = (budget / (streamed * row as u64).max(1)).clamp(1, all);
     largest_divisor(all, fitting) * together
 }
 
-/// The largest divisor of `number` that is at most `most`, which is at least 1.
+/// Returns the largest divisor of `number` that is at most `most`, which is at least 1.
 fn largest_divisor(number: u64, most: u64) -> u64 {
     let small = (1..).take_while(|d| d * d <= number).filter(|d| number.is_multiple_of(*d));
     small.flat_map(|d| [d, number / d]).filter(|&d| d <= most).max().unwrap_or(1)
 }
 
-/// Does the last tile of resident rows see more than the first? The longest starts first, so that
-/// short ones fill the gaps at the end.
-fn reverse(job: &Job, piece: &Piece, unit: usize) -> bool {
-    let (lower, upper) = (i64::from(piece.lower), i64::from(piece.upper));
-    let (low, high, streamed) = match job.resident {
-        Side::Queries => (lower, upper, piece.keys.len() as i64),
-        Side::Keys => (-upper, -lower, piece.queries.len() as i64),
+/// Whether the last tile of resident rows sees more than the first tile. The longest starts first,
+/// so that short ones fill the gaps at the end.
+fn reverse(job: &Job, cut: &Cut, unit: usize) -> bool {
+    let (lower, upper) = (i64::from(cut.lower), i64::from(cut.upper));
+    let (low, high) = match job.resident {
+        Side::Queries => (lower, upper),
+        Side::Keys => (-upper, -lower),
     };
-    let len = piece.rows(job.resident).len();
+    let streamed = cut.rows(job.resident.other()).len() as i64;
+    let len = cut.rows(job.resident).len();
     let seen = |start: usize| {
         let (start, end) = (start as i64, len.min(start + unit) as i64);
         let seen = (start + low).clamp(0, streamed)..(end + high).clamp(0, streamed);

@@ -1,13 +1,15 @@
-//! What is computed once per row, and where its arrays lie.
+//! Computations that go through rows once: what to compute, and where its arrays lie.
 
 use serde::Deserialize;
 
-use super::description::{Rectangle, Rows, Statistics, launches};
 use super::job::Job;
-use super::{Launch, LaunchError, MAX_VIEW_BYTES};
-use crate::instances::{Element, Kernel, Target};
+use super::lower::launches;
+use crate::element::Element;
+use crate::kernel::Kernel;
+use crate::place::{Rows, Statistics};
+use crate::record::Operand;
 
-/// delta = rowsum(dout ∘ o) − dlse, and lse in base 2, for the backward pass.
+/// Computes delta = rowsum(dout ∘ o) − dlse, and lse in base 2, for the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Delta {
@@ -23,25 +25,25 @@ pub struct Delta {
     pub element: Element,
     /// Result of the forward pass.
     pub o: Rows,
-    /// Its gradient, strided as `o`.
+    /// Gradient of `o`, with the strides of `o`.
     pub dout: Rows,
     /// Log-sum-exp `[batch, q_len, heads]`, float32.
     pub lse: Rows,
-    /// Its gradient, strided as `lse`, if it has one.
+    /// Gradient of `lse`, with the strides of `lse`, if there is one.
     pub dlse: Option<Rows>,
-    /// Result.
+    /// Result: log-sum-exp in base 2.
     pub lse_log2: Statistics,
-    /// Result, strided as `lse_log2`.
+    /// Result, with the strides of `lse_log2`.
     pub delta: Statistics,
-    /// Float32 `[batch, q_len, heads, head_dim]` to be set to 0, if there is any.
+    /// Float32 `[batch, q_len, heads, head_dim]` that the launch sets to 0, if it is given.
     #[serde(default)]
     pub zeros: Option<Rows>,
 }
 
-/// out = scale · (a + b), or of a alone, cast from float32 to the type of the activations.
+/// Computes out = scale · (a + b), or scale · a, cast from float32 to the type of the activations.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Finish {
+pub struct Cast {
     /// Batch entries.
     pub batch: usize,
     /// Rows.
@@ -54,7 +56,7 @@ pub struct Finish {
     pub element: Element,
     /// An accumulator, float32.
     pub a: Rows,
-    /// Another, if there is one.
+    /// A second accumulator, if there is one.
     pub b: Option<Rows>,
     /// Result.
     pub out: Rows,
@@ -67,10 +69,10 @@ fn one() -> f32 {
     1.0
 }
 
-/// home += arrived, of float32 accumulators.
+/// Computes home += arrived, of float32 accumulators.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Merge {
+pub struct Accumulate {
     /// Batch entries.
     pub batch: usize,
     /// Rows.
@@ -79,21 +81,21 @@ pub struct Merge {
     pub heads: usize,
     /// Columns, a multiple of 8 up to 256.
     pub head_dim: usize,
-    /// Read, and written over.
+    /// An accumulator; the sum replaces it.
     pub home: Rows,
-    /// Added; no part of it may be of `home`.
+    /// A second accumulator, which does not overlap `home`.
     pub arrived: Rows,
 }
 
-/// Adds a running softmax state to another of the same rows.
+/// Adds a running softmax state to another state of the same rows.
 ///
 /// ```text
-/// m = max(m₁, m₂);  l = l₁·2^(m₁−m) + l₂·2^(m₂−m);  acc likewise
+/// m = max(m₁, m₂);  l = l₁·2^(m₁−m) + l₂·2^(m₂−m);  acc = acc₁·2^(m₁−m) + acc₂·2^(m₂−m)
 /// if last: o = acc / l;  lse = ln 2 · (m + log2 l);  where l is 0, o = 0 and lse = −∞
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Join {
+pub struct CombineSoftmax {
     /// Batch entries.
     pub batch: usize,
     /// Rows.
@@ -105,101 +107,78 @@ pub struct Join {
     /// Type of the result.
     pub element: Element,
     /// The state that stayed.
-    pub home: State,
-    /// The one that came; no part of it may be of `home`.
-    pub came: State,
+    pub home: SoftmaxState,
+    /// The state that arrived, which does not overlap `home`.
+    pub arrived: SoftmaxState,
     /// Result `[batch, q_len, heads, head_dim]`; needed if `last`.
     pub o: Option<Rows>,
     /// Log-sum-exp `[batch, q_len, heads]`, float32; needed if `last`.
     pub lse: Option<Rows>,
-    /// `o` and `lse` are written; else `home` becomes the state of both.
+    /// Whether the launch writes `o` and `lse`; otherwise `home` becomes the sum of both states.
     pub last: bool,
 }
 
-/// A running softmax state, as [`Forward`] leaves it.
+/// A running softmax state, as [`Forward`](super::Forward) leaves it.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct State {
+pub struct SoftmaxState {
     /// Σ p·v, float32.
     pub acc: Rows,
     /// Maximum of the scaled scores, in base 2.
     pub row_max: Statistics,
-    /// Σ p, strided as `row_max`.
+    /// Σ p, with the strides of `row_max`.
     pub row_sum: Statistics,
 }
 
 impl Delta {
     fn job(&self) -> Job {
         let Delta { batch, q_len, heads, head_dim, element, .. } = *self;
-        per_row(Kernel::Delta, (batch, q_len, heads, head_dim), element)
-            .array("o", Some(self.o))
-            .array("dout", Some(self.dout))
-            .array("lse", Some(self.lse))
-            .array("dlse", self.dlse)
-            .statistics("lse_log2", Some(self.lse_log2))
-            .statistics("delta", Some(self.delta))
-            .array("zeros", self.zeros)
+        Job::per_row(Kernel::Delta, (batch, q_len, heads, head_dim), element)
+            .array(Operand::O, Some(self.o))
+            .array(Operand::Dout, Some(self.dout))
+            .array(Operand::Lse, Some(self.lse))
+            .array(Operand::Dlse, self.dlse)
+            .statistics(Operand::LseLog2, Some(self.lse_log2))
+            .statistics(Operand::Delta, Some(self.delta))
+            .array(Operand::Zeros, self.zeros)
     }
 }
 
-impl Finish {
+impl Cast {
     fn job(&self) -> Job {
-        let Finish { batch, rows, heads, head_dim, element, .. } = *self;
-        let rows = per_row(Kernel::Finish, (batch, rows, heads, head_dim), element);
+        let Cast { batch, rows, heads, head_dim, element, .. } = *self;
+        let rows = Job::per_row(Kernel::Cast, (batch, rows, heads, head_dim), element);
         Job { scale: self.scale, ..rows }
-            .array("a", Some(self.a))
-            .array("b", self.b)
-            .array("out", Some(self.out))
+            .array(Operand::A, Some(self.a))
+            .array(Operand::B, self.b)
+            .array(Operand::Out, Some(self.out))
     }
 }
 
-impl Merge {
+impl Accumulate {
     fn job(&self) -> Job {
-        let Merge { batch, rows, heads, head_dim, .. } = *self;
-        per_row(Kernel::Merge, (batch, rows, heads, head_dim), Kernel::Merge.elements()[0])
-            .array("home", Some(self.home))
-            .array("arrived", Some(self.arrived))
+        let Accumulate { batch, rows, heads, head_dim, .. } = *self;
+        let kernel = Kernel::Accumulate;
+        Job::per_row(kernel, (batch, rows, heads, head_dim), kernel.elements()[0])
+            .array(Operand::Home, Some(self.home))
+            .array(Operand::Arrived, Some(self.arrived))
     }
 }
 
-impl Join {
+impl CombineSoftmax {
     fn job(&self) -> Job {
-        let Join { batch, q_len, heads, head_dim, element, home, came, last, .. } = *self;
-        let rows = per_row(Kernel::Join, (batch, q_len, heads, head_dim), element);
-        Job { last, ..rows }
-            .array("acc", Some(home.acc))
-            .statistics("row_max", Some(home.row_max))
-            .statistics("row_sum", Some(home.row_sum))
-            .array("came_acc", Some(came.acc))
-            .statistics("came_max", Some(came.row_max))
-            .statistics("came_sum", Some(came.row_sum))
-            .array("o", self.o)
-            .array("lse", self.lse)
+        let CombineSoftmax { batch, q_len, heads, head_dim, element, home, arrived, .. } = *self;
+        let rows = Job::per_row(Kernel::CombineSoftmax, (batch, q_len, heads, head_dim), element);
+        Job { last: self.last, ..rows }
+            .array(Operand::Acc, Some(home.acc))
+            .statistics(Operand::RowMax, Some(home.row_max))
+            .statistics(Operand::RowSum, Some(home.row_sum))
+            .array(Operand::ArrivedAcc, Some(arrived.acc))
+            .statistics(Operand::ArrivedMax, Some(arrived.row_max))
+            .statistics(Operand::ArrivedSum, Some(arrived.row_sum))
+            .array(Operand::O, self.o)
+            .array(Operand::Lse, self.lse)
     }
 }
 
-/// A job over rows alone: queries that see no keys.
-pub(super) fn per_row(
-    kernel: Kernel,
-    (batch, q_len, heads, head_dim): (usize, usize, usize, usize),
-    element: Element,
-) -> Job {
-    let (lower, upper) = (i64::MIN, i64::MAX);
-    let (kv_len, kv_heads, value_dim, softmax_scale) = (0, heads, head_dim, 1.0);
-    let rectangle = Rectangle {
-        batch,
-        q_len,
-        kv_len,
-        heads,
-        kv_heads,
-        head_dim,
-        value_dim,
-        element,
-        lower,
-        upper,
-        softmax_scale,
-    };
-    Job::new(kernel, &rectangle, (true, true))
-}
-
-launches!(Delta, Finish, Merge, Join);
+launches!(Delta, Cast, Accumulate, CombineSoftmax);

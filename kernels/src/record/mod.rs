@@ -1,7 +1,15 @@
-//! Launch records: what each kernel takes, in order. The one place that compiling, launching,
-//! interpreting and documenting go by.
+//! Launch records: the arguments of each kernel, in order. The compiler, the launches, the
+//! interpreter and the descriptions for other programs all follow these records.
+
+mod meaning;
 
 use std::fmt;
+
+pub use meaning::{Meaning, Operand, Size};
+
+use serde::Serialize;
+
+use crate::element::Element;
 
 /// Type of a kernel's argument.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,104 +27,69 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Bytes that the argument takes in the parameter block; it is aligned to as many.
+    /// Returns the bytes that the argument takes in the parameter block, which is also its
+    /// alignment.
     pub const fn bytes(self) -> usize {
         if self.is_pointer() { 8 } else { 4 }
     }
 
-    /// Is it a pointer?
+    /// Whether the argument is a pointer.
     pub const fn is_pointer(self) -> bool {
         matches!(self, Kind::Activations | Kind::Float32s | Kind::Int32s)
     }
-}
 
-/// What a kernel does with an argument.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Access {
-    /// Reads it.
-    In,
-    /// The kernel reads the array if the argument's flag is 1, and otherwise leaves it alone.
-    MaybeIn,
-    /// The kernel reads and writes the array, each element once, if the argument's flag is 1, and
-    /// otherwise leaves it alone.
-    MaybeUpdate,
-    /// A fused image adds to the array, several blocks to an element, in any order. Other images
-    /// leave it alone.
-    FusedAdd,
-    /// Writes it, each element once.
-    Out,
-    /// Writes it if `last`; else nothing touches what it points to.
-    MaybeOut,
-    /// The kernel writes the array, each element once, if the argument's flag is 1, and otherwise
-    /// leaves it alone.
-    OptionalOut,
-    /// Reads it and writes it, each element once.
-    Update,
-    /// Reads it unless `first`, writes it unless `last`; if both, nothing touches what it points to.
-    /// A kernel without `first` always reads it.
-    Carry,
-}
-
-/// What the elements of an array are of, outermost first; all but entries, and heads of
-/// statistics, are contiguous.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Shape {
-    /// `[batch, q_len, heads, head_dim]`.
-    Queries,
-    /// `[batch, kv_len, kv_heads, head_dim]`.
-    Keys,
-    /// `[batch, q_len, heads, value_dim]`; where a kernel has no `value_dim` it is `head_dim`.
-    Results,
-    /// `[batch, kv_len, kv_heads, value_dim]`.
-    Values,
-    /// `[batch, q_len, heads]`.
-    PerQuery,
-    /// `[batch, heads, q_len]`, heads as far apart as the view says.
-    Statistics,
-    /// `[batch, q_len]`.
-    QueryTokens,
-    /// `[batch, kv_len]`.
-    KeyTokens,
-    /// `[batch, ⌈rows / 64⌉, 4]`, of the resident rows.
-    Ranges,
-    /// `[batch, heads]`.
-    PerHead,
-    /// `[batch, 4]`.
-    PerEntry,
-    /// `[batch, rows, q_heads, head_dim]`, of linear attention as those below.
-    LinearQueries,
-    /// `[batch, rows, kv_heads, head_dim]`.
-    LinearKeys,
-    /// `[batch, rows, kv_heads, value_dim]`.
-    LinearValues,
-    /// `[batch, rows, q_heads, value_dim]`.
-    LinearOthers,
-    /// `[batch, rows, heads, value_dim]`.
-    LinearResults,
-    /// `[batch, heads, padded_rows]`, heads as far apart as the view says.
-    LinearSums,
-    /// `[batch, dot_heads, padded_rows]`, likewise.
-    LinearDots,
-    /// `[batch · parts · heads, head_dim, value_dim]`.
-    LinearStates,
-}
-
-impl Shape {
-    /// Has a view of it a head stride?
-    pub const fn has_head_stride(self) -> bool {
-        matches!(self, Shape::Statistics | Shape::LinearSums | Shape::LinearDots)
+    /// Returns the bytes of an element of the array behind a pointer, with activations of
+    /// `element`.
+    pub const fn element_bytes(self, element: Element) -> usize {
+        match self {
+            Kind::Activations => element.bytes(),
+            _ => 4,
+        }
     }
 }
 
-/// How a kernel views the array that a pointer leads to.
+/// A kernel's access to the array of an argument. If the argument has a flag that is 0, the
+/// kernel leaves the array alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// The kernel reads the array.
+    In,
+    /// The kernel writes the array, each element once.
+    Out,
+    /// The kernel reads and writes the array, each element once.
+    Update,
+    /// A fused image adds to the array, several blocks to an element, in any order. Other images
+    /// leave it alone.
+    FusedAdd,
+    /// The kernel writes the array if `last` is 1, and otherwise leaves it alone.
+    LastOut,
+    /// The kernel reads the array unless `first` is 1, and writes it unless `last` is 1; with both
+    /// it leaves the array alone. A kernel without `first` always reads it.
+    Carry,
+}
+
+/// A kernel's view of the array that a pointer leads to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct View {
-    /// Its elements.
-    pub shape: Shape,
-    /// The argument that says how many elements lie between batch entries.
-    pub batch_stride: &'static str,
-    /// Likewise between heads of statistics; nothing for other shapes.
-    pub head_stride: Option<&'static str>,
+    /// The dimensions within a batch entry, outermost first. They are contiguous, except that heads
+    /// with a stride of their own may be further apart.
+    pub dims: &'static [Size],
+    /// The array whose batch stride this array has; often the array itself.
+    pub batch_stride: Operand,
+    /// The array whose head stride this array has, if its outermost dimension is heads with a
+    /// stride of their own.
+    pub head_stride: Option<Operand>,
+}
+
+impl View {
+    /// Returns the dimension that counts rows, if the array has rows.
+    pub fn rows(&self) -> Option<Size> {
+        let is_rows = |dim: &Size| {
+            use Size::{KvLen, PaddedRows, Parts, QLen, RangeBlocks};
+            matches!(dim, QLen | KvLen | PaddedRows | Parts | RangeBlocks)
+        };
+        self.dims.iter().copied().find(is_rows)
+    }
 }
 
 /// One argument of a kernel.
@@ -126,22 +99,26 @@ pub struct Argument {
     pub name: &'static str,
     /// Its type.
     pub kind: Kind,
-    /// How a pointer's array is viewed; nothing for a number.
+    /// The meaning of its value.
+    pub meaning: Meaning,
+    /// The kernel's view of a pointer's array; `None` for a number.
     pub view: Option<View>,
-    /// What the kernel does with it.
+    /// The kernel's access to the array.
     pub access: Access,
-    /// The argument that says whether an array is used that may be left out.
-    pub flag: Option<&'static str>,
-    /// What the compiler was told divides it: bytes of an address, or the integer itself.
+    /// The array whose [`Meaning::Has`] says whether the launch uses this array.
+    pub flag: Option<Operand>,
+    /// A divisor that the compiler relies on: of the address in bytes, or of the integer.
     pub divisor: i32,
-    /// What it means.
+    /// Description for readers.
     pub doc: &'static str,
 }
 
-/// The value of an argument.
-#[derive(Debug, Clone, Copy, PartialEq)]
+/// The value of an argument. In JSON `{"pointer": 4096}`, `{"i32": 7}` or `{"f32": 0.5}`.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Value {
-    /// A device address, never 0: where the launch does not use an array, another one's.
+    /// A device address, never 0: where the launch does not use an array, the address of another
+    /// one.
     Pointer(u64),
     /// A 32-bit integer.
     I32(i32),
@@ -159,41 +136,67 @@ impl fmt::Display for Value {
     }
 }
 
-/// Declares arguments:
-/// `name: Kind[Shape, batch_stride, head_stride] Access(flag) / divisor, "meaning"`.
+/// The place of an argument in the parameter block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Parameter {
+    /// Position in the declaration, from zero.
+    pub ordinal: u16,
+    /// Bytes from the first parameter.
+    pub offset: u16,
+    /// Bytes it takes.
+    pub size: u16,
+}
+
+/// Returns the places of a kernel's arguments: one after the other, each aligned to its own size.
+pub fn layout(arguments: &[Argument]) -> Vec<Parameter> {
+    let mut end = 0;
+    let place = |(ordinal, argument): (u16, &Argument)| {
+        let size = argument.kind.bytes() as u16;
+        let offset = u16::next_multiple_of(end, size);
+        end = offset + size;
+        Parameter { ordinal, offset, size }
+    };
+    (0..).zip(arguments).map(place).collect()
+}
+
+/// Declares arguments. A pointer names its array, its dimensions and, where it lies like other
+/// arrays, the arrays whose batch stride and head stride it has: `name: Kind(Operand)[Size, …;
+/// Operand, Operand] Access(flag's Operand) / divisor, "description"`. A number names its meaning:
+/// `name: Kind(Meaning) / divisor, "description"`.
 macro_rules! arguments {
-    ($($name:ident: $kind:ident $([$shape:ident, $($stride:ident),+])? $($access:ident)?
+    ($($name:ident: $kind:ident($($meaning:tt)+) $([$($view:tt)+])? $($access:ident)?
        $(($flag:ident))? $(/ $divisor:literal)?, $doc:literal;)*) => {
         [$(Argument {
             name: stringify!($name),
             kind: Kind::$kind,
-            view: arguments!(@view $($shape $($stride)+)?),
-            access: arguments!(@access $($access)?),
-            flag: arguments!(@name $($flag)?),
-            divisor: arguments!(@divisor $($divisor)?),
+            meaning: arguments!(@meaning $([$($view)+])? $($meaning)+),
+            view: arguments!(@view ($($meaning)+) $($($view)+)?),
+            access: arguments!(@or Access::In $(, Access::$access)?),
+            flag: arguments!(@or None $(, Some(Operand::$flag))?),
+            divisor: arguments!(@or 1 $(, $divisor)?),
             doc: $doc,
         }),*]
     };
-    (@view) => { None };
-    (@view $shape:ident $entry:ident $($head:ident)?) => {
+    (@meaning [$($view:tt)+] $operand:ident) => { Meaning::Address(Operand::$operand) };
+    (@meaning $variant:ident) => { Meaning::$variant };
+    (@meaning Size($size:ident)) => { Meaning::Size(Size::$size) };
+    (@meaning $variant:ident($operand:ident)) => { Meaning::$variant(Operand::$operand) };
+    (@view ($($meaning:tt)+)) => { None };
+    (@view ($own:ident) $($dim:ident),+ $(; $batch:ident $(, $heads:ident)?)?) => {
         Some(View {
-            shape: Shape::$shape,
-            batch_stride: stringify!($entry),
-            head_stride: arguments!(@name $($head)?),
+            dims: &[$(Size::$dim),+],
+            batch_stride: arguments!(@or Operand::$own $(, Operand::$batch)?),
+            head_stride: arguments!(@or None $($(, Some(Operand::$heads))?)?),
         })
     };
-    (@name) => { None };
-    (@name $name:ident) => { Some(stringify!($name)) };
-    (@access) => { Access::In };
-    (@access $access:ident) => { Access::$access };
-    (@divisor) => { 1 };
-    (@divisor $divisor:literal) => { $divisor };
+    (@or $default:expr) => { $default };
+    (@or $default:expr, $given:expr) => { $given };
 }
 
-/// The parts of a record one after the other.
+/// Joins the parts of a record.
 macro_rules! record {
     ($($part:expr),*) => {{
-        const PARTS: &[&[Argument]] = &[$(&$part),*];
+        const PARTS: &[&[Argument]] = &[$($part),*];
         const COUNT: usize = count(PARTS);
         const RECORD: [Argument; COUNT] = joined(PARTS);
         &RECORD
@@ -204,9 +207,9 @@ mod attention;
 mod linear;
 mod rows;
 
-pub use attention::{FORWARD, KEY_GRADS, QUERY_GRADS};
-pub use linear::{LINEAR_ATTEND, LINEAR_STATE};
-pub use rows::{DELTA, FINISH, JOIN, MERGE, SEGMENT_RANGES};
+pub use attention::*;
+pub use linear::*;
+pub use rows::*;
 
 const fn count(parts: &[&[Argument]]) -> usize {
     let (mut count, mut part) = (0, 0);
@@ -230,4 +233,26 @@ const fn joined<const COUNT: usize>(parts: &[&[Argument]]) -> [Argument; COUNT] 
         part += 1;
     }
     record
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_are_aligned_to_their_own_size() {
+        let argument = |kind| Argument {
+            name: "",
+            kind,
+            meaning: Meaning::Scale,
+            view: None,
+            access: Access::In,
+            flag: None,
+            divisor: 1,
+            doc: "",
+        };
+        let places = layout(&[Kind::I32, Kind::Activations, Kind::F32, Kind::I32].map(argument));
+        let places: Vec<_> = places.iter().map(|lies| (lies.offset, lies.size)).collect();
+        assert_eq!(places, [(0, 4), (8, 8), (16, 4), (20, 4)]);
+    }
 }

@@ -1,97 +1,110 @@
-//! Launch records of what is done once per row.
+//! Launch records of the kernels that go through rows once.
 
-use super::{Access, Argument, Kind, Shape, View, count, joined};
+use super::{Access, Argument, Kind, Meaning, Operand, Size, View, count, joined};
+
+const SIZES: &[Argument] = &arguments! {
+    batch: I32(Size(Batch)), "batch entries";
+    q_len: I32(Size(QLen)), "rows";
+    heads: I32(Size(Heads)), "heads";
+    head_dim: I32(Size(HeadDim)) / 8, "columns";
+};
+
+const SUM_SIZES: &[Argument] = &arguments! {
+    batch: I32(Size(Batch)), "batch entries";
+    rows: I32(Size(QLen)), "rows";
+    heads: I32(Size(Heads)), "heads";
+    head_dim: I32(Size(HeadDim)) / 8, "columns";
+};
+
+const DELTA_ARRAYS: &[Argument] = &arguments! {
+    o: Activations(O)[QLen, Heads, HeadDim] / 16, "result of the forward pass [batch, q_len, heads, head_dim]";
+    dout: Activations(Dout)[QLen, Heads, HeadDim; O] / 16, "gradient of o, laid out like o";
+    lse: Float32s(Lse)[QLen, Heads] / 4, "log-sum-exp [batch, q_len, heads], natural";
+    dlse: Float32s(Dlse)[QLen, Heads; Lse] In(Dlse) / 4, "gradient of lse, laid out like lse; read if has_dlse";
+    lse_log2: Float32s(LseLog2)[Heads, QLen; LseLog2, LseLog2] Out / 16, "lse in base 2 [batch, heads, q_len]; huge where lse is −inf";
+    delta: Float32s(Delta)[Heads, QLen; LseLog2, LseLog2] Out / 16, "rowsum(dout ∘ o) − dlse, laid out like lse_log2";
+    zeros: Float32s(Zeros)[QLen, Heads, HeadDim] Out(Zeros) / 16, "array to set to 0 [batch, q_len, heads, head_dim]; written if has_zeros";
+};
+
+const DELTA_NUMBERS: &[Argument] = &arguments! {
+    o_batch_stride: I32(BatchStride(O)) / 8, "elements between batch entries of o, and of dout";
+    lse_batch_stride: I32(BatchStride(Lse)), "elements between batch entries of lse, and of dlse";
+    stat_batch_stride: I32(BatchStride(LseLog2)), "elements between batch entries of lse_log2, and of delta";
+    stat_head_stride: I32(HeadStride(LseLog2)), "elements between heads of lse_log2, and of delta";
+    zeros_batch_stride: I32(BatchStride(Zeros)) / 8, "elements between batch entries of zeros";
+    has_dlse: I32(Has(Dlse)), "1: the kernel reads dlse";
+    has_zeros: I32(Has(Zeros)), "1: the kernel writes zeros";
+};
 
 /// Arguments of `delta`.
-pub const DELTA: &[Argument] = &arguments! {
-    o: Activations[Queries, o_batch_stride] / 16, "result of the forward pass [batch, q_len, heads, head_dim]";
-    dout: Activations[Queries, o_batch_stride] / 16, "its gradient, as o";
-    lse: Float32s[PerQuery, lse_batch_stride] / 4, "log-sum-exp [batch, q_len, heads], natural";
-    dlse: Float32s[PerQuery, lse_batch_stride] MaybeIn(has_dlse) / 4, "its gradient, as lse; read if has_dlse";
-    lse_log2: Float32s[Statistics, stat_batch_stride, stat_head_stride] Out / 16, "lse in base 2 [batch, heads, q_len]; huge where lse is −inf";
-    delta: Float32s[Statistics, stat_batch_stride, stat_head_stride] Out / 16, "rowsum(dout ∘ o) − dlse, as lse_log2";
-    zeros: Float32s[Queries, zeros_batch_stride] OptionalOut(has_zeros) / 16, "set to 0 [batch, q_len, heads, head_dim]";
-    batch: I32, "batch entries";
-    q_len: I32, "rows";
-    heads: I32, "heads";
-    head_dim: I32 / 8, "columns of o and dout";
-    o_batch_stride: I32 / 8, "elements between batch entries of o, and of dout";
-    lse_batch_stride: I32, "elements between batch entries of lse, and of dlse";
-    stat_batch_stride: I32, "elements between batch entries of lse_log2, and of delta";
-    stat_head_stride: I32, "elements between heads of lse_log2, and of delta";
-    zeros_batch_stride: I32 / 8, "elements between batch entries of zeros";
-    has_dlse: I32, "1: dlse is read";
-    has_zeros: I32, "1: zeros is written";
+pub const DELTA: &[Argument] = record!(DELTA_ARRAYS, SIZES, DELTA_NUMBERS);
+
+const CAST_ARRAYS: &[Argument] = &arguments! {
+    a: Float32s(A)[QLen, Heads, HeadDim] / 16, "an accumulator [batch, rows, heads, head_dim]";
+    b: Float32s(B)[QLen, Heads, HeadDim] In(B) / 16, "a second accumulator, shaped like a; read if has_b";
+    out: Activations(Out)[QLen, Heads, HeadDim] Out / 16, "scale · (a + b), rounded";
 };
 
-/// Arguments of `finish`.
-pub const FINISH: &[Argument] = &arguments! {
-    a: Float32s[Queries, a_batch_stride] / 16, "an accumulator [batch, rows, heads, head_dim]";
-    b: Float32s[Queries, b_batch_stride] MaybeIn(has_b) / 16, "another, as a; read if has_b";
-    out: Activations[Queries, out_batch_stride] Out / 16, "scale · (a + b), rounded";
-    batch: I32, "batch entries";
-    rows: I32, "rows";
-    heads: I32, "heads";
-    head_dim: I32 / 8, "columns";
-    a_batch_stride: I32 / 8, "elements between batch entries of a";
-    b_batch_stride: I32 / 8, "elements between batch entries of b";
-    out_batch_stride: I32 / 8, "elements between batch entries of out";
-    scale: F32, "factor";
-    has_b: I32, "1: b is read";
+const CAST_NUMBERS: &[Argument] = &arguments! {
+    a_batch_stride: I32(BatchStride(A)) / 8, "elements between batch entries of a";
+    b_batch_stride: I32(BatchStride(B)) / 8, "elements between batch entries of b";
+    out_batch_stride: I32(BatchStride(Out)) / 8, "elements between batch entries of out";
+    scale: F32(Scale), "factor";
+    has_b: I32(Has(B)), "1: the kernel reads b";
 };
 
-/// Arguments of `merge`.
-pub const MERGE: &[Argument] = &arguments! {
-    home: Float32s[Queries, home_batch_stride] Update / 16, "an accumulator [batch, rows, heads, head_dim]; becomes home + arrived";
-    arrived: Float32s[Queries, arrived_batch_stride] / 16, "another, as home";
-    batch: I32, "batch entries";
-    rows: I32, "rows";
-    heads: I32, "heads";
-    head_dim: I32 / 8, "columns";
-    home_batch_stride: I32 / 8, "elements between batch entries of home";
-    arrived_batch_stride: I32 / 8, "elements between batch entries of arrived";
+/// Arguments of `cast`.
+pub const CAST: &[Argument] = record!(CAST_ARRAYS, SUM_SIZES, CAST_NUMBERS);
+
+const ACCUMULATE_ARRAYS: &[Argument] = &arguments! {
+    home: Float32s(Home)[QLen, Heads, HeadDim] Update / 16, "an accumulator [batch, rows, heads, head_dim]; becomes home + arrived";
+    arrived: Float32s(Arrived)[QLen, Heads, HeadDim] / 16, "a second accumulator, shaped like home";
 };
 
-const JOIN_ARRAYS: [Argument; 8] = arguments! {
-    acc: Float32s[Results, acc_batch_stride] Carry / 16, "running Σ p·v [batch, q_len, heads, head_dim]; becomes that of both";
-    row_max: Float32s[Statistics, stat_batch_stride, stat_head_stride] Carry / 16, "running maximum of the scaled scores, in base 2 [batch, heads, q_len]";
-    row_sum: Float32s[Statistics, stat_batch_stride, stat_head_stride] Carry / 16, "running Σ p, as row_max";
-    came_acc: Float32s[Results, came_acc_batch_stride] / 16, "the other state's acc";
-    came_max: Float32s[Statistics, came_stat_batch_stride, came_stat_head_stride] / 16, "its row_max";
-    came_sum: Float32s[Statistics, came_stat_batch_stride, came_stat_head_stride] / 16, "its row_sum, as came_max";
-    o: Activations[Results, o_batch_stride] MaybeOut / 16, "result, as acc; written if last";
-    lse: Float32s[PerQuery, lse_batch_stride] MaybeOut / 4, "log-sum-exp [batch, q_len, heads], natural; written if last";
+const ACCUMULATE_STRIDES: &[Argument] = &arguments! {
+    home_batch_stride: I32(BatchStride(Home)) / 8, "elements between batch entries of home";
+    arrived_batch_stride: I32(BatchStride(Arrived)) / 8, "elements between batch entries of arrived";
 };
 
-const JOIN_NUMBERS: [Argument; 13] = arguments! {
-    batch: I32, "batch entries";
-    q_len: I32, "rows";
-    heads: I32, "heads";
-    head_dim: I32 / 8, "columns";
-    acc_batch_stride: I32 / 8, "elements between batch entries of acc";
-    stat_batch_stride: I32, "elements between batch entries of row_max, and of row_sum";
-    stat_head_stride: I32, "elements between heads of row_max, and of row_sum";
-    came_acc_batch_stride: I32 / 8, "elements between batch entries of came_acc";
-    came_stat_batch_stride: I32, "elements between batch entries of came_max, and of came_sum";
-    came_stat_head_stride: I32, "elements between heads of came_max, and of came_sum";
-    o_batch_stride: I32 / 8, "elements between batch entries of o";
-    lse_batch_stride: I32, "elements between batch entries of lse";
-    last: I32, "1: the results are written, not the state";
+/// Arguments of `accumulate`.
+pub const ACCUMULATE: &[Argument] = record!(ACCUMULATE_ARRAYS, SUM_SIZES, ACCUMULATE_STRIDES);
+
+const COMBINE_ARRAYS: &[Argument] = &arguments! {
+    acc: Float32s(Acc)[QLen, Heads, HeadDim] Carry / 16, "running Σ p·v [batch, q_len, heads, head_dim]; becomes that of both states";
+    row_max: Float32s(RowMax)[Heads, QLen; RowMax, RowMax] Carry / 16, "running maximum of the scaled scores, in base 2 [batch, heads, q_len]";
+    row_sum: Float32s(RowSum)[Heads, QLen; RowMax, RowMax] Carry / 16, "running Σ p, laid out like row_max";
+    arrived_acc: Float32s(ArrivedAcc)[QLen, Heads, HeadDim] / 16, "acc of the state that arrived";
+    arrived_max: Float32s(ArrivedMax)[Heads, QLen; ArrivedMax, ArrivedMax] / 16, "row_max of the state that arrived";
+    arrived_sum: Float32s(ArrivedSum)[Heads, QLen; ArrivedMax, ArrivedMax] / 16, "row_sum of the state that arrived, laid out like arrived_max";
+    o: Activations(O)[QLen, Heads, HeadDim] LastOut / 16, "result, shaped like acc; written if last";
+    lse: Float32s(Lse)[QLen, Heads] LastOut / 4, "log-sum-exp [batch, q_len, heads], natural; written if last";
 };
 
-/// Arguments of `join`.
-pub const JOIN: &[Argument] = record!(JOIN_ARRAYS, JOIN_NUMBERS);
+const COMBINE_NUMBERS: &[Argument] = &arguments! {
+    acc_batch_stride: I32(BatchStride(Acc)) / 8, "elements between batch entries of acc";
+    stat_batch_stride: I32(BatchStride(RowMax)), "elements between batch entries of row_max, and of row_sum";
+    stat_head_stride: I32(HeadStride(RowMax)), "elements between heads of row_max, and of row_sum";
+    arrived_acc_batch_stride: I32(BatchStride(ArrivedAcc)) / 8, "elements between batch entries of arrived_acc";
+    arrived_stat_batch_stride: I32(BatchStride(ArrivedMax)), "elements between batch entries of arrived_max, and of arrived_sum";
+    arrived_stat_head_stride: I32(HeadStride(ArrivedMax)), "elements between heads of arrived_max, and of arrived_sum";
+    o_batch_stride: I32(BatchStride(O)) / 8, "elements between batch entries of o";
+    lse_batch_stride: I32(BatchStride(Lse)), "elements between batch entries of lse";
+    last: I32(Last), "1: the kernel writes the results instead of the state";
+};
 
-/// Arguments of `segment_ranges`. Its queries are the rows that a block of another kernel keeps, its
-/// keys those that the block streams.
+/// Arguments of `combine_softmax`.
+pub const COMBINE_SOFTMAX: &[Argument] = record!(COMBINE_ARRAYS, SIZES, COMBINE_NUMBERS);
+
+/// Arguments of `segment_ranges`. Its queries are the rows that a block of another kernel keeps,
+/// its keys the rows that such a block streams.
 pub const SEGMENT_RANGES: &[Argument] = &arguments! {
-    segments: Int32s[QueryTokens, segments_batch_stride] / 4, "segment of each row [batch, q_len]";
-    others: Int32s[KeyTokens, others_batch_stride] / 4, "segment of each row that may be seen [batch, kv_len]";
-    ranges: Int32s[Ranges, ranges_batch_stride] Out / 4, "of each 64 rows, which others they see [batch, ⌈q_len / 64⌉, 4]: begin, same, differs, end";
-    batch: I32, "batch entries";
-    q_len: I32, "rows";
-    kv_len: I32, "rows that may be seen";
-    segments_batch_stride: I32, "elements between batch entries of segments";
-    others_batch_stride: I32, "elements between batch entries of others";
-    ranges_batch_stride: I32, "elements between batch entries of ranges";
+    segments: Int32s(Segments)[QLen] / 4, "segment of each row [batch, q_len]";
+    others: Int32s(Others)[KvLen] / 4, "segment of each row that may be seen [batch, kv_len]";
+    ranges: Int32s(Ranges)[RangeBlocks, Four] Out / 4, "which others each 64 rows see [batch, ⌈q_len / 64⌉, 4]: begin, same, differs, end";
+    batch: I32(Size(Batch)), "batch entries";
+    q_len: I32(Size(QLen)), "rows";
+    kv_len: I32(Size(KvLen)), "rows that may be seen";
+    segments_batch_stride: I32(BatchStride(Segments)), "elements between batch entries of segments";
+    others_batch_stride: I32(BatchStride(Others)), "elements between batch entries of others";
+    ranges_batch_stride: I32(BatchStride(Ranges)), "elements between batch entries of ranges";
 };

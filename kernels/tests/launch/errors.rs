@@ -1,8 +1,8 @@
-//! Descriptions that have no launches, and what is said of them.
+//! Descriptions that have no launches, and their error messages.
 
 use burst_attention_kernels::instances::{Element, Target};
 use burst_attention_kernels::launch::{
-    Dropout, Features, Finish, Forward, LaunchError, Positions, Rectangle, Rows, Segments,
+    Cast, Dropout, Features, Forward, LaunchError, Rectangle, RowPositions, Rows, Segments,
     Statistics,
 };
 use burst_attention_kernels::record::Value;
@@ -95,7 +95,7 @@ fn a_rate_that_drops_everything() {
 #[test]
 fn positions_that_the_kernels_cannot_count() {
     let slopes = Some(Rows { address: 0x7000, batch_stride: 32 });
-    let at = |query, key, stride| Positions { query, key, stride };
+    let at = |query, key, stride| RowPositions { query, key, stride };
     let refused = |positions, said: &[&str]| {
         let features = Features { slopes, positions, ..Features::default() };
         assert_arrays_refused(|description| description.features = features, said);
@@ -103,7 +103,7 @@ fn positions_that_the_kernels_cannot_count() {
     let said = ["position of the first query must be such that it and 128 rows on are from 0 to"];
     refused(at(5, 0, 1 << 24), &said);
     refused(at(-1, 0, 1), &said);
-    let said = ["that of the first key must be", "2147483520, 1 apart"];
+    let said = ["position of the first key must be", "2147483520, 1 apart"];
     refused(at(0, 2_147_483_520, 1), &said);
     let none = Features { slopes: Some(Rows::default()), ..Features::default() };
     let said = ["slopes of attention_fwd must be the address of an array, got null"];
@@ -226,9 +226,9 @@ fn a_missing_result_of_rows() {
     let (batch, rows, heads, head_dim, element) = (1, 10, 1, 64, Element::Bf16);
     let (a, out) = (forward(shape(1, 1)).q, Rows::default());
     let (b, scale) = (None, 1.0);
-    let description = Finish { batch, rows, heads, head_dim, element, a, b, out, scale };
+    let description = Cast { batch, rows, heads, head_dim, element, a, b, out, scale };
     let message = description.launches(Target::Sm100).unwrap_err().to_string();
-    assert!(message.contains("out of finish must be the address of an array"), "{message}");
+    assert!(message.contains("out of cast must be the address of an array"), "{message}");
     assert!(message.contains("it is written"), "{message}");
 }
 
@@ -239,7 +239,7 @@ fn a_missing_state_though_first_and_last_because_keys_are_cut() {
     assert_eq!(description.launches(Target::Sm90).unwrap().len(), 1);
     let said = ["acc of attention_fwd", "got null", "too large for one launch, needs it"];
     assert_refused(&description, 4 << 20, &said);
-    // Cutting queries alone leaves each piece first and last.
+    // Cutting queries alone leaves each cut first and last.
     let queries = forward(shape(4096, 64));
     assert!(queries.launches_within(Target::Sm90, 4 << 20).unwrap().len() > 2);
 }
@@ -248,7 +248,7 @@ fn a_missing_state_though_first_and_last_because_keys_are_cut() {
 fn a_tile_that_does_not_fit() {
     let said = ["q must span less than 4096 bytes over the heads of 100 rows", "got 819200"];
     assert_refused(&forward(shape(100, 100)), 4096, &said);
-    // Some rows fit, but not a tile of them.
+    // Some rows fit, but not a whole tile.
     let said = ["acc must span less than 1000000 bytes over the heads of 100 rows"];
     assert_refused(&forward(shape(100, 100)), 1_000_000, &said);
     let said = ["q must span less than 1000000 bytes over the heads of 128 rows"];
@@ -287,7 +287,7 @@ fn names_are_read_back_and_unknown_ones_say_what_there_is() {
         assert_eq!(read, Ok(element));
     }
     let error: NameError = Target::deserialize("sm_70".into_deserializer()).unwrap_err();
-    assert!(error.to_string().starts_with("expected one of sm_80, "), "{error}");
+    assert!(error.to_string().starts_with("expected a target of sm_80, "), "{error}");
     assert!(error.to_string().ends_with(", got sm_70"), "{error}");
     let fields = [("address", 4096_u64), ("batch_stride", 8)];
     let read: Result<Rows, NameError> = Rows::deserialize(MapDeserializer::new(fields.into_iter()));

@@ -1,13 +1,13 @@
-//! Which memory a launch says that it touches.
+//! The memory that a launch says it touches.
 
 use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Kernel, Target};
 use burst_attention_kernels::launch::{
-    Delta, Finish, Footprint, Forward, Launch, Rectangle, Rows, Statistics,
+    Cast, Delta, Footprint, Forward, Launch, Rectangle, Rows, Statistics,
 };
 use burst_attention_kernels::record::Value;
 
-use crate::pieces::{each_huge_trial, each_small_trial, span};
+use crate::cuts::{each_huge_trial, each_small_trial, span};
 use crate::samples::{forward, shape};
 use crate::trial::{Trial, integer, pointer};
 
@@ -15,17 +15,17 @@ const READ: (bool, bool) = (true, false);
 const WRITTEN: (bool, bool) = (false, true);
 const BOTH: (bool, bool) = (true, true);
 
-/// What both backward passes read of queries.
+/// The arrays of queries that both backward passes read.
 const SAVED: [&str; 4] = ["q", "dout", "lse_log2", "delta"];
 
-/// The flag of each feature with arrays, and these arrays.
+/// The flag and the arrays of each feature that has arrays.
 const FEATURES: [(&str, &[&str]); 3] = [
     ("has_segments", &["q_segments", "kv_segments", "ranges"]),
     ("has_slopes", &["slopes"]),
     ("has_dropout", &["dropout"]),
 ];
 
-/// What a launch touches, whether it reads and whether it writes it.
+/// Returns the arrays that a launch touches, and whether it reads and writes each.
 fn touched(launch: &Launch) -> Vec<(&'static str, (bool, bool))> {
     let is = |name| integer(launch, name) == 1;
     let kernel = launch.instance.kernel;
@@ -37,20 +37,20 @@ fn touched(launch: &Launch) -> Vec<(&'static str, (bool, bool))> {
             touched.extend(is("has_zeros").then_some(("zeros", WRITTEN)));
             return touched;
         }
-        Kernel::Finish => {
+        Kernel::Cast => {
             let b = is("has_b").then_some(("b", READ));
             return [Some(("a", READ)), b, Some(("out", WRITTEN))].into_iter().flatten().collect();
         }
-        Kernel::Merge => return vec![("home", BOTH), ("arrived", READ)],
+        Kernel::Accumulate => return vec![("home", BOTH), ("arrived", READ)],
         Kernel::SegmentRanges => {
             return vec![("segments", READ), ("others", READ), ("ranges", WRITTEN)];
         }
-        Kernel::Join => {
+        Kernel::CombineSoftmax => {
             let home = ["acc", "row_max", "row_sum"].map(|name| (name, (true, !is("last"))));
-            let came = ["came_acc", "came_max", "came_sum"].map(|name| (name, READ));
+            let arrived = ["arrived_acc", "arrived_max", "arrived_sum"].map(|name| (name, READ));
             let results = ["o", "lse"].into_iter().filter(|_| is("last"));
             let results = results.map(|name| (name, WRITTEN));
-            return home.into_iter().chain(came).chain(results).collect();
+            return home.into_iter().chain(arrived).chain(results).collect();
         }
         _ => vec![],
     };
@@ -107,7 +107,8 @@ fn the_views_of_what_is_used_are_the_footprint() {
     each_huge_trial(assert_footprint);
 }
 
-/// Name, first and last address of what the only launch touches, whether it reads and writes it.
+/// Returns name, first and last address of each array that the only launch touches, and whether it
+/// reads and writes the array.
 pub fn only(launches: &[Launch]) -> Vec<(&'static str, u64, u64, bool, bool)> {
     assert_eq!(launches.len(), 1);
     let all = launches[0].footprint().into_iter();
@@ -158,14 +159,14 @@ fn what_is_not_given_is_not_touched() {
     let span = |bytes: u64, entry: u64| bytes * ((2 << 20) + entry);
     let (a, b, out) = (at(0x1000), Some(at(0x2000)), at(0x3000));
     let scale = 1.0;
-    let finish = Finish { batch, rows, heads, head_dim, element, a, b, out, scale };
+    let cast = Cast { batch, rows, heads, head_dim, element, a, b, out, scale };
     let all = [
         ("a", 0x1000, 0x1000 + span(4, 50 * 4 * 64), true, false),
         ("b", 0x2000, 0x2000 + span(4, 50 * 4 * 64), true, false),
         ("out", 0x3000, 0x3000 + span(2, 50 * 4 * 64), false, true),
     ];
-    assert_eq!(only(&finish.launches(Target::Sm80).unwrap()), all);
-    let without = Finish { b: None, ..finish }.launches(Target::Sm80).unwrap();
+    assert_eq!(only(&cast.launches(Target::Sm80).unwrap()), all);
+    let without = Cast { b: None, ..cast }.launches(Target::Sm80).unwrap();
     assert_eq!(only(&without), [all[0], all[2]]);
 
     let (lse_log2, delta) = (statistics(0x5000), statistics(0x6000));

@@ -1,4 +1,4 @@
-//! Launches that compute dk, dv and dq at once.
+//! Launches of the fused kernel, which computes dk, dv and dq at once.
 
 use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Target};
@@ -10,14 +10,14 @@ use crate::trial::{integer, pointer};
 
 const DQ: Rows = Rows { address: 0x9000, batch_stride: 1 << 24 };
 
-/// Targets whose fused kernels there are.
+/// Targets that have fused kernels.
 const FUSED_TARGETS: [Target; 3] = [Target::Sm90, Target::Sm100, Target::Sm103];
 
 fn fused(rectangle: Rectangle) -> KeyGrads {
     KeyGrads { dq_acc: Some(DQ), ..key_grads(rectangle) }
 }
 
-/// Features, each of which some set has.
+/// Returns each choice of features.
 fn each_choice() -> Vec<Features> {
     let rows = Rows { address: 0xa000, batch_stride: 32 };
     let mut choices = Vec::new();
@@ -59,12 +59,12 @@ fn dq_that_is_not_given_is_stood_in_for() {
 }
 
 #[test]
-fn pieces_of_keys_add_to_all_queries_that_they_stream() {
+fn cuts_of_keys_add_to_all_queries_that_they_stream() {
     let rectangle = Rectangle { batch: 1, ..shape(1000, 1000) };
     let near = Statistics { head_stride: 1024, ..STATISTICS };
     let description = KeyGrads { lse_log2: near, delta: near, ..fused(rectangle) };
     let description = KeyGrads { dk_acc: Some(K), dv_acc: Some(O), ..description };
-    // 255 rows of dq_acc, and 1023 of the accumulators of keys.
+    // The limit holds 255 rows of dq_acc and 1023 rows of the accumulators of keys.
     let launches = description.launches_within(Target::Sm90, 4 << 20).unwrap();
     assert!(launches.len() > 4);
     let row = 32 * 128;
@@ -114,7 +114,7 @@ fn what_has_no_fused_kernel_is_refused_and_can_fuse_says_so() {
                     refused += 1;
                 }
             }
-            // The kernel that is not fused serves everything.
+            // The kernel that is not fused serves every case.
             assert!(KeyGrads { features, ..key_grads(rectangle) }.launches(target).is_ok());
         }
     }

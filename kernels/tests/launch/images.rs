@@ -1,4 +1,4 @@
-//! Which image a launch takes: the smallest that serves it.
+//! The image that a launch takes: the smallest that serves it.
 
 use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Instance, Kernel, Target, width_of};
@@ -16,8 +16,8 @@ const DROPOUT: FeatureSet = FeatureSet::DROPOUT;
 const FUSED: FeatureSet = FeatureSet::FUSED;
 const ALL: FeatureSet = FeatureSet::ALL;
 
-/// What launches want, and the features of their image where there are most images: in bfloat16, up
-/// to 128 columns, on Hopper and its successors in data centers.
+/// Features that launches want, and the features of their image where the most images exist: in
+/// bfloat16, up to 128 columns, on Hopper and its successors in data centers.
 const MOST_IMAGES: [(FeatureSet, FeatureSet); 19] = [
     (NONE, NONE),
     (WINDOW, WINDOW),
@@ -40,8 +40,8 @@ const MOST_IMAGES: [(FeatureSet, FeatureSet); 19] = [
     (ALL, ALL),
 ];
 
-/// What fused launches want, and the features of their image in bfloat16 and in float16, up to 128
-/// columns on the same GPUs. Elsewhere they have none.
+/// Features that fused launches want, and the features of their image in bfloat16 and in float16,
+/// up to 128 columns on the same GPUs. Elsewhere fused launches have no image.
 const FUSED_IMAGES: [(FeatureSet, Option<FeatureSet>, Option<FeatureSet>); 7] = [
     (FUSED, Some(FUSED), Some(FUSED)),
     (FUSED.and(SEGMENTS), Some(FUSED.and(WINDOW).and(SEGMENTS)), None),
@@ -56,7 +56,7 @@ fn has_most_images(target: Target, width: i32) -> bool {
     matches!(target, Target::Sm90 | Target::Sm100 | Target::Sm103) && width <= 128
 }
 
-/// The image that a launch with features takes.
+/// Returns the image that a launch with features takes.
 fn taken(
     kernel: Kernel,
     features: FeatureSet,
@@ -71,7 +71,7 @@ fn taken(
     images.next().expect("there is a launch")
 }
 
-/// Each choice of element type, columns and target.
+/// Returns each choice of element type, columns and target.
 fn each_place() -> impl Iterator<Item = (Element, usize, Target)> {
     let of = |target| {
         let sizes = [8, 64, 72, 128, 136, 256];
@@ -132,7 +132,7 @@ fn wider_values_take_a_wider_image() {
     }
 }
 
-/// All sets of features that a launch may want.
+/// Returns all sets of features that a launch may want.
 fn each_wanted() -> impl Iterator<Item = FeatureSet> {
     (0..64).map(|bits: u32| {
         let single = [WINDOW, SEGMENTS, SOFT_CAP, SLOPES, DROPOUT, FUSED].into_iter().enumerate();
@@ -146,8 +146,8 @@ fn count(features: FeatureSet) -> usize {
     single.into_iter().filter(|&feature| features.has(feature)).count()
 }
 
-/// Whether an image does what is wanted and nothing else: only the image with all features asks the
-/// launch which are on, and a window may be endless.
+/// Whether an image computes the wanted features and no others. Only the image with all features
+/// asks the launch which features are on, and a window may be endless.
 fn does(image: FeatureSet, wanted: FeatureSet) -> bool {
     let exactly = image == wanted || image == wanted.and(WINDOW);
     exactly || (image == ALL && ALL.has(wanted))
@@ -214,8 +214,8 @@ fn a_window_is_wanted_where_it_hides_the_first_key_from_the_last_query() {
 
 #[test]
 fn kernels_of_rows_have_no_features() {
-    let kernels = Kernel::SOFTMAX.iter().filter(|kernel| !PASSES.contains(kernel));
-    for &kernel in kernels {
+    let kernels = Kernel::ALL.into_iter().filter(|kernel| !PASSES.contains(kernel));
+    for kernel in kernels {
         let mut images = Instance::all().filter(|image| image.kernel == kernel);
         assert!(images.all(|image| image.features == NONE), "{kernel:?}");
     }

@@ -1,4 +1,4 @@
-//! Launches of linear attention: together they do all parts once, each within 32 bits.
+//! Launches of linear attention: together they compute every part once, each within 32 bits.
 
 use burst_attention_kernels::instances::{Element, Target};
 use burst_attention_kernels::launch::{
@@ -46,7 +46,7 @@ fn address(launch: &Launch, name: &str) -> u64 {
     }
 }
 
-/// Entry and part that a launch begins with, from where each of its arrays begins.
+/// Returns the entry and the part that a launch begins with. Each of its arrays must begin there.
 fn begin(tokens: &LinearState, launch: &Launch) -> (usize, usize) {
     let LinearState { batch, rows, heads, head_dim, value_dim, part, .. } = *tokens;
     let states = heads * head_dim * value_dim;
@@ -69,7 +69,7 @@ fn begin(tokens: &LinearState, launch: &Launch) -> (usize, usize) {
     (entry, first)
 }
 
-/// How often each part of each entry is computed, if every array of every launch is in reach.
+/// Returns how often the launches compute each part of each entry. Every array must be in reach.
 fn times(tokens: &LinearState, launches: &[Launch], limit: u64) -> Vec<u32> {
     let mut times = vec![0; tokens.batch * tokens.parts()];
     for launch in launches {

@@ -1,13 +1,14 @@
-//! Launches of random and of huge descriptions: what they cover, in which order, and whether all
-//! that the kernels address stays in their reach. No memory is needed: addresses are made up.
+//! Launches of random and of huge descriptions: the rows that they cover, their order, and whether
+//! every view stays within the reach of 32-bit offsets. Addresses are made up, so the tests need no
+//! memory.
 
+mod cuts;
 mod errors;
 mod footprint;
 mod fused;
 mod images;
 mod linear;
 mod order;
-mod pieces;
 mod random;
 mod samples;
 mod segments;

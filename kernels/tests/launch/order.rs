@@ -1,12 +1,12 @@
-//! The order of a launch's blocks, and what takes the place of arrays that are not there.
+//! The order of a launch's blocks, and the addresses that stand in for missing arrays.
 
 use burst_attention_kernels::instances::{Kernel, Target};
 use burst_attention_kernels::launch::{
-    Delta, Finish, Forward, KeyGrads, MAX_VIEW_BYTES, Rectangle, Rows, Statistics,
+    Cast, Delta, Forward, KeyGrads, MAX_VIEW_BYTES, Rectangle, Rows, Statistics,
 };
 use burst_attention_kernels::record::Value;
 
-use crate::samples::{K, O, Q, STATISTICS, delta, finish, forward, key_grads, query_grads, shape};
+use crate::samples::{K, O, Q, STATISTICS, cast, delta, forward, key_grads, query_grads, shape};
 use crate::trial::{Trial, integer, pointer};
 
 fn only_launch_has(kernel: Kernel, shape: Rectangle, name: &str) -> i64 {
@@ -21,15 +21,15 @@ fn a_section_streams_what_fits_in_the_cache() {
     let keys = shape(1024, 8192);
     assert_eq!(only_launch_has(Kernel::Forward, keys, "section"), 4 * 4);
     assert_eq!(only_launch_has(Kernel::QueryGrads, keys, "section"), 4 * 4);
-    // The group's queries and dout, 4 · 2048 rows: the same bytes, counted in key/value heads.
+    // The group's queries and dout have 4 · 2048 rows: the same bytes, counted in key/value heads.
     assert_eq!(only_launch_has(Kernel::KeyGrads, shape(2048, 1024), "section"), 4);
-    // One head that does not fit is still worked on with its group.
+    // A head that does not fit still shares a section with its group.
     assert_eq!(only_launch_has(Kernel::Forward, shape(64, 60_000), "section"), 4);
     assert_eq!(only_launch_has(Kernel::KeyGrads, shape(20_000, 64), "section"), 1);
     // Per head 8192 · (128 + 64) · 2 bytes = 3.1 MB with narrower values: seven fit.
     let narrow = Rectangle { value_dim: 64, batch: 7, ..keys };
     assert_eq!(only_launch_has(Kernel::Forward, narrow, "section"), 7 * 4);
-    // All heads where all fit.
+    // All heads share a section where all fit.
     assert_eq!(only_launch_has(Kernel::Forward, shape(512, 512), "section"), 2 * 32);
 }
 
@@ -56,11 +56,11 @@ fn an_array_that_is_not_used_may_be_missing_and_another_stands_in() {
     assert_eq!(integer(&launches[0], "acc_batch_stride"), 100 * 32 * 128);
     assert_eq!(integer(&launches[0], "stat_head_stride"), 100);
 
-    let finish = finish(Rectangle { batch: 1, ..shape(10, 0) });
-    let launches = finish.launches(Target::Sm80).unwrap();
+    let cast = cast(Rectangle { batch: 1, ..shape(10, 0) });
+    let launches = cast.launches(Target::Sm80).unwrap();
     assert_eq!(integer(&launches[0], "has_b"), 0);
     assert_eq!(pointer(&launches[0], "b"), Q.address);
-    let launches = Finish { b: Some(K), ..finish }.launches(Target::Sm80).unwrap();
+    let launches = Cast { b: Some(K), ..cast }.launches(Target::Sm80).unwrap();
     assert_eq!(integer(&launches[0], "has_b"), 1);
     assert_eq!(pointer(&launches[0], "b"), K.address);
 
@@ -102,8 +102,8 @@ fn each_array_has_its_own_batch_stride() {
 #[test]
 fn a_sum_is_scaled() {
     for scale in [1.0, -0.25] {
-        let finish = Finish { scale, ..finish(shape(10, 0)) };
-        let launches = finish.launches(Target::Sm100).unwrap();
+        let cast = Cast { scale, ..cast(shape(10, 0)) };
+        let launches = cast.launches(Target::Sm100).unwrap();
         assert_eq!(launches[0].value("scale"), Some(Value::F32(scale)));
     }
 }
@@ -119,7 +119,7 @@ fn with_no_keys_results_are_written_and_nothing_is_streamed() {
     assert_eq!((pointer(launch, "k"), integer(launch, "kv_len")), (Q.address, 1));
     assert!(integer(launch, "lower") > 100 && integer(launch, "upper") < -100);
 
-    // An address of no rows leads nowhere, and their stride may be 0.
+    // The address of an array without rows leads nowhere, and its stride may be 0.
     let empty = Rows { address: 8, batch_stride: 0 };
     let given = Forward { k: empty, v: empty, ..description };
     assert_eq!(given.launches(Target::Sm90).unwrap(), launches);

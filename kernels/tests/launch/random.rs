@@ -27,7 +27,7 @@ impl Random {
     }
 }
 
-/// A rectangle of up to `rows` rows a side.
+/// Returns a rectangle of up to `rows` rows on each side.
 pub fn rectangle(random: &mut Random, rows: usize) -> Rectangle {
     let kv_heads = 1 + random.below(3);
     let (q_len, kv_len) = (1 + random.below(rows), 1 + random.below(rows));

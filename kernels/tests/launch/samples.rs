@@ -1,8 +1,8 @@
-//! Descriptions that tests begin with.
+//! Descriptions that tests start from.
 
 use burst_attention_kernels::instances::Element;
 use burst_attention_kernels::launch::{
-    Delta, Features, Finish, Forward, KeyGrads, QueryGrads, Rectangle, Rows, Segments, Statistics,
+    Cast, Delta, Features, Forward, KeyGrads, QueryGrads, Rectangle, Rows, Segments, Statistics,
 };
 
 pub const Q: Rows = Rows { address: 0x1000, batch_stride: 1 << 24 };
@@ -12,7 +12,7 @@ pub const LSE: Rows = Rows { address: 0x4000, batch_stride: 1 << 24 };
 pub const STATISTICS: Statistics =
     Statistics { address: 0x5000, batch_stride: 1 << 24, head_stride: 1 << 16 };
 
-/// Two batch entries in which all see all, in float16.
+/// Returns two batch entries in which all queries see all keys, in float16.
 pub fn shape(q_len: usize, kv_len: usize) -> Rectangle {
     Rectangle {
         batch: 2,
@@ -29,7 +29,7 @@ pub fn shape(q_len: usize, kv_len: usize) -> Rectangle {
     }
 }
 
-/// A forward pass with no state.
+/// Returns a forward pass without a state.
 pub fn forward(rectangle: Rectangle) -> Forward {
     Forward {
         rectangle,
@@ -47,7 +47,7 @@ pub fn forward(rectangle: Rectangle) -> Forward {
     }
 }
 
-/// Gradients of keys and values without accumulators.
+/// Returns gradients of keys and values without accumulators.
 pub fn key_grads(rectangle: Rectangle) -> KeyGrads {
     KeyGrads {
         rectangle,
@@ -68,7 +68,7 @@ pub fn key_grads(rectangle: Rectangle) -> KeyGrads {
     }
 }
 
-/// Gradients of queries without an accumulator.
+/// Returns gradients of queries without an accumulator.
 pub fn query_grads(rectangle: Rectangle) -> QueryGrads {
     QueryGrads {
         rectangle,
@@ -87,7 +87,7 @@ pub fn query_grads(rectangle: Rectangle) -> QueryGrads {
     }
 }
 
-/// Statistics of a rectangle's queries.
+/// Returns statistics of a rectangle's queries.
 pub fn delta(rectangle: Rectangle) -> Delta {
     let Rectangle { batch, q_len, heads, head_dim, element, .. } = rectangle;
     Delta {
@@ -106,13 +106,13 @@ pub fn delta(rectangle: Rectangle) -> Delta {
     }
 }
 
-/// A result of a rectangle's queries from one accumulator.
-pub fn finish(rectangle: Rectangle) -> Finish {
+/// Returns a cast of one accumulator of a rectangle's queries.
+pub fn cast(rectangle: Rectangle) -> Cast {
     let Rectangle { batch, q_len: rows, heads, head_dim, element, .. } = rectangle;
-    Finish { batch, rows, heads, head_dim, element, a: Q, b: None, out: O, scale: 1.0 }
+    Cast { batch, rows, heads, head_dim, element, a: Q, b: None, out: O, scale: 1.0 }
 }
 
-/// Segments of up to 1024 queries and keys.
+/// Returns segments of up to 1024 queries and keys.
 pub fn segments() -> Segments {
     let at = |address, batch_stride| Rows { address, batch_stride };
     Segments { queries: at(0x6000, 1024), keys: at(0x7000, 2048), ranges: at(0x8000, 128) }

@@ -1,4 +1,4 @@
-//! The launches that find out which rows segments let a piece see.
+//! The launches that find which rows segments let a cut see.
 
 use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Instance, Kernel, Target};
@@ -6,8 +6,8 @@ use burst_attention_kernels::launch::{
     Features, Forward, KeyGrads, Launch, QueryGrads, Rectangle, Statistics,
 };
 
+use crate::cuts::{each_huge_trial, each_small_trial};
 use crate::footprint::only;
-use crate::pieces::{each_huge_trial, each_small_trial};
 use crate::samples::{O, Q, forward, key_grads, query_grads, segments, shape};
 use crate::trial::{PASSES, Trial, integer, pointer};
 
@@ -15,7 +15,7 @@ fn with_segments() -> Features {
     Features { segments: Some(segments()), ..Features::default() }
 }
 
-/// Checks that `ranges` writes of the rows of `main` what `main` reads.
+/// Asserts that `ranges` writes the ranges that `main` reads, for the rows of `main`.
 fn assert_prepares(ranges: &Launch, main: &Launch) {
     let queries = ("q_segments", "q_len");
     let keys = ("kv_segments", "kv_len");
@@ -45,8 +45,8 @@ fn streams(launch: &Launch) -> bool {
     integer(launch, "lower") <= integer(launch, "upper")
 }
 
-/// Checks that each launch with segments that streams comes right behind one that prepares it, and
-/// that there are no others; returns how many there are.
+/// Asserts that every launch with segments that streams comes right behind a launch that prepares
+/// it, and that no other launch is prepared. Returns the number of prepared launches.
 fn count_prepared(trial: &Trial, launches: &[Launch]) -> usize {
     let mut count = 0;
     let mut before: Option<&Launch> = None;
@@ -76,8 +76,8 @@ fn each_launch_with_segments_is_prepared() {
 }
 
 #[test]
-fn pieces_in_the_middle_of_a_chain_are_prepared_whatever_their_band() {
-    // Far from the rectangle's first rows, and neither the first nor the last piece.
+fn cuts_in_the_middle_of_a_chain_are_prepared_whatever_their_band() {
+    // Far from the rectangle's first rows, and neither the first nor the last cut.
     for kernel in PASSES {
         for (lower, upper) in [(400, 500), (-500, -400), (i64::MIN, -600), (600, i64::MAX)] {
             let rectangle = Rectangle { batch: 1, kv_heads: 32, lower, upper, ..shape(1000, 1000) };
@@ -95,7 +95,7 @@ fn rows_that_stay_have_ranges_of_those_that_are_streamed() {
     let (features, rectangle) = (with_segments(), shape(100, 200));
     let queries = ("q_segments", 0x6000, 0x6000 + 4 * (1024 + 100));
     let keys = ("kv_segments", 0x7000, 0x7000 + 4 * (2048 + 200));
-    // Two entries 128 numbers apart; two blocks of queries, four of keys.
+    // Two entries 128 numbers apart; two blocks of queries, four blocks of keys.
     let [of_queries, of_keys] = [2, 4].map(|blocks| 0x8000 + 4 * (128 + 4 * blocks));
     let check = |launches: Vec<Launch>, own: (_, u64, u64), other: (_, u64, u64), end| {
         assert_eq!(launches.len(), 2);
@@ -119,17 +119,17 @@ fn rows_that_stay_have_ranges_of_those_that_are_streamed() {
 }
 
 #[test]
-fn pieces_have_the_room_of_ranges_from_its_beginning() {
+fn cuts_use_the_workspace_of_ranges_from_its_beginning() {
     let features = with_segments();
     let at = Statistics { address: 0x5000, batch_stride: 32 * 1024, head_stride: 1024 };
     let state =
         Forward { acc: Some(Q), row_max: Some(at), row_sum: Some(at), ..forward(shape(1000, 900)) };
-    // 256 rows of the state in float32.
+    // The limit holds 256 rows of the state in float32.
     let limit = 256 * 32 * 128 * 4 + 1;
     let launches = Forward { features, ..state }.launches_within(Target::Sm90, limit).unwrap();
     let ranges: Vec<_> =
         launches.iter().filter(|it| it.instance.kernel == Kernel::SegmentRanges).collect();
-    assert!(ranges.len() >= 8, "{} pieces", ranges.len());
+    assert!(ranges.len() >= 8, "{} cuts", ranges.len());
     assert_eq!(2 * ranges.len(), launches.len());
     let mut starts: Vec<_> = Vec::new();
     for launch in ranges {

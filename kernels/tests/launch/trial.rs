@@ -1,26 +1,26 @@
-//! Descriptions with made-up addresses, and what their launches say of the rows they work on.
+//! Descriptions with made-up addresses, and the rows that their launches work on.
 
 use std::ops::Range;
 
 use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Kernel, Target};
 use burst_attention_kernels::launch::{
-    Delta, Dropout, Features, Finish, Forward, Join, KeyGrads, Launch, LaunchError, Merge,
-    Positions, QueryGrads, Rectangle, Rows, Segments, State, Statistics,
+    Accumulate, Cast, CombineSoftmax, Delta, Dropout, Features, Forward, KeyGrads, Launch,
+    LaunchError, QueryGrads, Rectangle, RowPositions, Rows, Segments, SoftmaxState, Statistics,
 };
 use burst_attention_kernels::record::Value;
 
 use crate::random::Random;
 
-/// Kernels that have descriptions of their own, but for linear attention.
+/// Kernels that have descriptions of their own, except the kernels of linear attention.
 pub const KERNELS: [Kernel; 7] = [
     Kernel::Forward,
     Kernel::KeyGrads,
     Kernel::QueryGrads,
     Kernel::Delta,
-    Kernel::Finish,
-    Kernel::Merge,
-    Kernel::Join,
+    Kernel::Cast,
+    Kernel::Accumulate,
+    Kernel::CombineSoftmax,
 ];
 
 /// The kernels of [`KERNELS`] that compute attention.
@@ -50,7 +50,7 @@ struct Placed {
     row_stride: u64,
 }
 
-const POSITIONS: Positions = Positions { query: 7000, key: 2000, stride: 3 };
+const POSITIONS: RowPositions = RowPositions { query: 7000, key: 2000, stride: 3 };
 const SLOPES: u64 = 1 << 40;
 const NUMBERS: u64 = 1 << 41;
 const RANGES: u64 = 1 << 42;
@@ -59,7 +59,8 @@ const RANGES: u64 = 1 << 42;
 pub struct Trial {
     pub kernel: Kernel,
     pub rectangle: Rectangle,
-    /// The rectangle alone says whether there is a window. Launches are fused where an image is.
+    /// The rectangle alone says whether there is a window. Launches are fused where a fused image
+    /// exists.
     pub features: FeatureSet,
     pub first: bool,
     pub last: bool,
@@ -68,19 +69,19 @@ pub struct Trial {
     random: Random,
 }
 
-/// What a launch works on, read back from its addresses and counts.
+/// The rows that a launch works on, read back from its addresses and counts.
 #[derive(Debug, PartialEq)]
-pub struct Part {
+pub struct Covered {
     pub batch: Range<usize>,
     pub queries: Range<usize>,
     pub keys: Range<usize>,
-    /// The band in the trial's own rows.
+    /// The band, counted in the trial's rows.
     pub band: (i64, i64),
     pub first: bool,
     pub last: bool,
 }
 
-impl Part {
+impl Covered {
     pub fn sees(&self, b: usize, i: usize, j: usize) -> bool {
         let seen = (self.band.0..=self.band.1).contains(&(j as i64 - i as i64));
         seen && self.batch.contains(&b) && self.queries.contains(&i) && self.keys.contains(&j)
@@ -102,11 +103,11 @@ pub fn pointer(launch: &Launch, name: &str) -> u64 {
 }
 
 impl Trial {
-    /// A trial without features.
+    /// Returns a trial without features.
     pub fn new(kernel: Kernel, rectangle: Rectangle, limit: u64, seed: u64) -> Trial {
         let mut random = Random(seed);
         let streams = PASSES.contains(&kernel);
-        let carries = streams || kernel == Kernel::Join;
+        let carries = streams || kernel == Kernel::CombineSoftmax;
         let (first, last) = (!streams || random.flip(), !carries || random.flip());
         let value_dim = if streams { rectangle.value_dim } else { rectangle.head_dim };
         let rectangle = Rectangle { value_dim, ..rectangle };
@@ -114,7 +115,7 @@ impl Trial {
         Trial { kernel, rectangle, features, first, last, limit, placed, random }
     }
 
-    /// The trial with features, if its kernel has any.
+    /// Returns the trial with features, if its kernel has any.
     pub fn with(self, features: FeatureSet) -> Trial {
         if PASSES.contains(&self.kernel) { Trial { features, ..self } } else { self }
     }
@@ -128,7 +129,7 @@ impl Trial {
         if self.resident_is_keys() { kv_len } else { q_len }
     }
 
-    /// Where an array lies; arrays that share a stride in the record share it here.
+    /// Places an array. Arrays that share a stride in the record share it here.
     fn put(&mut self, name: &'static str, of_keys: bool, bytes: u64, row_stride: u64) -> Rows {
         let rectangle = &self.rectangle;
         let rows = if of_keys { rectangle.kv_len } else { rectangle.q_len } as u64;
@@ -173,7 +174,7 @@ impl Trial {
     }
 
     fn statistics(&mut self, name: &'static str) -> Statistics {
-        let padding = if name.starts_with("came") { 12 } else { 4 };
+        let padding = if name.starts_with("arrived") { 12 } else { 4 };
         let head_stride = (self.rectangle.q_len as u64).next_multiple_of(4) + padding;
         let batch_stride = self.rectangle.heads as u64 * head_stride + 8;
         let address = (self.placed.len() as u64 + 1) << 44;
@@ -183,13 +184,13 @@ impl Trial {
         Statistics { address, batch_stride, head_stride }
     }
 
-    /// Elements between the batch entries of segment ranges.
+    /// Returns the elements between the batch entries of segment ranges.
     fn ranges_stride(&self) -> u64 {
         4 * self.resident_rows().div_ceil(64) as u64 + 3
     }
 
-    /// The features with their arrays. Slopes, numbers and ranges have no rows, so that they are
-    /// apart from what [`Trial::part`] compares.
+    /// Returns the features with their arrays. Slopes, numbers and ranges have no rows, so
+    /// [`Trial::covered`] does not compare them.
     fn features(&mut self) -> Features {
         let features = self.features;
         let segments = features.has(FeatureSet::SEGMENTS).then(|| Segments {
@@ -280,7 +281,7 @@ impl Trial {
                 zeros: self.random.flip().then(|| self.queries("zeros", 4)),
             }
             .launches_within(target, limit),
-            Kernel::Merge => Merge {
+            Kernel::Accumulate => Accumulate {
                 batch,
                 rows: q_len,
                 heads,
@@ -289,28 +290,28 @@ impl Trial {
                 arrived: self.queries("arrived", 4),
             }
             .launches_within(target, limit),
-            Kernel::Join => Join {
+            Kernel::CombineSoftmax => CombineSoftmax {
                 batch,
                 q_len,
                 heads,
                 head_dim,
                 element,
-                home: State {
+                home: SoftmaxState {
                     acc: self.results("acc", 4),
                     row_max: self.statistics("row_max"),
                     row_sum: self.statistics("row_sum"),
                 },
-                came: State {
-                    acc: self.results("came_acc", 4),
-                    row_max: self.statistics("came_max"),
-                    row_sum: self.statistics("came_sum"),
+                arrived: SoftmaxState {
+                    acc: self.results("arrived_acc", 4),
+                    row_max: self.statistics("arrived_max"),
+                    row_sum: self.statistics("arrived_sum"),
                 },
                 o: Some(self.results("o", 2)),
                 lse: Some(self.per_query("lse")),
                 last,
             }
             .launches_within(target, limit),
-            _ => Finish {
+            _ => Cast {
                 batch,
                 rows: q_len,
                 heads,
@@ -325,14 +326,15 @@ impl Trial {
         }
     }
 
-    /// The launches of the trial's kernel, without those that look at segments.
+    /// Returns the launches of the trial's kernel, without the launches that compare segments.
     pub fn main<'a>(&self, launches: &'a [Launch]) -> impl Iterator<Item = &'a Launch> {
         let kernel = self.kernel;
         launches.iter().filter(move |launch| launch.instance.kernel == kernel)
     }
 
-    /// Reads a launch back; every array must say the same of the batch entries and rows.
-    pub fn part(&self, launch: &Launch) -> Part {
+    /// Returns the rows that a launch works on. All its arrays must agree on batch entries and
+    /// rows.
+    pub fn covered(&self, launch: &Launch) -> Covered {
         let starts = |of_keys: bool| {
             let side = self.placed.iter().filter(|placed| placed.of_keys == of_keys);
             let mut starts: Vec<_> = side.map(|placed| self.start(launch, placed)).collect();
@@ -348,10 +350,10 @@ impl Trial {
         let kv_len = optional("kv_len").unwrap_or(0) as usize;
         let shift = j as i64 - i as i64;
         if let Some(query) = optional("q_position") {
-            let Positions { query: of_query, key: of_key, stride } = POSITIONS;
+            let RowPositions { query: of_query, key: of_key, stride } = POSITIONS;
             assert_eq!(query, of_query + stride * i as i64, "{launch:?}");
             assert_eq!(integer(launch, "k_position"), of_key + stride * j as i64, "{launch:?}");
-            // Where a feature is off, another array stands in for its own.
+            // Where a feature is off, another array stands in for the feature's array.
             for (feature, name, begin, stride) in [
                 (FeatureSet::DROPOUT, "dropout", NUMBERS, 5),
                 (FeatureSet::SLOPES, "slopes", SLOPES, self.rectangle.heads as u64 + 3),
@@ -363,7 +365,7 @@ impl Trial {
             }
         }
         let band = (optional("lower").unwrap_or(1), optional("upper").unwrap_or(0));
-        Part {
+        Covered {
             batch: b..b + integer(launch, "batch") as usize,
             queries: i..i + q_len,
             keys: j..j + kv_len,

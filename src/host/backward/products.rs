@@ -2,47 +2,41 @@
 
 use std::ops::Range;
 
-use super::super::matmul::{Depth, Product, Write};
+use super::super::matmul::{Depth, Matrix, Product, Write};
+use super::super::pack;
 use super::super::simd::Simd;
-use super::walk::{Memory, Walk};
+use super::cell::{CellScratch, CellTask};
 
-impl Walk<'_> {
-    /// p = q kᵀ and ds = dout vᵀ for the packed queries in `rows` and the keys of `lanes`.
+impl CellTask<'_> {
+    /// Computes p = q kᵀ and ds = dout vᵀ for the packed queries in `rows` and the keys of `lanes`.
     ///
     /// # Safety
-    /// Keys and queries are packed.
+    /// The caller guarantees that keys and queries are packed.
     #[inline(always)]
     pub(super) unsafe fn logits<S: Simd>(&self, simd: S, lanes: &Range<usize>, rows: Range<usize>) {
-        let Memory { k_columns, v_columns, q, dout, p, ds, k_width, v_width, .. } = self.memory;
-        let sides = [
-            (q, k_width, k_columns, self.cell.tile.k.dim, p),
-            (dout, v_width, v_columns, self.cell.tile.v.dim, ds),
-        ];
-        for (a, a_row, columns, dim, c) in sides {
-            // SAFETY: all of it is scratch.
-            unsafe {
-                let product = Product {
-                    a,
-                    a_row,
-                    a_depth: 1,
-                    b: columns.add(lanes.start * dim),
-                    b_depth: lanes.len(),
-                    c,
-                    c_row: lanes.len(),
-                    rows: rows.clone(),
-                    vectors: lanes.len() / S::LANES,
-                    depth: Depth::All(0..dim),
-                    write: Write::Set,
-                };
-                product.compute(simd);
-            }
+        let CellScratch { k_columns, v_columns, q, dout, p, ds, .. } = self.scratch;
+        let inputs = &self.cell.tile.inputs;
+        let sides = [(q, k_columns, inputs.k.dim, p), (dout, v_columns, inputs.v.dim, ds)];
+        for (a, columns, dim, c) in sides {
+            let product = Product {
+                a: a.left(),
+                b: pack::panel(columns, lanes, dim),
+                c: Matrix { at: c, row: lanes.len() },
+                rows: rows.clone(),
+                vectors: lanes.len() / S::LANES,
+                depth: Depth::All(0..dim),
+                write: Write::Set,
+            };
+            // SAFETY: all three matrices are scratch of this task, and the caller guarantees that
+            // keys and queries are packed.
+            unsafe { product.compute(simd) }
         }
     }
 
-    /// dv += pᵀ dout and dk += dsᵀ q for the first `count` keys of `lanes`.
+    /// Adds dv += pᵀ dout and dk += dsᵀ q for the first `count` keys of `lanes`.
     ///
     /// # Safety
-    /// The panels hold p and ds, and the queries are packed.
+    /// The caller guarantees that the panels hold p and ds, and that the queries are packed.
     #[inline(always)]
     pub(super) unsafe fn key_gradients<S: Simd>(
         &self,
@@ -51,32 +45,27 @@ impl Walk<'_> {
         count: usize,
         depth: Depth<'_>,
     ) {
-        let Memory { q, dout, dk, dv, p, ds, k_width, v_width, .. } = self.memory;
-        for (a, b, c, width) in [(p, dout, dv, v_width), (ds, q, dk, k_width)] {
-            // SAFETY: all of it is scratch.
-            unsafe {
-                let product = Product {
-                    a,
-                    a_row: 1,
-                    a_depth: lanes.len(),
-                    b,
-                    b_depth: width,
-                    c: c.add(lanes.start * width),
-                    c_row: width,
-                    rows: 0..count,
-                    vectors: width / S::LANES,
-                    depth: depth.clone(),
-                    write: Write::Add,
-                };
-                product.compute(simd);
-            }
+        let CellScratch { q, dout, dk, dv, p, ds, .. } = self.scratch;
+        for (a, b, c) in [(p, dout, dv), (ds, q, dk)] {
+            let product = Product {
+                a: Matrix { at: a, row: lanes.len() }.transposed(),
+                b,
+                c: c.skip(lanes.start),
+                rows: 0..count,
+                vectors: c.row / S::LANES,
+                depth: depth.clone(),
+                write: Write::Add,
+            };
+            // SAFETY: all three matrices are scratch of this task, and the caller guarantees the
+            // panels and the queries.
+            unsafe { product.compute(simd) }
         }
     }
 
-    /// dq += ds k for the packed queries in `rows` and the keys of `lanes`.
+    /// Adds dq += ds k for the packed queries in `rows` and the keys of `lanes`.
     ///
     /// # Safety
-    /// The panel holds ds, and the keys are packed.
+    /// The caller guarantees that the panel holds ds, and that the keys are packed.
     #[inline(always)]
     pub(super) unsafe fn query_gradients<S: Simd>(
         &self,
@@ -85,23 +74,18 @@ impl Walk<'_> {
         rows: Range<usize>,
         depth: Depth<'_>,
     ) {
-        let Memory { k, dq, ds, k_width, .. } = self.memory;
-        // SAFETY: all of it is scratch.
-        unsafe {
-            let product = Product {
-                a: ds,
-                a_row: lanes.len(),
-                a_depth: 1,
-                b: k.add(lanes.start * k_width),
-                b_depth: k_width,
-                c: dq,
-                c_row: k_width,
-                rows,
-                vectors: k_width / S::LANES,
-                depth,
-                write: Write::Add,
-            };
-            product.compute(simd);
-        }
+        let CellScratch { k, dq, ds, .. } = self.scratch;
+        let product = Product {
+            a: Matrix { at: ds, row: lanes.len() }.left(),
+            b: k.skip(lanes.start),
+            c: dq,
+            rows,
+            vectors: k.row / S::LANES,
+            depth,
+            write: Write::Add,
+        };
+        // SAFETY: all three matrices are scratch of this task, and the caller guarantees the panel
+        // and the keys.
+        unsafe { product.compute(simd) }
     }
 }

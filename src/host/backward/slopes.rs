@@ -1,59 +1,47 @@
-//! The gradient of the slopes.
+//! Sums for the gradient of the slopes.
 
-use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::BackwardTile;
 
-/// The sums of every cell for the gradient of the slopes, so that they are added in a fixed order.
+/// A sum for each cell and head. [`SlopeSums::add_to`] adds the sums of all cells in a fixed order.
 pub(super) struct SlopeSums {
-    /// One for each cell of each query head of each batch entry; empty without slopes.
-    sums: Vec<f64>,
+    /// The bits of a float64 for each cell, batch entry and query head; empty without slopes.
+    sums: Vec<AtomicU64>,
+    /// Number of sums of a cell.
     per_cell: usize,
 }
 
 impl SlopeSums {
+    /// Returns sums of zero for the cells of a tile.
     pub fn new(tile: &BackwardTile<'_>, cells: usize) -> SlopeSums {
-        let per_cell = tile.q.batch * tile.q.heads;
-        let wanted = if tile.extras.dslopes.is_some() { per_cell * cells * cells } else { 0 };
-        SlopeSums { sums: vec![0.0; wanted], per_cell }
+        let per_cell = tile.inputs.q.batch * tile.inputs.q.heads;
+        let is_wanted = tile.inputs.features.dslopes.is_some();
+        let count = if is_wanted { per_cell * cells * cells } else { 0 };
+        SlopeSums { sums: (0..count).map(|_| AtomicU64::new(0)).collect(), per_cell }
     }
 
-    /// The sums as tasks write them. No task may write after the next use of `self`.
-    pub fn shared(&mut self) -> Shared {
-        let first = if self.sums.is_empty() { ptr::null_mut() } else { self.sums.as_mut_ptr() };
-        Shared { first, per_cell: self.per_cell }
+    /// Returns the sums of one cell; none without slopes.
+    pub fn of_cell(&self, cell: usize) -> &[AtomicU64] {
+        self.sums.get(cell * self.per_cell..(cell + 1) * self.per_cell).unwrap_or_default()
     }
 
-    /// Adds all cells to the array.
-    pub fn add(&self, tile: &BackwardTile<'_>) {
-        let Some(dslopes) = tile.extras.dslopes else { return };
+    /// Adds the sums of all cells to the gradient.
+    pub fn add_to(&self, tile: &BackwardTile<'_>) {
+        let Some(dslopes) = tile.inputs.features.dslopes else { return };
+        let heads = tile.inputs.q.heads;
         for index in 0..self.per_cell {
-            let sum: f64 = self.sums.iter().skip(index).step_by(self.per_cell).sum();
-            let at = dslopes.row(index / tile.q.heads, 0, index % tile.q.heads).cast::<f32>();
-            // SAFETY: the tile's gradients are the caller's to write.
+            let of_cells = self.sums.iter().skip(index).step_by(self.per_cell);
+            let sum: f64 = of_cells.map(|sum| f64::from_bits(sum.load(Ordering::Relaxed))).sum();
+            let at = dslopes.row(index / heads, 0, index % heads).cast::<f32>();
+            // SAFETY: the caller of `backward` guarantees that this call alone uses the gradients.
             unsafe { *at += sum as f32 }
         }
     }
 }
 
-/// Memory of which each task uses its own part.
-#[derive(Clone, Copy)]
-pub(super) struct Shared {
-    first: *mut f64,
-    per_cell: usize,
-}
-
-// SAFETY: cells write the sums of their own heads, each cell and head once.
-unsafe impl Send for Shared {}
-// SAFETY: as for `Send`.
-unsafe impl Sync for Shared {}
-
-impl Shared {
-    /// The sums of one cell; null without slopes.
-    pub fn of_cell(&self, cell: usize) -> *mut f64 {
-        if self.first.is_null() {
-            return self.first;
-        }
-        self.first.wrapping_add(cell * self.per_cell)
-    }
+/// Subtracts from a sum that no other thread uses at the time.
+pub(super) fn subtract(sum: &AtomicU64, term: f64) {
+    let difference = f64::from_bits(sum.load(Ordering::Relaxed)) - term;
+    sum.store(difference.to_bits(), Ordering::Relaxed);
 }

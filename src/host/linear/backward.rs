@@ -3,209 +3,228 @@
 use std::ops::Range;
 
 use super::BackwardIo;
-use super::ahead::Ahead;
-use super::chunk::{Matrix, Size, chunks, flip, product, rows_of, scale_rows, store};
+use super::chunk::{chunks, product, scale_rows, store, transpose};
 use super::decays::Decays;
-use super::gradients::{Memory, Part, States};
-use crate::host::pack::Scratch;
-use crate::host::simd::{Simd, Task};
+use super::gradients::{GroupScratch, HeadChunk, HeadStates};
+use super::prefetch::Prefetch;
+use crate::host::matmul::Matrix;
+use crate::host::scratch::{Scratch, ScratchTask};
+use crate::host::simd::Simd;
 
-/// Floats of a head's states that are kept at once, where their number allows it. Where not all are,
-/// most are made twice: 9 % more time for both passes, head_dim 64.
+/// Most floats of a head's states that are kept at once, if one part of the chunks may be so large.
+/// If the states do not all fit, most are computed twice: 9 % more time for both passes, head_dim
+/// 64.
 const KEPT_FLOATS: usize = 1 << 21;
 
-/// Gradients of one key/value head and of all query heads that use it.
+/// The gradients of one key/value head and of all query heads that use it.
 pub(super) struct BackwardGroup<'a> {
     pub io: &'a BackwardIo,
-    pub batch: usize,
-    pub kv_head: usize,
+    /// Batch entry and key/value head.
+    pub kv_head: (usize, usize),
 }
 
-/// How many chunks are a part: all if their states fit, else as many as there are parts.
+/// Returns the number of chunks of a part: all chunks if their states fit, or else as many chunks
+/// as there are parts.
 fn part_chunks(count: usize, floats: usize) -> usize {
     let root = (count as f64).sqrt().ceil() as usize;
     root.max(KEPT_FLOATS / floats.max(1)).clamp(1, count.max(1))
 }
 
-impl Task for BackwardGroup<'_> {
-    #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
-        let (k_dim, v_dim) = (self.io.k.dim, self.io.v.dim);
-        let (kw, vw) = (k_dim.next_multiple_of(S::LANES), v_dim.next_multiple_of(S::LANES));
-        let all: Vec<_> = chunks(self.io.q.rows.len()).collect();
-        let part = part_chunks(all.len(), vw * kw);
-        let parts = all.len().div_ceil(part).max(1);
-        let group = self.io.q.heads / self.io.k.heads;
-        let of_group = Memory::sizes((kw, vw), S::LANES);
-        let of_head = [(kw, vw), (parts * vw, kw), (part * vw, kw)];
-        let footprint = |sizes: &[(usize, usize)]| {
-            sizes.iter().map(|(rows, row)| Scratch::footprint(rows * row)).sum::<usize>()
-        };
-        let total = footprint(&of_group) + group * footprint(&of_head);
-        Scratch::with(total, |mut scratch| {
-            let mut take = |(rows, row)| Matrix { at: scratch.take(rows * row), row };
-            let memory = Memory::new(of_group.map(&mut take));
-            let heads: Vec<_> = (0..group)
-                .map(|member| {
-                    let [d, parts, chunks] = of_head.map(&mut take);
-                    (self.kv_head * group + member, States { d, parts, chunks, rows: vw })
-                })
-                .collect();
-            simd.vectorize(Walk { of: &self, memory, heads: &heads, all: &all, part });
-        });
-    }
-}
-
-/// A task of its own, since what is called from a closure is compiled without the instructions.
-struct Walk<'a> {
-    of: &'a BackwardGroup<'a>,
-    memory: Memory,
-    heads: &'a [(usize, States)],
-    all: &'a [Range<usize>],
+/// The scratch of a group, and how its chunks are cut into parts.
+pub(super) struct GroupPieces {
+    scratch: GroupScratch,
+    heads: Vec<HeadStates>,
+    /// Chunks of a part.
     part: usize,
 }
 
-impl Task for Walk<'_> {
+impl ScratchTask for BackwardGroup<'_> {
+    type Pieces = GroupPieces;
+
+    fn lay_out<S: Simd>(&self, scratch: &mut Scratch) -> GroupPieces {
+        let BackwardIo { q, k, v, .. } = self.io;
+        let (kw, vw) = (k.dim.next_multiple_of(S::LANES), v.dim.next_multiple_of(S::LANES));
+        let count = chunks(q.rows.len()).len();
+        let part = part_chunks(count, vw * kw);
+        let parts = count.div_ceil(part).max(1);
+        let mut take = |rows, row| Matrix::take(scratch, (rows, row));
+        let of_group = GroupScratch::take(&mut take, (kw, vw), S::LANES);
+        let group = q.heads / k.heads;
+        let (batch, kv_head) = self.kv_head;
+        let of_head = |head| HeadStates {
+            head: (batch, head),
+            d: take(kw, vw),
+            parts: take(parts * vw, kw),
+            chunks: take(part * vw, kw),
+            rows: vw,
+        };
+        let heads = (kv_head * group..(kv_head + 1) * group).map(of_head).collect();
+        GroupPieces { scratch: of_group, heads, part }
+    }
+
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
-        // SAFETY: all of it is scratch; the arrays were checked, and this task alone writes its
-        // heads' results.
-        unsafe { self.all(simd) }
+    unsafe fn work<S: Simd>(&self, simd: S, GroupPieces { scratch, heads, part }: GroupPieces) {
+        let all = chunks(self.io.q.rows.len()).collect();
+        let task = GroupTask { group: self, scratch, heads, all, part };
+        // SAFETY: the scratch is this task's. The caller of `backward` guarantees that the arrays
+        // have the rows that the problem asks for, and that this call alone uses the results. This
+        // task alone uses its heads' results.
+        unsafe { task.all(simd) }
     }
 }
 
-impl Walk<'_> {
+/// A group with its scratch and its chunks.
+///
+/// Every method relies on what [`BackwardGroup::work`] guarantees: the scratch is this task's, the
+/// arrays have the rows of all chunks, and the results of the group's heads are this task's.
+struct GroupTask<'a> {
+    group: &'a BackwardGroup<'a>,
+    scratch: GroupScratch,
+    heads: Vec<HeadStates>,
+    all: Vec<Range<usize>>,
+    part: usize,
+}
+
+impl GroupTask<'_> {
+    /// Computes all gradients.
+    ///
     /// # Safety
-    /// The memory is scratch, and the arrays have the chunks' rows.
+    /// The caller guarantees the scratch and the arrays, as [`GroupTask`] says.
     #[inline(always)]
     unsafe fn all<S: Simd>(&self, simd: S) {
-        let Walk { of: BackwardGroup { io, batch, .. }, all, part, .. } = *self;
+        let GroupTask { group: BackwardGroup { io, .. }, ref all, part, .. } = *self;
         let whole = 0..io.k.dim;
-        // SAFETY: passed on.
+        // SAFETY: the caller guarantees the scratch and the arrays.
         unsafe {
-            for &(head, states) in self.heads {
-                let States { d, parts, .. } = states;
+            for states in &self.heads {
+                let HeadStates { head, d, parts, .. } = *states;
                 // Rows that only fill up squares of vectors stay zero.
-                d.at.write_bytes(0, d.row * whole.len().next_multiple_of(S::LANES));
-                rows_of(&io.before, (*batch, head), &whole).pack(simd, d.at, d.row);
-                flip(simd, d, (whole.len(), io.v.dim), parts);
+                d.clear(whole.len().next_multiple_of(S::LANES));
+                io.before.head_rows(head, &whole).pack(simd, d);
+                transpose(simd, d, (whole.len(), io.v.dim), parts);
                 for index in 1..all.len().div_ceil(part) {
                     let state = states.part(index);
                     states.copy(states.part(index - 1), state);
                     for number in (index - 1) * part..index * part {
-                        self.step(simd, head, number, state, state);
+                        self.step(simd, head, number, (state, state));
                     }
                 }
-                rows_of(&io.dafter, (*batch, head), &whole).pack(simd, d.at, d.row);
+                io.dafter.head_rows(head, &whole).pack(simd, d);
             }
             for first in (0..all.len()).step_by(part).rev() {
                 let chunks = first..all.len().min(first + part);
-                for &(head, states) in self.heads {
+                for states in &self.heads {
                     states.copy(states.part(first / part), states.chunk(0));
                     for (at, number) in chunks.clone().skip(1).enumerate() {
-                        let (from, to) = (states.chunk(at), states.chunk(at + 1));
-                        self.step(simd, head, number - 1, from, to);
+                        let step = (states.chunk(at), states.chunk(at + 1));
+                        self.step(simd, states.head, number - 1, step);
                     }
                 }
                 for number in chunks.rev() {
                     self.chunk(simd, number, number - first);
                 }
             }
-            for &(head, States { d, .. }) in self.heads {
-                store(simd, &rows_of(&io.dbefore, (*batch, head), &whole), d);
+            for states in &self.heads {
+                store(simd, &io.dbefore.head_rows(states.head, &whole), states.d);
             }
             simd.fence();
         }
     }
 
-    /// The state after a chunk from that before it.
+    /// Computes the state after a chunk from the state before it.
     ///
     /// # Safety
-    /// As [`Walk::all`].
+    /// The caller guarantees the scratch and the arrays, as [`GroupTask`] says, and that `from` and
+    /// `to` are states of the head.
     #[inline(always)]
-    unsafe fn step<S: Simd>(&self, simd: S, head: usize, number: usize, from: Matrix, to: Matrix) {
-        let Walk { of: &BackwardGroup { io, batch, kv_head }, memory: Memory { k, v, .. }, .. } =
-            *self;
-        let (rows, arrays) = (&self.all[number], [&io.k, &io.v]);
-        let mut ahead = Ahead::none();
+    unsafe fn step<S: Simd>(
+        &self,
+        simd: S,
+        head: (usize, usize),
+        number: usize,
+        (from, to): (Matrix, Matrix),
+    ) {
+        let BackwardGroup { io, kv_head } = *self.group;
+        let GroupScratch { k, v, .. } = self.scratch;
+        let rows = &self.all[number];
+        let mut prefetch = Prefetch::none();
         if let Some(next) = self.all.get(number + 1) {
-            for array in arrays {
-                ahead = ahead.and(&rows_of(array, (batch, kv_head), next));
+            for array in [&io.k, &io.v] {
+                prefetch = prefetch.and(&array.head_rows(kv_head, next));
             }
         }
-        // SAFETY: passed on.
+        // SAFETY: the caller guarantees the scratch and the arrays.
         unsafe {
-            let decays = Decays::read(simd, &io.log_decay, (batch, head), rows);
-            rows_of(&io.k, (batch, kv_head), rows).pack(simd, k.at, k.row);
-            rows_of(&io.v, (batch, kv_head), rows).pack(simd, v.at, v.row);
-            scale_rows(simd, k, k.row, &decays.to_end[..rows.len()]);
-            let size = Size { rows: 0..io.v.dim, columns: k.row, depth: decays.last() };
-            let write = decays.onto(from.at);
-            product(simd, &mut ahead.over(1), (v.transposed(), k), to, size, write);
+            let decays = Decays::read(simd, &io.log_decay, head, rows);
+            io.k.head_rows(kv_head, rows).pack(simd, k);
+            io.v.head_rows(kv_head, rows).pack(simd, v);
+            scale_rows(simd, k, &decays.to_end[..rows.len()]);
+            let (size, write) = ((0..io.v.dim, decays.last()), decays.onto(from.at));
+            product(simd, &mut prefetch.over(1), (v.transposed(), k), to, size, write);
         }
     }
 
-    /// Gradients of a chunk; the states before it are those before the chunk `at` of a part.
+    /// Computes the gradients of a chunk, which is chunk `at` of the current part.
     ///
     /// # Safety
-    /// As [`Walk::all`].
+    /// The caller guarantees the scratch and the arrays, as [`GroupTask`] says.
     #[inline(always)]
     unsafe fn chunk<S: Simd>(&self, simd: S, number: usize, at: usize) {
-        let Walk { of: &BackwardGroup { io, batch, kv_head }, memory, heads, all, .. } = *self;
-        let (rows, kv_head) = (&all[number], (batch, kv_head));
-        let Memory { k, v, k_columns, v_columns, dk_sum, dv_sum, .. } = memory;
-        // SAFETY: passed on.
+        let GroupTask { group: &BackwardGroup { io, kv_head }, scratch, ref heads, .. } = *self;
+        let rows = &self.all[number];
+        let GroupScratch { k, v, columns, dkv, dkv_sum, .. } = scratch;
+        // SAFETY: the caller guarantees the scratch and the arrays.
         unsafe {
-            rows_of(&io.k, kv_head, rows).pack(simd, k.at, k.row);
-            rows_of(&io.v, kv_head, rows).pack(simd, v.at, v.row);
-            flip(simd, k, (rows.len(), k.row), k_columns);
-            flip(simd, v, (rows.len(), v.row), v_columns);
-            for (member, &(head, states)) in heads.iter().enumerate() {
-                let part = Part { io, memory, states, head: (batch, head), rows, at };
-                let ahead = &mut self.ahead(number, at, member).over(7);
+            io.k.head_rows(kv_head, rows).pack(simd, k);
+            io.v.head_rows(kv_head, rows).pack(simd, v);
+            transpose(simd, k, (rows.len(), k.row), columns[0]);
+            transpose(simd, v, (rows.len(), v.row), columns[1]);
+            for (member, states) in heads.iter().enumerate() {
+                let chunk = HeadChunk { io, scratch, states, rows, at };
+                let prefetch = &mut self.prefetch(number, at, member).over(7);
                 if member == 0 {
-                    part.gradients(simd, ahead, [dk_sum, dv_sum]);
+                    chunk.gradients(simd, prefetch, dkv_sum);
                 } else {
-                    part.gradients(simd, ahead, [memory.dk, memory.dv]);
-                    add_rows(simd, dk_sum, memory.dk, (rows.len(), k.row));
-                    add_rows(simd, dv_sum, memory.dv, (rows.len(), v.row));
+                    chunk.gradients(simd, prefetch, dkv);
+                    add_rows(simd, dkv_sum[0], dkv[0], rows.len());
+                    add_rows(simd, dkv_sum[1], dkv[1], rows.len());
                 }
             }
-            store(simd, &rows_of(&io.dk, kv_head, rows), dk_sum);
-            store(simd, &rows_of(&io.dv, kv_head, rows), dv_sum);
+            store(simd, &io.dk.head_rows(kv_head, rows), dkv_sum[0]);
+            store(simd, &io.dv.head_rows(kv_head, rows), dkv_sum[1]);
         }
     }
 
-    /// What is read after the `member` of the group in a chunk.
-    fn ahead(&self, number: usize, at: usize, member: usize) -> Ahead {
-        let Walk { of: &BackwardGroup { io, batch, kv_head }, heads, all, .. } = *self;
+    /// Returns the rows that are read after the `member` of the group in a chunk.
+    fn prefetch(&self, number: usize, at: usize, member: usize) -> Prefetch {
+        let (BackwardGroup { io, kv_head }, heads) = (self.group, &self.heads);
         let (number, at, member) = match (heads.get(member + 1), at) {
             (Some(_), _) => (number, at, member + 1),
-            (None, 0) => return Ahead::none(),
+            (None, 0) => return Prefetch::none(),
             (None, _) => (number - 1, at - 1, 0),
         };
-        let (rows, (head, states)) = (&all[number], heads[member]);
-        let ahead = [&io.q, &io.dout]
-            .into_iter()
-            .fold(Ahead::none(), |ahead, array| ahead.and(&rows_of(array, (batch, head), rows)))
+        let (rows, states) = (&self.all[number], &heads[member]);
+        let prefetch = Prefetch::none()
+            .and(&io.q.head_rows(states.head, rows))
+            .and(&io.dout.head_rows(states.head, rows))
             .and_scratch(states.chunk(at), io.v.dim);
         if member > 0 {
-            return ahead;
+            return prefetch;
         }
-        let keys = [&io.k, &io.v].into_iter();
-        keys.fold(ahead, |ahead, array| ahead.and(&rows_of(array, (batch, kv_head), rows)))
+        prefetch.and(&io.k.head_rows(*kv_head, rows)).and(&io.v.head_rows(*kv_head, rows))
     }
 }
 
-/// a += b
+/// Adds a += b.
 ///
 /// # Safety
-/// They are this thread's and do not overlap; the width is a multiple of the lanes.
+/// The caller guarantees that both have these rows, of the same number of whole vectors, are this
+/// thread's and do not overlap.
 #[inline(always)]
-unsafe fn add_rows<S: Simd>(simd: S, a: Matrix, b: Matrix, (rows, width): (usize, usize)) {
+unsafe fn add_rows<S: Simd>(simd: S, a: Matrix, b: Matrix, rows: usize) {
     for row in 0..rows {
-        for d in (0..width).step_by(S::LANES) {
-            // SAFETY: passed on.
+        for d in (0..a.row).step_by(S::LANES) {
+            // SAFETY: the caller guarantees that both have this row of whole vectors.
             unsafe {
                 let (a, b) = (a.at.add(row * a.row + d), b.at.add(row * b.row + d));
                 simd.store(a, simd.add(simd.load(a), simd.load(b)));

@@ -1,175 +1,135 @@
-//! A chunk of consecutive tokens of one head, and the products it is made of.
+//! A chunk of consecutive tokens of one head, and the products that its results are made of.
 
 use std::ops::Range;
 
-use super::ahead::Ahead;
-use crate::host::array::HostArray;
-use crate::host::matmul::{Depth, Product, Write, even_parts};
-use crate::host::pack::{Rows, all_finite, store_row};
+use super::prefetch::Prefetch;
+use crate::host::matmul::{Depth, Left, Matrix, Product, Write, even_parts};
+use crate::host::pack::{HeadRows, all_finite, store_row};
 use crate::host::simd::Simd;
 use crate::problem::Dtype;
 
-/// Tokens of a chunk, a multiple of all vectors' lanes. Inside a chunk work grows with its square,
-/// per chunk there is that of the state. With head_dim 64 chunks of 32 take as long.
+/// Tokens of a chunk, a multiple of the lanes of every instruction set. Work within a chunk grows
+/// with the square of its length, and each chunk adds the work on the state. With head_dim 64,
+/// chunks of 32 take as long.
 pub(super) const CHUNK: usize = 64;
 
-/// Rows of floats, `row` apart, in scratch or in an array.
-#[derive(Clone, Copy)]
-pub(super) struct Matrix {
-    pub at: *mut f32,
-    pub row: usize,
-}
-
-impl Matrix {
-    /// As the left side of a product.
-    pub fn left(self) -> Left {
-        Left { at: self.at, row: self.row, column: 1 }
-    }
-
-    /// The same memory as the left side of a product, transposed.
-    pub fn transposed(self) -> Left {
-        Left { at: self.at, row: 1, column: self.row }
-    }
-}
-
-/// The left side of a product: element (i, j) at `at + i·row + j·column`.
-#[derive(Clone, Copy)]
-pub(super) struct Left {
-    at: *const f32,
-    row: usize,
-    column: usize,
-}
-
-/// Rows and columns of a product and what it sums over; columns are a multiple of the lanes.
-#[derive(Clone)]
-pub(super) struct Size {
-    pub rows: Range<usize>,
-    pub columns: usize,
-    pub depth: Range<usize>,
-}
-
-/// c = a b.
+/// Computes c = a b, or adds to c as `write` says, in some rows and over some depth.
 ///
 /// # Safety
-/// All of it is this thread's, and c overlaps neither side.
+/// The caller guarantees that all three matrices are this thread's, that they have these rows and
+/// this depth, that rows of b and c have the same number of whole vectors, and that c overlaps
+/// neither side.
 #[inline(always)]
 pub(super) unsafe fn product<S: Simd>(
     simd: S,
-    ahead: &mut Ahead,
-    (a, b): (Left, Matrix),
-    c: Matrix,
-    size: Size,
-    write: Write,
-) {
-    let depth = Depth::All(size.depth.clone());
-    // SAFETY: passed on.
-    unsafe { parts(simd, ahead, (a, b), c, size, depth, write) }
-}
-
-/// c = a b in the rows of `size`, and 0 in the remaining rows of `count`.
-///
-/// # Safety
-/// As [`product`].
-#[inline(always)]
-pub(super) unsafe fn product_of_some<S: Simd>(
-    simd: S,
-    ahead: &mut Ahead,
+    prefetch: &mut Prefetch,
     sides: (Left, Matrix),
     c: Matrix,
-    size: Size,
+    (rows, depth): (Range<usize>, Range<usize>),
+    write: Write,
+) {
+    // SAFETY: the caller guarantees the three matrices.
+    unsafe { product_in_parts(simd, prefetch, sides, c, (rows, c.row), Depth::All(depth), write) }
+}
+
+/// Computes c = a b in some rows and over some depth, and writes 0 to all other rows up to `count`.
+///
+/// # Safety
+/// The caller guarantees what [`product`] asks for, and that c has `count` rows.
+#[inline(always)]
+pub(super) unsafe fn product_and_zeros<S: Simd>(
+    simd: S,
+    prefetch: &mut Prefetch,
+    sides: (Left, Matrix),
+    c: Matrix,
+    (rows, depth): (Range<usize>, Range<usize>),
     count: usize,
 ) {
-    // SAFETY: the caller vouches for the memory.
+    // SAFETY: the caller guarantees the three matrices, and `count` rows of c.
     unsafe {
-        for others in [0..size.rows.start, size.rows.end..count] {
-            c.at.add(others.start * c.row).write_bytes(0, others.len() * c.row);
+        for others in [0..rows.start, rows.end..count] {
+            c.skip(others.start).clear(others.len());
         }
-        product(simd, ahead, sides, c, size, Write::Set);
+        product(simd, prefetch, sides, c, (rows, depth), Write::Set);
     }
 }
 
-/// c = factor ∘ c + a b, where row i of `a` holds zeros outside of `range(i)`.
+/// Computes c = factor ∘ c + a b in `count` rows and over a depth of `count`, where row i of `a`
+/// holds zeros outside of `range(i)`.
 ///
 /// # Safety
-/// As [`product`].
+/// The caller guarantees what [`product`] asks for.
 #[inline(always)]
-pub(super) unsafe fn triangle<S: Simd>(
+pub(super) unsafe fn triangular_product<S: Simd>(
     simd: S,
-    ahead: &mut Ahead,
+    prefetch: &mut Prefetch,
     (a, b): (Left, Matrix),
     c: Matrix,
-    size: Size,
+    count: usize,
     range: &dyn Fn(usize) -> Range<usize>,
     factor: &[f32; CHUNK],
 ) {
-    // SAFETY: the caller vouches for the memory; rows of scratch are whole vectors.
+    // SAFETY: the caller guarantees the three matrices. Rows of scratch are whole vectors.
     unsafe {
-        let exact = !all_finite(simd, b.at, size.depth.end * b.row);
+        let exact = !all_finite(simd, b.at, count * b.row);
         let (depth, write) = (Depth::Rows { range, exact }, Write::Rescale(factor.as_ptr()));
-        parts(simd, ahead, (a, b), c, size, depth, write);
+        product_in_parts(simd, prefetch, (a, b), c, (0..count, c.row), depth, write);
     }
 }
 
+/// Computes some rows and columns of a product, a few rows at a time, with prefetches between.
+///
 /// # Safety
-/// As [`product`].
+/// The caller guarantees what [`product`] asks for.
 #[inline(always)]
-unsafe fn parts<S: Simd>(
+unsafe fn product_in_parts<S: Simd>(
     simd: S,
-    ahead: &mut Ahead,
+    prefetch: &mut Prefetch,
     (a, b): (Left, Matrix),
     c: Matrix,
-    Size { rows, columns, .. }: Size,
+    (rows, columns): (Range<usize>, usize),
     depth: Depth<'_>,
     write: Write,
 ) {
     for part in even_parts(rows.len(), S::TILE_ROWS) {
-        ahead.fetch(simd);
-        let product = Product {
-            a: a.at,
-            a_row: a.row,
-            a_depth: a.column,
-            b: b.at,
-            b_depth: b.row,
-            c: c.at,
-            c_row: c.row,
-            rows: rows.start + part.start..rows.start + part.end,
-            vectors: columns / S::LANES,
-            depth: depth.clone(),
-            write,
-        };
-        // SAFETY: passed on.
-        unsafe { product.compute(simd) }
+        prefetch.fetch(simd);
+        let rows = rows.start + part.start..rows.start + part.end;
+        let (vectors, depth) = (columns / S::LANES, depth.clone());
+        // SAFETY: the caller guarantees the three matrices.
+        unsafe { Product { a, b, c, rows, vectors, depth, write }.compute(simd) }
     }
 }
 
-/// p = a bᵀ on and below the diagonal, for `count` rows and columns of length `dim`; b comes as
-/// columns.
+/// Computes p = a bᵀ on and below the diagonal, for `count` rows and columns of length `dim`. The
+/// rows of b come as columns.
 ///
 /// # Safety
-/// As [`product`].
+/// The caller guarantees what [`product`] asks for.
 #[inline(always)]
 pub(super) unsafe fn scores<S: Simd>(
     simd: S,
-    ahead: &mut Ahead,
+    prefetch: &mut Prefetch,
     (a, columns): (Matrix, Matrix),
     p: Matrix,
     (count, dim): (usize, usize),
 ) {
     for first in (0..count).step_by(S::LANES) {
         let end = first + S::LANES;
-        let size = Size { rows: first..end.min(count), columns: end, depth: 0..dim };
-        // SAFETY: passed on.
-        unsafe { product(simd, ahead, (a.left(), columns), p, size, Write::Set) }
+        let (sides, size) = ((a.left(), columns), (first..end.min(count), end));
+        let depth = Depth::All(0..dim);
+        // SAFETY: the caller guarantees the three matrices.
+        unsafe { product_in_parts(simd, prefetch, sides, p, size, depth, Write::Set) }
     }
 }
 
-/// Rows as columns: `to` becomes the transpose of `rows` × `columns` floats, rounded up to whole
-/// squares of vectors. What is beyond `rows` and `columns` is arbitrary.
+/// Writes the transpose of `rows` × `columns` floats, rounded up to whole squares of vectors.
+/// Floats beyond `rows` and `columns` are arbitrary.
 ///
 /// # Safety
-/// Both are scratch with room for whole squares, and do not overlap.
+/// The caller guarantees that both are scratch of this thread with room for whole squares, and do
+/// not overlap.
 #[inline(always)]
-pub(super) unsafe fn flip<S: Simd>(
+pub(super) unsafe fn transpose<S: Simd>(
     simd: S,
     from: Matrix,
     (rows, columns): (usize, usize),
@@ -177,7 +137,7 @@ pub(super) unsafe fn flip<S: Simd>(
 ) {
     for column in (0..columns).step_by(S::LANES) {
         for row in (0..rows).step_by(S::LANES) {
-            // SAFETY: passed on.
+            // SAFETY: the caller guarantees room for whole squares.
             unsafe {
                 let source = from.at.add(row * from.row + column);
                 simd.transpose(source, from.row, to.at.add(column * to.row + row), to.row);
@@ -186,16 +146,17 @@ pub(super) unsafe fn flip<S: Simd>(
     }
 }
 
-/// Multiplies each row of `width` floats by its factor.
+/// Multiplies each row by its factor.
 ///
 /// # Safety
-/// There is a row for each factor, and all of it is this thread's.
+/// The caller guarantees that there is a row of whole vectors for each factor, and that the rows
+/// are this thread's.
 #[inline(always)]
-pub(super) unsafe fn scale_rows<S: Simd>(simd: S, rows: Matrix, width: usize, factors: &[f32]) {
+pub(super) unsafe fn scale_rows<S: Simd>(simd: S, rows: Matrix, factors: &[f32]) {
     for (row, factor) in factors.iter().enumerate() {
         let factor = simd.splat(*factor);
-        for d in (0..width).step_by(S::LANES) {
-            // SAFETY: the caller vouches for the memory; widths are multiples of the lanes.
+        for d in (0..rows.row).step_by(S::LANES) {
+            // SAFETY: the caller guarantees the row and whole vectors.
             unsafe {
                 let at = rows.at.add(row * rows.row + d);
                 simd.store(at, simd.mul(simd.load(at), factor));
@@ -204,27 +165,19 @@ pub(super) unsafe fn scale_rows<S: Simd>(simd: S, rows: Matrix, width: usize, fa
     }
 }
 
-/// Rows of an array that belong to one head.
-pub(super) fn rows_of<'a>(
-    array: &'a HostArray,
-    (batch, head): (usize, usize),
-    rows: &Range<usize>,
-) -> Rows<'a> {
-    Rows { array, batch, head, rows: rows.clone() }
-}
-
-/// Bytes of an array from which on its rows are written past the caches. Else lines that are not in
-/// them are read before they are overwritten, and push out what is in use: with results of 64 MiB
-/// that took a sixth of the time of both passes.
+/// Least bytes of an array whose rows are written past the caches. A write through the caches reads
+/// each line before it overwrites the line, and pushes out lines that are in use: with results of
+/// 64 MiB that took a sixth of the time of both passes.
 const STREAMED: usize = 1 << 25;
 
-/// Writes rows of floats to an array of any element type; [`Simd::fence`] comes after the last.
+/// Writes rows of floats to an array of any element type. [`Simd::fence`] must follow the last
+/// write.
 ///
 /// # Safety
-/// This thread alone may write the rows; `source` holds all of them.
+/// The caller guarantees that `source` holds all rows, and that the array's rows are this thread's.
 #[inline(always)]
-pub(super) unsafe fn store<S: Simd>(simd: S, to: &Rows<'_>, source: Matrix) {
-    let Rows { array, batch, head, rows } = to;
+pub(super) unsafe fn store<S: Simd>(simd: S, to: &HeadRows<'_>, source: Matrix) {
+    let HeadRows { array, batch, head, rows } = to;
     let streams = array.dtype == Dtype::F32
         && array.bytes(&array.rows) >= STREAMED
         && array.dim.is_multiple_of(16)
@@ -238,8 +191,8 @@ pub(super) unsafe fn store<S: Simd>(simd: S, to: &Rows<'_>, source: Matrix) {
         .all(|at| at.is_multiple_of(16));
     for (i, row) in rows.clone().enumerate() {
         let target = array.row(*batch, row, *head);
-        // SAFETY: the caller vouches for both sides; rows that are streamed are whole lines of the
-        // cache, and vectors no longer than those.
+        // SAFETY: the caller guarantees the row on both sides. Rows that are streamed consist of
+        // whole cache lines, and no vector is longer than a line.
         unsafe {
             let source = source.at.add(i * source.row);
             if streams {
@@ -253,7 +206,7 @@ pub(super) unsafe fn store<S: Simd>(simd: S, to: &Rows<'_>, source: Matrix) {
     }
 }
 
-/// The chunks of so many tokens.
+/// Returns the chunks of `len` tokens.
 pub(super) fn chunks(
     len: usize,
 ) -> impl DoubleEndedIterator<Item = Range<usize>> + ExactSizeIterator {

@@ -1,40 +1,42 @@
-//! What a chunk's log decays say.
+//! The decays between the tokens of a chunk.
 
 use std::ops::Range;
 
-use super::chunk::{CHUNK, Matrix};
+use super::chunk::CHUNK;
 use crate::host::array::HostArray;
-use crate::host::matmul::Write;
+use crate::host::matmul::{Matrix, Write};
 use crate::host::simd::Simd;
 
-/// Decays of a chunk. With b_t the sum of its log decays in base 2 since it began, or since the last
-/// reset in it, token a gets from token b of its run the part 2^(b_a − b_b): a difference, whose
-/// terms are kept as two floats each, so that strong decays leave digits.
+/// The decays of a chunk. A run of tokens begins with the chunk or at a reset. With b_t the sum of
+/// the log decays in base 2 from the start of the run to token t, token a receives from token b of
+/// its run the part 2^(b_a − b_b). Each sum is kept as two floats, so that their difference has
+/// digits left even if decays are strong.
 pub(super) struct Decays {
-    /// Tokens.
+    /// Number of tokens.
     count: usize,
     high: [f32; CHUNK],
     low: [f32; CHUNK],
-    /// Where the run of each token begins: at the last reset, or with the chunk.
+    /// The start of each token's run: the last reset, or the start of the chunk.
     begins: [usize; CHUNK],
-    /// Where the run of each token ends: at the next reset, or with the chunk.
+    /// The end of each token's run: the next reset, or the end of the chunk.
     ends: [usize; CHUNK],
-    /// Tokens before the first reset: those that the state before the chunk reaches.
+    /// Number of tokens before the first reset. The state before the chunk reaches these tokens.
     reached: usize,
-    /// What is left at each token of the state before the chunk; 0 behind a reset.
+    /// The part of the state before the chunk that is left at each token; 0 from a reset on.
     pub from_start: [f32; CHUNK],
-    /// What is left of each token in the state after the chunk; 0 before a reset.
+    /// The part of each token that is left in the state after the chunk; 0 before a reset.
     pub to_end: [f32; CHUNK],
 }
 
-/// 2 to it is 0 in float32; below, sums would lose the digits of other tokens' decays.
+/// Least log decay in base 2. 2 to this power is 0 in float32; with smaller log decays, sums would
+/// lose the digits of other tokens' decays.
 const LEAST: f64 = -512.0;
 
 impl Decays {
-    /// Of `rows` of one head; a log decay of −∞ is a reset before its token.
+    /// Reads the decays of `rows` of one head. A log decay of −∞ is a reset before its token.
     ///
     /// # Safety
-    /// The rows may be read.
+    /// The caller guarantees that the rows are readable.
     #[inline(always)]
     pub unsafe fn read<S: Simd>(
         simd: S,
@@ -55,7 +57,7 @@ impl Decays {
         };
         let (mut sums, mut sum, mut begin) = ([0.0f64; CHUNK], 0.0f64, 0);
         for (i, row) in rows.clone().enumerate() {
-            // SAFETY: the caller vouches for the row.
+            // SAFETY: the caller guarantees that the row is readable.
             let log = unsafe { *array.row(batch, row, head).cast::<f32>() };
             if log == f32::NEG_INFINITY {
                 decays.ends[begin..i].fill(i);
@@ -79,7 +81,7 @@ impl Decays {
         }
         for factors in [&mut decays.from_start, &mut decays.to_end] {
             for at in (0..CHUNK).step_by(S::LANES) {
-                // SAFETY: a chunk is a multiple of the lanes.
+                // SAFETY: `factors` have CHUNK floats, a multiple of the lanes.
                 unsafe {
                     let at = factors.as_mut_ptr().add(at);
                     simd.store(at, simd.exp2(simd.load(at)));
@@ -89,46 +91,48 @@ impl Decays {
         decays
     }
 
-    /// What is left of the state before the chunk in that after it; None where a reset lets nothing
-    /// pass. Then not even NaN does, so the state must not be multiplied by 0.
+    /// Returns the part of the state before the chunk that is left after it, or `None` if a reset
+    /// lets nothing pass. Not even NaN may pass a reset, so the state must not be multiplied by 0.
     pub fn carry(&self) -> Option<f32> {
         (self.reached == self.count).then(|| self.from_start[self.count - 1])
     }
 
-    /// How the state on the other side of the chunk is made of this one and what the chunk adds.
+    /// Returns how a product writes the state on the other side of the chunk: the part of `state`
+    /// that is left, plus what the chunk adds.
     pub fn onto(&self, state: *const f32) -> Write {
         self.carry().map_or(Write::Set, |carry| Write::Onto(state, carry))
     }
 
-    /// Tokens before the first reset: what was before the chunk reaches no others.
+    /// Returns the tokens before the first reset, which the state before the chunk reaches.
     pub fn first(&self) -> Range<usize> {
         0..self.reached
     }
 
-    /// Tokens from the last reset on: no others reach what is behind the chunk.
+    /// Returns the tokens from the last reset on, which reach the state after the chunk.
     pub fn last(&self) -> Range<usize> {
         self.begins[self.count - 1]..self.count
     }
 
-    /// Tokens of its run that a token gets something from.
+    /// Returns the tokens of its run that a token receives from.
     pub fn until(&self, token: usize) -> Range<usize> {
         self.begins[token]..token + 1
     }
 
-    /// Tokens of its run that get something from a token.
+    /// Returns the tokens of its run that receive from a token.
     pub fn since(&self, token: usize) -> Range<usize> {
         token..self.ends[token]
     }
 
-    /// Multiplies products of tokens with tokens by what is left between them, 0 for later ones.
+    /// Multiplies products of tokens with tokens by the decay between them, which is 0 for later
+    /// tokens.
     ///
     /// # Safety
-    /// `p` holds [`CHUNK`] floats for each token.
+    /// The caller guarantees that `p` is this thread's and holds [`CHUNK`] floats for each token.
     #[inline(always)]
     pub unsafe fn weigh<S: Simd>(&self, simd: S, p: Matrix) {
         for row in 0..self.count {
             for column in (0..self.count).step_by(S::LANES) {
-                // SAFETY: the caller vouches for the memory.
+                // SAFETY: the caller guarantees the row of `p`.
                 unsafe {
                     let at = p.at.add(row * p.row + column);
                     if column > row {
@@ -143,11 +147,13 @@ impl Decays {
         }
     }
 
-    /// The same for p = q kᵀ and dp = dout vᵀ. Sums of p ∘ dp with decay, without the diagonal, go to
-    /// `by_row`, a vector for each row whose lanes are yet to be added, and are added by column.
+    /// Multiplies p = q kᵀ and dp = dout vᵀ by the decay between tokens. Sums of p ∘ dp with decay,
+    /// without the diagonal, are written to `by_row`, as a vector for each row whose lanes are yet
+    /// to be added, and are added to `by_column`.
     ///
     /// # Safety
-    /// As [`Decays::weigh`]; there is a vector for each row.
+    /// The caller guarantees that `p` and `dp` are this thread's and hold [`CHUNK`] floats for each
+    /// token, and that `by_row` has a vector for each token.
     #[inline(always)]
     pub unsafe fn weigh_both<S: Simd>(
         &self,
@@ -156,7 +162,7 @@ impl Decays {
         by_row: Matrix,
         by_column: &mut [f32; CHUNK],
     ) {
-        // SAFETY: the caller vouches for the memory.
+        // SAFETY: the caller guarantees the rows of all three matrices.
         unsafe {
             for row in 0..self.count {
                 let mut sums = simd.zero();
@@ -184,11 +190,11 @@ impl Decays {
         }
     }
 
-    /// What is left at token `row` of those from `column` on.
+    /// Returns the parts of the tokens from `column` on that are left at token `row`.
     #[inline(always)]
     fn between<S: Simd>(&self, simd: S, row: usize, column: usize) -> S::Vector {
         let (high, low) = (simd.splat(self.high[row]), simd.splat(self.low[row]));
-        // SAFETY: the arrays have CHUNK floats, a multiple of the lanes, as is the column.
+        // SAFETY: both arrays have CHUNK floats. CHUNK and the column are multiples of the lanes.
         unsafe {
             let high = simd.sub(high, simd.load(self.high.as_ptr().add(column)));
             let low = simd.sub(low, simd.load(self.low.as_ptr().add(column)));
@@ -196,7 +202,7 @@ impl Decays {
         }
     }
 
-    /// `x` in the columns of the row's run before `end`, else 0.
+    /// Returns `x` in the columns of the row's run before `end`, and 0 elsewhere.
     #[inline(always)]
     fn seen<S: Simd>(
         &self,

@@ -1,175 +1,168 @@
-//! Gradients of a chunk of one query head.
+//! The gradients of a chunk of one query head.
 
 use std::ops::Range;
 
 use super::BackwardIo;
-use super::ahead::Ahead;
 use super::chunk::{
-    CHUNK, Matrix, Size, flip, product, product_of_some, rows_of, scale_rows, scores, store,
-    triangle,
+    CHUNK, product, product_and_zeros, scale_rows, scores, store, transpose, triangular_product,
 };
 use super::decays::Decays;
+use super::prefetch::Prefetch;
+use crate::host::matmul::Matrix;
 use crate::host::pack::dot;
 use crate::host::simd::Simd;
 
-/// Scratch that all chunks use.
+/// The scratch that all chunks of a group use.
 #[derive(Clone, Copy)]
-pub(super) struct Memory {
+pub(super) struct GroupScratch {
     pub q: Matrix,
     pub k: Matrix,
     pub v: Matrix,
     pub dout: Matrix,
-    /// Keys and values of the chunk and the gradient of the state, as columns.
-    pub k_columns: Matrix,
-    pub v_columns: Matrix,
+    /// Keys and values of the chunk as columns.
+    pub columns: [Matrix; 2],
+    /// Gradient of the state as columns.
     pub d_columns: Matrix,
     pub p: Matrix,
     pub dp: Matrix,
     pub dq: Matrix,
-    pub dk: Matrix,
-    pub dv: Matrix,
-    /// Sums over a group's heads.
-    pub dk_sum: Matrix,
-    pub dv_sum: Matrix,
-    /// A vector for each row, whose lanes make up a sum: what queries and what keys give to the
-    /// gradients of the decays.
+    /// dk and dv of one head.
+    pub dkv: [Matrix; 2],
+    /// Sums of dk and dv over the group's heads.
+    pub dkv_sum: [Matrix; 2],
+    /// A vector for each row. The sum of its lanes is what the query adds to the gradients of
+    /// decays.
     pub by_query: Matrix,
+    /// A vector for each row. The sum of its lanes is what the key adds to the gradients of decays.
     pub by_key: Matrix,
 }
 
-impl Memory {
-    const PIECES: usize = 16;
-
-    /// Rows and floats of a row of each piece, for rows of keys and of values.
-    pub fn sizes((kw, vw): (usize, usize), lanes: usize) -> [(usize, usize); Memory::PIECES] {
-        let (keys, values, square) = ((CHUNK, kw), (CHUNK, vw), (CHUNK, CHUNK));
-        let (sums, d) = ((CHUNK, lanes), (vw, kw));
-        let (k_columns, v_columns) = ((kw, CHUNK), (vw, CHUNK));
-        [
-            [keys, keys, values, values],
-            [k_columns, v_columns, d, square],
-            [square, keys, keys, values],
-            [keys, values, sums, sums],
-        ]
-        .as_flattened()
-        .try_into()
-        .expect("as many as there are pieces")
-    }
-
-    /// Of the pieces.
-    #[rustfmt::skip]
-    pub fn new(pieces: [Matrix; Memory::PIECES]) -> Memory {
-        let [
-            q, k, v, dout, k_columns, v_columns, d_columns, p, dp, dq, dk, dv, dk_sum, dv_sum,
-            by_query, by_key,
-        ] = pieces;
-        Memory {
-            q, k, v, dout, k_columns, v_columns, d_columns, p, dp, dq, dk, dv, dk_sum, dv_sum,
-            by_query, by_key,
+impl GroupScratch {
+    /// Takes the scratch for rows of `kw` floats for keys and `vw` floats for values. `take` takes
+    /// a number of rows of a number of floats.
+    pub fn take(
+        mut take: impl FnMut(usize, usize) -> Matrix,
+        (kw, vw): (usize, usize),
+        lanes: usize,
+    ) -> GroupScratch {
+        GroupScratch {
+            q: take(CHUNK, kw),
+            k: take(CHUNK, kw),
+            v: take(CHUNK, vw),
+            dout: take(CHUNK, vw),
+            columns: [take(kw, CHUNK), take(vw, CHUNK)],
+            d_columns: take(vw, kw),
+            p: take(CHUNK, CHUNK),
+            dp: take(CHUNK, CHUNK),
+            dq: take(CHUNK, kw),
+            dkv: [take(CHUNK, kw), take(CHUNK, vw)],
+            dkv_sum: [take(CHUNK, kw), take(CHUNK, vw)],
+            by_query: take(CHUNK, lanes),
+            by_key: take(CHUNK, lanes),
         }
     }
 }
 
 /// A head's states, transposed, and their gradient.
 #[derive(Clone, Copy)]
-pub(super) struct States {
+pub(super) struct HeadStates {
+    /// Batch entry and query head.
+    pub head: (usize, usize),
     /// Gradient of the state after a chunk, `[k_dim, v_dim]`.
     pub d: Matrix,
-    /// States before each part of the chunks.
+    /// The state before each part of the chunks.
     pub parts: Matrix,
-    /// States before each chunk of a part.
+    /// The state before each chunk of a part.
     pub chunks: Matrix,
-    /// Rows of a state.
+    /// Number of rows of a state.
     pub rows: usize,
 }
 
-impl States {
-    /// The state before a part.
+impl HeadStates {
+    /// Returns the state before a part.
     pub fn part(&self, index: usize) -> Matrix {
-        self.state(self.parts, index)
+        self.parts.skip(index * self.rows)
     }
 
-    /// The state before a chunk of the part at hand.
+    /// Returns the state before a chunk of the current part.
     pub fn chunk(&self, index: usize) -> Matrix {
-        self.state(self.chunks, index)
+        self.chunks.skip(index * self.rows)
     }
 
-    fn state(&self, Matrix { at, row }: Matrix, index: usize) -> Matrix {
-        Matrix { at: at.wrapping_add(index * self.rows * row), row }
-    }
-
-    /// Makes one state another.
+    /// Copies one state to another.
     ///
     /// # Safety
-    /// They are two of these, and this thread's.
+    /// The caller guarantees that both are states of this head, that they differ, and that they are
+    /// this thread's.
     pub unsafe fn copy(&self, from: Matrix, to: Matrix) {
-        // SAFETY: passed on.
+        // SAFETY: the caller guarantees two states of `rows` rows.
         unsafe { to.at.copy_from_nonoverlapping(from.at, self.rows * from.row) }
     }
 }
 
 /// A chunk of a query head, whose keys and values are packed.
-pub(super) struct Part<'a> {
+pub(super) struct HeadChunk<'a> {
     pub io: &'a BackwardIo,
-    pub memory: Memory,
-    pub states: States,
-    /// Batch entry and query head.
-    pub head: (usize, usize),
+    pub scratch: GroupScratch,
+    pub states: &'a HeadStates,
     pub rows: &'a Range<usize>,
-    /// Which chunk of those whose states are kept.
+    /// Number of the chunk in the current part.
     pub at: usize,
 }
 
-impl Part<'_> {
-    /// With S the state before the chunk, D the gradient of that after it, p = (q kᵀ) ∘ decay and
-    /// dp = (dout vᵀ) ∘ decay:
+impl HeadChunk<'_> {
+    /// Computes the gradients, with S the state before the chunk, D the gradient of the state after
+    /// it, p = (q kᵀ) ∘ decay and dp = (dout vᵀ) ∘ decay:
     ///
     /// ```text
     /// dq = from_start ∘ dout Sᵀ + dp k;  dk = to_end ∘ v Dᵀ + dpᵀ q;  dv = to_end ∘ k D + pᵀ dout
     /// ```
     ///
-    /// and D = carry · D + (from_start ∘ q)ᵀ dout for the chunk before.
+    /// Then D = carry · D + (from_start ∘ q)ᵀ dout for the chunk before.
     ///
     /// # Safety
-    /// The memory is scratch, the arrays have these rows, and this thread alone may write the
-    /// head's results, dk and dv.
+    /// The caller guarantees that the scratch is this task's, that the arrays have these rows, and
+    /// that the head's results, `dk` and `dv` are this task's.
     #[inline(always)]
-    pub unsafe fn gradients<S: Simd>(&self, simd: S, ahead: &mut Ahead, [dk, dv]: [Matrix; 2]) {
-        let Part { io, memory, states, head, rows, at } = *self;
+    pub unsafe fn gradients<S: Simd>(
+        &self,
+        simd: S,
+        prefetch: &mut Prefetch,
+        [dk, dv]: [Matrix; 2],
+    ) {
+        let HeadChunk { io, scratch, states, rows, at } = *self;
+        let head = states.head;
         let (count, k_dim, v_dim) = (rows.len(), io.k.dim, io.v.dim);
-        let Memory { q, k, v, dout, d_columns, p, dp, dq, .. } = memory;
+        let GroupScratch { q, k, v, dout, d_columns, p, dp, dq, .. } = scratch;
         let (state, d) = (states.chunk(at), states.d);
-        let keys = |rows, depth| Size { rows, columns: k.row, depth: 0..depth };
-        let values = |rows, depth| Size { rows, columns: v.row, depth: 0..depth };
         let mut by_column = [0.0; CHUNK];
-        // SAFETY: passed on.
+        // SAFETY: the caller guarantees the scratch and the rows of the arrays.
         unsafe {
             let decays = Decays::read(simd, &io.log_decay, head, rows);
             let (before, after) = (&decays.from_start, &decays.to_end);
             let (first, last) = (decays.first(), decays.last());
             let (until, since) = (|row| decays.until(row), |row| decays.since(row));
-            rows_of(&io.q, head, rows).pack(simd, q.at, q.row);
-            rows_of(&io.dout, head, rows).pack(simd, dout.at, dout.row);
-            scores(simd, ahead, (q, memory.k_columns), p, (count, k_dim));
-            scores(simd, ahead, (dout, memory.v_columns), dp, (count, v_dim));
-            decays.weigh_both(simd, [p, dp], memory.by_query, &mut by_column);
+            io.q.head_rows(head, rows).pack(simd, q);
+            io.dout.head_rows(head, rows).pack(simd, dout);
+            scores(simd, prefetch, (q, scratch.columns[0]), p, (count, k_dim));
+            scores(simd, prefetch, (dout, scratch.columns[1]), dp, (count, v_dim));
+            decays.weigh_both(simd, [p, dp], scratch.by_query, &mut by_column);
 
-            let size = keys(first.clone(), v_dim);
-            product_of_some(simd, ahead, (dout.left(), state), dq, size, count);
-            add_dots(simd, [q, dq], before, first.clone(), memory.by_query);
-            triangle(simd, ahead, (dp.left(), k), dq, keys(0..count, count), &until, before);
-            store(simd, &rows_of(&io.dq, head, rows), dq);
+            let size = (first.clone(), 0..v_dim);
+            product_and_zeros(simd, prefetch, (dout.left(), state), dq, size, count);
+            add_dots(simd, [q, dq], before, first.clone(), scratch.by_query);
+            triangular_product(simd, prefetch, (dp.left(), k), dq, count, &until, before);
+            store(simd, &io.dq.head_rows(head, rows), dq);
 
-            flip(simd, d, (k_dim, v_dim), d_columns);
-            let size = keys(last.clone(), v_dim);
-            product_of_some(simd, ahead, (v.left(), d_columns), dk, size, count);
-            memory.by_key.at.write_bytes(0, count * memory.by_key.row);
-            add_dots(simd, [k, dk], after, last.clone(), memory.by_key);
-            triangle(simd, ahead, (dp.transposed(), q), dk, keys(0..count, count), &since, after);
+            transpose(simd, d, (k_dim, v_dim), d_columns);
+            let size = (last.clone(), 0..v_dim);
+            product_and_zeros(simd, prefetch, (v.left(), d_columns), dk, size, count);
+            scratch.by_key.clear(count);
+            add_dots(simd, [k, dk], after, last.clone(), scratch.by_key);
+            triangular_product(simd, prefetch, (dp.transposed(), q), dk, count, &since, after);
 
-            product_of_some(simd, ahead, (k.left(), d), dv, values(last, k_dim), count);
-            let size = values(0..count, count);
-            triangle(simd, ahead, (p.transposed(), dout), dv, size, &since, after);
+            product_and_zeros(simd, prefetch, (k.left(), d), dv, (last, 0..k_dim), count);
+            triangular_product(simd, prefetch, (p.transposed(), dout), dv, count, &since, after);
 
             let crossing = match decays.carry() {
                 Some(carry) => {
@@ -179,33 +172,36 @@ impl Part<'_> {
             };
             self.decay_gradients(simd, &by_column, crossing);
 
-            scale_rows(simd, q, q.row, &before[..count]);
-            let size = Size { rows: 0..k_dim, columns: v.row, depth: first };
-            product(simd, ahead, (q.transposed(), dout), d, size, decays.onto(d.at));
+            scale_rows(simd, q, &before[..count]);
+            let (sides, write) = ((q.transposed(), dout), decays.onto(d.at));
+            product(simd, prefetch, sides, d, (0..k_dim, first), write);
         }
     }
 
-    /// A token's log decay scales what tokens before it, and the state, give to it and to those
-    /// behind. Those are, summed in float64,
+    /// Computes the gradients of the log decays.
     ///
-    /// - pairs of tokens of the chunk: sums of p ∘ dp by rows less those by columns, from the token
-    ///   on; the diagonal, which no decay scales, is in neither,
-    /// - the state before with queries from the token on,
-    /// - keys before the token with the gradient of the state after,
-    /// - the state before with that gradient: `crossing`.
+    /// A token's log decay scales what earlier tokens and the state before the chunk give to this
+    /// token and to later tokens. Its gradient is a sum, in float64, of
     ///
-    /// Nothing is a small difference of large sums, and errors do not add up over chunks.
+    /// - pairs of tokens of the chunk: the sums of p ∘ dp by rows less the sums by columns, from
+    ///   the token on, without the diagonal, which no decay scales,
+    /// - the state before the chunk with queries from the token on,
+    /// - keys before the token with the gradient of the state after the chunk,
+    /// - the state before with the gradient of the state after: `crossing`.
+    ///
+    /// No term is a small difference of large sums, and errors do not add up over chunks.
     ///
     /// # Safety
-    /// As [`Part::gradients`].
+    /// The caller guarantees what [`HeadChunk::gradients`] asks for.
     #[inline(always)]
     unsafe fn decay_gradients<S: Simd>(&self, simd: S, by_column: &[f32; CHUNK], crossing: f64) {
-        let Part { io, memory, head: (batch, head), rows, .. } = *self;
+        let HeadChunk { io, scratch, states, rows, .. } = *self;
+        let (batch, head) = states.head;
         let (mut queries, mut keys) = ([0.0; CHUNK], [0.0; CHUNK]);
-        // SAFETY: passed on.
+        // SAFETY: the caller guarantees the scratch, which has a vector for each row of a chunk.
         unsafe {
-            add_lanes(simd, memory.by_query, rows.len(), &mut queries);
-            add_lanes(simd, memory.by_key, rows.len(), &mut keys);
+            add_lanes(simd, scratch.by_query, rows.len(), &mut queries);
+            add_lanes(simd, scratch.by_key, rows.len(), &mut keys);
         }
         let (mut sums, mut sum) = ([0.0; CHUNK], crossing);
         for (before, key) in sums.iter_mut().zip(&keys[..rows.len()]) {
@@ -215,11 +211,12 @@ impl Part<'_> {
         let mut sum = 0.0;
         for (i, row) in rows.clone().enumerate().rev() {
             sum += f64::from(queries[i]) - f64::from(by_column[i]);
-            // SAFETY: passed on.
+            // SAFETY: the caller guarantees that the arrays have the row, and that the result is
+            // this task's.
             unsafe {
                 let target = io.dlog_decay.row(batch, row, head).cast::<f32>();
                 if *io.log_decay.row(batch, row, head).cast::<f32>() == f32::NEG_INFINITY {
-                    // A reset: nothing passes it, and pairs of the run before begin anew.
+                    // Nothing passes a reset, and the sum over pairs of the run before starts anew.
                     *target = 0.0;
                     sum = 0.0;
                 } else {
@@ -230,10 +227,10 @@ impl Part<'_> {
     }
 }
 
-/// Adds factor · a ∘ b of each of the rows, as long as those of `a`, to the row's vector of sums.
+/// Adds factor · a ∘ b of each row to the row's vector of sums. A row has as many floats as in `a`.
 ///
 /// # Safety
-/// All have these rows, and `sums` are this thread's.
+/// The caller guarantees that all three have these rows, and that `sums` are this thread's.
 #[inline(always)]
 unsafe fn add_dots<S: Simd>(
     simd: S,
@@ -243,7 +240,7 @@ unsafe fn add_dots<S: Simd>(
     sums: Matrix,
 ) {
     for row in rows {
-        // SAFETY: passed on.
+        // SAFETY: the caller guarantees that all three have the row.
         unsafe {
             let mut dot = simd.zero();
             for d in (0..a.row).step_by(S::LANES) {
@@ -256,15 +253,15 @@ unsafe fn add_dots<S: Simd>(
     }
 }
 
-/// The sum of the lanes of each row's vector.
+/// Writes the sum of the lanes of each row's vector.
 ///
 /// # Safety
-/// There is a vector for each row of a chunk.
+/// The caller guarantees that `sums` have a vector for each row of a chunk.
 #[inline(always)]
 unsafe fn add_lanes<S: Simd>(simd: S, sums: Matrix, count: usize, to: &mut [f32; CHUNK]) {
     let mut columns = [0.0f32; 16 * 16];
     for first in (0..count).step_by(S::LANES) {
-        // SAFETY: no vector has more than 16 lanes, and a chunk is a multiple of them.
+        // SAFETY: no vector has more than 16 lanes, and a chunk is a multiple of the lanes.
         unsafe {
             simd.transpose(sums.at.add(first * sums.row), sums.row, columns.as_mut_ptr(), S::LANES);
             let mut total = simd.zero();

@@ -4,23 +4,23 @@
 //! S_t = λ_t S_(t−1) + k_t v_tᵀ;  o_t = q_tᵀ S_t
 //! ```
 //!
-//! A head goes through its tokens chunk by chunk and keeps one state S. Inside a chunk tokens meet
-//! tokens, in products of small matrices; what was before comes from the state:
+//! A task takes the tokens of one head chunk by chunk and keeps one state S. Within a chunk,
+//! products of small matrices combine tokens with tokens. The state brings the part of all tokens
+//! before the chunk:
 //!
 //! ```text
 //! o = ((q kᵀ) ∘ λ^(a−b), a ≥ b) v + λ^(a) q S;   S = λ^(n) S + Σ_b λ^(n−b) k_b v_bᵀ
 //! ```
 //!
-//! with exponents that stand for sums of log decays. Source: Qin et al., Lightning Attention-2 and
-//! LASP.
+//! The exponents stand for sums of log decays. Source: Qin et al., Lightning Attention-2 and LASP.
 
-mod ahead;
 mod backward;
 mod chunk;
 mod decays;
 mod forward;
 mod gradients;
-mod pages;
+mod large_pages;
+mod prefetch;
 mod scan;
 
 use rayon::ThreadPool;
@@ -28,31 +28,32 @@ use rayon::prelude::*;
 
 use super::array::HostArray;
 use super::isa::Isa;
-use super::simd::Task;
+use super::scratch::{InScratch, ScratchTask};
 
-/// What a device computes with.
+/// An instruction set and the threads that compute.
 pub type Device<'a> = (Isa, &'a ThreadPool);
 
-/// The state that one rank's tokens leave, without those before:
+/// The state that one rank's tokens leave, without the tokens of ranks before:
 ///
 /// ```text
 /// Σ_t left_t right_tᵀ e^(Σ_(s>t) log λ_s);   backward: … e^(Σ_(s≤t) log λ_s)
 /// ```
 #[derive(Debug)]
 pub struct Scan<'a> {
-    /// Keys, or backward queries: `[batch, seq, heads, k_dim]`.
+    /// Keys, or queries if `backward`: `[batch, seq, heads, k_dim]`.
     pub left: &'a HostArray,
-    /// Values, or backward the gradient of the output: `[batch, seq, heads, v_dim]`.
+    /// Values, or the gradient of the output if `backward`: `[batch, seq, heads, v_dim]`.
     pub right: &'a HostArray,
-    /// Float32 `[batch, seq, heads, 1]`; −∞ before a token that shall see none before itself.
+    /// Log decays, float32 `[batch, seq, heads, 1]`; −∞ for a token that sees no token before
+    /// itself.
     pub log_decay: &'a HostArray,
-    /// From the last token to the first?
+    /// Whether to go from the last token to the first.
     pub backward: bool,
-    /// Float32 `[batch, k_dim, heads, v_dim]`, stored by head.
+    /// Result: the state, float32 `[batch, k_dim, heads, v_dim]`, stored by head.
     pub out: &'a HostArray,
 }
 
-/// Arrays of the forward pass.
+/// The arrays of the forward pass.
 #[derive(Debug, Clone)]
 pub struct ForwardIo {
     /// Queries `[batch, seq, heads, k_dim]`.
@@ -61,17 +62,17 @@ pub struct ForwardIo {
     pub k: HostArray,
     /// Values `[batch, seq, kv_heads, v_dim]`.
     pub v: HostArray,
-    /// As in [`Scan`].
+    /// Log decays, as in [`Scan`].
     pub log_decay: HostArray,
     /// The state before the first token, stored as [`Scan::out`].
     pub before: HostArray,
-    /// Result, like queries with v_dim.
+    /// Result: the output `[batch, seq, heads, v_dim]`.
     pub o: HostArray,
     /// Result: the state after the last token.
     pub after: HostArray,
 }
 
-/// Arrays of the backward pass.
+/// The arrays of the backward pass.
 #[derive(Debug, Clone)]
 pub struct BackwardIo {
     /// Queries.
@@ -80,7 +81,7 @@ pub struct BackwardIo {
     pub k: HostArray,
     /// Values.
     pub v: HostArray,
-    /// As in [`Scan`].
+    /// Log decays, as in [`Scan`].
     pub log_decay: HostArray,
     /// The state before the first token.
     pub before: HostArray,
@@ -88,38 +89,38 @@ pub struct BackwardIo {
     pub dout: HostArray,
     /// Gradient of the state after the last token.
     pub dafter: HostArray,
-    /// Result, like queries.
+    /// Result: the gradient of the queries.
     pub dq: HostArray,
-    /// Result, like keys.
+    /// Result: the gradient of the keys.
     pub dk: HostArray,
-    /// Result, like values.
+    /// Result: the gradient of the values.
     pub dv: HostArray,
-    /// Result, like the log decays; 0 where they are −∞.
+    /// Result: the gradient of the log decays; 0 where they are −∞.
     pub dlog_decay: HostArray,
-    /// Result: gradient of the state before the first token.
+    /// Result: the gradient of the state before the first token.
     pub dbefore: HostArray,
 }
 
-/// Writes the state.
+/// Computes the state that tokens leave.
 ///
 /// # Panics
 /// If the CPU lacks the instruction set.
 pub fn scan(device: Device<'_>, scan: &Scan<'_>) {
     let heads = scan.log_decay.heads;
-    each(device, scan.left.batch, heads, |batch, head| scan::ScanHead { scan, batch, head });
+    each(device, scan.left.batch, heads, |head| scan::ScanHead { scan, head });
 }
 
-/// Writes outputs and the state after them.
+/// Computes the outputs and the state after the last token.
 ///
 /// # Panics
 /// If the CPU lacks the instruction set.
 pub fn forward(device: Device<'_>, io: &ForwardIo) {
-    pages::ask(&io.o);
+    large_pages::ask_for(&io.o);
     let (batches, heads) = (io.q.batch, io.q.heads);
-    each(device, batches, heads, |batch, head| forward::ForwardHead { io, batch, head });
+    each(device, batches, heads, |head| forward::ForwardHead { io, head });
 }
 
-/// Writes all gradients:
+/// Computes all gradients:
 ///
 /// ```text
 /// D_(t−1) = λ_t (D_t + q_t dout_tᵀ), from D = dafter;   dq_t = S_t dout_t
@@ -130,21 +131,21 @@ pub fn forward(device: Device<'_>, io: &ForwardIo) {
 /// # Panics
 /// If the CPU lacks the instruction set.
 pub fn backward(device: Device<'_>, io: &BackwardIo) {
-    [&io.dq, &io.dk, &io.dv].into_iter().for_each(pages::ask);
+    [&io.dq, &io.dk, &io.dv].into_iter().for_each(large_pages::ask_for);
     let (batches, heads) = (io.k.batch, io.k.heads);
-    each(device, batches, heads, |batch, kv_head| backward::BackwardGroup { io, batch, kv_head });
+    each(device, batches, heads, |kv_head| backward::BackwardGroup { io, kv_head });
 }
 
-/// A task for each head of each batch entry.
-fn each<T: Task>(
+/// Runs a task for each head of each batch entry.
+fn each<T: ScratchTask>(
     (isa, pool): Device<'_>,
     batches: usize,
     heads: usize,
-    task: impl Fn(usize, usize) -> T + Sync,
+    task: impl Fn((usize, usize)) -> T + Sync,
 ) {
     pool.install(|| {
         (0..batches * heads)
             .into_par_iter()
-            .for_each(|index| isa.run(task(index / heads, index % heads)));
+            .for_each(|index| isa.run(InScratch(task((index / heads, index % heads)))));
     });
 }

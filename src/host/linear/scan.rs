@@ -1,81 +1,67 @@
 //! The state that tokens leave.
 
 use super::Scan;
-use super::ahead::Ahead;
-use super::chunk::{CHUNK, Matrix, Size, product, rows_of, scale_rows, store};
+use super::chunk::{CHUNK, product, scale_rows, store};
 use super::decays::Decays;
+use super::prefetch::Prefetch;
 use crate::host::array::HostArray;
-use crate::host::pack::Scratch;
-use crate::host::simd::{Simd, Task};
+use crate::host::matmul::Matrix;
+use crate::host::scratch::{Scratch, ScratchTask};
+use crate::host::simd::Simd;
 
-/// The state of one head after all its tokens, from zero.
+/// The state of one head after all its tokens, from a state of zeros.
 pub(super) struct ScanHead<'a> {
     pub scan: &'a Scan<'a>,
-    pub batch: usize,
-    pub head: usize,
+    /// Batch entry and head.
+    pub head: (usize, usize),
 }
 
-impl Task for ScanHead<'_> {
-    #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
+impl ScratchTask for ScanHead<'_> {
+    /// The left and the right side of a chunk, and the state.
+    type Pieces = [Matrix; 3];
+
+    fn lay_out<S: Simd>(&self, scratch: &mut Scratch) -> [Matrix; 3] {
         let (left, right) = (self.scan.left, self.scan.right);
         let (kw, vw) = (left.dim.next_multiple_of(S::LANES), right.dim.next_multiple_of(S::LANES));
-        let sizes = [(CHUNK, kw), (CHUNK, vw), (left.dim, vw)];
-        let total = sizes.iter().map(|(rows, row)| Scratch::footprint(rows * row)).sum();
-        Scratch::with(total, |mut scratch| {
-            let [k, v, state] =
-                sizes.map(|(rows, row)| Matrix { at: scratch.take(rows * row), row });
-            simd.vectorize(Walk { of: &self, k, v, state });
-        });
+        [(CHUNK, kw), (CHUNK, vw), (left.dim, vw)].map(|size| Matrix::take(scratch, size))
     }
-}
 
-/// A task of its own, since what is called from a closure is compiled without the instructions.
-struct Walk<'a> {
-    of: &'a ScanHead<'a>,
-    k: Matrix,
-    v: Matrix,
-    state: Matrix,
-}
-
-impl Task for Walk<'_> {
     #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
-        let Walk { of: &ScanHead { scan, batch, head }, k, v, state } = self;
+    unsafe fn work<S: Simd>(&self, simd: S, [k, v, state]: [Matrix; 3]) {
+        let ScanHead { scan, head } = *self;
         let (dim, len) = (scan.left.dim, scan.left.rows.len());
         let count = len.div_ceil(CHUNK);
-        let head_of = |array: &HostArray| (batch, head * array.heads / scan.log_decay.heads);
+        let head_of = |array: &HostArray| (head.0, head.1 * array.heads / scan.log_decay.heads);
         let rows_at = |number: usize| {
             let chunk = if scan.backward { count - 1 - number } else { number };
             chunk * CHUNK..len.min((chunk + 1) * CHUNK)
         };
-        // SAFETY: all of it is scratch, the inputs have these rows, and this task alone writes its
-        // head's state.
+        // SAFETY: the matrices are scratch of this task. The caller of `scan` guarantees that the
+        // inputs have these rows, and that this call alone uses the state. This task alone writes
+        // its head's state.
         unsafe {
-            state.at.write_bytes(0, dim * state.row);
+            state.clear(dim);
             for number in 0..count {
                 let rows = rows_at(number);
-                let decays = Decays::read(simd, scan.log_decay, (batch, head), &rows);
-                let arrays = [scan.left, scan.right];
-                rows_of(scan.left, head_of(scan.left), &rows).pack(simd, k.at, k.row);
-                rows_of(scan.right, head_of(scan.right), &rows).pack(simd, v.at, v.row);
+                let decays = Decays::read(simd, scan.log_decay, head, &rows);
+                scan.left.head_rows(head_of(scan.left), &rows).pack(simd, k);
+                scan.right.head_rows(head_of(scan.right), &rows).pack(simd, v);
                 let (factors, depth) = match scan.backward {
                     true => (&decays.from_start, decays.first()),
                     false => (&decays.to_end, decays.last()),
                 };
-                scale_rows(simd, k, k.row, &factors[..rows.len()]);
-                let mut ahead = Ahead::none();
+                scale_rows(simd, k, &factors[..rows.len()]);
+                let mut prefetch = Prefetch::none();
                 if number + 1 < count {
-                    for array in arrays {
-                        let rows = rows_of(array, head_of(array), &rows_at(number + 1));
-                        ahead = ahead.and(&rows);
+                    for array in [scan.left, scan.right] {
+                        let rows = array.head_rows(head_of(array), &rows_at(number + 1));
+                        prefetch = prefetch.and(&rows);
                     }
                 }
-                let size = Size { rows: 0..dim, columns: state.row, depth };
-                let write = decays.onto(state.at);
-                product(simd, &mut ahead.over(1), (k.transposed(), v), state, size, write);
+                let (sides, write) = ((k.transposed(), v), decays.onto(state.at));
+                product(simd, &mut prefetch.over(1), sides, state, (0..dim, depth), write);
             }
-            store(simd, &rows_of(scan.out, (batch, head), &(0..dim)), state);
+            store(simd, &scan.out.head_rows(head, &(0..dim)), state);
             simd.fence();
         }
     }

@@ -1,26 +1,24 @@
-//! 8 lanes with AVX2, FMA and F16C.
+//! Vectors of 8 lanes with AVX2, FMA and F16C.
 
 use std::arch::x86_64::*;
 
 use super::{Simd, Task};
 
-/// Proof that the CPU has AVX2, FMA and F16C.
-#[derive(Clone, Copy)]
-pub(in crate::host) struct Avx2(());
+instruction_set! {
+    /// Proof that the CPU has AVX2, FMA and F16C.
+    Avx2: "avx2,fma,f16c"
+}
 
 impl Avx2 {
+    /// Returns four floats of the row at `from` and of the fourth row after it.
+    ///
     /// # Safety
-    /// The CPU has the instructions.
+    /// The caller guarantees that both rows are readable.
     #[inline(always)]
-    pub(in crate::host) unsafe fn new() -> Avx2 {
-        Avx2(())
-    }
-
-    /// # Safety
-    /// The CPU has the instructions; a value of this type proves it.
-    #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn run<T: Task>(self, task: T) {
-        task.run(self);
+    unsafe fn load_fourth_rows(self, from: *const f32, row: usize) -> __m256 {
+        // SAFETY: `self` proves that the CPU has the instructions, and the caller guarantees the
+        // rows.
+        unsafe { _mm256_loadu2_m128(from.add(4 * row), from) }
     }
 }
 
@@ -31,10 +29,7 @@ impl Simd for Avx2 {
     const TILE_VECTORS: usize = 2;
     type Vector = __m256;
 
-    fn vectorize<T: Task>(self, task: T) {
-        // SAFETY: `self` proves that the CPU has the instructions.
-        unsafe { self.run(task) }
-    }
+    x86_methods!(_mm256_unpacklo_ps, _mm256_unpackhi_ps, _mm256_shuffle_ps);
 
     operations! {
         fn splat(x: f32) -> __m256 { _mm256_set1_ps(x) }
@@ -47,7 +42,7 @@ impl Simd for Avx2 {
         fn div(a: __m256, b: __m256) -> __m256 { _mm256_div_ps(a, b) }
         fn round(x: __m256) -> __m256 { _mm256_round_ps::<0x08>(x) }
         fn scale(x: __m256, n: __m256) -> __m256 {{
-            // Adds n to the exponent; wrong below −126, where the result is replaced by 0.
+            // Adding n to the exponent is wrong below −126, where 0 replaces the result.
             let exponent = _mm256_slli_epi32::<23>(_mm256_cvtps_epi32(n));
             let bits = _mm256_add_epi32(_mm256_castps_si256(x), exponent);
             let tiny = _mm256_cmp_ps::<_CMP_LT_OQ>(n, _mm256_set1_ps(-125.0));
@@ -65,41 +60,6 @@ impl Simd for Avx2 {
             let same = _mm256_cmpeq_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b));
             _mm256_blendv_ps(other, x, _mm256_castsi256_ps(same))
         }}
-    }
-
-    #[inline(always)]
-    unsafe fn transpose(self, from: *const f32, from_row: usize, to: *mut f32, to_row: usize) {
-        // Each vector takes half of rows n and n + 4; then squares of 4 × 4 remain, one in each of
-        // its halves.
-        // SAFETY: `self` proves that the CPU has the instructions; the caller vouches for the
-        // memory.
-        unsafe {
-            for column in [0, 4] {
-                let [mut a, mut b, mut c, mut d] = [_mm256_setzero_ps(); 4];
-                for (n, x) in [&mut a, &mut b, &mut c, &mut d].into_iter().enumerate() {
-                    let from = from.add(n * from_row + column);
-                    *x = _mm256_loadu2_m128(from.add(4 * from_row), from);
-                }
-                let (ab, cd) = (_mm256_unpacklo_ps(a, b), _mm256_unpacklo_ps(c, d));
-                _mm256_storeu_ps(to.add(column * to_row), _mm256_shuffle_ps::<0x44>(ab, cd));
-                _mm256_storeu_ps(to.add((column + 1) * to_row), _mm256_shuffle_ps::<0xee>(ab, cd));
-                let (ab, cd) = (_mm256_unpackhi_ps(a, b), _mm256_unpackhi_ps(c, d));
-                _mm256_storeu_ps(to.add((column + 2) * to_row), _mm256_shuffle_ps::<0x44>(ab, cd));
-                _mm256_storeu_ps(to.add((column + 3) * to_row), _mm256_shuffle_ps::<0xee>(ab, cd));
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn fence(self) {
-        // SAFETY: every x86-64 CPU has it.
-        unsafe { _mm_sfence() }
-    }
-
-    #[inline(always)]
-    fn prefetch(self, at: *const u8) {
-        // SAFETY: a hint, which no address makes fail.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
     }
 
     memory_operations! {

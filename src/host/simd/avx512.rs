@@ -1,26 +1,29 @@
-//! 16 lanes with AVX-512.
+//! Vectors of 16 lanes with AVX-512.
 
 use std::arch::x86_64::*;
 
 use super::{Simd, Task};
 
-/// Proof that the CPU has AVX-512 (F, BW, DQ, VL), AVX2, FMA and F16C.
-#[derive(Clone, Copy)]
-pub(in crate::host) struct Avx512(());
+instruction_set! {
+    /// Proof that the CPU has AVX-512 (F, BW, DQ, VL), AVX2, FMA and F16C.
+    Avx512: "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"
+}
 
 impl Avx512 {
+    /// Returns four floats of the row at `from` and of the fourth, eighth and twelfth row after it.
+    ///
     /// # Safety
-    /// The CPU has the instructions.
+    /// The caller guarantees that all four rows are readable.
     #[inline(always)]
-    pub(in crate::host) unsafe fn new() -> Avx512 {
-        Avx512(())
-    }
-
-    /// # Safety
-    /// The CPU has the instructions; a value of this type proves it.
-    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-    unsafe fn run<T: Task>(self, task: T) {
-        task.run(self);
+    unsafe fn load_fourth_rows(self, from: *const f32, row: usize) -> __m512 {
+        // SAFETY: `self` proves that the CPU has the instructions, and the caller guarantees the
+        // rows.
+        unsafe {
+            let x = _mm512_castps128_ps512(_mm_loadu_ps(from));
+            let x = _mm512_insertf32x4::<1>(x, _mm_loadu_ps(from.add(4 * row)));
+            let x = _mm512_insertf32x4::<2>(x, _mm_loadu_ps(from.add(8 * row)));
+            _mm512_insertf32x4::<3>(x, _mm_loadu_ps(from.add(12 * row)))
+        }
     }
 }
 
@@ -31,10 +34,7 @@ impl Simd for Avx512 {
     const TILE_VECTORS: usize = 4;
     type Vector = __m512;
 
-    fn vectorize<T: Task>(self, task: T) {
-        // SAFETY: `self` proves that the CPU has the instructions.
-        unsafe { self.run(task) }
-    }
+    x86_methods!(_mm512_unpacklo_ps, _mm512_unpackhi_ps, _mm512_shuffle_ps);
 
     operations! {
         fn splat(x: f32) -> __m512 { _mm512_set1_ps(x) }
@@ -54,44 +54,6 @@ impl Simd for Avx512 {
             let same = _mm512_cmpeq_epi32_mask(_mm512_castps_si512(a), _mm512_castps_si512(b));
             _mm512_mask_mov_ps(other, same, x)
         }}
-    }
-
-    #[inline(always)]
-    unsafe fn transpose(self, from: *const f32, from_row: usize, to: *mut f32, to_row: usize) {
-        // Each vector takes a quarter of rows n, n + 4, n + 8 and n + 12; then squares of 4 × 4
-        // remain, one in each of its four parts.
-        // SAFETY: `self` proves that the CPU has the instructions; the caller vouches for the
-        // memory.
-        unsafe {
-            for column in (0..16).step_by(4) {
-                let [mut a, mut b, mut c, mut d] = [_mm512_setzero_ps(); 4];
-                for (n, x) in [&mut a, &mut b, &mut c, &mut d].into_iter().enumerate() {
-                    let from = from.add(n * from_row + column);
-                    *x = _mm512_castps128_ps512(_mm_loadu_ps(from));
-                    *x = _mm512_insertf32x4::<1>(*x, _mm_loadu_ps(from.add(4 * from_row)));
-                    *x = _mm512_insertf32x4::<2>(*x, _mm_loadu_ps(from.add(8 * from_row)));
-                    *x = _mm512_insertf32x4::<3>(*x, _mm_loadu_ps(from.add(12 * from_row)));
-                }
-                let (ab, cd) = (_mm512_unpacklo_ps(a, b), _mm512_unpacklo_ps(c, d));
-                _mm512_storeu_ps(to.add(column * to_row), _mm512_shuffle_ps::<0x44>(ab, cd));
-                _mm512_storeu_ps(to.add((column + 1) * to_row), _mm512_shuffle_ps::<0xee>(ab, cd));
-                let (ab, cd) = (_mm512_unpackhi_ps(a, b), _mm512_unpackhi_ps(c, d));
-                _mm512_storeu_ps(to.add((column + 2) * to_row), _mm512_shuffle_ps::<0x44>(ab, cd));
-                _mm512_storeu_ps(to.add((column + 3) * to_row), _mm512_shuffle_ps::<0xee>(ab, cd));
-            }
-        }
-    }
-
-    #[inline(always)]
-    fn fence(self) {
-        // SAFETY: every x86-64 CPU has it.
-        unsafe { _mm_sfence() }
-    }
-
-    #[inline(always)]
-    fn prefetch(self, at: *const u8) {
-        // SAFETY: a hint, which no address makes fail.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
     }
 
     memory_operations! {
@@ -121,6 +83,7 @@ impl Simd for Avx512 {
     }
 }
 
+/// Returns the mask of the lanes before `end`.
 #[inline(always)]
 fn lanes_below(end: usize) -> u16 {
     ((1u32 << end.min(16)) - 1) as u16

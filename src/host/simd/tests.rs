@@ -1,22 +1,24 @@
-//! Every operation on every instruction set of this CPU, against its definition.
+//! Tests of every operation on every instruction set of this CPU against its definition.
 
 use half::{bf16, f16};
 
 use super::super::isa::Isa;
 use super::{Simd, Task};
 
-/// Values that conversions get wrong: ties, denormals, the largest ones, infinities, NaN.
+/// Returns values that conversions may get wrong: ties, denormals, large values, infinities and
+/// NaN.
 fn awkward() -> Vec<f32> {
     let mut values = vec![0.0, -0.0, 1.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MAX];
     values.extend([1.0e-40, -3.0e-41, 65504.0, 65519.9, 65520.0, 6.0e-8, 2.9e-8, 3.0e-8, 1.0e-5]);
     for bits in 0..64u32 {
-        // Halves of the last place of bfloat16 and binary16, and their neighbours.
+        // These are halves of the last place of bfloat16 and binary16, and their neighbours.
         values.push(f32::from_bits(0x3f80_0000 | (bits >> 2) << 15 | (bits & 3).wrapping_sub(1)));
         values.push(f32::from_bits(0x3f80_0000 | (bits >> 2) << 12 | (bits & 3).wrapping_sub(1)));
     }
     values
 }
 
+/// Converts values to bfloat16 and binary16 and back, and pushes the bits of all four.
 struct Convert<'a> {
     values: &'a [f32],
     out: &'a mut Vec<[u64; 4]>,
@@ -27,7 +29,7 @@ impl Task for Convert<'_> {
     fn run<S: Simd>(self, simd: S) {
         for chunk in self.values.chunks_exact(S::LANES) {
             let (mut halves, mut floats) = ([[0u16; 16]; 2], [[0f32; 16]; 2]);
-            // SAFETY: all memory has at least as many values as a vector has lanes.
+            // SAFETY: the chunk and all arrays have at least as many values as a vector has lanes.
             unsafe {
                 let x = simd.load(chunk.as_ptr());
                 simd.store_bf16(halves[0].as_mut_ptr(), x);
@@ -67,7 +69,7 @@ fn conversions_round_to_nearest_even() {
     }
 }
 
-/// 2ˣ, or with `natural` eˣ.
+/// Replaces each x by 2ˣ, or by eˣ if `natural`.
 struct Exp2<'a> {
     values: &'a mut [f32],
     natural: bool,
@@ -126,6 +128,7 @@ fn exp_is_accurate_and_knows_its_limits() {
     }
 }
 
+/// Writes tanh and its slope for the first number of each pair.
 struct Tanh<'a>(&'a mut [[f32; 2]]);
 
 impl Task for Tanh<'_> {
@@ -135,7 +138,7 @@ impl Task for Tanh<'_> {
             let inputs: [f32; 16] = std::array::from_fn(|i| pairs[i][0]);
             let (mut values, mut slopes) = ([0f32; 16], [0f32; 16]);
             for first in (0..16).step_by(S::LANES) {
-                // SAFETY: no vector has more than 16 lanes, and 16 is a multiple of them.
+                // SAFETY: no vector has more than 16 lanes, and 16 is a multiple of the lanes.
                 unsafe {
                     let (tanh, slope) = simd.tanh(simd.load(inputs.as_ptr().add(first)));
                     simd.store(values.as_mut_ptr().add(first), tanh);
@@ -150,7 +153,7 @@ impl Task for Tanh<'_> {
 #[test]
 fn tanh_and_its_slope_have_small_relative_errors() {
     let mut inputs: Vec<f32> = (-40_000..40_000).map(|i| i as f32 * 3e-3).collect();
-    // Down to the smallest float, where e − 1 is a difference of nearly equal numbers.
+    // Near the smallest floats e − 1 is a difference of nearly equal numbers.
     inputs.extend((0..1200).flat_map(|i| [1.0, -1.0].map(|sign| sign * 1.1f32.powi(-i))));
     for isa in Isa::available() {
         let mut pairs: Vec<[f32; 2]> = inputs.iter().map(|x| [*x, 0.0]).collect();
@@ -181,7 +184,7 @@ fn tanh_and_its_slope_have_small_relative_errors() {
     }
 }
 
-/// Transposes squares out of a table into another, and streams a row of the result.
+/// Transposes a square of one table into another table, and streams a row of the result.
 struct Transpose<'a> {
     table: &'a [f32],
     out: &'a mut Vec<f32>,
@@ -194,8 +197,8 @@ impl Task for Transpose<'_> {
         #[repr(align(64))]
         struct Row([f32; 16]);
         let (mut columns, mut row) = (vec![0.0; 16 * 20], Row([0.0; 16]));
-        // SAFETY: no vector has more than 16 lanes: the table holds 16 rows of 19 floats from the
-        // second on, `columns` 16 of 20, and `row` is aligned.
+        // SAFETY: no vector has more than 16 lanes. The table holds 16 rows of 19 floats from the
+        // second float on, `columns` holds 16 rows of 20 floats, and `row` is aligned.
         unsafe {
             simd.transpose(self.table.as_ptr().add(1), 19, columns.as_mut_ptr(), 20);
             simd.stream(row.0.as_mut_ptr(), simd.load(columns.as_ptr().add(20)));
@@ -224,6 +227,7 @@ fn transpose_makes_columns_rows_and_touches_nothing_else() {
     }
 }
 
+/// Pushes the difference of `inside` from its definition for some ranges of lanes.
 struct Inside<'a>(&'a mut Vec<f32>);
 
 impl Task for Inside<'_> {
@@ -232,7 +236,7 @@ impl Task for Inside<'_> {
         for (start, end) in [(0, 0), (0, 3), (2, 5), (7, 40), (20, 40), (5, 2), (0, 16)] {
             let mut lanes = [0.0; 16];
             let value = simd.inside(start, end, simd.splat(1.0), simd.splat(0.0));
-            // SAFETY: no vector has more than 16 lanes.
+            // SAFETY: no vector has more than 16 lanes, so `lanes` has room.
             unsafe { simd.store(lanes.as_mut_ptr(), value) };
             let expected = |lane: usize| lane < S::LANES && start <= lane && lane < end;
             self.0.extend((0..16).map(|lane| lanes[lane] - f32::from(u8::from(expected(lane)))));

@@ -1,46 +1,45 @@
-//! The attention over the whole sequence, as no rank sees it.
+//! Attention over the whole sequence, which no rank holds.
 
 use burst_attention::{Dtype, Problem, Window};
 use burst_attention_kernels::instances::Element;
+use burst_attention_reference::{self as reference, Attention, Dropout, Features, numbers};
 use half::{bf16, f16};
-
-use crate::dropout::{kept, numbers};
 
 /// What is computed over all ranks' tokens, in the order of the sequence.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Case {
-    /// Type of the activations.
+    /// The type of the activations.
     pub element: Element,
-    /// Batch entries.
+    /// The number of batch entries.
     pub batch: usize,
-    /// Queries of all ranks.
+    /// The number of queries of all ranks.
     pub q_len: usize,
-    /// Keys of all ranks.
+    /// The number of keys of all ranks.
     pub kv_len: usize,
-    /// Query heads.
+    /// The number of query heads.
     pub heads: usize,
-    /// Key/value heads.
+    /// The number of key/value heads.
     pub kv_heads: usize,
-    /// Columns.
+    /// The columns of queries and keys.
     pub head_dim: usize,
-    /// Columns of values.
+    /// The columns of values.
     pub value_dim: usize,
-    /// Does a query see keys up to its own position only?
+    /// The keys that a query sees.
     pub window: Window,
-    /// Factor on q·k.
+    /// The factor on q·k.
     pub softmax_scale: f32,
-    /// 0 for none.
+    /// The soft cap; 0 for none.
     pub soft_cap: f32,
-    /// Are there segments?
+    /// Whether the problem has segments.
     pub segments: bool,
-    /// Are there slopes?
+    /// Whether the problem has slopes.
     pub slopes: bool,
     /// The rate at which weights are dropped.
     pub dropout: Option<f32>,
 }
 
 impl Case {
-    /// Of a ring's problem.
+    /// Returns the case of a ring's problem.
     ///
     /// # Panics
     /// For float32, which no kernel takes.
@@ -71,36 +70,39 @@ impl Case {
         }
     }
 
-    /// The factor on q·k.
-    pub fn scale(&self) -> f32 {
-        self.softmax_scale
-    }
-
-    /// Columns of values.
-    pub fn value_dim(&self) -> usize {
-        self.value_dim
-    }
-
     /// The segment of a position: documents of seven tokens, and a few tokens in none.
     pub fn segment(&self, entry: usize, position: usize) -> i32 {
         let document = (position + 3 * entry) / 7;
         if position % 11 == 4 { -1 } else { document as i32 }
     }
 
-    /// Does query `i` see key `j`?
-    pub fn sees(&self, entry: usize, i: usize, j: usize) -> bool {
-        let (query, key) = (self.segment(entry, i), self.segment(entry, j));
-        self.window.allows(i, j) && (!self.segments || query == key && query >= 0)
-    }
-
-    /// Position of key `j` minus that of query `i`, where there are slopes.
-    pub fn distance(&self, i: usize, j: usize) -> i64 {
-        if self.slopes { j as i64 - i as i64 } else { 0 }
-    }
-
-    /// What the weight of query `i` and key `j` is times, of an entry and a head.
-    pub fn kept(&self, (b, h): (usize, usize), i: usize, j: usize) -> f32 {
-        self.dropout.map_or(1.0, |rate| kept(numbers(b), h, (i as u32, j as u32), rate))
+    /// The same problem for the reference.
+    pub fn attention(&self, inputs: &Inputs) -> Attention {
+        let Case { batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim, .. } = *self;
+        let Window { left, right } = self.window;
+        let segments = |rows: usize| {
+            let rows = (0..batch).flat_map(move |entry| (0..rows).map(move |row| (entry, row)));
+            rows.map(|(entry, row)| self.segment(entry, row)).collect()
+        };
+        let numbers = || (0..batch).map(numbers).collect();
+        Attention {
+            batch,
+            q_len,
+            kv_len,
+            heads,
+            kv_heads,
+            head_dim,
+            value_dim,
+            softmax_scale: self.softmax_scale,
+            features: Features {
+                band: Features::window(left, right),
+                segments: self.segments.then(|| [segments(q_len), segments(kv_len)]),
+                soft_cap: (self.soft_cap != 0.0).then_some(self.soft_cap),
+                slopes: self.slopes.then(|| inputs.slopes.clone()),
+                dropout: self.dropout.map(|rate| Dropout { rate, numbers: numbers() }),
+                ..Features::default()
+            },
+        }
     }
 }
 
@@ -112,8 +114,7 @@ pub fn round(element: Element, value: f32) -> f32 {
     }
 }
 
-/// Activations `[batch, rows, heads, head_dim]` as they are in 16 bits, and
-/// dlse `[batch, q_len, heads]`.
+/// Activations `[batch, rows, heads, head_dim]`, rounded to 16 bits, and other inputs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Inputs {
     /// Queries.
@@ -122,16 +123,16 @@ pub struct Inputs {
     pub k: Vec<f32>,
     /// Values.
     pub v: Vec<f32>,
-    /// Gradient of o.
+    /// The gradient of o.
     pub dout: Vec<f32>,
-    /// Gradient of lse.
+    /// The gradient of lse, `[batch, q_len, heads]`.
     pub dlse: Vec<f32>,
-    /// Slopes `[batch, heads]`.
+    /// Slopes, `[batch, heads]`.
     pub slopes: Vec<f32>,
 }
 
 impl Inputs {
-    /// Numbers about normally distributed, the same for the same seed.
+    /// Returns nearly normal random inputs, the same for the same seed.
     pub fn new(case: &Case, seed: u64) -> Inputs {
         let mut random = Random(seed);
         let queries = case.batch * case.q_len * case.heads;
@@ -145,13 +146,19 @@ impl Inputs {
         let slopes = (0..case.batch * case.heads).map(|_| 0.1 * random.normal()).collect();
         Inputs { q, k, v, dout, dlse, slopes }
     }
+
+    /// The arrays for the reference.
+    pub fn arrays(&self) -> reference::Inputs<'_> {
+        let Inputs { q, k, v, dout, dlse, .. } = self;
+        reference::Inputs { q, k, v, dout, dlse }
+    }
 }
 
-/// splitmix64.
+/// The random numbers of splitmix64.
 struct Random(u64);
 
 impl Random {
-    /// From −½ to ½.
+    /// Returns a number from −½ to ½.
     fn uniform(&mut self) -> f32 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let bits = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -159,7 +166,7 @@ impl Random {
         (bits >> 40) as f32 / (1 << 24) as f32 - 0.5
     }
 
-    /// The sum of twelve uniform numbers, of variance 1.
+    /// Returns the sum of twelve uniform numbers, whose variance is 1.
     fn normal(&mut self) -> f32 {
         (0..12).map(|_| self.uniform()).sum()
     }

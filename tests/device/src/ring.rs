@@ -1,15 +1,15 @@
-//! A problem with its inputs and what is right, cut into the ranks' shards.
+//! A problem with its inputs and exact results, cut into the ranks' shards.
 
-use burst_attention::cuda::rank::{Arrays, Extras};
-use burst_attention::{Pass, Problem};
+use burst_attention::operands::{Arrays, Operand};
+use burst_attention::{Features, Pass, Problem};
 use burst_attention_interpreter::{Address, Memory};
 use burst_attention_kernels::instances::Element;
+use burst_attention_reference::{dense, numbers};
 use half::{bf16, f16};
 
-use super::dropout::numbers;
-use super::{Case, Dense, Inputs, World, dense, round};
+use super::{Case, Dense, Inputs, World, round};
 
-/// What a shard's array holds.
+/// The shape and type of a shard's array.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Activations `[batch, n, heads, head_dim]`.
@@ -24,7 +24,7 @@ pub enum Kind {
     PerQuery,
 }
 
-/// Addresses of one rank's arrays.
+/// The addresses of one rank's arrays.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shard {
     /// Queries.
@@ -35,64 +35,76 @@ pub struct Shard {
     pub v: Address,
     /// Result of the forward pass.
     pub o: Address,
-    /// Its log-sum-exp, per query.
+    /// The log-sum-exp of each query.
     pub lse: Address,
-    /// Gradient of `o`.
+    /// The gradient of `o`.
     pub dout: Address,
-    /// Gradient of `lse`.
+    /// The gradient of `lse`.
     pub dlse: Address,
-    /// Result of the backward pass.
+    /// Result of the backward pass: the gradient of `q`.
     pub dq: Address,
-    /// Result, as `k`.
+    /// Result of the backward pass: the gradient of `k`.
     pub dk: Address,
-    /// Result, as `v`.
+    /// Result of the backward pass: the gradient of `v`.
     pub dv: Address,
-    /// What features need: segments of queries and of keys, slopes, numbers for dropout; and what
-    /// each query adds to the slopes' gradient.
+    /// The arrays of features: segments of queries, segments of keys, slopes, numbers for dropout,
+    /// and each query's summand of the slopes' gradient.
     pub extras: [Address; 5],
 }
 
 impl Shard {
     /// As the executor takes them.
-    pub fn arrays(&self, pass: Pass) -> Arrays {
-        let Shard { q, k, v, o, lse, dout, dlse, dq, dk, dv, extras } = *self;
-        let [q_segments, k_segments, slopes, dropout, dslopes] = extras.map(|at| at.0);
-        let extras = Extras { q_segments, k_segments, slopes, dropout, dslopes };
-        let [q, k, v, o, lse] = [q, k, v, o, lse].map(|at| at.0);
-        let [dout, dlse, dq, dk, dv] = [dout, dlse, dq, dk, dv].map(|at| at.0);
-        match pass {
-            Pass::Forward => Arrays::Forward { q, k, v, o, lse, extras },
-            Pass::Backward => Arrays::Backward { q, k, v, o, lse, dout, dlse, dq, dk, dv, extras },
-        }
+    pub fn arrays(&self, pass: Pass, features: &Features) -> Arrays<u64> {
+        let [q_segments, k_segments, slopes, dropout, dslopes] = self.extras;
+        let address = |operand| match operand {
+            Operand::Query => self.q,
+            Operand::Key => self.k,
+            Operand::Value => self.v,
+            Operand::Out => self.o,
+            Operand::Lse => self.lse,
+            Operand::OutGrad => self.dout,
+            Operand::LseGrad => self.dlse,
+            Operand::QuerySegments => q_segments,
+            Operand::KeySegments => k_segments,
+            Operand::Slopes => slopes,
+            Operand::Dropout => dropout,
+            Operand::QueryGrad => self.dq,
+            Operand::KeyGrad => self.dk,
+            Operand::ValueGrad => self.dv,
+            Operand::SlopeGrad => dslopes,
+        };
+        Arrays::new(pass, features, |operand| address(operand).0)
     }
 }
 
 /// A problem with random inputs, and its results in float64 and float32. All values are in the
-/// order of the sequence: `[batch, world_size · n, heads, head_dim]`, or without the last.
+/// order of the sequence: `[batch, world_size · n, heads, head_dim]`, or without the last
+/// dimension.
 pub struct Ring {
-    /// What each rank is told.
+    /// The problem that each rank gets.
     pub problem: Problem,
-    /// The same of all ranks together.
+    /// The problem of all ranks together.
     pub case: Case,
-    /// Rounded to the type of the activations.
+    /// The inputs, rounded to the type of the activations.
     pub inputs: Inputs,
-    /// In float64.
+    /// The results in float64.
     pub exact: Dense,
-    /// In float32, where o is rounded before delta is computed from it.
+    /// The results in float32, with o rounded before delta is computed from it.
     pub plain: Dense,
 }
 
 impl Ring {
-    /// With inputs of a seed.
+    /// Returns a ring with the inputs of a seed.
     pub fn new(problem: Problem, seed: u64) -> Ring {
         let case = Case::of(&problem);
         let inputs = Inputs::new(&case, seed);
-        let exact = dense::<f64>(&case, &inputs, |o| o);
-        let plain = dense::<f32>(&case, &inputs, |o| round(case.element, o));
+        let (attention, arrays) = (case.attention(&inputs), inputs.arrays());
+        let exact = dense::<f64>(&attention, &arrays, |o| o);
+        let plain = dense::<f32>(&attention, &arrays, |o| round(case.element, o));
         Ring { problem, case, inputs, exact, plain }
     }
 
-    /// Elements of a row.
+    /// Returns the number of elements of a row.
     fn width(&self, kind: Kind) -> usize {
         match kind {
             Kind::Queries => self.case.heads * self.case.head_dim,
@@ -103,7 +115,7 @@ impl Ring {
         }
     }
 
-    /// Rows of a rank.
+    /// Returns the number of rows of a rank.
     fn rows(&self, kind: Kind) -> usize {
         match kind {
             Kind::Keys | Kind::Values => self.problem.kv_len,
@@ -111,7 +123,7 @@ impl Ring {
         }
     }
 
-    /// For each element of a rank's array where it is in the order of the sequence.
+    /// Returns, for each element of a rank's array, its index in the order of the sequence.
     fn places(&self, rank: usize, kind: Kind) -> impl Iterator<Item = usize> {
         let Problem { batch, layout, world_size, .. } = self.problem;
         let n = self.rows(kind);
@@ -124,12 +136,12 @@ impl Ring {
         })
     }
 
-    /// A rank's part of values in the order of the sequence.
+    /// Cuts a rank's part from values in the order of the sequence.
     pub fn shard(&self, rank: usize, kind: Kind, values: &[f32]) -> Vec<f32> {
         self.places(rank, kind).map(|place| values[place]).collect()
     }
 
-    /// Values in the order of the sequence from all ranks' parts.
+    /// Joins the parts of all ranks into values in the order of the sequence.
     pub fn gather(&self, kind: Kind, shards: &[Vec<f32>]) -> Vec<f32> {
         let mut values = vec![f32::NAN; shards.iter().map(Vec::len).sum()];
         for (rank, shard) in shards.iter().enumerate() {
@@ -138,8 +150,8 @@ impl Ring {
         values
     }
 
-    /// Allocates all ranks' arrays, rank `r`'s on device `device(r)`, and writes the inputs. What
-    /// the passes compute is not written.
+    /// Allocates the arrays of all ranks, those of rank `r` on device `device(r)`, and writes the
+    /// inputs. Results stay unwritten.
     pub fn place(&self, world: &mut World, device: impl Fn(usize) -> usize) -> Vec<Shard> {
         (0..self.problem.world_size).map(|rank| self.place_one(world, rank, device(rank))).collect()
     }
@@ -173,7 +185,7 @@ impl Ring {
         shard
     }
 
-    /// Allocates and writes what features need.
+    /// Allocates and writes the arrays of features.
     fn place_extras(&self, world: &mut World, rank: usize, device: usize) -> [Address; 5] {
         let Problem { batch, layout, world_size, q_len, kv_len, heads, features, .. } =
             self.problem;
@@ -202,7 +214,7 @@ impl Ring {
         ]
     }
 
-    /// Writes o and lse as an exact forward pass would leave them, for a backward pass alone.
+    /// Writes the o and lse of an exact forward pass, for a test of the backward pass alone.
     pub fn save(&self, world: &mut World, shards: &[Shard]) {
         let narrow = |values: &[f64]| values.iter().map(|x| *x as f32).collect::<Vec<_>>();
         let (o, lse) = (narrow(&self.exact.o), narrow(&self.exact.lse));
@@ -234,7 +246,7 @@ impl Ring {
         }
     }
 
-    /// Gathers an array of all ranks; what nobody wrote is NaN.
+    /// Reads an array of all ranks, in the order of the sequence. Unwritten elements are NaN.
     pub fn read(
         &self,
         memory: &Memory,
@@ -258,14 +270,15 @@ impl Ring {
         self.gather(kind, &shards.iter().map(of).collect::<Vec<_>>())
     }
 
-    /// Checks o and lse of all ranks; the ratio of o's error to plain float32's.
+    /// Checks o and lse of all ranks. Returns the ratio of o's error to the error of plain float32.
     ///
     /// # Errors
-    /// What is off, and by how much.
+    /// The array that is wrong, and its error.
     pub fn check_forward(&self, world: &World, shards: &[Shard]) -> Result<f64, String> {
         let memory = &world.memory;
         let lse = self.read(memory, shards, Kind::PerQuery, |shard| shard.lse);
-        // Three float32 roundings of a number as large, and those of a dot product.
+        // The bound allows three float32 roundings of a number of this size, and the roundings of a
+        // dot product.
         let bound = (1.0 + self.exact.largest) * 2f64.powi(-20);
         let off = |(got, exact): (&f32, &f64)| {
             let equal = f64::from(*got) == *exact;
@@ -275,14 +288,15 @@ impl Ring {
             return Err(format!("lse {at} is {}, expected {}", lse[at], self.exact.lse[at]));
         }
         let o = self.read(memory, shards, Kind::Outputs, |shard| shard.o);
-        // One rounding of p's sum to float32, for rows that see a single key.
+        // The floor allows one rounding of p's sum to float32, for rows that see a single key.
         self.ratio("o", &o, &self.exact.o, &self.plain.o, 2f64.powi(-24))
     }
 
-    /// Checks dq, dk and dv of all ranks; the largest ratio of an error to plain float32's.
+    /// Checks dq, dk and dv of all ranks. Returns the largest ratio of an error to the error of
+    /// plain float32.
     ///
     /// # Errors
-    /// What is off, and by how much.
+    /// The array that is wrong, and its error.
     pub fn check_backward(&self, world: &World, shards: &[Shard]) -> Result<f64, String> {
         let memory = &world.memory;
         let dq = self.read(memory, shards, Kind::Queries, |shard| shard.dq);
@@ -298,7 +312,8 @@ impl Ring {
         if self.case.slopes { Ok(worst.max(self.check_slopes(memory, shards)?)) } else { Ok(worst) }
     }
 
-    /// The sum over all ranks' arrays, which are of different queries where those travel.
+    /// Checks the gradient of slopes, which is summed over the arrays of all ranks. Where queries
+    /// travel, a rank's array may hold the summands of other ranks' queries.
     fn check_slopes(&self, memory: &Memory, shards: &[Shard]) -> Result<f64, String> {
         let Problem { batch, q_len, heads, .. } = self.problem;
         let sums = |terms: &mut dyn Iterator<Item = (usize, f64)>| {
@@ -320,19 +335,21 @@ impl Ring {
         let got: Vec<f32> = got.into_iter().map(|sum| sum as f32).collect();
         let (exact, plain) = (whole(&self.exact.dslopes), whole(&self.plain.dslopes));
         // Roundings of the terms, each of about the size of a distance.
-        let floor = self.gradient_floor() / f64::from(self.case.scale()) * self.case.q_len as f64;
+        let floor =
+            self.gradient_floor() / f64::from(self.case.softmax_scale) * self.case.q_len as f64;
         self.ratio("dslopes", &got, &exact, &plain, floor)
     }
 
-    /// Float32's rounding of what a gradient's sum cancels where one key has all the weight, so
-    /// that dp = delta and plain float32 may hit 0: both are dot products of `head_dim` terms.
+    /// Returns float32's rounding of the terms that cancel where one key has all the weight. There
+    /// dp = delta, both dot products of `head_dim` terms, and plain float32 may hit 0 exactly.
     fn gradient_floor(&self) -> f64 {
-        let dot = f64::from(self.case.scale()) * (self.case.head_dim as f64).sqrt();
+        let dot = f64::from(self.case.softmax_scale) * (self.case.head_dim as f64).sqrt();
         4.0 * 2f64.powi(-24) * dot
     }
 
-    /// The ratio of an error to that of float32 which is rounded once at the end; at most 2, and
-    /// nothing may be NaN. `floor` is the root mean square of an error that is allowed anyway.
+    /// Returns the ratio of an error to the error of float32 that is rounded once at the end. The
+    /// ratio must be at most 2, and no element may be NaN. `floor` is the root mean square of an
+    /// error that is always allowed.
     fn ratio(
         &self,
         name: &str,

@@ -1,43 +1,43 @@
-//! The memory of all devices, and programs carried out in it.
+//! The memory of all devices, in which programs run.
 
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
 use burst_attention::cuda::driver::{Block, Copy};
-use burst_attention::cuda::record::{Action, Delivery, Program, Recorder, Stuck, simulate};
 use burst_attention_interpreter::execute::Kernels;
-use burst_attention_interpreter::{Address, Launch as Order, Memory};
+use burst_attention_interpreter::{Address, GridRun as Order, Memory};
 use burst_attention_kernels::launch::Launch;
+use burst_attention_recorder::{Action, Delivery, Program, Recorder, Stuck, replay};
 
 /// All kernels, compiled once for all tests.
 static KERNELS: LazyLock<Kernels> = LazyLock::new(Kernels::default);
 
-/// Most operations of a launch: enough for any small problem.
+/// The operations that a launch may take, enough for any small problem.
 const OPERATIONS: u64 = 1 << 24;
 
-/// The memory of all devices. Devices are numbered as the recorder's programs are.
+/// The memory of all devices. A device has the number of its program in the recorder.
 #[derive(Default)]
 pub struct World {
-    /// Every allocation of every device, at an address of its own.
+    /// All allocations of all devices, each at its own address.
     pub memory: Memory,
-    /// First and last byte of each allocation, and its device.
+    /// For the first byte of each allocation, its last byte and its device.
     owners: BTreeMap<u64, (u64, usize)>,
 }
 
 impl World {
-    /// Without memory.
+    /// Returns a world without memory.
     pub fn new() -> World {
         World::default()
     }
 
-    /// Memory of a device.
+    /// Allocates memory of a device.
     pub fn allocate(&mut self, device: usize, name: &str, bytes: u64) -> Address {
         let at = self.memory.allocate(name, bytes);
         self.owners.insert(at.0, (at.0 + bytes.max(1) - 1, device));
         at
     }
 
-    /// Memory that a recorder's devices were asked for.
+    /// Adds the memory that a recorder's devices allocated.
     pub fn adopt(&mut self, recorder: &Recorder) {
         let devices: Vec<_> = recorder.programs().iter().map(|program| program.compute).collect();
         for made in recorder.allocations() {
@@ -45,21 +45,20 @@ impl World {
                 continue;
             }
             let device = devices.iter().position(|device| *device == made.device);
-            let device = device.expect("an allocation is one of the recorder's devices");
+            let device = device.expect("each allocation belongs to a device of the recorder");
             let at = Address(made.address);
             self.memory.allocate_at("memory of the driver", at, made.bytes as u64);
             self.owners.insert(at.0, (at.0 + made.bytes as u64 - 1, device));
         }
     }
 
-    /// Carries out all devices' programs, in an order that the seed decides.
+    /// Carries out the programs of all devices, in an order that the seed decides.
     ///
     /// # Errors
-    /// If they get stuck, a kernel fails, or something lies where no device or another one has
-    /// memory.
+    /// If the programs get stuck, a kernel fails, or an array lies outside of its device's memory.
     pub fn carry_out(&mut self, programs: &[Program], seed: u64) -> Result<(), Stuck> {
         let mut launches = seed;
-        simulate(programs, seed, |action| match action {
+        replay(programs, seed, |action| match action {
             Action::Launch(device, launch) => {
                 launches += 1;
                 self.launch(device, launch, launches)
@@ -81,8 +80,8 @@ impl World {
 
     fn copy(&mut self, device: usize, copy: &Copy) -> Result<(), String> {
         let Copy { from, to } = copy;
-        for piece in 0..from.height {
-            let at = |block: &Block| block.address + piece * block.pitch;
+        for line in 0..from.height {
+            let at = |block: &Block| block.address + line * block.pitch;
             self.check(device, "source", at(from))?;
             self.check(device, "target", at(to))?;
             self.transfer(at(from), at(to), from.width)?;
@@ -97,13 +96,13 @@ impl World {
         self.transfer(from.1, to.1, bytes)
     }
 
-    /// That all of it lies in one allocation, memory itself looks after.
+    /// Copies bytes. The memory itself checks that each range lies in one allocation.
     fn transfer(&mut self, from: u64, to: u64, bytes: u64) -> Result<(), String> {
         let outcome = self.memory.copy(Address(from), Address(to), bytes);
         outcome.map_err(|fault| fault.to_string())
     }
 
-    /// Does the device have memory there?
+    /// Checks that an address lies in the device's memory.
     fn check(&self, device: usize, what: &str, address: u64) -> Result<(), String> {
         let below = self.owners.range(..=address).next_back();
         match below.filter(|(_, (last, _))| address <= *last) {

@@ -1,14 +1,15 @@
-//! The executor, from what it is called with to results in memory: every rank's device is given
-//! both passes, and what they were given is carried out in random orders.
+//! Tests of the executor from its arguments to results in memory: the devices of all ranks get both
+//! passes, and a world carries out their programs in random orders.
 
-use burst_attention::cuda::device::{Executor, Share};
+use burst_attention::cuda::call::Call;
+use burst_attention::cuda::device::{Executor, RankSet};
 use burst_attention::cuda::driver::Stream;
 use burst_attention::cuda::nccl::{Comm, Communicator};
-use burst_attention::cuda::record::{Program, Recorder, check, images, nccl};
-use burst_attention::cuda::ring::{Call, Given};
+use burst_attention::cuda::workspace::Workspace;
 use burst_attention::schedule::Family;
 use burst_attention::{Dtype, Features, Layout, Order, Pass, Problem, Travels, Window};
 use burst_attention_device_tests::{Ring, Shard, World};
+use burst_attention_recorder::{Program, Recorder, check, images, nccl};
 
 const WINDOW: Window = Window { left: Some(6), right: Some(1) };
 
@@ -28,7 +29,7 @@ const PROBLEM: Problem = Problem {
     world_size: 4,
 };
 
-/// The devices of a ring, with the memory of all.
+/// The devices of a ring, with their memory.
 struct Setup<'a> {
     ring: &'a Ring,
     family: Family,
@@ -41,7 +42,7 @@ struct Setup<'a> {
 }
 
 impl<'a> Setup<'a> {
-    /// A device for each rank, or one for all of them.
+    /// Returns a setup with a device for each rank, or one device for all ranks.
     fn new(ring: &'a Ring, family: Family, one_device: bool) -> Setup<'a> {
         let (recorder, mut world) = (Recorder::new(), World::new());
         let ranks = ring.problem.world_size;
@@ -56,25 +57,29 @@ impl<'a> Setup<'a> {
         Setup { ring, family, shards, world, recorder, executor, devices, comms }
     }
 
-    /// Both stages of a call on every device, as XLA calls them; what each stage enqueued.
+    /// Runs both stages of a call on every device, as XLA calls them. Returns the programs of each
+    /// stage.
     fn enqueue(&mut self, call: &Call) -> [Vec<Program>; 2] {
         for rank in 0..self.devices.len() {
-            self.on(rank, call, |setup, share, device| {
-                setup.executor.initialize(device, call, share).expect("nothing refuses");
+            self.on(rank, call, |setup, ranks, device| {
+                setup.executor.initialize(device, call, ranks).expect("nothing refuses");
             });
         }
         let connecting = self.recorder.take();
         self.world.adopt(&self.recorder);
         let bytes = call.workspace_bytes() * (self.shards.len() / self.devices.len()) as u64;
         for rank in 0..self.devices.len() {
-            let workspace = self.world.allocate(rank, "workspace", bytes).0;
-            self.on(rank, call, |setup, share, device| {
-                let arrays: Vec<_> =
-                    setup.shards.iter().map(|shard| shard.arrays(call.pass)).collect();
+            let address = self.world.allocate(rank, "workspace", bytes).0;
+            self.on(rank, call, |setup, ranks, device| {
+                let arrays: Vec<_> = setup
+                    .shards
+                    .iter()
+                    .map(|shard| shard.arrays(call.pass, &call.problem.features))
+                    .collect();
                 let arrays =
-                    if matches!(share, Share::All) { &arrays[..] } else { &arrays[rank..=rank] };
-                let given = Given { workspace, bytes };
-                let ran = setup.executor.run(device, call, share, arrays, given);
+                    if matches!(ranks, RankSet::All) { &arrays[..] } else { &arrays[rank..=rank] };
+                let workspace = Workspace { address, bytes };
+                let ran = setup.executor.run(device, call, ranks, arrays, workspace);
                 ran.expect("nothing refuses");
             });
         }
@@ -82,20 +87,21 @@ impl<'a> Setup<'a> {
         [connecting, self.recorder.take()]
     }
 
-    fn on(&self, rank: usize, call: &Call, act: impl Fn(&Setup<'_>, Share<'_>, Stream)) {
+    /// Calls `act` with the device of a rank and the ranks that this device runs.
+    fn on(&self, rank: usize, call: &Call, act: impl Fn(&Setup<'_>, RankSet<'_>, Stream)) {
         let (ranks, device) = (call.problem.world_size, self.devices[rank]);
         if self.devices.len() < ranks {
-            return act(self, Share::All, device);
+            return act(self, RankSet::All, device);
         }
         let count = if ranks == 1 { 0 } else { 1 + usize::from(call.family.has_far_links(ranks)) };
         let comm = |comm: &Comm| {
             Communicator::new(nccl(), *comm, ranks).expect("a communicator of the ring")
         };
         let comms: Vec<_> = self.comms[rank][..count].iter().map(comm).collect();
-        act(self, Share::Rank(&comms), device);
+        act(self, RankSet::One(&comms), device);
     }
 
-    /// One pass; the largest ratio of an error to that of plain float32.
+    /// Runs one pass. Returns the largest ratio of an error to the error of plain float32.
     fn pass(
         &mut self,
         pass: Pass,
@@ -120,8 +126,8 @@ impl<'a> Setup<'a> {
     }
 }
 
-/// Both passes, the second from what the first one left, in several orders of what may be in any, and
-/// with both kinds of sums.
+/// Asserts that both passes are right, the backward pass from the results of the forward pass.
+/// Random seeds change the order of streams, and both orders of sums are tested.
 fn assert_right(problem: &Problem, travels: Option<Travels>, one_device: bool) {
     assert_family_right(Family::Ring, problem, travels, one_device);
 }
@@ -182,7 +188,7 @@ fn shapes_and_types() {
 
 #[test]
 #[ignore = "takes long: make test-full"]
-fn windows_run_both_ways_and_sums_that_come_home_twice_are_added() {
+fn windows_look_both_ways_and_sums_that_come_home_twice_are_added() {
     let windows = [(Some(2), Some(0)), (Some(5), Some(4)), (Some(20), Some(3))];
     for (layout, (left, right)) in Layout::ALL.into_iter().flat_map(|l| windows.map(|w| (l, w))) {
         let window = Window { left, right };
@@ -192,7 +198,7 @@ fn windows_run_both_ways_and_sums_that_come_home_twice_are_added() {
     }
     let cross = Problem { window: Window::FULL, kv_len: 2 * PROBLEM.kv_len, ..PROBLEM };
     assert_right(&cross, None, false);
-    // Here queries and their sums would be less to send.
+    // Here queries and their sums would be fewer bytes to send.
     let long = Problem { window: Window::FULL, q_len: 4, kv_len: 48, ..PROBLEM };
     assert_right(&long, None, false);
 }
@@ -218,7 +224,7 @@ fn features() {
     }
 }
 
-/// Each both ways round, over devices and on one.
+/// Tests the other families in both directions, over several devices and on one.
 #[test]
 #[ignore = "takes long: make test-full"]
 fn other_schedules_compute_attention() {

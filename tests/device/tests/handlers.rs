@@ -1,20 +1,18 @@
-//! From XLA's handler through engine and executor to kernels and messages: all ranks of a ring in
-//! one process compute attention, and whatever fails on the way becomes an XLA error.
+//! Tests from XLA's handlers to kernels and messages: all ranks of a ring in one process compute
+//! attention, and each failure on the way becomes an XLA error.
 
 mod calls;
-#[path = "../../../ffi/tests/fake/mod.rs"]
-mod fake;
 
-use burst_attention::cuda::record::{check, group_is_open};
-use burst_attention::cuda::ring::Call;
+use burst_attention::cuda::call::Call;
 use burst_attention::schedule::Family;
 use burst_attention::{Dtype, Features, Layout, Order, Pass, Problem, Travels, Window};
 use burst_attention_device_tests::{Ring, Shard, World};
 use burst_attention_ffi::cuda::Stage;
 use burst_attention_ffi::sys;
 use burst_attention_interpreter::Address;
+use burst_attention_recorder::{check, group_is_open};
+use burst_attention_test_frames::FakeAttribute;
 use calls::{COMMUNICATION_ID, Handlers, RankCall, STAGES, XlaError};
-use fake::FakeAttribute;
 
 fn problem(world_size: usize, layout: Layout) -> Problem {
     Problem {
@@ -38,12 +36,12 @@ fn call(problem: Problem, family: Family, pass: Pass, travels: Option<Travels>) 
     Call { problem, family, pass, travels, backward_order: Order::Fixed }
 }
 
-/// Runs one pass of all ranks through the handlers and carries out what they enqueued.
+/// Runs one pass of all ranks through the handlers and carries out their programs.
 fn pass(handlers: &Handlers, call: &Call, world: &mut World, shards: &[Shard], seed: u64) {
     let place = |rank: usize, world: &mut World| {
         let bytes = call.workspace_bytes().max(1);
         let workspace = world.allocate(rank, "workspace", bytes).0;
-        handlers.rank(call, rank, shards[rank].arrays(call.pass), workspace)
+        handlers.rank(call, rank, shards[rank].arrays(call.pass, &call.problem.features), workspace)
     };
     let ranks: Vec<RankCall> =
         (0..call.problem.world_size).map(|rank| place(rank, world)).collect();
@@ -58,7 +56,7 @@ fn pass(handlers: &Handlers, call: &Call, world: &mut World, shards: &[Shard], s
     }
 }
 
-/// Forward, then backward from its results, in memory where nothing else was written.
+/// Runs the forward pass, then the backward pass from its results, and checks both.
 fn both_passes(problem: &Problem, travels: Travels, seed: u64) {
     both_passes_of(Family::Ring, problem, travels, seed);
 }
@@ -78,7 +76,7 @@ fn both_passes_of(family: Family, problem: &Problem, travels: Travels, seed: u64
 }
 
 #[test]
-fn rings_of_1_2_and_4_compute_attention_in_every_layout_both_ways_round() {
+fn rings_of_1_2_and_4_compute_attention_in_every_layout_and_direction() {
     for world_size in [1, 2, 4] {
         for layout in Layout::ALL {
             for (seed, travels) in [(1, Travels::Keys), (2, Travels::Queries)] {
@@ -90,7 +88,7 @@ fn rings_of_1_2_and_4_compute_attention_in_every_layout_both_ways_round() {
 
 #[test]
 #[ignore = "takes long: make test-full"]
-fn so_do_full_masks_float16_and_halves_that_are_not_aligned() {
+fn full_masks_float16_and_unaligned_halves_compute_attention() {
     for travels in [Travels::Keys, Travels::Queries] {
         let full = Problem { window: Window::FULL, ..problem(4, Layout::Zigzag) };
         both_passes(&full, travels, 3);
@@ -102,7 +100,7 @@ fn so_do_full_masks_float16_and_halves_that_are_not_aligned() {
 
 #[test]
 #[ignore = "takes long: make test-full"]
-fn so_do_windows_and_all_features() {
+fn windows_and_all_features_compute_attention() {
     let features =
         Features { segments: true, slopes: true, soft_cap: Some(2.0), dropout: Some(0.3) };
     for (layout, travels) in
@@ -115,7 +113,7 @@ fn so_do_windows_and_all_features() {
 }
 
 #[test]
-fn so_do_the_other_schedules() {
+fn the_other_schedules_compute_attention() {
     let double = Family::DoubleRing { inner: 2 };
     for (family, layout) in [
         (double, Layout::Zigzag),
@@ -129,7 +127,7 @@ fn so_do_the_other_schedules() {
 }
 
 #[test]
-fn the_communicator_is_asked_for_under_a_number_of_our_own() {
+fn the_communicator_has_a_number_of_the_library() {
     let (handlers, call) = (Handlers::new(2), forward(2));
     let rank = rank(&handlers, &call, 0);
     assert_eq!(rank.all(handlers.platform, Pass::Forward), Ok(()));
@@ -142,7 +140,11 @@ fn the_communicator_is_asked_for_under_a_number_of_our_own() {
     assert_eq!(rank.all(both.platform, Pass::Forward), Ok(()));
     let gpu = rank.runtime.context.gpu.as_deref().expect("it has one");
     let numbers: Vec<_> = gpu.requests().into_iter().map(|(_, number)| number).collect();
-    assert_eq!(numbers, [COMMUNICATION_ID, COMMUNICATION_ID + 1], "slow links have their own");
+    assert_eq!(
+        numbers,
+        [COMMUNICATION_ID, COMMUNICATION_ID + 1],
+        "slow links have their own communicator"
+    );
 
     let (alone, call) = (Handlers::new(1), forward(1));
     let rank = self::rank(&alone, &call, 0);
@@ -156,7 +158,7 @@ fn forward(world_size: usize) -> Call {
     call(problem, Family::Ring, Pass::Forward, None)
 }
 
-/// Over two nodes of two ranks.
+/// Returns a call over two nodes of two ranks.
 fn double(pass: Pass, travels: Option<Travels>) -> Call {
     let problem = problem(4, Layout::Zigzag);
     call(problem, Family::DoubleRing { inner: 2 }, pass, travels)
@@ -167,17 +169,17 @@ fn backward(travels: Travels) -> Call {
     call(problem, Family::Ring, Pass::Backward, Some(travels))
 }
 
-/// A rank's call over memory that nobody looks into.
+/// Returns a rank's call over memory that is never read.
 fn rank(handlers: &Handlers, call: &Call, rank: usize) -> RankCall {
     let at = |n: u64| (n + 1) << 40;
     let shard = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].map(|n| Address(at(n)));
     let [q, k, v, o, lse, dout, dlse, dq, dk, dv] = shard;
     let extras = [Address(0); 5];
     let shard = Shard { q, k, v, o, lse, dout, dlse, dq, dk, dv, extras };
-    handlers.rank(call, rank, shard.arrays(call.pass), 1 << 46)
+    handlers.rank(call, rank, shard.arrays(call.pass, &call.problem.features), 1 << 46)
 }
 
-/// The first error of a rank's stages. What was enqueued while executing stays recorded.
+/// Returns the first error of a rank's stages. The program of the last stage stays recorded.
 fn stages(handlers: &Handlers, rank: &RankCall) -> Result<(), XlaError> {
     STAGES.into_iter().try_for_each(|stage| {
         handlers.recorder.take();
@@ -221,8 +223,8 @@ fn every_call_that_fails_becomes_an_error_and_the_next_run_works() {
             }
             assert!(!group_is_open(), "{name}, call {n}, leaves a group open");
             assert_eq!(handlers.recorder.pushed(), 0, "{name}, call {n}, leaves its context");
-            // What was enqueued before is ordered before whatever XLA's stream does next. The scratch
-            // memory of connections is not XLA's.
+            // Everything that was enqueued is ordered before the next work of XLA's stream. The
+            // check skips the initialize stage, whose scratch memory is not XLA's.
             let program = &handlers.recorder.take()[0];
             if let (true, Err(race)) = (n >= initialized, check(program)) {
                 panic!("after {name}, call {n}: {race}");
@@ -234,7 +236,7 @@ fn every_call_that_fails_becomes_an_error_and_the_next_run_works() {
 }
 
 #[test]
-fn what_the_runtime_lacks_is_named() {
+fn a_missing_part_of_the_runtime_is_named() {
     let (handlers, call) = (Handlers::new(2), forward(2));
     let refused = |change: &dyn Fn(&mut RankCall), stage: Stage, parts: &[&str]| {
         let mut rank = rank(&handlers, &call, 0);

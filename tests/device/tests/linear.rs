@@ -1,19 +1,17 @@
-//! Linear attention on GPUs, from XLA's handlers to what kernels leave in memory.
-
-#[path = "../../../ffi/tests/fake/mod.rs"]
-mod fake;
+//! Tests of linear attention on GPUs, from XLA's handlers to results in memory.
 
 use std::ffi::c_void;
 use std::ptr;
 
 use burst_attention::cuda::driver::Stream;
-use burst_attention::cuda::record::{Recorder, images, nccl};
 use burst_attention_device_tests::World;
 use burst_attention_ffi::cuda::{LinearKind, Platform, Stage, run_linear};
 use burst_attention_ffi::sys;
 use burst_attention_interpreter::Address;
-use fake::gpu::FakeGpu;
-use fake::{FakeAttribute, FakeBuffer, FakeFrame, FakeRuntime, take_error};
+use burst_attention_recorder::{Recorder, images, nccl};
+use burst_attention_reference::linear::{Head, add_rows, rows_of};
+use burst_attention_test_frames::gpu::FakeGpu;
+use burst_attention_test_frames::{FakeAttribute, FakeBuffer, FakeFrame, FakeRuntime, take_error};
 use half::bf16;
 
 const BATCH: usize = 2;
@@ -24,12 +22,12 @@ const PARTS: usize = 3;
 const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
 const DIM: usize = 16;
-/// Of values.
+/// Columns of values.
 const WIDE: usize = 24;
-/// Log decay of every token, in base 2.
+/// The log decay of every token, in base 2.
 const LOG: f32 = -0.03;
 
-/// One device, its memory, and what the handlers run on.
+/// One device, its memory, and the platform of the handlers.
 struct Gpu {
     recorder: Recorder,
     platform: &'static Platform,
@@ -37,7 +35,7 @@ struct Gpu {
     world: World,
 }
 
-/// Numbers between −1 and 1 as bfloat16 holds them.
+/// Returns numbers between −1 and 1 in bfloat16.
 fn numbers(count: usize, seed: usize) -> Vec<bf16> {
     let number = |n: usize| ((n * 7919 + seed * 104_729) % 2003) as f32 / 1001.0 - 1.0;
     (0..count).map(|n| bf16::from_f32(number(n))).collect()
@@ -48,7 +46,7 @@ impl Gpu {
         let recorder = Recorder::new();
         let platform = Platform::new(Box::new(recorder.clone()), images, || Ok(nccl()));
         let stream = recorder.add_device();
-        // Handlers want it for as long as the process.
+        // Handlers need a platform that lives as long as the process.
         Gpu { recorder, platform: Box::leak(Box::new(platform)), stream, world: World::new() }
     }
 
@@ -93,12 +91,13 @@ impl Gpu {
             Stage::Initialize => sys::XLA_FFI_ExecutionStage_INITIALIZE,
             _ => sys::XLA_FFI_ExecutionStage_EXECUTE,
         };
-        // SAFETY: the frame is as the header says; the recorder keeps addresses and follows none.
+        // SAFETY: `FakeFrame` makes a frame as the header says, which lives for the call. The
+        // recorder keeps addresses and follows none of them.
         let error = unsafe { run_linear(frame.address(), kind, stage, || Ok(self.platform)) };
         take_error(error).map_or(Ok(()), |(_, message)| Err(message))
     }
 
-    /// Both stages, and what they enqueue.
+    /// Runs both stages and carries out the program that they enqueue.
     fn run(&mut self, kind: LinearKind, args: &[FakeBuffer], rets: &[FakeBuffer]) {
         let without_memory = |buffers: &[FakeBuffer]| -> Vec<FakeBuffer> {
             buffers.iter().map(|x| FakeBuffer { data: ptr::null_mut(), ..x.clone() }).collect()
@@ -116,7 +115,7 @@ fn pointer(address: u64) -> *mut c_void {
     ptr::without_provenance_mut(address as usize)
 }
 
-/// Operands of the second call and where its results go: o and dots.
+/// The operands of the second call, and the addresses of its results o and dots.
 struct Attend {
     args: Vec<FakeBuffer>,
     rets: Vec<FakeBuffer>,
@@ -124,7 +123,8 @@ struct Attend {
     dots: Address,
 }
 
-/// States of parts from one call, then made those where parts begin; not run yet.
+/// Runs the first call, which returns the state after each part, and prepares the second call with
+/// the state before each part.
 fn attend(gpu: &mut Gpu) -> Attend {
     let (k, v) = (gpu.tokens("k", KV_HEADS, DIM, 1), gpu.tokens("v", KV_HEADS, WIDE, 2));
     let sums = gpu.sums();
@@ -142,7 +142,7 @@ fn attend(gpu: &mut Gpu) -> Attend {
     Attend { args, rets: vec![o, dots], o: at_o, dots: at_dots }
 }
 
-/// The state before each part: all parts but the last are whole.
+/// Returns the state before each part. All parts but the last are complete.
 fn prefixes(left: &[f32]) -> Vec<f32> {
     let state = HEADS * DIM * WIDE;
     let decay = (PART as f32 * LOG).exp2();
@@ -153,7 +153,7 @@ fn prefixes(left: &[f32]) -> Vec<f32> {
     before
 }
 
-/// Token by token: o and its products with `other`.
+/// Returns o and its products with `other`, by the reference.
 fn recurrence() -> (Vec<f64>, Vec<f64>) {
     let tokens = |heads, dim, seed| numbers(BATCH * ROWS * heads * dim, seed);
     let (k, v) = (tokens(KV_HEADS, DIM, 1), tokens(KV_HEADS, WIDE, 2));
@@ -161,21 +161,22 @@ fn recurrence() -> (Vec<f64>, Vec<f64>) {
     let mut o = vec![0.0; BATCH * ROWS * HEADS * WIDE];
     let mut dots = vec![0.0; BATCH * HEADS * PADDED];
     for (b, h) in (0..BATCH).flat_map(|b| (0..HEADS).map(move |h| (b, h))) {
-        let mut state = [[0.0; WIDE]; DIM];
-        for row in 0..ROWS {
-            let of_query = (b * ROWS + row) * HEADS + h;
-            let of_key = (b * ROWS + row) * KV_HEADS + h / (HEADS / KV_HEADS);
-            for (i, line) in state.iter_mut().enumerate() {
-                for (j, x) in line.iter_mut().enumerate() {
-                    let term = k[of_key * DIM + i].to_f64() * v[of_key * WIDE + j].to_f64();
-                    *x = *x * f64::from(LOG).exp2() + term;
-                }
-            }
-            for j in 0..WIDE {
-                let x: f64 = (0..DIM).map(|i| q[of_query * DIM + i].to_f64() * state[i][j]).sum();
-                o[of_query * WIDE + j] = x;
-                dots[(b * HEADS + h) * PADDED + row] += x * other[of_query * WIDE + j].to_f64();
-            }
+        let of = |array: &[bf16], heads, dim| {
+            rows_of(array, [ROWS, heads, dim], (b, h * heads / HEADS), 0..ROWS)
+        };
+        let head = Head {
+            dims: [DIM, WIDE],
+            q: of(&q, HEADS, DIM),
+            k: of(&k, KV_HEADS, DIM),
+            v: of(&v, KV_HEADS, WIDE),
+            dout: of(&other, HEADS, WIDE),
+            decays: vec![f64::from(LOG).exp2(); ROWS],
+        };
+        let zeros = [0.0; DIM * WIDE];
+        let found = head.recurrence(&zeros, &zeros).o;
+        add_rows(&mut o, [ROWS, HEADS, WIDE], (b, h), 0..ROWS, &found);
+        for (at, (x, other)) in found.iter().zip(&head.dout).enumerate() {
+            dots[(b * HEADS + h) * PADDED + at / WIDE] += x * other;
         }
     }
     (o, dots)
@@ -189,7 +190,7 @@ fn assert_near(name: &str, got: impl Iterator<Item = f64>, want: &[f64]) {
 }
 
 #[test]
-fn both_calls_together_are_the_recurrence() {
+fn both_calls_together_compute_the_recurrence() {
     let mut gpu = Gpu::new();
     let Attend { args, rets, o, dots } = attend(&mut gpu);
     gpu.run(LinearKind::Attend, &args, &rets);
@@ -201,7 +202,7 @@ fn both_calls_together_are_the_recurrence() {
 }
 
 #[test]
-fn without_products_no_other_array_is_needed() {
+fn without_products_the_other_array_is_not_needed() {
     let mut gpu = Gpu::new();
     let Attend { args, rets, o, .. } = attend(&mut gpu);
     gpu.run(LinearKind::Attend, &args[..5], &rets[..1]);
@@ -211,7 +212,7 @@ fn without_products_no_other_array_is_needed() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn arrays_of_wrong_shapes_and_types_are_refused() {
     let mut gpu = Gpu::new();
     let Attend { args, rets, .. } = attend(&mut gpu);
     let refused = |change: &dyn Fn(&mut Vec<FakeBuffer>, &mut Vec<FakeBuffer>), words: &str| {

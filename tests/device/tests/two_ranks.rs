@@ -1,12 +1,13 @@
-//! Two ranks by hand, with no executor: each adds what the other sends to its own and rounds it.
+//! Two ranks without the executor: each rank adds the values of its peer to its own and rounds the
+//! sum.
 
 use burst_attention::cuda::driver::{Block, Copy, Driver, Stream};
 use burst_attention::cuda::nccl::{Comm, Communicator, Group, Message};
-use burst_attention::cuda::record::{Program, Recorder, check, image, mutations, nccl};
 use burst_attention_device_tests::World;
 use burst_attention_interpreter::Address;
 use burst_attention_kernels::instances::{Element, Target};
-use burst_attention_kernels::launch::{Finish, Rows};
+use burst_attention_kernels::launch::{Cast, Rows};
+use burst_attention_recorder::{Program, Recorder, check, image, mutations, nccl};
 use half::bf16;
 
 const ROWS: usize = 70;
@@ -14,7 +15,7 @@ const DIM: usize = 8;
 const COUNT: usize = ROWS * DIM;
 const BYTES: u64 = COUNT as u64 * 4;
 
-/// A rank's arrays: what it has, what it sends of it, what comes, and the result.
+/// A rank's arrays: its own values, their copy to send, the values that arrive, and the result.
 struct Rank {
     own: Address,
     sent: Address,
@@ -38,7 +39,7 @@ fn place(world: &mut World) -> Vec<Rank> {
     (0..2).map(rank).collect()
 }
 
-/// Enqueues one rank's program, through the calls that the executor makes too.
+/// Enqueues the program of one rank with the calls that the executor also makes.
 fn enqueue(recorder: &Recorder, rank: &Rank, device: Stream, comm: Comm) {
     recorder.push_context(recorder.stream_context(device).unwrap()).unwrap();
     let own = recorder.create_stream().unwrap();
@@ -51,12 +52,12 @@ fn enqueue(recorder: &Recorder, rank: &Rank, device: Stream, comm: Comm) {
     let peer = 1 - communicator.rank;
     let message = |at: Address| vec![Message { address: at.0, bytes: BYTES, peer }];
     let group = Group { sends: message(rank.sent), receives: message(rank.came) };
-    // SAFETY: it is recorded, and nothing else.
+    // SAFETY: the recorder reads and writes no memory of messages.
     unsafe { communicator.exchange(own, None, &group) }.unwrap();
     recorder.record(own, events[1]).unwrap();
     recorder.wait(device, events[1]).unwrap();
     let rows = |at: Address| Rows { address: at.0, batch_stride: 0 };
-    let finish = Finish {
+    let finish = Cast {
         batch: 1,
         rows: ROWS,
         heads: 1,
@@ -75,7 +76,7 @@ fn enqueue(recorder: &Recorder, rank: &Rank, device: Stream, comm: Comm) {
     recorder.pop_context().unwrap();
 }
 
-/// Runs what `change` makes of both ranks' programs; whether the results are right.
+/// Runs the programs of both ranks after `change`, and checks the results.
 fn run(seed: u64, change: impl Fn(&mut Vec<Program>)) -> Result<(), String> {
     let (recorder, mut world) = (Recorder::new(), World::new());
     let ranks = place(&mut world);

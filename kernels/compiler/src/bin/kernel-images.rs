@@ -1,7 +1,7 @@
-//! `kernel-images FOLDER STORE [--host HOST] [TARGET…]`: compiles the CUDA kernels for some targets,
-//! or for all, and for GPUs of hosts like this one or of HOST.
+//! `kernel-images FOLDER STORE [--host HOST] [TARGET…]` compiles the CUDA kernels for the targets,
+//! or for all targets. The GPUs' hosts are like this host, or as HOST says.
 //!
-//! Writes one file for each target into FOLDER and keeps cubins in STORE.
+//! It writes one file for each target into FOLDER and keeps cubins in STORE.
 
 use std::env;
 use std::path::PathBuf;

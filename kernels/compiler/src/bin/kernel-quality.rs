@@ -1,6 +1,6 @@
-//! `kernel-quality FOLDER [--write]`: prints what the compiler made of every kernel, from the files
-//! of images in FOLDER, and the rates that the model predicts; `--write` makes the tables the
-//! accepted ones.
+//! `kernel-quality FOLDER [--write]` prints what the compiler made of every kernel, from the files
+//! of images in FOLDER, and the rates that the model predicts. `--write` accepts the printed
+//! tables.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -24,7 +24,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Prints, writes if told to, and gives what is wrong with the images.
+/// Prints the tables, writes them if asked to, and returns the rules that the images break.
 fn run() -> Result<Vec<String>, String> {
     let mut arguments = env::args().skip(1);
     let folder = arguments.next().ok_or("expected: kernel-quality FOLDER [--write]")?;

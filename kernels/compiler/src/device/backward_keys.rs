@@ -1,5 +1,5 @@
-//! Backward pass over one rectangle, key side: dk and dv of a tile of keys, queries streaming. The
-//! fused kernel adds each tile's part of dq to its accumulator too.
+//! The backward pass over one rectangle, key side: dk and dv of a tile of keys, with queries
+//! streaming. The fused kernel also adds each tile's part of dq to its accumulator.
 
 #[cutile::module]
 pub mod backward_keys {
@@ -12,9 +12,9 @@ pub mod backward_keys {
     use super::super::segments::segments::{narrowed, segment_tile, segments_view};
     use cutile::core::*;
 
-    /// min(scale · s − lse, 0) in base 2, of which 2^ is p; lse is huge where a row sees nothing:
-    /// p = 0. Large scores are rounded otherwise than in the forward pass, and so is lse: the
-    /// minimum keeps p from exceeding 1, and NaN stays.
+    /// Returns min(scale · s − lse, 0) in base 2, the exponents of p. lse is huge where a row sees
+    /// nothing, so that p = 0. Large scores are rounded differently than in the forward pass, and
+    /// lse is rounded too: the minimum keeps p from exceeding 1. NaN stays NaN.
     pub fn exponents<const BN: i32, const BM: i32>(
         s: Tile<f32, { [BN, BM] }>,
         lse: Tile<f32, { [1, 1, BM] }>,
@@ -30,8 +30,8 @@ pub mod backward_keys {
         minf(e, zero, nan::Enabled, ftz::Disabled)
     }
 
-    /// dv += pᵀ dout;  ds = w ∘ (dp − delta);  dk += dsᵀ q. w is p, times the soft cap's derivative.
-    /// All tiles of pairs are transposed: their rows are keys. Returns dk, dv and ds.
+    /// Returns dk, dv and ds: dv += pᵀ dout;  ds = w ∘ (dp − delta);  dk += dsᵀ q, where w is p
+    /// times the soft cap's derivative. Tiles of pairs are transposed: their rows are keys.
     pub fn add<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
         p: Tile<f32, { [BN, BM] }>,
         w: Tile<f32, { [BN, BM] }>,
@@ -53,9 +53,9 @@ pub mod backward_keys {
         (new_k, new_v, ds)
     }
 
-    /// Adds one tile of queries to dk and dv and returns both, and ds, as [`add`] does. `cut_low` and
-    /// `cut_high` say which limits of the band may cut the tile; where neither may, segments do not
-    /// cut it either.
+    /// Adds one tile of queries to dk and dv, and returns dk, dv and ds like [`add`]. `cut_low` and
+    /// `cut_high` say which limits of the band may cut the tile. Where neither limit may, segments
+    /// do not cut the tile either.
     pub unsafe fn visit<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
         cut_low: i32,
         cut_high: i32,
@@ -99,7 +99,7 @@ pub mod backward_keys {
         let s: Tile<f32, { [BN, BM] }> = product(k, tq);
         let q_place: i32 = q_position + row * position_stride;
         let k_place: i32 = k_position + key * position_stride;
-        // Distances are of queries from keys here, so the slope is negated.
+        // These distances go from keys to queries, so the slope is negated.
         let slope: Tile<f32, { [1, 1] }> = negf(slope);
         let ratio: Tile<f32, { [BN, BM] }> = cap_ratio(s, cap, twice_by_cap);
         let s: Tile<f32, { [BN, BM] }> = score(
@@ -117,7 +117,7 @@ pub mod backward_keys {
         let e: Tile<f32, { [BN, BM] }> = exponents(s, lse, unit(cap, slopes, scale_log2));
         let mut p: Tile<f32, { [BN, BM] }> = exp2(e, ftz::Enabled);
         if cut_low != 0i32 || cut_high != 0i32 {
-            // The diagonal's sign is turned: −upper ≤ i − j ≤ −lower.
+            // The signs are reversed: −upper ≤ i − j ≤ −lower.
             let corner: i32 = row - key;
             let mut seen: Tile<bool, { [BN, BM] }> = band::<BN, BM>(
                 cut_low,
@@ -148,7 +148,7 @@ pub mod backward_keys {
         add(p, w, dp, tq, tdo, delta, sum_k, sum_v)
     }
 
-    /// dq += ds k / softmax_scale, of which ds comes transposed; other blocks add to it too.
+    /// Adds ds k to dq / softmax_scale, from a transposed ds. Other blocks add to it too.
     pub unsafe fn add_to_queries<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
         fused: i32,
         part: &PartitionMut<f32, { [1, BM, 1, DT] }>,
@@ -304,12 +304,12 @@ pub mod backward_keys {
         let mut outside: i32 = tiles.2;
         let mut end: i32 = tiles.3;
         if WINDOW == 0i32 {
-            // Nothing cuts the last tiles: queries past the end read as 0 and add 0.
+            // Nothing cuts the last tiles: queries beyond the end read as 0 and add 0.
             inside = tiles.1;
             outside = tiles.3;
         }
 
-        // Without segments these views and tiles are never used.
+        // Without segments the kernel never uses these views and tiles.
         let q_segments_view: Tensor<i32, { [-1, -1] }> =
             unsafe { segments_view(q_segments, batch, q_len, q_segments_batch_stride) };
         let kv_segments_view: Tensor<i32, { [-1, -1] }> =
@@ -410,8 +410,8 @@ pub mod backward_keys {
                 }
             }
             if FUSED == 1i32 {
-                // lse and delta of the next tile are under way while this one is computed. The other
-                // kernel is faster without.
+                // The loads of lse and delta of the next tile run while the block computes this
+                // tile. The dq kernel is faster without.
                 let near: i32 = min(inside, ceil_div(q_len, BM) - 1i32);
                 let mut lse: Tile<f32, { [1, 1, BM] }> = lse_part.load([b, h, near]);
                 let mut delta: Tile<f32, { [1, 1, BM] }> = delta_part.load([b, h, near]);

@@ -1,4 +1,4 @@
-//! Backward pass over one rectangle, query side: dq of a tile of queries, keys streaming.
+//! The backward pass over one rectangle, query side: dq of a tile of queries, with keys streaming.
 
 #[cutile::module]
 pub mod backward_queries {
@@ -12,9 +12,9 @@ pub mod backward_queries {
     use super::super::segments::segments::{narrowed, segment_tile, segments_view};
     use cutile::core::*;
 
-    /// min(scale · s − lse, 0) in base 2, of which 2^ is p; lse is huge where a row sees nothing:
-    /// p = 0. Large scores are rounded otherwise than in the forward pass, and so is lse: the
-    /// minimum keeps p from exceeding 1, and NaN stays.
+    /// Returns min(scale · s − lse, 0) in base 2, the exponents of p. lse is huge where a row sees
+    /// nothing, so that p = 0. Large scores are rounded differently than in the forward pass, and
+    /// lse is rounded too: the minimum keeps p from exceeding 1. NaN stays NaN.
     pub fn exponents<const BM: i32, const BN: i32>(
         s: Tile<f32, { [BM, BN] }>,
         lse: Tile<f32, { [BM, 1] }>,
@@ -29,7 +29,7 @@ pub mod backward_queries {
         minf(e, zero, nan::Enabled, ftz::Disabled)
     }
 
-    /// ds = p ∘ (dp − delta) with dp = dout vᵀ.
+    /// Returns ds = p ∘ (dp − delta) with dp = dout vᵀ.
     pub fn score_gradient<const BM: i32, const BN: i32>(
         p: Tile<f32, { [BM, BN] }>,
         dp: Tile<f32, { [BM, BN] }>,
@@ -40,7 +40,7 @@ pub mod backward_queries {
         p * excess
     }
 
-    /// dq += ds k.
+    /// Returns dq + ds k.
     pub fn add<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
         ds: Tile<f32, { [BM, BN] }>,
         k: Tile<E, { [BN, DT] }>,
@@ -50,8 +50,8 @@ pub mod backward_queries {
         mma(ds, k, sum)
     }
 
-    /// Adds one tile of keys to dq and to the slope's gradient, and returns both. `LOW` and `HIGH` say
-    /// which limits of the band may cut the tile; where neither may, segments do not cut it either.
+    /// Adds one tile of keys to dq and the slope's gradient, and returns both. `LOW` and `HIGH` say
+    /// which limits of the band may cut the tile. Where neither may, segments do not cut it either.
     pub unsafe fn visit<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
         masked: i32,
         window: i32,
@@ -115,8 +115,8 @@ pub mod backward_queries {
         let mut p: Tile<f32, { [BM, BN] }> = exp2(e, ftz::Enabled);
         if masked == 1i32 {
             let corner: i32 = key - row;
-            // A key past the end reads as 0 and adds 0, but its distance would count in the slope's
-            // gradient.
+            // A key beyond the end reads as 0 and adds 0, but its distance would count in the
+            // slope's gradient.
             let cut_low: i32 = if window == 0i32 { 0i32 } else { 1i32 };
             let mut seen: Tile<bool, { [BM, BN] }> =
                 band::<BM, BN>(cut_low, 2i32, lower - corner, upper - corner, kv_len - key);
@@ -264,7 +264,7 @@ pub mod backward_queries {
         let mut outside: i32 = max(tiles.1, tiles.2);
         let mut end: i32 = tiles.3;
 
-        // Without segments these views and tiles are never used.
+        // Without segments the kernel never uses these views and tiles.
         let q_segments_view: Tensor<i32, { [-1, -1] }> =
             unsafe { segments_view(q_segments, batch, q_len, q_segments_batch_stride) };
         let kv_segments_view: Tensor<i32, { [-1, -1] }> =

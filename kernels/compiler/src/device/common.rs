@@ -1,10 +1,10 @@
-//! What the kernels share: views of arrays, the order of blocks, loads, products and stores.
+//! Shared functions: views of arrays, the order of blocks, loads, products and stores.
 
 #[cutile::module]
 pub mod common {
     use cutile::core::*;
 
-    /// `[batch, rows, heads, dim]` at `base`, rows of all heads contiguous.
+    /// Returns a view of `[batch, rows, heads, dim]` at `base`, with rows of all heads contiguous.
     pub unsafe fn rows_view<E: ElementType>(
         base: *mut E,
         batch: i32,
@@ -22,7 +22,7 @@ pub mod common {
         unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) }
     }
 
-    /// `[batch, heads, rows]` at `base`, rows contiguous.
+    /// Returns a view of `[batch, heads, rows]` at `base`, with rows contiguous.
     pub unsafe fn statistics_view(
         base: *mut f32,
         batch: i32,
@@ -39,7 +39,7 @@ pub mod common {
         unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) }
     }
 
-    /// `[batch, rows, heads]` at `base`: one value per row and head, as JAX has `lse`.
+    /// Returns a view of `[batch, rows, heads]` at `base`, such as `lse`: a value per row and head.
     pub unsafe fn per_row_view(
         base: *mut f32,
         batch: i32,
@@ -55,10 +55,10 @@ pub mod common {
         unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) }
     }
 
-    /// Which tile of which head a block computes: (tile, batch · heads + head).
+    /// Returns the tile and the head that a block computes: (tile, batch · heads + head).
     ///
-    /// Heads are taken in sections whose streamed arrays fit the L2 cache together; within one,
-    /// all heads of a tile before the next tile, and with `reverse` the last tile first, so that
+    /// Heads come in sections whose streamed arrays fit the L2 cache together. Within a section all
+    /// heads of a tile come before the next tile. With `reverse` the last tile comes first, so that
     /// the longest rows start first.
     pub fn block_of(pid: i32, tiles: i32, section: i32, reverse: i32) -> (i32, i32) {
         let in_section: i32 = section * tiles;
@@ -70,9 +70,9 @@ pub mod common {
         (tile, head)
     }
 
-    /// The streamed tiles of `BS` rows that some row of rows `first..=last` sees, and which of them
-    /// the band's two limits cut, `low ≤ s − r ≤ high`: (begin, low_end, high_begin, end). Tiles
-    /// before `low_end` are cut by `low`, tiles from `high_begin` on by `high` or by `len`.
+    /// Returns the streamed tiles of `BS` rows that any of rows `first..=last` sees, and the tiles
+    /// that the band's two limits cut, `low ≤ s − r ≤ high`: (begin, low_end, high_begin, end).
+    /// `low` cuts tiles before `low_end`; `high` or `len` cuts tiles from `high_begin` on.
     pub fn streamed<const BS: i32>(
         first: i32,
         last: i32,
@@ -91,14 +91,14 @@ pub mod common {
         (begin, low_end, high_begin, end)
     }
 
-    /// The `t`-th of the tiles that something cuts: those before `inside`, then those from `outside`
-    /// on.
+    /// Returns the `t`-th cut tile: first come the tiles before `inside`, then the tiles from
+    /// `outside` on.
     pub fn edge(t: i32, begin: i32, inside: i32, outside: i32) -> i32 {
         let before: i32 = inside - begin;
         if t < before { begin + t } else { outside + (t - before) }
     }
 
-    /// Tile `tile` of head `head` of batch entry `batch`, loaded ahead while others are computed.
+    /// Returns tile `tile` of head `head` of batch entry `batch`. The load runs ahead of its use.
     pub fn stream<E: ElementType, const R: i32, const W: i32>(
         part: &Partition<E, { [1, R, 1, W] }>,
         batch: i32,
@@ -116,7 +116,7 @@ pub mod common {
         loaded.reshape(const_shape![R, W])
     }
 
-    /// a bᵀ, accumulated in float32.
+    /// Returns a bᵀ, accumulated in float32.
     pub fn product<E: ElementType, const R: i32, const C: i32, const W: i32>(
         a: Tile<E, { [R, W] }>,
         b: Tile<E, { [C, W] }>,
@@ -127,7 +127,7 @@ pub mod common {
         mma(a, b, zero)
     }
 
-    /// Stores a tile of rows; what lies beyond the view's end is dropped.
+    /// Stores a tile of rows. Elements beyond the view's end are dropped.
     pub unsafe fn write<E: ElementType, const R: i32, const W: i32>(
         view: &Tensor<E, { [-1, -1, -1, -1] }>,
         value: Tile<E, { [R, W] }>,
@@ -155,8 +155,8 @@ pub mod common {
         unsafe { part.store_unchecked(value, [batch, head, tile]) };
     }
 
-    /// Adds what has been accumulated of a tile of rows to its accumulator, or with `first` to
-    /// nothing, and stores it there, or with `last` as the result.
+    /// Adds the sum of a tile of rows to its accumulator, or with `first` to nothing. Stores the
+    /// total in the accumulator, or with `last` as the result.
     pub unsafe fn deliver<E: ElementType, const R: i32, const W: i32>(
         sum: Tile<f32, { [R, W] }>,
         accumulator: &Tensor<f32, { [-1, -1, -1, -1] }>,

@@ -1,12 +1,12 @@
-//! Which weights dropout keeps: a random number for each pair of positions, made anew wherever the
-//! pair is computed.
+//! Dropout: a random number for each pair of positions decides whether the pair's weight stays.
+//! Every kernel draws the same number for a pair.
 
 #[cutile::module]
 pub mod dropout {
     use super::super::segments::segments::segments_view;
     use cutile::core::*;
 
-    /// Positions by row of a tile, the first of which is at `start`.
+    /// Returns positions by row of a tile whose first row is at `start`.
     pub fn places_down<const R: i32, const C: i32>(
         start: i32,
         stride: i32,
@@ -19,7 +19,7 @@ pub mod dropout {
         places.broadcast(const_shape![R, C])
     }
 
-    /// Positions by column of a tile, the first of which is at `start`.
+    /// Returns positions by column of a tile whose first column is at `start`.
     pub fn places_across<const R: i32, const C: i32>(
         start: i32,
         stride: i32,
@@ -29,7 +29,7 @@ pub mod dropout {
         permute(down, transpose)
     }
 
-    /// Scaled where it stays, 0 where it is dropped.
+    /// Returns a tile that is scaled where its pairs stay, and 0 where they are dropped.
     pub fn dropped<const R: i32, const C: i32>(
         x: Tile<f32, { [R, C] }>,
         keep: Tile<bool, { [R, C] }>,
@@ -40,7 +40,7 @@ pub mod dropout {
         select(keep, x * scale, zero)
     }
 
-    /// Word `n` of a batch entry's numbers, `[batch, 4]` at `base`.
+    /// Returns word `n` of a batch entry's numbers, `[batch, 4]` at `base`.
     pub unsafe fn number(
         base: *mut i32,
         batch: i32,
@@ -54,7 +54,7 @@ pub mod dropout {
         bitcast(word)
     }
 
-    /// One round of Philox4x32 on the counters (c0, c1, c2, c3), and the next one's key:
+    /// Returns the counters (c0, c1, c2, c3) after a round of Philox4x32, and the next round's key:
     ///
     /// ```text
     /// (c0, c1, c2, c3) ← (hi(M1 c2) ⊕ c1 ⊕ k0, lo(M1 c2), hi(M0 c0) ⊕ c3 ⊕ k1, lo(M0 c0))
@@ -74,7 +74,7 @@ pub mod dropout {
         Tile<u32, { [1, 1] }>,
         Tile<u32, { [1, 1] }>,
     ) {
-        // Bits above the 31st as signed numbers: of unsigned ones the compiler makes 0.
+        // Signed constants: the compiler makes 0 of unsigned constants with bit 31.
         let m0: Tile<i32, { [R, C] }> = constant(-766435501i32, const_shape![R, C]);
         let m0: Tile<u32, { [R, C] }> = bitcast(m0);
         let m1: Tile<i32, { [R, C] }> = constant(-845247145i32, const_shape![R, C]);
@@ -98,10 +98,10 @@ pub mod dropout {
         (mixed0, low1, mixed2, low0, next0, next1)
     }
 
-    /// Pairs of queries and keys whose weights stay, from the positions of both. A pair's number is
-    /// word `key mod 4` of Philox4x32-10 for the counter (key / 4, query, head, entry), and it stays
-    /// where that reaches the threshold. `numbers` holds for each batch entry the two words of the
-    /// key, the entry and the first head, `[batch, 4]`.
+    /// Returns whether the weight of each pair stays, from the positions of query and key. A pair's
+    /// number is word `key mod 4` of Philox4x32-10 for the counter (key / 4, query, head, entry).
+    /// The weight stays where the number reaches the threshold. `numbers` holds for each batch
+    /// entry the two words of the random key, the entry and the first head, `[batch, 4]`.
     pub unsafe fn kept<const R: i32, const C: i32>(
         queries: Tile<u32, { [R, C] }>,
         keys: Tile<u32, { [R, C] }>,

@@ -1,4 +1,4 @@
-//! Forward pass over one rectangle of queries and keys.
+//! The forward pass over one rectangle of queries and keys.
 
 #[cutile::module]
 pub mod forward {
@@ -10,7 +10,7 @@ pub mod forward {
     use super::super::segments::segments::{narrowed, segment_tile, segments_view};
     use cutile::core::*;
 
-    /// What one tile of scores makes of the running state, all in base 2, but for acc:
+    /// Folds one tile of scores into the running state without acc, all in base 2:
     ///
     /// ```text
     /// m' = max(m, rowmax s);  p = 2^(s−m');  l' = l·2^(m−m') + rowsum p
@@ -20,8 +20,8 @@ pub mod forward {
     /// pairs are −inf. m starts at a finite number below every score, so that a row that has seen
     /// nothing yet stays at l = 0 without a NaN.
     ///
-    /// l is kept in `LANES` parts, the sums of every `LANES`-th column: those are a thread's own, so
-    /// that threads add up their parts once a row and not once a tile.
+    /// l has `LANES` parts, the sums of every `LANES`-th column. Each part belongs to one thread,
+    /// so threads add their parts once for each row instead of once for each tile.
     pub fn weigh<const BM: i32, const BN: i32, const PARTS: i32, const LANES: i32>(
         s: Tile<f32, { [BM, BN] }>,
         m: Tile<f32, { [BM, 1] }>,
@@ -53,7 +53,7 @@ pub mod forward {
         (p, alpha, new_m, new_l)
     }
 
-    /// acc' = acc·2^(m−m') + p v.
+    /// Returns acc' = acc·2^(m−m') + p v.
     pub fn gather<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
         p: Tile<f32, { [BM, BN] }>,
         v: Tile<E, { [BN, DT] }>,
@@ -65,7 +65,7 @@ pub mod forward {
         mma(p, v, rescaled)
     }
 
-    /// o = acc / l, lse = ln 2 · (m + log2 l); a row that saw nothing: 0 and −inf.
+    /// Writes o = acc / l and lse = ln 2 · (m + log2 l); 0 and −inf for a row that saw nothing.
     pub unsafe fn conclude<E: ElementType, const BM: i32, const DT: i32>(
         m: Tile<f32, { [BM, 1] }>,
         l: Tile<f32, { [BM, 1] }>,
@@ -95,7 +95,7 @@ pub mod forward {
     }
 
     /// Folds one tile of keys into the state (m, l, acc). `LOW` and `HIGH` say which limits of the
-    /// band may cut the tile; where neither may, segments do not cut it either.
+    /// band may cut the tile. Where neither limit may, segments do not cut the tile either.
     pub unsafe fn visit<
         E: ElementType,
         const BM: i32,
@@ -312,7 +312,7 @@ pub mod forward {
         let mut outside: i32 = max(tiles.1, tiles.2);
         let mut end: i32 = tiles.3;
 
-        // Without segments these views and tiles are never used.
+        // Without segments the kernel never uses these views and tiles.
         let q_segments_view: Tensor<i32, { [-1, -1] }> =
             unsafe { segments_view(q_segments, batch, q_len, q_segments_batch_stride) };
         let kv_segments_view: Tensor<i32, { [-1, -1] }> =

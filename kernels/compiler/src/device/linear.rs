@@ -1,33 +1,33 @@
-//! Linear attention with decay: the states that parts of a sequence leave, and what tokens get.
+//! Linear attention with decay: states that parts of a sequence leave, and outputs of tokens.
 //!
-//! A block goes through the tiles of one part of a head's tokens, from the first to the last or with
-//! `reverse` from the last to the first, and keeps the state S of a tile of value columns. With b_i
-//! the sum of a tile's log decays up to and with token i, in base 2, and n its last token,
+//! A block goes through the tiles of one part of a head's tokens, with `reverse` from the last to
+//! the first. It keeps the state S of a tile of value columns. With b_i, the sum of a tile's log
+//! decays up to and including token i, in base 2, and n, the tile's last token:
 //!
 //! ```text
 //! forward   o_i = Σ_(j≤i) 2^(b_i−b_j) (q_i·k_j) v_j + 2^(b_i) Sᵀ q_i;   S = 2^(b_n) S + Σ_j 2^(b_n−b_j) k_j v_jᵀ
 //! reverse   o_i = Σ_(j≥i) 2^(b_j−b_i) (q_i·k_j) v_j + 2^(b_n−b_i) Sᵀ q_i;   S = 2^(b_n) S + Σ_j 2^(b_j) k_j v_jᵀ
 //! ```
 //!
-//! Forward that is the output of queries, keys and values; with (dout, v, k) and the transposed
-//! state it is dq. In reverse, with D for S, (k, q, dout) give dv, and (v, dout, q) dk.
+//! Forward, queries, keys and values give the output; (dout, v, k) and the transposed state give
+//! dq. In reverse, with D for S, (k, q, dout) give dv, and (v, dout, q) give dk.
 //!
-//! A power that is 0 lets nothing pass, be it infinite or NaN: a state that is not finite ends where
-//! a document does. A token that is not finite reaches all of its tile, and the state behind it.
+//! A power of 0 stops even infinite values and NaN: a state that is not finite ends at the end of
+//! its document. A token that is not finite reaches all of its tile, and the state behind the tile.
 
 #[cutile::module]
 pub mod linear {
     use super::super::common::common::{product, rows_view, statistics_view};
     use cutile::core::*;
 
-    /// What a block computes: (head over all entries, part, tile of value columns).
+    /// Returns the share of a block: (head over all entries, part, tile of value columns).
     pub fn share_of(pid: i32, parts: i32, columns: i32) -> (i32, i32, i32) {
         let index: i32 = pid / columns;
         let head: i32 = index / parts;
         (head, index - head * parts, pid - index * columns)
     }
 
-    /// Tile `tile` of the rows and `column` of the columns, loaded ahead.
+    /// Returns tile `tile` of the rows and `column` of the columns. The load runs ahead.
     pub fn tokens<E: ElementType, const R: i32, const W: i32>(
         part: &Partition<E, { [1, R, 1, W] }>,
         batch: i32,
@@ -46,7 +46,7 @@ pub mod linear {
         loaded.reshape(const_shape![R, W])
     }
 
-    /// b of a tile's tokens.
+    /// Returns b of a tile's tokens.
     pub fn sums_of<const R: i32>(
         view: &Tensor<f32, { [-1, -1, -1] }>,
         batch: i32,
@@ -59,7 +59,7 @@ pub mod linear {
         sums
     }
 
-    /// b of a tile's last token; `sums` has all rows of every tile.
+    /// Returns b of a tile's last token; `sums` has all rows of every tile.
     pub fn total_of<const R: i32>(
         view: &Tensor<f32, { [-1, -1, -1] }>,
         batch: i32,
@@ -71,8 +71,8 @@ pub mod linear {
         total.reshape(const_shape![1, 1])
     }
 
-    /// An integer as a factor of tiles, such as a sign.
-    // With `if` between tiles in place of such products, tileiras 13.5.37 read past the end of an
+    /// Returns an integer as a factor of tiles, such as a sign.
+    // With `if` between tiles instead of such products, tileiras 13.5.37 read past the end of an
     // array while it assembled the two images of 64 columns for sm_120, and crashed in 3 of 10
     // runs.
     pub fn factor(integer: i32) -> Tile<f32, { [1, 1] }> {
@@ -80,7 +80,7 @@ pub mod linear {
         convert_tile(integer)
     }
 
-    /// 2^(total − b), what is left of a token behind its tile; in reverse 2^(b), what is left of it
+    /// Returns 2^(total − b), the weight of a token behind its tile; in reverse 2^(b), its weight
     /// before the tile.
     pub fn fading<const R: i32>(
         sums: Tile<f32, { [R, 1] }>,
@@ -94,8 +94,8 @@ pub mod linear {
         exp2(between, ftz::Enabled)
     }
 
-    /// What is left between tokens of a tile: 2^(b_i − b_j) for j ≤ i, or in reverse 2^(b_j − b_i)
-    /// for j ≥ i; else 0.
+    /// Returns the weights between tokens of a tile: 2^(b_i − b_j) for j ≤ i, or in reverse
+    /// 2^(b_j − b_i) for j ≥ i; otherwise 0.
     pub fn between<const R: i32>(
         sums: Tile<f32, { [R, 1] }>,
         reverse: i32,
@@ -120,7 +120,7 @@ pub mod linear {
         exp2(left, ftz::Enabled)
     }
 
-    /// weight ∘ x, and 0 where the weight is 0, whatever x is there.
+    /// Returns weight ∘ x, and 0 where the weight is 0, whatever x is there.
     pub fn weighed<const R: i32, const C: i32>(
         x: Tile<f32, { [R, C] }>,
         weight: Tile<f32, { [R, C] }>,
@@ -131,7 +131,7 @@ pub mod linear {
         select(nothing, zero, x * weight)
     }
 
-    /// With `bounded` a factor by which x is to be divided so that nothing is beyond 2^15; else 1.
+    /// Returns with `bounded` a divisor of x that keeps every element within 2^15; otherwise 1.
     pub fn bound_of<const R: i32, const C: i32>(
         x: Tile<f32, { [R, C] }>,
         bounded: i32,
@@ -149,7 +149,7 @@ pub mod linear {
         factor
     }
 
-    /// x / bound in 16 bits.
+    /// Returns x / bound in 16 bits.
     pub fn narrow<E: ElementType, const R: i32, const C: i32>(
         x: Tile<f32, { [R, C] }>,
         bound: Tile<f32, { [1, 1] }>,
@@ -164,7 +164,7 @@ pub mod linear {
         convert_tile(scaled)
     }
 
-    /// S = 2^(total) S + kᵀ (fade ∘ v).
+    /// Returns S = 2^(total) S + kᵀ (fade ∘ v).
     pub fn advance<E: ElementType, const R: i32, const DT: i32, const C: i32>(
         state: Tile<f32, { [DT, C] }>,
         k: Tile<E, { [R, DT] }>,
@@ -182,13 +182,13 @@ pub mod linear {
         mma(k, faded, carried)
     }
 
-    /// The `t`-th tile of a part, and how many it has: from the end where `reverse`.
+    /// Returns the first tile of a part and its number of tiles.
     pub fn tiles_of<const R: i32>(part: i32, part_tiles: i32, rows: i32) -> (i32, i32) {
         let first: i32 = part * part_tiles;
         (first, min(part_tiles, ceil_div(rows, R) - first))
     }
 
-    /// The state that each part's tokens leave, from zero.
+    /// Computes the state that the tokens of each part leave, starting from zero.
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn linear_state<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
         k: *mut E,
@@ -249,8 +249,8 @@ pub mod linear {
         unsafe { target.store_unchecked(s, [n, 0i32, 0i32, c]) };
     }
 
-    /// What tokens get, given the state before each part, in reverse behind it; and with `has_dots`
-    /// the products of that with `other`, by row, of each tile of value columns.
+    /// Computes outputs of tokens from the state before each part, in reverse behind it. `has_dots`
+    /// adds the products by row of the outputs with `other`, for each tile of value columns.
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn linear_attend<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
         q: *mut E,

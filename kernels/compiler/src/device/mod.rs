@@ -1,31 +1,50 @@
-//! The kernels themselves, in cuTile's dialect of Rust: what one thread block does.
+//! The kernels in cuTile's dialect of Rust. A kernel says what one thread block does.
 //!
-//! Arrays are as JAX has them, `[batch, rows, heads, head_dim]`; per-row statistics are float32
+//! Arrays have JAX's layout, `[batch, rows, heads, head_dim]`; per-row statistics are float32
 //! `[batch, heads, rows]`. Every size is a run-time argument except the tile: `BM` query rows,
 //! `BN` key rows, `DT` columns, the smallest tile that holds `head_dim` (and `value_dim`, where a
-//! kernel has that); what a tile holds beyond an array's end reads as zero and is never written.
+//! kernel has it). Elements of a tile beyond an array's end read as zero and are never written.
 //!
 //! Query row i sees key row j when `lower ≤ j − i ≤ upper`, both counted from the start of the
-//! rectangle. Each block visits only the key (or query) tiles that the band touches: first those
-//! wholly inside it, which need no mask, then those that its edges or the arrays' ends cut.
+//! rectangle. Each block visits only the key (or query) tiles that the band touches: first the
+//! tiles wholly inside the band, which need no mask, then the tiles that the band's edges or the
+//! arrays' ends cut.
 //!
-//! The general variants have one loop that masks every tile: by the band, by segments, and with
-//! scores under a soft cap and with ALiBi's bias, and that drops weights. Their values, results and
-//! gradients of these have `value_dim` columns.
+//! The kernels with all features have one loop that masks every tile by the band and by segments,
+//! applies the soft cap and ALiBi's bias to scores, and drops weights. Values, results and their
+//! gradients have `value_dim` columns.
 //!
-//! The dialect wants each intermediate tile bound with its type, and generics of a called function
-//! named otherwise than those of cuTile's own (so `DT`, not `D`).
+//! The dialect wants each intermediate tile bound with its type. Generics of a called function need
+//! other names than the generics of cuTile's own functions (so `DT`, not `D`).
+//!
+//! Bytecode holds line numbers of this source, though cubins do not. So a change that only moves
+//! lines, such as a longer comment, makes the next build assemble the file's kernels again.
 
 #![allow(missing_docs, reason = "the dialect's macro makes public items of its own")]
 #![allow(clippy::undocumented_unsafe_blocks, reason = "the dialect: none of it is run as Rust")]
 
+use cutile_compiler::ast::Module;
+
 pub mod backward_keys;
 pub mod backward_queries;
+pub mod combine_softmax;
 pub mod common;
 pub mod dropout;
 pub mod forward;
-pub mod join;
 pub mod linear;
 pub mod rows;
 pub mod scores;
 pub mod segments;
+
+/// Returns the syntax tree of a module that holds kernels.
+pub(crate) fn source(module: &str) -> fn() -> Module {
+    macro_rules! among {
+        ($($name:ident)*) => {
+            match module {
+                $(stringify!($name) => $name::$name::__module_ast_self,)*
+                other => unreachable!("there is no module {other}"),
+            }
+        };
+    }
+    among!(forward backward_keys backward_queries segments rows combine_softmax linear)
+}

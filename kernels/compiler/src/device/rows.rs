@@ -1,4 +1,4 @@
-//! What is done once per row: statistics for the backward pass before it, sums and casts after it.
+//! Kernels that go through rows once: statistics before the backward pass, sums and casts after it.
 
 #[cutile::module]
 pub mod rows {
@@ -6,8 +6,8 @@ pub mod rows {
     use super::super::common::common::{write, write_statistics};
     use cutile::core::*;
 
-    /// delta = rowsum(dout ∘ o) − dlse, and lse in base 2, both `[batch, heads, rows]`, for
-    /// `BM` rows of one head. With `has_zeros`, sets those rows of `zeros` to 0.
+    /// Computes delta = rowsum(dout ∘ o) − dlse and lse in base 2, both `[batch, heads, rows]`, for
+    /// `BM` rows of one head. With `has_zeros` it sets these rows of `zeros` to 0.
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn delta<E: ElementType, const BM: i32, const DT: i32>(
         o: *mut E,
@@ -68,7 +68,7 @@ pub mod rows {
         let t: Tile<f32, { [1, BM, 1] }> =
             lse_view.partition(const_shape![1, BM, 1]).load([b, i, h]);
         let t: Tile<f32, { [BM, 1] }> = t.reshape(const_shape![BM, 1]);
-        // A row that sees nothing has lse = −inf; a huge one instead makes all its p zero.
+        // A row that sees nothing has lse = −inf. A huge number in its place makes all its p zero.
         let log2e: Tile<f32, { [BM, 1] }> = constant(1.442695040888963407f32, const_shape![BM, 1]);
         let nothing: Tile<f32, { [BM, 1] }> = constant(f32::NEG_INFINITY, const_shape![BM, 1]);
         let huge: Tile<f32, { [BM, 1] }> = constant(1.0e38f32, const_shape![BM, 1]);
@@ -86,9 +86,9 @@ pub mod rows {
         }
     }
 
-    /// out = scale · (a + b), cast to the type of the activations; without `has_b`, b is 0.
+    /// Computes out = scale · (a + b), cast to the activations' type; without `has_b`, b is 0.
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn finish<E: ElementType, const BM: i32, const DT: i32>(
+    unsafe fn cast<E: ElementType, const BM: i32, const DT: i32>(
         a: *mut f32,
         b: *mut f32,
         out: *mut E,
@@ -127,9 +127,9 @@ pub mod rows {
         unsafe { write(&out_view, t, n, i, h) };
     }
 
-    /// home += arrived, of accumulators.
+    /// Computes home += arrived, of accumulators.
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn merge<const BM: i32, const DT: i32>(
+    unsafe fn accumulate<const BM: i32, const DT: i32>(
         home: *mut f32,
         arrived: *mut f32,
         batch: i32,

@@ -1,15 +1,15 @@
-//! What features do to a tile of scores: masks, segments, a soft cap, ALiBi.
+//! Features of a tile of scores: masks, segments, a soft cap, ALiBi.
 //!
-//! A feature is a generic of the kernels, its mode: 0 leaves it out, 1 has it, and with 2 an argument
-//! of the launch says whether it is on. Functions take modes as numbers; the compiler knows them.
+//! A generic of a kernel is the mode of a feature: 0 leaves it out, 1 has it, with 2 an argument of
+//! the launch says whether it is on. Functions take modes as numbers that the compiler knows.
 
 #[cutile::module]
 pub mod scores {
     use cutile::core::*;
 
-    /// Pairs of a tile that the band allows: with `cut_low` their column is at least row + `low`, with
-    /// `cut_high` at most row + `high`, and if that is 2 one of the first `count` too. At least one of
-    /// the two is not 0. Each takes one comparison: a row's upper limit covers `count`.
+    /// Returns the pairs of a tile that the band allows: with `cut_low` columns ≥ row + `low`, with
+    /// `cut_high` columns ≤ row + `high`, with `cut_high` 2 also columns < `count`. At least one of
+    /// both is not 0. Each takes one comparison, because a row's upper limit covers `count`.
     pub fn band<const R: i32, const C: i32>(
         cut_low: i32,
         cut_high: i32,
@@ -41,7 +41,7 @@ pub mod scores {
             } else {
                 seen = below;
             }
-            // The same, in the form in which the compiler does without spills for such tiles.
+            // The same condition, in a form that does not make the compiler spill for such tiles.
             if cut_low == 1i32 && cut_high == 1i32 && R > C {
                 let rows: Tile<i32, { [R, C] }> = rows.broadcast(const_shape![R, C]);
                 let diagonal: Tile<i32, { [R, C] }> = columns - rows;
@@ -53,7 +53,7 @@ pub mod scores {
         seen
     }
 
-    /// Pairs of one segment; a negative one sees nothing.
+    /// Returns the pairs within one segment. A negative segment sees nothing.
     pub fn same_segment<const R: i32, const C: i32>(
         rows: Tile<i32, { [R, 1] }>,
         columns: Tile<i32, { [1, C] }>,
@@ -64,9 +64,9 @@ pub mod scores {
         eq_tile(rows, columns) & ge_tile(rows, zero)
     }
 
-    /// tanh(scale · s / cap), of which cap times is the capped score; 0 without a soft cap.
+    /// Returns tanh(scale · s / cap), the capped score divided by cap; 0 without a soft cap.
     ///
-    /// tanh x = 1 − 2 / (1 + 2^(2 x log2 e)): exact to 1e-7, which is what counts of a score.
+    /// tanh x = 1 − 2 / (1 + 2^(2 x log2 e)) is exact to 1e-7, which suffices for a score.
     pub fn cap_ratio<const R: i32, const C: i32>(
         s: Tile<f32, { [R, C] }>,
         cap: i32,
@@ -85,11 +85,11 @@ pub mod scores {
         ratio
     }
 
-    /// Scores with the soft cap, whose [`cap_ratio`] is given, and the slope. Without both features
-    /// they stay as they are, and [`unit`] is their scale; otherwise they are scaled, in base 2.
+    /// Returns scores with the soft cap, whose [`cap_ratio`] is given, and the slope. With either
+    /// feature they are scaled, in base 2; otherwise [`unit`] is the scale that they still lack.
     ///
-    /// `start` is the position of the first column minus that of the first row, which both go in
-    /// steps of `stride`; the slope is in base 2.
+    /// `start` is the position of the first column minus the position of the first row. Positions
+    /// go in steps of `stride` on both sides; the slope is in base 2.
     pub fn score<const R: i32, const C: i32>(
         s: Tile<f32, { [R, C] }>,
         ratio: Tile<f32, { [R, C] }>,
@@ -119,7 +119,7 @@ pub mod scores {
         scores
     }
 
-    /// The scale that [`score`] leaves to be applied.
+    /// Returns the scale that [`score`] has not applied.
     pub fn unit(cap: i32, slopes: i32, scale_log2: f32) -> f32 {
         let mut unit: f32 = scale_log2;
         if cap != 0i32 || slopes != 0i32 {
@@ -128,7 +128,7 @@ pub mod scores {
         unit
     }
 
-    /// x times the derivative of the soft cap, 1 − tanh²; without a cap, x.
+    /// Returns x times the derivative of the soft cap, 1 − tanh²; without a cap, x.
     pub fn uncapped<const R: i32, const C: i32>(
         x: Tile<f32, { [R, C] }>,
         cap: i32,
@@ -145,7 +145,7 @@ pub mod scores {
         all
     }
 
-    /// The slope of a head in base 2, of `[batch, heads]` at `base`.
+    /// Returns the slope of a head in base 2, from `[batch, heads]` at `base`.
     pub unsafe fn slope_log2(
         base: *mut f32,
         batch: i32,
@@ -164,7 +164,7 @@ pub mod scores {
         slope * log2e
     }
 
-    /// Positions of a tile's rows, the first of which is at `start`: exact up to 2^24.
+    /// Returns the positions of a tile's rows, whose first row is at `start`: exact up to 2^24.
     pub fn positions<const R: i32>(start: i32, stride: i32) -> Tile<f32, { [R] }> {
         let rows: Tile<i32, { [R] }> = iota(const_shape![R]);
         let stride: Tile<i32, { [R] }> = stride.broadcast(const_shape![R]);
@@ -172,8 +172,8 @@ pub mod scores {
         convert_tile(rows * stride + start)
     }
 
-    /// Position of a tile's column minus that of its row; `start` is that of the first column minus
-    /// that of the first row, and both go in steps of `stride`.
+    /// Returns the position of each column minus the position of each row. `start` is the
+    /// difference of the first column and the first row, and both sides go in steps of `stride`.
     pub fn distances<const R: i32, const C: i32>(start: i32, stride: i32) -> Tile<f32, { [R, C] }> {
         let rows: Tile<f32, { [R] }> = positions::<R>(0i32, stride);
         let rows: Tile<f32, { [R, 1] }> = rows.reshape(const_shape![R, 1]);

@@ -1,10 +1,10 @@
-//! Which rows the segments of a block's rows let it see.
+//! Segments: views of them, and the rows that a block may see.
 
 #[cutile::module]
 pub mod segments {
     use cutile::core::*;
 
-    /// `[batch, rows]` at `base`: the segment of each row.
+    /// Returns a view of the segments of rows, `[batch, rows]` at `base`.
     pub unsafe fn segments_view(
         base: *mut i32,
         batch: i32,
@@ -17,7 +17,7 @@ pub mod segments {
         unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) }
     }
 
-    /// The segments of a tile of rows, with the mode of the feature; zeros where it is off.
+    /// Returns the segments of a tile of rows; zeros where the mode of the feature is off.
     pub fn segment_tile<const C: i32>(
         segments: i32,
         has_segments: i32,
@@ -32,7 +32,7 @@ pub mod segments {
         all
     }
 
-    /// `[batch, ⌈rows / 64⌉, 4]` at `base`: what [`segment_ranges`] gives.
+    /// Returns a view of the results of [`segment_ranges`], `[batch, ⌈rows / 64⌉, 4]` at `base`.
     pub unsafe fn ranges_view(
         base: *mut i32,
         batch: i32,
@@ -46,7 +46,7 @@ pub mod segments {
         unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) }
     }
 
-    /// Number `n` of an entry of `[batch, blocks, 4]`.
+    /// Returns number `n` of a block in `[batch, blocks, 4]`.
     pub fn range_limit(view: &Tensor<i32, { [-1, -1, 4] }>, b: i32, block: i32, n: i32) -> i32 {
         let limit: Tile<i32, { [1, 1, 1] }> =
             view.partition(const_shape![1, 1, 1]).load([b, block, n]);
@@ -54,8 +54,8 @@ pub mod segments {
         tile_to_scalar(limit)
     }
 
-    /// The streamed tiles of `BS` rows that are left of (begin, inside, outside, end) by the
-    /// segments of rows `first..=last`: begin..end are seen, and inside..outside cut by nothing.
+    /// Narrows the streamed tiles (begin, inside, outside, end) of `BS` rows to the segments of
+    /// rows `first..=last`: they see begin..end, and nothing cuts inside..outside.
     pub unsafe fn narrowed<const BS: i32>(
         ranges: *mut i32,
         batch: i32,
@@ -85,21 +85,21 @@ pub mod segments {
         (begin, inside, outside, end)
     }
 
-    /// Numbers of a tile as one number.
+    /// Returns the smallest number of a tile.
     pub fn least<const N: i32>(numbers: Tile<i32, { [N] }>) -> i32 {
         let least: Tile<i32, { [] }> = reduce_min(numbers, 0i32);
         tile_to_scalar(least)
     }
 
-    /// See [`least`].
+    /// Returns the largest number of a tile.
     pub fn most<const N: i32>(numbers: Tile<i32, { [N] }>) -> i32 {
         let most: Tile<i32, { [] }> = reduce_max(numbers, 0i32);
         tile_to_scalar(most)
     }
 
-    /// For 64 rows, which of `others` their segments let them see, as (begin, same, differs, end):
-    /// none before row `begin` nor from `end` on, and all pairs with rows `same..differs` are of one
-    /// segment. All four are multiples of 64. `COUNT` times 64, `CHUNK`, rows are looked at at once.
+    /// Finds which of `others` 64 rows may see, as (begin, same, differs, end): none before `begin`
+    /// nor from `end` on, and all pairs with rows `same..differs` are of one segment. All four are
+    /// multiples of 64. A step compares `CHUNK` rows, which is `COUNT` times 64.
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn segment_ranges<const COUNT: i32, const CHUNK: i32>(
         segments: *mut i32,
@@ -127,7 +127,7 @@ pub mod segments {
         let others_part = others_view.partition(const_shape![1, CHUNK]);
         let count: i32 = ceil_div(kv_len, 64i32);
 
-        // More blocks than any array has; 64 times as many rows fit 32 bits.
+        // More blocks than any array has. The rows of these blocks still fit 32 bits.
         let far: i32 = 16777216i32;
         let none: Tile<i32, { [COUNT] }> = far.broadcast(const_shape![COUNT]);
         let zero: Tile<i32, { [COUNT] }> = constant(0i32, const_shape![COUNT]);

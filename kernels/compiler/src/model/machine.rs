@@ -1,14 +1,14 @@
 //! Simulates one sub-partition of a Hopper SM that runs a loop.
 //!
-//! Each computing warpgroup of a block has one warp on each of the four sub-partitions, and the
-//! four behave alike, so one is simulated. A warp issues in order, as the control bits of its
+//! Each computing warpgroup of a block has one warp on each of the four sub-partitions. All four
+//! behave alike, so this simulates one of them. A warp issues in order, as the control bits of its
 //! instructions say; warps share the pipes, the tensor core and shared memory.
 
 use std::collections::HashMap;
 
 use super::program::{Filling, Program, Unit};
 
-/// Cycles that a pipe is taken by a warp's instruction: of 16 lanes, and of 4.
+/// Cycles that an instruction of a warp takes of a pipe with 16 lanes, and of a pipe with 4 lanes.
 const LANES_16: f64 = 2.0;
 const LANES_4: f64 = 8.0;
 /// Latencies in cycles.
@@ -20,40 +20,40 @@ const BARRIER: f64 = 24.0;
 const FENCE: f64 = 40.0;
 const COPY_ISSUED: f64 = 60.0;
 const REST: f64 = 25.0;
-/// Until operands are read: of most instructions, and of accesses to shared memory.
+/// Cycles until operands are read: by most instructions, and by accesses to shared memory.
 const READ: f64 = 12.0;
 const READ_SHARED: f64 = 20.0;
-/// From a filling's end to a warp that waited for it.
+/// Cycles from the end of a filling until a warp that waited for it continues.
 const WAKE: f64 = 40.0;
-/// From an arrival at an empty barrier until it counts, and until the producer begins.
+/// Cycles from an arrival at an empty barrier until it counts, and until the producer begins.
 const ARRIVAL: f64 = 10.0;
 const PRODUCER: f64 = 30.0;
-/// Of the tensor memory accelerator: cycles to the first byte, bytes a cycle.
+/// Cycles to the first byte, and bytes a cycle, of the tensor memory accelerator.
 const TMA_LATENCY: f64 = 550.0;
 const TMA_RATE: f64 = 48.0;
-/// Of asynchronous copies by threads.
+/// Latency of asynchronous copies by threads.
 const COPY: f64 = 450.0;
-/// Bytes a cycle of shared memory, and the part of them that tiles take at most.
+/// Bytes a cycle of shared memory, and the largest share of them that tiles take.
 const SHARED_RATE: f64 = 128.0;
 const TILES_SHARE: f64 = 0.45;
 
-/// What was fitted.
+/// The fitted parameters.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Fit {
-    /// Issue slots more that an arithmetic instruction takes while the tensor core works.
+    /// Additional issue slots that an arithmetic instruction takes while the tensor core works.
     pub contention: f64,
-    /// Matrix products of a warp that are accepted and not begun.
+    /// Matrix products of a warp that may wait to begin.
     pub queue: usize,
-    /// Does what fills tiles take bandwidth from the products' operands? 0 or 1.
+    /// Whether the filling of tiles takes bandwidth from the products' operands: 0 or 1.
     pub tiles: f64,
-    /// Latencies of exponentials and of a matrix product beyond its own cycles.
+    /// Latency of exponentials, and latency of a matrix product beyond its own cycles.
     pub special: f64,
     pub matrix: f64,
     /// The clock in GHz with which the reference kernels reach their published rates.
     pub clock: f64,
 }
 
-/// Iterations that are run, and those before anything is measured.
+/// Iterations to run, and iterations before the measurement begins.
 const ITERATIONS: usize = 18;
 const WARM: usize = 8;
 
@@ -61,22 +61,22 @@ const WARM: usize = 8;
 struct Warp {
     step: usize,
     iteration: usize,
-    /// When it can issue its next instruction at the earliest, and when it issued its last.
+    /// The earliest time of its next instruction, and the time of its last instruction.
     ready: f64,
     issued: f64,
-    /// Ends of what each scoreboard waits for.
+    /// Times that each scoreboard waits for.
     scoreboards: [Vec<f64>; 6],
-    /// Beginnings of its matrix products; ends of their groups.
+    /// Times when its matrix products begin, and when their groups end.
     begun: Vec<f64>,
     groups: Vec<f64>,
-    /// How often it has waited for each filling.
+    /// Number of waits for each filling so far.
     waited: Vec<usize>,
-    /// When it came to the barrier it waits at.
+    /// Time when it came to the barrier where it waits.
     at_barrier: Option<f64>,
     ends: Vec<f64>,
 }
 
-/// The pipes: when each is free.
+/// Times when the pipes are free.
 #[derive(Debug, Default)]
 struct Pipes {
     port: f64,
@@ -94,19 +94,19 @@ struct Machine<'a> {
     fit: Fit,
     warps: Vec<Warp>,
     pipes: Pipes,
-    /// When each warp released each filling's memory: `[filling][warp]`.
+    /// Times when each warp released each filling's memory: `[filling][warp]`.
     released: Vec<Vec<Vec<f64>>>,
-    /// When each filling is there, by its number.
+    /// Times when each filling is complete, by its number.
     filled: Vec<Vec<f64>>,
     accelerator: f64,
-    /// The part of shared memory's bandwidth that tiles take.
+    /// Share of shared memory's bandwidth that tiles take.
     tiles: f64,
-    /// Arrivals at a barrier: step and iteration, times.
+    /// Times of arrivals at each barrier, given by step and iteration.
     barriers: HashMap<(usize, usize), Vec<f64>>,
 }
 
-/// Cycles of an iteration for `warpgroups` that begin `apart` cycles after each other. The tiles
-/// of an iteration hold `bytes` bytes.
+/// Returns the cycles of an iteration for `warpgroups` that begin `apart` cycles after each other.
+/// The tiles of an iteration hold `bytes` bytes.
 pub(super) fn cycles(
     program: &Program,
     fit: Fit,
@@ -143,7 +143,8 @@ pub(super) fn cycles(
 }
 
 impl Machine<'_> {
-    /// The warp that issues next, and when it is ready to; `None` if all wait for each other.
+    /// Returns the warp that issues next, and when it is ready; `None` if all warps wait for each
+    /// other.
     fn next(&mut self) -> Option<(usize, f64)> {
         let mut best: Option<(usize, f64)> = None;
         for warp in 0..self.warps.len() {
@@ -161,7 +162,8 @@ impl Machine<'_> {
         best
     }
 
-    /// When a warp's next instruction may issue; `None` while that depends on another warp.
+    /// Returns when a warp's next instruction may issue; `None` while the time depends on another
+    /// warp.
     fn ready(&mut self, index: usize) -> Option<f64> {
         let program = self.program;
         let warp = &self.warps[index];
@@ -207,7 +209,7 @@ impl Machine<'_> {
         }))
     }
 
-    /// When all warps are at a barrier.
+    /// Returns when all warps are at a barrier; `None` while a warp is missing.
     fn barrier(&mut self, index: usize, ready: f64) -> Option<f64> {
         let warp = &mut self.warps[index];
         let arrived = self.barriers.entry((warp.step, warp.iteration)).or_default();
@@ -220,7 +222,7 @@ impl Machine<'_> {
         all.then(|| last.max(ready))
     }
 
-    /// When a filling is there for the time `number`; `None` if its memory is not released yet.
+    /// Returns when filling number `number` is complete; `None` if its memory is not released yet.
     fn filled(&mut self, filling: usize, number: usize) -> Option<f64> {
         let released = |number: usize| {
             let mut times = self.released[filling].iter().map(|times| times.get(number).copied());
@@ -245,7 +247,7 @@ impl Machine<'_> {
         }
     }
 
-    /// Issues a warp's next instruction; true at the end of an iteration.
+    /// Issues a warp's next instruction. Returns whether an iteration ends.
     fn issue(&mut self, index: usize, ready: f64) -> bool {
         let step = &self.program.steps[self.warps[index].step];
         let time = ready.max(self.pipes.port);
@@ -294,7 +296,7 @@ impl Machine<'_> {
         true
     }
 
-    /// Takes the pipe, and gives when the result is there.
+    /// Takes the pipe, and returns when the result is complete.
     fn execute(&mut self, index: usize, time: f64, unit: Unit) -> f64 {
         let pipes = &mut self.pipes;
         match unit {
@@ -343,8 +345,8 @@ impl Machine<'_> {
         }
     }
 
-    /// Puts a product behind those before it. Its operands may be fetched while the one before
-    /// runs; it ends when both its cycles and its fetches are over.
+    /// Puts a product behind the products before it. Its operands may be fetched while the product
+    /// before it runs. It ends when both its cycles and its fetches are over.
     fn multiply(&mut self, index: usize, time: f64, (tensor, shared): (f64, f64), commits: bool) {
         let (pipes, warp) = (&mut self.pipes, &mut self.warps[index]);
         let shared = if self.tiles > 0.0 { shared / (1.0 - self.tiles) } else { shared };

@@ -1,24 +1,25 @@
 //! A static model of attention on a Hopper SM: cycles of main loops, from machine code alone.
 //!
-//! [`loops`] simulates the main loops of an image with eight sets of fitted parameters. They are
-//! the best of 72 on eight kernels of FlashAttention-3, whose published rates they reach at clocks
-//! of 1.26 to 1.39 GHz with an error of 6.1–6.5% (root of the mean square; the worst kernel 14%).
-//! [`predict`](predict::predict) makes rates of whole passes of it. What this model gives is
-//! predicted, never measured: `docs` say how far it may be off.
+//! [`loops`] simulates the main loops of an image with eight sets of fitted parameters. These sets
+//! are the best of 72 on eight kernels of FlashAttention-3. At clocks of 1.26 to 1.39 GHz they
+//! reach the kernels' published rates with an error of 6.1–6.5% (root of the mean square; the worst
+//! kernel 14%). [`predictions`](predict::predictions) makes rates of whole passes of the loops'
+//! cycles. The results of this model are predicted, never measured; `docs/kernel-model.md` gives
+//! its error.
 
 mod machine;
 pub mod predict;
 mod program;
 pub mod table;
 
-use burst_attention_kernels::cubin::{Error, Listing};
-use burst_attention_kernels::instances::TileShape;
+use burst_attention_kernels::instances::{Element, TileShape};
 use burst_attention_kernels::kernel::{Kernel, Task};
 
+use crate::cubin::{Error, Listing};
 use machine::{Fit, cycles};
 use program::{Program, Unit};
 
-/// Printed with every figure; another model has another version.
+/// Version of the model, printed with every figure. Another model has another version.
 pub const VERSION: u32 = 2;
 
 const fn fit(
@@ -43,37 +44,40 @@ const FITS: [Fit; 8] = [
     fit(1.0, 4, 0.0, 32.0, 60.0, 1.317),
 ];
 
-/// Cycles by which a warpgroup may be behind the one before it when the loop begins.
+/// Bytes of an activation.
+const ACTIVATION: f64 = Element::Bf16.bytes() as f64;
+
+/// Cycles by which a warpgroup may be behind the warpgroup before it when the loop begins.
 const APART: [f64; 3] = [0.0, 137.0, 411.0];
 
-/// What the model says of a main loop.
+/// The model's results for a main loop.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Modelled {
-    /// Cycles of an iteration of the block: the mean of all fits.
+    /// Cycles of an iteration of the block: the mean over all fits.
     pub cycles: f64,
-    /// The fewest and the most cycles of a fit.
+    /// The fewest and the most cycles of any fit.
     pub range: (f64, f64),
     /// The mean over all fits of cycles divided by the fit's clock: nanoseconds.
     pub time: f64,
-    /// Cycles of the tensor core, if it never waited.
+    /// Cycles of the tensor core if it never waited.
     pub tensor: f64,
-    /// Stages of each tile that comes by the tensor memory accelerator.
+    /// Stages of each tile that the tensor memory accelerator loads.
     pub stages: Vec<usize>,
-    /// Matrix instructions, and groups of them that are committed. As many groups as instructions:
-    /// the assembler made each wait for the one before.
+    /// Matrix instructions, and committed groups of them. If there are as many groups as
+    /// instructions, the assembler made each instruction wait for the instruction before it.
     pub products: (usize, usize),
     /// Barriers of the block's computing warps.
     pub barriers: usize,
-    /// Asynchronous copies that are waited for in the iteration that started them.
+    /// Asynchronous copies that the loop waits for in the iteration that started them.
     pub exposed: usize,
-    /// Conversions between integers and floats, and reciprocals: what a division takes.
+    /// Conversions between integers and floats, and reciprocals: the instructions of a division.
     pub conversions: usize,
-    /// Comparisons and selections: what a mask takes.
+    /// Comparisons and selections: the instructions of a mask.
     pub masking: usize,
 }
 
-/// The main loops of a kernel for sm_90, by address, given its tiles and their columns; none where
-/// the listing has no encodings.
+/// Returns the main loops of a kernel for sm_90, by address, given its tiles and their columns. A
+/// listing without encodings has none.
 ///
 /// # Errors
 /// If the control flow is not understood.
@@ -84,7 +88,7 @@ pub fn loops(
     listing: &Listing,
 ) -> Result<Vec<Modelled>, Error> {
     let rows = if streams_keys(kernel) { shape.keys } else { shape.rows };
-    let bytes = f64::from(rows * width * 2);
+    let bytes = f64::from(rows * width) * ACTIVATION;
     let warpgroups = shape.warps as usize / 4;
     let ranges = listing.matrix_loops()?;
     let modelled = ranges.into_iter().filter_map(|range| {
@@ -104,7 +108,7 @@ pub fn loops(
         };
         let products: Vec<_> = program.steps.iter().filter_map(matrix).collect();
         Some(Modelled {
-            // Rates are averaged, as a rate was fitted: the harmonic mean of cycles.
+            // The fits are of rates, so this averages rates: the harmonic mean of cycles.
             cycles: 1.0 / mean(&mut by_fit.iter().map(|cycles| 1.0 / cycles)),
             range: by_fit
                 .iter()
@@ -124,7 +128,7 @@ pub fn loops(
     Ok(modelled.collect())
 }
 
-/// Do tiles of keys and values come by, and not of queries?
+/// Whether the kernel streams tiles of keys and values, not of queries.
 fn streams_keys(kernel: Kernel) -> bool {
     kernel.spec().task == Task::Queries
 }

@@ -5,14 +5,14 @@ use std::fmt;
 use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Instance, Kernel, Target};
 
-use super::{Modelled, VERSION, streams_keys};
+use super::{ACTIVATION, Modelled, VERSION, streams_keys};
 use crate::quality::Report;
 
 /// Streaming multiprocessors of an H100 or H200.
 const SMS: f64 = 132.0;
-/// Cycles of a block before its loops and behind them: an estimate.
+/// Cycles of a block before and behind its loops: an estimate.
 const BLOCK: f64 = 4750.0;
-/// Bytes a nanosecond of what only moves memory: an estimate, 0.9 of an H100's.
+/// Bytes a nanosecond of kernels that only move memory: an estimate, 0.9 of an H100's bandwidth.
 const MEMORY: f64 = 3000.0;
 
 /// Kernels that compute a pass, and the features of their images.
@@ -23,17 +23,17 @@ const SPLIT: Kernels =
     &[(Kernel::KeyGrads, FeatureSet::NONE), (Kernel::QueryGrads, FeatureSet::NONE)];
 const FUSED: Kernels = &[(Kernel::KeyGrads, FeatureSet::FUSED)];
 
-/// A problem: one head of one sequence, of many that fill the device.
+/// A problem: one head of one sequence, with enough other heads to fill the device.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Case {
-    /// What is computed, as the table of rates names it.
+    /// Its name in the table of rates.
     pub name: &'static str,
     kernels: Kernels,
     /// Columns of a head: 64 or 128.
     pub columns: i32,
     /// Tokens.
     pub tokens: i32,
-    /// Whether a token sees only itself and those before it.
+    /// Whether a token sees only itself and the tokens before it.
     pub causal: bool,
     /// TFLOP/s of FlashAttention-3 in this model, with its own loops, edges and other passes.
     pub reference: f64,
@@ -48,8 +48,8 @@ const fn case(
     Case { name, kernels, columns, tokens, causal, reference }
 }
 
-/// What is predicted. The references are frozen: its machine code is not ours to keep. It is that
-/// of the package xformers 0.0.33.post2.
+/// All cases. Their references are frozen, because the machine code of FlashAttention-3 is not ours
+/// to keep. It came from the package xformers 0.0.33.post2.
 pub const CASES: [Case; 14] = [
     case("forward_d128_causal_8k", FORWARD, (128, 8192, true), 670.0),
     case("forward_d128_causal_16k", FORWARD, (128, 16384, true), 683.0),
@@ -68,43 +68,44 @@ pub const CASES: [Case; 14] = [
 ];
 
 impl Case {
-    /// Of two products in the forward pass and five in the backward pass; half where causal.
+    /// Returns the operations: two products in the forward pass, five in the backward pass, half of
+    /// them where causal.
     fn flop(&self) -> f64 {
         let products = if self.kernels == FORWARD { 2.0 } else { 5.0 };
         let pairs = f64::from(self.tokens).powi(2) / if self.causal { 2.0 } else { 1.0 };
         2.0 * products * pairs * f64::from(self.columns)
     }
 
-    /// Nanoseconds of a head on the device for passes over rows. Before the backward pass, o and its
-    /// gradient are read. For the fused kernel zeros are written to dq in float32, which is read
-    /// again and written in 16 bits.
+    /// Returns the nanoseconds of a head on the device for kernels that go through rows once.
+    /// Before the backward pass a kernel reads o and its gradient. For the fused kernel it also
+    /// writes zeros to dq in float32, and a last kernel reads dq and writes it in 16 bits.
     fn rows(&self) -> f64 {
         let bytes = match self.kernels {
             kernels if kernels == FORWARD => 0.0,
-            kernels if kernels == SPLIT => 2.0 + 2.0,
-            _ => 2.0 + 2.0 + 4.0 + 4.0 + 2.0,
+            kernels if kernels == SPLIT => 2.0 * ACTIVATION,
+            _ => 3.0 * ACTIVATION + 2.0 * 4.0,
         };
         bytes * f64::from(self.tokens * self.columns) / MEMORY
     }
 }
 
-/// A case, and TFLOP/s of our kernels.
+/// A case with the predicted rate of our kernels.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Prediction {
-    /// What is computed.
+    /// The case.
     pub case: Case,
     /// TFLOP/s on an H100 or H200.
     pub rate: f64,
 }
 
 impl Prediction {
-    /// To FlashAttention-3.
+    /// Returns the ratio to FlashAttention-3.
     pub fn ratio(&self) -> f64 {
         self.rate / self.case.reference
     }
 }
 
-/// The table of rates, which the simulator of schedules reads.
+/// Returns the table of rates, which the simulator of schedules reads.
 pub fn rates(predictions: &[Prediction]) -> String {
     let line = |p: &Prediction| format!("{}\t{:.0}\n", p.case.name, p.rate);
     let lines: String = predictions.iter().map(line).collect();
@@ -125,7 +126,7 @@ impl fmt::Display for Prediction {
     }
 }
 
-/// The main loops of a kernel: that of whole tiles, and that of tiles which a mask cuts.
+/// The main loops of a kernel: the loop of whole tiles and the loop of tiles that a mask cuts.
 struct Loops<'a> {
     /// Rows that a block keeps, and rows of a tile that it streams.
     rows: (f64, f64),
@@ -148,12 +149,12 @@ impl<'a> Loops<'a> {
         })
     }
 
-    /// Nanoseconds that `count` blocks spend outside their loops.
+    /// Returns the nanoseconds that `count` blocks spend outside their loops.
     fn blocks(&self, count: f64) -> f64 {
         count * BLOCK * self.plain.time / self.plain.cycles
     }
 
-    /// Nanoseconds that a head of a sequence takes on one SM.
+    /// Returns the nanoseconds that a head of a sequence takes on one SM.
     fn sequence(&self, tokens: i32, causal: bool) -> f64 {
         let (block, step) = self.rows;
         let tokens = f64::from(tokens);
@@ -166,7 +167,7 @@ impl<'a> Loops<'a> {
     }
 }
 
-/// Predictions for all cases whose kernels are in `reports`, in bfloat16 on sm_90.
+/// Returns predictions for all cases whose kernels are in `reports`, in bfloat16 on sm_90.
 pub fn predictions(reports: &[Report]) -> Vec<Prediction> {
     let predict = |case: &Case| {
         let times = case.kernels.iter().map(|&(kernel, features)| {
@@ -186,28 +187,29 @@ fn find(reports: &[Report], kernel: Kernel, features: FeatureSet, width: i32) ->
     reports.iter().find(|report| report.instance == wanted)
 }
 
-/// What packed documents cost a kernel: the speed of its images with segments.
+/// The cost of packed documents for a kernel, from its image with segments.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Packed {
     /// The kernel.
     pub kernel: Kernel,
-    /// The rate on one document of [`PACKED`] tokens, to that of the image without features.
+    /// Ratio of its rate on one document of [`PACKED`] tokens to the rate of the image without
+    /// features.
     pub one: f64,
-    /// Time of [`DOCUMENTS`] equal documents, to their share of one document's pairs.
+    /// Ratio of the time of [`DOCUMENTS`] equal documents to their share of one document's pairs.
     pub many: f64,
 }
 
 /// Tokens of a packed sequence of 128 columns, without a causal mask.
 pub const PACKED: i32 = 65_536;
-/// Documents in it.
+/// Documents in a packed sequence.
 pub const DOCUMENTS: i32 = 64;
-/// Cycles until a block has loaded the range that its segments let it see: an estimate.
+/// Cycles in which a block loads the range that its segments let it see: an estimate.
 const RANGE: f64 = 700.0;
-/// Cycles of `segment_ranges` for 2,048 rows that may be seen, of which 8 blocks share an SM: an
-/// estimate. All heads share its results; here 64.
+/// Cycles of `segment_ranges` for 2,048 rows that may be seen, where 8 blocks share an SM: an
+/// estimate. All heads, here 64, share its results.
 const RANGES: f64 = 1000.0 / 8.0 / 64.0;
 
-/// Packed documents, for each kernel that `reports` have.
+/// Returns the cost of packed documents for each kernel in `reports`.
 pub fn packed(reports: &[Report]) -> Vec<Packed> {
     let of = |kernel| {
         let report = |features| find(reports, kernel, features, 128);
@@ -246,7 +248,7 @@ impl fmt::Display for Packed {
 mod tests {
     use super::*;
 
-    /// A loop that takes `cycles` at the mean clock of the fits.
+    /// Returns a loop that takes `cycles` at the mean clock of the fits.
     fn modelled(cycles: f64, masking: usize) -> Modelled {
         Modelled {
             cycles,
@@ -262,7 +264,8 @@ mod tests {
         }
     }
 
-    /// Cycles and rates of another program with the same parameters, for tiles of 128 by 64.
+    /// Compares with cycles and rates of another program with the same parameters, for tiles of 128
+    /// by 64.
     #[test]
     fn loops_and_edges_make_a_rate() {
         let instance = Instance::plain(Kernel::Forward, Element::Bf16, 128, Target::Sm90);

@@ -1,27 +1,28 @@
-//! What the simulation needs of a loop: units, waits, and which memory is filled and released when.
+//! A loop as the simulation needs it: units, waits, and the memory that is filled and released.
 
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
 
-use burst_attention_kernels::cubin::{Control, Instruction, Listing};
+use super::ACTIVATION;
+use crate::cubin::{Control, Instruction, Listing};
 
-/// Latencies of what takes a varying time, in cycles.
+/// Latencies in cycles of instructions that take a varying time.
 const GLOBAL_LOAD: f64 = 450.0;
 const CONSTANT: f64 = 35.0;
 const CONVERSION: f64 = 30.0;
 const OTHER: f64 = 25.0;
 
-/// What carries out an instruction, with what the cost depends on.
+/// The unit that carries out an instruction, with the numbers that its cost depends on.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Unit {
     /// A matrix product: cycles of the tensor core and of shared memory, and whether it ends a
-    /// group that can be waited for.
+    /// group that a wait can name.
     Matrix {
         tensor: f64,
         shared: f64,
         commits: bool,
     },
-    /// A wait for groups of products. Holds how many groups may stay unfinished.
+    /// A wait for groups of products, with the number of groups that may stay unfinished.
     Groups(usize),
     /// A wait for memory to be filled.
     Phase,
@@ -29,21 +30,21 @@ pub(super) enum Unit {
     Barrier,
     /// float32 products and sums: two pipes.
     Float,
-    /// Integer products: one of these pipes.
+    /// Integer products: one of the two float32 pipes.
     Product,
     Integer,
     Uniform,
     /// Exponentials and reciprocals.
     Special,
     Shuffle,
-    /// Accesses to shared memory. Holds the cycles of shared memory that they take.
+    /// Accesses to shared memory, with the cycles of shared memory that they take.
     Shared(f64),
     /// Asynchronous copies of single threads.
     Copy,
-    /// What has a latency and little else.
+    /// An instruction that costs its latency and little else.
     Latency(f64),
     Fence,
-    /// What takes its turn to issue and no more.
+    /// An instruction that costs an issue slot only.
     Free,
 }
 
@@ -78,22 +79,23 @@ impl Unit {
     }
 }
 
-/// `HGMMA.64xNxK`: N/2 cycles for each 16 of K; B, and A where it is in shared memory, at 128 bytes
-/// a cycle.
+/// Returns the unit of `HGMMA.64xNxK`: N/2 cycles for each 16 of K. Shared memory gives B, and A
+/// where it is in shared memory, at 128 bytes a cycle.
 fn matrix(instruction: &Instruction) -> Unit {
     let shape = instruction.opcode.split('.').nth(1).unwrap_or_default();
     let sizes: Vec<f64> = shape.split('x').filter_map(|size| size.parse().ok()).collect();
     let [m, n, k] = sizes[..] else { return Unit::Free };
     let from_registers = instruction.operand_list().nth(1).is_some_and(|a| a.starts_with('R'));
-    let left = if from_registers { 0.0 } else { m * k * 2.0 };
+    let left = if from_registers { 0.0 } else { m * k };
     Unit::Matrix {
         tensor: n / 2.0 * (k / 16.0),
-        shared: (n * k * 2.0 + left) / 128.0,
+        shared: (n * k + left) * ACTIVATION / 128.0,
         commits: instruction.operands.contains("gsb0"),
     }
 }
 
-/// Cycles of the 128 bytes a cycle that the four sub-partitions share, for 32 threads of each.
+/// Returns the cycles of shared memory that 32 threads of each sub-partition take. The four
+/// sub-partitions share its 128 bytes a cycle.
 fn shared_cycles(instruction: &Instruction) -> f64 {
     let has = |part: &str| instruction.opcode.split('.').any(|p| p == part);
     if instruction.base() == "LDS" && instruction.operands.starts_with("RZ") {
@@ -113,12 +115,12 @@ fn last_number(instruction: &Instruction) -> usize {
     usize::from_str_radix(digits.trim(), 16).unwrap_or(0)
 }
 
-/// Memory that something fills while the loop computes, and that the loop releases.
+/// Memory that is filled while the loop computes, and that the loop releases.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Filling {
-    /// By the tensor memory accelerator: so many stages, so many bytes each.
+    /// Memory of `stages` stages of `bytes` bytes that the tensor memory accelerator fills.
     Tiles { stages: usize, bytes: f64 },
-    /// By asynchronous copies of the loop's own threads, so many iterations ahead.
+    /// Memory that asynchronous copies of the loop's own threads fill, `ahead` iterations ahead.
     Copies { ahead: usize },
 }
 
@@ -129,11 +131,11 @@ pub(super) struct Step {
     pub control: Control,
     /// The filling that it waits for.
     pub needs: Option<usize>,
-    /// The fillings whose memory it releases, or that it starts.
+    /// The fillings that it starts, or whose memory it releases.
     pub releases: Vec<usize>,
 }
 
-/// One iteration of a loop, as it runs where nothing has to be waited for.
+/// One iteration of a loop, as it runs where every wait is over at once.
 #[derive(Debug, Clone)]
 pub(super) struct Program {
     pub steps: Vec<Step>,
@@ -141,7 +143,7 @@ pub(super) struct Program {
 }
 
 impl Program {
-    /// The loop at `range`, whose tiles have `bytes` each; `None` where the listing has no
+    /// Returns the loop at `range`, whose tiles have `bytes` each; `None` where the listing has no
     /// encodings.
     pub fn new(listing: &Listing, range: &RangeInclusive<usize>, bytes: f64) -> Option<Self> {
         let path = path(listing, range);
@@ -156,8 +158,9 @@ impl Program {
         Some(program)
     }
 
-    /// A full barrier lies before its empty one, at most 64 bytes, and between them one of 8 bytes
-    /// for each further stage. Where an empty barrier belongs to several, the last release counts.
+    /// Finds the fillings by their barriers. A full barrier lies at most 64 bytes before its empty
+    /// barrier, and between them lies a barrier of 8 bytes for each further stage. Where an empty
+    /// barrier belongs to several full barriers, the last release counts.
     fn find_fillings(&mut self, path: &[&Instruction], bytes: f64) {
         let places = |is: fn(&Instruction) -> bool| {
             (0..path.len()).filter(move |&k| is(path[k])).collect::<Vec<_>>()
@@ -192,7 +195,7 @@ impl Program {
                     unknown.push(index);
                     0
                 }
-                // Filled once, before the loop.
+                // The memory is filled once, before the loop.
                 (None, None) => usize::MAX,
             };
             self.fillings.push(Filling::Tiles { stages, bytes });
@@ -203,7 +206,7 @@ impl Program {
         }
     }
 
-    /// Stages of each tile that the accelerator fills.
+    /// Returns the stages of each tile that the accelerator fills.
     pub fn stages(&self) -> impl Iterator<Item = usize> + '_ {
         self.fillings.iter().filter_map(|filling| match filling {
             Filling::Tiles { stages, .. } => Some(*stages),
@@ -211,14 +214,14 @@ impl Program {
         })
     }
 
-    /// Copies that are waited for in the iteration that started them.
+    /// Returns the number of copies that the loop waits for in the iteration that started them.
     pub fn exposed_copies(&self) -> usize {
         self.fillings.iter().filter(|f| matches!(f, Filling::Copies { ahead: 0 })).count()
     }
 }
 
-/// The positions that an iteration runs through: slow paths behind a barrier that is passed at once
-/// are left out.
+/// Returns the positions that an iteration runs through, without the slow paths behind barriers
+/// that are passed at once.
 fn path(listing: &Listing, range: &RangeInclusive<usize>) -> Vec<usize> {
     let mut path = Vec::new();
     let mut k = *range.start();
@@ -241,7 +244,7 @@ fn path(listing: &Listing, range: &RangeInclusive<usize>) -> Vec<usize> {
     path
 }
 
-/// The constant in the first operand that is an address: 0x34000 of `[UR9+0x34000]`.
+/// Returns the constant in the first operand that is an address: 0x34000 of `[UR9+0x34000]`.
 fn offset(instruction: &Instruction) -> u64 {
     let address = instruction.operands.split('[').find_map(|part| {
         let inside = part.split_once(']')?.0;

@@ -1,10 +1,10 @@
-//! What the table of main loops says of each.
+//! The table of main loops.
 
-use burst_attention_kernels::cubin::{Column, Rule};
+use crate::cubin::{Column, Rule};
 
 use super::Modelled;
 
-/// The columns of a main loop. The last one's name has the model's version.
+/// The columns of a main loop. The name of the last column has the model's version.
 pub const LOOPS: [Column<Modelled>; 8] = [
     ("stages", Rule::AtLeast, |l| l.stages.iter().min().map_or(0, |&s| s.min(99) as u32)),
     ("mma", Rule::Either, |l| l.products.0 as u32),

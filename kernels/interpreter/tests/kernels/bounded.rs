@@ -1,4 +1,4 @@
-//! Scores so large that float32 rounds them by more than 1: each pass makes others of them.
+//! Scores so large that float32 rounds them by more than 1, and differently in each pass.
 
 use cutile_ir::bytecode::Opcode::MinF;
 
@@ -16,7 +16,7 @@ const PLAIN: Case = Case { heads: 2, q_len: 70, kv_len: 70, head_dim: 16, band: 
 const GENERAL: Case =
     Case { segments: Some((DOCUMENTS, DOCUMENTS)), slopes: true, positions: (3, 3, 1), ..PLAIN };
 
-/// dk, dv and dq, each kernel from what the one before stored.
+/// Returns dk, dv and dq. Each kernel reads the results of the kernel before it.
 fn gradients(
     problem: &mut Problem,
     is_fused: bool,
@@ -36,7 +36,7 @@ fn gradients(
     Ok([dk, dv, dq])
 }
 
-/// All gradients are finite, and no element of dv exceeds the sum of |dout|.
+/// Checks that all gradients are finite, and that no element of dv exceeds the sum of |dout|.
 fn bounded(case: Case, is_fused: bool, change: Change) -> Result<(), String> {
     let mut problem = Problem::new(case);
     let [dk, dv, dq] = gradients(&mut problem, is_fused, change)?;
@@ -48,7 +48,7 @@ fn bounded(case: Case, is_fused: bool, change: Change) -> Result<(), String> {
     let dim = case.value_dim();
     for (at, x) in dv.iter().enumerate() {
         let of_column = problem.inputs.dout.iter().skip(at % dim).step_by(dim);
-        // Rounded once, to 8 bits.
+        // The result is rounded once, to 8 bits.
         let most = of_column.map(|x| x.abs()).sum::<f32>() * (1.0 + 2f32.powi(-8));
         if x.abs() > most {
             return Err(format!("element {at} of dv is {x:e}, and Σ|dout| only {most:e}"));
@@ -68,15 +68,15 @@ fn no_weight_exceeds_one_with_features_or_at_smaller_scores() {
     check([(PLAIN, false, 5e4, 1e5), (GENERAL, false, 5e7, 1e8)]);
 }
 
-/// Checks cases, whether by the fused kernel, at a magnitude that makes the largest score exceed a
-/// number.
+/// Checks cases: whether the fused kernel runs, a magnitude of the queries, and the number that the
+/// largest score then exceeds.
 fn check(cases: [(Case, bool, f32, f64); 2]) {
     for (case, is_fused, magnitude, score) in cases {
         let case = Case { magnitude, ..case };
         assert!(Problem::new(case).exact.largest > score);
         let found = bounded(case, is_fused, Change::None);
         found.unwrap_or_else(|error| panic!("{error}\n{case:?}"));
-        // At 1e5 weights are up to 1.1, which a sum over all rows hides.
+        // At 1e5 weights are up to 1.1. A sum over all rows would hide this excess.
         let unbounded = Change::Module(|module| reroute_all(module, MinF, 1, 0));
         let found = bounded(case, is_fused, unbounded);
         assert_eq!(found.is_err(), score > 1e6, "without it: {case:?}");
@@ -88,7 +88,7 @@ fn check(cases: [(Case, bool, f32, f64); 2]) {
 fn nan_is_not_taken_for_a_bound() {
     for (case, is_fused) in [(PLAIN, false), (PLAIN, true), (GENERAL, false)] {
         let mut problem = Problem::new(case);
-        // Head 1 of the first query, which sees the first key.
+        // The first query's head 1, which sees the first key.
         problem.inputs.q[case.head_dim] = f32::NAN;
         let [dk, dv, dq] = gradients(&mut problem, is_fused, Change::None).unwrap();
         for (name, array, row) in [("dk", &dk, 0), ("dv", &dv, 0), ("dq", &dq, 1)] {

@@ -1,20 +1,18 @@
-//! What a check computes: sizes, band, how the work is cut; and its inputs.
+//! Cases: sizes, band, the way in which the work is cut, and the inputs.
 
 use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Instance, Kernel, Target, width_of};
-use burst_attention_kernels::kernel::Task;
 use burst_attention_kernels::launch::{MAX_VIEW_BYTES, Rectangle};
 use half::{bf16, f16};
 use std::ops::Range;
 
-use super::dropout::{kept, numbers};
-
 /// No limit of a band.
 pub const NONE: (i64, i64) = (i64::MIN, i64::MAX);
-/// Each query sees the keys up to its own position.
+/// The band in which each query sees the keys up to its own position.
 pub const CAUSAL: (i64, i64) = (i64::MIN, 0);
 
-/// Segments of rows: so many rows of a segment, so many of the next, and again from the start.
+/// Segments of rows: a number of rows and their segment, one after the other, then again from the
+/// start.
 pub type Runs = &'static [(usize, i32)];
 
 #[derive(Debug, Clone, Copy)]
@@ -27,37 +25,37 @@ pub struct Case {
     pub heads: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
-    /// Columns of values, if others than of keys.
+    /// Columns of values, if they differ from the columns of keys.
     pub value_dim: Option<usize>,
-    /// Smallest and largest key row − query row that is seen.
+    /// Smallest and largest key row − query row of pairs that see each other.
     pub band: (i64, i64),
-    /// Of queries and keys; one for all where none.
+    /// Segments of queries and of keys; without them all rows share a segment.
     pub segments: Option<(Runs, Runs)>,
-    /// 0 for none.
+    /// Soft cap; 0 for none.
     pub soft_cap: f32,
-    /// Is there a bias by distance?
+    /// Whether there is a bias by distance.
     pub slopes: bool,
-    /// The rate at which weights are dropped.
+    /// Rate at which weights are dropped.
     pub dropout: Option<f32>,
-    /// Of query row 0 and of key row 0, and how far rows are apart.
+    /// Positions of query row 0 and of key row 0, and the distance of rows.
     pub positions: (i64, i64, i64),
-    /// The default scale where none.
+    /// Scale, if it differs from the default.
     pub softmax_scale: Option<f32>,
     /// Factor on the queries, to make logits large.
     pub magnitude: f32,
-    /// Rows of each array before and after those that are used.
+    /// Rows of each array before and after the rows in use.
     pub margin: usize,
-    /// What a view's bytes stay below.
+    /// Limit that a view's bytes stay below.
     pub limit: u64,
-    /// The streamed rows of each step, in order; all in one where none are given.
+    /// The streamed rows of each step, in order; without steps, one step streams all rows.
     pub steps: &'static [(usize, usize)],
-    /// Does the last step write the results, not the running state?
+    /// Whether the last step writes the results instead of the running state.
     pub finished: bool,
-    /// Are streamed rows that no block may visit left unwritten? Only for a single resident tile.
+    /// Whether streamed rows that no block may visit stay unwritten, for a single resident tile
+    /// only.
     pub lean: bool,
-    /// Has lse a gradient (for [`Kernel::Delta`]), is there a second summand (for `Finish`)?
-    ///
-    /// [`Kernel::Delta`]: burst_attention_kernels::instances::Kernel::Delta
+    /// Whether lse has a gradient (for `delta`), and whether there is a second summand (for
+    /// `cast`).
     pub second: bool,
 }
 
@@ -92,12 +90,12 @@ impl Case {
         self.softmax_scale.unwrap_or_else(|| (self.head_dim as f32).sqrt().recip())
     }
 
-    /// Columns of values.
+    /// Returns the columns of values.
     pub fn value_dim(&self) -> usize {
         self.value_dim.unwrap_or(self.head_dim)
     }
 
-    /// The features that an image must have to compute the case in one step.
+    /// Returns the features that an image must have to compute the case in one step.
     pub fn features(&self) -> FeatureSet {
         // The first key is hidden from the last query.
         FeatureSet::WINDOW
@@ -108,58 +106,53 @@ impl Case {
             .and(FeatureSet::DROPOUT.when(self.dropout.is_some()))
     }
 
-    /// Whether kernels that know no features compute the case too.
+    /// Whether kernels without features compute the case too.
     pub fn suits_rows(&self) -> bool {
         FeatureSet::WINDOW.has(self.features()) && self.value_dim.is_none()
     }
 
-    /// The image of a kernel that computes the case in one step and has `more` features too, if such
-    /// an image exists.
+    /// Returns the image of a kernel that computes the case in one step and also has the features
+    /// `more`, if such an image exists.
     pub fn instance(&self, kernel: Kernel, more: FeatureSet) -> Option<Instance> {
-        let with_features = matches!(kernel.spec().task, Task::Keys | Task::Queries);
+        let with_features = kernel.has_pairs();
         let features = if with_features { self.features().and(more) } else { FeatureSet::NONE };
         let width = width_of(self.head_dim.max(self.value_dim()))?;
         let (element, target) = (self.element, self.target);
         Instance { kernel, features, element, width, target }.smallest()
     }
 
-    /// The segment of row `i` of entry `b` of the queries.
+    /// Returns the segment of query row `i` of entry `b`.
     pub fn q_segment(&self, b: usize, i: usize) -> i32 {
         self.segments.map_or(0, |(runs, _)| segment(runs, b, i))
     }
 
-    /// The segment of row `j` of entry `b` of the keys.
+    /// Returns the segment of key row `j` of entry `b`.
     pub fn kv_segment(&self, b: usize, j: usize) -> i32 {
         self.segments.map_or(0, |(_, runs)| segment(runs, b, j))
     }
 
-    /// Does the band let query `i` see key `j`?
+    /// Whether the band lets query `i` see key `j`.
     pub fn allows(&self, i: usize, j: usize) -> bool {
         (self.band.0..=self.band.1).contains(&(j as i64 - i as i64))
     }
 
-    /// Does query `i` of entry `b` see key `j`?
+    /// Whether query `i` of entry `b` sees key `j`.
     pub fn sees(&self, b: usize, i: usize, j: usize) -> bool {
         let segment = self.q_segment(b, i);
         self.allows(i, j) && segment == self.kv_segment(b, j) && segment >= 0
     }
 
-    /// Positions of query `i` and key `j`.
+    /// Returns the positions of query `i` and key `j`.
     pub fn places(&self, i: usize, j: usize) -> (i64, i64) {
         let (query, key, stride) = self.positions;
         (query + stride * i as i64, key + stride * j as i64)
     }
 
-    /// Position of key `j` minus that of query `i`, which slopes are times; 0 without any.
+    /// Returns the position of key `j` minus the position of query `i`, a factor of slopes; 0
+    /// without slopes.
     pub fn distance(&self, i: usize, j: usize) -> i64 {
         let (query, key) = self.places(i, j);
         if self.slopes { key - query } else { 0 }
-    }
-
-    /// What the weight of query `i` and key `j` is times: 0, or what makes up for those dropped.
-    pub fn kept(&self, (b, h): (usize, usize), i: usize, j: usize) -> f32 {
-        let (query, key) = self.places(i, j);
-        self.dropout.map_or(1.0, |rate| kept(numbers(b), h, (query as u32, key as u32), rate))
     }
 
     /// The streamed rows of each step, `len` in all.
@@ -170,7 +163,7 @@ impl Case {
         }
     }
 
-    /// The rectangle of some queries and some keys.
+    /// Returns the rectangle of some queries and some keys.
     pub fn rectangle(&self, queries: &Range<usize>, keys: &Range<usize>) -> Rectangle {
         let shift = queries.start as i64 - keys.start as i64;
         let shifted = |limit: i64| match limit {
@@ -193,7 +186,7 @@ impl Case {
     }
 }
 
-/// The segment of a row, of which each entry has its first so many rows later.
+/// Returns the segment of a row. Each entry begins 29 rows further on in the runs.
 fn segment(runs: Runs, b: usize, row: usize) -> i32 {
     let period: usize = runs.iter().map(|(rows, _)| rows).sum();
     let mut left = (row + 29 * b) % period;
@@ -206,7 +199,7 @@ fn segment(runs: Runs, b: usize, row: usize) -> i32 {
     unreachable!("row {left} is within the period of {period}")
 }
 
-/// Rounds to the type of the activations.
+/// Returns a value rounded to the type of the activations.
 pub fn round(element: Element, value: f32) -> f32 {
     match element {
         Element::Bf16 => bf16::from_f32(value).to_f32(),
@@ -214,7 +207,7 @@ pub fn round(element: Element, value: f32) -> f32 {
     }
 }
 
-/// Numbers about normally distributed, the same for the same seed.
+/// A source of numbers that are about normally distributed, the same for the same seed.
 pub struct Random(pub u64);
 
 impl Random {
@@ -224,7 +217,7 @@ impl Random {
         (self.0 >> 40) as f32 / (1 << 24) as f32 - 0.5
     }
 
-    /// The sum of six uniform numbers, of variance ½, scaled to 1.
+    /// Returns the sum of six uniform numbers, which has variance ½, scaled to variance 1.
     pub fn normal(&mut self) -> f32 {
         (0..6).map(|_| self.uniform()).sum::<f32>() * std::f32::consts::SQRT_2
     }
@@ -234,15 +227,15 @@ impl Random {
     }
 }
 
-/// Activations `[batch, rows, heads, head_dim]`, or of values `value_dim`, as they are in 16 bits,
-/// and dlse `[batch, q_len, heads]`.
+/// Activations `[batch, rows, heads, head_dim]`, with `value_dim` columns for values, rounded to 16
+/// bits; and dlse `[batch, q_len, heads]`.
 pub struct Inputs {
     pub q: Vec<f32>,
     pub k: Vec<f32>,
     pub v: Vec<f32>,
     pub dout: Vec<f32>,
     pub dlse: Vec<f32>,
-    /// Of either sign, `[batch, heads]`.
+    /// Slopes of either sign, `[batch, heads]`.
     pub slopes: Vec<f32>,
 }
 

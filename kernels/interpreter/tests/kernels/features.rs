@@ -1,4 +1,4 @@
-//! Features: segments, a soft cap, slopes, dropout, and values of other columns than keys.
+//! Features: segments, a soft cap, slopes, dropout, and values with other columns than keys.
 
 use burst_attention_kernels::instances::Element::{self, *};
 
@@ -6,11 +6,11 @@ use super::case::{CASE, CAUSAL, Case, NONE, Runs};
 use super::problem::Problem;
 use super::values::check;
 
-/// One for all.
+/// One segment for all rows.
 pub const ONE: Runs = &[(1, 3)];
-/// Documents that begin within tiles, one of a single row and one of which there are two parts.
+/// Documents that begin within tiles, one of them a single row and one of them in two parts.
 pub const DOCUMENTS: Runs = &[(45, 7), (1, 2), (83, 0), (37, 3), (64, 7)];
-/// Documents one after the other, longer than tiles and of a single row.
+/// Documents in order, some longer than tiles and one of a single row.
 pub const SORTED: Runs = &[(70, 0), (1, 1), (60, 2), (90, 3), (400, 4)];
 /// Many short documents.
 pub const SHORT: Runs = &[
@@ -36,18 +36,18 @@ pub const SHORT: Runs = &[
     (22, 19),
     (400, 20),
 ];
-/// One long document between two others.
+/// One long document between two other documents.
 pub const LONG: Runs = &[(3, 0), (280, 1), (400, 2)];
-/// Few rows that count, then padding.
+/// Few rows with segments, then padding.
 pub const PADDED: Runs = &[(61, 0), (30, 1), (400, -1)];
-/// For keys: lacks some of the documents, and has others.
+/// Segments of keys that lack some of the documents and have other documents.
 pub const OTHERS: Runs = &[(50, 3), (29, -1), (70, 9), (31, i32::MIN), (40, 7), (7, i32::MAX)];
-/// None that counts.
+/// Negative segments only.
 const NOBODY: Runs = &[(33, -1), (20, -7)];
 
 const SEGMENTED: Case = Case { segments: Some((DOCUMENTS, DOCUMENTS)), ..CASE };
 const BIASED: Case = Case { slopes: true, ..CASE };
-/// Two tiles of each side, two entries, and groups of two heads.
+/// A case with two tiles of each side, two entries, and groups of two heads.
 const WIDE: Case =
     Case { q_len: 200, kv_len: 180, batch: 2, heads: 2, head_dim: 24, soft_cap: 4.0, ..SEGMENTED };
 
@@ -116,7 +116,7 @@ fn values_of_other_columns_than_keys() {
     let case = UNEVEN;
     columns(&[(24, 16, F16)]);
     check(&[Case { batch: 2, segments: Some((DOCUMENTS, OTHERS)), value_dim: Some(24), ..case }]);
-    // Strides of entries that are on their own are made up, of as many columns as there are.
+    // A launch over one entry gets a stride of its own, which depends on the columns.
     check(&[Case { batch: 2, limit: 150_000, value_dim: Some(72), band: NONE, ..case }]);
 }
 
@@ -134,7 +134,8 @@ fn scores_with_a_bias_by_distance() {
     ]);
 }
 
-/// What is dropped is drawn by positions, beyond what float32 counts, by head and by entry.
+/// Dropout draws by head, by entry and by positions, also by positions beyond the integers of
+/// float32.
 #[test]
 #[ignore = "takes long: make test-full"]
 fn weights_that_are_dropped() {
@@ -174,7 +175,7 @@ fn biased_pieces_count_positions_from_their_own_rows() {
     ]);
 }
 
-/// Rows past the end read as segment 0, which is here that of the last rows too.
+/// Rows beyond the end read as segment 0, which is also the segment of the last rows here.
 #[test]
 fn general_lengths() {
     const ENDING: Runs = &[(30, 5), (400, 0)];
@@ -187,7 +188,7 @@ fn general_lengths() {
         soft_cap: 2.0,
         ..CASE
     }));
-    // Biases past the end are beyond what float32 has a power of 2 for.
+    // Biases beyond the end are exponents that float32 has no power of 2 for.
     for positions in [(20_000, 0, 1), (0, 20_000, 1)] {
         check(&lengths.map(|(q_len, kv_len)| Case {
             q_len,
@@ -213,7 +214,7 @@ fn soft_caps_of_many_sizes() {
     let large = LARGE;
     check(&[
         Case { soft_cap: 1e-3, ..CASE },
-        // Its error, a share of the cap, is still below what f16 rounds away.
+        // The cap's error is proportional to the cap, and still below the rounding of f16.
         Case { soft_cap: 1000.0, element: F16, ..CASE },
         Case { soft_cap: 20.0, element: F16, magnitude: 1.0, ..large },
         Case { soft_cap: 20.0, magnitude: 2500.0, ..large },
@@ -249,6 +250,6 @@ fn large_general_problems_are_cut() {
     };
     let launches = check(&[Case { band: (-130, 20), ..cut }]);
     assert!(launches[0][..3].iter().all(|&launches| launches > cut.batch), "{launches:?}");
-    // Entries of which several fit.
+    // Several entries fit the limit.
     check(&[Case { batch: 3, q_len: 40, kv_len: 40, limit: 60_000, band: NONE, ..cut }]);
 }

@@ -1,8 +1,8 @@
-//! Launches where no other memory is there than what they say that they touch.
+//! Launches in a memory that holds only their footprints.
 
 use std::sync::Mutex;
 
-use burst_attention_interpreter::{Address, Launch as Order, Memory};
+use burst_attention_interpreter::{Address, GridRun, Memory};
 use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Kernel};
 use burst_attention_kernels::kernel::Task;
@@ -16,24 +16,24 @@ use super::problem::Problem;
 use super::values::check_with;
 use super::world::{Change, KERNELS};
 
-/// Two entries, two heads per key head.
+/// A case with two entries and two heads for each key head.
 const SMALL: Case =
     Case { batch: 2, heads: 4, kv_heads: 2, q_len: 41, kv_len: 53, head_dim: 16, ..CASE };
 const GENERAL: Case = Case { segments: Some((DOCUMENTS, OTHERS)), soft_cap: 3.0, ..SMALL };
 const TEXT: Case = Case { segments: Some((DOCUMENTS, OTHERS)), ..SMALL };
 const UNEVEN: Case =
     Case { value_dim: Some(8), slopes: true, dropout: Some(0.3), positions: (0, 3, 1), ..SMALL };
-/// Two tiles of each side, of which one launch takes one.
+/// A case with two tiles of each side, where a launch takes one tile.
 const CUT: Case = Case { q_len: 150, kv_len: 170, heads: 2, limit: 20_000, ..SMALL };
 const SEGMENTS: FeatureSet = FeatureSet::WINDOW.and(FeatureSet::SEGMENTS);
 const STEPS: &[(usize, usize)] = &[(0, 12), (12, 28), (28, 53)];
 const NOBODY: (i64, i64) = (i64::MIN, -800);
 
-/// Runs a launch in a memory of nothing but `footprint`: loads find what is read alone, and stores
-/// may go to what is written alone.
+/// Runs a launch in a memory that holds only `footprint`. Loads find only the parts that the launch
+/// reads, and stores may go only to the parts that it writes.
 fn run(
     launch: &Launch,
-    order: &Order,
+    order: &GridRun,
     memory: &Memory,
     footprint: &[Footprint],
 ) -> Result<(), String> {
@@ -56,11 +56,11 @@ fn run(
     Ok(())
 }
 
-pub fn suffices(launch: &Launch, order: &Order, memory: &Memory) -> Result<(), String> {
+pub fn suffices(launch: &Launch, order: &GridRun, memory: &Memory) -> Result<(), String> {
     run(launch, order, memory, &launch.footprint())
 }
 
-/// A part without its last or its first two bytes, not read, not written, and not there.
+/// Returns smaller parts: without the last or the first two bytes, not read, not written, and none.
 fn smaller(part: &Footprint) -> Vec<Option<Footprint>> {
     let (start, end) = (part.bytes.start, part.bytes.end);
     let mut smaller = vec![
@@ -77,11 +77,11 @@ fn smaller(part: &Footprint) -> Vec<Option<Footprint>> {
     smaller
 }
 
-/// What launches there were of which nothing less sufficed: kernel, features, first, last, whether anything
-/// was streamed.
+/// The launches for which no smaller footprint sufficed: kernel, features, first, last, whether
+/// they streamed anything.
 static SEEN: Mutex<Vec<(Kernel, FeatureSet, [bool; 3])>> = Mutex::new(Vec::new());
 
-fn nothing_less_suffices(launch: &Launch, order: &Order, memory: &Memory) -> Result<(), String> {
+fn nothing_less_suffices(launch: &Launch, order: &GridRun, memory: &Memory) -> Result<(), String> {
     suffices(launch, order, memory)?;
     let footprint = launch.footprint();
     for (n, part) in footprint.iter().enumerate() {
@@ -127,13 +127,6 @@ fn a_footprint_is_all_that_a_launch_touches_and_no_more() {
     for kernel in [Kernel::Forward, Kernel::KeyGrads, Kernel::QueryGrads] {
         for features in [FeatureSet::NONE, SEGMENTS, FeatureSet::ALL] {
             let each_way = [[true, true], [true, false], [false, true], [false, false]];
-            println!(
-                "{kernel:?} {features:?} {:?}",
-                seen.iter()
-                    .filter(|s| s.0 == kernel && s.1 == features)
-                    .map(|s| s.2)
-                    .collect::<std::collections::HashSet<_>>()
-            );
             let was = |kind| seen.contains(&(kernel, features, kind));
             for [first, last] in each_way {
                 assert!(was([first, last, true]), "{kernel:?}{features} {first} {last}");
@@ -143,12 +136,12 @@ fn a_footprint_is_all_that_a_launch_touches_and_no_more() {
             }
         }
     }
-    let per_row = Kernel::SOFTMAX.iter().filter(|kernel| kernel.spec().task == Task::Rows);
-    let was = |&kernel| seen.contains(&(kernel, FeatureSet::NONE, [true; 3]));
-    assert!(per_row.into_iter().all(was));
+    let mut per_row = Kernel::ALL.into_iter().filter(|kernel| kernel.spec().task == Task::Rows);
+    let was = |kernel| seen.contains(&(kernel, FeatureSet::NONE, [true; 3]));
+    assert!(per_row.all(was));
 }
 
-/// Where the band hides some of the streamed rows they may be read all the same.
+/// A launch may read streamed rows that the band hides.
 #[test]
 fn a_footprint_is_enough_where_rows_are_hidden() {
     let cut = Case { band: (-60, 4), ..CUT };
@@ -165,8 +158,8 @@ fn a_footprint_is_enough_where_rows_are_hidden() {
     check_with(&cases, Change::Before(suffices));
 }
 
-/// Blocks of the fused kernel add to dq in any order, and where nothing is seen they leave all alone
-/// that is streamed.
+/// Blocks of the fused kernel add to dq in any order. Where they see nothing they leave all
+/// streamed arrays alone.
 #[test]
 fn a_footprint_is_enough_for_the_fused_kernel() {
     let text = Case { segments: Some((DOCUMENTS, DOCUMENTS)), head_dim: 72, ..SMALL };

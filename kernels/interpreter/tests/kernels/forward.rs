@@ -1,11 +1,11 @@
-//! `attention_fwd`: its launches, and whether they compute what they should.
+//! `attention_fwd`: its launches, and whether their results are right.
 
 use burst_attention_kernels::instances::Kernel;
 use burst_attention_kernels::launch::{Forward, MAX_VIEW_BYTES};
 use std::f64::consts::LN_2;
 
 use super::case::Case;
-use super::extras::Extras;
+use super::feature_arrays::FeatureArrays;
 use super::problem::{Found, Output, Problem};
 use super::world::{Array, Change, Scalar, Stores, World};
 
@@ -18,7 +18,7 @@ struct Arrays {
     row_sum: Array,
     o: Array,
     lse: Array,
-    extras: Extras,
+    feature_arrays: FeatureArrays,
 }
 
 impl Arrays {
@@ -41,7 +41,7 @@ impl Arrays {
             row_sum: world.statistics("row_sum", statistics, margin),
             o: world.rows("o", activation, results, 5 * margin),
             lse: world.rows("lse", Scalar::F32, [batch, q_len, heads, 1], 3 * margin / 2),
-            extras: Extras::new(world, problem, Kernel::Forward),
+            feature_arrays: FeatureArrays::new(world, problem, Kernel::Forward),
         };
         arrays.q.fill(&mut world.memory, 0..q_len, &problem.inputs.q);
         arrays.k.fill(&mut world.memory, visited.clone(), &problem.inputs.k);
@@ -50,7 +50,7 @@ impl Arrays {
     }
 }
 
-/// The outputs: o and lse, or acc, row_max and row_sum; and how many launches there were.
+/// Returns the outputs, o and lse or acc, row_max and row_sum, and the number of launches.
 pub fn run(problem: &Problem, seed: u64, change: Change) -> Result<(Vec<Vec<f32>>, usize), String> {
     let case = &problem.case;
     let mut world = World::new(seed, change);
@@ -60,7 +60,7 @@ pub fn run(problem: &Problem, seed: u64, change: Change) -> Result<(Vec<Vec<f32>
     for (n, keys) in steps.iter().enumerate() {
         let description = Forward {
             rectangle: case.rectangle(&(0..case.q_len), keys),
-            features: arrays.extras.features(case, 0, keys.start),
+            features: arrays.feature_arrays.features(case, 0, keys.start),
             q: arrays.q.rows(0),
             k: arrays.k.rows(keys.start),
             v: arrays.v.rows(keys.start),
@@ -77,8 +77,8 @@ pub fn run(problem: &Problem, seed: u64, change: Change) -> Result<(Vec<Vec<f32>
         world.run(chain, |_| None)?;
     }
     let (carried, results) = (world.carries(case.finished), Stores::Exactly(case.finished.into()));
-    let Arrays { q, k, v, acc, row_max, row_sum, o, lse, extras } = &arrays;
-    extras.audit(&world)?;
+    let Arrays { q, k, v, acc, row_max, row_sum, o, lse, feature_arrays } = &arrays;
+    feature_arrays.audit(&world)?;
     world.audit(&[(q, Stores::Never), (k, Stores::Never), (v, Stores::Never)])?;
     world.audit(&[
         (acc, carried),
@@ -91,7 +91,7 @@ pub fn run(problem: &Problem, seed: u64, change: Change) -> Result<(Vec<Vec<f32>
     Ok((outputs.iter().map(|array| array.read(&world.memory)).collect(), world.launches()))
 }
 
-/// o and lse of a state that was carried on.
+/// Returns o and lse of a state that was carried on.
 pub fn finish(case: &Case, state: &[Vec<f32>]) -> Vec<Vec<f32>> {
     let [acc, max, sum] = state else { panic!("a state is three arrays, got {}", state.len()) };
     let rows = acc.chunks(case.value_dim()).zip(sum);
@@ -104,9 +104,9 @@ pub fn finish(case: &Case, state: &[Vec<f32>]) -> Vec<Vec<f32>> {
     vec![o.collect(), lse.collect()]
 }
 
-/// lse within 2^-20 of the largest score (and of 1): three float32 roundings of a number as large,
-/// and those of a dot product, which partly cancel. A soft cap's tanh is exact to so much of the
-/// cap, however small the score.
+/// Checks that lse is within 2^-20 of the largest score (and of 1): three float32 roundings of such
+/// a number, and the roundings of a dot product, which partly cancel. A soft cap's tanh has an
+/// error of this share of the cap, however small the score.
 pub fn check_lse(problem: &Problem, got: &[f32]) -> Result<(), String> {
     let bound = (1.0 + problem.exact.largest.max(problem.case.soft_cap.into())) * 2f64.powi(-20);
     let far = |(&got, &exact): (&f32, &f64)| match exact == f64::NEG_INFINITY {
@@ -130,7 +130,7 @@ pub fn check(problem: &Problem, change: Change) -> Result<Found, String> {
     check_lse(problem, lse)?;
     problem.zero("o", o, |at| problem.blind(at))?;
     let (exact, plain) = (&problem.exact.o, &problem.plain.o);
-    // One rounding of p's sum to float32, for rows that see a single key: the plain o is exact.
+    // One rounding of p's sum to float32: with a single visible key the plain o is exact.
     let floor = 2f64.powi(-24);
     let worst = problem.ratio(&Output { name: "o", got: o, exact, plain, floor })?;
     Ok(Found { worst, launches })

@@ -1,9 +1,9 @@
-//! The fused backward kernel: dk, dv, and dq, to which blocks add in any order.
+//! The fused backward kernel: dk, dv, and dq, to which its blocks add in any order.
 
 use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::Element::*;
 use burst_attention_kernels::instances::{Kernel, Target, TileShape};
-use burst_attention_kernels::launch::{Finish, MAX_VIEW_BYTES};
+use burst_attention_kernels::launch::{Cast, MAX_VIEW_BYTES};
 use cutile_ir::Module;
 use cutile_ir::bytecode::Opcode::*;
 use cutile_ir::ir::{BlockId, OpId};
@@ -30,17 +30,17 @@ pub fn run(problem: &Problem, seed: u64, change: Change) -> Result<(Vec<Vec<f32>
     }
     let launches = world.launches();
     outputs.push(dq_acc.read(&world.memory));
-    outputs.push(finish(&mut world, case, &dq_acc)?);
+    outputs.push(cast(&mut world, case, &dq_acc)?);
     Ok((outputs, launches))
 }
 
-/// Runs `finish`, which makes dq of its sums.
-fn finish(world: &mut World, case: &Case, sums: &Array) -> Result<Vec<f32>, String> {
+/// Runs `cast`, which makes dq of the sums.
+fn cast(world: &mut World, case: &Case, sums: &Array) -> Result<Vec<f32>, String> {
     let Case { batch, q_len: rows, heads, head_dim, margin, element, .. } = *case;
     let dq = world.rows("dq", Scalar::Activation(element), [batch, rows, heads, head_dim], margin);
     let (a, out, scale) = (sums.rows(0), dq.rows(0), case.scale());
-    let finish = Finish { batch, rows, heads, head_dim, element, a, b: None, out, scale };
-    let launches = finish.launches(case.target).map_err(|error| error.to_string())?;
+    let cast = Cast { batch, rows, heads, head_dim, element, a, b: None, out, scale };
+    let launches = cast.launches(case.target).map_err(|error| error.to_string())?;
     let change = std::mem::replace(&mut world.change, Change::None);
     world.run(launches, |_| None)?;
     world.change = change;
@@ -68,9 +68,9 @@ fn count_additions(problem: &Problem, world: &World, sums: &Array) -> Result<(),
     Ok(())
 }
 
-/// Returns how many tiles of pairs with query `i` blocks may visit. They must visit tiles with a pair
-/// that is seen, and may visit tiles with a pair that the band allows. Blocks take the last tile of
-/// queries for a whole one.
+/// Returns how many tiles of pairs with query `i` blocks may visit. They must visit tiles with a
+/// visible pair, and may visit tiles with a pair that the band allows. Blocks treat the last tile
+/// of queries as a whole tile.
 fn visits(problem: &Problem, b: usize, i: usize) -> RangeInclusive<u32> {
     let case = &problem.case;
     let TileShape { rows, keys, .. } = tile(case);
@@ -122,7 +122,7 @@ fn check_all(cases: &[Case]) {
     }
 }
 
-/// Two entries, groups of two heads, three tiles of keys and of queries.
+/// A case with two entries, groups of two heads, three tiles of keys and of queries.
 const WIDE: Case =
     Case { batch: 2, heads: 4, kv_heads: 2, q_len: 290, kv_len: 270, head_dim: 24, ..CASE };
 const TEXT: Case =
@@ -203,7 +203,8 @@ fn double(module: &mut Module, n: usize) {
     ops.insert(at, op);
 }
 
-/// Replaces an operand of an addition by another: after the view these are entry, tile, head, column.
+/// Replaces an operand of an addition by another operand. Behind the view the operands are entry,
+/// tile, head, column.
 fn reroute(module: &mut Module, n: usize, to: usize, from: usize) {
     let (_, op) = addition(module, n);
     let op = module.op_mut(op);

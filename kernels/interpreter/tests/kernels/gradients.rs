@@ -1,15 +1,15 @@
-//! `attention_bwd_dkdv` and `attention_bwd_dq`: their launches, and whether they compute what they
-//! should from exact statistics.
+//! `attention_bwd_dkdv` and `attention_bwd_dq`: their launches, and whether their results from
+//! exact statistics are right.
 
 use burst_attention_kernels::instances::Kernel;
 use burst_attention_kernels::launch::{KeyGrads, MAX_VIEW_BYTES, QueryGrads};
 
 use super::case::Case;
-use super::extras::Extras;
+use super::feature_arrays::FeatureArrays;
 use super::problem::{Found, Output, Problem};
 use super::world::{Array, Change, Scalar, Stores, World};
 
-/// What the kernels read.
+/// The arrays that the kernels read.
 pub struct Read {
     pub q: Array,
     pub k: Array,
@@ -17,7 +17,7 @@ pub struct Read {
     pub dout: Array,
     pub lse_log2: Array,
     pub delta: Array,
-    pub extras: Extras,
+    pub feature_arrays: FeatureArrays,
 }
 
 impl Read {
@@ -40,7 +40,7 @@ impl Read {
             dout: world.rows("dout", activation, results, margin),
             lse_log2: world.statistics("lse_log2", statistics, margin),
             delta: world.statistics("delta", statistics, margin),
-            extras: Extras::new(world, problem, kernel),
+            feature_arrays: FeatureArrays::new(world, problem, kernel),
         };
         let memory = &mut world.memory;
         read.q.fill(memory, queries_read.clone(), &problem.inputs.q);
@@ -53,13 +53,13 @@ impl Read {
     }
 
     pub fn audit(&self, world: &World) -> Result<(), String> {
-        let Read { q, k, v, dout, lse_log2, delta, extras } = self;
-        extras.audit(world)?;
+        let Read { q, k, v, dout, lse_log2, delta, feature_arrays } = self;
+        feature_arrays.audit(world)?;
         world.audit(&[q, k, v, dout, lse_log2, delta].map(|array| (array, Stores::Never)))
     }
 }
 
-/// Results and accumulators of one kernel: those that it wrote last, after an audit of all.
+/// Returns the arrays that one kernel wrote last, results or accumulators, after an audit of both.
 fn outputs(
     case: &Case,
     world: &World,
@@ -89,7 +89,7 @@ pub fn run_keys(
     Ok((outputs, world.launches()))
 }
 
-/// Runs a chain of launches for dk and dv, which add to `dq_acc` too where there is one.
+/// Runs a chain of launches for dk and dv. With `dq_acc` they add to it too.
 pub fn add_key_grads(
     world: &mut World,
     problem: &Problem,
@@ -110,7 +110,7 @@ pub fn add_key_grads(
     for (n, queries) in steps.iter().enumerate() {
         let description = KeyGrads {
             rectangle: case.rectangle(queries, &(0..kv_len)),
-            features: read.extras.features(case, queries.start, 0),
+            features: read.feature_arrays.features(case, queries.start, 0),
             q: read.q.rows(queries.start),
             k: read.k.rows(0),
             v: read.v.rows(0),
@@ -153,7 +153,7 @@ pub fn run_queries(
     for (n, keys) in steps.iter().enumerate() {
         let description = QueryGrads {
             rectangle: case.rectangle(&(0..q_len), keys),
-            features: read.extras.features(case, 0, keys.start),
+            features: read.feature_arrays.features(case, 0, keys.start),
             q: read.q.rows(0),
             k: read.k.rows(keys.start),
             v: read.v.rows(keys.start),
@@ -172,7 +172,7 @@ pub fn run_queries(
     }
     read.audit(&world)?;
     let mut outputs = outputs(case, &world, &[(&dq_acc, &dq)])?;
-    // Read and written by each launch of a row, the first as the last.
+    // Each launch of a row reads and writes it, the first launch like the last.
     world.audit(&[(&dslopes, if case.slopes { world.carries(false) } else { Stores::Never })])?;
     outputs.extend(case.slopes.then(|| dslopes.read(&world.memory)));
     Ok((outputs, world.launches()))
@@ -184,7 +184,7 @@ pub fn check_keys(problem: &Problem, change: Change) -> Result<Found, String> {
     Ok(Found { worst: compare_keys(problem, dk, dv)?, launches })
 }
 
-/// The worst ratio of errors of dk and dv.
+/// Returns the worst ratio of errors of dk and dv.
 pub fn compare_keys(problem: &Problem, dk: &[f32], dv: &[f32]) -> Result<f64, String> {
     let (exact, plain) = (&problem.exact, &problem.plain);
     let (floor, of_queries) =
@@ -207,7 +207,7 @@ pub fn check_queries(problem: &Problem, change: Change) -> Result<Found, String>
     Ok(Found { worst, launches })
 }
 
-/// The ratio of errors of dq.
+/// Returns the ratio of errors of dq.
 pub fn compare_dq(problem: &Problem, dq: &[f32]) -> Result<f64, String> {
     let (exact, plain, floor) = (&problem.exact.dq, &problem.plain.dq, problem.gradient_floor(1.0));
     problem.zero("dq", dq, |at| problem.blind(at))?;

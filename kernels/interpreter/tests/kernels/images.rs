@@ -3,10 +3,9 @@
 use std::collections::BTreeSet;
 use std::sync::Mutex;
 
-use burst_attention_interpreter::{Launch as Order, Memory};
+use burst_attention_interpreter::{GridRun, Memory};
 use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Instance, Kernel, Target};
-use burst_attention_kernels::kernel::Task;
 use burst_attention_kernels::launch::Launch;
 
 use super::case::{CASE, CAUSAL, Case, NONE, Runs};
@@ -18,18 +17,18 @@ use super::{forward, fused, gradients};
 /// The images that ran.
 static SEEN: Mutex<BTreeSet<Instance>> = Mutex::new(BTreeSet::new());
 
-fn see(launch: &Launch, _: &Order, _: &Memory) -> Result<(), String> {
+fn see(launch: &Launch, _: &GridRun, _: &Memory) -> Result<(), String> {
     SEEN.lock().expect("no panics").insert(launch.instance);
     Ok(())
 }
 
-/// The images of a target for the attention passes.
+/// Returns the images of a target for the attention passes.
 fn images(target: Target) -> impl Iterator<Item = Instance> {
-    let is_pass = |kernel: Kernel| matches!(kernel.spec().task, Task::Keys | Task::Queries);
+    let is_pass = |kernel: Kernel| kernel.has_pairs();
     Instance::of_target(target).filter(move |instance| is_pass(instance.kernel))
 }
 
-/// Two entries, groups of two heads, and last tiles that are not full.
+/// A case with two entries, groups of two heads, and last tiles that are not full.
 const SMALL: Case =
     Case { batch: 2, heads: 2, kv_heads: 1, q_len: 150, kv_len: 170, positions: (9, 2, 3), ..CASE };
 
@@ -65,12 +64,12 @@ fn cases(instance: &Instance, count: usize) -> Vec<Case> {
     };
     let bands = [CAUSAL, NONE, (-60, 4), (30, 80), (-20, i64::MAX)];
     let bands: Vec<_> = bands.into_iter().filter(takes).collect();
-    // Each set of segments with one band, and each band with one set of segments.
+    // Pairs each set of segments with a band, and each band with a set of segments.
     let rounds = segments.len().max(bands.len()).min(count);
     let at = |n: usize| Case {
         segments: segments[n % segments.len()],
         band: bands[n % bands.len()],
-        // Long documents have more tiles than two.
+        // Long documents have more than two tiles.
         q_len: if segments[n % segments.len()].is_some() { 290 } else { case.q_len },
         ..case
     };
@@ -112,7 +111,7 @@ fn every_image_of_hopper() {
     check(images(Target::Sm90), usize::MAX);
 }
 
-/// Runs images of other targets whose tiles differ from those of Hopper, each shape once.
+/// Runs images of other targets whose tiles differ from Hopper's tiles, each shape once.
 #[test]
 #[ignore = "takes long: make test-full"]
 fn every_tile_of_other_targets() {

@@ -1,4 +1,4 @@
-//! Arrays beyond 2^31 elements, of which only the last tile's surroundings are there.
+//! Arrays beyond 2^31 elements. Memory holds only the surroundings of the last tile.
 
 use burst_attention_interpreter::Memory;
 use burst_attention_kernels::instances::{Kernel, Target};
@@ -11,17 +11,17 @@ use super::world::{Array, Change, Scalar, World, blocks_of};
 
 const ROWS: usize = 300_000;
 const HEADS: usize = 64;
-/// The heads that are looked at.
+/// The heads that the test compares.
 const PICKED: [usize; 2] = [0, HEADS - 1];
 const DIM: usize = 128;
 const BATCH: usize = 2;
-/// The end of the long sequence. Its last tiles, of 64 or 128 rows, begin at row 128 of it.
+/// The end of the long sequence. Its last tile, of 64 or 128 rows, begins at its row 128.
 const TAIL: Case =
     Case { q_len: 224, kv_len: 224, heads: 2, kv_heads: 2, head_dim: DIM, band: (-70, 0), ..CASE };
 const START: usize = ROWS - TAIL.q_len;
 const LAST_TILE: usize = 128;
 
-/// Values `[rows of the tail, picked heads, width]` to the last batch entry of a long array.
+/// Writes values `[rows of the tail, picked heads, width]` to the last batch entry of a long array.
 fn put(
     array: &Array,
     memory: &mut Memory,
@@ -61,7 +61,7 @@ impl Long {
         self.world.statistics(name, [BATCH, ROWS, HEADS], 0)
     }
 
-    /// q, k and v, of which a block of the last tile reads these rows.
+    /// Places q, k and v with the rows that a block of the last tile reads.
     fn inputs(&mut self, queries: usize, keys: usize) -> [Array; 3] {
         let arrays = ["q", "k", "v"].map(|name| self.activations(name));
         let Problem { inputs, .. } = &self.problem;
@@ -74,7 +74,7 @@ impl Long {
         arrays
     }
 
-    /// dout, lse_log2 and delta.
+    /// Places dout, lse_log2 and delta.
     fn saved(&mut self) -> (Array, [Array; 2]) {
         let dout = self.activations("dout");
         let statistics = ["lse_log2", "delta"].map(|name| self.statistics(name));
@@ -85,7 +85,7 @@ impl Long {
         (dout, statistics)
     }
 
-    /// The rectangle of all rows.
+    /// Returns the rectangle of all rows.
     fn rectangle(&self) -> Rectangle {
         Rectangle {
             batch: BATCH,
@@ -95,7 +95,8 @@ impl Long {
         }
     }
 
-    /// The blocks from [`LAST_TILE`] on, in all launches of the rows that the last launch writes.
+    /// Runs the blocks from [`LAST_TILE`] on, in all launches of the rows that the last launch
+    /// writes.
     fn run(&mut self, launches: Vec<Launch>, result: &str) {
         let last = launches.last().expect("there are launches").clone();
         let of_last = |launch: &Launch| launch.value(result) == last.value(result);
@@ -115,7 +116,7 @@ impl Long {
         outcome.unwrap_or_else(|error| panic!("{error}"));
     }
 
-    /// Compares the last tile's rows, each stored once.
+    /// Compares the last tile's rows. Each must be stored once.
     fn compare(&self, array: &Array, exact: &[f64], plain: &[f64], floor: f64) {
         let start = LAST_TILE * PICKED.len() * DIM;
         let places = (LAST_TILE..TAIL.q_len)
@@ -193,8 +194,8 @@ fn the_last_rows_of_a_huge_fused_backward_pass() {
     huge_dk_and_dv(true);
 }
 
-/// No key of the fused kernel is too far before a query: those before the tail count in no sum of the
-/// last keys.
+/// Checks dk and dv of the last keys. Without a window no key is too far before a query, but the
+/// queries before the tail count in no sum of the last keys.
 fn huge_dk_and_dv(is_fused: bool) {
     let mut long = Long::new(if is_fused { Case { band: CAUSAL, ..TAIL } } else { TAIL });
     let [q, k, v] = long.inputs(LAST_TILE, LAST_TILE);
@@ -229,7 +230,7 @@ fn huge_dk_and_dv(is_fused: bool) {
         for head in PICKED {
             let place = (BATCH - 1, START + row, head);
             let stores = dq_acc.stores_of(&long.world.memory, place);
-            // There are one or two tiles of keys, all of which some row of the first tile sees.
+            // There are one or two tiles of keys, and a row of the first tile of queries sees each.
             let expected = if is_fused { 1..=2 } else { 0..=0 };
             assert!(stores.iter().all(|count| expected.contains(count)), "row {row}: {stores:?}");
         }

@@ -1,16 +1,16 @@
-//! What every kernel computes, from its description to memory, against dense float64.
+//! Compares the results of every kernel, from its description to memory, with dense float64.
 
 mod bounded;
 mod case;
-mod dropout;
-mod extras;
+mod combine_softmax;
+mod feature_arrays;
 mod features;
 mod footprints;
 mod forward;
 mod fused;
 mod gradients;
 mod images;
-mod join;
+
 mod large;
 mod linear;
 mod modules;

@@ -7,27 +7,28 @@ use cutile_ir::bytecode::Opcode::{self, *};
 use cutile_ir::ir::OpId;
 
 use super::case::{CASE, CAUSAL, Case};
+use super::combine_softmax::check as combine;
 use super::forward::check as fwd;
 use super::gradients::{check_keys as dkdv, check_queries as dq};
-use super::join::check as join;
 use super::modules::{find, is_wide, masked};
 use super::problem::{Found, Problem};
-use super::rows::{check_delta as delta, check_finish as finish, check_merge as merge};
+use super::rows::{check_accumulate as accumulate, check_cast as cast, check_delta as delta};
 use super::world::Change::{self, Launch as Launched, Module as Compiled};
 
-/// What it is called, what must find it, in which case, and the mistake.
+/// A mistake: its name, the check that must find it, the case, and the change.
 pub type Mutant = (&'static str, Check, Case, Change);
 type Check = fn(&Problem, Change) -> Result<Found, String>;
 
-/// Two entries, two heads per key head, two tiles of rows.
+/// A case with two entries, two heads for each key head, two tiles of rows.
 const FULL: Case =
     Case { batch: 2, heads: 4, kv_heads: 2, q_len: 150, kv_len: 150, head_dim: 16, ..CASE };
 const BAND: Case = Case { band: (-60, 4), ..FULL };
-/// Tiles of all kernels are masked.
+/// A case in which all kernels mask tiles.
 const HALF: Case = Case { band: CAUSAL, ..FULL };
 const BLIND: Case = Case { band: (30, 80), ..FULL };
 const STEPS: Case = Case { steps: &[(0, 64), (64, 150)], band: CAUSAL, ..FULL };
-/// Few keys a query, and one has nearly all weight: the largest scores of two states are far apart.
+/// A case in which each query sees few keys, and one key has nearly all weight: the largest scores
+/// of two states are far apart.
 const STEEP: Case = Case { magnitude: 1000.0, band: (0, 3), ..FULL };
 
 /// Changes the value of an argument.
@@ -65,14 +66,14 @@ fn move_a_row(launch: &mut Launch, name: &str, heads: &str) {
     });
 }
 
-/// One operand of the `n`-th operation in the masked loop becomes another one of it.
+/// Replaces an operand of the `n`-th operation in the masked loop by another of its operands.
 pub fn reroute(module: &mut Module, opcode: Opcode, n: usize, to: usize, from: usize) {
     let id = masked(module, opcode)[n];
     let op = module.op_mut(id);
     op.operands[to] = op.operands[from];
 }
 
-/// The same of all such operations of a kernel.
+/// Replaces an operand by another operand in all such operations of a kernel.
 pub fn reroute_all(module: &mut Module, opcode: Opcode, to: usize, from: usize) {
     for id in find(module, opcode) {
         let op = module.op_mut(id);
@@ -80,7 +81,7 @@ pub fn reroute_all(module: &mut Module, opcode: Opcode, to: usize, from: usize) 
     }
 }
 
-/// The mask's upper limit no longer stops at the last key.
+/// Lets the mask's upper limit go beyond the last key.
 fn drop_end(module: &mut Module) {
     let wide = |id: &OpId| is_wide(module, *id);
     let limit = masked(module, MinI).into_iter().find(wide).expect("an upper limit of each row");
@@ -88,7 +89,7 @@ fn drop_end(module: &mut Module) {
     op.operands[1] = op.operands[0];
 }
 
-/// The last product of the masked loop starts from what its accumulator was before rescaling.
+/// Lets the last product of the masked loop start from its accumulator before the rescaling.
 fn drop_fading(module: &mut Module) {
     let [mul, mma] =
         [MulF, MmaF].map(|opcode| *masked(module, opcode).last().expect("in the loop"));
@@ -96,7 +97,7 @@ fn drop_fading(module: &mut Module) {
     module.op_mut(mma).operands[2] = unfaded;
 }
 
-/// p·(dp − delta) becomes p·dp.
+/// Replaces p·(dp − delta) by p·dp.
 fn drop_delta(module: &mut Module) {
     let [mul, sub] =
         [MulF, SubF].map(|opcode| *masked(module, opcode).last().expect("in the loop"));
@@ -104,41 +105,41 @@ fn drop_delta(module: &mut Module) {
     module.op_mut(mul).operands[1] = without;
 }
 
-/// The tile that the first store writes goes where rows and heads are mistaken for each other.
+/// Mistakes rows and heads for each other in the first store.
 fn misplace(module: &mut Module) {
     let store = find(module, StoreViewTko)[0];
     module.op_mut(store).operands.swap(3, 4);
 }
 
-/// The last choice of a kernel always takes its first option.
+/// Makes the last choice of a kernel always take its first option.
 fn drop_choice(module: &mut Module) {
     let select = *find(module, Select).last().expect("a choice");
     let op = module.op_mut(select);
     op.operands[2] = op.operands[1];
 }
 
-/// The sum of an operand with itself.
+/// Replaces a sum by the sum of an operand with itself.
 fn add_itself(module: &mut Module, which: usize) {
     let sum = *find(module, AddF).last().expect("a sum");
     let op = module.op_mut(sum);
     op.operands[1 - which] = op.operands[which];
 }
 
-/// The first operation of a kind has one operand twice.
+/// Gives the first operation of an opcode one of its operands twice.
 fn of_one(module: &mut Module, opcode: Opcode, which: usize) {
     let op = module.op_mut(find(module, opcode)[0]);
     op.operands[1 - which] = op.operands[which];
 }
 
-/// What came to `join` is weighed as what was there: the third and the fourth product.
+/// Gives both states of `combine_softmax` the same weight, in the third and the fourth product.
 fn weigh_alike(module: &mut Module) {
     let products = find(module, MulF);
     let weight = module.op(products[2]).operands[1];
     module.op_mut(products[3]).operands[1] = weight;
 }
 
-/// Operands of a load of activations: view, entry, tile, head, column; of one of statistics: view,
-/// entry, head, tile.
+/// The entry among the operands of a load. A load of activations has the operands view, entry,
+/// tile, head, column; a load of statistics has view, entry, head, tile.
 pub const ENTRY: usize = 1;
 pub const TILE: usize = 2;
 const HEAD: usize = 3;
@@ -182,35 +183,35 @@ const MUTANTS: [Mutant; 54] = [
     ("delta: dlse ignored", delta, FULL, Launched(|l| force(l, "has_dlse", 0))),
     ("delta: lse of blind rows stays −inf", delta, BLIND, Compiled(drop_choice)),
     ("delta: results swapped", delta, FULL, Launched(|l| swap(l, "lse_log2", "delta"))),
-    ("finish: b ignored", finish, FULL, Launched(|l| force(l, "has_b", 0))),
-    ("finish: not scaled", finish, FULL, Launched(|l| scale(l, "scale", 1.0))),
+    ("cast: b ignored", cast, FULL, Launched(|l| force(l, "has_b", 0))),
+    ("cast: not scaled", cast, FULL, Launched(|l| scale(l, "scale", 1.0))),
     ("delta: zeros left", delta, FULL, Launched(|l| force(l, "has_zeros", 0))),
-    ("merge: arrived twice", merge, FULL, Compiled(|m| add_itself(m, 1))),
-    ("merge: home twice", merge, FULL, Compiled(|m| add_itself(m, 0))),
-    ("merge: strides swapped", merge, FULL, Launched(|l| swap(l, "home_batch_stride", "arrived_batch_stride"))),
-    ("merge: a row too few", merge, FULL, Launched(|l| force(l, "rows", 149))),
-    ("join: m of home alone", join, STEEP, Compiled(|m| of_one(m, MaxF, 0))),
-    ("join: came weighed as home", join, FULL, Compiled(weigh_alike)),
-    ("join: l of home alone", join, FULL, Compiled(|m| of_one(m, AddF, 0))),
-    ("join: lse of blind rows finite", join, BLIND, Compiled(drop_choice)),
-    ("join: strides swapped", join, FULL, Launched(|l| swap(l, "stat_head_stride", "came_stat_head_stride"))),
-    ("join: states mixed", join, FULL, Launched(|l| swap(l, "row_max", "came_max"))),
-    ("join: m and l swapped", join, FULL, Launched(|l| swap(l, "came_max", "came_sum"))),
-    ("join: state for results", join, FULL, Launched(|l| force(l, "last", 0))),
-    ("join: a row too few", join, FULL, Launched(|l| force(l, "q_len", 149))),
-    ("finish: out a row further on", finish, FULL, Launched(|l| move_a_row(l, "out", "heads"))),
+    ("accumulate: arrived twice", accumulate, FULL, Compiled(|m| add_itself(m, 1))),
+    ("accumulate: home twice", accumulate, FULL, Compiled(|m| add_itself(m, 0))),
+    ("accumulate: strides swapped", accumulate, FULL, Launched(|l| swap(l, "home_batch_stride", "arrived_batch_stride"))),
+    ("accumulate: a row too few", accumulate, FULL, Launched(|l| force(l, "rows", 149))),
+    ("combine: m of home alone", combine, STEEP, Compiled(|m| of_one(m, MaxF, 0))),
+    ("combine: arrived weighed as home", combine, FULL, Compiled(weigh_alike)),
+    ("combine: l of home alone", combine, FULL, Compiled(|m| of_one(m, AddF, 0))),
+    ("combine: lse of blind rows finite", combine, BLIND, Compiled(drop_choice)),
+    ("combine: strides swapped", combine, FULL, Launched(|l| swap(l, "stat_head_stride", "arrived_stat_head_stride"))),
+    ("combine: states mixed", combine, FULL, Launched(|l| swap(l, "row_max", "arrived_max"))),
+    ("combine: m and l swapped", combine, FULL, Launched(|l| swap(l, "arrived_max", "arrived_sum"))),
+    ("combine: state for results", combine, FULL, Launched(|l| force(l, "last", 0))),
+    ("combine: a row too few", combine, FULL, Launched(|l| force(l, "q_len", 149))),
+    ("cast: out a row further on", cast, FULL, Launched(|l| move_a_row(l, "out", "heads"))),
 ];
 
 #[test]
 fn every_mistake_is_found() {
     assert_found(
         &[FULL, HALF, BAND, BLIND, STEPS, STEEP],
-        &[fwd, dkdv, dq, delta, finish, merge, join],
+        &[fwd, dkdv, dq, delta, cast, accumulate, combine],
         &MUTANTS,
     );
 }
 
-/// All checks pass in all cases, save where there is a mistake.
+/// Asserts that all checks pass in all cases, and that each fails with its mistakes.
 pub fn assert_found(cases: &[Case], checks: &[Check], mutants: &[Mutant]) {
     for case in cases {
         let problem = Problem::new(*case);

@@ -1,7 +1,7 @@
-//! Mistakes in what features do.
+//! Mistakes in features.
 //!
-//! Not among them: a backward pass that lets negative segments see each other. Such queries have
-//! a huge `lse_log2`, hence p = 0 all the same.
+//! One mistake is missing: a backward pass that lets negative segments see each other. Such queries
+//! have a huge `lse_log2`, so p = 0 in any case.
 
 use burst_attention_kernels::launch::Launch;
 use burst_attention_kernels::record::Value;
@@ -19,7 +19,7 @@ use super::world::Change::{Launch as Launched, Module as Compiled, Ranges};
 
 const INTEGER: TileElementType = TileElementType::Scalar(ScalarType::I32);
 
-/// Two entries, two tiles of rows.
+/// A case with two entries and two tiles of rows.
 const TEXT: Case = Case {
     batch: 2,
     heads: 2,
@@ -37,23 +37,24 @@ const CAPPED: Case = Case { segments: None, soft_cap: 2.0, magnitude: 2.0, ..TEX
 const UNEVEN: Case = Case { heads: 4, value_dim: Some(24), ..TEXT };
 const BIASED: Case = Case { segments: None, heads: 4, slopes: true, positions: (40, 0, 2), ..TEXT };
 const BIASED_STEPS: Case = Case { steps: &[(0, 64), (64, 150)], ..BIASED };
-/// Both sides of the diagonal, and a bias past the end that no float32 has a power of 2 for.
+/// A case with both sides of the diagonal, and a bias beyond the end that float32 has no power of 2
+/// for.
 const BIASED_END: Case = Case { band: NONE, positions: (0, 20_000, 1), ..BIASED };
 const DROPPED: Case = Case { slopes: false, dropout: Some(0.4), positions: (40, 0, 3), ..BIASED };
-/// The image of all features, where a launch says which are on.
+/// A case for the image with all features, where the launch says which features are on.
 const ALL: Case = Case { segments: Some((SORTED, SORTED)), soft_cap: 2.0, slopes: true, ..DROPPED };
 const PACKED: Case = Case { segments: Some((SORTED, SORTED)), q_len: 290, kv_len: 290, ..TEXT };
 const DROPPED_STEPS: Case = Case { steps: &[(0, 64), (64, 150)], ..DROPPED };
 const UNEVEN_STEPS: Case = Case { steps: &[(0, 64), (64, 150)], ..UNEVEN };
 
-/// The last condition on a pair, that it is of one segment, is dropped.
+/// Drops the last condition on a pair: that its segments are equal.
 fn drop_segments(module: &mut Module) {
-    // Those of dropout, which come after, are of integers.
+    // The conditions of dropout, which come later, are of integers.
     let last = masked_always(module, AndI).len() - 1;
     reroute(module, AndI, last, 1, 0);
 }
 
-/// Segments of resident rows are compared with themselves.
+/// Compares segments of resident rows with themselves.
 fn compare_own(module: &mut Module) {
     let compare = masked_always(module, CmpI);
     let compare = compare.into_iter().filter(|&id| is_wide(module, id)).rev().nth(1);
@@ -61,7 +62,7 @@ fn compare_own(module: &mut Module) {
     op.operands[1] = op.operands[0];
 }
 
-/// Segments of streamed rows are loaded where one coordinate is mistaken for another.
+/// Mistakes one coordinate for another where the kernel loads segments of streamed rows.
 fn reroute_segments(module: &mut Module, to: usize, from: usize) {
     let integers = |ty: &Type| matches!(ty, Type::Tile(tile) if tile.element_type == INTEGER);
     let mut loads = masked(module, LoadViewTko).into_iter();
@@ -78,44 +79,45 @@ fn another_entry(module: &mut Module) {
     reroute_segments(module, ENTRY, TILE);
 }
 
-/// The soft cap's slope, 1 − tanh²: the last fused product of the masked loop, −tanh · tanh + 1.
+/// Returns the operation of the soft cap's slope, 1 − tanh²: the last fused product of the masked
+/// loop, −tanh · tanh + 1.
 fn slope(module: &Module) -> OpId {
     *masked(module, Fma).last().expect("the soft cap's slope")
 }
 
-/// p · (1 − tanh²) becomes p · (1 − tanh).
+/// Replaces p · (1 − tanh²) by p · (1 − tanh).
 fn forget_square(module: &mut Module) {
     let fma = slope(module);
     let op = module.op_mut(fma);
     op.operands[1] = op.operands[2];
 }
 
-/// p · (1 − tanh²) becomes p · 1.
+/// Replaces p · (1 − tanh²) by p · 1.
 fn drop_slope(module: &mut Module) {
     let (fma, select) = (slope(module), *masked_always(module, Select).last().expect("a mask"));
     let zero = module.op(select).operands[2];
     module.op_mut(fma).operands[0] = zero;
 }
 
-/// Is it the type of a tile of one number?
+/// Whether a type is a tile of one number.
 fn is_single(ty: &Type) -> bool {
     matches!(ty, Type::Tile(tile) if !tile.shape.is_empty() && tile.shape.iter().all(|&n| n == 1))
 }
 
-/// The only load of a single number: a slope.
+/// Returns the only load of a single number, which loads a slope.
 fn load_of_slope(module: &Module) -> OpId {
     let is_one = |&id: &OpId| module.op(id).result_types.iter().any(is_single);
     find(module, LoadViewTko).into_iter().find(is_one).expect("a load of a slope")
 }
 
-/// The slope of the first head for all.
+/// Gives all heads the slope of the first head.
 fn one_slope(module: &mut Module) {
     let load = load_of_slope(module);
     let op = module.op_mut(load);
     op.operands[2] = op.operands[1];
 }
 
-/// Slopes are not turned to base 2: what uses the only product of single numbers uses its factor.
+/// Leaves slopes out of base 2: users of the only product of single numbers get its factor.
 fn natural_slopes(module: &mut Module) {
     let is_one = |&id: &OpId| module.op(id).result_types.iter().any(is_single);
     let product = find(module, MulF).into_iter().find(is_one).expect("slope · log2 e");
@@ -132,7 +134,8 @@ fn natural_slopes(module: &mut Module) {
     }
 }
 
-/// The second difference of wide tiles, after the soft cap's, is that of positions: swapped.
+/// Swaps the operands of the difference of positions, which is the second difference of wide tiles,
+/// after the soft cap's.
 fn turn_distances(module: &mut Module) {
     let wide = |id: &OpId| is_wide(module, *id);
     let mut differences = masked(module, SubF).into_iter().filter(wide);
@@ -140,7 +143,7 @@ fn turn_distances(module: &mut Module) {
     module.op_mut(difference).operands.swap(0, 1);
 }
 
-/// Sums ds itself, not times distances.
+/// Sums ds itself instead of ds times distances.
 fn forget_distances(module: &mut Module) {
     let sum = masked(module, Reduce)[0];
     let summed = module.op(sum).operands[0];
@@ -150,14 +153,14 @@ fn forget_distances(module: &mut Module) {
     module.op_mut(sum).operands[0] = module.op(op).operands[0];
 }
 
-/// Philox multiplies by the same number twice.
+/// Makes Philox multiply by the same number twice.
 fn one_multiplier(module: &mut Module) {
     let products = masked(module, MulhiI);
     let number = module.op(products[0]).operands[0];
     module.op_mut(products[1]).operands[0] = number;
 }
 
-/// Each key of four gets the word of the first or third.
+/// Gives each of four keys the word of the first or third key.
 fn first_word(module: &mut Module) {
     let integers = |ty: &Type| matches!(ty, Type::Tile(tile) if tile.element_type == INTEGER);
     let selects = masked(module, Select);
@@ -178,7 +181,7 @@ fn move_a_row(launch: &mut Launch, name: &str) {
     });
 }
 
-/// The ranges of blocks of 64 rows are those of the next block.
+/// Gives blocks of 64 rows the ranges of the next block.
 fn next_ranges(launch: &mut Launch) {
     set(launch, "ranges", |value| match value {
         Value::Pointer(at) => Value::Pointer(at + 16),
@@ -186,7 +189,7 @@ fn next_ranges(launch: &mut Launch) {
     });
 }
 
-/// One of the four numbers of a range is stored in place of another.
+/// Stores one of the four numbers of a range in place of another number.
 fn misplace_range(module: &mut Module, to: usize, from: usize) {
     let stores = find(module, StoreViewTko);
     assert_eq!(stores.len(), 4, "a store of each number");
@@ -194,7 +197,7 @@ fn misplace_range(module: &mut Module, to: usize, from: usize) {
     module.op_mut(stores[to]).operands[0] = value;
 }
 
-/// One argument gets the value of another.
+/// Gives an argument the value of another argument.
 fn copy(launch: &mut Launch, to: &str, from: &str) {
     let value = launch.value(from).expect("an argument of that name");
     set(launch, to, |_| value);

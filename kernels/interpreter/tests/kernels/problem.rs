@@ -1,4 +1,4 @@
-//! A case with its inputs and what is right, and how far results may be from it.
+//! A case with its inputs and its exact results, and the errors that results may have.
 
 use std::ops::Range;
 
@@ -12,12 +12,12 @@ use super::reference::{Dense, dense};
 /// The arrays that a chain of launches writes.
 pub type Outputs = Vec<Vec<f32>>;
 
-/// What a row that sees nothing has for its lse.
+/// The lse of a row that sees nothing.
 const HUGE: f32 = 1.0e38;
 
-/// What the forward pass and `delta` leave to the backward pass.
+/// The arrays that the forward pass and `delta` leave to the backward pass.
 pub struct Saved {
-    /// As it is in 16 bits.
+    /// o rounded to 16 bits.
     pub o: Vec<f32>,
     pub lse: Vec<f32>,
     pub lse_log2: Vec<f32>,
@@ -27,30 +27,30 @@ pub struct Saved {
 pub struct Problem {
     pub case: Case,
     pub inputs: Inputs,
-    /// At first what is exact, rounded once.
+    /// Exact arrays, rounded once, until a test replaces them.
     pub saved: Saved,
-    /// In float64.
+    /// Results in float64.
     pub exact: Dense,
-    /// In float32, not rounded further.
+    /// Results in float32, not rounded further.
     pub plain: Dense,
 }
 
-/// What a check found.
+/// The result of a check.
 #[derive(Debug, Clone, Copy)]
 pub struct Found {
-    /// The largest ratio of an output's error to what it is measured by; 2 is the limit.
+    /// The largest ratio of an output's error to its measure; 2 is the limit.
     pub worst: f64,
     /// Launches of all steps.
     pub launches: usize,
 }
 
-/// An output, what it should be, and what plain float32 makes of it.
+/// An output, its exact value, and its value in plain float32.
 pub struct Output<'a> {
     pub name: &'static str,
     pub got: &'a [f32],
     pub exact: &'a [f64],
     pub plain: &'a [f64],
-    /// Root mean square of an error that is allowed whatever the plain one's is.
+    /// Root mean square of an error that is allowed whatever plain float32's error is.
     pub floor: f64,
 }
 
@@ -72,22 +72,23 @@ impl Problem {
         Problem { case, inputs, saved, exact, plain }
     }
 
-    /// The tile shape of a kernel for this case.
+    /// Returns the tile shape of a kernel for this case.
     pub fn tile(&self, kernel: Kernel) -> TileShape {
         let instance = self.case.instance(kernel, FeatureSet::NONE);
         instance.expect("an image for every case").tile()
     }
 
-    /// Float32's rounding, 2^-24, of what a gradient's sum cancels: terms p·scale·(dp − delta)·x
-    /// where x, of size `factor`, is what they weigh, and dp and delta are dot products of
-    /// `value_dim` terms of about 1, thus of about its root. Four of that, where one key has all the
-    /// weight, so that dp = delta and plain float32 may hit 0.
+    /// Returns a floor of a gradient's error: float32's rounding, 2^-24, of terms that cancel in
+    /// the gradient's sum. The terms are p·scale·(dp − delta)·x with x of size `factor`; dp and
+    /// delta are dot products of `value_dim` terms of about 1, so their size is about its root. The
+    /// floor is four roundings, for cases where one key has all the weight: then dp = delta, and
+    /// plain float32 may hit 0.
     pub fn gradient_floor(&self, factor: f32) -> f64 {
         let dot = f64::from(self.case.scale()) * (self.case.value_dim() as f64).sqrt();
         4.0 * 2f64.powi(-24) * dot * f64::from(factor)
     }
 
-    /// The ratio of errors; it must be at most 2, and nothing may be NaN.
+    /// Returns the ratio of errors. It must be at most 2, and nothing may be NaN.
     pub fn ratio(&self, output: &Output) -> Result<f64, String> {
         let Output { name, got, exact, plain, floor } = *output;
         if got.len() != exact.len() {
@@ -110,7 +111,7 @@ impl Problem {
         }
     }
 
-    /// Rows `dim` wide of which `dead` says that they must be 0.
+    /// Checks that the rows which `dead` names are 0.
     pub fn zero(
         &self,
         name: &str,
@@ -126,7 +127,7 @@ impl Problem {
         }
     }
 
-    /// The largest distance of a query and a key that it sees.
+    /// Returns the largest distance of a query and a key that it sees.
     pub fn farthest(&self) -> f32 {
         let Case { batch, q_len, kv_len, .. } = self.case;
         let seen = |b, i| (0..kv_len).filter(move |&j| self.case.sees(b, i, j));
@@ -135,21 +136,21 @@ impl Problem {
         far.max().unwrap_or(0) as f32
     }
 
-    /// Does query row `at`, counted over entries and heads, see no key?
+    /// Whether query row `at`, counted over entries and heads, sees no key.
     pub fn blind(&self, at: usize) -> bool {
         let Case { q_len, kv_len, heads, .. } = self.case;
         let (b, i) = (at / heads / q_len, at / heads % q_len);
         (0..kv_len).all(|j| !self.case.sees(b, i, j))
     }
 
-    /// Does no query see key row `at`, counted over entries and heads?
+    /// Whether no query sees key row `at`, counted over entries and heads.
     pub fn unseen(&self, at: usize) -> bool {
         let Case { q_len, kv_len, kv_heads, .. } = self.case;
         let (b, j) = (at / kv_heads / kv_len, at / kv_heads % kv_len);
         (0..q_len).all(|i| !self.case.sees(b, i, j))
     }
 
-    /// Runs a chain of launches with blocks in two orders; the outputs must be the same bits.
+    /// Runs a chain of launches with blocks in two orders. The outputs must be the same bits.
     pub fn twice<T>(
         &self,
         run: impl Fn(u64) -> Result<(Outputs, T), String>,
@@ -158,8 +159,8 @@ impl Problem {
         Ok((first, more))
     }
 
-    /// Runs a chain of launches with blocks in two orders. The first `fixed` outputs must be the same
-    /// bits. Returns the outputs of both orders.
+    /// Runs a chain of launches with blocks in two orders. The first `fixed` outputs must be the
+    /// same bits. Returns the outputs of both orders.
     pub fn twice_of<T>(
         &self,
         fixed: usize,
@@ -176,14 +177,14 @@ impl Problem {
         }
     }
 
-    /// Where a lean case has keys: in tiles of which any row is seen.
+    /// Returns the keys that a lean case has: the tiles with a visible row.
     pub fn visited_keys(&self, kernel: Kernel) -> Range<usize> {
         self.visited(self.tile(kernel).keys as usize, self.case.kv_len, |j| {
             (0..self.case.q_len).any(|i| self.case.sees(0, i, j))
         })
     }
 
-    /// Where a lean case has queries: in tiles of which any row sees something.
+    /// Returns the queries that a lean case has: the tiles with a row that sees something.
     pub fn visited_queries(&self, kernel: Kernel) -> Range<usize> {
         self.visited(self.tile(kernel).rows as usize, self.case.q_len, |i| {
             (0..self.case.kv_len).any(|j| self.case.sees(0, i, j))

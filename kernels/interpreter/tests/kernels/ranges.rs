@@ -1,4 +1,4 @@
-//! `segment_ranges`: checks of its results against all pairs of rows.
+//! `segment_ranges`: compares its results with all pairs of rows.
 
 use burst_attention_kernels::instances::Kernel;
 use burst_attention_kernels::launch::{Features, Forward, Rows, Segments};
@@ -6,7 +6,7 @@ use burst_attention_kernels::launch::{Features, Forward, Rows, Segments};
 use super::case::{CASE, Case, NONE, Random};
 use super::world::{Change, Scalar, Stores, World};
 
-/// The segment of an entry's row; some patterns use the random number.
+/// A function of entry, row and random number that gives the row's segment.
 type Pattern = fn(usize, usize, u64) -> i32;
 
 /// Sorted documents of 40 rows.
@@ -15,11 +15,11 @@ const SORTED: Pattern = |b, row, _| ((row + 7 * b) / 40) as i32;
 const LONG: Pattern = |b, row, _| ((row + 90 * b) / 700) as i32;
 /// Each row is a document.
 const SINGLE: Pattern = |_, row, _| row as i32;
-/// Long documents in any order, and again.
+/// Long documents in any order, repeated.
 const TURNED: Pattern = |b, row, _| [5, 0, 3, 0][(row + 30 * b) / 150 % 4];
 /// A few documents, then padding.
 const PADDED: Pattern = |b, row, _| if row < 100 + 50 * b { (row / 60) as i32 } else { -1 };
-/// Padding before, of the most negative segment.
+/// Padding before the document, of the most negative segment.
 const LATE: Pattern = |_, row, _| if row < 130 { i32::MIN } else { i32::MAX };
 const ANY: Pattern = |_, _, random| (random % 7) as i32 - 2;
 const ALL: [Pattern; 7] = [SORTED, LONG, SINGLE, TURNED, PADDED, LATE, ANY];
@@ -59,7 +59,7 @@ fn run(
     let at = Rows { address: 4096, batch_stride: 1 << 20 };
     let segments =
         Segments { queries: queries.rows(0), keys: keys.rows(0), ranges: ranges.rows(0) };
-    // The forward pass itself, whose arrays are not there, is not run.
+    // The test does not run the forward pass itself, whose arrays do not exist.
     let description = Forward {
         rectangle: case.rectangle(&(0..q_len), &(0..kv_len)),
         features: Features { segments: Some(segments), ..Features::default() },
@@ -84,9 +84,9 @@ fn run(
     Ok((0..batch).map(entry).collect())
 }
 
-/// Checks what kernels rely on: rows see nothing outside of begin..end, and all pairs with rows
-/// same..differs are of one segment that is not negative. Where documents follow each other, the
-/// ranges must be as narrow as blocks of 64 rows allow.
+/// Checks the properties that kernels rely on: rows see nothing outside of begin..end, and all
+/// pairs with rows same..differs are of one segment that is not negative. For documents in order
+/// the ranges must be as narrow as blocks of 64 rows allow.
 fn check(own: &[Vec<i32>], others: &[Vec<i32>], change: Change) -> Result<(), String> {
     let found = run(own, others, change)?;
     for (b, blocks) in found.iter().enumerate() {
@@ -134,7 +134,7 @@ fn check_block(rows: &[i32], others: &[i32], numbers: [i32; 4]) -> Result<(), St
         {
             return Err(format!("blocks {first}..{behind} are even"));
         }
-        // Rows past the end read as segment 0, so that the last block seems to have all segments.
+        // Rows beyond the end read as segment 0, so the last block seems to have all segments.
         if expected.is_some_and(|(_, past)| end != past * 64) && len.is_multiple_of(64) {
             return Err(format!("it ends late, not at {expected:?}"));
         }

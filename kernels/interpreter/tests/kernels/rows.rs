@@ -1,6 +1,6 @@
-//! `delta`, `finish` and `merge`: their launches, and whether they compute what they should.
+//! `delta`, `cast` and `accumulate`: their launches, and whether their results are right.
 
-use burst_attention_kernels::launch::{Delta, Finish, Merge};
+use burst_attention_kernels::launch::{Accumulate, Cast, Delta};
 
 use super::case::{Case, Random, round};
 use super::problem::{Found, Problem};
@@ -56,8 +56,8 @@ pub fn run_delta(
     Ok((vec![lse_log2.read(&world.memory), delta.read(&world.memory)], launches))
 }
 
-/// Each delta within the error of a float32 sum, each lse within that of one product; `worst` is
-/// the share of that.
+/// Checks that each delta is within the error of a float32 sum, and each lse within the error of
+/// one product; `worst` is the largest share of the allowed error.
 pub fn check_delta(problem: &Problem, change: Change) -> Result<Found, String> {
     let (outputs, launches) = problem.twice(|seed| run_delta(problem, seed, change))?;
     let (case, dim) = (&problem.case, problem.case.value_dim());
@@ -69,7 +69,7 @@ pub fn check_delta(problem: &Problem, change: Change) -> Result<Found, String> {
         let dlse = if case.second { f64::from(problem.inputs.dlse[at]) } else { 0.0 };
         let (sum, size) =
             terms.fold((-dlse, dlse.abs()), |(sum, size), term| (sum + term, size + term.abs()));
-        // Errors of a sum of n terms: about √n steps of its size; 2^-64 stands for an exact 0.
+        // The error of a sum of n terms is about √n steps of its size; 2^-64 is for an exact 0.
         let bound = step * size * (dim as f64).sqrt() + 2f64.powi(-64);
         worst = worst.max((f64::from(delta) - sum).abs() / bound);
         let lse = problem.saved.lse[at];
@@ -88,7 +88,7 @@ pub fn check_delta(problem: &Problem, change: Change) -> Result<Found, String> {
     }
 }
 
-fn run_finish(
+fn run_cast(
     problem: &Problem,
     seed: u64,
     change: Change,
@@ -104,7 +104,7 @@ fn run_finish(
     if second {
         b.fill(&mut world.memory, 0..rows, &other);
     }
-    let description = Finish {
+    let description = Cast {
         batch,
         rows,
         heads,
@@ -128,14 +128,14 @@ fn summands(problem: &Problem) -> [Vec<f32>; 2] {
     [0, 1].map(|_| random.tensor(problem.inputs.q.len(), |value| value))
 }
 
-/// A factor of sums, 1 without a second summand.
+/// Returns a factor of sums, which is 1 without a second summand.
 fn scale(problem: &Problem) -> f32 {
     if problem.case.second { 0.3 } else { 1.0 }
 }
 
-/// Bit for bit a float32 sum, scaled, and rounded once more.
-pub fn check_finish(problem: &Problem, change: Change) -> Result<Found, String> {
-    let (outputs, launches) = problem.twice(|seed| run_finish(problem, seed, change))?;
+/// Checks that the result is, bit for bit, a float32 sum, scaled and rounded once more.
+pub fn check_cast(problem: &Problem, change: Change) -> Result<Found, String> {
+    let (outputs, launches) = problem.twice(|seed| run_cast(problem, seed, change))?;
     let [a, b] = summands(problem);
     let element = problem.case.element;
     let sum = a.iter().zip(&b).map(|(a, b)| if problem.case.second { a + b } else { *a });
@@ -146,7 +146,7 @@ pub fn check_finish(problem: &Problem, change: Change) -> Result<Found, String> 
     }
 }
 
-fn run_merge(
+fn run_accumulate(
     problem: &Problem,
     seed: u64,
     change: Change,
@@ -160,7 +160,7 @@ fn run_merge(
     home.fill(&mut world.memory, 0..rows, &first);
     arrived.fill(&mut world.memory, 0..rows, &other);
     let (at_home, of_other) = (home.rows(0), arrived.rows(0));
-    let description = Merge { batch, rows, heads, head_dim, home: at_home, arrived: of_other };
+    let description = Accumulate { batch, rows, heads, head_dim, home: at_home, arrived: of_other };
     let chain = description.launches_within(problem.case.target, problem.case.limit);
     let chain = chain.map_err(|error| error.to_string())?;
     let launches = chain.len();
@@ -169,9 +169,9 @@ fn run_merge(
     Ok((vec![home.read(&world.memory)], launches))
 }
 
-/// Bit for bit a float32 sum.
-pub fn check_merge(problem: &Problem, change: Change) -> Result<Found, String> {
-    let (outputs, launches) = problem.twice(|seed| run_merge(problem, seed, change))?;
+/// Checks that the result is, bit for bit, a float32 sum.
+pub fn check_accumulate(problem: &Problem, change: Change) -> Result<Found, String> {
+    let (outputs, launches) = problem.twice(|seed| run_accumulate(problem, seed, change))?;
     let [home, arrived] = summands(problem);
     let mut sums = home.iter().zip(&arrived).map(|(home, arrived)| home + arrived);
     let wrong =

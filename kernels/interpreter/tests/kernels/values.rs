@@ -10,7 +10,7 @@ use super::features::DOCUMENTS;
 use super::problem::{Found, Problem};
 use super::reference::dense;
 use super::world::Change;
-use super::{forward, gradients, join, rows};
+use super::{combine_softmax, forward, gradients, rows};
 
 type Check = fn(&Problem, Change) -> Result<Found, String>;
 
@@ -19,18 +19,19 @@ const CHECKS: [(Kernel, Check); 7] = [
     (Kernel::KeyGrads, gradients::check_keys),
     (Kernel::QueryGrads, gradients::check_queries),
     (Kernel::Delta, rows::check_delta),
-    (Kernel::Finish, rows::check_finish),
-    (Kernel::Merge, rows::check_merge),
-    (Kernel::Join, join::check),
+    (Kernel::Cast, rows::check_cast),
+    (Kernel::Accumulate, rows::check_accumulate),
+    (Kernel::CombineSoftmax, combine_softmax::check),
 ];
 
-/// Runs all kernels over all cases, or for a general one the variants that there are, and says how
-/// many launches each took.
+/// Runs all kernels over all cases, and returns the number of launches of each. A case that kernels
+/// for rows do not suit runs the attention passes only.
 pub fn check(cases: &[Case]) -> Vec<[usize; 7]> {
     check_with(cases, Change::None)
 }
 
-/// As [`check`], with what is looked at.
+/// Runs all kernels over all cases with a change or a look at each launch, and returns the number
+/// of launches of each.
 pub fn check_with(cases: &[Case], change: Change) -> Vec<[usize; 7]> {
     let mut worst = [0f64; 7];
     let mut launches = vec![];
@@ -158,8 +159,8 @@ fn steps_carry_their_state() {
         check(&ORDERS.map(|steps| Case { steps, finished, ..long }));
     }
     check(&[Case { steps: ORDERS[1], band: (-50, 20), batch: 2, element: F16, ..long }]);
-    // Key 50 and those after it are seen by nobody, nor do queries before 250 see any: the first or
-    // the last step has nothing to do but to start the state, or to write the results.
+    // No query sees a key from 50 on, and no query before 250 sees a key. So the first or the last
+    // step only starts the state, or only writes the results.
     for finished in [true, false] {
         let idle = Case { band: (i64::MIN, -250), finished, ..long };
         check(&[Case { steps: ORDERS[0], ..idle }, Case { steps: ORDERS[2], ..idle }]);
@@ -175,15 +176,15 @@ fn large_problems_are_cut_by_batch_rows_and_keys() {
         Case { band: CAUSAL, ..cut },
         Case { band: (-30, -10), steps: &[(128, 300), (0, 128)], ..cut },
     ]);
-    // Float32 arrays of 128 rows fit, and activations of 256.
+    // 128 rows of float32 arrays fit the limit, and 256 rows of activations.
     assert_eq!(launches[0], [12, 18, 12, 6, 6, 6, 6]);
-    // Two entries fit, of three.
+    // Two of three entries fit the limit.
     let small = Case { batch: 3, q_len: 40, kv_len: 40, limit: 60_000, ..cut };
     let launches = check(&[small]);
     assert_eq!(launches[0][0], 2);
 }
 
-/// Tiles of other targets, each shape once: what a kernel computes depends on nothing else.
+/// Runs tiles of other targets, each shape once, because the results depend on the shape alone.
 #[test]
 #[ignore = "takes long: make test-full"]
 fn tile_shapes_of_all_targets() {
@@ -218,7 +219,7 @@ fn tile_shapes_of_all_targets() {
     }
 }
 
-/// Forward, statistics, gradients, each from what the one before stored.
+/// Runs forward pass, statistics and gradients. Each reads the results of the kernel before it.
 #[test]
 fn passes_follow_each_other() {
     let whole = Case {

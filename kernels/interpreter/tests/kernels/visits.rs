@@ -1,9 +1,8 @@
-//! Work that is not done: tiles that nobody sees, masks where everything is seen, rows that a
-//! launch has nothing to do with.
+//! Work that kernels must leave out: tiles without visible pairs, masks where every pair is
+//! visible, rows that are not the launch's.
 
 use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Instance, Kernel, Target, WIDTHS};
-use burst_attention_kernels::kernel::Task;
 use cutile_ir::bytecode::Opcode::*;
 
 use super::case::{CASE, CAUSAL, Case, Runs};
@@ -13,10 +12,10 @@ use super::problem::{Found, Problem};
 use super::world::{Change, KERNELS};
 use super::{forward, fused, gradients};
 
-/// One tile of queries, five of keys.
+/// A case with one tile of queries and five tiles of keys.
 const LEAN_KEYS: Case = Case { lean: true, q_len: 120, kv_len: 600, head_dim: 32, ..CASE };
 const GENERAL: Case = Case { segments: Some((ONE, ONE)), soft_cap: 9.0, ..LEAN_KEYS };
-/// One tile of keys, ten of queries.
+/// A case with one tile of keys and ten tiles of queries.
 const LEAN_QUERIES: Case = Case { q_len: 600, kv_len: 120, ..LEAN_KEYS };
 
 #[test]
@@ -48,7 +47,7 @@ fn queries_that_see_no_key_are_not_read() {
     }
 }
 
-/// The first document, and where it is among others.
+/// One document.
 const ALONE: Runs = &[(1, 5)];
 const AMONG: Runs = &[(200, 1), (100, 5), (340, 9)];
 
@@ -57,7 +56,7 @@ const HALVES: Runs = &[(128, 0), (128, 1)];
 
 #[test]
 fn rows_of_other_documents_are_not_read() {
-    // Each block of rows meets all others that exist.
+    // Gives each block of rows all other rows that exist.
     let all = Change::Ranges(|module| {
         for id in find(module, AndI).into_iter().take(2) {
             let op = module.op_mut(id);
@@ -65,7 +64,7 @@ fn rows_of_other_documents_are_not_read() {
         }
     });
     for element in Element::ALL {
-        // The last of 64 rows exist: those past the end would count as of segment 0.
+        // Whole blocks of 64 rows: rows beyond the end would count as segment 0.
         let case = Case { lean: true, element, head_dim: 32, ..CASE };
         let keys = Case { q_len: 128, kv_len: 640, segments: Some((ALONE, AMONG)), ..case };
         let queries = Case { q_len: 640, kv_len: 128, segments: Some((AMONG, ALONE)), ..case };
@@ -88,7 +87,8 @@ fn rows_of_other_documents_are_not_read() {
     }
 }
 
-/// A kernel that goes through hidden tiles too, with masks: right, but it reads them.
+/// A kernel that goes through hidden tiles too, with masks, has right results, but it reads the
+/// tiles.
 #[test]
 fn a_visit_too_many_is_noticed() {
     let from_the_start = Change::Module(|module| {
@@ -121,10 +121,11 @@ fn wider_tiles_inside_the_band_pay_for_no_mask() {
     pay_for_no_mask(&WIDTHS[1..]);
 }
 
-/// Checks the loops of all images of some widths but those of all features, which have a single loop.
+/// Checks the loops of all images of some widths, except images with all features, which have a
+/// single loop.
 fn pay_for_no_mask(widths: &[i32]) {
     for instance in Instance::of_target(Target::Sm90) {
-        let is_pass = matches!(instance.kernel.spec().task, Task::Keys | Task::Queries);
+        let is_pass = instance.kernel.has_pairs();
         let is_special = instance.features != FeatureSet::ALL && widths.contains(&instance.width);
         if !is_pass || !is_special || instance.element != Element::Bf16 {
             continue;
@@ -143,7 +144,7 @@ fn pay_for_no_mask(widths: &[i32]) {
     }
 }
 
-/// A kernel whose masks hide everything: right only where all tiles lie inside the band.
+/// A kernel whose masks hide everything is right only where all tiles lie inside the band.
 #[test]
 fn tiles_inside_the_band_are_not_masked() {
     let hide_all = Change::Module(|module| {
@@ -153,7 +154,7 @@ fn tiles_inside_the_band_are_not_masked() {
     });
     let whole = Case { q_len: 256, kv_len: 256, heads: 2, head_dim: 16, ..CASE };
     let document = Case { segments: Some((ONE, ONE)), ..whole };
-    // Boundaries of documents that are those of tiles too.
+    // Boundaries of documents at boundaries of tiles.
     let documents = Case { segments: Some((HALVES, HALVES)), ..whole };
     let within = Case { segments: Some((SORTED, SORTED)), ..whole };
     type Check = fn(&Problem, Change) -> Result<Found, String>;

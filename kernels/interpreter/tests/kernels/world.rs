@@ -1,9 +1,9 @@
-//! Arrays in simulated memory, each a slice of a longer one, and launches over them.
+//! Arrays in simulated memory, each a slice of a longer array, and launches over them.
 
 use std::sync::LazyLock;
 
 use burst_attention_interpreter::execute::{Kernels, run_module};
-use burst_attention_interpreter::{Address, Launch as Order, Memory};
+use burst_attention_interpreter::{Address, GridRun, Memory};
 use burst_attention_kernels::instances::{Element, Kernel};
 use burst_attention_kernels::launch::{Launch, Rows, Statistics};
 use cutile_ir::Module;
@@ -13,17 +13,17 @@ use std::ops::Range;
 /// All kernels, compiled once for all tests.
 pub static KERNELS: LazyLock<Kernels> = LazyLock::new(Kernels::default);
 
-/// What is changed of a kernel, for a check to find; or what is looked at, and nothing changed.
+/// A change of a kernel or a launch, which a check must find, or a look at each launch.
 #[derive(Clone, Copy)]
 pub enum Change {
     None,
-    /// Before each launch, with the memory that it will find.
-    Before(fn(&Launch, &Order, &Memory) -> Result<(), String>),
+    /// Looks at each launch before it runs, with its memory, and changes nothing.
+    Before(fn(&Launch, &GridRun, &Memory) -> Result<(), String>),
     /// Changes every kernel except [`Kernel::SegmentRanges`].
     Module(fn(&mut Module)),
     /// Changes [`Kernel::SegmentRanges`].
     Ranges(fn(&mut Module)),
-    /// Changes the arguments of every launch except those of [`Kernel::SegmentRanges`].
+    /// Changes the arguments of every launch of a kernel other than [`Kernel::SegmentRanges`].
     Launch(fn(&mut Launch)),
 }
 
@@ -71,12 +71,12 @@ impl Scalar {
     }
 }
 
-/// How often kernels may store each element of an array.
+/// A number of stores that each element of an array must have.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Stores {
     Never,
     Exactly(u32),
-    /// As often as launches of its rows carry a state on.
+    /// At most as often as launches of its rows carry a state on.
     AtMost(u32),
 }
 
@@ -91,7 +91,7 @@ pub struct Array {
     heads: usize,
     dim: usize,
     margin: usize,
-    /// Elements between entries, rows, heads.
+    /// Elements between entries, between rows and between heads.
     strides: [usize; 3],
     total: usize,
 }
@@ -106,12 +106,12 @@ impl Array {
         self.base.offset((self.index(b, row, h) * self.scalar.bytes()) as u64)
     }
 
-    /// As descriptions take it, from row `start` on.
+    /// Returns where the array lies from row `start` on, for a description.
     pub fn rows(&self, start: usize) -> Rows {
         Rows { address: self.at(0, start, 0).0, batch_stride: self.strides[0] as u64 }
     }
 
-    /// As descriptions take it, where rows are contiguous.
+    /// Returns where statistics lie from row `start` on, for a description.
     pub fn statistics(&self, start: usize) -> Statistics {
         let Rows { address, batch_stride } = self.rows(start);
         Statistics { address, batch_stride, head_stride: self.strides[2] as u64 }
@@ -129,7 +129,7 @@ impl Array {
         }
     }
 
-    /// One row of one head.
+    /// Writes one row of one head.
     pub fn put(&self, memory: &mut Memory, (b, row, h): (usize, usize, usize), values: &[f32]) {
         self.scalar.write(memory, self.at(b, row, h), values);
     }
@@ -139,28 +139,28 @@ impl Array {
         memory.write_i32(self.at(b, row, 0), &[word]);
     }
 
-    /// Reads the four integers of a row.
+    /// Returns the four integers of a row.
     pub fn words(&self, memory: &Memory, (b, row): (usize, usize)) -> [i32; 4] {
         memory.read_i32(self.at(b, row, 0), 4).try_into().expect("four numbers")
     }
 
-    /// The first row of an entry as unsigned numbers.
+    /// Writes the first row of an entry as unsigned numbers.
     pub fn put_words(&self, memory: &mut Memory, b: usize, words: &[u32]) {
         let words: Vec<_> = words.iter().map(|&word| word as i32).collect();
         memory.write_i32(self.at(b, 0, 0), &words);
     }
 
-    /// One row of one head.
+    /// Returns one row of one head.
     pub fn get(&self, memory: &Memory, (b, row, h): (usize, usize, usize)) -> Vec<f32> {
         self.scalar.read(memory, self.at(b, row, h), self.dim)
     }
 
-    /// How often each element of one row of one head was stored.
+    /// Returns how often kernels stored each element of one row of one head.
     pub fn stores_of(&self, memory: &Memory, (b, row, h): (usize, usize, usize)) -> Vec<u32> {
         memory.stores(self.at(b, row, h), self.dim, self.scalar.bytes())
     }
 
-    /// All rows, `[batch, rows, heads, dim]`.
+    /// Returns all rows, `[batch, rows, heads, dim]`.
     pub fn read(&self, memory: &Memory) -> Vec<f32> {
         let place =
             |at: usize| (at / self.heads / self.rows, at / self.heads % self.rows, at % self.heads);
@@ -200,7 +200,7 @@ pub struct World {
     pub memory: Memory,
     seed: u64,
     pub change: Change,
-    /// Number of launches of each description, without those of [`Kernel::SegmentRanges`].
+    /// Number of launches of each description, without launches of [`Kernel::SegmentRanges`].
     launched: Vec<usize>,
     /// Number of launches of [`Kernel::SegmentRanges`] of each description.
     ranged: Vec<usize>,
@@ -233,7 +233,7 @@ impl World {
         Array { name, base, scalar, batch, rows, heads, dim, margin, strides, total }
     }
 
-    /// `[batch, rows, heads, dim]`
+    /// Allocates an array `[batch, rows, heads, dim]`.
     pub fn rows(
         &mut self,
         name: &'static str,
@@ -244,7 +244,7 @@ impl World {
         self.array(name, scalar, sizes, margin, false)
     }
 
-    /// `[batch, heads, rows]`
+    /// Allocates statistics `[batch, heads, rows]`.
     pub fn statistics(
         &mut self,
         name: &'static str,
@@ -254,7 +254,7 @@ impl World {
         self.array(name, Scalar::F32, [batch, rows, heads, 1], margin, true)
     }
 
-    /// Runs the launches of one description: all blocks, or those that `blocks` picks of each.
+    /// Runs the launches of one description: all blocks, or the blocks that `blocks` picks of each.
     pub fn run(
         &mut self,
         launches: Vec<Launch>,
@@ -265,11 +265,11 @@ impl World {
         self.ranged.push(ranged);
         self.launched.push(launches.len() - ranged);
         for mut launch in launches {
-            let order = Order {
+            let order = GridRun {
                 seed: self.seed,
                 blocks: blocks(&launch),
                 operation_limit: 1 << 24,
-                ..Order::default()
+                ..GridRun::default()
             };
             let change = match self.change {
                 Change::Module(_) | Change::Launch(_) if is_ranges(&launch) => Change::None,
@@ -298,12 +298,12 @@ impl World {
         Ok(())
     }
 
-    /// Number of launches of all descriptions, without those of [`Kernel::SegmentRanges`].
+    /// Returns the number of launches of all descriptions, without [`Kernel::SegmentRanges`].
     pub fn launches(&self) -> usize {
         self.launched.iter().sum()
     }
 
-    /// How often kernels store each number of the ranges.
+    /// Returns how often kernels store each number of the ranges.
     pub fn ranges(&self) -> Stores {
         let count = self.ranged.iter().sum::<usize>() as u32;
         match self.launched.iter().all(|&launches| launches == 1) {
@@ -312,7 +312,7 @@ impl World {
         }
     }
 
-    /// How often a running state is stored by steps of which the last writes results if `finished`.
+    /// Returns how often steps store a running state. The last step writes results if `finished`.
     pub fn carries(&self, finished: bool) -> Stores {
         let count = (self.launches() as u32).saturating_sub(finished.into());
         match self.launched.iter().all(|&launches| launches == 1) {
@@ -326,8 +326,8 @@ impl World {
     }
 }
 
-/// Blocks of the tile `tile` of the heads that `picked` says (heads counted over all entries), as
-/// `block_of` in the kernels' source numbers them.
+/// Returns the blocks of tile `tile` of the `picked` heads (counted over all entries), numbered
+/// like `block_of` in the kernels' source.
 pub fn blocks_of(launch: &Launch, tile: i32, picked: &[i32]) -> Vec<[u32; 3]> {
     use burst_attention_kernels::record::Value::I32;
     let integer = |name| match launch.value(name) {

@@ -1,8 +1,8 @@
-//! Additions through views: sums of several blocks, ragged edges, what must not meet them.
+//! Additions through views: sums of several blocks, ragged edges, accesses that conflict with them.
 
 use super::build::*;
 use super::sample;
-use burst_attention_interpreter::{Argument, Error, Fault, Launch, Memory};
+use burst_attention_interpreter::{Argument, Error, Fault, GridRun, Memory};
 use cutile_ir::Module;
 use cutile_ir::bytecode::Opcode::{self, *};
 use cutile_ir::ir::ScalarType::*;
@@ -20,7 +20,7 @@ impl Sum {
         Self { parts: (0..count * length * 16).map(part).collect(), length, columns }
     }
 
-    /// The sum and how often each element was added to, with one row of margin behind.
+    /// Returns the sum and the number of additions to each element, with one row of margin behind.
     fn run(&self, module: &Module, seed: u64) -> (Vec<f32>, Vec<u32>) {
         let Self { parts, length, columns } = self;
         let (count, elements) = (parts.len() / length / 16, (length + 1) * columns);
@@ -31,7 +31,7 @@ impl Sum {
         let sizes = [count, *length, *columns].map(|size| Argument::I32(size as i32));
         let arguments = [[from, to].map(Argument::Pointer).as_slice(), &sizes].concat();
         let grid = [count as u32, length.div_ceil(8) as u32, 1];
-        let launch = Launch { seed, ..Launch::default() };
+        let launch = GridRun { seed, ..GridRun::default() };
         launch.run(module, "add_entry", grid, &arguments, &mut memory).unwrap();
         (memory.read_f32(to, elements), memory.stores(to, elements, 4))
     }
@@ -65,7 +65,7 @@ fn sums_depend_on_the_order_of_blocks_in_the_last_bits() {
     }
 }
 
-/// What blocks do to a view of 12 elements in tiles of 4.
+/// A kernel whose blocks access a view of 12 elements in tiles of 4.
 #[derive(Clone)]
 struct Case {
     element: ScalarType,
@@ -76,7 +76,7 @@ struct Case {
     /// A load or a store of tile (block + 1) after the addition to tile 1 of the view.
     plain: Option<Opcode>,
     blocks: u32,
-    /// Elements that memory has.
+    /// Elements in memory.
     length: usize,
 }
 
@@ -130,7 +130,7 @@ impl Case {
         let mut memory = Memory::new();
         let at = memory.allocate("sums", 4 * self.length as u64);
         memory.write(at, &vec![0; 4 * self.length]);
-        let (launch, arguments) = (Launch { seed, ..Launch::default() }, [Argument::Pointer(at)]);
+        let (launch, arguments) = (GridRun { seed, ..GridRun::default() }, [Argument::Pointer(at)]);
         let grid = [self.blocks, 1, 1];
         launch.run(&build.finish(), "test", grid, &arguments, &mut memory)?;
         Ok(memory.read_f32(at, self.length))
@@ -149,7 +149,7 @@ fn a_block_may_load_and_store_what_it_adds_to_alone() {
 
 #[test]
 fn loads_and_stores_must_not_meet_additions_of_other_blocks() {
-    // Block 0 loads or stores what both blocks add to, in whichever order they run.
+    // Block 0 loads or stores the elements that both blocks add to, in either order of blocks.
     for (opcode, name) in [(LoadViewTko, "load"), (StoreViewTko, "store")] {
         let mut seen = vec![];
         for seed in 0..8 {
@@ -170,11 +170,11 @@ fn a_launch_may_load_and_store_what_another_launch_added_to() {
     let (mut memory, at) = buffer(&[1.0; 8 * 16]);
     let to = memory.allocate("sum", 4 * 8 * 16);
     memory.write_f32(to, &[1.0; 8 * 16]);
-    // The second launch loads what the first one added to, and the other way round.
+    // The second launch loads the elements that the first launch added to, and the reverse.
     for (from, to) in [(at, to), (to, at)] {
         let sizes = [1, 8, 16].map(Argument::I32);
         let arguments = [[from, to].map(Argument::Pointer).as_slice(), &sizes].concat();
-        Launch::default().run(&module, "add_entry", [1; 3], &arguments, &mut memory).unwrap();
+        GridRun::default().run(&module, "add_entry", [1; 3], &arguments, &mut memory).unwrap();
     }
     assert_eq!([memory.read_f32(at, 1), memory.read_f32(to, 1)], [[3.0], [2.0]]);
 }

@@ -1,6 +1,6 @@
-//! A whole kernel from cuTile's compiler, against attention computed densely in float64.
+//! A whole kernel of cuTile's compiler, compared with dense attention in float64.
 
-use burst_attention_interpreter::{Address, Argument, Fault, Launch, Memory};
+use burst_attention_interpreter::{Address, Argument, Fault, GridRun, Memory};
 use cutile_ir::Module;
 use cutile_ir::bytecode::Opcode;
 use cutile_ir::ir::{Attribute, OpId, RegionId};
@@ -46,7 +46,7 @@ impl Problem {
         arguments.extend([Argument::I32(self.heads as i32), Argument::I32(self.length as i32)]);
         arguments.push(Argument::F32(scale));
         let grid = [self.length.div_ceil(bm) as u32, self.heads as u32, 1];
-        let launch = Launch { operation_limit: 1 << 20, ..Launch::default() };
+        let launch = GridRun { operation_limit: 1 << 20, ..GridRun::default() };
         let outcome = launch.run(module, "causal_entry", grid, &arguments, &mut self.memory);
         outcome.map_err(|error| error.fault().expect("an operation failed").clone())?;
         Ok(self.memory.read_f32(self.tensors[3], self.inputs[0].len()))
@@ -80,7 +80,8 @@ fn farthest(got: &[f32], expected: &[f64]) -> f64 {
     got.iter().zip(expected).map(distance).fold(0.0, |a, b| if b > a || b.is_nan() { b } else { a })
 }
 
-/// Rounding the weights to bfloat16 costs at most 2^-9 of values below 2, and as much of their sum.
+/// The allowed error. Rounding the weights to bfloat16 costs at most 2^-9 of values below 2, and as
+/// much of their sum.
 const TOLERANCE: f64 = 4.0 / 256.0;
 
 #[test]
@@ -100,7 +101,7 @@ fn causal_attention_agrees_with_float64_at_every_length() {
     }
 }
 
-/// All operations of a region, nested ones included.
+/// Returns all operations of a region, with nested operations.
 fn operations(module: &Module, region: RegionId) -> Vec<OpId> {
     let blocks = &module.region(region).blocks;
     let direct = blocks.iter().flat_map(|&block| &module.block(block).ops);

@@ -1,6 +1,6 @@
-//! Modules built by hand, and columns of numbers to feed them.
+//! Modules built by hand, and columns of numbers for them.
 
-use burst_attention_interpreter::{Address, Argument, Error, Fault, Memory, run};
+use burst_attention_interpreter::{Address, Argument, Error, Fault, GridRun, Memory};
 use cutile_ir::builder::{OpBuilder, append_op, build_single_block_region};
 use cutile_ir::bytecode::Opcode;
 use cutile_ir::ir::*;
@@ -9,7 +9,7 @@ use half::{bf16, f16};
 /// Attributes of an operation.
 pub type Attributes<'a> = &'a [(&'a str, Attribute)];
 
-/// A tile's worth of numbers.
+/// The numbers of a tile.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Column {
     pub ty: ScalarType,
@@ -75,7 +75,7 @@ pub fn segments(sizes: &[i64]) -> (&'static str, Attribute) {
 pub const WEAK: (&str, Attribute) =
     ("memory_ordering_semantics", Attribute::Integer(0, Type::Scalar(ScalarType::I32)));
 
-/// An attribute that is an enumerant or a number.
+/// Returns an attribute that is an enumerant or a number.
 pub fn int(name: &str, value: i64) -> (&str, Attribute) {
     (name, Attribute::i32(value))
 }
@@ -128,7 +128,7 @@ impl Build {
         self.op_with(opcode, operands, &[result], attributes, &[])[0]
     }
 
-    /// Builds a region; what `fill` appends goes there.
+    /// Builds a region of the operations that `fill` appends.
     pub fn region(
         &mut self,
         arguments: &[Type],
@@ -155,7 +155,7 @@ impl Build {
         self.constant(&i32s(&[value]).shaped(&[]))
     }
 
-    /// Pointers to the `count` elements from a scalar pointer on.
+    /// Returns pointers to the `count` elements from a scalar pointer on.
     pub fn span(&mut self, base: Value, ty: ScalarType, count: i64) -> Value {
         let one = self.op(Opcode::Reshape, &[base], pointers(ty, &[1]), &[]);
         let all = self.op(Opcode::Broadcast, &[one], pointers(ty, &[count]), &[]);
@@ -186,9 +186,9 @@ impl Build {
     }
 }
 
-/// Builds an entry that computes one tile from nothing and stores it; runs it.
+/// Returns the tile that an entry without arguments computes and stores.
 pub fn compute(fill: impl FnOnce(&mut Build) -> Value) -> Result<Column, Error> {
-    // The type of the pointer is known only once the result is: build twice over one recipe.
+    // The type of the pointer follows from the result, so this builds the entry twice.
     let (mut build, parameters) = Build::new(&[pointers(ScalarType::I8, &[])]);
     let result = fill(&mut build);
     let Type::Tile(ty) = build.module.value_type(result).clone() else { panic!("a tile") };
@@ -203,7 +203,7 @@ pub fn compute(fill: impl FnOnce(&mut Build) -> Value) -> Result<Column, Error> 
     Ok(Column { ty: scalar, bytes: memory.read(out, bytes), shape: ty.shape })
 }
 
-/// One operation on constants, with a result of the first one's shape.
+/// Returns the result of an operation on constants, with the shape of the first constant.
 pub fn apply(
     opcode: Opcode,
     attributes: Attributes,
@@ -214,7 +214,7 @@ pub fn apply(
     apply_to(opcode, attributes, inputs, result, &shape)
 }
 
-/// One operation on constants.
+/// Returns the result of an operation on constants.
 pub fn apply_to(
     opcode: Opcode,
     attributes: Attributes,
@@ -228,13 +228,24 @@ pub fn apply_to(
     })
 }
 
-/// Why a run failed.
+/// Runs every block of a grid.
+pub fn run(
+    module: &Module,
+    entry: &str,
+    grid: [u32; 3],
+    arguments: &[Argument],
+    memory: &mut Memory,
+) -> Result<(), Error> {
+    GridRun::default().run(module, entry, grid, arguments, memory)
+}
+
+/// Returns why a run failed.
 pub fn fault<T: std::fmt::Debug>(outcome: Result<T, Error>) -> Fault {
     let error = outcome.expect_err("the run must fail");
     error.fault().unwrap_or_else(|| panic!("no operation failed: {error}")).clone()
 }
 
-/// Memory with one float32 buffer.
+/// Returns a memory with one float32 buffer.
 pub fn buffer(values: &[f32]) -> (Memory, Address) {
     let mut memory = Memory::new();
     let at = memory.allocate("buffer", 4 * values.len() as u64);

@@ -1,7 +1,7 @@
 //! Branches, loops, reductions and scans.
 
 use super::build::*;
-use burst_attention_interpreter::{Argument, Error, Fault, Launch, Memory};
+use burst_attention_interpreter::{Argument, Error, Fault, GridRun, Memory};
 use cutile_ir::bytecode::Opcode::*;
 use cutile_ir::ir::ScalarType::{self, *};
 use cutile_ir::ir::{Attribute, RegionId, Type, Value};
@@ -40,7 +40,7 @@ fn if_takes_one_arm() {
     assert_eq!(choose(false).unwrap(), i32s(&[20]).shaped(&[]));
 }
 
-/// The sum of all induction values, after a first value of 100.
+/// Returns the sum of all induction values and a first value of 100.
 fn count(bounds: [i32; 3], attributes: Attributes) -> Result<Column, Error> {
     compute(|build| {
         let [lower, upper, step] = bounds.map(|bound| build.scalar(bound));
@@ -66,7 +66,8 @@ fn for_counts_a_half_open_range() {
     assert!(matches!(fault, Fault::Undefined(_)), "{fault}");
 }
 
-/// Counts up from 0 and breaks with ten times the count at `end`, from inside of an `if`.
+/// Returns a module that counts up from 0 and breaks with ten times the count at `end`, from inside
+/// of an `if`.
 fn count_to(end: i32) -> cutile_ir::Module {
     let (mut build, parameters) = Build::new(&[pointers(I32, &[])]);
     let zero = build.scalar(0);
@@ -93,9 +94,9 @@ fn loop_breaks_from_inside_a_branch() {
     let mut memory = Memory::new();
     let out = memory.allocate("out", 4);
     let arguments = [Argument::Pointer(out)];
-    Launch::default().run(&count_to(7), "test", [1; 3], &arguments, &mut memory).unwrap();
+    GridRun::default().run(&count_to(7), "test", [1; 3], &arguments, &mut memory).unwrap();
     assert_eq!(memory.read_i32(out, 1), [70]);
-    let launch = Launch { operation_limit: 1000, ..Launch::default() };
+    let launch = GridRun { operation_limit: 1000, ..GridRun::default() };
     let endless = launch.run(&count_to(-1), "test", [1; 3], &arguments, &mut memory);
     assert_eq!(fault(endless), Fault::Limit(1000));
 }
@@ -104,7 +105,7 @@ fn identities(values: &[Attribute]) -> (&'static str, Attribute) {
     ("identities", Attribute::Array(values.to_vec()))
 }
 
-/// A region of one operation on the two elements.
+/// Builds a region of one operation on the two elements.
 fn body(
     build: &mut Build,
     opcode: cutile_ir::bytecode::Opcode,
@@ -149,7 +150,7 @@ fn reduce_starts_from_the_identity() {
     assert_eq!(got.unwrap(), i32s(&[1010]).shaped(&[]));
 }
 
-/// The largest value of each row and its column; the region branches or selects.
+/// Returns the largest value of each row and its column; the region branches or selects.
 fn argmax(branch: bool) -> Column {
     let result = compute(|build| {
         let values = build.constant(&i32s(&[3, 9, 1, 8, 2, 7]).shaped(&[2, 3]));

@@ -8,7 +8,7 @@ use half::{bf16, f16};
 
 #[test]
 fn float32_becomes_bfloat16_with_ties_to_even() {
-    // Bit patterns half-way between neighbours, just above and below, overflow, infinity.
+    // Bit patterns halfway between neighbours, just above and just below, overflow, infinity.
     let patterns =
         [0x3f80_8000u32, 0x3f81_8000, 0x3f80_8001, 0x3f80_7fff, 0x7f7f_ffff, 0xff80_0000];
     let expected = [0x3f80u16, 0x3f82, 0x3f81, 0x3f80, 0x7f80, 0xff80];

@@ -1,13 +1,13 @@
-//! Entries, arguments, blocks, and what memory reports.
+//! Entries, arguments, blocks, and reports of memory.
 
 use super::build::*;
-use burst_attention_interpreter::{Address, Argument, Error, Fault, Launch, Memory, run};
+use burst_attention_interpreter::{Address, Argument, Error, Fault, GridRun, Memory};
 use cutile_ir::Module;
 use cutile_ir::bytecode::Opcode::*;
 use cutile_ir::ir::ScalarType::*;
 use cutile_ir::ir::{Attribute, Type};
 
-/// Each block writes the number of blocks that wrote before it at its own index.
+/// Returns a module in which each block writes, at its own index, the number of blocks before it.
 fn tickets() -> Module {
     let (mut build, parameters) =
         Build::new(&[pointers(I32, &[]), pointers(I32, &[]), tile(I32, &[])]);
@@ -30,7 +30,7 @@ fn tickets() -> Module {
     build.finish()
 }
 
-fn order(launch: &Launch, grid: [u32; 3]) -> Result<Vec<i32>, Error> {
+fn order(launch: &GridRun, grid: [u32; 3]) -> Result<Vec<i32>, Error> {
     let mut memory = Memory::new();
     let [counter, out] = [4, 24].map(|bytes| memory.allocate("tickets", bytes));
     memory.write_i32(counter, &[0]);
@@ -43,7 +43,7 @@ fn order(launch: &Launch, grid: [u32; 3]) -> Result<Vec<i32>, Error> {
 #[test]
 fn every_block_runs_once_in_an_order_of_the_seed() {
     let orders: Vec<_> = (0..4)
-        .map(|seed| order(&Launch { seed, ..Launch::default() }, [3, 2, 1]).unwrap())
+        .map(|seed| order(&GridRun { seed, ..GridRun::default() }, [3, 2, 1]).unwrap())
         .collect();
     for order in &orders {
         let mut sorted = order.clone();
@@ -51,12 +51,12 @@ fn every_block_runs_once_in_an_order_of_the_seed() {
         assert_eq!(sorted, [0, 1, 2, 3, 4, 5]);
     }
     assert!(orders.iter().any(|order| *order != orders[0]), "{orders:?}");
-    assert_eq!(order(&Launch::default(), [3, 2, 1]).unwrap(), orders[0]);
+    assert_eq!(order(&GridRun::default(), [3, 2, 1]).unwrap(), orders[0]);
 }
 
 #[test]
 fn only_the_blocks_asked_for_run() {
-    let launch = Launch { blocks: Some(vec![[2, 1, 0], [0, 0, 0]]), ..Launch::default() };
+    let launch = GridRun { blocks: Some(vec![[2, 1, 0], [0, 0, 0]]), ..GridRun::default() };
     assert_eq!(order(&launch, [3, 2, 1]).unwrap(), [1, -1, -1, -1, -1, 0]);
     let error = order(&launch, [2, 2, 1]).unwrap_err();
     assert_eq!(error, Error::Grid { grid: [2, 2, 1], block: [2, 1, 0] });

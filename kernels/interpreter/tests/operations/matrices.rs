@@ -6,7 +6,7 @@ use cutile_ir::bytecode::Opcode::{MmaF, MmaI};
 use cutile_ir::ir::ScalarType::*;
 use half::bf16;
 
-/// Small integers, so that every order of summation is exact.
+/// Returns small integers, so that every order of summation is exact.
 fn numbers(count: i64, salt: i64) -> Vec<f32> {
     (0..count).map(|i| ((i * 7 + salt) % 13 - 6) as f32).collect()
 }
@@ -42,7 +42,7 @@ fn floats_multiply_and_accumulate() {
 
 #[test]
 fn sums_are_float32_and_run_in_ascending_order() {
-    // 2^24 swallows every 1 that meets it alone; any other order, or a wider sum, keeps some.
+    // 2^24 absorbs each 1 that is added to it alone; any other order, or a wider sum, keeps some.
     let ones = [[1, 5], [5, 1]].map(|shape| f32s(&[1.0; 5]).shaped(&shape));
     let [lhs, rhs] = ones;
     let inputs = [lhs, rhs, f32s(&[16_777_216.0]).shaped(&[1, 1])];

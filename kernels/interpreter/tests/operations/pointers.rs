@@ -1,7 +1,7 @@
 //! Loads, stores and atomics through tiles of pointers.
 
 use super::build::*;
-use burst_attention_interpreter::{Address, Argument, Error, Fault, Memory, run};
+use burst_attention_interpreter::{Address, Argument, Error, Fault, Memory};
 use cutile_ir::bytecode::Opcode::*;
 use cutile_ir::ir::ScalarType::{self, *};
 use cutile_ir::ir::{Type, Value};
@@ -11,7 +11,7 @@ fn launch(build: Build, arguments: &[Address], memory: &mut Memory) -> Result<()
     run(&build.finish(), "test", [1; 3], &arguments, memory)
 }
 
-/// Pointers at the given element offsets from a scalar pointer.
+/// Returns pointers at the given element offsets from a scalar pointer.
 fn scattered(build: &mut Build, base: Value, offsets: &[i64]) -> Value {
     let count = offsets.len() as i64;
     let one = build.op(Reshape, &[base], pointers(F32, &[1]), &[]);
@@ -20,7 +20,7 @@ fn scattered(build: &mut Build, base: Value, offsets: &[i64]) -> Value {
     build.op(Offset, &[all, offsets], pointers(F32, &[count]), &[])
 }
 
-/// Loads elements at offsets of the first buffer, masked, and stores them to the second.
+/// Loads elements at offsets of the first buffer, masked, and stores them to the second buffer.
 fn gather(
     offsets: &[i64],
     mask: Option<&[bool]>,
@@ -88,7 +88,7 @@ fn masked_stores_write_only_what_the_mask_leaves() {
     assert_eq!(memory.stores(at, 4, 4), [0; 4]);
 }
 
-/// An atomic on every element of a buffer: what it gave, and what it left.
+/// Runs an atomic on every element of a buffer. Returns its results, and the buffer.
 fn atomic(
     ty: ScalarType,
     mode: i64,

@@ -1,9 +1,9 @@
-//! Kernels in their shortest form, for the interpreter to run.
+//! Short kernels for the interpreter to run.
 
 use cutile_compiler::compile_api::KernelCompiler;
 use cutile_ir::Module;
 
-/// Compiles an entry, given its constants.
+/// Returns the module of an entry with the given constants.
 pub fn compile(entry: &'static str, constants: &[usize]) -> Module {
     let constants = constants.iter().map(usize::to_string).collect();
     let compile = move || {
@@ -38,7 +38,8 @@ pub mod kernels {
         unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) }
     }
 
-    /// One tile of queries of one head, over all keys up to its own position. Grid: (tiles, heads).
+    /// Computes one tile of queries of one head, over all keys up to its own position. The grid is
+    /// (tiles, heads).
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn causal<const BM: i32, const BN: i32, const D: i32>(
         q: *mut bf16,
@@ -102,7 +103,7 @@ pub mod kernels {
         unsafe { part.store_unchecked(out.reshape(const_shape![1, BM, D]), [pid.1, pid.0, 0i32]) };
     }
 
-    /// Adds row tile pid.1 of part pid.0 to that of the sum, which may have fewer columns.
+    /// Adds row tile pid.1 of part pid.0 to the row tile of the sum, which may have fewer columns.
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn add<const BM: i32, const D: i32>(
         parts: *mut f32,

@@ -6,7 +6,7 @@ use cutile_ir::bytecode::Opcode::*;
 use cutile_ir::ir::Attribute;
 use cutile_ir::ir::ScalarType::*;
 
-/// 0, 1, 2, ... of a shape.
+/// Returns 0, 1, 2, ... in a shape.
 fn counting(shape: &[i64]) -> Column {
     let count = shape.iter().product::<i64>() as i32;
     i32s(&(0..count).collect::<Vec<_>>()).shaped(shape)

@@ -1,7 +1,7 @@
 //! Views: tiles in memory, ragged edges, padding, permuted axes.
 
 use super::build::*;
-use burst_attention_interpreter::{Argument, Error, Fault, Launch, Memory};
+use burst_attention_interpreter::{Argument, Error, Fault, GridRun, Memory};
 use cutile_ir::bytecode::Opcode::*;
 use cutile_ir::ir::ScalarType::*;
 use cutile_ir::ir::*;
@@ -16,7 +16,7 @@ struct Case {
     padding: Option<PaddingValue>,
     index: Vec<i32>,
     inbounds: Option<Vec<bool>>,
-    launch: Launch,
+    launch: GridRun,
 }
 
 fn case(sizes: &[i64], tile: &[i32], index: &[i32]) -> Case {
@@ -32,7 +32,7 @@ fn case(sizes: &[i64], tile: &[i32], index: &[i32]) -> Case {
         padding: Some(PaddingValue::Zero),
         index: index.to_vec(),
         inbounds: None,
-        launch: Launch::default(),
+        launch: GridRun::default(),
     }
 }
 
@@ -41,7 +41,7 @@ impl Case {
         tile(F32, &self.tile.iter().map(|&size| size.into()).collect::<Vec<_>>())
     }
 
-    /// The partition view; every size and stride but the last stride is dynamic.
+    /// Returns the partition view; every size and every stride but the last is dynamic.
     fn view(&self, build: &mut Build, base: Value) -> Value {
         let rank = self.sizes.len();
         let fixed = usize::from(self.strides[rank - 1] == 1);
@@ -92,7 +92,8 @@ impl Case {
         Ok(memory.read_f32(out, count))
     }
 
-    /// Stores 1, 2, 3, ... over a buffer of zeros: the buffer, and how often each was stored.
+    /// Stores 1, 2, 3, ... over a buffer of zeros. Returns the buffer, and the number of stores to
+    /// each element.
     fn store(&self, length: usize) -> Result<(Vec<f32>, Vec<u32>), Error> {
         let (mut build, parameters) = Build::new(&[pointers(F32, &[])]);
         let view = self.view(&mut build, parameters[0]);
@@ -115,7 +116,7 @@ fn counting(count: usize) -> Vec<f32> {
 
 #[test]
 fn ragged_tiles_are_padded() {
-    // The last tile of 3 x 5 in tiles of 2 x 4 has one element.
+    // The last tile of a 3 x 5 tensor in tiles of 2 x 4 has one element.
     let mut case = case(&[3, 5], &[2, 4], &[1, 1]);
     for (padding, expected) in [
         (PaddingValue::Zero, 0.0f32),

@@ -1,14 +1,17 @@
-//! A case of linear attention: its inputs, and what the recurrence gives, token by token in float64.
+//! A case of linear attention: its inputs, and the reference's results.
+
+use std::ops::Range;
 
 use burst_attention_kernels::instances::{Element, Target};
 use burst_attention_kernels::launch::{
     LINEAR_TILE, LinearState, MAX_VIEW_BYTES, Part, column_tiles,
 };
+use burst_attention_reference::linear::{Head, add_rows, rows_of};
 
 use crate::case::{Random, round};
 use crate::world::{Array, Scalar, World};
 
-/// What is computed.
+/// A case.
 #[derive(Debug, Clone, Copy)]
 pub struct Case {
     pub element: Element,
@@ -29,13 +32,13 @@ pub struct Case {
     pub limit: u64,
 }
 
-/// What is not finite, or overflows.
+/// Inputs that are not finite, or that overflow.
 #[derive(Debug, Clone, Copy)]
 pub enum Spoil {
     Nothing,
-    /// Keys and values of a token.
+    /// Keys and values of a token, set to a value.
     Token(usize, f32),
-    /// The states where parts begin.
+    /// The states at the beginning of parts.
     States,
 }
 
@@ -43,9 +46,9 @@ pub enum Spoil {
 #[derive(Debug, Clone, Copy)]
 pub enum Decays {
     All(f32),
-    /// Of each token and head, from 0 to so much.
+    /// A decay of each token and head, from 0 to a limit.
     Random(f32),
-    /// None but before every so many tokens, where all is forgotten.
+    /// No decay, except at regular distances in tokens, where the state is forgotten.
     Resets(usize),
 }
 
@@ -67,7 +70,7 @@ pub const CASE: Case = Case {
     limit: MAX_VIEW_BYTES,
 };
 
-/// What 2^x is 0 of.
+/// An exponent x with 2^x = 0.
 pub const FORGOTTEN: f32 = -150.0;
 
 pub struct Inputs {
@@ -75,9 +78,9 @@ pub struct Inputs {
     pub k: Vec<f32>,
     pub v: Vec<f32>,
     pub other: Vec<f32>,
-    /// `[batch, rows, heads]`
+    /// Log decays `[batch, rows, heads]`.
     pub logs: Vec<f32>,
-    /// `[batch, parts, heads, head_dim, value_dim]`
+    /// States before parts `[batch, parts, heads, head_dim, value_dim]`.
     pub before: Vec<f32>,
 }
 
@@ -126,7 +129,7 @@ impl Case {
         inputs
     }
 
-    /// Sums of logs since each tile began `[batch, heads, padded rows]`.
+    /// Returns sums of logs since the start of each tile `[batch, heads, padded rows]`.
     pub fn sums(&self, inputs: &Inputs) -> Vec<f32> {
         let mut sums = vec![];
         for (b, h) in (0..self.batch).flat_map(|b| (0..self.heads).map(move |h| (b, h))) {
@@ -159,67 +162,67 @@ impl Case {
         }
     }
 
-    /// Of each entry and head its parts, from the one that comes first.
-    pub fn each_part(&self, mut body: impl FnMut(usize, usize, usize, Vec<usize>)) {
-        for (b, h) in (0..self.batch).flat_map(|b| (0..self.heads).map(move |h| (b, h))) {
-            for part in 0..self.parts() {
-                let mut rows: Vec<_> =
-                    (part * self.part..self.rows.min((part + 1) * self.part)).collect();
-                if self.reverse {
-                    rows.reverse();
-                }
-                body(b, h, part, rows);
-            }
-        }
-    }
-
-    /// What parts leave, what tokens get, and the products of that with `other`, in float64.
+    /// Returns the states that parts leave, the tokens' results, and the products of results with
+    /// `other`, by the reference. In reverse, the state is the gradient of the reference's state:
+    /// the sum of k vᵀ over later tokens, which each query reads as a key's dv.
     pub fn exact(&self, inputs: &Inputs, from_zero: bool) -> (Vec<f64>, Vec<f64>, Vec<f64>) {
-        let Case { batch, rows, heads, q_heads, kv_heads, head_dim, value_dim, .. } = *self;
+        let Case { batch, rows, heads, value_dim, .. } = *self;
         let mut states = vec![0.0; batch * self.parts() * heads * self.state()];
         let mut out = vec![0.0; batch * rows * heads * value_dim];
         let mut dots = vec![0.0; batch * heads * rows];
-        self.each_part(|b, h, part, tokens| {
+        let entries = (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h)));
+        for ((b, h), part) in
+            entries.flat_map(|entry| (0..self.parts()).map(move |part| (entry, part)))
+        {
+            let tokens = part * self.part..rows.min((part + 1) * self.part);
             let place = ((b * self.parts() + part) * heads + h) * self.state();
             let start = &inputs.before[place..][..self.state()];
-            let mut s: Vec<f64> =
-                start.iter().map(|&x| if from_zero { 0.0 } else { f64::from(x) }).collect();
-            let fade = |s: &mut Vec<f64>, row: usize| {
-                let log = inputs.logs[(b * rows + row) * heads + h];
-                let left = if log <= FORGOTTEN { 0.0 } else { f64::from(log).exp2() };
-                s.iter_mut().for_each(|x| *x *= left);
-            };
-            for row in tokens {
-                let at = |array_heads: usize, dim: usize| {
-                    ((b * rows + row) * array_heads + h * array_heads / heads) * dim
-                };
-                let q = &inputs.q[at(q_heads, head_dim)..][..head_dim];
-                let k = &inputs.k[at(kv_heads, head_dim)..][..head_dim];
-                let v = &inputs.v[at(kv_heads, value_dim)..][..value_dim];
-                let other = &inputs.other[at(q_heads, value_dim)..][..value_dim];
-                if !self.reverse {
-                    fade(&mut s, row);
-                }
-                for (i, j) in (0..head_dim).flat_map(|i| (0..value_dim).map(move |j| (i, j))) {
-                    s[i * value_dim + j] += f64::from(k[i]) * f64::from(v[j]);
-                }
-                for j in 0..value_dim {
-                    let o: f64 =
-                        (0..head_dim).map(|i| f64::from(q[i]) * s[i * value_dim + j]).sum();
-                    out[at(heads, value_dim) + j] = o;
-                    dots[(b * heads + h) * rows + row] += o * f64::from(other[j]);
-                }
-                if self.reverse {
-                    fade(&mut s, row);
-                }
+            let start = start.iter().map(|&x| if from_zero { 0.0 } else { f64::from(x) }).collect();
+            let (state, o) = self.exact_part(inputs, (b, h), tokens.clone(), start);
+            states[place..][..self.state()].copy_from_slice(&state);
+            add_rows(&mut out, [rows, heads, value_dim], (b, h), tokens.clone(), &o);
+            let shape = [rows, self.q_heads, value_dim];
+            let other =
+                rows_of(&inputs.other, shape, (b, h * self.q_heads / heads), tokens.clone());
+            for (at, (o, other)) in o.iter().zip(other).enumerate() {
+                dots[(b * heads + h) * rows + tokens.start + at / value_dim] += o * other;
             }
-            states[place..][..self.state()].copy_from_slice(&s);
-        });
+        }
         (states, out, dots)
+    }
+
+    /// Returns the state that some tokens of a head leave, and their results.
+    fn exact_part(
+        &self,
+        inputs: &Inputs,
+        (b, h): (usize, usize),
+        tokens: Range<usize>,
+        start: Vec<f64>,
+    ) -> (Vec<f64>, Vec<f64>) {
+        let Case { rows, heads, q_heads, kv_heads, head_dim, value_dim, .. } = *self;
+        let of = |array: &[f32], array_heads: usize, dim: usize| {
+            let place = (b, h * array_heads / heads);
+            rows_of(array, [rows, array_heads, dim], place, tokens.clone())
+        };
+        let decay = |log: f64| if log <= f64::from(FORGOTTEN) { 0.0 } else { log.exp2() };
+        let decays = of(&inputs.logs, heads, 1).into_iter().map(decay).collect();
+        let (q, k) = (of(&inputs.q, q_heads, head_dim), of(&inputs.k, kv_heads, head_dim));
+        let v = of(&inputs.v, kv_heads, value_dim);
+        let (dims, zeros) = ([head_dim, value_dim], vec![0.0; self.state()]);
+        let nothing = vec![0.0; tokens.len() * value_dim];
+        if self.reverse {
+            let head = Head { dims, q: k, k: q, v: nothing, dout: v, decays };
+            let found = head.recurrence(&zeros, &start);
+            (found.dbefore, found.dv)
+        } else {
+            let head = Head { dims, q, k, v, dout: nothing, decays };
+            let found = head.recurrence(&start, &zeros);
+            (found.after, found.o)
+        }
     }
 }
 
-/// Inputs in memory, and where the results go.
+/// Inputs in memory, and the arrays of results.
 pub struct Arrays {
     pub q: Array,
     pub k: Array,

@@ -12,7 +12,7 @@ use crate::mutants::{force, reroute_all, swap};
 use crate::world::{Array, Change, Stores, World};
 use case::{Arrays, CASE, Case, Decays, Inputs, Spoil, place};
 
-/// Runs the launches in two orders of blocks, and gives what `read` finds.
+/// Runs the launches in two orders of blocks, and returns what `read` returns.
 fn twice(
     case: &Case,
     change: Change,
@@ -28,7 +28,7 @@ fn twice(
     }
 }
 
-/// Is the root mean square of the error within `bound` times that of what is exact?
+/// Returns the error's root mean square, relative to the exact result's, if it is within `bound`.
 fn near(name: &str, got: &[f32], exact: &[f64], bound: f64) -> Result<f64, String> {
     assert_eq!(got.len(), exact.len(), "{name}");
     if let Some(at) = got.iter().position(|x| !x.is_finite()) {
@@ -40,7 +40,8 @@ fn near(name: &str, got: &[f32], exact: &[f64], bound: f64) -> Result<f64, Strin
     if ratio <= 1.0 { Ok(ratio) } else { Err(format!("{name} is off by {ratio:.2} bounds")) }
 }
 
-/// A rounding to the element type: what products' operands, and results, have of error.
+/// Returns the error of a rounding to the element type, which operands of products and results
+/// have.
 fn rounding(element: Element) -> f64 {
     match element {
         Element::Bf16 => 2f64.powi(-9),
@@ -69,7 +70,7 @@ fn check_state(case: &Case, change: Change) -> Result<f64, String> {
     near("state", &found, &case.exact(&case.inputs(), true).0, rounding(case.element))
 }
 
-/// Results, and their products with `other`.
+/// Returns the outputs, and their products with `other`.
 fn attend(case: &Case, change: Change) -> Result<Vec<Vec<f32>>, String> {
     let Case { batch, heads, head_dim, .. } = *case;
     twice(case, change, |inputs, world| {
@@ -104,7 +105,7 @@ fn check_attend(case: &Case, change: Change) -> Result<f64, String> {
             (0..tiles).map(|tile| found[1][(head * tiles + tile) * case.padded() + row]).sum()
         })
         .collect();
-    // Weights, states and the result are rounded; dots are of what is not rounded yet.
+    // Weights, states and the result are rounded; dots come from the result before its rounding.
     let bound = 2.0 * rounding(case.element);
     Ok(near("o", &found[0], &exact, bound)?.max(near("dots", &dots, &exact_dots, bound)?))
 }
@@ -123,7 +124,7 @@ fn check_all(cases: &[Case], change: Change) {
     assert!(worst > 0.3, "bounds that say little: {worst}");
 }
 
-/// Both ways, for all heads.
+/// Returns a case forward and in reverse, for all heads.
 fn both_ways(case: Case) -> [Case; 2] {
     [case, Case { reverse: true, q_heads: case.kv_heads, kv_heads: case.q_heads, ..case }]
 }
@@ -143,8 +144,9 @@ fn tokens_get_what_the_recurrence_gives_them() {
     check_all(cases.map(both_ways).as_flattened(), Change::None);
 }
 
-/// Tokens before a reset, one of which has NaN or infinities in an earlier tile, or products that
-/// overflow in the same one, or a state of NaN, change no bit behind it; in reverse the other way.
+/// Tokens before a reset change no bit behind it, even with NaN or infinities in an earlier tile,
+/// with products that overflow in the same tile, or with a state of NaN. In reverse, tokens behind
+/// a reset change no bit before it.
 #[test]
 fn a_reset_stops_what_is_not_finite() {
     const RESET: usize = 99;
@@ -202,7 +204,7 @@ const LARGE: Case = Case {
     ..CASE
 };
 
-/// States, and products of queries with keys, beyond what float16 holds.
+/// States, and products of queries with keys, beyond the range of float16.
 #[test]
 fn states_and_weights_may_be_larger_than_float16() {
     let weights = Case { sizes: [10.0, 1e4, 1e-3], ..LARGE };

@@ -1,0 +1,1 @@
+"""Attention: on shards and on global arrays."""

@@ -1,0 +1,278 @@
+"""Implementations of a ring: the library's custom calls on each platform, and plain JAX."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from burst_attention import _ffi
+from burst_attention._attention import implementation, plain
+from burst_attention._attention.features import Feature, Features, lengths
+from burst_attention._attention.options import NO_LIMIT
+from burst_attention._attention.ring import Ring
+from burst_attention._mesh import rank_and_ring, vary_like
+from burst_attention._types import Arrays
+
+Shapes: TypeAlias = tuple[jax.ShapeDtypeStruct, ...]
+Attribute: TypeAlias = bool | str | np.generic | np.ndarray
+Attributes: TypeAlias = dict[str, Attribute]
+
+SHORT_SEQUENCE = 256
+"""Up to how many keys of the whole sequence the backward pass gets o in float32. There gradients
+are small differences; a query that sees one key has none at all. An o in 16 bits in
+delta = rowsum(dout ∘ o) made the errors of dq and dk up to 1.6 times the errors of rounding alone;
+from 130 tokens on the factor was 1.11 at most. For long sequences float32 would take two bytes more
+for each element."""
+
+SHORT_WINDOW = 64
+"""Up to how many positions of a window the backward pass gets o in float32. A query sees no more
+keys, as on average in a causal sequence of twice as many. The lengths of segments are not known
+here: for documents of fewer tokens in a long sequence, errors are the figures above."""
+
+COMMUNICATION_ID = int.from_bytes(b"BURS")
+"""Tells the NCCL communicators of rings from XLA's own (0 and 1) and from communicators of other
+libraries over the same devices. Forward and backward pass share one communicator. The slow links of
+a double ring have the number after it."""
+
+
+def forward(ring: Ring, qkv: Arrays, features: Features) -> Arrays:
+    """Returns o and lse, float32 ``[batch, seq, heads]``, of one rank, without sinks.
+
+    o has the dtype of `residual_dtype`, but is float32 where sinks scale it afterwards: rounding
+    before and after the sinks would make its error 1.4 times that of rounding. Kernels of GPUs do
+    round it before.
+    """
+    calls = {"cpu": _cpu_forward, "cuda": _cuda_forward, "xla": _plain_forward}
+    return _implemented(ring, calls, qkv, features)
+
+
+def backward(ring: Ring, qkv: Arrays, features: Features, results: Arrays) -> Arrays:
+    """Returns dq, dk, dv and the gradients of features of one rank from its o, lse, dout, dlse."""
+    calls = {"cpu": _cpu_backward, "cuda": _cuda_backward, "xla": plain.backward}
+    return _implemented(ring, calls, qkv, features, results)
+
+
+def _implemented(
+    ring: Ring,
+    calls: dict[str, Callable[..., Arrays]],
+    qkv: Arrays,
+    *others: Features | Arrays,
+) -> Arrays:
+    """Returns the results of the ring's implementation.
+
+    Without one, lowering takes the implementation that serves the platform it lowers for.
+    """
+    if ring.implementation is not None:
+        return calls[ring.implementation](ring, qkv, *others)
+    branches = {
+        name: partial(calls[name], ring)
+        for name in ("cpu", "cuda")
+        if implementation.serves(
+            name,
+            qkv[0].dtype,
+            ring.world_size,
+            keeps_float32=ring.keeps_float32,
+            soft_cap=ring.options.logits_soft_cap,
+        )
+    }
+    results: Arrays = lax.platform_dependent(
+        qkv, *others, default=partial(calls["xla"], ring), **branches
+    )
+    return results
+
+
+def _plain_forward(ring: Ring, qkv: Arrays, features: Features) -> Arrays:
+    o, lse = plain.forward(ring, qkv, features)
+    return o.astype(_o_dtype(ring, qkv, features)), lse
+
+
+def _cpu_forward(ring: Ring, qkv: Arrays, features: Features) -> Arrays:
+    results = _forward_results(qkv, _o_dtype(ring, qkv, features))
+    return _cpu_call(_ffi.FORWARD, ring, results, qkv, features, {})
+
+
+def _cpu_backward(ring: Ring, qkv: Arrays, features: Features, given: Arrays) -> Arrays:
+    results = _like(*qkv, *(x for _, x in features.differentiable()))
+    attributes: Attributes = {"backward": ring.options.backward}
+    return _cpu_call(_ffi.BACKWARD, ring, results, (*qkv, *given), features, attributes)
+
+
+def _cuda_forward(ring: Ring, qkv: Arrays, features: Features) -> Arrays:
+    q, k, v = qkv
+    results = _forward_results(qkv, q.dtype)
+    o, lse = _cuda_call(_ffi.FORWARD, ring, results, (_signed(ring, q), k, v), features, {})
+    # Kernels write o in q's dtype. On all platforms this function returns it in one dtype.
+    return o.astype(_o_dtype(ring, qkv, features)), lse
+
+
+def _cuda_backward(ring: Ring, qkv: Arrays, features: Features, given: Arrays) -> Arrays:
+    (q, k, v), (o, lse, dout, dlse) = qkv, given
+    dout, dlse = _without_padding(features, dout), _without_padding(features, dlse)
+    operands = (_signed(ring, q), k, v, o.astype(q.dtype), lse, dout, dlse)
+    # Kernels add up the gradients of features in place, and leave some dimensions to be summed.
+    rows, sizes = [row for row, _ in features.differentiable()], lengths(q, k)
+    shapes = [[sizes[name] for name in row.partial.split()] for row in rows]
+    zeros = vary_like(q, tuple(jnp.zeros(shape, jnp.float32) for shape in shapes))
+    attributes: Attributes = {
+        "backward": ring.options.backward,
+        "backward_order": ring.options.backward_order,
+    }
+    dq, dk, dv, *partial_sums = _cuda_call(
+        _ffi.BACKWARD, ring, _like(*qkv, *zeros), operands, features, attributes, in_place=zeros
+    )
+    return _signed(ring, dq), dk, dv, *map(_summed, rows, partial_sums)
+
+
+def _summed(row: Feature, x: jax.Array) -> jax.Array:
+    """Returns the gradient of an operand from the sums that kernels leave."""
+    names, kept = row.partial.split(), row.operand.split()
+    return x.sum(axis=tuple(axis for axis, name in enumerate(names) if name not in kept))
+
+
+def _without_padding(features: Features, cotangent: jax.Array) -> jax.Array:
+    """Returns a cotangent with 0 in padding: kernels give it weight 0, and 0 · NaN is NaN."""
+    if features.query_segment_ids is None:
+        return cotangent
+    padding = lax.expand_dims(features.query_segment_ids < 0, range(2, cotangent.ndim))
+    return jnp.where(padding, jnp.zeros_like(cotangent), cotangent)
+
+
+def residual_dtype(ring: Ring, q: jax.Array, k: jax.Array) -> jnp.dtype:
+    """Returns the dtype of the o that the backward pass gets.
+
+    It is q's dtype, or float32 where the caller asks for it and for short sequences.
+    """
+    keys, (left, right) = ring.world_size * k.shape[1], ring.window
+    short_window = NO_LIMIT not in (left, right) and left + right < SHORT_WINDOW
+    is_short = keys <= SHORT_SEQUENCE or short_window
+    return jnp.dtype(jnp.float32) if is_short or ring.keeps_float32 else q.dtype
+
+
+def _o_dtype(ring: Ring, qkv: Arrays, features: Features) -> jnp.dtype:
+    """Returns the dtype of the o that sinks get, or else the backward pass."""
+    return jnp.dtype(jnp.float32) if features.sinks is not None else residual_dtype(ring, *qkv[:2])
+
+
+def _forward_results(qkv: Arrays, o_dtype: jnp.dtype) -> Shapes:
+    rows = qkv[0].shape[:3]
+    return (
+        jax.ShapeDtypeStruct((*rows, qkv[2].shape[3]), o_dtype),
+        jax.ShapeDtypeStruct(rows, jnp.float32),
+    )
+
+
+def _like(*inputs: jax.Array) -> Shapes:
+    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs)
+
+
+def _cpu_call(
+    target: str, ring: Ring, results: Shapes, operands: Arrays, features: Features, also: Attributes
+) -> Arrays:
+    attributes = _options(ring, features) | {"softmax_scale": np.float32(ring.softmax_scale)}
+    given = (*operands, *features.operands(), rank_and_ring(ring.axes))
+    return _call(target, ring, results, given, attributes | also)
+
+
+def _cuda_call(
+    target: str,
+    ring: Ring,
+    results: Shapes,
+    operands: Arrays,
+    features: Features,
+    also: Attributes,
+    in_place: Arrays = (),
+) -> Arrays:
+    """Calls kernels of GPUs. The last results start from the values of ``in_place``."""
+    options = _options(ring, features)
+    attributes: Attributes = {
+        "softmax_scale": _positive_scale(ring),
+        "groups": np.array(ring.groups, np.int64),
+        "communication_id": np.int64(COMMUNICATION_ID),
+    }
+    # The workspace is a result, so XLA plans and counts it: kernels allocate nothing.
+    needed = _ffi.workspace_bytes(**_request(target, ring, operands, options))
+    workspace = jax.ShapeDtypeStruct((needed,), jnp.uint8)
+    operands = (*operands, *features.operands(), *in_place)
+    first, last = len(operands) - len(in_place), len(results) - len(in_place)
+    aliases = {first + i: last + i for i in range(len(in_place))}
+    *outputs, _ = _call(
+        target, ring, (*results, workspace), operands, attributes | options | also, aliases
+    )
+    return tuple(outputs)
+
+
+def _options(ring: Ring, features: Features) -> Attributes:
+    """Returns mask and features as attributes."""
+    return {
+        "window_left": np.int64(ring.window[0]),
+        "window_right": np.int64(ring.window[1]),
+        "logits_soft_cap": np.float32(ring.options.logits_soft_cap or 0),
+        "dropout_rate": np.float32(ring.options.dropout_rate),
+        "feature_operands": ",".join(row.name for row, _ in features.present() if row.operand),
+        "schedule": ring.schedule,
+        "inner_size": np.int64(ring.inner_size),
+    }
+
+
+def _call(
+    target: str,
+    ring: Ring,
+    results: Shapes,
+    operands: Arrays,
+    attributes: Attributes,
+    aliases: dict[int, int] | None = None,
+) -> Arrays:
+    # A ring inside one call is pure, so XLA may merge equal calls and drop unused ones: all ranks
+    # run one program, so a call that one rank drops, all ranks drop.
+    call = jax.ffi.ffi_call(
+        target,
+        results,
+        vmap_method="broadcast_all",
+        has_side_effect=False,
+        input_output_aliases=aliases,
+    )
+    with jax.named_scope(target):
+        outputs = call(
+            *operands,
+            world_size=np.int64(ring.world_size),
+            layout=ring.layout,
+            axis_name=", ".join(ring.axes) or "none",
+            **attributes,
+        )
+    # JAX types the results of a custom call as equal on all devices.
+    return vary_like(operands[0], tuple(outputs))
+
+
+def _request(target: str, ring: Ring, operands: Arrays, options: Attributes) -> dict[str, object]:
+    """Returns a call as the library reads it; ``ffi/src/workspace.rs`` has the fields."""
+    q, k, v, *_ = operands
+    return _ffi.shapes(q, k, v) | {
+        "pass": "forward" if target == _ffi.FORWARD else "backward",
+        "softmax_scale": float(_positive_scale(ring)),
+        "options": {name: np.asarray(value).item() for name, value in options.items()},
+        "layout": ring.layout,
+        "world_size": ring.world_size,
+        "backward": ring.options.backward,
+        "backward_order": ring.options.backward_order,
+    }
+
+
+def _positive_scale(ring: Ring) -> np.float32:
+    """Returns the scale that kernels get: they take only positive ones, see `_signed`."""
+    return np.abs(np.float32(ring.softmax_scale)) or np.float32(1)
+
+
+def _signed(
+    ring: Ring, x: Float[Array, "batch q_len heads head_dim"]
+) -> Float[Array, "batch q_len heads head_dim"]:
+    """Returns q or dq times the sign of the scale, which `_positive_scale` leaves out::
+
+    scale · q kᵀ = |scale| · (sign · q) kᵀ;   dq = sign · (|scale| · ds k)
+    """
+    sign = np.sign(np.float32(ring.softmax_scale))
+    return x if sign > 0 else x * sign.astype(x.dtype)

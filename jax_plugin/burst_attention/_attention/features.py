@@ -1,0 +1,207 @@
+"""Features: the arrays of a call besides query, key and value, in one table.
+
+All code that checks arguments, shards global arrays, scatters heads, orders the operands of custom
+calls or returns gradients reads the table. The library declares the operands of its custom calls;
+the table adds the arguments that bring them.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32, Int32, UInt32
+
+from burst_attention import _ffi
+from burst_attention._checks import array_type, shaped
+from burst_attention._types import Arrays, Axes
+
+
+class Feature(NamedTuple):
+    """A row of the table. Shapes consist of the names that `lengths` returns and of numbers."""
+
+    name: str
+    """The field of `Features`."""
+    argument: str
+    """The keyword argument that brings the array."""
+    dtype: str
+    each: str
+    """What one element is, in the words of errors."""
+    shape: str
+    """The shape of the array that the argument brings."""
+    operand: str
+    """The shape of the custom calls' operand; empty for an array that the calls do not get."""
+    differentiable: bool = False
+    """Whether the array has a gradient."""
+    partial: str = ""
+    """The shape in which kernels of GPUs add up the gradient; summed, it is the operand's."""
+
+
+ARGUMENTS = {
+    "query_segment_ids": ("segment_ids", "id", "batch q_len", ""),
+    "key_segment_ids": ("segment_ids", "id", "batch kv_len", ""),
+    "alibi_slopes": ("alibi_slopes", "slope", "heads", "batch q_len heads"),
+    "dropout": ("dropout_key", "word", "2", ""),
+}
+"""For each operand the argument that brings it, the word for an element, the shape that the
+argument has, and the shape in which kernels of GPUs add up the gradient."""
+
+
+def _operand(row: _ffi.FeatureOperand) -> Feature:
+    argument, each, shape, partial = ARGUMENTS[row["name"]]
+    operand = " ".join(map(str, row["shape"]))
+    parts = (row["name"], argument, row["dtype"], each, shape, operand)
+    return Feature(*parts, row["differentiable"], partial)
+
+
+FEATURES = (
+    *map(_operand, _ffi.interface()["feature_operands"]),
+    Feature("sinks", "sinks", "float32", "logit", "heads", "", differentiable=True),
+)
+"""Every feature that has an array. Operands stand in the order of the custom calls."""
+
+
+class Features(NamedTuple):
+    """The arrays of a call, None where absent: as arguments, or as `as_operands` returns them."""
+
+    query_segment_ids: Int32[Array, "batch q_len"] | None = None
+    key_segment_ids: Int32[Array, "batch kv_len"] | None = None
+    alibi_slopes: Float32[Array, "*batch heads"] | None = None
+    dropout: UInt32[Array, "*batch words"] | None = None
+    sinks: Float32[Array, " heads"] | None = None
+
+    def present(self) -> list[tuple[Feature, jax.Array]]:
+        """Returns the arrays that are present, each with its row of the table."""
+        return [(row, x) for row, x in zip(FEATURES, self, strict=True) if x is not None]
+
+    def operands(self) -> Arrays:
+        """Returns the operands of the custom calls."""
+        return tuple(x for row, x in self.present() if row.operand)
+
+    def differentiable(self) -> list[tuple[Feature, jax.Array]]:
+        """Returns the operands that have a gradient, each with its row of the table."""
+        return [(row, x) for row, x in self.present() if row.operand and row.differentiable]
+
+
+def lengths(query: jax.Array, key: jax.Array) -> dict[str, int]:
+    """Returns the lengths that shapes of the table name."""
+    batch, q_len, heads, _ = query.shape
+    return {"batch": batch, "q_len": q_len, "kv_len": key.shape[1], "heads": heads}
+
+
+def check_features(
+    given: Mapping[str, object], query: jax.Array, key: jax.Array, dropout_rate: float
+) -> Features:
+    """Returns the arrays among the keyword arguments of `attention`, checked."""
+    sizes = lengths(query, key)
+    values = {row.name: (row.argument, given.get(row.argument)) for row in FEATURES}
+    values |= _pair_of_ids(given.get("segment_ids"), sizes["q_len"], sizes["kv_len"])
+    values["dropout"] = ("dropout_key", dropout_words(given.get("dropout_key"), dropout_rate))
+    return Features(*(_checked(row, *values[row.name], sizes) for row in FEATURES))
+
+
+def _checked(row: Feature, title: str, value: object, sizes: Mapping[str, int]) -> jax.Array | None:
+    """Returns an array that has the dtype and the shape of its row."""
+    if value is None:
+        return None
+    names = row.shape.split()
+    expected = tuple(sizes[name] if name in sizes else int(name) for name in names)
+    unit = "head of query" if "heads" in names else "token"
+
+    def hint(shape: tuple[int, ...]) -> str:
+        if names[0] == "batch" and len(shape) == len(names) - 1:
+            return "; add the batch dimension with jnp.broadcast_to"
+        times, rest = divmod(sum(shape), sizes["heads"])
+        if names == ["heads"] and len(shape) == 1 and times > 1 and not rest:
+            return f"; where heads are sharded, each device takes the {row.each}s of its own heads"
+        return ""
+
+    words = f"one {row.each} for each {unit}"
+    return shaped(title, value, row.dtype, expected, words, hint)
+
+
+def _pair_of_ids(value: object, q_len: int, kv_len: int) -> dict[str, tuple[str, object]]:
+    """Returns the ids of query and of key with their titles in errors, where both are given."""
+    if not isinstance(value, tuple | list):
+        if value is not None and q_len != kv_len:
+            raise ValueError(
+                "segment_ids must be a pair (ids of query, ids of key) where these differ in "
+                f"length, got one array for {q_len} and {kv_len} tokens"
+            )
+        return {}
+    if len(value) != 2:
+        raise ValueError(
+            "segment_ids must be one array or a pair (ids of query, ids of key), got "
+            f"{len(value)} arrays"
+        )
+    titles = {"query_segment_ids": "segment_ids of query", "key_segment_ids": "segment_ids of key"}
+    pairs = zip(titles.items(), value, strict=True)
+    return {name: (title, array_type(title, ids)) for (name, title), ids in pairs}
+
+
+def dropout_words(key: object, rate: float) -> UInt32[Array, "2"] | None:
+    """Returns the first and the last word of a key's data; None where nothing is dropped."""
+    if not rate:
+        return None
+    if key is None:
+        raise ValueError(
+            f"dropout_rate={rate:g} needs dropout_key, a key such as jax.random.key(0), another "
+            "one for every step and layer"
+        )
+    found = array_type("dropout_key", key)
+    shape = tuple(found.shape)
+    if jnp.issubdtype(found.dtype, jax.dtypes.prng_key):
+        if shape:
+            raise ValueError(f"dropout_key must be one key, got an array of keys of shape {shape}")
+        words = jax.random.key_data(jnp.asarray(found)).reshape(-1)
+        return words[jnp.array([0, words.size - 1])]
+    if found.dtype != jnp.uint32 or shape != (2,):
+        raise TypeError(
+            "dropout_key must be a key of jax.random, or its data uint32 of shape (2,), got "
+            f"{found.dtype} of shape {shape}"
+        )
+    return jnp.asarray(found)
+
+
+def as_operands(
+    features: Features, batch: int, heads: int, batch_axes: Axes, head_axes: Axes
+) -> Features:
+    """Returns features of which every operand has an entry for each batch entry.
+
+    The gradient of an array that batch entries share is then the sum that JAX's transpose makes.
+    """
+    if features.dropout is not None:
+        offsets = dropout_offsets(features.dropout, batch, heads, batch_axes, head_axes)
+        features = features._replace(dropout=offsets)
+    shared = {
+        row.name: jnp.broadcast_to(x, (batch, *x.shape))
+        for row, x in features.present()
+        if row.operand == f"batch {row.shape}"
+    }
+    return features._replace(**shared)
+
+
+def dropout_offsets(
+    words: UInt32[Array, "2"], batch: int, heads: int, batch_axes: Axes, head_axes: Axes
+) -> UInt32[Array, "batch 4"]:
+    """Returns for each batch entry the key's two words, its index and its first query head's index.
+
+    Both indices count in the whole array, whose batch and heads the axes shard. Philox4x32-10
+    under this key gives each weight a number, which decides whether the weight is dropped::
+
+        r = philox((key position // 4, query position, query head, batch entry))[key position % 4]
+        kept where r ≥ round(rate · 2³²), and divided by 1 − rate
+
+    So the mesh, the layout and the schedule do not matter.
+    """
+    entry, head = _first_index(batch_axes, batch), _first_index(head_axes, heads)
+    entries = entry + jnp.arange(batch, dtype=jnp.uint32)
+    columns = (words[0], words[1], entries, head)
+    return jnp.stack([jnp.broadcast_to(column, (batch,)) for column in columns], axis=1)
+
+
+def _first_index(axes: Axes, count: int) -> UInt32[Array, ""]:
+    """Returns the index of a device's first entry in a whole array of ``count`` on each device."""
+    index = lax.axis_index(axes) if axes else jnp.zeros((), jnp.int32)
+    return index.astype(jnp.uint32) * jnp.uint32(count)

@@ -1,0 +1,161 @@
+"""Attention on global arrays: finds mesh and axes, and computes on shards in a ``shard_map``."""
+
+from dataclasses import replace
+from typing import Literal, Unpack, overload
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from burst_attention import _checks
+from burst_attention._attention.features import Features, lengths
+from burst_attention._attention.options import AttentionOptions
+from burst_attention._attention.placement import Placement, find_mesh, find_placement
+from burst_attention._attention.shards import attend, check_call
+from burst_attention._attention.vjp import Qkv, Results
+from burst_attention._mesh import axes_size
+from burst_attention._types import AnyMesh, Axes
+
+
+@overload
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: None = None,
+    mask: None = None,
+    *,
+    mesh: AnyMesh | None = None,
+    spec: PartitionSpec | None = None,
+    axis_name: str | Axes | None = None,
+    return_residual: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> jax.Array: ...
+
+
+@overload
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: None = None,
+    mask: None = None,
+    *,
+    mesh: AnyMesh | None = None,
+    spec: PartitionSpec | None = None,
+    axis_name: str | Axes | None = None,
+    return_residual: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: None = None,
+    mask: None = None,
+    *,
+    mesh: AnyMesh | None = None,
+    spec: PartitionSpec | None = None,
+    axis_name: str | Axes | None = None,
+    return_residual: bool,
+    **options: Unpack[AttentionOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
+def dot_product_attention(
+    query: Float[Array, "batch q_len heads head_dim"],
+    key: Float[Array, "batch kv_len kv_heads head_dim"],
+    value: Float[Array, "batch kv_len kv_heads value_dim"],
+    bias: None = None,
+    mask: None = None,
+    *,
+    mesh: AnyMesh | None = None,
+    spec: PartitionSpec | None = None,
+    axis_name: str | Axes | None = None,
+    return_residual: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Exact attention on global arrays that are sharded over a mesh, anywhere under ``jit``.
+
+    Computes `attention` on every shard, in a ``jax.shard_map`` over all axes of the mesh. Where the
+    arrays' mesh axes are Explicit, the arrays' types say mesh, spec and axis_name.
+
+    Args:
+      query: ``[batch, q_len, heads, head_dim]``, the whole sequence in the order of ``layout``.
+      key: ``[batch, kv_len, kv_heads, head_dim]``.
+      value: ``[batch, kv_len, kv_heads, value_dim]``.
+      bias: must be None: a sequence × sequence array.
+      mask: must be None: a sequence × sequence array.
+      mesh: default: the mesh of the arrays, or of ``jax.set_mesh``.
+      spec: sharding of query, key and value, such as ``P("data", "context", "tensor", None)``.
+        Auto meshes need it. Key/value heads stay whole if they are fewer than the shards of their
+        axis; each device then takes the heads that its query heads use.
+      axis_name: mesh axis of the sequence, or a pair (outer, inner); default: the axes that shard
+        dimension 1.
+      return_residual: whether to also return lse.
+      **options: the options of `attention` except batch_axis and head_axis, which follow from spec.
+        segment_ids belong to the whole sequence and are sharded like the first two dimensions of
+        query; sinks and alibi_slopes belong to all heads and are sharded like the heads of query.
+        All three may also be whole on every device. Inside a ``shard_map`` over other axes, dropout
+        does not know the indices along these axes: fold them into dropout_key.
+
+    Returns:
+      ``out``, sharded like query; with ``return_residual=True`` ``(out, lse)``.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: while tracing, with the way out.
+    """
+    caller = "dot_product_attention"
+    checked, qkv, features = check_call(caller, (query, key, value), bias, mask, options)
+    for name in ("batch_axis", "head_axis"):
+        if axes := getattr(checked, name):
+            raise TypeError(
+                f"{name} is known from spec or the arrays' types in dot_product_attention, got "
+                f"{axes!r}; leave it out"
+            )
+    placement = find_placement(find_mesh(mesh, qkv[0]), spec, axis_name, *qkv)
+    with_lse = _checks.flag("return_residual", return_residual)
+    axes = placement.axes
+    checked = replace(checked, batch_axis=axes["batch"], head_axis=axes["heads"])
+
+    def local(qkv: Qkv, arrays: dict[str, jax.Array]) -> Results | jax.Array:
+        own = _own_parts(placement, qkv, Features(**arrays))
+        out, lse = attend(placement.ring_axes, checked, *own)
+        return (out, lse) if with_lse else out
+
+    q_spec, kv_spec = placement.spec("batch q_len heads"), placement.spec("batch kv_len kv_heads")
+    arrays = {row.name: x for row, x in features.present()}
+    specs = {
+        row.name: placement.spec_of(row.argument, x, row.shape) for row, x in features.present()
+    }
+    return jax.shard_map(
+        local,
+        mesh=placement.mesh,
+        in_specs=((q_spec, kv_spec, kv_spec), specs),
+        out_specs=(q_spec, q_spec) if with_lse else q_spec,
+        axis_names=set(placement.mesh.axis_names) - set(placement.mesh.manual_axes),
+    )(qkv, arrays)
+
+
+def _own_parts(
+    placement: Placement, qkv: Qkv, features: Features
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Features]:
+    """Returns this device's part of arrays that may have come whole."""
+    (query, key, value), head_axes = qkv, placement.axes["heads"]
+    if placement.axes["kv_heads"] != head_axes:
+        heads, shards = key.shape[2], axes_size(placement.mesh, head_axes)
+        start, count = lax.axis_index(head_axes) * heads // shards, max(1, heads // shards)
+        key, value = (lax.dynamic_slice_in_dim(x, start, count, axis=2) for x in (key, value))
+    sizes, own = lengths(query, key), {}
+    for row, x in features.present():
+        for dimension, name in enumerate(row.shape.split()):
+            length = sizes.get(name, x.shape[dimension])
+            if x.shape[dimension] > length:
+                start = lax.axis_index(placement.axes[name]) * length
+                x = lax.dynamic_slice_in_dim(x, start, length, axis=dimension)
+        own[row.name] = x
+    return (query, key, value), Features(**own)

@@ -1,0 +1,82 @@
+"""Everything static about a call: what does not depend on the values of arrays."""
+
+from dataclasses import dataclass
+
+import jax
+
+from burst_attention import _checks, _mesh
+from burst_attention._attention import choice, implementation
+from burst_attention._attention.options import Options, Window
+from burst_attention._types import Axes, Layout
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A ring of devices and its computation: most fields become attributes of the custom calls."""
+
+    options: Options
+    axes: Axes
+    """Mesh axes of the sequence: rank = outer · inner size + inner. Without axes, each device is a
+    ring."""
+    world_size: int
+    schedule: str
+    """The library's name of the schedule, such as ``double_ring`` for rings over two axes."""
+    inner_size: int
+    """Ranks of an inner ring; 0 if there are no inner rings."""
+    window: Window
+    """How many positions before and after its own a query sees, or `NO_LIMIT`."""
+    softmax_scale: float
+    layout: Layout
+    implementation: str | None
+    """``cpu``, ``cuda`` or ``xla``; None where lowering decides. See `implementation`."""
+    groups: tuple[int, ...]
+    """Logical ids of the devices of all rings, see `ring_groups`."""
+
+    @property
+    def keeps_float32(self) -> bool:
+        """Whether the backward pass gets o in float32 however many keys there are."""
+        return self.options.residual_dtype is not None
+
+
+def ring_along(axes: Axes, options: Options, qkv: tuple[jax.Array, jax.Array, jax.Array]) -> Ring:
+    """Returns the ring of a call inside ``shard_map``."""
+    query, key, _ = qkv
+    mesh = _mesh.ring_mesh(axes)
+    _mesh.all_axes_manual(mesh)
+    for name in ("batch_axis", "head_axis"):
+        _check_axes(name, getattr(options, name), mesh, axes)
+    for name, x in (("query", query), ("key", key)):
+        _checks.shard_length(name, x.shape[1], options.layout)
+    world_size = _mesh.axes_size(mesh, axes)
+    chosen = implementation.chosen(options.implementation, mesh, query.dtype, world_size)
+    implementation.check_soft_cap(options.logits_soft_cap, chosen)
+    implementation.check_residual_dtype(options.residual_dtype is not None, chosen)
+    sizes = tuple(mesh.shape[name] for name in axes)
+    schedule = choice.library_name(choice.resolved(options, qkv, sizes, chosen), axes)
+    return Ring(
+        options=options,
+        axes=axes,
+        world_size=world_size,
+        schedule=schedule,
+        inner_size=sizes[1] if schedule == "double_ring" else 0,
+        window=options.window(world_size * max(query.shape[1], key.shape[1])),
+        softmax_scale=options.softmax_scale(query.shape[3]),
+        layout=options.layout,
+        implementation=chosen,
+        groups=_mesh.ring_groups(mesh, axes),
+    )
+
+
+def _check_axes(name: str, names: Axes, mesh: jax.sharding.AbstractMesh, ring_axes: Axes) -> None:
+    """Raises for axes of the batch or the heads that the mesh or the sequence does not leave."""
+    if set(names) & set(ring_axes):
+        raise ValueError(
+            f"{name} must not name the axis that shards the sequence, "
+            f"axis_name={_mesh.axis_name_of(ring_axes)!r}, got {_mesh.axis_name_of(names)!r}"
+        )
+    unknown = [x for x in names if x not in mesh.manual_axes]
+    if unknown:
+        raise ValueError(
+            f"{name} must name axes of the surrounding jax.shard_map, of "
+            f"{_checks.listed(mesh.manual_axes)}, got {unknown[0]!r}"
+        )

@@ -1,0 +1,307 @@
+"""Linear attention of one GPU's tokens: two kernels, and XLA's own code between them.
+
+Tokens are cut into parts, enough that the parts of all heads keep a GPU busy. One kernel computes
+the state that each part leaves. A product of small matrices makes from these the state where each
+part begins, and the other kernel goes through all parts at once:
+
+    forward   o = attend(q, k, v, S)
+    backward  dq = attend(dout, v, k, Sᵀ);  dk = attend(v, dout, q, Dᵀ);  dv = attend(k, q, dout, D)
+
+S is the state before each part and D the gradient of the state after it; dk and dv go from the last
+token to the first. `kernels/compiler/src/device/linear.rs` has the formulas.
+
+Values that are not finite do not pass a log decay of −∞, unless one tile of a kernel holds both.
+With documents they do not pass there either: kernels get finite operands only (see `isolation`).
+"""
+
+from math import log2
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32
+
+from burst_attention import _ffi
+from burst_attention._linear.isolation import finite, poisoned, reached, spoilt
+from burst_attention._linear.states import Logs, State, faded
+from burst_attention._mesh import vary_like
+from burst_attention._types import Arrays
+
+Totals: TypeAlias = Float32[Array, "batch heads parts"]
+States: TypeAlias = Float32[Array, "batch parts heads k_dim v_dim"]
+Begins: TypeAlias = Float32[Array, "batch parts+1 heads k_dim v_dim"]
+"""States where each part begins, and after the last part."""
+
+TILE = 64
+"""Tokens of the kernels' tiles: sums of log decays begin anew with each tile."""
+
+BLOCKS = 256
+"""Parts over all heads: about two for each multiprocessor of an H100, H200 or B200, whose numbers
+decided this, not a measurement."""
+
+SHORTEST = 256
+"""The fewest tokens of a part."""
+
+COLUMNS = 64
+"""Value columns of a block."""
+
+LOWEST = -150.0
+"""2 to this power is 0 in float32: a token with this log decay sees no token before it."""
+
+
+class Cut(NamedTuple):
+    """How a rank's tokens are cut into parts, and their log decays."""
+
+    rows: int
+    """Tokens of a part."""
+    sums: Float32[Array, "batch heads padded_tokens"]
+    """Sums of log decays in base 2 since each tile began."""
+    totals: Totals
+    """Sums of log decays in base 2 over each part; −∞ with a reset among them."""
+    resets: Bool[Array, "batch seq heads"]
+    """Whether a log decay is −∞."""
+
+
+def part_rows(batch: int, tokens: int, heads: int) -> int:
+    """Returns the number of tokens of a part, a multiple of the tile."""
+    parts = min(-(-BLOCKS // max(1, batch * heads)), -(-tokens // SHORTEST))
+    return -(-tokens // max(1, parts) // TILE) * TILE if tokens else TILE
+
+
+def cut(logs: Logs, has_documents: bool) -> Cut:
+    """Returns how tokens with these log decays are cut."""
+    batch, tokens, heads = logs.shape
+    resets = jnp.isneginf(logs)
+    logs = jnp.where(resets, LOWEST, finite(logs) if has_documents else logs)
+    rows = part_rows(batch, tokens, heads)
+    in_base_2 = jnp.maximum(logs * log2(jnp.e), LOWEST).swapaxes(1, 2)
+    padded = jnp.pad(in_base_2, [(0, 0), (0, 0), (0, -tokens % TILE)])
+    sums = jnp.cumsum(padded.reshape(batch, heads, -1, TILE), axis=3)
+    tiles = sums[..., -1]
+    whole = jnp.pad(tiles, [(0, 0), (0, 0), (0, -tiles.shape[2] % (rows // TILE))])
+    totals = whole.reshape(batch, heads, -1, rows // TILE).sum(axis=3)
+    ends = jnp.pad(resets, [(0, 0), (0, -tokens % rows), (0, 0)])
+    ends = ends.reshape(batch, -1, rows, heads).any(axis=2).swapaxes(1, 2)
+    return Cut(rows, sums.reshape(batch, heads, -1), jnp.where(ends, -jnp.inf, totals), resets)
+
+
+def between(totals: Totals, left: States, back: bool) -> Begins:
+    """Returns the state where each part begins, and after all parts, from a state of zeros::
+
+        E_p = Σ_(j<p) 2^(Σ_(j<i<p) totals_i) left_j,   p = 0 … parts
+
+    With ``back`` p counts from the last part.
+    """
+    if back:
+        totals, left = totals[..., ::-1], left[:, ::-1]
+
+    def combine(
+        first: tuple[jax.Array, jax.Array], then: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        return first[0] + then[0], faded(then[0], first[1], jnp.exp2) + then[1]
+
+    _, sums = lax.associative_scan(combine, (totals.swapaxes(1, 2), left), axis=1)
+    return jnp.pad(sums, [(0, 0), (1, 0), (0, 0), (0, 0), (0, 0)])
+
+
+def states_from(totals: Totals, zero: Begins, start: State, back: bool) -> Begins:
+    """Returns the states of `between`, but from ``start``; ``zero`` is the result of `between`."""
+    if back:
+        totals = totals[..., ::-1]
+    before = jnp.pad(jnp.cumsum(totals, axis=2), [(0, 0), (0, 0), (1, 0)])
+    return zero + faded(before.swapaxes(1, 2), start[:, None], jnp.exp2)
+
+
+def left(
+    has_documents: bool, k: jax.Array, v: jax.Array, logs: Logs, *, back: bool = False
+) -> tuple[State, jax.Array]:
+    """Returns the state that all tokens leave, and the result of `between` for their parts."""
+    parts = cut(logs, has_documents)
+    keys, values = _kernel_rows(has_documents, k, v)
+    zero = between(parts.totals, _parts(parts, keys, values, back), back)
+    if has_documents:
+        came = reached(spoilt(logs, k, v), parts.resets, back=back)
+        ends = _ends(came, parts, back)[..., None, None]
+        zero = jnp.where(jnp.pad(ends, [(0, 0), (1, 0)] + [(0, 0)] * 3), jnp.nan, zero)
+    return zero[:, -1], zero
+
+
+def _kernel_rows(has_documents: bool, *rows: jax.Array) -> Arrays:
+    """Returns rows as kernels take them."""
+    return tuple(map(finite, rows)) if has_documents else rows
+
+
+def _ends(
+    came: Bool[Array, "batch seq heads"], parts: Cut, back: bool
+) -> Bool[Array, "batch parts heads"]:
+    """Returns ``came`` of the token at which each part is left."""
+    count, tokens = parts.totals.shape[2], came.shape[1]
+    if back:
+        # Nothing leaves a token with a reset.
+        return (came & ~parts.resets)[:, np.arange(count)[::-1] * parts.rows]
+    return came[:, np.minimum(np.arange(1, count + 1) * parts.rows, tokens) - 1]
+
+
+def forward(
+    has_documents: bool, operands: Arrays, zero: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns outputs, the state after the last token, and the states of `states_from`.
+
+    ``operands`` are q, k, v, log decays and the state before the first token. ``zero`` is the
+    second result of `left`, if it was called.
+    """
+    q, k, v, logs, start = operands
+    parts = cut(logs, has_documents)
+    if zero is None:
+        _, zero = left(has_documents, k, v, logs)
+    states = states_from(parts.totals, zero, start, back=False)
+    queries, keys, values = _kernel_rows(has_documents, q, k, v)
+    given = (queries, keys, values, states[:, :-1])
+    out, _ = _attend(parts, given, None, back=False)
+    if has_documents:
+        came = reached(spoilt(logs, k, v), parts.resets, back=False)
+        out = poisoned(out, came | spoilt(logs, q))
+    return out, states[:, -1], states
+
+
+def backward(has_documents: bool, operands: Arrays, zero: jax.Array | None) -> Arrays:
+    """Returns the gradients of q, k, v, log decays and of the state before the first token.
+
+    ``operands`` are q, k, v, log decays, the states of `forward` or the first of these alone, dout
+    and the gradient of the state after the last token. ``zero`` is the second result of `left` with
+    ``back``, if it was called.
+    """
+    q, k, v, logs, states, dout, dafter = operands
+    parts = cut(logs, has_documents)
+    if states.ndim == dafter.ndim:
+        _, from_zero = left(has_documents, k, v, logs)
+        states = states_from(parts.totals, from_zero, states, back=False)
+    if zero is None:
+        _, zero = left(has_documents, q, dout, logs, back=True)
+    q, k, v, dout = _kernel_rows(has_documents, q, k, v, dout)
+    behind = states_from(parts.totals, zero, dafter, back=True)
+    d = behind[:, -2::-1]
+    s_turned, d_turned = (x.swapaxes(3, 4) for x in (states[:, :-1], d))
+    dq, of_queries = _attend(parts, (dout, v, k, s_turned), q, back=False)
+    dk, of_keys = _attend(parts, (v, dout, q, d_turned), k, back=True)
+    dv, _ = _attend(parts, (k, q, dout, d), None, back=True)
+    gradients: Arrays = (dq, dk, dv)
+    dots = of_queries - of_keys
+    if has_documents:
+        gradients, dots = _spread(parts, operands, gradients, dots)
+    narrowed = _narrowed(d, q.dtype)
+    crossing = jnp.einsum("bphkv,bphkv->bhp", states[:, 1:], narrowed, precision="highest")
+    dlogs = _decay_gradients(parts, dots, crossing)
+    group, (dq, dk, dv) = q.shape[2] // k.shape[2], gradients
+    return dq, _of_group(dk, group), _of_group(dv, group), dlogs, behind[:, -1]
+
+
+def _spread(
+    parts: Cut, operands: Arrays, gradients: Arrays, dots: jax.Array
+) -> tuple[Arrays, jax.Array]:
+    """Returns dq, dk, dv and the products by token, with NaN where a spoilt operand reaches."""
+    q, k, v, logs, _, dout, _ = operands
+    from_keys = reached(spoilt(logs, k, v), parts.resets, back=False)
+    from_queries = reached(spoilt(logs, q, dout), parts.resets, back=True)
+    to_queries = from_keys | spoilt(logs, dout)
+    to_keys, to_values = (from_queries | spoilt(logs, x) for x in (v, k))
+    found = tuple(map(poisoned, gradients, (to_queries, to_keys, to_values)))
+    return found, jnp.where((to_queries | to_keys).swapaxes(1, 2), jnp.nan, dots)
+
+
+def _narrowed(d: States, dtype: np.dtype) -> States:
+    """Returns D rounded as in the kernel for dk, so terms cancel exactly under a strong decay."""
+    largest = jnp.max(jnp.abs(d), axis=(3, 4), keepdims=True)
+    bound = jnp.maximum(1, largest * 2.0**-15) if dtype == jnp.float16 else 1
+    return (d / bound).astype(dtype).astype(d.dtype) * bound
+
+
+def _of_group(gradient: jax.Array, group: int) -> jax.Array:
+    """Returns the sum over the query heads that share a key/value head."""
+    if group == 1:
+        return gradient
+    batch, tokens, heads, dim = gradient.shape
+    by_head = gradient.reshape(batch, tokens, heads // group, group, dim)
+    return by_head.sum(axis=3, dtype=jnp.float32).astype(gradient.dtype)
+
+
+def _decay_gradients(
+    parts: Cut, of_tokens: Float32[Array, "batch heads seq"], crossing: Totals
+) -> Logs:
+    """Returns the gradient of the log decays.
+
+    d log λ_t = Σ_(s≥t) (q_s·dq_s − k_s·dk_s) within a part and a run, and ⟨S, D⟩ at its end.
+    ``of_tokens`` are these differences, ``crossing`` the products ⟨S, D⟩.
+    """
+    rows, (batch, tokens, heads) = parts.rows, parts.resets.shape
+    resets = parts.resets.swapaxes(1, 2)
+    missing = crossing.shape[2] * rows - tokens
+    padding = [(0, 0), (0, 0), (0, missing)]
+    terms = jnp.pad(of_tokens, padding).reshape(batch, heads, -1, rows)
+    stop = jnp.pad(resets, padding).reshape(batch, heads, -1, rows)
+    # The product behind the last part's padding belongs to the last token as well.
+    terms = terms.at[..., -1].add(crossing)
+    passes = jnp.pad(~stop[..., 1:], [(0, 0)] * 3 + [(0, 1)])
+
+    def combine(
+        later: tuple[jax.Array, jax.Array], own: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        return later[0] & own[0], own[1] + jnp.where(own[0], later[1], 0)
+
+    _, sums = lax.associative_scan(combine, (passes, terms), reverse=True, axis=3)
+    sums = jnp.where(stop, 0, sums).reshape(batch, heads, -1)[..., :tokens]
+    return sums.swapaxes(1, 2)
+
+
+def _parts(
+    parts: Cut,
+    k: Float[Array, "batch seq _ k_dim"],
+    v: Float[Array, "batch seq _ v_dim"],
+    back: bool,
+) -> States:
+    """Returns the state that each part leaves, from a state of zeros."""
+    batch, heads, count = parts.totals.shape
+    shape = (batch, count, heads, k.shape[3], v.shape[3])
+    result = jax.ShapeDtypeStruct(shape, jnp.float32)
+    (state,) = _call("parts", parts, (k, v, parts.sums), [result], back)
+    return state
+
+
+def _attend(
+    parts: Cut,
+    operands: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    other: jax.Array | None,
+    back: bool,
+) -> tuple[Float[Array, "batch seq heads v_dim"], Float32[Array, "batch heads seq"]]:
+    """Returns the results of q, k, v and states, and their products with ``other`` by row.
+
+    Without ``other`` the products are zeros.
+    """
+    q, k, v, states = operands
+    batch, tokens, heads = q.shape[0], q.shape[1], parts.sums.shape[1]
+    results = [jax.ShapeDtypeStruct((batch, tokens, heads, v.shape[3]), q.dtype)]
+    given: Arrays = (q, k, v, parts.sums, states)
+    if other is None:
+        (out,) = _call("attend", parts, given, results, back)
+        return out, jnp.zeros((batch, heads, tokens), jnp.float32)
+    columns = -(-v.shape[3] // COLUMNS)
+    rows = (batch, heads * columns, parts.sums.shape[2])
+    results.append(jax.ShapeDtypeStruct(rows, jnp.float32))
+    out, dots = _call("attend", parts, (*given, other), results, back)
+    return out, dots.reshape(batch, heads, columns, -1).sum(axis=2)[..., :tokens]
+
+
+def _call(
+    name: str,
+    parts: Cut,
+    operands: Arrays,
+    shapes: list[jax.ShapeDtypeStruct],
+    back: bool,
+) -> Arrays:
+    target = _ffi.LINEAR_KERNELS[name]
+    call = jax.ffi.ffi_call(target, shapes, vmap_method="broadcast_all", has_side_effect=False)
+    with jax.named_scope(target):
+        outputs = call(*operands, part_rows=np.int64(parts.rows), reverse=np.bool_(back))
+    return vary_like(operands[0], tuple(outputs))

@@ -1,0 +1,141 @@
+"""The mesh: axes along which rings run, ranks on them, and the axes that arrays vary over."""
+
+import math
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Int32
+
+from burst_attention._checks import describe, listed
+from burst_attention._types import AnyMesh, Axes
+
+Inputs = TypeVar("Inputs")
+"""Arrays, in any tree."""
+
+
+def ring_axes(axis_name: object) -> Axes:
+    """Returns the mesh axis of a ring, or the two axes of a double ring, the outer one first."""
+    axes = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(axes, tuple | list) or not all(isinstance(axis, str) for axis in axes):
+        raise TypeError(
+            "axis_name must be the name of a mesh axis, or a pair (outer, inner) of names, got "
+            f"{describe(axis_name)}"
+        )
+    if len(axes) not in (1, 2) or len(set(axes)) < len(axes):
+        raise ValueError(
+            "axis_name must be one mesh axis or two different ones, (outer, inner), got "
+            f"{axis_name!r}; reshape the mesh so that at most two hold the sequence"
+        )
+    return tuple(axes)
+
+
+def axis_name_of(axes: Axes) -> str | Axes:
+    """Returns ``axis_name`` as users write it."""
+    return axes[0] if len(axes) == 1 else axes
+
+
+def ring_mesh(
+    axes: Axes,
+    caller: str = "attention",
+    globally: str = "on global arrays use burst_attention.dot_product_attention",
+) -> AbstractMesh:
+    """Returns the mesh of the surrounding ``shard_map``, in which a ring along ``axes`` can run.
+
+    ``globally`` tells users of global arrays what to do.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = mesh.manual_axes
+    if not manual:
+        raise ValueError(
+            f"{caller} must be called inside jax.shard_map, which gives "
+            f"axis_name={axis_name_of(axes)!r} its devices (a vmap axis has none); {globally}"
+        )
+    if any(name not in manual for name in axes):
+        raise ValueError(
+            f"axis_name must be an axis of the surrounding jax.shard_map, one of "
+            f"{listed(manual)}, got {axis_name_of(axes)!r}"
+        )
+    return mesh
+
+
+def all_axes_manual(
+    mesh: AbstractMesh,
+    globally: str = ", or call burst_attention.dot_product_attention on global arrays",
+) -> None:
+    """Raises where the surrounding ``shard_map`` leaves axes to the compiler."""
+    left = [name for name in mesh.axis_names if name not in mesh.manual_axes]
+    left = [name for name in left if mesh.shape[name] > 1]
+    if left:
+        raise ValueError(
+            f"every mesh axis must be manual in the surrounding jax.shard_map, but {listed(left)} "
+            f"{'is' if len(left) == 1 else 'are'} not: the compiler would gather batch and heads "
+            "along them. Leave out axis_names of shard_map and name these axes in in_specs and "
+            f"out_specs{globally}"
+        )
+
+
+def axes_size(mesh: AnyMesh, axes: Axes) -> int:
+    """Returns how many devices a mesh has along some axes."""
+    return math.prod(mesh.shape[name] for name in axes)
+
+
+def platform(mesh: AnyMesh) -> str | None:
+    """Returns ``cpu``, ``cuda``, ``rocm``, ``tpu`` …; None where an abstract mesh does not tell."""
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    device = abstract.abstract_device
+    if device is None:
+        return None
+    if device.platform != "gpu":
+        return str(device.platform)
+    # JAX calls the GPUs of all vendors "gpu".
+    return "rocm" if device.device_kind.startswith(("AMD", "gfx")) else "cuda"
+
+
+def ring_groups(mesh: AbstractMesh, axes: Axes) -> tuple[int, ...]:
+    """Returns the logical device ids of all rings along ``axes``, ring after ring, in rank order.
+
+    The logical id of a device is its position in the mesh, row-major over all axes. The replica
+    groups of XLA's own collectives consist of the same ids.
+    """
+    ids = np.arange(mesh.size).reshape(mesh.axis_sizes)
+    places = [mesh.axis_names.index(name) for name in axes]
+    rings = np.moveaxis(ids, places, range(-len(places), 0))
+    return tuple(rings.reshape(-1).tolist())
+
+
+def rank_and_ring(axes: Axes) -> Int32[Array, "2"]:
+    """Returns the rank along the ring's axes and the index of the ring among all of the mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    others = [x for x in mesh.axis_names if x in mesh.manual_axes and x not in axes]
+    ring: jax.Array | int = 0
+    for name in others:
+        if mesh.shape[name] > 1:
+            ring = ring * mesh.shape[name] + lax.axis_index(name)
+    return jnp.stack([lax.axis_index(axes), ring]).astype(jnp.int32)
+
+
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """Returns the mesh axes over which ``x`` differs, as far as ``shard_map`` tracks them."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def vary_together(axes: Axes, inputs: Inputs) -> Inputs:
+    """Returns inputs typed as different along ``axes`` and along the axes of any input."""
+    return vary_like((lax.axis_index(axes), inputs), inputs)
+
+
+def vary_like(like: object, inputs: Inputs) -> Inputs:
+    """Returns arrays typed as different along the axes of any array in ``like``."""
+    # With check_vma=False JAX tracks not even the rank itself as varying, and casts nothing.
+    union = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(like)))
+    names = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in union]
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(name for name in names if name not in varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, inputs)

@@ -1,0 +1,168 @@
+//! Meanings of arguments.
+
+/// An array of a kernel, by its role.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Operand {
+    /// Queries.
+    Q,
+    /// Keys.
+    K,
+    /// Values.
+    V,
+    /// Result of the forward pass.
+    O,
+    /// Log-sum-exp, natural.
+    Lse,
+    /// Running Σ p·v.
+    Acc,
+    /// Running maximum of the scaled scores.
+    RowMax,
+    /// Running Σ p.
+    RowSum,
+    /// Σ p·v of the state that arrived.
+    ArrivedAcc,
+    /// Maximum of the state that arrived.
+    ArrivedMax,
+    /// Σ p of the state that arrived.
+    ArrivedSum,
+    /// Gradient of the result.
+    Dout,
+    /// Gradient of the log-sum-exp.
+    Dlse,
+    /// Log-sum-exp in base 2.
+    LseLog2,
+    /// rowsum(dout ∘ o) − dlse.
+    Delta,
+    /// An array to be set to 0.
+    Zeros,
+    /// Running gradient of keys.
+    DkAcc,
+    /// Running gradient of values.
+    DvAcc,
+    /// Running gradient of queries.
+    DqAcc,
+    /// Gradient of keys.
+    Dk,
+    /// Gradient of values.
+    Dv,
+    /// Gradient of queries.
+    Dq,
+    /// Segment of each query row.
+    QSegments,
+    /// Segment of each key row.
+    KvSegments,
+    /// Rows that the segments of each 64 resident rows let them see.
+    Ranges,
+    /// Slope of each query head.
+    Slopes,
+    /// Numbers that dropout draws from.
+    Dropout,
+    /// Part of each query in the gradient of its head's slope.
+    Dslopes,
+    /// Segment of each row of one side.
+    Segments,
+    /// Segment of each row that these rows may see.
+    Others,
+    /// First term of a sum.
+    A,
+    /// Second term of a sum.
+    B,
+    /// Sum, rounded.
+    Out,
+    /// An accumulator that stays.
+    Home,
+    /// An accumulator that arrived.
+    Arrived,
+    /// Sums of log decays.
+    Sums,
+    /// States of linear attention.
+    State,
+    /// Factor of the products by row.
+    Other,
+    /// Products by row.
+    Dots,
+}
+
+/// The size of a dimension.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Size {
+    /// Batch entries.
+    Batch,
+    /// Query rows; the rows of a kernel without keys; tokens of linear attention.
+    QLen,
+    /// Key rows.
+    KvLen,
+    /// Tokens of linear attention up to the end of a tile.
+    PaddedRows,
+    /// Parts of the tokens.
+    Parts,
+    /// Query heads; heads of states and decays.
+    Heads,
+    /// Key/value heads.
+    KvHeads,
+    /// Heads of linear attention's queries.
+    QHeads,
+    /// Heads times tiles of columns.
+    DotHeads,
+    /// Columns of queries and keys.
+    HeadDim,
+    /// Columns of values and results.
+    ValueDim,
+    /// ⌈resident rows / 64⌉; no argument has this value.
+    RangeBlocks,
+    /// 4; no argument has this value.
+    Four,
+}
+
+/// The meaning of an argument's value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Meaning {
+    /// Address of an array.
+    Address(Operand),
+    /// Elements between batch entries of an array and of the arrays laid out like it.
+    BatchStride(Operand),
+    /// Elements between heads of an array and of the arrays laid out like it.
+    HeadStride(Operand),
+    /// Whether the launch uses an array: 1 or 0.
+    Has(Operand),
+    /// A size.
+    Size(Size),
+    /// Elements of a state of linear attention.
+    StateSize,
+    /// `softmax_scale` · log2 e.
+    ScaleLog2,
+    /// Factor on q·k.
+    SoftmaxScale,
+    /// Factor on a sum.
+    Scale,
+    /// Smallest key row − query row that is seen.
+    Lower,
+    /// Largest key row − query row that is seen.
+    Upper,
+    /// Heads of resident rows that blocks work on together.
+    Section,
+    /// Whether the last rows come first: 1 or 0.
+    Reverse,
+    /// Whether the state or accumulator starts empty: 1 or 0.
+    First,
+    /// Whether the launch writes results instead of the state or accumulator: 1 or 0.
+    Last,
+    /// Soft cap · log2 e.
+    CapLog2,
+    /// 2 · `softmax_scale` · log2 e / soft cap.
+    TwiceByCap,
+    /// 2³² times the rate of dropout.
+    Threshold,
+    /// 1 / (1 − rate of dropout).
+    KeepScale,
+    /// Position of the first query.
+    QPosition,
+    /// Position of the first key.
+    KPosition,
+    /// Positions from one row to the next.
+    PositionStride,
+    /// Tiles of a part of linear attention.
+    PartTiles,
+    /// Whether narrowed values are kept below 2^15: 1 or 0.
+    Bounded,
+}

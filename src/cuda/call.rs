@@ -1,0 +1,40 @@
+//! A call: the computation that all ranks of a ring share.
+
+use std::sync::Arc;
+
+use super::workspace::WorkspaceLayout;
+use crate::problem::{Order, Pass, Problem, Travels};
+use crate::schedule::{self, Family, Schedule};
+
+/// One pass of attention over a ring.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Call {
+    /// The problem.
+    pub problem: Problem,
+    /// The family of schedules, which must fit the number of ranks.
+    pub family: Family,
+    /// The pass.
+    pub pass: Pass,
+    /// The side whose chunks travel. `None` stands for keys in the forward pass, and for the side
+    /// that costs fewer bytes in the backward pass.
+    pub travels: Option<Travels>,
+    /// The order of sums in the backward pass.
+    pub backward_order: Order,
+}
+
+impl Call {
+    /// Returns the schedules of all ranks.
+    pub(super) fn schedules(&self) -> Arc<Vec<Schedule>> {
+        // Travelling queries would bring home softmax states in float32, and a kernel would have to
+        // combine them.
+        let keys = (self.pass == Pass::Forward).then_some(Travels::Keys);
+        schedule::cached(&self.problem, self.family, self.pass, self.travels.or(keys))
+            .expect("the family fits the number of ranks")
+    }
+
+    /// Returns the bytes of workspace that are enough on every rank.
+    pub fn workspace_bytes(&self) -> u64 {
+        let may_fuse = self.pass == Pass::Backward && self.backward_order == Order::Any;
+        WorkspaceLayout::bytes(&self.problem, &self.schedules(), may_fuse)
+    }
+}

@@ -1,0 +1,84 @@
+//! The errors of the CUDA executor.
+
+use std::sync::Arc;
+
+use burst_attention_kernels::images::ImagesError;
+use burst_attention_kernels::launch::LaunchError;
+
+use crate::error::{DeviceError, Error};
+
+/// An error of a GPU or of a library that drives it. The core carries it as [`Error::Device`].
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CudaError {
+    /// No kernel can be launched for the operands.
+    #[error("{0}")]
+    Launch(LaunchError),
+    /// The image of a kernel is missing.
+    #[error("{0}")]
+    Images(ImagesError),
+    /// A library is missing or lacks a function.
+    #[error("{library} can't be used: {reason}; {remedy}")]
+    Library {
+        /// The name of the library.
+        library: &'static str,
+        /// The reason.
+        reason: String,
+        /// What to do.
+        remedy: &'static str,
+    },
+    /// The CUDA driver refused a call.
+    #[error("{call} failed: {reason}")]
+    Driver {
+        /// The function of the driver.
+        call: &'static str,
+        /// The purpose of the call, and the driver's message.
+        reason: String,
+    },
+    /// NCCL refused a call or found its communicator broken.
+    #[error("rank {rank} of {world_size}{}: {call} failed: {reason}", place(*step, *peer))]
+    Network {
+        /// The function of NCCL.
+        call: &'static str,
+        /// The rank that noticed the error.
+        rank: usize,
+        /// The length of the ring.
+        world_size: usize,
+        /// The step of the ring within a pass.
+        step: Option<usize>,
+        /// The rank at the other end.
+        peer: Option<usize>,
+        /// NCCL's message.
+        reason: String,
+    },
+    /// The memory that the caller gives to a ring is too small.
+    #[error("{name} must have at least {expected} bytes, got {got}")]
+    Workspace {
+        /// The name of the memory.
+        name: &'static str,
+        /// The bytes that the ring needs.
+        expected: u64,
+        /// The bytes of the memory.
+        got: u64,
+    },
+}
+
+/// Describes a place in a ring.
+fn place(step: Option<usize>, peer: Option<usize>) -> String {
+    let step = step.map_or(String::new(), |step| format!(", step {step}"));
+    peer.map_or(step.clone(), |peer| format!("{step}, peer rank {peer}"))
+}
+
+impl CudaError {
+    /// Returns the CUDA executor's error within an error of the core.
+    pub fn of(error: &Error) -> Option<&CudaError> {
+        let Error::Device(DeviceError(error)) = error else { return None };
+        error.downcast_ref()
+    }
+}
+
+impl From<CudaError> for Error {
+    fn from(error: CudaError) -> Error {
+        Error::Device(DeviceError(Arc::new(error)))
+    }
+}

@@ -1,0 +1,101 @@
+//! Scratch memory of a thread, and tasks that work in it.
+
+use std::cell::RefCell;
+use std::ptr;
+
+use super::simd::{Simd, Task};
+
+/// A cache line of floats, for alignment.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([f32; Scratch::LINE]);
+
+/// Hands out disjoint, aligned pieces of scratch memory.
+pub(super) struct Scratch {
+    next: *mut f32,
+    left: usize,
+}
+
+impl Scratch {
+    const LINE: usize = 16;
+
+    /// Calls `work` with the pieces that `lay_out` takes from this thread's scratch memory. The
+    /// pieces hold arbitrary numbers, and are `work`'s alone while it runs. The memory stays with
+    /// the thread for its next task.
+    ///
+    /// `lay_out` runs twice: first to measure how many floats it takes, with pointers to no memory.
+    fn with<T>(lay_out: impl Fn(&mut Scratch) -> T, work: impl FnOnce(T)) {
+        thread_local! {
+            static LINES: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+        }
+        let mut measure = Scratch { next: ptr::null_mut(), left: usize::MAX };
+        lay_out(&mut measure);
+        let left = usize::MAX - measure.left;
+        LINES.with_borrow_mut(|lines| {
+            let count = left / Scratch::LINE;
+            if lines.len() < count {
+                lines.resize(count, Line([0.0; Scratch::LINE]));
+            }
+            work(lay_out(&mut Scratch { next: lines.as_mut_ptr().cast(), left }));
+        });
+    }
+
+    /// Takes the next `len` floats.
+    ///
+    /// # Panics
+    /// If the memory that was measured does not suffice.
+    pub fn take(&mut self, len: usize) -> *mut f32 {
+        let len = len.next_multiple_of(Scratch::LINE);
+        assert!(len <= self.left, "scratch of {} floats left, {len} wanted", self.left);
+        let piece = self.next;
+        self.next = piece.wrapping_add(len);
+        self.left -= len;
+        piece
+    }
+}
+
+/// A task that works in scratch memory.
+pub(super) trait ScratchTask {
+    /// The pieces of scratch memory that the task uses.
+    type Pieces;
+
+    /// Takes the pieces. The same pieces have to be taken in each call.
+    fn lay_out<S: Simd>(&self, scratch: &mut Scratch) -> Self::Pieces;
+
+    /// Does the work. An implementation is `#[inline(always)]`, as [`Task::run`] is.
+    ///
+    /// # Safety
+    /// The caller guarantees that `pieces` come from `lay_out` for the same `S`, and that the
+    /// memory is the task's alone while it works.
+    unsafe fn work<S: Simd>(&self, simd: S, pieces: Self::Pieces);
+}
+
+/// Runs a task in this thread's scratch memory.
+pub(super) struct InScratch<T>(pub T);
+
+impl<T: ScratchTask> Task for InScratch<T> {
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let task = &self.0;
+        Scratch::with(
+            |scratch| task.lay_out::<S>(scratch),
+            |pieces| simd.vectorize(WithPieces { task, pieces }),
+        );
+    }
+}
+
+/// A task with its pieces. What a closure calls is compiled without the instructions of `S`, so
+/// [`InScratch`] calls the work by [`Simd::vectorize`] once more.
+struct WithPieces<'a, T: ScratchTask> {
+    task: &'a T,
+    pieces: T::Pieces,
+}
+
+impl<T: ScratchTask> Task for WithPieces<'_, T> {
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        // SAFETY: `InScratch` is the only user: it laid the pieces out for the same `S`, and
+        // `Scratch::with` keeps them from all other tasks meanwhile.
+        unsafe { self.task.work(simd, self.pieces) }
+    }
+}

@@ -1,0 +1,455 @@
+//! The features of a problem, and the list of a call's arrays, with one row for each array.
+//!
+//! Every layer reads this list: the decoder of XLA's calls, the executors on CPU devices and on
+//! GPUs, the chunks that travel, and, as JSON, the Python package. A feature that takes an array
+//! needs a row here, a flag of [`Features`], and its arithmetic.
+
+use std::fmt;
+use std::ops::{Index, RangeInclusive};
+
+use serde::Deserialize;
+
+use crate::error::{Error, Result};
+use crate::types::{Dtype, Pass, invalid};
+
+/// Soft caps that float32 can compute with: the cap and 2 · log2(e) / cap stay within its range.
+pub const SOFT_CAPS: RangeInclusive<f32> = 1e-30..=1e30;
+
+/// The features of a problem, which change scores and weights beyond q·k, its scale and the window.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Features {
+    /// The cap of scores, which become `cap · tanh(score / cap)` before slopes and masks.
+    pub soft_cap: Option<f32>,
+    /// Whether every query and key has a segment, int32. A query and a key see each other if their
+    /// segments are equal and not negative.
+    pub segments: bool,
+    /// Whether every query head has a slope, float32, which adds `slope · (key position − query
+    /// position)` to its scores.
+    pub slopes: bool,
+    /// The probability that a weight is dropped. All other weights are divided by 1 − probability.
+    pub dropout: Option<f32>,
+}
+
+impl Features {
+    /// No features.
+    pub const NONE: Features =
+        Features { soft_cap: None, segments: false, slopes: false, dropout: None };
+
+    /// Checks the numbers of the features.
+    ///
+    /// # Errors
+    /// [`Error::InvalidProblem`] that names the number.
+    pub(crate) fn validate(&self) -> Result<()> {
+        if let Some(cap) = self.soft_cap.filter(|cap| !SOFT_CAPS.contains(cap)) {
+            let (least, most) = (SOFT_CAPS.start(), SOFT_CAPS.end());
+            let expected = format!("from {least:e} to {most:e} (0 or nothing for no cap)");
+            return Err(invalid("soft cap", expected, format!("{cap:e}")));
+        }
+        if let Some(rate) = self.dropout.filter(|rate| !(0.0..1.0).contains(rate)) {
+            return Err(invalid("dropout rate", "at least 0 and below 1", rate));
+        }
+        Ok(())
+    }
+}
+
+/// An array of a call, in the order in which calls take and return arrays.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Operand {
+    /// Queries.
+    Query,
+    /// Keys.
+    Key,
+    /// Values.
+    Value,
+    /// Result of the forward pass. The backward pass takes it in the problem's type or in float32.
+    Out,
+    /// Natural logarithm of Σ e^score, for each query.
+    Lse,
+    /// Cotangent of the result.
+    OutGrad,
+    /// Cotangent of lse.
+    LseGrad,
+    /// Segment of each query.
+    QuerySegments,
+    /// Segment of each key.
+    KeySegments,
+    /// ALiBi slope of each query head.
+    Slopes,
+    /// For each batch entry the two words of a random key, the index of the entry, and the index of
+    /// the first query head. Both indices count in the whole model.
+    Dropout,
+    /// Gradient of the queries.
+    QueryGrad,
+    /// Gradient of the keys.
+    KeyGrad,
+    /// Gradient of the values.
+    ValueGrad,
+    /// This rank's part of the gradient of the slopes. On GPUs the array holds the part of each
+    /// query, and starts as zeros.
+    SlopeGrad,
+}
+
+/// A length of an array.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dim {
+    /// Queries of a rank.
+    QLen,
+    /// Keys of a rank.
+    KvLen,
+    /// Query heads.
+    Heads,
+    /// Key/value heads.
+    KvHeads,
+    /// Columns of queries and keys.
+    HeadDim,
+    /// Columns of values and results.
+    ValueDim,
+    /// A fixed number.
+    Number(usize),
+}
+
+/// Element type of an array.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ElementType {
+    /// The type of the problem.
+    Activation,
+    /// The type of the problem, or float32 if the result was kept unrounded.
+    ActivationOrFloat32,
+    /// float32.
+    Float32,
+    /// int32.
+    Int32,
+    /// uint32.
+    Uint32,
+}
+
+/// The kind of device that computes a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Backend {
+    /// CPU devices.
+    Host,
+    /// NVIDIA GPUs.
+    Cuda,
+}
+
+/// The side of the attention that an array has rows for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Side {
+    /// One row for each query.
+    Queries,
+    /// One row for each key.
+    Keys,
+}
+
+/// The role of an array in a pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Role {
+    Absent,
+    Input,
+    Result,
+}
+
+/// The row of an array.
+#[derive(Debug)]
+struct Row {
+    operand: Operand,
+    name: &'static str,
+    /// Lengths after the batch.
+    dims: &'static [Dim],
+    element: ElementType,
+    /// Roles in the forward pass and in the backward pass.
+    roles: [Role; 2],
+    /// The feature that asks for the array; `None` for an array of every problem.
+    feature: Option<Flag>,
+}
+
+/// A feature of a problem.
+#[derive(Debug)]
+struct Flag {
+    is_on: fn(&Features) -> bool,
+    /// Turns the feature on. Does nothing if a number of the caller turns it on.
+    turn_on: fn(&mut Features),
+}
+
+const QUERY: &[Dim] = &[Dim::QLen, Dim::Heads, Dim::HeadDim];
+const KEY: &[Dim] = &[Dim::KvLen, Dim::KvHeads, Dim::HeadDim];
+const VALUE: &[Dim] = &[Dim::KvLen, Dim::KvHeads, Dim::ValueDim];
+const OUT: &[Dim] = &[Dim::QLen, Dim::Heads, Dim::ValueDim];
+const PER_QUERY: &[Dim] = &[Dim::QLen, Dim::Heads];
+
+const INPUT: [Role; 2] = [Role::Input, Role::Input];
+const KEPT: [Role; 2] = [Role::Result, Role::Input];
+const COTANGENT: [Role; 2] = [Role::Absent, Role::Input];
+const GRADIENT: [Role; 2] = [Role::Absent, Role::Result];
+
+macro_rules! rows {
+    (@feature) => { None };
+    (@feature dropout) => {
+        Some(Flag { is_on: |features| features.dropout.is_some(), turn_on: |_| () })
+    };
+    (@feature $flag:ident) => {
+        Some(Flag { is_on: |features| features.$flag, turn_on: |features| features.$flag = true })
+    };
+    ($(
+        $operand:ident: $name:literal, $dims:expr, $element:ident, $roles:ident $(, $flag:ident)?;
+    )*) => {
+        &[$(Row {
+            operand: Operand::$operand,
+            name: $name,
+            dims: $dims,
+            element: ElementType::$element,
+            roles: $roles,
+            feature: rows!(@feature $($flag)?),
+        }),*]
+    };
+}
+
+/// All arrays, in the order of [`Operand`].
+const ROWS: &[Row] = rows! {
+    Query: "query", QUERY, Activation, INPUT;
+    Key: "key", KEY, Activation, INPUT;
+    Value: "value", VALUE, Activation, INPUT;
+    Out: "out", OUT, ActivationOrFloat32, KEPT;
+    Lse: "lse", PER_QUERY, Float32, KEPT;
+    OutGrad: "dout", OUT, Activation, COTANGENT;
+    LseGrad: "dlse", PER_QUERY, Float32, COTANGENT;
+    QuerySegments: "query_segment_ids", &[Dim::QLen], Int32, INPUT, segments;
+    KeySegments: "key_segment_ids", &[Dim::KvLen], Int32, INPUT, segments;
+    Slopes: "alibi_slopes", &[Dim::Heads], Float32, INPUT, slopes;
+    Dropout: "dropout", &[Dim::Number(4)], Uint32, INPUT, dropout;
+    QueryGrad: "dq", QUERY, Activation, GRADIENT;
+    KeyGrad: "dk", KEY, Activation, GRADIENT;
+    ValueGrad: "dv", VALUE, Activation, GRADIENT;
+    SlopeGrad: "dslopes", &[Dim::Heads], Float32, GRADIENT, slopes;
+};
+
+impl Operand {
+    /// The number of operands.
+    const COUNT: usize = ROWS.len();
+
+    fn row(self) -> &'static Row {
+        &ROWS[self as usize]
+    }
+
+    /// Returns the name in messages and in the Python package.
+    pub fn name(self) -> &'static str {
+        self.row().name
+    }
+
+    /// Returns the lengths after the batch.
+    pub fn dims(self, backend: Backend) -> &'static [Dim] {
+        match (self, backend) {
+            // XLA sums the parts of a head's queries.
+            (Operand::SlopeGrad, Backend::Cuda) => PER_QUERY,
+            _ => self.row().dims,
+        }
+    }
+
+    /// Returns the element type.
+    pub fn element(self, backend: Backend) -> ElementType {
+        match (self.row().element, backend) {
+            (ElementType::ActivationOrFloat32, Backend::Cuda) => ElementType::Activation,
+            (element, _) => element,
+        }
+    }
+
+    /// Whether the loss has a gradient with respect to the array.
+    pub fn is_differentiable(self) -> bool {
+        matches!(self, Operand::Query | Operand::Key | Operand::Value | Operand::Slopes)
+    }
+
+    /// Returns the side that the array has rows for, or `None` if it has no rows.
+    pub fn side(self) -> Option<Side> {
+        match self.row().dims {
+            [Dim::QLen, ..] => Some(Side::Queries),
+            [Dim::KvLen, ..] => Some(Side::Keys),
+            _ => None,
+        }
+    }
+
+    /// Returns all operands, in order.
+    pub fn all() -> impl Iterator<Item = Operand> {
+        ROWS.iter().map(|row| row.operand)
+    }
+
+    fn with_role(
+        role: Role,
+        pass: Pass,
+        features: &Features,
+    ) -> impl Iterator<Item = Operand> + use<> {
+        let features = *features;
+        let is_present =
+            move |row: &&Row| row.feature.as_ref().is_none_or(|flag| (flag.is_on)(&features));
+        let rows = ROWS.iter().filter(move |row| row.roles[pass as usize] == role);
+        rows.filter(is_present).map(|row| row.operand)
+    }
+
+    /// Returns the arrays that a pass takes, in order.
+    pub fn inputs(pass: Pass, features: &Features) -> impl Iterator<Item = Operand> + use<> {
+        Operand::with_role(Role::Input, pass, features)
+    }
+
+    /// Returns the arrays that a pass returns, in order.
+    pub fn results(pass: Pass, features: &Features) -> impl Iterator<Item = Operand> + use<> {
+        Operand::with_role(Role::Result, pass, features)
+    }
+
+    /// Returns the arrays that calls take for any feature, in order.
+    pub fn of_features() -> impl Iterator<Item = Operand> {
+        let rows = ROWS.iter().filter(|row| row.feature.is_some() && row.roles == INPUT);
+        rows.map(|row| row.operand)
+    }
+
+    /// Returns the arrays that a call takes for some features, in order.
+    pub fn of(features: &Features) -> impl Iterator<Item = Operand> + use<> {
+        let features = *features;
+        let is_on = move |flag: &Flag| (flag.is_on)(&features);
+        Operand::of_features()
+            .filter(move |operand| operand.row().feature.as_ref().is_some_and(is_on))
+    }
+
+    /// Returns the arrays that features add to rows that travel, in order.
+    pub fn travelling(features: &Features, side: Side) -> impl Iterator<Item = Operand> + use<> {
+        Operand::of(features).filter(move |operand| operand.side() == Some(side))
+    }
+
+    /// Returns the place of a feature's array among the `count` arrays of a chunk, or `None` if the
+    /// problem lacks the feature. The arrays of a chunk end with [`Operand::travelling`].
+    pub fn place_among(self, count: usize, features: &Features) -> Option<usize> {
+        let travelling: Vec<_> = Operand::travelling(features, self.side()?).collect();
+        let place = travelling.iter().position(|operand| *operand == self)?;
+        Some(count - travelling.len() + place)
+    }
+}
+
+impl Features {
+    /// Returns the features that take the named arrays. A soft cap or a probability of dropout of 0
+    /// means none.
+    ///
+    /// # Errors
+    /// [`Error::InvalidProblem`] if the features ask for other names.
+    pub fn of_operands(soft_cap: f32, dropout: f32, names: &[&str]) -> Result<Features> {
+        let given = |number: f32| Some(number).filter(|number| *number != 0.0);
+        let mut features = Features::default();
+        (features.soft_cap, features.dropout) = (given(soft_cap), given(dropout));
+        let named = Operand::of_features().filter(|operand| names.contains(&operand.name()));
+        named.filter_map(|operand| operand.row().feature.as_ref()).for_each(|flag| {
+            (flag.turn_on)(&mut features);
+        });
+        let expected: Vec<_> = Operand::of(&features).map(Operand::name).collect();
+        if expected == names {
+            return Ok(features);
+        }
+        let (expected, got) = (expected.join(", "), names.join(", "));
+        let name = "operands of features";
+        Err(Error::InvalidProblem {
+            name,
+            expected: format!("[{expected}]"),
+            got: format!("[{got}]"),
+        })
+    }
+}
+
+impl Dim {
+    /// Returns the name in the Python package. A number has none.
+    pub fn name(self) -> &'static str {
+        match self {
+            Dim::QLen => "q_len",
+            Dim::KvLen => "kv_len",
+            Dim::Heads => "heads",
+            Dim::KvHeads => "kv_heads",
+            Dim::HeadDim => "head_dim",
+            Dim::ValueDim => "value_dim",
+            Dim::Number(_) => "",
+        }
+    }
+}
+
+impl fmt::Display for ElementType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ElementType::Activation | ElementType::ActivationOrFloat32 => "the problem's",
+            ElementType::Float32 => "float32",
+            ElementType::Int32 => "int32",
+            ElementType::Uint32 => "uint32",
+        })
+    }
+}
+
+impl ElementType {
+    /// Returns the bytes of an element, for results that are rounded to the type of the problem.
+    pub fn bytes(self, dtype: Dtype) -> usize {
+        match self {
+            ElementType::Activation | ElementType::ActivationOrFloat32 => dtype.bytes(),
+            ElementType::Float32 | ElementType::Int32 | ElementType::Uint32 => 4,
+        }
+    }
+}
+
+/// One array, or a handle of one, for each operand of a pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Arrays<A> {
+    /// The pass that the arrays belong to.
+    pub pass: Pass,
+    arrays: [Option<A>; Operand::COUNT],
+}
+
+impl<A> Arrays<A> {
+    /// Returns the arrays of a pass, each made by `array`.
+    pub fn new(pass: Pass, features: &Features, mut array: impl FnMut(Operand) -> A) -> Arrays<A> {
+        let mut arrays = Arrays::none(pass);
+        let all = Operand::inputs(pass, features).chain(Operand::results(pass, features));
+        all.for_each(|operand| arrays.set(operand, array(operand)));
+        arrays
+    }
+
+    /// Returns a set without arrays.
+    pub fn none(pass: Pass) -> Arrays<A> {
+        Arrays { pass, arrays: [const { None }; Operand::COUNT] }
+    }
+
+    /// Sets the array of an operand.
+    pub fn set(&mut self, operand: Operand, array: A) {
+        self.arrays[operand as usize] = Some(array);
+    }
+
+    /// Returns the array of an operand, if the set has it.
+    pub fn get(&self, operand: Operand) -> Option<&A> {
+        self.arrays[operand as usize].as_ref()
+    }
+
+    /// Changes each array.
+    pub fn map<B>(&self, mut change: impl FnMut(Operand, &A) -> B) -> Arrays<B> {
+        let mut changed = Arrays::none(self.pass);
+        for (row, array) in ROWS.iter().zip(&self.arrays) {
+            if let Some(array) = array {
+                changed.set(row.operand, change(row.operand, array));
+            }
+        }
+        changed
+    }
+}
+
+/// # Panics
+/// If the set lacks the array of the operand.
+impl<A> Index<Operand> for Arrays<A> {
+    type Output = A;
+
+    fn index(&self, operand: Operand) -> &A {
+        let missing = || panic!("there is no {} in the {:?} pass", operand.name(), self.pass);
+        self.get(operand).unwrap_or_else(missing)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_operand_has_its_row() {
+        for (index, row) in ROWS.iter().enumerate() {
+            assert_eq!(row.operand as usize, index, "{}", row.name);
+        }
+    }
+}

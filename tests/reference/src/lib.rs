@@ -1,0 +1,14 @@
+//! The definitions that tests compare results with: dense softmax attention and the recurrence of
+//! linear attention, each with all gradients.
+//!
+//! The crate depends on no other one, so no error of the product can hide in it. Arrays are slices
+//! in row-major order, and rows stand in the order of the sequence.
+
+mod attention;
+mod dropout;
+pub mod linear;
+mod real;
+
+pub use attention::{Attention, Dense, Features, Inputs, dense};
+pub use dropout::{Dropout, numbers};
+pub use real::Real;
