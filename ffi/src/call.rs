@@ -92,7 +92,7 @@ impl CallSite {
         });
         let empty = problem.batch == 0 || problem.q_len == 0 && problem.kv_len == 0;
         let place = if empty { None } else { Some(read_place(&given.operands[0])?) };
-        let (family, axis) = (self.options.family(), self.axis.clone());
+        let (family, axis) = (self.options.family, self.axis.clone());
         let call = Call { problem, family, pass: self.pass, travels: self.travels, axis };
         Ok(RankCall { call, place, arrays })
     }
@@ -109,7 +109,7 @@ impl CallSite {
         backend: Backend,
         [more_operands, more_results]: [usize; 2],
     ) -> Result<Given> {
-        let features = self.options.features()?;
+        let features = self.options.features;
         let inputs: Vec<Operand> = Operand::inputs(self.pass, &features).collect();
         let results: Vec<Operand> = Operand::results(self.pass, &features).collect();
         let mut operands =
@@ -151,14 +151,14 @@ impl CallSite {
             head_dim,
             value_dim,
             dtype,
-            window: self.options.window(),
+            window: self.options.window,
             softmax_scale: self.softmax_scale,
-            features: self.options.features()?,
+            features: self.options.features,
             layout: self.layout,
             world_size: self.world_size,
         };
         problem.validate()?;
-        self.options.family().validate(self.world_size)?;
+        self.options.family.validate(self.world_size)?;
         Ok(Shapes { problem, outer: outer.to_vec() })
     }
 }

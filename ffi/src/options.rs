@@ -1,35 +1,42 @@
-//! The mask and the features of a call, as the numbers in which Python states them.
+//! The mask, the features and the schedule of a call.
 
 use burst_attention::mask::Window;
 use burst_attention::problem::Features;
 use burst_attention::schedule::Family;
-use serde::{Deserialize, Deserializer, de};
+use serde::Deserialize;
 
 use crate::attributes::Attributes;
 use crate::error::{Error, Result};
 
-/// Static options of a call, under the names of its attributes.
-#[derive(Debug, Clone, PartialEq, Deserialize)]
+/// Static options of a call.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(try_from = "Stated")]
 pub struct Options {
-    /// How many positions back a query sees; −1 for no limit.
+    /// The pairs of positions that see each other.
+    pub window: Window,
+    /// The features of the problem.
+    pub features: Features,
+    /// The family of schedules, which may not fit the number of ranks.
+    pub family: Family,
+}
+
+/// Options as Python states them: in numbers and names, under the names of the call's attributes.
+#[derive(Deserialize)]
+struct Stated {
+    /// Positions that a query sees before its own; −1 for no limit.
     window_left: i64,
-    /// How many positions ahead; −1 for no limit.
+    /// Positions that a query sees after its own; −1 for no limit.
     window_right: i64,
-    /// 0 for none.
+    /// The soft cap; 0 for none.
     logits_soft_cap: f32,
-    /// 0 for none.
+    /// The probability that a weight is dropped; 0 for none.
     dropout_rate: f32,
     /// Names of the operands that features take, with commas between them.
     feature_operands: String,
-    #[serde(deserialize_with = "family")]
-    schedule: Family,
-    /// Ranks of an inner ring; 0 but for double rings.
+    /// Name of the family of schedules.
+    schedule: String,
+    /// Ranks of an inner ring; 0 for schedules without inner rings.
     inner_size: i64,
-}
-
-/// Reads the name of a family of schedules.
-fn family<'de, D: Deserializer<'de>>(name: D) -> std::result::Result<Family, D::Error> {
-    Family::named(&String::deserialize(name)?, 0).map_err(de::Error::custom)
 }
 
 impl Options {
@@ -38,44 +45,38 @@ impl Options {
     /// # Errors
     /// If one is missing, of another type or out of range.
     pub fn decode(attributes: &Attributes<'_>) -> Result<Options> {
-        let options = Options {
+        Options::try_from(Stated {
             window_left: attributes.get("window_left")?,
             window_right: attributes.get("window_right")?,
             logits_soft_cap: attributes.get("logits_soft_cap")?,
             dropout_rate: attributes.get("dropout_rate")?,
             feature_operands: attributes.get::<&str>("feature_operands")?.into(),
-            schedule: Family::named(attributes.get("schedule")?, 0)?,
+            schedule: attributes.get::<&str>("schedule")?.into(),
             inner_size: attributes.get("inner_size")?,
+        })
+    }
+}
+
+impl TryFrom<Stated> for Options {
+    type Error = Error;
+
+    fn try_from(stated: Stated) -> Result<Options> {
+        let limit = |name: &str, limit: i64| match limit {
+            -1 => Ok(None),
+            0.. => Ok(usize::try_from(limit).ok()),
+            _ => Err(Error::mismatch(name, "at least 0, or -1 for no limit", limit)),
         };
-        for (name, limit) in
-            [("window_left", options.window_left), ("window_right", options.window_right)]
-        {
-            if limit < -1 {
-                return Err(Error::mismatch(name, "at least 0, or -1 for no limit", limit));
-            }
-        }
-        options.features()?;
-        Ok(options)
-    }
-
-    /// Which positions see each other.
-    pub fn window(&self) -> Window {
-        let limit = |limit: i64| usize::try_from(limit).ok();
-        Window { left: limit(self.window_left), right: limit(self.window_right) }
-    }
-
-    /// How chunks travel; whether it fits the number of ranks is seen later.
-    pub fn family(&self) -> Family {
-        self.schedule.with_inner(usize::try_from(self.inner_size).unwrap_or(0))
-    }
-
-    /// The features of the problem.
-    ///
-    /// # Errors
-    /// If the names of operands are not those that the features ask for.
-    pub fn features(&self) -> Result<Features> {
-        let names = self.feature_operands.split(',').filter(|name| !name.is_empty());
+        let window = Window {
+            left: limit("window_left", stated.window_left)?,
+            right: limit("window_right", stated.window_right)?,
+        };
+        let inner = usize::try_from(stated.inner_size).unwrap_or(0);
+        let names = stated.feature_operands.split(',').filter(|name| !name.is_empty());
         let names: Vec<_> = names.collect();
-        Ok(Features::of_operands(self.logits_soft_cap, self.dropout_rate, &names)?)
+        Ok(Options {
+            window,
+            features: Features::of_operands(stated.logits_soft_cap, stated.dropout_rate, &names)?,
+            family: Family::named(&stated.schedule, inner)?,
+        })
     }
 }

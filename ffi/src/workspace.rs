@@ -26,10 +26,10 @@ impl Request {
     /// Returns `{"bytes": …}`.
     pub(crate) fn answer(&self) -> Result<Value> {
         let Request { options, pass, .. } = self;
-        let (window, features) = (options.window(), options.features()?);
+        let (window, features) = (options.window, options.features);
         let problem = Problem { window, features, ..self.problem.clone() };
         problem.validate()?;
-        let family = options.family();
+        let family = options.family;
         family.validate(problem.world_size)?;
         if problem.dtype == Dtype::F32 {
             return Err("dtype must be bfloat16 or float16, got float32".into());

@@ -81,7 +81,7 @@ impl CudaSite {
     /// Returns the numbers of the communicators, in the order of the executor's queues. A double
     /// ring has a second communicator, for its slow links.
     pub fn communication_ids(&self) -> impl Iterator<Item = i64> + use<> {
-        let has_far_links = self.site.options.family().has_far_links(self.world_size());
+        let has_far_links = self.site.options.family.has_far_links(self.world_size());
         let first = self.communication_id;
         (first..).take(if has_far_links { 2 } else { 1 })
     }
@@ -121,7 +121,7 @@ impl CudaSite {
         }
         Ok(Call {
             problem,
-            family: self.site.options.family(),
+            family: self.site.options.family,
             pass: self.site.pass,
             travels: self.site.travels,
             backward_order: self.backward_order,
@@ -133,7 +133,7 @@ impl CudaSite {
     /// # Errors
     /// If they do not fit each other.
     pub fn ranks(&self, frame: &CallFrame<'_>) -> Result<Ranks> {
-        let has_zeros = self.site.options.features()?.slopes && self.site.pass == Pass::Backward;
+        let has_zeros = self.site.options.features.slopes && self.site.pass == Pass::Backward;
         let given = self.site.arrays(frame, Backend::Cuda, [usize::from(has_zeros), 1])?;
         if let Some(zeros) = given.operands.first() {
             let zeros = given.shapes.check(Operand::SlopeGrad, Backend::Cuda, zeros)?;
