@@ -317,9 +317,9 @@ impl Operand {
     /// Returns the place of a feature's array among the `count` arrays of a chunk, or `None` if the
     /// problem lacks the feature. The arrays of a chunk end with [`Operand::travelling`].
     pub fn place_among(self, count: usize, features: &Features) -> Option<usize> {
-        let travelling: Vec<_> = Operand::travelling(features, self.side()?).collect();
-        let place = travelling.iter().position(|operand| *operand == self)?;
-        Some(count - travelling.len() + place)
+        let side = self.side()?;
+        let place = Operand::travelling(features, side).position(|operand| operand == self)?;
+        Some(count - Operand::travelling(features, side).count() + place)
     }
 }
 
