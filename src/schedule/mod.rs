@@ -1,4 +1,5 @@
-//! Schedules: what each rank computes at each step of a pass, and what it exchanges meanwhile.
+//! Schedules. A schedule lists the tiles that a rank computes at each step of a pass, and the
+//! messages that the rank exchanges during the step.
 //!
 //! A schedule is data that pure functions make and [`crate::engine`] carries out. A [`Family`]
 //! decides where chunks are at each step, its placements. The rest follows from the placements:

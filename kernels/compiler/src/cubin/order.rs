@@ -1,5 +1,5 @@
-//! The order of matrix products and exponentials in a loop. It tells whether the next block's
-//! scores are computed beside the softmax of the current block.
+//! The order of matrix products and exponentials in a loop. The order tells whether the loop
+//! computes the scores of the next block during the softmax of the current block.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -91,10 +91,11 @@ impl EventOrder {
 
     /// Whether the next block's QKᵀ is issued before the current block's PV.
     ///
-    /// PV needs exponentials of its own scores. Without an exponential between QKᵀ and PV, these
-    /// are the scores of an earlier iteration, whose softmax runs beside the matrix products. With
-    /// an exponential between them the answer is no, even if it belongs to another iteration. All
-    /// rounds of an unrolled iteration must satisfy the condition.
+    /// PV needs exponentials of its own scores. If no exponential lies between QKᵀ and PV, then an
+    /// earlier iteration computed these scores, and their softmax runs during the matrix products.
+    /// If an exponential lies between QKᵀ and PV, the function returns false, even if the
+    /// exponential belongs to another iteration. All rounds of an unrolled iteration must satisfy
+    /// the condition.
     pub fn qk_before_pv(&self) -> bool {
         self.is_attention() && self.rounds().iter().all(|round| round.before == 0)
     }
