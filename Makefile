@@ -26,6 +26,9 @@ KERNEL_TOOLS = unset MAKEFLAGS MFLAGS && eval "$$($(PY) kernels/toolchain.py)" &
 # Tests, lint and the compiler of the CUDA kernels name the same packages and the same profile, so
 # they share one build.
 WORKSPACE := --profile checked --workspace --exclude burst-attention-peak
+# A library in place of NVIDIA's, under the names that JAX's plugin looks for.
+STANDIN := $(TARGET)/standin
+STANDIN_NAMES := libcuda.so.1 libcudart.so.13 libnccl.so.2 libnvidia-ml.so.1
 KERNEL_IMAGES = $(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin kernel-images && \
     $(TARGET)/checked/kernel-images $(or $(1),$(IMAGES)) $(TARGET)/kernel-images
 
@@ -44,6 +47,7 @@ PIP_INSTALL = @$(PY) -m pip install --quiet
 .PHONY: help build images demo demo-linear test test-full test-exhaustive test-wheel wheel bench
 .PHONY: schedule-bench linear-bench kernel-bench kernel-quality gpu-check host-cost docs
 .PHONY: lint format clean host-package test-rust test-python test-rust-full test-python-full
+.PHONY: test-compiled test-standin test-standin-full
 
 help:  ## print this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -67,7 +71,8 @@ test: $(VENV)/headers  ## run a check of every kind
 	@$(MAKE) --silent -j2 --output-sync=target test-rust test-python
 	$(SAY) "all tests passed"
 
-test-full: lint docs test-rust-full test-python-full test-wheel  ## run lint, docs and the long tests
+LONG := test-rust-full test-python-full test-compiled test-standin-full test-wheel
+test-full: lint docs $(LONG)  ## run lint, docs and the long tests
 	$(SAY) "all long tests passed"
 
 test-exhaustive: build  ## test the whole products of the cases (days)
@@ -92,6 +97,19 @@ test-python: build $(VENV)/dev
 test-python-full: build $(VENV)/dev $(IMAGES)/sm_90.safetensors
 	$(SAY) "Python: the long tests"
 	@$(PY) -m pytest -m long $(PYTEST)
+
+test-compiled: build $(VENV)/dev $(VENV)/cuda/ready
+	$(SAY) "Python: training steps through XLA's compiler for GPUs that are not here"
+	@$(PY) -m pytest tests/python/compiled $(PYTEST)
+
+test-standin: $(STANDIN)/ready
+	$(SAY) "Python: pytest on GPUs that are not there, over a driver of our own"
+	@$(PY) -m pytest --platform standin tests/python/test_standin.py \
+	    tests/python/test_gpu_programs.py $(PYTEST)
+
+test-standin-full: $(STANDIN)/ready
+	$(SAY) "Python: the whole suite on GPUs that are not there"
+	@$(PY) -m pytest --platform standin $(PYTEST)
 
 lint: $(VENV)/dev  ## check with rustfmt, clippy, ruff and mypy
 	$(SAY) "lint: rustfmt, clippy, ruff, mypy"
@@ -184,6 +202,34 @@ $(VENV)/kernels: $(VENV)/ready requirements/kernels.txt
 $(VENV)/dev: $(VENV)/kernels requirements/dev.txt
 	$(SAY) "Python packages of the tests into $(VENV)"
 	$(PIP_INSTALL) -r requirements/dev.txt
+	@touch $@
+
+# Outside of site-packages, because JAX would find the plugin there in every program.
+$(VENV)/cuda/ready: requirements/cuda.txt $(VENV)/headers
+	$(SAY) "JAX's CUDA plugin into $(VENV)/cuda (once, 145 MB)"
+	@rm -rf $(@D)
+	$(PIP_INSTALL) --no-deps --target $(@D) -r requirements/cuda.txt
+	@touch $@
+
+# The stand-in for GPUs: the library under NVIDIA's names, the compiler's files as XLA looks for
+# them, and the package with images that the stand-in knows.
+$(STANDIN)/ready: $(RUST) $(shell find tests/standin tests/ptx kernels/interpreter/src -type f) \
+    $(LIBRARY) $(VENV)/dev $(VENV)/cuda/ready
+	$(SAY) "stand-in for GPUs"
+	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --lib --bin standin-images
+	@rm -rf $(STANDIN) && mkdir -p $(STANDIN)/lib $(STANDIN)/cuda/bin $(STANDIN)/cuda/nvvm \
+	    $(STANDIN)/package/burst_attention/images
+	@cp $(TARGET)/checked/libstandin.so $(STANDIN)/lib
+	@for name in $(STANDIN_NAMES); do \
+	    $${CC:-cc} -shared -o $(STANDIN)/lib/$$name -Wl,-soname,$$name -Wl,--no-as-needed \
+	        -L$(STANDIN)/lib -lstandin -Wl,-rpath,'$$ORIGIN'; done
+	@ln -s $(CURDIR)/tests/standin/ptxas $(STANDIN)/cuda/bin/ptxas
+	@ln -s $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13/nvvm/libdevice \
+	    $(STANDIN)/cuda/nvvm/libdevice
+	@for file in $(CURDIR)/$(PACKAGE)/*; do case $$file in */images|*.so) ;; \
+	    *) ln -s $$file $(STANDIN)/package/burst_attention ;; esac; done
+	@cp $(LIBRARY) $(STANDIN)/package/burst_attention
+	@$(TARGET)/checked/standin-images $(STANDIN)/package/burst_attention/images sm_90
 	@touch $@
 
 $(VENV)/docs: $(VENV)/ready requirements/docs.txt

@@ -1,19 +1,10 @@
-"""Eight CPU devices, before JAX starts, checks of annotations, and options of the suite."""
+"""The platform, before JAX starts; checks of annotations; options of the suite."""
 
 import inspect
-import os
 import typing
 
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_force_host_platform_device_count=8"
-    # Most programs run once. Without XLA's optimisations the suite takes 0.8 of the time.
-    + " --xla_backend_optimization_level=0"
-)
-os.environ["JAX_PLATFORMS"] = "cpu"
-
 import case_list
-import jaxtyping
+import platforms
 import pytest
 
 
@@ -21,11 +12,18 @@ def pytest_addoption(parser):
     parser.addoption(
         "--exhaustive", action="store_true", help="whole products of the correctness cases (days)"
     )
+    parser.addoption(
+        "--platform", choices=platforms.PLATFORMS, default="cpu", help="devices to run on"
+    )
 
 
 def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "error")
     config.addinivalue_line("markers", "long: takes seconds of the processor; for make test-full")
+    config.addinivalue_line(
+        "markers", f"needs(word): leaves the test to other platforms; {', '.join(platforms.NEEDS)}"
+    )
+    platforms.choose(config.getoption("--platform"))
     check_annotations()
 
 
@@ -35,6 +33,8 @@ def check_annotations():
     Public functions and classes are left out: they check their arguments themselves, and tests read
     their errors.
     """
+    import jaxtyping
+
     jaxtyping.install_import_hook("burst_attention", "beartype.beartype")
     import burst_attention
 
@@ -47,4 +47,27 @@ def check_annotations():
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         cases = case_list.correctness_cases(exhaustive=metafunc.config.getoption("--exhaustive"))
+        cases = [case for case in cases if platforms.current().takes(case)]
         metafunc.parametrize("case", [pytest.param(case, id=case.name) for case in cases])
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves out what the platform can't run, and says how many tests for each reason."""
+    lacks, kept, left = platforms.current().lacks, [], []
+    for item in items:
+        words = {word for mark in item.iter_markers("needs") for word in mark.args}
+        unknown = words - set(platforms.NEEDS)
+        assert not unknown, f"{item.nodeid}: {unknown} is none of {list(platforms.NEEDS)}"
+        (left if words & lacks else kept).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
+
+
+@pytest.fixture(autouse=True)
+def no_complaints():
+    """A test on the stand-in fails if a call was misused while it ran."""
+    platforms.complaints()
+    yield
+    found = platforms.complaints()
+    assert not found, found

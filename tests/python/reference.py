@@ -4,7 +4,9 @@ import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
+import platforms
 from philox import kept
 
 ROWS = 128
@@ -20,6 +22,10 @@ its terms."""
 CANCELS = 0.1
 """With masks and features, the error of any gradient is measured by at least this part of its
 terms."""
+
+
+ROUNDING = 0.21
+"""The error of rounding a number to nearest, in the norm, as a part of the type's epsilon."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +45,18 @@ class Features:
     """``[heads]``"""
     dropout: tuple[float, Any] | None = None
     """(rate, the key's two words)"""
+    rounded: Any = None
+    """A type of 16 bits to which p, ds and o are rounded, as every attention in 16 bits does."""
 
     @property
     def is_plain(self):
         """Whether causality and sinks are the only features."""
         others = (self.window, self.segments, self.soft_cap, self.slopes, self.dropout)
         return all(x is None for x in others)
+
+    def round(self, x):
+        """Returns what takes part in a product."""
+        return x if self.rounded is None else x.astype(self.rounded).astype(np.float64)
 
     @property
     def reach(self):
@@ -100,6 +112,10 @@ class Dense(Gradients):
     """The part of the terms by which an error is measured at least."""
     per_head: dict[str, PerHead] = field(default_factory=dict)
     """The gradients ``dz`` of the sinks and ``dslopes``, where the problem has sinks or slopes."""
+    rounded: "Dense | None" = None
+    """The results of the same computation that rounds to the inputs' 16 bits."""
+    squares: dict[str, float] = field(default_factory=dict)
+    """The sum of the squares of all terms of each result, in a computation that rounds."""
 
 
 def dense(q, k, v, dout, dlse, *, causal, **features):
@@ -116,7 +132,16 @@ def dense(q, k, v, dout, dlse, *, causal, **features):
     sees no key has o = 0 and lse = −inf. `Features` lists the keyword arguments.
     """
     features = Features(causal=causal, **features)
+    dtype = q.dtype
     q, k, v, dout, dlse = (np.asarray(x, np.float64) for x in (q, k, v, dout, dlse))
+    if platforms.current().rounds and dtype.itemsize == 2 and features.rounded is None:
+        out = _dense(q, k, v, dout, dlse, features)
+        out.rounded = _dense(q, k, v, dout, dlse, replace(features, rounded=dtype))
+        return out
+    return _dense(q, k, v, dout, dlse, features)
+
+
+def _dense(q, k, v, dout, dlse, features):
     if features.scale is None:
         features = replace(features, scale=q.shape[3] ** -0.5)
     out = Dense(*map(np.zeros_like, (q, k, v, dout)), lse=np.zeros(q.shape[:3]))
@@ -156,9 +181,11 @@ def _rows(out, rows, seen, inputs, features):
     with np.errstate(divide="ignore"):
         lse = (top + np.log(total))[:, 0]
     total[total == 0] = 1
-    p /= total
     dropped = _dropped(features.dropout, batch, head, queries, keys)
-    o = (p * dropped) @ v
+    # A kernel sums the exact weights and rounds them for the product alone.
+    weights = features.round(p * dropped) / total
+    p /= total
+    o = features.round(weights @ v)
     out.lse[rows], out.o[rows] = lse, o
     shift = dlse - (dout * o).sum(-1)
     ds = dout @ v.T
@@ -175,8 +202,12 @@ def _rows(out, rows, seen, inputs, features):
         _add_per_head(out.per_head["dslopes"], rows, *parts)
     scale = features.scale
     ds *= cap_slope
-    weights = p * dropped
+    ds, weights = features.round(ds), features.round(p * dropped)
     _add(out, rows, seen, scale * (ds @ k), scale * (ds.T @ q), weights.T @ dout)
+    if features.rounded is not None:
+        factors = {"o": (weights, v), "dq": (scale * ds, k), "dk": (scale * ds.T, q)}
+        for name, (a, b) in (factors | {"dv": (weights.T, dout)}).items():
+            out.squares[name] = out.squares.get(name, 0.0) + float(((a**2) @ (b**2)).sum())
     if out.terms:
         ds = p * cap_slope * absolute
         dq, dk, dv = ds @ np.abs(k), ds.T @ np.abs(q), weights.T @ np.abs(dout)
@@ -247,3 +278,16 @@ def rounding(name, expected, dtype):
     """Returns the norm of the error that rounding an exact result to ``dtype`` makes."""
     true = getattr(expected, name)
     return np.linalg.norm(true.astype(dtype).astype(np.float64) - true)
+
+
+def cost(name, expected, dtype):
+    """Returns the norm of the error that rounding to 16 bits within the computation makes.
+
+    With few numbers the error of one run is chance, hence the second term: the expected norm if
+    every term of a product were rounded independently.
+    """
+    made = np.linalg.norm(
+        getattr(expected.rounded, name).astype(dtype).astype(np.float64) - getattr(expected, name)
+    )
+    independent = ROUNDING * float(ml_dtypes.finfo(dtype).eps)
+    return np.hypot(made, independent * np.sqrt(expected.rounded.squares.get(name, 0.0)))

@@ -3,6 +3,7 @@
 import burst_attention as ba
 import jax
 import numpy as np
+import platforms
 from jax.experimental.multihost_utils import process_allgather
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,10 +25,17 @@ def line(size, axis_type=AxisType.Auto):
 
 
 def normal(seed, *shapes, dtype="float32"):
-    """Returns standard normal numpy arrays, rounded to ``dtype``."""
+    """Returns standard normal numpy arrays, rounded to ``dtype``.
+
+    Arrays of heads, which have four dimensions, have the type that stands for the named type on the
+    platform; ``np.float32`` itself stays float32.
+    """
     generator = np.random.default_rng(seed)
-    dtype = jax.numpy.dtype(dtype)
-    return [generator.standard_normal(shape, dtype=np.float32).astype(dtype) for shape in shapes]
+
+    def rounded(x):
+        return x.astype(jax.numpy.dtype(platforms.dtype(dtype) if x.ndim == 4 else dtype))
+
+    return [rounded(generator.standard_normal(shape, dtype=np.float32)) for shape in shapes]
 
 
 def put(mesh, *arrays, spec=SPEC):

@@ -7,8 +7,11 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+
+import platforms
 
 HEARTBEAT_SECONDS = 5
 """The time after which the other processes take a silent one for dead."""
@@ -19,11 +22,8 @@ def start(work, processes, devices, *arguments):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    environment = os.environ | {
-        # The last of equal flags counts. The other flags stay, since they change bits of results.
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}",
-        "JAX_PLATFORMS": "cpu",
-    }
+    mail = Path(tempfile.mkdtemp(prefix="mail-"))
+    environment = os.environ | platforms.of_processes(devices, mail)
     command = [sys.executable, str(Path(__file__)), "{}", str(processes), str(port), work]
     return [
         subprocess.Popen(

@@ -12,6 +12,8 @@ from burst_attention._attention.options import Options
 from burst_attention._linear import states
 from jaxtyping import TypeCheckError
 
+pytestmark = pytest.mark.needs("text")
+
 HEADS = jnp.zeros(3)
 
 

@@ -18,6 +18,8 @@ from test_cuda_lowering import (
     with_gradient,
 )
 
+pytestmark = pytest.mark.needs("host")
+
 WRAPS = {
     "plain": lambda function: function,
     "recomputed": jax.checkpoint,

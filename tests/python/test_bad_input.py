@@ -12,6 +12,8 @@ from burst_attention import _checks, _ffi
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+pytestmark = pytest.mark.needs("float32")
+
 
 def qkv(batch=1, seq=8, heads=4, kv_heads=2, dim=32, dtype="float32"):
     shapes = [(batch, seq, heads, dim)] + [(batch, seq, kv_heads, dim)] * 2

@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec as P
 from test_bad_input import call, qkv, refused
 from test_cuda_lowering import GPU, abstract_mesh, lowered, shapes
 
+pytestmark = pytest.mark.needs("float32")
+
 
 @pytest.mark.parametrize(
     ("kind", "words", "bad"),

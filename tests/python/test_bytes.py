@@ -7,6 +7,8 @@ import pytest
 import ring
 from burst_attention import _ffi
 
+pytestmark = pytest.mark.needs("host")
+
 LAYOUTS = ("contiguous", "zigzag", "striped")
 TOKENS, DIM, VALUE_DIM = 6, 32, 16
 

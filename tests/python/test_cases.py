@@ -6,6 +6,8 @@ import json
 import case_list
 import pytest
 
+pytestmark = pytest.mark.needs("text")
+
 
 @pytest.mark.parametrize("name", ["values", "features"])
 def test_every_allowed_pair_of_values_occurs_in_the_choice(name):

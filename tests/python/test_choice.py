@@ -11,6 +11,8 @@ import ring
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+pytestmark = pytest.mark.needs("text")
+
 GPU = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 SLOW = ba.Links(inner_gbps=1.0, outer_gbps=0.1, inner_latency_us=1000.0, outer_latency_us=9000.0)
 

@@ -18,6 +18,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from reference import dense
 
+pytestmark = pytest.mark.needs("float32")
+
 RUNS = 20
 SIZE = 8
 # With 33 programs in flight, jaxlib before 0.12 stalls even in a lone psum: the thread that would

@@ -25,6 +25,8 @@ from test_cuda_lowering import (
     shapes,
 )
 
+pytestmark = pytest.mark.needs("text")
+
 Q, KV, LSE = "2x256x2x64xbf16", "2x256x1x64xbf16", "2x256x2xf32"
 IDS, SLOPES = "2x256xi32", "2x2xf32"
 

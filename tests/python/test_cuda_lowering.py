@@ -17,6 +17,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from jax.sharding import PartitionSpec as P
 from reference import dense
 
+pytestmark = pytest.mark.needs("text")
+
 GPU = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 BATCH, SEQ, HEADS, KV_HEADS, DIM = 4, 1024, 4, 2, 64
 OPTIONS = {

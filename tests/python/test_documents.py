@@ -10,6 +10,8 @@ from pathlib import Path
 import burst_attention
 import pytest
 
+pytestmark = pytest.mark.needs("text")
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md"))]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.needs("text")
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_long_context.py"
 TINY = ("--length", "512", "--steps", "6", "--devices", "4")
 

@@ -10,6 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import dense, error
 
+pytestmark = pytest.mark.needs("float32")
+
 SIZES = [(1, 8, 1), (2, 4, 1), (1, 4, 2), (2, 2, 2)]
 LIMIT = 1.5e-6
 

@@ -16,6 +16,8 @@ from check import group, numerics, parts, problem, run, speed, training, virtual
 from gpu import session
 from gpu.library import AbsentError
 
+pytestmark = pytest.mark.needs("text")
+
 SMALL = problem.Problem("", 2, 70, 4, 2, 32, "bfloat16", True, "striped", 2)
 COMMAND = [sys.executable, command.__file__]
 

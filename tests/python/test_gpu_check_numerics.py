@@ -7,6 +7,8 @@ from check import exact, numerics, ours, problem, ranks, shared, virtual
 from long import some
 from reference import dense
 
+pytestmark = pytest.mark.needs("text")
+
 SMALL = problem.Problem("", 2, 70, 4, 2, 32, "bfloat16", True, "striped", 2)
 
 

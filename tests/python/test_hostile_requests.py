@@ -6,6 +6,8 @@ import json
 import pytest
 from burst_attention import _ffi
 
+pytestmark = pytest.mark.needs("text")
+
 SIZES = (0, -1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30)
 SHAPE = {
     "batch": 1,

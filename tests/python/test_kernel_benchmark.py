@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 from gpu import driver, library, numerics, ours, speed
 
+pytestmark = pytest.mark.needs("text")
+
 
 def tensor(*shape, dtype="torch.bfloat16", address=1 << 20):
     """Returns the part of a contiguous torch tensor that requests are made of."""

@@ -8,6 +8,8 @@ from gpu import numerics, report, session, speed
 
 import kernels as command
 
+pytestmark = pytest.mark.needs("text")
+
 
 def speed_row(shape, which, ours_ms=2.0):
     flop = shape.flop(which)

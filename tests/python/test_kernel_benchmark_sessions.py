@@ -11,6 +11,8 @@ from gpu import library, session, worker
 
 import kernels as command
 
+pytestmark = pytest.mark.needs("text")
+
 SERVANT = """
 import json, os, sys, time
 print(json.dumps({"missing": None}), flush=True)

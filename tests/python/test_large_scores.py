@@ -9,6 +9,8 @@ import ring
 from features import Problem
 from jax.sharding import PartitionSpec as P
 
+pytestmark = pytest.mark.needs("float32")
+
 LEAD = 30
 """The lead of a row's largest score that gives one key all weight in float32."""
 
@@ -38,6 +40,7 @@ def exact_dv(q, k, dout):
 
 @pytest.mark.parametrize("size", [1e4, 1e5, 1e7, 1e9])
 @pytest.mark.parametrize(("layout", "backward"), [("zigzag", "keys"), ("striped", "queries")])
+@pytest.mark.needs("products")
 def test_one_key_with_all_weight_is_as_exact_as_in_plain_jax(size, layout, backward):
     q, k, v, dout = ring.normal(1, *[(1, 128, 2, 40)] * 4)
     q = magnified(q, k, size)

@@ -9,6 +9,8 @@ import pytest
 import ring
 from burst_attention import _ffi
 
+pytestmark = pytest.mark.needs("host")
+
 
 def test_library_and_package_have_one_version():
     assert _ffi.library_version() == ba.__version__

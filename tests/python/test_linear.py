@@ -24,6 +24,8 @@ from linear_cases import (
 from linear_reference import recurrence
 from long import some
 
+pytestmark = pytest.mark.needs("float32")
+
 
 @pytest.mark.parametrize("method", some(["ring", "all_gather"]))
 @pytest.mark.parametrize("shape", CASES, ids=lambda shape: "-".join(map(str, shape)))

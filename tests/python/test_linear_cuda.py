@@ -20,6 +20,8 @@ from linear_reference import recurrence
 from long import some
 from test_cuda_lowering import GPU, KNOWN, abstract_mesh, calls, lowered
 
+pytestmark = pytest.mark.needs("host")
+
 TILE = gpu.TILE
 CASES = [
     # world, tokens per rank, heads, kv_heads, k_dim, v_dim, λ

@@ -10,6 +10,8 @@ import pytest
 import ring
 from jax.sharding import PartitionSpec as P
 
+pytestmark = pytest.mark.needs("products")
+
 SIZE, LAYOUT = 4, "zigzag"
 LIMIT = 2e-5
 """Largest relative difference of two programs that compute in float32."""

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 from burst_attention import _nccl
 
+pytestmark = pytest.mark.needs("text")
+
 
 @pytest.fixture
 def unset(monkeypatch):

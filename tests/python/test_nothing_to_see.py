@@ -12,6 +12,8 @@ from burst_attention._attention.features import Features
 from features import Problem
 from jax.sharding import PartitionSpec as P
 
+pytestmark = pytest.mark.needs("float32")
+
 
 def results(one, **changes):
     arrays = one.arrays() | changes

@@ -18,6 +18,8 @@ from test_correct import agree as agree_plainly
 from test_families import ALONE, CHOICES, SCHEDULES, agree, problem_of
 from test_features import name, problem
 
+pytestmark = pytest.mark.needs("products")
+
 XLA = {"implementation": "xla"}
 CASES = case_list.correctness_cases()
 FEATURES = case_list.feature_choices()

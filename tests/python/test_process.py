@@ -16,6 +16,8 @@ from burst_attention import __main__ as command
 from burst_attention._cli import report
 from jax.sharding import PartitionSpec as P
 
+pytestmark = pytest.mark.needs("host")
+
 TARGETS = ("burst_attention_forward", "burst_attention_backward")
 
 

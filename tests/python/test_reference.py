@@ -9,6 +9,8 @@ import ring
 from philox import kept, philox, threshold
 from reference import Features, dense
 
+pytestmark = pytest.mark.needs("text")
+
 ALL = 0xFFFFFFFF
 VECTORS = [
     # counter, key and result, from Random123's kat_vectors for philox4x32 with 10 rounds

@@ -18,6 +18,8 @@ from test_cuda_lowering import KNOWN, abstract_mesh, lowered
 from test_cuda_lowering import calls as lowered_calls
 from test_transforms import calls, close
 
+pytestmark = pytest.mark.needs("products")
+
 LAYERS, WIDTH, HEADS, SEQ, RANKS = 5, 64, 4, 64, 4
 PLACES = {
     "ring": {},

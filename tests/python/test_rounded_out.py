@@ -14,6 +14,8 @@ from bounds import ROUNDING_LIMIT
 from jax.sharding import PartitionSpec as P
 from test_cuda_lowering import GPU, abstract_mesh
 
+pytestmark = pytest.mark.needs("host")
+
 TOKENS = 1024
 
 

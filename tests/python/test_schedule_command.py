@@ -12,6 +12,8 @@ import pytest
 from burst_attention import __main__ as command
 from burst_attention._attention.options import Schedule
 
+pytestmark = pytest.mark.needs("text")
+
 PROBLEM = "--world 8 --seq 65536 --heads 32 --kv-heads 8 --layout zigzag --causal"
 RATES = Path(__file__).parents[2] / "kernels" / "rates.tsv"
 RANK = re.compile(

@@ -11,6 +11,8 @@ import several
 from features import Problem
 from several_cases import CASES
 
+pytestmark = pytest.mark.needs("host")
+
 SECONDS = 240
 SUMMED = ("dz", "dslopes")
 """Results that XLA sums over all ranks, in another order with several processes."""

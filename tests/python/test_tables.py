@@ -11,6 +11,8 @@ from burst_attention._attention.choice import library_name
 from burst_attention._attention.features import FEATURES, Features
 from burst_attention._attention.options import SCHEDULES, AttentionOptions, Options
 
+pytestmark = pytest.mark.needs("text")
+
 
 def test_every_option_has_a_default_and_a_check_or_is_a_feature():
     names = {each.name for each in fields(Options)} | {row.argument for row in FEATURES}

@@ -11,6 +11,8 @@ import ring
 from jax.sharding import PartitionSpec as P
 from reference import dense, error
 
+pytestmark = pytest.mark.needs("float32")
+
 SHAPE = (2, 32, 2, 32)
 LIMIT = 1.5e-6
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
-from bounds import ROUNDING_LIMIT, check
+from bounds import check, narrow_limit
 from features import PAIR, Problem
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from long import some
-from reference import error, rounding
+from reference import error
 from test_cuda_lowering import KNOWN, abstract_mesh, calls, lowered, shapes, with_gradient
 from test_families import MASKS, agree
 
@@ -97,7 +97,7 @@ def test_key_value_heads_that_ranks_share(heads, kv_heads, dtype):
     if dtype == "bfloat16" and kv_heads % 4:
         for name in ("dk", "dv"):
             wrong, _ = error(name, found.pop(name), expected)
-            assert wrong <= 2**0.5 * ROUNDING_LIMIT * rounding(name, expected, jnp.bfloat16), name
+            assert wrong <= 2**0.5 * narrow_limit(name, expected, jnp.bfloat16), name
     check(found, expected, arrays["dout"], dtype)
 
 

@@ -1,0 +1,16 @@
+"""Lets JAX find its CUDA plugin, whose compiler needs no GPU.
+
+The plugin lies outside the packages of .venv, so that JAX finds it in these tests only. JAX looks
+for plugins once for each process, so these tests have a session of their own: `make test-compiled`.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+PLUGIN = Path(sys.prefix) / "cuda"
+
+if not (PLUGIN / "ready").exists():
+    raise pytest.UsageError(f"{PLUGIN} must hold JAX's CUDA plugin; run `make test-compiled`")
+sys.path.append(str(PLUGIN))

@@ -1,0 +1,131 @@
+"""The platforms that the suite runs on: CPU devices, GPUs, and the stand-in for GPUs.
+
+The stand-in (tests/standin) is a CUDA driver and an NCCL over host memory. On it run JAX's own CUDA
+plugin, XLA's own GPU runtime and, on an interpreter, the kernels.
+"""
+
+import ctypes
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+STANDIN = ROOT / "target" / "standin"
+
+NEEDS = {
+    "host": "reads what only the executor for CPU devices has",
+    "float32": "has inputs or bounds of float32",
+    "products": "needs XLA's own matrix products",
+    "text": "runs nothing: it reads documents, tables or errors of the command line",
+    "speed": "is too large for the stand-in",
+    "standin": "checks the stand-in itself",
+}
+"""Why a test can't run on a platform, by the word in its mark."""
+
+
+@dataclass(frozen=True)
+class Platform:
+    """A platform, and what its tests have."""
+
+    name: str
+    lacks: frozenset[str]
+    """The words of `NEEDS` whose tests the platform leaves out."""
+    narrow: str
+    """The type that stands for float32."""
+    largest: float
+    """The pairs of query and key, over batch and heads, of the largest cases."""
+
+    @property
+    def rounds(self) -> bool:
+        """Whether kernels round between products, so that errors are those of 16 bits."""
+        return self.name != "cpu"
+
+    def takes(self, case) -> bool:
+        """Whether the platform runs a case of `case_list`."""
+        return case.batch * case.heads * case.seq**2 <= self.largest
+
+    def start(self) -> None:
+        """Prepares the environment, before JAX is imported."""
+        os.environ["JAX_PLATFORMS"] = "cpu" if self.name == "cpu" else "cuda"
+        if self.name == "cpu":
+            # Most programs run once. Without XLA's optimisations the suite takes 0.8 of the time.
+            flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+        if self.name == "standin":
+            _start_standin()
+
+
+_NOT_ON_GPUS = frozenset({"host", "float32", "text"})
+
+PLATFORMS = {
+    platform.name: platform
+    for platform in (
+        Platform("cpu", frozenset({"standin"}), "float32", math.inf),
+        Platform("cuda", _NOT_ON_GPUS | {"standin"}, "bfloat16", math.inf),
+        Platform("standin", _NOT_ON_GPUS | {"products", "speed"}, "bfloat16", 2e6),
+    )
+}
+
+VARIABLE = "BURST_ATTENTION_TEST_PLATFORM"
+"""Tells child processes the platform."""
+_current = PLATFORMS[os.environ.get(VARIABLE, "cpu")]
+
+
+def current() -> Platform:
+    """Returns the platform of this session."""
+    return _current
+
+
+def choose(name: str) -> None:
+    """Makes a platform the session's and starts it."""
+    global _current
+    _current = PLATFORMS[name]
+    os.environ[VARIABLE] = name
+    _current.start()
+
+
+def of_processes(devices: int, folder: Path) -> dict[str, str]:
+    """Returns the variables of each of several processes with ``devices`` devices.
+
+    Processes on the stand-in exchange messages through the folder.
+    """
+    if _current.name == "standin":
+        return {"STANDIN_DEVICES": str(devices), "STANDIN_MAIL": str(folder)}
+    # The last of equal flags counts. The other flags stay, since they change bits of results.
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+    return {"XLA_FLAGS": flags}
+
+
+def dtype(name):
+    """Returns the type that stands for a named type of the tests on this platform."""
+    return _current.narrow if isinstance(name, str) and name == "float32" else name
+
+
+def _start_standin() -> None:
+    # The package here is the product's, with images that the stand-in knows.
+    folders = [ROOT / "tests" / "standin" / "site", ROOT / ".venv" / "cuda", STANDIN / "package"]
+    path = [str(folder) for folder in folders]
+    sys.path[:0] = path
+    os.environ |= {
+        "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]),
+        "STANDIN": str(STANDIN),
+        "STANDIN_IMAGES": str(STANDIN / "package" / "burst_attention" / "images"),
+        "STANDIN_JITTER_US": os.environ.get("STANDIN_JITTER_US", "200"),
+        # The plugin's libraries are newer or older than the stand-in says.
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        # Each buffer is an allocation of its own, so that its bounds are checked.
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+        # XLA logs the absence of cuDNN and of most of NVML.
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+
+
+def complaints() -> str:
+    """Returns what the stand-in has complained of since the last call, one complaint in a line."""
+    if _current.name != "standin":
+        return ""
+    library = ctypes.CDLL(str(STANDIN / "lib" / "libstandin.so"))
+    library.standin_complaints.restype = ctypes.c_char_p
+    return library.standin_complaints().decode()

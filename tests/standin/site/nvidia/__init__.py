@@ -1,0 +1,1 @@
+"""Hides NVIDIA's packages, whose CUDA runtime JAX's plugin would load."""
