@@ -1,5 +1,6 @@
 //! The error type of the core.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use crate::types::Dtype;
@@ -86,6 +87,13 @@ impl PartialEq for DeviceError {
     fn eq(&self, other: &DeviceError) -> bool {
         self.to_string() == other.to_string()
     }
+}
+
+/// Returns the message of a panic, from the payload that [`std::panic::catch_unwind`] caught.
+pub fn panic_text(payload: &(dyn Any + Send)) -> String {
+    let text = payload.downcast_ref::<&str>().map(|text| (*text).to_string());
+    let text = text.or_else(|| payload.downcast_ref::<String>().cloned());
+    text.unwrap_or_else(|| "no message".into())
 }
 
 /// The result of a function that can fail with the core's [`enum@Error`].

@@ -65,7 +65,13 @@ fn drive() -> burst_attention::Result<()> {
     driver.push_context(driver.stream_context(xla)?)?;
     println!("we have capability {:?}", driver.capability()?);
     let (stream, event) = (driver.create_stream()?, driver.create_event()?);
-    println!("we have memory at {:#x}", driver.allocate(64)?);
+    let memory = driver.allocate(64)?;
+    // SAFETY: the bytes lie in the memory, and the fake library has no operations.
+    let bytes = unsafe {
+        driver.write(memory + 1, 5);
+        driver.read(memory, 3)
+    };
+    println!("we read {bytes:?}");
     let function = driver.load(b"an image\0", "cast_entry")?;
     driver.launch(xla, function, &launch())?;
     let run = |address| Block::run(address, 48);
@@ -74,6 +80,7 @@ fn drive() -> burst_attention::Result<()> {
     driver.copy(stream, &Copy { from, to: from.packed_at(0x900) })?;
     driver.record(xla, event)?;
     driver.wait(stream, event)?;
+    driver.synchronize(stream)?;
     driver.pop_context()
 }
 
@@ -117,8 +124,9 @@ fn the_driver_gets_the_right_calls() {
         "cuStreamCreateWithPriority flags 1 priority -5",
         // Flag 2 is without timing.
         "cuEventCreate flags 2",
-        "cuMemAlloc 64",
-        "we have memory at 0x7000",
+        // Flags 1 and 2 are portable and mapped for the device.
+        "cuMemHostAlloc 64 flags 3",
+        "we read [0, 5, 0]",
         "cuModuleLoadData an image",
         "cuModuleGetFunction 0x30 cast_entry",
         "cuFuncLoad 0xf0",
@@ -129,6 +137,7 @@ fn the_driver_gets_the_right_calls() {
          0x57",
         "cuEventRecord 0xe1 stream 0x55",
         "cuStreamWaitEvent stream 0x57 0xe1 flags 0",
+        "cuStreamSynchronize 0x57",
         "cuCtxPopCurrent 1",
     ];
     assert_eq!(printed("cuda", None), expected);
@@ -141,7 +150,8 @@ fn driver_errors_are_reported_and_a_module_without_its_function_is_unloaded() {
     let launch = "cast_bf16_d64_sm_103, grid [24, 1, 1]";
     let expected = format!("we fail: cuLaunchKernel failed: {launch}: {reason}");
     assert_eq!(last("cuLaunchKernel"), expected);
-    assert_eq!(last("cuMemAlloc_v2"), format!("we fail: cuMemAlloc_v2 failed: 64 bytes: {reason}"));
+    let expected = format!("we fail: cuMemHostAlloc failed: 64 bytes of host memory: {reason}");
+    assert_eq!(last("cuMemHostAlloc"), expected);
     let lines = printed("cuda", Some("cuModuleGetFunction"));
     assert_eq!(lines[lines.len() - 2], "cuModuleUnload 0x30");
 }
@@ -155,6 +165,10 @@ fn nccl_gets_the_right_calls() {
         "ncclSend 0x10 5 type 0 to 0 0xc0 0x57",
         "ncclRecv 0x20 5 type 0 from 0 0xc0 0x57",
         "ncclGroupEnd",
+        "ncclGroupStart",
+        "ncclSend 0x10 5 type 0 to 1 0xc0 0x57",
+        "ncclGroupEnd",
+        // The group is issued once more.
         "ncclGroupStart",
         "ncclSend 0x10 5 type 0 to 1 0xc0 0x57",
         "ncclGroupEnd",

@@ -3,6 +3,9 @@
 use std::any::Any;
 use std::time::Duration;
 
+use burst_attention::cuda::error::CudaError;
+use burst_attention::error::panic_text;
+
 use crate::sys;
 
 /// An error between XLA and the core. Messages say what was expected and what came.
@@ -144,11 +147,24 @@ impl Error {
 
     /// Returns the error of a panic, from the payload that [`std::panic::catch_unwind`] caught.
     pub fn panic(payload: Box<dyn Any + Send>) -> Error {
-        let text = payload
-            .downcast_ref::<&str>()
-            .map(|text| (*text).to_string())
-            .or_else(|| payload.downcast_ref::<String>().cloned());
-        Error::Panic(text.unwrap_or_else(|| "no message".into()))
+        Error::Panic(panic_text(&*payload))
+    }
+
+    /// Whether the cause is the program, which is the same on all devices.
+    pub fn is_of_program(&self) -> bool {
+        use sys::{XLA_FFI_Error_Code_INVALID_ARGUMENT, XLA_FFI_Error_Code_UNIMPLEMENTED};
+        [XLA_FFI_Error_Code_INVALID_ARGUMENT, XLA_FFI_Error_Code_UNIMPLEMENTED]
+            .contains(&self.code())
+    }
+
+    /// Whether the error may concern one device alone: its cause is neither the program nor another
+    /// device, which has its own error.
+    pub fn is_of_one_device(&self) -> bool {
+        let is_of_others = |error: &burst_attention::Error| {
+            matches!(CudaError::of(error), Some(CudaError::NotReady { .. }))
+        };
+        let is_of_others = matches!(self, Error::Ring { error, .. } if is_of_others(error));
+        !is_of_others && !self.is_of_program()
     }
 
     /// Returns the code under which XLA reports the error.
@@ -162,7 +178,9 @@ impl Error {
             {
                 sys::XLA_FFI_Error_Code_UNIMPLEMENTED
             }
-            Error::NoCommunicator { .. } | Error::OldRuntime { .. } => {
+            Error::NoCommunicator { .. }
+            | Error::OldRuntime { .. }
+            | Error::Core(burst_attention::Error::Unsupported { .. }) => {
                 sys::XLA_FFI_Error_Code_UNIMPLEMENTED
             }
             Error::MissingRanks { .. } => sys::XLA_FFI_Error_Code_DEADLINE_EXCEEDED,

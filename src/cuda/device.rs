@@ -1,7 +1,6 @@
 //! Issues rings to devices.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burst_attention_kernels::images::ImagesError;
@@ -9,13 +8,14 @@ use burst_attention_kernels::instances::{Instance, Target};
 use burst_attention_kernels::launch::Launch;
 
 use super::call::Call;
-use super::commands::{Command, CommandList, Work};
+use super::commands::{CommandList, Work};
 use super::driver::{Context, Driver, Event, Function, Stream};
-use super::error::CudaError;
+use super::error::{CudaError, caught};
+use super::issue::Issue;
 use super::lower::{all_ranks, one_rank};
-use super::nccl::{Comm, Communicator, Group, Message};
+use super::nccl::{Comm, Communicator};
 use super::region::Queue;
-use super::synchronise::{Instruction, synchronised};
+use super::synchronise::synchronised;
 use super::workspace::Workspace;
 use crate::error::{Error, Result};
 use crate::operands::Arrays;
@@ -23,10 +23,13 @@ use crate::operands::Arrays;
 /// A function that finds the image of an instance.
 pub type FindImage = fn(&Instance) -> std::result::Result<&'static [u8], ImagesError>;
 
-/// The number of calls that a device remembers to be ready for. A training step makes a handful.
+/// A function that learns of an error of this device at once, before a handler returns it: the
+/// handler may first wait for peers.
+pub type Tell<'a> = &'a dyn Fn(&Error);
+
+/// The number of calls that a device remembers to be ready for, for each ring. A training step makes
+/// a handful.
 const READY_CALLS: usize = 256;
-/// Bytes of the memory for the first messages to each peer.
-const SCRATCH: usize = 1 << 16;
 
 /// The executor: a driver and the devices seen so far.
 pub struct Executor {
@@ -54,26 +57,35 @@ impl<'a> RankSet<'a> {
             RankSet::All => &[],
         }
     }
+
+    fn handles(self) -> Vec<Comm> {
+        self.comms().iter().map(|comm| comm.comm).collect()
+    }
 }
 
 /// The objects that the executor keeps for a device. [`Executor::initialize`] creates all of them.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Device {
-    pub target: Target,
+    target: Option<Target>,
     /// The stream of each queue of messages.
-    streams: BTreeMap<Queue, Stream>,
-    events: Vec<Event>,
+    pub streams: BTreeMap<Queue, Stream>,
+    pub events: Vec<Event>,
     functions: HashMap<Instance, Function>,
-    scratch: Option<u64>,
+    pub scratch: Option<u64>,
     /// The peers to which each communicator has a connection.
-    sent_to: HashSet<(Comm, usize)>,
+    pub sent_to: HashSet<(Comm, usize)>,
     /// The peers from which each communicator has a connection.
-    received_from: HashSet<(Comm, usize)>,
-    /// The calls, with their communicators, for which nothing is missing.
-    ready: Vec<(Call, Vec<Comm>)>,
+    pub received_from: HashSet<(Comm, usize)>,
+    /// The calls for which nothing is missing, for each set of communicators. All ranks of a ring
+    /// make the same calls in the same order, so these lists are the same on all of them.
+    ready: HashMap<Vec<Comm>, Vec<Call>>,
 }
 
 impl Device {
+    fn is_ready(&self, call: &Call, ranks: RankSet<'_>) -> bool {
+        self.ready.get(&ranks.handles()).is_some_and(|calls| calls.contains(call))
+    }
+
     /// Enqueues a launch of a kernel that the device has loaded.
     pub fn launch(&self, driver: &dyn Driver, stream: Stream, launch: &Launch) -> Result<()> {
         let function = self.functions.get(&launch.instance);
@@ -104,34 +116,54 @@ impl Executor {
     /// messages, kernels, events, connections to peers. The call is fast if nothing is missing.
     ///
     /// Connections are made here because NCCL makes a connection at the first message to a peer,
-    /// which allocates memory and waits for the peer's host.
+    /// which allocates memory and waits for the peer's host. A rank that lacks an object contacts
+    /// its peers all the same, and tells them so. Otherwise they would wait for it for ever.
     ///
     /// # Errors
-    /// If there are no kernels for the device, or the driver or NCCL refuse.
-    pub fn initialize(&self, stream: Stream, call: &Call, ranks: RankSet<'_>) -> Result<()> {
+    /// If there are no kernels for the device, the driver or NCCL refuse, or another rank of the
+    /// ring is not ready.
+    pub fn initialize(
+        &self,
+        stream: Stream,
+        call: &Call,
+        ranks: RankSet<'_>,
+        tell: Tell<'_>,
+    ) -> Result<()> {
         self.within(stream, |context| {
-            let device = self.device(context)?;
+            let device = self.device(context);
             let mut device = lock(&device);
-            let comms = ranks.comms();
-            let known = (call.clone(), comms.iter().map(|comm| comm.comm).collect());
-            if device.ready.contains(&known) {
+            if device.is_ready(call, ranks) {
                 return Ok(());
             }
-            let list = rehearse(call, device.target, ranks)?;
-            self.complete(&mut device, &list)?;
+            let comms = ranks.comms();
+            let placed = |error| CudaError::at(comms.first(), None, error);
+            let list = caught(|| self.complete(&mut device, call, ranks));
+            let list = list.map_err(placed).inspect_err(tell);
+            let agree = |comm| self.agree(&mut device, stream, comm, list.is_ok());
+            let agreed = comms.first().map_or(Ok(()), agree);
+            let list = list?;
+            agreed.map_err(placed)?;
             for (queue, comm) in Queue::OF_MESSAGES.into_iter().zip(comms) {
                 self.connect(&mut device, queue, comm, &list)?;
             }
-            device.ready.truncate(READY_CALLS - 1);
-            device.ready.insert(0, known);
+            let calls = device.ready.entry(ranks.handles()).or_default();
+            calls.truncate(READY_CALLS - 1);
+            calls.insert(0, call.clone());
             Ok(())
         })
     }
 
+    /// Whether the ranks of the ring have agreed that all of them are ready for `call`. If this rank
+    /// met an error afterwards, its peers still run the call.
+    pub fn is_ready(&self, stream: Stream, call: &Call, ranks: RankSet<'_>) -> bool {
+        let is_ready = |context| Ok(lock(&self.device(context)).is_ready(call, ranks));
+        self.within(stream, is_ready).unwrap_or(false)
+    }
+
     /// Issues the commands of one rank, or of all ranks if `arrays` are those of all ranks. Returns
-    /// the bytes that they send, and does not wait for the commands. Even after an error, XLA's
-    /// stream goes on only after the issued commands, since it may use their memory for something
-    /// else then.
+    /// the bytes that they send, and does not wait for the commands. After an error, the exchanges
+    /// are still issued, so no peer waits for them for ever. XLA's stream goes on only after the
+    /// issued commands, since it may use their memory for something else then.
     ///
     /// # Errors
     /// As [`Executor::initialize`], or if the device was not initialized for the call.
@@ -142,15 +174,17 @@ impl Executor {
         ranks: RankSet<'_>,
         arrays: &[Arrays<u64>],
         workspace: Workspace,
+        tell: Tell<'_>,
     ) -> Result<u64> {
         self.within(stream, |context| {
-            let device = self.device(context)?;
+            let device = self.device(context);
             // The lock is held for the whole call, since all ranks must issue exchanges in one
             // order.
-            let device = lock(&device);
-            let list = lower(call, device.target, ranks, arrays, workspace)?;
-            let comms = ranks.comms();
-            Issue { driver: &*self.driver, device: &device, stream, comms }.all(&list.commands)?;
+            let mut device = lock(&device);
+            let target = self.target(&mut device)?;
+            let list = lower(call, target, ranks, arrays, workspace)?;
+            let (driver, device, comms) = (&*self.driver, &*device, ranks.comms());
+            Issue { driver, device, stream, comms, tell }.all(&list.commands)?;
             Ok(list.bytes_sent)
         })
     }
@@ -164,17 +198,20 @@ impl Executor {
         let context = self.driver.stream_context(stream)?;
         self.driver.push_context(context)?;
         // XLA's thread gets its own context back even after a panic.
-        let outcome = catch_unwind(AssertUnwindSafe(|| body(context)));
+        let outcome = caught(|| body(context));
         let popped = self.driver.pop_context();
-        let outcome = outcome.unwrap_or_else(|panic| resume_unwind(panic));
         outcome.and_then(|done| popped.map(|()| done))
     }
 
     /// Returns the device of a context that is current.
-    pub(super) fn device(&self, context: Context) -> Result<Arc<Mutex<Device>>> {
-        let mut devices = lock(&self.devices);
-        if let Some(device) = devices.get(&context) {
-            return Ok(device.clone());
+    pub(super) fn device(&self, context: Context) -> Arc<Mutex<Device>> {
+        lock(&self.devices).entry(context).or_default().clone()
+    }
+
+    /// Returns the target of the kernels for a device.
+    pub(super) fn target(&self, device: &mut Device) -> Result<Target> {
+        if let Some(target) = device.target {
+            return Ok(target);
         }
         let (major, minor) = self.driver.capability()?;
         let target = Target::of_capability(major, minor).ok_or_else(|| Error::Unsupported {
@@ -184,23 +221,22 @@ impl Executor {
                       10.3 (B300) and 12.0 (RTX Blackwell)"
                 .into(),
         })?;
-        let device = Arc::new(Mutex::new(Device {
-            target,
-            streams: BTreeMap::new(),
-            events: vec![],
-            functions: HashMap::new(),
-            scratch: None,
-            sent_to: HashSet::new(),
-            received_from: HashSet::new(),
-            ready: vec![],
-        }));
-        devices.insert(context, device.clone());
-        Ok(device)
+        Ok(*device.target.insert(target))
     }
 
-    /// Creates the objects that the commands need and the device lacks. Objects that were created
-    /// before an error stay.
-    fn complete(&self, device: &mut Device, list: &CommandList) -> Result<()> {
+    /// Creates the objects that the commands of a call need and the device lacks. Returns these
+    /// commands, over memory that does not exist. Objects that were created before an error stay.
+    fn complete(
+        &self,
+        device: &mut Device,
+        call: &Call,
+        ranks: RankSet<'_>,
+    ) -> Result<CommandList> {
+        if !ranks.comms().is_empty() {
+            self.scratch(device)?;
+        }
+        let target = self.target(device)?;
+        let list = rehearse(call, target, ranks)?;
         for queue in Queue::OF_MESSAGES {
             let mut commands = list.commands.iter();
             let is_used = queue == Queue::Exchange || commands.any(|one| one.queue == queue);
@@ -217,7 +253,7 @@ impl Executor {
             let Work::Launch(launch) = &command.work else { continue };
             self.load(device, launch.instance)?;
         }
-        Ok(())
+        Ok(list)
     }
 
     /// Loads a kernel if the device lacks it.
@@ -228,53 +264,6 @@ impl Executor {
         let image = (self.image)(&instance).map_err(CudaError::Images)?;
         let function = self.driver.load(image, &instance.entry())?;
         device.functions.insert(instance, function);
-        Ok(())
-    }
-
-    /// Sends a byte to each new peer to which the commands of a queue send, and receives a byte
-    /// from each new peer from which they receive.
-    fn connect(
-        &self,
-        device: &mut Device,
-        queue: Queue,
-        comm: &Communicator<'_>,
-        list: &CommandList,
-    ) -> Result<()> {
-        let (mut to, mut from) = (BTreeSet::new(), BTreeSet::new());
-        for command in list.commands.iter().filter(|command| command.queue == queue) {
-            if let Work::Exchange(group) = &command.work {
-                to.extend(group.sends.iter().map(|message| (comm.comm, message.peer)));
-                from.extend(group.receives.iter().map(|message| (comm.comm, message.peer)));
-            }
-        }
-        // The two directions are kept apart, so that both ends of each agree on whether it is new.
-        to.retain(|connection| !device.sent_to.contains(connection));
-        from.retain(|connection| !device.received_from.contains(connection));
-        if to.is_empty() && from.is_empty() {
-            return Ok(());
-        }
-        let scratch = match device.scratch {
-            Some(scratch) => scratch,
-            None => *device.scratch.insert(self.driver.allocate(SCRATCH)?),
-        };
-        // Each queue has its own part of the scratch memory, and sends from half of it.
-        let part = SCRATCH as u64 / Queue::ALL.len() as u64;
-        let (scratch, half) = (scratch + queue as u64 * part, part / 2);
-        let message = |base: u64, &(_, peer): &(Comm, usize)| Message {
-            address: scratch + base + peer as u64 % half,
-            bytes: 1,
-            peer,
-        };
-        let group = Group {
-            sends: to.iter().map(|connection| message(0, connection)).collect(),
-            receives: from.iter().map(|connection| message(half, connection)).collect(),
-        };
-        let stream = device.streams[&queue];
-        // SAFETY: `allocate` returned memory of the device that holds both halves, and the executor
-        // never frees it.
-        unsafe { comm.exchange(stream, None, &group) }?;
-        device.sent_to.extend(to);
-        device.received_from.extend(from);
         Ok(())
     }
 }
@@ -308,71 +297,8 @@ fn rehearse(call: &Call, target: Target, ranks: RankSet<'_>) -> Result<CommandLi
     lower(call, target, ranks, &vec![arrays; count], workspace)
 }
 
-/// Commands on their way to a device.
-struct Issue<'a> {
-    driver: &'a dyn Driver,
-    device: &'a Device,
-    stream: Stream,
-    comms: &'a [Communicator<'a>],
-}
-
-impl Issue<'_> {
-    fn all(&self, commands: &[Command]) -> Result<()> {
-        let (instructions, events) = synchronised(commands);
-        if self.device.events.len() <= events {
-            return Err(uninitialized("an event"));
-        }
-        let issued = instructions.iter().try_for_each(|one| self.one(commands, one));
-        if issued.is_err() {
-            // XLA's stream must not overtake the exchanges under way. If this fails too, the device
-            // is lost, and the first error says more.
-            let event = self.device.events[events];
-            for stream in self.device.streams.values() {
-                let recorded = self.driver.record(*stream, event);
-                let _ = recorded.and_then(|()| self.driver.wait(self.stream, event));
-            }
-        }
-        issued
-    }
-
-    fn one(&self, commands: &[Command], instruction: &Instruction) -> Result<()> {
-        use Instruction::{Enqueue, Record, Wait};
-        let event = |index: usize| self.device.events[index];
-        match *instruction {
-            Record(queue, index) => self.driver.record(self.stream_of(queue)?, event(index)),
-            Wait(queue, index) => self.driver.wait(self.stream_of(queue)?, event(index)),
-            Enqueue(index) => self.enqueue(&commands[index]),
-        }
-    }
-
-    fn enqueue(&self, command: &Command) -> Result<()> {
-        let stream = self.stream_of(command.queue)?;
-        match &command.work {
-            Work::Launch(launch) => self.device.launch(self.driver, stream, launch),
-            Work::Copy(copy) => self.driver.copy(stream, copy),
-            Work::Exchange(group) => {
-                let index = Queue::OF_MESSAGES.iter().position(|queue| *queue == command.queue);
-                let comm = index.and_then(|index| self.comms.get(index));
-                let comm = comm.ok_or_else(|| uninitialized("a communicator"))?;
-                // SAFETY: the messages lie in XLA's buffers of this call. XLA keeps them until its
-                // stream has passed the call, and `synchronised` or `all` makes that stream wait
-                // for this exchange.
-                unsafe { comm.exchange(stream, Some(command.step), group) }
-            }
-            Work::Program | Work::Blocks(_) => Ok(()),
-        }
-    }
-
-    fn stream_of(&self, queue: Queue) -> Result<Stream> {
-        if queue == Queue::Compute {
-            return Ok(self.stream);
-        }
-        let found = self.device.streams.get(&queue).copied();
-        found.ok_or_else(|| uninitialized("a stream"))
-    }
-}
-
-fn uninitialized(what: impl std::fmt::Display) -> Error {
+/// Returns the error of an execution that lacks an object.
+pub(super) fn uninitialized(what: impl std::fmt::Display) -> Error {
     let (library, remedy) = ("XLA", "please report it as a bug");
     let reason = format!("it runs a call that was not initialised: {what} is missing");
     CudaError::Library { library, reason, remedy }.into()

@@ -71,8 +71,8 @@ pub struct Copy {
 
 /// The CUDA driver. Each method is one call of the driver, or a few calls that belong together. All
 /// methods but [`Driver::stream_context`] concern the context that this thread pushed last. A
-/// method that takes a stream only enqueues. Each method fails
-/// with [`CudaError::Driver`](super::error::CudaError::Driver) if the driver refuses.
+/// method that takes a stream only enqueues, except [`Driver::synchronize`]. Each method fails with
+/// [`CudaError::Driver`](super::error::CudaError::Driver) if the driver refuses.
 pub trait Driver: Send + Sync {
     /// Returns the context of a stream.
     fn stream_context(&self, stream: Stream) -> Result<Context>;
@@ -92,8 +92,25 @@ pub trait Driver: Send + Sync {
     /// Creates an event without timing.
     fn create_event(&self) -> Result<Event>;
 
-    /// Allocates memory of the device.
+    /// Allocates host memory that the device reaches at the same address.
     fn allocate(&self, bytes: usize) -> Result<u64>;
+
+    /// Writes a byte.
+    ///
+    /// # Safety
+    /// The caller must pass an address within memory that [`Driver::allocate`] returned, and
+    /// guarantee that no operation uses the byte meanwhile.
+    unsafe fn write(&self, address: u64, byte: u8);
+
+    /// Reads bytes.
+    ///
+    /// # Safety
+    /// The caller must pass a range within memory that [`Driver::allocate`] returned, and guarantee
+    /// that no operation writes it meanwhile.
+    unsafe fn read(&self, address: u64, bytes: usize) -> Vec<u8>;
+
+    /// Blocks this thread until all operations are over that `stream` has so far.
+    fn synchronize(&self, stream: Stream) -> Result<()>;
 
     /// Loads an image and finds the function `entry` in it. The module stays loaded as long as the
     /// context lives.

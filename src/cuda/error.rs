@@ -1,11 +1,13 @@
 //! The errors of the CUDA executor.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use burst_attention_kernels::images::ImagesError;
 use burst_attention_kernels::launch::LaunchError;
 
-use crate::error::{DeviceError, Error};
+use super::nccl::Communicator;
+use crate::error::{DeviceError, Error, Result, panic_text};
 
 /// An error of a GPU or of a library that drives it. The core carries it as [`Error::Device`].
 #[derive(Debug, thiserror::Error)]
@@ -27,12 +29,12 @@ pub enum CudaError {
         /// What to do.
         remedy: &'static str,
     },
-    /// The CUDA driver refused a call.
+    /// The CUDA driver refused a call, or NCCL refused to say which rank this is.
     #[error("{call} failed: {reason}")]
     Driver {
-        /// The function of the driver.
+        /// The function.
         call: &'static str,
-        /// The purpose of the call, and the driver's message.
+        /// The purpose of the call, and the message of the library.
         reason: String,
     },
     /// NCCL refused a call or found its communicator broken.
@@ -51,6 +53,34 @@ pub enum CudaError {
         /// NCCL's message.
         reason: String,
     },
+    /// A rank could not prepare for a call or issue a command.
+    #[error("rank {rank} of {world_size}{}: {error}", place(*step, None))]
+    Rank {
+        /// The rank.
+        rank: usize,
+        /// The length of the ring.
+        world_size: usize,
+        /// The step of the ring within a pass.
+        step: Option<usize>,
+        /// The error.
+        error: Error,
+    },
+    /// Other ranks could not prepare for a call.
+    #[error(
+        "rank {rank} of {world_size} is ready, but ranks {others:?} are not; each of them has \
+         written its own error to stderr: correct that error and run the program again"
+    )]
+    NotReady {
+        /// The rank that found this out.
+        rank: usize,
+        /// The length of the ring.
+        world_size: usize,
+        /// The ranks that are not ready.
+        others: Vec<usize>,
+    },
+    /// The executor panicked.
+    #[error("burst_attention panicked: {0}; please report this as a bug")]
+    Panic(String),
     /// The memory that the caller gives to a ring is too small.
     #[error("{name} must have at least {expected} bytes, got {got}")]
     Workspace {
@@ -70,11 +100,31 @@ fn place(step: Option<usize>, peer: Option<usize>) -> String {
 }
 
 impl CudaError {
+    /// Adds the rank of a communicator and a step to an error of a device that names no rank.
+    pub(super) fn at(comm: Option<&Communicator<'_>>, step: Option<usize>, error: Error) -> Error {
+        use CudaError::{Network, NotReady, Rank};
+        match (comm, CudaError::of(&error)) {
+            (_, None | Some(Network { .. } | NotReady { .. } | Rank { .. })) | (None, _) => error,
+            (Some(&Communicator { rank, size: world_size, .. }), _) => {
+                Rank { rank, world_size, step, error }.into()
+            }
+        }
+    }
+
     /// Returns the CUDA executor's error within an error of the core.
     pub fn of(error: &Error) -> Option<&CudaError> {
         let Error::Device(DeviceError(error)) = error else { return None };
         error.downcast_ref()
     }
+}
+
+/// Calls `body`, and turns a panic into an error.
+///
+/// # Errors
+/// The error of `body`, or [`CudaError::Panic`].
+pub fn caught<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
+    let outcome = catch_unwind(AssertUnwindSafe(body));
+    outcome.unwrap_or_else(|payload| Err(CudaError::Panic(panic_text(&*payload)).into()))
 }
 
 impl From<CudaError> for Error {

@@ -15,9 +15,9 @@ impl Executor {
     /// If there are no kernels for the device, or the driver refuses.
     pub fn prepare(&self, stream: Stream, instance: impl FnOnce(Target) -> Instance) -> Result<()> {
         self.within(stream, |context| {
-            let device = self.device(context)?;
+            let device = self.device(context);
             let mut device = lock(&device);
-            let instance = instance(device.target);
+            let instance = instance(self.target(&mut device)?);
             self.load(&mut device, instance)
         })
     }
@@ -32,9 +32,9 @@ impl Executor {
         launches: impl FnOnce(Target) -> std::result::Result<Vec<Launch>, LaunchError>,
     ) -> Result<()> {
         self.within(stream, |context| {
-            let device = self.device(context)?;
-            let device = lock(&device);
-            let launches = launches(device.target).map_err(CudaError::Launch)?;
+            let device = self.device(context);
+            let mut device = lock(&device);
+            let launches = launches(self.target(&mut device)?).map_err(CudaError::Launch)?;
             launches.iter().try_for_each(|launch| device.launch(&*self.driver, stream, launch))
         })
     }

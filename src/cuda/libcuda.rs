@@ -122,9 +122,29 @@ impl Driver for LibCuda {
     }
 
     fn allocate(&self, bytes: usize) -> Result<u64> {
-        let mut address = 0;
-        call!(cuMemAlloc_v2(&raw mut address, bytes), "{bytes} bytes")?;
-        Ok(address)
+        let mut address = ptr::null_mut();
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        call!(cuMemHostAlloc(&raw mut address, bytes, flags), "{bytes} bytes of host memory")?;
+        Ok(address as u64)
+    }
+
+    unsafe fn write(&self, address: u64, byte: u8) {
+        // SAFETY: the caller guarantees that the byte lies in host memory of this process and that
+        // no operation uses it meanwhile.
+        unsafe { ptr::with_exposed_provenance_mut::<u8>(address as usize).write_volatile(byte) }
+    }
+
+    unsafe fn read(&self, address: u64, bytes: usize) -> Vec<u8> {
+        let byte = |at: u64| {
+            // SAFETY: the caller guarantees that the byte lies in host memory of this process and
+            // that no operation writes it meanwhile.
+            unsafe { ptr::with_exposed_provenance::<u8>(at as usize).read_volatile() }
+        };
+        (address..address + bytes as u64).map(byte).collect()
+    }
+
+    fn synchronize(&self, stream: Stream) -> Result<()> {
+        call!(cuStreamSynchronize(stream.0 as _), "waiting for the other ranks of the ring")
     }
 
     fn load(&self, image: &[u8], entry: &str) -> Result<Function> {

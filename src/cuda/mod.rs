@@ -9,15 +9,19 @@
 //! From the bottom: [`driver`] and [`nccl`] are the libraries' calls, and [`libcuda`] is the driver
 //! itself; `region`, `buffer`, [`workspace`] and [`rank`] say where arrays lie; `tiles`, `kernel`
 //! and `transport` implement the engine's two traits; `lower` makes the command list of a [`call`];
-//! [`device`] issues it. `launch` issues launches that need no ring.
+//! [`device`] keeps
+//! the objects of each device, `connect` makes the first contact with peers, and `issue` issues the
+//! command list. `launch` issues launches that need no ring.
 
 mod buffer;
 pub mod call;
 mod commands;
+mod connect;
 pub mod device;
 pub mod driver;
 pub mod error;
 mod final_writes;
+mod issue;
 mod kernel;
 mod launch;
 pub mod libcuda;

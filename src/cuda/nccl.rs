@@ -138,6 +138,16 @@ impl Nccl {
     }
 }
 
+/// Removes the rank from an error, where it is not known yet.
+fn without_rank(error: Error) -> Error {
+    match CudaError::of(&error) {
+        Some(CudaError::Network { call, reason, .. }) => {
+            CudaError::Driver { call, reason: reason.clone() }.into()
+        }
+        _ => error,
+    }
+}
+
 impl<'a> Communicator<'a> {
     /// Asks a communicator for its rank. Checks that it has the size of the ring and no error.
     ///
@@ -145,9 +155,9 @@ impl<'a> Communicator<'a> {
     /// [`CudaError::Network`].
     pub fn new(nccl: &'a Nccl, comm: Comm, world_size: usize) -> Result<Communicator<'a>> {
         let mut communicator = Communicator { nccl, comm, rank: 0, size: world_size };
-        let rank = communicator.ask("ncclCommUserRank", nccl.rank)?;
-        let count = communicator.ask("ncclCommCount", nccl.count)?;
+        let rank = communicator.ask("ncclCommUserRank", nccl.rank).map_err(without_rank)?;
         communicator.rank = rank as usize;
+        let count = communicator.ask("ncclCommCount", nccl.count)?;
         if count as usize != world_size || communicator.rank >= world_size {
             let reason = format!(
                 "expected a communicator of {world_size} ranks, as the mesh axis has, got rank \
@@ -174,7 +184,9 @@ impl<'a> Communicator<'a> {
         Ok(answer)
     }
 
-    /// Enqueues the messages of a group on `stream`. Errors name the step.
+    /// Enqueues the messages of a group on `stream`. Errors name the step. NCCL drops a group if it
+    /// refuses a message of it. The peers would wait for that group for ever, so it is issued once
+    /// more.
     ///
     /// # Errors
     /// [`CudaError::Network`], with the peer where it is known.
@@ -188,14 +200,9 @@ impl<'a> Communicator<'a> {
         step: Option<usize>,
         group: &Group,
     ) -> Result<()> {
-        // SAFETY: the function takes no arguments.
-        self.check("ncclGroupStart", (step, None), unsafe { (self.nccl.group_start)() })?;
         // SAFETY: the caller of `exchange` guarantees the memory of the messages.
-        let messages = unsafe { self.messages(stream, step, group) };
-        // The thread's group must end even after an error: NCCL drops the group if a call in it
-        // failed. SAFETY: the function takes no arguments.
-        let ended = unsafe { (self.nccl.group_end)() };
-        messages?;
+        let group = || unsafe { self.group(stream, step, group) };
+        let ended = group().or_else(|_| group())?;
         // A communicator that does not block has to be asked until its group is enqueued.
         let mut code = ended;
         while code == IN_PROGRESS {
@@ -205,6 +212,21 @@ impl<'a> Communicator<'a> {
             }
         }
         self.check("ncclGroupEnd", (step, None), code)
+    }
+
+    /// Issues a group and returns the code of its end. Fails if NCCL has dropped the group.
+    ///
+    /// # Safety
+    /// The caller must guarantee the same as the caller of [`Communicator::exchange`].
+    unsafe fn group(&self, stream: Stream, step: Option<usize>, group: &Group) -> Result<c_int> {
+        // SAFETY: the function takes no arguments.
+        self.check("ncclGroupStart", (step, None), unsafe { (self.nccl.group_start)() })?;
+        // SAFETY: the caller of `group` guarantees the memory of the messages.
+        let messages = unsafe { self.messages(stream, step, group) };
+        // The thread's group must end even after an error: NCCL drops the group if a call in it
+        // failed. SAFETY: the function takes no arguments.
+        let ended = unsafe { (self.nccl.group_end)() };
+        messages.map(|()| ended)
     }
 
     /// # Safety

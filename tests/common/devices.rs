@@ -44,9 +44,10 @@ impl Devices {
         let comms = comms[..count].iter().map(|comm| Communicator::new(nccl(), *comm, world_size));
         let comms = comms.collect::<Result<Vec<_>>>()?;
         let ranks = RankSet::One(&comms);
-        self.executor.initialize(stream, call, ranks)?;
+        self.executor.initialize(stream, call, ranks, &|_| ())?;
         self.recorder.take();
-        self.executor.run(stream, call, ranks, &[arrays(call, 0)], workspace(call, 1))
+        let arrays = [arrays(call, 0)];
+        self.executor.run(stream, call, ranks, &arrays, workspace(call, 1), &|_| ())
     }
 
     /// What each rank's device is given for a call; connecting left out.
@@ -62,12 +63,14 @@ impl Devices {
     /// What the first device is given for all ranks.
     pub fn virtual_program(&self, call: &Call) -> Program {
         let stream = self.ranks[0].0;
-        let ranks = call.problem.world_size;
-        let all: Vec<_> = (0..ranks as u64).map(|rank| arrays(call, rank)).collect();
-        self.executor.initialize(stream, call, RankSet::All).expect("nothing refuses");
+        let count = call.problem.world_size as u64;
+        let all: Vec<_> = (0..count).map(|rank| arrays(call, rank)).collect();
+        let ranks = RankSet::All;
+        self.executor.initialize(stream, call, ranks, &|_| ()).expect("nothing refuses");
         self.recorder.take();
-        let workspace = workspace(call, ranks as u64);
-        self.executor.run(stream, call, RankSet::All, &all, workspace).expect("nothing refuses");
+        let workspace = workspace(call, count);
+        let ran = self.executor.run(stream, call, ranks, &all, workspace, &|_| ());
+        ran.expect("nothing refuses");
         self.recorder.take().swap_remove(0)
     }
 }

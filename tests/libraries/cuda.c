@@ -67,10 +67,16 @@ int cuEventCreate(void **event, unsigned flags) {
   return code_of("cuEventCreate");
 }
 
-int cuMemAlloc_v2(uint64_t *address, size_t bytes) {
-  TELL("cuMemAlloc", "%zu", bytes);
-  *address = 0x7000;
-  return code_of("cuMemAlloc_v2");
+int cuMemHostAlloc(void **address, size_t bytes, unsigned flags) {
+  static char memory[64];
+  TELL("cuMemHostAlloc", "%zu flags %u", bytes, flags);
+  *address = memory;
+  return code_of("cuMemHostAlloc");
+}
+
+int cuStreamSynchronize(void *stream) {
+  TELL("cuStreamSynchronize", "%p", stream);
+  return code_of("cuStreamSynchronize");
 }
 
 int cuModuleLoadData(void **module, const void *image) {

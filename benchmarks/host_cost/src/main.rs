@@ -46,7 +46,7 @@ fn median_us(call: &Call) -> f64 {
     let communicator = Communicator::new(nccl(), comm, world_size)
         .expect("the communicator has the size of the ring");
     let ranks = RankSet::One(std::slice::from_ref(&communicator));
-    executor.initialize(stream, call, ranks).expect("the recorder refuses nothing");
+    executor.initialize(stream, call, ranks, &|_| ()).expect("the recorder refuses nothing");
     let mut times: Vec<f64> = (0..CALLS as u64)
         .map(|n| {
             recorder.take();
@@ -55,9 +55,11 @@ fn median_us(call: &Call) -> f64 {
             let begin = Instant::now();
             let address = |operand| ((operand as u64 + 1) << 40) + 256 * n;
             let arrays = [Arrays::new(call.pass, &call.problem.features, address)];
-            executor.initialize(stream, call, ranks).expect("the recorder refuses nothing");
             executor
-                .run(stream, call, ranks, &arrays, workspace)
+                .initialize(stream, call, ranks, &|_| ())
+                .expect("the recorder refuses nothing");
+            executor
+                .run(stream, call, ranks, &arrays, workspace, &|_| ())
                 .expect("the recorder refuses nothing");
             begin.elapsed().as_secs_f64() * 1e6
         })

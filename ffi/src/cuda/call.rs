@@ -91,9 +91,12 @@ impl CudaSite {
         self.site.axis.to_string()
     }
 
-    /// Adds the mesh axis of the ring to an error of the core.
-    pub fn failed(&self, error: burst_attention::Error) -> Error {
-        Error::Ring { axis: self.axis(), error: Box::new(error) }
+    /// Adds the mesh axis of the ring to an error of the core, if the ring has several devices.
+    pub fn failed(&self, error: &burst_attention::Error) -> Error {
+        if self.is_alone() {
+            return Error::Core(error.clone());
+        }
+        Error::Ring { axis: self.axis(), error: Box::new(error.clone()) }
     }
 
     /// Returns the computation, from the shapes of q, k and v alone.

@@ -5,6 +5,7 @@ use burst_attention::cuda::driver::Stream;
 use burst_attention_kernels::instances::{Element, Kernel};
 use burst_attention_kernels::launch::{LINEAR_TILE, LinearAttend, LinearState, Part, column_tiles};
 
+use super::told::Told;
 use super::{Platform, Stage};
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
@@ -31,7 +32,7 @@ pub unsafe fn run_linear(
     stage: Stage,
     platform: impl FnOnce() -> Result<&'static Platform>,
 ) -> *mut sys::XLA_FFI_Error {
-    let body = |frame: &mut CallFrame<'_>| {
+    let body = |frame: &mut CallFrame<'_>, _: &Told| {
         let (tokens, outputs) = decode(frame, kind)?;
         if tokens.batch == 0 || tokens.rows == 0 {
             return Ok(());
@@ -56,7 +57,7 @@ pub unsafe fn run_linear(
         Ok(())
     };
     // SAFETY: the caller of `run_linear` guarantees the frame.
-    unsafe { handler::guard_stage(raw, stage.number(), body) }
+    unsafe { handler::guard_stage(raw, stage.number(), |frame| Told::run(frame, body)) }
 }
 
 /// Reads a call with its memory: the tokens, and the outputs if the call computes them.

@@ -7,13 +7,15 @@
 mod call;
 mod collectives;
 mod linear;
+mod told;
 
 use burst_attention::Pass;
 use burst_attention::cuda::device::{Executor, FindImage, RankSet};
 use burst_attention::cuda::driver::{Driver, Stream};
 use burst_attention::cuda::libcuda::LibCuda;
 use burst_attention::cuda::nccl::{Communicator, Nccl};
-use std::sync::LazyLock;
+use std::collections::HashMap;
+use std::sync::{LazyLock, Mutex, PoisonError};
 
 use crate::error::{Error, Result};
 use crate::frame::CallFrame;
@@ -21,6 +23,7 @@ use crate::state::{self, CallState, Kind};
 use crate::{handler, images, sys};
 use call::{CudaSite, Ranks};
 use collectives::Collectives;
+use told::Told;
 
 pub use linear::{LinearKind, run_linear};
 
@@ -64,7 +67,11 @@ pub enum Spread {
 
 /// The state that a custom call of a compiled program keeps.
 #[derive(Debug)]
-struct SiteState(CudaSite);
+struct SiteState {
+    site: CudaSite,
+    /// The errors of the initialize stage, each with the stream of its device, until the next run.
+    failed: Mutex<HashMap<Stream, Error>>,
+}
 
 impl CallState for SiteState {
     fn kind() -> &'static Kind {
@@ -106,7 +113,8 @@ pub unsafe fn instantiate(
     // SAFETY: the caller guarantees what `instantiate_as` demands of the frame.
     unsafe {
         handler::instantiate_as(raw, |attributes| {
-            Ok(SiteState(CudaSite::decode(attributes, pass, spread)?))
+            let site = CudaSite::decode(attributes, pass, spread)?;
+            Ok(SiteState { site, failed: Mutex::default() })
         })
     }
 }
@@ -122,16 +130,16 @@ pub unsafe fn run(
     stage: Stage,
     platform: impl FnOnce() -> Result<&'static Platform>,
 ) -> *mut sys::XLA_FFI_Error {
-    let body = |frame: &mut CallFrame<'_>| {
-        let SiteState(site) = state::get(frame.runtime(), frame.context())?;
+    let body = |frame: &mut CallFrame<'_>, told: &Told| {
+        let state: &SiteState = state::get(frame.runtime(), frame.context())?;
         match stage {
-            Stage::Prepare => prepare(frame, site),
-            Stage::Initialize => initialize(frame, site, platform()?),
-            Stage::Execute => execute(frame, site, platform()?),
+            Stage::Prepare => prepare(frame, &state.site),
+            Stage::Initialize => initialize(frame, state, platform()?, told),
+            Stage::Execute => execute(frame, state, platform()?, told),
         }
     };
     // SAFETY: the caller of `run` guarantees the frame.
-    unsafe { handler::guard_stage(raw, stage.number(), body) }
+    unsafe { handler::guard_stage(raw, stage.number(), |frame| Told::run(frame, body)) }
 }
 
 fn prepare(frame: &CallFrame<'_>, site: &CudaSite) -> Result<()> {
@@ -143,28 +151,63 @@ fn prepare(frame: &CallFrame<'_>, site: &CudaSite) -> Result<()> {
     site.communication_ids().try_for_each(request)
 }
 
-fn initialize(frame: &CallFrame<'_>, site: &CudaSite, platform: &Platform) -> Result<()> {
+/// Prepares the device for the call. A ring keeps its error for the execute stage. If one device
+/// alone raised it here, XLA would not call the execute stage there, and peers would wait for it.
+fn initialize(
+    frame: &CallFrame<'_>,
+    SiteState { site, failed }: &SiteState,
+    platform: &Platform,
+    told: &Told,
+) -> Result<()> {
     let call = site.call(frame)?;
     if call.problem.batch == 0 || call.problem.q_len == 0 {
         return Ok(());
     }
     let stream = Stream(frame.runtime().stream(frame.context())?);
-    with_ranks(frame, site, platform, |ranks| {
-        platform.executor.initialize(stream, &call, ranks).map_err(|error| site.failed(error))
-    })
+    let tell = |error: &_| told.tell(&site.failed(error));
+    let outcome = with_ranks(frame, site, platform, |ranks| {
+        let outcome = platform.executor.initialize(stream, &call, ranks, &tell);
+        outcome.map_err(|error| site.failed(&error))
+    });
+    let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+    failed.remove(&stream);
+    let Err(error) = outcome else { return Ok(()) };
+    if site.is_alone() || error.is_of_program() {
+        return Err(error);
+    }
+    told.tell(&error);
+    failed.insert(stream, error);
+    Ok(())
 }
 
-fn execute(frame: &CallFrame<'_>, site: &CudaSite, platform: &Platform) -> Result<()> {
+fn execute(
+    frame: &CallFrame<'_>,
+    SiteState { site, failed }: &SiteState,
+    platform: &Platform,
+    told: &Told,
+) -> Result<()> {
     let Ranks { call, arrays, workspace } = site.ranks(frame)?;
     if call.problem.batch == 0 || call.problem.q_len == 0 {
         return Ok(());
     }
     let stream = Stream(frame.runtime().stream(frame.context())?);
-    with_ranks(frame, site, platform, |ranks| {
-        let sent = platform.executor.run(stream, &call, ranks, &arrays, workspace);
-        handler::count_bytes(sent.map_err(|error| site.failed(error))?);
+    let failed = failed.lock().unwrap_or_else(PoisonError::into_inner).get(&stream).cloned();
+    if failed.is_some() {
+        told.told_before();
+    }
+    let tell = |error: &_| told.tell(&site.failed(error));
+    let outcome = with_ranks(frame, site, platform, |ranks| {
+        // After an error of the initialize stage, this rank runs the call only if its peers do.
+        if let Some(error) = &failed
+            && !platform.executor.is_ready(stream, &call, ranks)
+        {
+            return Err(error.clone());
+        }
+        let sent = platform.executor.run(stream, &call, ranks, &arrays, workspace, &tell);
+        handler::count_bytes(sent.map_err(|error| site.failed(&error))?);
         Ok(())
-    })
+    });
+    failed.map_or(outcome, Err)
 }
 
 /// Calls `body` with the ranks that this device runs, and their communicators.
@@ -181,10 +224,10 @@ fn with_ranks(
         return body(RankSet::One(&[]));
     }
     let collectives = Collectives::of(frame, site)?;
-    let nccl = (platform.nccl)().map_err(|error| site.failed(error))?;
+    let nccl = (platform.nccl)().map_err(|error| site.failed(&error))?;
     let communicator = |id| {
         let comm = collectives.get(frame.runtime(), site, id)?;
-        Communicator::new(nccl, comm, site.world_size()).map_err(|error| site.failed(error))
+        Communicator::new(nccl, comm, site.world_size()).map_err(|error| site.failed(&error))
     };
     let communicators = site.communication_ids().map(communicator).collect::<Result<Vec<_>>>()?;
     body(RankSet::One(&communicators))

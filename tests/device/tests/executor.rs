@@ -62,7 +62,8 @@ impl<'a> Setup<'a> {
     fn enqueue(&mut self, call: &Call) -> [Vec<Program>; 2] {
         for rank in 0..self.devices.len() {
             self.on(rank, call, |setup, ranks, device| {
-                setup.executor.initialize(device, call, ranks).expect("nothing refuses");
+                let prepared = setup.executor.initialize(device, call, ranks, &|_| ());
+                prepared.expect("nothing refuses");
             });
         }
         let connecting = self.recorder.take();
@@ -79,7 +80,7 @@ impl<'a> Setup<'a> {
                 let arrays =
                     if matches!(ranks, RankSet::All) { &arrays[..] } else { &arrays[rank..=rank] };
                 let workspace = Workspace { address, bytes };
-                let ran = setup.executor.run(device, call, ranks, arrays, workspace);
+                let ran = setup.executor.run(device, call, ranks, arrays, workspace, &|_| ());
                 ran.expect("nothing refuses");
             });
         }

@@ -9,32 +9,10 @@ use burst_attention::{Dtype, Features, Layout, Order, Pass, Problem, Travels, Wi
 use burst_attention_device_tests::{Ring, Shard, World};
 use burst_attention_ffi::cuda::Stage;
 use burst_attention_ffi::sys;
-use burst_attention_interpreter::Address;
-use burst_attention_recorder::{check, group_is_open};
 use burst_attention_test_frames::FakeAttribute;
-use calls::{COMMUNICATION_ID, Handlers, RankCall, STAGES, XlaError};
-
-fn problem(world_size: usize, layout: Layout) -> Problem {
-    Problem {
-        batch: 2,
-        q_len: 12,
-        kv_len: 12,
-        heads: 4,
-        kv_heads: 2,
-        head_dim: 16,
-        value_dim: 16,
-        dtype: Dtype::Bf16,
-        window: Window::CAUSAL,
-        softmax_scale: 0.25,
-        features: Features::default(),
-        layout,
-        world_size,
-    }
-}
-
-fn call(problem: Problem, family: Family, pass: Pass, travels: Option<Travels>) -> Call {
-    Call { problem, family, pass, travels, backward_order: Order::Fixed }
-}
+use calls::{
+    COMMUNICATION_ID, Handlers, RankCall, STAGES, backward, call, double, forward, problem, rank,
+};
 
 /// Runs one pass of all ranks through the handlers and carries out their programs.
 fn pass(handlers: &Handlers, call: &Call, world: &mut World, shards: &[Shard], seed: u64) {
@@ -151,88 +129,6 @@ fn the_communicator_has_a_number_of_the_library() {
     assert_eq!(rank.all(alone.platform, Pass::Forward), Ok(()));
     let gpu = rank.runtime.context.gpu.as_deref().expect("it has one");
     assert!(gpu.requests().is_empty(), "a ring of one needs no communicator");
-}
-
-fn forward(world_size: usize) -> Call {
-    let problem = problem(world_size, Layout::Zigzag);
-    call(problem, Family::Ring, Pass::Forward, None)
-}
-
-/// Returns a call over two nodes of two ranks.
-fn double(pass: Pass, travels: Option<Travels>) -> Call {
-    let problem = problem(4, Layout::Zigzag);
-    call(problem, Family::DoubleRing { inner: 2 }, pass, travels)
-}
-
-fn backward(travels: Travels) -> Call {
-    let problem = problem(2, Layout::Zigzag);
-    call(problem, Family::Ring, Pass::Backward, Some(travels))
-}
-
-/// Returns a rank's call over memory that is never read.
-fn rank(handlers: &Handlers, call: &Call, rank: usize) -> RankCall {
-    let at = |n: u64| (n + 1) << 40;
-    let shard = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].map(|n| Address(at(n)));
-    let [q, k, v, o, lse, dout, dlse, dq, dk, dv] = shard;
-    let extras = [Address(0); 5];
-    let shard = Shard { q, k, v, o, lse, dout, dlse, dq, dk, dv, extras };
-    handlers.rank(call, rank, shard.arrays(call.pass, &call.problem.features), 1 << 46)
-}
-
-/// Returns the first error of a rank's stages. The program of the last stage stays recorded.
-fn stages(handlers: &Handlers, rank: &RankCall) -> Result<(), XlaError> {
-    STAGES.into_iter().try_for_each(|stage| {
-        handlers.recorder.take();
-        rank.stage(handlers.platform, stage)
-    })
-}
-
-#[test]
-fn every_call_that_fails_becomes_an_error_and_the_next_run_works() {
-    let double = double(Pass::Backward, Some(Travels::Keys));
-    for call in [forward(2), backward(Travels::Keys), backward(Travels::Queries), double] {
-        let ranks = call.problem.world_size;
-        let whole = Handlers::new(ranks);
-        let rank_of = |handlers: &Handlers| {
-            let rank = rank(handlers, &call, 0);
-            assert_eq!(rank.instantiate(call.pass), Ok(()));
-            rank
-        };
-        let rank = rank_of(&whole);
-        let mut stage = |stage| assert_eq!(rank.stage(whole.platform, stage), Ok(()));
-        [Stage::Prepare, Stage::Initialize].into_iter().for_each(&mut stage);
-        let initialized = whole.recorder.calls().len();
-        stage(Stage::Execute);
-        let names = whole.recorder.calls();
-        assert!(names.len() > 30, "driver and NCCL are called often: {names:?}");
-        for (n, name) in names.iter().enumerate() {
-            let handlers = Handlers::new(ranks);
-            let rank = rank_of(&handlers);
-            handlers.recorder.fail_at(n);
-            let failed = stages(&handlers, &rank);
-            let Err((code, message)) = failed else { panic!("{name}, call {n}, failed unseen") };
-            assert_eq!(code, sys::XLA_FFI_Error_Code_INTERNAL, "{message}");
-            assert!(message.contains(name), "call {n}: {name} in {message}");
-            assert!(message.contains("ring over mesh axis \"context\""), "{message}");
-            let is_network = name.starts_with("nccl") && !name.starts_with("ncclComm");
-            if is_network {
-                assert!(message.contains(&format!("rank 0 of {ranks}")), "{message}");
-            }
-            if *name == "ncclSend" || *name == "ncclRecv" {
-                assert!(message.contains("peer rank "), "{message}");
-            }
-            assert!(!group_is_open(), "{name}, call {n}, leaves a group open");
-            assert_eq!(handlers.recorder.pushed(), 0, "{name}, call {n}, leaves its context");
-            // Everything that was enqueued is ordered before the next work of XLA's stream. The
-            // check skips the initialize stage, whose scratch memory is not XLA's.
-            let program = &handlers.recorder.take()[0];
-            if let (true, Err(race)) = (n >= initialized, check(program)) {
-                panic!("after {name}, call {n}: {race}");
-            }
-            assert_eq!(stages(&handlers, &rank), Ok(()), "after {name}, call {n}");
-            assert_eq!(handlers.recorder.created(), whole.recorder.created(), "{name}, call {n}");
-        }
-    }
 }
 
 #[test]

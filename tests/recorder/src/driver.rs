@@ -46,6 +46,14 @@ impl RecorderState {
         self.current().map(|context| self.contexts[&context]).ok_or_else(|| none.into())
     }
 
+    /// Whether an allocation holds all these bytes.
+    fn is_allocated(&self, address: u64, bytes: usize) -> bool {
+        self.allocations.iter().any(|made| {
+            let end = made.address + made.bytes as u64;
+            made.address <= address && address + bytes as u64 <= end
+        })
+    }
+
     /// Returns the current device if it owns the stream.
     fn on(&self, stream: Stream) -> Outcome<usize> {
         let device = self.device()?;
@@ -175,7 +183,7 @@ impl Driver for Recorder {
     }
 
     fn allocate(&self, bytes: usize) -> Result<u64> {
-        self.call("cuMemAlloc_v2", |state| {
+        self.call("cuMemHostAlloc", |state| {
             let device = state.devices[state.device()?].compute;
             if bytes == 0 {
                 return Err("an allocation must have bytes, got 0".into());
@@ -188,6 +196,26 @@ impl Driver for Recorder {
             state.created.allocations += 1;
             Ok(address)
         })
+    }
+
+    unsafe fn write(&self, address: u64, byte: u8) {
+        let mut state = self.0.state();
+        if !state.is_allocated(address, 1) {
+            state.violate("write", &format!("{address:#x} lies in no allocation"));
+        }
+        state.written.push((address, byte));
+    }
+
+    unsafe fn read(&self, address: u64, bytes: usize) -> Vec<u8> {
+        let mut state = self.0.state();
+        if !state.is_allocated(address, bytes) {
+            state.violate("read", &format!("{address:#x} lies in no allocation"));
+        }
+        state.answer.take().unwrap_or_else(|| vec![1; bytes])
+    }
+
+    fn synchronize(&self, stream: Stream) -> Result<()> {
+        self.call("cuStreamSynchronize", |state| state.on(stream).map(|_| ()))
     }
 
     fn load(&self, image: &[u8], entry: &str) -> Result<Function> {

@@ -17,7 +17,7 @@ use super::{Call, Operation, Program, nccl};
 #[derive(Debug, Clone, Default)]
 pub struct Recorder(pub(super) Arc<Shared>);
 
-/// Memory that a device allocated.
+/// Host memory that the driver allocated for a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Allocation {
     /// The compute stream of the device.
@@ -70,15 +70,21 @@ pub(super) struct RecorderState {
     pub events: HashMap<Event, usize>,
     pub functions: HashMap<Function, (usize, Instance)>,
     pub allocations: Vec<Allocation>,
+    /// The bytes that the host wrote, each with its address.
+    pub written: Vec<(u64, u8)>,
+    /// The bytes that the host reads next.
+    pub answer: Option<Vec<u8>>,
     /// The contexts that each thread has pushed.
     pub pushed: HashMap<ThreadId, Vec<Context>>,
     pub created: Created,
     /// The size of each ring, and its ranks that have a communicator.
     rings: Vec<(usize, Vec<usize>)>,
     pub comms: HashMap<Comm, Member>,
-    /// The names of all calls so far. The call at index `failing` fails.
+    /// The names of all calls so far. The call at index `failing` fails, and each call of the name
+    /// `refusing`.
     calls: Vec<&'static str>,
     failing: Option<usize>,
+    refusing: Option<&'static str>,
     violations: Vec<String>,
 }
 
@@ -128,7 +134,7 @@ impl RecorderState {
     /// Counts a call. Returns whether the call must fail.
     pub fn fails(&mut self, name: &'static str) -> bool {
         self.calls.push(name);
-        self.failing == Some(self.calls.len() - 1)
+        self.failing == Some(self.calls.len() - 1) || self.refusing == Some(name)
     }
 
     pub fn violate(&mut self, name: &'static str, reason: &str) {
@@ -230,6 +236,23 @@ impl Recorder {
     pub fn fail_at(&self, n: usize) {
         let mut state = self.0.state();
         state.failing = Some(state.calls.len() + n);
+    }
+
+    /// Makes each call of a name fail from now on, or none.
+    pub fn refuse(&self, name: Option<&'static str>) {
+        self.0.state().refusing = name;
+    }
+
+    /// Sets the bytes that the host reads next from memory that the driver allocated. Without this
+    /// the host reads ones.
+    pub fn answer(&self, bytes: Vec<u8>) {
+        self.0.state().answer = Some(bytes);
+    }
+
+    /// Returns the bytes that the host wrote to memory that the driver allocated, each with its
+    /// address.
+    pub fn written(&self) -> Vec<(u64, u8)> {
+        self.0.state().written.clone()
     }
 
     /// Returns the names of all calls of the driver and NCCL so far.

@@ -8,9 +8,12 @@ use burst_attention::cuda::call::Call;
 use burst_attention::cuda::driver::Stream;
 use burst_attention::cuda::nccl::Comm;
 use burst_attention::operands::{Arrays, Backend, ElementType, Operand};
-use burst_attention::{Dtype, Order, Pass, Problem, Travels};
+use burst_attention::schedule::Family;
+use burst_attention::{Dtype, Features, Layout, Order, Pass, Problem, Travels, Window};
+use burst_attention_device_tests::Shard;
 use burst_attention_ffi::cuda::{Platform, Spread, Stage, instantiate, run};
 use burst_attention_ffi::sys;
+use burst_attention_interpreter::Address;
 use burst_attention_recorder::{Recorder, images, nccl};
 use burst_attention_test_frames::gpu::FakeGpu;
 use burst_attention_test_frames::{FakeAttribute, FakeBuffer, FakeFrame, FakeRuntime, take_error};
@@ -163,4 +166,60 @@ fn buffers(call: &Call, arrays: Arrays<u64>, workspace: u64) -> (Vec<FakeBuffer>
     let bytes = [call.workspace_bytes() as i64];
     results.push(FakeBuffer::new(sys::XLA_FFI_DataType_U8, &bytes, at(workspace)));
     (inputs, results)
+}
+
+pub fn problem(world_size: usize, layout: Layout) -> Problem {
+    Problem {
+        batch: 2,
+        q_len: 12,
+        kv_len: 12,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 16,
+        value_dim: 16,
+        dtype: Dtype::Bf16,
+        window: Window::CAUSAL,
+        softmax_scale: 0.25,
+        features: Features::default(),
+        layout,
+        world_size,
+    }
+}
+
+pub fn call(problem: Problem, family: Family, pass: Pass, travels: Option<Travels>) -> Call {
+    Call { problem, family, pass, travels, backward_order: Order::Fixed }
+}
+
+pub fn forward(world_size: usize) -> Call {
+    let problem = problem(world_size, Layout::Zigzag);
+    call(problem, Family::Ring, Pass::Forward, None)
+}
+
+/// Returns a call over two nodes of two ranks.
+pub fn double(pass: Pass, travels: Option<Travels>) -> Call {
+    let problem = problem(4, Layout::Zigzag);
+    call(problem, Family::DoubleRing { inner: 2 }, pass, travels)
+}
+
+pub fn backward(travels: Travels) -> Call {
+    let problem = problem(2, Layout::Zigzag);
+    call(problem, Family::Ring, Pass::Backward, Some(travels))
+}
+
+/// Returns a rank's call over memory that is never read.
+pub fn rank(handlers: &Handlers, call: &Call, rank: usize) -> RankCall {
+    let at = |n: u64| (n + 1) << 40;
+    let shard = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].map(|n| Address(at(n)));
+    let [q, k, v, o, lse, dout, dlse, dq, dk, dv] = shard;
+    let extras = [Address(0); 5];
+    let shard = Shard { q, k, v, o, lse, dout, dlse, dq, dk, dv, extras };
+    handlers.rank(call, rank, shard.arrays(call.pass, &call.problem.features), 1 << 46)
+}
+
+/// Returns the first error of a rank's stages. The program of the last stage stays recorded.
+pub fn stages(handlers: &Handlers, rank: &RankCall) -> Result<(), XlaError> {
+    STAGES.into_iter().try_for_each(|stage| {
+        handlers.recorder.take();
+        rank.stage(handlers.platform, stage)
+    })
 }

@@ -39,7 +39,9 @@ fn issue(comm: Comm, size: usize, stream: Stream, group: &Group) -> Result<()> {
 #[track_caller]
 fn failed<T: std::fmt::Debug>(outcome: Result<T>, function: &str, why: &str) {
     let error = outcome.as_ref().expect_err(why);
-    let Some(CudaError::Network { call, reason, .. }) = CudaError::of(error) else {
+    let Some(CudaError::Network { call, reason, .. } | CudaError::Driver { call, reason }) =
+        CudaError::of(error)
+    else {
         panic!("expected {why}: {error:?}")
     };
     assert_eq!(*call, function, "{reason}");
@@ -221,19 +223,17 @@ fn a_group_in_progress_is_enqueued_when_that_is_over() {
 
 #[test]
 fn calls_fail_in_turn_and_leave_nothing_behind() {
-    let run = |fail: Option<usize>| {
+    let run = |fail: &dyn Fn(&Recorder)| {
         let (recorder, ranks) = ring(2);
         let (device, comm) = ranks[0];
         recorder.stream_context(device).unwrap();
-        if let Some(n) = fail {
-            recorder.fail_at(n);
-        }
+        fail(&recorder);
         let outcome = issue(comm, 2, device, &around(1, 1));
         assert!(!group_is_open());
         assert_eq!(recorder.violations(), [""; 0]);
         (outcome, recorder.calls().split_off(1), recorder.programs()[0].calls.len())
     };
-    let (outcome, calls, enqueued) = run(None);
+    let (outcome, calls, enqueued) = run(&|_| ());
     assert_eq!((outcome, enqueued), (Ok(()), 1));
     let expected = [
         "ncclCommUserRank",
@@ -246,8 +246,12 @@ fn calls_fail_in_turn_and_leave_nothing_behind() {
     ];
     assert_eq!(calls, expected);
     for (n, name) in expected.into_iter().enumerate() {
-        let (outcome, made, enqueued) = run(Some(n));
+        let (outcome, made, enqueued) = run(&|recorder| recorder.refuse(Some(name)));
         failed(outcome, name, "unhandled system error (code 2): it was made to fail");
         assert_eq!((made[n], enqueued), (name, 0));
+        if ["ncclGroupStart", "ncclSend", "ncclRecv"].contains(&name) {
+            let (outcome, _, enqueued) = run(&|recorder| recorder.fail_at(n));
+            assert_eq!((outcome, enqueued), (Ok(()), 1), "the dropped group is issued once more");
+        }
     }
 }

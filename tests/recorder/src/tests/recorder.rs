@@ -173,6 +173,24 @@ fn memory_lies_apart_and_is_aligned() {
 }
 
 #[test]
+fn the_host_writes_and_reads_allocations_only() {
+    let (recorder, stream) = device();
+    let memory = recorder.allocate(8).unwrap();
+    // SAFETY: the recorder follows no address.
+    let read = |address, bytes| unsafe { recorder.read(address, bytes) };
+    recorder.synchronize(stream).unwrap();
+    assert_eq!(read(memory + 1, 3), [1; 3]);
+    recorder.answer(vec![0, 1]);
+    assert_eq!(read(memory, 2), [0, 1]);
+    // SAFETY: the recorder follows no address.
+    unsafe { recorder.write(memory + 7, 5) };
+    assert_eq!(recorder.written(), [(memory + 7, 5)]);
+    assert_eq!(recorder.violations(), [""; 0]);
+    read(memory + 7, 2);
+    assert_eq!(recorder.violations().len(), 1);
+}
+
+#[test]
 fn recorders_share_no_handle() {
     let (one, other) = (device().1, device().1);
     assert_ne!(one, other);

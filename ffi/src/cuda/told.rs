@@ -1,0 +1,80 @@
+//! Errors on one device alone. XLA keeps such an error with that device's results, and a program
+//! that waits for another device first never sees it. So it is also written to stderr, at once.
+
+use std::cell::Cell;
+use std::io::Write as _;
+
+use burst_attention::cuda::error::caught;
+
+use crate::error::{Error, Result};
+use crate::frame::CallFrame;
+
+/// Writes the first error of one handler call to stderr.
+#[derive(Debug, Default)]
+pub struct Told {
+    device: Option<i32>,
+    is_told: Cell<bool>,
+}
+
+impl Told {
+    /// Writes the error of `body` to stderr, unless `body` has told it or an earlier error, and
+    /// turns a panic of `body` into an error.
+    ///
+    /// # Errors
+    /// The error of `body`.
+    pub fn run(
+        frame: &mut CallFrame<'_>,
+        body: impl FnOnce(&mut CallFrame<'_>, &Told) -> Result<()>,
+    ) -> Result<()> {
+        let device = frame.runtime().device_ordinal(frame.context()).ok();
+        let told = Told { device, is_told: Cell::new(false) };
+        let outcome = caught(|| Ok(body(frame, &told))).unwrap_or_else(|panic| Err(panic.into()));
+        outcome.inspect_err(|error| told.tell(error))
+    }
+
+    /// Writes an error to stderr if it may concern this device alone, and nothing was told before.
+    pub fn tell(&self, error: &Error) {
+        if !error.is_of_one_device() || self.is_told.replace(true) {
+            return;
+        }
+        // One write, so that lines of several devices do not mix. Nobody reads a closed stderr.
+        let _ = std::io::stderr().write_all(self.line(error).as_bytes());
+    }
+
+    /// Leaves out the errors from now on, because their cause was told before.
+    pub fn told_before(&self) {
+        self.is_told.set(true);
+    }
+
+    fn line(&self, error: &Error) -> String {
+        let device = self.device.map_or(String::new(), |device| format!("device {device}: "));
+        format!("burst_attention: {device}{}\n", error.to_string().replace('\n', " "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burst_attention::cuda::error::CudaError;
+
+    use super::*;
+
+    #[test]
+    fn an_error_of_one_device_is_one_line_and_is_told_once() {
+        let told = Told { device: Some(3), is_told: Cell::new(false) };
+        let driver = CudaError::Driver { call: "cuLaunchKernel", reason: "a\nb".into() };
+        let ring = |error: CudaError| Error::Ring {
+            axis: "context".into(),
+            error: Box::new(burst_attention::Error::from(error)),
+        };
+        let line = told.line(&ring(driver));
+        let expected = "burst_attention: device 3: ring over mesh axis \"context\": cuLaunchKernel \
+                        failed: a b\n";
+        assert_eq!(line, expected);
+        let others = vec![1];
+        told.tell(&ring(CudaError::NotReady { rank: 0, world_size: 2, others }));
+        told.tell(&Error::mismatch("dtype", "bfloat16", "float32"));
+        assert!(!told.is_told.get(), "neither is an error of this device alone");
+        told.tell(&Error::Abandoned);
+        assert!(told.is_told.get());
+    }
+}
