@@ -104,12 +104,12 @@ test-compiled: build $(VENV)/dev $(VENV)/cuda/ready
 
 test-standin: $(STANDIN)/ready
 	$(SAY) "Python: pytest on GPUs that are not there, over a driver of our own"
-	@$(PY) -m pytest --platform standin tests/python/test_standin.py \
+	@$(PY) -m pytest --platform=standin tests/python/test_standin.py \
 	    tests/python/test_gpu_programs.py $(PYTEST)
 
 test-standin-full: $(STANDIN)/ready
 	$(SAY) "Python: the whole suite on GPUs that are not there"
-	@$(PY) -m pytest --platform standin $(PYTEST)
+	@$(PY) -m pytest --platform=standin $(PYTEST)
 
 lint: $(VENV)/dev  ## check with rustfmt, clippy, ruff and mypy
 	$(SAY) "lint: rustfmt, clippy, ruff, mypy"

@@ -208,6 +208,8 @@ def report(ring, devices, stage, which, fault):
     child.wait()
     for reader in readers:
         reader.join(5)
+    child.stdout.close()
+    child.stderr.close()
     first = told[0][0] - began[0] if told and began else None
     return {
         "scenario": [ring, devices, stage, which, fault],

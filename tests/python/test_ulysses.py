@@ -153,6 +153,7 @@ def test_gradients_inside_of_shard_map(schedule):
     check(found, one.expected(arrays), arrays["dout"])
 
 
+@pytest.mark.needs("float32")
 @EACH
 def test_vmap(schedule):
     """vmap maps the query and the slopes, and all instances share key and value."""
