@@ -4,13 +4,17 @@
 //! GPUs, the chunks that travel, and, as JSON, the Python package. A feature that takes an array
 //! needs a row here, a flag of [`Features`], and its arithmetic.
 
+mod arrays;
+
 use std::fmt;
-use std::ops::{Index, RangeInclusive};
+use std::ops::RangeInclusive;
 
 use serde::Deserialize;
 
 use crate::error::{Error, Result};
 use crate::types::{Dtype, Pass, invalid};
+
+pub use arrays::Arrays;
 
 /// Soft caps that float32 can compute with: the cap and 2 · log2(e) / cap stay within its range.
 pub const SOFT_CAPS: RangeInclusive<f32> = 1e-30..=1e30;
@@ -384,61 +388,6 @@ impl ElementType {
             ElementType::Activation | ElementType::ActivationOrFloat32 => dtype.bytes(),
             ElementType::Float32 | ElementType::Int32 | ElementType::Uint32 => 4,
         }
-    }
-}
-
-/// One array, or a handle of one, for each operand of a pass.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Arrays<A> {
-    /// The pass that the arrays belong to.
-    pub pass: Pass,
-    arrays: [Option<A>; Operand::COUNT],
-}
-
-impl<A> Arrays<A> {
-    /// Returns the arrays of a pass, each made by `array`.
-    pub fn new(pass: Pass, features: &Features, mut array: impl FnMut(Operand) -> A) -> Arrays<A> {
-        let mut arrays = Arrays::none(pass);
-        let all = Operand::inputs(pass, features).chain(Operand::results(pass, features));
-        all.for_each(|operand| arrays.set(operand, array(operand)));
-        arrays
-    }
-
-    /// Returns a set without arrays.
-    pub fn none(pass: Pass) -> Arrays<A> {
-        Arrays { pass, arrays: [const { None }; Operand::COUNT] }
-    }
-
-    /// Sets the array of an operand.
-    pub fn set(&mut self, operand: Operand, array: A) {
-        self.arrays[operand as usize] = Some(array);
-    }
-
-    /// Returns the array of an operand, if the set has it.
-    pub fn get(&self, operand: Operand) -> Option<&A> {
-        self.arrays[operand as usize].as_ref()
-    }
-
-    /// Changes each array.
-    pub fn map<B>(&self, mut change: impl FnMut(Operand, &A) -> B) -> Arrays<B> {
-        let mut changed = Arrays::none(self.pass);
-        for (row, array) in ROWS.iter().zip(&self.arrays) {
-            if let Some(array) = array {
-                changed.set(row.operand, change(row.operand, array));
-            }
-        }
-        changed
-    }
-}
-
-/// # Panics
-/// If the set lacks the array of the operand.
-impl<A> Index<Operand> for Arrays<A> {
-    type Output = A;
-
-    fn index(&self, operand: Operand) -> &A {
-        let missing = || panic!("there is no {} in the {:?} pass", operand.name(), self.pass);
-        self.get(operand).unwrap_or_else(missing)
     }
 }
 

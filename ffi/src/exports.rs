@@ -7,7 +7,7 @@ use std::path::Path;
 
 use burst_attention::host::trace;
 
-use crate::{handler, json, kernels, rank_timeout};
+use crate::{cuda, handler, json, kernels, rank_timeout};
 
 /// Returns the version of the library. The string is constant.
 #[unsafe(no_mangle)]
@@ -50,6 +50,14 @@ pub extern "C" fn burst_attention_bytes_sent() -> u64 {
 pub extern "C" fn burst_attention_set_rank_timeout(seconds: f64) {
     // The body can't panic, and the function has no way to report an error.
     let _ = catch_unwind(|| handler::set_rank_timeout(rank_timeout::from_seconds(seconds)));
+}
+
+/// Stops the thread that watches rings of several GPUs. Call it before the runtime gives up the GPUs
+/// at the end of the process.
+#[unsafe(no_mangle)]
+pub extern "C" fn burst_attention_stop_watch() {
+    // The body can't panic, and the function has no way to report an error.
+    let _ = catch_unwind(cuda::stop_watch);
 }
 
 /// Opens the Chrome trace file `path` and records the steps of all rings from now on. NULL stops

@@ -140,13 +140,7 @@ pub(crate) unsafe fn instantiate(
     pass: Pass,
 ) -> *mut sys::XLA_FFI_Error {
     // SAFETY: the caller guarantees what `instantiate_as` demands of the frame.
-    unsafe {
-        instantiate_as(raw, |attributes| {
-            let timeout = rank_timeout::from_environment()?;
-            TIMEOUT_IS_SET.call_once(|| COORDINATOR.set_rank_timeout(timeout));
-            Ok(State::new(CallSite::decode(attributes, pass)?))
-        })
-    }
+    unsafe { instantiate_as(raw, |attributes| Ok(State::new(CallSite::decode(attributes, pass)?))) }
 }
 
 /// Handles the instantiate stage of a call whose state `make` makes of its attributes.
@@ -165,6 +159,8 @@ pub(crate) unsafe fn instantiate_as<S: CallState>(
         }
         frame.expect_stage(sys::XLA_FFI_ExecutionStage_INSTANTIATE)?;
         check_version(api)?;
+        let timeout = rank_timeout::from_environment()?;
+        TIMEOUT_IS_SET.call_once(|| COORDINATOR.set_rank_timeout(timeout));
         state::set(api, frame.context(), make(&frame.attributes()?)?)
     };
     // SAFETY: the caller guarantees what `guard` demands of the frame.
@@ -204,6 +200,11 @@ pub(crate) unsafe fn execute(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_
 /// Returns the bytes that all ranks of all rings have sent since the library was loaded.
 pub(crate) fn bytes_sent() -> u64 {
     BYTES_SENT.load(Ordering::Relaxed)
+}
+
+/// Returns the rank timeout.
+pub(crate) fn rank_timeout() -> Duration {
+    COORDINATOR.rank_timeout()
 }
 
 /// Changes the rank timeout.

@@ -1,5 +1,6 @@
 """The library: loads it, registers its custom calls with XLA and asks it questions."""
 
+import atexit
 import ctypes
 import json
 import os
@@ -57,6 +58,8 @@ def _register(library: ctypes.CDLL) -> None:
 
 _library = _load()
 _register(_library)
+# JAX, which was imported before, gives up the GPUs after this.
+atexit.register(_library.burst_attention_stop_watch)
 
 
 def library_version() -> str:

@@ -189,6 +189,34 @@ impl Executor {
         })
     }
 
+    /// Lets an event stand for all operations that XLA's stream has so far. Makes the event if there
+    /// is none.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub fn mark(&self, stream: Stream, event: Option<Event>) -> Result<Event> {
+        self.within(stream, |_| {
+            let event = event.map_or_else(|| self.driver.create_event(), Ok)?;
+            self.driver.record(stream, event).map(|()| event)
+        })
+    }
+
+    /// Whether the operations are over that an event of the stream's device stands for.
+    ///
+    /// # Errors
+    /// If the device is lost.
+    pub fn is_over(&self, stream: Stream, event: Event) -> Result<bool> {
+        self.within(stream, |_| self.driver.is_over(event))
+    }
+
+    /// Whether all operations are over that XLA's stream has so far.
+    ///
+    /// # Errors
+    /// If the device is lost.
+    pub fn is_idle(&self, stream: Stream) -> Result<bool> {
+        self.within(stream, |_| self.driver.is_idle(stream))
+    }
+
     /// Runs `body` with the context of the stream current.
     pub(super) fn within<T>(
         &self,

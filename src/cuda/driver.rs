@@ -112,6 +112,12 @@ pub trait Driver: Send + Sync {
     /// Blocks this thread until all operations are over that `stream` has so far.
     fn synchronize(&self, stream: Stream) -> Result<()>;
 
+    /// Whether the operations are over that `event` stands for.
+    fn is_over(&self, event: Event) -> Result<bool>;
+
+    /// Whether all operations are over that `stream` has so far.
+    fn is_idle(&self, stream: Stream) -> Result<bool>;
+
     /// Loads an image and finds the function `entry` in it. The module stays loaded as long as the
     /// context lives.
     fn load(&self, image: &[u8], entry: &str) -> Result<Function>;

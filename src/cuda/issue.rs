@@ -24,7 +24,7 @@ pub(super) struct Issue<'a> {
 impl Issue<'_> {
     /// Issues all commands. After an error it still issues the exchanges and the events that order
     /// them, because the peers of this rank would wait for these exchanges for ever. It leaves out
-    /// kernels and copies, whose results nobody can use.
+    /// kernels and copies: an error means that the call has no results.
     ///
     /// # Errors
     /// The first error.

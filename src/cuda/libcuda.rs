@@ -53,15 +53,31 @@ fn explain(code: sys::CUresult) -> String {
     format!("{code:?}, {}", unsafe { CStr::from_ptr(text) }.to_string_lossy())
 }
 
-/// Calls a function of the driver. The error names the purpose of the call.
-macro_rules! call {
-    ($function:ident($($argument:expr),*), $($purpose:tt)*) => {{
+/// Calls a function of the driver, and returns its code.
+macro_rules! code {
+    ($function:ident($($argument:expr),*)) => {
         // SAFETY: this module passes only handles that the driver made, and the addresses of
         // variables that outlive the call. The executor guarantees the memory of launches and
         // copies.
-        let code = unsafe { sys::$function($($argument),*) };
-        check(code, stringify!($function), format_args!($($purpose)*))
-    }};
+        unsafe { sys::$function($($argument),*) }
+    };
+}
+
+/// Calls a function of the driver. The error names the purpose of the call.
+macro_rules! call {
+    ($function:ident($($argument:expr),*), $($purpose:tt)*) => {
+        check(code!($function($($argument),*)), stringify!($function), format_args!($($purpose)*))
+    };
+}
+
+/// Calls a function of the driver that says whether operations are over.
+macro_rules! is_done {
+    ($function:ident($argument:expr), $purpose:literal) => {
+        match code!($function($argument)) {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => check(code, stringify!($function), format_args!($purpose)).map(|()| true),
+        }
+    };
 }
 
 fn check(code: sys::CUresult, call: &'static str, purpose: std::fmt::Arguments<'_>) -> Result<()> {
@@ -145,6 +161,14 @@ impl Driver for LibCuda {
 
     fn synchronize(&self, stream: Stream) -> Result<()> {
         call!(cuStreamSynchronize(stream.0 as _), "waiting for the other ranks of the ring")
+    }
+
+    fn is_over(&self, event: Event) -> Result<bool> {
+        is_done!(cuEventQuery(event.0 as _), "looking at an event")
+    }
+
+    fn is_idle(&self, stream: Stream) -> Result<bool> {
+        is_done!(cuStreamQuery(stream.0 as _), "looking at a stream")
     }
 
     fn load(&self, image: &[u8], entry: &str) -> Result<Function> {

@@ -72,6 +72,11 @@ impl<B: Send + 'static, C: Completion> Coordinator<B, C> {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Returns the rank timeout.
+    pub fn rank_timeout(&self) -> Duration {
+        self.lock().rank_timeout
+    }
+
     /// Changes the rank timeout, also for rings that already wait.
     pub fn set_rank_timeout(&self, rank_timeout: Duration) {
         self.lock().rank_timeout = rank_timeout;

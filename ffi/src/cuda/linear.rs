@@ -1,11 +1,11 @@
 //! Linear attention of one device's tokens on a GPU, as launches on XLA's stream.
 
 use burst_attention::Dtype;
-use burst_attention::cuda::driver::Stream;
 use burst_attention_kernels::instances::{Element, Kernel};
 use burst_attention_kernels::launch::{LINEAR_TILE, LinearAttend, LinearState, Part, column_tiles};
 
 use super::told::Told;
+use super::turn::Turn;
 use super::{Platform, Stage};
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
@@ -32,29 +32,31 @@ pub unsafe fn run_linear(
     stage: Stage,
     platform: impl FnOnce() -> Result<&'static Platform>,
 ) -> *mut sys::XLA_FFI_Error {
-    let body = |frame: &mut CallFrame<'_>, _: &Told| {
+    let body = |frame: &mut CallFrame<'_>, told: &Told| {
         let (tokens, outputs) = decode(frame, kind)?;
         if tokens.batch == 0 || tokens.rows == 0 {
             return Ok(());
         }
-        let stream = Stream(frame.runtime().stream(frame.context())?);
-        let executor = &platform()?.executor;
-        if stage == Stage::Execute {
-            executor.launch(stream, |target| match &outputs {
-                None => tokens.launches(target),
-                Some(outputs) => outputs.launches(target),
-            })?;
-        } else {
+        let platform = platform()?;
+        let executor = &platform.executor;
+        Turn::run(frame, platform, told, None, |turn| {
+            if stage == Stage::Execute {
+                executor.launch(turn.stream, |target| match &outputs {
+                    None => tokens.launches(target),
+                    Some(outputs) => outputs.launches(target),
+                })?;
+                return turn.issued();
+            }
             let kernel = match kind {
                 LinearKind::State => Kernel::LinearState,
                 LinearKind::Attend => Kernel::LinearAttend,
             };
-            executor.prepare(stream, |target| {
+            executor.prepare(turn.stream, |target| {
                 let instance = tokens.instance(kernel, target);
                 instance.unwrap_or_else(|| unreachable!("sizes were checked"))
             })?;
-        }
-        Ok(())
+            Ok(())
+        })
     };
     // SAFETY: the caller of `run_linear` guarantees the frame.
     unsafe { handler::guard_stage(raw, stage.number(), |frame| Told::run(frame, body)) }

@@ -8,14 +8,17 @@ mod call;
 mod collectives;
 mod linear;
 mod told;
+mod turn;
+mod watch;
 
 use burst_attention::Pass;
+use burst_attention::cuda::call::Call;
 use burst_attention::cuda::device::{Executor, FindImage, RankSet};
 use burst_attention::cuda::driver::{Driver, Stream};
 use burst_attention::cuda::libcuda::LibCuda;
 use burst_attention::cuda::nccl::{Communicator, Nccl};
 use std::collections::HashMap;
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use crate::error::{Error, Result};
 use crate::frame::CallFrame;
@@ -24,6 +27,8 @@ use crate::{handler, images, sys};
 use call::{CudaSite, Ranks};
 use collectives::Collectives;
 use told::Told;
+use turn::Turn;
+use watch::Watch;
 
 pub use linear::{LinearKind, run_linear};
 
@@ -32,7 +37,12 @@ pub use linear::{LinearKind, run_linear};
 pub struct Platform {
     executor: Executor,
     nccl: fn() -> burst_attention::Result<&'static Nccl>,
+    /// The watch over rings. Test doubles of the driver have none.
+    watch: Option<Watch>,
 }
+
+/// The platform of this machine, once a handler has used it.
+static OF_THIS_MACHINE: OnceLock<burst_attention::Result<Platform>> = OnceLock::new();
 
 impl Platform {
     /// Returns a platform of any driver and NCCL.
@@ -41,7 +51,7 @@ impl Platform {
         image: FindImage,
         nccl: fn() -> burst_attention::Result<&'static Nccl>,
     ) -> Platform {
-        Platform { executor: Executor::new(driver, image), nccl }
+        Platform { executor: Executor::new(driver, image), nccl, watch: None }
     }
 
     /// Returns the platform of this machine.
@@ -49,10 +59,18 @@ impl Platform {
     /// # Errors
     /// If the machine has no driver.
     pub fn of_this_machine() -> Result<&'static Platform> {
-        static PLATFORM: LazyLock<burst_attention::Result<Platform>> = LazyLock::new(|| {
-            Ok(Platform::new(Box::new(LibCuda::find()?), images::find, Nccl::load))
+        let platform = OF_THIS_MACHINE.get_or_init(|| {
+            let platform = Platform::new(Box::new(LibCuda::find()?), images::find, Nccl::load);
+            Ok(Platform { watch: Some(Watch::default()), ..platform })
         });
-        PLATFORM.as_ref().map_err(|error| Error::Core(error.clone()))
+        platform.as_ref().map_err(|error| Error::Core(error.clone()))
+    }
+}
+
+/// Stops the watch over this machine's GPUs.
+pub fn stop_watch() {
+    if let Some(Ok(Platform { watch: Some(watch), .. })) = OF_THIS_MACHINE.get() {
+        watch.stop();
     }
 }
 
@@ -132,11 +150,15 @@ pub unsafe fn run(
 ) -> *mut sys::XLA_FFI_Error {
     let body = |frame: &mut CallFrame<'_>, told: &Told| {
         let state: &SiteState = state::get(frame.runtime(), frame.context())?;
-        match stage {
-            Stage::Prepare => prepare(frame, &state.site),
-            Stage::Initialize => initialize(frame, state, platform()?, told),
-            Stage::Execute => execute(frame, state, platform()?, told),
+        let site = &state.site;
+        if stage == Stage::Prepare {
+            return prepare(frame, site);
         }
+        let (platform, axis) = (platform()?, (!site.is_alone()).then(|| site.axis()));
+        Turn::run(frame, platform, told, axis, |turn| match stage {
+            Stage::Initialize => initialize(frame, state, platform, turn),
+            _ => execute(frame, state, platform, turn),
+        })
     };
     // SAFETY: the caller of `run` guarantees the frame.
     unsafe { handler::guard_stage(raw, stage.number(), |frame| Told::run(frame, body)) }
@@ -157,26 +179,25 @@ fn initialize(
     frame: &CallFrame<'_>,
     SiteState { site, failed }: &SiteState,
     platform: &Platform,
-    told: &Told,
+    turn: &Turn<'_>,
 ) -> Result<()> {
     let call = site.call(frame)?;
-    if call.problem.batch == 0 || call.problem.q_len == 0 {
+    if is_empty(&call) {
         return Ok(());
     }
-    let stream = Stream(frame.runtime().stream(frame.context())?);
-    let tell = |error: &_| told.tell(&site.failed(error));
+    let tell = |error: &_| turn.tell(&site.failed(error));
     let outcome = with_ranks(frame, site, platform, |ranks| {
-        let outcome = platform.executor.initialize(stream, &call, ranks, &tell);
-        outcome.map_err(|error| site.failed(&error))
+        let prepared = platform.executor.initialize(turn.stream, &call, ranks, &tell);
+        prepared.map_err(|error| site.failed(&error))
     });
     let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
-    failed.remove(&stream);
+    failed.remove(&turn.stream);
     let Err(error) = outcome else { return Ok(()) };
     if site.is_alone() || error.is_of_program() {
         return Err(error);
     }
-    told.tell(&error);
-    failed.insert(stream, error);
+    turn.tell(&error);
+    failed.insert(turn.stream, error);
     Ok(())
 }
 
@@ -184,30 +205,35 @@ fn execute(
     frame: &CallFrame<'_>,
     SiteState { site, failed }: &SiteState,
     platform: &Platform,
-    told: &Told,
+    turn: &Turn<'_>,
 ) -> Result<()> {
     let Ranks { call, arrays, workspace } = site.ranks(frame)?;
-    if call.problem.batch == 0 || call.problem.q_len == 0 {
+    if is_empty(&call) {
         return Ok(());
     }
-    let stream = Stream(frame.runtime().stream(frame.context())?);
+    let (stream, executor) = (turn.stream, &platform.executor);
     let failed = failed.lock().unwrap_or_else(PoisonError::into_inner).get(&stream).cloned();
     if failed.is_some() {
-        told.told_before();
+        turn.told_before();
     }
-    let tell = |error: &_| told.tell(&site.failed(error));
+    let tell = |error: &_| turn.tell(&site.failed(error));
     let outcome = with_ranks(frame, site, platform, |ranks| {
         // After an error of the initialize stage, this rank runs the call only if its peers do.
         if let Some(error) = &failed
-            && !platform.executor.is_ready(stream, &call, ranks)
+            && !executor.is_ready(stream, &call, ranks)
         {
             return Err(error.clone());
         }
-        let sent = platform.executor.run(stream, &call, ranks, &arrays, workspace, &tell);
+        let sent = executor.run(stream, &call, ranks, &arrays, workspace, &tell);
         handler::count_bytes(sent.map_err(|error| site.failed(&error))?);
-        Ok(())
+        turn.issued()
     });
     failed.map_or(outcome, Err)
+}
+
+/// Whether a call has no query.
+fn is_empty(call: &Call) -> bool {
+    call.problem.batch == 0 || call.problem.q_len == 0
 }
 
 /// Calls `body` with the ranks that this device runs, and their communicators.

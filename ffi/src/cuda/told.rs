@@ -12,7 +12,8 @@ use crate::frame::CallFrame;
 /// Writes the first error of one handler call to stderr.
 #[derive(Debug, Default)]
 pub struct Told {
-    device: Option<i32>,
+    /// The device of the call.
+    pub device: Option<i32>,
     is_told: Cell<bool>,
 }
 
@@ -37,8 +38,7 @@ impl Told {
         if !error.is_of_one_device() || self.is_told.replace(true) {
             return;
         }
-        // One write, so that lines of several devices do not mix. Nobody reads a closed stderr.
-        let _ = std::io::stderr().write_all(self.line(error).as_bytes());
+        write(&self.line(error));
     }
 
     /// Leaves out the errors from now on, because their cause was told before.
@@ -48,8 +48,15 @@ impl Told {
 
     fn line(&self, error: &Error) -> String {
         let device = self.device.map_or(String::new(), |device| format!("device {device}: "));
-        format!("burst_attention: {device}{}\n", error.to_string().replace('\n', " "))
+        format!("{device}{error}")
     }
+}
+
+/// Writes a line to stderr.
+pub fn write(line: &str) {
+    let line = format!("burst_attention: {}\n", line.replace('\n', " "));
+    // One write, so that lines of several devices do not mix. Nobody reads a closed stderr.
+    let _ = std::io::stderr().write_all(line.as_bytes());
 }
 
 #[cfg(test)]
@@ -67,8 +74,7 @@ mod tests {
             error: Box::new(burst_attention::Error::from(error)),
         };
         let line = told.line(&ring(driver));
-        let expected = "burst_attention: device 3: ring over mesh axis \"context\": cuLaunchKernel \
-                        failed: a b\n";
+        let expected = "device 3: ring over mesh axis \"context\": cuLaunchKernel failed: a\nb";
         assert_eq!(line, expected);
         let others = vec![1];
         told.tell(&ring(CudaError::NotReady { rank: 0, world_size: 2, others }));

@@ -33,8 +33,8 @@ const fn same(name: &'static str, operands: usize, operation: Operation) -> Row 
     row(name, operands, operation, operation)
 }
 
-/// `rcp`, `rsqrt`, `sqrt` and `div` are here in all their variants: the approximate variants are
-/// as exact as the others.
+/// All instructions. The interpreter computes approximate variants of `rcp`, `rsqrt`, `sqrt` and `div`
+/// as exactly as their rounded variants.
 const ROWS: [Row; 17] = [
     Row {
         remainder: Some(|[a, b, _], sum| error_of_sum(a, b, sum)),

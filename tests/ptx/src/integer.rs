@@ -70,6 +70,7 @@ pub(crate) fn bits(mnemonic: &mut Mnemonic<'_>) -> Result<Option<Compute>, Strin
     Ok(Some(match name {
         "and" | "or" | "xor" | "not" => logic(name, mnemonic.ty()?),
         "shl" | "shr" => shift(name == "shl", mnemonic.ty()?),
+        "bfe" => extract(mnemonic.ty()?),
         "popc" | "clz" | "brev" => count(name, mnemonic.ty()?),
         "shf" => funnel(mnemonic)?,
         "prmt" => {
@@ -103,6 +104,25 @@ fn shift(left: bool, ty: Type) -> Compute {
         let value = ty.integer(x[0]);
         let shifted = if left { value << count } else { value >> count };
         Some(shifted as u64 & ty.mask())
+    })
+    .moving(1)
+}
+
+/// `bfe` returns a field of bits from a place on. The highest bit of a signed field is its sign, and
+/// a field beyond the value has only signs.
+fn extract(ty: Type) -> Compute {
+    Compute::new(ty.bits, &[ty.bits, 32, 32], move |x| {
+        let (place, length) = ((x[1] & 0xff) as u32, (x[2] & 0xff) as u32);
+        if length == 0 {
+            return Some(0);
+        }
+        // A field's highest bit is in the value, or it is the value's highest bit.
+        let end = (place + length).min(ty.bits);
+        let above = 128 - end;
+        let value = ty.integer(x[0]) << above >> above;
+        let unsigned = value as u128 & ((1 << end) - 1);
+        let field = if ty.range().0 < 0 { value } else { unsigned as i128 };
+        Some((field >> place) as u64 & ty.mask())
     })
     .moving(1)
 }

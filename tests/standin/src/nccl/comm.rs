@@ -24,7 +24,7 @@ pub struct Comm {
     pub size: usize,
     pub device: usize,
     /// The next number of a message to, and from, each peer.
-    pub next_message: Mutex<HashMap<(bool, usize), u64>>,
+    next_message: Mutex<HashMap<(bool, usize), u64>>,
     /// The peers to which, and from which, there is a connection.
     pub connected: Mutex<HashSet<(bool, usize)>>,
     /// The next number of a collective operation.
@@ -39,6 +39,14 @@ impl Comm {
     /// Whether the communicator was aborted.
     pub fn is_over(&self) -> bool {
         self.is_over.load(Ordering::SeqCst)
+    }
+
+    /// Returns the number of the next message to or from a peer.
+    pub fn number(&self, is_send: bool, peer: usize) -> u64 {
+        let mut next = lock(&self.next_message);
+        let next = next.entry((is_send, peer)).or_default();
+        *next += 1;
+        *next
     }
 
     /// Returns the key of a message.

@@ -96,13 +96,7 @@ fn message(
     let peer = usize::try_from(peer).ok().filter(|peer| *peer < comm.size);
     let (peer, bytes) = (peer.ok_or(INVALID_ARGUMENT)?, count as u64 * width(data_type)?);
     check_owner(call, &comm, address);
-    let number = {
-        let mut next = crate::report::lock(&comm.next_message);
-        let next = next.entry((is_send, peer)).or_default();
-        *next += 1;
-        *next
-    };
-    let message = Message { is_send, peer, address, bytes, number };
+    let message = Message { is_send, peer, address, bytes, number: 0 };
     OPEN.with_borrow_mut(|open| open.push((comm, stream, message)));
     if !is_in_group() {
         flush();
@@ -113,7 +107,9 @@ fn message(
 /// Enqueues the messages of this thread: one operation for each communicator and stream.
 fn flush() {
     let mut groups: BTreeMap<_, (Arc<Comm>, Arc<Stream>, Vec<Message>)> = BTreeMap::new();
-    for (comm, stream, message) in OPEN.take() {
+    for (comm, stream, mut message) in OPEN.take() {
+        // NCCL does not count the messages of a group that it drops.
+        message.number = comm.number(message.is_send, message.peer);
         let key = (Arc::as_ptr(&comm) as usize, stream.number);
         let group = groups.entry(key).or_insert_with(|| (comm, stream, vec![]));
         group.2.push(message);

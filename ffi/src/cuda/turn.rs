@@ -1,0 +1,66 @@
+//! A handler's turn on one device: what it tells, and the watch over it.
+
+use burst_attention::cuda::driver::Stream;
+
+use super::Platform;
+use super::told::Told;
+use super::watch::{Place, Visit};
+use crate::error::{Error, Result};
+use crate::frame::CallFrame;
+
+/// The initialize or the execute stage of a call on one device.
+#[derive(Debug)]
+pub struct Turn<'a> {
+    told: &'a Told,
+    /// XLA's stream.
+    pub stream: Stream,
+    visit: Option<Visit>,
+}
+
+impl Turn<'_> {
+    /// Runs a stage under the watch of the platform. `axis` is the mesh axis of a ring of several
+    /// devices.
+    ///
+    /// # Errors
+    /// The error of `body`, or of XLA if it has no stream for the call.
+    pub fn run(
+        frame: &CallFrame<'_>,
+        platform: &'static Platform,
+        told: &Told,
+        axis: Option<String>,
+        body: impl FnOnce(&Turn<'_>) -> Result<()>,
+    ) -> Result<()> {
+        let stream = Stream(frame.runtime().stream(frame.context())?);
+        let watched = |watch| -> Result<Visit> {
+            let run = frame.runtime().run_id(frame.context())?;
+            let place = Place { device: told.device, axis };
+            Ok(Visit::new(watch, &platform.executor, stream, run, place))
+        };
+        let visit = platform.watch.as_ref().map(watched).transpose()?;
+        let turn = Turn { told, stream, visit };
+        body(&turn).inspect_err(|_| turn.failed())
+    }
+
+    /// Tells of an error at once, before the stage ends. Peers may wait for this rank from now on.
+    pub fn tell(&self, error: &Error) {
+        self.told.tell(error);
+        self.failed();
+    }
+
+    /// Leaves out the errors from now on, because their cause was told before.
+    pub fn told_before(&self) {
+        self.told.told_before();
+    }
+
+    /// Says that the device has all commands of the call.
+    ///
+    /// # Errors
+    /// If the driver refuses to mark the place.
+    pub fn issued(&self) -> Result<()> {
+        Ok(self.visit.as_ref().map_or(Ok(()), Visit::issued)?)
+    }
+
+    fn failed(&self) {
+        self.visit.iter().for_each(Visit::failed);
+    }
+}
