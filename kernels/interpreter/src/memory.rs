@@ -166,34 +166,6 @@ impl Memory {
         out
     }
 
-    /// Copies bytes between places that may overlap, like a device's own copies. Bytes that were
-    /// never written stay unwritten in their new place. The audit records no stores.
-    ///
-    /// # Errors
-    /// [`Fault::OutOfBounds`]; then nothing is copied.
-    pub fn copy(&mut self, from: Address, to: Address, bytes: u64) -> Result<(), Fault> {
-        let count = bytes as usize;
-        self.check("copy", from, count)?;
-        self.check("copy", to, count)?;
-        let (mut values, mut written) = (vec![POISON; count], vec![false; count]);
-        for (address, range) in by_page(from, count) {
-            if let Some(page) = self.pages.get(&(address / PAGE)) {
-                let start = (address % PAGE) as usize;
-                let inside = start..start + range.len();
-                values[range.clone()].copy_from_slice(&page.bytes[inside.clone()]);
-                written[range].copy_from_slice(&page.written[inside]);
-            }
-        }
-        for (address, range) in by_page(to, count) {
-            let page = self.pages.entry(address / PAGE).or_insert_with(Page::new);
-            let start = (address % PAGE) as usize;
-            let inside = start..start + range.len();
-            page.bytes[inside.clone()].copy_from_slice(&values[range.clone()]);
-            page.written[inside].copy_from_slice(&written[range]);
-        }
-        Ok(())
-    }
-
     /// Starts or stops the audit, which records kernels' stores.
     pub fn set_audit(&mut self, on: bool) {
         self.audit = on;
@@ -366,53 +338,4 @@ typed! {
     half::bf16, write_bf16, read_bf16, 2;
     i32, write_i32, read_i32, 4;
     i64, write_i64, read_i64, 8;
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Returns which of `bytes` bytes from `at` on a kernel could load.
-    fn written(memory: &Memory, at: Address, bytes: u64) -> Vec<bool> {
-        (0..bytes).map(|byte| memory.copy_out(at.offset(byte), &mut [0], false).is_ok()).collect()
-    }
-
-    #[test]
-    fn copies_carry_what_was_written_and_what_was_not() {
-        let mut memory = Memory::new();
-        let length = 2 * PAGE + 40;
-        let (from, to) = (memory.allocate("from", length), memory.allocate("to", length));
-        memory.set_audit(true);
-        memory.write(to, &vec![7; length as usize]);
-        // Both ranges cross the end of a page, at different places in it.
-        let (source, target) = (from.offset(PAGE - 10), to.offset(PAGE - 3));
-        memory.write(source, &[1; 8]);
-        memory.write(source.offset(12), &[2; 8]);
-        assert_eq!(memory.copy(source, target, 20), Ok(()));
-        let got = memory.read(target, 20);
-        assert_eq!(got, [[1; 8].as_slice(), &[POISON; 4], &[2; 8]].concat());
-        let expected: Vec<_> = (0..20).map(|byte| !(8..12).contains(&byte)).collect();
-        assert_eq!(written(&memory, target, 20), expected);
-        assert_eq!(written(&memory, source, 20), expected);
-        assert_eq!([memory.read(to, 1), memory.read(target.offset(20), 1)], [[7], [7]]);
-        assert_eq!(memory.stores(to, length as usize, 1), vec![0; length as usize]);
-        // The old contents are gone, even where the source never had a page.
-        let unwritten = memory.allocate("unwritten", PAGE);
-        assert_eq!(memory.copy(unwritten, target, 20), Ok(()));
-        assert_eq!(written(&memory, target, 20), [false; 20]);
-    }
-
-    #[test]
-    fn copies_may_overlap_and_stay_within_allocations() {
-        let mut memory = Memory::new();
-        let at = memory.allocate("array", 8);
-        memory.write(at, &[1, 2, 3, 4, 5, 6, 7, 8]);
-        assert_eq!(memory.copy(at, at.offset(2), 6), Ok(()));
-        assert_eq!(memory.read(at, 8), [1, 2, 1, 2, 3, 4, 5, 6]);
-        for (from, to) in [(at.offset(3), at), (at, at.offset(3))] {
-            let outcome = memory.copy(from, to, 6);
-            assert!(matches!(outcome, Err(Fault::OutOfBounds { .. })), "{outcome:?}");
-        }
-        assert_eq!(memory.read(at, 8), [1, 2, 1, 2, 3, 4, 5, 6]);
-    }
 }
