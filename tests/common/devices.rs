@@ -3,7 +3,6 @@
 use burst_attention::Result;
 use burst_attention::cuda::call::Call;
 use burst_attention::cuda::device::{Executor, RankSet};
-use burst_attention::cuda::driver::Stream;
 use burst_attention::cuda::nccl::{Comm, Communicator};
 use burst_attention::cuda::workspace::Workspace;
 use burst_attention::operands::Arrays;
@@ -13,29 +12,30 @@ use burst_attention_recorder::{Program, Recorder, images, nccl};
 /// Distance between arrays, which are all smaller.
 const APART: u64 = 1 << 40;
 
-/// One recorded device for each rank, and one more for a virtual ring.
-pub struct Devices {
-    pub recorder: Recorder,
-    pub executor: Executor,
-    /// Each with two communicators, the second one for slow links.
-    ranks: Vec<(Stream, [Comm; 2])>,
+/// The recorded device of each rank.
+pub struct Devices(Vec<Device>);
+
+struct Device {
+    recorder: Recorder,
+    executor: Executor,
+    /// The second communicator is for slow links.
+    comms: [Comm; 2],
 }
 
 impl Devices {
     pub fn new(world_size: usize) -> Devices {
-        let recorder = Recorder::new();
-        let executor = Executor::new(Box::new(recorder.clone()), images);
-        let rank = |rank| {
-            let stream = recorder.add_device();
-            (stream, [(); 2].map(|()| recorder.add_comm(rank, world_size, stream)))
+        let device = |rank| {
+            let recorder = Recorder::new((9, 0));
+            let executor = Executor::new(Box::new(recorder.clone()), images);
+            let comms = [(); 2].map(|()| recorder.add_comm(rank, world_size));
+            Device { recorder, executor, comms }
         };
-        let ranks = (0..world_size).map(rank).collect();
-        Devices { recorder, executor, ranks }
+        Devices((0..world_size).map(device).collect())
     }
 
     /// One rank's two stages, as XLA calls them.
     pub fn run_rank(&self, call: &Call, rank: usize) -> Result<u64> {
-        let (stream, comms) = self.ranks[rank];
+        let Device { recorder, executor, comms } = &self.0[rank];
         let world_size = call.problem.world_size;
         let count = match world_size {
             1 => 0,
@@ -43,35 +43,38 @@ impl Devices {
         };
         let comms = comms[..count].iter().map(|comm| Communicator::new(nccl(), *comm, world_size));
         let comms = comms.collect::<Result<Vec<_>>>()?;
-        let ranks = RankSet::One(&comms);
-        self.executor.initialize(stream, call, ranks, &|_| ())?;
-        self.recorder.take();
-        let arrays = [arrays(call, 0)];
-        self.executor.run(stream, call, ranks, &arrays, workspace(call, 1), &|_| ())
+        let (stream, ranks) = (Recorder::COMPUTE, RankSet::One(&comms));
+        executor.initialize(stream, call, ranks, &|_| ())?;
+        recorder.take();
+        executor.run(stream, call, ranks, &[arrays(call, 0)], workspace(call, 1), &|_| ())
     }
 
     /// What each rank's device is given for a call; connecting left out.
     pub fn programs(&self, call: &Call) -> Vec<Program> {
-        let world_size = call.problem.world_size;
         let program = |rank| {
             self.run_rank(call, rank).unwrap_or_else(|error| panic!("rank {rank}: {error}"));
-            self.recorder.take().swap_remove(rank)
+            self.program(rank)
         };
-        (0..world_size).map(program).collect()
+        (0..call.problem.world_size).map(program).collect()
+    }
+
+    fn program(&self, rank: usize) -> Program {
+        let recorder = &self.0[rank].recorder;
+        assert_eq!(recorder.violations(), [""; 0]);
+        recorder.take()
     }
 
     /// What the first device is given for all ranks.
     pub fn virtual_program(&self, call: &Call) -> Program {
-        let stream = self.ranks[0].0;
+        let Device { recorder, executor, .. } = &self.0[0];
         let count = call.problem.world_size as u64;
         let all: Vec<_> = (0..count).map(|rank| arrays(call, rank)).collect();
-        let ranks = RankSet::All;
-        self.executor.initialize(stream, call, ranks, &|_| ()).expect("nothing refuses");
-        self.recorder.take();
-        let workspace = workspace(call, count);
-        let ran = self.executor.run(stream, call, ranks, &all, workspace, &|_| ());
+        let (stream, ranks) = (Recorder::COMPUTE, RankSet::All);
+        executor.initialize(stream, call, ranks, &|_| ()).expect("nothing refuses");
+        recorder.take();
+        let ran = executor.run(stream, call, ranks, &all, workspace(call, count), &|_| ());
         ran.expect("nothing refuses");
-        self.recorder.take().swap_remove(0)
+        self.program(0)
     }
 }
 

@@ -39,10 +39,9 @@ fn call(world_size: usize, batch: usize, pass: Pass, travels: Option<Travels>) -
 /// Returns the median time of a call in microseconds.
 fn median_us(call: &Call) -> f64 {
     let world_size = call.problem.world_size;
-    let recorder = Recorder::new();
+    let recorder = Recorder::new((9, 0));
     let executor = Executor::new(Box::new(recorder.clone()), images);
-    let stream = recorder.add_device();
-    let comm = recorder.add_comm(0, world_size, stream);
+    let (stream, comm) = (Recorder::COMPUTE, recorder.add_comm(0, world_size));
     let communicator = Communicator::new(nccl(), comm, world_size)
         .expect("the communicator has the size of the ring");
     let ranks = RankSet::One(std::slice::from_ref(&communicator));

@@ -4,14 +4,13 @@ use std::ffi::c_void;
 use std::ptr;
 
 use burst_attention::cuda::call::Call;
-use burst_attention::cuda::driver::Stream;
 use burst_attention::cuda::nccl::Comm;
 use burst_attention::operands::{Backend, ElementType, Operand};
 use burst_attention::schedule::Family;
 use burst_attention::{Dtype, Features, Layout, Order, Pass, Problem, Travels, Window};
 use burst_attention_ffi::cuda::{Platform, Spread, Stage, instantiate, run};
 use burst_attention_ffi::sys;
-use burst_attention_recorder::{Program, Recorder, images, nccl};
+use burst_attention_recorder::{Recorder, images, nccl};
 use burst_attention_test_frames::gpu::FakeGpu;
 use burst_attention_test_frames::{FakeAttribute, FakeBuffer, FakeFrame, FakeRuntime, take_error};
 
@@ -25,7 +24,6 @@ pub type XlaError = (u32, String);
 pub struct Device {
     pub recorder: Recorder,
     pub platform: &'static Platform,
-    pub stream: Stream,
     pub comms: [Comm; 2],
 }
 
@@ -35,22 +33,16 @@ impl Device {
     }
 
     pub fn of_capability(capability: (i32, i32), rank: usize, world_size: usize) -> Device {
-        let recorder = Recorder::new();
+        let recorder = Recorder::new(capability);
         let platform = Platform::new(Box::new(recorder.clone()), images, || Ok(nccl()));
-        let stream = recorder.add_device_of(capability);
-        let comms = [(); 2].map(|()| recorder.add_comm(rank, world_size, stream));
+        let comms = [(); 2].map(|()| recorder.add_comm(rank, world_size));
         // Handlers need a platform that lives as long as the process.
-        Device { recorder, platform: Box::leak(Box::new(platform)), stream, comms }
-    }
-
-    /// Returns what was enqueued since the last call.
-    pub fn program(&self) -> Program {
-        self.recorder.take().swap_remove(0)
+        Device { recorder, platform: Box::leak(Box::new(platform)), comms }
     }
 
     /// Returns the rank's call, not instantiated yet, over memory that is never used.
     pub fn rank(&self, call: &Call) -> RankCall {
-        let gpu = FakeGpu::new(self.stream.0, &self.comms.map(|comm| comm.0));
+        let gpu = FakeGpu::new(Recorder::COMPUTE.0, &self.comms.map(|comm| comm.0));
         let runtime = FakeRuntime::new(5, 1, 0).on_gpu(gpu);
         let (args, rets) = buffers(call);
         RankCall { runtime, attributes: attributes(call), args, rets }
@@ -60,14 +52,14 @@ impl Device {
     pub fn after_a_run(&self, call: &Call) -> RankCall {
         let rank = self.rank(call);
         assert_eq!(rank.all(self.platform, call.pass), Ok(()));
-        self.program();
+        self.recorder.take();
         rank
     }
 
     /// Returns the first error of a rank's stages. The program of the last stage stays recorded.
     pub fn stages(&self, rank: &RankCall) -> Result<(), XlaError> {
         STAGES.into_iter().try_for_each(|stage| {
-            self.program();
+            self.recorder.take();
             rank.stage(self.platform, stage)
         })
     }

@@ -4,7 +4,7 @@
 use burst_attention::cuda::nccl::{Group, Message};
 use burst_attention_ffi::cuda::Stage;
 use burst_attention_ffi::sys;
-use burst_attention_recorder::{Exchange, Operation, Program, check, group_is_open};
+use burst_attention_recorder::{Exchange, Operation, Program, check};
 
 use crate::calls::{Device, RankCall, forward, various};
 
@@ -32,8 +32,8 @@ fn every_call_that_fails_becomes_an_error_and_the_next_run_works() {
             let rank = instantiated(&device, &call);
             device.recorder.fail_at(n);
             let outcome = device.stages(&rank);
-            assert!(!group_is_open(), "{name}, call {n}, leaves a group open");
-            assert_eq!(device.recorder.pushed(), 0, "{name}, call {n}, leaves its context");
+            let expected = (0, false);
+            assert_eq!(device.recorder.left_open(), expected, "{name}, call {n}: context, group");
             if ["ncclGroupStart", "ncclSend", "ncclRecv"].contains(name) {
                 assert_eq!(outcome, Ok(()), "NCCL drops the group, which is issued once more");
                 continue;
@@ -48,7 +48,7 @@ fn every_call_that_fails_becomes_an_error_and_the_next_run_works() {
             }
             // Everything that was enqueued is ordered before the next work of XLA's stream. The
             // check skips the initialize stage, whose scratch memory is not XLA's.
-            let program = device.program();
+            let program = device.recorder.take();
             if name.starts_with("cuEvent") || *name == "cuStreamWaitEvent" {
                 // The host waits instead, which a program does not show.
                 let waits = device.recorder.calls().split_off(n);
@@ -57,8 +57,7 @@ fn every_call_that_fails_becomes_an_error_and_the_next_run_works() {
                 panic!("after {name}, call {n}: {race}");
             }
             assert_eq!(device.stages(&rank), Ok(()), "after {name}, call {n}");
-            let created = [&device, &whole].map(|device| device.recorder.created());
-            assert_eq!(created[0], created[1], "{name}, call {n}");
+            assert_eq!(device.recorder.made(), whole.recorder.made(), "{name}, call {n}");
         }
     }
 }
@@ -80,7 +79,7 @@ fn exchanges_go_on_after_a_failure_and_launches_do_not() {
         let calls_after = |n: usize| device.recorder.calls().split_off(n);
         let before = device.recorder.calls().len();
         assert_eq!(rank.stage(device.platform, Stage::Execute), Ok(()));
-        let (names, all) = (calls_after(before), exchanges(&device.program()));
+        let (names, all) = (calls_after(before), exchanges(&device.recorder.take()));
         let of_device = |name: &&str| name.starts_with("cuL") || name.starts_with("cuM");
         let of_events = |name: &&str| ["cuEventRecord", "cuStreamWaitEvent"].contains(name);
         for (n, name) in names.iter().enumerate() {
@@ -91,7 +90,7 @@ fn exchanges_go_on_after_a_failure_and_launches_do_not() {
             device.recorder.fail_at(n);
             let failed = rank.stage(device.platform, Stage::Execute);
             assert!(failed.is_err_and(|(_, message)| message.contains(", step ")), "{name} {n}");
-            assert_eq!(exchanges(&device.program()), all, "{name} {n}");
+            assert_eq!(exchanges(&device.recorder.take()), all, "{name} {n}");
             let after = calls_after(before + n + 1);
             assert_eq!(after.iter().filter(|name| of_device(name)).count(), 0, "{after:?}");
         }
@@ -117,7 +116,7 @@ fn a_rank_that_is_not_ready_contacts_its_peers_and_tells_them() {
         let last = names.iter().rposition(|found| *found == name);
         assert!(last.is_some_and(|last| last < contact), "{name} comes before the contact");
     }
-    let connected = exchanges(&whole.program());
+    let connected = exchanges(&whole.recorder.take());
     let [(word, byte)] = whole.recorder.written()[..] else { panic!("one byte is written") };
     assert_eq!(byte, 1);
     // The answer of each rank comes from rank 3 and goes on to rank 1.
@@ -136,11 +135,11 @@ fn a_rank_that_is_not_ready_contacts_its_peers_and_tells_them() {
         device.recorder.fail_at(n);
         let outcome = rank.stage(device.platform, Stage::Initialize);
         assert_eq!(outcome, Ok(()), "{name}: execute says");
-        assert_eq!(exchanges(&device.program()).len(), 3, "{name}");
+        assert_eq!(exchanges(&device.recorder.take()).len(), 3, "{name}");
         assert_ne!(device.recorder.written()[0].1, 1, "{name}");
         let (_, message) = rank.stage(device.platform, Stage::Execute).expect_err("not ready");
         assert!(message.contains(name) && message.contains("rank 0 of 4: "), "{message}");
-        assert_eq!(device.program().calls, [], "the peers do not run the call either");
+        assert_eq!(device.recorder.take().calls, [], "the peers do not run the call either");
         assert_eq!(device.stages(&rank), Ok(()), "after {name}");
     }
 }
@@ -153,14 +152,14 @@ fn a_rank_that_is_ready_names_the_ranks_that_are_not() {
     // The answers of ranks 1, 0 and 3.
     device.recorder.answer(vec![1, 0, 255]);
     assert_eq!(rank.stage(device.platform, Stage::Initialize), Ok(()));
-    device.program();
+    device.recorder.take();
     let (_, message) = rank.stage(device.platform, Stage::Execute).expect_err("not ready");
     assert!(message.contains("rank 2 of 4 is ready, but ranks [0, 3] are not"), "{message}");
-    assert_eq!(device.program().calls, []);
+    assert_eq!(device.recorder.take().calls, []);
     // The next run asks again, and then all ranks know that all are ready.
     assert_eq!(device.stages(&rank), Ok(()));
     assert_eq!(rank.stage(device.platform, Stage::Initialize), Ok(()));
-    assert_eq!(exchanges(&device.program()).len(), 3, "only those of the run");
+    assert_eq!(exchanges(&device.recorder.take()).len(), 3, "only those of the run");
 }
 
 #[test]
@@ -168,12 +167,12 @@ fn a_failure_before_a_run_that_the_peers_make_too_does_not_keep_this_rank_from_i
     let (device, call) = (Device::new(0, 2), forward(2));
     let rank = device.after_a_run(&call);
     assert_eq!(rank.stage(device.platform, Stage::Execute), Ok(()));
-    let whole = exchanges(&device.program());
+    let whole = exchanges(&device.recorder.take());
     device.recorder.fail_at(0);
     assert_eq!(rank.stage(device.platform, Stage::Initialize), Ok(()));
     let failed = rank.stage(device.platform, Stage::Execute);
     assert!(failed.is_err_and(|(_, message)| message.contains("ncclCommUserRank")));
-    let made = exchanges(&device.program());
+    let made = exchanges(&device.recorder.take());
     assert!(made == whole && !made.is_empty());
 }
 

@@ -103,7 +103,7 @@ fn a_communicator_that_is_not_the_rings_or_is_broken_is_refused() {
 #[test]
 fn a_communicator_that_does_not_block_is_asked_until_it_is_done() {
     let device = Device::new(0, 2);
-    device.recorder.set_in_progress(device.comms[0], 3, 0);
+    device.recorder.set_in_progress(device.comms[0], 3);
     device.after_a_run(&forward(2));
     assert_eq!(device.recorder.violations(), [""; 0]);
 }

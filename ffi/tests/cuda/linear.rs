@@ -4,6 +4,7 @@ use std::ptr;
 
 use burst_attention_ffi::cuda::{LinearKind, Stage, run_linear};
 use burst_attention_ffi::sys;
+use burst_attention_recorder::Recorder;
 use burst_attention_test_frames::gpu::FakeGpu;
 use burst_attention_test_frames::{FakeAttribute, FakeBuffer, FakeFrame, FakeRuntime, take_error};
 
@@ -19,7 +20,7 @@ fn attend(
     args: &[FakeBuffer],
     rets: &[FakeBuffer],
 ) -> Result<(), String> {
-    let runtime = FakeRuntime::new(5, 1, 0).on_gpu(FakeGpu::new(device.stream.0, &[]));
+    let runtime = FakeRuntime::new(5, 1, 0).on_gpu(FakeGpu::new(Recorder::COMPUTE.0, &[]));
     let rows = FakeAttribute::Scalar(sys::XLA_FFI_DataType_S64, 64i64.to_ne_bytes().into());
     let reverse = FakeAttribute::Scalar(sys::XLA_FFI_DataType_PRED, vec![0]);
     let attributes = vec![("part_rows".into(), rows), ("reverse".into(), reverse)];

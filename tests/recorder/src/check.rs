@@ -7,130 +7,105 @@
 
 use std::ops::Range;
 
-use burst_attention::cuda::driver::{Block, Stream};
+use burst_attention::cuda::driver::{Block, Event};
 
 use super::touch::{Touch, common};
 use super::{Operation, Program};
-
-/// A race: two parties touch the same bytes, one of them writes, and nothing orders them.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "{first} and {second}: both touch bytes {:#x}..{:#x}, and {missing}",
-    bytes.start,
-    bytes.end
-)]
-pub struct Race {
-    /// The party that was enqueued first.
-    pub first: Party,
-    /// The other party. It is the same call as the first where one call conflicts with itself.
-    pub second: Party,
-    /// Bytes that both parties touch.
-    pub bytes: Range<u64>,
-    /// What must be added to order the parties.
-    pub missing: String,
-}
-
-/// One side of a race.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Party {
-    /// The work that XLA enqueued before the program. It may write any memory.
-    Before,
-    /// The work that XLA enqueues after the program. It may write any memory.
-    After,
-    /// A call of the program.
-    Call {
-        /// Its index.
-        index: usize,
-        /// The call and its use of the bytes, in words.
-        what: String,
-    },
-}
-
-impl std::fmt::Display for Party {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Party::Before => write!(f, "the program before this one"),
-            Party::After => write!(f, "the program after this one"),
-            Party::Call { what, .. } => write!(f, "{what}"),
-        }
-    }
-}
 
 /// Checks that the program of one device orders every two calls that touch the same bytes, one of
 /// them writing. The work before and the work after the program run on the compute stream and count
 /// as writing all memory.
 ///
 /// # Errors
-/// The first [`Race`].
-pub fn check(program: &Program) -> Result<(), Race> {
-    let touches = touches(program);
-    ordered(program, &touches.iter().map(Vec::as_slice).collect::<Vec<_>>())
-}
-
-/// Returns the memory that the work before, each call and the work after touch.
-fn touches(program: &Program) -> Vec<Vec<Touch>> {
-    Clocks::of(program).items.iter().map(|item| item.touches(program)).collect()
-}
-
-fn ordered(program: &Program, touches: &[&[Touch]]) -> Result<(), Race> {
-    let clocks = Clocks::of(program);
-    for second in 0..clocks.items.len() {
-        check_alone(program, &clocks.items[second], touches[second])?;
-        for first in (0..second).filter(|&first| !clocks.is_before(first, second)) {
-            if let Some((one, other, bytes)) = conflict(touches[first], touches[second]) {
-                return Err(Race {
-                    first: clocks.items[first].party(program, one),
-                    second: clocks.items[second].party(program, other),
-                    bytes,
-                    missing: clocks.missing(first, second),
-                });
-            }
+/// The first race, in words.
+pub fn check(program: &Program) -> Result<(), String> {
+    let mut conflicts = Conflicts::of(program);
+    let Some((first, second)) = race(program, &mut conflicts) else { return Ok(()) };
+    let (one, other, bytes) = conflicts.find(first, second).expect("they conflict");
+    let party = |item: usize, touch: &Touch| match item.checked_sub(1) {
+        None => "the program before this one".into(),
+        Some(call) if call == program.calls.len() => "the program after this one".into(),
+        Some(call) => {
+            let verb = if touch.writes { "writes" } else { "reads" };
+            format!("{} ({verb} {})", program.describe(call), touch.name)
         }
-    }
-    Ok(())
-}
-
-/// Returns the records and waits without which still nothing races.
-pub fn unneeded(program: &Program) -> Vec<Mutation> {
-    let touches = touches(program);
-    let without = |index: usize| {
-        let mut rest: Vec<&[Touch]> = touches.iter().map(Vec::as_slice).collect();
-        // Index 0 holds the memory of the work before the program.
-        rest.remove(index + 1);
-        rest
     };
-    let mutations = mutations(program).into_iter();
-    mutations.filter(|one| ordered(&one.program, &without(one.index)).is_ok()).collect()
+    let (first, second) = (party(first, one), party(second, other));
+    Err(format!("{first} and {second}: nothing orders them, and both touch bytes {bytes:#x?}"))
 }
 
-/// A program with one record or wait removed.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Mutation {
-    /// The remaining program.
-    pub program: Program,
-    /// The index of the removed call.
-    pub index: usize,
-    /// The removed call, in words.
-    pub removed: String,
-}
-
-/// Returns all programs with one record or one wait less.
-pub fn mutations(program: &Program) -> Vec<Mutation> {
+/// Returns the records and waits without which still nothing races, in words.
+pub fn unneeded(program: &Program) -> Vec<String> {
+    let (mut conflicts, mut other) = (Conflicts::of(program), program.clone());
+    let mut is_unneeded = |index: &usize| {
+        // A wait for an event that was never recorded does nothing.
+        let nothing = Operation::Wait(Event(0));
+        let event = std::mem::replace(&mut other.calls[*index].operation, nothing);
+        let is_unneeded = race(&other, &mut conflicts).is_none();
+        other.calls[*index].operation = event;
+        is_unneeded
+    };
     let calls = program.calls.iter().enumerate();
     let events = calls
         .filter(|(_, call)| matches!(call.operation, Operation::Record(_) | Operation::Wait(_)));
-    let without = |(index, _)| {
-        let mut shorter = program.clone();
-        shorter.calls.remove(index);
-        Mutation { program: shorter, index, removed: program.describe(index) }
-    };
-    events.map(without).collect()
+    let indices = events.map(|(index, _)| index).filter(|index| is_unneeded(index));
+    indices.map(|index| program.describe(index)).collect()
+}
+
+/// Returns the first two items of a program that conflict and have no order. Both are the same where
+/// parts of one call conflict.
+fn race(program: &Program, conflicts: &mut Conflicts) -> Option<(usize, usize)> {
+    let items = items(program);
+    let pairs = (0..items.len()).flat_map(|second| (0..=second).map(move |first| (first, second)));
+    let mut unordered =
+        pairs.filter(|&(first, second)| first == second || !items[first].is_before(&items[second]));
+    unordered.find(|&(first, second)| conflicts.has(first, second))
+}
+
+/// Which items of a program conflict: they touch the same bytes, and one of them writes.
+struct Conflicts {
+    /// The memory that each item touches.
+    touches: Vec<Vec<Touch>>,
+    /// The answers so far.
+    known: Vec<Option<bool>>,
+}
+
+impl Conflicts {
+    fn of(program: &Program) -> Conflicts {
+        let everything = || {
+            let block = Block::run(0, u64::MAX);
+            vec![Touch { name: "all memory".into(), block, writes: true }]
+        };
+        let calls = program.calls.iter().map(|call| call.operation.touches());
+        let touches: Vec<_> =
+            [everything()].into_iter().chain(calls).chain([everything()]).collect();
+        let known = vec![None; touches.len().pow(2)];
+        Conflicts { touches, known }
+    }
+
+    fn has(&mut self, first: usize, second: usize) -> bool {
+        let pair = first * self.touches.len() + second;
+        let found = self.known[pair].unwrap_or_else(|| self.find(first, second).is_some());
+        self.known[pair] = Some(found);
+        found
+    }
+
+    /// Returns the first conflict of two items, or of the parts of one item.
+    fn find(&self, first: usize, second: usize) -> Option<(&Touch, &Touch, Range<u64>)> {
+        let [one, other] = [first, second].map(|item| self.touches[item].iter().enumerate());
+        let pairs = one.flat_map(|one| other.clone().map(move |other| (one, other)));
+        pairs
+            .filter(|((n, one), (m, other))| {
+                (first != second || n < m) && (one.writes || other.writes)
+            })
+            .find_map(|((_, one), (_, other))| {
+                common(&one.block, &other.block).map(|bytes| (one, other, bytes))
+            })
+    }
 }
 
 /// A call, or the work before or after the program.
 struct Item {
-    /// The index of the call; `None` for the work before and after.
-    call: Option<usize>,
     /// The index of its stream.
     stream: usize,
     /// For each stream the number of items that are over before this item starts. The count of its
@@ -139,109 +114,36 @@ struct Item {
 }
 
 impl Item {
-    fn touches(&self, program: &Program) -> Vec<Touch> {
-        let everything = || {
-            let block = Block::run(0, u64::MAX);
-            vec![Touch { name: "all memory".into(), block, writes: true }]
-        };
-        self.call.map_or_else(everything, |call| program.calls[call].operation.touches())
-    }
-
-    fn party(&self, program: &Program, touch: &Touch) -> Party {
-        match self.call {
-            Some(index) => {
-                let verb = if touch.writes { "writes" } else { "reads" };
-                let what = format!("{} ({verb} {})", program.describe(index), touch.name);
-                Party::Call { index, what }
-            }
-            // The work before the program is the first item of its stream.
-            None if self.clock[self.stream] == 1 => Party::Before,
-            None => Party::After,
-        }
+    /// Whether this item is over before `second` starts; this one was enqueued first.
+    fn is_before(&self, second: &Item) -> bool {
+        self.clock[self.stream] <= second.clock[self.stream]
     }
 }
 
-/// The clocks of all items.
-struct Clocks {
-    streams: Vec<Stream>,
-    items: Vec<Item>,
-}
-
-impl Clocks {
-    fn of(program: &Program) -> Clocks {
-        let mut streams = vec![program.compute];
-        for call in &program.calls {
-            if !streams.contains(&call.stream) {
-                streams.push(call.stream);
-            }
-        }
-        let mut now = vec![vec![0; streams.len()]; streams.len()];
-        let (mut items, awaited) = (Vec::new(), program.awaited());
-        let mut add = |call: Option<usize>, stream: usize| {
-            // Item 0 is the work before the program, so call n is item n + 1.
-            let awaited = call.and_then(|call| awaited[call]).map(|record| record + 1);
-            if let Some(record) = awaited {
-                let known: &Item = &items[record];
-                let clocks = now[stream].iter_mut().zip(&known.clock);
-                clocks.for_each(|(own, known)| *own = *known.max(own));
-            }
-            now[stream][stream] += 1;
-            items.push(Item { call, stream, clock: now[stream].clone() });
-        };
-        add(None, 0);
-        for (index, call) in program.calls.iter().enumerate() {
-            let stream = streams.iter().position(|stream| *stream == call.stream);
-            add(Some(index), stream.expect("all streams were gathered"));
-        }
-        add(None, 0);
-        Clocks { streams, items }
-    }
-
-    /// Whether `first` is over before `second` starts; `first` was enqueued first.
-    fn is_before(&self, first: usize, second: usize) -> bool {
-        let Item { stream, clock, .. } = &self.items[first];
-        clock[*stream] <= self.items[second].clock[*stream]
-    }
-
-    /// Describes the event that the second item must wait for, and how far its stream has waited.
-    fn missing(&self, first: usize, second: usize) -> String {
-        let [one, other] = [first, second].map(|item| &self.items[item]);
-        let [from, to] = [one, other].map(|item| format!("{:#x}", self.streams[item.stream].0));
-        let known = other.clock[one.stream];
-        let on_stream = |item: &&Item| item.stream == one.stream;
-        let last = self.items.iter().filter(on_stream).take(known).last();
-        let until = match last.map(|item| item.call) {
-            None => "has waited for nothing of it".to_owned(),
-            Some(None) => "has waited only for the program before this one".to_owned(),
-            Some(Some(call)) => format!("has waited only for what ends with call {call}"),
-        };
-        format!(
-            "stream {to} must wait, before the second, for an event that stream {from} records \
-             after the first: so far it {until}"
-        )
-    }
-}
-
-/// Returns the first bytes that both items touch and one of them writes.
-fn conflict<'a>(
-    first: &'a [Touch],
-    second: &'a [Touch],
-) -> Option<(&'a Touch, &'a Touch, Range<u64>)> {
-    let pairs = first.iter().flat_map(|one| second.iter().map(move |other| (one, other)));
-    pairs
-        .filter(|(one, other)| one.writes || other.writes)
-        .find_map(|(one, other)| common(&one.block, &other.block).map(|bytes| (one, other, bytes)))
-}
-
-/// Checks that a call touches the bytes that it writes in no other way, since its parts have no
-/// order.
-fn check_alone(program: &Program, item: &Item, touches: &[Touch]) -> Result<(), Race> {
-    for (n, one) in touches.iter().enumerate() {
-        if let Some((one, other, bytes)) = conflict(std::slice::from_ref(one), &touches[n + 1..]) {
-            let [first, second] = [one, other].map(|touch| item.party(program, touch));
-            let missing = "one call does both, in no order: the arrays must lie apart".into();
-            return Err(Race { first, second, bytes, missing });
+/// Returns the work before the program, its calls, and the work after it.
+fn items(program: &Program) -> Vec<Item> {
+    let mut streams = vec![program.compute];
+    for call in &program.calls {
+        if !streams.contains(&call.stream) {
+            streams.push(call.stream);
         }
     }
-    Ok(())
+    let mut now = vec![vec![0; streams.len()]; streams.len()];
+    let mut items: Vec<Item> = vec![];
+    let mut add = |stream: usize, awaited: Option<usize>| {
+        // Item 0 is the work before the program, so call n is item n + 1.
+        if let Some(record) = awaited {
+            let clocks = now[stream].iter_mut().zip(&items[record + 1].clock);
+            clocks.for_each(|(own, known)| *own = *known.max(own));
+        }
+        now[stream][stream] += 1;
+        items.push(Item { stream, clock: now[stream].clone() });
+    };
+    add(0, None);
+    for (call, awaited) in program.calls.iter().zip(program.awaited()) {
+        let stream = streams.iter().position(|stream| *stream == call.stream);
+        add(stream.expect("all streams were gathered"), awaited);
+    }
+    add(0, None);
+    items
 }

@@ -1,19 +1,14 @@
-//! A test double of the CUDA driver and NCCL. It records what the executor asks of them, proves
-//! that the recorded calls are ordered, and replays the programs of all ranks together.
+//! A test double of a GPU with its CUDA driver and NCCL. It records what the executor asks of them,
+//! and proves that the recorded calls are ordered and that no rank waits for ever.
 //!
-//! A [`Recorder`] stands for any number of devices. It is a [`Driver`] that refuses misuse at once,
-//! which the real driver would punish later and elsewhere, and it keeps the calls of each device in
-//! order. [`nccl`] is the table of functions for communicators made by [`Recorder::add_comm`]. A
-//! test can make each call fail. The recorded calls of a device are a [`Program`]:
+//! A [`Recorder`] stands for one device. It keeps the calls that enqueue an operation as a
+//! [`Program`], and a test can make each call fail. [`nccl`] is the table of functions for
+//! communicators made by [`Recorder::add_comm`].
 //!
 //! - [`check`] proves that nothing in a program races. It looks only at the memory that each call
 //!   touches and at the events between streams.
-//! - [`mutations`] returns the programs with one event call less. [`check`] must refuse each of
-//!   them, or the event was [`unneeded`].
-//! - [`replay`] runs the programs of all ranks, streams in a random order and messages when both
-//!   ends are ready, and finds deadlocks. The caller decides what launches, copies and messages do.
-//!
-//! [`Driver`]: burst_attention::cuda::driver::Driver
+//! - [`unneeded`] returns the records and waits without which still nothing races.
+//! - [`replay`] runs the programs of all ranks together and finds deadlocks.
 
 mod check;
 mod driver;
@@ -24,11 +19,10 @@ mod replay;
 mod tests;
 mod touch;
 
-pub use check::{Mutation, Party, Race, check, mutations, unneeded};
-pub use nccl::{group_is_open, nccl};
-pub use recorder::{Allocation, Created, Recorder, image, images};
-pub use replay::{Action, Delivery, Stuck, replay};
-pub use touch::{Touch, common};
+pub use check::{check, unneeded};
+pub use nccl::nccl;
+pub use recorder::{Recorder, images};
+pub use replay::replay;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -110,35 +104,30 @@ impl Program {
     }
 
     /// Describes the call of an index in words.
-    pub fn describe(&self, index: usize) -> String {
+    fn describe(&self, index: usize) -> String {
         format!("call {index}, {}", self.calls[index])
     }
 }
 
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} on stream {:#x}", self.operation, self.stream.0)
-    }
-}
-
-impl fmt::Display for Operation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Operation::Launch(launch) => write!(f, "{}", launch.instance.kernel.name()),
+        match &self.operation {
+            Operation::Launch(launch) => write!(f, "{}", launch.instance.kernel.name())?,
             Operation::Copy(copy) => {
                 let (bytes, from, to) = (copy.from.bytes(), copy.from.address, copy.to.address);
-                write!(f, "copy of {bytes} bytes from {from:#x} to {to:#x}")
+                write!(f, "copy of {bytes} bytes from {from:#x} to {to:#x}")?;
             }
             Operation::Exchange(Exchange { rank, group, .. }) => {
                 let peers = |messages: &[Message]| -> Vec<usize> {
                     messages.iter().map(|message| message.peer).collect()
                 };
                 let (sends, receives) = (peers(&group.sends), peers(&group.receives));
-                write!(f, "exchange of rank {rank} to {sends:?} from {receives:?}")
+                write!(f, "exchange of rank {rank} to {sends:?} from {receives:?}")?;
             }
-            Operation::Record(event) => write!(f, "record of event {:#x}", event.0),
-            Operation::Wait(event) => write!(f, "wait for event {:#x}", event.0),
+            Operation::Record(event) => write!(f, "record of event {:#x}", event.0)?,
+            Operation::Wait(event) => write!(f, "wait for event {:#x}", event.0)?,
         }
+        write!(f, " on stream {:#x}", self.stream.0)
     }
 }
 

@@ -1,40 +1,29 @@
 //! NCCL's functions on recorders. A communicator leads to its recorder.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use burst_attention::cuda::driver::Stream;
 use burst_attention::cuda::nccl::{Comm, Group, Message, Nccl};
 
-use super::recorder::{Member, RecorderState, Shared};
-use super::{Call, Exchange, Operation};
+use super::recorder::State;
+use super::{Call, Exchange, Operation, Recorder};
 
 const SUCCESS: c_int = 0;
 const SYSTEM_ERROR: c_int = 2;
-const INVALID_ARGUMENT: c_int = 4;
 const INVALID_USAGE: c_int = 5;
 const IN_PROGRESS: c_int = 7;
-/// The version that `ncclGetVersion` reports: 2.30.7.
-const VERSION: c_int = 23_007;
-/// `ncclInt8` and `ncclUint8`: counts are bytes.
-const BYTES: [c_int; 2] = [0, 1];
+/// `ncclInt8`: counts are bytes.
+const BYTES: c_int = 0;
 
-/// A code of NCCL and the reason for it.
-type Refused = (c_int, String);
+/// The reason for the error of a call that was made to fail.
+pub(super) const FAILURE: &str = "it was made to fail";
 
-/// Returns NCCL's functions for communicators of [`Recorder::add_comm`]. They record messages at
-/// the point where NCCL would enqueue them:
-///
-/// - A group belongs to the thread that began it. All messages of one communicator in a group go to
-///   one stream. If a call in a group fails, the end of the group drops it and fails too. A message
-///   outside of a group is a group of one.
-/// - The functions are stricter than NCCL: groups do not nest, and a thread with an open group must
-///   make no other call, so a forgotten group shows at the thread's next call. Messages must have
-///   bytes.
-///
-/// [`Recorder::add_comm`]: super::Recorder::add_comm
+/// Returns NCCL's functions for communicators of [`Recorder::add_comm`]. The end of a group records
+/// its messages, or drops all of them if a call in the group has failed. The functions are stricter
+/// than NCCL: messages belong into a group of one communicator and one stream, groups do not nest,
+/// and messages must have bytes.
 pub fn nccl() -> &'static Nccl {
     const NCCL: &Nccl = &Nccl {
         version,
@@ -51,121 +40,142 @@ pub fn nccl() -> &'static Nccl {
     NCCL
 }
 
-/// Whether this thread has begun a group and not ended it.
-pub fn group_is_open() -> bool {
-    THREAD.with_borrow(|thread| thread.open.is_some())
+/// A rank's communicator.
+#[derive(Debug)]
+pub(super) struct Member {
+    ring: usize,
+    rank: usize,
+    size: usize,
+    pub async_error: c_int,
+    /// How often the communicator reports progress after each group.
+    pub times: usize,
+    /// How often it still reports progress.
+    left: usize,
 }
 
-/// A group that was begun and not ended.
-#[derive(Default)]
-struct OpenGroup {
-    /// The code of the first call in it that failed.
-    failed: Option<c_int>,
-    messages: Vec<(Comm, Stream, Direction, Message)>,
+impl Member {
+    pub fn new(ring: usize, rank: usize, size: usize) -> Member {
+        Member { ring, rank, size, async_error: SUCCESS, times: 0, left: 0 }
+    }
 }
 
-#[derive(Clone, Copy, PartialEq)]
-enum Direction {
+/// The messages of a group that was begun and not ended, or the code of a call in it that failed.
+pub(super) type OpenGroup = Result<Vec<(Comm, Stream, Direction, Message)>, c_int>;
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Direction {
     Out,
     In,
 }
 
-#[derive(Default)]
-struct Thread {
-    /// The recorder that this thread called last. It counts calls without a communicator.
-    recorder: Weak<Shared>,
-    open: Option<OpenGroup>,
-    reason: CString,
-}
+type Link = Weak<Mutex<State>>;
 
 thread_local! {
-    static THREAD: RefCell<Thread> = RefCell::default();
+    /// The recorder that this thread called last. It counts calls without a communicator.
+    static LAST: RefCell<Link> = RefCell::default();
 }
 
-type Owners = HashMap<Comm, Weak<Shared>>;
+/// The recorders of communicators, whose handles are the indices after 0.
+static OWNERS: Mutex<Vec<Link>> = Mutex::new(vec![]);
 
-fn owners() -> MutexGuard<'static, Owners> {
-    static OWNERS: LazyLock<Mutex<Owners>> = LazyLock::new(Mutex::default);
-    OWNERS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Registers the recorder of a new communicator.
-pub(super) fn remember(comm: Comm, recorder: &Arc<Shared>) {
-    owners().insert(comm, Arc::downgrade(recorder));
-}
-
-/// Forgets communicators whose recorder ends.
-pub(super) fn forget<'a>(comms: impl Iterator<Item = &'a Comm>) {
-    let mut owners = owners();
-    comms.for_each(|comm| drop(owners.remove(comm)));
+/// Returns a new communicator of a recorder.
+pub(super) fn register(recorder: &Recorder) -> Comm {
+    let mut owners = OWNERS.lock().unwrap_or_else(PoisonError::into_inner);
+    owners.push(Arc::downgrade(&recorder.0));
+    Comm(owners.len())
 }
 
 /// Notes that this thread calls a recorder.
-pub(super) fn called(recorder: &Arc<Shared>) {
-    THREAD.with_borrow_mut(|thread| thread.recorder = Arc::downgrade(recorder));
+pub(super) fn called(recorder: &Recorder) {
+    LAST.set(Arc::downgrade(&recorder.0));
 }
 
 /// Returns the recorder of a communicator and notes that this thread calls it.
-fn owner(comm: Comm) -> Result<Arc<Shared>, Refused> {
-    // Upgrade without the lock: dropping the last reference to a recorder takes the lock.
-    let found = owners().get(&comm).cloned();
-    let found = found.and_then(|recorder| recorder.upgrade());
-    let found = found.ok_or_else(|| refuse(INVALID_ARGUMENT, "no such communicator"))?;
-    called(&found);
-    Ok(found)
+fn owner(comm: *mut c_void) -> Recorder {
+    let owners = OWNERS.lock().unwrap_or_else(PoisonError::into_inner);
+    let found = owners.get((comm as usize).wrapping_sub(1)).and_then(Weak::upgrade);
+    let recorder = Recorder(found.expect("a communicator of a recorder"));
+    called(&recorder);
+    recorder
 }
 
-fn refuse(code: c_int, reason: impl Into<String>) -> Refused {
-    (code, reason.into())
+fn last_called() -> Recorder {
+    Recorder(LAST.with_borrow(Weak::upgrade).expect("this thread has called a recorder"))
 }
 
-/// Counts a call of a recorder, and makes it unless it was made to fail.
-fn counted(
-    recorder: &Arc<Shared>,
-    name: &'static str,
-    act: impl FnOnce(&mut RecorderState) -> Result<c_int, Refused>,
-) -> Result<c_int, Refused> {
-    let mut state = recorder.state();
-    if state.fails(name) {
-        return Err(refuse(SYSTEM_ERROR, "it was made to fail"));
+impl State {
+    pub fn member(&mut self, comm: Comm) -> &mut Member {
+        self.comms.get_mut(&comm).expect("a communicator of this recorder")
     }
-    act(&mut state).inspect_err(|(_, reason)| state.violate(name, reason))
+
+    /// Records the messages of a group.
+    fn exchange(
+        &mut self,
+        messages: &[(Comm, Stream, Direction, Message)],
+    ) -> Result<c_int, String> {
+        let Some(&(comm, stream, ..)) = messages.first() else { return Ok(SUCCESS) };
+        if messages.iter().any(|message| (message.0, message.1) != (comm, stream)) {
+            return Err("a group must be of one communicator and one stream".into());
+        }
+        let of = |direction| -> Vec<Message> {
+            let found = messages.iter().filter(|message| message.2 == direction);
+            found.map(|message| message.3).collect()
+        };
+        let group = Group { sends: of(Direction::Out), receives: of(Direction::In) };
+        let member = self.member(comm);
+        if member.left > 0 {
+            return Err("the group before is still in progress".into());
+        }
+        member.left = member.times;
+        let Member { ring, rank, left, .. } = *member;
+        let operation = Operation::Exchange(Exchange { comm, ring, rank, group });
+        self.program.push(Call { stream, operation });
+        Ok(if left > 0 { IN_PROGRESS } else { SUCCESS })
+    }
 }
 
-/// Returns the code of an outcome and keeps the reason with the thread.
-fn answer(outcome: Result<c_int, Refused>) -> c_int {
-    outcome.unwrap_or_else(|(code, reason)| {
-        let reason = CString::new(reason).unwrap_or_default();
-        THREAD.with_borrow_mut(|thread| thread.reason = reason);
-        code
-    })
+/// Counts a call and makes it, unless the call must fail. Returns its code. A reason that `act`
+/// returns is a misuse.
+fn answer(
+    recorder: &Recorder,
+    name: &'static str,
+    act: impl FnOnce(&mut State) -> Result<c_int, String>,
+) -> c_int {
+    let state = &mut *recorder.state();
+    let (code, reason) = if state.fails(name) {
+        (SYSTEM_ERROR, FAILURE.to_owned())
+    } else {
+        match act(state) {
+            Ok(code) => return code,
+            Err(reason) => {
+                state.violate(name, &reason);
+                (INVALID_USAGE, reason)
+            }
+        }
+    };
+    if let Some(group) = &mut state.group {
+        *group = Err(code);
+    }
+    state.reason = CString::new(reason).unwrap_or_default();
+    code
 }
 
-unsafe extern "C" fn version(to: *mut c_int) -> c_int {
-    // SAFETY: the caller passes the address of an integer that it may write, as `ncclGetVersion`
-    // asks.
-    unsafe { to.write(VERSION) };
-    SUCCESS
+unsafe extern "C" fn version(_: *mut c_int) -> c_int {
+    SYSTEM_ERROR
 }
 
 unsafe extern "C" fn error_string(code: c_int) -> *const c_char {
     let text: &CStr = match code {
-        SUCCESS => c"no error",
-        1 => c"unhandled cuda error",
         SYSTEM_ERROR => c"unhandled system error",
-        3 => c"internal error",
-        INVALID_ARGUMENT => c"invalid argument",
         INVALID_USAGE => c"invalid usage",
-        6 => c"remote process exited or there was a network error",
-        IN_PROGRESS => c"operation in progress",
-        _ => c"unknown result code",
+        _ => c"another error",
     };
     text.as_ptr()
 }
 
-/// Returns text that stays valid until a call of this thread fails again.
-unsafe extern "C" fn last_error(_: *mut c_void) -> *const c_char {
-    THREAD.with_borrow(|thread| thread.reason.as_ptr())
+/// Returns text that stays valid until a call of the recorder fails again.
+unsafe extern "C" fn last_error(comm: *mut c_void) -> *const c_char {
+    owner(comm).state().reason.as_ptr()
 }
 
 /// Writes a number of a communicator to `to`.
@@ -176,134 +186,52 @@ unsafe fn ask(
     name: &'static str,
     comm: *mut c_void,
     to: *mut c_int,
-    value: impl FnOnce(&mut RecorderState, Comm) -> c_int,
+    value: impl FnOnce(&mut Member) -> c_int,
 ) -> c_int {
-    let comm = Comm(comm as usize);
-    answer(owner(comm).and_then(|recorder| {
-        counted(&recorder, name, |state| {
-            closed()?;
-            // SAFETY: the caller of `ask` guarantees that `to` is valid for writing an integer.
-            unsafe { to.write(value(state, comm)) };
-            Ok(SUCCESS)
-        })
-    }))
-}
-
-fn member(state: &mut RecorderState, comm: Comm) -> &mut Member {
-    state.comms.get_mut(&comm).expect("a communicator stays for as long as its recorder")
-}
-
-fn closed() -> Result<(), Refused> {
-    if !group_is_open() {
-        return Ok(());
-    }
-    Err(refuse(INVALID_USAGE, "this thread has begun a group and not ended it"))
+    answer(&owner(comm), name, |state| {
+        // SAFETY: the caller of `ask` guarantees that `to` is valid for writing an integer.
+        unsafe { to.write(value(state.member(Comm(comm as usize)))) };
+        Ok(SUCCESS)
+    })
 }
 
 unsafe extern "C" fn count(comm: *mut c_void, to: *mut c_int) -> c_int {
-    let size = |state: &mut RecorderState, comm| member(state, comm).size as c_int;
     // SAFETY: NCCL's interface obliges the caller to pass a valid `to`.
-    unsafe { ask("ncclCommCount", comm, to, size) }
+    unsafe { ask("ncclCommCount", comm, to, |member| member.size as c_int) }
 }
 
 unsafe extern "C" fn rank(comm: *mut c_void, to: *mut c_int) -> c_int {
-    let rank = |state: &mut RecorderState, comm| member(state, comm).rank as c_int;
     // SAFETY: NCCL's interface obliges the caller to pass a valid `to`.
-    unsafe { ask("ncclCommUserRank", comm, to, rank) }
+    unsafe { ask("ncclCommUserRank", comm, to, |member| member.rank as c_int) }
 }
 
 unsafe extern "C" fn async_error(comm: *mut c_void, to: *mut c_int) -> c_int {
-    // SAFETY: NCCL's interface obliges the caller to pass a valid `to`.
-    unsafe { ask("ncclCommGetAsyncError", comm, to, settle) }
-}
-
-/// Returns the state of a communicator, and records its pending group once that is complete.
-fn settle(state: &mut RecorderState, comm: Comm) -> c_int {
-    let member = member(state, comm);
-    let device = member.device;
-    match member.pending.take() {
-        Some((call, left)) if left > 0 => {
-            member.pending = Some((call, left - 1));
-            return IN_PROGRESS;
+    let state = |member: &mut Member| {
+        if member.left == 0 {
+            return member.async_error;
         }
-        Some(_) if member.settling.1 != SUCCESS => member.async_error = member.settling.1,
-        Some((call, _)) => state.devices[device].calls.push(call),
-        None => {}
-    }
-    self::member(state, comm).async_error
-}
-
-/// Counts a call without a communicator, in the recorder that this thread called last.
-fn counted_here(
-    name: &'static str,
-    act: impl FnOnce() -> Result<c_int, Refused>,
-) -> Result<c_int, Refused> {
-    match THREAD.with_borrow(|thread| thread.recorder.upgrade()) {
-        Some(recorder) => counted(&recorder, name, |_| act()),
-        None => act(),
-    }
+        member.left -= 1;
+        IN_PROGRESS
+    };
+    // SAFETY: NCCL's interface obliges the caller to pass a valid `to`.
+    unsafe { ask("ncclCommGetAsyncError", comm, to, state) }
 }
 
 unsafe extern "C" fn group_start() -> c_int {
-    answer(counted_here("ncclGroupStart", || {
-        closed()?;
-        THREAD.with_borrow_mut(|thread| thread.open = Some(OpenGroup::default()));
-        Ok(SUCCESS)
-    }))
+    answer(&last_called(), "ncclGroupStart", |state| match state.group.replace(Ok(vec![])) {
+        None => Ok(SUCCESS),
+        Some(_) => Err("the group before was not ended".into()),
+    })
 }
 
 unsafe extern "C" fn group_end() -> c_int {
-    let open = THREAD.with_borrow_mut(|thread| thread.open.take());
-    let outcome = counted_here("ncclGroupEnd", || match open {
-        Some(_) => Ok(SUCCESS),
-        None => Err(refuse(INVALID_USAGE, "this thread has begun no group")),
-    });
-    let OpenGroup { failed, messages } = open.unwrap_or_default();
-    answer(outcome.and_then(|_| match failed {
-        None => enqueue(messages),
-        Some(code) => Err(refuse(code, "a call in the group failed, so it is dropped")),
-    }))
-}
-
-/// Enqueues the messages of a group, each communicator's on its stream.
-fn enqueue(messages: Vec<(Comm, Stream, Direction, Message)>) -> Result<c_int, Refused> {
-    let mut groups: Vec<(Comm, Stream, Group)> = vec![];
-    for (comm, stream, direction, message) in messages {
-        let index = groups.iter().position(|group| group.0 == comm).unwrap_or_else(|| {
-            groups.push((comm, stream, Group::default()));
-            groups.len() - 1
-        });
-        let (_, first, group) = &mut groups[index];
-        if *first != stream {
-            let reason = "a communicator's messages in a group must go to one stream";
-            return Err(refuse(INVALID_USAGE, reason));
-        }
-        match direction {
-            Direction::Out => group.sends.push(message),
-            Direction::In => group.receives.push(message),
-        }
-    }
-    let mut outcome = SUCCESS;
-    for (comm, stream, group) in groups {
-        let recorder = owner(comm)?;
-        let state = &mut *recorder.state();
-        let member = member(state, comm);
-        let Member { device, ring, rank, settling: (times, code), .. } = *member;
-        let operation = Operation::Exchange(Exchange { comm, ring, rank, group });
-        let call = Call { stream, operation };
-        if member.pending.is_some() {
-            let reason = "the group before is still in progress: ask ncclCommGetAsyncError first";
-            state.violate("ncclGroupEnd", reason);
-            return Err(refuse(INVALID_USAGE, reason));
-        }
-        if (times, code) == (0, SUCCESS) {
-            state.devices[device].calls.push(call);
-        } else {
-            member.pending = Some((call, times));
-            outcome = IN_PROGRESS;
-        }
-    }
-    Ok(outcome)
+    let recorder = last_called();
+    let group = recorder.state().group.take();
+    answer(&recorder, "ncclGroupEnd", |state| match group {
+        Some(Ok(messages)) => state.exchange(&messages),
+        Some(Err(code)) => Ok(code),
+        None => Err("no group was begun".into()),
+    })
 }
 
 unsafe extern "C" fn send(
@@ -335,51 +263,19 @@ fn message(
     peer: c_int,
     (comm, stream): (*mut c_void, *mut c_void),
 ) -> c_int {
-    let (comm, stream) = (Comm(comm as usize), Stream(stream as usize));
-    let checked = owner(comm).and_then(|recorder| {
-        counted(&recorder, name, |state| {
-            check(state, (comm, stream), (address, count, kind), peer).map(|()| SUCCESS)
-        })
-    });
-    let message = Message { address, bytes: count as u64, peer: peer as usize };
-    let outcome = checked.and_then(|code| {
-        THREAD
-            .with_borrow_mut(|thread| match &mut thread.open {
-                Some(open) => {
-                    open.messages.push((comm, stream, direction, message));
-                    Ok(code)
-                }
-                None => Err(()),
-            })
-            .or_else(|()| enqueue(vec![(comm, stream, direction, message)]))
-    });
-    if let Err((code, _)) = &outcome {
-        let fail = |open: &mut OpenGroup| open.failed = open.failed.or(Some(*code));
-        THREAD.with_borrow_mut(|thread| thread.open.as_mut().map(fail));
-    }
-    answer(outcome)
-}
-
-fn check(
-    state: &mut RecorderState,
-    (comm, stream): (Comm, Stream),
-    (address, count, kind): (u64, usize, c_int),
-    peer: c_int,
-) -> Result<(), Refused> {
-    let on = state.streams.get(&stream).copied();
-    let Member { device, size, .. } = *member(state, comm);
-    let wrong = if on != Some(device) {
-        format!("{:#x} must be a stream of the communicator's device", stream.0)
-    } else if !BYTES.contains(&kind) {
-        format!("messages must be bytes, got data type {kind}")
-    } else if !(0..size as c_int).contains(&peer) {
-        format!("peer must be one of {size} ranks, got {peer}")
-    } else if address == 0 {
-        "a message must lie at an address, got null".into()
-    } else if count == 0 {
-        "a message must have bytes, got 0".into()
-    } else {
-        return Ok(());
-    };
-    Err(refuse(INVALID_ARGUMENT, wrong))
+    answer(&owner(comm), name, |state| {
+        let (comm, stream) = (Comm(comm as usize), Stream(stream as usize));
+        let size = state.member(comm).size;
+        let peer = usize::try_from(peer).ok().filter(|peer| *peer < size);
+        let (Some(peer), true) = (peer, address != 0 && count != 0 && kind == BYTES) else {
+            return Err(format!("{count} elements of type {kind} at {address:#x}, peer {peer:?}"));
+        };
+        let message = Message { address, bytes: count as u64, peer };
+        match &mut state.group {
+            Some(Ok(messages)) => messages.push((comm, stream, direction, message)),
+            Some(Err(_)) => {}
+            None => return Err("a message belongs into a group".into()),
+        }
+        Ok(SUCCESS)
+    })
 }
