@@ -70,6 +70,35 @@ def test_messages_that_nccl_refuses_once_are_sent_again(call):
     assert (row["run"][1], row["next"][1], row["told"]) == ("ends", "ends", []), row
 
 
+def test_the_driver_gets_the_right_calls(monkeypatch, tmp_path):
+    """Objects have the right flags; an image without its function is unloaded."""
+    log = tmp_path / "log"
+    monkeypatch.setenv("STANDIN_LOG", str(log))
+    row = run("ring", 2, "initialize", "forward", "cuModuleGetFunction")
+    assert "failed: attention_fwd_entry: CUDA_ERROR_INVALID_VALUE, invalid arg" in row["told"][0]
+    calls = [line.split(" ", 1) for line in log.read_text().splitlines()]
+    thread = next(thread for thread, call in calls if "cuModuleGetFunction of device 1" in call)
+    own = [call.removeprefix("device 1: ") for name, call in calls if name == thread]
+    begin = next(n for n, call in enumerate(own) if "cuMemHostAlloc 131072 bytes" in call)
+    assert own[begin : begin + 12] == [
+        # Flags 1 and 2 are portable and mapped for the device.
+        "cuMemHostAlloc 131072 bytes, flags 3: 0",
+        "cuCtxGetDevice : 0",
+        "cuDeviceGetAttribute : 0",
+        "cuDeviceGetAttribute : 0",
+        "cuCtxGetStreamPriorityRange : 0",
+        # Flag 1 is non-blocking, and -5 is the highest priority.
+        "cuStreamCreateWithPriority flags 1, priority -5: 0",
+        # Flag 2 is without timing.
+        "cuEventCreate flags 2: 0",
+        "cuEventCreate flags 2: 0",
+        "cuModuleLoadData : 0",
+        "cuModuleGetFunction of device 1 fails as asked: ",
+        "cuGetErrorString : 0",
+        "cuModuleUnload : 0",
+    ]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("scenario", failures.scenarios(), ids=names)
 def test_no_failure_hangs(scenario):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import ring
 from bounds import check
+from burst_attention import _ffi
 from features import Problem
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -28,6 +29,11 @@ pytestmark = pytest.mark.needs("standin")
 def test_features_agree(one):
     arrays = one.arrays()
     check(one.found(arrays), one.expected(arrays), arrays["dout"], one.dtype)
+
+
+def test_the_library_finds_the_driver_and_nccl():
+    cuda = _ffi.describe()["cuda"]
+    assert (cuda["driver"], cuda["nccl"]) == ("CUDA 13.0", "2.30.7")
 
 
 def test_the_gradient_of_a_sum():

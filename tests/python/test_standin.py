@@ -203,6 +203,11 @@ def test_a_handle_that_was_destroyed_is_told():
     assert "is no stream, or one that was destroyed" in complaints()
 
 
+def test_a_stream_that_waits_for_the_null_stream_is_told():
+    driver.cuStreamCreate(byref(c_void_p()), 0, expected=801)
+    assert "waits for the null stream" in complaints()
+
+
 def exchange(sent, received):
     """Sends bytes from rank 0 to rank 1."""
 

@@ -195,7 +195,11 @@ impl Function {
                 let value = |(at, argument)| unsafe { value(argument, place(at)) };
                 let values = arguments.map(value).collect::<Outcome<_>>()?;
                 let launch = Launch { instance: *instance, grid: shape.grid, values };
-                if let Err(error) = launch.check() {
+                // The image sets the number of threads.
+                let is_single = (shape.block, shape.shared) == ([1; 3], 0);
+                let checked = launch.check().map_err(|error| error.to_string());
+                let single = is_single.then_some(()).ok_or_else(|| format!("{shape:?}"));
+                if let Err(error) = checked.and(single) {
                     complain(format!("{}: {error}", self.describe()));
                     return Err(code::INVALID_VALUE);
                 }

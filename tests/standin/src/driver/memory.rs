@@ -44,7 +44,9 @@ c_functions! {
         }
     }
 
-    fn cuMemHostAlloc(address: *mut u64, bytes: usize, _flags: c_uint) ["{bytes} bytes"] {
+    fn cuMemHostAlloc(address: *mut u64, bytes: usize, flags: c_uint)
+        ["{bytes} bytes, flags {flags}"]
+    {
         put(address, allocate(Owner::Host, bytes)?);
     }
 

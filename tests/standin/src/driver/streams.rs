@@ -11,13 +11,21 @@ use crate::call::{Outcome, c_functions, put};
 use crate::code;
 use crate::device::current;
 use crate::order::see;
+use crate::report::complain;
 use crate::stream::{EVENTS, Event, STREAMS, Stream};
+
+/// `CU_STREAM_NON_BLOCKING`: the stream does not wait for the null stream.
+const NON_BLOCKING: c_uint = 1;
 
 fn of(call: &str, stream: CUstream) -> Outcome<Arc<Stream>> {
     Stream::of(call, stream.cast())
 }
 
-fn create(stream: *mut CUstream, priority: c_int) -> Outcome {
+fn create(stream: *mut CUstream, flags: c_uint, priority: c_int) -> Outcome {
+    if flags != NON_BLOCKING {
+        complain(format!("a stream of flags {flags} waits for the null stream, which can't be"));
+        return Err(code::NOT_SUPPORTED);
+    }
     let device = current()?;
     device.works()?;
     put(stream, STREAMS.add(device.add_stream(priority)) as CUstream);
@@ -31,14 +39,14 @@ struct Shared(*mut c_void);
 unsafe impl Send for Shared {}
 
 c_functions! {
-    fn cuStreamCreate(stream: *mut CUstream, _flags: c_uint) {
-        create(stream, 0)?;
+    fn cuStreamCreate(stream: *mut CUstream, flags: c_uint) {
+        create(stream, flags, 0)?;
     }
 
-    fn cuStreamCreateWithPriority(stream: *mut CUstream, _flags: c_uint, priority: c_int)
-        ["priority {priority}"]
+    fn cuStreamCreateWithPriority(stream: *mut CUstream, flags: c_uint, priority: c_int)
+        ["flags {flags}, priority {priority}"]
     {
-        create(stream, priority)?;
+        create(stream, flags, priority)?;
     }
 
     fn cuStreamDestroy_v2(stream: CUstream) {
@@ -79,8 +87,7 @@ c_functions! {
     }
 
     fn cuStreamGetFlags(_stream: CUstream, flags: *mut c_uint) {
-        // CU_STREAM_NON_BLOCKING: no stream waits for the null stream.
-        put(flags, 1);
+        put(flags, NON_BLOCKING);
     }
 
     fn cuStreamGetId(stream: CUstream, id: *mut c_ulonglong) {
@@ -92,7 +99,7 @@ c_functions! {
         put(status, 0);
     }
 
-    fn cuEventCreate(event: *mut CUevent, _flags: c_uint) {
+    fn cuEventCreate(event: *mut CUevent, flags: c_uint) ["flags {flags}"] {
         let device = current()?;
         device.works()?;
         put(event, EVENTS.add(Arc::new(Event::new(device.index))) as CUevent);
