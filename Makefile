@@ -68,15 +68,16 @@ demo-linear: demo  ## train it with linear attention, on sequences of 131,072 to
 # Runs Rust and Python in parallel, and prints the output of each when it ends.
 test: $(VENV)/headers  ## run a check of every kind
 	@$(MAKE) --silent -j2 $(LIBRARY) $(VENV)/installed $(VENV)/dev
-	@$(MAKE) --silent -j2 --output-sync=target test-rust test-python
+	@$(MAKE) --silent -j2 --output-sync=target test-rust test-python test-standin
 	$(SAY) "all tests passed"
 
 LONG := test-rust-full test-python-full test-compiled test-standin-full test-wheel
 test-full: lint docs $(LONG)  ## run lint, docs and the long tests
 	$(SAY) "all long tests passed"
 
-test-exhaustive: build  ## test the whole products of the cases (days)
+test-exhaustive: build $(STANDIN)/ready  ## test the whole products of the cases (days)
 	@$(PY) -m pytest -m "" --exhaustive $(PYTEST)
+	@$(PY) -m pytest -m "" --platform=standin $(PYTEST)
 
 test-rust: $(VENV)/dev
 	$(SAY) "Rust: core, CUDA executor, XLA custom calls, CUDA kernels on an interpreter"
@@ -170,9 +171,13 @@ linear-bench: build  ## measure linear attention against plain JAX
 kernel-bench: build images  ## measure the CUDA kernels on an NVIDIA GPU
 	@$(PYTHON_BENCH) benchmarks/kernels.py --library $(LIBRARY) $(BENCH)
 
-# PYTHON_BENCH has jax[cuda13] and the wheel.
-gpu-check:  ## check the ring on an NVIDIA GPU
-	@$(PYTHON_BENCH) benchmarks/gpu_check.py $(BENCH)
+# PYTHON_BENCH has jax[cuda13], the wheel, and pytest, pytest-xdist, pytest-timeout, beartype and
+# flatbuffers as requirements/dev.txt pins them.
+gpu-check:  ## run all tests on NVIDIA GPUs, then measure rings
+	$(SAY) "Python: the whole suite on this machine's GPUs"
+	@$(PYTHON_BENCH) -m pytest --platform=cuda -n4 --dist=loadfile $(PYTEST)
+	$(SAY) "rings on one GPU: time and memory"
+	@$(PYTHON_BENCH) benchmarks/ring_gpu.py $(BENCH)
 
 host-cost: $(VENV)/headers  ## measure the host time that issuing a ring to a GPU takes
 	@cargo run --quiet --release -p burst-attention-host-cost

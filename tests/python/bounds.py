@@ -1,5 +1,6 @@
 """Bounds on the errors of results against the reference."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import platforms
@@ -19,6 +20,7 @@ def check(found, expected, dout, dtype="float32"):
     """Checks the results and gradients, by name, of attention in ``dtype``."""
     dtype = jnp.dtype(platforms.dtype(dtype))
     for name, value in found.items():
+        value = np.asarray(value)
         per_head = expected.per_head.get(name)
         kept = np.float32 if name == "lse" or per_head else dtype
         assert value.dtype == kept, name
@@ -33,6 +35,19 @@ def check(found, expected, dout, dtype="float32"):
             elif kept != np.float32:
                 limit = max(limit, narrow_limit(name, expected, dtype))
         assert wrong <= limit, f"{name}: error {wrong:.2e}, allowed {limit:.2e}"
+
+
+def close(found, expected, limit=GRADIENT_LIMIT):
+    """Checks that two programs give the same results but for the order of their sums.
+
+    The relative difference in the norm of each result is at most ``limit``, or what rounding to the
+    result's type makes. A limit of 0 asks for the same numbers.
+    """
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        most = limit and max(limit, float(jnp.finfo(x.dtype).eps) / 2)
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert x.shape == y.shape
+        assert np.linalg.norm(x - y) <= most * np.linalg.norm(y)
 
 
 def narrow_limit(name, expected, dtype):

@@ -1,11 +1,16 @@
-"""The platform, before JAX starts; checks of annotations; options of the suite."""
+"""The platform, before JAX starts; checks of annotations; options of the suite; lost tests."""
 
 import inspect
+import os
 import typing
 
 import case_list
 import platforms
 import pytest
+
+LIMIT_SECONDS = 600
+"""The time after which a test counts as hanging. A ring that waits for a lost device does so in
+XLA, which no signal interrupts, so pytest-timeout ends the whole process."""
 
 
 def pytest_addoption(parser):
@@ -17,7 +22,11 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
+    if config.pluginmanager.hasplugin("timeout") and config.option.timeout is None:
+        config.option.timeout = LIMIT_SECONDS
+        config.option.timeout_method = "thread"
     config.addinivalue_line("filterwarnings", "error")
     config.addinivalue_line("markers", "long: takes seconds of the processor; for make test-full")
     config.addinivalue_line(
@@ -71,3 +80,10 @@ def no_complaints():
     yield
     found = platforms.complaints()
     assert not found, found
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report):
+    """Ends a worker of pytest-xdist whose GPU is lost; the other tests run in a new worker."""
+    if report.failed and "PYTEST_XDIST_WORKER" in os.environ and platforms.has_lost_device():
+        os._exit(1)

@@ -20,6 +20,7 @@ NEEDS = {
     "products": "needs XLA's own matrix products",
     "text": "runs nothing: it reads documents, tables or errors of the command line",
     "speed": "is too large for the stand-in",
+    "gpu": "reads what only the executor for GPUs has",
     "standin": "checks the stand-in itself",
 }
 """Why a test can't run on a platform, by the word in its mark."""
@@ -53,6 +54,9 @@ class Platform:
             # Most programs run once. Without XLA's optimisations the suite takes 0.8 of the time.
             flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+        if self.name == "cuda":
+            # The machine's other processes, such as the suite's other workers, need memory too.
+            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         if self.name == "standin":
             _start_standin()
 
@@ -62,7 +66,7 @@ _NOT_ON_GPUS = frozenset({"host", "float32", "text"})
 PLATFORMS = {
     platform.name: platform
     for platform in (
-        Platform("cpu", frozenset({"standin"}), "float32", math.inf),
+        Platform("cpu", frozenset({"gpu", "standin"}), "float32", math.inf),
         Platform("cuda", _NOT_ON_GPUS | {"standin"}, "bfloat16", math.inf),
         Platform("standin", _NOT_ON_GPUS | {"products", "speed"}, "bfloat16", 2e6),
     )
@@ -86,21 +90,54 @@ def choose(name: str) -> None:
     _current.start()
 
 
-def of_processes(devices: int, folder: Path) -> dict[str, str]:
-    """Returns the variables of each of several processes with ``devices`` devices.
+def of_process(rank: int, devices: int, folder: Path) -> dict[str, str]:
+    """Returns the variables of one of several processes with ``devices`` devices each.
 
-    Processes on the stand-in exchange messages through the folder.
+    Processes on the stand-in exchange messages through the folder. On a machine with one GPU, all
+    processes share it: each seems to be on a host of its own, since NCCL refuses two ranks of one
+    host on the same GPU.
     """
     if _current.name == "standin":
         return {"STANDIN_DEVICES": str(devices), "STANDIN_MAIL": str(folder)}
+    if _current.name == "cuda":
+        gpus = visible_gpus()
+        if len(gpus) == 1:
+            alone = {"NCCL_HOSTID": f"burst-attention-{rank}", "NCCL_NET": "Socket"}
+            return {"CUDA_VISIBLE_DEVICES": gpus[0], **alone}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank * devices :][:devices])}
     # The last of equal flags counts. The other flags stay, since they change bits of results.
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     return {"XLA_FLAGS": flags}
 
 
+def visible_gpus() -> list[str]:
+    """Returns the GPUs that JAX may use, as CUDA_VISIBLE_DEVICES names them."""
+    import jax
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(number) for number in range(jax.device_count())]
+
+
+def has_lost_device() -> bool:
+    """Whether this process lost a GPU: after an illegal access, each call of the driver fails."""
+    import jax
+
+    try:
+        for device in jax.local_devices():
+            jax.block_until_ready(jax.device_put(0, device))
+    except jax.errors.JaxRuntimeError:
+        return _current.name != "cpu"
+    return False
+
+
 def dtype(name):
     """Returns the type that stands for a named type of the tests on this platform."""
     return _current.narrow if isinstance(name, str) and name == "float32" else name
+
+
+def dtypes(*names):
+    """Returns the types that stand for named types on this platform, each once."""
+    return list(dict.fromkeys(map(dtype, names)))
 
 
 def _start_standin() -> None:

@@ -12,11 +12,19 @@ AXES = ("data", "context", "tensor")
 SPEC = P(*AXES, None)
 
 
+def devices(*sizes):
+    """Returns the first devices in the shape of a mesh; skips the test where GPUs are too few."""
+    count, found = int(np.prod(sizes)), jax.devices()
+    if len(found) < count and platforms.current().name == "cuda":
+        import pytest
+
+        pytest.skip(f"needs {count} GPUs, and this machine has {len(found)}")
+    return np.array(found[:count]).reshape(sizes)
+
+
 def mesh(*sizes, axis_type=AxisType.Auto):
     """Returns a mesh of the first devices, data × context × tensor."""
-    count = int(np.prod(sizes))
-    devices = np.array(jax.devices()[:count]).reshape(sizes)
-    return Mesh(devices, AXES, axis_types=(axis_type,) * 3)
+    return Mesh(devices(*sizes), AXES, axis_types=(axis_type,) * 3)
 
 
 def line(size, axis_type=AxisType.Auto):
@@ -27,13 +35,13 @@ def line(size, axis_type=AxisType.Auto):
 def normal(seed, *shapes, dtype="float32"):
     """Returns standard normal numpy arrays, rounded to ``dtype``.
 
-    Arrays of heads, which have four dimensions, have the type that stands for the named type on the
-    platform; ``np.float32`` itself stays float32.
+    Arrays of heads, which have at least four dimensions, have the type that stands for the named
+    type on the platform; ``np.float32`` itself stays float32.
     """
     generator = np.random.default_rng(seed)
 
     def rounded(x):
-        return x.astype(jax.numpy.dtype(platforms.dtype(dtype) if x.ndim == 4 else dtype))
+        return x.astype(jax.numpy.dtype(platforms.dtype(dtype) if x.ndim >= 4 else dtype))
 
     return [rounded(generator.standard_normal(shape, dtype=np.float32)) for shape in shapes]
 

@@ -23,12 +23,11 @@ def start(work, processes, devices, *arguments):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     mail = Path(tempfile.mkdtemp(prefix="mail-"))
-    environment = os.environ | platforms.of_processes(devices, mail)
     command = [sys.executable, str(Path(__file__)), "{}", str(processes), str(port), work]
     return [
         subprocess.Popen(
             [part.format(rank) for part in command] + list(map(str, arguments)),
-            env=environment,
+            env=os.environ | platforms.of_process(rank, devices, mail),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -50,9 +49,9 @@ def solve(folder):
     """Solves every problem of the list; the first process writes the results."""
     import jax
     import numpy as np
-    from several_cases import CASES
+    from several_cases import cases
 
-    for number, case in enumerate(CASES):
+    for number, case in enumerate(cases(jax.device_count())):
         found = case.found(case.arrays())
         if jax.process_index() == 0:
             np.savez(Path(folder) / f"{number}.npz", **found)
@@ -65,17 +64,18 @@ def die(folder):
     be in the first ring.
     """
     import jax
-    from several_cases import CASES
+    from several_cases import cases
 
-    arrays = CASES[0].arrays()
-    CASES[0].found(arrays)
+    ring = cases(jax.device_count())[0]
+    arrays = ring.arrays()
+    ring.found(arrays)
     print("ring ran", flush=True)
     (Path(folder) / str(jax.process_index())).touch()
     if jax.process_index() == jax.process_count() - 1:
         while len(list(Path(folder).iterdir())) < jax.process_count():
             time.sleep(0.01)
         os._exit(3)
-    CASES[0].found(arrays)
+    ring.found(arrays)
     print("ring ran again", flush=True)
 
 

@@ -11,18 +11,19 @@ from jax.sharding import AxisType, Mesh
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """Linear attention of eight ranks, in a line or in ``outer`` lines of equal length.
+    """Linear attention of all ranks, in a line or in ``outer`` lines of equal length.
 
     Every token has another decay. The call takes a first state and returns the last one.
     """
 
+    ranks: int
     method: str
     outer: int = 1
     dtype: str = "float32"
 
     def arrays(self):
         """Returns the arrays of `linear_cases.inputs`."""
-        return linear_cases.inputs(8, 70, 4, 2, 16, 24, None, self.dtype)
+        return linear_cases.inputs(self.ranks, 70, 4, 2, 16, 24, None, self.dtype)
 
     def found(self, arrays):
         """Returns results and all gradients by name, on the host."""
@@ -31,39 +32,34 @@ class LinearProblem:
         return linear_cases.found(mesh, arrays, axes=PAIR, method=self.method)
 
 
-CASES = (
-    Problem(mesh=(1, 8, 1), q_len=64, kv_len=64, causal=True, layout="zigzag", sinks=True),
-    Problem(
-        mesh=(1, 8, 1),
-        inner=4,
-        q_len=128,
-        kv_len=128,
-        dtype="bfloat16",
-        layout="striped",
-        backward="queries",
-        segments="padded",
-    ),
-    Problem(mesh=(1, 8, 1), schedule="balanced", q_len=64, kv_len=64, causal=True, dropout=0.2),
-    Problem(
-        mesh=(2, 4, 1),
-        schedule="all_gather",
-        dtype="float16",
-        window=(9, 2),
-        slopes=True,
-        soft_cap=2.0,
-        value_dim=16,
-    ),
-    Problem(
-        mesh=(1, 8, 1),
-        inner=2,
-        schedule="hybrid",
-        q_len=64,
-        kv_len=64,
-        causal=True,
-        layout="zigzag",
-    ),
-    LinearProblem(method="ring"),
-    LinearProblem(method="all_gather", dtype="bfloat16"),
-    LinearProblem(method="ring", outer=2),
-    LinearProblem(method="all_gather", outer=2),
-)
+def cases(ranks):
+    """Returns the problems for a number of ranks: 2, 4 or 8."""
+    line, half = {"mesh": (1, ranks, 1), "q_len": 64, "kv_len": 64}, ranks // 2
+    return (
+        Problem(**line, causal=True, layout="zigzag", sinks=True),
+        Problem(
+            mesh=(1, ranks, 1),
+            inner=half,
+            q_len=128,
+            kv_len=128,
+            dtype="bfloat16",
+            layout="striped",
+            backward="queries",
+            segments="padded",
+        ),
+        Problem(**line, schedule="balanced", causal=True, dropout=0.2),
+        Problem(
+            mesh=(2, half, 1),
+            schedule="all_gather",
+            dtype="float16",
+            window=(9, 2),
+            slopes=True,
+            soft_cap=2.0,
+            value_dim=16,
+        ),
+        Problem(**line, inner=2, schedule="hybrid", causal=True, layout="zigzag"),
+        LinearProblem(ranks, method="ring"),
+        LinearProblem(ranks, method="all_gather", dtype="bfloat16"),
+        LinearProblem(ranks, method="ring", outer=2),
+        LinearProblem(ranks, method="all_gather", outer=2),
+    )

@@ -6,13 +6,12 @@ import burst_attention as ba
 import jax
 import jax.numpy as jnp
 import numpy as np
+import platforms
 import pytest
 import ring
 from burst_attention import _checks, _ffi
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-
-pytestmark = pytest.mark.needs("float32")
 
 
 def qkv(batch=1, seq=8, heads=4, kv_heads=2, dim=32, dtype="float32"):
@@ -111,7 +110,8 @@ def test_dtypes():
     refused(
         TypeError, "query must be float32, bfloat16 or float16, got int32", q.astype("int32"), k, v
     )
-    refused(TypeError, "one dtype, got float32, bfloat16 and float32", q, k.astype("bfloat16"), v)
+    words = f"one dtype, got {q.dtype}, float16 and {q.dtype}"
+    refused(TypeError, words, q, k.astype("float16"), v)
     with pytest.raises(TypeError, match="query must be an array, got list"):
         _checks.arrays([1.0], k, v)
     with pytest.raises(TypeError, match="got float64; cast to float32"):
@@ -151,7 +151,7 @@ def test_scale_beyond_float32():
 
 
 def test_bytes_in_the_other_order():
-    q, k, v = qkv()
+    q, k, v = qkv(dtype=np.float32)
     swapped = q.astype(">f4")
     words = r"query must be float32, .*, got >f4; .*use x.astype\(x.dtype.newbyteorder\('='\)\)"
     with pytest.raises(TypeError, match=words):
@@ -254,12 +254,13 @@ def test_nan_in_one_query_reaches_its_row_only():
     out, lse = jax.jit(function)(q, k, v)
     expected = np.zeros((1, 8, 4), bool)
     expected[0, 3, 1] = True
-    assert np.array_equal(np.isnan(lse), expected)
+    # The maximum of a row leaves NaN out in the kernels for GPUs, whose lse is then -inf.
+    nan_lse = np.isneginf(lse) if platforms.current().rounds else np.isnan(lse)
+    assert np.array_equal(nan_lse, expected)
     assert np.array_equal(np.isnan(out).all(-1), expected)
     assert np.array_equal(np.isnan(out).any(-1), expected)
-    _, (dq, dk, dv) = ring.gradients(ring.sharded(ring.line(2), is_causal=True))(
-        (q, k, v), q * 0 + 1
-    )
+    run = ring.gradients(ring.sharded(ring.line(2), is_causal=True))
+    dq, dk, dv = map(np.asarray, run((q, k, v), q * 0 + 1)[1])
     assert np.isnan(dq[0, 3, 1]).all()
     assert np.isfinite(dq[0, :3]).all()
     assert np.isnan(dk).any()
@@ -272,7 +273,8 @@ def test_nothing_to_compute(empty):
     arrays = qkv(**empty)
     before = _ffi.bytes_sent()
     function = ring.sharded(ring.line(2), return_residual=True)
-    (out, lse), grads = ring.gradients(function)(arrays, (arrays[0], arrays[0][..., 0]))
+    cotangents = arrays[0], np.zeros(arrays[0].shape[:3], np.float32)
+    (out, lse), grads = ring.gradients(function)(arrays, cotangents)
     assert out.shape == arrays[0].shape
     assert lse.shape == arrays[0].shape[:3]
     assert lse.dtype == jnp.float32
@@ -282,5 +284,5 @@ def test_nothing_to_compute(empty):
 
 def test_one_token_on_each_device():
     q, k, v = qkv(seq=2)
-    out = call(q, k, v, is_causal=True)
+    out = np.asarray(call(q, k, v, is_causal=True))
     assert np.allclose(out[:, 0], np.repeat(v[:, 0], 2, axis=1), atol=1e-6)

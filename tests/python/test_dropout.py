@@ -4,18 +4,18 @@ import burst_attention as ba
 import jax
 import jax.numpy as jnp
 import numpy as np
+import platforms
 import pytest
 import ring
+from bounds import GPU_LSE_LIMIT, close
 from burst_attention._attention.features import dropout_words
 from features import Problem
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from philox import kept
 
-pytestmark = pytest.mark.needs("float32")
-
 SEQ, HEADS, BATCH, RATE = 64, 4, 4, 0.3
-MESHES = [(1, 1, 1), (1, 2, 1), (1, 4, 1), (1, 8, 1), (2, 4, 1), (1, 2, 4), (2, 2, 2)]
+MESHES = [(1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 4, 1), (1, 2, 4), (2, 2, 2), (1, 8, 1)]
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
@@ -29,9 +29,10 @@ def revealing(**changes):
         q_len=SEQ, kv_len=SEQ, batch=BATCH, heads=HEADS, kv_heads=HEADS, value_dim=SEQ,
         head_dim=8, dropout=RATE, **changes,
     )  # fmt: skip
-    identity = np.broadcast_to(np.eye(SEQ, dtype=np.float32)[:, None], (BATCH, SEQ, HEADS, SEQ))
-    arrays = one.arrays() | {"v": identity, "dout": identity}
-    arrays["q"] = arrays["q"] * 0
+    arrays = one.arrays()
+    identity = np.eye(SEQ, dtype=arrays["q"].dtype)[:, None]
+    identity = np.broadcast_to(identity, (BATCH, SEQ, HEADS, SEQ))
+    arrays |= {"q": arrays["q"] * 0, "v": identity, "dout": identity}
     return one, arrays
 
 
@@ -39,7 +40,9 @@ def masks(found):
     """Returns whether each pass keeps each weight, bool ``[batch, head, query, key]``."""
     out, dv = np.moveaxis(found["o"], 2, 1), np.moveaxis(found["dv"], 2, 1)
     for weights in (out, dv):
-        assert np.allclose(weights[weights != 0], 1 / SEQ / (1 - RATE), rtol=1e-5)
+        found = weights[weights != 0].astype(np.float64)
+        rtol = max(1e-5, float(jnp.finfo(weights.dtype).eps))
+        assert np.allclose(found, 1 / SEQ / (1 - RATE), rtol=rtol)
     return out != 0, np.swapaxes(dv != 0, 2, 3)
 
 
@@ -53,7 +56,11 @@ def expected(words):
     )
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: "x".join(map(str, sizes)))
+@pytest.mark.parametrize(
+    "sizes",
+    [*MESHES[:-1], pytest.param(MESHES[-1], marks=pytest.mark.needs("speed"))],
+    ids=lambda sizes: "x".join(map(str, sizes)),
+)
 def test_mask_is_the_same_everywhere(sizes):
     """Each mesh has another layout and backward mode, and every one of them occurs."""
     number = MESHES.index(sizes)
@@ -124,12 +131,14 @@ def test_words_of_keys():
 
 
 def test_lse_is_that_without_dropout_and_checkpoint_drops_the_same():
-    one = Problem(mesh=(1, 2, 1), dropout=0.5, causal=True)
+    one = Problem(mesh=(1, 2, 1), dropout=0.5, causal=True, batch=1)
     arrays = one.arrays()
     function = ring.sharded(ring.line(2), is_causal=True, return_residual=True)
     lse = one.found(arrays)["lse"]
     q, k, v = (arrays[name] for name in "qkv")
-    assert np.array_equal(lse, jax.jit(function)(q, k, v)[1])
+    # Kernels for GPUs that drop weights sum in another order.
+    limit = GPU_LSE_LIMIT if platforms.current().rounds else 0
+    close(lse, jax.jit(function)(q, k, v)[1], limit)
 
     def loss(q, policy):
         def layer(q):

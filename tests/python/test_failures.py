@@ -100,7 +100,7 @@ def test_the_driver_gets_the_right_calls(monkeypatch, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("scenario", failures.scenarios(), ids=names)
+@pytest.mark.parametrize("scenario", list(failures.scenarios()), ids=names)
 def test_no_failure_hangs(scenario):
     row = failures.report(*scenario)
     call = scenario[-1].split()[0].removeprefix("call=")

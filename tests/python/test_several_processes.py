@@ -1,19 +1,35 @@
-"""Rings over the CPU devices of several processes give the results of one process."""
+"""Rings over the devices of several processes: results, and the end after a process died.
+
+On CPU devices several processes compute in plain JAX, and results are those of one process. On GPUs
+results agree with float64.
+"""
 
 import re
 import time
 from dataclasses import replace
+from functools import cache
 
+import bounds
+import jax
 import jax.numpy as jnp
+import linear_cases
 import numpy as np
+import platforms
 import pytest
+import ring
 import several
 from features import Problem
-from several_cases import CASES
+from several_cases import cases
 
-pytestmark = pytest.mark.needs("host")
-
-SECONDS = 240
+SPLITS = {
+    "cpu": [(2, 4), pytest.param(4, 2, marks=pytest.mark.long)],
+    "cuda": [(2, 1), (4, 1), (8, 1)],
+    "standin": [(2, 2)],
+}
+"""Numbers of processes, and of the devices of each."""
+SHARING = 4
+"""The most processes that share a machine's only GPU."""
+SECONDS = 480
 SUMMED = ("dz", "dslopes")
 """Results that XLA sums over all ranks, in another order with several processes."""
 
@@ -28,33 +44,54 @@ def assert_close(got, expected, what):
     assert np.allclose(got, expected, rtol=last_bit, atol=2e-6 * np.abs(expected).max()), what
 
 
-@pytest.fixture(scope="module")
-def of_one_process():
+@cache
+def of_one_process(ranks):
     """Returns the results of the ring in plain JAX, which several processes run, in one process."""
-    cases = [replace(x, implementation="xla") if isinstance(x, Problem) else x for x in CASES]
-    return [case.found(case.arrays()) for case in cases]
+    problems = (
+        replace(x, implementation="xla") if isinstance(x, Problem) else x for x in cases(ranks)
+    )
+    return [one.found(one.arrays()) for one in problems]
 
 
-@pytest.mark.parametrize(
-    ("processes", "devices"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.long)]
-)
-def test_several_processes_equal_one(tmp_path, of_one_process, processes, devices):
+def assert_equals_one_process(one, got, expected):
+    """Asserts that several processes give the results of one process."""
+    for name, x in expected.items():
+        if isinstance(one, Problem) or name in SUMMED:
+            assert_close(got[name], x, (one, name))
+        else:
+            assert np.array_equal(got[name], x), (one, name)
+
+
+def assert_right(one, got):
+    """Asserts that results agree with float64."""
+    arrays = one.arrays()
+    if isinstance(one, Problem):
+        bounds.check(got, one.expected(arrays), arrays["dout"], one.dtype)
+    else:
+        linear_cases.assert_right(got, arrays, one.dtype)
+
+
+@pytest.mark.parametrize(("processes", "devices"), SPLITS[platforms.current().name])
+def test_results(tmp_path, processes, devices):
+    ranks = processes * devices
+    if jax.device_count() > 1 or processes > SHARING:
+        ring.devices(ranks)
     started = several.start("solve", processes, devices, tmp_path)
     printed = several.outputs(started, SECONDS)
     assert [process.returncode for process in started] == [0] * processes, "\n".join(printed)
-    for number, expected in enumerate(of_one_process):
-        found = np.load(tmp_path / f"{number}.npz")
-        for name, x in expected.items():
-            got = found[name].view(x.dtype)
-            if isinstance(CASES[number], Problem) or name in SUMMED:
-                assert_close(got, x, (CASES[number], name))
-            else:
-                assert np.array_equal(got, x), (CASES[number], name)
+    for number, one in enumerate(cases(ranks)):
+        with np.load(tmp_path / f"{number}.npz") as found:
+            # numpy's files name no bfloat16.
+            got = {n: x.view(jnp.bfloat16) if x.dtype.kind == "V" else x for n, x in found.items()}
+        if platforms.current().name == "cpu":
+            assert_equals_one_process(one, got, of_one_process(ranks)[number])
+        else:
+            assert_right(one, got)
 
 
 @pytest.mark.long
 def test_a_process_that_dies_ends_the_others_with_an_error(tmp_path):
-    started = several.start("die", 2, 4, tmp_path)
+    started = several.start("die", *SPLITS[platforms.current().name][0], tmp_path)
     started[1].wait(timeout=SECONDS)
     gone = time.monotonic()
     printed = several.outputs(started, 60)

@@ -4,16 +4,15 @@ import burst_attention as ba
 import jax
 import jax.numpy as jnp
 import numpy as np
+import platforms
 import pytest
 import ring
-from bounds import GRADIENT_LIMIT, check
+from bounds import check, close
 from burst_attention._attention.sinks import gradient, join
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import dense
 from test_cuda_lowering import GPU, abstract_mesh, calls, lowered, shapes
-
-pytestmark = pytest.mark.needs("float32")
 
 SHAPES = [(2, 32, 4, 32), (2, 32, 2, 32), (2, 32, 2, 32), (4,), (2, 32, 4, 32)]
 NAMES = ("o", "dq", "dk", "dv", "dz")
@@ -45,7 +44,7 @@ def inputs(*leading, seed=0, dtype="float32", problem=SHAPES):
     """Returns q, k, v, sinks, dout and dlse; a sink weighs about as much as all keys together."""
     *qkv, sinks, dout = [(*leading, *shape) for shape in problem]
     q, k, v, dout = ring.normal(seed, *qkv, dout, dtype=dtype)
-    sinks, dlse = ring.normal(seed + 1, sinks, dout.shape[:-1])
+    sinks, dlse = ring.normal(seed + 1, sinks, dout.shape[:-1], dtype=np.float32)
     return q, k, v, sinks + np.float32(np.log(q.shape[-3])), dout, dlse
 
 
@@ -85,7 +84,7 @@ def test_ring_with_sinks_equals_dense(sizes, layout, causal, dtype, tokens, grou
     check(dict(zip(names, (*arrays, dz), strict=True)), expected, dout, dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", platforms.dtypes("float32", "bfloat16"))
 def test_sinks_that_weigh_nothing_change_no_bit(dtype):
     """As in gpt-oss, eight query heads share one key/value head of 64 columns."""
     problem = [(1, 320, 8, 64), (1, 320, 1, 64), (1, 320, 1, 64), (8,), (1, 320, 8, 64)]
@@ -100,14 +99,14 @@ def test_sinks_that_weigh_nothing_change_no_bit(dtype):
         assert np.array_equal(dz, np.zeros(8))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", platforms.dtypes("float32", "bfloat16"))
 def test_rows_that_see_nothing(dtype):
     """Half of the rows have o = 0 and lse = −inf, and one of two heads has no sink."""
     o, dout = ring.normal(0, (1, 6, 2, 8), (1, 6, 2, 8), dtype=dtype)
     lse, dlse = ring.normal(1, (1, 6, 2), (1, 6, 2))
     sinks = np.array([0.5, -np.inf], np.float32)
     o[:, ::2], lse[:, ::2] = 0, -np.inf
-    joined, joined_lse = jax.jit(join)(o, lse, sinks)
+    joined, joined_lse = map(np.asarray, jax.jit(join)(o, lse, sinks))
     assert np.array_equal(joined[:, ::2], np.zeros((1, 3, 2, 8)))
     assert np.array_equal(joined_lse[:, ::2], np.broadcast_to(sinks, (1, 3, 2)))
     assert np.array_equal(joined[:, :, 1], o[:, :, 1].astype(np.float32))
@@ -197,13 +196,12 @@ def test_vmap(mapped):
 def test_checkpoint_runs_the_ring_once_under_the_policy(scan):
     """Without the policy the ring runs twice, for the same gradients."""
     x = inputs()[0]
-    layers = (*ring.normal(1, (2, 32, 96)), *ring.normal(2, (2, 4)))
+    layers = (*ring.normal(1, (2, 3, 32), dtype=x.dtype), *ring.normal(2, (2, 4)))
     function = sharded(ring.line(4), is_causal=True)
 
     def layer(x, parameters):
-        weight, sinks = parameters
-        q, k, v = jnp.split(jnp.einsum("bshd,de->bshe", x, 0.1 * weight), 3, axis=-1)
-        return x + function(q, k, v, sinks)[0], None
+        weights, sinks = parameters
+        return x + function(*(x * weight for weight in weights), sinks)[0], None
 
     def run(policy):
         step = jax.checkpoint(layer, policy=policy)
@@ -223,9 +221,7 @@ def test_checkpoint_runs_the_ring_once_under_the_policy(scan):
             assert text.count(f'_call_target="burst_attention_{name}"') == times * count
         return compiled(layers)
 
-    kept, recomputed = run(ba.save_attention), run(None)
-    for x, y in zip(kept, recomputed, strict=True):
-        assert np.linalg.norm(x - y) <= GRADIENT_LIMIT * np.linalg.norm(y)
+    close(run(ba.save_attention), run(None))
 
 
 @pytest.mark.parametrize("sinks_spec", [P("tensor"), P()], ids=["sharded", "whole"])

@@ -25,8 +25,8 @@ LOOP = Counter(
         for dtype, shape in (("bf16", ROWS), ("bf16", OUT), ("f32", LSE))
     }
 )
-"""The moves of a loop over layers. For each layer it writes and reads the rows, out and lse that the
-backward pass needs. Two more copies of rows keep the loop from writing into its caller's arrays."""
+"""The moves of a loop over layers. For each layer it writes and reads the rows, out and lse that
+the backward pass needs. Two copies of rows keep the loop from writing into its caller's arrays."""
 
 
 def moves(program):

@@ -86,7 +86,8 @@ fn copy_2d(name: &str, parameters: *const CUDA_MEMCPY2D, stream: CUstream) -> Ou
 /// Enqueues the writing of `count` copies of a pattern.
 pub fn fill(stream: &Arc<Stream>, address: u64, pattern: Vec<u8>, count: usize) {
     let bytes = (pattern.len() * count) as u64;
-    stream.touch("memset", vec![Touch::write(By::Copy, address, bytes)], move |_| {
+    let touch = Touch::write(By::Kernel(stream.device), address, bytes);
+    stream.touch("memset", vec![touch], move |_| {
         // SAFETY: the stream has checked the range.
         let all = unsafe { std::slice::from_raw_parts_mut(address as *mut u8, bytes as usize) };
         all.chunks_exact_mut(pattern.len()).for_each(|part| part.copy_from_slice(&pattern));
