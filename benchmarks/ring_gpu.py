@@ -177,7 +177,7 @@ class Work:
 
         limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
         many, few = (2, 1) if self._quick else (32, 8) if limit >= ROOMY else (8, 2)
-        length = 128 if self._quick else ranks * tokens
+        length = (256 if ranks == 1 else 128) if self._quick else ranks * tokens
         sizes = {"q_len": length, "kv_len": length, "head_dim": 128, "value_dim": 128}
         sizes |= {"heads": many, "kv_heads": few if heads == "grouped" else many}
         given = {"batch": 1, "dtype": "bfloat16", "causal": True, "layout": "zigzag"}
