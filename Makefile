@@ -67,7 +67,6 @@ demo-linear: demo  ## train it with linear attention, on sequences of 131,072 to
 
 # Runs Rust and Python in parallel, and prints the output of each when it ends.
 test: $(VENV)/headers  ## run a check of every kind
-	@$(MAKE) --silent -j2 $(LIBRARY) $(VENV)/installed $(VENV)/dev
 	@$(MAKE) --silent -j2 --output-sync=target test-rust test-python test-standin
 	$(SAY) "all tests passed"
 
@@ -91,7 +90,7 @@ kernel-quality: images  ## print what the compiler made of each CUDA kernel; WRI
 	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin kernel-quality && \
 	    $(TARGET)/checked/kernel-quality $(IMAGES) $(if $(WRITE),--write)
 
-test-python: build $(VENV)/dev
+test-python: $(LIBRARY) $(VENV)/installed $(VENV)/dev
 	$(SAY) "Python: pytest, on 8 CPU devices (PYTEST=... adds arguments)"
 	@$(PY) -m pytest $(PYTEST)
 
@@ -152,7 +151,7 @@ host-package: $(VENV)/kernels
 	    $(HOST_PACKAGE)/burst_attention
 	@$(call KERNEL_IMAGES,$(HOST_PACKAGE)/burst_attention/images) --host $(HOST)
 
-test-wheel: wheel  ## install the wheel with the oldest and the newest JAX and run the tests
+test-wheel: wheel $(STANDIN)/ready  ## install the wheel with the oldest and the newest JAX and run the tests
 	@for which in oldest newest; do .ci/test-wheel $(PY) $$which $(PYTEST); done
 
 bench: build  ## measure speed and memory; PYTHON_BENCH=... is a Python with torch

@@ -132,6 +132,7 @@ fn simulated_on(machine: &Machine, problem: &Problem, method: Method) -> [f64; 3
 }
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn estimates_for_many_ranks_are_within_a_tenth_of_the_simulation() {
     let methods = |world_size| {
         let families = families_with_inner(world_size, 8).map(Method::Travel);
@@ -214,6 +215,7 @@ fn groups_that_exchange_heads_are_estimated_as_they_are_simulated() {
 
 /// An assertion in the product checks that no simulation has more than 144 ranks.
 #[test]
+#[ignore = "takes long: make test-full"]
 fn worlds_of_any_shape_are_estimated_from_small_ones() {
     let half = Window { left: Some(2048 * 1024), right: Some(0) };
     let near = Window { left: Some(60_000), right: Some(60_000) };

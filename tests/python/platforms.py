@@ -142,8 +142,8 @@ def dtypes(*names):
 
 def _start_standin() -> None:
     # The package here is the product's, with images that the stand-in knows.
-    folders = [ROOT / "tests" / "standin" / "site", ROOT / ".venv" / "cuda", STANDIN / "package"]
-    path = [str(folder) for folder in folders]
+    plugin = os.environ.get("STANDIN_PLUGIN", str(ROOT / ".venv" / "cuda"))
+    path = [str(ROOT / "tests" / "standin" / "site"), plugin, str(STANDIN / "package")]
     sys.path[:0] = path
     os.environ |= {
         "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]),

@@ -11,6 +11,7 @@ import burst_attention as ba
 import jax
 import jax.numpy as jnp
 import numpy as np
+import platforms
 import pytest
 import ring
 from burst_attention import _ffi
@@ -18,13 +19,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from reference import dense
 
-pytestmark = pytest.mark.needs("float32")
-
-RUNS = 20
+ON_STANDIN = platforms.current().name == "standin"
+RUNS = 2 if ON_STANDIN else 10
 SIZE = 8
 # With 33 programs in flight, jaxlib before 0.12 stalls even in a lone psum: the thread that would
 # run a device's part of the first program waits for a place to start the 33rd one.
-IN_FLIGHT = 50 if jax.__version_info__ >= (0, 12) else 32
+IN_FLIGHT = 4 if ON_STANDIN else 50 if jax.__version_info__ >= (0, 12) else 32
+ATOL = 2e-2 if platforms.current().rounds else 2e-5
+"""The absolute error of outputs, which are averages of standard normal values."""
 NEXT = [(rank, (rank + 1) % SIZE) for rank in range(SIZE)]
 SPEC = P(None, "context")
 
@@ -63,8 +65,8 @@ def rank_timeout(seconds):
         set_timeout(0)
 
 
-def test_forty_calls_in_one_program_each_before_collectives():
-    calls = 40
+def test_many_calls_in_one_program_each_before_collectives():
+    calls = 4 if ON_STANDIN else 40
 
     @over_ring
     def program(q, k, v):
@@ -79,9 +81,10 @@ def test_forty_calls_in_one_program_each_before_collectives():
     runs = [jax.device_get(program(q, k, v)) for _ in range(RUNS)]
     same(*runs)
     for call, (o, with_total, moved) in enumerate(runs[0]):
-        np.testing.assert_allclose(o, expected_output(q + call, k, v), atol=2e-5)
-        total = o.reshape(1, SIZE, 4, 2, 8).sum(1)
-        np.testing.assert_allclose(with_total, o + np.tile(total, (1, SIZE, 1, 1)), atol=1e-4)
+        np.testing.assert_allclose(o, expected_output(q + call, k, v), atol=ATOL)
+        total = o.reshape(1, SIZE, 4, 2, 8).astype(np.float32).sum(1)
+        sums = o + np.tile(total, (1, SIZE, 1, 1))
+        np.testing.assert_allclose(with_total, sums, atol=SIZE * ATOL)
         np.testing.assert_array_equal(moved, np.roll(o, 4, axis=1))
 
 
@@ -132,12 +135,12 @@ def test_two_rings_then_a_sum_over_data():
         o = ba.attention(q, k, v, axis_name="context", is_causal=True, layout="zigzag")
         return o, lax.psum(o, "data")
 
-    arrays = ring.normal(3, *[(2, 1024, 2, 16)] * 3)
+    arrays = ring.normal(3, *[(2, 64 if ON_STANDIN else 1024, 2, 16)] * 3)
     placed = ring.put(mesh, *ring.stored("zigzag", 4, *arrays), spec=spec)
     runs = [jax.device_get(program(*placed)) for _ in range(RUNS)]
     same(*runs)
     o, total = ring.restored("zigzag", 4, *runs[0])
-    np.testing.assert_allclose(o, expected_output(*arrays), atol=2e-5)
+    np.testing.assert_allclose(o, expected_output(*arrays), atol=ATOL)
     np.testing.assert_array_equal(total[0], o[0] + o[1])
 
 
@@ -154,8 +157,8 @@ def test_one_call_site_many_times_in_a_run(unroll):
     found = jax.device_get(program(q, k, v))
     expected = np.asarray(q)
     for _ in range(8):
-        expected = expected_output(expected, k, v)
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+        expected = expected_output(expected, k, v).astype(q.dtype)
+    np.testing.assert_allclose(found, expected, atol=5 * ATOL)
 
 
 @pytest.mark.parametrize("backward", ["keys", "queries"])
@@ -179,6 +182,7 @@ def test_bitwise_the_same_whatever_the_order_of_arrival(backward):
     same(*[jax.device_get(program(q, k, v)) for _ in range(RUNS)])
 
 
+@pytest.mark.needs("host")
 def test_missing_ranks_are_named_and_the_next_call_works():
     @over_ring
     def program(first, q, k, v):
@@ -208,6 +212,7 @@ def test_missing_ranks_are_named_and_the_next_call_works():
         np.testing.assert_allclose(run(SIZE), expected_output(q, k, v), atol=2e-5)
 
 
+@pytest.mark.needs("host")
 def test_a_late_rank_gets_the_error_of_the_others():
     def local(work, q, k, v):
         # Rank 3 first does other work, whose result is never above 1.

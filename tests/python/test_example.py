@@ -35,6 +35,7 @@ def test_it_trains(tmp_path, attention, prefix):
     assert ("with softmax attention it would take" in ended.stdout) == (attention == "linear")
 
 
+@pytest.mark.long
 def test_linear_attention_wants_the_order_of_the_sequence():
     ended = example("--attention", "linear", "--layout", "zigzag", *TINY)
     assert ended.returncode == 2

@@ -48,7 +48,7 @@ def gpu_tests(code, *arguments):
 @pytest.mark.parametrize(
     "kinds",
     [
-        pytest.param(["layer", "linear"], marks=pytest.mark.needs("host")),
+        pytest.param(["layer", "linear"], marks=[pytest.mark.needs("host"), pytest.mark.long]),
         pytest.param(["window"], marks=ON_STANDIN),
         pytest.param(["ring", "memory"], marks=[ON_STANDIN, pytest.mark.long]),
     ],

@@ -11,8 +11,6 @@ import ring
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-pytestmark = pytest.mark.needs("float32")
-
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
 

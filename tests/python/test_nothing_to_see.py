@@ -4,6 +4,7 @@ import burst_attention as ba
 import jax
 import jax.numpy as jnp
 import numpy as np
+import platforms
 import pytest
 import ring
 from bounds import check
@@ -11,8 +12,6 @@ from burst_attention._attention import calls
 from burst_attention._attention.features import Features
 from features import Problem
 from jax.sharding import PartitionSpec as P
-
-pytestmark = pytest.mark.needs("float32")
 
 
 def results(one, **changes):
@@ -97,7 +96,7 @@ def test_segments_that_a_rank_has_not():
     check(found, one.expected(arrays), arrays["dout"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", platforms.dtypes("float32", "bfloat16"))
 @pytest.mark.parametrize("sinks", [False, True])
 def test_scores_of_ten_thousand(dtype, sinks):
     """Weights are 0 or 1, or shared where rounding makes scores equal."""

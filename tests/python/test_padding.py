@@ -10,8 +10,6 @@ from bounds import check
 from jax.sharding import PartitionSpec as P
 from reference import dense
 
-pytestmark = pytest.mark.needs("float32")
-
 
 @pytest.mark.parametrize("module", [np, jnp])
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from features import Problem
 from several_cases import cases
 
 SPLITS = {
-    "cpu": [(2, 4), pytest.param(4, 2, marks=pytest.mark.long)],
+    "cpu": [(2, 4), (4, 2)],
     "cuda": [(2, 1), (4, 1), (8, 1)],
     "standin": [(2, 2)],
 }
@@ -42,6 +42,13 @@ def assert_close(got, expected, what):
     assert np.array_equal(got[~known], expected[~known]), what
     got, expected = got[known], expected[known]
     assert np.allclose(got, expected, rtol=last_bit, atol=2e-6 * np.abs(expected).max()), what
+
+
+def splits():
+    """Returns the parameters of the test of results, which takes long on CPU devices."""
+    name = platforms.current().name
+    marks = [pytest.mark.long] if name == "cpu" else []
+    return [pytest.param(*split, marks=marks) for split in SPLITS[name]]
 
 
 @cache
@@ -71,7 +78,7 @@ def assert_right(one, got):
         linear_cases.assert_right(got, arrays, one.dtype)
 
 
-@pytest.mark.parametrize(("processes", "devices"), SPLITS[platforms.current().name])
+@pytest.mark.parametrize(("processes", "devices"), splits())
 def test_results(tmp_path, processes, devices):
     ranks = processes * devices
     if jax.device_count() > 1 or processes > SHARING:

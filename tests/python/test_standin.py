@@ -24,6 +24,8 @@ STORE = b"""
 }
 """
 """A kernel that stores the number 7."""
+AHEAD = STORE.replace(b"mov.u32 %r1, 7;", b"ld.global.u32 %r1, [%rd2+4];")
+"""A kernel that stores the four bytes behind those that it writes."""
 
 
 class Driver:
@@ -170,6 +172,18 @@ def test_the_end_of_an_allocation_is_a_bound():
     place, on = allocate(6), stream()
     fill(place, 7, on)
     assert "beyond the end of an allocation of 6 bytes" in complaints(on)
+
+
+def test_loads_ahead_of_a_bound_give_poison():
+    """XLA's kernels load before they check an index; what they store must be in bounds."""
+    place, on = allocate(4), stream()
+    launch(kernel(AHEAD), place, on)
+    assert not complaints(on)
+    found = c_uint()
+    driver.cuMemcpyDtoH_v2(byref(found), place, ctypes.c_size_t(4))
+    assert found.value == 0xFFFFFFFF
+    launch(kernel(), c_uint64(place.value + 4), on)
+    assert "nobody's memory" in complaints(on)
 
 
 def test_the_context_of_another_device_is_told():

@@ -1,8 +1,8 @@
 //! GPUs that are not there: a CUDA driver, CUDA runtime, NCCL and NVML over host memory.
 //!
 //! JAX's own CUDA plugin starts and runs over this library, and so does the product. XLA's real
-//! runtime then calls the product's handlers as it does on GPUs, and this library checks what it is
-//! asked to do:
+//! runtime then calls the product's handlers as it does on GPUs, and this library checks every
+//! call:
 //!
 //! - Device memory is host memory with an owner and bounds. It begins as poison, and its addresses
 //!   are not used again after it is freed ([`memory`]).

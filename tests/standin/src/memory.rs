@@ -12,10 +12,12 @@ use crate::report::{complain, lock};
 use crate::settings::settings;
 
 /// The value of bytes that were never written: a NaN in every float type.
-const POISON: u8 = 0xff;
+pub const POISON: u8 = 0xff;
 /// Larger allocations are not poisoned, because most of their pages are never used.
 const MOST_POISONED: usize = 1 << 28;
 const PAGE: usize = 4096;
+/// The driver hands out memory in units of at least this many bytes.
+const UNIT: u64 = 256;
 
 /// The memory that an allocation belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -94,7 +96,7 @@ pub fn map(start: u64, bytes: usize, owner: Owner) -> Result<(), c_int> {
         return Err(code::OUT_OF_MEMORY);
     }
     if bytes <= MOST_POISONED {
-        // SAFETY: there is memory for this many bytes, and nobody else knows of it yet.
+        // SAFETY: there is memory for this many bytes, and nothing else uses it yet.
         unsafe { ptr::write_bytes(start as *mut u8, POISON, bytes) };
     }
     let mut space = lock(&SPACE);
@@ -106,6 +108,15 @@ pub fn map(start: u64, bytes: usize, owner: Owner) -> Result<(), c_int> {
         *space.used.entry(device).or_default() += bytes;
     }
     Ok(())
+}
+
+/// Whether an address lies behind an allocation, in its last unit. XLA's compiler moves loads before
+/// the checks that guard them, so its kernels load such bytes and use none of them.
+pub fn is_slack(address: u64) -> bool {
+    let space = lock(&SPACE);
+    let Some((start, found)) = space.live.range(..=address).next_back() else { return false };
+    let end = start + found.bytes;
+    !found.is_foreign && end <= address && address < end.next_multiple_of(UNIT)
 }
 
 /// Notes that all devices reach the program's own memory from now on.

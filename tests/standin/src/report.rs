@@ -1,4 +1,4 @@
-//! What a test learns of the calls: complaints, and a log. And what it asks for: calls that fail.
+//! What a test learns of the calls, complaints and a log, and the calls that it lets fail.
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::fs::File;

@@ -78,8 +78,9 @@ pub mod forward {
     ) {
         let zero: Tile<f32, { [BM, 1] }> = constant(0.0f32, const_shape![BM, 1]);
         let one: Tile<f32, { [BM, 1] }> = constant(1.0f32, const_shape![BM, 1]);
-        let some: Tile<bool, { [BM, 1] }> = gt_tile(l, zero);
-        let divisor: Tile<f32, { [BM, 1] }> = select(some, l, one);
+        // No sum that is NaN equals 0, so o and lse are NaN in a row with a score that is.
+        let empty: Tile<bool, { [BM, 1] }> = eq_tile(l, zero);
+        let divisor: Tile<f32, { [BM, 1] }> = select(empty, one, l);
         let factor: Tile<f32, { [BM, 1] }> = true_div(one, divisor);
         let out: Tile<f32, { [BM, DT] }> = acc * factor.broadcast(const_shape![BM, DT]);
         let out: Tile<E, { [BM, DT] }> = convert_tile(out);
@@ -88,7 +89,7 @@ pub mod forward {
         let nothing: Tile<f32, { [BM, 1] }> = constant(f32::NEG_INFINITY, const_shape![BM, 1]);
         let log: Tile<f32, { [BM, 1] }> = log2(divisor);
         let value: Tile<f32, { [BM, 1] }> = (m + log) * ln2;
-        let value: Tile<f32, { [BM, 1] }> = select(some, value, nothing);
+        let value: Tile<f32, { [BM, 1] }> = select(empty, nothing, value);
         let mut part: PartitionMut<f32, { [1, BM, 1] }> =
             unsafe { lse.partition_full_mut(const_shape![1, BM, 1]) };
         unsafe { part.store_unchecked(value.reshape(const_shape![1, BM, 1]), [b, i, h]) };

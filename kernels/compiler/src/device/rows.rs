@@ -73,7 +73,7 @@ pub mod rows {
         let nothing: Tile<f32, { [BM, 1] }> = constant(f32::NEG_INFINITY, const_shape![BM, 1]);
         let huge: Tile<f32, { [BM, 1] }> = constant(1.0e38f32, const_shape![BM, 1]);
         let scaled: Tile<f32, { [BM, 1] }> = t * log2e;
-        let value: Tile<f32, { [BM, 1] }> = select(gt_tile(t, nothing), scaled, huge);
+        let value: Tile<f32, { [BM, 1] }> = select(eq_tile(t, nothing), huge, scaled);
         let lse_log2_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
             statistics_view(lse_log2, batch, heads, q_len, stat_batch_stride, stat_head_stride)
         };

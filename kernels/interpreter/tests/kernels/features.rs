@@ -58,6 +58,7 @@ fn cut_tiles(dims: [(usize, Element); 2]) {
 }
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn segments_that_cut_tiles() {
     cut_tiles([(64, Bf16), (256, F16)]);
 }
@@ -112,6 +113,7 @@ fn values_of_many_columns() {
 }
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn values_of_other_columns_than_keys() {
     let case = UNEVEN;
     columns(&[(24, 16, F16)]);
@@ -177,6 +179,7 @@ fn biased_pieces_count_positions_from_their_own_rows() {
 
 /// Rows beyond the end read as segment 0, which is also the segment of the last rows here.
 #[test]
+#[ignore = "takes long: make test-full"]
 fn general_lengths() {
     const ENDING: Runs = &[(30, 5), (400, 0)];
     let lengths = [(1, 1), (1, 140), (140, 1), (129, 257), (31, 150), (5, 0), (0, 5)];
@@ -237,6 +240,7 @@ fn general_steps_carry_their_state() {
 }
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn large_general_problems_are_cut() {
     let cut = Case {
         batch: 2,

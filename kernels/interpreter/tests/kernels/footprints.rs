@@ -143,6 +143,7 @@ fn a_footprint_is_all_that_a_launch_touches_and_no_more() {
 
 /// A launch may read streamed rows that the band hides.
 #[test]
+#[ignore = "takes long: make test-full"]
 fn a_footprint_is_enough_where_rows_are_hidden() {
     let cut = Case { band: (-60, 4), ..CUT };
     let steps: &[_] = &[(88, 170), (0, 88)];

@@ -100,6 +100,7 @@ fn check(images: impl Iterator<Item = Instance>, count: usize) {
 
 /// Runs each set of features once, in bfloat16 with 64 columns.
 #[test]
+#[ignore = "takes long: make test-full"]
 fn each_set_of_features() {
     let quick = |instance: &Instance| instance.element == Element::Bf16 && instance.width == 64;
     check(images(Target::Sm90).filter(quick), 1);

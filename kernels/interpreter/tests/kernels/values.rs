@@ -81,6 +81,7 @@ fn head_dims_and_elements() {
 }
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn groups_and_batches() {
     let group = |batch, heads, kv_heads| Case {
         batch,
@@ -146,6 +147,7 @@ fn large_logits_and_scales() {
 }
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn steps_carry_their_state() {
     const ORDERS: [&[(usize, usize)]; 4] = [
         &[(0, 100), (100, 300)],
@@ -168,6 +170,7 @@ fn steps_carry_their_state() {
 }
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn large_problems_are_cut_by_batch_rows_and_keys() {
     let cut =
         Case { batch: 2, q_len: 300, kv_len: 300, heads: 2, kv_heads: 2, limit: 70_000, ..CASE };

@@ -55,6 +55,7 @@ const AMONG: Runs = &[(200, 1), (100, 5), (340, 9)];
 const HALVES: Runs = &[(128, 0), (128, 1)];
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn rows_of_other_documents_are_not_read() {
     // Gives each block of rows all other rows that exist.
     let all = Change::Ranges(|module| {
@@ -111,6 +112,7 @@ fn a_visit_too_many_is_noticed() {
 }
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn tiles_inside_the_band_pay_for_no_mask() {
     pay_for_no_mask(&WIDTHS[..1]);
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crate::report::lock;
 use crate::settings::settings;
 
-/// The time after which a wait says what it waits for.
+/// A wait that lasts this long prints what it waits for.
 const LONG: Duration = Duration::from_secs(10);
 /// The time between two looks into the folder.
 const LOOK: Duration = Duration::from_micros(200);
