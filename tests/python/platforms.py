@@ -49,7 +49,8 @@ class Platform:
 
     def start(self) -> None:
         """Prepares the environment, before JAX is imported."""
-        os.environ["JAX_PLATFORMS"] = "cpu" if self.name == "cpu" else "cuda"
+        # JAX runs callbacks of a GPU on a CPU device.
+        os.environ["JAX_PLATFORMS"] = "cpu" if self.name == "cpu" else "cuda,cpu"
         if self.name == "cpu":
             # Most programs run once. Without XLA's optimisations the suite takes 0.8 of the time.
             flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"

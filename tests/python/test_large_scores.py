@@ -4,6 +4,7 @@ import burst_attention as ba
 import jax
 import jax.numpy as jnp
 import numpy as np
+import platforms
 import pytest
 import ring
 from features import Problem
@@ -59,6 +60,7 @@ def test_one_key_with_all_weight_is_as_exact_as_in_plain_jax(size, layout, backw
     assert ours <= 10 * theirs + 1e-12 * np.linalg.norm(right)
 
 
+LARGEST_CAP = 1e3 if platforms.current().rounds else 1e9
 FEATURES = {
     "plain": {"causal": True},
     "everything": {
@@ -69,7 +71,7 @@ FEATURES = {
         "dropout": 0.2,
         "layout": "zigzag",
     },
-    "capped": {"soft_cap": 1e9, "schedule": "balanced", "causal": True},
+    "capped": {"soft_cap": LARGEST_CAP, "schedule": "balanced", "causal": True},
     "16 bits": {"dtype": "bfloat16", "layout": "striped", "slopes": True, "backward": "queries"},
 }
 
@@ -91,6 +93,7 @@ def test_no_weight_exceeds_one(features):
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.needs("float32")
 def test_scores_that_overflow(sign):
     """Scores of −∞ are hidden, so their row sees nothing; scores of +∞ make their row NaN."""
     q, k, v, dout = ring.normal(2, *[(1, 16, 2, 8)] * 4)

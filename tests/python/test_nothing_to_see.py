@@ -120,10 +120,11 @@ def test_infinite_sinks():
     arrays, found = results(one, sinks=sinks)
     expected = one.expected(arrays | {"sinks": np.where(np.isinf(sinks), -np.inf, sinks)})
     full = np.isposinf(sinks)
+    atol = 2e-2 if platforms.current().rounds else 1e-5
     for name in ("o", "dq"):
         assert not found[name][:, :, full].any()
         rest = getattr(expected, name)[:, :, ~full]
-        np.testing.assert_allclose(found[name][:, :, ~full], rest, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found[name][:, :, ~full], rest, rtol=1e-4, atol=atol)
     assert np.isposinf(found["lse"][:, :, full]).all()
     assert found["dz"][0] == 0
     np.testing.assert_allclose(found["dz"][full], arrays["dlse"].sum((0, 1))[full], rtol=1e-5)

@@ -154,7 +154,7 @@ def layer_loss(mesh, policy):
 def test_checkpoint_runs_the_ring_once_under_the_policy(scan):
     """Without the policy the forward ring runs twice; a scan has the calls of one layer."""
     x = inputs()[0]
-    weights = 0.1 * ring.normal(1, (2, 3, 1, SHAPE[3]))[0]
+    weights = (0.1 * ring.normal(1, (2, 3, 1, SHAPE[3]))[0]).astype(x.dtype)
     layers = 1 if scan else len(weights)
     grads = {}
     for policy, forward in ((ba.save_attention, 1), (None, 2), ("none", 1)):

@@ -6,7 +6,7 @@ use crate::collective::{Collective, LANES};
 use crate::error::{Fault, Outcome};
 use crate::matrix::{Matrix, ROW};
 use crate::memory::Spaces;
-use crate::program::{Body, Op, Source};
+use crate::program::{Body, Op, Register, Source};
 use crate::thread::{Context, State, Thread, dynamic_start};
 use crate::{Error, Kernel, Launch, Memory};
 
@@ -139,10 +139,17 @@ fn collect(
     members: &[usize],
     collective: &Collective,
 ) -> Outcome<()> {
-    let mut values = [None; LANES];
+    let (mut values, mut lacking) = ([None; LANES], [None; LANES]);
     for &lane in members {
-        let [a, b, c] = collective.from.map(|source| context.read(&lanes[lane], source));
-        values[lane] = Some([a?, b?, c?]);
+        let read = |source| context.read(&lanes[lane], source);
+        let [from, b, c] = collective.from;
+        let (b, c) = (read(b)?, read(c)?);
+        let first = match collective.moves {
+            true => context.partly(&lanes[lane], from),
+            false => Register { value: read(from)?, lacking: 0 },
+        };
+        values[lane] = Some([first.value, b, c]);
+        lacking[lane] = Some([first.lacking, b, c]);
     }
     for &lane in members {
         let thread = &mut lanes[lane];
@@ -150,11 +157,17 @@ fn collect(
         let [to, flag] = collective.to;
         // A result that PTX leaves open makes the register one that was never written.
         match (to, result) {
-            (_, Some(result)) => thread.set(to, result),
+            (Some(to), Some(value)) => {
+                let lacking = match collective.moves {
+                    true => (collective.function)(&lacking, lane).0.unwrap_or_default(),
+                    false => 0,
+                };
+                thread.registers[to as usize] = Register { value, lacking };
+            }
             (Some(to), None) => {
                 thread.registers[to as usize] = context.body.blank[to as usize];
             }
-            (None, None) => {}
+            (None, _) => {}
         }
         thread.set(flag, predicate.into());
         go_on(thread);

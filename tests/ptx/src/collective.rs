@@ -19,6 +19,8 @@ pub(crate) struct Collective {
     /// The lanes that take part, as bits.
     pub mask: Source,
     pub function: Function,
+    /// Whether the result is the first value of a lane, with the bits that this value lacks.
+    pub moves: bool,
 }
 
 const WORD: Width = Width::Exactly(32);
@@ -32,7 +34,7 @@ impl Builder<'_, '_> {
         if name == "bar" {
             let mask = self.source(WORD)?;
             let function: Function = Box::new(|_, _| (None, false));
-            return self.push_collective([None; 2], [unused; 3], mask, function);
+            return self.push_collective([None; 2], [unused; 3], mask, (function, false));
         }
         let (function, operands): (Function, usize) = match name {
             "shfl" => (shuffle(mnemonic)?, 3),
@@ -49,7 +51,7 @@ impl Builder<'_, '_> {
             *source = self.next_source(if place == 0 { Width::Exactly(ty.bits) } else { WORD })?;
         }
         let mask = self.next_source(WORD)?;
-        self.push_collective(to, from, mask, function)
+        self.push_collective(to, from, mask, (function, name == "shfl"))
     }
 
     fn push_collective(
@@ -57,9 +59,9 @@ impl Builder<'_, '_> {
         to: [Option<u32>; 2],
         from: [Source; 3],
         mask: Source,
-        function: Function,
+        (function, moves): (Function, bool),
     ) -> Result<(), String> {
-        self.push(Op::Collective(Box::new(Collective { to, from, mask, function })));
+        self.push(Op::Collective(Box::new(Collective { to, from, mask, function, moves })));
         Ok(())
     }
 
@@ -89,7 +91,7 @@ impl Builder<'_, '_> {
             [to, None],
             [predicate, Source::Value(0), Source::Value(0)],
             mask,
-            function,
+            (function, false),
         )
     }
 }

@@ -92,7 +92,7 @@ impl Context<'_> {
 
     /// Returns a value and the bits that it lacks.
     #[inline]
-    fn partly(&self, thread: &Thread, source: Source) -> Register {
+    pub fn partly(&self, thread: &Thread, source: Source) -> Register {
         let value = match source {
             Source::Register(index) => return thread.registers[index as usize],
             Source::Value(value) => value,

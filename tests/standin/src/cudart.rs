@@ -7,11 +7,15 @@ use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::Mutex;
 
+use cudarc::driver::sys::CUstream;
+
 use crate::call::{c_functions, put};
 use crate::code;
 use crate::device::{current_or_none, device, set_current};
+use crate::driver::copies::copy;
 use crate::report::{complain, lock};
 use crate::settings::settings;
+use crate::stream::Stream;
 
 /// The names of registered kernels, by the host function that stands for each.
 static KERNELS: Mutex<Option<HashMap<usize, String>>> = Mutex::new(None);
@@ -42,6 +46,17 @@ c_functions! {
 
     fn cudaGetDevice(index: *mut c_int) {
         put(index, current_or_none().unwrap_or(0) as c_int);
+    }
+
+    // JAX's callbacks of the host call these two.
+    fn cudaMemcpyAsync(to: u64, from: u64, bytes: usize, _kind: c_int, stream: CUstream) {
+        copy("cudaMemcpyAsync", to, from, bytes, stream)?;
+    }
+
+    fn cudaStreamSynchronize(stream: CUstream) {
+        let stream = Stream::of("cudaStreamSynchronize", stream.cast())?;
+        stream.synchronize();
+        stream.device().works()?;
     }
 
     fn cudaGetFuncBySymbol(_function: *mut *mut c_void, symbol: *const c_void) {

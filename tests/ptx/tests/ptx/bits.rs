@@ -23,6 +23,21 @@ fn logic_is_bitwise() {
 }
 
 #[test]
+fn a_field_of_bits_ends_with_the_value() {
+    check(
+        32,
+        &[
+            ("bfe.u32 $, 0x12345678, 8, 12", 0x456),
+            ("bfe.s32 $, 0x00000f00, 8, 4", 0xffff_ffff),
+            ("bfe.s32 $, 0x80000000, 28, 9", 0xffff_fff8),
+            ("bfe.u32 $, -1, 28, 9", 15),
+            ("bfe.u32 $, -1, 33, 4", 0),
+            ("bfe.s32 $, -1, 5, 0", 0),
+        ],
+    );
+}
+
+#[test]
 fn shifts_past_the_width_give_the_sign() {
     check(
         32,

@@ -1,5 +1,7 @@
 //! Instructions of the lanes of a warp.
 
+use burst_attention_ptx::Fault;
+
 use crate::kernel::{fault, run, words};
 
 /// Runs a body in which each lane computes `%r9`, with its lane in `%r1`.
@@ -36,6 +38,18 @@ fn shuffles_stay_in_their_segment() {
         selp.b32 %r3, 100, 0, %p1;
         add.s32 %r9, %r2, %r3;";
     assert_eq!(lanes(body, 32), expected(|k| if k % 8 < 6 { k + 102 } else { k }));
+}
+
+#[test]
+fn shuffles_move_words_of_which_a_part_was_never_written() {
+    let body = "
+        cvt.u16.u32 %h1, %r1;
+        mov.b32 %r2, {%h1, %h2};
+        shfl.sync.bfly.b32 %r3, %r2, 1, 31, -1;";
+    let low = format!("{body} cvt.u16.u32 %h3, %r3; cvt.u32.u16 %r9, %h3;");
+    assert_eq!(lanes(&low, 32), expected(|k| k ^ 1));
+    let whole = format!("mov.u32 %r1, %tid.x; {body} st.global.b32 [%rd1], %r3;");
+    assert_eq!(fault(&whole), Fault::Unwritten("%r3".into()));
 }
 
 #[test]

@@ -45,7 +45,7 @@ pub fn copy_lines(
     });
 }
 
-fn copy(name: &str, to: u64, from: u64, bytes: usize, stream: CUstream) -> Outcome {
+pub fn copy(name: &str, to: u64, from: u64, bytes: usize, stream: CUstream) -> Outcome {
     let stream = Stream::of(name, stream.cast())?;
     stream.device().works()?;
     let bytes = bytes as u64;

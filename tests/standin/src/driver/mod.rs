@@ -1,7 +1,7 @@
 //! The functions of `libcuda.so.1`.
 
 mod context;
-mod copies;
+pub mod copies;
 mod devices;
 mod entry;
 mod graphs;
