@@ -19,6 +19,8 @@ RUST := Cargo.toml Cargo.lock $(shell find src ffi kernels/Cargo.toml kernels/sr
     -name '*.rs' -o -name '*.toml')
 KERNELS := Cargo.toml Cargo.lock $(shell find kernels/Cargo.toml kernels/src kernels/compiler/src \
     -name '*.rs' -o -name '*.toml')
+# What `build` makes, for targets that run in parallel.
+BUILT := $(LIBRARY) $(VENV)/installed
 HOST_PACKAGE := $(TARGET)/$(HOST)-package
 # Precedes each cargo command that compiles the CUDA kernels, and says where .venv has the tools.
 # cargo and rustdoc can't use make's job server, so this unsets MAKEFLAGS.
@@ -54,7 +56,7 @@ help:  ## print this list
 
 # pip and cargo run in parallel: the packages and the library do not need each other.
 build: $(VENV)/headers  ## make .venv, compile and install all that CPU devices need
-	@$(MAKE) --silent $(if $(filter -j%,$(MAKEFLAGS)),,-j2) $(LIBRARY) $(VENV)/installed
+	@$(MAKE) --silent $(if $(filter -j%,$(MAKEFLAGS)),,-j2) $(BUILT)
 
 images: $(TARGET)/images-complete  ## compile the CUDA kernels' images for all GPU targets
 
@@ -65,13 +67,14 @@ demo: build  ## train a transformer, its sequence sharded over 8 devices; flags 
 demo-linear: DEMO += --attention linear
 demo-linear: demo  ## train it with linear attention, on sequences of 131,072 tokens
 
-# Runs Rust and Python in parallel, and prints the output of each when it ends.
+# Two kinds run in parallel, and the output of each comes when it ends.
 test: $(VENV)/headers  ## run a check of every kind
 	@$(MAKE) --silent -j2 --output-sync=target test-rust test-python test-standin
 	$(SAY) "all tests passed"
 
-LONG := test-rust-full test-python-full test-compiled test-standin-full test-wheel
-test-full: lint docs $(LONG)  ## run lint, docs and the long tests
+LONG := test-rust-full test-python-full test-standin-full test-wheel test-compiled
+test-full: lint docs  ## run lint, docs and the long tests
+	@$(MAKE) --silent -j2 --output-sync=target $(LONG)
 	$(SAY) "all long tests passed"
 
 test-exhaustive: build $(STANDIN)/ready  ## test the whole products of the cases (days)
@@ -90,15 +93,15 @@ kernel-quality: images  ## print what the compiler made of each CUDA kernel; WRI
 	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin kernel-quality && \
 	    $(TARGET)/checked/kernel-quality $(IMAGES) $(if $(WRITE),--write)
 
-test-python: $(LIBRARY) $(VENV)/installed $(VENV)/dev
+test-python: $(BUILT) $(VENV)/dev
 	$(SAY) "Python: pytest, on 8 CPU devices (PYTEST=... adds arguments)"
 	@$(PY) -m pytest $(PYTEST)
 
-test-python-full: build $(VENV)/dev $(IMAGES)/sm_90.safetensors
+test-python-full: $(BUILT) $(VENV)/dev images
 	$(SAY) "Python: the long tests"
 	@$(PY) -m pytest -m long $(PYTEST)
 
-test-compiled: build $(VENV)/dev $(VENV)/cuda/ready
+test-compiled: $(BUILT) $(VENV)/dev $(VENV)/cuda/ready
 	$(SAY) "Python: training steps through XLA's compiler for GPUs that are not here"
 	@$(PY) -m pytest tests/python/compiled $(PYTEST)
 
@@ -131,7 +134,7 @@ format: $(VENV)/dev  ## format files with rustfmt and ruff
 	@$(VENV)/bin/ruff check --fix --quiet
 	@$(VENV)/bin/ruff format
 
-wheel: $(if $(HOST),host-package,build images)  ## make dist/*.whl, for this host or HOST=aarch64
+wheel: $(if $(HOST),host-package,$(BUILT) images)  ## make dist/*.whl, for this host or HOST=aarch64
 	$(SAY) "wheel"
 	@rm -rf dist
 	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist \
@@ -249,10 +252,6 @@ $(LIBRARY): $(RUST) $(VENV)/headers
 $(VENV)/installed: jax_plugin/pyproject.toml $(PACKAGE)/_version.py $(VENV)/ready
 	$(PIP_INSTALL) --no-deps --no-build-isolation --editable jax_plugin
 	@touch $@
-
-$(IMAGES)/sm_90.safetensors: $(KERNELS) $(VENV)/kernels
-	$(SAY) "CUDA kernels for sm_90"
-	@$(KERNEL_IMAGES) sm_90
 
 $(TARGET)/images-complete: $(KERNELS) $(VENV)/kernels
 	$(SAY) "CUDA kernels for all targets"

@@ -82,6 +82,7 @@ def test_a_decay_of_heads_and_its_gradient():
     assert np.linalg.norm(none - own) <= limit(1e-5) * np.linalg.norm(own)
 
 
+@pytest.mark.needs("speed")
 def test_documents_begin_anew_and_padding_leaves_nothing():
     q, k, v, logs, _, dout, _ = inputs(4, 30, 2, 1, 16, 16, 0.97)
     ids = np.repeat(np.array([[7, 7, 2, 2, 2, -1, 9, 7], [1, 1, 1, 1, 1, 1, 1, -5]]), 15, axis=1)
@@ -112,7 +113,9 @@ def test_documents_begin_anew_and_padding_leaves_nothing():
                 assert error <= limit(BOUNDS.get(name, 1e-5)), (name, error)
 
 
-@pytest.mark.parametrize("by", ["segment_ids", "log_decay"])
+@pytest.mark.parametrize(
+    "by", ["segment_ids", pytest.param("log_decay", marks=pytest.mark.needs("host"))]
+)
 @pytest.mark.parametrize("method", ["ring", "all_gather"])
 def test_what_is_not_finite_stays_in_its_document(method, by):
     assert_documents_are_apart(4, method, by)
@@ -164,7 +167,7 @@ def test_a_reset_in_a_step_lets_nothing_pass():
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_no_tokens_give_no_outputs_and_the_state_as_it_was(compiled, is_causal):
     (q,) = ring.normal(0, (2, 0, 2, 8))
-    (first,) = ring.normal(1, (2, 2, 8, 8))
+    (first,) = ring.normal(1, (2, 2, 8, 8), dtype=np.float32)
 
     def local(x, first):
         out, state = ba.linear_attention(
@@ -218,6 +221,7 @@ def test_a_sequence_can_be_continued():
     assert np.allclose(state, whole["state"], limit(1e-5), limit(1e-5))
 
 
+@pytest.mark.needs("products")
 def test_without_order_every_token_sees_all():
     q, k, v, _, first, dout, _ = inputs(4, 32, 4, 2, 16, 8, 1.0)
     attend = partial(ba.linear_attention, axis_name="context", is_causal=False, return_state=True)
@@ -297,6 +301,7 @@ def test_transforms():
         jax.grad(lambda x: jax.grad(lambda y: alone(y, k, v).sum())(x).sum())(q)
 
 
+@pytest.mark.needs("host")
 def test_rematerialised_layers_that_keep_it_run_it_once():
     """The layers stand in a scan; without the policy, a program has one more forward pass."""
     q, k, v, logs, *_ = inputs(4, 48, 2, 2, 16, 16, 0.9)
