@@ -133,7 +133,8 @@ class Work:
         import burst_attention as ba
         from linear_programs import CHUNKS, SHARDS, chunked, mesh_of
 
-        one = self._problem("equal", 256 if self._quick else 32768, ranks=1)
+        quick: dict[str, Any] = {"q_len": 256, "kv_len": 256} if self._quick else {}
+        one = self._problem("equal", 32768, ranks=1, **quick)
         logs = jnp.full((1, one.q_len, one.heads), jnp.log(0.99))
         *qkv, dout, _ = _arrays(one).values()
 
@@ -177,7 +178,7 @@ class Work:
 
         limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
         many, few = (2, 1) if self._quick else (32, 8) if limit >= ROOMY else (8, 2)
-        length = (256 if ranks == 1 else 128) if self._quick else ranks * tokens
+        length = 128 if self._quick else ranks * tokens
         sizes = {"q_len": length, "kv_len": length, "head_dim": 128, "value_dim": 128}
         sizes |= {"heads": many, "kv_heads": few if heads == "grouped" else many}
         given = {"batch": 1, "dtype": "bfloat16", "causal": True, "layout": "zigzag"}
