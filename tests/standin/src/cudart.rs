@@ -13,9 +13,9 @@ use crate::call::{c_functions, put};
 use crate::code;
 use crate::device::{current_or_none, device, set_current};
 use crate::driver::copies::copy;
+use crate::driver::streams::synchronize;
 use crate::report::{complain, lock};
 use crate::settings::settings;
-use crate::stream::Stream;
 
 /// The names of registered kernels, by the host function that stands for each.
 static KERNELS: Mutex<Option<HashMap<usize, String>>> = Mutex::new(None);
@@ -54,9 +54,7 @@ c_functions! {
     }
 
     fn cudaStreamSynchronize(stream: CUstream) {
-        let stream = Stream::of("cudaStreamSynchronize", stream.cast())?;
-        stream.synchronize();
-        stream.device().works()?;
+        synchronize("cudaStreamSynchronize", stream)?;
     }
 
     fn cudaGetFuncBySymbol(_function: *mut *mut c_void, symbol: *const c_void) {

@@ -387,11 +387,13 @@ impl Watched {
 
 impl ptx::Memory for Watched {
     fn load(&mut self, address: u64, bytes: &mut [u8]) -> Result<(), String> {
-        if memory::is_slack(address) {
+        if let Err(why) = self.check(address, bytes.len(), false) {
+            if !memory::is_slack(address) {
+                return Err(why);
+            }
             bytes.fill(POISON);
             return Ok(());
         }
-        self.check(address, bytes.len(), false)?;
         self.touched.add(address, address + bytes.len() as u64);
         // SAFETY: `check` has found the bytes in an allocation that lives.
         unsafe {

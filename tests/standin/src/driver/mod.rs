@@ -8,7 +8,7 @@ mod graphs;
 mod mapping;
 mod memory;
 mod modules;
-mod streams;
+pub mod streams;
 
 pub use copies::{Lines, copy_lines, fill};
 pub use devices::{bus_id, copy_text};

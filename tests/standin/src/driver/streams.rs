@@ -21,6 +21,13 @@ fn of(call: &str, stream: CUstream) -> Outcome<Arc<Stream>> {
     Stream::of(call, stream.cast())
 }
 
+/// Waits for all operations of a stream.
+pub fn synchronize(call: &str, stream: CUstream) -> Outcome {
+    let stream = of(call, stream)?;
+    stream.synchronize();
+    stream.device().works()
+}
+
 fn create(stream: *mut CUstream, flags: c_uint, priority: c_int) -> Outcome {
     if flags != NON_BLOCKING {
         complain(format!("a stream of flags {flags} waits for the null stream, which can't be"));
@@ -64,9 +71,7 @@ c_functions! {
     }
 
     fn cuStreamSynchronize(stream: CUstream) {
-        let stream = of("cuStreamSynchronize", stream)?;
-        stream.synchronize();
-        stream.device().works()?;
+        synchronize("cuStreamSynchronize", stream)?;
     }
 
     fn cuStreamGetCtx(stream: CUstream, context: *mut CUcontext) {

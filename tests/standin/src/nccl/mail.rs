@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crate::report::lock;
 use crate::settings::settings;
 
-/// A wait that lasts this long prints what it waits for.
+/// After this time, a wait prints the message that it waits for.
 const LONG: Duration = Duration::from_secs(10);
 /// The time between two looks into the folder.
 const LOOK: Duration = Duration::from_micros(200);
