@@ -156,18 +156,13 @@ fn collect(
         let (result, predicate) = (collective.function)(&values, lane);
         let [to, flag] = collective.to;
         // A result that PTX leaves open makes the register one that was never written.
-        match (to, result) {
-            (Some(to), Some(value)) => {
-                let lacking = match collective.moves {
-                    true => (collective.function)(&lacking, lane).0.unwrap_or_default(),
-                    false => 0,
-                };
-                thread.registers[to as usize] = Register { value, lacking };
-            }
-            (Some(to), None) => {
-                thread.registers[to as usize] = context.body.blank[to as usize];
-            }
-            (None, _) => {}
+        if let Some(to) = to.map(|to| to as usize) {
+            let lacking = match collective.moves {
+                true => (collective.function)(&lacking, lane).0.unwrap_or_default(),
+                false => 0,
+            };
+            let written = result.map(|value| Register { value, lacking });
+            thread.registers[to] = written.unwrap_or(context.body.blank[to]);
         }
         thread.set(flag, predicate.into());
         go_on(thread);

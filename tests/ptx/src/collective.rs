@@ -34,7 +34,8 @@ impl Builder<'_, '_> {
         if name == "bar" {
             let mask = self.source(WORD)?;
             let function: Function = Box::new(|_, _| (None, false));
-            return self.push_collective([None; 2], [unused; 3], mask, (function, false));
+            let (to, from) = ([None; 2], [unused; 3]);
+            return self.push_collective(Collective { to, from, mask, function, moves: false });
         }
         let (function, operands): (Function, usize) = match name {
             "shfl" => (shuffle(mnemonic)?, 3),
@@ -51,17 +52,12 @@ impl Builder<'_, '_> {
             *source = self.next_source(if place == 0 { Width::Exactly(ty.bits) } else { WORD })?;
         }
         let mask = self.next_source(WORD)?;
-        self.push_collective(to, from, mask, (function, name == "shfl"))
+        let moves = name == "shfl";
+        self.push_collective(Collective { to, from, mask, function, moves })
     }
 
-    fn push_collective(
-        &mut self,
-        to: [Option<u32>; 2],
-        from: [Source; 3],
-        mask: Source,
-        (function, moves): (Function, bool),
-    ) -> Result<(), String> {
-        self.push(Op::Collective(Box::new(Collective { to, from, mask, function, moves })));
+    fn push_collective(&mut self, collective: Collective) -> Result<(), String> {
+        self.push(Op::Collective(Box::new(collective)));
         Ok(())
     }
 
@@ -87,12 +83,8 @@ impl Builder<'_, '_> {
             let voted = lanes(|value, negated| (value == 1) != negated);
             (Some(mode(voted, lanes(|_, _| true))), false)
         });
-        self.push_collective(
-            [to, None],
-            [predicate, Source::Value(0), Source::Value(0)],
-            mask,
-            (function, false),
-        )
+        let (to, from) = ([to, None], [predicate, Source::Value(0), Source::Value(0)]);
+        self.push_collective(Collective { to, from, mask, function, moves: false })
     }
 }
 
