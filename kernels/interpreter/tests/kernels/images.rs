@@ -5,7 +5,7 @@ use std::sync::Mutex;
 
 use burst_attention_interpreter::{GridRun, Memory};
 use burst_attention_kernels::features::FeatureSet;
-use burst_attention_kernels::instances::{Element, Instance, Kernel, Target};
+use burst_attention_kernels::instances::{Instance, Kernel, Target};
 use burst_attention_kernels::launch::Launch;
 
 use super::case::{CASE, CAUSAL, Case, NONE, Runs};
@@ -96,14 +96,6 @@ fn check(images: impl Iterator<Item = Instance>, count: usize) {
     let seen = SEEN.lock().expect("no panics");
     let missed = images.iter().find(|&instance| !seen.contains(instance));
     assert_eq!(missed, None, "an image that no case took");
-}
-
-/// Runs each set of features once, in bfloat16 with 64 columns.
-#[test]
-#[ignore = "takes long: make test-full"]
-fn each_set_of_features() {
-    let quick = |instance: &Instance| instance.element == Element::Bf16 && instance.width == 64;
-    check(images(Target::Sm90).filter(quick), 1);
 }
 
 #[test]
