@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from reference import dense
 
 ON_STANDIN = platforms.current().name == "standin"
-RUNS = 2 if ON_STANDIN else 10
+RUNS = 2 if ON_STANDIN else 20
 SIZE = 8
 # With 33 programs in flight, jaxlib before 0.12 stalls even in a lone psum: the thread that would
 # run a device's part of the first program waits for a place to start the 33rd one.
@@ -84,7 +84,7 @@ def test_many_calls_in_one_program_each_before_collectives():
         np.testing.assert_allclose(o, expected_output(q + call, k, v), atol=ATOL)
         total = o.reshape(1, SIZE, 4, 2, 8).astype(np.float32).sum(1)
         sums = o + np.tile(total, (1, SIZE, 1, 1))
-        np.testing.assert_allclose(with_total, sums, atol=SIZE * ATOL)
+        np.testing.assert_allclose(with_total, sums, atol=5 * ATOL)
         np.testing.assert_array_equal(moved, np.roll(o, 4, axis=1))
 
 

@@ -27,6 +27,7 @@ SPLITS = {
     "standin": [(2, 2)],
 }
 """Numbers of processes, and of the devices of each."""
+pytestmark = [pytest.mark.long] if platforms.current().name == "cpu" else []
 SHARING = 4
 """The most processes that share a machine's only GPU."""
 SECONDS = 480
@@ -42,13 +43,6 @@ def assert_close(got, expected, what):
     assert np.array_equal(got[~known], expected[~known]), what
     got, expected = got[known], expected[known]
     assert np.allclose(got, expected, rtol=last_bit, atol=2e-6 * np.abs(expected).max()), what
-
-
-def splits():
-    """Returns the parameters of the test of results, which takes long on CPU devices."""
-    name = platforms.current().name
-    marks = [pytest.mark.long] if name == "cpu" else []
-    return [pytest.param(*split, marks=marks) for split in SPLITS[name]]
 
 
 @cache
@@ -78,7 +72,7 @@ def assert_right(one, got):
         linear_cases.assert_right(got, arrays, one.dtype)
 
 
-@pytest.mark.parametrize(("processes", "devices"), splits())
+@pytest.mark.parametrize(("processes", "devices"), SPLITS[platforms.current().name])
 def test_results(tmp_path, processes, devices):
     ranks = processes * devices
     if jax.device_count() > 1 or processes > SHARING:

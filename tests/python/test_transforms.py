@@ -6,6 +6,7 @@ import burst_attention as ba
 import jax
 import jax.numpy as jnp
 import numpy as np
+import platforms
 import pytest
 import ring
 from bounds import check, close
@@ -58,7 +59,9 @@ def test_grad_of_a_loss_on_lse(check_vma):
         value, grads = run((q, k, v))
         expected = dense(q, k, v, weight * dout, dlse, causal=True)
         true = (expected.lse * dlse).sum() + weight * (expected.o * dout).sum()
-        limit = 1e-4 + weight * float(jnp.finfo(dout.dtype).eps) * np.abs(expected.o * dout).sum()
+        limit = 1e-4
+        if platforms.current().rounds:
+            limit += weight * float(jnp.finfo(dout.dtype).eps) * np.abs(expected.o * dout).sum()
         assert abs(value - true) <= limit
         check(dict(zip(("dq", "dk", "dv"), grads, strict=True)), expected, weight * dout)
 
@@ -225,7 +228,12 @@ def test_replicated_key_and_value_get_summed_gradients():
     )
     _, grads = ring.gradients(function)((q, k, v), dout)
     both = [np.concatenate([x, x]) for x in (k, v)]
+    expected = dense(q, *both, dout, np.zeros(SHAPE[:3]), causal=True)
+    names = "dq", "dk", "dv"
     apart = ring.gradients(ring.sharded(mesh, is_causal=True))((q, *both), dout)[1]
+    check(dict(zip(names, apart, strict=True)), expected, dout)
+    if not platforms.current().rounds:
+        apart = [getattr(expected, name) for name in names]
     close(grads[0], apart[0])
     for found, each in zip(grads[1:], apart[1:], strict=True):
         close(found, np.float64(each).sum(0, keepdims=True))
