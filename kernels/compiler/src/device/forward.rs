@@ -78,7 +78,7 @@ pub mod forward {
     ) {
         let zero: Tile<f32, { [BM, 1] }> = constant(0.0f32, const_shape![BM, 1]);
         let one: Tile<f32, { [BM, 1] }> = constant(1.0f32, const_shape![BM, 1]);
-        // No sum that is NaN equals 0, so o and lse are NaN in a row with a score that is.
+        // NaN does not equal 0, so a NaN score makes o and lse of its row NaN.
         let empty: Tile<bool, { [BM, 1] }> = eq_tile(l, zero);
         let divisor: Tile<f32, { [BM, 1] }> = select(empty, one, l);
         let factor: Tile<f32, { [BM, 1] }> = true_div(one, divisor);
