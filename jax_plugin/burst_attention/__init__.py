@@ -14,7 +14,7 @@ from burst_attention._checkpoint import offload_attention, save_attention
 from burst_attention._layouts import from_layout, layout_positions, local_positions, to_layout
 from burst_attention._linear.attention import linear_attention, linear_attention_step
 from burst_attention._nccl import order_launches
-from burst_attention._padding import pad_sequence
+from burst_attention._padding import pad_sequence, segment_ids_from_cu_seqlens
 from burst_attention._trace import trace
 from burst_attention._version import __version__
 
@@ -36,6 +36,7 @@ __all__ = [
     "offload_attention",
     "pad_sequence",
     "save_attention",
+    "segment_ids_from_cu_seqlens",
     "to_layout",
     "trace",
 ]

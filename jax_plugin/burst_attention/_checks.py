@@ -18,25 +18,20 @@ Name = TypeVar("Name", bound=str)
 
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_HEAD_DIM = 256
+HEAD_DIM_MULTIPLE = 8
+"""What divides the head dimensions that kernels compute."""
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
-REFUSED = {
-    "bias": "the whole bias is a sequence × sequence array; alibi_slopes covers linear biases",
-    "mask": "the whole mask is a sequence × sequence array; is_causal, local_window_size and "
-    "segment_ids cover causal, windowed, packed and padded sequences",
-}
-"""Why a sharded sequence has no use for an argument of ``jax.nn.dot_product_attention``."""
-NO_LENGTHS = "give padding the segment id −1 (segment_ids), as burst_attention.pad_sequence does"
 PAD = "burst_attention.pad_sequence pads any length, with segment_ids that mask the padding"
 """The way out of lengths that a layout can't cut."""
 
 
-def refused(name: str, value: object) -> None:
-    """Raises for an argument of ``jax.nn.dot_product_attention`` that a ring can't honour."""
+def no_bias(value: object) -> None:
+    """Raises for a bias, which a ring can't honour."""
     if value is not None:
         raise NotImplementedError(
-            f"{name} of jax.nn.dot_product_attention is not supported over a sharded "
-            f"sequence: {REFUSED.get(name, NO_LENGTHS)}"
+            "bias of jax.nn.dot_product_attention is not supported over a sharded sequence: the "
+            "whole bias is a sequence × sequence array; alibi_slopes covers linear biases"
         )
 
 
@@ -123,14 +118,19 @@ def shaped(
     return jnp.asarray(x)
 
 
-def arrays(query: object, key: object, value: object) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the three inputs as arrays of one dtype whose shapes go together."""
-    q, k, v = array_types(query, key, value)
+def arrays(
+    query: object, key: object, value: object, *, any_head_dim: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the three inputs as arrays of one dtype whose shapes go together.
+
+    ``any_head_dim`` takes head dimensions that are no multiple of 8.
+    """
+    q, k, v = array_types(query, key, value, any_head_dim=any_head_dim)
     return jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
 
 
 def array_types(
-    query: object, key: object, value: object
+    query: object, key: object, value: object, *, any_head_dim: bool = False
 ) -> tuple[ArrayType, ArrayType, ArrayType]:
     """Returns the three inputs, arrays or their types, of one dtype and shapes that go together."""
     q, k, v = array_type("query", query), array_type("key", key), array_type("value", value)
@@ -151,6 +151,8 @@ def array_types(
             f"{v.dtype}; cast them to the one to compute with"
         )
     _shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
+    _head_dim("head_dim", q.shape[3], any_head_dim)
+    _head_dim("head_dim of value", v.shape[3], any_head_dim)
     return q, k, v
 
 
@@ -171,18 +173,17 @@ def _shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]
             f"query heads must be a multiple of key/value heads (query head h uses key/value head "
             f"h // group_size), got {heads} and {kv_heads}"
         )
-    _head_dim("head_dim", head_dim, f"pad query and key with zeros and pass scale={head_dim}**-0.5")
-    _head_dim(
-        "head_dim of value", value[3], "pad value with zeros and drop these columns of the output"
-    )
 
 
-def _head_dim(name: str, dim: int, instead: str) -> None:
-    if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
-        raise ValueError(
-            f"{name} must be a multiple of 8 from 8 to {MAX_HEAD_DIM}, got {dim}"
-            f"{f'; {instead}' if 0 < dim < MAX_HEAD_DIM else ''}"
+def _head_dim(name: str, dim: int, any_head_dim: bool) -> None:
+    if not 1 <= dim <= MAX_HEAD_DIM or (dim % HEAD_DIM_MULTIPLE and not any_head_dim):
+        expected = (
+            "from 1"
+            if any_head_dim
+            else f"a multiple of {HEAD_DIM_MULTIPLE} from {HEAD_DIM_MULTIPLE}"
         )
+        instead = "; pad it with zeros" if 0 < dim < MAX_HEAD_DIM else ""
+        raise ValueError(f"{name} must be {expected} to {MAX_HEAD_DIM}, got {dim}{instead}")
 
 
 def _cast(dtype: np.dtype) -> str:

@@ -1,5 +1,8 @@
 """Padding for sequences of a length that a layout can't cut."""
 
+from types import ModuleType
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -43,10 +46,71 @@ def pad_sequence(
       ValueError: for an unknown layout, or an axis that x does not have.
     """
     axis = _checks.sequence_axis(x, axis)
-    length, multiple = x.shape[axis], parts(axis_size, layout)
-    missing = -length % multiple
-    module = np if isinstance(x, np.ndarray) else jnp
-    widths = [(0, missing if dimension == axis else 0) for dimension in range(x.ndim)]
-    padded = module.pad(x, widths, constant_values=value) if missing else x
-    ids = np.where(np.arange(length + missing) < length, 0, PADDING).astype(np.int32)
-    return padded, module.array(np.broadcast_to(ids, (*x.shape[:axis], length + missing)))
+    padded = padded_to(x, parts(axis_size, layout), axis, value)
+    length, whole = x.shape[axis], padded.shape[axis]
+    ids = np.where(np.arange(whole) < length, 0, PADDING).astype(np.int32)
+    return padded, _module(x).array(np.broadcast_to(ids, (*x.shape[:axis], whole)))
+
+
+def padded_to(x: AnyArray, multiple: int, axis: int, value: ArrayLike = 0) -> AnyArray:
+    """Returns an array padded at the end of ``axis`` to a multiple; x itself where it is one."""
+    missing = -x.shape[axis] % multiple
+    if not missing:
+        return x
+    widths = [(0, missing if dimension == axis % x.ndim else 0) for dimension in range(x.ndim)]
+    return _module(x).pad(x, widths, constant_values=value)
+
+
+def segment_ids_from_cu_seqlens(cu_seqlens: AnyArray, total_length: int) -> AnyArray:
+    """Returns the segment ids of packed sequences from their cumulative lengths.
+
+    Document d holds the tokens cu_seqlens[d] … cu_seqlens[d + 1] − 1, as in the functions of
+    flash-attention for sequences of variable lengths::
+
+        lengths 3, 2 and padding:  cu_seqlens [0, 3, 5]  →  ids [0, 0, 0, 1, 1, −1, −1]
+
+    Where queries and keys differ, a pair of calls gives the pair ``segment_ids``. The ids are in
+    the order of the sequence: `to_layout` or ``order="sequence"`` brings them into a layout.
+
+    Args:
+      cu_seqlens: integers ``[documents + 1]``, of numpy or JAX: 0, then the end of each document.
+        Repeating the last entry keeps one shape for any number of documents.
+      total_length: number of tokens, with the padding after the last document.
+
+    Returns:
+      int32 ``[total_length]``, a numpy array for a numpy array, a JAX array for a JAX array or
+      inside ``jit``. Tokens beyond the last entry are padding and have the id −1.
+
+    Raises:
+      TypeError: for lengths that are no array of integers, and a total that is no int.
+      ValueError: for another number of dimensions or a negative total; for a numpy array also where
+        it does not begin with 0, falls, or ends beyond total_length.
+    """
+    total = _checks.integer("total_length", total_length)
+    if total < 0:
+        raise ValueError(f"total_length must not be negative, got {total}")
+    if not isinstance(cu_seqlens, np.ndarray | jax.Array) or not jnp.issubdtype(
+        cu_seqlens.dtype, jnp.integer
+    ):
+        kind = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
+        raise TypeError(f"cu_seqlens must be a numpy or jax array of integers, got {kind}")
+    if cu_seqlens.ndim != 1 or not cu_seqlens.size:
+        raise ValueError(
+            "cu_seqlens must have shape [documents + 1], 0 and the end of each document, got shape "
+            f"{cu_seqlens.shape}"
+        )
+    if isinstance(cu_seqlens, np.ndarray):
+        ends = cu_seqlens.astype(np.int64)
+        if ends[0] or (np.diff(ends) < 0).any() or ends[-1] > total:
+            raise ValueError(
+                f"cu_seqlens must begin with 0, never fall and end at most at total_length={total},"
+                f" got {cu_seqlens}"
+            )
+    module = _module(cu_seqlens)
+    tokens = module.arange(total, dtype=np.int32)
+    documents = module.searchsorted(cu_seqlens, tokens, side="right") - 1
+    return module.where(tokens < cu_seqlens[-1], documents, PADDING).astype(np.int32)
+
+
+def _module(x: np.ndarray | jax.Array) -> ModuleType:
+    return np if isinstance(x, np.ndarray) else jnp

@@ -228,8 +228,8 @@ def test_inside_shard_map_is_refused():
 
 def test_options_are_checked_before_the_mesh():
     q, k, v, _ = inputs()
-    refused(NotImplementedError, "mask of jax.nn.dot_product_attention", q, k, v, None, q)
-    refused(NotImplementedError, "key_value_seq_lengths", q, k, v, key_value_seq_lengths=q)
+    refused(TypeError, "mask must be bool", q, k, v, None, q)
+    refused(TypeError, "key_value_seq_lengths must have an", q, k, v, key_value_seq_lengths=q)
     refused(
         ValueError,
         "segment_ids must be a pair .*differ in length",

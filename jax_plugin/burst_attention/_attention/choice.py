@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NotRequired, TypedDict, cast
 
+import jax
+
 from burst_attention import _checks, _ffi
 from burst_attention._attention.links import MOST_DEVICES, Links, device_count
 from burst_attention._attention.options import (
@@ -16,6 +18,7 @@ from burst_attention._attention.options import (
     Schedule,
     check_options,
 )
+from burst_attention._checks import HEAD_DIM_MULTIPLE
 from burst_attention._types import ArrayType, Axes, Layout
 
 PLATFORMS = ("cpu", "cuda")
@@ -118,7 +121,7 @@ def choose_schedule(
     *,
     axis_sizes: int | tuple[int, int],
     is_causal: bool = False,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
     layout: Layout = "contiguous",
     backward: Backward = "auto",
     links: Links | None = None,
@@ -149,7 +152,7 @@ def choose_schedule(
     Raises:
       ValueError, TypeError: with the way out.
     """
-    qkv = _checks.array_types(query, key, value)
+    q, k, v = map(_as_computed, _checks.array_types(query, key, value, any_head_dim=True))
     platform = _checks.choice("platform", platform, PLATFORMS)
     given = {
         "is_causal": is_causal,
@@ -161,7 +164,13 @@ def choose_schedule(
     options = check_options("choose_schedule", given)
     for name, x in (("query", query), ("key", key)):
         _checks.shard_length(name, x.shape[1], options.layout)
-    return _choose(options, qkv, _ring_sizes(axis_sizes), platform)
+    return _choose(options, (q, k, v), _ring_sizes(axis_sizes), platform)
+
+
+def _as_computed(x: ArrayType) -> ArrayType:
+    """Returns the type of an array with the head dimension that kernels compute."""
+    head_dim = -(-x.shape[3] // HEAD_DIM_MULTIPLE) * HEAD_DIM_MULTIPLE
+    return jax.ShapeDtypeStruct((*x.shape[:3], head_dim), x.dtype)
 
 
 def resolved(

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from burst_attention import _ffi
+from burst_attention._attention.arguments import cast, mask_sides
 from burst_attention._checks import array_type, shaped
 from burst_attention._types import Arrays, Axes
 
@@ -58,6 +59,10 @@ def _operand(row: _ffi.FeatureOperand) -> Feature:
 FEATURES = (
     *map(_operand, _ffi.interface()["feature_operands"]),
     Feature("sinks", "sinks", "float32", "logit", "heads", "", differentiable=True),
+    Feature("query_mask", "mask", "bool", "flag", "batch q_len", ""),
+    Feature("key_mask", "mask", "bool", "flag", "batch kv_len", ""),
+    Feature("query_seq_lengths", "query_seq_lengths", "int32", "length", "batch", ""),
+    Feature("key_value_seq_lengths", "key_value_seq_lengths", "int32", "length", "batch", ""),
 )
 """Every feature that has an array. Operands stand in the order of the custom calls."""
 
@@ -70,6 +75,10 @@ class Features(NamedTuple):
     alibi_slopes: Float32[Array, "*batch heads"] | None = None
     dropout: UInt32[Array, "*batch words"] | None = None
     sinks: Float32[Array, " heads"] | None = None
+    query_mask: Bool[Array, "batch q_len"] | None = None
+    key_mask: Bool[Array, "batch kv_len"] | None = None
+    query_seq_lengths: Int32[Array, " batch"] | None = None
+    key_value_seq_lengths: Int32[Array, " batch"] | None = None
 
     def present(self) -> list[tuple[Feature, jax.Array]]:
         """Returns the arrays that are present, each with its row of the table."""
@@ -93,10 +102,12 @@ def lengths(query: jax.Array, key: jax.Array) -> dict[str, int]:
 def check_features(
     given: Mapping[str, object], query: jax.Array, key: jax.Array, dropout_rate: float
 ) -> Features:
-    """Returns the arrays among the keyword arguments of `attention`, checked."""
+    """Returns the arrays among the arguments of `attention`, checked."""
     sizes = lengths(query, key)
     values = {row.name: (row.argument, given.get(row.argument)) for row in FEATURES}
     values |= _pair_of_ids(given.get("segment_ids"), sizes["q_len"], sizes["kv_len"])
+    values |= {"query_mask": ("mask", None), "key_mask": ("mask", None)}
+    values |= mask_sides(given.get("mask"), sizes["batch"], sizes["q_len"], sizes["kv_len"])
     values["dropout"] = ("dropout_key", dropout_words(given.get("dropout_key"), dropout_rate))
     return Features(*(_checked(row, *values[row.name], sizes) for row in FEATURES))
 
@@ -107,7 +118,8 @@ def _checked(row: Feature, title: str, value: object, sizes: Mapping[str, int]) 
         return None
     names = row.shape.split()
     expected = tuple(sizes[name] if name in sizes else int(name) for name in names)
-    unit = "head of query" if "heads" in names else "token"
+    unit = "head of query" if "heads" in names else "token" if len(names) > 1 else "batch entry"
+    value = cast(title, row.each, value, row.dtype)
 
     def hint(shape: tuple[int, ...]) -> str:
         if names[0] == "batch" and len(shape) == len(names) - 1:

@@ -6,14 +6,21 @@ from typing import Literal, Unpack, overload
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from burst_attention import _checks
+from burst_attention._attention.arguments import batched
 from burst_attention._attention.features import Features, lengths
-from burst_attention._attention.options import AttentionOptions
-from burst_attention._attention.placement import Placement, find_mesh, find_placement
+from burst_attention._attention.options import AnyArray, AttentionOptions, Options
+from burst_attention._attention.order import ORDERS, InSequence, Order
+from burst_attention._attention.placement import (
+    Placement,
+    find_mesh,
+    find_placement,
+    sequence_axes,
+)
 from burst_attention._attention.shards import attend, check_call
-from burst_attention._attention.vjp import Qkv, Results
+from burst_attention._attention.vjp import Qkv
 from burst_attention._mesh import axes_size
 from burst_attention._types import AnyMesh, Axes
 
@@ -24,11 +31,12 @@ def dot_product_attention(
     key: jax.Array,
     value: jax.Array,
     bias: None = None,
-    mask: None = None,
+    mask: Bool[AnyArray, "..."] | None = None,
     *,
     mesh: AnyMesh | None = None,
     spec: PartitionSpec | None = None,
     axis_name: str | Axes | None = None,
+    order: Order = "layout",
     return_residual: Literal[False] = False,
     **options: Unpack[AttentionOptions],
 ) -> jax.Array: ...
@@ -40,11 +48,12 @@ def dot_product_attention(
     key: jax.Array,
     value: jax.Array,
     bias: None = None,
-    mask: None = None,
+    mask: Bool[AnyArray, "..."] | None = None,
     *,
     mesh: AnyMesh | None = None,
     spec: PartitionSpec | None = None,
     axis_name: str | Axes | None = None,
+    order: Order = "layout",
     return_residual: Literal[True],
     **options: Unpack[AttentionOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
@@ -56,11 +65,12 @@ def dot_product_attention(
     key: jax.Array,
     value: jax.Array,
     bias: None = None,
-    mask: None = None,
+    mask: Bool[AnyArray, "..."] | None = None,
     *,
     mesh: AnyMesh | None = None,
     spec: PartitionSpec | None = None,
     axis_name: str | Axes | None = None,
+    order: Order = "layout",
     return_residual: bool,
     **options: Unpack[AttentionOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
@@ -71,61 +81,93 @@ def dot_product_attention(
     key: Float[Array, "batch kv_len kv_heads head_dim"],
     value: Float[Array, "batch kv_len kv_heads value_dim"],
     bias: None = None,
-    mask: None = None,
+    mask: Bool[AnyArray, "..."] | None = None,
     *,
     mesh: AnyMesh | None = None,
     spec: PartitionSpec | None = None,
     axis_name: str | Axes | None = None,
+    order: Order = "layout",
     return_residual: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact attention on global arrays that are sharded over a mesh, anywhere under ``jit``.
 
     Computes `attention` on every shard, in a ``jax.shard_map`` over all axes of the mesh. Where the
-    arrays' mesh axes are Explicit, the arrays' types say mesh, spec and axis_name.
+    arrays' mesh axes are Explicit, the arrays' types say mesh, spec and axis_name. Arrays of three
+    dimensions are one batch entry, as in ``jax.nn``; spec then names three dimensions.
 
     Args:
-      query: ``[batch, q_len, heads, head_dim]``, the whole sequence in the order of ``layout``.
+      query: ``[batch, q_len, heads, head_dim]`` or ``[q_len, heads, head_dim]``, the whole sequence
+        in the order that ``order`` says.
       key: ``[batch, kv_len, kv_heads, head_dim]``.
       value: ``[batch, kv_len, kv_heads, value_dim]``.
       bias: must be None: a sequence × sequence array.
-      mask: must be None: a sequence × sequence array.
+      mask: padding of keys or queries of the whole sequence, see `attention`.
       mesh: default: the mesh of the arrays, or of ``jax.set_mesh``.
       spec: sharding of query, key and value, such as ``P("data", "context", "tensor", None)``.
         Auto meshes need it. Key/value heads stay whole if they are fewer than the shards of their
         axis; each device then takes the heads that its query heads use.
       axis_name: mesh axis of the sequence, or a pair (outer, inner); default: the axes that shard
-        dimension 1.
+        dimension 1. With ``order="sequence"`` it may name an axis that does not shard arrays of
+        Explicit axes yet.
+      order: ``"layout"``: arrays are in the order of ``layout``, of lengths that the layout can
+        cut. ``"sequence"``: arrays are in the order of the sequence, of any length. The call then
+        pads query, key, value, segment_ids and mask at the end, brings them into the layout, and
+        takes out and lse back. This copies arrays once in each direction, for ``contiguous`` only
+        where a length needs padding. A causal mask over as many keys as queries hides the padding
+        by itself; other masks get segment ids.
       return_residual: whether to also return lse.
       **options: the options of `attention` except batch_axis and head_axis, which follow from spec.
         segment_ids belong to the whole sequence and are sharded like the first two dimensions of
         query; sinks and alibi_slopes belong to all heads and are sharded like the heads of query.
-        All three may also be whole on every device. Inside a ``shard_map`` over other axes, dropout
-        does not know the indices along these axes: fold them into dropout_key.
+        Lengths are sharded by batch. All of them may also be whole on every device. Inside a
+        ``shard_map`` over other axes, dropout does not know the indices along these axes: fold
+        them into dropout_key.
 
     Returns:
-      ``out``, sharded like query; with ``return_residual=True`` ``(out, lse)``.
+      ``out``, sharded like query; with ``return_residual=True`` ``(out, lse)``. Both lack the batch
+      where query has three dimensions.
 
     Raises:
       ValueError, TypeError, NotImplementedError: while tracing, with the way out.
     """
-    caller = "dot_product_attention"
-    checked, qkv, features = check_call(caller, (query, key, value), bias, mask, options)
+    qkv, is_single = (query, key, value), getattr(query, "ndim", 4) == 3
+    if is_single:
+        qkv = batched(qkv, 3)
+        spec = PartitionSpec(None, *spec) if isinstance(spec, PartitionSpec) else spec
+        options = options | {"segment_ids": batched(options.get("segment_ids"), 1)}
+    checked, qkv, features = check_call("dot_product_attention", qkv, bias, mask, options)
     for name in ("batch_axis", "head_axis"):
         if axes := getattr(checked, name):
             raise TypeError(
                 f"{name} is known from spec or the arrays' types in dot_product_attention, got "
                 f"{axes!r}; leave it out"
             )
-    placement = find_placement(find_mesh(mesh, qkv[0]), spec, axis_name, *qkv)
     with_lse = _checks.flag("return_residual", return_residual)
-    axes = placement.axes
-    checked = replace(checked, batch_axis=axes["batch"], head_axis=axes["heads"])
+    in_sequence = _checks.choice("order", order, ORDERS) == "sequence"
+    mesh, query = find_mesh(mesh, qkv[0]), qkv[0]
+    if in_sequence:
+        way = InSequence(mesh, sequence_axes(mesh, spec, axis_name, qkv), checked)
+        qkv, features = way.inputs(qkv, features)
+    placement = find_placement(mesh, spec, axis_name, *qkv)
+    results = _on_shards(placement, checked, qkv, features, with_lse)
+    if in_sequence:
+        results = tuple(way.result(x, query) for x in results)
+    if is_single:
+        results = tuple(lax.squeeze(x, [0]) for x in results)
+    return (results[0], results[1]) if with_lse else results[0]
 
-    def local(qkv: Qkv, arrays: dict[str, jax.Array]) -> Results | jax.Array:
+
+def _on_shards(
+    placement: Placement, options: Options, qkv: Qkv, features: Features, with_lse: bool
+) -> tuple[jax.Array, ...]:
+    """Returns out and, if asked for, lse of global arrays in the order of the layout."""
+    axes = placement.axes
+    options = replace(options, batch_axis=axes["batch"], head_axis=axes["heads"])
+
+    def local(qkv: Qkv, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         own = _own_parts(placement, qkv, Features(**arrays))
-        out, lse = attend(placement.ring_axes, checked, *own)
-        return (out, lse) if with_lse else out
+        return attend(placement.ring_axes, options, *own)[: 1 + with_lse]
 
     q_spec, kv_spec = placement.spec("batch q_len heads"), placement.spec("batch kv_len kv_heads")
     arrays = {row.name: x for row, x in features.present()}
@@ -136,7 +178,7 @@ def dot_product_attention(
         local,
         mesh=placement.mesh,
         in_specs=((q_spec, kv_spec, kv_spec), specs),
-        out_specs=(q_spec, q_spec) if with_lse else q_spec,
+        out_specs=(q_spec,) * (1 + with_lse),
         axis_names=set(placement.mesh.axis_names) - set(placement.mesh.manual_axes),
     )(qkv, arrays)
 

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias, TypedDict, TypeVar, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float32, Int32, PRNGKeyArray, UInt32
+from jaxtyping import Float, Int, PRNGKeyArray, UInt32
 
 from burst_attention import _checks
 from burst_attention._attention.links import Links, check_links
@@ -37,7 +37,7 @@ Implementation: TypeAlias = Literal["xla"]
 
 AnyArray: TypeAlias = jax.Array | np.ndarray
 Window: TypeAlias = tuple[int, int]
-"""How many positions before and after its own a query sees."""
+"""How many positions before and after its own a query sees, or `NO_LIMIT`."""
 NO_LIMIT = -1
 """A side of a window without a limit, as the custom calls have it."""
 
@@ -48,22 +48,29 @@ class AttentionOptions(TypedDict, total=False):
     Args:
       is_causal: whether a query sees only keys at its own global position and before it.
       scale: factor on q·k, a Python number; default head_dim ** -0.5.
-      query_seq_lengths: must be None.
-      key_value_seq_lengths: must be None.
+      query_seq_lengths: integers ``[batch]``, how many queries of the whole sequence are no
+        padding, in every layout the first ones of the sequence. A query beyond them sees no key:
+        its out is 0, as in ``jax.nn``, and its lse is −inf, where ``jax.nn`` counts masked keys.
+      key_value_seq_lengths: integers ``[batch]``, how many keys of the whole sequence are no
+        padding. A query that sees no key has out 0, where ``jax.nn`` returns the mean of all
+        values.
       local_window_size: (left, right): a query sees ``left`` positions before its own and ``right``
-        positions after it. One number stands for both. With is_causal, right is 0.
-      segment_ids: int32 ``[batch, seq]`` in the order of ``layout``, or a pair (ids of query, ids
-        of key). A query sees only keys of its own segment, for packed documents. A negative id
-        matches no id, not even itself: it marks padding, see `pad_sequence`.
+        positions after it. None or −1 leaves a side open. One number stands for both sides. With
+        is_causal, right is 0.
+      segment_ids: integers ``[batch, seq]`` in the order of ``layout``, or a pair (ids of query,
+        ids of key). A query sees only keys of its own segment, for packed documents. A negative id
+        matches no id, not even itself: it marks padding, see `pad_sequence`. Of ids beyond int32
+        the lowest 31 bits count. `segment_ids_from_cu_seqlens` makes ids of cumulative lengths.
       logits_soft_cap: bounds scores smoothly: s becomes cap · tanh(s / cap), before the mask. A
-        Python number from 1e-30 to 1e30, on GPUs from 0.001 to 1000.
-      sinks: float32 ``[heads]``, one logit for each query head. It joins the softmax of every row
-        but has no value. Differentiable. Where the heads are sharded, a device takes the sinks of
-        its own heads. A sink of −inf has no effect. A sink of +inf takes all weight, so out is 0
-        and lse +inf.
-      alibi_slopes: float32 ``[heads]``. Scores get the slope of their head times the distance (key
-        position − query position), so a positive slope favours near keys of the past.
-        Differentiable. Where the heads are sharded, a device takes the slopes of its own heads.
+        Python number from 1e-30 to 1e30, on GPUs from 0.001 to 1000. None or 0 is no cap.
+      sinks: floats ``[heads]``, cast to float32, one logit for each query head. It
+        joins the softmax of every row but has no value. Differentiable. Where the heads are
+        sharded, a device takes the sinks of its own heads. A sink of −inf has no effect. A sink of
+        +inf takes all weight, so out is 0 and lse +inf.
+      alibi_slopes: floats ``[heads]``, cast to float32. Scores get the slope of their
+        head times the distance (key position − query position), so a positive slope favours near
+        keys of the past. Differentiable. Where the heads are sharded, a device takes the slopes of
+        its own heads.
       dropout_rate: probability, a Python number, with which each weight is dropped after the
         softmax. The weights that stay are divided by 1 − dropout_rate. Dropout does not change lse.
       dropout_key: a key of ``jax.random``, or its data, uint32 ``[2]``; the same on all devices of
@@ -116,17 +123,17 @@ class AttentionOptions(TypedDict, total=False):
 
     is_causal: bool
     scale: float | None
-    query_seq_lengths: None
-    key_value_seq_lengths: None
-    local_window_size: int | tuple[int, int] | None
+    query_seq_lengths: Int[AnyArray, " batch"] | None
+    key_value_seq_lengths: Int[AnyArray, " batch"] | None
+    local_window_size: int | tuple[int | None, int | None] | None
     segment_ids: (
-        Int32[AnyArray, "batch q_len"]
-        | tuple[Int32[AnyArray, "batch q_len"], Int32[AnyArray, "batch kv_len"]]
+        Int[AnyArray, "batch q_len"]
+        | tuple[Int[AnyArray, "batch q_len"], Int[AnyArray, "batch kv_len"]]
         | None
     )
     logits_soft_cap: float | None
-    sinks: Float32[AnyArray, " heads"] | None
-    alibi_slopes: Float32[AnyArray, " heads"] | None
+    sinks: Float[AnyArray, " heads"] | None
+    alibi_slopes: Float[AnyArray, " heads"] | None
     dropout_rate: float
     dropout_key: PRNGKeyArray | UInt32[np.ndarray, "2"] | None
     batch_axis: str | Axes | None
@@ -160,22 +167,28 @@ def _scale(name: str, value: object) -> float:
 
 
 def _window(name: str, value: object) -> Window:
-    sides = value if isinstance(value, tuple | list) else (value, value)
+    is_pair = isinstance(value, tuple | list)
+    sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2:
         raise ValueError(f"{name} must be one number or (left, right), got {len(sides)} numbers")
-    left, right = map(_checks.index, sides)
+    left, right = (NO_LIMIT if is_pair and x is None else _checks.index(x) for x in sides)
     if left is None or right is None:
         raise TypeError(
             f"{name} must be an int or (left, right), Python numbers, since they are "
             f"compiled into the program, got {describe(value)}"
         )
-    if left < 0 or right < 0:
+    if min(left, right) < (NO_LIMIT if is_pair else 0):
         raise ValueError(
             f"{name} must not be negative, got {value!r}: it counts positions before and "
-            "after the query's own, which is always seen; for a side without a limit pass the "
-            "length of the sequence, for none None"
+            "after the query's own, which is always seen; None or -1 in a pair (left, right) "
+            "leaves a side without a limit"
         )
     return left, right
+
+
+def _soft_cap(name: str, value: object) -> float | None:
+    """Returns the cap, None for 0: none, as other packages write it."""
+    return static_number(name, value) or None
 
 
 def _dropout_rate(name: str, value: object) -> float:
@@ -220,10 +233,8 @@ class Options:
 
     is_causal: bool = _option(False, _checks.flag)
     scale: float | None = _option(None, _optional(_scale))
-    query_seq_lengths: None = _option(None, _checks.refused)
-    key_value_seq_lengths: None = _option(None, _checks.refused)
     local_window_size: Window | None = _option(None, _optional(_window))
-    logits_soft_cap: float | None = _option(None, _optional(static_number))
+    logits_soft_cap: float | None = _option(None, _optional(_soft_cap))
     dropout_rate: float = _option(0.0, _dropout_rate)
     batch_axis: Axes = _option((), _axis_names)
     head_axis: Axes = _option((), _axis_names)

@@ -37,7 +37,8 @@ class Placement:
         if actual == _only(explicit, self._cuts(shape)):
             return self.spec(shape)
         if any(actual):
-            like = "the first two dimensions of query" if x.ndim == 2 else "the heads of query"
+            first = "the batch" if x.ndim == 1 else "the first two dimensions"
+            like = f"{'the heads' if 'heads' in shape.split() else first} of query"
             raise ValueError(
                 f"{name} must be sharded like {like}, {self.spec(shape)}, or not at all, "
                 f"got {_spec(actual)}; use jax.reshard"
@@ -110,6 +111,25 @@ def find_placement(
         _check_owned(key.shape[2], axes_size(mesh, heads))
     axes = {"batch": batch, "q_len": seq, "kv_len": seq, "heads": heads, "kv_heads": kv_heads}
     return Placement(mesh, ring, axes)
+
+
+def sequence_axes(
+    mesh: AnyMesh, spec: object, axis_name: object, qkv: tuple[jax.Array, jax.Array, jax.Array]
+) -> Axes:
+    """Returns the axes that are to shard sequences of any length.
+
+    No type says that an axis cuts a length that it does not divide. So ``axis_name`` may name axes
+    that do not cut the arrays yet.
+    """
+    if spec is not None:
+        return _ring_axes(axis_name, _axes_of(spec, mesh)[1], mesh)
+    found = _axes_from_types(mesh, *qkv)[0][1]
+    if found or axis_name is not None:
+        return _ring_axes(axis_name, found or ring_axes(axis_name), mesh)
+    raise ValueError(
+        "axis_name or spec is needed to say which mesh axis shards the sequence, dimension 1 of "
+        'query, since its type does not: pass axis_name="context" with the name of the axis'
+    )
 
 
 def _axes_from_types(

@@ -4,21 +4,31 @@ from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32
 
 from burst_attention import _checks
 from burst_attention._attention import heads
 from burst_attention._attention.features import Features, as_operands, check_features
 from burst_attention._attention.options import (
+    AnyArray,
     AttentionOptions,
     Options,
     check_options,
     shows_options,
 )
-from burst_attention._attention.ring import ring_along
-from burst_attention._attention.vjp import Qkv, ring_attention
+from burst_attention._attention.padding import pad_head_dims, padding_as_ids
+from burst_attention._attention.ring import Ring, ring_along
+from burst_attention._attention.vjp import Qkv, Results, ring_attention
 from burst_attention._mesh import axis_name_of, ring_axes, vary_like, vary_together, varying_axes
 from burst_attention._types import Axes
+
+_WHOLE = "give the lengths in the whole sequence, not those of the shards"
+SAME_ON_RING = {
+    "dropout": "drop what makes it differ, such as fold_in(key, axis_index)",
+    "query_seq_lengths": _WHOLE,
+    "key_value_seq_lengths": _WHOLE,
+}
+"""Arrays that are the same on all devices of a ring, and what to do where they are not."""
 
 
 @overload
@@ -27,7 +37,7 @@ def attention(
     key: jax.Array,
     value: jax.Array,
     bias: None = None,
-    mask: None = None,
+    mask: Bool[AnyArray, "..."] | None = None,
     *,
     axis_name: str | Axes,
     return_residual: Literal[False] = False,
@@ -41,7 +51,7 @@ def attention(
     key: jax.Array,
     value: jax.Array,
     bias: None = None,
-    mask: None = None,
+    mask: Bool[AnyArray, "..."] | None = None,
     *,
     axis_name: str | Axes,
     return_residual: Literal[True],
@@ -55,7 +65,7 @@ def attention(
     key: jax.Array,
     value: jax.Array,
     bias: None = None,
-    mask: None = None,
+    mask: Bool[AnyArray, "..."] | None = None,
     *,
     axis_name: str | Axes,
     return_residual: bool,
@@ -69,7 +79,7 @@ def attention(
     key: Float[Array, "batch kv_len kv_heads head_dim"],
     value: Float[Array, "batch kv_len kv_heads value_dim"],
     bias: None = None,
-    mask: None = None,
+    mask: Bool[AnyArray, "..."] | None = None,
     *,
     axis_name: str | Axes,
     return_residual: bool = False,
@@ -84,7 +94,8 @@ def attention(
                                   −inf where the mask hides the key
         lse = ln Σ e^s;   out = e^(s − lse) v          with a sink z, e^z is part of that sum
 
-    A query sees the keys that ``is_causal``, ``local_window_size`` and ``segment_ids`` all allow.
+    A query sees the keys that ``is_causal``, ``local_window_size``, ``segment_ids``, ``mask`` and
+    the lengths all allow.
     If they allow no key, the query's out is 0, its lse is −inf (with a sink: z), and it gives no
     gradient to key and value. Positions count in the whole sequence; query and key of different
     lengths both begin at 0. Query head h uses key/value head h // (heads / kv_heads). Names and
@@ -103,12 +114,16 @@ def attention(
 
     Args:
       query: ``[batch, q_len, heads, head_dim]``, this device's part of the sequence. bfloat16,
-        float16 or float32; head_dim a multiple of 8 up to 256.
+        float16 or float32; head_dim from 1 to 256. One that is no multiple of 8 is padded with
+        zeros inside the call, which copies the array; the default scale is that of the given one.
       key: ``[batch, kv_len, kv_heads, head_dim]``, of query's dtype; kv_heads divides heads.
-      value: ``[batch, kv_len, kv_heads, value_dim]``; value_dim a multiple of 8 up to 256, which
-        may differ from head_dim.
+      value: ``[batch, kv_len, kv_heads, value_dim]``; value_dim from 1 to 256, which may differ
+        from head_dim.
       bias: must be None: a sequence × sequence array.
-      mask: must be None: a sequence × sequence array.
+      mask: bool, padding of keys ``[batch, 1, 1, kv_len]`` or of queries ``[batch, 1, q_len, 1]``,
+        in the order of ``layout``; the batch may be 1. A key where it is False is hidden. A query
+        where it is False sees no key, where ``jax.nn`` returns the mean of all values. Masks of
+        other shapes are sequence × sequence arrays and errors.
       axis_name: mesh axis along which the sequence is sharded, or a pair (outer, inner), such as
         nodes and the GPUs of a node: rank = outer · inner size + inner. All axes of the mesh must
         be manual in the surrounding ``shard_map``; along each other axis, rings run side by side.
@@ -139,20 +154,29 @@ def check_call(
     options: AttentionOptions,
 ) -> tuple[Options, Qkv, Features]:
     """Returns the arguments of ``caller``, checked: options, q, k and v, and other arrays."""
-    _checks.refused("bias", bias)
-    _checks.refused("mask", mask)
-    checked, arrays = check_options(caller, options), _checks.arrays(*qkv)
-    return checked, arrays, check_features(options, *arrays[:2], checked.dropout_rate)
+    _checks.no_bias(bias)
+    checked, arrays = check_options(caller, options), _checks.arrays(*qkv, any_head_dim=True)
+    given = {**options, "mask": mask}
+    return checked, arrays, check_features(given, *arrays[:2], checked.dropout_rate)
 
 
 def attend(
     axes: Axes, options: Options, qkv: Qkv, features: Features
 ) -> tuple[Float[Array, "batch q_len heads value_dim"], Float32[Array, "batch q_len heads"]]:
     """Returns out and lse of this device's queries; all arguments are checked."""
+    value_dim = qkv[2].shape[3]
+    options, qkv = pad_head_dims(options, qkv)
     ring = ring_along(axes, options, qkv)
+    _check_same_on_ring(features, axes)
+    out, lse = _attend(ring, qkv, padding_as_ids(features, qkv, ring))
+    return out[..., :value_dim], lse
+
+
+def _attend(ring: Ring, qkv: Qkv, features: Features) -> Results:
+    """Returns out and lse of this device's queries, from arrays as kernels take them."""
+    options, axes = ring.options, ring.axes
     offset_axes: Axes = ()
     if features.dropout is not None:
-        _check_same_on_ring("dropout_key", features.dropout, axes)
         offset_axes = options.batch_axis + options.head_axis
     # Before the custom_vjp: the transpose of this cast sums the gradients of an input that several
     # devices share. Inside, the types of the backward rule would not match.
@@ -166,14 +190,14 @@ def attend(
     return ring_attention(ring, qkv, features)
 
 
-def _check_same_on_ring(name: str, x: jax.Array, axes: Axes) -> None:
-    """Raises for an array that is typed as different on the devices of a ring."""
-    if varying_axes(x).intersection(axes):
-        raise ValueError(
-            f"{name} must be the same on all devices of a ring, but varies over "
-            f"{axis_name_of(axes)!r}, axis_name; drop what makes it differ, such as "
-            "fold_in(key, axis_index)"
-        )
+def _check_same_on_ring(features: Features, axes: Axes) -> None:
+    """Raises for arrays of the whole ring that are typed as different on its devices."""
+    for row, x in features.present():
+        if row.name in SAME_ON_RING and varying_axes(x).intersection(axes):
+            raise ValueError(
+                f"{row.argument} must be the same on all devices of a ring, but varies over "
+                f"{axis_name_of(axes)!r}, axis_name; {SAME_ON_RING[row.name]}"
+            )
 
 
 def _empty_result(qkv: Qkv, features: Features) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,89 @@
+"""Arrays as models and ``jax.nn.dot_product_attention`` have them, in the form of the features."""
+
+from typing import TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from burst_attention._attention.options import AnyArray
+from burst_attention._checks import array_type
+from burst_attention._padding import PADDING
+from burst_attention._types import ArrayType
+
+Value = TypeVar("Value")
+
+MAX_INT32 = 2**31 - 1
+KINDS = {"int32": (jnp.integer, "an integer type"), "float32": (jnp.floating, "a float type")}
+"""For each dtype the dtypes that are cast to it, and their name in errors."""
+INSTEAD = "is_causal, local_window_size and segment_ids cover causal, windowed and packed sequences"
+"""The way out of masks of the size sequence × sequence."""
+
+
+def cast(title: str, each: str, value: object, dtype: str) -> ArrayType:
+    """Returns an array of ``dtype``, cast from any other dtype of its kind.
+
+    Ids of 32 bits and more keep 31 bits, and every negative id becomes −1. Lengths beyond int32
+    become the largest one.
+    """
+    x = array_type(title, value)
+    if x.dtype == dtype or dtype not in KINDS:
+        return x
+    kind, words = KINDS[dtype]
+    if not jnp.issubdtype(x.dtype, kind):
+        raise TypeError(f"{title} must have {words}, which is cast to {dtype}, got {x.dtype}")
+    x = _array(x)
+    module = np if isinstance(x, np.ndarray) else jnp
+    if x.dtype.itemsize >= 4 and each == "id":
+        x = module.where(x < 0, PADDING, x & MAX_INT32)
+    if x.dtype.itemsize >= 4 and each == "length":
+        x = module.clip(x, 0, MAX_INT32)
+    return x.astype(dtype)
+
+
+def mask_sides(
+    mask: object, batch: int, q_len: int, kv_len: int
+) -> dict[str, tuple[str, ArrayType]]:
+    """Returns a mask of padding, with its title, as the feature of queries or of keys.
+
+    Masks as ``jax.nn`` takes them are ``[batch, heads, queries, keys]``, and True lets a key pass.
+    A mask without queries hides keys, a mask without keys hides queries.
+    """
+    if mask is None:
+        return {}
+    x = _array(array_type("mask", mask))
+    if x.dtype != bool:
+        raise TypeError(
+            f"mask must be bool, True where a query may see a key, got {x.dtype}; a mask that is "
+            "added to scores is a bias"
+        )
+    if x.ndim > 4:
+        raise ValueError(f"mask must have at most 4 dimensions, got shape {tuple(x.shape)}")
+    x = x[(None,) * (4 - x.ndim)]
+    of_batch, *rest = x.shape
+    name, length = ("key_mask", kv_len) if rest[1] == 1 else ("query_mask", q_len)
+    if rest[0] != 1 or 1 not in rest[1:]:
+        raise NotImplementedError(
+            "mask of jax.nn.dot_product_attention is supported over a sharded sequence where it "
+            "marks padding of keys, [batch, 1, 1, kv_len], or of queries, [batch, 1, q_len, 1], "
+            f"got shape {tuple(x.shape)}: the whole mask is a sequence × sequence array; {INSTEAD}"
+        )
+    if of_batch not in (1, batch) or max(rest) != length:
+        raise ValueError(
+            f"mask must have shape {(batch, 1, 1, kv_len)}, padding of keys, or "
+            f"{(batch, 1, q_len, 1)}, padding of queries, got shape {tuple(x.shape)}"
+        )
+    module = np if isinstance(x, np.ndarray) else jnp
+    return {name: ("mask", module.broadcast_to(x.reshape(of_batch, length), (batch, length)))}
+
+
+def batched(value: Value, dimensions: int) -> Value:
+    """Returns an array of ``dimensions`` with a batch of one, all other values as they are."""
+    if isinstance(value, tuple | list):
+        return type(value)(batched(x, dimensions) for x in value)
+    if isinstance(value, AnyArray) and value.ndim == dimensions:
+        return value[None]  # type: ignore[return-value]
+    return value
+
+
+def _array(x: ArrayType) -> AnyArray:
+    return x if isinstance(x, np.ndarray) else jnp.asarray(x)

@@ -1,0 +1,107 @@
+"""``order="sequence"``: global arrays in the order of the sequence and of any length.
+
+A call computes on arrays in the order of its layout whose lengths the layout can cut. This module
+brings inputs into that form and takes results out of it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Shaped
+
+from burst_attention._attention.features import Features
+from burst_attention._attention.options import NO_LIMIT, Options
+from burst_attention._attention.vjp import Qkv
+from burst_attention._layouts import from_layout, parts, to_layout
+from burst_attention._mesh import axes_size
+from burst_attention._padding import PADDING, padded_to
+from burst_attention._types import AnyMesh, Axes
+
+Order: TypeAlias = Literal["layout", "sequence"]
+ORDERS: tuple[Order, ...] = get_args(Order)
+
+FILL = dict.fromkeys(("query_segment_ids", "key_segment_ids"), PADDING)
+"""What fills the end of a feature; 0 or False for all others."""
+
+
+@dataclass(frozen=True)
+class InSequence:
+    """The way between the order of the sequence and a layout over a mesh."""
+
+    mesh: AnyMesh
+    axes: Axes
+    """Mesh axes of the sequence."""
+    options: Options
+
+    def inputs(self, qkv: Qkv, features: Features) -> tuple[Qkv, Features]:
+        """Returns inputs in the layout, padded at the end where the layout needs it."""
+        query, key, value = (self._laid_out(x, 1) for x in qkv)
+        q_len, kv_len = qkv[0].shape[1], qkv[1].shape[1]
+        if key.shape[1] > kv_len and self._reaches_past(kv_len, q_len):
+            given = features.key_value_seq_lengths
+            ends = jnp.full(key.shape[:1], kv_len, jnp.int32) if given is None else given
+            features = features._replace(key_value_seq_lengths=jnp.minimum(ends, kv_len))
+        found: dict[str, jax.Array] = {}
+        for row, x in features.present():
+            for axis, name in enumerate(row.shape.split()):
+                if name in ("q_len", "kv_len"):
+                    x = self._laid_out(x, axis, FILL.get(row.name, 0), may_be_whole=True)
+            found[row.name] = x
+        return (query, key, value), Features(**found)
+
+    def result(
+        self, x: Shaped[Array, "batch padded_len heads *value_dim"], query: jax.Array
+    ) -> Shaped[Array, "batch q_len heads *value_dim"]:
+        """Returns out or lse in the order of the sequence, sharded like query."""
+        cut = _spec_of(query)[1]
+        x = from_layout(x if cut else self._cut(x, 1, None), self.size, self.options.layout)
+        x = lax.slice_in_dim(x, 0, query.shape[1], axis=1)
+        if isinstance(query, jax.core.Tracer) or not isinstance(query.sharding, NamedSharding):
+            return x
+        # Outside jit, operations on Auto axes leave their results where they like.
+        spec = PartitionSpec(*query.sharding.spec[:3])
+        return jax.device_put(x, NamedSharding(query.sharding.mesh, spec))
+
+    @property
+    def size(self) -> int:
+        """Returns how many devices hold the sequence."""
+        return axes_size(self.mesh, self.axes)
+
+    def _reaches_past(self, kv_len: int, q_len: int) -> bool:
+        """Returns whether the last query sees positions after the last key.
+
+        Elsewhere the mask hides the padding of keys from all queries, and no ids are needed.
+        """
+        _, right = self.options.window(max(q_len, kv_len))
+        return right == NO_LIMIT or q_len - 1 + right >= kv_len
+
+    def _laid_out(
+        self, x: jax.Array, axis: int, fill: int = 0, *, may_be_whole: bool = False
+    ) -> jax.Array:
+        """Returns an array padded at the end of ``axis``, in the layout, and sharded."""
+        layout = self.options.layout
+        padded = padded_to(x, parts(self.size, layout), axis, fill)
+        x = to_layout(padded, self.size, layout, axis)
+        return x if may_be_whole and not any(_spec_of(x)) else self._cut(x, axis, self.axes)
+
+    def _cut(self, x: jax.Array, axis: int, axes: Axes | None) -> jax.Array:
+        """Returns an array of which Explicit ones of ``axes`` cut the dimension ``axis``.
+
+        An array that other axes cut stays as it is: the checks of the placement name it.
+        """
+        names = tuple(name for name in axes or () if name in self.mesh.explicit_axes)
+        spec = _spec_of(x)
+        if not self.mesh.explicit_axes or bool(spec[axis]) == bool(names):
+            return x
+        spec[axis] = names or None
+        return jax.reshard(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
+
+
+def _spec_of(x: jax.Array) -> list[str | Axes | None]:
+    """Returns the sharding of an array, as far as its type says it."""
+    spec = list(jax.typeof(x).sharding.spec)
+    return spec + [None] * (x.ndim - len(spec))
