@@ -6,6 +6,8 @@ import jax
 import numpy as np
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
+Three: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+"""Query, key and value, where their shapes change."""
 Axes: TypeAlias = tuple[str, ...]
 """Names of mesh axes, the major one first."""
 AnyMesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh

@@ -22,7 +22,7 @@ INSTEAD = "is_causal, local_window_size and segment_ids cover causal, windowed a
 def cast(title: str, each: str, value: object, dtype: str) -> ArrayType:
     """Returns an array of ``dtype``, cast from any other dtype of its kind.
 
-    Ids of 32 bits and more keep 31 bits, and every negative id becomes −1. Lengths beyond int32
+    Of wide ids the lowest 31 bits count, and every negative id becomes −1. Lengths beyond int32
     become the largest one.
     """
     x = array_type(title, value)
@@ -34,7 +34,7 @@ def cast(title: str, each: str, value: object, dtype: str) -> ArrayType:
     x = _array(x)
     module = np if isinstance(x, np.ndarray) else jnp
     if x.dtype.itemsize >= 4 and each == "id":
-        x = module.where(x < 0, PADDING, x & MAX_INT32)
+        return module.where(x < 0, np.int32(PADDING), (x & MAX_INT32).astype(dtype))
     if x.dtype.itemsize >= 4 and each == "length":
         x = module.clip(x, 0, MAX_INT32)
     return x.astype(dtype)

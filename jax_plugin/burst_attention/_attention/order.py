@@ -9,7 +9,6 @@ from typing import Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
@@ -19,7 +18,7 @@ from burst_attention._attention.vjp import Qkv
 from burst_attention._layouts import from_layout, parts, to_layout
 from burst_attention._mesh import axes_size
 from burst_attention._padding import PADDING, padded_to
-from burst_attention._types import AnyMesh, Axes
+from burst_attention._types import AnyMesh, Axes, Three
 
 Order: TypeAlias = Literal["layout", "sequence"]
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -37,7 +36,7 @@ class InSequence:
     """Mesh axes of the sequence."""
     options: Options
 
-    def inputs(self, qkv: Qkv, features: Features) -> tuple[Qkv, Features]:
+    def inputs(self, qkv: Qkv, features: Features) -> tuple[Three, Features]:
         """Returns inputs in the layout, padded at the end where the layout needs it."""
         query, key, value = (self._laid_out(x, 1) for x in qkv)
         q_len, kv_len = qkv[0].shape[1], qkv[1].shape[1]
@@ -59,7 +58,7 @@ class InSequence:
         """Returns out or lse in the order of the sequence, sharded like query."""
         cut = _spec_of(query)[1]
         x = from_layout(x if cut else self._cut(x, 1, None), self.size, self.options.layout)
-        x = lax.slice_in_dim(x, 0, query.shape[1], axis=1)
+        x = x[:, : query.shape[1]]
         if isinstance(query, jax.core.Tracer) or not isinstance(query.sharding, NamedSharding):
             return x
         # Outside jit, operations on Auto axes leave their results where they like.

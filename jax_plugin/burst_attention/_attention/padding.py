@@ -13,9 +13,10 @@ from burst_attention._attention.vjp import Qkv
 from burst_attention._checks import HEAD_DIM_MULTIPLE
 from burst_attention._layouts import positions_of
 from burst_attention._padding import PADDING, padded_to
+from burst_attention._types import Three
 
 
-def pad_head_dims(options: Options, qkv: Qkv) -> tuple[Options, Qkv]:
+def pad_head_dims(options: Options, qkv: Qkv) -> tuple[Options, Three]:
     """Returns q, k and v with head dimensions that kernels compute, and the scale of the given one.
 
     Zeros at the end of query and key change no score. Zeros at the end of value are columns of out.
