@@ -145,29 +145,36 @@ def dot_product_attention(
             )
     with_lse = _checks.flag("return_residual", return_residual)
     in_sequence = _checks.choice("order", order, ORDERS) == "sequence"
-    mesh, query = find_mesh(mesh, qkv[0]), qkv[0]
+    mesh, whole_query, way = find_mesh(mesh, qkv[0]), qkv[0], None
     if in_sequence:
         way = InSequence(mesh, sequence_axes(mesh, spec, axis_name, qkv), checked)
-        qkv, features = way.inputs(qkv, features)
+        qkv, features = way.padded(qkv, features)
     placement = find_placement(mesh, spec, axis_name, *qkv)
-    results = _on_shards(placement, checked, qkv, features, with_lse)
-    if in_sequence:
-        results = tuple(way.result(x, query) for x in results)
+    results = _on_shards(placement, way, checked, qkv, features, with_lse)
+    if way is not None:
+        results = tuple(way.result(x, whole_query) for x in results)
     if is_single:
         results = tuple(lax.squeeze(x, [0]) for x in results)
     return (results[0], results[1]) if with_lse else results[0]
 
 
 def _on_shards(
-    placement: Placement, options: Options, qkv: Qkv, features: Features, with_lse: bool
+    placement: Placement,
+    way: InSequence | None,
+    options: Options,
+    qkv: Qkv,
+    features: Features,
+    with_lse: bool,
 ) -> tuple[jax.Array, ...]:
-    """Returns out and, if asked for, lse of global arrays in the order of the layout."""
+    """Returns out and, if asked for, lse of global arrays that the layout can cut."""
     axes = placement.axes
     options = replace(options, batch_axis=axes["batch"], head_axis=axes["heads"])
 
     def local(qkv: Qkv, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         own = _own_parts(placement, qkv, Features(**arrays))
-        return attend(placement.ring_axes, options, *own)[: 1 + with_lse]
+        own = own if way is None else way.into_layout(*own)
+        results = attend(placement.ring_axes, options, *own)[: 1 + with_lse]
+        return results if way is None else tuple(map(way.out_of_layout, results))
 
     q_spec, kv_spec = placement.spec("batch q_len heads"), placement.spec("batch kv_len kv_heads")
     arrays = {row.name: x for row, x in features.present()}
