@@ -146,6 +146,7 @@ def test_shards_change_places_as_the_layout_says(layout, size):
         stored, restored = both(x)
         assert np.array_equal(stored, ba.to_layout(x, size, layout))
         assert np.array_equal(restored, x)
+        assert np.array_equal(both(x % 3 == 0)[0], stored % 3 == 0)
 
 
 def test_padding_changes_no_dropped_weight():
@@ -344,6 +345,28 @@ def test_masks_and_lengths_join_segment_ids():
     stored = ba.to_layout(mask, 2, "zigzag", 3)
     results = one.run(lambda x: local({**x, "mask": stored}), one.device_mesh(), arrays)
     bounds.check(results, expected, arrays["dout"])
+
+
+def test_a_mask_of_one_element_belongs_to_the_side_of_one_token():
+    for q_len, kv_len in ((1, 8), (8, 1)):
+        one = replace(ODD, q_len=q_len, kv_len=kv_len)
+        mask = np.array([True, False])[:, None, None, None]
+        o, lse = jax.jit(attend(one, **auto(one), mask=mask))(one.arrays())
+        expected = one.expected(one.arrays())
+        bounds.close((o[0], lse[0]), (expected.o[0].astype("float32"), expected.lse[0]), LIMIT)
+        assert not np.asarray(o)[1].any()
+        assert np.isneginf(lse[1]).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sequences_without_tokens(layout):
+    for q_len, kv_len in ((0, 5), (5, 0), (0, 0)):
+        one = replace(ODD, q_len=q_len, kv_len=kv_len, layout=layout)
+        mask = np.ones((2, 1, 1, kv_len), bool)
+        o, lse = jax.jit(attend(one, **auto(one), mask=mask))(one.arrays())
+        assert o.shape == (2, q_len, 4, 32)
+        assert not np.asarray(o).any()
+        assert np.isneginf(lse).all()
 
 
 def test_explicit_masks_and_lengths():

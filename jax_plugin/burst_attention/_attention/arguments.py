@@ -59,15 +59,17 @@ def mask_sides(
     if x.ndim > 4:
         raise ValueError(f"mask must have at most 4 dimensions, got shape {tuple(x.shape)}")
     x = x[(None,) * (4 - x.ndim)]
-    of_batch, *rest = x.shape
-    name, length = ("key_mask", kv_len) if rest[1] == 1 else ("query_mask", q_len)
-    if rest[0] != 1 or 1 not in rest[1:]:
+    of_batch, of_heads, queries, keys = x.shape
+    if of_heads != 1 or 1 not in (queries, keys):
         raise NotImplementedError(
             "mask of jax.nn.dot_product_attention is supported over a sharded sequence where it "
             "marks padding of keys, [batch, 1, 1, kv_len], or of queries, [batch, 1, q_len, 1], "
             f"got shape {tuple(x.shape)}: the whole mask is a sequence × sequence array; {INSTEAD}"
         )
-    if of_batch not in (1, batch) or max(rest) != length:
+    # A mask of one element belongs to the side that has one token.
+    of_keys = queries == 1 and (keys != 1 or kv_len == 1)
+    name, length = ("key_mask", kv_len) if of_keys else ("query_mask", q_len)
+    if of_batch not in (1, batch) or (keys if of_keys else queries) != length:
         raise ValueError(
             f"mask must have shape {(batch, 1, 1, kv_len)}, padding of keys, or "
             f"{(batch, 1, q_len, 1)}, padding of queries, got shape {tuple(x.shape)}"

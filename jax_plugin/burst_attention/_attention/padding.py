@@ -32,10 +32,8 @@ def padding_as_ids(features: Features, qkv: Qkv, ring: Ring) -> Features:
 
     A hidden row gets the id −1. Every other row keeps its id; without ids, rows have the id 0.
     """
-    found = features._replace(
-        query_mask=None, key_mask=None, query_seq_lengths=None, key_value_seq_lengths=None
-    )
-    if found == features:
+    names = ("query_mask", "key_mask", "query_seq_lengths", "key_value_seq_lengths")
+    if all(getattr(features, name) is None for name in names):
         return features
     batch = qkv[0].shape[0]
 
@@ -54,12 +52,11 @@ def padding_as_ids(features: Features, qkv: Qkv, ring: Ring) -> Features:
             found = jnp.where(positions < lengths[:, None], found, PADDING)
         return found
 
-    lengths = features.query_seq_lengths, features.key_value_seq_lengths
-    return found._replace(
-        query_segment_ids=ids(
-            features.query_segment_ids, features.query_mask, lengths[0], qkv[0].shape[1]
-        ),
-        key_segment_ids=ids(
-            features.key_segment_ids, features.key_mask, lengths[1], qkv[1].shape[1]
-        ),
+    q, k = (x.shape[1] for x in qkv[:2])
+    of_queries = features.query_segment_ids, features.query_mask, features.query_seq_lengths, q
+    of_keys = features.key_segment_ids, features.key_mask, features.key_value_seq_lengths, k
+    return features._replace(
+        query_segment_ids=ids(*of_queries),
+        key_segment_ids=ids(*of_keys),
+        **dict.fromkeys(names),
     )

@@ -45,7 +45,7 @@ class Reorder:
             even, odd = self._permute(even, self._owners(0)), self._permute(odd, self._owners(1))
             return jnp.concatenate(self._by_parity(even, odd), axis)
         n, rank = x.shape[axis], lax.axis_index(self.axes)
-        received = self._exchange(x, self._tokens(rank, n), axis)
+        received = self._exchange(x, self._tokens(rank, self._ranks, n), axis)
         positions = rank + self.size * jnp.arange(n, dtype=jnp.int32)
         return _take(received, self._places(positions // n, positions % n, n), axis)
 
@@ -59,9 +59,7 @@ class Reorder:
                 [self._permute(even, back[0]), self._permute(odd, back[1])], axis
             )
         n, rank = x.shape[axis], lax.axis_index(self.axes)
-        ranks = jnp.arange(self.size, dtype=jnp.int32)[:, None]
-        first_tokens = (rank - ranks * n) % self.size
-        positions = ranks * n + first_tokens + self.size * self._items(n)
+        positions = self._ranks * n + self._tokens(self._ranks, rank, n)
         received = self._exchange(x, positions // self.size, axis)
         tokens = jnp.arange(n, dtype=jnp.int32)
         return _take(received, self._places((rank * n + tokens) % self.size, tokens, n), axis)
@@ -85,17 +83,22 @@ class Reorder:
         is_even = lax.axis_index(self.axes) % 2 == 0
         return jnp.where(is_even, x, y), jnp.where(is_even, y, x)
 
-    def _items(self, n: int) -> Int32[Array, " items"]:
-        return jnp.arange(-(-n // self.size), dtype=jnp.int32)
+    @property
+    def _ranks(self) -> Int32[Array, "ranks 1"]:
+        return jnp.arange(self.size, dtype=jnp.int32)[:, None]
 
-    def _tokens(self, rank: jax.Array, n: int) -> Int32[Array, "ranks items"]:
-        """Returns for each rank the tokens of ``rank`` that it takes."""
-        ranks = jnp.arange(self.size, dtype=jnp.int32)[:, None]
-        return (ranks - rank * n) % self.size + self.size * self._items(n)
+    def _items(self, n: int) -> int:
+        """Returns how many tokens two ranks exchange."""
+        return -(-n // self.size)
+
+    def _tokens(self, owner: jax.Array, taker: jax.Array, n: int) -> Int32[Array, "ranks items"]:
+        """Returns the tokens of the shard of ``owner`` that belong to the stripe of ``taker``."""
+        items = jnp.arange(self._items(n), dtype=jnp.int32)
+        return (taker - owner * n) % self.size + self.size * items
 
     def _places(self, ranks: jax.Array, tokens: jax.Array, n: int) -> Int32[Array, " seq"]:
-        """Returns where among received items those of some ranks are, for tokens at home."""
-        return ranks * len(self._items(n)) + tokens // self.size
+        """Returns the places, among items received from all ranks, of tokens of shards."""
+        return ranks * self._items(n) + tokens // self.size
 
     def _exchange(self, x: jax.Array, rows: Int32[Array, "ranks items"], axis: int) -> jax.Array:
         """Sends each rank its rows, and returns what all ranks send, one behind the other."""
