@@ -6,6 +6,7 @@ custom call each: chunks travel round the ring of devices while the devices comp
 that have arrived. No array has the size sequence × sequence.
 """
 
+from burst_attention import masks
 from burst_attention._attention.choice import ScheduleCandidate, ScheduleChoice, choose_schedule
 from burst_attention._attention.global_arrays import dot_product_attention
 from burst_attention._attention.links import Links
@@ -33,6 +34,7 @@ __all__ = [
     "linear_attention",
     "linear_attention_step",
     "local_positions",
+    "masks",
     "offload_attention",
     "pad_sequence",
     "save_attention",

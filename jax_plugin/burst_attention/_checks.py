@@ -80,6 +80,14 @@ def integer(name: str, value: object) -> int:
         raise TypeError(f"{name} must be an int, got {describe(value)}") from None
 
 
+def at_least_1(name: str, value: object) -> int:
+    """Returns a positive integer of any type as an int of Python."""
+    found = integer(name, value)
+    if found < 1:
+        raise ValueError(f"{name} must be at least 1, got {found}")
+    return found
+
+
 def index(value: object) -> int | None:
     """Returns an integer of any type as an int of Python, None for bools and for other values."""
     try:

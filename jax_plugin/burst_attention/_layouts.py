@@ -159,9 +159,7 @@ def _explicit_sharding(x: jax.Array) -> jax.sharding.NamedSharding | None:
 def parts(axis_size: object, layout: object) -> int:
     """Returns into how many equal parts a layout cuts a sequence for ``axis_size`` devices."""
     layout = _checks.choice("layout", layout, LAYOUTS)
-    size = _checks.integer("axis_size", axis_size)
-    if size < 1:
-        raise ValueError(f"axis_size must be at least 1, got {size}")
+    size = _checks.at_least_1("axis_size", axis_size)
     return 2 * size if layout == "zigzag" else size
 
 

@@ -47,8 +47,8 @@ def check_annotations():
     jaxtyping.install_import_hook("burst_attention", "beartype.beartype")
     import burst_attention
 
-    for name in burst_attention.__all__:
-        public = getattr(burst_attention, name)
+    modules = (burst_attention, burst_attention.masks)
+    for public in [getattr(module, name) for module in modules for name in module.__all__]:
         if inspect.isfunction(public) or inspect.isclass(public):
             typing.no_type_check(inspect.unwrap(public))
 
