@@ -11,6 +11,7 @@ from burst_attention._attention.choice import ScheduleCandidate, ScheduleChoice,
 from burst_attention._attention.global_arrays import dot_product_attention
 from burst_attention._attention.links import Links
 from burst_attention._attention.shards import attention
+from burst_attention._balance import BalancedDocuments, balance_documents
 from burst_attention._checkpoint import offload_attention, save_attention
 from burst_attention._layouts import from_layout, layout_positions, local_positions, to_layout
 from burst_attention._linear.attention import linear_attention, linear_attention_step
@@ -22,11 +23,13 @@ from burst_attention._version import __version__
 order_launches()
 
 __all__ = [
+    "BalancedDocuments",
     "Links",
     "ScheduleCandidate",
     "ScheduleChoice",
     "__version__",
     "attention",
+    "balance_documents",
     "choose_schedule",
     "dot_product_attention",
     "from_layout",

@@ -8,7 +8,7 @@ A sequence is cut for ``axis_size`` devices:
 - ``striped``: device r holds positions r, r + axis_size, r + 2 · axis_size, …
 """
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -125,21 +125,26 @@ def to_layout(x: AnyArray, axis_size: int, layout: Layout, axis: int = 1) -> Any
     """
     axis = _checks.sequence_axis(x, axis)
     order = layout_positions(x.shape[axis], axis_size, layout)
-    return x if layout == "contiguous" else _take(x, order, axis)
+    return x if layout == "contiguous" else take(x, order, axis)
 
 
 def from_layout(x: AnyArray, axis_size: int, layout: Layout, axis: int = 1) -> AnyArray:
     """Returns a global array in the order of the sequence: the exact inverse of `to_layout`."""
     axis = _checks.sequence_axis(x, axis)
     order = np.argsort(layout_positions(x.shape[axis], axis_size, layout))
-    return x if layout == "contiguous" else _take(x, order, axis)
+    return x if layout == "contiguous" else take(x, order, axis)
 
 
-def _take(x: AnyArray, order: Int[np.ndarray, " tokens"], axis: int) -> AnyArray:
-    """Returns an array with the tokens along ``axis`` in another order."""
+def take(x: AnyArray, order: Int[np.ndarray, "*rows tokens"], axis: int) -> AnyArray:
+    """Returns an array with the tokens along ``axis`` in another order.
+
+    An order of two dimensions holds one for each entry of the dimension before ``axis``.
+    """
+    index: tuple[Any, ...] = (slice(None),) * axis + (order,)
+    if order.ndim == 2:
+        index = (slice(None),) * (axis - 1) + (np.arange(len(order))[:, None], order)
     if isinstance(x, np.ndarray):
-        return np.take(x, order, axis)
-    index = (slice(None),) * axis + (order,)
+        return x[index]
     # Each token is taken once, so the transpose is a scatter without collisions.
     taken = x.at[index].get(
         mode="promise_in_bounds", unique_indices=True, out_sharding=_explicit_sharding(x)
