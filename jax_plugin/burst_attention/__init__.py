@@ -17,6 +17,8 @@ from burst_attention._layouts import from_layout, layout_positions, local_positi
 from burst_attention._linear.attention import linear_attention, linear_attention_step
 from burst_attention._nccl import order_launches
 from burst_attention._padding import pad_sequence, segment_ids_from_cu_seqlens
+from burst_attention._padding import pad_sequence
+from burst_attention._shift import shift
 from burst_attention._trace import trace
 from burst_attention._version import __version__
 
@@ -42,6 +44,7 @@ __all__ = [
     "pad_sequence",
     "save_attention",
     "segment_ids_from_cu_seqlens",
+    "shift",
     "to_layout",
     "trace",
 ]
