@@ -1,6 +1,7 @@
 """Draws the pictures of the documents: ``python docs/pictures.py FOLDER``.
 
-A map of causal work for each layout, and what the pages' own commands with ``--plot`` draw.
+A map of causal work for each layout, the masks of `burst_attention.masks`, and what the pages' own
+commands with ``--plot`` draw.
 """
 
 from __future__ import annotations
@@ -47,6 +48,26 @@ def draw_layouts(path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def draw_masks(path: Path) -> None:
+    """Draws one mask of each builder, with the positions for rotary embeddings of its keys."""
+    masks = {
+        "prefix_lm([5, 8], [14, 18])": ba.masks.prefix_lm([5, 8], [14, 18]),
+        "prefix_tree, 6 nodes": ba.masks.prefix_tree([-1, 0, 1, 1, 0, 4], [8, 5, 4, 4, 6, 5]),
+        "chunked(32, 8)": ba.masks.chunked(32, 8),
+        "spans(32, [(4, 12), (18, 26)])": ba.masks.spans(32, [(4, 12), (18, 26)]),
+        "block_causal(32, 4)": ba.masks.block_causal(32, 4),
+        "block_diffusion(16, 4)": ba.masks.block_diffusion(16, 4),
+    }
+    figure, axes = pyplot.subplots(2, 3, figsize=(11, 8), layout="constrained")
+    for axis, (title, mask) in zip(axes.flat, masks.items(), strict=True):
+        seen = ba.masks.dense(**mask.arguments)[0]
+        shown = np.where(seen, mask.rope_positions[0], np.nan)
+        image = axis.imshow(shown, cmap="viridis_r", vmin=0, vmax=31)
+        axis.set(title=title, xlabel="key", ylabel="query")
+    figure.colorbar(image, ax=axes, pad=0.01, label="position of the key for rotary embeddings")
+    figure.savefig(path, dpi=110)
+
+
 def plot_commands(page: Path) -> list[list[str]]:
     """Returns the shell commands of a page that draw a picture, as words."""
     blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
@@ -60,6 +81,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
     draw_layouts(folder / "layouts.png")
+    draw_masks(folder / "masks.png")
     for page in sorted(Path(__file__).parent.glob("*.md")):
         for _, *arguments in plot_commands(page):
             subprocess.run(

@@ -1,6 +1,8 @@
 """balance_documents gives equal tokens and nearly equal work to ranks."""
 
+import re
 from functools import cache
+from pathlib import Path
 
 import burst_attention as ba
 import jax
@@ -11,6 +13,7 @@ import ring
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+PAGE = Path(__file__).parents[2] / "docs" / "masks.md"
 RANKS, TOKENS, SEEDS, TILE = 8, 131072, 20, 128
 
 
@@ -80,6 +83,14 @@ def test_documents_of_training_are_balanced():
     assert computed <= 1.08
     assert table()["zigzag"][:, 0].max() > 2
     assert table()["striped"][:, 2].max() > 1.4
+
+
+def test_the_page_shows_the_measures():
+    text = PAGE.read_text()
+    for name, rows in table().items():
+        shown = re.search(rf"^\| `{name}` \|(.+)\|$", text, re.MULTILINE)[1]
+        expected = [x for pair in zip(rows.mean(0), rows.max(0), strict=True) for x in pair]
+        assert re.findall(r"\d+\.\d+", shown) == [f"{x:.2f}" for x in expected]
 
 
 def test_pairs_of_ranks_have_even_work():
