@@ -66,8 +66,24 @@ fn any_decay_gives_the_recurrence() {
 
 #[test]
 fn any_heads_and_dims_give_the_recurrence() {
-    let shapes = [([1, 1], [1, 3]), ([3, 3], [16, 16]), ([4, 1], [64, 64]), ([6, 2], [130, 7])];
+    let shapes = [
+        ([1, 1, 1], [1, 3]),
+        ([3, 3, 3], [16, 16]),
+        ([4, 1, 1], [64, 64]),
+        ([6, 2, 2], [130, 7]),
+        ([2, 2, 6], [16, 24]),
+        ([1, 1, 4], [40, 8]),
+        ([6, 2, 3], [8, 16]),
+        ([3, 2, 6], [8, 16]),
+        ([2, 4, 8], [24, 16]),
+    ];
     check(shapes.map(|(heads, dims)| Case { heads, dims, batch: 1, ..CASE }));
+}
+
+#[test]
+fn queries_are_scaled_before_any_rounding() {
+    let case = Case { scale: 0.3, heads: [2, 2, 4], ..CASE };
+    check([Dtype::F32, Dtype::Bf16].map(|dtype| Case { dtype, ..case }));
 }
 
 #[test]
@@ -113,7 +129,7 @@ fn values_that_are_not_finite_stay_with_later_tokens() {
         data.v.set(first(v_dim), f32::INFINITY);
         data.run((isa, &pool(1)));
         let o = data.results[0].values();
-        let row = CASE.heads[0] * v_dim;
+        let row = CASE.all_heads() * v_dim;
         assert!(o[..token * row].iter().all(|x| x.is_finite()), "{isa}: earlier outputs");
         assert!(o[token * row..][..v_dim].iter().all(|x| !x.is_finite()), "{isa}: its output");
     }
@@ -122,7 +138,7 @@ fn values_that_are_not_finite_stay_with_later_tokens() {
 /// Asserts that spoilt tokens have results that are not finite, and that all other tokens have the
 /// same bits as in `clean`. `spoilt` takes the resets of a head and a token.
 fn assert_apart(clean: &Data, data: &Data, spoilt: impl Fn(&[usize], usize) -> bool, what: &str) {
-    let Case { tokens, heads: [heads, _], .. } = clean.case;
+    let (tokens, heads) = (clean.case.tokens, clean.case.all_heads());
     let logs = clean.logs.values();
     for at in [0, 2, 3, 4, 5] {
         let (name, dim) = (NAMES[at], clean.results[at].shape[3]);
@@ -148,7 +164,7 @@ fn not_even_nan_passes_a_reset() {
     let cases = [9, 70].map(|every| Isa::available().into_iter().map(move |isa| (every, isa)));
     for (every, isa) in cases.into_iter().flatten() {
         let logs = Logs::Sometimes(every, f32::NEG_INFINITY);
-        let case = Case { heads: [2, 2], logs, ..CASE };
+        let case = Case { heads: [2; 3], logs, ..CASE };
         let run = |spoil: &dyn Fn(&mut Data)| {
             let mut data = Data::new(case);
             spoil(&mut data);
@@ -199,7 +215,7 @@ fn two_calls_are_one() {
 #[test]
 fn states_that_do_not_all_fit_change_no_bits() {
     let tokens = 40 * 64;
-    let case = Case { batch: 1, tokens, heads: [1, 1], dims: [256; 2], ..CASE };
+    let case = Case { batch: 1, tokens, heads: [1; 3], dims: [256; 2], ..CASE };
     let (whole, halves) = (Data::new(case), Data::new(case));
     let device = (Isa::best(), &pool(2));
     whole.run(device);
@@ -215,7 +231,7 @@ fn states_that_do_not_all_fit_change_no_bits() {
 #[test]
 #[ignore = "takes long: make test-full"]
 fn large_results_have_the_same_bits() {
-    let (tokens, heads, dims) = (1 << 15, [4, 4], [16, 64]);
+    let (tokens, heads, dims) = (1 << 15, [4; 3], [16, 64]);
     let case = Case { batch: 1, tokens, heads, dims, logs: Logs::Of(0.99), ..CASE };
     for isa in Isa::available() {
         let data = Data::new(case);
@@ -226,6 +242,7 @@ fn large_results_have_the_same_bits() {
             q: data.q.view(),
             k: data.k.view(),
             v: data.v.view(),
+            scale: 1.0,
             log_decay: data.logs.view(),
             before: state(&data.before),
             o: o.clone(),
@@ -263,18 +280,19 @@ fn results_repeat_on_any_number_of_threads() {
 fn a_scan_gives_the_states_of_both_passes() {
     for logs in [Logs::Random, Logs::Of(0.98), Logs::Sometimes(70, f32::NEG_INFINITY)] {
         for isa in Isa::available() {
-            let mut data = Data::new(Case { logs, ..CASE });
+            let mut data = Data::new(Case { logs, heads: [2, 2, 4], scale: 0.3, ..CASE });
             data.before = Array::zeros(Dtype::F32, data.before.shape);
             data.dafter = data.before.clone();
             let device = (isa, &pool(2));
             data.run(device);
             for (backward, result) in [(false, 1), (true, 6)] {
-                let out = data.before.clone();
+                let found = data.before.clone();
                 let [left, right] =
                     if backward { [&data.q, &data.dout] } else { [&data.k, &data.v] };
                 let (left, right, log_decay) = (&left.view(), &right.view(), &data.logs.view());
-                scan(device, &Scan { left, right, log_decay, backward, out: &state(&out) });
-                let error = error(&out.values(), &data.results[result].values());
+                let (out, scale) = (&state(&found), if backward { data.case.scale } else { 1.0 });
+                scan(device, &Scan { left, right, scale, log_decay, backward, out });
+                let error = error(&found.values(), &data.results[result].values());
                 assert!(error <= 1e-6, "{} is off by {error:e}, {isa}, {logs:?}", NAMES[result]);
             }
         }

@@ -11,6 +11,7 @@ use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::frame::CallFrame;
 use crate::handler::guard_stage;
+use crate::shapes::split;
 use crate::sys;
 
 /// The computation of a call.
@@ -48,17 +49,16 @@ pub(crate) unsafe fn execute(
 fn state_call(frame: &CallFrame<'_>, device: Device<'_>) -> Result<()> {
     let [left, right, log_decay] = frame.arguments()?;
     let [out] = frame.results()?;
-    let shapes = Shapes::new(&left, &right, &log_decay)?;
-    let heads = left.dims[left.dims.len() - 2];
-    let dims = |dim| [shapes.len, heads, dim];
-    let backward = frame.attributes()?.get("backward")?;
+    let shapes = Shapes::new([&left, &left, &right], &log_decay)?;
+    let attributes = frame.attributes()?;
     scan(
         device,
         &Scan {
-            left: &shapes.array("keys", &left, left.dtype.activation(), dims(shapes.k_dim))?,
-            right: &shapes.array("values", &right, right.dtype.activation(), dims(shapes.v_dim))?,
+            left: &shapes.key("keys", &left)?,
+            right: &shapes.value("values", &right)?,
+            scale: attributes.get("scale")?,
             log_decay: &shapes.rows("log_decay", &log_decay)?,
-            backward,
+            backward: attributes.get("backward")?,
             out: &shapes.state("state", &out)?,
         },
     );
@@ -68,11 +68,12 @@ fn state_call(frame: &CallFrame<'_>, device: Device<'_>) -> Result<()> {
 fn forward_call(frame: &CallFrame<'_>, device: Device<'_>) -> Result<()> {
     let [q, k, v, log_decay, before] = frame.arguments()?;
     let [o, after] = frame.results()?;
-    let shapes = Shapes::new(&q, &v, &log_decay)?;
+    let shapes = Shapes::new([&q, &k, &v], &log_decay)?;
     let io = ForwardIo {
         q: shapes.query("query", &q)?,
         k: shapes.key("key", &k)?,
         v: shapes.value("value", &v)?,
+        scale: frame.attributes()?.get("scale")?,
         log_decay: shapes.rows("log_decay", &log_decay)?,
         before: shapes.state("state", &before)?,
         o: shapes.output("out", &o)?,
@@ -85,11 +86,12 @@ fn forward_call(frame: &CallFrame<'_>, device: Device<'_>) -> Result<()> {
 fn backward_call(frame: &CallFrame<'_>, device: Device<'_>) -> Result<()> {
     let [q, k, v, log_decay, before, dout, dafter] = frame.arguments()?;
     let [dq, dk, dv, dlog_decay, dbefore] = frame.results()?;
-    let shapes = Shapes::new(&q, &v, &log_decay)?;
+    let shapes = Shapes::new([&q, &k, &v], &log_decay)?;
     let io = BackwardIo {
         q: shapes.query("query", &q)?,
         k: shapes.key("key", &k)?,
         v: shapes.value("value", &v)?,
+        scale: frame.attributes()?.get("scale")?,
         log_decay: shapes.rows("log_decay", &log_decay)?,
         before: shapes.state("state", &before)?,
         dout: shapes.output("dout", &dout)?,
@@ -108,55 +110,50 @@ fn backward_call(frame: &CallFrame<'_>, device: Device<'_>) -> Result<()> {
 struct Shapes {
     outer: Vec<usize>,
     len: usize,
+    /// Heads of decays, states and outputs.
     heads: usize,
-    kv_heads: usize,
+    /// Heads of queries, keys and values, divisors of `heads`.
+    own_heads: [usize; 3],
     k_dim: usize,
     v_dim: usize,
     dtype: Option<Dtype>,
 }
 
 impl Shapes {
-    /// Reads the sizes from `q` `[…, length, heads, k_dim]`, `v` `[…, length, kv_heads, v_dim]` and
-    /// `log_decay` `[…, length, heads]`.
-    fn new(q: &Buffer, v: &Buffer, log_decay: &Buffer) -> Result<Shapes> {
-        let wrong = |name: &str, buffer: &Buffer| {
-            let expected = "[..., length, heads, head_dim]";
-            Error::mismatch(format!("shape of {name}"), expected, format!("{:?}", buffer.dims))
+    /// Reads the sizes from queries, keys and values, each `[…, length, its heads, its dim]`, and
+    /// from `log_decay` `[…, length, heads]`.
+    fn new(arrays @ [q, k, v]: [&Buffer; 3], log_decay: &Buffer) -> Result<Shapes> {
+        let (outer, [len, _, k_dim]) = split("query", q)?;
+        split("key", k)?;
+        let (_, [_, _, v_dim]) = split("value", v)?;
+        let Some(&heads) = log_decay.dims.last() else {
+            return Err(Error::mismatch("shape of log_decay", "[..., length, heads]", "[]"));
         };
-        let (outer, [len, _, k_dim]) =
-            q.dims.split_last_chunk::<3>().ok_or_else(|| wrong("query", q))?;
-        let (_, [_, kv_heads, v_dim]) =
-            v.dims.split_last_chunk::<3>().ok_or_else(|| wrong("value", v))?;
-        let heads = *log_decay.dims.last().ok_or_else(|| wrong("log_decay", log_decay))?;
-        if *kv_heads == 0 || !heads.is_multiple_of(*kv_heads) {
-            let expected = format!("a multiple of key/value heads ({kv_heads})");
-            return Err(Error::mismatch("query heads", expected, heads));
+        let own_heads = arrays.map(|buffer| buffer.dims[buffer.dims.len() - 2]);
+        for (name, own) in ["query", "key", "value"].into_iter().zip(own_heads) {
+            if own == 0 || !heads.is_multiple_of(own) {
+                let expected = format!("a divisor of the heads of log_decay ({heads})");
+                return Err(Error::mismatch(format!("heads of {name}"), expected, own));
+            }
         }
-        Ok(Shapes {
-            outer: outer.to_vec(),
-            len: *len,
-            heads,
-            kv_heads: *kv_heads,
-            k_dim: *k_dim,
-            v_dim: *v_dim,
-            dtype: q.dtype.activation(),
-        })
+        let dtype = q.dtype.activation();
+        Ok(Shapes { outer: outer.to_vec(), len, heads, own_heads, k_dim, v_dim, dtype })
     }
 
     fn query(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
-        self.array(name, buffer, self.dtype, [self.len, self.heads, self.k_dim])
+        self.array(name, buffer, [self.own_heads[0], self.k_dim])
     }
 
     fn key(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
-        self.array(name, buffer, self.dtype, [self.len, self.kv_heads, self.k_dim])
+        self.array(name, buffer, [self.own_heads[1], self.k_dim])
     }
 
     fn value(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
-        self.array(name, buffer, self.dtype, [self.len, self.kv_heads, self.v_dim])
+        self.array(name, buffer, [self.own_heads[2], self.v_dim])
     }
 
     fn output(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
-        self.array(name, buffer, self.dtype, [self.len, self.heads, self.v_dim])
+        self.array(name, buffer, [self.heads, self.v_dim])
     }
 
     fn rows(&self, name: &str, buffer: &Buffer) -> Result<HostArray> {
@@ -171,19 +168,13 @@ impl Shapes {
         Ok(HostArray::by_head(data, Dtype::F32, [batch, heads, k_dim, v_dim]))
     }
 
-    fn array(
-        &self,
-        name: &str,
-        buffer: &Buffer,
-        dtype: Option<Dtype>,
-        [len, heads, dim]: [usize; 3],
-    ) -> Result<HostArray> {
-        let Some(dtype) = dtype else {
+    fn array(&self, name: &str, buffer: &Buffer, [heads, dim]: [usize; 2]) -> Result<HostArray> {
+        let Some(dtype) = self.dtype else {
             let expected = "float32, bfloat16 or float16";
             return Err(Error::mismatch(format!("dtype of {name}"), expected, buffer.dtype));
         };
-        let (data, batch) = self.memory(name, buffer, dtype, &[len, heads, dim])?;
-        Ok(HostArray::jax(data, dtype, [batch, len, heads, dim]))
+        let (data, batch) = self.memory(name, buffer, dtype, &[self.len, heads, dim])?;
+        Ok(HostArray::jax(data, dtype, [batch, self.len, heads, dim]))
     }
 
     fn memory(

@@ -14,7 +14,8 @@ from burst_attention._attention.shards import attention
 from burst_attention._balance import BalancedDocuments, balance_documents
 from burst_attention._checkpoint import offload_attention, save_attention
 from burst_attention._layouts import from_layout, layout_positions, local_positions, to_layout
-from burst_attention._linear.attention import linear_attention, linear_attention_step
+from burst_attention._linear.attention import linear_attention
+from burst_attention._linear.step import linear_attention_step
 from burst_attention._nccl import order_launches
 from burst_attention._padding import pad_sequence, segment_ids_from_cu_seqlens
 from burst_attention._padding import pad_sequence

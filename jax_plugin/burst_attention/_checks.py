@@ -141,6 +141,17 @@ def array_types(
     query: object, key: object, value: object, *, any_head_dim: bool = False
 ) -> tuple[ArrayType, ArrayType, ArrayType]:
     """Returns the three inputs, arrays or their types, of one dtype and shapes that go together."""
+    q, k, v = activations(query, key, value)
+    _shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
+    _head_dim("head_dim", q.shape[3], any_head_dim)
+    _head_dim("head_dim of value", v.shape[3], any_head_dim)
+    return q, k, v
+
+
+def activations(
+    query: object, key: object, value: object
+) -> tuple[ArrayType, ArrayType, ArrayType]:
+    """Returns the three inputs, arrays or their types, of one dtype and four dimensions."""
     q, k, v = array_type("query", query), array_type("key", key), array_type("value", value)
     for name, x in (("query", q), ("key", k), ("value", v)):
         if str(x.dtype) not in DTYPES:
@@ -158,9 +169,6 @@ def array_types(
             f"query, key and value must have one dtype, got {q.dtype}, {k.dtype} and "
             f"{v.dtype}; cast them to the one to compute with"
         )
-    _shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
-    _head_dim("head_dim", q.shape[3], any_head_dim)
-    _head_dim("head_dim of value", v.shape[3], any_head_dim)
     return q, k, v
 
 

@@ -41,18 +41,15 @@ def axis_name_of(axes: Axes) -> str | Axes:
 def ring_mesh(
     axes: Axes,
     caller: str = "attention",
-    globally: str = "on global arrays use burst_attention.dot_product_attention",
 ) -> AbstractMesh:
-    """Returns the mesh of the surrounding ``shard_map``, in which a ring along ``axes`` can run.
-
-    ``globally`` tells users of global arrays what to do.
-    """
+    """Returns the mesh of the surrounding ``shard_map``, in which a ring along ``axes`` can run."""
     mesh = jax.sharding.get_abstract_mesh()
     manual = mesh.manual_axes
     if not manual:
         raise ValueError(
             f"{caller} must be called inside jax.shard_map, which gives "
-            f"axis_name={axis_name_of(axes)!r} its devices (a vmap axis has none); {globally}"
+            f"axis_name={axis_name_of(axes)!r} its devices (a vmap axis has none); on global "
+            "arrays use burst_attention.dot_product_attention"
         )
     if any(name not in manual for name in axes):
         raise ValueError(
@@ -60,6 +57,17 @@ def ring_mesh(
             f"{listed(manual)}, got {axis_name_of(axes)!r}"
         )
     return mesh
+
+
+def is_inside(axis_name: object) -> bool:
+    """Whether the surrounding ``shard_map`` makes arrays shards along ``axis_name``.
+
+    Outside of any ``shard_map``, and inside one over other axes, arrays are global.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if axis_name is not None and set(ring_axes(axis_name)).intersection(mesh.manual_axes):
+        return True
+    return bool(mesh.manual_axes) and not (mesh.auto_axes or mesh.explicit_axes)
 
 
 def all_axes_manual(

@@ -28,20 +28,30 @@ pub enum Logs {
 pub struct Case {
     pub batch: usize,
     pub tokens: usize,
-    pub heads: [usize; 2],
+    /// Heads of q, k and v.
+    pub heads: [usize; 3],
     pub dims: [usize; 2],
     pub dtype: Dtype,
     pub logs: Logs,
+    pub scale: f32,
 }
 
 pub const CASE: Case = Case {
     batch: 2,
     tokens: 150,
-    heads: [4, 2],
+    heads: [4, 2, 2],
     dims: [24, 40],
     dtype: Dtype::F32,
     logs: Logs::Random,
+    scale: 1.0,
 };
+
+impl Case {
+    /// Returns the heads of decays, states and outputs.
+    pub fn all_heads(&self) -> usize {
+        self.heads[0].max(self.heads[2])
+    }
+}
 
 /// All arrays of both passes. States are `[batch, heads, k_dim, v_dim]`.
 pub struct Data {
@@ -59,7 +69,8 @@ pub struct Data {
 
 impl Data {
     pub fn new(case: Case) -> Data {
-        let Case { batch, tokens, heads: [heads, kv_heads], dims: [k_dim, v_dim], .. } = case;
+        let Case { batch, tokens, heads: [q_heads, k_heads, v_heads], .. } = case;
+        let (heads, [k_dim, v_dim]) = (case.all_heads(), case.dims);
         let mut random = Random::new(tokens as u64);
         let mut array = |dtype, shape| Array::random(&mut random, dtype, shape);
         let (per_token, state) = ([batch, tokens, heads, 1], [batch, heads, k_dim, v_dim]);
@@ -80,9 +91,9 @@ impl Data {
         let zeros = Array::zeros;
         Data {
             case,
-            q: array(case.dtype, rows(heads, k_dim)),
-            k: array(case.dtype, rows(kv_heads, k_dim)),
-            v: array(case.dtype, rows(kv_heads, v_dim)),
+            q: array(case.dtype, rows(q_heads, k_dim)),
+            k: array(case.dtype, rows(k_heads, k_dim)),
+            v: array(case.dtype, rows(v_heads, v_dim)),
             before: array(Dtype::F32, state),
             dout: array(case.dtype, rows(heads, v_dim)),
             dafter: array(Dtype::F32, state),
@@ -90,9 +101,9 @@ impl Data {
             results: [
                 zeros(case.dtype, rows(heads, v_dim)),
                 zeros(Dtype::F32, state),
-                zeros(case.dtype, rows(heads, k_dim)),
-                zeros(case.dtype, rows(kv_heads, k_dim)),
-                zeros(case.dtype, rows(kv_heads, v_dim)),
+                zeros(case.dtype, rows(q_heads, k_dim)),
+                zeros(case.dtype, rows(k_heads, k_dim)),
+                zeros(case.dtype, rows(v_heads, v_dim)),
                 zeros(Dtype::F32, per_token),
                 zeros(Dtype::F32, state),
             ],
@@ -108,6 +119,7 @@ impl Data {
             HostArray { rows: 0..len, ..array.view().slice(tokens.clone()) }
         };
         let [before, after, dafter, dbefore] = states.map(state);
+        let scale = self.case.scale;
         let (q, k, v, log_decay) = (rows(&self.q), rows(&self.k), rows(&self.v), rows(&self.logs));
         forward(
             device,
@@ -115,6 +127,7 @@ impl Data {
                 q: q.clone(),
                 k: k.clone(),
                 v: v.clone(),
+                scale,
                 log_decay: log_decay.clone(),
                 before: before.clone(),
                 o: rows(o),
@@ -127,6 +140,7 @@ impl Data {
                 q,
                 k,
                 v,
+                scale,
                 log_decay,
                 before,
                 dout: rows(&self.dout),
@@ -172,21 +186,25 @@ pub fn pool(threads: usize) -> ThreadPool {
 
 /// Returns the results that [`NAMES`] lists, by the definition.
 pub fn recurrence(data: &Data) -> [Vec<f64>; 7] {
-    let Case { batch, tokens, heads: [heads, kv_heads], dims: [k_dim, v_dim], .. } = data.case;
+    let Case { batch, tokens, heads: own_heads, dims: [k_dim, v_dim], .. } = data.case;
+    let (heads, scale) = (data.case.all_heads(), f64::from(data.case.scale));
     let mut results = data.results.each_ref().map(|array| vec![0.0; array.values().len()]);
     let [q, k, v, logs, before, dout, dafter] =
         [&data.q, &data.k, &data.v, &data.logs, &data.before, &data.dout, &data.dafter]
             .map(Array::values);
     let per_head = |dim| [tokens, heads, dim];
-    let per_kv_head = |dim| [tokens, kv_heads, dim];
+    let [q_shape, k_shape, v_shape] =
+        [0, 1, 2].map(|i| [tokens, own_heads[i], if i < 2 { k_dim } else { v_dim }]);
     let state = [1, heads, k_dim * v_dim];
     for (entry, head) in (0..batch).flat_map(|entry| (0..heads).map(move |head| (entry, head))) {
-        let (own, kv) = ((entry, head), (entry, head * kv_heads / heads));
+        let own = (entry, head);
+        let [of_q, of_k, of_v] = own_heads.map(|count| (entry, head * count / heads));
+        let scaled = |x: Vec<f64>| x.into_iter().map(|x| scale * x).collect::<Vec<_>>();
         let head = Head {
             dims: [k_dim, v_dim],
-            q: rows_of(&q, per_head(k_dim), own, 0..tokens),
-            k: rows_of(&k, per_kv_head(k_dim), kv, 0..tokens),
-            v: rows_of(&v, per_kv_head(v_dim), kv, 0..tokens),
+            q: scaled(rows_of(&q, q_shape, of_q, 0..tokens)),
+            k: rows_of(&k, k_shape, of_k, 0..tokens),
+            v: rows_of(&v, v_shape, of_v, 0..tokens),
             dout: rows_of(&dout, per_head(v_dim), own, 0..tokens),
             decays: rows_of(&logs, per_head(1), own, 0..tokens).into_iter().map(f64::exp).collect(),
         };
@@ -195,9 +213,9 @@ pub fn recurrence(data: &Data) -> [Vec<f64>; 7] {
         let [o, after, dq, dk, dv, dlogs, dbefore] = &mut results;
         add_rows(o, per_head(v_dim), own, 0..tokens, &found.o);
         add_rows(after, state, own, 0..1, &found.after);
-        add_rows(dq, per_head(k_dim), own, 0..tokens, &found.dq);
-        add_rows(dk, per_kv_head(k_dim), kv, 0..tokens, &found.dk);
-        add_rows(dv, per_kv_head(v_dim), kv, 0..tokens, &found.dv);
+        add_rows(dq, q_shape, of_q, 0..tokens, &scaled(found.dq));
+        add_rows(dk, k_shape, of_k, 0..tokens, &found.dk);
+        add_rows(dv, v_shape, of_v, 0..tokens, &found.dv);
         add_rows(dlogs, per_head(1), own, 0..tokens, &found.dlog_decay);
         add_rows(dbefore, state, own, 0..1, &found.dbefore);
     }

@@ -43,6 +43,17 @@ def inputs(world, tokens, heads, kv_heads, k_dim, v_dim, decay, dtype="float32")
     return q, k, v, logs, first, dout, dlast
 
 
+def grouped(world, tokens, own_heads, k_dim, v_dim, dtype="float32"):
+    """Returns what `inputs` returns, with a number of heads for each of q, k and v."""
+    heads = max(own_heads)
+    *_, logs, first, dout, dlast = inputs(world, tokens, heads, heads, k_dim, v_dim, None, dtype)
+    shapes = [
+        (2, world * tokens, count, dim)
+        for count, dim in zip(own_heads, (k_dim, k_dim, v_dim), strict=True)
+    ]
+    return *ring.normal(1, *shapes, dtype=dtype), logs, first, dout, dlast
+
+
 def limit(of_float32):
     """Returns a bound on the relative error of a result: one of float32, or a unit on GPUs."""
     return ROUNDED["bfloat16"] if platforms.current().rounds else of_float32
@@ -78,10 +89,10 @@ def found(mesh, arrays, axes="context", **options):
     return dict(zip(names, map(ring.on_host, results + gradients), strict=True))
 
 
-def assert_right(got, arrays, dtype="float32", slack=1):
+def assert_right(got, arrays, dtype="float32", slack=1, scale=1.0):
     """Asserts that the results agree with the recurrence; ``slack`` multiplies float32's bounds."""
     dtype = platforms.dtype(dtype)
-    for name, want in recurrence(*arrays).items():
+    for name, want in recurrence(*arrays, scale).items():
         size = np.linalg.norm(want)
         error = np.linalg.norm(got[name].astype(np.float64) - want)
         bound = slack * BOUNDS.get(name, 1e-5)

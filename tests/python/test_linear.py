@@ -368,7 +368,11 @@ def test_bad_input():
         ValueError, "the state must have shape", initial_state=np.zeros((1, 2, 8, 9), np.float32)
     )
     shapes = [(1, 16, 2, 8), (1, 8, 2, 8), (1, 8, 2, 8)]
-    refused(ValueError, "query and key must have one length", ring.normal(0, *shapes))
+    refused(
+        ValueError,
+        "query, key and value must have one length, .* got 8, 4, 4",
+        ring.normal(0, *shapes),
+    )
     q, k, v = ring.normal(0, *[(1, 2, 8)] * 3)
     state = np.zeros((1, 2, 8, 8), np.float32)
     with pytest.raises(ValueError, match="the state must have shape"):
@@ -384,10 +388,8 @@ def test_bad_input():
     with pytest.raises(ValueError, match=words):
         ba.linear_attention_step(q, k, v, state, log_decay=heads)
     tokens = ring.normal(0, *[(1, 16, 2, 8)] * 3)
-    with pytest.raises(ValueError, match="linear_attention must be called inside") as error:
+    with pytest.raises(ValueError, match="^linear_attention needs a mesh"):
         ba.linear_attention(*tokens, axis_name="context")
-    assert "burst_attention.linear_attention(" in str(error.value)
-    assert "dot_product" not in str(error.value)
 
 
 @pytest.mark.parametrize("size", [1, 2])

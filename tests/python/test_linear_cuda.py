@@ -15,7 +15,7 @@ import ring
 from burst_attention import _ffi
 from burst_attention._linear import checks, gpu
 from jax.sharding import PartitionSpec as P
-from linear_cases import X, assert_documents_are_apart, assert_right, found, inputs
+from linear_cases import X, assert_documents_are_apart, assert_right, found, grouped, inputs
 from linear_reference import recurrence
 from long import some
 from test_cuda_lowering import GPU, KNOWN, abstract_mesh, calls, lowered
@@ -125,6 +125,12 @@ def kernels(monkeypatch):
 def test_kernels_and_what_surrounds_them_are_the_recurrence(kernels, shape):
     arrays, method = inputs(*shape), ("ring", "all_gather")[CASES.index(shape) % 2]
     assert_right(found(ring.line(shape[0]), arrays, method=method), arrays, slack=SLACK)
+
+
+@pytest.mark.parametrize("own_heads", [(2, 2, 4), (3, 2, 6)], ids=str)
+def test_heads_that_kernels_do_not_share_are_repeated(kernels, own_heads):
+    arrays = grouped(2, 70, own_heads, 16, 8)
+    assert_right(found(ring.line(2), arrays, scale=0.3), arrays, slack=SLACK, scale=0.3)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Attention on global arrays: finds mesh and axes, and computes on shards in a ``shard_map``."""
 
 from dataclasses import replace
-from typing import Literal, Unpack, overload
+from typing import Literal, Unpack, cast, overload
 
 import jax
 from jax import lax
@@ -21,7 +21,6 @@ from burst_attention._attention.placement import (
 )
 from burst_attention._attention.shards import attend, check_call
 from burst_attention._attention.vjp import Qkv
-from burst_attention._mesh import axes_size
 from burst_attention._types import AnyMesh, Axes
 
 
@@ -112,17 +111,17 @@ def dot_product_attention(
         Explicit axes yet.
       order: ``"layout"``: arrays are in the order of ``layout``, of lengths that the layout can
         cut. ``"sequence"``: arrays are in the order of the sequence, of any length. The call then
-        pads query, key, value, segment_ids and mask at the end, brings them into the layout, and
-        takes out and lse back. This copies arrays once in each direction, for ``contiguous`` only
-        where a length needs padding. A causal mask over as many keys as queries hides the padding
-        by itself; other masks get segment ids.
+        pads them at the end, brings them into the layout, and takes out and lse back. This copies
+        arrays once in each direction, for ``contiguous`` only where a length needs padding. A
+        causal mask over as many keys as queries hides the padding by itself; other masks get
+        segment ids.
       return_residual: whether to also return lse.
       **options: the options of `attention` except batch_axis and head_axis, which follow from spec.
-        segment_ids belong to the whole sequence and are sharded like the first two dimensions of
-        query; sinks and alibi_slopes belong to all heads and are sharded like the heads of query.
-        Lengths are sharded by batch. All of them may also be whole on every device. Inside a
-        ``shard_map`` over other axes, dropout does not know the indices along these axes: fold
-        them into dropout_key.
+        segment_ids, visible and positions belong to the whole sequence and are sharded like the
+        first two dimensions of query; sinks and alibi_slopes belong to all heads and are sharded
+        like the heads of query. Lengths are sharded by batch. All of them may also be whole on
+        every device. Inside a ``shard_map`` over other axes, dropout does not know the indices
+        along these axes: fold them into dropout_key.
 
     Returns:
       ``out``, sharded like query; with ``return_residual=True`` ``(out, lse)``. Both lack the batch
@@ -135,7 +134,9 @@ def dot_product_attention(
     if is_single:
         qkv = batched(qkv, 3)
         spec = PartitionSpec(None, *spec) if isinstance(spec, PartitionSpec) else spec
-        options = options | {"segment_ids": batched(options.get("segment_ids"), 1)}
+        rows = ("segment_ids", "visible", "query_positions", "key_positions")
+        of_rows = {name: batched(options.get(name), 1) for name in rows}
+        options = cast(AttentionOptions, {**options, **of_rows})
     checked, qkv, features = check_call("dot_product_attention", qkv, bias, mask, options)
     for name in ("batch_axis", "head_axis"):
         if axes := getattr(checked, name):
@@ -194,17 +195,8 @@ def _own_parts(
     placement: Placement, qkv: Qkv, features: Features
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Features]:
     """Returns this device's part of arrays that may have come whole."""
-    (query, key, value), head_axes = qkv, placement.axes["heads"]
-    if placement.axes["kv_heads"] != head_axes:
-        heads, shards = key.shape[2], axes_size(placement.mesh, head_axes)
-        start, count = lax.axis_index(head_axes) * heads // shards, max(1, heads // shards)
-        key, value = (lax.dynamic_slice_in_dim(x, start, count, axis=2) for x in (key, value))
-    sizes, own = lengths(query, key), {}
-    for row, x in features.present():
-        for dimension, name in enumerate(row.shape.split()):
-            length = sizes.get(name, x.shape[dimension])
-            if x.shape[dimension] > length:
-                start = lax.axis_index(placement.axes[name]) * length
-                x = lax.dynamic_slice_in_dim(x, start, length, axis=dimension)
-        own[row.name] = x
+    query, key, value = qkv
+    key, value = (placement.own_heads(x, "kv_heads") for x in (key, value))
+    sizes = lengths(query, key)
+    own = {row.name: placement.own_part(x, row.shape, sizes) for row, x in features.present()}
     return (query, key, value), Features(**own)

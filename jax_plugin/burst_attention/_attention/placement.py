@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import jax
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from burst_attention import _checks
@@ -14,6 +15,14 @@ from burst_attention._types import AnyMesh, Axes
 Cuts: TypeAlias = tuple[Axes, ...]
 """For each dimension of an array the mesh axes that cut it."""
 DIMENSIONS = ("batch", "seq", "heads", "head_dim")
+LIKE = {
+    "heads": "the heads of query",
+    "batch q_len": "the first two dimensions of query",
+    "batch kv_len": "the first two dimensions of query",
+    "batch kv_len 2": "the first two dimensions of query",
+    "batch": "the batch of query",
+}
+"""What an array of a shape is sharded like, in the words of errors; by default like the result."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,8 @@ class Placement:
     ring_axes: Axes
     """The axis of the sequence, or the two axes of a double ring."""
     axes: Mapping[str, Axes]
-    """The axes that cut ``batch``, ``q_len``, ``kv_len``, ``heads`` and ``kv_heads``."""
+    """The axes that cut ``batch``, ``q_len``, ``kv_len``, ``heads`` of the result, and the heads of
+    each array: ``q_heads``, ``k_heads`` and ``v_heads``, and ``kv_heads``, which are k_heads."""
 
     def spec(self, shape: str) -> PartitionSpec:
         """Returns the sharding of an array, whose shape consists of names."""
@@ -37,19 +47,41 @@ class Placement:
         if actual == _only(explicit, self._cuts(shape)):
             return self.spec(shape)
         if any(actual):
-            first = "the batch" if x.ndim == 1 else "the first two dimensions"
-            like = f"{'the heads' if 'heads' in shape.split() else first} of query"
+            like = LIKE.get(shape, "the result")
             raise ValueError(
                 f"{name} must be sharded like {like}, {self.spec(shape)}, or not at all, "
                 f"got {_spec(actual)}; use jax.reshard"
             )
         return PartitionSpec()
 
+    def own_heads(self, x: jax.Array, name: str) -> jax.Array:
+        """Returns the heads of an array that this device's heads of the result use.
+
+        ``name`` is the name of the number of its heads.
+        """
+        if self.axes[name] == self.axes["heads"]:
+            return x
+        heads, shards = x.shape[2], axes_size(self.mesh, self.axes["heads"])
+        start, count = lax.axis_index(self.axes["heads"]) * heads // shards, max(1, heads // shards)
+        return lax.dynamic_slice_in_dim(x, start, count, axis=2)
+
+    def own_part(self, x: jax.Array, shape: str, lengths: Mapping[str, int]) -> jax.Array:
+        """Returns this device's part of an array that may be whole.
+
+        ``lengths`` are those of this device's dimensions, by the names in ``shape``.
+        """
+        for dimension, name in enumerate(shape.split()):
+            length = lengths.get(name, x.shape[dimension])
+            if x.shape[dimension] > length:
+                start = lax.axis_index(self.axes[name]) * length
+                x = lax.dynamic_slice_in_dim(x, start, length, axis=dimension)
+        return x
+
     def _cuts(self, shape: str) -> Cuts:
         return tuple(self.axes.get(length, ()) for length in shape.split())
 
 
-def find_mesh(mesh: object, query: jax.Array) -> AnyMesh:
+def find_mesh(mesh: object, query: jax.Array, caller: str = "dot_product_attention") -> AnyMesh:
     """Returns the mesh given, else the mesh of the array, else the mesh of ``jax.set_mesh``."""
     current = jax.sharding.get_abstract_mesh()
     if current.manual_axes and not (current.auto_axes or current.explicit_axes):
@@ -68,7 +100,7 @@ def find_mesh(mesh: object, query: jax.Array) -> AnyMesh:
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     if mesh.empty:
         raise ValueError(
-            "dot_product_attention needs a mesh, but the arrays are on none; pass mesh= and spec=, "
+            f"{caller} needs a mesh, but the arrays are on none; pass mesh= and spec=, "
             "or put the arrays on one with jax.device_put(x, NamedSharding(mesh, spec))"
         )
     return mesh
@@ -89,28 +121,40 @@ def find_placement(
     key: jax.Array,
     value: jax.Array,
 ) -> Placement:
-    """Returns the placement of ``spec``, or of the arrays' types where all axes are Explicit."""
+    """Returns the placement of ``spec``, or of the arrays' types where all axes are Explicit.
+
+    The result has the heads of query, or of value if these are more.
+    """
+    arrays = {"query": query, "key": key, "value": value}
+    most = "query" if query.shape[2] >= value.shape[2] else "value"
     if spec is None:
-        q_axes, kv_axes = _axes_from_types(mesh, query, key, value)
+        cuts = _cuts_from_types(mesh, arrays)
     else:
-        q_axes = kv_axes = _axes_of(spec, mesh)
-        if key.shape[2] < axes_size(mesh, q_axes[2]):
-            # Key/value heads stay whole if they are fewer than the shards of their axis.
-            kv_axes = (*q_axes[:2], (), q_axes[3])
-        _check_explicit(mesh, query=(query, q_axes), key=(key, kv_axes), value=(value, kv_axes))
-    found = f"got {_spec(q_axes)} and {_spec(kv_axes)}; use jax.reshard"
-    if q_axes[:2] != kv_axes[:2]:
-        raise ValueError(f"query and key must be sharded alike in batch and seq, {found}")
-    ring = _ring_axes(axis_name, q_axes[1], mesh)
-    _check_divisible(mesh, q_axes, query.shape, "query")
-    _check_divisible(mesh, kv_axes, key.shape, "key")
-    (batch, seq, heads, _), kv_heads = q_axes, kv_axes[2]
-    if kv_heads not in ((), heads):
-        raise ValueError(f"key heads must be sharded like the query heads or not at all, {found}")
-    if kv_heads != heads:
-        _check_owned(key.shape[2], axes_size(mesh, heads))
-    axes = {"batch": batch, "q_len": seq, "kv_len": seq, "heads": heads, "kv_heads": kv_heads}
-    return Placement(mesh, ring, axes)
+        whole = _axes_of(spec, mesh)
+        # Heads stay whole if they are fewer than the shards of their axis.
+        few = (*whole[:2], (), whole[3])
+        shards = axes_size(mesh, whole[2])
+        cuts = {
+            name: few if name != most and x.shape[2] < shards else whole
+            for name, x in arrays.items()
+        }
+        _check_explicit(mesh, arrays, cuts)
+    _check_alike(cuts, same_heads=key.shape[2] == value.shape[2])
+    batch, seq, heads, _ = cuts[most]
+    ring = _ring_axes(axis_name, seq, mesh)
+    for name, x in arrays.items():
+        _check_divisible(mesh, cuts[name], x.shape, name)
+    for name, x in arrays.items():
+        if cuts[name][2] not in ((), heads):
+            raise ValueError(
+                f"{name} heads must be sharded like the {most} heads or not at all, got "
+                f"{_spec(cuts[most])} and {_spec(cuts[name])}; use jax.reshard"
+            )
+        if cuts[name][2] != heads:
+            _check_owned(name, x.shape[2], most, axes_size(mesh, heads))
+    axes = {"batch": batch, "q_len": seq, "kv_len": seq, "heads": heads}
+    axes |= {f"{name[0]}_heads": found[2] for name, found in cuts.items()}
+    return Placement(mesh, ring, axes | {"kv_heads": axes["k_heads"]})
 
 
 def sequence_axes(
@@ -123,7 +167,8 @@ def sequence_axes(
     """
     if spec is not None:
         return _ring_axes(axis_name, _axes_of(spec, mesh)[1], mesh)
-    found = _axes_from_types(mesh, *qkv)[0][1]
+    arrays = dict(zip(("query", "key", "value"), qkv, strict=True))
+    found = _cuts_from_types(mesh, arrays)["query"][1]
     if found or axis_name is not None:
         return _ring_axes(axis_name, found or ring_axes(axis_name), mesh)
     raise ValueError(
@@ -132,10 +177,23 @@ def sequence_axes(
     )
 
 
-def _axes_from_types(
-    mesh: AnyMesh, query: jax.Array, key: jax.Array, value: jax.Array
-) -> tuple[Cuts, Cuts]:
-    """Returns the axes that cut query and key, from their types."""
+def _check_alike(cuts: Mapping[str, Cuts], same_heads: bool) -> None:
+    """Raises unless all arrays are cut alike in batch and seq, and key and value in equal heads."""
+    query, key, value = cuts.values()
+    if query[:2] != key[:2]:
+        raise ValueError(
+            "query and key must be sharded alike in batch and seq, got "
+            f"{_spec(query)} and {_spec(key)}; use jax.reshard"
+        )
+    if key[:2] != value[:2] or (same_heads and key != value):
+        raise ValueError(
+            f"key and value must be sharded alike, got {_spec(key)} and {_spec(value)}; "
+            "use jax.reshard"
+        )
+
+
+def _cuts_from_types(mesh: AnyMesh, arrays: Mapping[str, jax.Array]) -> dict[str, Cuts]:
+    """Returns the axes that cut each array, from its type."""
     auto = mesh.axis_names if mesh.are_all_axes_auto else _of_type(mesh, AxisType.Auto)
     if auto:
         names = ", ".join(map(repr, auto))
@@ -144,13 +202,7 @@ def _axes_from_types(
             'how it is sharded. Pass spec=P("data", "context", "tensor", None) '
             "with the axes that shard batch, seq and heads, or make the axes Explicit"
         )
-    found = [_actual_axes(x) for x in (query, key, value)]
-    if found[1] != found[2]:
-        raise ValueError(
-            f"key and value must be sharded alike, got {_spec(found[1])} and {_spec(found[2])}; "
-            "use jax.reshard"
-        )
-    return found[0], found[1]
+    return {name: _actual_axes(x) for name, x in arrays.items()}
 
 
 def _actual_axes(x: jax.Array) -> Cuts:
@@ -186,14 +238,14 @@ def _only(some: set[str], cuts: Cuts) -> Cuts:
     return tuple(tuple(name for name in axes if name in some) for axes in cuts)
 
 
-def _check_owned(kv_heads: int, shards: int) -> None:
-    """Raises unless the query heads of each device use whole key/value heads."""
-    if kv_heads % shards and shards % kv_heads:
+def _check_owned(name: str, count: int, most: str, shards: int) -> None:
+    """Raises unless the heads of the result on each device use whole heads of an array."""
+    if count % shards and shards % count:
         raise ValueError(
-            f"key/value heads and the {shards} shards of the query heads must divide one another, "
-            f"got {kv_heads} heads: the query heads of some device would use parts of several "
-            "key/value heads. Repeat key and value with jnp.repeat(x, n, axis=2), or shard the "
-            "heads over fewer devices"
+            f"{name} heads and the {shards} shards of the {most} heads must divide one another, "
+            f"got {count} heads: the {most} heads of some device would use parts of several "
+            f"{name} heads. Repeat {name} with jnp.repeat(x, n, axis=2), or shard the heads over "
+            "fewer devices"
         )
 
 
@@ -213,8 +265,7 @@ def _ring_axes(given: object, found: Axes, mesh: AnyMesh) -> Axes:
     elif not found:
         raise ValueError(
             "the sequence, dimension 1 of query, must be sharded over a mesh axis, but is not; "
-            'reshard it with jax.reshard(x, P(None, "context")), or call '
-            "jax.nn.dot_product_attention, which needs no ring"
+            'reshard it with jax.reshard(x, P(None, "context")); the axis may have one device'
         )
     return ring_axes(found)
 
@@ -235,14 +286,16 @@ def _check_divisible(mesh: AnyMesh, cuts: Cuts, shape: tuple[int, ...], array: s
             )
 
 
-def _check_explicit(mesh: AnyMesh, **arrays: tuple[jax.Array, Cuts]) -> None:
+def _check_explicit(
+    mesh: AnyMesh, arrays: Mapping[str, jax.Array], cuts: Mapping[str, Cuts]
+) -> None:
     """Raises where the types of Explicit axes disagree with ``spec``: no array is resharded."""
     explicit = set(_of_type(mesh, AxisType.Explicit))
-    for name, (x, cuts) in arrays.items():
+    for name, x in arrays.items():
         actual = _actual_axes(x)
-        if _only(explicit, actual) != _only(explicit, cuts):
+        if _only(explicit, actual) != _only(explicit, cuts[name]):
             raise ValueError(
-                f"{name} must be sharded as {_spec(cuts)} on this Explicit mesh, got "
+                f"{name} must be sharded as {_spec(cuts[name])} on this Explicit mesh, got "
                 f"{_spec(actual)}; use jax.reshard({name}, spec), or leave out spec"
             )
 

@@ -5,7 +5,6 @@ lowering will tell the platform, there are none, and the later call computes the
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import TypeAlias, TypeVar
 
 import jax
@@ -31,19 +30,22 @@ def left(
 
         Σ_t k_t v_tᵀ e^(Σ_(s>t) log λ_s);   back: Σ_t k_t v_tᵀ e^(Σ_(s≤t) log λ_s)
 
-    and the intermediate states that `forward` and `backward` can use again.
+    and the intermediate states that `forward` and `backward` can use again. With ``back`` k stands
+    for the queries, which the scale multiplies.
     """
-    call = partial(gpu.left, place.has_documents, back=back)
-    if place.platform == "cuda":
-        return call(k, v, logs)
+    scale = place.scale if back else 1.0
 
     def cpu(k: jax.Array, v: jax.Array, logs: Logs) -> jax.Array:
-        return _call("state", (k, v, logs), [_state_like(k, v, logs)], backward=np.bool_(back))[0]
+        result = _state_like(k, v, logs)
+        return _call("state", (k, v, logs), [result], scale, backward=np.bool_(back))[0]
 
-    def cuda(*operands: jax.Array) -> jax.Array:
-        return call(*operands)[0]
+    def cuda(k: jax.Array, v: jax.Array, logs: Logs) -> tuple[State, jax.Array]:
+        return gpu.left(place.has_documents, gpu.scaled(k, scale), v, logs, back=back)
 
-    return _on_platform(place, (k, v, logs), cpu, cuda), None
+    if place.platform == "cuda":
+        return cuda(k, v, logs)
+
+    return _on_platform(place, (k, v, logs), cpu, lambda *x: cuda(*x)[0]), None
 
 
 def forward(place: Place, operands: Arrays, again: Again) -> tuple[jax.Array, State, jax.Array]:
@@ -51,18 +53,18 @@ def forward(place: Place, operands: Arrays, again: Again) -> tuple[jax.Array, St
 
     ``operands`` are q, k, v, log decays and the state before the first token.
     """
-    if place.platform == "cuda":
-        return gpu.forward(place.has_documents, operands, again)
 
     def cpu(*operands: jax.Array) -> Arrays:
         q, _, v, logs, _ = operands
-        out = jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype)
-        return _call("forward", operands, [out, _state_like(q, v, logs)])
+        out = jax.ShapeDtypeStruct((*logs.shape, v.shape[3]), q.dtype)
+        return _call("forward", operands, [out, _state_like(q, v, logs)], place.scale)
 
-    def cuda(*operands: jax.Array) -> Arrays:
-        return gpu.forward(place.has_documents, operands, None)[:2]
+    def cuda(q: jax.Array, *others: jax.Array) -> tuple[jax.Array, State, jax.Array]:
+        return gpu.forward(place.has_documents, (gpu.scaled(q, place.scale), *others), again)
 
-    out, after = _on_platform(place, operands, cpu, cuda)
+    if place.platform == "cuda":
+        return cuda(*operands)
+    out, after = _on_platform(place, operands, cpu, lambda *x: cuda(*x)[:2])
     return out, after, operands[4]
 
 
@@ -75,10 +77,12 @@ def backward(place: Place, operands: Arrays, again: Again) -> Arrays:
 
     def cpu(*operands: jax.Array) -> Arrays:
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[:5]]
-        return _call("backward", operands, results)
+        return _call("backward", operands, results, place.scale)
 
-    def cuda(*operands: jax.Array) -> Arrays:
-        return gpu.backward(place.has_documents, operands, again)
+    def cuda(q: jax.Array, *others: jax.Array) -> Arrays:
+        scaled = (gpu.scaled(q, place.scale), *others)
+        dq, *gradients = gpu.backward(place.has_documents, scaled, again)
+        return gpu.scaled(dq, place.scale), *gradients
 
     return _on_platform(place, operands, cpu, cuda)
 
@@ -100,10 +104,14 @@ def _state_like(k: jax.Array, v: jax.Array, logs: Logs) -> jax.ShapeDtypeStruct:
 
 
 def _call(
-    name: str, operands: Arrays, results: list[jax.ShapeDtypeStruct], **attributes: np.bool_
+    name: str,
+    operands: Arrays,
+    results: list[jax.ShapeDtypeStruct],
+    scale: float,
+    **attributes: np.bool_,
 ) -> Arrays:
     target = _ffi.LINEAR[name]
     call = jax.ffi.ffi_call(target, results, vmap_method="broadcast_all", has_side_effect=False)
     with jax.named_scope(target):
-        outputs = call(*operands, **attributes)
+        outputs = call(*operands, scale=np.float32(scale), **attributes)
     return vary_like(operands[0], tuple(outputs))

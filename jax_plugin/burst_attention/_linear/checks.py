@@ -1,11 +1,11 @@
 """Checks of the arguments of linear attention."""
 
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from burst_attention import _checks, _mesh
 from burst_attention._types import LAYOUTS, AnyMesh, ArrayType
@@ -13,24 +13,93 @@ from burst_attention._types import LAYOUTS, AnyMesh, ArrayType
 Method: TypeAlias = Literal["auto", "ring", "all_gather"]
 """How the states of linear attention travel."""
 METHODS: tuple[Method, ...] = get_args(Method)
+ReturnState: TypeAlias = bool | Literal["replicated"]
+"""Whether a call returns the last state, and whether JAX types it as the same on all ranks."""
 PLATFORMS = ("cpu", "cuda")
-GLOBALLY = (
-    "wrap the call: jax.shard_map(lambda q, k, v: burst_attention.linear_attention(q, k, v, "
-    "axis_name=...), mesh=mesh, in_specs=spec, out_specs=spec), where spec names the axis in the "
-    "place of seq"
-)
-"""What to do with global arrays."""
+
+
+class Settings(NamedTuple):
+    """The arguments of a call that are no arrays, checked."""
+
+    scale: float
+    is_causal: bool
+    return_state: ReturnState
+    method: Method
+
+
+class Inputs(NamedTuple):
+    """The arrays of a call, checked: of one device, or global ones."""
+
+    query: Float[Array, "batch seq q_heads k_dim"]
+    key: Float[Array, "batch seq k_heads k_dim"]
+    value: Float[Array, "batch seq v_heads v_dim"]
+    decay: Float32[Array, " heads"] | None
+    log_decay: Float32[Array, "batch seq heads"] | None
+    segment_ids: Int32[Array, "batch seq"] | None
+    initial_state: Float32[Array, "batch heads k_dim v_dim"] | None
 
 
 def arrays(query: object, key: object, value: object) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the three inputs as arrays; queries and keys belong to one sequence."""
-    q, k, v = _checks.arrays(query, key, value)
-    if q.shape[1] != k.shape[1]:
+    """Returns the three inputs as arrays of one sequence, whose heads and columns go together."""
+    q, k, v = map(jnp.asarray, _checks.activations(query, key, value))
+    for dimension, words in enumerate(
+        ("batch size", "length, since a state goes from token to token")
+    ):
+        sizes = [x.shape[dimension] for x in (q, k, v)]
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"query, key and value must have one {words}, got {', '.join(map(str, sizes))}"
+            )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"query and key must have one k_dim, got {q.shape[3]} and {k.shape[3]}")
+    for name, dim in (("k_dim", k.shape[3]), ("v_dim", v.shape[3])):
+        if dim % 8 or not 8 <= dim <= _checks.MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name} must be a multiple of 8 from 8 to {_checks.MAX_HEAD_DIM}, got {dim}; pad "
+                "with zeros, which add nothing to a state"
+            )
+    heads, counts = heads_of(q, v), [x.shape[2] for x in (q, k, v)]
+    if not all(count and heads % count == 0 for count in counts):
         raise ValueError(
-            "query and key must have one length, since a state goes from token to token, got "
-            f"{q.shape[1]} and {k.shape[1]}"
+            "the heads of query, key and value must each divide the heads of the result, the "
+            "number of query or value, whichever has more (head h of the result uses head "
+            f"h // (heads / own heads) of each), got {', '.join(map(str, counts))}"
         )
     return q, k, v
+
+
+def heads_of(query: jax.Array, value: jax.Array) -> int:
+    """Returns the number of heads of the result, of decays and of states."""
+    return max(query.shape[2], value.shape[2])
+
+
+def scale(value: object) -> float:
+    """Returns the factor on query."""
+    if value is None:
+        return 1.0
+    factor = _checks.static_number("scale", value, "; multiply query by a traced factor instead")
+    if not abs(factor) <= _checks.MAX_FLOAT32:
+        raise _checks.beyond_float32("scale", f"{factor:g}")
+    return factor
+
+
+def return_state(value: object) -> ReturnState:
+    """Returns whether and how a call returns the last state."""
+    if not isinstance(value, str):
+        return _checks.flag("return_state", value)
+    if value != "replicated":
+        raise ValueError(f"return_state must be True, False or 'replicated', got {value!r}")
+    return "replicated"
+
+
+def no_placement(**arguments: object) -> None:
+    """Raises for arguments that belong to global arrays."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} belongs to global arrays, but linear_attention is called inside "
+                "jax.shard_map, where arrays are shards; leave it out there"
+            )
 
 
 def layout(value: object) -> None:
@@ -74,21 +143,37 @@ def platform(mesh: AnyMesh, dtype: np.dtype) -> str | None:
     return found
 
 
-def log_decays(
+def decays(
     decay: object, log_decay: object, shape: tuple[int, ...], words: str
-) -> Float32[Array, "*tokens heads"]:
-    """Returns ln λ of each token and head, of ``shape``, which ``words`` describe."""
+) -> tuple[Float32[Array, " heads"] | None, Float32[Array, "*tokens heads"] | None]:
+    """Returns λ of each head, or ln λ of each token and head, of ``shape``.
+
+    ``words`` describe the shape.
+    """
     if decay is not None and log_decay is not None:
         raise ValueError("decay and log_decay must not both be given: one is the other's logarithm")
     if log_decay is not None:
-        return _float32("log_decay", log_decay, shape, f"{words}, as query's")
+        return None, _float32("log_decay", log_decay, shape, f"{words}, as the result's")
+    if decay is None:
+        return None, None
+    factors = _float32("decay", decay, shape[-1:], "[heads], one for each head of the result")
+    _check_range(decay)
+    return factors, None
+
+
+def logs_of(
+    decay: Float32[Array, " heads"] | None,
+    log_decay: Float32[Array, "*tokens heads"] | None,
+    shape: tuple[int, ...],
+) -> Float32[Array, "*tokens heads"]:
+    """Returns ln λ of each token and head, of ``shape``."""
+    if log_decay is not None:
+        return log_decay
     if decay is None:
         return jnp.zeros(shape, jnp.float32)
-    factors = _float32("decay", decay, shape[-1:], "[heads], one for each query head")
-    _check_range(decay)
     # The logarithm's own derivative at 0 is not finite, but no token passes a decay of 0.
-    ends = factors == 0
-    logs = jnp.where(ends, -jnp.inf, jnp.log(jnp.where(ends, 1, factors)))
+    ends = decay == 0
+    logs = jnp.where(ends, -jnp.inf, jnp.log(jnp.where(ends, 1, decay)))
     return jnp.broadcast_to(logs, shape)
 
 
@@ -118,8 +203,7 @@ def state(
     value: object, query: jax.Array, values: jax.Array
 ) -> Float32[Array, "batch heads k_dim v_dim"]:
     """Returns a state; zeros for None."""
-    batch, _, heads, k_dim = query.shape
-    shape = (batch, heads, k_dim, values.shape[3])
+    shape = (query.shape[0], heads_of(query, values), query.shape[3], values.shape[3])
     if value is None:
         return jnp.zeros(shape, jnp.float32)
     return _float32("the state", value, shape, "[batch, heads, k_dim, v_dim]")

@@ -12,9 +12,12 @@ token to the first. `kernels/compiler/src/device/linear.rs` has the formulas.
 
 Values that are not finite do not pass a log decay of −∞, unless one tile of a kernel holds both.
 With documents they do not pass there either: kernels get finite operands only (see `isolation`).
+
+The kernels take k and v of one number of heads. So XLA repeats heads where these numbers differ,
+and in the backward pass the heads of q.
 """
 
-from math import log2
+from math import lcm, log2
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -62,6 +65,22 @@ class Cut(NamedTuple):
     """Sums of log decays in base 2 over each part; −∞ with a reset among them."""
     resets: Bool[Array, "batch seq heads"]
     """Whether a log decay is −∞."""
+
+
+def scaled(x: Float[Array, "batch seq _ dim"], scale: float) -> Float[Array, "batch seq _ dim"]:
+    """Returns ``x`` times a factor, rounded to its type."""
+    return x if scale == 1 else (x.astype(jnp.float32) * scale).astype(x.dtype)
+
+
+def _of_heads(x: Float[Array, "batch seq _ dim"], heads: int) -> Float[Array, "batch seq _ dim"]:
+    """Returns ``x`` with its heads repeated to a number of heads."""
+    return x if x.shape[2] == heads else jnp.repeat(x, heads // x.shape[2], axis=2)
+
+
+def _paired(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns k and v with one number of heads, as kernels take them."""
+    heads = lcm(k.shape[2], v.shape[2])
+    return _of_heads(k, heads), _of_heads(v, heads)
 
 
 def part_rows(batch: int, tokens: int, heads: int) -> int:
@@ -119,7 +138,7 @@ def left(
 ) -> tuple[State, jax.Array]:
     """Returns the state that all tokens leave, and the result of `between` for their parts."""
     parts = cut(logs, has_documents)
-    keys, values = _kernel_rows(has_documents, k, v)
+    keys, values = _kernel_rows(has_documents, *_paired(k, v))
     zero = between(parts.totals, _parts(parts, keys, values, back), back)
     if has_documents:
         came = reached(spoilt(logs, k, v), parts.resets, back=back)
@@ -157,7 +176,7 @@ def forward(
     if zero is None:
         _, zero = left(has_documents, k, v, logs)
     states = states_from(parts.totals, zero, start, back=False)
-    queries, keys, values = _kernel_rows(has_documents, q, k, v)
+    queries, keys, values = _kernel_rows(has_documents, q, *_paired(k, v))
     given = (queries, keys, values, states[:, :-1])
     out, _ = _attend(parts, given, None, back=False)
     if has_documents:
@@ -180,7 +199,9 @@ def backward(has_documents: bool, operands: Arrays, zero: jax.Array | None) -> A
         states = states_from(parts.totals, from_zero, states, back=False)
     if zero is None:
         _, zero = left(has_documents, q, dout, logs, back=True)
-    q, k, v, dout = _kernel_rows(has_documents, q, k, v, dout)
+    own_heads, all_heads = [x.shape[2] for x in (q, k, v)], logs.shape[2]
+    paired = (_of_heads(q, all_heads), *_paired(k, v), dout)
+    q, k, v, dout = _kernel_rows(has_documents, *paired)
     behind = states_from(parts.totals, zero, dafter, back=True)
     d = behind[:, -2::-1]
     s_turned, d_turned = (x.swapaxes(3, 4) for x in (states[:, :-1], d))
@@ -194,8 +215,9 @@ def backward(has_documents: bool, operands: Arrays, zero: jax.Array | None) -> A
     narrowed = _narrowed(d, q.dtype)
     crossing = jnp.einsum("bphkv,bphkv->bhp", states[:, 1:], narrowed, precision="highest")
     dlogs = _decay_gradients(parts, dots, crossing)
-    group, (dq, dk, dv) = q.shape[2] // k.shape[2], gradients
-    return dq, _of_group(dk, group), _of_group(dv, group), dlogs, behind[:, -1]
+    groups = (all_heads // own for own in own_heads)
+    dq, dk, dv = (_of_group(x, group) for x, group in zip(gradients, groups, strict=True))
+    return dq, dk, dv, dlogs, behind[:, -1]
 
 
 def _spread(
@@ -219,7 +241,7 @@ def _narrowed(d: States, dtype: np.dtype) -> States:
 
 
 def _of_group(gradient: jax.Array, group: int) -> jax.Array:
-    """Returns the sum over the query heads that share a key/value head."""
+    """Returns the sum over the heads that share a head of q, k or v."""
     if group == 1:
         return gradient
     batch, tokens, heads, dim = gradient.shape

@@ -38,6 +38,8 @@ class Place(NamedTuple):
     """``cpu`` or ``cuda``; None where only lowering will tell."""
     has_documents: bool
     """Whether there are documents, which keep values that are not finite to themselves."""
+    scale: float
+    """Factor on the queries."""
 
 
 def chosen(method: Method, world_size: int, state: State) -> Method:
@@ -53,7 +55,9 @@ def before(
     """Returns the state before this rank's tokens, and the state after all ranks' tokens.
 
     ``first`` is the state before rank 0, ``decays`` are this rank's a (see `total`), and ``left``
-    is its M. With ``back`` ranks follow each other from the last to the first.
+    is its M. With ``back`` ranks follow each other from the last to the first. With the method
+    ``ring`` only the first rank in this order needs ``first``, and only the last rank gets the
+    state after all tokens.
     """
     method = _ring if place.method == "ring" else _gathered
     return method(place, first, decays, left, back)
@@ -107,6 +111,4 @@ def _ring(
         sent = _after(own, decays, left)
         came = lax.ppermute(sent, place.axes, [(sender, receiver)])
         own = jnp.where(rank == receiver, came, own)
-    last = _after(own, decays, left)
-    is_last = rank == order[-1]
-    return own, lax.psum(jnp.where(is_last, last, 0), place.axes)
+    return own, _after(own, decays, left)

@@ -6,7 +6,9 @@ use super::BackwardIo;
 use super::chunk::{chunks, product, scale_rows, store, transpose};
 use super::decays::Decays;
 use super::gradients::{GroupScratch, HeadChunk, HeadStates};
+use super::head_of;
 use super::prefetch::Prefetch;
+use crate::host::array::HostArray;
 use crate::host::matmul::Matrix;
 use crate::host::scratch::{Scratch, ScratchTask};
 use crate::host::simd::Simd;
@@ -16,11 +18,23 @@ use crate::host::simd::Simd;
 /// 64.
 const KEPT_FLOATS: usize = 1 << 21;
 
-/// The gradients of one key/value head and of all query heads that use it.
+/// The gradients of a group: consecutive heads that share no head of q, k or v with other heads.
 pub(super) struct BackwardGroup<'a> {
     pub io: &'a BackwardIo,
-    /// Batch entry and key/value head.
-    pub kv_head: (usize, usize),
+    /// Batch entry and group.
+    pub group: (usize, usize),
+}
+
+/// Returns the largest number of groups: the greatest common divisor of the heads of q, k and v.
+pub(super) fn groups(io: &BackwardIo) -> usize {
+    let mut of_all = io.q.heads;
+    for array in [&io.k, &io.v] {
+        let mut rest = array.heads;
+        while rest > 0 {
+            (of_all, rest) = (rest, of_all % rest);
+        }
+    }
+    of_all
 }
 
 /// Returns the number of chunks of a part: all chunks if their states fit, or else as many chunks
@@ -49,8 +63,8 @@ impl ScratchTask for BackwardGroup<'_> {
         let parts = count.div_ceil(part).max(1);
         let mut take = |rows, row| Matrix::take(scratch, (rows, row));
         let of_group = GroupScratch::take(&mut take, (kw, vw), S::LANES);
-        let group = q.heads / k.heads;
-        let (batch, kv_head) = self.kv_head;
+        let (batch, group) = self.group;
+        let size = self.io.log_decay.heads / groups(self.io);
         let of_head = |head| HeadStates {
             head: (batch, head),
             d: take(kw, vw),
@@ -58,7 +72,7 @@ impl ScratchTask for BackwardGroup<'_> {
             chunks: take(part * vw, kw),
             rows: vw,
         };
-        let heads = (kv_head * group..(kv_head + 1) * group).map(of_head).collect();
+        let heads = (group * size..(group + 1) * size).map(of_head).collect();
         GroupPieces { scratch: of_group, heads, part }
     }
 
@@ -144,20 +158,21 @@ impl GroupTask<'_> {
         number: usize,
         (from, to): (Matrix, Matrix),
     ) {
-        let BackwardGroup { io, kv_head } = *self.group;
+        let BackwardGroup { io, .. } = *self.group;
         let GroupScratch { k, v, .. } = self.scratch;
         let rows = &self.all[number];
+        let shared = |array| head_of(array, &io.log_decay, head);
         let mut prefetch = Prefetch::none();
         if let Some(next) = self.all.get(number + 1) {
             for array in [&io.k, &io.v] {
-                prefetch = prefetch.and(&array.head_rows(kv_head, next));
+                prefetch = prefetch.and(&array.head_rows(shared(array), next));
             }
         }
         // SAFETY: the caller guarantees the scratch and the arrays.
         unsafe {
             let decays = Decays::read(simd, &io.log_decay, head, rows);
-            io.k.head_rows(kv_head, rows).pack(simd, k);
-            io.v.head_rows(kv_head, rows).pack(simd, v);
+            io.k.head_rows(shared(&io.k), rows).pack(simd, k);
+            io.v.head_rows(shared(&io.v), rows).pack(simd, v);
             scale_rows(simd, k, &decays.to_end[..rows.len()]);
             let (size, write) = ((0..io.v.dim, decays.last()), decays.onto(from.at));
             product(simd, &mut prefetch.over(1), (v.transposed(), k), to, size, write);
@@ -170,48 +185,59 @@ impl GroupTask<'_> {
     /// The caller guarantees the scratch and the arrays, as [`GroupTask`] says.
     #[inline(always)]
     unsafe fn chunk<S: Simd>(&self, simd: S, number: usize, at: usize) {
-        let GroupTask { group: &BackwardGroup { io, kv_head }, scratch, ref heads, .. } = *self;
-        let rows = &self.all[number];
-        let GroupScratch { k, v, columns, dkv, dkv_sum, .. } = scratch;
+        let GroupTask { group: &BackwardGroup { io, .. }, scratch, ref heads, .. } = *self;
+        let (rows, results) = (&self.all[number], [&io.dq, &io.dk, &io.dv]);
+        let GroupScratch { k, v, columns, own, sums, .. } = scratch;
         // SAFETY: the caller guarantees the scratch and the arrays.
         unsafe {
-            io.k.head_rows(kv_head, rows).pack(simd, k);
-            io.v.head_rows(kv_head, rows).pack(simd, v);
-            transpose(simd, k, (rows.len(), k.row), columns[0]);
-            transpose(simd, v, (rows.len(), v.row), columns[1]);
             for (member, states) in heads.iter().enumerate() {
+                let (head, count) = (states.head, rows.len());
+                for (array, packed, turned) in [(&io.k, k, columns[0]), (&io.v, v, columns[1])] {
+                    if self.begins(array, head) {
+                        let shared = head_of(array, &io.log_decay, head);
+                        array.head_rows(shared, rows).pack(simd, packed);
+                        transpose(simd, packed, (count, packed.row), turned);
+                    }
+                }
+                let begins = results.map(|result| self.begins(result, head));
+                let targets = [0, 1, 2].map(|i| if begins[i] { sums[i] } else { own[i] });
                 let chunk = HeadChunk { io, scratch, states, rows, at };
-                let prefetch = &mut self.prefetch(number, at, member).over(7);
-                if member == 0 {
-                    chunk.gradients(simd, prefetch, dkv_sum);
-                } else {
-                    chunk.gradients(simd, prefetch, dkv);
-                    add_rows(simd, dkv_sum[0], dkv[0], rows.len());
-                    add_rows(simd, dkv_sum[1], dkv[1], rows.len());
+                chunk.gradients(simd, &mut self.prefetch(number, at, member).over(7), targets);
+                for (i, result) in results.into_iter().enumerate() {
+                    if !begins[i] {
+                        add_rows(simd, sums[i], own[i], count);
+                    }
+                    if self.begins(result, (head.0, head.1 + 1)) {
+                        let shared = head_of(result, &io.log_decay, head);
+                        store(simd, &result.head_rows(shared, rows), sums[i]);
+                    }
                 }
             }
-            store(simd, &io.dk.head_rows(kv_head, rows), dkv_sum[0]);
-            store(simd, &io.dv.head_rows(kv_head, rows), dkv_sum[1]);
         }
+    }
+
+    /// Whether a head is the first one that uses its head of an array.
+    fn begins(&self, array: &HostArray, head: (usize, usize)) -> bool {
+        head.1.is_multiple_of(self.group.io.log_decay.heads / array.heads)
     }
 
     /// Returns the rows that are read after the `member` of the group in a chunk.
     fn prefetch(&self, number: usize, at: usize, member: usize) -> Prefetch {
-        let (BackwardGroup { io, kv_head }, heads) = (self.group, &self.heads);
+        let (io, heads) = (self.group.io, &self.heads);
         let (number, at, member) = match (heads.get(member + 1), at) {
             (Some(_), _) => (number, at, member + 1),
             (None, 0) => return Prefetch::none(),
             (None, _) => (number - 1, at - 1, 0),
         };
         let (rows, states) = (&self.all[number], &heads[member]);
-        let prefetch = Prefetch::none()
-            .and(&io.q.head_rows(states.head, rows))
-            .and(&io.dout.head_rows(states.head, rows))
-            .and_scratch(states.chunk(at), io.v.dim);
-        if member > 0 {
-            return prefetch;
-        }
-        prefetch.and(&io.k.head_rows(*kv_head, rows)).and(&io.v.head_rows(*kv_head, rows))
+        let begun = [&io.q, &io.dout, &io.k, &io.v].into_iter();
+        begun.filter(|array| self.begins(array, states.head)).fold(
+            Prefetch::none().and_scratch(states.chunk(at), io.v.dim),
+            |prefetch, array| {
+                let shared = head_of(array, &io.log_decay, states.head);
+                prefetch.and(&array.head_rows(shared, rows))
+            },
+        )
     }
 }
 

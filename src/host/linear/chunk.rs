@@ -165,6 +165,18 @@ pub(super) unsafe fn scale_rows<S: Simd>(simd: S, rows: Matrix, factors: &[f32])
     }
 }
 
+/// Multiplies `count` rows by one factor.
+///
+/// # Safety
+/// The caller guarantees what [`scale_rows`] asks for, and at most [`CHUNK`] rows.
+#[inline(always)]
+pub(super) unsafe fn scale_all<S: Simd>(simd: S, rows: Matrix, count: usize, factor: f32) {
+    if factor != 1.0 {
+        // SAFETY: the caller guarantees the rows.
+        unsafe { scale_rows(simd, rows, &[factor; CHUNK][..count]) }
+    }
+}
+
 /// Least bytes of an array whose rows are written past the caches. A write through the caches reads
 /// each line before it overwrites the line, and pushes out lines that are in use: with results of
 /// 64 MiB that took a sixth of the time of both passes.

@@ -4,10 +4,11 @@ use std::ops::Range;
 
 use super::ForwardIo;
 use super::chunk::{
-    CHUNK, chunks, product, product_and_zeros, scale_rows, scores, store, transpose,
+    CHUNK, chunks, product, product_and_zeros, scale_all, scale_rows, scores, store, transpose,
     triangular_product,
 };
 use super::decays::Decays;
+use super::head_of;
 use super::prefetch::Prefetch;
 use crate::host::matmul::Matrix;
 use crate::host::scratch::{Scratch, ScratchTask};
@@ -16,7 +17,7 @@ use crate::host::simd::Simd;
 /// The outputs of one head.
 pub(super) struct ForwardHead<'a> {
     pub io: &'a ForwardIo,
-    /// Batch entry and query head.
+    /// Batch entry and head of decays.
     pub head: (usize, usize),
 }
 
@@ -70,7 +71,8 @@ impl ScratchTask for ForwardHead<'_> {
 }
 
 impl ForwardHead<'_> {
-    /// Computes o = from_start ∘ q S + ((q kᵀ) ∘ decay) v, then S = carry · S + (to_end ∘ k)ᵀ v.
+    /// Computes o = from_start ∘ q S + ((q kᵀ) ∘ decay) v, then S = carry · S + (to_end ∘ k)ᵀ v. Here
+    /// q stands for the scaled queries.
     ///
     /// # Safety
     /// The caller guarantees that the scratch is this task's, that the inputs have these rows, and
@@ -80,14 +82,14 @@ impl ForwardHead<'_> {
         let ForwardHead { io, head } = *self;
         let HeadScratch { q, k, columns, v, p, o, state } = scratch;
         let (count, dim) = (rows.len(), io.k.dim);
-        let kv_head = self.kv_head();
         let prefetch = &mut self.prefetch(rows.end).over(3);
         // SAFETY: the caller guarantees the scratch and the rows of the arrays.
         unsafe {
             let decays = Decays::read(simd, &io.log_decay, head, &rows);
-            io.q.head_rows(head, &rows).pack(simd, q);
-            io.k.head_rows(kv_head, &rows).pack(simd, k);
-            io.v.head_rows(kv_head, &rows).pack(simd, v);
+            for (array, packed) in [(&io.q, q), (&io.k, k), (&io.v, v)] {
+                array.head_rows(head_of(array, &io.log_decay, head), &rows).pack(simd, packed);
+            }
+            scale_all(simd, q, count, io.scale);
             transpose(simd, k, (count, k.row), columns);
             scores(simd, prefetch, (q, columns), p, (count, dim));
             decays.weigh(simd, p);
@@ -104,11 +106,6 @@ impl ForwardHead<'_> {
         }
     }
 
-    /// Returns the batch entry and the key/value head.
-    fn kv_head(&self) -> (usize, usize) {
-        (self.head.0, self.head.1 * self.io.k.heads / self.io.q.heads)
-    }
-
     /// Returns the rows that the chunk from `start` on reads.
     fn prefetch(&self, start: usize) -> Prefetch {
         let ForwardHead { io, head } = *self;
@@ -117,7 +114,8 @@ impl ForwardHead<'_> {
             return Prefetch::none();
         }
         let rows = start..len.min(start + CHUNK);
-        let keys = [&io.k, &io.v].map(|array| array.head_rows(self.kv_head(), &rows));
-        Prefetch::none().and(&io.q.head_rows(head, &rows)).and(&keys[0]).and(&keys[1])
+        [&io.q, &io.k, &io.v].into_iter().fold(Prefetch::none(), |prefetch, array| {
+            prefetch.and(&array.head_rows(head_of(array, &io.log_decay, head), &rows))
+        })
     }
 }

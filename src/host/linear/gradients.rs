@@ -1,12 +1,13 @@
-//! The gradients of a chunk of one query head.
+//! The gradients of a chunk of one head.
 
 use std::ops::Range;
 
 use super::BackwardIo;
 use super::chunk::{
-    CHUNK, product, product_and_zeros, scale_rows, scores, store, transpose, triangular_product,
+    CHUNK, product, product_and_zeros, scale_all, scale_rows, scores, transpose, triangular_product,
 };
 use super::decays::Decays;
+use super::head_of;
 use super::prefetch::Prefetch;
 use crate::host::matmul::Matrix;
 use crate::host::pack::dot;
@@ -25,11 +26,10 @@ pub(super) struct GroupScratch {
     pub d_columns: Matrix,
     pub p: Matrix,
     pub dp: Matrix,
-    pub dq: Matrix,
-    /// dk and dv of one head.
-    pub dkv: [Matrix; 2],
-    /// Sums of dk and dv over the group's heads.
-    pub dkv_sum: [Matrix; 2],
+    /// dq, dk and dv of one head.
+    pub own: [Matrix; 3],
+    /// Sums of dq, dk and dv over the heads that share a head of q, k or v.
+    pub sums: [Matrix; 3],
     /// A vector for each row. The sum of its lanes is what the query adds to the gradients of
     /// decays.
     pub by_query: Matrix,
@@ -54,9 +54,8 @@ impl GroupScratch {
             d_columns: take(vw, kw),
             p: take(CHUNK, CHUNK),
             dp: take(CHUNK, CHUNK),
-            dq: take(CHUNK, kw),
-            dkv: [take(CHUNK, kw), take(CHUNK, vw)],
-            dkv_sum: [take(CHUNK, kw), take(CHUNK, vw)],
+            own: [kw, kw, vw].map(|width| take(CHUNK, width)),
+            sums: [kw, kw, vw].map(|width| take(CHUNK, width)),
             by_query: take(CHUNK, lanes),
             by_key: take(CHUNK, lanes),
         }
@@ -66,7 +65,7 @@ impl GroupScratch {
 /// A head's states, transposed, and their gradient.
 #[derive(Clone, Copy)]
 pub(super) struct HeadStates {
-    /// Batch entry and query head.
+    /// Batch entry and head of decays.
     pub head: (usize, usize),
     /// Gradient of the state after a chunk, `[k_dim, v_dim]`.
     pub d: Matrix,
@@ -100,7 +99,7 @@ impl HeadStates {
     }
 }
 
-/// A chunk of a query head, whose keys and values are packed.
+/// A chunk of a head, whose keys and values are packed.
 pub(super) struct HeadChunk<'a> {
     pub io: &'a BackwardIo,
     pub scratch: GroupScratch,
@@ -111,8 +110,8 @@ pub(super) struct HeadChunk<'a> {
 }
 
 impl HeadChunk<'_> {
-    /// Computes the gradients, with S the state before the chunk, D the gradient of the state after
-    /// it, p = (q kᵀ) ∘ decay and dp = (dout vᵀ) ∘ decay:
+    /// Computes the gradients, with q the scaled queries, S the state before the chunk, D the
+    /// gradient of the state after it, p = (q kᵀ) ∘ decay and dp = (dout vᵀ) ∘ decay:
     ///
     /// ```text
     /// dq = from_start ∘ dout Sᵀ + dp k;  dk = to_end ∘ v Dᵀ + dpᵀ q;  dv = to_end ∘ k D + pᵀ dout
@@ -122,18 +121,18 @@ impl HeadChunk<'_> {
     ///
     /// # Safety
     /// The caller guarantees that the scratch is this task's, that the arrays have these rows, and
-    /// that the head's results, `dk` and `dv` are this task's.
+    /// that the gradients of the head's decays, `dq`, `dk` and `dv` are this task's.
     #[inline(always)]
     pub unsafe fn gradients<S: Simd>(
         &self,
         simd: S,
         prefetch: &mut Prefetch,
-        [dk, dv]: [Matrix; 2],
+        [dq, dk, dv]: [Matrix; 3],
     ) {
         let HeadChunk { io, scratch, states, rows, at } = *self;
         let head = states.head;
         let (count, k_dim, v_dim) = (rows.len(), io.k.dim, io.v.dim);
-        let GroupScratch { q, k, v, dout, d_columns, p, dp, dq, .. } = scratch;
+        let GroupScratch { q, k, v, dout, d_columns, p, dp, .. } = scratch;
         let (state, d) = (states.chunk(at), states.d);
         let mut by_column = [0.0; CHUNK];
         // SAFETY: the caller guarantees the scratch and the rows of the arrays.
@@ -142,7 +141,8 @@ impl HeadChunk<'_> {
             let (before, after) = (&decays.from_start, &decays.to_end);
             let (first, last) = (decays.first(), decays.last());
             let (until, since) = (|row| decays.until(row), |row| decays.since(row));
-            io.q.head_rows(head, rows).pack(simd, q);
+            io.q.head_rows(head_of(&io.q, &io.log_decay, head), rows).pack(simd, q);
+            scale_all(simd, q, count, io.scale);
             io.dout.head_rows(head, rows).pack(simd, dout);
             scores(simd, prefetch, (q, scratch.columns[0]), p, (count, k_dim));
             scores(simd, prefetch, (dout, scratch.columns[1]), dp, (count, v_dim));
@@ -152,7 +152,7 @@ impl HeadChunk<'_> {
             product_and_zeros(simd, prefetch, (dout.left(), state), dq, size, count);
             add_dots(simd, [q, dq], before, first.clone(), scratch.by_query);
             triangular_product(simd, prefetch, (dp.left(), k), dq, count, &until, before);
-            store(simd, &io.dq.head_rows(head, rows), dq);
+            scale_all(simd, dq, count, io.scale);
 
             transpose(simd, d, (k_dim, v_dim), d_columns);
             let size = (last.clone(), 0..v_dim);

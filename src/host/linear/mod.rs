@@ -1,8 +1,11 @@
 //! Linear attention with decay over the tokens of one rank, on the CPU.
 //!
 //! ```text
-//! S_t = λ_t S_(t−1) + k_t v_tᵀ;  o_t = q_tᵀ S_t
+//! S_t = λ_t S_(t−1) + k_t v_tᵀ;  o_t = scale · q_tᵀ S_t
 //! ```
+//!
+//! Each head of decays has a state and outputs. An array of queries, keys or values may have fewer
+//! heads; each of these serves the same number of consecutive heads (see [`head_of`]).
 //!
 //! A task takes the tokens of one head chunk by chunk and keeps one state S. Within a chunk,
 //! products of small matrices combine tokens with tokens. The state brings the part of all tokens
@@ -40,10 +43,12 @@ pub type Device<'a> = (Isa, &'a ThreadPool);
 /// ```
 #[derive(Debug)]
 pub struct Scan<'a> {
-    /// Keys, or queries if `backward`: `[batch, seq, heads, k_dim]`.
+    /// Keys, or queries if `backward`: `[batch, seq, some heads, k_dim]`.
     pub left: &'a HostArray,
-    /// Values, or the gradient of the output if `backward`: `[batch, seq, heads, v_dim]`.
+    /// Values, or the gradient of the output if `backward`: `[batch, seq, some heads, v_dim]`.
     pub right: &'a HostArray,
+    /// Factor on `left`.
+    pub scale: f32,
     /// Log decays, float32 `[batch, seq, heads, 1]`; −∞ for a token that sees no token before
     /// itself.
     pub log_decay: &'a HostArray,
@@ -56,12 +61,14 @@ pub struct Scan<'a> {
 /// The arrays of the forward pass.
 #[derive(Debug, Clone)]
 pub struct ForwardIo {
-    /// Queries `[batch, seq, heads, k_dim]`.
+    /// Queries `[batch, seq, q_heads, k_dim]`.
     pub q: HostArray,
-    /// Keys `[batch, seq, kv_heads, k_dim]`; query head h uses head h / group_size.
+    /// Keys `[batch, seq, k_heads, k_dim]`.
     pub k: HostArray,
-    /// Values `[batch, seq, kv_heads, v_dim]`.
+    /// Values `[batch, seq, v_heads, v_dim]`.
     pub v: HostArray,
+    /// Factor on the queries.
+    pub scale: f32,
     /// Log decays, as in [`Scan`].
     pub log_decay: HostArray,
     /// The state before the first token, stored as [`Scan::out`].
@@ -81,6 +88,8 @@ pub struct BackwardIo {
     pub k: HostArray,
     /// Values.
     pub v: HostArray,
+    /// Factor on the queries.
+    pub scale: f32,
     /// Log decays, as in [`Scan`].
     pub log_decay: HostArray,
     /// The state before the first token.
@@ -116,14 +125,14 @@ pub fn scan(device: Device<'_>, scan: &Scan<'_>) {
 /// If the CPU lacks the instruction set.
 pub fn forward(device: Device<'_>, io: &ForwardIo) {
     large_pages::ask_for(&io.o);
-    let (batches, heads) = (io.q.batch, io.q.heads);
+    let (batches, heads) = (io.q.batch, io.log_decay.heads);
     each(device, batches, heads, |head| forward::ForwardHead { io, head });
 }
 
-/// Computes all gradients:
+/// Computes all gradients, where q stands for the scaled queries:
 ///
 /// ```text
-/// D_(t−1) = λ_t (D_t + q_t dout_tᵀ), from D = dafter;   dq_t = S_t dout_t
+/// D_(t−1) = λ_t (D_t + q_t dout_tᵀ), from D = dafter;   dq_t = scale · S_t dout_t
 /// dk_t = (D_t + q_t dout_tᵀ) v_t;   dv_t = (D_t + q_t dout_tᵀ)ᵀ k_t
 /// d log λ_t = λ_t ⟨S_(t−1), D_t + q_t dout_tᵀ⟩
 /// ```
@@ -132,8 +141,16 @@ pub fn forward(device: Device<'_>, io: &ForwardIo) {
 /// If the CPU lacks the instruction set.
 pub fn backward(device: Device<'_>, io: &BackwardIo) {
     [&io.dq, &io.dk, &io.dv].into_iter().for_each(large_pages::ask_for);
-    let (batches, heads) = (io.k.batch, io.k.heads);
-    each(device, batches, heads, |kv_head| backward::BackwardGroup { io, kv_head });
+    each(device, io.q.batch, backward::groups(io), |group| backward::BackwardGroup { io, group });
+}
+
+/// Returns the batch entry and the head of an array that a head of decays uses.
+fn head_of(
+    array: &HostArray,
+    log_decay: &HostArray,
+    (batch, head): (usize, usize),
+) -> (usize, usize) {
+    (batch, head * array.heads / log_decay.heads)
 }
 
 /// Runs a task for each head of each batch entry.

@@ -1,7 +1,7 @@
 //! The state that tokens leave.
 
 use super::Scan;
-use super::chunk::{CHUNK, product, scale_rows, store};
+use super::chunk::{CHUNK, product, scale_all, scale_rows, store};
 use super::decays::Decays;
 use super::prefetch::Prefetch;
 use crate::host::array::HostArray;
@@ -31,7 +31,7 @@ impl ScratchTask for ScanHead<'_> {
         let ScanHead { scan, head } = *self;
         let (dim, len) = (scan.left.dim, scan.left.rows.len());
         let count = len.div_ceil(CHUNK);
-        let head_of = |array: &HostArray| (head.0, head.1 * array.heads / scan.log_decay.heads);
+        let head_of = |array: &HostArray| super::head_of(array, scan.log_decay, head);
         let rows_at = |number: usize| {
             let chunk = if scan.backward { count - 1 - number } else { number };
             chunk * CHUNK..len.min((chunk + 1) * CHUNK)
@@ -50,6 +50,7 @@ impl ScratchTask for ScanHead<'_> {
                     true => (&decays.from_start, decays.first()),
                     false => (&decays.to_end, decays.last()),
                 };
+                scale_all(simd, k, rows.len(), scan.scale);
                 scale_rows(simd, k, &factors[..rows.len()]);
                 let mut prefetch = Prefetch::none();
                 if number + 1 < count {

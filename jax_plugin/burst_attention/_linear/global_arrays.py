@@ -1,0 +1,55 @@
+"""Linear attention on global arrays: on their shards, in a ``shard_map`` over the mesh."""
+
+import jax
+
+from burst_attention._attention.placement import Placement, find_mesh, find_placement
+from burst_attention._linear import checks, shards
+from burst_attention._linear.checks import Inputs, Settings
+from burst_attention._linear.shards import Results
+
+QKV = {"query": "batch q_len q_heads", "key": "batch q_len k_heads", "value": "batch q_len v_heads"}
+OTHERS = {
+    "decay": "heads",
+    "log_decay": "batch q_len heads",
+    "segment_ids": "batch q_len",
+    "initial_state": "batch heads k_dim v_dim",
+}
+"""The shapes of arrays that may come whole, in the names of a `Placement`."""
+
+
+def attend(
+    mesh: object, spec: object, axis_name: object, settings: Settings, inputs: Inputs
+) -> Results:
+    """Returns the outputs of all tokens, and the state after them if the settings ask for it."""
+    caller, qkv = "linear_attention", inputs[:3]
+    placement = find_placement(find_mesh(mesh, qkv[0], caller), spec, axis_name, *qkv)
+    arrays = {name: x for name, x in inputs._asdict().items() if x is not None}
+    specs = {name: placement.spec(shape) for name, shape in QKV.items()}
+    for name in OTHERS.keys() & arrays:
+        specs[name] = placement.spec_of(name, arrays[name], OTHERS[name])
+    out_spec, state_spec = placement.spec("batch q_len heads"), placement.spec("batch heads")
+    if settings.return_state:
+        settings = settings._replace(return_state="replicated")
+
+    def local(arrays: dict[str, jax.Array]) -> Results:
+        return shards.attend(placement.ring_axes, settings, _own_parts(placement, arrays))
+
+    results: Results = jax.shard_map(
+        local,
+        mesh=placement.mesh,
+        in_specs=(specs,),
+        out_specs=(out_spec, state_spec),
+        axis_names=set(placement.mesh.axis_names) - set(placement.mesh.manual_axes),
+    )(arrays)
+    return results
+
+
+def _own_parts(placement: Placement, arrays: dict[str, jax.Array]) -> Inputs:
+    """Returns this device's part of arrays that may have come whole."""
+    q, k, v = (placement.own_heads(arrays[name], QKV[name].split()[2]) for name in QKV)
+    lengths = {"batch": q.shape[0], "q_len": q.shape[1], "heads": checks.heads_of(q, v)}
+    others = {
+        name: placement.own_part(arrays[name], shape, lengths) if name in arrays else None
+        for name, shape in OTHERS.items()
+    }
+    return Inputs(q, k, v, **others)
