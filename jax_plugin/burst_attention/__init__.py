@@ -13,6 +13,7 @@ from burst_attention._attention.links import Links
 from burst_attention._attention.shards import attention
 from burst_attention._balance import BalancedDocuments, balance_documents
 from burst_attention._checkpoint import offload_attention, save_attention
+from burst_attention._flax import flax_attention_fn
 from burst_attention._layouts import from_layout, layout_positions, local_positions, to_layout
 from burst_attention._linear.attention import linear_attention
 from burst_attention._linear.step import linear_attention_step
@@ -35,6 +36,7 @@ __all__ = [
     "balance_documents",
     "choose_schedule",
     "dot_product_attention",
+    "flax_attention_fn",
     "from_layout",
     "layout_positions",
     "linear_attention",

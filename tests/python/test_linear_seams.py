@@ -28,6 +28,7 @@ def test_heads_are_shared_and_queries_scaled(own_heads, method):
     assert_right(got, arrays, scale=0.3)
 
 
+@pytest.mark.needs("host")
 def test_the_scale_is_not_rounded_to_16_bits():
     arrays = grouped(1, 300, (2, 2, 4), 32, 16, "bfloat16")
     assert_right(found(ring.line(1), arrays, scale=0.3), arrays, "bfloat16", scale=0.3)

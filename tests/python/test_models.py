@@ -33,50 +33,6 @@ def ring_attention(**options):
     return attend
 
 
-@pytest.fixture
-def nnx():
-    """Returns flax.nnx, or skips the test without flax."""
-    reason = "the wheel's environments have JAX and pytest alone"
-    return pytest.importorskip("flax.nnx", reason=reason)
-
-
-def attention_fn(
-    query, key, value, *, mask=None, dropout_rng=None, dropout_rate=0.0, deterministic=True,
-    is_causal=False, **unused,
-):  # fmt: skip
-    """Computes by `dot_product_attention` the attention that nnx.MultiHeadAttention asks for."""
-    rate = 0.0 if deterministic else dropout_rate
-    options = {"dropout_rate": rate, "dropout_key": dropout_rng, "is_causal": is_causal}
-    return ring_attention(mask=mask, **options)(query, key, value)
-
-
-def test_nnx_multi_head_attention(nnx):
-    """nnx's own attention gives the same values and gradients of all parameters."""
-    x = ring.normal(0, (2, 32, 24))[0]
-
-    def run(**options):
-        layer = nnx.MultiHeadAttention(
-            num_heads=4, num_kv_heads=2, in_features=24, qkv_features=32, decode=False,
-            use_bias=False, rngs=nnx.Rngs(0), **options,
-        )  # fmt: skip
-        loss = nnx.jit(nnx.value_and_grad(lambda layer: jnp.sum(layer(x, is_causal=True) ** 2)))
-        return loss(layer)
-
-    close(run(attention_fn=attention_fn), run())
-
-
-def test_nnx_dropout_is_that_of_its_key(nnx):
-    x = ring.normal(0, (2, 32, 24))[0]
-    layer = nnx.MultiHeadAttention(
-        num_heads=4, in_features=24, qkv_features=32, decode=False, dropout_rate=0.5,
-        attention_fn=attention_fn, rngs=nnx.Rngs(0),
-    )  # fmt: skip
-    run = nnx.jit(lambda layer, key: layer(x, deterministic=False, rngs=nnx.Rngs(key)))
-    first, again, other = (run(layer, jax.random.key(seed)) for seed in (1, 1, 2))
-    assert np.array_equal(first, again)
-    assert not np.array_equal(first, other)
-
-
 def rotated(x, positions):
     """Applies rotary embeddings; positions are ``[seq]`` or ``[batch, seq]``."""
     frequencies = 100.0 ** -(jnp.arange(0, x.shape[-1], 2) / x.shape[-1])
