@@ -156,22 +156,25 @@ def test_linen_layers(linen):
     close(run(keys, attention_fn=attend), run(both))
 
 
-def test_dropout_is_that_of_its_key(nnx):
-    x = inputs(2)
-    _, attend = attention()
+@pytest.mark.parametrize("axis_type", some([AxisType.Explicit, AxisType.Auto]))
+def test_dropout_is_that_of_its_key(nnx, axis_type):
+    mesh, attend = attention(axis_type)
+    (x,) = ring.put(mesh, inputs(2), spec=SPEC)
     layer = nnx.MultiHeadAttention(
         num_heads=4, in_features=24, qkv_features=32, decode=False, dropout_rate=0.5,
         attention_fn=attend, rngs=nnx.Rngs(0),
     )  # fmt: skip
 
-    run = nnx.jit(lambda layer, key: layer(x, deterministic=False, rngs=nnx.Rngs(key)))
-    first, again, other = (run(layer, jax.random.key(seed)) for seed in (1, 1, 2))
+    run = nnx.jit(lambda layer, x, key: layer(x, deterministic=False, rngs=nnx.Rngs(key)))
+    with jax.set_mesh(mesh):
+        first, again, other = (run(layer, x, jax.random.key(seed)) for seed in (1, 1, 2))
+        kept = nnx.jit(lambda layer, x: layer(x, deterministic=True))(layer, x)
+        layer.dropout_rate = 0.0
+        plain = nnx.jit(lambda layer, x: layer(x))(layer, x)
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
-    kept = nnx.jit(lambda layer: layer(x, deterministic=True))(layer)
-    layer.dropout_rate = 0.0
-    assert np.array_equal(nnx.jit(lambda layer: layer(x))(layer), kept)
-    assert not np.array_equal(kept, first)
+    assert not np.array_equal(first, kept)
+    assert np.array_equal(plain, kept)
 
 
 def test_linen_dropout_is_that_of_its_key(linen):
