@@ -7,6 +7,7 @@ import burst_attention as ba
 import jax
 import jax.numpy as jnp
 import numpy as np
+import platforms
 import pytest
 import ring
 from jax.sharding import AxisType, NamedSharding
@@ -16,6 +17,8 @@ from linear_reference import recurrence
 from long import some
 
 NAMES = ("o", "state", "dq", "dk", "dv", "dlog_decay", "dfirst")
+SCALE = 0.25 if platforms.current().rounds else 0.3
+"""The factor on queries; GPUs round their product to 16 bits, which a power of two leaves exact."""
 HEADS = [(2, 2, 6), (1, 1, 4), (6, 2, 3), (3, 2, 6)]
 """Heads of query, key and value."""
 
@@ -24,8 +27,8 @@ HEADS = [(2, 2, 6), (1, 1, 4), (6, 2, 3), (3, 2, 6)]
 @pytest.mark.parametrize("method", ["ring", "all_gather"])
 def test_heads_are_shared_and_queries_scaled(own_heads, method):
     arrays = grouped(4, 70, own_heads, 16, 24)
-    got = found(ring.line(4), arrays, method=method, scale=0.3)
-    assert_right(got, arrays, scale=0.3)
+    got = found(ring.line(4), arrays, method=method, scale=SCALE)
+    assert_right(got, arrays, scale=SCALE)
 
 
 @pytest.mark.needs("host")
@@ -133,10 +136,10 @@ def test_few_heads_stay_whole(axis_type, own_heads):
     """Four devices share heads of query or key that are fewer; gradients are summed."""
     mesh = ring.mesh(1, 2, 4, axis_type=axis_type)
     arrays = grouped(2, 40, own_heads, 16, 8)
-    options = {"scale": 0.3, "method": "ring"}
+    options = {"scale": SCALE, "method": "ring"}
     if axis_type == AxisType.Auto:
         options |= {"spec": ring.SPEC, "axis_name": "context"}
-    assert_right(on_global_arrays(mesh, arrays, **options), arrays, scale=0.3)
+    assert_right(on_global_arrays(mesh, arrays, **options), arrays, scale=SCALE)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
