@@ -47,7 +47,7 @@ SAY = @printf '\n\033[1m== %s\033[0m\n'
 PIP_INSTALL = @$(PY) -m pip install --quiet
 
 .PHONY: help build images demo demo-linear test test-full test-exhaustive test-wheel wheel bench
-.PHONY: schedule-bench linear-bench kernel-bench kernel-quality gpu-check host-cost docs
+.PHONY: schedule-bench linear-bench masks-bench kernel-bench kernel-quality gpu-check host-cost docs
 .PHONY: lint format clean host-package test-rust test-python test-rust-full test-python-full
 .PHONY: test-compiled test-standin test-standin-full
 
@@ -168,6 +168,9 @@ schedule-bench: build  ## measure all schedules, and several processes, against 
 
 linear-bench: build  ## measure linear attention against plain JAX
 	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/linear.py $(BENCH)
+
+masks-bench: build  ## measure masks as data against the calls that they replace
+	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/masks.py $(BENCH)
 
 # PYTHON_BENCH has torch and cuda-bindings.
 kernel-bench: build images  ## measure the CUDA kernels on an NVIDIA GPU

@@ -16,14 +16,16 @@ pub struct Band {
     pub upper: i64,
 }
 
-/// The global positions that a query at position p sees: p − left to p + right.
+/// The global positions that a query at position p sees: p − left to p + right. A negative side
+/// hides the query's own position. A query that stands at p + offset sees p − (left − offset) to
+/// p + (right + offset).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Window {
     /// How many positions a query sees before its own; `None` for no limit.
-    pub left: Option<usize>,
+    pub left: Option<i64>,
     /// How many positions a query sees after its own; `None` for no limit.
-    pub right: Option<usize>,
+    pub right: Option<i64>,
 }
 
 impl Window {
@@ -34,6 +36,7 @@ impl Window {
 
     /// Whether a query at position `query` sees a key at position `key`.
     pub fn allows(&self, query: usize, key: usize) -> bool {
+        let (query, key) = (query as i64, key as i64);
         self.left.is_none_or(|left| query <= key.saturating_add(left))
             && self.right.is_none_or(|right| key <= query.saturating_add(right))
     }
@@ -60,35 +63,84 @@ impl Coverage {
             _ => Coverage::Partial,
         }
     }
+
+    /// The coverage of the union of two masks. Two partial masks may together allow every pair; the
+    /// result stays [`Coverage::Partial`].
+    pub fn or(self, other: Coverage) -> Coverage {
+        match (self, other) {
+            (Coverage::Full, _) | (_, Coverage::Full) => Coverage::Full,
+            (Coverage::Empty, Coverage::Empty) => Coverage::Empty,
+            _ => Coverage::Partial,
+        }
+    }
 }
 
-/// The smallest and the largest segment id of a run of rows. Two rows see each other if their ids
-/// are equal and not negative.
+/// The smallest and the largest of some integers of a run of rows, such as segment ids.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
-    /// The smallest id; below 0 if a row is in no segment, `i32::MAX` without rows.
+    /// The smallest; `i32::MAX` without rows.
     pub min: i32,
-    /// The largest id; `i32::MIN` without rows.
+    /// The largest; `i32::MIN` without rows.
     pub max: i32,
 }
 
 impl Span {
-    /// The span of rows with these segment ids.
-    pub fn of(segments: impl Iterator<Item = i32>) -> Span {
+    /// The span of integers.
+    pub fn of(integers: impl Iterator<Item = i32>) -> Span {
         let nothing = Span { min: i32::MAX, max: i32::MIN };
-        segments.fold(nothing, |Span { min, max }, segment| Span {
-            min: min.min(segment),
-            max: max.max(segment),
+        integers.fold(nothing, |Span { min, max }, integer| Span {
+            min: min.min(integer),
+            max: max.max(integer),
         })
     }
 
-    /// How many pairs of rows, one of each run, are in one segment: none if the spans do not
-    /// overlap, all if both runs are in the same single segment.
+    /// How many pairs of rows, one of each run, are in one segment, if these are the spans of their
+    /// segment ids: none if the spans do not overlap, all if both runs are in the same single
+    /// segment. Two rows see each other if their ids are equal and not negative.
     pub fn coverage(self, other: Span) -> Coverage {
         let (first, last) = (self.min.max(other.min).max(0), self.max.min(other.max));
         if last < first {
             Coverage::Empty
         } else if self == other && self.min == self.max {
+            Coverage::Full
+        } else {
+            Coverage::Partial
+        }
+    }
+}
+
+/// What all intervals of a run of keys have in common. A query at position p sees a key with the
+/// interval (start, stop) if start ≤ p < stop; with start ≥ stop nothing sees the key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Intervals {
+    /// The least start and the greatest stop of all keys that a query can see.
+    some: [i32; 2],
+    /// The greatest start and the least stop of all keys.
+    all: [i32; 2],
+}
+
+impl Default for Intervals {
+    /// The intervals of no key.
+    fn default() -> Intervals {
+        Intervals { some: [i32::MAX, i32::MIN], all: [i32::MIN, i32::MAX] }
+    }
+}
+
+impl Intervals {
+    /// Adds the interval of a key.
+    pub fn add(&mut self, [start, stop]: [i32; 2]) {
+        self.all = [self.all[0].max(start), self.all[1].min(stop)];
+        if start < stop {
+            self.some = [self.some[0].min(start), self.some[1].max(stop)];
+        }
+    }
+
+    /// How many pairs of these keys and of queries whose positions have this span are allowed.
+    pub fn coverage(&self, positions: Span) -> Coverage {
+        let Span { min, max } = positions;
+        if max < self.some[0] || self.some[1] <= min {
+            Coverage::Empty
+        } else if self.all[0] <= min && max < self.all[1] {
             Coverage::Full
         } else {
             Coverage::Partial
@@ -186,7 +238,7 @@ impl Band {
         let (stride, ahead) = (queries.stride as i64, queries.start as i64 - keys.start as i64);
         let origin = keys.rows.start as i64 - queries.rows.start as i64;
         // No sequence is that long, so a wider window makes no difference.
-        let wide = |limit: usize| limit.min(1 << 60) as i64;
+        let wide = |limit: i64| limit.clamp(-(1 << 60), 1 << 60);
         let steps = |distance: i64| distance.div_euclid(stride);
         Band {
             lower: window.left.map_or(i64::MIN, |left| origin - steps(wide(left) - ahead)),

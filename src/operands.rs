@@ -5,57 +5,14 @@
 //! needs a row here, a flag of [`Features`], and its arithmetic.
 
 mod arrays;
+mod features;
 
 use std::fmt;
-use std::ops::RangeInclusive;
 
-use serde::Deserialize;
-
-use crate::error::{Error, Result};
-use crate::types::{Dtype, Pass, invalid};
+use crate::types::{Dtype, Pass};
 
 pub use arrays::Arrays;
-
-/// Soft caps that float32 can compute with: the cap and 2 · log2(e) / cap stay within its range.
-pub const SOFT_CAPS: RangeInclusive<f32> = 1e-30..=1e30;
-
-/// The features of a problem, which change scores and weights beyond q·k, its scale and the window.
-#[derive(Debug, Clone, Copy, PartialEq, Default, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Features {
-    /// The cap of scores, which become `cap · tanh(score / cap)` before slopes and masks.
-    pub soft_cap: Option<f32>,
-    /// Whether every query and key has a segment, int32. A query and a key see each other if their
-    /// segments are equal and not negative.
-    pub segments: bool,
-    /// Whether every query head has a slope, float32, which adds `slope · (key position − query
-    /// position)` to its scores.
-    pub slopes: bool,
-    /// The probability that a weight is dropped. All other weights are divided by 1 − probability.
-    pub dropout: Option<f32>,
-}
-
-impl Features {
-    /// No features.
-    pub const NONE: Features =
-        Features { soft_cap: None, segments: false, slopes: false, dropout: None };
-
-    /// Checks the numbers of the features.
-    ///
-    /// # Errors
-    /// [`Error::InvalidProblem`] that names the number.
-    pub(crate) fn validate(&self) -> Result<()> {
-        if let Some(cap) = self.soft_cap.filter(|cap| !SOFT_CAPS.contains(cap)) {
-            let (least, most) = (SOFT_CAPS.start(), SOFT_CAPS.end());
-            let expected = format!("from {least:e} to {most:e} (0 or nothing for no cap)");
-            return Err(invalid("soft cap", expected, format!("{cap:e}")));
-        }
-        if let Some(rate) = self.dropout.filter(|rate| !(0.0..1.0).contains(rate)) {
-            return Err(invalid("dropout rate", "at least 0 and below 1", rate));
-        }
-        Ok(())
-    }
-}
+pub use features::{Features, SOFT_CAPS};
 
 /// An array of a call, in the order in which calls take and return arrays.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -80,6 +37,14 @@ pub enum Operand {
     KeySegments,
     /// ALiBi slope of each query head.
     Slopes,
+    /// First interval of query positions that see each key: (start, stop).
+    Visible,
+    /// Second interval of query positions that see each key: (start, stop).
+    AlsoVisible,
+    /// Position of each query in the sequence.
+    QueryPositions,
+    /// Position of each key in the sequence.
+    KeyPositions,
     /// For each batch entry the two words of a random key, the index of the entry, and the index of
     /// the first query head. Both indices count in the whole model.
     Dropout,
@@ -172,7 +137,7 @@ struct Row {
 #[derive(Debug)]
 struct Flag {
     is_on: fn(&Features) -> bool,
-    /// Turns the feature on. Does nothing if a number of the caller turns it on.
+    /// Turns the feature on. Does nothing if a number of the caller or another array turns it on.
     turn_on: fn(&mut Features),
 }
 
@@ -191,6 +156,9 @@ macro_rules! rows {
     (@feature) => { None };
     (@feature dropout) => {
         Some(Flag { is_on: |features| features.dropout.is_some(), turn_on: |_| () })
+    };
+    (@feature has_query_positions) => {
+        Some(Flag { is_on: Features::has_query_positions, turn_on: |_| () })
     };
     (@feature $flag:ident) => {
         Some(Flag { is_on: |features| features.$flag, turn_on: |features| features.$flag = true })
@@ -221,6 +189,10 @@ const ROWS: &[Row] = rows! {
     QuerySegments: "query_segment_ids", &[Dim::QLen], Int32, INPUT, segments;
     KeySegments: "key_segment_ids", &[Dim::KvLen], Int32, INPUT, segments;
     Slopes: "alibi_slopes", &[Dim::Heads], Float32, INPUT, slopes;
+    Visible: "visible", &[Dim::KvLen, Dim::Number(2)], Int32, INPUT, visible;
+    AlsoVisible: "also_visible", &[Dim::KvLen, Dim::Number(2)], Int32, INPUT, also_visible;
+    QueryPositions: "query_positions", &[Dim::QLen], Int32, INPUT, has_query_positions;
+    KeyPositions: "key_positions", &[Dim::KvLen], Int32, INPUT, positions;
     Dropout: "dropout", &[Dim::Number(4)], Uint32, INPUT, dropout;
     QueryGrad: "dq", QUERY, Activation, GRADIENT;
     KeyGrad: "dk", KEY, Activation, GRADIENT;
@@ -324,34 +296,6 @@ impl Operand {
         let side = self.side()?;
         let place = Operand::travelling(features, side).position(|operand| operand == self)?;
         Some(count - Operand::travelling(features, side).count() + place)
-    }
-}
-
-impl Features {
-    /// Returns the features that take the named arrays. A soft cap or a probability of dropout of 0
-    /// means none.
-    ///
-    /// # Errors
-    /// [`Error::InvalidProblem`] if the features ask for other names.
-    pub fn of_operands(soft_cap: f32, dropout: f32, names: &[&str]) -> Result<Features> {
-        let given = |number: f32| Some(number).filter(|number| *number != 0.0);
-        let mut features = Features::default();
-        (features.soft_cap, features.dropout) = (given(soft_cap), given(dropout));
-        let named = Operand::of_features().filter(|operand| names.contains(&operand.name()));
-        named.filter_map(|operand| operand.row().feature.as_ref()).for_each(|flag| {
-            (flag.turn_on)(&mut features);
-        });
-        let expected: Vec<_> = Operand::of(&features).map(Operand::name).collect();
-        if expected == names {
-            return Ok(features);
-        }
-        let (expected, got) = (expected.join(", "), names.join(", "));
-        let name = "operands of features";
-        Err(Error::InvalidProblem {
-            name,
-            expected: format!("[{expected}]"),
-            got: format!("[{got}]"),
-        })
     }
 }
 

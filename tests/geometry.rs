@@ -124,7 +124,7 @@ fn rectangles_cover_exactly_the_allowed_pairs_of_two_ranks() {
 
 #[test]
 fn a_window_beyond_every_sequence_is_no_window() {
-    let wide = Window { left: Some(usize::MAX), right: Some(usize::MAX) };
+    let wide = Window { left: Some(i64::MAX), right: Some(i64::MAX) };
     for layout in Layout::ALL {
         let pieces = |rank| layout.pieces(rank, 3, 4);
         for (queries, keys) in pieces(0).into_iter().zip(pieces(2)) {

@@ -84,6 +84,7 @@ fn features() -> Vec<Features> {
         segments: a.segments || b.segments,
         slopes: a.slopes || b.slopes,
         dropout: a.dropout.or(b.dropout),
+        ..a
     };
     let pairs = (0..4).flat_map(|i| (i..4).map(move |j| both(alone[i], alone[j])));
     let all = alone.into_iter().reduce(both);

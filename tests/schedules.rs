@@ -139,9 +139,9 @@ fn rows_sent_in_windows_equal_the_hops_on_the_better_split_of_directions() {
 
 #[test]
 fn a_window_reaches_no_farther_than_it_has_to() {
-    let limits = [0, 1, 3, 4, 5, 8, 9, 17];
+    let limits = [0_usize, 1, 3, 4, 5, 8, 9, 17];
     for (left, right) in limits.into_iter().flat_map(|left| limits.map(|right| (left, right))) {
-        let window = Window { left: Some(left), right: Some(right) };
+        let window = Window { left: Some(left as i64), right: Some(right as i64) };
         for (world_size, n) in (2..=12).flat_map(|world_size| [1, 4, 6, 9].map(|n| (world_size, n)))
         {
             let problem = Problem { window, ..problem(world_size, n) };

@@ -101,6 +101,6 @@ mod tests {
             "differentiable": true,
         });
         assert_eq!(operands[2], slopes);
-        assert_eq!(operands[3]["shape"], json!(["batch", 4]));
+        assert_eq!(operands[3]["shape"], json!(["batch", "kv_len", 2]));
     }
 }

@@ -23,9 +23,9 @@ pub struct Options {
 /// Options as Python states them: in numbers and names, under the names of the call's attributes.
 #[derive(Deserialize)]
 struct Stated {
-    /// Positions that a query sees before its own; −1 for no limit.
+    /// Positions that a query sees before its own; the smallest int64 for no limit.
     window_left: i64,
-    /// Positions that a query sees after its own; −1 for no limit.
+    /// Positions that a query sees after its own; the smallest int64 for no limit.
     window_right: i64,
     /// The soft cap; 0 for none.
     logits_soft_cap: f32,
@@ -61,15 +61,9 @@ impl TryFrom<Stated> for Options {
     type Error = Error;
 
     fn try_from(stated: Stated) -> Result<Options> {
-        let limit = |name: &str, limit: i64| match limit {
-            -1 => Ok(None),
-            0.. => Ok(usize::try_from(limit).ok()),
-            _ => Err(Error::mismatch(name, "at least 0, or -1 for no limit", limit)),
-        };
-        let window = Window {
-            left: limit("window_left", stated.window_left)?,
-            right: limit("window_right", stated.window_right)?,
-        };
+        let [left, right] = [stated.window_left, stated.window_right]
+            .map(|limit| (limit != i64::MIN).then_some(limit));
+        let window = Window { left, right };
         let inner = usize::try_from(stated.inner_size).unwrap_or(0);
         let names = stated.feature_operands.split(',').filter(|name| !name.is_empty());
         let names: Vec<_> = names.collect();

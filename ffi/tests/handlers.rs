@@ -22,8 +22,8 @@ fn attributes(world_size: i64) -> Vec<(String, FakeAttribute)> {
     vec![
         ("world_size".into(), s64(world_size)),
         ("layout".into(), text("contiguous")),
-        ("window_left".into(), s64(-1)),
-        ("window_right".into(), s64(-1)),
+        ("window_left".into(), s64(i64::MIN)),
+        ("window_right".into(), s64(i64::MIN)),
         ("feature_operands".into(), FakeAttribute::Text(String::new())),
         ("dropout_rate".into(), none()),
         ("schedule".into(), text("ring")),
@@ -226,7 +226,6 @@ fn wrong_attributes_are_refused_when_the_call_is_compiled() {
     let names = FakeAttribute::Text("key_segment_ids,biases".into());
     let expected = "[query_segment_ids, key_segment_ids], got [key_segment_ids, biases]";
     refused("feature_operands", Some(names), &[expected]);
-    refused("window_left", int(-2), &["window_left must be at least 0, or -1", "got -2"]);
     refused("dropout_rate", int(0), &["attribute dropout_rate"]);
 }
 

@@ -19,7 +19,6 @@ from burst_attention._linear.attention import linear_attention
 from burst_attention._linear.step import linear_attention_step
 from burst_attention._nccl import order_launches
 from burst_attention._padding import pad_sequence, segment_ids_from_cu_seqlens
-from burst_attention._padding import pad_sequence
 from burst_attention._shift import shift
 from burst_attention._trace import trace
 from burst_attention._version import __version__

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, Unpack
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float
 
 from burst_attention import _checks
 from burst_attention._attention.global_arrays import dot_product_attention
@@ -15,7 +15,6 @@ from burst_attention._attention.options import AttentionOptions, check_options
 from burst_attention._types import AnyMesh, Axes
 
 Array4: TypeAlias = Float[Array, "_ _ _ _"]
-Ids: TypeAlias = Int32[Array, "batch seq"]
 
 OF_THE_LAYER = {
     "dropout_rate": "dropout_rate of the layer",
@@ -115,9 +114,10 @@ def flax_attention_fn(
         given: AttentionOptions = {**options, "is_causal": causal}
         if dropout_rate and not _checks.flag("deterministic", deterministic):
             given |= {"dropout_rate": dropout_rate, "dropout_key": dropout_rng}
-        if mask is not None:
-            given["segment_ids"] = _padding_ids(mask, batch, qkv, options.get("segment_ids"))
-        out = dot_product_attention(*qkv, bias, mesh=mesh, spec=spec, axis_name=axis_name, **given)
+        padding = None if mask is None else _padding(mask, batch)
+        out = dot_product_attention(
+            *qkv, bias, padding, mesh=mesh, spec=spec, axis_name=axis_name, **given
+        )
         return out.reshape(*batch, *out.shape[1:])
 
     return attend
@@ -147,24 +147,13 @@ def _flattened(
     return batches[0], (q, k, v)
 
 
-def _padding_ids(
-    mask: object, batch: tuple[int, ...], qkv: tuple[Array4, Array4, Array4], given: object
-) -> tuple[Ids, Ids]:
-    """Returns the segment ids of queries and keys that a mask of either hides: −1 where hidden."""
+def _padding(mask: object, batch: tuple[int, ...]) -> Bool[Array, "_ 1 _ _"]:
+    """Returns a mask of padding with one batch dimension."""
     shown = jnp.asarray(_checks.array_type("mask", mask)) != 0
     shape = (1,) * (len(batch) + 3 - shown.ndim) + shown.shape
     if len(shape) > len(batch) + 3 or shape[-3] != 1 or 1 not in shape[-2:]:
         raise NotImplementedError(f"mask has shape {shown.shape}; {FULL_MASK}")
-    if given is not None:
-        raise ValueError(
-            "mask and segment_ids must not both be given: padding has a negative segment id"
-        )
-    lengths = [x.shape[1] for x in qkv[:2]]
-    of_queries = shape[-2] != 1
-    wanted = (*batch, 1, lengths[0], 1) if of_queries else (*batch, 1, 1, lengths[1])
-    if any(length not in (1, most) for length, most in zip(shape, wanted, strict=True)):
-        raise ValueError(f"mask must have shape {wanted} or 1 in its place, got {shown.shape}")
-    rows = jnp.broadcast_to(shown.reshape(shape), wanted).reshape(qkv[0].shape[0], -1)
-    hidden = jnp.where(rows, 0, -1).astype(jnp.int32)
-    others = jnp.zeros((len(hidden), lengths[1 if of_queries else 0]), jnp.int32)
-    return (hidden, others) if of_queries else (others, hidden)
+    if any(length not in (1, most) for length, most in zip(shape, batch, strict=False)):
+        raise ValueError(f"mask must have batch dimensions {batch} or 1, got shape {shown.shape}")
+    whole = jnp.broadcast_to(shown.reshape(shape), (*batch, *shape[-3:]))
+    return whole.reshape(math.prod(batch), *shape[-3:])

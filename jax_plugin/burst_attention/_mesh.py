@@ -41,15 +41,18 @@ def axis_name_of(axes: Axes) -> str | Axes:
 def ring_mesh(
     axes: Axes,
     caller: str = "attention",
+    globally: str = "on global arrays use burst_attention.dot_product_attention",
 ) -> AbstractMesh:
-    """Returns the mesh of the surrounding ``shard_map``, in which a ring along ``axes`` can run."""
+    """Returns the mesh of the surrounding ``shard_map``, in which a ring along ``axes`` can run.
+
+    ``globally`` tells users of global arrays what to do.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     manual = mesh.manual_axes
     if not manual:
         raise ValueError(
             f"{caller} must be called inside jax.shard_map, which gives "
-            f"axis_name={axis_name_of(axes)!r} its devices (a vmap axis has none); on global "
-            "arrays use burst_attention.dot_product_attention"
+            f"axis_name={axis_name_of(axes)!r} its devices (a vmap axis has none); {globally}"
         )
     if any(name not in manual for name in axes):
         raise ValueError(

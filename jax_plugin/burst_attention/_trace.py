@@ -14,8 +14,9 @@ def trace(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> Iterator
     The file is Chrome trace JSON, which Perfetto and the viewers of JAX's profiler open. It has one
     process for each ring, one thread for each rank and one event for each step. An event such as
     ``Backward Queries step 3 of 8`` names the pass, the travelling arrays and the step. Times are
-    microseconds. Calls return before their rings have run, so wait for results inside the block,
-    for example with ``jax.block_until_ready``.
+    microseconds. The argument ``pairs`` of an event says of how many pairs of query and key, over
+    batch and heads, the rank computed scores. Calls return before their rings have run, so wait for
+    results inside the block, for example with ``jax.block_until_ready``.
 
     Args:
       path: file to write, any path that ``open`` takes. The block empties the file when it begins

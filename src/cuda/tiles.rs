@@ -74,7 +74,7 @@ pub(super) fn can_fuse(problem: &Problem, schedule: &Schedule, target: Target) -
         return Ok(false);
     }
     let element = element_of(problem.dtype)?;
-    let Features { segments, soft_cap, slopes, dropout } = problem.features;
+    let Features { segments, soft_cap, slopes, dropout, .. } = problem.features;
     let features = launch::Features {
         segments: segments.then(Segments::default),
         soft_cap: soft_cap.unwrap_or(0.0),

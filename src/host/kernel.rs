@@ -89,6 +89,7 @@ impl<'a> HostKernel<'a> {
             softmax_scale: self.problem.softmax_scale,
             soft_cap: self.problem.features.soft_cap,
             features: TileFeatures::new(self.problem, &self.arrays, tile, queries, keys),
+            pairs: self.timer.pairs(),
         }
     }
 }

@@ -21,3 +21,4 @@ pub mod threads;
 pub mod tile;
 pub mod trace;
 pub mod transport;
+mod visibility;

@@ -1,6 +1,7 @@
 //! The part of a tile that both passes have in common.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::array::HostArray;
 use super::features::TileFeatures;
@@ -27,4 +28,15 @@ pub struct TileInputs<'a> {
     pub soft_cap: Option<f32>,
     /// The arrays of other features.
     pub features: TileFeatures<'a>,
+    /// Counts the pairs of query and key that the kernel computes scores of, where they are wanted.
+    pub pairs: Option<&'a AtomicU64>,
+}
+
+impl TileInputs<'_> {
+    /// Counts pairs of queries and keys.
+    pub(super) fn count_pairs(&self, queries: usize, keys: usize) {
+        if let Some(pairs) = self.pairs {
+            pairs.fetch_add((queries * keys) as u64, Ordering::Relaxed);
+        }
+    }
 }

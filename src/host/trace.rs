@@ -55,11 +55,18 @@ pub(super) struct StepTimer {
     ring: u64,
     rank: usize,
     current: Option<(String, Instant)>,
+    pairs: AtomicU64,
 }
 
 impl StepTimer {
     pub(super) fn new(ring: u64, rank: usize) -> StepTimer {
-        StepTimer { ring, rank, current: None }
+        StepTimer { ring, rank, current: None, pairs: AtomicU64::new(0) }
+    }
+
+    /// Returns the counter of the pairs of query and key that the current step computes, if the
+    /// step is recorded.
+    pub(super) fn pairs(&self) -> Option<&AtomicU64> {
+        self.current.is_some().then_some(&self.pairs)
     }
 
     /// Ends the current step and begins another.
@@ -73,6 +80,7 @@ impl StepTimer {
     /// Ends the current step.
     pub(super) fn end(&mut self) {
         let Some((name, begin)) = self.current.take() else { return };
+        let pairs = self.pairs.swap(0, Ordering::Relaxed);
         let (start, length) = (begin.duration_since(*ORIGIN), begin.elapsed());
         let mut timeline = TIMELINE.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(timeline) = timeline.as_mut() {
@@ -80,7 +88,8 @@ impl StepTimer {
             let written = writeln!(
                 timeline.events,
                 "{{\"name\":\"{name}\",\"cat\":\"burst_attention\",\"ph\":\"X\",\"pid\":{},\
-                 \"tid\":{},\"ts\":{start:.3},\"dur\":{length:.3}}},",
+                 \"tid\":{},\"ts\":{start:.3},\"dur\":{length:.3},\
+                 \"args\":{{\"pairs\":{pairs}}}}},",
                 self.ring, self.rank
             );
             debug_assert!(written.is_ok(), "writing to a string cannot fail");

@@ -185,7 +185,8 @@ pub(super) fn reach(problem: &Problem) -> Option<usize> {
         Layout::Zigzag => q_len / 2,
         Layout::Striped => return None,
     };
-    Some(left.max(right).div_ceil(rows.max(1)).min(problem.world_size))
+    let furthest = left.unsigned_abs().max(right.unsigned_abs()) as usize;
+    Some(furthest.div_ceil(rows.max(1)).min(problem.world_size))
 }
 
 /// A line through two worlds, up to a larger one. The numbers of one rank and of the whole pass lie

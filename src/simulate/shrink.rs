@@ -87,6 +87,7 @@ impl Shrunk {
         let [from, to] = units;
         let scale = to as f64 / from as f64;
         let scaled = |size: usize| (size as f64 * scale).round() as usize;
+        let shorter = |limit: i64| (limit as f64 * scale).round() as i64;
         let Window { left, right } = problem.window;
         let mut machine = run.machine.clone();
         let network = &mut machine.network;
@@ -102,7 +103,7 @@ impl Shrunk {
             network.between.bandwidth *= scale;
         }
         let problem = Problem {
-            window: Window { left: left.map(scaled), right: right.map(scaled) },
+            window: Window { left: left.map(shorter), right: right.map(shorter) },
             world_size: scaled(problem.world_size),
             ..problem.clone()
         };
@@ -119,7 +120,7 @@ impl Shrunk {
 /// cross them, once a turn.
 fn crosses_every_step(problem: &Problem, pass: Pass) -> bool {
     let Window { left, right } = problem.window;
-    let positions = problem.world_size * problem.q_len.max(problem.kv_len);
-    let ends = |limit: Option<usize>| limit.is_some_and(|limit| limit < positions);
+    let positions = (problem.world_size * problem.q_len.max(problem.kv_len)) as i64;
+    let ends = |limit: Option<i64>| limit.is_some_and(|limit| limit < positions);
     pass == Pass::Backward && ends(left) && ends(right)
 }

@@ -62,10 +62,14 @@ pub fn problems(worlds: impl IntoIterator<Item = usize>, tokens: &[usize]) -> Ve
     all
 }
 
-/// Windows with every combination of some limits to the left and to the right.
+/// Windows with every combination of some limits to the left and to the right, and windows of
+/// queries that stand elsewhere than their place says.
 pub fn windows() -> Vec<Window> {
     let limits = [None, Some(0), Some(1), Some(2), Some(3), Some(5), Some(11)];
-    limits.into_iter().flat_map(|left| limits.map(|right| Window { left, right })).collect()
+    let around = limits.into_iter().flat_map(|left| limits.map(move |right| (left, right)));
+    let moved = [(None, -3), (Some(7), -2), (Some(-2), 6), (Some(-4), 2), (Some(-9), 30)];
+    let moved = moved.into_iter().map(|(left, right)| (left, Some(right)));
+    around.chain(moved).map(|(left, right)| Window { left, right }).collect()
 }
 
 /// All valid problems with these world sizes, (queries, keys) per rank and windows, in every

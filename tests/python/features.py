@@ -15,7 +15,8 @@ ROWS = P(*ring.AXES[:2])
 SPECS = {
     **dict.fromkeys(("q", "k", "v", "dout"), ring.SPEC),
     "dlse": P(*ring.AXES),
-    **dict.fromkeys(("q_segments", "kv_segments"), ROWS),
+    **dict.fromkeys(("q_segments", "kv_segments", "q_positions", "kv_positions"), ROWS),
+    **dict.fromkeys(("starts", "stops"), ROWS),
     **dict.fromkeys(("sinks", "alibi_slopes"), P("tensor")),
     "dropout_key": P(),
 }
@@ -47,6 +48,12 @@ class Problem:
     soft_cap: float | None = None
     segments: str | None = None
     """A kind of `segment_ids`."""
+    visible: str | None = None
+    """A kind of `intervals`."""
+    positions: bool = False
+    """Whether rows stand in a random order, so that their positions are data."""
+    offset: int = 0
+    """Positions by which the first query stands after the first key."""
     slopes: bool = False
     sinks: bool = False
     dropout: float = 0.0
@@ -78,6 +85,10 @@ class Problem:
             found["alibi_slopes"] = slopes * np.float32(4 / max(self.q_len, self.kv_len))
         if self.segments:
             found |= segment_ids(self.segments, self.batch, self.q_len, self.kv_len)
+        if self.visible:
+            found |= intervals(self.visible, self.batch, self.q_len, self.kv_len)
+        if self.positions:
+            found |= permutations(self.batch, self.q_len, self.kv_len)
         if self.dropout:
             found["dropout_key"] = np.asarray(jax.random.key_data(jax.random.key(self.batch)))
         return found
@@ -93,7 +104,19 @@ class Problem:
             slopes=arrays.get("alibi_slopes"),
             sinks=arrays.get("sinks"),
             dropout=(self.dropout, arrays["dropout_key"]) if self.dropout else None,
+            visible=(arrays["starts"], arrays["stops"]) if self.visible else None,
+            positions=self.places(arrays),
         )
+
+    def places(self, arrays):
+        """Returns the positions of queries and of keys where they are not the indices."""
+        if self.positions:
+            return arrays["q_positions"], arrays["kv_positions"]
+        if not self.offset:
+            return None
+        shapes = ((self.batch, n) for n in (self.q_len, self.kv_len))
+        queries, keys = (np.broadcast_to(np.arange(shape[1]), shape) for shape in shapes)
+        return queries + self.offset, keys
 
     def options(self, arrays):
         """Returns the keyword arguments of the public functions."""
@@ -110,6 +133,13 @@ class Problem:
         }
         names = ("sinks", "alibi_slopes", "dropout_key")
         found |= {name: arrays[name] for name in names if name in arrays}
+        if self.visible:
+            found["visible"] = arrays["starts"], arrays["stops"]
+        if self.positions:
+            found["query_positions"] = arrays["q_positions"]
+            found["key_positions"] = arrays["kv_positions"]
+        if self.offset:
+            found["query_offset"] = self.offset
         if self.segments:
             ids = arrays["q_segments"], arrays["kv_segments"]
             same = self.q_len == self.kv_len and self.segments != "absent"
@@ -177,6 +207,41 @@ class Problem:
 def _gradients(function, inputs, others, cotangents):
     results, pullback = jax.vjp(lambda inputs: function({**inputs, **others}), inputs)
     return results, pullback(cotangents)[0]
+
+
+def intervals(kind, batch, q_len, kv_len):
+    """Returns intervals of query positions for each key.
+
+    ``causal``: each key is seen from its own position on. ``random``: one interval, of any length,
+    some are empty and some reach beyond the sequence. ``twice``: two such intervals. ``hidden``: no
+    query sees the last third of the keys, nor does the first third of the queries see any key.
+    """
+    generator = np.random.default_rng(q_len + kv_len)
+    shape = (batch, kv_len, 2) if kind == "twice" else (batch, kv_len)
+    if kind == "causal":
+        starts = np.broadcast_to(np.arange(kv_len), shape)
+        stops = np.full(shape, 2**31 - 1)
+    else:
+        starts, stops = generator.integers(-5, q_len + 5, (2, *shape))
+    if kind == "hidden":
+        starts, stops = np.maximum(starts, q_len // 3), np.maximum(stops, q_len)
+        stops[:, -(kv_len // 3) :] = -1
+    return {"starts": starts.astype(np.int32), "stops": stops.astype(np.int32)}
+
+
+def permutations(batch, q_len, kv_len):
+    """Returns positions of rows in a random order, another one in each batch entry."""
+    generator = np.random.default_rng(q_len * 3 + kv_len)
+
+    def positions(length):
+        rows = [generator.permutation(length) for _ in range(batch)]
+        return np.stack(rows).astype(np.int32)
+
+    queries = positions(q_len)
+    return {
+        "q_positions": queries,
+        "kv_positions": queries.copy() if q_len == kv_len else positions(kv_len),
+    }
 
 
 def segment_ids(kind, batch, q_len, kv_len):

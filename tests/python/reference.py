@@ -45,14 +45,19 @@ class Features:
     """``[heads]``"""
     dropout: tuple[float, Any] | None = None
     """(rate, the key's two words)"""
+    visible: Any = None
+    """(start, stop) of each key's interval of query positions, ``[batch, seq]``, or of its two
+    intervals, ``[batch, seq, 2]``."""
+    positions: Any = None
+    """(positions of queries, positions of keys), ``[batch, seq]``, in place of indices."""
     rounded: Any = None
     """A type of 16 bits to which p, ds and o are rounded, as every attention in 16 bits does."""
 
     @property
     def is_plain(self):
         """Whether causality and sinks are the only features."""
-        others = (self.window, self.segments, self.soft_cap, self.slopes, self.dropout)
-        return all(x is None for x in others)
+        masks = (self.window, self.segments, self.visible, self.positions)
+        return all(x is None for x in (*masks, self.soft_cap, self.slopes, self.dropout))
 
     def round(self, x):
         """Returns what takes part in a product."""
@@ -63,6 +68,13 @@ class Features:
         """(left, right): the positions that a query sees back and ahead, segments aside."""
         left, right = self.window or (EVERYTHING, EVERYTHING)
         return left, 0 if self.causal else right
+
+    def places(self, batch, queries, keys):
+        """Returns the positions of queries and of keys, given by their indices."""
+        if self.positions is None:
+            return np.arange(queries.start, queries.stop), np.arange(keys.start, keys.stop)
+        of_queries, of_keys = (np.asarray(x, np.int64)[batch] for x in self.positions)
+        return of_queries[queries], of_keys[keys]
 
 
 @dataclass
@@ -148,7 +160,8 @@ def _dense(q, k, v, dout, dlse, features):
     out.is_short = k.shape[1] <= SHORT
     if features.is_plain and q.shape[1] == k.shape[1]:
         out.least = 0.0
-    if k.shape[1] <= SHORT or features.window or features.segments:
+    hides = (features.window, features.segments, features.visible)
+    if k.shape[1] <= SHORT or any(x is not None for x in hides):
         out.terms = Gradients.zeros_like(q, k, v)
     per_head = {"dz": features.sinks, "dslopes": features.slopes}
     out.per_head = {n: PerHead.zeros(q.shape[:3]) for n, x in per_head.items() if x is not None}
@@ -157,6 +170,8 @@ def _dense(q, k, v, dout, dlse, features):
     for b, h, start in itertools.product(range(q.shape[0]), range(q.shape[2]), starts):
         rows = (b, slice(start, min(start + ROWS, q.shape[1])), h)
         seen = slice(max(0, start - left), min(rows[1].stop + right, k.shape[1]))
+        if features.positions is not None:
+            seen = slice(0, k.shape[1])
         seen = (b, slice(min(seen.start, seen.stop), seen.stop), h // group)
         inputs = (q[rows], k[seen], v[seen], dout[rows], dlse[rows])
         _rows(out, rows, seen, inputs, features)
@@ -181,7 +196,7 @@ def _rows(out, rows, seen, inputs, features):
     with np.errstate(divide="ignore"):
         lse = (top + np.log(total))[:, 0]
     total[total == 0] = 1
-    dropped = _dropped(features.dropout, batch, head, queries, keys)
+    dropped = _dropped(features, batch, head, queries, keys)
     # A kernel sums the exact weights and rounds them for the product alone.
     weights = features.round(p * dropped) / total
     p /= total
@@ -227,9 +242,16 @@ def _scores(q, k, rows, keys, features):
         s = np.tanh(s / features.soft_cap)
         cap_slope = 1 - s**2
         s *= features.soft_cap
-    distance = np.arange(keys.start, keys.stop) - np.arange(queries.start, queries.stop)[:, None]
+    places, of_keys = features.places(batch, queries, keys)
+    distance = of_keys - places[:, None]
     left, right = features.reach
     masked = (distance < -left) | (distance > right)
+    if features.visible is not None:
+        start, stop = (
+            np.asarray(x)[batch, keys].reshape(len(of_keys), -1) for x in features.visible
+        )
+        inside = (start <= places[:, None, None]) & (places[:, None, None] < stop)
+        masked |= ~inside.any(-1)
     if features.slopes is not None:
         s += float(features.slopes[head]) * distance
     if features.segments is not None:
@@ -240,12 +262,12 @@ def _scores(q, k, rows, keys, features):
     return s, cap_slope, None if features.slopes is None else distance
 
 
-def _dropped(dropout, batch, head, queries, keys):
+def _dropped(features, batch, head, queries, keys):
     """Returns the factors that dropout puts on the weights."""
-    if dropout is None:
+    if features.dropout is None:
         return 1.0
-    rate, words = dropout
-    positions = (np.arange(part.start, part.stop) for part in (queries, keys))
+    rate, words = features.dropout
+    positions = features.places(batch, queries, keys)
     return kept(rate, words, batch, head, *positions) / (1 - np.float64(np.float32(rate)))
 
 

@@ -103,7 +103,7 @@ def test_head_dim(dim):
 
 
 def test_head_dim_of_linear_attention():
-    words = "^head_dim must be a multiple of 8 from 8 to 256, got 36; pad it with zeros"
+    words = "^k_dim must be a multiple of 8 from 8 to 256, got 36; pad with zeros"
     with pytest.raises(ValueError, match=words):
         ba.linear_attention(*qkv(dim=36), axis_name="context")
 

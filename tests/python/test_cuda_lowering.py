@@ -12,6 +12,7 @@ import pytest
 import ring
 from burst_attention import _ffi, _mesh
 from burst_attention._attention import calls as attention_calls
+from burst_attention._attention.options import NO_LIMIT
 from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -22,8 +23,8 @@ pytestmark = pytest.mark.needs("text")
 GPU = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 BATCH, SEQ, HEADS, KV_HEADS, DIM = 4, 1024, 4, 2, 64
 OPTIONS = {
-    "window_left": -1,
-    "window_right": -1,
+    "window_left": NO_LIMIT,
+    "window_right": NO_LIMIT,
     "logits_soft_cap": 0.0,
     "dropout_rate": 0.0,
     "feature_operands": "",
@@ -154,7 +155,7 @@ def test_attributes(monkeypatch, device):
         "logits_soft_cap": "0.000000e+00 : f32",
         "schedule": '"ring"',
         "softmax_scale": "5.000000e-01 : f32",
-        "window_left": "-1 : i64",
+        "window_left": f"{NO_LIMIT} : i64",
         "window_right": "0 : i64",
         "world_size": "4 : i64",
     }

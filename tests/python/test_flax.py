@@ -237,9 +237,9 @@ def test_bad_input(nnx, linen):
         with pytest.raises(kind, match=words):
             attend(*(arrays or (q, k, v)), **options)
 
-    refused(ValueError, r"must have shape \(2, 1, 1, 32\) or 1 in .*, got \(2, 1, 1, 30\)",
+    refused(ValueError, r"must have shape \(2, 1, 1, 32\).*\(2, 1, 1, 30\)",
             mask=np.ones((2, 1, 1, 30)))  # fmt: skip
-    refused(ValueError, r"must have shape \(2, 1, 32, 1\)", mask=np.ones((3, 1, 32, 1)))
+    refused(ValueError, r"must have batch dimensions \(2,\)", mask=np.ones((3, 1, 32, 1)))
     refused(TypeError, "mask must be an array", mask=[[1]])
     refused(TypeError, "query must be an array", [1], k, v)
     refused(ValueError, "same batch dimensions", q[0], k, v)
@@ -253,9 +253,6 @@ def test_bad_input(nnx, linen):
     refused(NotImplementedError, "input_positions.*rotate queries", input_positions=q)
     for name, what in (("qk_attn_weights_einsum", q), ("attn_weights_value_einsum", q)):
         refused(NotImplementedError, f"{name} is not supported.*{name}_cls", **{name: what})
-    with pytest.raises(ValueError, match="mask and segment_ids must not both be given"):
-        ids = np.zeros((2, 32), np.int32)
-        attention(segment_ids=ids)[1](q, k, v, mask=np.ones((2, 1, 1, 32)))
     layer = nnx.MultiHeadAttention(4, 24, 32, decode=False, attention_fn=attend, rngs=nnx.Rngs(0))
     with pytest.raises(
         NotImplementedError, match="sow_weights=True asks for the attention weights"

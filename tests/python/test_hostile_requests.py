@@ -26,7 +26,7 @@ SHAPE = {
 WINDOW = {"window": {"left": None, "right": 0}}
 MACHINE = {"name": None, "ranks_per_node": None}
 OPTIONS = {
-    "window_left": -1,
+    "window_left": -(2**63),
     "window_right": 0,
     "logits_soft_cap": 0.0,
     "dropout_rate": 0.0,

@@ -77,6 +77,35 @@ def test_any_length_with_every_feature(layout, causal):
     agree(replace(EVERYTHING, layout=layout, causal=causal, mesh=(2, 2, 2)))
 
 
+DATA = [
+    {"visible": "random"},
+    {"visible": "twice", "causal": True, "segments": "documents"},
+    {"positions": True, "causal": True, "slopes": True},
+    {"offset": 9, "q_len": 21, "causal": True},
+]
+
+
+@pytest.mark.parametrize("options", DATA, ids=lambda options: "-".join(options))
+def test_any_length_with_masks_as_data(options):
+    agree(replace(ODD, layout="zigzag", **options))
+
+
+def test_lengths_count_positions():
+    one = replace(ODD, positions=True)
+    arrays = one.arrays()
+    lengths = {"query_seq_lengths": np.array([40, 45]), "key_value_seq_lengths": np.array([30, 7])}
+    results = found(attend(one, **auto(one), **lengths), arrays)
+    ids = {
+        name: np.where(arrays[of] < ends[:, None], 0, -1)
+        for name, of, ends in (
+            ("q_segments", "q_positions", lengths["query_seq_lengths"]),
+            ("kv_segments", "kv_positions", lengths["key_value_seq_lengths"]),
+        )
+    }
+    expected = replace(one, segments="padded").expected(arrays | ids)
+    bounds.check(results, expected, arrays["dout"])
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
 def test_a_sequence_over_two_axes(layout):
     one = replace(ODD, layout=layout, inner=2)

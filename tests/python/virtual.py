@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from burst_attention import _ffi
+from burst_attention._attention.options import NO_LIMIT
 
 STAGES = ("instantiate", "initialize", "execute")
 ROWS = ("q", "k", "v", "dout", "dlse", "q_segments", "kv_segments")
@@ -112,7 +113,7 @@ def _call(one, which, results, given, order="fixed", aliases=None):
 
 def _options(one):
     """Returns mask and features as the calls' attributes."""
-    left, right = one.window or (-1, -1)
+    left, right = one.window or (NO_LIMIT, NO_LIMIT)
     features = {
         "query_segment_ids": one.segments,
         "key_segment_ids": one.segments,

@@ -36,6 +36,7 @@ pub fn run(
                         softmax_scale: shape.scale(),
                         soft_cap: shape.soft_cap,
                         features: TileFeatures::default(),
+                        pairs: None,
                     },
                     dout: &inputs.dout,
                     lse,

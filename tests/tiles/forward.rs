@@ -40,6 +40,7 @@ pub fn run(
                         softmax_scale: shape.scale(),
                         soft_cap: shape.soft_cap,
                         features: TileFeatures::default(),
+                        pairs: None,
                     },
                     state: Some(SoftmaxState { acc: &acc, m: &m, l: &l }),
                     out: Some(forward::Outputs { o: &o, lse: &lse }),

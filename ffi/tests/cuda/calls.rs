@@ -125,7 +125,7 @@ fn attributes(call: &Call) -> Vec<(String, FakeAttribute)> {
     let mut entries = vec![
         ("world_size".into(), s64(world_size as i64)),
         ("layout".into(), text(layout.name())),
-        ("window_left".into(), s64(-1)),
+        ("window_left".into(), s64(i64::MIN)),
         ("window_right".into(), s64(0)),
         ("softmax_scale".into(), f32(softmax_scale)),
         ("logits_soft_cap".into(), f32(0.0)),

@@ -2,11 +2,12 @@
 
 from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from burst_attention._attention.options import AnyArray
-from burst_attention._checks import array_type
+from burst_attention._checks import array_type, describe
 from burst_attention._padding import PADDING
 from burst_attention._types import ArrayType
 
@@ -22,8 +23,8 @@ INSTEAD = "is_causal, local_window_size and segment_ids cover causal, windowed a
 def cast(title: str, each: str, value: object, dtype: str) -> ArrayType:
     """Returns an array of ``dtype``, cast from any other dtype of its kind.
 
-    Of wide ids the lowest 31 bits count, and every negative id becomes −1. Lengths beyond int32
-    become the largest one.
+    Of wide ids the lowest 31 bits count, and every negative id becomes −1. Lengths and intervals
+    beyond int32 end where int32 does. Positions beyond int32 are errors, where values are known.
     """
     x = array_type(title, value)
     if x.dtype == dtype or dtype not in KINDS:
@@ -37,7 +38,39 @@ def cast(title: str, each: str, value: object, dtype: str) -> ArrayType:
         return module.where(x < 0, np.int32(PADDING), (x & MAX_INT32).astype(dtype))
     if x.dtype.itemsize >= 4 and each == "length":
         x = module.clip(x, 0, MAX_INT32)
+    if x.dtype.itemsize >= 4 and each in ("interval", "position"):
+        clipped = module.clip(x, 0 if x.dtype.kind == "u" else -MAX_INT32 - 1, MAX_INT32)
+        if each == "position" and not isinstance(x, jax.core.Tracer) and (clipped != x).any():
+            raise ValueError(f"{title} must be within int32, got {x.min()} to {x.max()}")
+        x = clipped
     return x.astype(dtype)
+
+
+def intervals(value: object, batch: int, kv_len: int) -> dict[str, tuple[str, ArrayType]]:
+    """Returns the first and the second interval of each key, ``[batch, kv_len, 2]``, with a title.
+
+    ``value`` is (start, stop), each ``[batch, kv_len]``, or ``[batch, kv_len, 2]`` for two
+    intervals of each key.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise TypeError(f"visible must be a pair of arrays (start, stop), got {describe(value)}")
+    words = ("start of visible", "stop of visible")
+    start, stop = (
+        _array(cast(*x, "int32")) for x in zip(words, ["interval"] * 2, value, strict=True)
+    )
+    expected = (batch, kv_len)
+    if start.shape != stop.shape or start.shape not in (expected, (*expected, 2)):
+        raise ValueError(
+            f"start and stop of visible must have shape {expected}, [batch, kv_len], or "
+            f"{(*expected, 2)} for two intervals of each key, got {start.shape} and {stop.shape}"
+        )
+    module = np if isinstance(start, np.ndarray) and isinstance(stop, np.ndarray) else jnp
+    pair = module.stack([start, stop], -1)
+    each = [pair] if pair.ndim == 3 else [pair[:, :, 0], pair[:, :, 1]]
+    names = ("visible", "also_visible")
+    return {name: ("visible", x) for name, x in zip(names, each, strict=False)}
 
 
 def mask_sides(

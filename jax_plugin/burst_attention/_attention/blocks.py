@@ -29,7 +29,7 @@ from burst_attention._types import Arrays
 Tree = TypeVar("Tree")
 """Arrays in any tree."""
 Rank: TypeAlias = Int32[Array, ""]
-PerPair: TypeAlias = Int32[Array, "query_rows key_rows"]
+PerPair: TypeAlias = Int32[Array, "#batch 1 1 query_rows key_rows"]
 
 BLOCK = 512
 """The most rows of a block."""
@@ -84,7 +84,10 @@ class Queries(NamedTuple):
 
     q: Float32[Array, "*blocks batch rows kv_heads group head_dim"]
     segments: Int32[Array, "*blocks batch rows"] | None
-    positions: Int32[Array, "*blocks rows"]
+    places: Int32[Array, "*blocks rows"]
+    """Positions by the layout, which the window counts."""
+    positions: Int32[Array, "*blocks batch rows"] | None
+    """Positions by the call; None where the places are the positions."""
     statistics: Statistics | None
     """Present in the backward pass."""
 
@@ -95,6 +98,10 @@ class Chunk(NamedTuple):
     k: Float[Array, "blocks batch rows kv_heads head_dim"]
     v: Float[Array, "blocks batch rows kv_heads value_dim"]
     segments: Int32[Array, "blocks batch rows"] | None
+    intervals: list[Int32[Array, "blocks batch rows 2"]]
+    """(start, stop): a query whose position is in an interval sees the key. Empty where keys have
+    no intervals."""
+    positions: Int32[Array, "blocks batch rows"] | None
 
 
 class Keys(NamedTuple):
@@ -103,7 +110,9 @@ class Keys(NamedTuple):
     k: Float[Array, "*blocks batch rows kv_heads head_dim"]
     v: Float[Array, "*blocks batch rows kv_heads value_dim"]
     segments: Int32[Array, "*blocks batch rows"] | None
-    positions: Int32[Array, "*blocks rows"]
+    intervals: list[Int32[Array, "*blocks batch rows 2"]]
+    positions: Int32[Array, "*blocks batch rows"] | None
+    places: Int32[Array, "*blocks rows"]
     exist: Bool[Array, "*blocks rows"]
     """Whether a row is a key. All other rows pad the last block."""
 
@@ -125,22 +134,28 @@ class Work:
         self.q_rows, self.kv_rows = Rows(q.shape[1]), Rows(k.shape[1])
         heads = (q.shape[0], self.kv_heads, self.group)
         self.per_row_shape = (self.q_rows.count, *heads, self.q_rows.size)
-        self.positions = self._positions(self.q_rows, self.rank)
+        self.places = self._places(self.q_rows, self.rank)
+        positions = features.query_positions
+        self.positions = None if positions is None else self.q_rows.cut(positions)
         self.dropout, self.slopes = features.dropout, features.alibi_slopes
         if self.slopes is not None:
             self.slopes = self.slopes.reshape(*heads, 1, 1)
         self.q_segments, of_keys = features.query_segment_ids, features.key_segment_ids
         self.q = self._group(_without_padding(q, self.q_segments))
+        intervals = [x for x in (features.visible, features.also_visible) if x is not None]
+        positions = features.key_positions
         self.chunk = Chunk(
-            self.kv_rows.cut(_without_padding(k, of_keys)),
-            self.kv_rows.cut(_without_padding(v, of_keys)),
+            self.kv_rows.cut(_without_hidden(_without_padding(k, of_keys), intervals)),
+            self.kv_rows.cut(_without_hidden(_without_padding(v, of_keys), intervals)),
             None if of_keys is None else self.kv_rows.cut(of_keys, -1),
+            [self.kv_rows.cut(x) for x in intervals],
+            None if positions is None else self.kv_rows.cut(positions),
         )
 
     def queries(self, statistics: Statistics | None) -> Queries:
         """Returns this rank's queries in blocks."""
         segments = None if self.q_segments is None else self.q_rows.cut(self.q_segments, -1)
-        return Queries(self.q, segments, self.positions, statistics)
+        return Queries(self.q, segments, self.places, self.positions, statistics)
 
     def statistics(
         self,
@@ -162,19 +177,19 @@ class Work:
     def _outside_of_keys(self) -> Bool[Array, " q_len"]:
         """Returns which queries have a window that ends before the keys or begins after them."""
         (left, right), keys = self.ring.window, self.ring.world_size * self.kv_rows.length
-        positions = self.positions.reshape(-1)[: self.q_rows.length]
-        outside = jnp.zeros(positions.shape, bool)
+        places = self.places.reshape(-1)[: self.q_rows.length]
+        outside = jnp.zeros(places.shape, bool)
         if left != NO_LIMIT:
-            outside |= positions - left >= keys
+            outside |= places - left >= keys
         if right != NO_LIMIT:
-            outside |= positions + right < 0
+            outside |= places + right < 0
         return outside
 
     def keys(self, chunk: Chunk, hop: Rank) -> Keys:
         """Returns the keys of the chunk that has arrived after some hops."""
         owner = (self.rank - hop) % self.ring.world_size
         exist = self.kv_rows.indices() < self.kv_rows.length
-        return Keys(*chunk, self._positions(self.kv_rows, owner), exist)
+        return Keys(*chunk, self._places(self.kv_rows, owner), exist)
 
     def zeros(self, *shapes: tuple[int, ...]) -> Arrays:
         """Returns arrays of zeros in float32."""
@@ -214,7 +229,7 @@ class Work:
         x = x.reshape(*x.shape[:2], self.kv_heads, self.group, *x.shape[3:])
         return self.q_rows.cut(x.astype(jnp.float32))
 
-    def _positions(self, rows: Rows, rank: Rank) -> Int32[Array, "blocks rows"]:
+    def _places(self, rows: Rows, rank: Rank) -> Int32[Array, "blocks rows"]:
         ring = self.ring
         return positions_of(rows.indices(), rank, ring.world_size, rows.length, ring.layout)
 
@@ -226,6 +241,16 @@ def _without_padding(
     if segments is None:
         return x
     return jnp.where(lax.expand_dims(segments < 0, (2, 3)), 0, x)
+
+
+def _without_hidden(
+    x: Float[Array, "batch seq heads dim"], intervals: list[Int32[Array, "batch seq 2"]]
+) -> Float[Array, "batch seq heads dim"]:
+    """Returns x with 0 where no query sees the key: its weights are 0, and 0 · NaN is NaN."""
+    if not intervals:
+        return x
+    is_seen = jnp.stack([each[..., 0] < each[..., 1] for each in intervals]).any(0)
+    return jnp.where(is_seen[..., None, None], x, 0)
 
 
 @dataclass(frozen=True)
@@ -253,22 +278,35 @@ class Pair:
             s += self.work.slopes * self.distances()
         return jnp.where(self._visible(), s, -jnp.inf), tanh
 
-    def distances(self) -> Float32[Array, "query_rows key_rows"]:
+    def distances(self) -> Float32[Array, "#batch 1 1 query_rows key_rows"]:
         """Returns key position − query position."""
-        return self._steps().astype(jnp.float32)
+        of_queries, of_keys = self._positions()
+        return (of_keys - of_queries).astype(jnp.float32)
 
-    def _steps(self) -> PerPair:
-        return self.keys.positions - self.queries.positions[:, None]
+    def _positions(
+        self,
+    ) -> tuple[Int32[Array, "#batch 1 1 query_rows 1"], Int32[Array, "#batch 1 1 1 key_rows"]]:
+        """Returns the positions of queries and of keys, in shapes that broadcast to the scores'."""
+        queries, keys = (
+            x.places[None] if x.positions is None else x.positions
+            for x in (self.queries, self.keys)
+        )
+        return queries[:, None, None, :, None], keys[:, None, None, None, :]
 
-    def _visible(self) -> Bool[Array, "*heads query_rows key_rows"]:
+    def _visible(self) -> Bool[Array, "*#heads query_rows key_rows"]:
         """Returns which keys each query sees, in a shape that broadcasts to the scores' shape."""
         left, right = self.work.ring.window
-        steps = self._steps()
+        steps = self.keys.places - self.queries.places[:, None]
         visible = self.keys.exist & jnp.ones_like(steps, bool)
         if left != NO_LIMIT:
             visible &= steps >= -left
         if right != NO_LIMIT:
             visible &= steps <= right
+        if self.keys.intervals:
+            positions, _ = self._positions()
+            bounds = [x[:, None, None, None] for x in self.keys.intervals]
+            inside = [(x[..., 0] <= positions) & (positions < x[..., 1]) for x in bounds]
+            visible = visible & jnp.stack(inside).any(0)
         if self.queries.segments is None:
             return visible
         assert self.keys.segments is not None
@@ -277,14 +315,22 @@ class Pair:
         return visible & (of_queries == of_keys) & (of_queries >= 0)
 
     def may_see(self) -> Bool[Array, ""]:
-        """Returns False only if the window hides every key of the block from every query."""
+        """Returns False only if window or intervals hide every key of the block from all queries.
+
+        Rows that pad the blocks count too, so the result may be True without need.
+        """
         left, right = self.work.ring.window
-        first, last = self.queries.positions.min(), self.queries.positions.max()
+        first, last = self.queries.places.min(), self.queries.places.max()
         sees = jnp.ones((), bool)
         if left != NO_LIMIT:
-            sees &= self.keys.positions.max() - first >= -left
+            sees &= self.keys.places.max() - first >= -left
         if right != NO_LIMIT:
-            sees &= self.keys.positions.min() - last <= right
+            sees &= self.keys.places.min() - last <= right
+        if self.keys.intervals:
+            positions = self._positions()[0][:, 0, 0]
+            first, last = positions.min(1), positions.max(1)
+            inside = [(x[..., 0] <= last) & (first < x[..., 1]) for x in self.keys.intervals]
+            sees &= jnp.stack(inside).any()
         return sees
 
     def dropout(self) -> Callable[[jax.Array], jax.Array]:
@@ -298,9 +344,7 @@ class Pair:
         k0, k1, entry, first = (work.dropout[:, i, None, None, None, None] for i in range(4))
         heads = jnp.arange(work.kv_heads * work.group, dtype=jnp.uint32)
         head = first + heads.reshape(work.kv_heads, work.group, 1, 1)
-        keys, queries = (
-            x.astype(jnp.uint32) for x in (self.keys.positions, self.queries.positions[:, None])
-        )
+        queries, keys = (x.astype(jnp.uint32) for x in self._positions())
         number = philox.word((keys // 4, queries, head, entry), (k0, k1), keys % 4)
         rate = work.ring.options.dropout_rate
         stays = number >= philox.threshold(rate)

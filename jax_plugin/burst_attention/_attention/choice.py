@@ -16,6 +16,7 @@ from burst_attention._attention.options import (
     Backward,
     Options,
     Schedule,
+    Window,
     check_options,
 )
 from burst_attention._checks import HEAD_DIM_MULTIPLE
@@ -164,7 +165,9 @@ def choose_schedule(
     options = check_options("choose_schedule", given)
     for name, x in (("query", query), ("key", key)):
         _checks.shard_length(name, x.shape[1], options.layout)
-    return _choose(options, (q, k, v), _ring_sizes(axis_sizes), platform)
+    sizes = _ring_sizes(axis_sizes)
+    window = options.window(math.prod(sizes) * max(query.shape[1], key.shape[1]))
+    return _choose(options, (q, k, v), sizes, platform, window)
 
 
 def _as_computed(x: ArrayType) -> ArrayType:
@@ -178,13 +181,14 @@ def resolved(
     qkv: tuple[ArrayType, ArrayType, ArrayType],
     sizes: tuple[int, ...],
     implementation: str | None,
+    window: Window,
 ) -> Schedule:
     """Returns the schedule of a call, with a name in place of ``auto``."""
     if options.schedule != "auto":
         return options.schedule
     if implementation == "xla":
         return "ring"
-    found = _choose(options, qkv, sizes, implementation).schedule
+    found = _choose(options, qkv, sizes, implementation, window).schedule
     return _checks.choice("schedule", found, SCHEDULES)
 
 
@@ -206,12 +210,12 @@ def _choose(
     qkv: tuple[ArrayType, ArrayType, ArrayType],
     sizes: tuple[int, ...],
     platform: str | None,
+    window: Window,
 ) -> ScheduleChoice:
     query, key, value = qkv
     world_size, is_empty = math.prod(sizes), 0 in (*query.shape, *key.shape)
     if known := _known_reason(world_size, is_empty, platform, options.links):
         return ScheduleChoice("ring", options.backward, known)
-    window = options.window(world_size * max(query.shape[1], key.shape[1]))
     left, right = (None if side == NO_LIMIT else side for side in window)
     request = _ffi.shapes(query, key, value) | {
         "ask": "choose",

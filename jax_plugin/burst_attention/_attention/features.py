@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from burst_attention import _ffi
-from burst_attention._attention.arguments import cast, mask_sides
+from burst_attention._attention.arguments import cast, intervals, mask_sides
 from burst_attention._checks import array_type, shaped
 from burst_attention._types import Arrays, Axes
 
@@ -43,6 +43,10 @@ ARGUMENTS = {
     "query_segment_ids": ("segment_ids", "id", "batch q_len", ""),
     "key_segment_ids": ("segment_ids", "id", "batch kv_len", ""),
     "alibi_slopes": ("alibi_slopes", "slope", "heads", "batch q_len heads"),
+    "visible": ("visible", "interval", "batch kv_len 2", ""),
+    "also_visible": ("visible", "interval", "batch kv_len 2", ""),
+    "query_positions": ("query_positions", "position", "batch q_len", ""),
+    "key_positions": ("key_positions", "position", "batch kv_len", ""),
     "dropout": ("dropout_key", "word", "2", ""),
 }
 """For each operand the argument that brings it, the word for an element, the shape that the
@@ -61,6 +65,7 @@ FEATURES = (
     Feature("sinks", "sinks", "float32", "logit", "heads", "", differentiable=True),
     Feature("query_mask", "mask", "bool", "flag", "batch q_len", ""),
     Feature("key_mask", "mask", "bool", "flag", "batch kv_len", ""),
+    Feature("query_offset", "query_offset", "int32", "position", "batch", ""),
     Feature("query_seq_lengths", "query_seq_lengths", "int32", "length", "batch", ""),
     Feature("key_value_seq_lengths", "key_value_seq_lengths", "int32", "length", "batch", ""),
 )
@@ -73,16 +78,35 @@ class Features(NamedTuple):
     query_segment_ids: Int32[Array, "batch q_len"] | None = None
     key_segment_ids: Int32[Array, "batch kv_len"] | None = None
     alibi_slopes: Float32[Array, "*batch heads"] | None = None
+    visible: Int32[Array, "batch kv_len 2"] | None = None
+    also_visible: Int32[Array, "batch kv_len 2"] | None = None
+    query_positions: Int32[Array, "batch q_len"] | None = None
+    key_positions: Int32[Array, "batch kv_len"] | None = None
     dropout: UInt32[Array, "*batch words"] | None = None
     sinks: Float32[Array, " heads"] | None = None
     query_mask: Bool[Array, "batch q_len"] | None = None
     key_mask: Bool[Array, "batch kv_len"] | None = None
+    query_offset: Int32[Array, " batch"] | None = None
     query_seq_lengths: Int32[Array, " batch"] | None = None
     key_value_seq_lengths: Int32[Array, " batch"] | None = None
 
     def present(self) -> list[tuple[Feature, jax.Array]]:
         """Returns the arrays that are present, each with its row of the table."""
         return [(row, x) for row, x in zip(FEATURES, self, strict=True) if x is not None]
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether positions are data, so that the layout says nothing about the mask."""
+        data = (self.query_positions, self.key_positions, self.query_offset)
+        return any(x is not None for x in data)
+
+    def takes_data(self, query_offset: int) -> bool:
+        """Whether calls need positions of rows, beyond what the layout says.
+
+        A static offset of the queries shifts the window. Slopes and dropout need the positions.
+        """
+        counts = self.alibi_slopes is not None or self.dropout is not None
+        return self.visible is not None or self.has_positions or (query_offset != 0 and counts)
 
     def operands(self) -> Arrays:
         """Returns the operands of the custom calls."""
@@ -105,11 +129,21 @@ def check_features(
     """Returns the arrays among the arguments of `attention`, checked."""
     sizes = lengths(query, key)
     values = {row.name: (row.argument, given.get(row.argument)) for row in FEATURES}
+    values |= {"visible": ("visible", None), "also_visible": ("visible", None)}
+    values |= intervals(given.get("visible"), sizes["batch"], sizes["kv_len"])
+    if isinstance(given.get("query_offset"), int):
+        values["query_offset"] = ("query_offset", None)
     values |= _pair_of_ids(given.get("segment_ids"), sizes["q_len"], sizes["kv_len"])
     values |= {"query_mask": ("mask", None), "key_mask": ("mask", None)}
     values |= mask_sides(given.get("mask"), sizes["batch"], sizes["q_len"], sizes["kv_len"])
     values["dropout"] = ("dropout_key", dropout_words(given.get("dropout_key"), dropout_rate))
-    return Features(*(_checked(row, *values[row.name], sizes) for row in FEATURES))
+    found = Features(*(_checked(row, *values[row.name], sizes) for row in FEATURES))
+    if given.get("query_offset") is not None and found.query_positions is not None:
+        raise ValueError(
+            "query_offset and query_positions must not both be given: add the offset to the "
+            "positions"
+        )
+    return found
 
 
 def _checked(row: Feature, title: str, value: object, sizes: Mapping[str, int]) -> jax.Array | None:

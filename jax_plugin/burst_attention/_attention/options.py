@@ -38,8 +38,10 @@ Implementation: TypeAlias = Literal["xla"]
 AnyArray: TypeAlias = jax.Array | np.ndarray
 Window: TypeAlias = tuple[int, int]
 """How many positions before and after its own a query sees, or `NO_LIMIT`."""
-NO_LIMIT = -1
+NO_LIMIT = int(np.iinfo(np.int64).min)
 """A side of a window without a limit, as the custom calls have it."""
+OPEN = -1
+"""A side of a window without a limit, as callers write it."""
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -49,8 +51,8 @@ class AttentionOptions(TypedDict, total=False):
       is_causal: whether a query sees only keys at its own global position and before it.
       scale: factor on q·k, a Python number; default head_dim ** -0.5.
       query_seq_lengths: integers ``[batch]``, how many queries of the whole sequence are no
-        padding, in every layout the first ones of the sequence. A query beyond them sees no key:
-        its out is 0, as in ``jax.nn``, and its lse is −inf, where ``jax.nn`` counts masked keys.
+        padding: those whose position is less. A query beyond them sees no key: its out is 0, as in
+        ``jax.nn``, and its lse is −inf, where ``jax.nn`` counts masked keys.
       key_value_seq_lengths: integers ``[batch]``, how many keys of the whole sequence are no
         padding. A query that sees no key has out 0, where ``jax.nn`` returns the mean of all
         values.
@@ -61,6 +63,20 @@ class AttentionOptions(TypedDict, total=False):
         ids of key). A query sees only keys of its own segment, for packed documents. A negative id
         matches no id, not even itself: it marks padding, see `pad_sequence`. Of ids beyond int32
         the lowest 31 bits count. `segment_ids_from_cu_seqlens` makes ids of cumulative lengths.
+      visible: (start, stop), integers ``[batch, kv_len]`` each, in the order of ``layout``: a query
+        at position p sees key j only if start[j] ≤ p < stop[j], and if ``is_causal``, window and
+        segments allow it too. With ``[batch, kv_len, 2]`` each key has two intervals, and either
+        of them suffices. An empty interval, start ≥ stop, hides the key. The intervals are data,
+        so another mask needs no compilation. `masks` makes them. They travel with their keys, 8 or
+        16 bytes for each. FlashMask (arXiv:2410.01359) has the same masks.
+      query_positions: integers ``[batch, q_len]``, the position of each query in the sequence, for
+        ``is_causal``, window, ``visible``, slopes and dropout. Default: the layout's, plus
+        ``query_offset``. With positions of queries or keys any order of tokens is a layout; every
+        chunk then travels to every rank.
+      key_positions: integers ``[batch, kv_len]``, the position of each key; default: the layout's.
+      query_offset: how many positions the first query stands after the first key. 0, the default,
+        aligns the beginnings, as in ``jax.nn``; a Python int kv_len − q_len aligns the ends. An
+        array, integers ``[batch]``, makes positions data.
       logits_soft_cap: bounds scores smoothly: s becomes cap · tanh(s / cap), before the mask. A
         Python number from 1e-30 to 1e30, on GPUs from 0.001 to 1000. None or 0 is no cap.
       sinks: floats ``[heads]``, cast to float32, one logit for each query head. It
@@ -131,6 +147,10 @@ class AttentionOptions(TypedDict, total=False):
         | tuple[Int[AnyArray, "batch q_len"], Int[AnyArray, "batch kv_len"]]
         | None
     )
+    visible: tuple[Int[AnyArray, "batch kv_len *two"], Int[AnyArray, "batch kv_len *two"]] | None
+    query_positions: Int[AnyArray, "batch q_len"] | None
+    key_positions: Int[AnyArray, "batch kv_len"] | None
+    query_offset: int | Int[AnyArray, " batch"]
     logits_soft_cap: float | None
     sinks: Float[AnyArray, " heads"] | None
     alibi_slopes: Float[AnyArray, " heads"] | None
@@ -171,19 +191,29 @@ def _window(name: str, value: object) -> Window:
     sides = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(sides) != 2:
         raise ValueError(f"{name} must be one number or (left, right), got {len(sides)} numbers")
-    left, right = (NO_LIMIT if is_pair and x is None else _checks.index(x) for x in sides)
+    left, right = (OPEN if is_pair and x is None else _checks.index(x) for x in sides)
     if left is None or right is None:
         raise TypeError(
             f"{name} must be an int or (left, right), Python numbers, since they are "
             f"compiled into the program, got {describe(value)}"
         )
-    if min(left, right) < (NO_LIMIT if is_pair else 0):
+    if min(left, right) < (OPEN if is_pair else 0):
         raise ValueError(
             f"{name} must not be negative, got {value!r}: it counts positions before and "
             "after the query's own, which is always seen; None or -1 in a pair (left, right) "
             "leaves a side without a limit"
         )
-    return left, right
+    return NO_LIMIT if left == OPEN else left, NO_LIMIT if right == OPEN else right
+
+
+def _offset(name: str, value: object) -> int:
+    """Returns an offset of all positions of queries; 0 for offsets in an array."""
+    offset = _checks.index(value)
+    if offset is None and not isinstance(value, AnyArray):
+        raise TypeError(f"{name} must be an int, or int32 [batch], got {describe(value)}")
+    if offset is not None and abs(offset) >= 1 << 31:
+        raise ValueError(f"{name} must be within int32, got {offset}")
+    return offset or 0
 
 
 def _soft_cap(name: str, value: object) -> float | None:
@@ -244,6 +274,7 @@ class Options:
     backward_order: BackwardOrder = _option(
         "fixed", partial(_checks.choice, allowed=BACKWARD_ORDERS)
     )
+    query_offset: int = _option(0, _offset)
     residual_dtype: Literal["float32"] | None = _option(None, _optional(_residual_dtype))
     links: Links | None = _option(None, check_links)
     implementation: Implementation | None = _option(None, _optional(_implementation))
@@ -252,12 +283,21 @@ class Options:
         """Returns the factor on q·k."""
         return float(head_dim**-0.5) if self.scale is None else self.scale
 
-    def window(self, positions: int) -> Window:
-        """Returns how far a query sees, with `NO_LIMIT` for a side that reaches all positions."""
-        left, right = self.local_window_size or (positions, positions)
-        # The calls compare fewer positions for a side without a limit.
-        left, right = (NO_LIMIT if side >= positions else side for side in (left, right))
+    @property
+    def sides(self) -> Window:
+        """How many positions before and after its own a query sees."""
+        left, right = self.local_window_size or (NO_LIMIT, NO_LIMIT)
         return left, 0 if self.is_causal else right
+
+    def window(self, positions: int) -> Window:
+        """Returns how far a query sees from its place in the layout, if positions are no data.
+
+        A side that reaches all positions is `NO_LIMIT`: the calls compare fewer positions then.
+        """
+        left, right = self.sides
+        left = left if left == NO_LIMIT else left - self.query_offset
+        right = right if right == NO_LIMIT else right + self.query_offset
+        return NO_LIMIT if left >= positions else left, NO_LIMIT if right >= positions else right
 
 
 def check_options(caller: str, given: Mapping[str, object]) -> Options:

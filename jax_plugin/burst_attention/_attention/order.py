@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
@@ -25,6 +26,7 @@ Order: TypeAlias = Literal["layout", "sequence"]
 ORDERS: tuple[Order, ...] = get_args(Order)
 
 FILL = dict.fromkeys(("query_segment_ids", "key_segment_ids"), PADDING)
+FILL["key_positions"] = int(np.iinfo(np.int32).max)
 """What fills the end of a feature; 0 or False for all others."""
 
 
@@ -41,10 +43,13 @@ class InSequence:
         """Returns global arrays padded at the end where the layout needs it."""
         query, key, value = (self._cut(self._padded(x, 1), 1, self.axes) for x in qkv)
         q_len, kv_len = qkv[0].shape[1], qkv[1].shape[1]
-        if key.shape[1] > kv_len and self._reaches_past(kv_len, q_len):
-            given = features.key_value_seq_lengths
-            ends = jnp.full(key.shape[:1], kv_len, jnp.int32) if given is None else given
-            features = features._replace(key_value_seq_lengths=jnp.minimum(ends, kv_len))
+        is_seen = features.has_positions or self._reaches_past(kv_len, q_len)
+        if key.shape[1] > kv_len and is_seen:
+            given, last = features.key_value_seq_lengths, kv_len
+            if features.key_positions is not None:
+                last = FILL["key_positions"]
+            ends = jnp.full(key.shape[:1], last, jnp.int32) if given is None else given
+            features = features._replace(key_value_seq_lengths=jnp.minimum(ends, last))
         found = {row.name: x for row, x in features.present()}
         for row, x, axis in _along_sequence(features):
             x = self._padded(x, axis, FILL.get(row.name, 0))

@@ -41,6 +41,7 @@ def padding_as_ids(features: Features, qkv: Qkv, ring: Ring) -> Features:
         given: Int32[Array, "batch seq"] | None,
         mask: Bool[Array, "batch seq"] | None,
         lengths: Int32[Array, " batch"] | None,
+        positions: Int32[Array, "batch seq"] | None,
         seq: int,
     ) -> Int32[Array, "batch seq"]:
         found = jnp.zeros((batch, seq), jnp.int32) if given is None else given
@@ -48,15 +49,26 @@ def padding_as_ids(features: Features, qkv: Qkv, ring: Ring) -> Features:
             found = jnp.where(mask, found, PADDING)
         if lengths is not None:
             rows, rank = jnp.arange(seq, dtype=jnp.int32), lax.axis_index(ring.axes)
-            positions = positions_of(rows, rank, ring.world_size, seq, ring.layout)
+            if positions is None:
+                positions = positions_of(rows, rank, ring.world_size, seq, ring.layout)[None]
             found = jnp.where(positions < lengths[:, None], found, PADDING)
         return found
 
     q, k = (x.shape[1] for x in qkv[:2])
-    of_queries = features.query_segment_ids, features.query_mask, features.query_seq_lengths, q
-    of_keys = features.key_segment_ids, features.key_mask, features.key_value_seq_lengths, k
     return features._replace(
-        query_segment_ids=ids(*of_queries),
-        key_segment_ids=ids(*of_keys),
+        query_segment_ids=ids(
+            features.query_segment_ids,
+            features.query_mask,
+            features.query_seq_lengths,
+            features.query_positions,
+            q,
+        ),
+        key_segment_ids=ids(
+            features.key_segment_ids,
+            features.key_mask,
+            features.key_value_seq_lengths,
+            features.key_positions,
+            k,
+        ),
         **dict.fromkeys(names),
     )

@@ -6,7 +6,8 @@ import jax
 
 from burst_attention import _checks, _mesh
 from burst_attention._attention import choice, implementation
-from burst_attention._attention.options import Options, Window
+from burst_attention._attention.features import Features
+from burst_attention._attention.options import NO_LIMIT, Options, Window
 from burst_attention._types import Axes, Layout
 
 
@@ -24,7 +25,8 @@ class Ring:
     inner_size: int
     """Ranks of an inner ring; 0 if there are no inner rings."""
     window: Window
-    """How many positions before and after its own a query sees, or `NO_LIMIT`."""
+    """How many positions before and after its own place in the layout a query sees, or `NO_LIMIT`.
+    Negative where `query_offset` moves the own place out of the window."""
     softmax_scale: float
     layout: Layout
     implementation: str | None
@@ -38,7 +40,9 @@ class Ring:
         return self.options.residual_dtype is not None
 
 
-def ring_along(axes: Axes, options: Options, qkv: tuple[jax.Array, jax.Array, jax.Array]) -> Ring:
+def ring_along(
+    axes: Axes, options: Options, qkv: tuple[jax.Array, jax.Array, jax.Array], features: Features
+) -> Ring:
     """Returns the ring of a call inside ``shard_map``."""
     query, key, _ = qkv
     mesh = _mesh.ring_mesh(axes)
@@ -48,18 +52,28 @@ def ring_along(axes: Axes, options: Options, qkv: tuple[jax.Array, jax.Array, ja
     for name, x in (("query", query), ("key", key)):
         _checks.shard_length(name, x.shape[1], options.layout)
     world_size = _mesh.axes_size(mesh, axes)
-    chosen = implementation.chosen(options.implementation, mesh, query.dtype, world_size)
+    chosen = implementation.chosen(
+        options.implementation,
+        mesh,
+        query.dtype,
+        world_size,
+        takes_data=features.takes_data(options.query_offset),
+    )
     implementation.check_soft_cap(options.logits_soft_cap, chosen)
     implementation.check_residual_dtype(options.residual_dtype is not None, chosen)
     sizes = tuple(mesh.shape[name] for name in axes)
-    schedule = choice.library_name(choice.resolved(options, qkv, sizes, chosen), axes)
+    # Where positions are data, any rank may have keys that a query sees.
+    everything = (NO_LIMIT, NO_LIMIT)
+    window = options.window(world_size * max(query.shape[1], key.shape[1]))
+    window = everything if features.has_positions else window
+    schedule = choice.library_name(choice.resolved(options, qkv, sizes, chosen, window), axes)
     return Ring(
         options=options,
         axes=axes,
         world_size=world_size,
         schedule=schedule,
         inner_size=sizes[1] if schedule == "double_ring" else 0,
-        window=options.window(world_size * max(query.shape[1], key.shape[1])),
+        window=window,
         softmax_scale=options.softmax_scale(query.shape[3]),
         layout=options.layout,
         implementation=chosen,

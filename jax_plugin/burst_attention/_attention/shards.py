@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
 from burst_attention import _checks
-from burst_attention._attention import heads
+from burst_attention._attention import heads, visibility
 from burst_attention._attention.features import Features, as_operands, check_features
 from burst_attention._attention.options import (
     AnyArray,
@@ -166,9 +166,10 @@ def attend(
     """Returns out and lse of this device's queries; all arguments are checked."""
     value_dim = qkv[2].shape[3]
     options, qkv = pad_head_dims(options, qkv)
-    ring = ring_along(axes, options, qkv)
+    ring = ring_along(axes, options, qkv, features)
     _check_same_on_ring(features, axes)
-    out, lse = _attend(ring, qkv, padding_as_ids(features, qkv, ring))
+    features = visibility.completed(ring, qkv, padding_as_ids(features, qkv, ring))
+    out, lse = _attend(ring, qkv, features)
     return out[..., :value_dim], lse
 
 

@@ -117,7 +117,8 @@ impl CellTask<'_> {
         let Cell { tile, kv_head, ref queries, ref keys, overwrite, .. } = *self.cell;
         let (batch, kv_head) = kv_head;
         let (inputs, block_keys) = (&tile.inputs, self.scratch.block_keys);
-        let group_size = inputs.q.heads / inputs.k.heads;
+        let (group_size, visibility) =
+            (inputs.q.heads / inputs.k.heads, &inputs.features.visibility);
         for start in keys.clone().step_by(block_keys) {
             let keys = start..keys.end.min(start + block_keys);
             // The band's edges rise with the row, so the first and the last row bound all rows
@@ -126,7 +127,11 @@ impl CellTask<'_> {
                 ..inputs.band.queries_of(keys.end - 1, queries).end;
             // With packed documents most cells are empty. Packing the keys of empty cells made 64
             // documents take three times as long.
-            let meet = inputs.features.coverage(batch, &seeing, &keys) != Coverage::Empty;
+            let own = visibility.of_keys(batch, &keys);
+            let coverage = |queries: &Range<usize>| {
+                visibility.coverage(&visibility.of_queries(batch, queries), &own)
+            };
+            let meet = coverage(&seeing) != Coverage::Empty;
             if (seeing.is_empty() || !meet) && !overwrite {
                 continue;
             }
@@ -136,12 +141,12 @@ impl CellTask<'_> {
                 for head in kv_head * group_size..(kv_head + 1) * group_size {
                     for part in even_parts(seeing.len(), BLOCK_QUERIES) {
                         let queries = seeing.start + part.start..seeing.start + part.end;
-                        let segments = inputs.features.coverage(batch, &queries, &keys);
-                        match inputs.band.coverage(&queries, &keys).and(segments) {
+                        let data = coverage(&queries);
+                        match inputs.band.coverage(&queries, &keys).and(data) {
                             Coverage::Empty => {}
                             Coverage::Full => self.add_full(simd, head, queries, &keys),
                             Coverage::Partial => {
-                                self.add_partial(simd, (head, queries), &keys, segments);
+                                self.add_partial(simd, (head, queries), &keys, data);
                             }
                         }
                     }
@@ -211,6 +216,7 @@ impl CellTask<'_> {
             for lanes in pack::panels::<S>(keys.len()) {
                 self.logits(simd, &lanes, 0..count);
                 let in_panel = lanes.end.min(keys.len()) - lanes.start;
+                tile.inputs.count_pairs(count, in_panel);
                 if tile.inputs.features.dslopes.is_some() {
                     // Lanes beyond the keys may hold anything, but must not be part of a sum.
                     let all = Some(|_: usize| 0..in_panel);
@@ -226,7 +232,7 @@ impl CellTask<'_> {
         }
     }
 
-    /// Adds the gradients of a block of queries and keys that the band or segments cut.
+    /// Adds the gradients of a block of queries and keys that the band or data cut.
     ///
     /// # Safety
     /// The caller guarantees that the keys are packed, that `queries` of the inputs are readable,
@@ -237,10 +243,10 @@ impl CellTask<'_> {
         simd: S,
         (head, queries): (usize, Range<usize>),
         keys: &Range<usize>,
-        segments: Coverage,
+        data: Coverage,
     ) {
-        let (features, batch) = (&self.cell.tile.inputs.features, self.cell.kv_head.0);
-        let compares = segments == Coverage::Partial;
+        let visibility = &self.cell.tile.inputs.features.visibility;
+        let (batch, compares) = (self.cell.kv_head.0, data == Coverage::Partial);
         // SAFETY: the caller guarantees the keys and the rows of the arrays, and `pack_queries`
         // packs the queries.
         unsafe {
@@ -250,20 +256,19 @@ impl CellTask<'_> {
                 self.add_band(simd, (head, &queries), (keys, keys), (compares, exact));
                 return;
             }
-            // Each pair of runs is added by itself, so that no row meets another segment's values.
-            let runs = features.runs(Side::Keys, batch, keys);
-            for (queries, id) in features.runs(Side::Queries, batch, &queries) {
-                self.pack_queries(simd, head, &queries);
-                for (run, _) in runs.iter().filter(|(_, other)| *other == id) {
-                    self.add_band(simd, (head, &queries), (keys, run), (false, exact));
-                    self.scratch.dq.clear(queries.len());
+            // Each pair of runs is added by itself, so that no row meets values that it does not
+            // see.
+            for run in visibility.key_runs(batch, keys) {
+                for queries in visibility.query_runs(batch, &queries, run.start) {
+                    self.pack_queries(simd, head, &queries);
+                    self.add_band(simd, (head, &queries), (keys, &run), (false, exact));
                 }
             }
         }
     }
 
-    /// Adds the gradients of packed queries and a run of the block's keys, as far as the band
-    /// allows.
+    /// Adds the gradients of packed queries and a run of the block's keys, as far as the band and
+    /// data allow.
     ///
     /// # Safety
     /// The caller guarantees that keys and queries are packed, and that `queries` of dq are this
@@ -276,7 +281,9 @@ impl CellTask<'_> {
         (keys, run): (&Range<usize>, &Range<usize>),
         (compares, exact): (bool, bool),
     ) {
-        let band = self.cell.tile.inputs.band;
+        let inputs = &self.cell.tile.inputs;
+        let (band, visibility, batch) =
+            (inputs.band, &inputs.features.visibility, self.cell.kv_head.0);
         let shift = |seen: Range<usize>, by: usize| seen.start - by..seen.end - by;
         // SAFETY: the caller guarantees that keys and queries are packed, and the rows of dq.
         unsafe {
@@ -286,14 +293,21 @@ impl CellTask<'_> {
                 if within.is_empty() {
                     continue;
                 }
-                let seeing = |j: usize| shift(band.queries_of(j, queries), queries.start);
-                let seen =
-                    |row: usize| shift(band.keys_of(queries.start + row, &within), panel.start);
-                let rows = seeing(within.start).start..seeing(within.end - 1).end;
-                if rows.is_empty() {
+                let mut some = band.queries_of(within.start, queries).start
+                    ..band.queries_of(within.end - 1, queries).end;
+                if compares {
+                    let keys = visibility.of_keys(batch, &within);
+                    some = visibility.trim_queries(batch, some, &keys);
+                }
+                if some.is_empty() {
                     continue;
                 }
+                let rows = shift(some.clone(), queries.start);
+                let seeing = |j: usize| shift(band.queries_of(j, &some), queries.start);
+                let seen =
+                    |row: usize| shift(band.keys_of(queries.start + row, &within), panel.start);
                 self.logits(simd, &lanes, rows.clone());
+                inputs.count_pairs(rows.len(), panel.len());
                 self.softmax(simd, head, &lanes, rows.clone(), (Some(seen), compares));
                 let range = |key: usize| {
                     let key = panel.start + key;
@@ -353,7 +367,7 @@ impl CellTask<'_> {
     }
 
     /// Computes probabilities and ds in the panels. `seen`: the keys that each row sees, and
-    /// whether segments have to be compared.
+    /// whether data may hide pairs.
     ///
     /// # Safety
     /// The caller guarantees that the panels hold logits and dp of `rows`.
@@ -375,8 +389,7 @@ impl CellTask<'_> {
         // SAFETY: the caller guarantees the panels. `pack_queries` and `start_keys` loaded lse,
         // delta and the features.
         unsafe {
-            if let Some(features) = features {
-                let features = features.on(lanes, compares);
+            if let Some(features) = features.and_then(|all| all.on(lanes, compares)) {
                 features.fill_keep(rows.clone());
                 let features = (features, !slopes.is_empty());
                 let sum = softmax::gradients(simd, panels, rows, statistics, seen, features);

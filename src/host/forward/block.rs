@@ -93,7 +93,11 @@ impl BlockTask<'_> {
         // The band's edges rise with the row, so the first and the last row bound all rows between.
         let seen = inputs.band.keys_of(queries.start, &inputs.k_rows).start
             ..inputs.band.keys_of(queries.end - 1, &inputs.k_rows).end;
-        let meet = inputs.features.coverage(batch, queries, &seen) != Coverage::Empty;
+        let visibility = &inputs.features.visibility;
+        let own = visibility.of_queries(batch, queries);
+        let coverage =
+            |keys: &Range<usize>| visibility.coverage(&own, &visibility.of_keys(batch, keys));
+        let meet = coverage(&seen) != Coverage::Empty;
         if (seen.is_empty() || !meet) && !tile.first && !tile.last {
             return;
         }
@@ -102,11 +106,11 @@ impl BlockTask<'_> {
             self.start(simd);
             for start in seen.clone().step_by(BLOCK_KEYS) {
                 let keys = start..seen.end.min(start + BLOCK_KEYS);
-                let segments = inputs.features.coverage(batch, queries, &keys);
-                match inputs.band.coverage(queries, &keys).and(segments) {
+                let data = coverage(&keys);
+                match inputs.band.coverage(queries, &keys).and(data) {
                     Coverage::Empty => {}
                     Coverage::Full => self.fold_full(simd, keys),
-                    Coverage::Partial => self.fold_partial(simd, keys, segments),
+                    Coverage::Partial => self.fold_partial(simd, keys, data),
                 }
             }
             if tile.last { self.write_outputs(simd) } else { self.save_state(simd) }
@@ -168,32 +172,31 @@ impl BlockTask<'_> {
         }
     }
 
-    /// Folds a block of keys that the band or segments cut.
+    /// Folds a block of keys that the band or data cut.
     ///
     /// # Safety
     /// The caller guarantees that `keys` of k and v are readable.
     #[inline(always)]
-    unsafe fn fold_partial<S: Simd>(&self, simd: S, keys: Range<usize>, segments: Coverage) {
-        let (features, compares) =
-            (&self.block.tile.inputs.features, segments == Coverage::Partial);
-        let v = self.scratch.v;
+    unsafe fn fold_partial<S: Simd>(&self, simd: S, keys: Range<usize>, data: Coverage) {
+        let visibility = &self.block.tile.inputs.features.visibility;
+        let (compares, v) = (data == Coverage::Partial, self.scratch.v);
         // SAFETY: the caller guarantees the keys and values, and `pack_keys` packs them.
         unsafe {
             self.pack_keys(simd, &keys);
             let exact = !pack::all_finite(simd, v.at, keys.len() * v.row);
             if exact && compares {
-                // Each run is folded by itself, so that no row meets values of another segment.
-                for (run, id) in features.runs(Side::Keys, self.block.head.0, &keys) {
-                    self.fold_band(simd, (&keys, run), (compares, exact), Some(id));
+                // Each run is folded by itself, so that no row meets values that it does not see.
+                for run in visibility.key_runs(self.block.head.0, &keys) {
+                    self.fold_band(simd, (&keys, run), (compares, exact));
                 }
             } else {
-                self.fold_band(simd, (&keys, keys.clone()), (compares, exact), None);
+                self.fold_band(simd, (&keys, keys.clone()), (compares, exact));
             }
         }
     }
 
-    /// Folds a run of the block's keys, as far as the band allows. With `only`, the queries of that
-    /// segment alone see the run.
+    /// Folds a run of the block's keys, as far as the band and data allow. With `compares` and
+    /// `exact`, data treat all keys of the run alike, and only queries that see them take part.
     ///
     /// # Safety
     /// The caller guarantees that the keys and values are packed.
@@ -203,22 +206,24 @@ impl BlockTask<'_> {
         simd: S,
         (keys, run): (&Range<usize>, Range<usize>),
         (compares, exact): (bool, bool),
-        only: Option<i32>,
     ) {
         let Block { tile, head: (batch, _), rows: ref queries } = *self.block;
-        let band = tile.inputs.band;
+        let (band, visibility) = (tile.inputs.band, &tile.inputs.features.visibility);
         let shift = |seen: Range<usize>, by: usize| seen.start - by..seen.end - by;
-        let hidden = |i: usize| {
-            only.is_some_and(|id| tile.inputs.features.query_segment(batch, i) != Some(id))
-        };
+        let hidden = |row: usize| compares && exact && !visibility.sees(batch, row, run.start);
         for lanes in pack::panels::<S>(queries.len()) {
             let first = queries.start + lanes.start;
-            let last = queries.end.min(queries.start + lanes.end) - 1;
-            let seen_by = |i: usize| shift(band.keys_of(i, &run), keys.start);
-            let seen = seen_by(first).start..seen_by(last).end;
+            let end = queries.end.min(queries.start + lanes.end);
+            let mut seen = band.keys_of(first, &run).start..band.keys_of(end - 1, &run).end;
+            if compares {
+                seen =
+                    visibility.trim_keys(batch, &visibility.of_queries(batch, &(first..end)), seen);
+            }
             if seen.is_empty() {
                 continue;
             }
+            let within = seen.clone();
+            let seen = shift(seen, keys.start);
             // SAFETY: the caller guarantees that the keys and values are packed; `start` has packed
             // the queries.
             unsafe {
@@ -228,8 +233,9 @@ impl BlockTask<'_> {
                     shift(band.queries_of(keys.start + j, &across), across.start)
                 });
                 self.softmax(simd, &lanes, seen);
-                let range = |row: usize| {
-                    if hidden(first + row) { 0..0 } else { seen_by(first + row) }
+                let range = |row: usize| match hidden(first + row) {
+                    true => 0..0,
+                    false => shift(band.keys_of(first + row, &within), keys.start),
                 };
                 self.fold_values(simd, &lanes, Depth::Rows { range: &range, exact });
             }
@@ -255,7 +261,7 @@ impl BlockTask<'_> {
     }
 
     /// Computes p = k qᵀ, as features change it, for the packed keys in `keys` and the queries of
-    /// `lanes`. `compares`: whether pairs of different segments have to be masked.
+    /// `lanes`. `compares`: whether data may hide pairs.
     ///
     /// # Safety
     /// The caller guarantees that keys and queries are packed.
@@ -269,6 +275,7 @@ impl BlockTask<'_> {
     ) {
         let (scratch, inputs) = (&self.scratch, &self.block.tile.inputs);
         let (dim, p) = (inputs.q.dim, self.panel(lanes));
+        inputs.count_pairs(lanes.end.min(self.block.rows.len()) - lanes.start, keys.len());
         // SAFETY: all three matrices are scratch of this task, and the caller guarantees that keys
         // and queries are packed.
         unsafe {
@@ -282,8 +289,8 @@ impl BlockTask<'_> {
                 write: Write::Set,
             };
             product.compute(simd);
-            if let Some(features) = self.features {
-                softmax::adjust(simd, p, keys, features.on(lanes, compares));
+            if let Some(features) = self.features.and_then(|all| all.on(lanes, compares)) {
+                softmax::adjust(simd, p, keys, features);
             } else if let Some(cap) = inputs.soft_cap {
                 softmax::adjust(simd, p, keys, SoftCap::new(cap));
             }
@@ -302,8 +309,8 @@ impl BlockTask<'_> {
             let (m, l, alpha) = (m.add(lanes.start), l.add(lanes.start), alpha.add(lanes.start));
             let p = self.panel(lanes);
             softmax::online(simd, p, keys.clone(), &Online { m, l, alpha });
-            if let Some(features) = self.features.filter(PanelFeatures::drops) {
-                let features = features.on(lanes, false);
+            let features = self.features.filter(PanelFeatures::drops);
+            if let Some(features) = features.and_then(|all| all.on(lanes, false)) {
                 features.fill_keep(keys.clone());
                 softmax::drop_out(simd, p, keys, features);
             }

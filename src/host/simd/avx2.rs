@@ -60,6 +60,10 @@ impl Simd for Avx2 {
             let same = _mm256_cmpeq_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b));
             _mm256_blendv_ps(other, x, _mm256_castsi256_ps(same))
         }}
+        fn where_less(a: __m256, b: __m256, x: __m256, other: __m256) -> __m256 {{
+            let less = _mm256_cmpgt_epi32(_mm256_castps_si256(b), _mm256_castps_si256(a));
+            _mm256_blendv_ps(other, x, _mm256_castsi256_ps(less))
+        }}
     }
 
     memory_operations! {

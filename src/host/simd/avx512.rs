@@ -54,6 +54,10 @@ impl Simd for Avx512 {
             let same = _mm512_cmpeq_epi32_mask(_mm512_castps_si512(a), _mm512_castps_si512(b));
             _mm512_mask_mov_ps(other, same, x)
         }}
+        fn where_less(a: __m512, b: __m512, x: __m512, other: __m512) -> __m512 {{
+            let less = _mm512_cmplt_epi32_mask(_mm512_castps_si512(a), _mm512_castps_si512(b));
+            _mm512_mask_mov_ps(other, less, x)
+        }}
     }
 
     memory_operations! {

@@ -75,6 +75,16 @@ pub(super) trait Simd: Copy {
         other: Self::Vector,
     ) -> Self::Vector;
 
+    /// Returns `x` in lanes where the bits of `a`, as signed integers, are less than those of `b`,
+    /// and `other` elsewhere.
+    fn where_less(
+        self,
+        a: Self::Vector,
+        b: Self::Vector,
+        x: Self::Vector,
+        other: Self::Vector,
+    ) -> Self::Vector;
+
     /// Reads a vector.
     ///
     /// # Safety

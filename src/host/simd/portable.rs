@@ -72,6 +72,9 @@ impl Simd for Portable {
         fn where_same_bits(a: Vector, b: Vector, x: Vector, other: Vector) |i| {
             if a[i].to_bits() == b[i].to_bits() { x[i] } else { other[i] }
         }
+        fn where_less(a: Vector, b: Vector, x: Vector, other: Vector) |i| {
+            if (a[i].to_bits() as i32) < b[i].to_bits() as i32 { x[i] } else { other[i] }
+        }
     }
 
     #[inline(always)]

@@ -47,8 +47,8 @@ pub struct Features {
 impl Features {
     /// Returns the band of a window that reaches `left` rows back and `right` rows ahead; `None` is
     /// no limit.
-    pub fn window(left: Option<usize>, right: Option<usize>) -> (i64, i64) {
-        (left.map_or(i64::MIN, |rows| -(rows as i64)), right.map_or(i64::MAX, |rows| rows as i64))
+    pub fn window(left: Option<i64>, right: Option<i64>) -> (i64, i64) {
+        (left.map_or(i64::MIN, |rows| -rows), right.unwrap_or(i64::MAX))
     }
 }
 

@@ -1,0 +1,98 @@
+//! The features of a problem.
+
+use std::ops::RangeInclusive;
+
+use serde::Deserialize;
+
+use super::Operand;
+use crate::error::{Error, Result};
+use crate::types::invalid;
+
+/// Soft caps that float32 can compute with: the cap and 2 · log2(e) / cap stay within its range.
+pub const SOFT_CAPS: RangeInclusive<f32> = 1e-30..=1e30;
+
+/// The features of a problem, which change scores and weights beyond q·k, its scale and the window.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Features {
+    /// The cap of scores, which become `cap · tanh(score / cap)` before slopes and masks.
+    pub soft_cap: Option<f32>,
+    /// Whether every query and key has a segment, int32. A query and a key see each other if their
+    /// segments are equal and not negative.
+    pub segments: bool,
+    /// Whether every query head has a slope, float32, which adds `slope · (key position − query
+    /// position)` to its scores.
+    pub slopes: bool,
+    /// The probability that a weight is dropped. All other weights are divided by 1 − probability.
+    pub dropout: Option<f32>,
+    /// Whether every key has an interval of query positions, int32 (start, stop): a query at
+    /// position p sees the key only if start ≤ p < stop.
+    pub visible: bool,
+    /// Whether every key has a second interval: a query sees the key if either interval allows it.
+    pub also_visible: bool,
+    /// Whether the positions of keys are data too, int32. Slopes and dropout then count by them.
+    pub positions: bool,
+}
+
+impl Features {
+    /// No features.
+    pub const NONE: Features = Features {
+        soft_cap: None,
+        segments: false,
+        slopes: false,
+        dropout: None,
+        visible: false,
+        also_visible: false,
+        positions: false,
+    };
+
+    /// Whether the positions of queries are data.
+    pub fn has_query_positions(&self) -> bool {
+        self.visible || self.positions
+    }
+
+    /// Checks the numbers of the features, and that a second interval has a first one.
+    ///
+    /// # Errors
+    /// [`Error::InvalidProblem`] that names the number.
+    pub(crate) fn validate(&self) -> Result<()> {
+        if self.also_visible && !self.visible {
+            return Err(invalid("second interval of keys", "a first one too", "none"));
+        }
+        if let Some(cap) = self.soft_cap.filter(|cap| !SOFT_CAPS.contains(cap)) {
+            let (least, most) = (SOFT_CAPS.start(), SOFT_CAPS.end());
+            let expected = format!("from {least:e} to {most:e} (0 or nothing for no cap)");
+            return Err(invalid("soft cap", expected, format!("{cap:e}")));
+        }
+        if let Some(rate) = self.dropout.filter(|rate| !(0.0..1.0).contains(rate)) {
+            return Err(invalid("dropout rate", "at least 0 and below 1", rate));
+        }
+        Ok(())
+    }
+
+    /// Returns the features that take the named arrays. A soft cap or a probability of dropout of 0
+    /// means none.
+    ///
+    /// # Errors
+    /// [`Error::InvalidProblem`] if the features ask for other names.
+    pub fn of_operands(soft_cap: f32, dropout: f32, names: &[&str]) -> Result<Features> {
+        let given = |number: f32| Some(number).filter(|number| *number != 0.0);
+        let mut features = Features::default();
+        (features.soft_cap, features.dropout) = (given(soft_cap), given(dropout));
+        let named = Operand::of_features().filter(|operand| names.contains(&operand.name()));
+        named.filter_map(|operand| operand.row().feature.as_ref()).for_each(|flag| {
+            (flag.turn_on)(&mut features);
+        });
+        let expected: Vec<_> = Operand::of(&features).map(Operand::name).collect();
+        if expected == names {
+            return Ok(features);
+        }
+        let (expected, got) = (expected.join(", "), names.join(", "));
+        let name = "operands of features";
+        Err(Error::InvalidProblem {
+            name,
+            expected: format!("[{expected}]"),
+            got: format!("[{got}]"),
+        })
+    }
+}
