@@ -1,5 +1,6 @@
 """Masks as data agree with float64: intervals of keys, positions of rows, offsets of queries."""
 
+import random
 from dataclasses import replace
 
 import burst_attention as ba
@@ -11,6 +12,7 @@ import ring
 from bounds import check
 from features import SPECS, Problem
 from jax.sharding import PartitionSpec as P
+from long import some
 
 pytestmark = pytest.mark.needs("host")
 
@@ -73,6 +75,57 @@ def test_intervals_beside_features(other, positions):
             **other,
         )
     )
+
+
+def drawn(seed):
+    """Returns a random problem with intervals, and perhaps with other features."""
+    pick = random.Random(seed).choice
+    length = pick([24, 48, 96])
+    return Problem(
+        mesh=pick(WORLDS),
+        layout=pick(["contiguous", "zigzag", "striped"]),
+        backward=pick(["keys", "queries"]),
+        dtype=pick(["float32", "bfloat16", "float16"]),
+        q_len=length,
+        kv_len=pick([length, 64]),
+        kv_heads=pick([2, 4]),
+        value_dim=pick([32, 72]),
+        visible=pick(KINDS),
+        positions=pick([False, True]),
+        causal=pick([False, True]),
+        window=pick([None, (9, 4), (30, 0)]),
+        segments=pick([None, "documents", "padded"]),
+        soft_cap=pick([None, 2.0]),
+        slopes=pick([False, True]),
+        sinks=pick([False, True]),
+        dropout=pick([0.0, 0.2]),
+        implementation=pick([None, "xla"]),
+    )
+
+
+@pytest.mark.parametrize("seed", some(range(60), 6))
+def test_random_masks(seed):
+    agree(drawn(seed))
+
+
+BUILT = {
+    "prefix_lm": (ba.masks.prefix_lm([5, 0, 9], [14, 10, 24]), {"window": (20, 6)}),
+    "prefix_tree": (ba.masks.prefix_tree([-1, 0, 1, 1, 0], [10, 6, 9, 8, 15]), {"slopes": True}),
+    "chunked": (ba.masks.chunked([30, 18], 8), {"sinks": True, "soft_cap": 2.0}),
+    "spans": (ba.masks.spans(48, [(3, 12), (20, 41)]), {"dropout": 0.2}),
+    "block_causal": (ba.masks.block_causal(48, 7), {"segments": "documents"}),
+    "block_diffusion": (ba.masks.block_diffusion(24, 4), {"value_dim": 64, "kv_heads": 4}),
+}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("name", BUILT)
+def test_built_masks(name, layout):
+    mask, options = BUILT[name]
+    start, stop = (np.repeat(x, 2, axis=0) for x in mask.arguments["visible"])
+    changes = {"starts": start, "stops": stop}
+    agree(Problem(layout=layout, mesh=(1, 8, 1), visible="built", changes=changes))
+    agree(Problem(layout=layout, visible="built", changes=changes, **options))
 
 
 @pytest.mark.parametrize("schedule", ["ring", "balanced", "all_gather", "ulysses"])
