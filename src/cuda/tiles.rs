@@ -49,12 +49,19 @@ pub(super) struct Part {
     pub last: bool,
 }
 
-/// Returns the CUDA kernels' name of a type.
+/// Returns the CUDA kernels' name of a problem's type.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for float32.
-pub(super) fn element_of(dtype: Dtype) -> Result<Element> {
-    match dtype {
+/// [`Error::Unsupported`] for float32 and for masks as data.
+pub(super) fn element_of(problem: &Problem) -> Result<Element> {
+    if problem.features.has_query_positions() {
+        return Err(Error::Unsupported {
+            what: "a mask or positions as data".into(),
+            executor: "CUDA",
+            instead: "compute with implementation=\"xla\", or on CPU devices".into(),
+        });
+    }
+    match problem.dtype {
         Dtype::Bf16 => Ok(Element::Bf16),
         Dtype::F16 => Ok(Element::F16),
         Dtype::F32 => Err(Error::Unsupported {
@@ -73,7 +80,7 @@ pub(super) fn can_fuse(problem: &Problem, schedule: &Schedule, target: Target) -
     if schedule.pass == Pass::Forward || problem.head_dim != problem.value_dim {
         return Ok(false);
     }
-    let element = element_of(problem.dtype)?;
+    let element = element_of(problem)?;
     let Features { segments, soft_cap, slopes, dropout, .. } = problem.features;
     let features = launch::Features {
         segments: segments.then(Segments::default),
@@ -230,8 +237,7 @@ impl CommandKernel<'_> {
 
     /// Whether kernels count positions. They count within one piece of the layout.
     fn counts_positions(&self) -> bool {
-        let Features { slopes, dropout, .. } = self.memory.problem.features;
-        slopes || dropout.is_some()
+        self.memory.problem.features.count_positions()
     }
 
     /// Returns the parts of a tile's queries that take launches of their own. The statistics of a

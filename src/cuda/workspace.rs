@@ -107,12 +107,13 @@ fn segment_ranges(problem: &Problem) -> u64 {
 }
 
 /// Whether one tile may take several launches, which hand on a state. A tile does if it is too
-/// large for one launch, or if the problem has slopes and the layout several pieces. For gradients
-/// of keys, it also does if the statistics of its queries lie in several arrays.
+/// large for one launch, or if kernels count positions and the layout has several pieces. For
+/// gradients of keys, it also does if the statistics of its queries lie in several arrays.
 fn takes_several_launches(problem: &Problem, payload: Payload) -> bool {
     let Problem { q_len, kv_len, heads, kv_heads, head_dim, value_dim, .. } = *problem;
     let elements = (q_len * heads).max(kv_len * kv_heads) * head_dim.max(value_dim);
-    let several = problem.features.slopes && problem.layout.pieces(0, 2, q_len).len() > 1;
+    let several =
+        problem.features.count_positions() && problem.layout.pieces(0, 2, q_len).len() > 1;
     let cut = payload == Payload::KeyGrads && runs(problem, &(0..q_len)).len() > 1 || several;
     4 * elements as u64 >= MAX_VIEW_BYTES || cut
 }

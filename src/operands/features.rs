@@ -46,6 +46,11 @@ impl Features {
         positions: false,
     };
 
+    /// Whether slopes or dropout count the positions of rows.
+    pub fn count_positions(&self) -> bool {
+        self.slopes || self.dropout.is_some()
+    }
+
     /// Whether the positions of queries are data.
     pub fn has_query_positions(&self) -> bool {
         self.visible || self.positions
