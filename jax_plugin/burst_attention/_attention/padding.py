@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from burst_attention._attention.features import Features
@@ -11,7 +10,6 @@ from burst_attention._attention.options import Options
 from burst_attention._attention.ring import Ring
 from burst_attention._attention.vjp import Qkv
 from burst_attention._checks import HEAD_DIM_MULTIPLE
-from burst_attention._layouts import positions_of
 from burst_attention._padding import PADDING, padded_to
 from burst_attention._types import Three
 
@@ -48,9 +46,8 @@ def padding_as_ids(features: Features, qkv: Qkv, ring: Ring) -> Features:
         if mask is not None:
             found = jnp.where(mask, found, PADDING)
         if lengths is not None:
-            rows, rank = jnp.arange(seq, dtype=jnp.int32), lax.axis_index(ring.axes)
             if positions is None:
-                positions = positions_of(rows, rank, ring.world_size, seq, ring.layout)[None]
+                positions = ring.positions(seq)[None]
             found = jnp.where(positions < lengths[:, None], found, PADDING)
         return found
 

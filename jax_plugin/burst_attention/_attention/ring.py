@@ -3,11 +3,15 @@
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int32
 
 from burst_attention import _checks, _mesh
 from burst_attention._attention import choice, implementation
 from burst_attention._attention.features import Features
 from burst_attention._attention.options import NO_LIMIT, Options, Window
+from burst_attention._layouts import positions_of
 from burst_attention._types import Axes, Layout
 
 
@@ -33,6 +37,11 @@ class Ring:
     """``cpu``, ``cuda`` or ``xla``; None where lowering decides. See `implementation`."""
     groups: tuple[int, ...]
     """Logical ids of the devices of all rings, see `ring_groups`."""
+
+    def positions(self, length: int) -> Int32[Array, " rows"]:
+        """Returns the positions that the layout gives to this rank's rows."""
+        rows = jnp.arange(length, dtype=jnp.int32)
+        return positions_of(rows, lax.axis_index(self.axes), self.world_size, length, self.layout)
 
     @property
     def keeps_float32(self) -> bool:

@@ -9,13 +9,11 @@ p − left ≤ k ≤ p + right, so if k − right ≤ p < k + left + 1.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Int32
 
 from burst_attention._attention.features import Features
 from burst_attention._attention.options import NO_LIMIT, Options
 from burst_attention._attention.ring import Ring
-from burst_attention._layouts import positions_of
 
 FIRST, LAST = (int(x) for x in (np.iinfo(np.int32).min, np.iinfo(np.int32).max))
 
@@ -35,10 +33,10 @@ def completed(
     queries, keys = features.query_positions, features.key_positions
     if queries is None:
         offset = options.query_offset if features.query_offset is None else features.query_offset
-        queries = _by_layout(ring, batch, query.shape[1])
-        queries += jnp.broadcast_to(jnp.asarray(offset, jnp.int32), (batch,))[:, None]
+        offsets = jnp.broadcast_to(jnp.asarray(offset, jnp.int32), (batch,))
+        queries = ring.positions(query.shape[1]) + offsets[:, None]
     if keys is None:
-        keys = _by_layout(ring, batch, key.shape[1])
+        keys = jnp.broadcast_to(ring.positions(key.shape[1]), (batch, key.shape[1]))
     intervals = [x for x in (features.visible, features.also_visible) if x is not None]
     if features.has_positions:
         intervals = _narrowed(options, keys, intervals)
@@ -51,14 +49,6 @@ def completed(
         key_positions=keys if by_data else None,
         query_offset=None,
     )
-
-
-def _by_layout(ring: Ring, batch: int, length: int) -> Int32[Array, "batch rows"]:
-    """Returns the positions that the layout gives to this rank's rows."""
-    rank = lax.axis_index(ring.axes) if ring.axes else jnp.int32(0)
-    rows = jnp.arange(length, dtype=jnp.int32)
-    positions = positions_of(rows, rank, ring.world_size, length, ring.layout)
-    return jnp.broadcast_to(positions, (batch, length))
 
 
 def _narrowed(
