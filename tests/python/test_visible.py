@@ -202,7 +202,6 @@ def test_keys_that_no_query_sees_may_be_anything(implementation, others):
     check(one.found(arrays | spoiled), one.expected(arrays), arrays["dout"])
 
 
-@pytest.mark.needs("host")
 def test_nan_reaches_the_queries_that_see_it_and_no_others():
     one = Problem(visible="random", layout="zigzag", kv_len=64)
     arrays = one.arrays()
@@ -217,6 +216,14 @@ def test_nan_reaches_the_queries_that_see_it_and_no_others():
     assert (np.isnan(found["o"]).all((2, 3)) == sees).all()
     np.testing.assert_allclose(found["o"][~sees], clean["o"][~sees], atol=1e-6)
     assert (np.isnan(found["dq"]).all((2, 3)) == sees).all()
+
+
+@pytest.mark.parametrize("offset", [np.int64(3), np.array(3)], ids=["scalar", "array"])
+def test_an_offset_may_be_any_integer(offset):
+    one = Problem(causal=True, mesh=(1, 2, 1))
+    arrays = one.arrays()
+    found = called(one, arrays, query_offset=offset)
+    check(found, replace(one, offset=3).expected(arrays), arrays["dout"])
 
 
 @pytest.mark.parametrize("window", [(9, 0), (0, 0)])

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from burst_attention import _ffi
 from burst_attention._attention.arguments import cast, intervals, mask_sides
-from burst_attention._checks import array_type, shaped
+from burst_attention._checks import array_type, index, shaped
 from burst_attention._types import Arrays, Axes
 
 
@@ -131,14 +131,16 @@ def check_features(
     values = {row.name: (row.argument, given.get(row.argument)) for row in FEATURES}
     values |= {"visible": ("visible", None), "also_visible": ("visible", None)}
     values |= intervals(given.get("visible"), sizes["batch"], sizes["kv_len"])
-    if isinstance(given.get("query_offset"), int):
+    static_offset = index(given.get("query_offset"))
+    if static_offset is not None:
         values["query_offset"] = ("query_offset", None)
     values |= _pair_of_ids(given.get("segment_ids"), sizes["q_len"], sizes["kv_len"])
     values |= {"query_mask": ("mask", None), "key_mask": ("mask", None)}
     values |= mask_sides(given.get("mask"), sizes["batch"], sizes["q_len"], sizes["kv_len"])
     values["dropout"] = ("dropout_key", dropout_words(given.get("dropout_key"), dropout_rate))
     found = Features(*(_checked(row, *values[row.name], sizes) for row in FEATURES))
-    if given.get("query_offset") is not None and found.query_positions is not None:
+    has_offset = bool(static_offset) or found.query_offset is not None
+    if has_offset and found.query_positions is not None:
         raise ValueError(
             "query_offset and query_positions must not both be given: add the offset to the "
             "positions"

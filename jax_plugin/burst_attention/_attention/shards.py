@@ -94,12 +94,12 @@ def attention(
                                   −inf where the mask hides the key
         lse = ln Σ e^s;   out = e^(s − lse) v          with a sink z, e^z is part of that sum
 
-    A query sees the keys that ``is_causal``, ``local_window_size``, ``segment_ids``, ``mask`` and
-    the lengths all allow. If they allow no key, the query's out is 0, its lse is −inf (with a sink:
-    z), and it gives no gradient to key and value. Positions count in the whole sequence; query and
-    key of different lengths both begin at 0. Query head h uses key/value head
-    h // (heads / kv_heads). Names and meaning follow ``jax.nn.dot_product_attention``; ``layout``
-    says how the sequence is cut.
+    A query sees the keys that ``is_causal``, ``local_window_size``, ``segment_ids``, ``visible``,
+    ``mask`` and the lengths all allow. If they allow no key, the query's out is 0, its lse is −inf
+    (with a sink: z), and it gives no gradient to key and value. Positions count in the whole
+    sequence; query and key of different lengths both begin at 0, unless ``query_offset`` or
+    positions say otherwise. Query head h uses key/value head h // (heads / kv_heads). Names and
+    meaning follow ``jax.nn.dot_product_attention``; ``layout`` says how the sequence is cut.
     Products are accumulated in float32, in the backward pass over the whole ring. Reverse-mode
     derivatives of ``out`` and ``lse`` take one more custom call; forward mode and second
     derivatives are errors.
