@@ -5,7 +5,7 @@ use burst_attention::cuda::call::Call;
 use burst_attention::cuda::device::{Executor, RankSet};
 use burst_attention::cuda::nccl::{Comm, Communicator};
 use burst_attention::cuda::workspace::Workspace;
-use burst_attention::operands::Arrays;
+use burst_attention::operands::{Arrays, Operand};
 use burst_attention::problem::{Dtype, Problem};
 use burst_attention_recorder::{Program, Recorder, images, nccl};
 
@@ -80,7 +80,8 @@ impl Devices {
 
 /// Addresses of a rank's arrays.
 pub fn arrays(call: &Call, rank: u64) -> Arrays<u64> {
-    let address = |operand| (16 * rank + operand as u64 + 1) * APART;
+    let count = Operand::all().count() as u64;
+    let address = |operand| (count * rank + operand as u64 + 1) * APART;
     Arrays::new(call.pass, &call.problem.features, address)
 }
 
