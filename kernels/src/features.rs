@@ -33,6 +33,11 @@ impl FeatureSet {
     pub const ALL: FeatureSet = FeatureSet(31);
     /// One kernel computes dk, dv and dq. It adds to dq in any order.
     pub const FUSED: FeatureSet = FeatureSet(32);
+    /// Masks as data: intervals of keys and positions of rows.
+    pub const VISIBLE: FeatureSet = FeatureSet(64);
+    /// Masks as data with a window and segments, which launches switch on or off.
+    pub const MASKS: FeatureSet =
+        FeatureSet::WINDOW.and(FeatureSet::SEGMENTS).and(FeatureSet::VISIBLE);
 
     /// The features that a kernel has a generic for, in the order of the generics behind the
     /// window.
@@ -51,10 +56,15 @@ impl FeatureSet {
 
     /// Whether an image of this set computes a launch that wants the features `wanted`. A launch
     /// can switch off every feature of [`Self::ALL`], but of another image only the window, which
-    /// may be endless.
+    /// may be endless, and where masks are data segments, which may all be the same.
     pub(crate) fn serves(self, wanted: FeatureSet) -> bool {
         let more = FeatureSet(self.0 & !wanted.0);
-        self.has(wanted) && (self == FeatureSet::ALL || FeatureSet::WINDOW.has(more))
+        let optional = match (self.has(FeatureSet::ALL), self.has(FeatureSet::VISIBLE)) {
+            (true, _) => FeatureSet::ALL,
+            (false, true) => FeatureSet::WINDOW.and(FeatureSet::SEGMENTS),
+            (false, false) => FeatureSet::WINDOW,
+        };
+        self.has(wanted) && optional.has(more)
     }
 
     /// Returns `self` if `on`, otherwise the empty set.
@@ -63,8 +73,11 @@ impl FeatureSet {
     }
 
     /// Returns the value of a kernel's generic for `feature`: 0 without the feature, 1 with it, 2
-    /// where the launch decides.
+    /// where the launch decides, 3 for segments where masks are data.
     pub(crate) fn mode(self, feature: FeatureSet) -> i32 {
+        if feature == FeatureSet::SEGMENTS && self.has(FeatureSet::VISIBLE) {
+            return 3;
+        }
         match (self.has(feature), self.has(FeatureSet::ALL)) {
             (false, _) => 0,
             (true, false) => 1,
@@ -76,9 +89,11 @@ impl FeatureSet {
 impl fmt::Display for FeatureSet {
     /// Writes the part of an image's name: each feature behind a `_`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const NAMES: [(FeatureSet, &str); 6] = [
+        const NAMES: [(FeatureSet, &str); 8] = [
             (FeatureSet::FUSED, "_fused"),
+            (FeatureSet::ALL.and(FeatureSet::VISIBLE), "_general_visible"),
             (FeatureSet::ALL, "_general"),
+            (FeatureSet::MASKS, "_visible"),
             (FeatureSet::WINDOW, "_window"),
             (FeatureSet::SEGMENTS, "_segments"),
             (FeatureSet::SOFT_CAP, "_soft_cap"),
@@ -110,6 +125,28 @@ pub struct Features {
     pub dropout: Option<Dropout>,
     /// Positions of the rows in the sequence; only slopes and dropout depend on them.
     pub positions: RowPositions,
+    /// Masks as data.
+    pub visible: Option<Visible>,
+}
+
+/// Masks as data. A query sees a key if the query's position lies in an interval of the key, and
+/// band and segments allow it.
+#[derive(Debug, Clone, Copy, PartialEq, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Visible {
+    /// Interval of each key, int32 `[batch, kv_len, 2]`: first position, and the position behind
+    /// the last. Without it every query sees every key.
+    pub intervals: Option<Rows>,
+    /// Second interval of each key, laid out like the first.
+    pub also: Option<Rows>,
+    /// Position of each query, int32 `[batch, q_len]`; needed with intervals.
+    pub positions: Option<Rows>,
+    /// Positions of queries and of keys, int32 `[batch, rows]`, that slopes and dropout count by
+    /// instead of [`Features::positions`].
+    pub places: Option<[Rows; 2]>,
+    /// Address of the workspace of the launches, of [`Visible::workspace_bytes`]. Its contents are
+    /// undefined before and after.
+    pub workspace: u64,
 }
 
 /// The segments of a rectangle's rows.
@@ -156,17 +193,22 @@ impl Features {
     pub(crate) fn set(&self) -> FeatureSet {
         FeatureSet::SEGMENTS
             .when(self.segments.is_some())
+            .and(FeatureSet::VISIBLE.when(self.visible.is_some()))
             .and(FeatureSet::SOFT_CAP.when(self.soft_cap != 0.0))
             .and(FeatureSet::SLOPES.when(self.slopes.is_some()))
             .and(FeatureSet::DROPOUT.when(self.dropout.is_some()))
     }
 
-    /// Returns the arrays of all features; `None` where a feature is off.
+    /// Returns the arrays of all features; `None` where a feature is off. Masks as data, which are
+    /// packed with the segments, take the place of segments.
     pub(crate) fn arrays(&self) -> [(Operand, Option<Rows>); 5] {
+        let packed = |visible: Visible| Rows { address: visible.workspace, batch_stride: 0 };
+        let packed = self.visible.map(packed);
+        let given = |array: fn(Segments) -> Rows| packed.or(self.segments.map(array));
         [
-            (Operand::QSegments, self.segments.map(|segments| segments.queries)),
-            (Operand::KvSegments, self.segments.map(|segments| segments.keys)),
-            (Operand::Ranges, self.segments.map(|segments| segments.ranges)),
+            (Operand::QSegments, given(|segments| segments.queries)),
+            (Operand::KvSegments, given(|segments| segments.keys)),
+            (Operand::Ranges, given(|segments| segments.ranges)),
             (Operand::Slopes, self.slopes),
             (Operand::Dropout, self.dropout.map(|dropout| dropout.numbers)),
         ]
@@ -212,6 +254,12 @@ impl Features {
             && !(0.0..1.0).contains(&rate)
         {
             return Err(LaunchError::invalid("rate of dropout", "at least 0 and below 1", rate));
+        }
+        if self.visible.is_some_and(|it| it.positions.is_none() && it.intervals.is_some()) {
+            return Err(LaunchError::invalid("positions", "given with intervals", "none"));
+        }
+        if self.visible.is_some_and(|it| it.also.is_some() && it.intervals.is_none()) {
+            return Err(LaunchError::invalid("intervals", "given with second intervals", "none"));
         }
         if slopes.is_none() && dropout.is_none() { Ok(()) } else { self.positions.check(rows) }
     }

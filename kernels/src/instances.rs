@@ -10,8 +10,9 @@ pub use crate::target::Target;
 pub use crate::tiles::{TileShape, WIDTHS, width_of};
 use crate::tiles::{has_one_loop, sum_parts};
 
-/// Blocks of 64 rows that [`Kernel::SegmentRanges`] compares at once.
-const SEGMENT_BLOCKS: i32 = 32;
+/// Blocks of 64 rows that [`Kernel::SegmentRanges`] and [`Kernel::MaskRuns`] compare at once, and
+/// that [`Kernel::MaskRows`] packs at once.
+pub(crate) const ROW_BLOCKS: i32 = 32;
 
 /// One image: a kernel for one set of features, element type, tile width and target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -64,15 +65,16 @@ impl Instance {
     }
 
     /// Whether the image exists. In softmax attention over pairs of tiles, the sets with the window
-    /// alone or with all features have images everywhere. The other sets have images where models
+    /// alone or with all features, without or with masks as data, have images everywhere. The other sets have images where models
     /// use them most: up to 128 columns, on Hopper and its successors in data centers, in bfloat16
     /// except for the fused backward pass.
     fn exists(&self) -> bool {
+        const MASKED_ALL: FeatureSet = FeatureSet::ALL.and(FeatureSet::VISIBLE);
         const FUSED_SEGMENTS: FeatureSet = FeatureSet::FUSED.and(FeatureSet::SEGMENTS);
         let Instance { kernel, features, element, width, target } = *self;
         match features {
             _ if !kernel.has_pairs() => true,
-            FeatureSet::WINDOW | FeatureSet::ALL => true,
+            FeatureSet::WINDOW | FeatureSet::ALL | MASKED_ALL => true,
             _ if width > 128 => false,
             _ if !matches!(target, Target::Sm90 | Target::Sm100 | Target::Sm103) => false,
             // Slower than two kernels.
@@ -119,7 +121,7 @@ impl Instance {
             Generic::Tile => vec![rows, keys, width],
             Generic::Parts => vec![keys / sum_parts(width), sum_parts(width)],
             Generic::Fused => vec![features.has(FeatureSet::FUSED).into()],
-            Generic::Blocks => vec![SEGMENT_BLOCKS, SEGMENT_BLOCKS * rows],
+            Generic::Blocks => vec![ROW_BLOCKS, ROW_BLOCKS * 64],
             Generic::Features => {
                 let one_loop = kernel.spec().task == Task::Keys && has_one_loop(target, width);
                 let window = if one_loop { 2 } else { features.mode(FeatureSet::WINDOW) };

@@ -79,7 +79,7 @@ impl KernelSpec {
 }
 
 /// Sets of features that models use.
-const PASS: &[FeatureSet] = KEY_PASS.split_at(6).0;
+const PASS: &[FeatureSet] = KEY_PASS.split_at(8).0;
 
 const KEY_PASS: &[FeatureSet] = &[
     FeatureSet::NONE,
@@ -88,6 +88,8 @@ const KEY_PASS: &[FeatureSet] = &[
     FeatureSet::WINDOW.and(FeatureSet::SOFT_CAP),
     FeatureSet::WINDOW.and(FeatureSet::SLOPES),
     FeatureSet::ALL,
+    FeatureSet::MASKS,
+    FeatureSet::ALL.and(FeatureSet::VISIBLE),
     FeatureSet::FUSED,
     FeatureSet::FUSED.and(FeatureSet::WINDOW).and(FeatureSet::SEGMENTS),
 ];
@@ -145,6 +147,20 @@ kernels! {
         widths: &[64],
         tile: tiles::segment_ranges,
         ..KernelSpec::rows("segment_ranges", "segments", record::SEGMENT_RANGES)
+    };
+    /// Packs what masks as data say of each row of a side.
+    MaskRows => KernelSpec {
+        generics: &[Generic::Blocks],
+        widths: &[64],
+        tile: tiles::mask_rows,
+        ..KernelSpec::rows("mask_rows", "masks", record::MASK_ROWS)
+    };
+    /// Finds which rows masks as data let a block's rows see.
+    MaskRuns => KernelSpec {
+        generics: &[Generic::Blocks],
+        widths: &[64],
+        tile: tiles::mask_runs,
+        ..KernelSpec::rows("mask_runs", "masks", record::MASK_RUNS)
     };
     /// Computes statistics of each row for the backward pass.
     Delta => KernelSpec::rows("delta", "rows", record::DELTA);

@@ -3,6 +3,7 @@
 //! outcome.
 
 use crate::features::FeatureSet;
+use crate::instances::ROW_BLOCKS;
 use crate::target::Target::{self, Sm80, Sm90, Sm100, Sm103, Sm120};
 
 /// Columns that a tile can hold. A launch takes the narrowest tile that holds all columns of its
@@ -32,7 +33,7 @@ const fn tile(rows: i32, keys: i32, warps: i32) -> TileShape {
 /// Tiles of the forward pass.
 pub(crate) fn forward(features: FeatureSet, target: Target, width: i32) -> TileShape {
     // With all features a block keeps more tiles of pairs at once.
-    let all = features == FeatureSet::ALL;
+    let all = features.has(FeatureSet::ALL);
     match (target, width) {
         (Sm100 | Sm103, 64) if all => tile(128, 64, 8),
         (Sm100 | Sm103, 128) if all => tile(128, 32, 8),
@@ -49,7 +50,7 @@ pub(crate) fn forward(features: FeatureSet, target: Target, width: i32) -> TileS
 
 /// Tiles of dk and dv.
 pub(crate) fn key_grads(features: FeatureSet, target: Target, width: i32) -> TileShape {
-    let all = features == FeatureSet::ALL;
+    let all = features.has(FeatureSet::ALL);
     let has = |feature| !all && features.has(feature);
     match (target, width) {
         (Sm80 | Sm120, 64) if all => tile(32, 64, 8),
@@ -77,7 +78,7 @@ pub(crate) fn key_grads(features: FeatureSet, target: Target, width: i32) -> Til
 
 /// Tiles of dq.
 pub(crate) fn query_grads(features: FeatureSet, target: Target, width: i32) -> TileShape {
-    let all = features == FeatureSet::ALL;
+    let all = features.has(FeatureSet::ALL);
     match (target, width) {
         (Sm80, 64) if all => tile(64, 32, 8),
         (Sm80, 128) if all => tile(64, 16, 8),
@@ -115,6 +116,16 @@ pub(crate) fn rows(_: FeatureSet, _: Target, width: i32) -> TileShape {
 /// Tiles of the kernel that compares segments.
 pub(crate) fn segment_ranges(_: FeatureSet, _: Target, _: i32) -> TileShape {
     tile(64, 0, 4)
+}
+
+/// Tiles of the kernel that packs masks as data.
+pub(crate) fn mask_rows(_: FeatureSet, _: Target, _: i32) -> TileShape {
+    tile(ROW_BLOCKS * 64, 0, 4)
+}
+
+/// Tiles of the kernel that finds the runs of rows to visit.
+pub(crate) fn mask_runs(_: FeatureSet, _: Target, _: i32) -> TileShape {
+    tile(128, 0, 4)
 }
 
 /// Whether one loop of the dk and dv kernel masks all tiles, even of images that need masks for few

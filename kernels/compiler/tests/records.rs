@@ -4,11 +4,12 @@ use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Instance, Kernel, Target};
 use burst_attention_kernels::record::{Access, Argument, Kind, Meaning, Size, View};
 
-const SOURCES: [&str; 7] = [
+const SOURCES: [&str; 8] = [
     include_str!("../src/device/forward.rs"),
     include_str!("../src/device/backward_keys.rs"),
     include_str!("../src/device/backward_queries.rs"),
     include_str!("../src/device/segments.rs"),
+    include_str!("../src/device/masks.rs"),
     include_str!("../src/device/rows.rs"),
     include_str!("../src/device/combine_softmax.rs"),
     include_str!("../src/device/linear.rs"),
@@ -114,11 +115,12 @@ fn every_pointer_has_a_view_that_arguments_of_its_kernel_describe() {
                 "{name}"
             );
             let Some(view) = argument.view else { continue };
-            let is_contiguous = view.dims[0] == Size::Parts;
+            let is_contiguous = matches!(view.dims, [Size::Parts | Size::RunBlocks, ..] | [_, Size::Six]);
             let stride = Meaning::BatchStride(view.batch_stride);
             assert_eq!(has_integer(kernel, stride), !is_contiguous, "{name}: {stride:?}");
             for &size in view.dims {
-                let is_fixed = matches!(size, Size::Four | Size::RangeBlocks);
+                let is_fixed = matches!(size, Size::RangeBlocks | Size::RunBlocks);
+                let is_fixed = is_fixed || size.fixed().is_some();
                 assert!(is_fixed || has_integer(kernel, Meaning::Size(size)), "{name}: {size:?}");
             }
             let is_by_head = matches!(view.dims, [Size::Heads | Size::DotHeads, _]);
@@ -163,6 +165,8 @@ fn names_of_images_tell_them_apart() {
     assert!(names.contains(&"attention_fwd_bf16_d128_sm_90".to_owned()));
     assert!(names.contains(&"accumulate_d128_sm_90".to_owned()));
     assert!(names.contains(&"segment_ranges_d64_sm_90".to_owned()));
+    assert!(names.contains(&"attention_fwd_visible_bf16_d128_sm_90".to_owned()));
+    assert!(names.contains(&"attention_bwd_dq_general_visible_f16_d64_sm_80".to_owned()));
     assert!(names.contains(&"attention_fwd_window_bf16_d256_sm_80".to_owned()));
     assert!(names.contains(&"attention_fwd_general_f16_d64_sm_120".to_owned()));
     assert!(names.contains(&"attention_bwd_dq_window_soft_cap_bf16_d64_sm_100".to_owned()));

@@ -4,12 +4,19 @@ use std::ops::Range;
 
 use super::rectangle::Side;
 use crate::element::Element;
+use crate::features::FeatureSet;
 use crate::kernel::{Kernel, Task};
 use crate::place::Statistics;
 use crate::record::{Argument, Meaning, Operand, Size, View};
 
-/// Rows that share an element of an array with [`Size::RangeBlocks`].
-const RANGE_ROWS: usize = 64;
+/// Returns the rows that share elements of an array.
+fn rows_together(rows: Option<Size>) -> usize {
+    match rows {
+        Some(Size::RangeBlocks) => 64,
+        Some(Size::RunBlocks) => 128,
+        _ => 1,
+    }
+}
 
 /// Returns the side whose results a block of the kernel keeps.
 pub(super) fn resident_side(kernel: Kernel) -> Side {
@@ -20,7 +27,7 @@ pub(super) fn resident_side(kernel: Kernel) -> Side {
 pub(super) fn side(kernel: Kernel, view: &View) -> Side {
     match view.rows() {
         Some(Size::KvLen) => Side::Keys,
-        Some(Size::RangeBlocks) => resident_side(kernel),
+        Some(Size::RangeBlocks | Size::RunBlocks) => resident_side(kernel),
         // Linear attention has one side.
         _ => Side::Queries,
     }
@@ -55,22 +62,25 @@ pub(super) struct Array {
 }
 
 impl Array {
-    /// Returns the array of a role, with a size for each of its dimensions. The head stride of `at`
-    /// counts only where heads have a stride of their own.
+    /// Returns the array of a role in an image of some features, with a size for each of its
+    /// dimensions. The head stride of `at` counts only where heads have a stride of their own.
     pub fn new(
-        kernel: Kernel,
+        (kernel, features): (Kernel, FeatureSet),
         operand: Operand,
         element: Element,
         size: impl Fn(Size) -> usize,
         at: Statistics,
     ) -> Array {
         let argument = kernel.find(Meaning::Address(operand));
-        let Some((_, &Argument { name, kind, view: Some(view), .. })) = argument else {
+        let Some((argument, view)) = argument.and_then(|(_, it)| Some((it, it.view_of(features)?)))
+        else {
             unreachable!("{} has no array {operand:?}", kernel.name())
         };
-        let elements = |dim: &Size| if *dim == Size::Four { 4 } else { size(*dim) as u64 };
+        let Argument { name, kind, .. } = *argument;
+        let elements = |dim: &Size| dim.fixed().unwrap_or_else(|| size(*dim)) as u64;
         let (rows, side) = (view.rows(), side(kernel, &view));
-        let is_shared = rows == Some(Size::RangeBlocks);
+        let rows_together = rows_together(rows);
+        let is_shared = rows_together > 1;
         let at_rows = view.dims.iter().position(|dim| Some(*dim) == rows);
         let within_row = &view.dims[at_rows.map_or(0, |at| at + 1)..];
         let row = within_row.iter().map(elements).fold(1, u64::saturating_mul);
@@ -84,7 +94,7 @@ impl Array {
             bytes: kind.element_bytes(element) as u64,
             batch_stride: at.batch_stride,
             row_stride: if rows.is_some() { row } else { 0 },
-            rows_together: if is_shared { RANGE_ROWS } else { 1 },
+            rows_together,
             head_stride: at.head_stride,
             heads: view.head_stride.map_or(1, |_| elements(&view.dims[0])),
             row,

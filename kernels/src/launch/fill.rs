@@ -28,6 +28,9 @@ impl Job {
         if let Some(value) = self.features.value(meaning, self.scale_log2(), starts) {
             return Ok(value);
         }
+        if let Some(value) = self.packed_value(meaning, cut) {
+            return Ok(value);
+        }
         let rows = |array: &array::Array| cut.rows(array.side).clone();
         if let Some(count) = array::value(&self.arrays, meaning, &cut.batch, rows) {
             return argument.value(count);
@@ -38,6 +41,7 @@ impl Job {
             Meaning::Scale => Value::F32(self.scale),
             Meaning::Lower => Value::I32(cut.lower),
             Meaning::Upper => Value::I32(cut.upper),
+            Meaning::KeysStay => Value::I32(self.keys_stay.into()),
             Meaning::Reverse => Value::I32(order.reverse.into()),
             Meaning::First => Value::I32(cut.first.into()),
             Meaning::Last => Value::I32(cut.last.into()),

@@ -113,8 +113,9 @@ impl Launch {
         let head_stride =
             view.head_stride.map_or(0, |of| self.count(Meaning::HeadStride(of)) as u64);
         let at = Statistics { address, batch_stride: self.count(batch_stride) as u64, head_stride };
-        let (Instance { kernel, element, .. }, size) = (self.instance, |size| self.size(size));
-        let array = Array::new(kernel, operand, element, size, at);
+        let Instance { kernel, features, element, .. } = self.instance;
+        let size = |size| self.size(size);
+        let array = Array::new((kernel, features), operand, element, size, at);
         Some(if kernel.find(batch_stride).is_some() { array } else { array.contiguous(size) })
     }
 }

@@ -3,7 +3,7 @@
 use super::array::{Array, resident_side};
 use super::rectangle::{Rectangle, Side};
 use crate::element::Element;
-use crate::features::Features;
+use crate::features::{FeatureSet, Features};
 use crate::kernel::Kernel;
 use crate::place::{Rows, Statistics};
 use crate::record::{Operand, Size};
@@ -16,6 +16,8 @@ pub(super) struct Job {
     pub features: Features,
     /// Whether the kernel adds to dq too.
     pub fused: bool,
+    /// Whether the blocks for which [`Kernel::MaskRuns`] finds runs keep keys.
+    pub keys_stay: bool,
     /// Factor on sums.
     pub scale: f32,
     /// The side whose results a block keeps.
@@ -33,6 +35,7 @@ impl Job {
             rectangle,
             features: Features::default(),
             fused: false,
+            keys_stay: false,
             scale: 1.0,
             resident: resident_side(kernel),
             first,
@@ -78,8 +81,13 @@ impl Job {
     }
 
     fn place(mut self, operand: Operand, at: Statistics) -> Job {
-        let (kernel, element) = (self.kernel, self.rectangle.element);
-        self.arrays.push(Array::new(kernel, operand, element, |size| self.size(size), at));
+        let element = self.rectangle.element;
+        let image = (self.kernel, FeatureSet::VISIBLE.when(self.features.visible.is_some()));
+        let mut array = Array::new(image, operand, element, |size| self.size(size), at);
+        if self.is_packed(operand) {
+            array = array.contiguous(|size| self.size(size));
+        }
+        self.arrays.push(array);
         self
     }
 

@@ -11,6 +11,7 @@ use super::check::{check_columns, check_sharing};
 use super::lower::launches;
 use crate::element::Element;
 use crate::error::LaunchError;
+use crate::features::FeatureSet;
 use crate::instances::Instance;
 use crate::kernel::Kernel;
 use crate::place::Statistics;
@@ -176,7 +177,8 @@ impl LinearJob {
         let head_stride = self.tokens.padded_rows() as u64;
         let at = Statistics { address, batch_stride: 0, head_stride };
         let size = |size| self.size(size);
-        Array::new(self.kernel, operand, self.tokens.element, size, at).contiguous(size)
+        let image = (self.kernel, FeatureSet::NONE);
+        Array::new(image, operand, self.tokens.element, size, at).contiguous(size)
     }
 
     fn launches(&self, target: Target, limit: u64) -> Result<Vec<Launch>, LaunchError> {

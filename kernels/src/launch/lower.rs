@@ -62,8 +62,8 @@ impl Job {
         };
         let mut launches = Vec::new();
         for cut in &cuts(&self, instance.tile(), limit)? {
-            if let Some(ranges) = self.ranges(cut) {
-                launches.extend(ranges.launches(target, limit)?);
+            for job in self.ranges(cut).into_iter().chain(self.masks(cut)) {
+                launches.extend(job.launches(target, limit)?);
             }
             let order = order(&self, cut, instance.tile(), instance.target)?;
             let value = |argument| self.value(argument, cut, order);
@@ -95,6 +95,9 @@ impl Job {
     /// `None` where the cut has no segments or streams nothing.
     fn ranges(&self, cut: &Cut) -> Option<Job> {
         self.features.segments.filter(|_| cut.lower <= cut.upper)?;
+        if self.features.visible.is_some() {
+            return None;
+        }
         let (own, other) = (self.resident, self.resident.other());
         let segments = |side| match side {
             Side::Queries => Operand::QSegments,

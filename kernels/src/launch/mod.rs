@@ -26,6 +26,7 @@ mod footprint;
 mod job;
 mod linear;
 mod lower;
+mod masks;
 mod order;
 mod per_row;
 mod rectangle;
@@ -39,7 +40,7 @@ pub use per_row::*;
 pub use rectangle::Rectangle;
 
 pub use crate::error::LaunchError;
-pub use crate::features::{Dropout, Features, RowPositions, Segments};
+pub use crate::features::{Dropout, Features, RowPositions, Segments, Visible};
 use crate::instances::Instance;
 pub use crate::place::{Rows, Statistics};
 use crate::record::{Access, Argument, Kind, Meaning, Value};

@@ -50,6 +50,8 @@ const WORK: &[Argument] = &arguments! {
 };
 
 /// Arguments of the features. An image without a feature ignores the arguments of that feature.
+/// Where masks are data, the first three arrays are the results of `mask_rows` for queries and for
+/// keys, and of `mask_runs`; [`Argument::view_of`] says how large they are.
 const FEATURES: &[Argument] = &arguments! {
     q_segments: Int32s(QSegments)[QLen] In(QSegments) / 4, "segment of each query row [batch, q_len]; a row of a negative segment sees nothing";
     kv_segments: Int32s(KvSegments)[KvLen] In(QSegments) / 4, "segment of each key row [batch, kv_len]; a query sees its own segment only";

@@ -53,6 +53,20 @@ pub enum Operand {
     KvSegments,
     /// Rows that the segments of each 64 resident rows let them see.
     Ranges,
+    /// Interval of query positions that see each row.
+    Visible,
+    /// Second interval of each row.
+    AlsoVisible,
+    /// Position of each row.
+    Positions,
+    /// Position of each row that slopes and dropout count by.
+    Places,
+    /// Packed numbers of rows.
+    MaskRows,
+    /// Packed numbers of rows that these rows may see.
+    OtherMaskRows,
+    /// Runs of rows that each 128 resident rows may see.
+    Runs,
     /// Slope of each query head.
     Slopes,
     /// Numbers that dropout draws from.
@@ -110,8 +124,29 @@ pub enum Size {
     ValueDim,
     /// ⌈resident rows / 64⌉; no argument has this value.
     RangeBlocks,
-    /// 4; no argument has this value.
+    /// ⌈resident rows / 128⌉; no argument has this value.
+    RunBlocks,
+    /// 2; like the sizes below, no argument has this value.
+    Two,
+    /// 4.
     Four,
+    /// 6.
+    Six,
+    /// 10.
+    Ten,
+}
+
+impl Size {
+    /// Returns a size that is the same everywhere.
+    pub fn fixed(self) -> Option<usize> {
+        match self {
+            Size::Two => Some(2),
+            Size::Four => Some(4),
+            Size::Six => Some(6),
+            Size::Ten => Some(10),
+            _ => None,
+        }
+    }
 }
 
 /// The meaning of an argument's value.
@@ -135,6 +170,8 @@ pub enum Meaning {
     SoftmaxScale,
     /// Factor on a sum.
     Scale,
+    /// Whether blocks keep keys: 1 or 0.
+    KeysStay,
     /// Smallest key row − query row that is seen.
     Lower,
     /// Largest key row − query row that is seen.

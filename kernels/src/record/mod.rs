@@ -10,6 +10,7 @@ pub use meaning::{Meaning, Operand, Size};
 use serde::Serialize;
 
 use crate::element::Element;
+use crate::features::FeatureSet;
 
 /// Type of a kernel's argument.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -85,8 +86,8 @@ impl View {
     /// Returns the dimension that counts rows, if the array has rows.
     pub fn rows(&self) -> Option<Size> {
         let is_rows = |dim: &Size| {
-            use Size::{KvLen, PaddedRows, Parts, QLen, RangeBlocks};
-            matches!(dim, QLen | KvLen | PaddedRows | Parts | RangeBlocks)
+            use Size::{KvLen, PaddedRows, Parts, QLen, RangeBlocks, RunBlocks};
+            matches!(dim, QLen | KvLen | PaddedRows | Parts | RangeBlocks | RunBlocks)
         };
         self.dims.iter().copied().find(is_rows)
     }
@@ -111,6 +112,21 @@ pub struct Argument {
     pub divisor: i32,
     /// Description for readers.
     pub doc: &'static str,
+}
+
+impl Argument {
+    /// Returns the kernel's view of a pointer's array in an image of some features. Where masks are
+    /// data, packed rows and runs take the place of segments and ranges.
+    pub fn view_of(&self, features: FeatureSet) -> Option<View> {
+        let dims: &[Size] = match self.meaning {
+            _ if !features.has(FeatureSet::VISIBLE) => return self.view,
+            Meaning::Address(Operand::QSegments) => &[Size::QLen, Size::Six],
+            Meaning::Address(Operand::KvSegments) => &[Size::KvLen, Size::Six],
+            Meaning::Address(Operand::Ranges) => &[Size::RunBlocks, Size::Ten],
+            _ => return self.view,
+        };
+        self.view.map(|view| View { dims, ..view })
+    }
 }
 
 /// The value of an argument. In JSON `{"pointer": 4096}`, `{"i32": 7}` or `{"f32": 0.5}`.

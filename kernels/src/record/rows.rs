@@ -108,3 +108,40 @@ pub const SEGMENT_RANGES: &[Argument] = &arguments! {
     others_batch_stride: I32(BatchStride(Others)), "elements between batch entries of others";
     ranges_batch_stride: I32(BatchStride(Ranges)), "elements between batch entries of ranges";
 };
+
+/// Arguments of `mask_rows`. Packed numbers of a row are its segment, its place, and start and stop
+/// of two intervals; each number of all rows of a batch entry lies together.
+pub const MASK_ROWS: &[Argument] = &arguments! {
+    segments: Int32s(Segments)[QLen] In(Segments) / 4, "segment of each row [batch, q_len]; read if has_segment_ids";
+    visible: Int32s(Visible)[QLen, Two] In(Visible) / 4, "interval of each row [batch, q_len, 2]; read if has_visible";
+    also_visible: Int32s(AlsoVisible)[QLen, Two] In(AlsoVisible) / 4, "second interval of each row; read if has_also_visible";
+    positions: Int32s(Positions)[QLen] In(Positions) / 4, "position of each row [batch, q_len], where its interval begins; read if has_positions";
+    places: Int32s(Places)[QLen] In(Places) / 4, "position of each row that slopes and dropout count by; read if has_places";
+    packed: Int32s(MaskRows)[QLen, Six] Out / 4, "packed numbers of each row [batch, 6, q_len]";
+    batch: I32(Size(Batch)), "batch entries";
+    q_len: I32(Size(QLen)), "rows";
+    segments_batch_stride: I32(BatchStride(Segments)), "elements between batch entries of segments";
+    visible_batch_stride: I32(BatchStride(Visible)), "elements between batch entries of visible";
+    also_visible_batch_stride: I32(BatchStride(AlsoVisible)), "elements between batch entries of also_visible";
+    positions_batch_stride: I32(BatchStride(Positions)), "elements between batch entries of positions";
+    places_batch_stride: I32(BatchStride(Places)), "elements between batch entries of places";
+    has_segment_ids: I32(Has(Segments)), "1: rows have segments; otherwise all are in segment 0";
+    has_visible: I32(Has(Visible)), "1: rows have intervals; otherwise [0, 1)";
+    has_also_visible: I32(Has(AlsoVisible)), "1: rows have second intervals; otherwise empty ones";
+    has_positions: I32(Has(Positions)), "1: the first interval of a row begins at its position";
+    has_places: I32(Has(Places)), "1: places are data";
+    first_place: I32(QPosition), "place of the first row without has_places";
+    place_stride: I32(PositionStride), "places from one row to the next";
+};
+
+/// Arguments of `mask_runs`. Its queries are the rows that a block of another kernel keeps, its keys
+/// the rows that such a block streams.
+pub const MASK_RUNS: &[Argument] = &arguments! {
+    own_rows: Int32s(MaskRows)[QLen, Six] / 4, "packed numbers of each row [batch, 6, q_len]";
+    other_rows: Int32s(OtherMaskRows)[KvLen, Six] / 4, "packed numbers of each row that may be seen [batch, 6, kv_len]";
+    runs: Int32s(Runs)[RunBlocks, Ten] Out / 4, "which others each 128 rows see [batch, ⌈q_len / 128⌉, 10]: begin and end of four runs, same, differs";
+    batch: I32(Size(Batch)), "batch entries";
+    q_len: I32(Size(QLen)), "rows";
+    kv_len: I32(Size(KvLen)), "rows that may be seen";
+    keys_stay: I32(KeysStay), "1: rows are keys, and the others queries; 0: the other way round";
+};

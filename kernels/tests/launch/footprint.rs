@@ -42,6 +42,22 @@ fn touched(launch: &Launch) -> Vec<(&'static str, (bool, bool))> {
             return [Some(("a", READ)), b, Some(("out", WRITTEN))].into_iter().flatten().collect();
         }
         Kernel::Accumulate => return vec![("home", BOTH), ("arrived", READ)],
+        Kernel::MaskRows => {
+            let arrays = ["segments", "visible", "also_visible", "positions", "places"];
+            let flags = [
+                "has_segment_ids",
+                "has_visible",
+                "has_also_visible",
+                "has_positions",
+                "has_places",
+            ];
+            let read = arrays.into_iter().zip(flags).filter(|(_, flag)| is(flag));
+            let read = read.map(|(name, _)| (name, READ));
+            return read.chain([("packed", WRITTEN)]).collect();
+        }
+        Kernel::MaskRuns => {
+            return vec![("own_rows", READ), ("other_rows", READ), ("runs", WRITTEN)];
+        }
         Kernel::SegmentRanges => {
             return vec![("segments", READ), ("others", READ), ("ranges", WRITTEN)];
         }

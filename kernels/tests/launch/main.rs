@@ -8,6 +8,7 @@ mod footprint;
 mod fused;
 mod images;
 mod linear;
+mod masks;
 mod order;
 mod random;
 mod samples;

@@ -206,6 +206,7 @@ impl Trial {
             slopes: features.has(FeatureSet::SLOPES).then_some(slopes),
             dropout: features.has(FeatureSet::DROPOUT).then_some(Dropout { numbers, rate: 0.2 }),
             positions: POSITIONS,
+            visible: None,
         }
     }
 

@@ -38,10 +38,23 @@ pub struct Features {
     /// Positions of query row 0 and of key row 0, and the distance of neighbouring rows. Slopes and
     /// dropout depend on positions.
     pub positions: (i64, i64, i64),
+    /// Positions of the query rows and of the key rows, `[batch, rows]`, in place of `positions`.
+    pub places: Option<[Vec<i32>; 2]>,
+    /// Intervals of keys.
+    pub visible: Option<Visible>,
     /// Factors on key position − query position, which are added to scores, `[batch, heads]`.
     pub slopes: Option<Vec<f32>>,
     /// Dropout of the weights.
     pub dropout: Option<Dropout>,
+}
+
+/// A query sees a key only if the query's position lies in an interval of the key.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Visible {
+    /// Positions of the query rows, `[batch, q_len]`.
+    pub positions: Vec<i32>,
+    /// Intervals of the key rows, `[batch, kv_len]`: the first position and the one behind the last.
+    pub intervals: Vec<Vec<[i32; 2]>>,
 }
 
 impl Features {
@@ -59,6 +72,8 @@ impl Default for Features {
             segments: None,
             soft_cap: None,
             positions: (0, 0, 1),
+            places: None,
+            visible: None,
             slopes: None,
             dropout: None,
         }
@@ -123,7 +138,12 @@ impl Attention {
             let segment = queries[entry * self.q_len + i];
             segment >= 0 && segment == keys[entry * self.kv_len + j]
         });
-        same_segment && (lower..=upper).contains(&(j as i64 - i as i64))
+        let is_visible = self.features.visible.as_ref().is_none_or(|visible| {
+            let position = visible.positions[entry * self.q_len + i];
+            let mut intervals = visible.intervals[entry * self.kv_len + j].iter();
+            intervals.any(|&[start, stop]| (start..stop).contains(&position))
+        });
+        same_segment && is_visible && (lower..=upper).contains(&(j as i64 - i as i64))
     }
 
     /// Returns the scaled score after the soft cap, cap · tanh(s / cap), and its derivative,
@@ -135,14 +155,23 @@ impl Attention {
         (cap * ratio, one - ratio * ratio)
     }
 
+    /// Returns the positions of query row `i` and of key row `j`.
+    fn positions(&self, entry: usize, i: usize, j: usize) -> (i64, i64) {
+        if let Some([queries, keys]) = &self.features.places {
+            let (query, key) = (queries[entry * self.q_len + i], keys[entry * self.kv_len + j]);
+            return (query.into(), key.into());
+        }
+        let (query, key, stride) = self.features.positions;
+        (query + stride * i as i64, key + stride * j as i64)
+    }
+
     /// Returns the keys that the query of row `at` sees, `at` counted over entries and heads.
     fn pairs<R: Real>(&self, at: usize, q: &[R], k: &[Vec<R>]) -> Vec<Pair<R>> {
         let Attention { q_len, kv_len, heads, kv_heads, .. } = *self;
-        let Features { positions: (query, key, stride), slopes, dropout, .. } = &self.features;
+        let Features { slopes, dropout, .. } = &self.features;
         let (entry, i, head) = (at / heads / q_len, at / heads % q_len, at % heads);
-        let query = query + stride * i as i64;
         let pair = |j: usize| {
-            let position = key + stride * j as i64;
+            let (query, position) = self.positions(entry, i, j);
             let key = (entry * kv_len + j) * kv_heads + head / (heads / kv_heads);
             let product = dot(q, &k[key]);
             let (mut score, cap_slope) = self.capped(R::from(self.softmax_scale) * product);

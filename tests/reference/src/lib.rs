@@ -9,6 +9,6 @@ mod dropout;
 pub mod linear;
 mod real;
 
-pub use attention::{Attention, Dense, Features, Inputs, dense};
+pub use attention::{Attention, Dense, Features, Inputs, Visible, dense};
 pub use dropout::{Dropout, numbers};
 pub use real::Real;

@@ -10,6 +10,8 @@ pub mod backward_keys {
         band, cap_ratio, same_segment, score, slope_log2, uncapped, unit,
     };
     use super::super::segments::segments::{narrowed, segment_tile, segments_view};
+    use super::super::visible::visible::{apart, biased, drawn_across, drawn_down};
+    use super::super::visible::visible::{run_tile, run_tiles, shown_down};
     use cutile::core::*;
 
     /// Returns min(scale · s − lse, 0) in base 2, the exponents of p. lse is huge where a row sees
@@ -81,6 +83,13 @@ pub mod backward_keys {
         upper: i32,
         own: Tile<i32, { [BN, 1] }>,
         other: Tile<i32, { [1, BM] }>,
+        place: Tile<i32, { [BN, 1] }>,
+        start: Tile<i32, { [BN, 1] }>,
+        stop: Tile<i32, { [BN, 1] }>,
+        also_start: Tile<i32, { [BN, 1] }>,
+        also_stop: Tile<i32, { [BN, 1] }>,
+        others: *mut i32,
+        q_len: i32,
         has_segments: i32,
         cap_log2: f32,
         twice_by_cap: f32,
@@ -102,11 +111,12 @@ pub mod backward_keys {
         // These distances go from keys to queries, so the slope is negated.
         let slope: Tile<f32, { [1, 1] }> = negf(slope);
         let ratio: Tile<f32, { [BN, BM] }> = cap_ratio(s, cap, twice_by_cap);
-        let s: Tile<f32, { [BN, BM] }> = score(
+        let by_row: i32 = if segments == 3i32 { 0i32 } else { slopes };
+        let mut scores: Tile<f32, { [BN, BM] }> = score(
             s,
             ratio,
             cap,
-            slopes,
+            by_row,
             scale_log2,
             cap_log2,
             slope,
@@ -114,6 +124,15 @@ pub mod backward_keys {
             q_place - k_place,
             position_stride,
         );
+        if segments == 3i32 && slopes == 2i32 && has_slopes == 1i32 {
+            let view: Tensor<i32, { [-1, -1] }> =
+                unsafe { segments_view(others, 6i32 * batch, q_len, q_len) };
+            let part: Partition<i32, { [1, BM] }> = view.partition(const_shape![1, BM]);
+            let places: Tile<i32, { [1, BM] }> = part.load([6i32 * b + 1i32, i]);
+            let away: Tile<f32, { [BN, BM] }> = apart(place, places);
+            scores = biased(scores, slope, away);
+        }
+        let s: Tile<f32, { [BN, BM] }> = scores;
         let e: Tile<f32, { [BN, BM] }> = exponents(s, lse, unit(cap, slopes, scale_log2));
         let mut p: Tile<f32, { [BN, BM] }> = exp2(e, ftz::Enabled);
         if cut_low != 0i32 || cut_high != 0i32 {
@@ -130,15 +149,34 @@ pub mod backward_keys {
                 let same: Tile<bool, { [BN, BM] }> = same_segment(own, other);
                 seen = seen & same;
             }
+            if segments == 3i32 {
+                let view: Tensor<i32, { [-1, -1] }> =
+                    unsafe { segments_view(others, 6i32 * batch, q_len, q_len) };
+                let part: Partition<i32, { [1, BM] }> = view.partition(const_shape![1, BM]);
+                let segment: Tile<i32, { [1, BM] }> = part.load([6i32 * b, i]);
+                let position: Tile<i32, { [1, BM] }> = part.load([6i32 * b + 2i32, i]);
+                let shown: Tile<bool, { [BN, BM] }> =
+                    shown_down(own, start, stop, also_start, also_stop, segment, position);
+                seen = seen & shown;
+            }
+            let seen: Tile<bool, { [BN, BM] }> = seen;
             let zero: Tile<f32, { [BN, BM] }> = constant(0.0f32, const_shape![BN, BM]);
             p = select(seen, p, zero);
         }
         let w: Tile<f32, { [BN, BM] }> = uncapped(p, cap, ratio);
         let mut dp: Tile<f32, { [BN, BM] }> = product(v, tdo);
         if dropped_weights == 2i32 && has_dropout == 1i32 {
-            let queries: Tile<u32, { [BN, BM] }> =
+            let mut queries: Tile<u32, { [BN, BM] }> =
                 places_across::<BN, BM>(q_place, position_stride);
-            let keys: Tile<u32, { [BN, BM] }> = places_down::<BN, BM>(k_place, position_stride);
+            let mut keys: Tile<u32, { [BN, BM] }> = places_down::<BN, BM>(k_place, position_stride);
+            if segments == 3i32 {
+                let view: Tensor<i32, { [-1, -1] }> =
+                    unsafe { segments_view(others, 6i32 * batch, q_len, q_len) };
+                let part: Partition<i32, { [1, BM] }> = view.partition(const_shape![1, BM]);
+                let places: Tile<i32, { [1, BM] }> = part.load([6i32 * b + 1i32, i]);
+                queries = drawn_across::<BN, BM>(places);
+                keys = drawn_down::<BN, BM>(place);
+            }
             let keep: Tile<bool, { [BN, BM] }> = unsafe {
                 kept(queries, keys, dropout, batch, dropout_batch_stride, b, h, threshold)
             };
@@ -309,11 +347,15 @@ pub mod backward_keys {
             outside = tiles.3;
         }
 
-        // Without segments the kernel never uses these views and tiles.
+        // Without segments the kernel never uses these views and tiles. With masks as data they hold
+        // six numbers of each row.
+        let lines: i32 = if SEGMENTS == 3i32 { 6i32 * batch } else { batch };
+        let q_stride: i32 = if SEGMENTS == 3i32 { q_len } else { q_segments_batch_stride };
+        let kv_stride: i32 = if SEGMENTS == 3i32 { kv_len } else { kv_segments_batch_stride };
         let q_segments_view: Tensor<i32, { [-1, -1] }> =
-            unsafe { segments_view(q_segments, batch, q_len, q_segments_batch_stride) };
+            unsafe { segments_view(q_segments, lines, q_len, q_stride) };
         let kv_segments_view: Tensor<i32, { [-1, -1] }> =
-            unsafe { segments_view(kv_segments, batch, kv_len, kv_segments_batch_stride) };
+            unsafe { segments_view(kv_segments, lines, kv_len, kv_stride) };
         let segments_part: Partition<i32, { [1, BM] }> =
             q_segments_view.partition(const_shape![1, BM]);
         let mut own: Tile<i32, { [BN, 1] }> = constant(0i32, const_shape![BN, 1]);
@@ -345,6 +387,57 @@ pub mod backward_keys {
         if WINDOW == 2i32 {
             // One loop masks all tiles.
             outside = inside;
+        }
+        // Masks as data: the numbers of resident rows, and the runs of tiles to visit.
+        let mut place: Tile<i32, { [BN, 1] }> = own;
+        let mut start: Tile<i32, { [BN, 1] }> = own;
+        let mut stop: Tile<i32, { [BN, 1] }> = own;
+        let mut also_start: Tile<i32, { [BN, 1] }> = own;
+        let mut also_stop: Tile<i32, { [BN, 1] }> = own;
+        let mut before: i32 = inside;
+        let mut shift0: i32 = inside;
+        let mut from1: i32 = inside;
+        let mut shift1: i32 = inside;
+        let mut from2: i32 = inside;
+        let mut shift2: i32 = inside;
+        let mut from3: i32 = inside;
+        let mut shift3: i32 = inside;
+        if SEGMENTS == 3i32 {
+            begin = inside;
+            end = outside;
+            if lower <= upper {
+                let part: Partition<i32, { [1, BN] }> =
+                    kv_segments_view.partition(const_shape![1, BN]);
+                let t: Tile<i32, { [1, BN] }> = part.load([6i32 * b, j]);
+                own = t.reshape(const_shape![BN, 1]);
+                let t: Tile<i32, { [1, BN] }> = part.load([6i32 * b + 1i32, j]);
+                place = t.reshape(const_shape![BN, 1]);
+                let t: Tile<i32, { [1, BN] }> = part.load([6i32 * b + 2i32, j]);
+                start = t.reshape(const_shape![BN, 1]);
+                let t: Tile<i32, { [1, BN] }> = part.load([6i32 * b + 3i32, j]);
+                stop = t.reshape(const_shape![BN, 1]);
+                let t: Tile<i32, { [1, BN] }> = part.load([6i32 * b + 4i32, j]);
+                also_start = t.reshape(const_shape![BN, 1]);
+                let t: Tile<i32, { [1, BN] }> = part.load([6i32 * b + 5i32, j]);
+                also_stop = t.reshape(const_shape![BN, 1]);
+                let found = unsafe {
+                    run_tiles::<BM>(
+                        ranges, batch, kv_len, b, key, tiles.0, inside, outside, tiles.3,
+                    )
+                };
+                inside = found.0;
+                outside = found.1;
+                begin = inside;
+                end = outside + found.2;
+                before = found.3;
+                shift0 = found.4;
+                from1 = found.5;
+                shift1 = found.6;
+                from2 = found.7;
+                shift2 = found.8;
+                from3 = found.9;
+                shift3 = found.10;
+            }
         }
         let mut sum_k: Tile<f32, { [BN, DT] }> = constant(0.0f32, const_shape![BN, DT]);
         let mut sum_v: Tile<f32, { [BN, DT] }> = constant(0.0f32, const_shape![BN, DT]);
@@ -389,6 +482,13 @@ pub mod backward_keys {
                             upper,
                             own,
                             other,
+                            place,
+                            start,
+                            stop,
+                            also_start,
+                            also_stop,
+                            q_segments,
+                            q_len,
                             has_segments,
                             cap_log2,
                             twice_by_cap,
@@ -449,6 +549,13 @@ pub mod backward_keys {
                             upper,
                             own,
                             other,
+                            place,
+                            start,
+                            stop,
+                            also_start,
+                            also_stop,
+                            q_segments,
+                            q_len,
                             has_segments,
                             cap_log2,
                             twice_by_cap,
@@ -505,6 +612,13 @@ pub mod backward_keys {
                             upper,
                             own,
                             other,
+                            place,
+                            start,
+                            stop,
+                            also_start,
+                            also_stop,
+                            q_segments,
+                            q_len,
                             has_segments,
                             cap_log2,
                             twice_by_cap,
@@ -527,7 +641,13 @@ pub mod backward_keys {
             }
             if WINDOW != 0i32 {
                 for t in 0i32..(inside - begin) + (end - outside) {
-                    let i: i32 = edge(t, begin, inside, outside);
+                    let mut i: i32 = edge(t, begin, inside, outside);
+                    if SEGMENTS == 3i32 {
+                        let whole: i32 = outside - inside;
+                        i = run_tile(
+                            t, whole, before, shift0, from1, shift1, from2, shift2, from3, shift3,
+                        );
+                    }
                     let lse: Tile<f32, { [1, 1, BM] }> = lse_part.load([b, h, i]);
                     let delta: Tile<f32, { [1, 1, BM] }> = delta_part.load([b, h, i]);
                     let tq: Tile<E, { [BM, DT] }> = stream(&q_part, b, i, h);
@@ -560,6 +680,13 @@ pub mod backward_keys {
                             upper,
                             own,
                             other,
+                            place,
+                            start,
+                            stop,
+                            also_start,
+                            also_stop,
+                            q_segments,
+                            q_len,
                             has_segments,
                             cap_log2,
                             twice_by_cap,

@@ -8,6 +8,8 @@ pub mod forward {
     use super::super::dropout::dropout::{dropped, kept, places_across, places_down};
     use super::super::scores::scores::{band, cap_ratio, same_segment, score, slope_log2, unit};
     use super::super::segments::segments::{narrowed, segment_tile, segments_view};
+    use super::super::visible::visible::{apart, biased, drawn_across, drawn_down};
+    use super::super::visible::visible::{run_tile, run_tiles, shown_across};
     use cutile::core::*;
 
     /// Folds one tile of scores into the running state without acc, all in base 2:
@@ -129,6 +131,9 @@ pub mod forward {
         upper: i32,
         own: Tile<i32, { [BM, 1] }>,
         other: Tile<i32, { [1, BN] }>,
+        place: Tile<i32, { [BM, 1] }>,
+        position: Tile<i32, { [BM, 1] }>,
+        others: *mut i32,
         has_segments: i32,
         cap_log2: f32,
         twice_by_cap: f32,
@@ -148,11 +153,12 @@ pub mod forward {
         let q_place: i32 = q_position + row * position_stride;
         let k_place: i32 = k_position + key * position_stride;
         let ratio: Tile<f32, { [BM, BN] }> = cap_ratio(s, cap, twice_by_cap);
+        let by_row: i32 = if segments == 3i32 { 0i32 } else { slopes };
         let s: Tile<f32, { [BM, BN] }> = score(
             s,
             ratio,
             cap,
-            slopes,
+            by_row,
             scale_log2,
             cap_log2,
             slope,
@@ -160,7 +166,16 @@ pub mod forward {
             k_place - q_place,
             position_stride,
         );
-        let mut s: Tile<f32, { [BM, BN] }> = s;
+        let mut scores: Tile<f32, { [BM, BN] }> = s;
+        if segments == 3i32 && slopes == 2i32 && has_slopes == 1i32 {
+            let view: Tensor<i32, { [-1, -1] }> =
+                unsafe { segments_view(others, 6i32 * batch, kv_len, kv_len) };
+            let part: Partition<i32, { [1, BN] }> = view.partition(const_shape![1, BN]);
+            let places: Tile<i32, { [1, BN] }> = part.load([6i32 * b + 1i32, j]);
+            let away: Tile<f32, { [BM, BN] }> = apart(place, places);
+            scores = biased(scores, slope, away);
+        }
+        let mut s: Tile<f32, { [BM, BN] }> = scores;
         if masked == 1i32 {
             let corner: i32 = key - row;
             let cut_low: i32 = if window == 0i32 { 0i32 } else { 1i32 };
@@ -170,14 +185,38 @@ pub mod forward {
                 let same: Tile<bool, { [BM, BN] }> = same_segment(own, other);
                 seen = seen & same;
             }
+            if segments == 3i32 {
+                let view: Tensor<i32, { [-1, -1] }> =
+                    unsafe { segments_view(others, 6i32 * batch, kv_len, kv_len) };
+                let part: Partition<i32, { [1, BN] }> = view.partition(const_shape![1, BN]);
+                let segment: Tile<i32, { [1, BN] }> = part.load([6i32 * b, j]);
+                let start: Tile<i32, { [1, BN] }> = part.load([6i32 * b + 2i32, j]);
+                let stop: Tile<i32, { [1, BN] }> = part.load([6i32 * b + 3i32, j]);
+                let also_start: Tile<i32, { [1, BN] }> = part.load([6i32 * b + 4i32, j]);
+                let also_stop: Tile<i32, { [1, BN] }> = part.load([6i32 * b + 5i32, j]);
+                let shown: Tile<bool, { [BM, BN] }> =
+                    shown_across(own, position, segment, start, stop, also_start, also_stop);
+                seen = seen & shown;
+            }
+            let seen: Tile<bool, { [BM, BN] }> = seen;
             let hidden: Tile<f32, { [BM, BN] }> = constant(f32::NEG_INFINITY, const_shape![BM, BN]);
             s = select(seen, s, hidden);
         }
         let weighed = weigh(s, m, l, parts, unit(cap, slopes, scale_log2));
         let mut p: Tile<f32, { [BM, BN] }> = weighed.0;
         if dropped_weights == 2i32 && has_dropout == 1i32 {
-            let queries: Tile<u32, { [BM, BN] }> = places_down::<BM, BN>(q_place, position_stride);
-            let keys: Tile<u32, { [BM, BN] }> = places_across::<BM, BN>(k_place, position_stride);
+            let mut queries: Tile<u32, { [BM, BN] }> =
+                places_down::<BM, BN>(q_place, position_stride);
+            let mut keys: Tile<u32, { [BM, BN] }> =
+                places_across::<BM, BN>(k_place, position_stride);
+            if segments == 3i32 {
+                queries = drawn_down::<BM, BN>(place);
+                let view: Tensor<i32, { [-1, -1] }> =
+                    unsafe { segments_view(others, 6i32 * batch, kv_len, kv_len) };
+                let part: Partition<i32, { [1, BN] }> = view.partition(const_shape![1, BN]);
+                let places: Tile<i32, { [1, BN] }> = part.load([6i32 * b + 1i32, j]);
+                keys = drawn_across::<BM, BN>(places);
+            }
             let keep: Tile<bool, { [BM, BN] }> = unsafe {
                 kept(queries, keys, dropout, batch, dropout_batch_stride, b, h, threshold)
             };
@@ -313,11 +352,15 @@ pub mod forward {
         let mut outside: i32 = max(tiles.1, tiles.2);
         let mut end: i32 = tiles.3;
 
-        // Without segments the kernel never uses these views and tiles.
+        // Without segments the kernel never uses these views and tiles. With masks as data they hold
+        // six numbers of each row.
+        let lines: i32 = if SEGMENTS == 3i32 { 6i32 * batch } else { batch };
+        let q_stride: i32 = if SEGMENTS == 3i32 { q_len } else { q_segments_batch_stride };
+        let kv_stride: i32 = if SEGMENTS == 3i32 { kv_len } else { kv_segments_batch_stride };
         let q_segments_view: Tensor<i32, { [-1, -1] }> =
-            unsafe { segments_view(q_segments, batch, q_len, q_segments_batch_stride) };
+            unsafe { segments_view(q_segments, lines, q_len, q_stride) };
         let kv_segments_view: Tensor<i32, { [-1, -1] }> =
-            unsafe { segments_view(kv_segments, batch, kv_len, kv_segments_batch_stride) };
+            unsafe { segments_view(kv_segments, lines, kv_len, kv_stride) };
         let segments_part: Partition<i32, { [1, BN] }> =
             kv_segments_view.partition(const_shape![1, BN]);
         let mut own: Tile<i32, { [BM, 1] }> = constant(0i32, const_shape![BM, 1]);
@@ -348,6 +391,46 @@ pub mod forward {
         if WINDOW == 2i32 {
             // One loop masks all tiles.
             outside = inside;
+        }
+        // Masks as data: the numbers of resident rows, and the runs of tiles to visit.
+        let mut place: Tile<i32, { [BM, 1] }> = own;
+        let mut position: Tile<i32, { [BM, 1] }> = own;
+        let mut before: i32 = inside;
+        let mut shift0: i32 = inside;
+        let mut from1: i32 = inside;
+        let mut shift1: i32 = inside;
+        let mut from2: i32 = inside;
+        let mut shift2: i32 = inside;
+        let mut from3: i32 = inside;
+        let mut shift3: i32 = inside;
+        if SEGMENTS == 3i32 {
+            begin = inside;
+            end = outside;
+            if lower <= upper {
+                let part: Partition<i32, { [1, BM] }> =
+                    q_segments_view.partition(const_shape![1, BM]);
+                let t: Tile<i32, { [1, BM] }> = part.load([6i32 * b, i]);
+                own = t.reshape(const_shape![BM, 1]);
+                let t: Tile<i32, { [1, BM] }> = part.load([6i32 * b + 1i32, i]);
+                place = t.reshape(const_shape![BM, 1]);
+                let t: Tile<i32, { [1, BM] }> = part.load([6i32 * b + 2i32, i]);
+                position = t.reshape(const_shape![BM, 1]);
+                let found = unsafe {
+                    run_tiles::<BN>(ranges, batch, q_len, b, row, tiles.0, inside, outside, tiles.3)
+                };
+                inside = found.0;
+                outside = found.1;
+                begin = inside;
+                end = outside + found.2;
+                before = found.3;
+                shift0 = found.4;
+                from1 = found.5;
+                shift1 = found.6;
+                from2 = found.7;
+                shift2 = found.8;
+                from3 = found.9;
+                shift3 = found.10;
+            }
         }
         let mut slope: Tile<f32, { [1, 1] }> = constant(0.0f32, const_shape![1, 1]);
         if (SLOPES == 1i32 || (SLOPES == 2i32 && has_slopes == 1i32)) && lower <= upper {
@@ -386,6 +469,9 @@ pub mod forward {
                         upper,
                         own,
                         other,
+                        place,
+                        position,
+                        kv_segments,
                         has_segments,
                         cap_log2,
                         twice_by_cap,
@@ -407,7 +493,11 @@ pub mod forward {
             }
         }
         for t in 0i32..(inside - begin) + (end - outside) {
-            let j: i32 = edge(t, begin, inside, outside);
+            let mut j: i32 = edge(t, begin, inside, outside);
+            if SEGMENTS == 3i32 {
+                let whole: i32 = outside - inside;
+                j = run_tile(t, whole, before, shift0, from1, shift1, from2, shift2, from3, shift3);
+            }
             let tk: Tile<E, { [BN, DT] }> = stream(&k_part, b, j, hk);
             let tv: Tile<E, { [BN, DT] }> = stream(&v_part, b, j, hk);
             let other: Tile<i32, { [1, BN] }> =
@@ -438,6 +528,9 @@ pub mod forward {
                     upper,
                     own,
                     other,
+                    place,
+                    position,
+                    kv_segments,
                     has_segments,
                     cap_log2,
                     twice_by_cap,

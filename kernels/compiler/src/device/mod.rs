@@ -32,9 +32,11 @@ pub mod common;
 pub mod dropout;
 pub mod forward;
 pub mod linear;
+pub mod masks;
 pub mod rows;
 pub mod scores;
 pub mod segments;
+pub mod visible;
 
 /// Returns the syntax tree of a module that holds kernels.
 pub(crate) fn source(module: &str) -> fn() -> Module {
@@ -46,5 +48,5 @@ pub(crate) fn source(module: &str) -> fn() -> Module {
             }
         };
     }
-    among!(forward backward_keys backward_queries segments rows combine_softmax linear)
+    among!(forward backward_keys backward_queries segments masks rows combine_softmax linear)
 }

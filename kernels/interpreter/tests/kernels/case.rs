@@ -15,6 +15,19 @@ pub const CAUSAL: (i64, i64) = (i64::MIN, 0);
 /// start.
 pub type Runs = &'static [(usize, i32)];
 
+/// Masks as data, from entry and row.
+#[derive(Debug, Clone, Copy)]
+pub struct Masks {
+    /// Position of a query.
+    pub position: fn(usize, usize) -> i32,
+    /// Intervals of a key.
+    pub intervals: fn(usize, usize) -> [[i32; 2]; 2],
+    /// How many of these intervals count; without any, each query sees each key.
+    pub count: usize,
+    /// Position of a key, if slopes and dropout count by the positions of both sides.
+    pub place: Option<fn(usize, usize) -> i32>,
+}
+
 #[derive(Debug, Clone, Copy)]
 pub struct Case {
     pub element: Element,
@@ -31,6 +44,8 @@ pub struct Case {
     pub band: (i64, i64),
     /// Segments of queries and of keys; without them all rows share a segment.
     pub segments: Option<(Runs, Runs)>,
+    /// Masks as data.
+    pub masks: Option<Masks>,
     /// Soft cap; 0 for none.
     pub soft_cap: f32,
     /// Whether there is a bias by distance.
@@ -71,6 +86,7 @@ pub const CASE: Case = Case {
     value_dim: None,
     band: NONE,
     segments: None,
+    masks: None,
     soft_cap: 0.0,
     slopes: false,
     dropout: None,
@@ -101,6 +117,7 @@ impl Case {
         FeatureSet::WINDOW
             .when(self.band.0 > 1 - self.q_len as i64)
             .and(FeatureSet::SEGMENTS.when(self.segments.is_some()))
+            .and(FeatureSet::VISIBLE.when(self.masks.is_some()))
             .and(FeatureSet::SOFT_CAP.when(self.soft_cap > 0.0))
             .and(FeatureSet::SLOPES.when(self.slopes))
             .and(FeatureSet::DROPOUT.when(self.dropout.is_some()))
@@ -139,10 +156,19 @@ impl Case {
     /// Whether query `i` of entry `b` sees key `j`.
     pub fn sees(&self, b: usize, i: usize, j: usize) -> bool {
         let segment = self.q_segment(b, i);
-        self.allows(i, j) && segment == self.kv_segment(b, j) && segment >= 0
+        self.allows(i, j) && segment == self.kv_segment(b, j) && segment >= 0 && self.shows(b, i, j)
     }
 
-    /// Returns the positions of query `i` and key `j`.
+    /// Whether intervals let query `i` of entry `b` see key `j`.
+    fn shows(&self, b: usize, i: usize, j: usize) -> bool {
+        self.masks.filter(|masks| masks.count > 0).is_none_or(|masks| {
+            let (position, intervals) = ((masks.position)(b, i), (masks.intervals)(b, j));
+            let mut intervals = intervals[..masks.count].iter();
+            intervals.any(|&[start, stop]| (start..stop).contains(&position))
+        })
+    }
+
+    /// Returns the positions of query `i` and key `j` that launches count from first rows.
     pub fn places(&self, i: usize, j: usize) -> (i64, i64) {
         let (query, key, stride) = self.positions;
         (query + stride * i as i64, key + stride * j as i64)
@@ -150,8 +176,12 @@ impl Case {
 
     /// Returns the position of key `j` minus the position of query `i`, a factor of slopes; 0
     /// without slopes.
-    pub fn distance(&self, i: usize, j: usize) -> i64 {
-        let (query, key) = self.places(i, j);
+    pub fn distance(&self, b: usize, i: usize, j: usize) -> i64 {
+        let data = self.masks.and_then(|masks| Some((masks.position, masks.place?)));
+        let (query, key) = match data {
+            Some((position, place)) => (position(b, i).into(), place(b, j).into()),
+            None => self.places(i, j),
+        };
         if self.slopes { key - query } else { 0 }
     }
 

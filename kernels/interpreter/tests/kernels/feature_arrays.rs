@@ -1,10 +1,10 @@
-//! The arrays of a case's features, in memory: segments, slopes, numbers for dropout.
+//! The arrays of a case's features, in memory: segments, masks, slopes, numbers for dropout.
 
 use burst_attention_kernels::instances::Kernel;
-use burst_attention_kernels::launch::{Dropout, Features, RowPositions, Segments};
+use burst_attention_kernels::launch::{Dropout, Features, RowPositions, Segments, Visible};
 use burst_attention_reference::numbers;
 
-use super::case::Case;
+use super::case::{Case, Masks};
 use super::problem::Problem;
 use super::world::{Array, Scalar, Stores, World};
 
@@ -12,8 +12,19 @@ use super::world::{Array, Scalar, Stores, World};
 pub struct FeatureArrays {
     /// Segments of queries and of keys, and the workspace of their ranges.
     segments: Option<[Array; 3]>,
+    masks: Option<MaskArrays>,
     slopes: Option<Array>,
     dropout: Option<Array>,
+}
+
+/// The arrays of masks as data, and their workspace.
+struct MaskArrays {
+    /// First and second intervals of keys.
+    intervals: Vec<Array>,
+    positions: Array,
+    /// Positions of keys.
+    places: Option<Array>,
+    workspace: Array,
 }
 
 impl FeatureArrays {
@@ -22,6 +33,7 @@ impl FeatureArrays {
         let case = &problem.case;
         let Case { batch, heads, margin, .. } = *case;
         let segments = case.segments.map(|_| segments(world, case, kernel));
+        let masks = case.masks.map(|masks| MaskArrays::new(world, case, masks));
         let slopes = case.slopes.then(|| {
             let slopes = world.rows("slopes", Scalar::F32, [batch, 1, heads, 1], margin / 4);
             slopes.fill(&mut world.memory, 0..1, &problem.inputs.slopes);
@@ -32,7 +44,7 @@ impl FeatureArrays {
             (0..batch).for_each(|b| dropout.put_words(&mut world.memory, b, &numbers(b)));
             dropout
         });
-        FeatureArrays { segments, slopes, dropout }
+        FeatureArrays { segments, masks, slopes, dropout }
     }
 
     /// Returns the features of a rectangle that begins at these rows.
@@ -54,6 +66,7 @@ impl FeatureArrays {
                 key: key_place,
                 stride: case.positions.2,
             },
+            visible: self.masks.as_ref().map(|masks| masks.visible(query, key)),
         }
     }
 
@@ -61,11 +74,59 @@ impl FeatureArrays {
     /// arrays.
     pub fn audit(&self, world: &World) -> Result<(), String> {
         let all = self.segments.iter().flatten().chain(&self.slopes).chain(&self.dropout);
+        let masks = self.masks.iter().flat_map(|masks| {
+            masks.intervals.iter().chain([&masks.positions]).chain(&masks.places)
+        });
+        let all = all.chain(masks);
         let expected = |array: &Array| match array.name {
-            "ranges" => world.ranges(),
+            // Masks as data take their place.
+            "ranges" if self.masks.is_none() => world.ranges(),
             _ => Stores::Never,
         };
         all.into_iter().try_for_each(|array| world.audit(&[(array, expected(array))]))
+    }
+}
+
+impl MaskArrays {
+    fn new(world: &mut World, case: &Case, masks: Masks) -> MaskArrays {
+        let Case { batch, q_len, kv_len, margin, .. } = *case;
+        let mut array =
+            |name, rows, margin, dim| world.rows(name, Scalar::I32, [batch, rows, 1, dim], margin);
+        let names = ["visible", "also_visible"];
+        let intervals = names[..masks.count].iter().zip(1..);
+        let intervals: Vec<_> =
+            intervals.map(|(name, n)| array(*name, kv_len, n * margin, 2)).collect();
+        let positions = array("query_positions", q_len, margin + margin / 4, 1);
+        let places = masks.place.map(|_| array("key_positions", kv_len, margin, 1));
+        let bytes = Visible::workspace_bytes(batch, q_len, kv_len) as usize;
+        let workspace = world.rows("workspace", Scalar::I32, [1, bytes / 4, 1, 1], 64);
+        let memory = &mut world.memory;
+        for b in 0..batch {
+            for i in 0..q_len {
+                positions.put_word(memory, (b, i), (masks.position)(b, i));
+            }
+            for j in 0..kv_len {
+                for (array, bounds) in intervals.iter().zip((masks.intervals)(b, j)) {
+                    array.put_integers(memory, (b, j), &bounds);
+                }
+                if let Some((array, place)) = places.as_ref().zip(masks.place) {
+                    array.put_word(memory, (b, j), place(b, j));
+                }
+            }
+        }
+        MaskArrays { intervals, positions, places, workspace }
+    }
+
+    fn visible(&self, query: usize, key: usize) -> Visible {
+        let interval = |n: usize| self.intervals.get(n).map(|array| array.rows(key));
+        let positions = self.positions.rows(query);
+        Visible {
+            intervals: interval(0),
+            also: interval(1),
+            positions: (!self.intervals.is_empty()).then_some(positions),
+            places: self.places.as_ref().map(|places| [positions, places.rows(key)]),
+            workspace: self.workspace.rows(0).address,
+        }
     }
 }
 

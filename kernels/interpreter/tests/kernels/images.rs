@@ -11,6 +11,7 @@ use burst_attention_kernels::launch::Launch;
 use super::case::{CASE, CAUSAL, Case, NONE, Runs};
 use super::features::{DOCUMENTS, LONG, OTHERS, PADDED, SHORT, SORTED};
 use super::problem::Problem;
+use super::visible::{ANY, TREE, TURNED};
 use super::world::Change;
 use super::{forward, fused, gradients};
 
@@ -57,9 +58,11 @@ fn cases(instance: &Instance, count: usize) -> Vec<Case> {
         true => SEGMENTS.map(Some).to_vec(),
         false => vec![None],
     };
+    let masks = if has(FeatureSet::ALL) { [TURNED, TREE] } else { [TREE, ANY] };
+    let masks = masks.map(|masks| has(FeatureSet::VISIBLE).then_some(masks));
     let fused = FeatureSet::FUSED.when(has(FeatureSet::FUSED));
     let takes = |band: &(i64, i64)| {
-        let case = Case { band: *band, segments: segments[0], ..case };
+        let case = Case { band: *band, segments: segments[0], masks: masks[0], ..case };
         case.instance(instance.kernel, fused) == Some(*instance)
     };
     let bands = [CAUSAL, NONE, (-60, 4), (30, 80), (-20, i64::MAX)];
@@ -69,6 +72,7 @@ fn cases(instance: &Instance, count: usize) -> Vec<Case> {
     let at = |n: usize| Case {
         segments: segments[n % segments.len()],
         band: bands[n % bands.len()],
+        masks: masks[n % 2],
         // Long documents have more than two tiles.
         q_len: if segments[n % segments.len()].is_some() { 290 } else { case.q_len },
         ..case

@@ -170,11 +170,11 @@ fn first_word(module: &mut Module) {
     op.operands[1] = op.operands[2];
 }
 
-fn force(launch: &mut Launch, name: &str, value: i32) {
+pub fn force(launch: &mut Launch, name: &str, value: i32) {
     set(launch, name, |_| Value::I32(value));
 }
 
-fn move_a_row(launch: &mut Launch, name: &str) {
+pub fn move_a_row(launch: &mut Launch, name: &str) {
     set(launch, name, |value| match value {
         Value::Pointer(at) => Value::Pointer(at + 4),
         other => other,

@@ -132,7 +132,8 @@ impl Problem {
         let Case { batch, q_len, kv_len, .. } = self.case;
         let seen = |b, i| (0..kv_len).filter(move |&j| self.case.sees(b, i, j));
         let rows = (0..batch).flat_map(|b| (0..q_len).map(move |i| (b, i)));
-        let far = rows.flat_map(|(b, i)| seen(b, i).map(move |j| self.case.distance(i, j).abs()));
+        let far =
+            rows.flat_map(|(b, i)| seen(b, i).map(move |j| self.case.distance(b, i, j).abs()));
         far.max().unwrap_or(0) as f32
     }
 

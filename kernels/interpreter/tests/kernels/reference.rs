@@ -1,6 +1,8 @@
 //! The reference's results for a case.
 
-use burst_attention_reference::{self as reference, Attention, Dropout, Features, Real, numbers};
+use burst_attention_reference::{
+    self as reference, Attention, Dropout, Features, Real, Visible, numbers,
+};
 
 pub use burst_attention_reference::Dense;
 
@@ -15,6 +17,19 @@ pub fn dense<R: Real>(case: &Case, inputs: &Inputs, store_o: impl Fn(R) -> R) ->
         let rows = entries.clone().flat_map(move |b| (0..rows).map(move |row| (b, row)));
         rows.map(|(b, row)| segment(case, b, row)).collect()
     };
+    let of_rows = |rows: usize, number: fn(usize, usize) -> i32| -> Vec<i32> {
+        let rows = entries.clone().flat_map(move |b| (0..rows).map(move |row| (b, row)));
+        rows.map(|(b, row)| number(b, row)).collect()
+    };
+    let intervals = case.masks.filter(|masks| masks.count > 0).map(|masks| {
+        let of_key = |(b, j)| (masks.intervals)(b, j)[..masks.count].to_vec();
+        let keys = entries.clone().flat_map(|b| (0..kv_len).map(move |j| (b, j)));
+        let intervals = keys.map(of_key).collect();
+        Visible { positions: of_rows(q_len, masks.position), intervals }
+    });
+    let places = case
+        .masks
+        .and_then(|masks| Some([of_rows(q_len, masks.position), of_rows(kv_len, masks.place?)]));
     let attention = Attention {
         batch,
         q_len,
@@ -31,6 +46,8 @@ pub fn dense<R: Real>(case: &Case, inputs: &Inputs, store_o: impl Fn(R) -> R) ->
                 .map(|_| [segments(q_len, Case::q_segment), segments(kv_len, Case::kv_segment)]),
             soft_cap: (case.soft_cap != 0.0).then_some(case.soft_cap),
             positions: case.positions,
+            places,
+            visible: intervals,
             slopes: case.slopes.then(|| slopes.clone()),
             dropout: case
                 .dropout

@@ -13,17 +13,22 @@ use std::ops::Range;
 /// All kernels, compiled once for all tests.
 pub static KERNELS: LazyLock<Kernels> = LazyLock::new(Kernels::default);
 
+/// Whether a kernel says what masks let the blocks of another kernel see.
+fn prepares(kernel: Kernel) -> bool {
+    matches!(kernel, Kernel::SegmentRanges | Kernel::MaskRows | Kernel::MaskRuns)
+}
+
 /// A change of a kernel or a launch, which a check must find, or a look at each launch.
 #[derive(Clone, Copy)]
 pub enum Change {
     None,
     /// Looks at each launch before it runs, with its memory, and changes nothing.
     Before(fn(&Launch, &GridRun, &Memory) -> Result<(), String>),
-    /// Changes every kernel except [`Kernel::SegmentRanges`].
+    /// Changes every kernel that does not [prepare](prepares) others.
     Module(fn(&mut Module)),
-    /// Changes [`Kernel::SegmentRanges`].
+    /// Changes every kernel that prepares others.
     Ranges(fn(&mut Module)),
-    /// Changes the arguments of every launch of a kernel other than [`Kernel::SegmentRanges`].
+    /// Changes the arguments of every launch of a kernel that does not prepare others.
     Launch(fn(&mut Launch)),
 }
 
@@ -139,6 +144,11 @@ impl Array {
         memory.write_i32(self.at(b, row, 0), &[word]);
     }
 
+    /// Writes the integers of a row.
+    pub fn put_integers(&self, memory: &mut Memory, (b, row): (usize, usize), words: &[i32]) {
+        memory.write_i32(self.at(b, row, 0), words);
+    }
+
     /// Returns the four integers of a row.
     pub fn words(&self, memory: &Memory, (b, row): (usize, usize)) -> [i32; 4] {
         memory.read_i32(self.at(b, row, 0), 4).try_into().expect("four numbers")
@@ -200,9 +210,9 @@ pub struct World {
     pub memory: Memory,
     seed: u64,
     pub change: Change,
-    /// Number of launches of each description, without launches of [`Kernel::SegmentRanges`].
+    /// Number of launches of each description, without launches that prepare others.
     launched: Vec<usize>,
-    /// Number of launches of [`Kernel::SegmentRanges`] of each description.
+    /// Number of launches of each description that prepare others.
     ranged: Vec<usize>,
 }
 
@@ -260,7 +270,7 @@ impl World {
         launches: Vec<Launch>,
         blocks: impl Fn(&Launch) -> Option<Vec<[u32; 3]>>,
     ) -> Result<(), String> {
-        let is_ranges = |launch: &Launch| launch.instance.kernel == Kernel::SegmentRanges;
+        let is_ranges = |launch: &Launch| prepares(launch.instance.kernel);
         let ranged = launches.iter().filter(|launch| is_ranges(launch)).count();
         self.ranged.push(ranged);
         self.launched.push(launches.len() - ranged);
@@ -298,7 +308,7 @@ impl World {
         Ok(())
     }
 
-    /// Returns the number of launches of all descriptions, without [`Kernel::SegmentRanges`].
+    /// Returns the number of launches of all descriptions that do not prepare others.
     pub fn launches(&self) -> usize {
         self.launched.iter().sum()
     }
