@@ -35,11 +35,10 @@ fn calls(worlds: impl IntoIterator<Item = usize>, tokens: &[usize]) -> Vec<Call>
     let windowed = windowed(few, &alike, &windows);
     let segments =
         Features { segments: true, slopes: true, dropout: Some(0.1), ..Features::default() };
-    let featured = problems([1, 2, 3], tokens).into_iter().map(|problem| Problem {
-        features: segments,
-        value_dim: 24,
-        ..problem
-    });
+    let visible = Features { visible: true, also_visible: true, positions: true, ..segments };
+    let with = |features| move |problem| Problem { features, value_dim: 24, ..problem };
+    let featured = problems([1, 2, 3], tokens).into_iter().map(with(segments));
+    let featured = featured.chain(problems([2], &tokens[..1]).into_iter().map(with(visible)));
     let plain = problems(worlds.clone(), tokens).into_iter().chain(windowed);
     let featured = featured.filter(|problem| worlds.contains(&problem.world_size));
     let rings = plain.chain(featured).map(|problem| (problem, Family::Ring));

@@ -83,7 +83,7 @@ fn walk_rank(
     let mut kernel = CommandKernel {
         schedule,
         target,
-        element: element_of(problem)?,
+        element: element_of(problem.dtype)?,
         memory,
         final_writes: &final_writes,
         list: &list,

@@ -59,10 +59,14 @@ impl RankMemory<'_> {
         Some(Buffer::at(self.problem, (payload, place), pass, rows, address).0)
     }
 
+    /// Returns the address of the memory for masks; 0 if the workspace has none.
+    pub fn masks(&self) -> u64 {
+        self.workspace.at(Region::Masks, self.base).unwrap_or(0)
+    }
+
     /// Returns the memory in which a launch keeps the segment ranges of `rows` resident rows.
     pub fn segment_ranges(&self, rows: usize) -> Rows {
-        let address = self.workspace.at(Region::SegmentRanges, self.base).unwrap_or(0);
-        Rows { address, batch_stride: 4 * rows.div_ceil(64) as u64 }
+        Rows { address: self.masks(), batch_stride: 4 * rows.div_ceil(64) as u64 }
     }
 
     /// Returns the buffer of an operand: the rank's own rows.

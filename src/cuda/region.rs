@@ -36,8 +36,8 @@ pub enum Region {
     Slot(Payload, usize),
     /// Memory in which a queue packs blocks before it sends them.
     Staging(Queue),
-    /// Memory in which a launch keeps which rows the segments let its rows see.
-    SegmentRanges,
+    /// Memory in which launches keep which rows segments and masks as data let their rows see.
+    Masks,
 }
 
 impl Region {

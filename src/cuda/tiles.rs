@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use burst_attention_kernels::instances::{Element, Target};
 use burst_attention_kernels::launch::{
-    self, Dropout, KeyGrads, Launch, LaunchError, Rectangle, RowPositions, Rows, Segments,
+    self, Dropout, KeyGrads, Launch, LaunchError, Rectangle, RowPositions, Rows, Segments, Visible,
 };
 
 use super::buffer::{Buffer, cut_by_pieces, runs};
@@ -49,19 +49,12 @@ pub(super) struct Part {
     pub last: bool,
 }
 
-/// Returns the CUDA kernels' name of a problem's type.
+/// Returns the CUDA kernels' name of a type.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for float32 and for masks as data.
-pub(super) fn element_of(problem: &Problem) -> Result<Element> {
-    if problem.features.has_query_positions() {
-        return Err(Error::Unsupported {
-            what: "a mask or positions as data".into(),
-            executor: "CUDA",
-            instead: "compute with implementation=\"xla\", or on CPU devices".into(),
-        });
-    }
-    match problem.dtype {
+/// [`Error::Unsupported`] for float32.
+pub(super) fn element_of(dtype: Dtype) -> Result<Element> {
+    match dtype {
         Dtype::Bf16 => Ok(Element::Bf16),
         Dtype::F16 => Ok(Element::F16),
         Dtype::F32 => Err(Error::Unsupported {
@@ -80,7 +73,7 @@ pub(super) fn can_fuse(problem: &Problem, schedule: &Schedule, target: Target) -
     if schedule.pass == Pass::Forward || problem.head_dim != problem.value_dim {
         return Ok(false);
     }
-    let element = element_of(problem)?;
+    let element = element_of(problem.dtype)?;
     let Features { segments, soft_cap, slopes, dropout, .. } = problem.features;
     let features = launch::Features {
         segments: segments.then(Segments::default),
@@ -88,6 +81,7 @@ pub(super) fn can_fuse(problem: &Problem, schedule: &Schedule, target: Target) -
         slopes: slopes.then(Rows::default),
         dropout: dropout.map(|rate| Dropout { numbers: Rows::default(), rate }),
         positions: RowPositions::default(),
+        visible: problem.features.has_query_positions().then(Visible::default),
     };
     let mut merges = schedule.steps.iter().flat_map(|step| &step.merges);
     let mut tiles = schedule.steps.iter().flat_map(|step| &step.tiles);
@@ -152,9 +146,10 @@ impl CommandKernel<'_> {
 
     /// Returns the regions that the launches of a tile use.
     pub(super) fn uses(&self, [queries, keys, sums]: [&Buffer; 3]) -> impl Iterator<Item = Use> {
-        let ranges = self.memory.problem.features.segments.then_some(writes(Region::SegmentRanges));
+        let features = self.memory.problem.features;
+        let has_masks = features.segments || features.has_query_positions();
         let uses = [reads(queries.region), reads(keys.region), writes(sums.region)];
-        uses.into_iter().chain(ranges)
+        uses.into_iter().chain(has_masks.then_some(writes(Region::Masks)))
     }
 
     /// Returns the parts of a tile. The `resident` rows have a state. Each run of them pairs with
@@ -214,11 +209,30 @@ impl CommandKernel<'_> {
             soft_cap: features.soft_cap.unwrap_or(0.0),
             slopes: per_entry(Operand::Slopes, heads),
             dropout: numbers.zip(features.dropout).map(|(numbers, rate)| Dropout { numbers, rate }),
-            positions: match self.counts_positions() {
+            positions: match self.counts_places() {
                 true => self.positions(tile, q_rows.start, k_rows.start),
                 false => RowPositions::default(),
             },
+            visible: self.visible((queries, q_rows), (keys, k_rows)),
         }
+    }
+
+    /// Returns the masks as data of a launch over some rows of both sides.
+    fn visible(
+        &self,
+        (queries, q_rows): (&Buffer, &Range<usize>),
+        (keys, k_rows): (&Buffer, &Range<usize>),
+    ) -> Option<Visible> {
+        let features = &self.memory.problem.features;
+        let of_keys = |operand| keys.of_feature(features, operand, k_rows);
+        let positions = queries.of_feature(features, Operand::QueryPositions, q_rows)?;
+        Some(Visible {
+            intervals: of_keys(Operand::Visible),
+            also: of_keys(Operand::AlsoVisible),
+            positions: features.visible.then_some(positions),
+            places: of_keys(Operand::KeyPositions).map(|places| [positions, places]),
+            workspace: self.memory.masks(),
+        })
     }
 
     /// Returns the positions of the rows from a query and a key on. The rows of each side lie in
@@ -235,9 +249,9 @@ impl CommandKernel<'_> {
         RowPositions { query, key, stride }
     }
 
-    /// Whether kernels count positions. They count within one piece of the layout.
-    fn counts_positions(&self) -> bool {
-        self.memory.problem.features.count_positions()
+    /// Whether kernels count places. They count within one piece of the layout.
+    fn counts_places(&self) -> bool {
+        self.memory.problem.features.count_places()
     }
 
     /// Returns the parts of a tile's queries that take launches of their own. The statistics of a
@@ -247,7 +261,7 @@ impl CommandKernel<'_> {
         if queries.is_empty() {
             // A tile without queries only defines the state of its keys.
             vec![queries.clone()]
-        } else if self.counts_positions() {
+        } else if self.counts_places() {
             cut_by_pieces(problem, problem.q_len, queries)
         } else {
             runs(problem, queries)
@@ -257,7 +271,7 @@ impl CommandKernel<'_> {
     /// Returns the parts of a tile's keys that take launches of their own.
     fn key_parts(&self, keys: &Range<usize>) -> Vec<Range<usize>> {
         let problem = self.memory.problem;
-        if keys.is_empty() || !self.counts_positions() {
+        if keys.is_empty() || !self.counts_places() {
             return vec![keys.clone()];
         }
         cut_by_pieces(problem, problem.kv_len, keys)

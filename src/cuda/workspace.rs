@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use burst_attention_kernels::launch::MAX_VIEW_BYTES;
+use burst_attention_kernels::launch::{MAX_VIEW_BYTES, Visible};
 
 use super::buffer::{ALIGNMENT, Array, Buffer, runs};
 use super::final_writes::{FinalWrites, accumulators};
@@ -54,9 +54,7 @@ impl WorkspaceLayout {
         if pass == Pass::Backward {
             need(Region::Home(Payload::Queries), statistics(problem, 0..problem.q_len, 0).1);
         }
-        if problem.features.segments {
-            need(Region::SegmentRanges, segment_ranges(problem));
-        }
+        need(Region::Masks, masks(problem));
         for step in &schedule.steps {
             let receives = step.exchanges.iter().flat_map(|exchange| &exchange.receives);
             let arriving = receives.filter_map(|transfer| match transfer.place {
@@ -100,20 +98,24 @@ impl WorkspaceLayout {
     }
 }
 
-/// Returns the bytes in which one launch keeps the segment ranges of its resident rows.
-fn segment_ranges(problem: &Problem) -> u64 {
-    let Problem { batch, q_len, kv_len, .. } = *problem;
-    (batch * q_len.max(kv_len).div_ceil(64) * 4 * 4) as u64
+/// Returns the bytes in which launches pack masks as data, or keep the segment ranges of resident
+/// rows.
+fn masks(problem: &Problem) -> u64 {
+    let Problem { batch, q_len, kv_len, features, .. } = *problem;
+    match (features.has_query_positions(), features.segments) {
+        (true, _) => Visible::workspace_bytes(batch, q_len, kv_len),
+        (false, true) => (batch * q_len.max(kv_len).div_ceil(64) * 4 * 4) as u64,
+        (false, false) => 0,
+    }
 }
 
 /// Whether one tile may take several launches, which hand on a state. A tile does if it is too
-/// large for one launch, or if kernels count positions and the layout has several pieces. For
+/// large for one launch, or if kernels count places and the layout has several pieces. For
 /// gradients of keys, it also does if the statistics of its queries lie in several arrays.
 fn takes_several_launches(problem: &Problem, payload: Payload) -> bool {
     let Problem { q_len, kv_len, heads, kv_heads, head_dim, value_dim, .. } = *problem;
     let elements = (q_len * heads).max(kv_len * kv_heads) * head_dim.max(value_dim);
-    let several =
-        problem.features.count_positions() && problem.layout.pieces(0, 2, q_len).len() > 1;
+    let several = problem.features.count_places() && problem.layout.pieces(0, 2, q_len).len() > 1;
     let cut = payload == Payload::KeyGrads && runs(problem, &(0..q_len)).len() > 1 || several;
     4 * elements as u64 >= MAX_VIEW_BYTES || cut
 }

@@ -46,9 +46,9 @@ impl Features {
         positions: false,
     };
 
-    /// Whether slopes or dropout count the positions of rows.
-    pub fn count_positions(&self) -> bool {
-        self.slopes || self.dropout.is_some()
+    /// Whether slopes or dropout count rows by their places in the layout.
+    pub fn count_places(&self) -> bool {
+        (self.slopes || self.dropout.is_some()) && !self.positions
     }
 
     /// Whether the positions of queries are data.

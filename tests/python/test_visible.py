@@ -16,6 +16,7 @@ from long import some
 
 pytestmark = pytest.mark.needs("host")
 
+IMPLEMENTATIONS = [None, pytest.param("xla", marks=pytest.mark.needs("products"))]
 WORLDS = [(1, 1, 1), (1, 2, 1), (1, 4, 2), (1, 8, 1)]
 KINDS = ["causal", "random", "twice", "hidden"]
 OTHERS = [
@@ -42,7 +43,7 @@ def names(options):
     return "-".join(f"{name} {x}" for name, x in options.items())
 
 
-@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_intervals(kind, layout, implementation):
@@ -143,7 +144,7 @@ def test_a_double_ring():
 @pytest.mark.parametrize(
     "other", [{"causal": True}, {"window": (9, 4)}, {"slopes": True}], ids=names
 )
-@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_any_order_of_rows(other, implementation):
     agree(Problem(positions=True, implementation=implementation, **other))
 
@@ -160,7 +161,7 @@ OFFSETS = [
 
 
 @pytest.mark.parametrize("options", OFFSETS, ids=names)
-@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_offsets(options, implementation):
     agree(Problem(implementation=implementation, **options))
 

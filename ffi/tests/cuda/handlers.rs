@@ -4,8 +4,8 @@ use burst_attention::cuda::call::Call;
 use burst_attention::{Pass, Travels};
 use burst_attention_ffi::cuda::Stage;
 use burst_attention_ffi::sys;
+use burst_attention_test_frames::FakeAttribute;
 use burst_attention_test_frames::gpu::Request;
-use burst_attention_test_frames::{FakeAttribute, FakeBuffer};
 
 use crate::calls::{COMMUNICATION_ID, Device, RankCall, backward, double, forward};
 
@@ -57,18 +57,6 @@ fn a_missing_part_of_the_runtime_is_named() {
     };
     let words = ["float32 is not supported on CUDA", "bfloat16 or float16"];
     refused(&float32, Stage::Initialize, &words);
-    let masked = |rank: &mut RankCall| {
-        let names = FakeAttribute::Text("visible,query_positions".into());
-        rank.attributes
-            .iter_mut()
-            .filter(|(name, _)| name == "feature_operands")
-            .for_each(|(_, value)| *value = names.clone());
-        let data = rank.args[0].data;
-        let array = |dims: &[i64]| FakeBuffer::new(sys::XLA_FFI_DataType_S32, dims, data);
-        rank.args.extend([array(&[2, 12, 2]), array(&[2, 12])]);
-    };
-    let words = ["a mask or positions as data is not supported on CUDA", "implementation"];
-    refused(&masked, Stage::Initialize, &words);
     let small = |rank: &mut RankCall| rank.rets[2].dims[0] -= 1;
     refused(&small, Stage::Execute, &["workspace must have at least"]);
 }

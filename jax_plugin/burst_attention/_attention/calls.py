@@ -69,7 +69,6 @@ def _implemented(
     """
     if ring.implementation is not None:
         return calls[ring.implementation](ring, qkv, *others)
-    takes_data = any(isinstance(x, Features) and x.query_positions is not None for x in others)
     branches = {
         name: partial(calls[name], ring)
         for name in ("cpu", "cuda")
@@ -77,7 +76,6 @@ def _implemented(
             name,
             qkv[0].dtype,
             ring.world_size,
-            takes_data=takes_data,
             keeps_float32=ring.keeps_float32,
             soft_cap=ring.options.logits_soft_cap,
         )

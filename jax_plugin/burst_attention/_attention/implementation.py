@@ -1,8 +1,8 @@
 """Which implementation computes a call: the library's calls or plain JAX.
 
 The library has calls for CPU devices (``cpu``) and NVIDIA GPUs (``cuda``). The ring in plain JAX
-(``xla``) computes what the library does not serve: float32, masks and positions as data on GPUs,
-devices of other kinds, and rings over the CPU devices of several processes.
+(``xla``) computes what the library does not serve: float32 on GPUs, devices of other kinds, and
+rings over the CPU devices of several processes.
 """
 
 import warnings
@@ -21,12 +21,7 @@ PACKAGE = str(Path(__file__).parents[1])
 
 
 def chosen(
-    asked: Implementation | None,
-    mesh: AnyMesh,
-    dtype: jnp.dtype,
-    world_size: int,
-    *,
-    takes_data: bool,
+    asked: Implementation | None, mesh: AnyMesh, dtype: jnp.dtype, world_size: int
 ) -> str | None:
     """Returns ``cpu``, ``cuda`` or ``xla`` for a ring of ``world_size`` devices of a mesh.
 
@@ -35,14 +30,11 @@ def chosen(
     if asked is not None:
         return asked
     platform = _mesh.platform(mesh)
-    if platform is None or serves(platform, dtype, world_size, takes_data=takes_data):
+    if platform is None or serves(platform, dtype, world_size):
         return platform
     if platform in ("cuda", "rocm"):
-        why, cast = "GPUs that are not NVIDIA's", ""
-        if platform == "cuda" and dtype == jnp.float32:
-            why, cast = "float32", "; bfloat16 and float16 have kernels"
-        elif platform == "cuda":
-            why = "masks and positions as data"
+        why = "float32" if platform == "cuda" else "GPUs that are not NVIDIA's"
+        cast = "; bfloat16 and float16 have kernels" if platform == "cuda" else ""
         warnings.warn(
             f"burst_attention has no kernels for {why}, so attention is computed in plain JAX, "
             f"which is slower{cast}. implementation='xla' asks for it and silences this warning",
@@ -56,21 +48,16 @@ def serves(
     dtype: jnp.dtype,
     world_size: int,
     *,
-    takes_data: bool,
     keeps_float32: bool = False,
     soft_cap: float | None = None,
 ) -> bool:
-    """Returns whether the library computes such a call on devices of a platform.
-
-    ``takes_data``: whether positions or the visibility of keys are data.
-    """
+    """Returns whether the library computes such a call on devices of a platform."""
     if platform == "cpu":
         return world_size == 1 or jax.process_count() == 1
     if platform == "cuda":
         least, most = SOFT_CAPS["cuda"]
         in_range = soft_cap is None or least <= soft_cap <= most
-        is_plain = not (takes_data or keeps_float32)
-        return dtype != jnp.float32 and in_range and is_plain
+        return dtype != jnp.float32 and in_range and not keeps_float32
     return False
 
 

@@ -61,13 +61,7 @@ def ring_along(
     for name, x in (("query", query), ("key", key)):
         _checks.shard_length(name, x.shape[1], options.layout)
     world_size = _mesh.axes_size(mesh, axes)
-    chosen = implementation.chosen(
-        options.implementation,
-        mesh,
-        query.dtype,
-        world_size,
-        takes_data=features.takes_data(options.query_offset),
-    )
+    chosen = implementation.chosen(options.implementation, mesh, query.dtype, world_size)
     implementation.check_soft_cap(options.logits_soft_cap, chosen)
     implementation.check_residual_dtype(options.residual_dtype is not None, chosen)
     sizes = tuple(mesh.shape[name] for name in axes)

@@ -115,7 +115,8 @@ fn every_pointer_has_a_view_that_arguments_of_its_kernel_describe() {
                 "{name}"
             );
             let Some(view) = argument.view else { continue };
-            let is_contiguous = matches!(view.dims, [Size::Parts | Size::RunBlocks, ..] | [_, Size::Six]);
+            let is_contiguous =
+                matches!(view.dims, [Size::Parts | Size::RunBlocks, ..] | [_, Size::Six]);
             let stride = Meaning::BatchStride(view.batch_stride);
             assert_eq!(has_integer(kernel, stride), !is_contiguous, "{name}: {stride:?}");
             for &size in view.dims {

@@ -14,6 +14,9 @@
 //! applies the soft cap and ALiBi's bias to scores, and drops weights. Values, results and their
 //! gradients have `value_dim` columns.
 //!
+//! Where masks are data, the arrays of segments hold packed numbers of rows, and the array of ranges
+//! holds runs of rows to visit (`masks.rs`).
+//!
 //! The dialect wants each intermediate tile bound with its type. Generics of a called function need
 //! other names than the generics of cuTile's own functions (so `DT`, not `D`).
 //!
