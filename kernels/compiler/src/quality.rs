@@ -178,7 +178,7 @@ pub fn faults(Report { instance, quality, .. }: &Report) -> Vec<String> {
         }
     };
     let spills = quality.total.spill_loads + quality.total.spill_stores;
-    let plain = instance.features != FeatureSet::ALL;
+    let plain = !instance.features.has(FeatureSet::ALL);
     let allowed = match (instance.width, instance.target) {
         (_, Target::Sm90) => 0,
         (width, _) if plain && width < 256 => 0,

@@ -1,7 +1,8 @@
 //! Features of a tile of scores: masks, segments, a soft cap, ALiBi.
 //!
 //! A generic of a kernel is the mode of a feature: 0 leaves it out, 1 has it, with 2 an argument of
-//! the launch says whether it is on. Segments have mode 3 where masks are data. Functions take modes as numbers that the compiler knows.
+//! the launch says whether it is on. Segments have mode 3 where masks are data. Functions take modes
+//! as numbers that the compiler knows.
 
 #[cutile::module]
 pub mod scores {

@@ -43,8 +43,8 @@ fn misplace(module: &mut Module, count: usize, to: usize, from: usize) {
 
 /// Drops the last condition on a pair: that data allow it.
 fn ignore_data(module: &mut Module) {
-    let conditions = masked_always(module, AndI).into_iter().filter(|&id| is_wide(module, id));
-    let last = conditions.last().expect("conditions on pairs");
+    let mut conditions = masked_always(module, AndI).into_iter();
+    let last = conditions.rfind(|&id| is_wide(module, id)).expect("conditions on pairs");
     let op = module.op_mut(last);
     op.operands[1] = op.operands[0];
 }
