@@ -44,6 +44,11 @@ fn combs(_: usize, j: usize) -> [[i32; 2]; 2] {
     [[64 * stretch, 64 * stretch + 64], [256, if stretch == 1 { 256 } else { 400 }]]
 }
 
+/// All queries see all keys.
+fn open(_: usize, _: usize) -> [[i32; 2]; 2] {
+    [[0, EVER]; 2]
+}
+
 /// Each key is seen by the next 200 queries.
 fn local(_: usize, j: usize) -> [[i32; 2]; 2] {
     [[j as i32, j as i32 + 200], [0, 0]]
@@ -52,12 +57,13 @@ fn local(_: usize, j: usize) -> [[i32; 2]; 2] {
 pub const ANY: Masks = Masks { position: row, intervals: any, count: 2, place: None };
 pub const TREE: Masks = Masks { intervals: tree, ..ANY };
 pub const COMBS: Masks = Masks { intervals: combs, ..ANY };
+pub const OPEN: Masks = Masks { intervals: open, ..ANY };
 pub const LOCAL: Masks = Masks { intervals: local, ..ANY };
 const PREFIX: Masks = Masks { count: 1, ..TREE };
 pub const TURNED: Masks = Masks { position: turned, place: Some(turned), ..ANY };
 const NEVER: Masks = Masks { intervals: never, ..ANY };
 /// Positions without intervals.
-const PLACES: Masks = Masks { count: 0, ..TURNED };
+pub const PLACES: Masks = Masks { count: 0, ..TURNED };
 
 const MASKED: Case = Case { q_len: 290, kv_len: 290, head_dim: 32, masks: Some(TREE), ..CASE };
 
