@@ -64,10 +64,10 @@ impl Instance {
         Kernel::ALL.into_iter().flat_map(of_kernel).filter(Instance::exists)
     }
 
-    /// Whether the image exists. In softmax attention over pairs of tiles, the sets with the window
-    /// alone or with all features, without or with masks as data, have images everywhere. The other sets have images where models
-    /// use them most: up to 128 columns, on Hopper and its successors in data centers, in bfloat16
-    /// except for the fused backward pass.
+    /// Whether the image exists. In softmax attention over pairs of tiles, the set with the window
+    /// alone and the sets with all features have images everywhere. The other sets have images where
+    /// models use them most: up to 128 columns, on Hopper and its successors in data centers, in
+    /// bfloat16 except for the fused backward pass.
     fn exists(&self) -> bool {
         const MASKED_ALL: FeatureSet = FeatureSet::ALL.and(FeatureSet::VISIBLE);
         const FUSED_SEGMENTS: FeatureSet = FeatureSet::FUSED.and(FeatureSet::SEGMENTS);

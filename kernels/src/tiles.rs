@@ -37,6 +37,7 @@ pub(crate) fn forward(features: FeatureSet, target: Target, width: i32) -> TileS
     match (target, width) {
         (Sm100 | Sm103, 64) if all => tile(128, 64, 8),
         (Sm100 | Sm103, 128) if all => tile(128, 32, 8),
+        (Sm100 | Sm103, 64 | 128) if features.has(FeatureSet::VISIBLE) => tile(64, 128, 8),
         (Sm80, 64) => tile(64, 128, 4),
         (Sm80, 128) => tile(64, 64, 4),
         (Sm80, _) => tile(64, 32, 4),
@@ -52,7 +53,11 @@ pub(crate) fn forward(features: FeatureSet, target: Target, width: i32) -> TileS
 pub(crate) fn key_grads(features: FeatureSet, target: Target, width: i32) -> TileShape {
     let all = features.has(FeatureSet::ALL);
     let has = |feature| !all && features.has(feature);
+    let visible = features.has(FeatureSet::VISIBLE);
     match (target, width) {
+        (Sm90, 64) if all && visible => tile(32, 128, 8),
+        (Sm80, 256) if all && visible => tile(32, 32, 4),
+        (Sm103, 64) if visible && !all => tile(64, 64, 8),
         (Sm80 | Sm120, 64) if all => tile(32, 64, 8),
         (Sm80 | Sm120, 128) if all => tile(16, 64, 8),
         (Sm90, 128) if all => tile(64, 64, 8),
