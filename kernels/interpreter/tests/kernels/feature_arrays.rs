@@ -18,7 +18,7 @@ pub struct FeatureArrays {
 }
 
 /// The arrays of masks as data, and their workspace.
-struct MaskArrays {
+pub struct MaskArrays {
     /// First and second intervals of keys.
     intervals: Vec<Array>,
     positions: Array,
@@ -88,7 +88,8 @@ impl FeatureArrays {
 }
 
 impl MaskArrays {
-    fn new(world: &mut World, case: &Case, masks: Masks) -> MaskArrays {
+    /// Places and fills the arrays.
+    pub fn new(world: &mut World, case: &Case, masks: Masks) -> MaskArrays {
         let Case { batch, q_len, kv_len, margin, .. } = *case;
         let mut array =
             |name, rows, margin, dim| world.rows(name, Scalar::I32, [batch, rows, 1, dim], margin);
@@ -117,7 +118,8 @@ impl MaskArrays {
         MaskArrays { intervals, positions, places, workspace }
     }
 
-    fn visible(&self, query: usize, key: usize) -> Visible {
+    /// Returns the masks of a rectangle that begins at these rows.
+    pub fn visible(&self, query: usize, key: usize) -> Visible {
         let interval = |n: usize| self.intervals.get(n).map(|array| array.rows(key));
         let positions = self.positions.rows(query);
         Visible {

@@ -10,7 +10,6 @@ mod forward;
 mod fused;
 mod gradients;
 mod images;
-
 mod large;
 mod linear;
 mod modules;
@@ -21,6 +20,7 @@ mod problem;
 mod ranges;
 mod reference;
 mod rows;
+mod runs;
 mod values;
 mod visible;
 mod visits;

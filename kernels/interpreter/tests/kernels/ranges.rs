@@ -1,10 +1,9 @@
 //! `segment_ranges`: compares its results with all pairs of rows.
 
-use burst_attention_kernels::instances::Kernel;
-use burst_attention_kernels::launch::{Features, Forward, Rows, Segments};
+use burst_attention_kernels::launch::{Features, Forward, Launch, Rows, Segments};
 
 use super::case::{CASE, Case, NONE, Random};
-use super::world::{Change, Scalar, Stores, World};
+use super::world::{Change, Scalar, Stores, World, prepares};
 
 /// A function of entry, row and random number that gives the row's segment.
 type Pattern = fn(usize, usize, u64) -> i32;
@@ -34,6 +33,29 @@ fn segments(pattern: Pattern, batch: usize, rows: usize, seed: u64) -> Vec<Vec<i
     (0..batch).map(|b| (0..rows).map(|row| pattern(b, row, next())).collect()).collect()
 }
 
+/// Returns the launches of the forward pass that prepare others. Tests do not run the forward pass
+/// itself, whose arrays do not exist.
+pub fn preparations(case: &Case, features: Features) -> Result<Vec<Launch>, String> {
+    let at = Rows { address: 4096, batch_stride: 1 << 20 };
+    let description = Forward {
+        rectangle: case.rectangle(&(0..case.q_len), &(0..case.kv_len)),
+        features,
+        q: at,
+        k: at,
+        v: at,
+        acc: None,
+        row_max: None,
+        row_sum: None,
+        o: Some(at),
+        lse: Some(at),
+        first: true,
+        last: true,
+    };
+    let mut launches = description.launches(case.target).map_err(|error| error.to_string())?;
+    launches.retain(|launch| prepares(launch.instance.kernel));
+    Ok(launches)
+}
+
 /// Runs the kernel. Returns (begin, same, differs, end) of each 64 rows, `[batch][blocks]`.
 fn run(
     own: &[Vec<i32>],
@@ -56,26 +78,10 @@ fn run(
         }
     }
     let case = Case { batch, q_len, kv_len, band: NONE, ..CASE };
-    let at = Rows { address: 4096, batch_stride: 1 << 20 };
     let segments =
         Segments { queries: queries.rows(0), keys: keys.rows(0), ranges: ranges.rows(0) };
-    // The test does not run the forward pass itself, whose arrays do not exist.
-    let description = Forward {
-        rectangle: case.rectangle(&(0..q_len), &(0..kv_len)),
-        features: Features { segments: Some(segments), ..Features::default() },
-        q: at,
-        k: at,
-        v: at,
-        acc: None,
-        row_max: None,
-        row_sum: None,
-        o: Some(at),
-        lse: Some(at),
-        first: true,
-        last: true,
-    };
-    let mut launches = description.launches(case.target).map_err(|error| error.to_string())?;
-    launches.retain(|launch| launch.instance.kernel == Kernel::SegmentRanges);
+    let features = Features { segments: Some(segments), ..Features::default() };
+    let launches = preparations(&case, features)?;
     assert_eq!(launches.len(), 1);
     world.run(launches, |_| None)?;
     world.audit(&[(&queries, Stores::Never), (&keys, Stores::Never)])?;

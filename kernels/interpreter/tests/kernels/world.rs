@@ -14,7 +14,7 @@ use std::ops::Range;
 pub static KERNELS: LazyLock<Kernels> = LazyLock::new(Kernels::default);
 
 /// Whether a kernel says what masks let the blocks of another kernel see.
-fn prepares(kernel: Kernel) -> bool {
+pub fn prepares(kernel: Kernel) -> bool {
     matches!(kernel, Kernel::SegmentRanges | Kernel::MaskRows | Kernel::MaskRuns)
 }
 
