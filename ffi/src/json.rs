@@ -22,7 +22,7 @@ enum Question {
     Describe {},
     Interface {},
     Kernels {},
-    KernelLaunches(kernels::Request),
+    KernelLaunches(Box<kernels::Request>),
     Workspace(workspace::Request),
     Simulate(simulate::Request),
     Choose(choose::Request),
