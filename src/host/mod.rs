@@ -4,6 +4,7 @@ pub mod array;
 pub mod backward;
 pub mod buffer;
 pub mod checks;
+pub mod decode;
 pub mod features;
 pub mod forward;
 pub mod isa;

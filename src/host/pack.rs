@@ -147,7 +147,7 @@ unsafe fn load_one(source: *const u8, dtype: Dtype) -> f32 {
 /// The caller guarantees that the elements are readable, and that `target` has room for `dim`
 /// floats.
 #[inline(always)]
-unsafe fn load_row<S: Simd>(
+pub(super) unsafe fn load_row<S: Simd>(
     simd: S,
     source: *const u8,
     dtype: Dtype,

@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
 pub mod adversary;
+pub mod cache;
 pub mod data;
 pub mod devices;
 pub mod held;

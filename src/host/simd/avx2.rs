@@ -20,6 +20,16 @@ impl Avx2 {
         // rows.
         unsafe { _mm256_loadu2_m128(from.add(4 * row), from) }
     }
+
+    /// Returns a vector whose parts of 128 bits are the sums of the first two vectors' parts.
+    #[inline(always)]
+    fn sum_parts(self, [a, b, ..]: [__m256; 4]) -> __m256 {
+        // SAFETY: `self` proves that the CPU has the instructions.
+        unsafe {
+            let low = _mm256_permute2f128_ps::<0x20>(a, b);
+            _mm256_add_ps(low, _mm256_permute2f128_ps::<0x31>(a, b))
+        }
+    }
 }
 
 impl Simd for Avx2 {

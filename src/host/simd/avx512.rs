@@ -25,6 +25,20 @@ impl Avx512 {
             _mm512_insertf32x4::<3>(x, _mm_loadu_ps(from.add(12 * row)))
         }
     }
+
+    /// Returns a vector whose parts of 128 bits are the sums of each vector's parts.
+    #[inline(always)]
+    fn sum_parts(self, [a, b, c, d]: [__m512; 4]) -> __m512 {
+        // SAFETY: `self` proves that the CPU has the instructions.
+        unsafe {
+            let even = _mm512_shuffle_f32x4::<0x88>(a, b);
+            let ab = _mm512_add_ps(even, _mm512_shuffle_f32x4::<0xdd>(a, b));
+            let even = _mm512_shuffle_f32x4::<0x88>(c, d);
+            let cd = _mm512_add_ps(even, _mm512_shuffle_f32x4::<0xdd>(c, d));
+            let even = _mm512_shuffle_f32x4::<0x88>(ab, cd);
+            _mm512_add_ps(even, _mm512_shuffle_f32x4::<0xdd>(ab, cd))
+        }
+    }
 }
 
 impl Simd for Avx512 {

@@ -85,6 +85,9 @@ pub(super) trait Simd: Copy {
         other: Self::Vector,
     ) -> Self::Vector;
 
+    /// Returns the sum of the lanes of each of the first `LANES` vectors.
+    fn sum_each(self, x: [Self::Vector; 16]) -> Self::Vector;
+
     /// Reads a vector.
     ///
     /// # Safety

@@ -65,6 +65,22 @@ macro_rules! x86_methods {
         }
 
         #[inline(always)]
+        fn sum_each(self, x: [Self::Vector; 16]) -> Self::Vector {
+            // Sums of four lanes and of four vectors come to lie in each part of 128 bits.
+            let mut parts = [x[0]; 4];
+            for i in 0..Self::LANES / 4 {
+                let (a, b, c, d) = (x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+                // SAFETY: `self` proves that the CPU has the instructions.
+                parts[i] = unsafe {
+                    let ab = self.add($unpack_low(a, b), $unpack_high(a, b));
+                    let cd = self.add($unpack_low(c, d), $unpack_high(c, d));
+                    self.add($shuffle::<0x44>(ab, cd), $shuffle::<0xee>(ab, cd))
+                };
+            }
+            self.sum_parts(parts)
+        }
+
+        #[inline(always)]
         fn fence(self) {
             // SAFETY: every x86-64 CPU has the instruction.
             unsafe { _mm_sfence() }

@@ -88,6 +88,11 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    fn sum_each(self, x: [Vector; 16]) -> Vector {
+        each(|i| x[i].iter().sum())
+    }
+
+    #[inline(always)]
     fn fence(self) {}
 
     #[inline(always)]
