@@ -36,7 +36,11 @@ fn check(cases: impl IntoIterator<Item = Case>) {
 #[test]
 fn all_heads_and_dims_agree() {
     for heads in [[1, 1], [2, 1], [3, 1], [6, 2], [5, 5], [8, 1], [48, 1], [40, 8]] {
-        check([[1, 1], [16, 16], [24, 40], [64, 128], [100, 20]].map(|dims| Case { heads, dims, ..CASE }));
+        check([[1, 1], [16, 16], [24, 40], [64, 128], [100, 20]].map(|dims| Case {
+            heads,
+            dims,
+            ..CASE
+        }));
     }
 }
 

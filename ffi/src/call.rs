@@ -17,7 +17,7 @@ use crate::rendezvous::Call;
 use crate::shapes::{Checked, Shapes, split};
 
 /// Ranks that a ring of one process may have; more is taken for a garbled attribute.
-const MAX_WORLD_SIZE: usize = 1 << 16;
+pub(crate) const MAX_WORLD_SIZE: usize = 1 << 16;
 
 /// What is known when a program is compiled: the attributes of a call.
 #[derive(Debug, Clone, PartialEq)]

@@ -9,6 +9,7 @@ use crate::cuda::LinearKind::{Attend, State};
 use crate::cuda::Spread::{Devices, Virtual};
 use crate::cuda::Stage::{Execute, Initialize, Prepare};
 use crate::cuda::{self, Platform, run, run_linear};
+use crate::decode;
 use crate::error::Result;
 use crate::handler;
 use crate::linear::{self, Kind};
@@ -40,6 +41,8 @@ handlers! {
     burst_attention_linear_state_execute => linear::execute, Kind::State;
     burst_attention_linear_forward_execute => linear::execute, Kind::Forward;
     burst_attention_linear_backward_execute => linear::execute, Kind::Backward;
+
+    burst_attention_decode_execute => decode::execute;
 
     burst_attention_forward_cuda_instantiate => cuda::instantiate, Pass::Forward, Devices;
     burst_attention_forward_cuda_prepare => run, Prepare, HERE;

@@ -21,6 +21,7 @@ pub mod clock;
 pub mod coordinator;
 pub mod cuda;
 pub mod data_type;
+mod decode;
 mod describe;
 pub mod error;
 pub mod exports;

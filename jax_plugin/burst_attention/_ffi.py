@@ -18,6 +18,8 @@ LINEAR = {name: f"burst_attention_linear_{name}" for name in ("state", "forward"
 """The calls of linear attention on CPU devices."""
 LINEAR_KERNELS = {name: f"burst_attention_linear_{name}" for name in ("parts", "attend")}
 """The calls of linear attention on GPUs."""
+DECODE = "burst_attention_decode"
+"""The call of attention to a cache on CPU devices."""
 LIBRARY = Path(__file__).with_name("libburst_attention_ffi.so")
 STAGES = {
     "cpu": {"instantiate": "instantiate", "execute": "execute"},
@@ -46,7 +48,7 @@ def _register(library: ctypes.CDLL) -> None:
     # At import, so that exported programs and cached executables find their custom calls too.
     targets = [(target, platform) for target in (FORWARD, BACKWARD) for platform in STAGES]
     stages = [(target, platform, tuple(STAGES[platform])) for target, platform in targets]
-    stages += [(target, "cpu", ("execute",)) for target in LINEAR.values()]
+    stages += [(target, "cpu", ("execute",)) for target in (*LINEAR.values(), DECODE)]
     stages += [(target, "CUDA", ("initialize", "execute")) for target in LINEAR_KERNELS.values()]
     for target, platform, names in stages:
         handlers = {

@@ -84,8 +84,9 @@ impl Data {
         let mut order: Vec<i32> = (0..pages as i32).collect();
         (1..pages).for_each(|i| order.swap(i, random.below(i + 1)));
         let full = (case.capacity() as i64 * case.rank.1) as i32;
-        let lengths: Vec<i32> =
-            (0..batch).map(|b| if b == 0 { full } else { random.below(full as usize + 1) as i32 }).collect();
+        let lengths: Vec<i32> = (0..batch)
+            .map(|b| if b == 0 { full } else { random.below(full as usize + 1) as i32 })
+            .collect();
         let cache = |dim| [pages, case.pages[0], kv_heads, dim];
         Data {
             q: Array::random(&mut random, dtype, [batch, len, heads, dims[0]]),
@@ -96,7 +97,9 @@ impl Data {
             starts: lengths.iter().map(|length| length - len as i32).collect(),
             lengths,
             query_lengths: vec![len as i32; batch],
-            slopes: (0..heads).map(|h| if case.slopes { 0.02 * (h + 1) as f32 } else { 0.0 }).collect(),
+            slopes: (0..heads)
+                .map(|h| if case.slopes { 0.02 * (h + 1) as f32 } else { 0.0 })
+                .collect(),
             o: Array::random(&mut random, Dtype::F32, [batch, len, heads, dims[1]]),
             lse: Array::random(&mut random, Dtype::F32, [batch, len, heads, 1]),
             case,
@@ -159,7 +162,8 @@ impl Data {
 
     /// Returns the outputs and lse of all queries, in float64.
     pub fn reference(&self) -> [Vec<f64>; 2] {
-        let Case { queries: [batch, len], heads: [heads, kv_heads], dims, soft_cap, .. } = self.case;
+        let Case { queries: [batch, len], heads: [heads, kv_heads], dims, soft_cap, .. } =
+            self.case;
         let (mut outputs, mut sums) = (Vec::new(), Vec::new());
         let cap = f64::from(soft_cap);
         for (entry, t) in (0..batch).flat_map(|entry| (0..len).map(move |t| (entry, t))) {

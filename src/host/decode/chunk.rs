@@ -3,13 +3,13 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
+use super::DecodeIo;
 use super::element::{Bf16, Element, F16, F32};
 use super::merge::{Partials, write};
 use super::plan::{Part, Plan, Query, position};
 use super::scores::{Alibi, MOST_ROWS, Online, Scores, block_rows};
 use super::tile::{Ahead, QUAD, Seen, TILE, Tile};
 use super::values::{Values, units};
-use super::DecodeIo;
 use crate::host::matmul::Matrix;
 use crate::host::pack::{self, load_row};
 use crate::host::scratch::{Scratch, ScratchTask};

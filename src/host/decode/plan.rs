@@ -87,7 +87,7 @@ impl Plan {
 /// Chunks of a small cache are small, so that there are tasks for all workers. Many queries need
 /// long chunks, because each chunk writes a partial result for each query.
 fn chunk_rows(io: &DecodeIo<'_>) -> usize {
-    let least = (io.capacity() / 64).clamp(128, 512).next_power_of_two();
+    let least = (io.capacity() / 16).clamp(128, 1024).next_power_of_two();
     least * io.q.rows.len().div_ceil(4).next_power_of_two()
 }
 

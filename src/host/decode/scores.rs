@@ -196,7 +196,8 @@ impl<E: Element> Scores<'_, E> {
             }
             let (mut lanes, mut finite) = ([0.0f32; 16], [0.0f32; 16]);
             simd.store(lanes.as_mut_ptr(), most);
-            for (of_row, finite) in lanes.chunks_exact_mut(QUAD).zip(finite.chunks_exact_mut(QUAD)) {
+            for (of_row, finite) in lanes.chunks_exact_mut(QUAD).zip(finite.chunks_exact_mut(QUAD))
+            {
                 let most = of_row[0].max(of_row[1]).max(of_row[2].max(of_row[3]));
                 of_row.fill(most);
                 // Where a row has seen no key yet, −∞ − m would be NaN.

@@ -72,11 +72,12 @@ impl Tile {
 /// The prefetch of a tile's rows, line by line in the order of memory.
 pub(super) struct Ahead {
     tile: Tile,
-    /// Bytes of a row of keys, and of a row of values, in the heads of the task.
-    bytes: [usize; 2],
+    /// Lines of a row of keys, and of a row of values, in the heads of the task.
+    lines: [usize; 2],
     /// Index of the next piece: row of keys, row of values, next row of keys, and so on.
     piece: usize,
-    skip: usize,
+    /// The next line of the piece.
+    line: usize,
     /// Lines for each unit of work.
     pace: usize,
 }
@@ -85,23 +86,27 @@ impl Ahead {
     /// Spreads the lines of a tile over `units` units of work.
     #[inline(always)]
     pub fn new(tile: Tile, bytes: [usize; 2], units: usize) -> Ahead {
-        let lines = TILE * bytes.iter().map(|bytes| bytes.div_ceil(LINE)).sum::<usize>();
-        Ahead { tile, bytes, piece: 0, skip: 0, pace: lines.div_ceil(units.max(1)) }
+        let lines = bytes.map(|bytes| bytes.div_ceil(LINE));
+        let pace = (TILE * (lines[0] + lines[1])).div_ceil(units.max(1));
+        Ahead { tile, lines, piece: 0, line: 0, pace }
     }
 
     /// Asks for the lines of some units of work.
     #[inline(always)]
     pub fn fetch<S: Simd>(&mut self, simd: S, units: usize) {
-        for _ in 0..units * self.pace {
+        let mut left = units * self.pace;
+        while left > 0 && self.piece < 2 * TILE {
             let (row, side) = (self.piece / 2, self.piece % 2);
-            if row == TILE {
-                return;
+            let rows = if side == 0 { &self.tile.keys } else { &self.tile.values };
+            let count = left.min(self.lines[side] - self.line);
+            let first = rows[row].wrapping_add(self.line * LINE);
+            for line in 0..count {
+                simd.prefetch_far(first.wrapping_add(line * LINE));
             }
-            let at = if side == 0 { self.tile.keys[row] } else { self.tile.values[row] };
-            simd.prefetch(at.wrapping_add(self.skip));
-            self.skip += LINE;
-            if self.skip >= self.bytes[side] {
-                (self.piece, self.skip) = (self.piece + 1, 0);
+            left -= count;
+            self.line += count;
+            if self.line == self.lines[side] {
+                (self.piece, self.line) = (self.piece + 1, 0);
             }
         }
     }

@@ -135,6 +135,8 @@ pub(super) trait Simd: Copy {
     fn fence(self);
     /// Asks the CPU for the cache line at an address, and does nothing if there is no memory.
     fn prefetch(self, at: *const u8);
+    /// Asks for the cache line as [`Simd::prefetch`] does, but not for the cache next to the core.
+    fn prefetch_far(self, at: *const u8);
 
     /// Returns a vector with 0 in all lanes.
     #[inline(always)]

@@ -91,6 +91,12 @@ macro_rules! x86_methods {
             // SAFETY: the instruction is a hint, which fails for no address.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
         }
+
+        #[inline(always)]
+        fn prefetch_far(self, at: *const u8) {
+            // SAFETY: the instruction is a hint, which fails for no address.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
+        }
     };
 }
 

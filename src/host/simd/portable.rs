@@ -98,6 +98,9 @@ impl Simd for Portable {
     #[inline(always)]
     fn prefetch(self, _: *const u8) {}
 
+    #[inline(always)]
+    fn prefetch_far(self, _: *const u8) {}
+
     memory_operations! {
         fn stream(ptr: *mut f32, x: Vector) { ptr.cast::<Vector>().write_unaligned(x) }
         fn load(ptr: *const f32) -> Vector { ptr.cast::<Vector>().read_unaligned() }
