@@ -13,6 +13,10 @@ from burst_attention._attention.links import Links
 from burst_attention._attention.shards import attention
 from burst_attention._balance import BalancedDocuments, balance_documents
 from burst_attention._checkpoint import offload_attention, save_attention
+from burst_attention._decode.append import append_to_cache
+from burst_attention._decode.attention import decode_attention
+from burst_attention._decode.merge import merge_attention
+from burst_attention._decode.prefix import shared_prefix_attention
 from burst_attention._flax import flax_attention_fn
 from burst_attention._layouts import from_layout, layout_positions, local_positions, to_layout
 from burst_attention._linear.attention import linear_attention
@@ -31,9 +35,11 @@ __all__ = [
     "ScheduleCandidate",
     "ScheduleChoice",
     "__version__",
+    "append_to_cache",
     "attention",
     "balance_documents",
     "choose_schedule",
+    "decode_attention",
     "dot_product_attention",
     "flax_attention_fn",
     "from_layout",
@@ -42,10 +48,12 @@ __all__ = [
     "linear_attention_step",
     "local_positions",
     "masks",
+    "merge_attention",
     "offload_attention",
     "pad_sequence",
     "save_attention",
     "segment_ids_from_cu_seqlens",
+    "shared_prefix_attention",
     "shift",
     "to_layout",
     "trace",

@@ -143,8 +143,8 @@ def array_types(
     """Returns the three inputs, arrays or their types, of one dtype and shapes that go together."""
     q, k, v = activations(query, key, value)
     _shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
-    _head_dim("head_dim", q.shape[3], any_head_dim)
-    _head_dim("head_dim of value", v.shape[3], any_head_dim)
+    head_dim("head_dim", q.shape[3], any_head_dim)
+    head_dim("head_dim of value", v.shape[3], any_head_dim)
     return q, k, v
 
 
@@ -152,24 +152,27 @@ def activations(
     query: object, key: object, value: object
 ) -> tuple[ArrayType, ArrayType, ArrayType]:
     """Returns the three inputs, arrays or their types, of one dtype and four dimensions."""
-    q, k, v = array_type("query", query), array_type("key", key), array_type("value", value)
-    for name, x in (("query", q), ("key", k), ("value", v)):
-        if str(x.dtype) not in DTYPES:
-            raise TypeError(
-                f"{name} must be {listed(DTYPES, quote=False)}, got {x.dtype}{_cast(x.dtype)}"
-            )
-        if len(x.shape) != 4:
-            hint = "; add a batch dimension with x[None]" if len(x.shape) == 3 else ""
-            raise ValueError(
-                f"{name} must have 4 dimensions [batch, seq, heads, head_dim], got shape "
-                f"{tuple(x.shape)}{hint}"
-            )
+    named = (("query", query), ("key", key), ("value", value))
+    q, k, v = (activation(name, x, "[batch, seq, heads, head_dim]") for name, x in named)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(
             f"query, key and value must have one dtype, got {q.dtype}, {k.dtype} and "
             f"{v.dtype}; cast them to the one to compute with"
         )
     return q, k, v
+
+
+def activation(name: str, value: object, words: str) -> ArrayType:
+    """Returns an array, or its type, of a float dtype and four dimensions, which ``words`` name."""
+    x = array_type(name, value)
+    if str(x.dtype) not in DTYPES:
+        raise TypeError(
+            f"{name} must be {listed(DTYPES, quote=False)}, got {x.dtype}{_cast(x.dtype)}"
+        )
+    if len(x.shape) != 4:
+        hint = "; add a batch dimension with x[None]" if len(x.shape) == 3 else ""
+        raise ValueError(f"{name} must have 4 dimensions {words}, got shape {tuple(x.shape)}{hint}")
+    return x
 
 
 def _shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]) -> None:
@@ -182,6 +185,11 @@ def _shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]
         raise ValueError(f"query and key must have one batch size, got {batch} and {kv_batch}")
     if head_dim != kv_dim:
         raise ValueError(f"query and key must have one head_dim, got {head_dim} and {kv_dim}")
+    grouped_heads(heads, kv_heads)
+
+
+def grouped_heads(heads: int, kv_heads: int) -> None:
+    """Raises unless each key/value head serves equally many query heads."""
     if heads == 0 or kv_heads == 0:
         raise ValueError(f"heads must be at least 1, got {heads} of query and {kv_heads} of key")
     if heads % kv_heads:
@@ -191,7 +199,8 @@ def _shapes(query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...]
         )
 
 
-def _head_dim(name: str, dim: int, any_head_dim: bool) -> None:
+def head_dim(name: str, dim: int, any_head_dim: bool = False) -> None:
+    """Raises for a head dimension that no kernel computes."""
     if not 1 <= dim <= MAX_HEAD_DIM or (dim % HEAD_DIM_MULTIPLE and not any_head_dim):
         expected = (
             "from 1"

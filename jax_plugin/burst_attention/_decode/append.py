@@ -1,0 +1,78 @@
+"""Writes new tokens into a sharded cache."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from burst_attention._attention.options import AnyArray
+from burst_attention._decode import arguments
+from burst_attention._decode.arguments import CacheLayout
+from burst_attention._decode.geometry import Geometry
+from burst_attention._mesh import vary_together
+from burst_attention._types import Axes
+
+
+def append_to_cache(
+    key_cache: Float[Array, "batch capacity kv_heads head_dim"],
+    value_cache: Float[Array, "batch capacity kv_heads value_dim"],
+    key: Float[Array, "batch T kv_heads head_dim"],
+    value: Float[Array, "batch T kv_heads value_dim"],
+    lengths: Int[AnyArray, " batch"],
+    *,
+    query_lengths: Int[AnyArray, " batch"] | None = None,
+    axis_name: str | Axes | None = None,
+    layout: CacheLayout = "striped",
+    interleave: int | None = None,
+    page_table: Int[AnyArray, "batch pages_per_sequence"] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes the keys and values of new tokens into a cache that is sharded across devices.
+
+    Token t of entry b goes to position lengths[b] − query_lengths[b] + t, at which
+    `decode_attention` with the same ``lengths`` has query t. So lengths count the new tokens::
+
+        lengths += 1
+        key_cache, value_cache = ba.append_to_cache(key_cache, value_cache, key, value, lengths)
+        out = ba.decode_attention(query, key_cache, value_cache, lengths)
+
+    Each device writes the tokens whose positions it holds. In a loop, or where the caches are
+    donated to the program, XLA writes in place. Tokens beyond ``query_lengths``, before position 0,
+    beyond the capacity, or on a page that does not exist are not written. Two sequences that share
+    a page must not write to it in one call.
+
+    Args:
+      key_cache: ``[batch, capacity, kv_heads, head_dim]``, this device's rows, or with
+        ``page_table`` ``[pages, page, kv_heads, head_dim]``.
+      value_cache: as key_cache, with a value_dim of its own.
+      key: ``[batch, T, kv_heads, head_dim]``, new tokens, of the cache's dtype and the same on all
+        devices along ``axis_name``. T is any number.
+      value: ``[batch, T, kv_heads, value_dim]``.
+      lengths, query_lengths, axis_name, layout, interleave, page_table: as in `decode_attention`.
+
+    Returns:
+      ``(key_cache, value_cache)``, varying over ``axis_name`` as caches do.
+
+    Raises:
+      ValueError, TypeError: while tracing, with the way out.
+    """
+    place = arguments.ranks("append_to_cache", axis_name)
+    new = {"key": arguments.new_tokens("key", key), "value": arguments.new_tokens("value", value)}
+    named = {"key_cache": key_cache, "value_cache": value_cache}
+    cache = arguments.caches(new["key"], named, page_table, place, layout, interleave)
+    batch, tokens = new["key"].shape[:2]
+    for (name, x), (title, held) in zip(new.items(), named.items(), strict=True):
+        arguments.check_new(name, x, (batch, tokens), title, held)
+    found = arguments.sequences(lengths, query_lengths, batch, tokens)
+    place.check_same(**new, lengths=found.lengths, query_lengths=found.counts)
+    index = jnp.arange(tokens, dtype=jnp.int32)
+    positions = found.starts[:, None] + index
+    in_use = (index < found.counts[:, None]) & (positions >= 0)
+    geometry = Geometry(cache.interleave, place.world_size, cache.capacity)
+    owner, row = geometry.place(positions)
+    pages, page = cache.key.shape[:2]
+    ids = jnp.take_along_axis(cache.page_table, row // max(page, 1), axis=1, mode="clip")
+    written = in_use & (owner == place.rank()) & (row < cache.capacity) & (ids >= 0)
+    # A token without a place goes beyond the last page, where nothing is written.
+    target = (jnp.where(written, ids, pages), row % max(page, 1))
+    arrays = (cache.key, cache.value, new["key"], new["value"], target)
+    keys, values, key, value, target = vary_together(place.axes, arrays) if place.axes else arrays
+    return keys.at[target].set(key, mode="drop"), values.at[target].set(value, mode="drop")

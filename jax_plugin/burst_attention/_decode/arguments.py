@@ -1,0 +1,268 @@
+"""Checks of the arguments of decoding."""
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from burst_attention import _checks, _mesh
+from burst_attention._attention.arguments import MAX_INT32, cast
+from burst_attention._attention.features import check_features
+from burst_attention._attention.implementation import check_soft_cap
+from burst_attention._attention.options import NO_LIMIT, check_options
+from burst_attention._decode.work import SPLITS, Work
+from burst_attention._types import ArrayType, Axes
+
+CacheLayout: TypeAlias = Literal["contiguous", "striped"]
+CACHE_LAYOUTS: tuple[CacheLayout, ...] = ("contiguous", "striped")
+MOST_QUERIES = 16
+"""The most new tokens of a sequence in a call."""
+CACHE, PAGES = "[batch, capacity, kv_heads, head_dim]", "[pages, page, kv_heads, head_dim]"
+PREFIXES = "[prefixes, capacity, kv_heads, head_dim]"
+
+
+class Ranks(NamedTuple):
+    """The devices that share the caches."""
+
+    axes: Axes
+    """Mesh axes of the sequence; empty for a whole cache on one device."""
+    world_size: int
+
+    def check_same(self, **arrays: jax.Array | None) -> None:
+        """Raises for arrays that are typed as different on the ranks."""
+        for name, x in arrays.items():
+            if x is not None and _mesh.varying_axes(x).intersection(self.axes):
+                raise ValueError(
+                    f"{name} must be the same on all devices along axis_name="
+                    f"{_mesh.axis_name_of(self.axes)!r}, but varies over it; leave the axis out of "
+                    "its in_specs, or gather it with jax.lax.all_gather(..., to='invarying')"
+                )
+
+    def rank(self) -> Int32[Array, ""]:
+        """Returns this device's rank."""
+        return jax.lax.axis_index(self.axes) if self.axes else jnp.zeros((), jnp.int32)
+
+
+class Caches(NamedTuple):
+    """Keys and values of several sequences on one rank, and the pages that hold each of them."""
+
+    key: Float[Array, "pages page kv_heads head_dim"]
+    value: Float[Array, "pages page kv_heads value_dim"]
+    page_table: Int32[Array, "sources columns"]
+    interleave: int
+
+    @property
+    def capacity(self) -> int:
+        """The number of rows that the rank has for a sequence."""
+        return self.page_table.shape[1] * self.key.shape[1]
+
+
+def ranks(caller: str, axis_name: object) -> Ranks:
+    """Returns the devices along ``axis_name``."""
+    if axis_name is None:
+        return Ranks((), 1)
+    axes = _mesh.ring_axes(axis_name)
+    whole = "leave axis_name out where each device holds whole caches"
+    mesh = _mesh.ring_mesh(axes, caller, whole)
+    _mesh.all_axes_manual(mesh, f"; {whole}")
+    return Ranks(axes, _mesh.axes_size(mesh, axes))
+
+
+def new_tokens(name: str, value: object, dims: str = "heads, head_dim") -> jax.Array:
+    """Returns an array of new tokens."""
+    return jnp.asarray(_checks.activation(name, value, f"[batch, T, {dims}]"))
+
+
+def caches(
+    like: jax.Array,
+    named: Mapping[str, object],
+    page_table: object,
+    place: Ranks,
+    layout: object,
+    interleave: object,
+    words: str = CACHE,
+) -> Caches:
+    """Returns the caches of keys and of values, given by their names, of ``like``'s dtype.
+
+    ``like`` has the batch. ``words`` say what dimensions unpaged caches have.
+    """
+    words = words if page_table is None else PAGES
+    k, v = (jnp.asarray(_checks.activation(name, x, words)) for name, x in named.items())
+    first, second = named
+    if not like.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"query or new tokens, {first} and {second} must have one dtype, got {like.dtype}, "
+            f"{k.dtype} and {v.dtype}; cast the new tokens to the caches' dtype"
+        )
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"{first} and {second} must have one shape but for their last dimension, got "
+            f"{k.shape} and {v.shape}"
+        )
+    table = _page_table(page_table, k, like.shape[0], words)
+    kind = _checks.choice("layout", layout, CACHE_LAYOUTS)
+    pages = None if page_table is None else k.shape[1]
+    capacity = table.shape[1] * k.shape[1]
+    if place.world_size * capacity > MAX_INT32:
+        raise ValueError(
+            f"a sequence must have at most {MAX_INT32} positions on all ranks, got capacity "
+            f"{capacity} on each of {place.world_size}"
+        )
+    return Caches(k, v, table, _interleave(kind, interleave, capacity, pages, first))
+
+
+def _page_table(
+    given: object, cache: jax.Array, batch: int, words: str
+) -> Int32[Array, "sources columns"]:
+    """Returns the pages of each sequence. A sequence of an unpaged cache is one page."""
+    if given is not None:
+        title = "page_table"
+        table = cast(title, "interval", given, "int32")
+        if len(table.shape) != 2 or table.shape[0] != batch or table.shape[1] < 1:
+            raise ValueError(
+                f"page_table must have shape [batch, pages_per_sequence] with batch {batch} and at "
+                f"least one page, got shape {tuple(table.shape)}; fill missing pages with -1"
+            )
+        return jnp.asarray(table)
+    if words == CACHE and cache.shape[0] != batch:
+        raise ValueError(
+            f"caches without page_table must have one entry for each of {batch} batch entries, got "
+            f"shape {cache.shape}; pages need page_table"
+        )
+    return jnp.arange(cache.shape[0], dtype=jnp.int32)[:, None]
+
+
+def _interleave(
+    layout: CacheLayout, given: object, capacity: int, page: int | None, name: str
+) -> int:
+    """Returns how many consecutive positions a rank holds before the next rank's turn."""
+    found = None if given is None else _checks.at_least_1("interleave", given)
+    if layout == "contiguous":
+        if found not in (None, 1):
+            raise ValueError(
+                f"interleave must be 1 in layout 'contiguous', where rank 0 fills first, got "
+                f"{found}; layout 'striped' interleaves"
+            )
+        return max(capacity, 1)
+    if page is not None:
+        if found not in (None, page):
+            raise ValueError(
+                f"interleave must be the rows of a page, {page}, since whole pages go round the "
+                f"ranks, got {found}; leave it out"
+            )
+        return max(page, 1)
+    if capacity % (found or 1):
+        raise ValueError(
+            f"interleave must divide the capacity of {name}, {capacity} rows, got {found}"
+        )
+    return found or 1
+
+
+def check_heads(query: jax.Array, cache: Caches, names: tuple[str, str]) -> None:
+    """Raises for head dimensions and numbers of heads that do not go together."""
+    _checks.head_dim("head_dim", query.shape[3])
+    _checks.head_dim(f"head_dim of {names[1]}", cache.value.shape[3])
+    if query.shape[3] != cache.key.shape[3]:
+        raise ValueError(
+            f"query and {names[0]} must have one head_dim, got {query.shape[3]} and "
+            f"{cache.key.shape[3]}"
+        )
+    _checks.grouped_heads(query.shape[2], cache.key.shape[2])
+
+
+def check_prefixes(prefixes: Caches, cache: Caches) -> None:
+    """Raises for prefixes whose heads are not those of the caches."""
+    for which in ("key", "value"):
+        expected, found = getattr(cache, which).shape[2:], getattr(prefixes, which).shape[2:]
+        if expected != found:
+            raise ValueError(
+                f"prefix_{which} must have the heads and the head_dim of {which}_cache, "
+                f"{expected}, got {found}"
+            )
+
+
+def check_new(
+    name: str, x: jax.Array, tokens: tuple[int, int], title: str, cache: ArrayType
+) -> None:
+    """Raises for new keys or values that do not fit the batch or their cache."""
+    expected = (*tokens, *cache.shape[2:])
+    if x.shape != expected or x.dtype != cache.dtype:
+        raise ValueError(
+            f"{name} must have shape {expected} and dtype {cache.dtype}, as {title} has, got "
+            f"{x.shape} and {x.dtype}"
+        )
+
+
+def per_entry(name: str, value: object, count: int, words: str = "batch") -> Int32[Array, " n"]:
+    """Returns integers, one for each batch entry or prefix, as int32."""
+    x = cast(name, "interval", value, "int32")
+    return _checks.shaped(name, x, "int32", (count,), f"[{words}]")
+
+
+class Sequences(NamedTuple):
+    """How long sequences are, and which of their positions new tokens have."""
+
+    lengths: Int32[Array, " batch"]
+    starts: Int32[Array, " batch"]
+    """Position of new token 0; negative where a call has more new tokens than the sequence."""
+    counts: Int32[Array, " batch"]
+    """New tokens in use."""
+
+
+def sequences(lengths: object, query_lengths: object, batch: int, tokens: int) -> Sequences:
+    """Returns the lengths of sequences. Negative ones count as 0."""
+    found = jnp.maximum(per_entry("lengths", lengths, batch), 0)
+    counts = jnp.full((batch,), tokens, jnp.int32)
+    if query_lengths is not None:
+        counts = jnp.clip(per_entry("query_lengths", query_lengths, batch), 0, tokens)
+    return Sequences(found, found - counts, counts)
+
+
+class Settings(NamedTuple):
+    """The options of a call, checked, and its arrays of heads."""
+
+    work: Work
+    """The work on the batch's own caches."""
+    sinks: Float32[Array, " heads"] | None
+    slopes: Float32[Array, " heads"]
+    return_residual: bool
+
+
+def settings(
+    caller: str, query: jax.Array, cache: Caches, place: Ranks, given: Mapping[str, object]
+) -> Settings:
+    """Returns the options of ``caller`` that decoding shares with `attention`, and ``split``."""
+    names = ("scale", "local_window_size", "logits_soft_cap", "implementation")
+    options = check_options(caller, {name: given[name] for name in names})
+    check_soft_cap(options.logits_soft_cap, options.implementation)
+    arrays = {name: given[name] for name in ("sinks", "alibi_slopes")}
+    features = check_features(arrays, query, cache.key, 0.0)
+    slopes = features.alibi_slopes
+    left, _ = options.local_window_size or (NO_LIMIT, NO_LIMIT)
+    return Settings(
+        Work(
+            scale=options.softmax_scale(query.shape[3]),
+            soft_cap=options.logits_soft_cap or 0.0,
+            window=-1 if left == NO_LIMIT else min(left, MAX_INT32),
+            interleave=cache.interleave,
+            world_size=place.world_size,
+            split=_checks.choice("split", given["split"], SPLITS),
+            implementation=options.implementation,
+        ),
+        features.sinks,
+        jnp.zeros(query.shape[2], jnp.float32) if slopes is None else slopes,
+        _checks.flag("return_residual", given["return_residual"]),
+    )
+
+
+def query_of(value: object) -> Float[Array, "batch queries heads head_dim"]:
+    """Returns the queries of the new tokens."""
+    query = new_tokens("query", value)
+    if not 1 <= query.shape[1] <= MOST_QUERIES:
+        raise ValueError(
+            f"query must have from 1 to {MOST_QUERIES} new tokens T, [batch, T, heads, head_dim], "
+            f"got T = {query.shape[1]}; prefill more tokens with burst_attention.attention"
+        )
+    return query

@@ -1,0 +1,172 @@
+"""Decoding over a sharded cache gives dense attention over each whole sequence."""
+
+import burst_attention as ba
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from burst_attention._decode import calls
+from burst_attention._decode.work import Operands, Work
+from decode_cases import FLOAT32_LIMIT, Sharding, check, decode, problem
+from decode_reference import dense
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from long import some, spread
+
+RAGGED = [37, 0, 1, 64, 9]
+SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+SINKS = np.array([0.5, -1, 2, -np.inf], np.float32)
+
+SHARDINGS = {
+    "one": Sharding(1),
+    "one, pages": Sharding(1, page=16),
+    "two, striped": Sharding(2, capacity=32),
+    "two, contiguous": Sharding(2, "contiguous", capacity=32),
+    "three, interleave 4": Sharding(3, interleave=4, capacity=24),
+    "four, pages": Sharding(4, page=4, capacity=16),
+    "four, contiguous pages": Sharding(4, "contiguous", page=8, capacity=16),
+    "eight, striped": Sharding(8, capacity=8),
+    "eight, contiguous": Sharding(8, "contiguous", capacity=8),
+    "eight, pages": Sharding(8, page=8, capacity=16),
+}
+FEATURES = {
+    "none": {},
+    "window": {"window": 5},
+    "cap": {"soft_cap": 2.0},
+    "slopes": {"slopes": SLOPES},
+    "sinks": {"sinks": SINKS},
+    "all": {"window": 20, "soft_cap": 3.0, "slopes": SLOPES, "sinks": SINKS},
+    "ragged queries": {"counts": np.array([3, 1, 2, 0, 4], np.int32)},
+}
+
+
+def assert_right(case, **options):
+    expected = dense(case.q, case.k, case.v, case.lengths, **case.features)
+    check(decode(case, **options), expected)
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
+def test_every_sharding_is_dense_attention(sharding):
+    assert_right(problem(sharding, RAGGED, 3, window=20, sinks=SINKS, slopes=SLOPES))
+
+
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+def test_features(features):
+    assert_right(problem(Sharding(4, page=4, capacity=16), RAGGED, 4, **features))
+
+
+@pytest.mark.parametrize("tokens", spread(range(1, 17), 5))
+def test_new_tokens(tokens):
+    assert_right(problem(Sharding(2, capacity=32), RAGGED, tokens))
+
+
+@pytest.mark.parametrize(
+    ("heads", "dims"),
+    [((1, 1), (8, 8)), ((6, 6), (24, 40)), ((48, 1), (64, 128)), ((32, 8), (128, 64))],
+)
+@pytest.mark.parametrize("dtype", some(["bfloat16", "float32", "float16"]))
+def test_heads_and_types(heads, dims, dtype):
+    assert_right(problem(Sharding(2, capacity=32), RAGGED, 2, heads, dims, dtype))
+
+
+def test_axes_of_nodes_and_of_batch_and_heads():
+    """Two axes hold the sequence, and another axis the heads, each half with its own slopes."""
+    mesh = jax.make_mesh((2, 2, 2), ("tensor", "node", "gpu"), axis_types=(AxisType.Auto,) * 3)
+    case = problem(Sharding(4, capacity=16), RAGGED, 2, slopes=SLOPES)
+    caches = [case.sharding.dealt(x) for x in (case.k, case.v)]
+
+    def local(q, k, v, lengths, slopes):
+        axes = ("node", "gpu")
+        return ba.decode_attention(q, k, v, lengths, axis_name=axes, alibi_slopes=slopes)
+
+    heads, cache = P(None, None, "tensor"), P(None, ("node", "gpu"), "tensor")
+    specs = (heads, cache, cache, P(), P("tensor"))
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=heads))
+    found = run(case.q, *caches, case.lengths, SLOPES)
+    exact, _ = dense(case.q, case.k, case.v, case.lengths, slopes=SLOPES)
+    assert np.abs(found - exact).max() <= FLOAT32_LIMIT * np.abs(exact).max()
+
+
+def test_without_an_axis_a_device_has_whole_sequences():
+    case = problem(Sharding(1), RAGGED, 2)
+    found = jax.jit(ba.decode_attention)(case.q, case.k, case.v, case.lengths)
+    assert np.array_equal(found, decode(case)[0])
+
+
+@pytest.mark.parametrize("world", [1, 4, 16])
+def test_errors_do_not_grow_with_ranks(world):
+    """The parts of 16 ranks, computed by one device, merge to a result as good as that of one."""
+    sharding = Sharding(world, capacity=1024 // world)
+    case = problem(sharding, [1024, 777], 1, dims=(64, 64))
+    keys, values = (np.split(sharding.dealt(x), world, axis=1) for x in (case.k, case.v))
+    work = Work(64**-0.5, 0.0, -1, 1, world, "fixed", None)
+    entries = jnp.arange(2, dtype=jnp.int32)
+    counts = jnp.ones(2, jnp.int32)
+
+    @jax.jit
+    def part(k, v, rank):
+        lengths = jnp.asarray(case.lengths)
+        arrays = (entries[:, None], entries, lengths, lengths - 1, counts, rank, jnp.zeros(4))
+        return calls.partial(work, Operands(jnp.asarray(case.q), k, v, *arrays))
+
+    parts = [
+        part(k, v, jnp.int32(rank)) for rank, (k, v) in enumerate(zip(keys, values, strict=True))
+    ]
+    check(ba.merge_attention(*parts), dense(case.q, case.k, case.v, case.lengths))
+
+
+@pytest.mark.parametrize("page", [None, 8])
+def test_the_bits_of_a_sequence_are_its_own(page):
+    """Neither other sequences, the size of the batch, the slot nor page ids change a bit."""
+    sharding = Sharding(2, page=page, capacity=32)
+    case = problem(sharding, RAGGED, 2, window=30, slopes=SLOPES)
+    whole = [np.asarray(x) for x in decode(case, split="fixed")]
+    for entries in ([0], [3, 0], [4, 4, 3, 2, 1, 0, 3]):
+        some_of_it = problem(sharding, np.asarray(RAGGED)[entries], 2, **case.features)
+        some_of_it.q, some_of_it.k, some_of_it.v = (x[entries] for x in (case.q, case.k, case.v))
+        for found, x in zip(decode(some_of_it, split="fixed"), whole, strict=True):
+            assert np.array_equal(found, x[entries])
+
+
+def test_lengths_and_pages_out_of_range_are_defined():
+    """Keys beyond the capacity and on pages that do not exist are hidden. Positions stay."""
+    sharding = Sharding(1, page=16)
+    case = problem(sharding, [64, 64, 64], 1, slopes=SLOPES)
+    k, v, table = sharding.paged(case.lengths, case.k, case.v)
+    table[0, 1], table[1, 2] = len(k), -7
+    lengths = np.array([64, 70, -5], np.int32)
+    found, lse = jax.jit(
+        lambda *x: ba.decode_attention(
+            *x, page_table=table, alibi_slopes=SLOPES, return_residual=True
+        )
+    )(case.q, k, v, lengths)
+    for entry, hidden, place in ((0, slice(16, 32), 63), (1, slice(32, 48), 69)):
+        keep = np.delete(np.arange(64), hidden)
+        for head in range(4):
+            k_rows, v_rows = (
+                x[entry, keep, head // 2].astype(np.float64) for x in (case.k, case.v)
+            )
+            s = k_rows @ case.q[entry, 0, head] / 4 + SLOPES[head] * (keep - place)
+            exact = np.exp(s - np.logaddexp.reduce(s)) @ v_rows
+            assert np.abs(found[entry, 0, head] - exact).max() <= 3e-6
+    assert not found[2].any()
+    assert np.isneginf(lse[2]).all()
+
+
+def test_a_gradient_is_an_error_that_says_so():
+    case = problem(Sharding(1), [9], 1)
+    with pytest.raises(NotImplementedError, match="^decode_attention has no gradient: it computes"):
+        jax.grad(lambda q: ba.decode_attention(q, case.k, case.v, case.lengths).sum())(case.q)
+    stopped = jax.grad(
+        lambda q: ba.decode_attention(jax.lax.stop_gradient(q), case.k, case.v, case.lengths).sum()
+    )(case.q)
+    assert not stopped.any()
+
+
+def test_no_entry_and_no_row_give_nothing():
+    q, cache = np.ones((0, 2, 4, 8), np.float32), np.ones((0, 16, 2, 8), np.float32)
+    assert ba.decode_attention(q, cache, cache, np.zeros(0, np.int32)).shape == q.shape
+    q, cache = np.ones((2, 1, 4, 8), np.float32), np.ones((2, 0, 2, 8), np.float32)
+    out, lse = ba.decode_attention(q, cache, cache, np.array([1, 0]), return_residual=True)
+    assert not out.any()
+    assert np.isneginf(lse).all()

@@ -1,0 +1,75 @@
+"""Requests that share a prefix get the results of whole sequences of their own."""
+
+from dataclasses import replace
+
+import burst_attention as ba
+import jax
+import numpy as np
+import pytest
+import ring
+from decode_cases import SHARDED, WHOLE, Sharding, check, problem
+from decode_reference import dense
+from jax.sharding import PartitionSpec as P
+
+PREFIXES, OF = np.array([24, 0, 57], np.int32), np.array([0, 2, -1, 0, 1, 2, 9], np.int32)
+OWN = np.array([5, 16, 3, 1, 9, 0, 12], np.int32)
+SINKS, SLOPES = np.array([0.5, 1, -1, 0], np.float32), np.array([0.5, 0.25, 0, 0.1], np.float32)
+
+
+def both(prefixes, own):
+    """Returns whole sequences: the prefix of each request, then its own tokens."""
+    lengths = np.array([PREFIXES[g] if 0 <= g < 3 else 0 for g in OF]) + own.lengths
+    found = []
+    for shared, x in ((prefixes.k, own.k), (prefixes.v, own.v)):
+        whole = np.full((len(OF), 96, *x.shape[2:]), np.nan, x.dtype)
+        for b, g in enumerate(OF):
+            n = lengths[b] - own.lengths[b]
+            whole[b, :n], whole[b, n : lengths[b]] = shared[g, :n] if n else 0, x[b, : OWN[b]]
+        found.append(whole)
+    return *found, np.where(own.lengths > 0, lengths, 0)
+
+
+def shared(prefixes, own, **options):
+    """Returns o and lse of `shared_prefix_attention` on a mesh."""
+    sharding, table, cache = own.sharding, None, SHARDED
+    k, v = (sharding.dealt(x) for x in (own.k, own.v))
+    if sharding.page:
+        k, v, table = sharding.paged(own.lengths, k, v)
+        cache = P("context")
+    arrays = [prefixes.sharding.dealt(x) for x in (prefixes.k, prefixes.v)]
+
+    def local(q, prefix_key, prefix_value, k, v, table, lengths, of, sizes):
+        return ba.shared_prefix_attention(
+            *(q, prefix_key, prefix_value, k, v, lengths),
+            prefix_of=of,
+            prefix_lengths=sizes,
+            page_table=table,
+            return_residual=True,
+            **own.options,
+            **sharding.options,
+            **options,
+        )
+
+    specs = (WHOLE, SHARDED, SHARDED, cache, cache, P("context"), WHOLE, WHOLE, WHOLE)
+    mesh = ring.line(sharding.world)
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=WHOLE))
+    return run(own.q, *arrays, k, v, table, own.lengths, OF, PREFIXES)
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        Sharding(1, capacity=32),
+        Sharding(4, capacity=8),
+        Sharding(4, "contiguous", capacity=8),
+        Sharding(2, page=4, capacity=16),
+    ],
+    ids=["one", "striped", "contiguous", "pages"],
+)
+@pytest.mark.parametrize("features", [{}, {"window": 30, "sinks": SINKS, "slopes": SLOPES}])
+def test_it_is_attention_over_prefix_and_own_tokens(sharding, features):
+    own = problem(sharding, OWN, 2, **features)
+    prefixes = problem(replace(sharding, capacity=64 // sharding.world), PREFIXES, 2)
+    k, v, lengths = both(prefixes, own)
+    expected = dense(own.q, k, v, lengths, **features)
+    check(shared(prefixes, own, split="fixed"), expected)
