@@ -46,10 +46,10 @@ export CARGO_TERM_PROGRESS_WHEN := never
 SAY = @printf '\n\033[1m== %s\033[0m\n'
 PIP_INSTALL = @$(PY) -m pip install --quiet
 
-.PHONY: help build images demo demo-linear test test-full test-exhaustive test-wheel wheel bench
-.PHONY: schedule-bench linear-bench masks-bench kernel-bench kernel-quality gpu-check host-cost docs
-.PHONY: lint format clean host-package test-rust test-python test-rust-full test-python-full
-.PHONY: test-compiled test-standin test-standin-full
+.PHONY: help build images demo demo-linear demo-generate test test-full test-exhaustive test-wheel
+.PHONY: wheel bench schedule-bench linear-bench masks-bench kernel-bench kernel-quality gpu-check
+.PHONY: host-cost docs lint format clean host-package test-rust test-python test-rust-full
+.PHONY: test-python-full test-compiled test-standin test-standin-full
 
 help:  ## print this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -63,6 +63,11 @@ images: $(TARGET)/images-complete  ## compile the CUDA kernels' images for all G
 demo: build  ## train a transformer, its sequence sharded over 8 devices; flags in DEMO="--steps 9"
 	$(SAY) "demo: training over 8 CPU devices"
 	@$(PY) examples/train_long_context.py $(DEMO)
+
+demo-generate: build  ## generate text with a cache sharded over 8 devices; trains first if needed
+	@test -e out/checkpoint.npz || $(MAKE) demo
+	$(SAY) "demo: generating with a cache over 8 CPU devices"
+	@$(PY) examples/generate.py $(GENERATE)
 
 demo-linear: DEMO += --attention linear
 demo-linear: demo  ## train it with linear attention, on sequences of 131,072 tokens

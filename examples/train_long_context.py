@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any, get_args
+from typing import get_args
 
 import burst_attention as ba
 import jax
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from attentions import ATTENTIONS, AXIS, Attention, Layout
+from checkpoint import Params, load_checkpoint, save_checkpoint
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -29,7 +30,6 @@ from text import batches, nats_after_one_byte, standard_library_bytes
 from tqdm import tqdm
 from transformer import Attend, Config, Transformer
 
-Params = nnx.State[Any, Any]
 Loss = Callable[[Params, jax.Array, jax.Array], jax.Array]
 Batch = tuple[np.ndarray, np.ndarray]
 Flags = argparse.Namespace
@@ -165,21 +165,6 @@ def check_first_step(
     )
     if not max(loss_difference, gradient_difference) <= TOLERANCE[dtype]:
         raise SystemExit(f"expected differences of at most {TOLERANCE[dtype]:.0e} in {dtype}")
-
-
-def save_checkpoint(path: Path, params: Params) -> None:
-    """Writes all parameters under their paths in the model."""
-    leaves, _ = jax.tree.flatten_with_path(params)
-    arrays: dict[str, Any] = {jax.tree_util.keystr(key): np.asarray(leaf) for key, leaf in leaves}
-    np.savez(path, **arrays)
-
-
-def load_checkpoint(path: Path, like: Params) -> Params:
-    """Reads parameters into the structure, and onto the devices, of `like`."""
-    with np.load(path) as arrays:
-        return jax.tree.map_with_path(
-            lambda key, leaf: jax.device_put(arrays[jax.tree_util.keystr(key)], leaf.sharding), like
-        )
 
 
 def save_curve(path: Path, losses: list[float], title: str, without: list[float]) -> None:

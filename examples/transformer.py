@@ -1,6 +1,6 @@
 """A small decoder-only transformer over bytes. The caller chooses the attention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import burst_attention as ba
@@ -117,4 +117,17 @@ class Transformer(nnx.Module):
         for block in self.blocks:
             run = nnx.remat(lambda b, y: b(y, positions, attend), policy=ba.save_attention)
             x = run(block, x)
+        return self.logits(x)
+
+    def with_caches(
+        self, tokens: jax.Array, positions: jax.Array, attends: Sequence[Attend]
+    ) -> jax.Array:
+        """Returns the logits where each block has an attention of its own, over its own cache."""
+        x = self.embed(tokens).astype(self.dtype)
+        for block, attend in zip(self.blocks, attends, strict=True):
+            x = block(x, positions, attend)
+        return self.logits(x)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Maps the last block's result to logits."""
         return self.unembed(self.norm(x)).astype(jnp.float32)

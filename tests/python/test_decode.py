@@ -13,6 +13,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from long import some, spread
 
+pytestmark = pytest.mark.needs("products")
+
 RAGGED = [37, 0, 1, 64, 9]
 SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
 SINKS = np.array([0.5, -1, 2, -np.inf], np.float32)

@@ -11,6 +11,8 @@ from decode_cases import SHARDED, WHOLE, Sharding, check, problem
 from decode_reference import dense
 from jax.sharding import PartitionSpec as P
 
+pytestmark = pytest.mark.needs("products")
+
 PREFIXES, OF = np.array([24, 0, 57], np.int32), np.array([0, 2, -1, 0, 1, 2, 9], np.int32)
 OWN = np.array([5, 16, 3, 1, 9, 0, 12], np.int32)
 SINKS, SLOPES = np.array([0.5, 1, -1, 0], np.float32), np.array([0.5, 0.25, 0, 0.1], np.float32)

@@ -1,4 +1,4 @@
-"""The training example, run as a program, checks itself, trains, saves and reads back."""
+"""The examples, run as programs: training checks itself, trains and saves; the model generates."""
 
 import re
 import subprocess
@@ -9,15 +9,15 @@ import pytest
 
 pytestmark = pytest.mark.needs("text")
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_long_context.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = ("--length", "512", "--steps", "6", "--devices", "4")
 
 
-def example(*arguments):
-    """Runs the example and returns the finished process."""
+def example(*arguments, program="train_long_context"):
+    """Runs an example and returns the finished process."""
     for name in ("flax.nnx", "optax", "tqdm", "matplotlib"):
         pytest.importorskip(name, reason="the wheel's environments have JAX and pytest alone")
-    command = [sys.executable, str(EXAMPLE), *map(str, arguments)]
+    command = [sys.executable, str(EXAMPLES / f"{program}.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
@@ -40,3 +40,32 @@ def test_linear_attention_wants_the_order_of_the_sequence():
     ended = example("--attention", "linear", "--layout", "zigzag", *TINY)
     assert ended.returncode == 2
     assert "--layout: expected contiguous for linear attention, got zigzag" in ended.stderr
+
+
+@pytest.mark.long
+def test_a_trained_model_generates(tmp_path):
+    trained = example(*TINY, "--out", tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    sizes = ("--prompt", "128", "--chunk", "64", "--samples", "2", "--tokens", "32")
+    checkpoint = tmp_path / "checkpoint.npz"
+    ended = example("--checkpoint", checkpoint, "--devices", "4", *sizes, program="generate")
+    assert ended.returncode == 0, ended.stderr
+    assert "the same 32 tokens as full attention without a cache" in ended.stdout
+    assert re.search(r"[\d,]+ tokens per second, 2 samples at once", ended.stdout)
+    assert len(ended.stdout.split("--- sample 1, temperature 0.7\n")[1]) > 20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--chunk", "100"), "--chunk 100 can't be cut for 8 devices"),
+        (("--prompt", "100"), "--prompt 100 can't be cut into chunks of 1024"),
+        (("--tokens", "17"), "--tokens: expected a multiple of 16, got 17"),
+        (("--checkpoint", "none.npz"), "does not exist; `make demo` trains a model"),
+    ],
+)
+def test_wrong_options_of_generation_are_errors(arguments, message):
+    ended = example(*arguments, program="generate")
+    assert ended.returncode == 2
+    assert message in ended.stderr
