@@ -16,7 +16,10 @@ pytestmark = pytest.mark.needs("text")
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md"))]
-RUN = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("guide", "masks", "simulator"))]
+RUN = [
+    ROOT / "README.md",
+    *(DOCS / f"{name}.md" for name in ("guide", "masks", "decode", "simulator")),
+]
 
 
 def blocks(page, language):
