@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 
+import decode_cases
 import jax
 import linear_cases
 import numpy as np
+import platforms
+import ring
 from features import PAIR, Problem
 from jax.sharding import AxisType, Mesh
 
@@ -32,8 +35,29 @@ class LinearProblem:
         return linear_cases.found(mesh, arrays, axes=PAIR, method=self.method)
 
 
+@dataclass(frozen=True)
+class DecodeProblem:
+    """Decoding over a cache in pages, or in rows, of all ranks."""
+
+    ranks: int
+    page: int | None = None
+    dtype: str = "float32"
+
+    def arrays(self):
+        """Returns a problem of `decode_cases`."""
+        sharding = decode_cases.Sharding(self.ranks, page=self.page, capacity=32)
+        return decode_cases.problem(sharding, [150, 0, 1, 77], 3, dtype=self.dtype)
+
+    def found(self, arrays):
+        """Returns out and lse by name, on the host."""
+        return dict(zip(("o", "lse"), map(ring.on_host, decode_cases.decode(arrays)), strict=True))
+
+
 def cases(ranks):
     """Returns the problems for a number of ranks: 2, 4 or 8."""
+    decoding = (DecodeProblem(ranks), DecodeProblem(ranks, page=8, dtype="bfloat16"))
+    if "products" in platforms.current().lacks:
+        decoding = ()
     line, half = {"mesh": (1, ranks, 1), "q_len": 64, "kv_len": 64}, ranks // 2
     return (
         Problem(**line, causal=True, layout="zigzag", sinks=True),
@@ -62,4 +86,5 @@ def cases(ranks):
         LinearProblem(ranks, method="all_gather", dtype="bfloat16"),
         LinearProblem(ranks, method="ring", outer=2),
         LinearProblem(ranks, method="all_gather", outer=2),
+        *decoding,
     )

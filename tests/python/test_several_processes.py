@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 
 import bounds
+import decode_cases
 import jax
 import jax.numpy as jnp
 import linear_cases
@@ -18,8 +19,9 @@ import platforms
 import pytest
 import ring
 import several
+from decode_reference import dense
 from features import Problem
-from several_cases import cases
+from several_cases import DecodeProblem, cases
 
 SPLITS = {
     "cpu": [(2, 4), (4, 2)],
@@ -57,7 +59,7 @@ def of_one_process(ranks):
 def assert_equals_one_process(one, got, expected):
     """Asserts that several processes give the results of one process."""
     for name, x in expected.items():
-        if isinstance(one, Problem) or name in SUMMED:
+        if isinstance(one, Problem | DecodeProblem) or name in SUMMED:
             assert_close(got[name], x, (one, name))
         else:
             assert np.array_equal(got[name], x), (one, name)
@@ -68,6 +70,9 @@ def assert_right(one, got):
     arrays = one.arrays()
     if isinstance(one, Problem):
         bounds.check(got, one.expected(arrays), arrays["dout"], one.dtype)
+    elif isinstance(one, DecodeProblem):
+        exact = dense(arrays.q, arrays.k, arrays.v, arrays.lengths)
+        decode_cases.check((got["o"], got["lse"]), exact)
     else:
         linear_cases.assert_right(got, arrays, one.dtype)
 
