@@ -107,7 +107,7 @@ def problem(sharding, lengths, tokens, heads=(4, 2), dims=(16, 16), dtype="float
     return Problem(sharding, lengths, q, k, v, features)
 
 
-def decode(case, **options):
+def decode(case, check_vma=True, **options):
     """Returns o and lse of a problem from `decode_attention` on a mesh."""
     sharding = case.sharding
     caches = [sharding.dealt(x) for x in (case.k, case.v)]
@@ -134,6 +134,7 @@ def decode(case, **options):
         mesh=ring.line(sharding.world),
         in_specs=(WHOLE, specs, specs, P("context"), WHOLE, WHOLE),
         out_specs=WHOLE,
+        check_vma=check_vma,
     )
     return jax.jit(run)(case.q, *caches, table, case.lengths, arrays)
 

@@ -89,6 +89,26 @@ def test_axes_of_nodes_and_of_batch_and_heads():
     assert np.abs(found - exact).max() <= FLOAT32_LIMIT * np.abs(exact).max()
 
 
+def test_a_mesh_that_tracks_no_types_and_64_bits():
+    """Neither `check_vma=False` nor JAX's types of 64 bits change a result."""
+    case = problem(Sharding(2, page=8, capacity=32), RAGGED, 2, slopes=SLOPES)
+    expected = decode(case)
+    with jax.enable_x64(True):
+        case.lengths = case.lengths.astype(np.int64)
+        found = decode(case, check_vma=False)
+    for x, y in zip(found, expected, strict=True):
+        assert x.dtype == y.dtype
+        assert np.array_equal(x, y)
+
+
+def test_calls_may_be_mapped():
+    case = problem(Sharding(1), RAGGED, 2)
+    each = [x[:, None] for x in (case.q, case.k, case.v, case.lengths)]
+    found = jax.jit(jax.vmap(ba.decode_attention))(*each)[:, 0]
+    exact, _ = dense(case.q, case.k, case.v, case.lengths)
+    assert np.abs(found - exact).max() <= FLOAT32_LIMIT * np.abs(exact).max()
+
+
 def test_without_an_axis_a_device_has_whole_sequences():
     case = problem(Sharding(1), RAGGED, 2)
     found = jax.jit(ba.decode_attention)(case.q, case.k, case.v, case.lengths)
