@@ -32,6 +32,12 @@ def shared(prefix=PREFIX, of=N, sizes=SIZES, **options):
     )
 
 
+def explicit(x):
+    """Puts an array on two devices, on a mesh whose types say so."""
+    mesh = ring.mesh(2, 1, 1, axis_type=jax.sharding.AxisType.Explicit)
+    return jax.device_put(x, jax.NamedSharding(mesh, P("data")))
+
+
 def on_mesh(call):
     """Calls inside `shard_map` over two devices, with all arguments sharded along the axis."""
     mesh = ring.line(2)
@@ -158,6 +164,11 @@ BAD = {
         lambda: decode(axis_name="context"),
         ValueError,
         "decode_attention must be called inside jax.shard_map, which gives axis_name='context' its",
+    ),
+    "an array of several devices": (
+        lambda: decode(k=explicit(CACHE)),
+        ValueError,
+        "key_cache must be the array of one device, but is sharded over 'data'; call inside",
     ),
     "queries that differ": (
         lambda: on_mesh(lambda q, k, n: decode(q, k, n=n, axis_name="context")),

@@ -91,6 +91,7 @@ def caches(
     words = words if page_table is None else PAGES
     k, v = (jnp.asarray(_checks.activation(name, x, words)) for name, x in named.items())
     first, second = named
+    check_local(**{"new tokens": like, first: k, second: v})
     if not like.dtype == k.dtype == v.dtype:
         raise TypeError(
             f"query or new tokens, {first} and {second} must have one dtype, got {like.dtype}, "
@@ -111,6 +112,17 @@ def caches(
             f"{capacity} on each of {place.world_size}"
         )
     return Caches(k, v, table, _interleave(kind, interleave, capacity, pages, first))
+
+
+def check_local(**arrays: jax.Array) -> None:
+    """Raises for arrays whose types say that several devices hold parts of them."""
+    for name, x in arrays.items():
+        axes = [axis for axis in jax.typeof(x).sharding.spec if axis is not None]
+        if axes:
+            raise ValueError(
+                f"{name} must be the array of one device, but is sharded over {axes[0]!r}; call "
+                "inside jax.shard_map over the mesh, where each device has its part"
+            )
 
 
 def _page_table(
