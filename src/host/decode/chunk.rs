@@ -1,15 +1,13 @@
 //! The task of a chunk: the online softmax of its queries, tile after tile.
 
-use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::DecodeIo;
-use super::element::{Bf16, Element, F16, F32};
+use super::element::{Bf16, Element, F16, F32, whole_loads};
 use super::merge::{Partials, write};
 use super::plan::{Part, Plan, Query, position};
-use super::scores::{Alibi, MOST_ROWS, Online, Scores, block_rows};
-use super::tile::{Ahead, QUAD, Seen, TILE, Tile};
-use super::values::{Values, units};
+use super::tile::{Ahead, QUAD, QUADS, Seen, TILE, Tile};
+use super::units::{MOST_ROWS, State, Units, block_rows};
 use crate::host::matmul::Matrix;
 use crate::host::pack::{self, load_row};
 use crate::host::scratch::{Scratch, ScratchTask};
@@ -29,21 +27,14 @@ pub(super) struct ChunkTask<'a> {
     /// Rows of the chunk.
     chunk: Range<usize>,
     /// Whether there are slopes other than 0.
-    slopes: bool,
+    has_slopes: bool,
 }
 
-/// The scratch of a task. A row is one head of one query, and a block is some rows that share a head
-/// of keys.
+/// The scratch of a task. A row is one head of one query, and a unit is a block of rows that share
+/// a head of keys.
 #[derive(Clone, Copy)]
 pub(super) struct ChunkScratch {
-    /// Queries, times the scale.
-    q: Matrix,
-    o: Matrix,
-    /// m, l and alpha of each block, as [`Online`] has them.
-    online: *mut f32,
-    scores: *mut f32,
-    /// Positions of the tile's keys, as [`Alibi`] has them.
-    positions: *mut f32,
+    state: State,
     /// A row of zeros, of any type.
     zeros: Matrix,
     /// Copies of a tile's keys and values.
@@ -66,7 +57,7 @@ impl<'a> ChunkTask<'a> {
             queries: &plan.queries[part.queries.clone()],
             part,
             chunk: start..start + plan.chunk_rows,
-            slopes: io.slopes.iter().any(|slope| *slope != 0.0),
+            has_slopes: io.slopes.iter().any(|slope| *slope != 0.0),
         }
     }
 
@@ -89,17 +80,23 @@ impl ScratchTask for ChunkTask<'_> {
         let [width, value_width] =
             [&self.io.k, &self.io.v].map(|array| array.dim.next_multiple_of(S::LANES));
         let (heads, blocks) = (self.part.kv_heads.len(), self.blocks::<S>(self.queries.len()));
-        let rows = heads * blocks * block_rows::<S>();
-        let lanes = TILE / QUAD * S::LANES;
+        let units = heads * blocks;
+        let mut take = |rows, row| Matrix::take(scratch, (rows, row));
         ChunkScratch {
-            q: Matrix::take(scratch, (rows, width)),
-            o: Matrix::take(scratch, (rows, value_width)),
-            online: scratch.take(heads * blocks * 3 * S::LANES),
-            scores: scratch.take(lanes),
-            positions: scratch.take(lanes),
-            zeros: Matrix::take(scratch, (1, heads * width.max(value_width))),
-            keys: Matrix::take(scratch, (TILE, width)),
-            values: Matrix::take(scratch, (TILE, value_width)),
+            state: State {
+                q: take(units * block_rows::<S>(), width),
+                o: take(units * block_rows::<S>(), value_width),
+                m: take(units, S::LANES),
+                l: take(units, S::LANES),
+                alpha: take(units, S::LANES),
+                scores: take(units * QUADS, S::LANES),
+                slopes: take(units, S::LANES),
+                queries: take(blocks, S::LANES),
+                keys: take(QUADS, S::LANES),
+            },
+            zeros: take(1, heads * width.max(value_width)),
+            keys: take(TILE, width),
+            values: take(TILE, value_width),
         }
     }
 
@@ -112,44 +109,88 @@ impl ScratchTask for ChunkTask<'_> {
         // alone writes the results of its queries, heads and chunk.
         unsafe {
             if !queries.is_empty() {
-                self.begin(simd, scratch, &queries);
                 match self.io.k.dtype {
-                    Dtype::F32 => self.tiles::<S, F32>(simd, scratch, &queries),
-                    Dtype::Bf16 => self.tiles::<S, Bf16>(simd, scratch, &queries),
-                    Dtype::F16 => self.tiles::<S, F16>(simd, scratch, &queries),
+                    Dtype::F32 => self.typed::<S, F32>(simd, scratch, &queries),
+                    Dtype::Bf16 => self.typed::<S, Bf16>(simd, scratch, &queries),
+                    Dtype::F16 => self.typed::<S, F16>(simd, scratch, &queries),
                 }
-                self.end(simd, scratch, &queries);
             }
         }
     }
 }
 
 impl ChunkTask<'_> {
+    /// Does the work, with elements of type `E`.
+    ///
+    /// # Safety
+    /// The caller guarantees what [`ScratchTask::work`] asks for.
+    #[inline(always)]
+    unsafe fn typed<S: Simd, E: Element>(
+        &self,
+        simd: S,
+        scratch: ChunkScratch,
+        queries: &[&Query],
+    ) {
+        // SAFETY: the caller guarantees the scratch and the arrays.
+        unsafe {
+            self.begin::<S, E>(simd, scratch, queries);
+            self.tiles::<S, E>(simd, scratch, queries);
+            self.end(simd, scratch, queries);
+        }
+    }
+
     /// Loads the queries, and starts their softmax.
     ///
     /// # Safety
     /// The caller guarantees what [`ScratchTask::work`] asks for.
     #[inline(always)]
-    unsafe fn begin<S: Simd>(&self, simd: S, scratch: ChunkScratch, queries: &[&Query]) {
-        let ChunkScratch { q, o, online, zeros, .. } = scratch;
+    unsafe fn begin<S: Simd, E: Element>(
+        &self,
+        simd: S,
+        scratch: ChunkScratch,
+        queries: &[&Query],
+    ) {
+        let State { q, o, m, l, slopes, .. } = scratch.state;
         let blocks = self.blocks::<S>(queries.len());
         // SAFETY: the caller guarantees the scratch and the queries.
         unsafe {
-            zeros.clear(1);
+            scratch.zeros.clear(1);
             for head in 0..self.part.kv_heads.len() {
-                let first = head * blocks * block_rows::<S>();
-                o.skip(first).clear(blocks * block_rows::<S>());
+                let first = head * blocks;
+                o.skip(first * block_rows::<S>()).clear(blocks * block_rows::<S>());
+                for unit in first..first + blocks {
+                    simd.store(m.skip(unit).at, simd.splat(f32::NEG_INFINITY));
+                    simd.store(l.skip(unit).at, simd.zero());
+                }
                 for row in 0..queries.len() * self.io.group() {
                     let (query, q_head) = self.row(queries, head, row);
                     let (entry, t) = query.at;
-                    let to = q.skip(first + row);
-                    self.io.q.head_rows((entry, q_head), &(t..t + 1)).pack(simd, to);
+                    let to = q.skip(first * block_rows::<S>() + row);
+                    self.load::<S, E>(simd, self.io.q.row(entry, t, q_head), self.io.q.dim, to);
                     pack::scale(simd, to.at, to.row, self.io.scale);
+                    let lanes = slopes.skip(first).at.add(row * QUAD);
+                    (0..QUAD).for_each(|lane| *lanes.add(lane) = self.io.slopes[q_head]);
                 }
-                for block in 0..blocks {
-                    let Online { m, l, .. } = online_of::<S>(online, head * blocks + block);
-                    simd.store(m, simd.splat(f32::NEG_INFINITY));
-                    simd.store(l, simd.zero());
+            }
+        }
+    }
+
+    /// Converts a row of `dim` elements to float32, with zeros behind them.
+    ///
+    /// # Safety
+    /// The caller guarantees that the row is readable, and that `to` has room for whole vectors.
+    #[inline(always)]
+    unsafe fn load<S: Simd, E: Element>(&self, simd: S, row: *const u8, dim: usize, to: Matrix) {
+        // SAFETY: the caller guarantees the row and the room for it.
+        unsafe {
+            if !whole_loads(self.io, S::LANES) {
+                load_row(simd, row, E::DTYPE, to.at, dim);
+                return to.at.add(dim).write_bytes(0, to.row - dim);
+            }
+            for load in 0..dim / (S::LANES * E::VECTORS) {
+                for part in 0..E::VECTORS {
+                    let to = to.at.add((load * E::VECTORS + part) * S::LANES);
+                    simd.store(to, E::load(simd, row, load, part));
                 }
             }
         }
@@ -167,41 +208,112 @@ impl ChunkTask<'_> {
         queries: &[&Query],
     ) {
         let io = self.io;
-        let [start, end] = [
-            self.queries.iter().map(|query| query.rows.start).min(),
-            self.queries.iter().map(|query| query.rows.end).max(),
-        ];
-        let rows = start.unwrap_or(0)..end.unwrap_or(0);
-        let (heads, blocks) = (self.part.kv_heads.len(), self.blocks::<S>(queries.len()));
-        let bytes = [&io.k, &io.v].map(|array| heads * array.dim * array.dtype.bytes());
-        let whole = |dim: usize| dim.is_multiple_of(S::LANES);
-        let copies = blocks >= COPY_FROM || !whole(io.k.dim) || !whole(io.v.dim);
+        let start = self.queries.iter().map(|query| query.rows.start).min().unwrap_or(0);
+        let end = self.queries.iter().map(|query| query.rows.end).max().unwrap_or(0);
         let find = |first| {
             let head = (self.queries[0].source, self.part.kv_heads.start);
-            Tile::find(io, head, (first, &rows), scratch.zeros.at.cast())
+            Tile::find(io, head, (first, &(start..end)), scratch.zeros.at.cast())
         };
-        let first = self.chunk.start.max(rows.start / TILE * TILE);
+        let blocks = self.blocks::<S>(queries.len());
+        let mut seen = vec![[0; MOST_ROWS]; blocks];
+        let bytes = [&io.k, &io.v].map(|array| array.dim * array.dtype.bytes());
+        let copies = blocks >= COPY_FROM || !whole_loads(io, S::LANES);
+        let first = self.chunk.start.max(start / TILE * TILE);
         let mut next = find(first);
-        for first in (first..self.chunk.end.min(rows.end)).step_by(TILE) {
+        for first in (first..self.chunk.end.min(end)).step_by(TILE) {
             let tile = next;
             next = find(first + TILE);
-            let work = heads * blocks * (2 * TILE / QUAD + units(scratch.o.row / S::LANES));
-            let mut step = Step { task: self, scratch, queries, tile: &tile, blocks };
             // SAFETY: the caller guarantees the scratch, the queries and the caches.
             unsafe {
-                let ahead = &mut Ahead::new(next, bytes, work);
-                if self.slopes {
-                    step.positions(S::LANES);
+                self.see::<S>(scratch.state, queries, &tile, &mut seen);
+                let units = Units {
+                    state: scratch.state,
+                    units: 0..self.part.kv_heads.len() * blocks,
+                    heads: self.part.kv_heads.len(),
+                    blocks,
+                    rows: queries.len() * io.group(),
+                    seen: &seen,
+                    keys: &tile.keys,
+                    values: &tile.values,
+                    skips: bytes,
+                    cap: (io.soft_cap > 0.0).then(|| SoftCap::new(io.soft_cap)),
+                    has_slopes: self.has_slopes,
+                    by_row: !copies,
+                    ahead: Ahead { tiles: [&tile, &next], bytes },
+                };
+                if copies {
+                    self.copy::<S, E>(simd, scratch, units);
+                } else {
+                    units.compute::<S, E>(simd);
                 }
-                for head in 0..heads {
-                    if copies {
-                        step.head_of_copies::<S, E>(simd, head, ahead);
-                    } else {
-                        let skips = [&io.k, &io.v].map(|x| head * x.head_stride * x.dtype.bytes());
-                        let sides = Sides { keys: &tile.keys, values: &tile.values, skips };
-                        step.head::<S, E>(simd, head, sides, ahead);
-                    }
+            }
+        }
+    }
+
+    /// Finds what each row sees of a tile, and its distances for ALiBi.
+    ///
+    /// # Safety
+    /// The caller guarantees that the state is this thread's.
+    #[inline(always)]
+    unsafe fn see<S: Simd>(
+        &self,
+        state: State,
+        queries: &[&Query],
+        tile: &Tile,
+        seen: &mut [[Seen; MOST_ROWS]],
+    ) {
+        let (io, first) = (self.io, position(self.io, tile.first));
+        for row in 0..queries.len() * io.group() {
+            let query = queries[row / io.group()];
+            seen[row / block_rows::<S>()][row % block_rows::<S>()] = tile.seen(&query.rows);
+            if self.has_slopes {
+                let distance = first.wrapping_sub(query.position) as f32;
+                // SAFETY: the state has lanes for each row.
+                unsafe {
+                    let lanes = state.queries.at.add(row * QUAD);
+                    (0..QUAD).for_each(|lane| *lanes.add(lane) = distance);
                 }
+            }
+        }
+        if self.has_slopes {
+            for key in 0..TILE {
+                let distance = position(io, tile.first + key).wrapping_sub(first) as f32;
+                let lanes = state.keys.skip(key / QUAD).at.wrapping_add(key % QUAD);
+                // SAFETY: the state has a lane for each key and row of a block.
+                (0..block_rows::<S>()).for_each(|row| unsafe { *lanes.add(row * QUAD) = distance });
+            }
+        }
+    }
+
+    /// Copies keys and values to float32, head after head, before the products of each head.
+    ///
+    /// # Safety
+    /// The caller guarantees the scratch and what [`Units::compute`] asks for.
+    #[inline(always)]
+    unsafe fn copy<S: Simd, E: Element>(
+        &self,
+        simd: S,
+        scratch: ChunkScratch,
+        units: Units<'_>,
+    ) {
+        let sides = [(&self.io.k, units.keys, scratch.keys), (&self.io.v, units.values, scratch.values)];
+        for head in 0..self.part.kv_heads.len() {
+            let mut copies = [[std::ptr::null(); TILE]; 2];
+            for ((array, rows, to), copies) in sides.iter().zip(&mut copies) {
+                let skip = head * array.dim * array.dtype.bytes();
+                for (row, copy) in copies.iter_mut().enumerate() {
+                    let (from, to) = (rows[row].wrapping_add(skip), to.skip(row));
+                    // SAFETY: the caller guarantees the tile's rows. The scratch has one for each.
+                    unsafe { self.load::<S, E>(simd, from, array.dim, to) }
+                    *copy = to.at.cast_const().cast();
+                }
+            }
+            let [keys, values] = &copies;
+            let first = head * units.blocks;
+            let of_head = first..first + units.blocks;
+            // SAFETY: the caller guarantees the state.
+            unsafe {
+                Units { units: of_head, keys, values, ..units }.compute::<S, F32>(simd);
             }
         }
     }
@@ -212,184 +324,24 @@ impl ChunkTask<'_> {
     /// The caller guarantees what [`ScratchTask::work`] asks for.
     #[inline(always)]
     unsafe fn end<S: Simd>(&self, simd: S, scratch: ChunkScratch, queries: &[&Query]) {
+        let State { o, m, l, .. } = scratch.state;
         let blocks = self.blocks::<S>(queries.len());
         for head in 0..self.part.kv_heads.len() {
             for row in 0..queries.len() * self.io.group() {
                 let (query, q_head) = self.row(queries, head, row);
-                let block = head * blocks + row / block_rows::<S>();
-                let lane = row % block_rows::<S>() * QUAD;
+                let at = head * blocks * block_rows::<S>() + row;
                 // SAFETY: the caller guarantees the scratch, and that the results are this task's.
                 unsafe {
-                    let Online { m, l, .. } = online_of::<S>(scratch.online, block);
-                    let l = l.add(lane);
-                    let sum = (*l + *l.add(1)) + (*l.add(2) + *l.add(3));
-                    let state = [*m.add(lane), sum];
-                    let o = scratch.o.skip(head * blocks * block_rows::<S>() + row);
+                    let (m, l) = (m.at.add(at * QUAD), l.at.add(at * QUAD));
+                    let state = [*m, (*l + *l.add(1)) + (*l.add(2) + *l.add(3))];
                     if query.chunks.len() == 1 {
-                        write(simd, self.io, (query.at, q_head), o, state);
+                        write(simd, self.io, (query.at, q_head), o.skip(at), state);
                     } else {
                         let partial = query.partial + self.part.chunk - query.chunks.start;
-                        self.partials.set(simd, (partial, q_head), o, state);
+                        self.partials.set(simd, (partial, q_head), o.skip(at), state);
                     }
                 }
             }
         }
-    }
-}
-
-/// Returns the softmax of a block.
-#[inline(always)]
-fn online_of<S: Simd>(online: *mut f32, block: usize) -> Online {
-    let m = online.wrapping_add(block * 3 * S::LANES);
-    Online { m, l: m.wrapping_add(S::LANES), alpha: m.wrapping_add(2 * S::LANES) }
-}
-
-/// Addresses of a tile's keys and values, and the bytes from there to a head.
-#[derive(Clone, Copy)]
-struct Sides<'a> {
-    keys: &'a [*const u8; TILE],
-    values: &'a [*const u8; TILE],
-    skips: [usize; 2],
-}
-
-/// A task's work on one tile.
-struct Step<'a> {
-    task: &'a ChunkTask<'a>,
-    scratch: ChunkScratch,
-    queries: &'a [&'a Query],
-    tile: &'a Tile,
-    blocks: usize,
-}
-
-impl Step<'_> {
-    /// Writes the distances of the tile's keys from its first row, for ALiBi.
-    ///
-    /// # Safety
-    /// The caller guarantees the scratch.
-    unsafe fn positions(&mut self, lanes: usize) {
-        let (io, first) = (self.task.io, self.tile.first);
-        for key in 0..TILE {
-            let distance = position(io, first + key).wrapping_sub(position(io, first));
-            for row in 0..lanes / QUAD {
-                let at = super::scores::lane_of(key, row, lanes);
-                // SAFETY: the caller guarantees the scratch, which has a lane for each key and row.
-                unsafe { *self.scratch.positions.add(at) = distance as f32 };
-            }
-        }
-    }
-
-    /// Copies keys and values of a head to float32, then goes through its blocks.
-    ///
-    /// # Safety
-    /// The caller guarantees the scratch, the queries and the tile, with elements of type `E`.
-    #[inline(always)]
-    unsafe fn head_of_copies<S: Simd, E: Element>(
-        &mut self,
-        simd: S,
-        head: usize,
-        ahead: &mut Ahead,
-    ) {
-        let (io, scratch) = (self.task.io, self.scratch);
-        let keys = (&io.k, &self.tile.keys, scratch.keys);
-        let values = (&io.v, &self.tile.values, scratch.values);
-        let mut copies = [[std::ptr::null(); TILE]; 2];
-        for ((array, rows, to), copies) in [keys, values].into_iter().zip(&mut copies) {
-            let skip = head * array.head_stride * array.dtype.bytes();
-            for (row, copy) in copies.iter_mut().enumerate() {
-                let to = to.skip(row);
-                // SAFETY: the caller guarantees the tile's rows, and the scratch has one for each.
-                unsafe {
-                    load_row(simd, rows[row].wrapping_add(skip), E::DTYPE, to.at, array.dim);
-                    to.at.add(array.dim).write_bytes(0, to.row - array.dim);
-                }
-                *copy = to.at.cast_const().cast();
-            }
-        }
-        let sides = Sides { keys: &copies[0], values: &copies[1], skips: [0; 2] };
-        // SAFETY: the caller guarantees the scratch and the queries.
-        unsafe { self.head::<S, F32>(simd, head, sides, ahead) }
-    }
-
-    /// Goes through the blocks of a head.
-    ///
-    /// # Safety
-    /// The caller guarantees the scratch, the queries and both sides, with elements of type `E`.
-    #[inline(always)]
-    unsafe fn head<S: Simd, E: Element>(
-        &mut self,
-        simd: S,
-        head: usize,
-        Sides { keys, values, skips }: Sides<'_>,
-        ahead: &mut Ahead,
-    ) {
-        let Step { task, scratch, queries, blocks, .. } = *self;
-        let all = queries.len() * task.io.group();
-        for block in 0..blocks {
-            let first = block * block_rows::<S>();
-            let rows = block_rows::<S>().min(all - first);
-            let seen = self.seen(first..first + rows);
-            let at = head * blocks * block_rows::<S>() + first;
-            let online = online_of::<S>(scratch.online, head * blocks + block);
-            let alibi = task.slopes.then(|| self.alibi(head, first..first + rows));
-            // SAFETY: the caller guarantees the scratch, the queries and both sides.
-            unsafe {
-                Scores {
-                    q: scratch.q.skip(at).at,
-                    q_row: scratch.q.row,
-                    vectors: scratch.q.row / S::LANES,
-                    rows,
-                    keys,
-                    skip: skips[0],
-                    seen,
-                    cap: (task.io.soft_cap > 0.0).then(|| SoftCap::new(task.io.soft_cap)),
-                    alibi: alibi.as_ref(),
-                    scores: scratch.scores,
-                    online,
-                    ahead,
-                    element: PhantomData::<E>,
-                }
-                .compute(simd);
-                Values {
-                    weights: scratch.scores,
-                    alpha: online.alpha,
-                    values,
-                    skip: skips[1],
-                    seen,
-                    rows,
-                    o: scratch.o.skip(at).at,
-                    vectors: scratch.o.row / S::LANES,
-                    ahead,
-                    element: PhantomData::<E>,
-                }
-                .compute(simd);
-            }
-        }
-    }
-
-    /// Returns the keys that each row of a block sees.
-    #[inline(always)]
-    fn seen(&self, rows: Range<usize>) -> [Seen; MOST_ROWS] {
-        let mut seen = [0; MOST_ROWS];
-        for (row, seen) in rows.zip(&mut seen) {
-            *seen = self.tile.seen(&self.queries[row / self.task.io.group()].rows);
-        }
-        seen
-    }
-
-    /// Returns ALiBi's part of the scores of a block.
-    #[inline(always)]
-    fn alibi(&self, head: usize, rows: Range<usize>) -> Alibi {
-        let io = self.task.io;
-        let first = position(io, self.tile.first);
-        let keys = self.scratch.positions;
-        let mut alibi = Alibi { keys, queries: [0.0; 16], slopes: [0.0; 16] };
-        for (lanes, row) in rows.enumerate() {
-            let (query, q_head) = self.task.row(self.queries, head, row);
-            for lane in lanes * QUAD..(lanes + 1) * QUAD {
-                alibi.queries[lane] = first.wrapping_sub(query.position) as f32;
-                alibi.slopes[lane] = io.slopes[q_head];
-            }
-        }
-        alibi
     }
 }

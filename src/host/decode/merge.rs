@@ -1,6 +1,7 @@
 //! Partial results of chunks, and their merge.
 
 use super::DecodeIo;
+use super::element::whole_loads;
 use super::plan::{Plan, Query};
 use crate::host::array::HostArray;
 use crate::host::matmul::Matrix;
@@ -121,6 +122,7 @@ impl ScratchTask for MergeTask<'_> {
 }
 
 /// Writes the output and lse of one head of a query: o / l and m + ln l, or 0 and −∞ without keys.
+/// `o` has the order of scratch ([`whole_loads`]).
 ///
 /// # Safety
 /// The caller guarantees that `o` holds a row of the output, and that the results of this query and
@@ -134,9 +136,18 @@ pub(super) unsafe fn write<S: Simd>(
     [m, l]: State,
 ) {
     let (factor, lse) = if l == 0.0 { (0.0, f32::NEG_INFINITY) } else { (1.0 / l, m + l.ln()) };
+    let to = io.o.row(entry, t, head);
     // SAFETY: the caller guarantees both rows.
     unsafe {
-        store_row(simd, o.at, factor, io.o.row(entry, t, head), Dtype::F32, io.o.dim);
+        if io.k.dtype == Dtype::Bf16 && whole_loads(io, S::LANES) {
+            for d in 0..io.o.dim {
+                let (load, at) = (d / (2 * S::LANES), d % (2 * S::LANES));
+                let from = (2 * load + at % 2) * S::LANES + at / 2;
+                *to.cast::<f32>().add(d) = *o.at.add(from) * factor;
+            }
+        } else {
+            store_row(simd, o.at, factor, to, Dtype::F32, io.o.dim);
+        }
         io.lse.row(entry, t, head).cast::<f32>().write(lse);
     }
 }

@@ -22,9 +22,8 @@ mod chunk;
 mod element;
 mod merge;
 mod plan;
-mod scores;
 mod tile;
-mod values;
+mod units;
 
 use rayon::ThreadPool;
 use rayon::prelude::*;

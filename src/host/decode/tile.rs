@@ -13,6 +13,8 @@ pub(super) const TILE: usize = 32;
 pub(super) type Seen = u32;
 /// Adjacent keys whose scores a vector holds, for each row of a block.
 pub(super) const QUAD: usize = 4;
+/// Quads of a tile.
+pub(super) const QUADS: usize = TILE / QUAD;
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
@@ -69,44 +71,26 @@ impl Tile {
     }
 }
 
-/// The prefetch of a tile's rows, line by line in the order of memory.
-pub(super) struct Ahead {
-    tile: Tile,
-    /// Lines of a row of keys, and of a row of values, in the heads of the task.
-    lines: [usize; 2],
-    /// Index of the next piece: row of keys, row of values, next row of keys, and so on.
-    piece: usize,
-    /// The next line of the piece.
-    line: usize,
-    /// Lines for each unit of work.
-    pace: usize,
+/// The prefetch of the rows that a task reads next, in quads of rows.
+#[derive(Clone, Copy)]
+pub(super) struct Ahead<'a> {
+    /// This tile and the next one.
+    pub tiles: [&'a Tile; 2],
+    /// Bytes of a head in a row of keys and in a row of values. Heads are adjacent.
+    pub bytes: [usize; 2],
 }
 
-impl Ahead {
-    /// Spreads the lines of a tile over `units` units of work.
+impl Ahead<'_> {
+    /// Asks for a quad of rows of one head. Quads of this tile's keys, of its values, of the next
+    /// tile's keys and of its values count on.
     #[inline(always)]
-    pub fn new(tile: Tile, bytes: [usize; 2], units: usize) -> Ahead {
-        let lines = bytes.map(|bytes| bytes.div_ceil(LINE));
-        let pace = (TILE * (lines[0] + lines[1])).div_ceil(units.max(1));
-        Ahead { tile, lines, piece: 0, line: 0, pace }
-    }
-
-    /// Asks for the lines of some units of work.
-    #[inline(always)]
-    pub fn fetch<S: Simd>(&mut self, simd: S, units: usize) {
-        let mut left = units * self.pace;
-        while left > 0 && self.piece < 2 * TILE {
-            let (row, side) = (self.piece / 2, self.piece % 2);
-            let rows = if side == 0 { &self.tile.keys } else { &self.tile.values };
-            let count = left.min(self.lines[side] - self.line);
-            let first = rows[row].wrapping_add(self.line * LINE);
-            for line in 0..count {
-                simd.prefetch_far(first.wrapping_add(line * LINE));
-            }
-            left -= count;
-            self.line += count;
-            if self.line == self.lines[side] {
-                (self.piece, self.line) = (self.piece + 1, 0);
+    pub fn fetch<S: Simd>(&self, simd: S, quad: usize, head: usize) {
+        let (side, first) = (quad / QUADS, quad % QUADS * QUAD);
+        let Tile { keys, values, .. } = self.tiles[side / 2 % 2];
+        let (rows, bytes) = if side % 2 == 0 { (keys, self.bytes[0]) } else { (values, self.bytes[1]) };
+        for skip in (0..bytes).step_by(LINE) {
+            for row in &rows[first..first + QUAD] {
+                simd.prefetch_far(row.wrapping_add(head * bytes + skip));
             }
         }
     }

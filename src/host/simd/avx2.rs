@@ -58,6 +58,12 @@ impl Simd for Avx2 {
             let tiny = _mm256_cmp_ps::<_CMP_LT_OQ>(n, _mm256_set1_ps(-125.0));
             _mm256_andnot_ps(tiny, _mm256_castsi256_ps(bits))
         }}
+        fn low_bf16(x: __m256) -> __m256 {
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_castps_si256(x)))
+        }
+        fn high_bf16(x: __m256) -> __m256 {
+            _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0xffff_0000u32 as i32)))
+        }
         fn inside(start: usize, end: usize, x: __m256, other: __m256) -> __m256 {{
             let lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
             let end = _mm256_set1_epi32(end.min(8) as i32);

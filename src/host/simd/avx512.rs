@@ -61,6 +61,12 @@ impl Simd for Avx512 {
         fn div(a: __m512, b: __m512) -> __m512 { _mm512_div_ps(a, b) }
         fn round(x: __m512) -> __m512 { _mm512_roundscale_ps::<0x08>(x) }
         fn scale(x: __m512, n: __m512) -> __m512 { _mm512_scalef_ps(x, n) }
+        fn low_bf16(x: __m512) -> __m512 {
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_castps_si512(x)))
+        }
+        fn high_bf16(x: __m512) -> __m512 {
+            _mm512_and_ps(x, _mm512_castsi512_ps(_mm512_set1_epi32(0xffff_0000u32 as i32)))
+        }
         fn inside(start: usize, end: usize, x: __m512, other: __m512) -> __m512 {
             _mm512_mask_mov_ps(other, lanes_below(end) & !lanes_below(start), x)
         }

@@ -85,6 +85,13 @@ pub(super) trait Simd: Copy {
         other: Self::Vector,
     ) -> Self::Vector;
 
+    /// Returns the bfloat16 in the low half of each lane.
+    fn low_bf16(self, x: Self::Vector) -> Self::Vector;
+    /// Returns the bfloat16 in the high half of each lane.
+    fn high_bf16(self, x: Self::Vector) -> Self::Vector;
+    /// Returns, in all four lanes of each quad of lanes, the largest of the four, none of which may be
+    /// NaN.
+    fn max_of_quads(self, x: Self::Vector) -> Self::Vector;
     /// Returns the sum of the lanes of each of the first `LANES` vectors.
     fn sum_each(self, x: [Self::Vector; 16]) -> Self::Vector;
 

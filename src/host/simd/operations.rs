@@ -65,6 +65,15 @@ macro_rules! x86_methods {
         }
 
         #[inline(always)]
+        fn max_of_quads(self, x: Self::Vector) -> Self::Vector {
+            // SAFETY: `self` proves that the CPU has the instructions.
+            unsafe {
+                let pairs = self.max(x, $shuffle::<0xb1>(x, x));
+                self.max(pairs, $shuffle::<0x4e>(pairs, pairs))
+            }
+        }
+
+        #[inline(always)]
         fn sum_each(self, x: [Self::Vector; 16]) -> Self::Vector {
             // Sums of four lanes and of four vectors come to lie in each part of 128 bits.
             let mut parts = [x[0]; 4];

@@ -66,6 +66,8 @@ impl Simd for Portable {
             let bits = x[i].to_bits().wrapping_add((n[i] as i32 as u32) << 23);
             if n[i] < -125.0 { 0.0 } else { f32::from_bits(bits) }
         }}
+        fn low_bf16(x: Vector) |i| { f32::from_bits(x[i].to_bits() << 16) }
+        fn high_bf16(x: Vector) |i| { f32::from_bits(x[i].to_bits() & 0xffff_0000) }
         fn inside(start: usize, end: usize, x: Vector, other: Vector) |i| {
             if start <= i && i < end { x[i] } else { other[i] }
         }
@@ -85,6 +87,11 @@ impl Simd for Portable {
                 unsafe { *to.add(column * to_row + row) = *from.add(row * from_row + column) }
             }
         }
+    }
+
+    #[inline(always)]
+    fn max_of_quads(self, x: Vector) -> Vector {
+        each(|i| x[i / 4 * 4..][..4].iter().copied().fold(f32::NEG_INFINITY, f32::max))
     }
 
     #[inline(always)]

@@ -1,0 +1,448 @@
+//! The work on one tile: units, each of them a block of rows that share a head of keys.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use super::element::Element;
+use super::tile::{Ahead, QUAD, QUADS, Seen, TILE};
+use crate::host::matmul::{Matrix, even_parts};
+use crate::host::simd::{Simd, Task};
+use crate::host::softmax::{NoFeatures, ScoreFeatures, SoftCap, VectorPlace};
+
+/// Most rows of a block. A vector of scores has [`QUAD`] lanes for each row, so shorter vectors take
+/// fewer rows.
+pub(super) const MOST_ROWS: usize = 4;
+/// Vectors of an output that are summed at a time. With four rows, the sums and their operands take
+/// most registers of AVX-512.
+const COLUMNS: usize = 4;
+/// Quads of values that are summed before the next unit's turn.
+const VALUE_QUADS: usize = 2;
+/// Quads between the prefetch of rows and their use.
+const DISTANCE: usize = 4;
+
+/// Returns the rows of a block.
+#[inline(always)]
+pub(super) fn block_rows<S: Simd>() -> usize {
+    S::LANES / QUAD
+}
+
+/// The running softmax of all units of a task, and the scratch of their scores. In vectors over the
+/// rows of a unit, each row has [`QUAD`] lanes.
+#[derive(Clone, Copy)]
+pub(super) struct State {
+    /// Queries, times the scale: the rows of each unit.
+    pub q: Matrix,
+    /// Σ e^(score − m) v: the rows of each unit.
+    pub o: Matrix,
+    /// Largest score so far, −∞ before the first: a vector for each unit.
+    pub m: Matrix,
+    /// Sums of e^(score − m), each over every fourth key: a vector for each unit.
+    pub l: Matrix,
+    /// e^(old m − new m), the factor for sums that were made with the old m: a vector for each
+    /// unit.
+    pub alpha: Matrix,
+    /// Scores, then e^(score − m): a vector for each unit and quad of keys.
+    pub scores: Matrix,
+    /// ALiBi's slopes: a vector for each unit.
+    pub slopes: Matrix,
+    /// Distances of the tile's first row from the queries: a vector for each block.
+    pub queries: Matrix,
+    /// Distances of the tile's keys from its first row: a vector for each quad.
+    pub keys: Matrix,
+}
+
+/// Folds a tile into the softmax of some units:
+///
+/// ```text
+/// m' = max(m, max s);  alpha = e^(m − m');  l' = l·alpha + Σ e^(s − m')
+/// o' = o·alpha + Σ e^(s − m') v
+/// ```
+#[derive(Clone)]
+pub(super) struct Units<'a> {
+    pub state: State,
+    /// Units, by head, then by block.
+    pub units: Range<usize>,
+    /// Heads of keys of the task.
+    pub heads: usize,
+    /// Blocks of each head.
+    pub blocks: usize,
+    /// Rows of each head.
+    pub rows: usize,
+    /// The keys that each row of a block sees.
+    pub seen: &'a [[Seen; MOST_ROWS]],
+    pub keys: &'a [*const u8; TILE],
+    pub values: &'a [*const u8; TILE],
+    /// Bytes from a head to the next one, in keys and in values.
+    pub skips: [usize; 2],
+    pub cap: Option<SoftCap>,
+    pub has_slopes: bool,
+    /// Whether to read row after row, in the order of memory. Else the units take turns, each with
+    /// all rows.
+    pub by_row: bool,
+    pub ahead: Ahead<'a>,
+}
+
+/// The fold of units whose keys and values have elements of type `E`.
+struct Fold<'a, E>(Units<'a>, PhantomData<E>);
+
+impl<E: Element> Task for Fold<'_, E> {
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        // SAFETY: the caller of `compute` guarantees the memory behind all pointers.
+        unsafe { self.0.fold::<S, E>(simd) }
+    }
+}
+
+impl Units<'_> {
+    /// Folds the tile, in a function of its own.
+    ///
+    /// # Safety
+    /// The caller guarantees that keys and values are readable, with elements of type `E`, and that
+    /// the state has the units and is this thread's.
+    #[inline(always)]
+    pub unsafe fn compute<S: Simd, E: Element>(self, simd: S) {
+        simd.vectorize(Fold(self, PhantomData::<E>));
+    }
+
+    /// Folds the tile.
+    ///
+    /// # Safety
+    /// The caller guarantees what [`Units::compute`] asks for.
+    #[inline(always)]
+    unsafe fn fold<S: Simd, E: Element>(&self, simd: S) {
+        // SAFETY: the caller guarantees the memory behind all pointers.
+        unsafe {
+            if !self.by_row {
+                let first = self.units.start;
+                for unit in self.units.clone() {
+                    let part = |end: usize| end * 2 * QUADS / self.blocks;
+                    for quad in part(unit - first)..part(unit - first + 1) {
+                        self.fetch_next(simd, quad);
+                    }
+                    for quad in 0..QUADS {
+                        self.scores::<S, E>(simd, unit, quad);
+                    }
+                    self.softmax(simd, unit);
+                    self.outputs::<S, E>(simd, unit, 0..QUADS);
+                }
+                return;
+            }
+            for quad in 0..QUADS {
+                for unit in self.units.clone() {
+                    self.fetch(simd, unit, quad + DISTANCE);
+                    self.scores::<S, E>(simd, unit, quad);
+                }
+            }
+            for unit in self.units.clone() {
+                self.softmax(simd, unit);
+            }
+            for first in (0..QUADS).step_by(VALUE_QUADS) {
+                for unit in self.units.clone() {
+                    for quad in first..first + VALUE_QUADS {
+                        self.fetch(simd, unit, QUADS + quad + DISTANCE);
+                    }
+                    self.outputs::<S, E>(simd, unit, first..first + VALUE_QUADS);
+                }
+            }
+        }
+    }
+
+    /// Asks for a quad of rows of a unit's head. The units of a head ask once.
+    #[inline(always)]
+    fn fetch<S: Simd>(&self, simd: S, unit: usize, quad: usize) {
+        if unit % self.blocks == 0 {
+            self.ahead.fetch(simd, quad, unit / self.blocks);
+        }
+    }
+
+    /// Asks for a quad of rows of the next head, which may be the first head of the next tile.
+    #[inline(always)]
+    fn fetch_next<S: Simd>(&self, simd: S, quad: usize) {
+        match self.units.end / self.blocks {
+            head if head == self.heads => self.ahead.fetch(simd, 2 * QUADS + quad, 0),
+            head => self.ahead.fetch(simd, quad, head),
+        }
+    }
+
+    /// Returns the keys that each row of a unit sees.
+    #[inline(always)]
+    fn seen<S: Simd>(&self, unit: usize) -> &[Seen] {
+        let block = unit % self.blocks;
+        let rows = (self.rows - block * block_rows::<S>()).min(block_rows::<S>());
+        &self.seen[block][..rows]
+    }
+
+    /// Returns the bytes from the first head to the head of a unit, in keys and in values.
+    #[inline(always)]
+    fn skips(&self, unit: usize) -> [usize; 2] {
+        let head = (unit - self.units.start) / self.blocks;
+        [head * self.skips[0], head * self.skips[1]]
+    }
+
+    /// Computes the products of a unit's queries and a quad of keys.
+    ///
+    /// # Safety
+    /// The caller guarantees what [`Units::compute`] asks for.
+    #[inline(always)]
+    unsafe fn scores<S: Simd, E: Element>(&self, simd: S, unit: usize, quad: usize) {
+        // SAFETY: the caller guarantees the memory behind all pointers.
+        unsafe {
+            match self.seen::<S>(unit).len() {
+                1 => self.products::<S, E, 1>(simd, unit, quad),
+                2 => self.products::<S, E, 2>(simd, unit, quad),
+                3 => self.products::<S, E, 3>(simd, unit, quad),
+                _ => self.products::<S, E, 4>(simd, unit, quad),
+            }
+        }
+    }
+
+    /// Computes the products of `R` rows and a quad of keys: lanes `4r` up to `4r + 3` of the result
+    /// are those of row r.
+    ///
+    /// # Safety
+    /// The caller guarantees what [`Units::compute`] asks for.
+    #[inline(always)]
+    unsafe fn products<S: Simd, E: Element, const R: usize>(&self, simd: S, unit: usize, quad: usize) {
+        if R > block_rows::<S>() {
+            return;
+        }
+        let State { q, scores, .. } = self.state;
+        let (at, skip) = (q.skip(unit * block_rows::<S>()).at, self.skips(unit)[0]);
+        let mut rows = [std::ptr::null(); QUAD];
+        for (row, key) in rows.iter_mut().zip(&self.keys[quad * QUAD..]) {
+            *row = key.wrapping_add(skip);
+        }
+        let mut sums = [[simd.zero(); QUAD]; R];
+        for load in 0..q.row / S::LANES / E::VECTORS {
+            for part in 0..E::VECTORS {
+                let d = (load * E::VECTORS + part) * S::LANES;
+                // SAFETY: the caller guarantees the queries and the keys.
+                unsafe {
+                    let mut keys = [simd.zero(); QUAD];
+                    for (key, row) in keys.iter_mut().zip(rows) {
+                        *key = E::load(simd, row, load, part);
+                    }
+                    for (r, sums) in sums.iter_mut().enumerate() {
+                        let left = simd.load(at.add(r * q.row + d));
+                        for (sum, key) in sums.iter_mut().zip(keys) {
+                            *sum = simd.mul_add(left, key, *sum);
+                        }
+                    }
+                }
+            }
+        }
+        let mut all = [simd.zero(); 16];
+        for (to, from) in all.iter_mut().zip(sums.as_flattened()) {
+            *to = *from;
+        }
+        // SAFETY: the caller guarantees the room for the scores.
+        unsafe { simd.store(scores.skip(unit * QUADS + quad).at, simd.sum_each(all)) };
+    }
+
+    /// Applies features to a unit's scores, and takes the step of the online softmax.
+    ///
+    /// # Safety
+    /// The caller guarantees what [`Units::compute`] asks for.
+    #[inline(always)]
+    unsafe fn softmax<S: Simd>(&self, simd: S, unit: usize) {
+        // SAFETY: the caller guarantees the memory behind all pointers.
+        unsafe {
+            match self.cap {
+                Some(cap) => self.features(simd, unit, cap),
+                None if self.has_slopes => self.features(simd, unit, NoFeatures),
+                None => (),
+            }
+            self.hide::<S>(unit);
+            self.online(simd, unit);
+        }
+    }
+
+    /// Applies the soft cap, then ALiBi.
+    ///
+    /// # Safety
+    /// The caller guarantees what [`Units::compute`] asks for.
+    #[inline(always)]
+    unsafe fn features<S: Simd>(&self, simd: S, unit: usize, cap: impl ScoreFeatures) {
+        let State { scores, slopes, queries, keys, .. } = self.state;
+        for quad in 0..QUADS {
+            let at = scores.skip(unit * QUADS + quad).at;
+            // SAFETY: the caller guarantees the scores, and the distances and slopes if there are
+            // slopes.
+            unsafe {
+                let place = VectorPlace { row: 0, first: 0 };
+                let (mut s, _) = cap.logits(simd, simd.load(at), place);
+                if self.has_slopes {
+                    let query = simd.load(queries.skip(unit % self.blocks).at);
+                    let distance = simd.add(simd.load(keys.skip(quad).at), query);
+                    s = simd.mul_add(simd.load(slopes.skip(unit).at), distance, s);
+                }
+                simd.store(at, s);
+            }
+        }
+    }
+
+    /// Writes −∞ in place of the scores of keys that a row does not see.
+    ///
+    /// # Safety
+    /// The caller guarantees what [`Units::compute`] asks for.
+    #[inline(always)]
+    unsafe fn hide<S: Simd>(&self, unit: usize) {
+        for (row, seen) in self.seen::<S>(unit).iter().enumerate() {
+            let mut hidden = !seen;
+            while hidden != 0 {
+                let at = self.place::<S>(unit, row, hidden.trailing_zeros() as usize);
+                hidden &= hidden - 1;
+                // SAFETY: the caller guarantees the room for the scores.
+                unsafe { *at = f32::NEG_INFINITY };
+            }
+        }
+    }
+
+    /// Returns the place of the score of a key.
+    #[inline(always)]
+    fn place<S: Simd>(&self, unit: usize, row: usize, key: usize) -> *mut f32 {
+        let quad = self.state.scores.skip(unit * QUADS + key / QUAD).at;
+        quad.wrapping_add(row * QUAD + key % QUAD)
+    }
+
+    /// Takes the step of the online softmax.
+    ///
+    /// # Safety
+    /// The caller guarantees what [`Units::compute`] asks for.
+    #[inline(always)]
+    unsafe fn online<S: Simd>(&self, simd: S, unit: usize) {
+        let State { m, l, alpha, scores, .. } = self.state;
+        let [m, l, alpha] = [m, l, alpha].map(|matrix| matrix.skip(unit).at);
+        let scores = scores.skip(unit * QUADS);
+        // SAFETY: the caller guarantees the scores and the softmax.
+        unsafe {
+            let before = simd.load(m);
+            let mut most = before;
+            for quad in 0..QUADS {
+                // This order of operands ignores NaN, which then comes back from the exponential.
+                most = simd.max(simd.load(scores.skip(quad).at), most);
+            }
+            let most = simd.max_of_quads(most);
+            simd.store(m, most);
+            // Where a row has seen no key yet, −∞ − m would be NaN.
+            let most = simd.max(most, simd.splat(f32::MIN));
+            let factor = simd.exp(simd.sub(before, most));
+            simd.store(alpha, factor);
+            let mut sum = simd.mul(simd.load(l), factor);
+            for quad in 0..QUADS {
+                let at = scores.skip(quad).at;
+                let p = simd.exp(simd.sub(simd.load(at), most));
+                simd.store(at, p);
+                sum = simd.add(sum, p);
+            }
+            simd.store(l, sum);
+        }
+    }
+
+    /// Adds some quads of values to a unit's outputs. Keys that a row does not see are left out,
+    /// since 0 · NaN is NaN.
+    ///
+    /// # Safety
+    /// The caller guarantees what [`Units::compute`] asks for.
+    #[inline(always)]
+    unsafe fn outputs<S: Simd, E: Element>(&self, simd: S, unit: usize, quads: Range<usize>) {
+        let seen = self.seen::<S>(unit);
+        // SAFETY: the caller guarantees the memory behind all pointers.
+        unsafe {
+            if seen.iter().any(|other| *other != seen[0]) {
+                for row in 0..seen.len() {
+                    self.block::<S, E, 1>(simd, unit, row, quads.clone());
+                }
+                return;
+            }
+            match seen.len() {
+                1 => self.block::<S, E, 1>(simd, unit, 0, quads),
+                2 => self.block::<S, E, 2>(simd, unit, 0, quads),
+                3 => self.block::<S, E, 3>(simd, unit, 0, quads),
+                _ => self.block::<S, E, 4>(simd, unit, 0, quads),
+            }
+        }
+    }
+
+    /// Adds values to `R` rows that see the same keys.
+    ///
+    /// # Safety
+    /// The caller guarantees what [`Units::compute`] asks for.
+    #[inline(always)]
+    unsafe fn block<S: Simd, E: Element, const R: usize>(
+        &self,
+        simd: S,
+        unit: usize,
+        row: usize,
+        quads: Range<usize>,
+    ) {
+        if R > block_rows::<S>() {
+            return;
+        }
+        let loads = self.state.o.row / S::LANES / E::VECTORS;
+        for loads in even_parts(loads, COLUMNS / E::VECTORS) {
+            let place = (unit, row, loads.start);
+            // SAFETY: the caller guarantees the memory behind all pointers.
+            unsafe {
+                match loads.len() * E::VECTORS {
+                    1 => self.columns::<S, E, R, 1>(simd, place, quads.clone()),
+                    2 => self.columns::<S, E, R, 2>(simd, place, quads.clone()),
+                    3 => self.columns::<S, E, R, 3>(simd, place, quads.clone()),
+                    _ => self.columns::<S, E, R, 4>(simd, place, quads.clone()),
+                }
+            }
+        }
+    }
+
+    /// Adds values to `N` vectors of `R` rows, from load `load` on.
+    ///
+    /// # Safety
+    /// The caller guarantees what [`Units::compute`] asks for.
+    #[inline(always)]
+    unsafe fn columns<S: Simd, E: Element, const R: usize, const N: usize>(
+        &self,
+        simd: S,
+        (unit, row, load): (usize, usize, usize),
+        quads: Range<usize>,
+    ) {
+        let (o, skip) = (self.state.o.skip(unit * block_rows::<S>() + row), self.skips(unit)[1]);
+        let at = |r: usize, n: usize| o.skip(r).at.wrapping_add((load * E::VECTORS + n) * S::LANES);
+        let alpha = self.state.alpha.skip(unit).at.wrapping_add(row * QUAD);
+        let seen = self.seen::<S>(unit)[row];
+        let mut sums = [[simd.zero(); N]; R];
+        // SAFETY: the caller guarantees the memory behind all pointers.
+        unsafe {
+            for (r, sums) in sums.iter_mut().enumerate() {
+                let factor = if quads.start == 0 { *alpha.add(r * QUAD) } else { 1.0 };
+                for (n, sum) in sums.iter_mut().enumerate() {
+                    *sum = simd.mul(simd.load(at(r, n)), simd.splat(factor));
+                }
+            }
+            for quad in quads {
+                let mut seen = seen >> (quad * QUAD) & 0xf;
+                while seen != 0 {
+                    let key = quad * QUAD + seen.trailing_zeros() as usize;
+                    seen &= seen - 1;
+                    let value = self.values[key].wrapping_add(skip);
+                    let mut right = [simd.zero(); N];
+                    for (n, right) in right.iter_mut().enumerate() {
+                        let (index, part) = (n / E::VECTORS, n % E::VECTORS);
+                        *right = E::load(simd, value, load + index, part);
+                    }
+                    let weights = self.place::<S>(unit, row, key);
+                    for (r, sums) in sums.iter_mut().enumerate() {
+                        let weight = simd.splat(*weights.add(r * QUAD));
+                        for (sum, right) in sums.iter_mut().zip(right) {
+                            *sum = simd.mul_add(weight, right, *sum);
+                        }
+                    }
+                }
+            }
+            for (r, sums) in sums.iter().enumerate() {
+                for (n, sum) in sums.iter().enumerate() {
+                    simd.store(at(r, n), *sum);
+                }
+            }
+        }
+    }
+}
