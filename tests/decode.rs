@@ -14,8 +14,9 @@ const BOUND: f64 = 3e-6;
 fn assert_right(data: &Data) {
     let [outputs, sums] = data.reference();
     let largest = outputs.iter().fold(0.0f64, |most, x| most.max(x.abs()));
+    let pool = pool(2);
     for isa in Isa::available() {
-        data.run(isa, &pool(2));
+        data.run(isa, &pool);
         for (got, want) in data.o.values().iter().zip(&outputs) {
             let error = (got - want).abs();
             assert!(error <= BOUND * largest, "{got} instead of {want}, {isa}, {:?}", data.case);
@@ -35,12 +36,9 @@ fn check(cases: impl IntoIterator<Item = Case>) {
 
 #[test]
 fn all_heads_and_dims_agree() {
-    for heads in [[1, 1], [2, 1], [3, 1], [6, 2], [5, 5], [8, 1], [48, 1], [40, 8]] {
-        check([[1, 1], [16, 16], [24, 40], [64, 128], [100, 20]].map(|dims| Case {
-            heads,
-            dims,
-            ..CASE
-        }));
+    let dims = [[1, 1], [16, 16], [24, 40], [64, 128], [100, 20]];
+    for heads in [[1, 1], [2, 1], [3, 1], [6, 2], [5, 5], [48, 1], [20, 4]] {
+        check(dims.map(|dims| Case { heads, dims, ..CASE }));
     }
 }
 
@@ -52,6 +50,172 @@ fn all_numbers_of_queries_agree() {
 #[test]
 fn all_element_types_agree() {
     for heads in [[1, 1], [4, 2], [16, 1]] {
-        check([Dtype::F32, Dtype::Bf16, Dtype::F16].map(|dtype| Case { dtype, heads, ..CASE }));
+        for dims in [[32, 64], [48, 16]] {
+            let types = [Dtype::F32, Dtype::Bf16, Dtype::F16];
+            check(types.map(|dtype| Case { dtype, heads, dims, ..CASE }));
+        }
+    }
+}
+
+/// Sources of several chunks, whose partial results are merged.
+#[test]
+fn long_sources_agree() {
+    for (queries, heads) in [([2, 1], [4, 2]), ([2, 5], [8, 1]), ([1, 40], [2, 1])] {
+        let case = Case { queries, heads, sources: 2, pages: [64, 12], ..CASE };
+        check([Dtype::F32, Dtype::Bf16].map(|dtype| Case { dtype, window: Some(300), ..case }));
+        check([Case { rank: (1, 2), interleave: 64, ..case }]);
+    }
+}
+
+#[test]
+fn every_rank_of_every_layout_agrees() {
+    for world_size in 1..=8 {
+        for rank in 0..world_size {
+            let case = Case { rank: (rank, world_size), slopes: rank % 2 == 1, ..CASE };
+            let whole = case.capacity() as i64;
+            check([1, 3, 16, whole].map(|interleave| Case { interleave, ..case }));
+        }
+    }
+}
+
+#[test]
+fn all_features_agree() {
+    let windows = [None, Some(0), Some(1), Some(40), Some(u32::MAX)];
+    for (window, soft_cap) in windows.into_iter().flat_map(|w| [0.0, 2.0].map(|cap| (w, cap))) {
+        let case = Case { window, soft_cap, queries: [3, 5], rank: (1, 2), ..CASE };
+        check([false, true].map(|slopes| Case { slopes, ..case }));
+    }
+}
+
+/// Every source has several readers with other lengths, as shared prefixes do.
+#[test]
+fn entries_share_sources() {
+    for (len, dtype) in [(1, Dtype::F32), (3, Dtype::F32), (2, Dtype::Bf16)] {
+        let case = Case { queries: [40, len], dtype, pages: [16, 24], dims: [32, 32], ..CASE };
+        let mut data = Data::new(case, 5);
+        data.source = (0..40).map(|entry| entry % 4 - 1).collect();
+        assert_right(&data);
+        data.starts.fill(case.capacity() as i32);
+        assert_right(&data);
+    }
+}
+
+/// No integer leads out of bounds: what does not exist is hidden.
+#[test]
+fn hostile_integers_are_defined() {
+    let extremes = [i32::MIN, -1, 0, 1, 7, 80, i32::MAX];
+    for (at, value) in extremes.into_iter().enumerate() {
+        for field in 0..5 {
+            let case = Case { slopes: at % 2 == 0, rank: (1, 3), window: Some(30), ..CASE };
+            let mut data = Data::new(case, at as u64 + 1);
+            let fields = [
+                &mut data.lengths,
+                &mut data.starts,
+                &mut data.query_lengths,
+                &mut data.source,
+                &mut data.page_table,
+            ];
+            fields[field].iter_mut().step_by(2).for_each(|x| *x = value);
+            assert_right(&data);
+        }
+    }
+}
+
+/// A call that reads nothing still writes its results.
+#[test]
+fn empty_caches_agree() {
+    let case = Case { pages: [16, 0], ..CASE };
+    check([case, Case { sources: 0, ..CASE }, Case { queries: [0, 1], ..CASE }]);
+}
+
+/// NaN in rows that no query sees, and in pages that no table names, reaches no result.
+#[test]
+fn hidden_rows_reach_nothing() {
+    for case in [
+        CASE,
+        Case { heads: [16, 1], queries: [3, 4], dtype: Dtype::Bf16, dims: [32, 32], ..CASE },
+        Case { window: Some(9), queries: [3, 4], dims: [20, 20], ..CASE },
+        Case { pages: [64, 12], sources: 4, ..CASE },
+    ] {
+        let mut data = Data::new(case, 9);
+        let seen: Vec<Vec<usize>> = (0..case.queries[0])
+            .map(|entry| (0..case.queries[1]).flat_map(|t| data.seen(entry, t)).collect())
+            .collect();
+        let [page, pages] = case.pages;
+        for (source, row) in
+            (0..case.sources).flat_map(|source| (0..case.capacity()).map(move |row| (source, row)))
+        {
+            if seen.get(source).is_some_and(|rows| rows.contains(&row)) {
+                continue;
+            }
+            let at = data.page_table[source * pages + row / page] as usize * page + row % page;
+            for array in [&mut data.k, &mut data.v] {
+                let floats = case.heads[1] * array.shape[3];
+                (at * floats..(at + 1) * floats).for_each(|index| array.set(index, f32::NAN));
+            }
+        }
+        // Table entries of pages without a visible row are never followed.
+        for (source, rows) in seen.iter().enumerate() {
+            for number in 0..pages {
+                if !rows.iter().any(|row| row / page == number) {
+                    data.page_table[source * pages + number] = -1;
+                }
+            }
+        }
+        assert_right(&data);
+    }
+}
+
+/// A row that one query sees does not reach a query that does not see it, be it NaN or infinite.
+#[test]
+fn queries_of_one_task_stay_apart() {
+    let case = Case { queries: [1, 4], sources: 1, ..CASE };
+    for (isa, value) in
+        Isa::available().into_iter().flat_map(|isa| [f32::NAN, f32::INFINITY].map(|x| (isa, x)))
+    {
+        let [clean, mut spoilt] = [0, 1].map(|_| Data::new(case, 3));
+        let row = case.capacity() - 1;
+        let [page, _] = case.pages;
+        let at = spoilt.page_table[row / page] as usize * page + row % page;
+        for array in [&mut spoilt.k, &mut spoilt.v] {
+            let floats = case.heads[1] * array.shape[3];
+            (at * floats..(at + 1) * floats).for_each(|index| array.set(index, value));
+        }
+        [&clean, &spoilt].map(|data| data.run(isa, &pool(1)));
+        let (want, got) = (clean.o.values(), spoilt.o.values());
+        let last = want.len() / 4 * 3;
+        assert_eq!(got[..last], want[..last], "{isa}, {value}");
+        assert!(got[last..].iter().all(|x| !x.is_finite()), "{isa}, {value}");
+    }
+}
+
+/// The bits of an entry depend neither on other entries, nor on its slot, its page ids or the
+/// number of threads.
+#[test]
+fn bits_depend_on_the_entry_alone() {
+    for (len, dtype, heads) in
+        [(1, Dtype::F32, [4, 2]), (1, Dtype::Bf16, [8, 2]), (3, Dtype::F32, [6, 1])]
+    {
+        let (pages, dims) = ([16, 24], [32, 64]);
+        let case = Case { queries: [8, len], heads, dims, dtype, pages, sources: 8, ..CASE };
+        for isa in Isa::available() {
+            let data = Data::new(case, 11);
+            data.run(isa, &pool(1));
+            let whole = data.clone();
+            data.run(isa, &pool(3));
+            assert_eq!(data.o.bits(), whole.o.bits(), "threads, {isa}");
+
+            // The last entry alone, in another slot, with a cache in another order.
+            let mut moved = whole.clone();
+            moved.relocate(7, 2);
+            moved.run(isa, &pool(2));
+            assert_eq!(moved.result(2), whole.result(7), "slot and pages, {isa}, {dtype:?}");
+
+            // Entries that all read the source of entry 7, so that many rows share a task.
+            let mut shared = whole.clone();
+            shared.source.fill(7);
+            shared.run(isa, &pool(2));
+            assert_eq!(shared.result(7), whole.result(7), "shared, {isa}, {dtype:?}");
+        }
     }
 }

@@ -199,4 +199,42 @@ impl Data {
         }
         [outputs, sums]
     }
+
+    /// Returns the bits of an entry's results.
+    pub fn result(&self, entry: usize) -> Vec<u64> {
+        let of = |array: &Array| {
+            let count = array.shape[1..].iter().product::<usize>();
+            (entry * count..(entry + 1) * count).map(|i| array.get(i).to_bits()).collect::<Vec<_>>()
+        };
+        [&self.o, &self.lse].map(of).concat()
+    }
+
+    /// Leaves one entry with its source, now in slot `to` and in other pages; all other entries
+    /// are empty.
+    pub fn relocate(&mut self, entry: usize, to: usize) {
+        let (old, [page, count]) = (self.clone(), self.case.pages);
+        let pages = self.k.shape[0];
+        self.lengths.fill(0);
+        for (new, old) in [
+            (&mut self.lengths, &old.lengths),
+            (&mut self.starts, &old.starts),
+            (&mut self.query_lengths, &old.query_lengths),
+        ] {
+            new[to] = old[entry];
+        }
+        let copy = |new: &mut Array, old: &Array, at: usize, from: usize, len: usize| {
+            (0..len).for_each(|i| new.set(at * len + i, old.get(from * len + i) as f32));
+        };
+        let floats = self.q.shape[1..].iter().product();
+        copy(&mut self.q, &old.q, to, entry, floats);
+        for number in 0..count {
+            let from = old.page_table[old.source[entry] as usize * count + number] as usize;
+            let at = (from + 3) % pages;
+            self.page_table[self.source[to] as usize * count + number] = at as i32;
+            for (new, old) in [(&mut self.k, &old.k), (&mut self.v, &old.v)] {
+                let floats = page * new.shape[2] * new.shape[3];
+                copy(new, old, at, from, floats);
+            }
+        }
+    }
 }

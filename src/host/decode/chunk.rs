@@ -290,13 +290,9 @@ impl ChunkTask<'_> {
     /// # Safety
     /// The caller guarantees the scratch and what [`Units::compute`] asks for.
     #[inline(always)]
-    unsafe fn copy<S: Simd, E: Element>(
-        &self,
-        simd: S,
-        scratch: ChunkScratch,
-        units: Units<'_>,
-    ) {
-        let sides = [(&self.io.k, units.keys, scratch.keys), (&self.io.v, units.values, scratch.values)];
+    unsafe fn copy<S: Simd, E: Element>(&self, simd: S, scratch: ChunkScratch, units: Units<'_>) {
+        let sides =
+            [(&self.io.k, units.keys, scratch.keys), (&self.io.v, units.values, scratch.values)];
         for head in 0..self.part.kv_heads.len() {
             let mut copies = [[std::ptr::null(); TILE]; 2];
             for ((array, rows, to), copies) in sides.iter().zip(&mut copies) {

@@ -87,7 +87,8 @@ impl Ahead<'_> {
     pub fn fetch<S: Simd>(&self, simd: S, quad: usize, head: usize) {
         let (side, first) = (quad / QUADS, quad % QUADS * QUAD);
         let Tile { keys, values, .. } = self.tiles[side / 2 % 2];
-        let (rows, bytes) = if side % 2 == 0 { (keys, self.bytes[0]) } else { (values, self.bytes[1]) };
+        let (rows, bytes) =
+            if side % 2 == 0 { (keys, self.bytes[0]) } else { (values, self.bytes[1]) };
         for skip in (0..bytes).step_by(LINE) {
             for row in &rows[first..first + QUAD] {
                 simd.prefetch_far(row.wrapping_add(head * bytes + skip));

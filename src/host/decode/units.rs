@@ -202,7 +202,12 @@ impl Units<'_> {
     /// # Safety
     /// The caller guarantees what [`Units::compute`] asks for.
     #[inline(always)]
-    unsafe fn products<S: Simd, E: Element, const R: usize>(&self, simd: S, unit: usize, quad: usize) {
+    unsafe fn products<S: Simd, E: Element, const R: usize>(
+        &self,
+        simd: S,
+        unit: usize,
+        quad: usize,
+    ) {
         if R > block_rows::<S>() {
             return;
         }

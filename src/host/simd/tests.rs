@@ -253,6 +253,56 @@ fn inside_keeps_the_lanes_of_its_range() {
     }
 }
 
+/// Pushes the sums of vectors, the largest lanes of quads, and the two bfloat16 of a lane.
+struct AcrossLanes<'a> {
+    table: &'a [f32; 256],
+    out: &'a mut Vec<[f32; 16]>,
+    lanes: &'a mut usize,
+}
+
+impl Task for AcrossLanes<'_> {
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let mut rows = [simd.zero(); 16];
+        for (i, row) in rows.iter_mut().enumerate() {
+            // SAFETY: the table has 16 rows of 16 floats, and no vector has more than 16 lanes.
+            *row = unsafe { simd.load(self.table.as_ptr().add(16 * i)) };
+        }
+        let odd = simd.splat(f32::from_bits(0x4049_3fc0));
+        let found = [
+            simd.sum_each(rows),
+            simd.max_of_quads(rows[5]),
+            simd.low_bf16(odd),
+            simd.high_bf16(odd),
+        ];
+        for x in found {
+            let mut lanes = [0.0; 16];
+            // SAFETY: no vector has more than 16 lanes, so `lanes` has room.
+            unsafe { simd.store(lanes.as_mut_ptr(), x) };
+            self.out.push(lanes);
+        }
+        *self.lanes = S::LANES;
+    }
+}
+
+#[test]
+fn operations_across_lanes_agree_with_their_definitions() {
+    // Whole numbers, so that every order of additions gives the same sum.
+    let table: [f32; 256] = std::array::from_fn(|i| ((i * 37) % 101) as f32 - 50.0);
+    for isa in Isa::available() {
+        let (mut out, mut lanes) = (vec![], 0);
+        isa.run(AcrossLanes { table: &table, out: &mut out, lanes: &mut lanes });
+        for lane in 0..lanes {
+            let sum: f32 = table[16 * lane..][..lanes].iter().sum();
+            assert_eq!(out[0][lane], sum, "{isa}: the sum of vector {lane}");
+            let quad = &table[16 * 5 + lane / 4 * 4..][..4];
+            let most = quad.iter().copied().fold(f32::MIN, f32::max);
+            assert_eq!(out[1][lane], most, "{isa}: the largest lane of {quad:?}");
+            assert_eq!([out[2][lane], out[3][lane]], [1.5, 3.140625], "{isa}: bfloat16");
+        }
+    }
+}
+
 #[test]
 fn only_instruction_sets_of_this_cpu_have_a_name() {
     assert_eq!(Isa::named("neon"), None);

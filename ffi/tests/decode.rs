@@ -1,0 +1,115 @@
+//! The handler of attention to a cache, called as XLA calls it, with a fake runtime.
+
+use std::ffi::c_void;
+use std::ptr;
+
+use burst_attention_ffi::handlers::burst_attention_decode_execute;
+use burst_attention_ffi::sys;
+use burst_attention_test_frames::{FakeAttribute, FakeBuffer, FakeFrame, FakeRuntime, take_error};
+
+const F32: u32 = sys::XLA_FFI_DataType_F32;
+const S32: u32 = sys::XLA_FFI_DataType_S32;
+
+/// A call of one entry on the second of two ranks, with pages of two rows. Its memory is never
+/// freed.
+struct Call {
+    o: *const f32,
+    args: Vec<FakeBuffer>,
+    rets: Vec<FakeBuffer>,
+    attributes: Vec<(String, FakeAttribute)>,
+}
+
+impl Call {
+    fn new() -> Call {
+        fn leak<T>(values: Vec<T>) -> *mut c_void {
+            Box::leak(values.into_boxed_slice()).as_mut_ptr().cast()
+        }
+        let floats = |dims: &[i64], value: &dyn Fn(usize) -> f32| {
+            let count = dims.iter().product::<i64>() as usize;
+            FakeBuffer::new(F32, dims, leak((0..count).map(value).collect::<Vec<_>>()))
+        };
+        let ints = |dims: &[i64], values: &[i32]| FakeBuffer::new(S32, dims, leak(values.to_vec()));
+        let args = vec![
+            floats(&[1, 1, 2, 8], &|_| 1.0),
+            floats(&[3, 2, 1, 8], &|_| 0.5),
+            floats(&[3, 2, 1, 4], &|i| (i / 4) as f32),
+            ints(&[1, 2], &[2, -1]),
+            ints(&[1], &[0]),
+            ints(&[1], &[4]),
+            ints(&[1], &[3]),
+            ints(&[1], &[1]),
+            ints(&[], &[1]),
+            floats(&[2], &|_| 0.0),
+        ];
+        let rets = vec![floats(&[1, 1, 2, 4], &|_| f32::NAN), floats(&[1, 1, 2], &|_| f32::NAN)];
+        let float = |value: f32| FakeAttribute::Scalar(F32, value.to_ne_bytes().into());
+        let attributes = vec![
+            ("scale".into(), float(1.0)),
+            ("soft_cap".into(), float(0.0)),
+            ("window".into(), int(-1)),
+            ("interleave".into(), int(2)),
+            ("world_size".into(), int(2)),
+        ];
+        Call { o: rets[0].data.cast_const().cast(), args, rets, attributes }
+    }
+
+    fn run(self) -> Option<(u32, String)> {
+        let runtime = FakeRuntime::new(5, 1, 0);
+        let mut frame = FakeFrame::new(&self.args, &self.rets, self.attributes, &runtime);
+        // SAFETY: `FakeFrame` makes valid frames, whose memory is never freed.
+        take_error(unsafe { burst_attention_decode_execute(frame.address()) })
+    }
+}
+
+fn int(value: i64) -> FakeAttribute {
+    FakeAttribute::Scalar(sys::XLA_FFI_DataType_S64, value.to_ne_bytes().into())
+}
+
+/// Rank 1 of two holds the positions 2 and 3 in page 2, whose rows are 4 and 5.
+#[test]
+fn a_call_computes_the_partial_result_of_its_rank() {
+    let call = Call::new();
+    let o = call.o;
+    assert_eq!(call.run(), None);
+    // SAFETY: the call has ended, and its memory is never freed.
+    assert_eq!(unsafe { *o }, 4.5, "the mean of two values with equal scores");
+}
+
+#[test]
+fn wrong_calls_are_refused_with_what_was_expected() {
+    let refused = |change: &dyn Fn(&mut Call), words: &str| {
+        let mut call = Call::new();
+        change(&mut call);
+        let (code, message) = call.run().expect("refused");
+        assert_eq!(code, sys::XLA_FFI_Error_Code_INVALID_ARGUMENT, "{message}");
+        assert!(message.contains(words), "{words} in {message}");
+    };
+    refused(&|call| drop(call.args.pop()), "operands must be 10, got 9");
+    refused(&|call| drop(call.rets.pop()), "results must be 2, got 1");
+    refused(&|call| call.args[0].dtype = S32, "query must be float32, bfloat16 or float16");
+    refused(&|call| call.args[1].dims[3] = 16, "key_cache must be [3, 2, 1, 8]");
+    refused(&|call| call.args[1].dims[2] = 3, "a divisor of the heads of query (2), got 3");
+    refused(&|call| call.args[1].dims[2] = 0, "heads of key_cache");
+    refused(&|call| call.args[2].dims[0] = 2, "value_cache must be [3, 2, 1, 4]");
+    refused(&|call| call.args[3].dims = vec![2], "rank of page_table must be 2");
+    refused(&|call| call.args[5].dims[0] = 2, "lengths must be [1], got [2]");
+    refused(&|call| call.args[6].dtype = F32, "starts must be int32");
+    refused(&|call| call.args[8] = call.args[5].clone(), "rank");
+    refused(&|call| call.args[8].data = call.args[5].data, "rank must be from 0 to 1, got 4");
+    refused(&|call| call.args[9].dims[0] = 1, "slopes must be [2]");
+    refused(&|call| call.args[4].data = ptr::null_mut(), "source");
+    refused(&|call| call.rets[0].dims[3] = 8, "o must be [1, 1, 2, 4]");
+    refused(&|call| call.rets[1].dims[2] = 1, "lse must be [1, 1, 2]");
+    for (name, value, words) in [
+        ("window", -2, "window must be from -1"),
+        ("interleave", 0, "interleave must be from 1"),
+        ("world_size", 0, "world_size must be from 1 to 65536"),
+    ] {
+        let change = |call: &mut Call| {
+            call.attributes.retain(|(entry, _)| entry != name);
+            call.attributes.push((name.into(), int(value)));
+        };
+        refused(&change, words);
+    }
+    refused(&|call| call.attributes.truncate(3), "attribute world_size must be given");
+}
