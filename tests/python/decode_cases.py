@@ -8,6 +8,7 @@ import numpy as np
 import ring
 from jax.sharding import PartitionSpec as P
 
+IMPLEMENTATIONS = [None, "xla"]
 SHARDED, WHOLE = P(None, "context"), P()
 FLOAT32_LIMIT = 3e-6
 """The largest error in float32, as a part of the largest element."""

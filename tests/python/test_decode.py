@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from burst_attention._decode import calls
 from burst_attention._decode.work import Operands, Work
-from decode_cases import FLOAT32_LIMIT, Sharding, check, decode, problem
+from decode_cases import FLOAT32_LIMIT, IMPLEMENTATIONS, Sharding, check, decode, problem
 from decode_reference import dense
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -47,14 +47,18 @@ def assert_right(case, **options):
     check(decode(case, **options), expected)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
-def test_every_sharding_is_dense_attention(sharding):
-    assert_right(problem(sharding, RAGGED, 3, window=20, sinks=SINKS, slopes=SLOPES))
+def test_every_sharding_is_dense_attention(sharding, implementation):
+    case = problem(sharding, RAGGED, 3, window=20, sinks=SINKS, slopes=SLOPES)
+    assert_right(case, implementation=implementation)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
-def test_features(features):
-    assert_right(problem(Sharding(4, page=4, capacity=16), RAGGED, 4, **features))
+def test_features(features, implementation):
+    case = problem(Sharding(4, page=4, capacity=16), RAGGED, 4, **features)
+    assert_right(case, implementation=implementation)
 
 
 @pytest.mark.parametrize("tokens", spread(range(1, 17), 5))
@@ -67,8 +71,10 @@ def test_new_tokens(tokens):
     [((1, 1), (8, 8)), ((6, 6), (24, 40)), ((48, 1), (64, 128)), ((32, 8), (128, 64))],
 )
 @pytest.mark.parametrize("dtype", some(["bfloat16", "float32", "float16"]))
-def test_heads_and_types(heads, dims, dtype):
-    assert_right(problem(Sharding(2, capacity=32), RAGGED, 2, heads, dims, dtype))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_heads_and_types(heads, dims, dtype, implementation):
+    case = problem(Sharding(2, capacity=32), RAGGED, 2, heads, dims, dtype)
+    assert_right(case, implementation=implementation)
 
 
 def test_axes_of_nodes_and_of_batch_and_heads():
@@ -115,13 +121,14 @@ def test_without_an_axis_a_device_has_whole_sequences():
     assert np.array_equal(found, decode(case)[0])
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("world", [1, 4, 16])
-def test_errors_do_not_grow_with_ranks(world):
+def test_errors_do_not_grow_with_ranks(world, implementation):
     """The parts of 16 ranks, computed by one device, merge to a result as good as that of one."""
     sharding = Sharding(world, capacity=1024 // world)
     case = problem(sharding, [1024, 777], 1, dims=(64, 64))
     keys, values = (np.split(sharding.dealt(x), world, axis=1) for x in (case.k, case.v))
-    work = Work(64**-0.5, 0.0, -1, 1, world, "fixed", None)
+    work = Work(64**-0.5, 0.0, -1, 1, world, "fixed", implementation)
     entries = jnp.arange(2, dtype=jnp.int32)
     counts = jnp.ones(2, jnp.int32)
 
@@ -137,20 +144,23 @@ def test_errors_do_not_grow_with_ranks(world):
     check(ba.merge_attention(*parts), dense(case.q, case.k, case.v, case.lengths))
 
 
-@pytest.mark.parametrize("page", [None, 8])
-def test_the_bits_of_a_sequence_are_its_own(page):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("page", some([8, None]))
+def test_the_bits_of_a_sequence_are_its_own(page, implementation):
     """Neither other sequences, the size of the batch, the slot nor page ids change a bit."""
     sharding = Sharding(2, page=page, capacity=32)
     case = problem(sharding, RAGGED, 2, window=30, slopes=SLOPES)
-    whole = [np.asarray(x) for x in decode(case, split="fixed")]
+    options = {"split": "fixed", "implementation": implementation}
+    whole = [np.asarray(x) for x in decode(case, **options)]
     for entries in ([0], [3, 0], [4, 4, 3, 2, 1, 0, 3]):
         some_of_it = problem(sharding, np.asarray(RAGGED)[entries], 2, **case.features)
         some_of_it.q, some_of_it.k, some_of_it.v = (x[entries] for x in (case.q, case.k, case.v))
-        for found, x in zip(decode(some_of_it, split="fixed"), whole, strict=True):
+        for found, x in zip(decode(some_of_it, **options), whole, strict=True):
             assert np.array_equal(found, x[entries])
 
 
-def test_lengths_and_pages_out_of_range_are_defined():
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_lengths_and_pages_out_of_range_are_defined(implementation):
     """Keys beyond the capacity and on pages that do not exist are hidden. Positions stay."""
     sharding = Sharding(1, page=16)
     case = problem(sharding, [64, 64, 64], 1, slopes=SLOPES)
@@ -159,7 +169,11 @@ def test_lengths_and_pages_out_of_range_are_defined():
     lengths = np.array([64, 70, -5], np.int32)
     found, lse = jax.jit(
         lambda *x: ba.decode_attention(
-            *x, page_table=table, alibi_slopes=SLOPES, return_residual=True
+            *x,
+            page_table=table,
+            alibi_slopes=SLOPES,
+            return_residual=True,
+            implementation=implementation,
         )
     )(case.q, k, v, lengths)
     for entry, hidden, place in ((0, slice(16, 32), 63), (1, slice(32, 48), 69)):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
-from decode_cases import SHARDED, WHOLE, Sharding, check, problem
+from decode_cases import IMPLEMENTATIONS, SHARDED, WHOLE, Sharding, check, problem
 from decode_reference import dense
 from jax.sharding import PartitionSpec as P
 
@@ -67,14 +67,15 @@ def test_tokens_go_to_their_positions(sharding, dtype):
         assert np.array_equal(np.asarray(x).view(np.uint8), y.view(np.uint8))
 
 
-def steps(first, count, sharding, q, key, value, k_cache, v_cache):
+def steps(first, count, sharding, implementation, q, key, value, k_cache, v_cache):
     """Writes and reads tokens one by one; returns the outs, and the caches."""
 
     def step(carry, t):
         caches, lengths = carry
         take = partial(jax.lax.dynamic_slice_in_dim, start_index=t, slice_size=1, axis=1)
         caches = ba.append_to_cache(*caches, take(key), take(value), lengths, **sharding.options)
-        out = ba.decode_attention(take(q), *caches, lengths, **sharding.options)
+        options = {**sharding.options, "implementation": implementation}
+        out = ba.decode_attention(take(q), *caches, lengths, **options)
         return (caches, lengths + 1), out[:, 0]
 
     state = ((k_cache, v_cache), first + 1)
@@ -82,8 +83,8 @@ def steps(first, count, sharding, q, key, value, k_cache, v_cache):
     return outs.swapaxes(0, 1), caches
 
 
-@pytest.fixture(scope="module")
-def loop():
+@pytest.fixture(scope="module", params=IMPLEMENTATIONS)
+def loop(request):
     """A compiled loop of steps on four ranks, to which its caches are donated, and its arrays."""
     sharding, count = Sharding(4, capacity=ROWS), 6
     case = problem(sharding, [count, 40 + count], count, dtype="bfloat16")
@@ -94,7 +95,7 @@ def loop():
         for b, n in enumerate(first):
             x[b, n:] = np.nan
     run = jax.shard_map(
-        partial(steps, first, count, sharding),
+        partial(steps, first, count, sharding, request.param),
         mesh=ring.line(4),
         in_specs=(WHOLE, WHOLE, WHOLE, SHARDED, SHARDED),
         out_specs=(WHOLE, SHARDED),

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 import ring
-from decode_cases import SHARDED, WHOLE, Sharding, check, problem
+from decode_cases import IMPLEMENTATIONS, SHARDED, WHOLE, Sharding, check, problem
 from decode_reference import dense
 from jax.sharding import PartitionSpec as P
 
@@ -68,10 +68,11 @@ def shared(prefixes, own, **options):
     ],
     ids=["one", "striped", "contiguous", "pages"],
 )
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("features", [{}, {"window": 30, "sinks": SINKS, "slopes": SLOPES}])
-def test_it_is_attention_over_prefix_and_own_tokens(sharding, features):
+def test_it_is_attention_over_prefix_and_own_tokens(sharding, features, implementation):
     own = problem(sharding, OWN, 2, **features)
     prefixes = problem(replace(sharding, capacity=64 // sharding.world), PREFIXES, 2)
     k, v, lengths = both(prefixes, own)
     expected = dense(own.q, k, v, lengths, **features)
-    check(shared(prefixes, own, split="fixed"), expected)
+    check(shared(prefixes, own, implementation=implementation), expected)
