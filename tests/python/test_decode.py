@@ -12,6 +12,7 @@ from decode_reference import dense
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from long import some, spread
+from test_plain import mesh_of
 
 pytestmark = pytest.mark.needs("products")
 
@@ -113,6 +114,39 @@ def test_calls_may_be_mapped():
     found = jax.jit(jax.vmap(ba.decode_attention))(*each)[:, 0]
     exact, _ = dense(case.q, case.k, case.v, case.lengths)
     assert np.abs(found - exact).max() <= FLOAT32_LIMIT * np.abs(exact).max()
+
+
+def lowered(platform, **options):
+    """Returns the program of a step for the devices of a platform, which the mesh tells."""
+    mesh = mesh_of(platform)
+    cache = P(None, "context")
+    run = jax.shard_map(
+        lambda *x: ba.decode_attention(*x, axis_name="context", **options),
+        mesh=mesh,
+        in_specs=(P(), cache, cache, P()),
+        out_specs=P(),
+    )
+    shapes = [((2, 1, 4, 8), "bfloat16"), *[((2, 64, 2, 8), "bfloat16")] * 2, ((2,), "int32")]
+    traced = jax.jit(run).trace(*(jax.ShapeDtypeStruct(*x) for x in shapes))
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_plain_jax_decodes_where_the_library_does_not():
+    assert "burst_attention_decode" in lowered("cpu")
+    for platform in ("tpu", "cuda", "rocm"):
+        assert "burst_attention_decode" not in lowered(platform, implementation="xla")
+    assert "burst_attention_decode" not in lowered("cpu", implementation="xla")
+    assert "burst_attention_decode" not in lowered("tpu")
+    with pytest.warns(UserWarning, match="no kernels for decoding on GPUs, so it runs in plain"):
+        lowered("cuda")
+
+
+def test_a_step_has_two_messages():
+    """One all-to-all and one all-gather, whatever the options."""
+    text = lowered("cpu", sinks=SINKS, return_residual=False)
+    assert text.count("stablehlo.all_to_all") == text.count("stablehlo.all_gather") == 1
+    assert "collective_permute" not in text
+    assert "all_reduce" not in text
 
 
 def test_without_an_axis_a_device_has_whole_sequences():

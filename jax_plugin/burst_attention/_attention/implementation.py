@@ -35,12 +35,17 @@ def chosen(
     if platform in ("cuda", "rocm"):
         why = "float32" if platform == "cuda" else "GPUs that are not NVIDIA's"
         cast = "; bfloat16 and float16 have kernels" if platform == "cuda" else ""
-        warnings.warn(
-            f"burst_attention has no kernels for {why}, so attention is computed in plain JAX, "
-            f"which is slower{cast}. implementation='xla' asks for it and silences this warning",
-            skip_file_prefixes=(PACKAGE,),
-        )
+        warn_of_plain(f"{why}, so attention is computed", cast)
     return "xla"
+
+
+def warn_of_plain(what: str, cast: str = "") -> None:
+    """Warns that plain JAX computes what GPUs have no kernels for."""
+    warnings.warn(
+        f"burst_attention has no kernels for {what} in plain JAX, which is slower{cast}. "
+        "implementation='xla' asks for it and silences this warning",
+        skip_file_prefixes=(PACKAGE,),
+    )
 
 
 def serves(

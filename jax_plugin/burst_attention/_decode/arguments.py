@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from burst_attention import _checks, _mesh
 from burst_attention._attention.arguments import MAX_INT32, cast
 from burst_attention._attention.features import check_features
-from burst_attention._attention.implementation import check_soft_cap
+from burst_attention._attention.implementation import check_soft_cap, warn_of_plain
 from burst_attention._attention.options import NO_LIMIT, check_options
 from burst_attention._decode.work import SPLITS, Work
 from burst_attention._types import ArrayType, Axes
@@ -249,6 +249,9 @@ def settings(
     names = ("scale", "local_window_size", "logits_soft_cap", "implementation")
     options = check_options(caller, {name: given[name] for name in names})
     check_soft_cap(options.logits_soft_cap, options.implementation)
+    on_gpus = _mesh.platform(jax.sharding.get_abstract_mesh()) in ("cuda", "rocm")
+    if on_gpus and options.implementation is None:
+        warn_of_plain("decoding on GPUs, so it runs")
     arrays = {name: given[name] for name in ("sinks", "alibi_slopes")}
     features = check_features(arrays, query, cache.key, 0.0)
     slopes = features.alibi_slopes
