@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import burst_attention as ba
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
@@ -76,3 +77,29 @@ def test_it_is_attention_over_prefix_and_own_tokens(sharding, features, implemen
     k, v, lengths = both(prefixes, own)
     expected = dense(own.q, k, v, lengths, **features)
     check(shared(prefixes, own, implementation=implementation), expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bits_of_a_request_are_its_own(dtype, implementation):
+    """Requests that share a prefix of several chunks get the bits that each gets by itself."""
+    q, *caches = ring.normal(
+        0, (5, 2, 16, 64), (1, 2048, 2, 64), (1, 2048, 2, 64), *[(5, 640, 2, 64)] * 2, dtype=dtype
+    )
+    lengths = np.array([640, 3, 0, 1, 300], np.int32)
+
+    @jax.jit
+    def run(q, prefix_key, prefix_value, k, v, lengths):
+        return ba.shared_prefix_attention(
+            *(q, prefix_key, prefix_value, k, v, lengths),
+            prefix_of=jnp.zeros(len(q), jnp.int32),
+            prefix_lengths=jnp.array([2001], jnp.int32),
+            split="fixed",
+            implementation=implementation,
+        )
+
+    whole = np.asarray(run(q, *caches, lengths))
+    for entries in ([0], [4, 3], [3, 4, 3, 0, 2, 1, 4]):
+        own = (x[entries] for x in caches[2:])
+        found = run(q[entries], *caches[:2], *own, lengths[entries])
+        assert np.array_equal(found, whole[entries])
