@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import burst_attention as ba
 import jax
@@ -103,12 +102,11 @@ def attend_step(prompt: Cache, own: Cache, written: list[Cache], length: jax.Arr
         lengths = jnp.full(samples, length)
         cached = append(*own, key, value, lengths)
         written.append(cached)
-        out: Any = attend_samples(
+        return attend_samples(
             *(query, *prompt, *cached, lengths),
             prefix_of=jnp.zeros(samples, jnp.int32),
             prefix_lengths=jnp.full(1, rows),
         )
-        return out
 
     return attend
 

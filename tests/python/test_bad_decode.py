@@ -114,7 +114,7 @@ BAD = {
     "zigzag": (
         lambda: decode(layout="zigzag"),
         ValueError,
-        "layout must be one of 'contiguous' or 'striped', got 'zigzag'",
+        "layout must be one of 'striped' or 'contiguous', got 'zigzag'",
     ),
     "interleave 3": (
         lambda: decode(interleave=3),
@@ -141,6 +141,11 @@ BAD = {
         ),
         ValueError,
         "a sequence must have at most 2147483647 positions on all ranks, got capacity 2147483648",
+    ),
+    "an unknown option": (
+        lambda: shared(is_causal=True),
+        TypeError,
+        "shared_prefix_attention() got an unexpected keyword argument 'is_causal'; it takes axis_",
     ),
     "split": (
         lambda: decode(split="even"),

@@ -5,7 +5,6 @@ An option that is no array has one line in `AttentionOptions`, what a caller may
 table of `features`.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -20,10 +19,10 @@ from jaxtyping import Float, Int, PRNGKeyArray, UInt32
 from burst_attention import _checks
 from burst_attention._attention.links import Links, check_links
 from burst_attention._checks import MAX_FLOAT32, beyond_float32, describe, static_number
+from burst_attention._signatures import check_names, shows
 from burst_attention._types import LAYOUTS, Axes, Layout
 
 Value = TypeVar("Value")
-Function = TypeVar("Function", bound=Callable[..., object])
 Check: TypeAlias = Callable[[str, object], Value]
 """Returns the value of an option in the form that `Options` has, or raises."""
 
@@ -302,33 +301,10 @@ class Options:
 
 def check_options(caller: str, given: Mapping[str, object]) -> Options:
     """Returns the options among the keyword arguments of a function, each checked."""
-    for name in given:
-        if name not in AttentionOptions.__annotations__:
-            raise TypeError(
-                f"{caller}() got an unexpected keyword argument {name!r}; it takes "
-                f"{', '.join(AttentionOptions.__annotations__)}"
-            )
+    check_names(caller, given, AttentionOptions)
     checks = {each.name: each.metadata["check"] for each in fields(Options)}
     return Options(**{name: checks[name](name, given[name]) for name in checks if name in given})
 
 
-def shows_options(function: Function) -> Function:
-    """Puts every option into the signature and the documentation of a function of ``**options``."""
-    defaults = {each.name: each.default for each in fields(Options)}
-    signature = inspect.signature(function)
-    parameters = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
-    for name, annotation in AttentionOptions.__annotations__.items():
-        parameters.append(
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=defaults.get(name),
-                annotation=annotation,
-            )
-        )
-    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    if function.__doc__ and AttentionOptions.__doc__:
-        _, entries = inspect.cleandoc(AttentionOptions.__doc__).split("Args:\n")
-        own = inspect.cleandoc(function.__doc__)
-        function.__doc__ = own.replace("  **options: see `AttentionOptions`.", entries)
-    return function
+shows_options = shows(AttentionOptions, {each.name: each.default for each in fields(Options)})
+"""Puts every option into the signature and the documentation of a function of ``**options``."""

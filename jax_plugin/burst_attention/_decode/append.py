@@ -6,8 +6,8 @@ from jaxtyping import Array, Float, Int
 
 from burst_attention._attention.options import AnyArray
 from burst_attention._decode import arguments
-from burst_attention._decode.arguments import CacheLayout
 from burst_attention._decode.geometry import Geometry
+from burst_attention._decode.options import CacheLayout
 from burst_attention._mesh import vary_together
 from burst_attention._types import Axes
 

@@ -1,7 +1,7 @@
 """Checks of the arguments of decoding."""
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,15 @@ from burst_attention._attention.arguments import MAX_INT32, cast
 from burst_attention._attention.features import check_features
 from burst_attention._attention.implementation import check_soft_cap, warn_of_plain
 from burst_attention._attention.options import NO_LIMIT, check_options
+from burst_attention._decode.options import CACHE_LAYOUTS, DEFAULTS, CacheLayout, DecodeOptions
 from burst_attention._decode.work import SPLITS, Work
+from burst_attention._signatures import check_names
 from burst_attention._types import ArrayType, Axes
 
-CacheLayout: TypeAlias = Literal["contiguous", "striped"]
-CACHE_LAYOUTS: tuple[CacheLayout, ...] = ("contiguous", "striped")
 MOST_QUERIES = 16
 """The most new tokens of a sequence in a call."""
 CACHE, PAGES = "[batch, capacity, kv_heads, head_dim]", "[pages, page, kv_heads, head_dim]"
+CACHE_NAMES = ("key_cache", "value_cache")
 PREFIXES = "[prefixes, capacity, kv_heads, head_dim]"
 
 
@@ -232,47 +233,7 @@ def sequences(lengths: object, query_lengths: object, batch: int, tokens: int) -
     return Sequences(found, found - counts, counts)
 
 
-class Settings(NamedTuple):
-    """The options of a call, checked, and its arrays of heads."""
-
-    work: Work
-    """The work on the batch's own caches."""
-    sinks: Float32[Array, " heads"] | None
-    slopes: Float32[Array, " heads"]
-    return_residual: bool
-
-
-def settings(
-    caller: str, query: jax.Array, cache: Caches, place: Ranks, given: Mapping[str, object]
-) -> Settings:
-    """Returns the options of ``caller`` that decoding shares with `attention`, and ``split``."""
-    names = ("scale", "local_window_size", "logits_soft_cap", "implementation")
-    options = check_options(caller, {name: given[name] for name in names})
-    check_soft_cap(options.logits_soft_cap, options.implementation)
-    on_gpus = _mesh.platform(jax.sharding.get_abstract_mesh()) in ("cuda", "rocm")
-    if on_gpus and options.implementation is None:
-        warn_of_plain("decoding on GPUs, so it runs")
-    arrays = {name: given[name] for name in ("sinks", "alibi_slopes")}
-    features = check_features(arrays, query, cache.key, 0.0)
-    slopes = features.alibi_slopes
-    left, _ = options.local_window_size or (NO_LIMIT, NO_LIMIT)
-    return Settings(
-        Work(
-            scale=options.softmax_scale(query.shape[3]),
-            soft_cap=options.logits_soft_cap or 0.0,
-            window=-1 if left == NO_LIMIT else min(left, MAX_INT32),
-            interleave=cache.interleave,
-            world_size=place.world_size,
-            split=_checks.choice("split", given["split"], SPLITS),
-            implementation=options.implementation,
-        ),
-        features.sinks,
-        jnp.zeros(query.shape[2], jnp.float32) if slopes is None else slopes,
-        _checks.flag("return_residual", given["return_residual"]),
-    )
-
-
-def query_of(value: object) -> Float[Array, "batch queries heads head_dim"]:
+def _query(value: object) -> Float[Array, "batch queries heads head_dim"]:
     """Returns the queries of the new tokens."""
     query = new_tokens("query", value)
     if not 1 <= query.shape[1] <= MOST_QUERIES:
@@ -281,3 +242,66 @@ def query_of(value: object) -> Float[Array, "batch queries heads head_dim"]:
             f"got T = {query.shape[1]}; prefill more tokens with burst_attention.attention"
         )
     return query
+
+
+class Checked(NamedTuple):
+    """The arguments of a call on the batch's own caches, checked."""
+
+    caller: str
+    ranks: Ranks
+    query: Float[Array, "batch queries heads head_dim"]
+    caches: Caches
+    tokens: Sequences
+    work: Work
+    sinks: Float32[Array, " heads"] | None
+    slopes: Float32[Array, " heads"]
+    return_residual: bool
+
+
+def check_call(
+    caller: str,
+    arrays: tuple[object, object, object, object],
+    options: Mapping[str, object],
+    return_residual: object,
+) -> Checked:
+    """Returns the arguments of ``caller``: query, key and value cache and lengths, and options."""
+    check_names(caller, options, DecodeOptions)
+    given = dict.fromkeys(DecodeOptions.__annotations__) | DEFAULTS | dict(options)
+    place, q = ranks(caller, given["axis_name"]), _query(arrays[0])
+    named = dict(zip(CACHE_NAMES, arrays[1:3], strict=True))
+    cache = caches(q, named, given["page_table"], place, given["layout"], given["interleave"])
+    check_heads(q, cache, CACHE_NAMES)
+    features = check_features(
+        {name: given[name] for name in ("sinks", "alibi_slopes")}, q, cache.key, 0.0
+    )
+    sinks, slopes = features.sinks, features.alibi_slopes
+    tokens = sequences(arrays[3], given["query_lengths"], *q.shape[:2])
+    place.check_same(query=q, lengths=tokens.lengths, query_lengths=tokens.counts)
+    place.check_same(sinks=sinks, alibi_slopes=slopes)
+    if slopes is None:
+        slopes = jnp.zeros(q.shape[2], jnp.float32)
+    with_lse = _checks.flag("return_residual", return_residual)
+    work = _work(caller, q.shape[3], cache.interleave, place.world_size, given)
+    return Checked(caller, place, q, cache, tokens, work, sinks, slopes, with_lse)
+
+
+def _work(
+    caller: str, head_dim: int, interleave: int, world_size: int, given: Mapping[str, object]
+) -> Work:
+    """Returns what is static about the work of a call."""
+    names = ("scale", "local_window_size", "logits_soft_cap", "implementation")
+    options = check_options(caller, {name: given[name] for name in names})
+    check_soft_cap(options.logits_soft_cap, options.implementation)
+    on_gpus = _mesh.platform(jax.sharding.get_abstract_mesh()) in ("cuda", "rocm")
+    if on_gpus and options.implementation is None:
+        warn_of_plain("decoding on GPUs, so it runs")
+    left, _ = options.local_window_size or (NO_LIMIT, NO_LIMIT)
+    return Work(
+        scale=options.softmax_scale(head_dim),
+        soft_cap=options.logits_soft_cap or 0.0,
+        window=-1 if left == NO_LIMIT else min(left, MAX_INT32),
+        interleave=interleave,
+        world_size=world_size,
+        split=_checks.choice("split", given["split"], SPLITS),
+        implementation=options.implementation,
+    )

@@ -1,36 +1,62 @@
 """Attention of new tokens over a sharded cache."""
 
+from typing import Literal, Unpack, overload
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from burst_attention._attention.options import AnyArray, Implementation
+from burst_attention._attention.options import AnyArray
 from burst_attention._decode import arguments, results
-from burst_attention._decode.arguments import CacheLayout
+from burst_attention._decode.options import DecodeOptions, shows_options
 from burst_attention._decode.results import Part
-from burst_attention._decode.work import Split
-from burst_attention._types import Axes
 
 
+@overload
+def decode_attention(
+    query: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    lengths: Int[AnyArray, " batch"],
+    *,
+    return_residual: Literal[False] = False,
+    **options: Unpack[DecodeOptions],
+) -> jax.Array: ...
+
+
+@overload
+def decode_attention(
+    query: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    lengths: Int[AnyArray, " batch"],
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[DecodeOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def decode_attention(
+    query: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    lengths: Int[AnyArray, " batch"],
+    *,
+    return_residual: bool,
+    **options: Unpack[DecodeOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
+@shows_options
 def decode_attention(
     query: Float[Array, "batch T heads head_dim"],
     key_cache: Float[Array, "batch capacity kv_heads head_dim"],
     value_cache: Float[Array, "batch capacity kv_heads value_dim"],
     lengths: Int[AnyArray, " batch"],
     *,
-    axis_name: str | Axes | None = None,
-    layout: CacheLayout = "striped",
-    interleave: int | None = None,
-    page_table: Int[AnyArray, "batch pages_per_sequence"] | None = None,
-    query_lengths: Int[AnyArray, " batch"] | None = None,
-    scale: float | None = None,
-    local_window_size: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Float[AnyArray, " heads"] | None = None,
-    alibi_slopes: Float[AnyArray, " heads"] | None = None,
-    split: Split = "balanced",
-    implementation: Implementation | None = None,
     return_residual: bool = False,
+    **options: Unpack[DecodeOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of a few new tokens over a key/value cache that is sharded across devices.
 
@@ -62,29 +88,8 @@ def decode_attention(
       lengths: integers ``[batch]``, the tokens of each whole sequence, new ones included. 0 or less
         is an empty slot. A length beyond the capacity of all ranks is no error: the query stands at
         the position that its length says, and sees the keys that the caches have room for.
-      axis_name: mesh axis along which the caches are sharded, or a pair (outer, inner), inside
-        ``jax.shard_map``. Without it a device holds whole sequences.
-      layout: where position p is. ``striped``: on rank (p // interleave) mod ranks.
-        ``contiguous``: on rank p // capacity, so rank 0 fills first.
-      interleave: consecutive positions on a rank in the striped layout, a divisor of the capacity;
-        default 1. With ``page_table`` it is the rows of a page.
-      page_table: integers ``[batch, pages_per_sequence]``, this device's own pages of each
-        sequence, in the order of positions. The capacity is then pages_per_sequence · page. Entries
-        beyond a sequence's pages are never used; −1 is usual. Keys of a page id that does not exist
-        count as hidden.
-      query_lengths: integers ``[batch]``, the new tokens in use; default: all T. Less than 0 counts
-        as 0, more than T as T.
-      scale: factor on q·k, a Python number; default head_dim ** -0.5.
-      local_window_size: left, or (left, right): a query sees ``left`` positions before its own.
-        None or −1 in a pair leaves the side open. No query sees keys after its own position.
-      logits_soft_cap: bounds scores smoothly, a Python number. None or 0 is no cap.
-      sinks: floats ``[heads]``: a logit of each query head that joins the softmax and has no value.
-      alibi_slopes: floats ``[heads]``.
-      split: how a device cuts its work. ``balanced``: in equal runs over all sequences and heads.
-        ``fixed``: by each sequence alone, so no bit of its results depends on the other sequences,
-        the size of the batch, its slot or its page ids. On CPU devices both are the same.
-      implementation: ``"xla"`` computes in plain JAX, on any platform.
       return_residual: whether to also return lse.
+      **options: see `DecodeOptions`.
 
     Returns:
       ``out``, ``[batch, T, heads, value_dim]`` in query's dtype; with ``return_residual=True``
@@ -94,20 +99,7 @@ def decode_attention(
     Raises:
       ValueError, TypeError, NotImplementedError: while tracing, with the way out.
     """
-    given, name = locals(), "decode_attention"
-    place, q = arguments.ranks(name, axis_name), arguments.query_of(query)
-    named = {"key_cache": key_cache, "value_cache": value_cache}
-    cache = arguments.caches(q, named, page_table, place, layout, interleave)
-    arguments.check_heads(q, cache, ("key_cache", "value_cache"))
-    chosen = arguments.settings(name, q, cache, place, given)
-    tokens = arguments.sequences(lengths, query_lengths, *q.shape[:2])
-    place.check_same(
-        query=q,
-        lengths=tokens.lengths,
-        query_lengths=tokens.counts,
-        sinks=chosen.sinks,
-        alibi_slopes=chosen.slopes,
-    )
-    source = jnp.arange(q.shape[0], dtype=jnp.int32)
-    own = Part(chosen.work, cache, source, tokens)
-    return results.attend(name, place, chosen, q, (own,))
+    arrays = (query, key_cache, value_cache, lengths)
+    checked = arguments.check_call("decode_attention", arrays, options, return_residual)
+    source = jnp.arange(checked.query.shape[0], dtype=jnp.int32)
+    return results.attend(checked, (Part(checked.work, checked.caches, source, checked.tokens),))

@@ -1,18 +1,69 @@
 """Attention of new tokens over a prefix that several requests share and over their own caches."""
 
+from collections.abc import Mapping
+from typing import Literal, Unpack, overload
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from burst_attention._attention.arguments import MAX_INT32
-from burst_attention._attention.options import AnyArray, Implementation
+from burst_attention._attention.options import AnyArray
 from burst_attention._decode import arguments, results
-from burst_attention._decode.arguments import PREFIXES, CacheLayout, Sequences
+from burst_attention._decode.arguments import PREFIXES, Checked, Sequences
+from burst_attention._decode.options import DEFAULTS, DecodeOptions, shows_options
 from burst_attention._decode.results import Part
-from burst_attention._decode.work import Split
-from burst_attention._types import Axes
 
 
+@overload
+def shared_prefix_attention(
+    query: jax.Array,
+    prefix_key: jax.Array,
+    prefix_value: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    lengths: Int[AnyArray, " batch"],
+    *,
+    prefix_of: Int[AnyArray, " batch"],
+    prefix_lengths: Int[AnyArray, " prefixes"],
+    return_residual: Literal[False] = False,
+    **options: Unpack[DecodeOptions],
+) -> jax.Array: ...
+
+
+@overload
+def shared_prefix_attention(
+    query: jax.Array,
+    prefix_key: jax.Array,
+    prefix_value: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    lengths: Int[AnyArray, " batch"],
+    *,
+    prefix_of: Int[AnyArray, " batch"],
+    prefix_lengths: Int[AnyArray, " prefixes"],
+    return_residual: Literal[True],
+    **options: Unpack[DecodeOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def shared_prefix_attention(
+    query: jax.Array,
+    prefix_key: jax.Array,
+    prefix_value: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    lengths: Int[AnyArray, " batch"],
+    *,
+    prefix_of: Int[AnyArray, " batch"],
+    prefix_lengths: Int[AnyArray, " prefixes"],
+    return_residual: bool,
+    **options: Unpack[DecodeOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
+@shows_options
 def shared_prefix_attention(
     query: Float[Array, "batch T heads head_dim"],
     prefix_key: Float[Array, "prefixes prefix_capacity kv_heads head_dim"],
@@ -23,19 +74,8 @@ def shared_prefix_attention(
     *,
     prefix_of: Int[AnyArray, " batch"],
     prefix_lengths: Int[AnyArray, " prefixes"],
-    axis_name: str | Axes | None = None,
-    layout: CacheLayout = "striped",
-    interleave: int | None = None,
-    page_table: Int[AnyArray, "batch pages_per_sequence"] | None = None,
-    query_lengths: Int[AnyArray, " batch"] | None = None,
-    scale: float | None = None,
-    local_window_size: int | tuple[int | None, int | None] | None = None,
-    logits_soft_cap: float | None = None,
-    sinks: Float[AnyArray, " heads"] | None = None,
-    alibi_slopes: Float[AnyArray, " heads"] | None = None,
-    split: Split = "balanced",
-    implementation: Implementation | None = None,
     return_residual: bool = False,
+    **options: Unpack[DecodeOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of new tokens whose sequences begin with prefixes that several requests share.
 
@@ -61,9 +101,8 @@ def shared_prefix_attention(
       prefix_of: integers ``[batch]``, the prefix of each request. −1, or an index that no prefix
         has, is none.
       prefix_lengths: integers ``[prefixes]``, the tokens of each prefix. Negative ones count as 0.
-      axis_name, layout, interleave, page_table, query_lengths: as in `decode_attention`.
-      scale, local_window_size, logits_soft_cap, sinks, alibi_slopes: as in `decode_attention`.
-      split, implementation, return_residual: as in `decode_attention`.
+      return_residual: whether to also return lse.
+      **options: see `DecodeOptions`.
 
     Returns:
       ``out`` or ``(out, lse)``, as `decode_attention`.
@@ -71,40 +110,38 @@ def shared_prefix_attention(
     Raises:
       ValueError, TypeError, NotImplementedError: while tracing, with the way out.
     """
-    given, name = locals(), "shared_prefix_attention"
-    place, q = arguments.ranks(name, axis_name), arguments.query_of(query)
-    named = {"key_cache": key_cache, "value_cache": value_cache}
-    cache = arguments.caches(q, named, page_table, place, layout, interleave)
-    arguments.check_heads(q, cache, ("key_cache", "value_cache"))
+    arrays = (query, key_cache, value_cache, lengths)
+    checked = arguments.check_call("shared_prefix_attention", arrays, options, return_residual)
+    prefixes = {"prefix_key": prefix_key, "prefix_value": prefix_value}
+    given = {**DEFAULTS, **options}
+    shared = _shared(checked, prefixes, prefix_of, prefix_lengths, given)
+    source = jnp.arange(checked.query.shape[0], dtype=jnp.int32)
+    own = Part(checked.work, checked.caches, source, checked.tokens)
+    return results.attend(checked, (shared, own))
+
+
+def _shared(
+    checked: Checked,
+    named: Mapping[str, object],
+    prefix_of: object,
+    prefix_lengths: object,
+    given: Mapping[str, object],
+) -> Part:
+    """Returns the prefixes, and what each request sees of them."""
     # Whole pages go round the ranks, so prefixes are cut in the same runs of positions.
-    runs = cache.interleave if layout == "striped" else interleave
-    named = {"prefix_key": prefix_key, "prefix_value": prefix_value}
-    prefixes = arguments.caches(q, named, None, place, layout, runs, PREFIXES)
-    arguments.check_prefixes(prefixes, cache)
-    chosen = arguments.settings(name, q, cache, place, given)
-    tokens = arguments.sequences(lengths, query_lengths, *q.shape[:2])
-    count = prefixes.key.shape[0]
+    is_striped = given["layout"] == "striped"
+    run = checked.caches.interleave if is_striped else given.get("interleave")
+    place, query = checked.ranks, checked.query
+    prefixes = arguments.caches(query, named, None, place, given["layout"], run, PREFIXES)
+    arguments.check_prefixes(prefixes, checked.caches)
+    (count, *_), (batch, queries, *_) = prefixes.key.shape, query.shape
     sizes = jnp.maximum(arguments.per_entry("prefix_lengths", prefix_lengths, count, "prefixes"), 0)
-    source = arguments.per_entry("prefix_of", prefix_of, q.shape[0])
-    place.check_same(
-        query=q,
-        lengths=tokens.lengths,
-        query_lengths=tokens.counts,
-        prefix_of=source,
-        prefix_lengths=sizes,
-        sinks=chosen.sinks,
-        alibi_slopes=chosen.slopes,
-    )
-    own = Part(chosen.work, cache, jnp.arange(q.shape[0], dtype=jnp.int32), tokens)
+    source = arguments.per_entry("prefix_of", prefix_of, batch)
+    place.check_same(prefix_of=source, prefix_lengths=sizes)
     before = sizes.at[source].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-    shared = Part(
-        chosen.work.on(prefixes.interleave), prefixes, source, _behind(before, tokens, q.shape[1])
-    )
-    return results.attend(name, place, chosen, q, (shared, own))
-
-
-def _behind(before: Int[Array, " batch"], tokens: Sequences, queries: int) -> Sequences:
-    """Returns the queries of requests at their positions behind their prefixes."""
+    tokens = checked.tokens
     # Positions end where int32 does.
     starts = before + jnp.minimum(tokens.starts, MAX_INT32 - queries - before)
-    return Sequences(before, starts, jnp.where(tokens.lengths > 0, tokens.counts, 0))
+    counts = jnp.where(tokens.lengths > 0, tokens.counts, 0)
+    work = checked.work.on(prefixes.interleave)
+    return Part(work, prefixes, source, Sequences(before, starts, counts))

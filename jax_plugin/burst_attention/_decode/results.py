@@ -4,11 +4,11 @@ from functools import partial
 from typing import NamedTuple, NoReturn
 
 import jax
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float32, Int32
 
 from burst_attention._attention import sinks as sink_logits
 from burst_attention._decode import calls, merge
-from burst_attention._decode.arguments import Caches, Ranks, Sequences, Settings
+from burst_attention._decode.arguments import Caches, Checked, Ranks, Sequences
 from burst_attention._decode.merge import Pair
 from burst_attention._decode.work import Operands, Work
 from burst_attention._mesh import vary_together
@@ -31,24 +31,19 @@ class Call(NamedTuple):
     works: tuple[Work, ...]
 
 
-def attend(
-    caller: str,
-    ranks: Ranks,
-    settings: Settings,
-    query: Float[Array, "batch queries heads head_dim"],
-    parts: tuple[Part, ...],
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Returns out in query's dtype, and lse if it is asked for."""
+def attend(checked: Checked, parts: tuple[Part, ...]) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Returns out in query's dtype over all parts, and lse if it is asked for."""
+    ranks, query = checked.ranks, checked.query
 
     def operands(part: Part) -> Operands:
         k, v, table, _ = part.caches
-        arrays = (query, k, v, table, part.source, *part.tokens, ranks.rank(), settings.slopes)
+        arrays = (query, k, v, table, part.source, *part.tokens, ranks.rank(), checked.slopes)
         return vary_together(ranks.axes, Operands(*arrays)) if ranks.axes else Operands(*arrays)
 
-    call = Call(caller, ranks, tuple(part.work for part in parts))
-    out, lse = _results(call, tuple(map(operands, parts)), settings.sinks)
+    call = Call(checked.caller, ranks, tuple(part.work for part in parts))
+    out, lse = _results(call, tuple(map(operands, parts)), checked.sinks)
     out = out.astype(query.dtype)
-    return (out, lse) if settings.return_residual else out
+    return (out, lse) if checked.return_residual else out
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -1,0 +1,46 @@
+"""Functions that share keyword arguments: a TypedDict has their names, types and documentation."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def check_names(caller: str, given: Mapping[str, object], kind: type) -> None:
+    """Raises for keyword arguments of ``caller`` that the TypedDict ``kind`` has not."""
+    for name in given:
+        if name not in kind.__annotations__:
+            raise TypeError(
+                f"{caller}() got an unexpected keyword argument {name!r}; it takes "
+                f"{', '.join(kind.__annotations__)}"
+            )
+
+
+def shows(kind: type, defaults: Mapping[str, object]) -> Callable[[Function], Function]:
+    """Returns a decorator of functions of ``**options``, which have the names of ``kind``.
+
+    It puts every option into the function's signature and documentation. The default of an option
+    that ``defaults`` does not have is None.
+    """
+
+    def decorated(function: Function) -> Function:
+        signature = inspect.signature(function)
+        parameters = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
+        for name, annotation in kind.__annotations__.items():
+            parameters.append(
+                inspect.Parameter(
+                    name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=defaults.get(name),
+                    annotation=annotation,
+                )
+            )
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        if function.__doc__ and kind.__doc__:
+            _, entries = inspect.cleandoc(kind.__doc__).split("Args:\n")
+            own = inspect.cleandoc(function.__doc__)
+            function.__doc__ = own.replace(f"  **options: see `{kind.__name__}`.", entries)
+        return function
+
+    return decorated
