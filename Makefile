@@ -47,8 +47,8 @@ SAY = @printf '\n\033[1m== %s\033[0m\n'
 PIP_INSTALL = @$(PY) -m pip install --quiet
 
 .PHONY: help build images demo demo-linear demo-generate test test-full test-exhaustive test-wheel
-.PHONY: wheel bench schedule-bench linear-bench masks-bench kernel-bench kernel-quality gpu-check
-.PHONY: host-cost docs lint format clean host-package test-rust test-python test-rust-full
+.PHONY: wheel bench schedule-bench linear-bench masks-bench decode-bench kernel-bench
+.PHONY: kernel-quality gpu-check host-cost docs lint format clean host-package test-rust test-python test-rust-full
 .PHONY: test-python-full test-compiled test-standin test-standin-full
 
 help:  ## print this list
@@ -176,6 +176,11 @@ linear-bench: build  ## measure linear attention against plain JAX
 
 masks-bench: build  ## measure masks as data against the calls that they replace
 	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/masks.py $(BENCH)
+
+decode-bench: build  ## measure decoding against the roof, jax.nn and torch
+	@cargo build --quiet --release -p burst-attention-peak
+	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/decode.py \
+	    --peak $(TARGET)/release/burst-attention-peak $(BENCH)
 
 # PYTHON_BENCH has torch and cuda-bindings.
 kernel-bench: build images  ## measure the CUDA kernels on an NVIDIA GPU

@@ -1,0 +1,204 @@
+"""Times decoding over a cache against the machine's roof, jax.nn and torch, in one run.
+
+The roof of a step is the longer of two times: to read its keys and values as fast as this machine
+reads memory, and to compute its products at 0.8 of the speed of matrix products. Prints tables of
+one query for each sequence: time against length, pages and ragged lengths, ranks, shared prefixes,
+and appending. Writes results/decode-<cpu>.json and, with matplotlib, draws
+results/decode-<cpu>.png. `make decode-bench` calls this program.
+"""
+
+import argparse
+import importlib.util
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import decode_programs as programs
+import jax
+import machine
+from decode_programs import DEVICES, HEAD_DIM, HEADS, KV_HEADS, Program, Work
+from timing import alternate
+
+HERE = Path(__file__).parent
+TYPES = ("float32", "bfloat16")
+LENGTHS = (2_048, 8_192, 32_768, 131_072)
+LONG, SHORT, PAGE = 131_072, 2_048, 16
+REQUESTS, PREFIX, CONTEXT = 32, 8_192, 128
+STEPS = 200
+
+
+class Bench:
+    """The flags, and the roof of this machine."""
+
+    def __init__(self, flags: argparse.Namespace):
+        self.budget_s, self.scale = flags.budget, 16 if flags.quick else 1
+        command = [flags.peak, "read", str(1024 // self.scale)]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        self.read = json.loads(output)
+        self.peak = machine.Peak(flags.peak, 4096 // self.scale)
+        self.peak.measure()
+        read = self.read["gigabytes_per_s"]
+        print(f"reads {read:.1f} GB/s, products {self.peak.gflops:.0f} GFLOP/s")
+
+    def roof_s(self, work: Work) -> float:
+        """Returns the least seconds of a step on this machine."""
+        return work.roof_s(self.read["gigabytes_per_s"] * 1e9, 0.8e9 * self.peak.gflops)
+
+    def timed(self, entrants: dict[str, Program], works: dict[str, Work]) -> dict[str, Any]:
+        """Prints and returns the least time of programs, which take turns, beside the roof."""
+        found: dict[str, Any] = {}
+        for name, each in alternate(entrants, self.budget_s, least=5, most=25).items():
+            found[name] = {"least_s": min(each), "rounds": len(each)}
+            words = ""
+            if name in works:
+                found[name]["of_roof"] = self.roof_s(works[name]) / min(each)
+                words = f"{found[name]['of_roof']:6.2f} of the roof"
+            print(f"  {name:<44} {min(each) * 1e3:10,.3f} ms {words}", flush=True)
+        return found
+
+    def compare(self, found: dict[str, Any], slower: str, faster: str, bar: str) -> float:
+        """Prints and returns the time of ``slower`` divided by that of ``faster``."""
+        ratio = float(found[slower]["least_s"] / found[faster]["least_s"])
+        print(f"  {slower} takes {ratio:.2f} x the time of {faster}; the bar is {bar}", flush=True)
+        return ratio
+
+
+def lengths(bench: Bench) -> list[dict[str, Any]]:
+    """Times one sequence at several lengths against jax.nn and torch."""
+    rows = []
+    for dtype, length in ((dtype, length // bench.scale) for dtype in TYPES for length in LENGTHS):
+        print(f"one sequence of {length:,} tokens, {dtype}")
+        entrants = programs.plain(length, dtype)
+        work = Work(length, length, dtype)
+        found = bench.timed(entrants, dict.fromkeys(entrants, work))
+        rows.append({"dtype": dtype, "length": length, "seconds": found})
+        rows[-1]["roof_s"] = bench.roof_s(work)
+        for peer, bar in (("jax.nn", "at least 3"), ("torch", "at least 1.5")):
+            if peer in found:
+                rows[-1][f"{peer}_to_ours"] = bench.compare(found, peer, "ours", bar)
+    return rows
+
+
+def pages(bench: Bench) -> dict[str, Any]:
+    """Times pages of 16 rows against a contiguous cache, and ragged lengths against equal ones."""
+    long, short = LONG // bench.scale, SHORT // bench.scale
+    print(f"pages of {PAGE}, bfloat16")
+    one, ragged = Work(long, long, "bfloat16"), [long] + 31 * [short]
+    equal = 32 * [sum(ragged) // 32 // PAGE * PAGE]
+    entrants = {
+        "contiguous": programs.plain(long, "bfloat16")["ours"],
+        "paged": programs.paged([long], PAGE, "bfloat16"),
+        "ragged": programs.paged(ragged, PAGE, "bfloat16"),
+        "equal": programs.paged(equal, PAGE, "bfloat16"),
+    }
+    works = {"contiguous": one, "paged": one}
+    works |= {
+        name: Work(sum(rows), sum(rows), "bfloat16")
+        for name, rows in (("ragged", ragged), ("equal", equal))
+    }
+    found = bench.timed(entrants, works)
+    return {
+        "seconds": found,
+        "paged_to_contiguous": bench.compare(found, "paged", "contiguous", "at most 1.10"),
+        "ragged_to_equal": bench.compare(found, "ragged", "equal", "at most 1.10"),
+    }
+
+
+def ranks(bench: Bench) -> dict[str, Any]:
+    """Times a cache that all devices share against one device, and a step with almost no cache."""
+    length = LONG // bench.scale
+    print(f"one sequence of {length:,} tokens over {DEVICES} devices, bfloat16")
+    several, loop = f"{DEVICES} devices", f"{STEPS} steps of 64 tokens"
+    entrants = {
+        "1 device": programs.plain(length, "bfloat16")["ours"],
+        several: programs.sharded(length, "bfloat16"),
+        loop: programs.sharded(64, "bfloat16", STEPS),
+    }
+    work = Work(length, length, "bfloat16")
+    found = bench.timed(entrants, {"1 device": work, several: work})
+    step = found[loop]["least_s"] / STEPS
+    print(f"  a step in a compiled loop costs {step * 1e3:.3f} ms; the bar is at most 0.7")
+    ratio = bench.compare(found, several, "1 device", "at most 1.10")
+    return {"seconds": found, "several_to_one": ratio, "overhead_s": step}
+
+
+def prefixes(bench: Bench) -> list[dict[str, Any]]:
+    """Times requests that share a prefix against separate decoding, also for one request."""
+    rows, prefix = [], PREFIX // bench.scale
+    for dtype, requests in ((dtype, requests) for dtype in TYPES for requests in (REQUESTS, 1)):
+        print(f"{requests} requests behind a prefix of {prefix:,}, {dtype}")
+        entrants = programs.prefixed(requests, prefix, CONTEXT, dtype)
+        pairs = requests * (prefix + CONTEXT)
+        works = {"separate": Work(pairs, pairs, dtype)}
+        works["shared prefix"] = Work(prefix + requests * CONTEXT, pairs, dtype)
+        found = bench.timed(entrants, works)
+        roofs = bench.roof_s(works["separate"]) / bench.roof_s(works["shared prefix"])
+        bar = f"at least {0.95 if requests == 1 else 3 if dtype == 'float32' else 0.75 * roofs:.2f}"
+        ratio = bench.compare(found, "separate", "shared prefix", bar)
+        rows.append({"dtype": dtype, "requests": requests, "seconds": found})
+        rows[-1] |= {"separate_to_shared": ratio, "of_roofs": roofs}
+    return rows
+
+
+def appending(bench: Bench) -> dict[str, Any]:
+    """Times a loop that appends tokens, with two capacities and two numbers of steps each.
+
+    The difference of the two numbers of steps leaves out the time to clear a new cache.
+    """
+    capacities = (SHORT, LONG // bench.scale)
+    print("appending a token in a loop, bfloat16")
+    entrants = {
+        f"{steps} steps, capacity {capacity:,}": programs.appended(capacity, steps, "bfloat16")
+        for capacity in capacities
+        for steps in (STEPS, 10 * STEPS)
+    }
+    found = bench.timed(entrants, {})
+    seconds = [each["least_s"] for each in found.values()]
+    small, large = ((seconds[i + 1] - seconds[i]) / (9 * STEPS) for i in (0, 2))
+    words = f"{small * 1e6:.2f} and {large * 1e6:.2f} us"
+    print(f"  a step takes {words}; the bar is at most 10 % apart", flush=True)
+    return {
+        "seconds": found,
+        "step_s": dict(zip(map(str, capacities), (small, large), strict=True)),
+    }
+
+
+def main() -> None:
+    """Measures, prints, writes and draws."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peak", type=Path, required=True, help="the program that measures roofs")
+    parser.add_argument("--quick", action="store_true", help="use short sequences, as a smoke test")
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds of timing per table")
+    flags = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    print(f"{machine.cpu_name()}, {machine.cores()} cores; {HEADS}:{KV_HEADS} heads, D {HEAD_DIM}")
+    bench = Bench(flags)
+    results = {
+        "cpu": machine.cpu_name(),
+        "cores": machine.cores(),
+        "heads": [HEADS, KV_HEADS],
+        "head_dim": HEAD_DIM,
+        "read": bench.read,
+        "peak": bench.peak.as_dict(),
+        "lengths": lengths(bench),
+        "pages": pages(bench),
+        "ranks": ranks(bench),
+        "prefixes": prefixes(bench),
+        "appending": appending(bench),
+    }
+    folder = HERE / "results" / ("partial" if flags.quick else "")
+    folder.mkdir(exist_ok=True)
+    path = folder / f"decode-{machine.slug()}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"wrote {path}")
+    if importlib.util.find_spec("matplotlib"):
+        from decode_plot import draw
+
+        draw(results, path.with_suffix(".png"))
+        print(f"drew {path.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    main()
