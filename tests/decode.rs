@@ -181,7 +181,9 @@ fn queries_of_one_task_stay_apart() {
             let floats = case.heads[1] * array.shape[3];
             (at * floats..(at + 1) * floats).for_each(|index| array.set(index, value));
         }
-        [&clean, &spoilt].map(|data| data.run(isa, &pool(1)));
+        for data in [&clean, &spoilt] {
+            data.run(isa, &pool(1));
+        }
         let (want, got) = (clean.o.values(), spoilt.o.values());
         let last = want.len() / 4 * 3;
         assert_eq!(got[..last], want[..last], "{isa}, {value}");

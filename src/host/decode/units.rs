@@ -150,7 +150,7 @@ impl Units<'_> {
     /// Asks for a quad of rows of a unit's head. The units of a head ask once.
     #[inline(always)]
     fn fetch<S: Simd>(&self, simd: S, unit: usize, quad: usize) {
-        if unit % self.blocks == 0 {
+        if unit.is_multiple_of(self.blocks) {
             self.ahead.fetch(simd, quad, unit / self.blocks);
         }
     }
