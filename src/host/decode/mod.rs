@@ -21,6 +21,7 @@
 mod chunk;
 mod element;
 mod merge;
+mod online;
 mod plan;
 mod tile;
 mod units;
@@ -100,7 +101,7 @@ impl DecodeIo<'_> {
 /// # Panics
 /// If the CPU lacks the instruction set.
 pub fn partial((isa, pool): (Isa, &ThreadPool), io: &DecodeIo<'_>) {
-    let plan = Plan::new(io);
+    let plan = Plan::new(io, pool.current_num_threads());
     let partials = Partials::new(io, &plan);
     let chunk = |index| isa.run(InScratch(ChunkTask::new(io, &plan, &partials, index)));
     let merge = |index| isa.run(InScratch(MergeTask::new(io, &plan, &partials, index)));

@@ -12,6 +12,10 @@ const MOST_ROWS: usize = 128;
 /// are as fast as longer ones, and few heads leave room in the cache for the next tile.
 const ROW_BYTES: usize = 4096;
 
+/// Bytes of keys and values from which on all threads take part. Waking them costs the time to read
+/// about as much.
+const SHARED_BYTES: usize = 1 << 21;
+
 /// Most floats of queries and outputs that a task keeps.
 const MOST_FLOATS: usize = 1 << 16;
 
@@ -57,7 +61,7 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    pub fn new(io: &DecodeIo<'_>) -> Plan {
+    pub fn new(io: &DecodeIo<'_>, threads: usize) -> Plan {
         let chunk_rows = chunk_rows(io);
         let (mut queries, mut blind) = (Vec::with_capacity(io.source.len()), Vec::new());
         for at in (0..io.q.batch).flat_map(|entry| io.q.rows.clone().map(move |t| (entry, t))) {
@@ -78,7 +82,7 @@ impl Plan {
                 partials += query.chunks.len();
             }
         }
-        let tasks = tasks(io, &queries);
+        let tasks = tasks(io, &queries, threads);
         Plan { queries, blind, tasks, merges, partials, chunk_rows }
     }
 }
@@ -124,27 +128,34 @@ pub(super) fn position(io: &DecodeIo<'_>, row: usize) -> i64 {
     cycle.wrapping_mul(interleave).wrapping_add(row % interleave)
 }
 
-/// Cuts the work on queries into tasks.
-fn tasks(io: &DecodeIo<'_>, queries: &[Query]) -> Vec<Part> {
+/// Cuts the work on queries into tasks, a few for each thread if there are enough heads.
+fn tasks(io: &DecodeIo<'_>, queries: &[Query], threads: usize) -> Vec<Part> {
     let row_bytes = io.k.dim.max(io.v.dim).max(1) * io.k.dtype.bytes();
     let most_queries = (MOST_ROWS / io.group().max(1)).max(1);
-    let (mut tasks, mut first) = (Vec::new(), 0);
+    let (mut pieces, mut first) = (Vec::new(), 0);
     for of_source in queries.chunk_by(|a, b| a.source == b.source) {
         for few in of_source.chunks(most_queries) {
-            let queries = first..first + few.len();
-            first = queries.end;
-            let floats = few.len() * io.group() * (io.k.dim + io.v.dim);
-            let heads = (ROW_BYTES / row_bytes).min(MOST_FLOATS / floats.max(1)).max(1);
             let start = few.iter().map(|query| query.chunks.start).min().unwrap_or(0);
             let end = few.iter().map(|query| query.chunks.end).max().unwrap_or(0);
-            for head in (0..io.k.heads).step_by(heads) {
-                let kv_heads = head..io.k.heads.min(head + heads);
-                tasks.extend((start..end).map(|chunk| Part {
-                    queries: queries.clone(),
-                    kv_heads: kv_heads.clone(),
-                    chunk,
-                }));
-            }
+            pieces.push((first..first + few.len(), start..end));
+            first += few.len();
+        }
+    }
+    let chunks: usize = pieces.iter().map(|(_, chunks)| chunks.len()).sum();
+    let rows = queries.iter().map(|query| query.rows.len()).max().unwrap_or(0) * pieces.len();
+    let few = if rows * io.k.heads * 2 * row_bytes < SHARED_BYTES { 1 } else { 2 * threads };
+    let most_heads = (ROW_BYTES / row_bytes).min(io.k.heads * chunks / few.max(1));
+    let mut tasks = Vec::new();
+    for (queries, chunks) in pieces {
+        let floats = queries.len() * io.group() * (io.k.dim + io.v.dim);
+        let heads = most_heads.min(MOST_FLOATS / floats.max(1)).max(1);
+        for head in (0..io.k.heads).step_by(heads) {
+            let kv_heads = head..io.k.heads.min(head + heads);
+            tasks.extend(chunks.clone().map(|chunk| Part {
+                queries: queries.clone(),
+                kv_heads: kv_heads.clone(),
+                chunk,
+            }));
         }
     }
     tasks

@@ -7,7 +7,7 @@ use super::element::Element;
 use super::tile::{Ahead, QUAD, QUADS, Seen, TILE};
 use crate::host::matmul::{Matrix, even_parts};
 use crate::host::simd::{Simd, Task};
-use crate::host::softmax::{NoFeatures, ScoreFeatures, SoftCap, VectorPlace};
+use crate::host::softmax::SoftCap;
 
 /// Most rows of a block. A vector of scores has [`QUAD`] lanes for each row, so shorter vectors take
 /// fewer rows.
@@ -166,10 +166,17 @@ impl Units<'_> {
 
     /// Returns the keys that each row of a unit sees.
     #[inline(always)]
-    fn seen<S: Simd>(&self, unit: usize) -> &[Seen] {
+    pub(super) fn seen<S: Simd>(&self, unit: usize) -> &[Seen] {
         let block = unit % self.blocks;
         let rows = (self.rows - block * block_rows::<S>()).min(block_rows::<S>());
         &self.seen[block][..rows]
+    }
+
+    /// Returns the place of the score of a key.
+    #[inline(always)]
+    pub(super) fn place<S: Simd>(&self, unit: usize, row: usize, key: usize) -> *mut f32 {
+        let quad = self.state.scores.skip(unit * QUADS + key / QUAD).at;
+        quad.wrapping_add(row * QUAD + key % QUAD)
     }
 
     /// Returns the bytes from the first head to the head of a unit, in keys and in values.
@@ -242,106 +249,6 @@ impl Units<'_> {
         }
         // SAFETY: the caller guarantees the room for the scores.
         unsafe { simd.store(scores.skip(unit * QUADS + quad).at, simd.sum_each(all)) };
-    }
-
-    /// Applies features to a unit's scores, and takes the step of the online softmax.
-    ///
-    /// # Safety
-    /// The caller guarantees what [`Units::compute`] asks for.
-    #[inline(always)]
-    unsafe fn softmax<S: Simd>(&self, simd: S, unit: usize) {
-        // SAFETY: the caller guarantees the memory behind all pointers.
-        unsafe {
-            match self.cap {
-                Some(cap) => self.features(simd, unit, cap),
-                None if self.has_slopes => self.features(simd, unit, NoFeatures),
-                None => (),
-            }
-            self.hide::<S>(unit);
-            self.online(simd, unit);
-        }
-    }
-
-    /// Applies the soft cap, then ALiBi.
-    ///
-    /// # Safety
-    /// The caller guarantees what [`Units::compute`] asks for.
-    #[inline(always)]
-    unsafe fn features<S: Simd>(&self, simd: S, unit: usize, cap: impl ScoreFeatures) {
-        let State { scores, slopes, queries, keys, .. } = self.state;
-        for quad in 0..QUADS {
-            let at = scores.skip(unit * QUADS + quad).at;
-            // SAFETY: the caller guarantees the scores, and the distances and slopes if there are
-            // slopes.
-            unsafe {
-                let place = VectorPlace { row: 0, first: 0 };
-                let (mut s, _) = cap.logits(simd, simd.load(at), place);
-                if self.has_slopes {
-                    let query = simd.load(queries.skip(unit % self.blocks).at);
-                    let distance = simd.add(simd.load(keys.skip(quad).at), query);
-                    s = simd.mul_add(simd.load(slopes.skip(unit).at), distance, s);
-                }
-                simd.store(at, s);
-            }
-        }
-    }
-
-    /// Writes −∞ in place of the scores of keys that a row does not see.
-    ///
-    /// # Safety
-    /// The caller guarantees what [`Units::compute`] asks for.
-    #[inline(always)]
-    unsafe fn hide<S: Simd>(&self, unit: usize) {
-        for (row, seen) in self.seen::<S>(unit).iter().enumerate() {
-            let mut hidden = !seen;
-            while hidden != 0 {
-                let at = self.place::<S>(unit, row, hidden.trailing_zeros() as usize);
-                hidden &= hidden - 1;
-                // SAFETY: the caller guarantees the room for the scores.
-                unsafe { *at = f32::NEG_INFINITY };
-            }
-        }
-    }
-
-    /// Returns the place of the score of a key.
-    #[inline(always)]
-    fn place<S: Simd>(&self, unit: usize, row: usize, key: usize) -> *mut f32 {
-        let quad = self.state.scores.skip(unit * QUADS + key / QUAD).at;
-        quad.wrapping_add(row * QUAD + key % QUAD)
-    }
-
-    /// Takes the step of the online softmax.
-    ///
-    /// # Safety
-    /// The caller guarantees what [`Units::compute`] asks for.
-    #[inline(always)]
-    unsafe fn online<S: Simd>(&self, simd: S, unit: usize) {
-        let State { m, l, alpha, scores, .. } = self.state;
-        let [m, l, alpha] = [m, l, alpha].map(|matrix| matrix.skip(unit).at);
-        let scores = scores.skip(unit * QUADS);
-        // SAFETY: the caller guarantees the scores and the softmax.
-        unsafe {
-            let before = simd.load(m);
-            let mut most = before;
-            for quad in 0..QUADS {
-                // This order of operands ignores NaN, which then comes back from the exponential.
-                most = simd.max(simd.load(scores.skip(quad).at), most);
-            }
-            let most = simd.max_of_quads(most);
-            simd.store(m, most);
-            // Where a row has seen no key yet, −∞ − m would be NaN.
-            let most = simd.max(most, simd.splat(f32::MIN));
-            let factor = simd.exp(simd.sub(before, most));
-            simd.store(alpha, factor);
-            let mut sum = simd.mul(simd.load(l), factor);
-            for quad in 0..QUADS {
-                let at = scores.skip(quad).at;
-                let p = simd.exp(simd.sub(simd.load(at), most));
-                simd.store(at, p);
-                sum = simd.add(sum, p);
-            }
-            simd.store(l, sum);
-        }
     }
 
     /// Adds some quads of values to a unit's outputs. Keys that a row does not see are left out,

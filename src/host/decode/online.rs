@@ -1,0 +1,101 @@
+//! From the scores of a unit to the weights of its values.
+
+use super::tile::QUADS;
+use super::units::{State, Units};
+use crate::host::simd::Simd;
+use crate::host::softmax::{NoFeatures, ScoreFeatures, VectorPlace};
+
+impl Units<'_> {
+    /// Applies features to a unit's scores, and takes the step of the online softmax.
+    ///
+    /// # Safety
+    /// The caller guarantees what [`Units::compute`] asks for.
+    #[inline(always)]
+    pub(super) unsafe fn softmax<S: Simd>(&self, simd: S, unit: usize) {
+        // SAFETY: the caller guarantees the memory behind all pointers.
+        unsafe {
+            match self.cap {
+                Some(cap) => self.features(simd, unit, cap),
+                None if self.has_slopes => self.features(simd, unit, NoFeatures),
+                None => (),
+            }
+            self.hide::<S>(unit);
+            self.online(simd, unit);
+        }
+    }
+
+    /// Applies the soft cap, then ALiBi.
+    ///
+    /// # Safety
+    /// The caller guarantees what [`Units::compute`] asks for.
+    #[inline(always)]
+    unsafe fn features<S: Simd>(&self, simd: S, unit: usize, cap: impl ScoreFeatures) {
+        let State { scores, slopes, queries, keys, .. } = self.state;
+        for quad in 0..QUADS {
+            let at = scores.skip(unit * QUADS + quad).at;
+            // SAFETY: the caller guarantees the scores, and the distances and slopes if there are
+            // slopes.
+            unsafe {
+                let place = VectorPlace { row: 0, first: 0 };
+                let (mut s, _) = cap.logits(simd, simd.load(at), place);
+                if self.has_slopes {
+                    let query = simd.load(queries.skip(unit % self.blocks).at);
+                    let distance = simd.add(simd.load(keys.skip(quad).at), query);
+                    s = simd.mul_add(simd.load(slopes.skip(unit).at), distance, s);
+                }
+                simd.store(at, s);
+            }
+        }
+    }
+
+    /// Writes −∞ in place of the scores of keys that a row does not see.
+    ///
+    /// # Safety
+    /// The caller guarantees what [`Units::compute`] asks for.
+    #[inline(always)]
+    unsafe fn hide<S: Simd>(&self, unit: usize) {
+        for (row, seen) in self.seen::<S>(unit).iter().enumerate() {
+            let mut hidden = !seen;
+            while hidden != 0 {
+                let at = self.place::<S>(unit, row, hidden.trailing_zeros() as usize);
+                hidden &= hidden - 1;
+                // SAFETY: the caller guarantees the room for the scores.
+                unsafe { *at = f32::NEG_INFINITY };
+            }
+        }
+    }
+
+    /// Takes the step of the online softmax.
+    ///
+    /// # Safety
+    /// The caller guarantees what [`Units::compute`] asks for.
+    #[inline(always)]
+    unsafe fn online<S: Simd>(&self, simd: S, unit: usize) {
+        let State { m, l, alpha, scores, .. } = self.state;
+        let [m, l, alpha] = [m, l, alpha].map(|matrix| matrix.skip(unit).at);
+        let scores = scores.skip(unit * QUADS);
+        // SAFETY: the caller guarantees the scores and the softmax.
+        unsafe {
+            let before = simd.load(m);
+            let mut most = before;
+            for quad in 0..QUADS {
+                // This order of operands ignores NaN, which then comes back from the exponential.
+                most = simd.max(simd.load(scores.skip(quad).at), most);
+            }
+            let most = simd.max_of_quads(most);
+            simd.store(m, most);
+            // Where a row has seen no key yet, −∞ − m would be NaN.
+            let most = simd.max(most, simd.splat(f32::MIN));
+            let factor = simd.exp(simd.sub(before, most));
+            simd.store(alpha, factor);
+            let mut sum = simd.mul(simd.load(l), factor);
+            for quad in 0..QUADS {
+                let at = scores.skip(quad).at;
+                let p = simd.exp(simd.sub(simd.load(at), most));
+                simd.store(at, p);
+                sum = simd.add(sum, p);
+            }
+            simd.store(l, sum);
+        }
+    }
+}
