@@ -5,10 +5,13 @@ from dataclasses import dataclass, field
 import burst_attention as ba
 import jax
 import numpy as np
+import pytest
 import ring
 from jax.sharding import PartitionSpec as P
 
 IMPLEMENTATIONS = [None, "xla"]
+CALL_FIRST = [None, pytest.param("xla", marks=pytest.mark.long)]
+"""Implementations, plain JAX in long tests only."""
 SHARDED, WHOLE = P(None, "context"), P()
 FLOAT32_LIMIT = 3e-6
 """The largest error in float32, as a part of the largest element."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
-from decode_cases import IMPLEMENTATIONS, SHARDED, WHOLE, Sharding, check, problem
+from decode_cases import CALL_FIRST, IMPLEMENTATIONS, SHARDED, WHOLE, Sharding, check, problem
 from decode_reference import dense
 from jax.sharding import PartitionSpec as P
 from long import some
@@ -80,7 +80,7 @@ def test_it_is_attention_over_prefix_and_own_tokens(sharding, features, implemen
     check(shared(prefixes, own, implementation=implementation), expected)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", CALL_FIRST)
 @pytest.mark.parametrize("dtype", some(["float32", "bfloat16"]))
 def test_the_bits_of_a_request_are_its_own(dtype, implementation):
     """Requests that share a prefix of several chunks get the bits that each gets by itself."""

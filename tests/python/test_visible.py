@@ -17,7 +17,8 @@ from long import some
 OTHER_LAYOUTS = [
     pytest.param(layout, marks=pytest.mark.needs("speed")) for layout in ("contiguous", "striped")
 ]
-IMPLEMENTATIONS = [None, pytest.param("xla", marks=pytest.mark.needs("products"))]
+PLAIN = (pytest.mark.needs("products"), pytest.mark.long)
+IMPLEMENTATIONS = [None, pytest.param("xla", marks=PLAIN)]
 WORLDS = [(1, 1, 1), (1, 2, 1), (1, 4, 2), (1, 8, 1)]
 KINDS = ["causal", "random", "twice", "hidden"]
 OTHERS = [
