@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import ring
 
+pytestmark = pytest.mark.needs("products")
+
 
 def attended(s, v):
     """Returns out and lse of scores, ``[rows, keys]``."""
