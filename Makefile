@@ -113,6 +113,7 @@ test-compiled: $(BUILT) $(VENV)/dev $(VENV)/cuda/ready
 test-standin: $(STANDIN)/ready
 	$(SAY) "Python: pytest on GPUs that are not there, over a driver of our own"
 	@$(PY) -m pytest --platform=standin tests/python/test_standin.py \
+	    tests/python/test_decode_kernels.py \
 	    tests/python/test_gpu_programs.py $(PYTEST)
 
 test-standin-full: $(STANDIN)/ready

@@ -8,7 +8,7 @@ use burst_attention::Pass;
 use crate::cuda::LinearKind::{Attend, State};
 use crate::cuda::Spread::{Devices, Virtual};
 use crate::cuda::Stage::{Execute, Initialize, Prepare};
-use crate::cuda::{self, Platform, run, run_linear};
+use crate::cuda::{self, Platform, run, run_decode, run_linear};
 use crate::decode;
 use crate::error::Result;
 use crate::handler;
@@ -68,4 +68,7 @@ handlers! {
         run_linear, Attend, Initialize, HERE;
     burst_attention_linear_attend_cuda_execute =>
         run_linear, Attend, Execute, HERE;
+
+    burst_attention_decode_pages_cuda_initialize => run_decode, Initialize, HERE;
+    burst_attention_decode_pages_cuda_execute => run_decode, Execute, HERE;
 }

@@ -19,7 +19,11 @@ LINEAR = {name: f"burst_attention_linear_{name}" for name in ("state", "forward"
 LINEAR_KERNELS = {name: f"burst_attention_linear_{name}" for name in ("parts", "attend")}
 """The calls of linear attention on GPUs."""
 DECODE = "burst_attention_decode"
-"""The call of attention to a cache on CPU devices."""
+"""The call of decoding on CPU devices."""
+DECODE_PAGES = "burst_attention_decode_pages"
+"""The call of decoding on GPUs, of units instead of batch entries."""
+NO_TRAITS, RECORDED = 0, 1
+"""Traits of a call: with `RECORDED`, XLA may record its commands once and replay them."""
 LIBRARY = Path(__file__).with_name("libburst_attention_ffi.so")
 STAGES = {
     "cpu": {"instantiate": "instantiate", "execute": "execute"},
@@ -49,13 +53,17 @@ def _register(library: ctypes.CDLL) -> None:
     targets = [(target, platform) for target in (FORWARD, BACKWARD) for platform in STAGES]
     stages = [(target, platform, tuple(STAGES[platform])) for target, platform in targets]
     stages += [(target, "cpu", ("execute",)) for target in (*LINEAR.values(), DECODE)]
-    stages += [(target, "CUDA", ("initialize", "execute")) for target in LINEAR_KERNELS.values()]
+    stages += [
+        (target, "CUDA", ("initialize", "execute"))
+        for target in (*LINEAR_KERNELS.values(), DECODE_PAGES)
+    ]
     for target, platform, names in stages:
         handlers = {
             name: jax.ffi.pycapsule(getattr(library, f"{target}_{STAGES[platform][name]}"))
             for name in names
         }
-        jax.ffi.register_ffi_target(target, handlers, platform=platform)
+        traits = RECORDED if target == DECODE_PAGES else NO_TRAITS
+        jax.ffi.register_ffi_target(target, handlers, platform=platform, traits=traits)
 
 
 _library = _load()

@@ -13,7 +13,7 @@ use crate::record::{Meaning, Operand, Value};
 /// A set of features. Every kernel can limit the keys after a query, as causal masks do, so this
 /// limit is no feature.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
-pub struct FeatureSet(u8);
+pub struct FeatureSet(u16);
 
 impl FeatureSet {
     /// The empty set.
@@ -35,6 +35,10 @@ impl FeatureSet {
     pub const FUSED: FeatureSet = FeatureSet(32);
     /// Masks as data: intervals of keys and positions of rows.
     pub const VISIBLE: FeatureSet = FeatureSet(64);
+    /// In decode, tiles of many query rows instead of a few.
+    pub const MANY_ROWS: FeatureSet = FeatureSet(128);
+    /// In decode, pages that are shorter than a tile of keys.
+    pub const SHORT_PAGES: FeatureSet = FeatureSet(256);
     /// Masks as data with a window and segments, which launches switch on or off.
     pub const MASKS: FeatureSet =
         FeatureSet::WINDOW.and(FeatureSet::SEGMENTS).and(FeatureSet::VISIBLE);
@@ -89,7 +93,7 @@ impl FeatureSet {
 impl fmt::Display for FeatureSet {
     /// Writes the part of an image's name: each feature behind a `_`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const NAMES: [(FeatureSet, &str); 8] = [
+        const NAMES: [(FeatureSet, &str); 10] = [
             (FeatureSet::FUSED, "_fused"),
             (FeatureSet::ALL.and(FeatureSet::VISIBLE), "_general_visible"),
             (FeatureSet::ALL, "_general"),
@@ -98,6 +102,8 @@ impl fmt::Display for FeatureSet {
             (FeatureSet::SEGMENTS, "_segments"),
             (FeatureSet::SOFT_CAP, "_soft_cap"),
             (FeatureSet::SLOPES, "_slopes"),
+            (FeatureSet::MANY_ROWS, "_many_rows"),
+            (FeatureSet::SHORT_PAGES, "_short_pages"),
         ];
         let mut left = *self;
         for (features, name) in NAMES {

@@ -8,7 +8,7 @@ pub use crate::kernel::Kernel;
 use crate::kernel::{Generic, Task};
 pub use crate::target::Target;
 pub use crate::tiles::{TileShape, WIDTHS, width_of};
-use crate::tiles::{has_one_loop, sum_parts};
+use crate::tiles::{has_one_loop, page_tile, sum_parts};
 
 /// Blocks of 64 rows that [`Kernel::SegmentRanges`] and [`Kernel::MaskRuns`] compare at once, and
 /// that [`Kernel::MaskRows`] packs at once.
@@ -73,6 +73,8 @@ impl Instance {
         const FUSED_SEGMENTS: FeatureSet = FeatureSet::FUSED.and(FeatureSet::SEGMENTS);
         let Instance { kernel, features, element, width, target } = *self;
         match features {
+            // Wider tiles always have many rows.
+            FeatureSet::MANY_ROWS | FeatureSet::SHORT_PAGES => width <= 128,
             _ if !kernel.has_pairs() => true,
             FeatureSet::WINDOW | FeatureSet::ALL | MASKED_ALL => true,
             _ if width > 128 => false,
@@ -119,7 +121,12 @@ impl Instance {
             Generic::Element => vec![],
             Generic::Tile if keys == 0 => vec![rows, width],
             Generic::Tile => vec![rows, keys, width],
+            Generic::Parts if kernel.spec().task == Task::Decode => {
+                let parts = if page_tile(features, width) < keys { 16 } else { 8 };
+                vec![keys / parts, parts]
+            }
             Generic::Parts => vec![keys / sum_parts(width), sum_parts(width)],
+            Generic::PageTile => vec![page_tile(features, width).min(keys)],
             Generic::Fused => vec![features.has(FeatureSet::FUSED).into()],
             Generic::Blocks => vec![ROW_BLOCKS, ROW_BLOCKS * 64],
             Generic::Features => {

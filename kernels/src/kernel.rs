@@ -15,6 +15,10 @@ pub enum Task {
     Keys,
     /// Linear attention.
     Linear,
+    /// Decode over pages.
+    Decode,
+    /// Sums of the pieces of decode.
+    DecodeMerge,
     /// A computation for each row.
     Rows,
 }
@@ -28,6 +32,8 @@ pub enum Generic {
     Tile,
     /// Keys of a tile that one part of a row's sum has, and the number of parts.
     Parts,
+    /// Keys of a tile that lies within a page.
+    PageTile,
     /// Whether the kernel adds to dq.
     Fused,
     /// The mode of the window, and then the mode of each other feature.
@@ -186,6 +192,21 @@ kernels! {
         tile: tiles::linear,
         ..KernelSpec::rows("linear_attend", "linear", record::LINEAR_ATTEND)
     };
+    /// Computes the pieces of decode.
+    Decode => KernelSpec {
+        task: Task::Decode,
+        generics: &[Generic::Element, Generic::Tile, Generic::Parts, Generic::PageTile],
+        features: &[FeatureSet::NONE, FeatureSet::MANY_ROWS, FeatureSet::SHORT_PAGES],
+        tile: tiles::decode,
+        ..KernelSpec::rows("decode", "decode", record::DECODE)
+    };
+    /// Adds the pieces of decode.
+    DecodeMerge => KernelSpec {
+        task: Task::DecodeMerge,
+        generics: &[Generic::Tile],
+        tile: tiles::decode_merge,
+        ..KernelSpec::rows("decode_merge", "decode_merge", record::DECODE_MERGE)
+    };
 }
 
 impl Kernel {
@@ -206,7 +227,7 @@ impl Kernel {
 
     /// Whether the kernel has a loop of matrix products.
     pub fn has_products(self) -> bool {
-        self.spec().task != Task::Rows
+        !matches!(self.spec().task, Task::Rows | Task::DecodeMerge)
     }
 
     /// Whether the kernel computes softmax attention over pairs of tiles.

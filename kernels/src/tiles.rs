@@ -24,10 +24,12 @@ pub struct TileShape {
     pub keys: i32,
     /// Warps that compute, besides the warps that load.
     pub warps: i32,
+    /// Blocks that a multiprocessor should hold at once.
+    pub blocks: i32,
 }
 
 const fn tile(rows: i32, keys: i32, warps: i32) -> TileShape {
-    TileShape { rows, keys, warps }
+    TileShape { rows, keys, warps, blocks: 1 }
 }
 
 /// Tiles of the forward pass.
@@ -111,6 +113,56 @@ pub(crate) fn linear(_: FeatureSet, target: Target, width: i32) -> TileShape {
         _ => 128,
     };
     tile(64, 64, if width > most { 8 } else { 4 })
+}
+
+/// Tiles of decode: as few rows as a matrix product takes, unless a unit has many or tiles are wide.
+/// With short pages a block takes four tiles of keys at once, but one where that spills. Two blocks
+/// share a multiprocessor where neither spills: one computes while the other waits for keys.
+pub(crate) fn decode(features: FeatureSet, target: Target, width: i32) -> TileShape {
+    let many = features.has(FeatureSet::MANY_ROWS);
+    let short = features.has(FeatureSet::SHORT_PAGES);
+    let warps = match (target, width) {
+        _ if short => 2,
+        (Sm80 | Sm120, 256) => 8,
+        (Sm80, 64) if many => 8,
+        (Sm100 | Sm103, 128) if !many => 2,
+        _ => 4,
+    };
+    let blocks = match (target, width) {
+        _ if many => 1,
+        (Sm80, 64 | 128) => 2,
+        (_, 64) if !short => 2,
+        _ => 1,
+    };
+    let keys = match (target, width) {
+        (Sm80 | Sm120, 128) if short => 16,
+        _ if short => 64,
+        _ => page_tile(features, width),
+    };
+    TileShape { blocks, ..tile(decode_rows(features, target, width), keys, warps) }
+}
+
+/// Returns the query rows of decode's tiles. Wide tiles of 64 rows spill on two targets.
+pub(crate) fn decode_rows(features: FeatureSet, target: Target, width: i32) -> i32 {
+    match (target, width) {
+        (Sm80 | Sm120, 256) => 32,
+        _ if features.has(FeatureSet::MANY_ROWS) || width == 256 => 64,
+        _ => 16,
+    }
+}
+
+/// Returns the keys of decode's tiles within a page, the same on all targets: units count in them.
+pub(crate) fn page_tile(features: FeatureSet, width: i32) -> i32 {
+    match width {
+        _ if features.has(FeatureSet::SHORT_PAGES) => 16,
+        256 => 32,
+        _ => 64,
+    }
+}
+
+/// Tiles of the kernel that adds the pieces of decode: pieces that it adds at once.
+pub(crate) fn decode_merge(_: FeatureSet, _: Target, _: i32) -> TileShape {
+    tile(16, 0, 4)
 }
 
 /// Tiles of kernels that compute something for each row.

@@ -124,7 +124,7 @@ def test_calls_may_be_mapped():
     assert np.abs(found - exact).max() <= FLOAT32_LIMIT * np.abs(exact).max()
 
 
-def lowered(platform, **options):
+def lowered(platform, dtype="bfloat16", **options):
     """Returns the program of a step for the devices of a platform, which the mesh tells."""
     mesh = mesh_of(platform)
     cache = P(None, "context")
@@ -134,7 +134,7 @@ def lowered(platform, **options):
         in_specs=(P(), cache, cache, P()),
         out_specs=P(),
     )
-    shapes = [((2, 1, 4, 8), "bfloat16"), *[((2, 64, 2, 8), "bfloat16")] * 2, ((2,), "int32")]
+    shapes = [((2, 1, 4, 8), dtype), *[((2, 64, 2, 8), dtype)] * 2, ((2,), "int32")]
     traced = jax.jit(run).trace(*(jax.ShapeDtypeStruct(*x) for x in shapes))
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
@@ -145,8 +145,21 @@ def test_plain_jax_decodes_where_the_library_does_not():
         assert "burst_attention_decode" not in lowered(platform, implementation="xla")
     assert "burst_attention_decode" not in lowered("cpu", implementation="xla")
     assert "burst_attention_decode" not in lowered("tpu")
-    with pytest.warns(UserWarning, match="no kernels for decoding on GPUs, so it runs in plain"):
-        lowered("cuda")
+    assert "burst_attention_decode_pages" in lowered("cuda")
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "options", "words"),
+    [
+        ("cuda", "float32", {}, "decoding with float32 on NVIDIA GPUs, so it runs in plain JAX"),
+        ("cuda", "float16", {"scale": -0.5}, "decoding with scale -0.5 on NVIDIA GPUs"),
+        ("cuda", "bfloat16", {"logits_soft_cap": 1e-4}, "with logits_soft_cap 0.0001 on NVIDIA"),
+        ("rocm", "bfloat16", {}, "decoding on GPUs that are not NVIDIA's, so it runs in plain JAX"),
+    ],
+)
+def test_plain_jax_on_gpus_gives_a_warning(platform, dtype, options, words):
+    with pytest.warns(UserWarning, match=words):
+        assert "burst_attention_decode" not in lowered(platform, dtype, **options)
 
 
 def test_a_step_has_two_messages():
@@ -170,7 +183,7 @@ def test_errors_do_not_grow_with_ranks(world, implementation):
     sharding = Sharding(world, capacity=1024 // world)
     case = problem(sharding, [1024, 777], 1, dims=(64, 64))
     keys, values = (np.split(sharding.dealt(x), world, axis=1) for x in (case.k, case.v))
-    work = Work(64**-0.5, 0.0, -1, 1, world, "fixed", implementation)
+    work = Work(64**-0.5, 0.0, -1, 1, world, "fixed", implementation, False)
     entries = jnp.arange(2, dtype=jnp.int32)
     counts = jnp.ones(2, jnp.int32)
 

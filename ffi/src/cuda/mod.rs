@@ -6,6 +6,7 @@
 
 mod call;
 mod collectives;
+mod decode;
 mod linear;
 mod told;
 mod turn;
@@ -30,6 +31,7 @@ use told::Told;
 use turn::Turn;
 use watch::Watch;
 
+pub use decode::run_decode;
 pub use linear::{LinearKind, run_linear};
 
 /// The driver and NCCL that the handlers use.

@@ -2,6 +2,7 @@
 //! refuse, and what each failure leaves behind.
 
 mod calls;
+mod decode;
 mod failures;
 mod handlers;
 mod linear;

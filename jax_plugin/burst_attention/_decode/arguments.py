@@ -12,6 +12,7 @@ from burst_attention._attention.arguments import MAX_INT32, cast
 from burst_attention._attention.features import check_features
 from burst_attention._attention.implementation import check_soft_cap, warn_of_plain
 from burst_attention._attention.options import NO_LIMIT, check_options
+from burst_attention._decode import gpu
 from burst_attention._decode.options import CACHE_LAYOUTS, DEFAULTS, CacheLayout, DecodeOptions
 from burst_attention._decode.work import SPLITS, Work
 from burst_attention._signatures import check_names
@@ -281,27 +282,38 @@ def check_call(
     if slopes is None:
         slopes = jnp.zeros(q.shape[2], jnp.float32)
     with_lse = _checks.flag("return_residual", return_residual)
-    work = _work(caller, q.shape[3], cache.interleave, place.world_size, given)
+    work = _work(caller, q, cache.interleave, place.world_size, given)
     return Checked(caller, place, q, cache, tokens, work, sinks, slopes, with_lse)
 
 
 def _work(
-    caller: str, head_dim: int, interleave: int, world_size: int, given: Mapping[str, object]
+    caller: str, query: jax.Array, interleave: int, world_size: int, given: Mapping[str, object]
 ) -> Work:
     """Returns what is static about the work of a call."""
     names = ("scale", "local_window_size", "logits_soft_cap", "implementation")
     options = check_options(caller, {name: given[name] for name in names})
     check_soft_cap(options.logits_soft_cap, options.implementation)
-    on_gpus = _mesh.platform(jax.sharding.get_abstract_mesh()) in ("cuda", "rocm")
-    if on_gpus and options.implementation is None:
-        warn_of_plain("decoding on GPUs, so it runs")
+    scale = options.softmax_scale(query.shape[3])
+    if options.implementation is None:
+        _warn_on_gpus(gpu.lacks(query.dtype, scale, options.logits_soft_cap))
     left, _ = options.local_window_size or (NO_LIMIT, NO_LIMIT)
     return Work(
-        scale=options.softmax_scale(head_dim),
+        scale=scale,
         soft_cap=options.logits_soft_cap or 0.0,
         window=-1 if left == NO_LIMIT else min(left, MAX_INT32),
         interleave=interleave,
         world_size=world_size,
         split=_checks.choice("split", given["split"], SPLITS),
         implementation=options.implementation,
+        has_slopes=given["alibi_slopes"] is not None,
     )
+
+
+def _warn_on_gpus(lacking: str | None) -> None:
+    """Warns where the mesh has GPUs on which plain JAX decodes, given what the kernels lack."""
+    platform = _mesh.platform(jax.sharding.get_abstract_mesh())
+    if platform == "rocm":
+        warn_of_plain("decoding on GPUs that are not NVIDIA's, so it runs")
+    if platform == "cuda" and lacking:
+        cast = "; bfloat16 and float16 have kernels" if lacking == "float32" else ""
+        warn_of_plain(f"decoding with {lacking} on NVIDIA GPUs, so it runs", cast)

@@ -1,4 +1,4 @@
-"""Implementations of the partial of one rank: the library's call on CPU devices, and plain JAX."""
+"""Implementations of the partial of one rank: the library's calls, and plain JAX."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from burst_attention import _ffi
-from burst_attention._decode import plain
+from burst_attention._decode import gpu, plain
 from burst_attention._decode.merge import Pair
 from burst_attention._decode.work import Operands, Work
 from burst_attention._mesh import vary_like
@@ -25,7 +25,7 @@ def partial(work: Work, operands: Operands) -> Pair:
         return vary_like(operands, (o, jnp.full(o.shape[:3], -jnp.inf, jnp.float32)))
     if work.implementation == "xla":
         return plain.partial(work, operands)
-    calls = {"cpu": _cpu, "default": plain.partial}
+    calls = {"cpu": _cpu, "cuda": gpu.partial, "default": plain.partial}
     branches = {name: functools.partial(call, work) for name, call in calls.items()}
     pair: Pair = lax.platform_dependent(operands, **branches)
     return pair

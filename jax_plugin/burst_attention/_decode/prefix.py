@@ -143,5 +143,5 @@ def _shared(
     # Positions end where int32 does.
     starts = before + jnp.minimum(tokens.starts, MAX_INT32 - queries - before)
     counts = jnp.where(tokens.lengths > 0, tokens.counts, 0)
-    work = checked.work.on(prefixes.interleave)
+    work = checked.work.on_prefixes(prefixes.interleave)
     return Part(work, prefixes, source, Sequences(before, starts, counts))

@@ -25,10 +25,14 @@ class Work:
     world_size: int
     split: Split
     implementation: Literal["xla"] | None
+    has_slopes: bool
+    """Whether slopes were given; otherwise they are zeros."""
+    shares_sources: bool = False
+    """Whether several entries may read one source."""
 
-    def on(self, interleave: int) -> "Work":
-        """Returns the same work on caches with another interleave."""
-        return replace(self, interleave=interleave)
+    def on_prefixes(self, interleave: int) -> "Work":
+        """Returns the same work on shared prefixes, with their interleave."""
+        return replace(self, interleave=interleave, shares_sources=True)
 
     def geometry(self, capacity: int) -> Geometry:
         """Returns where positions are, with a number of rows of a source on each rank."""

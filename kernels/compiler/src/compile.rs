@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
-use burst_attention_kernels::instances::Instance;
+use burst_attention_kernels::instances::{Instance, TileShape};
 use burst_attention_kernels::kernel::{Kernel, KernelSpec};
 use cutile_compiler::compile_api::{CompileArtifacts, KernelCompiler};
 use cutile_compiler::cuda_tile_runtime_utils::serialize_tile_ir_bytecode;
@@ -20,8 +20,8 @@ use crate::device::source;
 /// Bytes of stack that the compiler's front end needs, because it recurses deeply.
 pub const STACK: usize = 256 << 20;
 
-/// The kernel, generics and warps that determine the IR, up to the target's name.
-type Key = (Kernel, Vec<String>, i32);
+/// The kernel, generics, warps and blocks that determine the IR, up to the target's name.
+type Key = (Kernel, Vec<String>, i32, i32);
 
 /// The compiler's front end, with the modules that it has compiled so far.
 #[derive(Debug, Default)]
@@ -35,7 +35,8 @@ impl Front {
     /// # Errors
     /// The compiler's report.
     pub fn compile(&self, instance: &Instance) -> Result<Module, String> {
-        let key = (instance.kernel, instance.generics(), instance.tile().warps);
+        let TileShape { warps, blocks, .. } = instance.tile();
+        let key = (instance.kernel, instance.generics(), warps, blocks);
         let found = self.done.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
         let mut module = match found {
             Some(module) => module,
@@ -73,7 +74,7 @@ fn compile(instance: &Instance) -> Result<Module, String> {
         .debug_info(DebugInfoLevel::None)
         .opt_level(3)
         .num_worker_warps_per_cta(instance.tile().warps)
-        .occupancy(1);
+        .occupancy(instance.tile().blocks);
     KernelCompiler::new(source(module), module, name)
         .target(instance.target.name())
         .generics(instance.generics())

@@ -11,7 +11,7 @@ fn modelled(kernel: Kernel, width: i32, text: &str) -> Vec<Modelled> {
         Kernel::KeyGrads => (64, 128),
         _ => (128, 128),
     };
-    let shape = TileShape { rows, keys, warps: 8 };
+    let shape = TileShape { rows, keys, warps: 8, blocks: 1 };
     loops(kernel, shape, width, &Listing::parse(text).expect("a listing")).expect("loops")
 }
 

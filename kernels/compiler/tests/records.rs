@@ -4,7 +4,7 @@ use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Instance, Kernel, Target};
 use burst_attention_kernels::record::{Access, Argument, Kind, Meaning, Size, View};
 
-const SOURCES: [&str; 8] = [
+const SOURCES: [&str; 10] = [
     include_str!("../src/device/forward.rs"),
     include_str!("../src/device/backward_keys.rs"),
     include_str!("../src/device/backward_queries.rs"),
@@ -13,6 +13,8 @@ const SOURCES: [&str; 8] = [
     include_str!("../src/device/rows.rs"),
     include_str!("../src/device/combine_softmax.rs"),
     include_str!("../src/device/linear.rs"),
+    include_str!("../src/device/decode.rs"),
+    include_str!("../src/device/decode_merge.rs"),
 ];
 
 /// Returns name and type of each parameter in the kernel's source.
@@ -115,8 +117,9 @@ fn every_pointer_has_a_view_that_arguments_of_its_kernel_describe() {
                 "{name}"
             );
             let Some(view) = argument.view else { continue };
-            let is_contiguous =
-                matches!(view.dims, [Size::Parts | Size::RunBlocks, ..] | [_, Size::Six]);
+            let is_decode = matches!(kernel, Kernel::Decode | Kernel::DecodeMerge);
+            let is_contiguous = is_decode
+                || matches!(view.dims, [Size::Parts | Size::RunBlocks, ..] | [_, Size::Six]);
             let stride = Meaning::BatchStride(view.batch_stride);
             assert_eq!(has_integer(kernel, stride), !is_contiguous, "{name}: {stride:?}");
             for &size in view.dims {

@@ -2,7 +2,7 @@
 //! that compute it, each checked.
 //!
 //! A description ([`Forward`], [`KeyGrads`], [`QueryGrads`], [`Delta`], [`Cast`], [`Accumulate`],
-//! [`CombineSoftmax`], [`LinearState`], [`LinearAttend`]) says in 64 bits what to compute and where
+//! [`CombineSoftmax`], [`LinearState`], [`LinearAttend`], [`Decode`]) says in 64 bits what to compute and where
 //! its arrays lie. The kernels count in 32 bits, so a description may become several [`Launch`]es,
 //! to be run in their order on one stream:
 //!
@@ -21,6 +21,7 @@ mod array;
 mod attention;
 mod check;
 mod cut;
+mod decode;
 mod fill;
 mod footprint;
 mod job;
@@ -34,6 +35,7 @@ mod rectangle;
 use serde::ser::{Serialize, SerializeStruct, Serializer};
 
 pub use attention::*;
+pub use decode::*;
 pub use footprint::Footprint;
 pub use linear::*;
 pub use per_row::*;

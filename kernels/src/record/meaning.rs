@@ -95,6 +95,20 @@ pub enum Operand {
     Other,
     /// Products by row.
     Dots,
+    /// Ids of the pages of each source.
+    PageTable,
+    /// Slices, tiles and source of each unit.
+    Units,
+    /// Keys that each row of a unit sees.
+    Intervals,
+    /// Place of the device among the devices that share the keys.
+    Rank,
+    /// Σ p·v of each piece.
+    PieceAcc,
+    /// Largest score of each piece.
+    PieceMax,
+    /// Σ p of each piece.
+    PieceSum,
 }
 
 /// The size of a dimension.
@@ -122,11 +136,27 @@ pub enum Size {
     HeadDim,
     /// Columns of values and results.
     ValueDim,
+    /// Units of decode.
+    Units,
+    /// Sources of units.
+    Sources,
+    /// Pages of a source.
+    SourcePages,
+    /// Pages of all sources.
+    Pages,
+    /// Rows of a page.
+    PageRows,
+    /// Places of pieces.
+    Slots,
+    /// Rows of a tile of queries.
+    TileRows,
     /// ⌈resident rows / 64⌉; no argument has this value.
     RangeBlocks,
     /// ⌈resident rows / 128⌉; no argument has this value.
     RunBlocks,
-    /// 2; like the sizes below, no argument has this value.
+    /// 1; like the sizes below, no argument has this value.
+    One,
+    /// 2.
     Two,
     /// 4.
     Four,
@@ -140,6 +170,7 @@ impl Size {
     /// Returns a size that is the same everywhere.
     pub fn fixed(self) -> Option<usize> {
         match self {
+            Size::One => Some(1),
             Size::Two => Some(2),
             Size::Four => Some(4),
             Size::Six => Some(6),
@@ -202,4 +233,16 @@ pub enum Meaning {
     PartTiles,
     /// Whether narrowed values are kept below 2^15: 1 or 0.
     Bounded,
+    /// Binary logarithm of the tiles of a page; 31 where a source is one page.
+    PageShift,
+    /// Tiles of a slice.
+    SliceTiles,
+    /// Equal runs of the line of slices.
+    Runs,
+    /// The most slices of a pair, where each slice is a piece; otherwise 0.
+    MostSlices,
+    /// Consecutive positions that a device holds.
+    Interleave,
+    /// Devices that share the keys.
+    WorldSize,
 }

@@ -86,8 +86,10 @@ impl View {
     /// Returns the dimension that counts rows, if the array has rows.
     pub fn rows(&self) -> Option<Size> {
         let is_rows = |dim: &Size| {
-            use Size::{KvLen, PaddedRows, Parts, QLen, RangeBlocks, RunBlocks};
+            use Size::{KvLen, PaddedRows, Pages, Parts, QLen, RangeBlocks, RunBlocks};
+            use Size::{Slots, Sources, Units};
             matches!(dim, QLen | KvLen | PaddedRows | Parts | RangeBlocks | RunBlocks)
+                || matches!(dim, Units | Sources | Pages | Slots)
         };
         self.dims.iter().copied().find(is_rows)
     }
@@ -220,10 +222,12 @@ macro_rules! record {
 }
 
 mod attention;
+mod decode;
 mod linear;
 mod rows;
 
 pub use attention::*;
+pub use decode::*;
 pub use linear::*;
 pub use rows::*;
 

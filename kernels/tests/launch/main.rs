@@ -3,6 +3,7 @@
 //! memory.
 
 mod cuts;
+mod decode;
 mod errors;
 mod footprint;
 mod fused;

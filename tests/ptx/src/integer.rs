@@ -45,10 +45,12 @@ pub(crate) fn decode(mnemonic: &mut Mnemonic<'_>) -> Result<Option<Compute>, Str
         return Ok(Some(product(ty, operands, exact, part)));
     }
     let saturate = mnemonic.take("sat");
+    let rectify = mnemonic.take("relu");
     let (least, largest) = ty.range();
     Ok(Some(Compute::uniform(ty, operands, move |x| {
         let result = exact(ty.integer(x[0]), ty.integer(x[1]), 0)?;
         let result = if saturate { result.clamp(least, largest) } else { result };
+        let result = if rectify { result.max(0) } else { result };
         Some(result as u64 & ty.mask())
     })))
 }

@@ -31,6 +31,8 @@ pub struct Stream {
     pub device: usize,
     pub number: u32,
     pub priority: c_int,
+    /// The handle of the graph that launches go into, while the stream is captured.
+    pub graph: Mutex<Option<usize>>,
     queue: Mutex<Queue>,
     changed: Condvar,
 }
@@ -58,8 +60,8 @@ impl Stream {
     pub fn new(device: usize, priority: c_int) -> Stream {
         static NEXT: AtomicU32 = AtomicU32::new(1);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let (queue, changed) = (Mutex::default(), Condvar::new());
-        Stream { device, number, priority, queue, changed }
+        let (graph, queue, changed) = (Mutex::default(), Mutex::default(), Condvar::new());
+        Stream { device, number, priority, graph, queue, changed }
     }
 
     /// Returns the stream of a handle, 0 being the null stream of the current context. Complains if
@@ -82,6 +84,9 @@ impl Stream {
 
     /// Enqueues an operation that touches no memory of a device.
     pub fn push(self: &Arc<Self>, what: &str, work: impl FnOnce(&Stamp) + Send + 'static) -> Stamp {
+        if lock(&self.graph).is_some() {
+            complain(format!("{what}: {self:?} is captured, and takes launches of kernels alone"));
+        }
         let mut queue = lock(&self.queue);
         queue.given += 1;
         join_seen(&mut queue.clock);

@@ -32,10 +32,14 @@ pub mod backward_keys;
 pub mod backward_queries;
 pub mod combine_softmax;
 pub mod common;
+pub mod decode;
+pub mod decode_merge;
 pub mod dropout;
 pub mod forward;
 pub mod linear;
 pub mod masks;
+pub mod pages;
+pub mod pieces;
 pub mod rows;
 pub mod scores;
 pub mod segments;
@@ -51,5 +55,6 @@ pub(crate) fn source(module: &str) -> fn() -> Module {
             }
         };
     }
-    among!(forward backward_keys backward_queries segments masks rows combine_softmax linear)
+    among!(forward backward_keys backward_queries segments masks rows combine_softmax linear decode
+           decode_merge)
 }

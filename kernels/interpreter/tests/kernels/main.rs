@@ -3,6 +3,7 @@
 mod bounded;
 mod case;
 mod combine_softmax;
+mod decode;
 mod feature_arrays;
 mod features;
 mod footprints;

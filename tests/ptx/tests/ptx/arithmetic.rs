@@ -73,6 +73,8 @@ fn orders_depend_on_the_sign() {
         32,
         &[
             ("min.s32 $, -1, 1", 0xffff_ffff),
+            ("min.relu.s32 $, -1, 1", 0),
+            ("max.relu.s32 $, -1, 7", 7),
             ("min.u32 $, -1, 1", 1),
             ("max.s32 $, -1, 1", 1),
             ("max.u32 $, -1, 1", 0xffff_ffff),

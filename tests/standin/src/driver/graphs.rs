@@ -213,6 +213,15 @@ c_functions! {
         put(count, all.len());
     }
 
+    fn cuGraphGetRootNodes(graph: CUgraph, nodes: *mut CUgraphNode, count: *mut usize) {
+        // Each node is carried out after those that were added before.
+        let first = lock(&GRAPHS.get(graph)?.nodes).first().map(|(handle, _)| *handle);
+        if let (Some(first), false) = (first, nodes.is_null()) {
+            put(nodes, first as CUgraphNode);
+        }
+        put(count, first.iter().len());
+    }
+
     fn cuGraphInstantiateWithFlags(ready: *mut CUgraphExec, graph: CUgraph, _flags: c_ulonglong) {
         put(ready, READY.add(Arc::new(GRAPHS.get(graph)?.instantiate())) as CUgraphExec);
     }

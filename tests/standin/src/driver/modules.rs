@@ -4,13 +4,14 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
-use cudarc::driver::sys::{CUfunction, CUlaunchConfig, CUmodule, CUstream};
+use cudarc::driver::sys::{CUfunction, CUgraph, CUlaunchConfig, CUmodule, CUstream};
 
 use crate::call::{Outcome, c_functions, put, take};
 use crate::code;
 use crate::device::current;
+use crate::graph::{GRAPHS, Work};
 use crate::kernel::{FUNCTIONS, MODULES, Shape, load};
-use crate::report::fault;
+use crate::report::{fault, lock};
 use crate::stream::Stream;
 
 fn load_now(module: *mut CUmodule, image: *const c_void) -> Outcome {
@@ -34,7 +35,14 @@ fn launch(
         return if code == 0 { Ok(()) } else { Err(code) };
     }
     // SAFETY: the caller passes the arguments of the function.
-    unsafe { function.bind(shape, parameters) }?.launch(&stream);
+    let bound = unsafe { function.bind(shape, parameters) }?;
+    let graph = *lock(&stream.graph);
+    match graph {
+        Some(graph) => {
+            GRAPHS.get(graph as CUgraph)?.add(0, Work::Launch(bound));
+        }
+        None => bound.launch(&stream),
+    }
     Ok(())
 }
 

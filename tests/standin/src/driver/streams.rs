@@ -5,13 +5,14 @@
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 use std::sync::Arc;
 
-use cudarc::driver::sys::{CUcontext, CUevent, CUhostFn, CUstream, CUstreamCallback};
+use cudarc::driver::sys::{CUcontext, CUevent, CUgraph, CUhostFn, CUstream, CUstreamCallback};
 
 use crate::call::{Outcome, c_functions, put};
 use crate::code;
 use crate::device::current;
+use crate::graph::GRAPHS;
 use crate::order::see;
-use crate::report::complain;
+use crate::report::{complain, lock};
 use crate::stream::{EVENTS, Event, STREAMS, Stream};
 
 /// `CU_STREAM_NON_BLOCKING`: the stream does not wait for the null stream.
@@ -99,9 +100,21 @@ c_functions! {
         put(id, of("cuStreamGetId", stream)?.number.into());
     }
 
-    fn cuStreamIsCapturing(_stream: CUstream, status: *mut c_int) {
-        // CU_STREAM_CAPTURE_STATUS_NONE: streams can't be captured here.
-        put(status, 0);
+    fn cuStreamIsCapturing(stream: CUstream, status: *mut c_int) {
+        put(status, lock(&of("cuStreamIsCapturing", stream)?.graph).is_some().into());
+    }
+
+    fn cuStreamBeginCaptureToGraph(
+        stream: CUstream, graph: CUgraph, _after: *const c_void, _edges: *const c_void,
+        _count: usize, _mode: c_int
+    ) {
+        GRAPHS.get(graph)?;
+        *lock(&of("cuStreamBeginCaptureToGraph", stream)?.graph) = Some(graph as usize);
+    }
+
+    fn cuStreamEndCapture(stream: CUstream, graph: *mut CUgraph) {
+        let captured = lock(&of("cuStreamEndCapture", stream)?.graph).take();
+        put(graph, captured.ok_or(code::INVALID_VALUE)? as CUgraph);
     }
 
     fn cuEventCreate(event: *mut CUevent, flags: c_uint) ["flags {flags}"] {

@@ -29,7 +29,7 @@ fn twice(
 }
 
 /// Returns the error's root mean square, relative to the exact result's, if it is within `bound`.
-fn near(name: &str, got: &[f32], exact: &[f64], bound: f64) -> Result<f64, String> {
+pub fn near(name: &str, got: &[f32], exact: &[f64], bound: f64) -> Result<f64, String> {
     assert_eq!(got.len(), exact.len(), "{name}");
     if let Some(at) = got.iter().position(|x| !x.is_finite()) {
         return Err(format!("element {at} of {name} is {}", got[at]));
@@ -42,7 +42,7 @@ fn near(name: &str, got: &[f32], exact: &[f64], bound: f64) -> Result<f64, Strin
 
 /// Returns the error of a rounding to the element type, which operands of products and results
 /// have.
-fn rounding(element: Element) -> f64 {
+pub fn rounding(element: Element) -> f64 {
     match element {
         Element::Bf16 => 2f64.powi(-9),
         Element::F16 => 2f64.powi(-12),

@@ -1,0 +1,116 @@
+//! Tests of what the handlers of decode refuse.
+
+use std::ptr;
+
+use burst_attention_ffi::cuda::{Stage, run_decode};
+use burst_attention_ffi::sys;
+use burst_attention_recorder::Recorder;
+use burst_attention_test_frames::gpu::FakeGpu;
+use burst_attention_test_frames::{FakeAttribute, FakeBuffer, FakeFrame, FakeRuntime, take_error};
+
+use crate::calls::{Device, number};
+
+const BF16: u32 = sys::XLA_FFI_DataType_BF16;
+const F32: u32 = sys::XLA_FFI_DataType_F32;
+const S32: u32 = sys::XLA_FFI_DataType_S32;
+const S64: u32 = sys::XLA_FFI_DataType_S64;
+const U8: u32 = sys::XLA_FFI_DataType_U8;
+
+/// A call: its integers and its arrays.
+#[derive(Clone)]
+struct Call {
+    integers: Vec<(&'static str, i64)>,
+    args: Vec<FakeBuffer>,
+    rets: Vec<FakeBuffer>,
+}
+
+/// Runs a stage of a call.
+fn decode(device: &Device, stage: Stage, call: &Call) -> Result<(), String> {
+    let runtime = FakeRuntime::new(5, 1, 0).on_gpu(FakeGpu::new(Recorder::COMPUTE.0, &[]));
+    let scalar = |dtype, bytes: &[u8]| FakeAttribute::Scalar(dtype, bytes.to_vec());
+    let integers = call.integers.iter();
+    let mut attributes: Vec<(String, FakeAttribute)> =
+        integers.map(|(name, value)| ((*name).into(), scalar(S64, &value.to_ne_bytes()))).collect();
+    attributes.push(("scale".into(), scalar(F32, &0.25f32.to_ne_bytes())));
+    attributes.push(("soft_cap".into(), scalar(F32, &0f32.to_ne_bytes())));
+    let mut frame = FakeFrame::new(&call.args, &call.rets, attributes, &runtime);
+    frame.raw.stage = number(stage);
+    // SAFETY: `FakeFrame` makes a frame as the header says, which lives for the call. The recorder
+    // keeps addresses and follows none of them.
+    let error = unsafe { run_decode(frame.address(), stage, || Ok(device.platform)) };
+    take_error(error).map_or(Ok(()), |(_, message)| Err(message))
+}
+
+/// Returns a call with pages of 64 rows, four sequences and two key heads of three heads each.
+fn call() -> Call {
+    let array = |dtype, dims: &[i64], n: usize| {
+        FakeBuffer::new(dtype, dims, ptr::without_provenance_mut(n << 24))
+    };
+    // Room for 4 · 188 runs and 8 pairs, with 16 rows of 24 columns and two numbers each.
+    let workspace = (4 * 188 + 8) * 16 * (24 + 2) * 4;
+    let names = ["slice_tiles", "most_slices", "tile_keys", "interleave", "world_size"];
+    Call {
+        integers: names.into_iter().zip([1, 0, 64, 64, 2]).collect(),
+        args: vec![
+            array(BF16, &[4, 2, 3, 16], 1),
+            array(BF16, &[23, 64, 2, 16], 2),
+            array(BF16, &[23, 64, 2, 24], 3),
+            array(S32, &[4, 5], 4),
+            array(S32, &[4, 4], 5),
+            array(S32, &[4, 2, 3], 6),
+            array(S32, &[], 7),
+            array(S32, &[4, 3], 8),
+            array(F32, &[4, 2, 3], 9),
+        ],
+        rets: vec![
+            array(F32, &[4, 2, 3, 24], 10),
+            array(F32, &[4, 2, 3], 11),
+            array(U8, &[workspace], 12),
+        ],
+    }
+}
+
+#[test]
+fn calls_with_and_without_slopes_and_with_fixed_slices_are_launched() {
+    let device = Device::new(0, 1);
+    let call = call();
+    let unprepared = decode(&device, Stage::Execute, &call).expect_err("refused");
+    assert!(unprepared.contains("was not initialised"), "{unprepared}");
+    assert_eq!(decode(&device, Stage::Initialize, &call), Ok(()));
+    assert_eq!(decode(&device, Stage::Execute, &call), Ok(()));
+    let mut plain = call.clone();
+    plain.args.truncate(7);
+    assert_eq!(decode(&device, Stage::Execute, &plain), Ok(()));
+    let mut fixed = call;
+    (fixed.integers[0].1, fixed.integers[1].1) = (2, 3);
+    fixed.rets[2].dims[0] = 3 * 8 * 16 * (24 + 2) * 4;
+    assert_eq!(decode(&device, Stage::Execute, &fixed), Ok(()));
+}
+
+#[test]
+fn arrays_and_numbers_that_do_not_fit_are_refused() {
+    let device = Device::new(0, 1);
+    let refused = |change: &dyn Fn(&mut Call), words: &str| {
+        let mut call = call();
+        change(&mut call);
+        let error = decode(&device, Stage::Initialize, &call).expect_err("refused");
+        assert!(error.contains(words), "{words} in {error}");
+    };
+    refused(&|call| call.args[2].dims[1] = 32, "shape of value_cache must be [23, 64, 2, 24]");
+    refused(&|call| call.args[4].dims[1] = 3, "shape of units must be [4, 4]");
+    refused(&|call| call.args[5].dims[2] = 4, "shape of intervals must be [4, 2, 3]");
+    refused(&|call| call.args[8].dims[1] = 1, "shape of slopes must be [4, 2, 3]");
+    refused(&|call| call.args[3].dtype = S64, "dtype of page_table must be int32, got int64");
+    refused(&|call| call.args[0].dtype = F32, "dtype of query must be bfloat16 or float16");
+    refused(&|call| call.rets[2].dims[0] -= 1, "shape of workspace must be");
+    refused(&|call| drop(call.args.pop()), "operands must be 7, or 9 with slopes, got 8");
+    refused(&|call| call.integers[0].1 = 2, "slice_tiles must be 1");
+    refused(&|call| call.integers[1].1 = -1, "most_slices must be a natural number, got -1");
+    refused(&|call| call.integers[2].1 = 32, "tile_keys must be 64, got 32");
+    refused(&|call| call.integers[4].1 = 0, "interleave and world_size must be at least 1");
+    let uneven = |call: &mut Call| {
+        call.args[1].dims[1] = 72;
+        call.args[2].dims[1] = 72;
+    };
+    refused(&uneven, "page_rows must be a power of two");
+}

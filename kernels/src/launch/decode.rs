@@ -1,0 +1,379 @@
+//! Decode over pages: what to compute, and its two launches, which must run in order.
+
+use std::f64::consts::LOG2_E;
+
+use serde::Deserialize;
+
+use super::Launch;
+use super::array::{self, Array};
+use super::check::check_columns;
+use crate::element::Element;
+use crate::error::LaunchError;
+use crate::features::FeatureSet;
+use crate::instances::Instance;
+use crate::kernel::Kernel;
+use crate::place::Statistics;
+use crate::record::{Argument, Meaning, Operand, Size, Value};
+use crate::target::Target;
+use crate::tiles::{decode_rows, page_tile, width_of};
+
+/// Rows from which on a unit takes tiles of many rows.
+const FEW_ROWS: usize = 16;
+
+/// Multiprocessors of the largest device of any target.
+const MOST_MULTIPROCESSORS: usize = 188;
+
+/// How the keys of a unit and a key head are cut into pieces, whose states are then added.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Split {
+    /// Pieces are cut so that all blocks of a device have about equally many keys, from this many
+    /// equal runs of the slices of all units.
+    Runs(usize),
+    /// Every slice is a piece. A pair has at most this many.
+    Slices(usize),
+}
+
+/// Computes for units of query rows the softmax over keys in pages. Arrays are row-major without
+/// gaps.
+///
+/// ```text
+/// s_rj = cap(softmax_scale · q_r·k_j) + slope_r · (position of j − place_r),  begin_r ≤ j < end_r
+/// o_r = Σ_j e^(s_rj − lse_r) v_j;   lse_r = log Σ_j e^(s_rj)
+/// ```
+///
+/// Key j of a source is row j mod `page_rows` of the page whose id stands at j / `page_rows` in the
+/// source's row of the page table. Its position is (j div I · P + rank) · I + j mod I, with I =
+/// `interleave` and P = `world_size`. A row that sees nothing has o = 0 and lse = −∞.
+///
+/// A page holds ⌈`page_rows` / tile⌉ tiles of [`Decode::page_tile`] keys, the last of which may be
+/// cut, so tile t of a source lies in its page t div that number. Slices are `slice_tiles`
+/// consecutive tiles, counted from the source's first key.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Decode {
+    /// Units.
+    pub units: usize,
+    /// Query rows of a unit and a key head.
+    pub rows: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Columns of queries and keys, a multiple of 8 up to 256.
+    pub head_dim: usize,
+    /// Columns of values and results, a multiple of 8 up to 256.
+    pub value_dim: usize,
+    /// Type of queries, keys and values.
+    pub element: Element,
+    /// Pages of all sources.
+    pub pages: usize,
+    /// Rows of a page: any number where a source is one page, otherwise a power of two.
+    pub page_rows: usize,
+    /// Sources.
+    pub sources: usize,
+    /// Pages of a source.
+    pub source_pages: usize,
+    /// Tiles of a slice; with [`Split::Runs`] as many as a block takes at once,
+    /// [`Decode::step_tiles`].
+    pub slice_tiles: usize,
+    /// The cut into pieces.
+    pub split: Split,
+    /// Factor on q·k, positive.
+    pub softmax_scale: f32,
+    /// Soft cap of the scaled scores; 0 for none.
+    pub soft_cap: f32,
+    /// Consecutive positions that a device holds.
+    pub interleave: i64,
+    /// Devices that share the keys.
+    pub world_size: i64,
+    /// Queries `[units, kv_heads, rows, head_dim]`.
+    pub q: u64,
+    /// Keys `[pages, page_rows, kv_heads, head_dim]`.
+    pub k: u64,
+    /// Values `[pages, page_rows, kv_heads, value_dim]`.
+    pub v: u64,
+    /// Int32 `[sources, source_pages]`: ids of pages. Keys of a page out of range are hidden. An id
+    /// is read only where a tile of a unit lies in the page.
+    pub page_table: u64,
+    /// Int32 `[units, 4]`: the slices of this and all earlier units, the first tile, the end of the
+    /// tiles, and the source. The slices of a unit are the slices that hold its tiles.
+    pub table: u64,
+    /// Int32 `[units, 2, rows]`: the first key that a row sees, and the end, within the unit's tiles
+    /// and the source. A row sees nothing if they are equal.
+    pub intervals: u64,
+    /// Int32 `[units, rows]` and float32 `[units, kv_heads, rows]`: the places of rows and their
+    /// slopes, if there are slopes.
+    pub slopes: Option<(u64, u64)>,
+    /// Int32: this device's place among the devices that share the keys.
+    pub rank: u64,
+    /// A workspace of [`Decode::workspace_bytes`] bytes, at a multiple of 16.
+    pub workspace: u64,
+    /// Result, float32 `[units, kv_heads, rows, value_dim]`.
+    pub o: u64,
+    /// Result, float32 `[units, kv_heads, rows]`.
+    pub lse: u64,
+}
+
+impl Decode {
+    /// Returns the number of equal runs for a device of `target`. If few pairs are cut, all pieces
+    /// run at once; otherwise pieces are short, so that the last ones end together.
+    pub fn runs(&self, target: Target) -> usize {
+        let multiprocessors = match target {
+            Target::Sm80 => 108,
+            Target::Sm90 => 132,
+            Target::Sm100 | Target::Sm103 => 148,
+            Target::Sm120 => MOST_MULTIPROCESSORS,
+        };
+        let (pairs, of_one) =
+            (self.pairs(target), self.instances(target)[0].tile().blocks as usize);
+        let blocks = of_one * multiprocessors;
+        if 2 * pairs <= blocks { blocks - pairs } else { 2 * blocks }
+    }
+
+    /// Returns the features of the image.
+    fn features(&self) -> FeatureSet {
+        let plain = page_tile(FeatureSet::NONE, self.width());
+        let is_short = self.source_pages > 1 && self.page_rows < plain as usize;
+        if is_short && self.width() <= 128 {
+            FeatureSet::SHORT_PAGES
+        } else {
+            FeatureSet::MANY_ROWS.when(self.rows > FEW_ROWS && self.width() <= 128)
+        }
+    }
+
+    fn width(&self) -> i32 {
+        // Sizes without tiles are refused before any launch.
+        width_of(self.head_dim.max(self.value_dim)).unwrap_or(256)
+    }
+
+    /// Returns the keys of a tile within a page.
+    pub fn page_tile(&self) -> usize {
+        page_tile(self.features(), self.width()) as usize
+    }
+
+    /// Returns the tiles that a block takes at once.
+    pub fn step_tiles(&self) -> usize {
+        if self.features() == FeatureSet::SHORT_PAGES { 4 } else { 1 }
+    }
+
+    /// Returns the query rows of a tile.
+    pub fn tile_rows(&self, target: Target) -> usize {
+        decode_rows(self.features(), target, self.width()) as usize
+    }
+
+    /// Returns the number of pairs of a unit, a key head and a tile of rows.
+    pub fn pairs(&self, target: Target) -> usize {
+        self.units * self.kv_heads * self.rows.div_ceil(self.tile_rows(target))
+    }
+
+    /// Returns the number of places of pieces, which is the number of blocks.
+    pub fn slots(&self, target: Target) -> usize {
+        match self.split {
+            Split::Runs(runs) => runs + self.pairs(target),
+            Split::Slices(most) => most * self.pairs(target),
+        }
+    }
+
+    /// Returns the bytes of the workspace.
+    pub fn workspace_bytes(&self, target: Target) -> u64 {
+        (self.slots(target) * self.tile_rows(target) * (self.value_dim + 2) * 4) as u64
+    }
+
+    /// Returns the bytes of a workspace that is large enough with the runs and tiles of any target.
+    pub fn most_workspace_bytes(&self) -> u64 {
+        let split = match self.split {
+            Split::Runs(_) => Split::Runs(4 * MOST_MULTIPROCESSORS),
+            slices => slices,
+        };
+        let bytes = Target::ALL.map(|target| Decode { split, ..*self }.workspace_bytes(target));
+        bytes.into_iter().max().unwrap_or_default()
+    }
+
+    /// Returns the images of both launches.
+    pub fn instances(&self, target: Target) -> [Instance; 2] {
+        let Decode { element, .. } = *self;
+        let (width, features) = (self.width(), self.features());
+        let merge = width_of(self.value_dim).unwrap_or(256);
+        let kernel = Kernel::DecodeMerge;
+        [
+            Instance { kernel: Kernel::Decode, features, element, width, target },
+            Instance::plain(kernel, kernel.elements()[0], merge, target),
+        ]
+    }
+
+    /// Returns the launches that compute it, to be run in order on a device of `target`.
+    ///
+    /// # Errors
+    /// [`LaunchError`], with the expected value and the value that came.
+    pub fn launches(&self, target: Target) -> Result<Vec<Launch>, LaunchError> {
+        self.check()?;
+        if self.units == 0 || self.rows == 0 {
+            return Ok(vec![]);
+        }
+        let [pieces, merge] = self.instances(target);
+        let launch = |instance: Instance, blocks: usize| {
+            let arrays = self.arrays(instance);
+            Launch::new(instance, blocks as u32, |argument| self.value(argument, &arrays, target))
+        };
+        let rows = self.units * self.kv_heads * self.rows;
+        Ok(vec![launch(pieces, self.slots(target))?, launch(merge, rows)?])
+    }
+
+    /// Checks sizes and numbers.
+    ///
+    /// # Errors
+    /// [`LaunchError`], with the expected value and the value that came.
+    pub fn check(&self) -> Result<(), LaunchError> {
+        let Decode { head_dim, value_dim, kv_heads, page_rows, source_pages, .. } = *self;
+        check_columns(head_dim, value_dim)?;
+        let least_one = [
+            ("kv_heads", kv_heads),
+            ("pages", self.pages),
+            ("page_rows", page_rows),
+            ("sources", self.sources),
+            ("source_pages", source_pages),
+        ];
+        for (name, count) in least_one {
+            if count == 0 {
+                return Err(LaunchError::invalid(name, "at least 1", count));
+            }
+        }
+        if source_pages > 1 && !page_rows.is_power_of_two() {
+            let expected = "a power of two where a source has several pages";
+            return Err(LaunchError::invalid("page_rows", expected, page_rows));
+        }
+        let (split, unit) = match self.split {
+            Split::Runs(runs) => (runs, self.slice_tiles == self.step_tiles()),
+            Split::Slices(most) => (most, self.slice_tiles.is_multiple_of(self.step_tiles())),
+        };
+        if split == 0 {
+            return Err(LaunchError::invalid("split", "at least 1", split));
+        }
+        if !unit || self.slice_tiles == 0 {
+            let expected = format!("{}, or with slices a multiple", self.step_tiles());
+            return Err(LaunchError::invalid("slice_tiles", expected, self.slice_tiles));
+        }
+        let (scale, cap) = (self.softmax_scale, self.soft_cap);
+        if !(scale > 0.0 && self.scale_log2().is_finite()) {
+            let expected = "positive and finite (for a negative scale negate the queries)";
+            return Err(LaunchError::invalid("softmax_scale", expected, scale));
+        }
+        if !(cap >= 0.0 && cap.is_finite()) {
+            return Err(LaunchError::invalid("soft_cap", "finite and not negative", cap));
+        }
+        let positive = self.interleave > 0 && self.world_size > 0;
+        if !positive {
+            let got = format!("{} and {}", self.interleave, self.world_size);
+            return Err(LaunchError::invalid("interleave and world_size", "at least 1", got));
+        }
+        // Offsets within a page, and within every other array, are 32-bit on the device.
+        let columns = head_dim.max(value_dim);
+        let counts = [
+            ("elements of a page", page_rows as u128 * (kv_heads * columns) as u128),
+            ("elements of q and o", (self.units * kv_heads * self.rows * columns) as u128),
+            ("elements of pieces", u128::from(self.most_workspace_bytes() / 4)),
+            ("ids of pages", self.sources as u128 * source_pages as u128),
+            ("pages", self.pages as u128),
+        ];
+        for (name, count) in counts {
+            if count >= 1 << 30 {
+                return Err(LaunchError::invalid(name, "fewer than 2^30", count));
+            }
+        }
+        Ok(())
+    }
+
+    fn scale_log2(&self) -> f32 {
+        (f64::from(self.softmax_scale) * LOG2_E) as f32
+    }
+
+    fn arrays(&self, Instance { kernel, target, .. }: Instance) -> Vec<Array> {
+        let statistics = (self.slots(target) * self.tile_rows(target) * 4) as u64;
+        let (places, slopes) = self.slopes.unwrap_or_default();
+        let sums = self.workspace + statistics;
+        let all = [
+            (Operand::Q, self.q),
+            (Operand::K, self.k),
+            (Operand::V, self.v),
+            (Operand::PageTable, self.page_table),
+            (Operand::Units, self.table),
+            (Operand::Intervals, self.intervals),
+            (Operand::Places, places),
+            (Operand::Slopes, slopes),
+            (Operand::Rank, self.rank),
+            (Operand::PieceMax, self.workspace),
+            (Operand::PieceSum, sums),
+            (Operand::PieceAcc, sums + statistics),
+            (Operand::O, self.o),
+            (Operand::Lse, self.lse),
+        ];
+        let own =
+            all.iter().filter(|(operand, _)| kernel.find(Meaning::Address(*operand)).is_some());
+        let size = |size| self.size(size, target);
+        let array = |&(operand, address): &(Operand, u64)| {
+            let at = Statistics { address, ..Statistics::default() };
+            let of = (kernel, FeatureSet::NONE);
+            Array::new(of, operand, self.element, size, at).contiguous(size)
+        };
+        own.map(array).collect()
+    }
+
+    fn size(&self, size: Size, target: Target) -> usize {
+        match size {
+            Size::Units => self.units,
+            Size::QLen => self.rows,
+            Size::KvHeads => self.kv_heads,
+            Size::HeadDim => self.head_dim,
+            Size::ValueDim => self.value_dim,
+            Size::Pages => self.pages,
+            Size::PageRows => self.page_rows,
+            Size::Sources => self.sources,
+            Size::SourcePages => self.source_pages,
+            Size::Slots => self.slots(target),
+            Size::TileRows => self.tile_rows(target),
+            other => unreachable!("decode has no {other:?}"),
+        }
+    }
+
+    fn page_shift(&self) -> u32 {
+        if self.source_pages == 1 { 31 } else { self.page_rows.div_ceil(self.page_tile()).ilog2() }
+    }
+
+    fn value(
+        &self,
+        argument: &'static Argument,
+        arrays: &[Array],
+        target: Target,
+    ) -> Result<Value, LaunchError> {
+        let (runs, most_slices) = match self.split {
+            Split::Runs(runs) => (runs, 0),
+            Split::Slices(most) => (1, most),
+        };
+        // A larger number makes no difference, since positions have 32 bits.
+        let small = |number: i64| number.min(i32::MAX.into()) as usize;
+        let cap = self.soft_cap;
+        let number = match argument.meaning {
+            Meaning::Size(size) => self.size(size, target),
+            Meaning::PageShift => self.page_shift() as usize,
+            Meaning::SliceTiles => self.slice_tiles,
+            Meaning::Runs => runs,
+            Meaning::MostSlices => most_slices,
+            Meaning::Interleave => small(self.interleave),
+            Meaning::WorldSize => small(self.world_size),
+            Meaning::ScaleLog2 => return Ok(Value::F32(self.scale_log2())),
+            Meaning::CapLog2 => return Ok(Value::F32((f64::from(cap) * LOG2_E) as f32)),
+            Meaning::TwiceByCap if cap == 0.0 => return Ok(Value::F32(0.0)),
+            Meaning::TwiceByCap => {
+                let twice = 2.0 * f64::from(self.softmax_scale) * LOG2_E / f64::from(cap);
+                return Ok(Value::F32(twice as f32));
+            }
+            meaning => {
+                let rows =
+                    |array: &Array| 0..array.counts.map_or(1, |size| self.size(size, target));
+                let value = array::value(arrays, meaning, &(0..1), rows);
+                let none = || unreachable!("decode has no {meaning:?}");
+                return argument.value(value.unwrap_or_else(none));
+            }
+        };
+        argument.value(number as u64)
+    }
+}

@@ -1,0 +1,80 @@
+//! Launches of decode: room for their pieces, and the number of their blocks.
+
+use burst_attention_kernels::instances::{Element, Target};
+use burst_attention_kernels::launch::{Decode, Split};
+
+/// Returns units of `rows` rows over eight key heads, in pages of `page_rows`.
+fn decode(units: usize, rows: usize, dim: usize, page_rows: usize, split: Split) -> Decode {
+    let mut description = Decode {
+        units,
+        rows,
+        kv_heads: 8,
+        head_dim: dim,
+        value_dim: dim,
+        element: Element::Bf16,
+        pages: 100,
+        page_rows,
+        sources: units,
+        source_pages: 4,
+        slice_tiles: 0,
+        split,
+        softmax_scale: 0.125,
+        soft_cap: 0.0,
+        interleave: 1,
+        world_size: 1,
+        q: 1 << 48,
+        k: 2 << 48,
+        v: 3 << 48,
+        page_table: 4 << 48,
+        table: 5 << 48,
+        intervals: 6 << 48,
+        slopes: None,
+        rank: 7 << 48,
+        workspace: 8 << 48,
+        o: 9 << 48,
+        lse: 10 << 48,
+    };
+    description.slice_tiles = description.step_tiles();
+    description
+}
+
+/// Python makes one workspace for all devices, in tiles of 16 or 64 rows.
+#[test]
+fn one_workspace_is_large_enough_on_every_target() {
+    for (dim, rows, page_rows) in [(64, 4, 16), (128, 4, 64), (128, 40, 64), (256, 70, 64)] {
+        for split in [Split::Runs(1), Split::Slices(3)] {
+            for units in [1, 3, 40] {
+                let call = decode(units, rows, dim, page_rows, split);
+                let tile = if rows > 16 { 64 } else { 16 };
+                let pairs = units * 8 * rows.div_ceil(tile);
+                let slots = if split == Split::Slices(3) { 3 * pairs } else { 4 * 188 + pairs };
+                assert_eq!(call.most_workspace_bytes(), (slots * tile * (dim + 2) * 4) as u64);
+                for target in Target::ALL {
+                    let split = match split {
+                        Split::Runs(_) => Split::Runs(call.runs(target)),
+                        slices => slices,
+                    };
+                    let call = Decode { split, ..call };
+                    assert!(call.workspace_bytes(target) <= call.most_workspace_bytes());
+                    let [pieces, merge] = &call.launches(target).expect("launches")[..] else {
+                        panic!("two launches");
+                    };
+                    assert_eq!(pieces.grid, [call.slots(target) as u32, 1, 1]);
+                    assert_eq!(merge.grid, [(units * 8 * rows) as u32, 1, 1]);
+                }
+            }
+        }
+    }
+}
+
+/// An H100 has 132 multiprocessors. Two blocks of narrow tiles share one.
+#[test]
+fn pieces_of_few_pairs_run_at_once() {
+    let slots = |units, dim| {
+        let call = decode(units, 4, dim, 64, Split::Runs(1));
+        Decode { split: Split::Runs(call.runs(Target::Sm90)), ..call }.slots(Target::Sm90)
+    };
+    assert_eq!([slots(1, 128), slots(8, 128), slots(16, 64)], [132, 132, 264]);
+    // More pairs are cut into short pieces instead.
+    assert_eq!([slots(9, 128), slots(17, 64)], [264 + 72, 528 + 136]);
+}
