@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::element::Element;
 use super::tile::{Ahead, QUAD, QUADS, Seen, TILE};
-use crate::host::matmul::{Matrix, even_parts};
+use crate::host::matmul::Matrix;
 use crate::host::simd::{Simd, Task};
 use crate::host::softmax::SoftCap;
 
@@ -112,55 +112,53 @@ impl Units<'_> {
     unsafe fn fold<S: Simd, E: Element>(&self, simd: S) {
         // SAFETY: the caller guarantees the memory behind all pointers.
         unsafe {
-            if !self.by_row {
-                let first = self.units.start;
-                for unit in self.units.clone() {
-                    let part = |end: usize| end * 2 * QUADS / self.blocks;
-                    for quad in part(unit - first)..part(unit - first + 1) {
-                        self.fetch_next(simd, quad);
-                    }
-                    for quad in 0..QUADS {
+            let (turn, step) =
+                if self.by_row { (self.units.len(), VALUE_QUADS) } else { (1, QUADS) };
+            for first in self.units.clone().step_by(turn.max(1)) {
+                let units = first..first + turn;
+                if !self.by_row {
+                    self.fetch_next(simd, first);
+                }
+                for quad in 0..QUADS {
+                    for unit in units.clone() {
+                        self.fetch(simd, unit, quad + DISTANCE);
                         self.scores::<S, E>(simd, unit, quad);
                     }
+                }
+                for unit in units.clone() {
                     self.softmax(simd, unit);
-                    self.outputs::<S, E>(simd, unit, 0..QUADS);
                 }
-                return;
-            }
-            for quad in 0..QUADS {
-                for unit in self.units.clone() {
-                    self.fetch(simd, unit, quad + DISTANCE);
-                    self.scores::<S, E>(simd, unit, quad);
-                }
-            }
-            for unit in self.units.clone() {
-                self.softmax(simd, unit);
-            }
-            for first in (0..QUADS).step_by(VALUE_QUADS) {
-                for unit in self.units.clone() {
-                    for quad in first..first + VALUE_QUADS {
-                        self.fetch(simd, unit, QUADS + quad + DISTANCE);
+                for quads in (0..QUADS).step_by(step).map(|first| first..first + step) {
+                    for unit in units.clone() {
+                        for quad in quads.clone() {
+                            self.fetch(simd, unit, QUADS + quad + DISTANCE);
+                        }
+                        self.outputs::<S, E>(simd, unit, quads.clone());
                     }
-                    self.outputs::<S, E>(simd, unit, first..first + VALUE_QUADS);
                 }
             }
         }
     }
 
-    /// Asks for a quad of rows of a unit's head. The units of a head ask once.
+    /// Asks for a quad of rows of a unit's head, if rows are read in the order of memory. The units
+    /// of a head ask once.
     #[inline(always)]
     fn fetch<S: Simd>(&self, simd: S, unit: usize, quad: usize) {
-        if unit.is_multiple_of(self.blocks) {
+        if self.by_row && unit.is_multiple_of(self.blocks) {
             self.ahead.fetch(simd, quad, unit / self.blocks);
         }
     }
 
-    /// Asks for a quad of rows of the next head, which may be the first head of the next tile.
+    /// Asks for a unit's part of the rows of the next head, which may be the first head of the next
+    /// tile.
     #[inline(always)]
-    fn fetch_next<S: Simd>(&self, simd: S, quad: usize) {
-        match self.units.end / self.blocks {
-            head if head == self.heads => self.ahead.fetch(simd, 2 * QUADS + quad, 0),
-            head => self.ahead.fetch(simd, quad, head),
+    fn fetch_next<S: Simd>(&self, simd: S, unit: usize) {
+        let part = |end: usize| end * 2 * QUADS / self.blocks;
+        for quad in part(unit - self.units.start)..part(unit - self.units.start + 1) {
+            match self.units.end / self.blocks {
+                head if head == self.heads => self.ahead.fetch(simd, 2 * QUADS + quad, 0),
+                head => self.ahead.fetch(simd, quad, head),
+            }
         }
     }
 
@@ -261,17 +259,15 @@ impl Units<'_> {
         let seen = self.seen::<S>(unit);
         // SAFETY: the caller guarantees the memory behind all pointers.
         unsafe {
-            if seen.iter().any(|other| *other != seen[0]) {
-                for row in 0..seen.len() {
-                    self.block::<S, E, 1>(simd, unit, row, quads.clone());
+            let alike = seen.iter().all(|other| *other == seen[0]);
+            let rows = if alike { seen.len() } else { 1 };
+            for row in (0..seen.len()).step_by(rows.max(1)) {
+                match rows {
+                    1 => self.block::<S, E, 1>(simd, unit, row, quads.clone()),
+                    2 => self.block::<S, E, 2>(simd, unit, row, quads.clone()),
+                    3 => self.block::<S, E, 3>(simd, unit, row, quads.clone()),
+                    _ => self.block::<S, E, 4>(simd, unit, row, quads.clone()),
                 }
-                return;
-            }
-            match seen.len() {
-                1 => self.block::<S, E, 1>(simd, unit, 0, quads),
-                2 => self.block::<S, E, 2>(simd, unit, 0, quads),
-                3 => self.block::<S, E, 3>(simd, unit, 0, quads),
-                _ => self.block::<S, E, 4>(simd, unit, 0, quads),
             }
         }
     }
@@ -291,22 +287,21 @@ impl Units<'_> {
         if R > block_rows::<S>() {
             return;
         }
-        let loads = self.state.o.row / S::LANES / E::VECTORS;
-        for loads in even_parts(loads, COLUMNS / E::VECTORS) {
-            let place = (unit, row, loads.start);
+        let (vectors, mut first) = (self.state.o.row / S::LANES, 0);
+        while first < vectors {
+            let place = (unit, row, first / E::VECTORS);
             // SAFETY: the caller guarantees the memory behind all pointers.
-            unsafe {
-                match loads.len() * E::VECTORS {
+            first += unsafe {
+                match vectors - first {
                     1 => self.columns::<S, E, R, 1>(simd, place, quads.clone()),
-                    2 => self.columns::<S, E, R, 2>(simd, place, quads.clone()),
-                    3 => self.columns::<S, E, R, 3>(simd, place, quads.clone()),
-                    _ => self.columns::<S, E, R, 4>(simd, place, quads.clone()),
+                    2 | 3 => self.columns::<S, E, R, 2>(simd, place, quads.clone()),
+                    _ => self.columns::<S, E, R, COLUMNS>(simd, place, quads.clone()),
                 }
-            }
+            };
         }
     }
 
-    /// Adds values to `N` vectors of `R` rows, from load `load` on.
+    /// Adds values to `N` vectors of `R` rows, from load `load` on, and returns `N`.
     ///
     /// # Safety
     /// The caller guarantees what [`Units::compute`] asks for.
@@ -316,7 +311,10 @@ impl Units<'_> {
         simd: S,
         (unit, row, load): (usize, usize, usize),
         quads: Range<usize>,
-    ) {
+    ) -> usize {
+        if !N.is_multiple_of(E::VECTORS) {
+            return N;
+        }
         let (o, skip) = (self.state.o.skip(unit * block_rows::<S>() + row), self.skips(unit)[1]);
         let at = |r: usize, n: usize| o.skip(r).at.wrapping_add((load * E::VECTORS + n) * S::LANES);
         let alpha = self.state.alpha.skip(unit).at.wrapping_add(row * QUAD);
@@ -356,5 +354,6 @@ impl Units<'_> {
                 }
             }
         }
+        N
     }
 }
