@@ -28,7 +28,14 @@ fn machine(rate: f64, bandwidth: f64, sum_bytes: usize) -> Machine {
     let link = Link { latency: 0.0, bandwidth };
     let (forward, backward) = (rate, rate);
     Machine {
-        kernels: Kernels { forward, backward, launch: 0.0, one_backward: true, sum_bytes },
+        kernels: Kernels {
+            forward,
+            backward,
+            launch: 0.0,
+            one_backward: true,
+            sum_bytes,
+            memory: 1.0,
+        },
         network: Network { ranks_per_node: 1 << 20, within: link, between: link, shared: false },
     }
 }
@@ -284,7 +291,7 @@ fn systems_come_in_the_order_that_was_measured() {
 /// 65,536 tokens on eight H200s with NVLink: messages cost less than a percent.
 #[test]
 fn nvlink_hides_all_but_the_last_hop_home() {
-    let [nvlink, _] = named();
+    let [nvlink, ..] = named();
     let problem = causal(problem(8, 8192, 32, 8));
     let report = run(&problem, Pass::Forward, Travels::Keys, &nvlink.machine);
     assert_eq!(report.exposed(), 0.0);

@@ -9,13 +9,12 @@
 //! Every rank sends each other rank of its group an equal part of its rows' bytes, and keeps one
 //! part.
 
-use super::cost::{Costs, Halves};
+use super::cost::Costs;
 use super::machine::Machine;
-use super::messages::End;
-use super::script::{Label, Script};
+use super::script::Script;
 use crate::error::Result;
 use crate::problem::{Pass, Problem, Travels};
-use crate::schedule::{Due, Family, schedule};
+use crate::schedule::{Family, schedule};
 use crate::types::invalid;
 
 /// Returns the scripts of all ranks, and the side that travels, if one does.
@@ -93,12 +92,7 @@ pub(super) fn buffer_bytes(problem: &Problem, inner: usize, pass: Pass) -> u64 {
 
 /// Adds a step in which a rank exchanges all its `bytes` with the other ranks of its group.
 fn exchange(script: &mut Script<'_>, rank: usize, inner: usize, bytes: u64) {
-    let index = script.steps.last().map_or(0, |step| step.index + 1);
-    script.begin(index, Halves::default());
     let first = rank - rank % inner;
-    let each = bytes / inner as u64;
-    let peers = || (first..first + inner).filter(|peer| *peer != rank);
-    let sends = peers().map(|peer| (End::Send, peer, each, Label::Heads(rank as u32)));
-    let receives = peers().map(|peer| (End::Receive, peer, each, Label::Heads(peer as u32)));
-    script.post(Due::Begin(index + 1), sends.chain(receives));
+    let peers = (first..first + inner).filter(move |peer| *peer != rank);
+    script.exchange(peers, bytes / inner as u64);
 }

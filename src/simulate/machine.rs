@@ -21,6 +21,9 @@ pub struct Kernels {
     pub one_backward: bool,
     /// Bytes per element of travelling accumulators; 4 in this library.
     pub sum_bytes: usize,
+    /// Bytes per second between a rank and its memory. Only scores that a method keeps take time
+    /// by this rate: kernels that fold tiles leave it out.
+    pub memory: f64,
 }
 
 /// A connection. A message takes `latency + bytes / bandwidth`. It shares the bandwidth with the
@@ -111,6 +114,7 @@ impl Machine {
         let numbers = [
             ("forward FLOP/s", kernels.forward, rate),
             ("backward FLOP/s", kernels.backward, rate),
+            ("bandwidth of memory", kernels.memory, rate),
             ("bandwidth within a node", within.bandwidth, rate),
             ("bandwidth between nodes", between.bandwidth, rate),
             ("seconds of a launch", kernels.launch, time),
@@ -126,14 +130,27 @@ impl Machine {
 }
 
 /// Sources of the numbers of H200s in nodes of eight.
-const SOURCES: [&str; 4] = [
+const H200: [&str; 4] = [
     "predicted for this library's kernels at 8,192 tokens, causal, head_dim 128, bfloat16, by a \
-     model of their machine code (docs/kernel-model.md), -10% to +20%; they have not been timed",
+     model of their machine code (docs/kernel-model.md), -10% to +20%; they have not been timed; \
+     memory 4,800 GB/s, as specified",
     "5 us each, an assumption",
     "NVLink 4, 450 GB/s each way per GPU, as specified, through switches that block nothing; \
      latency of a message 10 us, an assumption",
     "400 Gb/s, which is 50 GB/s, each way per GPU, as specified; latency of a message 20 us, an \
      assumption",
+];
+
+/// Sources of the numbers of A100s with 80 GB in nodes of eight, the machines of many publications.
+const A100: [&str; 4] = [
+    "190 TFLOP/s in both passes, of one kernel for all gradients, whose sums travel in 16 bits; \
+     FlashAttention-2's repository shows 189 for both passes together at 16,384 tokens, causal, \
+     head_dim 128; memory 2,039 GB/s, as specified",
+    "5 us each, an assumption",
+    "NVLink 3, 300 GB/s each way per GPU, as specified, through switches that block nothing; \
+     latency of a message 10 us, an assumption",
+    "200 Gb/s, which is 25 GB/s, each way per GPU, as specified for a DGX A100; latency of a \
+     message 20 us, an assumption",
 ];
 
 /// Returns the predicted FLOP/s of the library's kernels.
@@ -142,32 +159,47 @@ fn predicted(case: &str) -> f64 {
     1e12 * rate.unwrap_or_else(|| unreachable!("the table of rates has {case}"))
 }
 
-/// Returns the machines that have a name.
-pub fn named() -> [Named; 2] {
-    let machine = Machine {
-        kernels: Kernels {
-            forward: predicted("forward_d128_causal_8k"),
-            backward: predicted("backward_d128_causal_8k"),
-            launch: 5e-6,
-            one_backward: false,
-            sum_bytes: 4,
-        },
+/// Returns the machines that have a name. The first one with enough ranks is the default.
+pub fn named() -> [Named; 4] {
+    let nodes = |kernels: Kernels, within: f64, between: f64| Machine {
+        kernels,
         network: Network {
             ranks_per_node: 8,
-            within: Link { latency: 10e-6, bandwidth: 450e9 },
-            between: Link { latency: 20e-6, bandwidth: 50e9 },
+            within: Link { latency: 10e-6, bandwidth: within },
+            between: Link { latency: 20e-6, bandwidth: between },
             shared: false,
         },
     };
-    let named = |name, title, ranks| Named {
+    let h200 = Kernels {
+        forward: predicted("forward_d128_causal_8k"),
+        backward: predicted("backward_d128_causal_8k"),
+        launch: 5e-6,
+        one_backward: false,
+        sum_bytes: 4,
+        memory: 4.8e12,
+    };
+    let a100 = Kernels {
+        forward: 190e12,
+        backward: 190e12,
+        launch: 5e-6,
+        one_backward: true,
+        sum_bytes: 2,
+        memory: 2.039e12,
+    };
+    let [h200, a100] = [nodes(h200, 450e9, 50e9), nodes(a100, 300e9, 25e9)];
+    let named = |name, title, sources, ranks, machine: &Machine| Named {
         name,
         title,
-        sources: SOURCES,
+        sources,
         ranks,
         machine: machine.clone(),
     };
+    let h200_nodes = "nodes of 8 × H200, 400 Gb/s per GPU between them";
+    let a100_nodes = "nodes of 8 × A100 80 GB, 200 Gb/s per GPU between them";
     [
-        named("h200-nvlink", "8 × H200, NVLink", Some(8)),
-        named("h200-400g", "nodes of 8 × H200, 400 Gb/s per GPU between them", None),
+        named("h200-nvlink", "8 × H200, NVLink", H200, Some(8), &h200),
+        named("h200-400g", h200_nodes, H200, None, &h200),
+        named("a100-nvlink", "8 × A100 80 GB, NVLink", A100, Some(8), &a100),
+        named("a100-200g", a100_nodes, A100, None, &a100),
     ]
 }

@@ -1,5 +1,6 @@
 //! Methods to divide attention among ranks, and what they take.
 
+use super::baselines;
 use super::cost::Costs;
 use super::heads;
 use super::machine::Machine;
@@ -23,6 +24,12 @@ pub enum Method {
         /// Ranks of a group; divides the number of ranks and of query heads.
         inner: usize,
     },
+    /// A baseline: every rank keeps the scores of its queries with all keys. Keys go round, then
+    /// values, and nothing overlaps.
+    RingSelfAttention,
+    /// A baseline: ranks gather activations, each computes a part of the heads, and they scatter
+    /// the sums of the outputs over rows.
+    MegatronTp,
 }
 
 /// Times one pass of `problem` on `machine`. Without `travels`, the side travels that costs fewer
@@ -50,6 +57,10 @@ pub fn predict(
             (Some(travels), scripts)
         }
         Method::Heads { inner } => heads::scripts(problem, inner, pass, travels, machine)?,
+        Method::RingSelfAttention => {
+            (Some(Travels::Keys), baselines::ring_self_attention(problem, pass, machine)?)
+        }
+        Method::MegatronTp => (None, baselines::megatron_tp(problem, pass, machine)?),
     };
     run(pass, travels, &scripts, machine, has_timeline)
 }

@@ -8,10 +8,12 @@
 //! together. Links are full duplex, and messages that use a link at the same time share it.
 //!
 //! A [`Method`] may also exchange rows for heads, before and after a schedule, on the same clock.
+//! Two methods are baselines of publications, which no other executor carries out.
 //!
-//! The simulator leaves out memory bandwidth, delta and casts, and the part of a processor that
-//! messages take from kernels.
+//! The simulator leaves out delta and casts, and the part of a processor that messages take from
+//! kernels. It leaves out memory bandwidth, except for scores that a baseline keeps.
 
+mod baselines;
 mod choose;
 mod clock;
 mod cost;

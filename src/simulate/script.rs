@@ -46,8 +46,8 @@ pub(super) struct MessageEnd {
 pub(super) enum Label {
     /// Payload, owner, and start and end of the rows.
     Chunk(Payload, u32, [u32; 2]),
-    /// Rows of this rank, with heads of the receiver.
-    Heads(u32),
+    /// Rows of this rank, for methods that don't follow a schedule.
+    Rows(u32),
 }
 
 impl Label {
@@ -73,7 +73,7 @@ impl fmt::Display for Label {
                 let rows = start as usize..end as usize;
                 Chunk { payload, owner: owner as usize, rows }.fmt(f)
             }
-            Label::Heads(rank) => write!(f, "heads of rank {rank}"),
+            Label::Rows(rank) => write!(f, "rows of rank {rank}"),
         }
     }
 }
@@ -99,7 +99,7 @@ impl<'a> Script<'a> {
         schedule: &Schedule,
         number: impl Fn(usize) -> usize,
     ) {
-        let first = self.steps.last().map_or(0, |step| step.index + 1);
+        let first = self.next();
         for step in &schedule.steps {
             let flops = |tile| tile_flops(costs.problem, schedule.pass, tile);
             self.report.tiles += step.tiles.len();
@@ -122,6 +122,25 @@ impl<'a> Script<'a> {
             }
         }
         self.report.buffer_bytes += costs.buffers(schedule);
+    }
+
+    /// The number of the step that comes next.
+    pub fn next(&self) -> usize {
+        self.steps.last().map_or(0, |step| step.index + 1)
+    }
+
+    /// Adds a step in which the rank sends this many bytes to each of its peers, and receives as
+    /// many from each. Nothing overlaps with it. Without peers there is no step.
+    pub fn exchange(&mut self, peers: impl Iterator<Item = usize> + Clone, each: u64) {
+        if peers.clone().next().is_none() {
+            return;
+        }
+        let (index, rank) = (self.next(), self.rank);
+        self.begin(index, Halves::default());
+        let sends =
+            peers.clone().map(move |peer| (End::Send, peer, each, Label::Rows(rank as u32)));
+        let receives = peers.map(|peer| (End::Receive, peer, each, Label::Rows(peer as u32)));
+        self.post(Due::Begin(index + 1), sends.chain(receives));
     }
 
     /// Adds a step.

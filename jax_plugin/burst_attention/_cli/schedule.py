@@ -19,9 +19,16 @@ example:
 """
 SCATTERED = (
     "ulysses: Ranks exchange rows for heads. "
-    "hybrid: Ranks of a node exchange rows for heads, and rings join the nodes."
+    "hybrid: Ranks of a node exchange rows for heads, and rings join the nodes. "
+    "Baselines to compare with, which only the simulator knows: "
+    "ring_self_attention: Keys and values go round, and every rank keeps all its scores. "
+    "megatron_tp: Ranks gather activations and compute a part of the heads."
 )
-"""Schedules that the library makes of another one."""
+"""Schedules that the library makes of another one, and baselines."""
+MACHINES = (
+    "h200-nvlink or a100-nvlink (up to 8 ranks), h200-400g or a100-200g (nodes of 8); the A100s "
+    "have the rates of FlashAttention-2"
+)
 MOST_RANKS = 32
 """A table of more ranks has one line for neighbouring ranks that do the same."""
 PROBLEM = (
@@ -84,7 +91,7 @@ def _add_machine(group: Any) -> None:
     def pair(name: str, metavar: tuple[str, str], what: str) -> None:
         group.add_argument(name, type=float, nargs="+", metavar=metavar, help=what)
 
-    group.add_argument("--machine", help="h200-nvlink (up to 8 ranks) or h200-400g (nodes of 8)")
+    group.add_argument("--machine", help=MACHINES)
     group.add_argument("--ranks-per-node", type=_count, metavar="N")
     group.add_argument(
         "--shared-link", action="store_true", help="ranks of a node share one link to other nodes"

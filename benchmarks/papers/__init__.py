@@ -1,0 +1,1 @@
+"""Claims of publications, and predictions for them on the machines of the publications."""
