@@ -46,10 +46,7 @@ export CARGO_TERM_PROGRESS_WHEN := never
 SAY = @printf '\n\033[1m== %s\033[0m\n'
 PIP_INSTALL = @$(PY) -m pip install --quiet
 
-.PHONY: help build images demo demo-linear demo-generate test test-full test-exhaustive test-wheel
-.PHONY: wheel bench schedule-bench linear-bench masks-bench decode-bench kernel-bench
-.PHONY: kernel-quality gpu-check host-cost docs lint format clean host-package test-rust test-python test-rust-full
-.PHONY: test-python-full test-compiled test-standin test-standin-full
+.PHONY: $(shell sed -nE 's/^([a-z-]+):.*/\1/p' Makefile)
 
 help:  ## print this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
@@ -69,14 +66,21 @@ demo-generate: build  ## generate text with a cache sharded over 8 devices; trai
 	$(SAY) "demo: generating with a cache over 8 CPU devices"
 	@$(PY) examples/generate.py $(GENERATE)
 
+demo-windows: build  ## train window and global layers on packed documents; flags in WINDOWS="..."
+	$(SAY) "demo: packed documents over 2 x 4 CPU devices"
+	@$(PY) examples/packed_windows.py $(WINDOWS)
+
 demo-linear: DEMO += --attention linear
 demo-linear: demo  ## train it with linear attention, on sequences of 131,072 tokens
 
-# Two kinds run in parallel, and the output of each comes when it ends.
+# The Python tests come last and alone: beside other work, threads of 8 devices wait for each other
+# (test_correct.py on 2 cores: 11 s alone, 119 s at a load of 8).
 test: $(VENV)/headers  ## run a check of every kind
-	@$(MAKE) --silent -j2 --output-sync=target test-rust test-python test-standin
+	@$(MAKE) --silent -j2 --output-sync=target $(BUILT) $(STANDIN)/ready test-rust
+	@$(MAKE) --silent test-python test-standin
 	$(SAY) "all tests passed"
 
+# Two kinds run in parallel, and the output of each comes when it ends.
 LONG := test-rust-full test-python-full test-standin-full test-wheel test-compiled
 test-full: lint docs  ## run lint, docs and the long tests
 	@$(MAKE) --silent -j2 --output-sync=target $(LONG)
@@ -99,8 +103,8 @@ kernel-quality: images  ## print what the compiler made of each CUDA kernel; WRI
 	    $(TARGET)/checked/kernel-quality $(IMAGES) $(if $(WRITE),--write)
 
 test-python: $(BUILT) $(VENV)/dev
-	$(SAY) "Python: pytest, on 8 CPU devices (PYTEST=... adds arguments)"
-	@$(PY) -m pytest $(PYTEST)
+	$(SAY) "Python: pytest, on 8 CPU devices (PYTEST=... adds arguments; -n0 for one process)"
+	@$(PY) -m pytest -n 2 --dist loadfile $(PYTEST)
 
 test-python-full: $(BUILT) $(VENV)/dev images
 	$(SAY) "Python: the long tests"
@@ -182,6 +186,15 @@ decode-bench: build  ## measure decoding against the roof, jax.nn and torch
 	@cargo build --quiet --release -p burst-attention-peak
 	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/decode.py \
 	    --peak $(TARGET)/release/burst-attention-peak $(BENCH)
+
+claims: build  ## predict the claims of publications: docs/claims.md, benchmarks/results/claims.json
+	@PYTHONPATH=jax_plugin $(PY) benchmarks/claims.py
+
+model-bench: build  ## predict work and time of a real model's attention on 64 GPUs
+	@PYTHONPATH=jax_plugin:examples $(PY) benchmarks/real_model.py
+
+memory-bench: $(BUILT) $(VENV)/kernels $(VENV)/cuda/ready  ## read the memory of training steps from XLA's compiler for GPUs (1 h)
+	@PYTHONPATH=jax_plugin:$(VENV)/cuda $(PY) benchmarks/memory.py $(BENCH)
 
 # PYTHON_BENCH has torch and cuda-bindings.
 kernel-bench: build images  ## measure the CUDA kernels on an NVIDIA GPU
