@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import ring
 from features import Problem
+from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from long import spread
@@ -86,13 +87,23 @@ def test_transforms_agree_with_the_library():
         np.testing.assert_allclose(got, expected, rtol=0, atol=2e-6)
 
 
-def test_memory_grows_with_the_shard():
-    """Twice the tokens take twice the memory; scores of a whole shard would take four times."""
+LAYERS = {
+    "one": lambda attend: lambda *qkv: attend(*qkv).sum(),
+    "in a loop": lambda attend: (
+        lambda q, k, v: lax.scan(lambda q, _: (attend(q, k, v), None), q, None, length=2)[0].sum()
+    ),
+}
+"""Losses of one layer, and of two in a loop."""
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_memory_grows_with_the_shard(layers):
+    """Twice the tokens take twice the memory; what exists for all pairs would take four times."""
 
     def temporary(tokens):
         shapes = [jax.ShapeDtypeStruct((1, 2 * tokens, 2, 64), "float32")] * 3
-        function = attend(mesh=ring.line(2), **XLA)
-        gradient = jax.grad(lambda *x: function(*x).sum(), argnums=(0, 1, 2))
+        loss = LAYERS[layers](attend(mesh=ring.line(2), **XLA))
+        gradient = jax.grad(loss, argnums=(0, 1, 2))
         return jax.jit(gradient).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
     assert temporary(8192) < 2.1 * temporary(4096)

@@ -127,7 +127,9 @@ class Work:
     def __init__(self, ring: Ring, qkv: Arrays, features: Features):
         q, k, v = qkv
         self.ring = ring
-        self.rank = lax.axis_index(ring.axes)
+        # A loop over layers computes what depends on no layer before it begins. Positions depend on
+        # the rank alone, so without the barrier it would keep the masks of all pairs of blocks.
+        self.rank, q = lax.optimization_barrier((lax.axis_index(ring.axes), q))
         # The products that accelerators make by default are exact for 16-bit inputs.
         self.precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
         self.kv_heads, self.group = k.shape[2], q.shape[2] // k.shape[2]

@@ -8,45 +8,16 @@ OUT, LSE = TOKENS * HEADS * HEAD_DIM * 2, TOKENS * HEADS * 4
 UNROLLED = "offloaded, unrolled"
 
 
-def transfers(program, body):
-    """Returns the copies of a computation to the host and from it, as pairs of places.
-
-    A place is the number of matrix products and calls that begin before the copy starts, or before
-    it is done.
-    """
-    begun, started, found = 0, {}, {"to": [], "from": []}
-    for instruction in body:
-        if instruction.opcode.endswith("-start") and any(x.on_host for x in instruction.results):
-            started[instruction.name] = begun
-        elif instruction.opcode.endswith("-done") and instruction.operands[0] in started:
-            way = "to" if instruction.results[0].on_host else "from"
-            found[way].append((started.pop(instruction.operands[0]), begun))
-        begun += program.computes(instruction)
-    assert not started
-    return found
-
-
 def loops(name):
     """Returns the program, and the loops over layers of the forward and of the backward pass."""
     program = programs.program(name)
-    found = {
-        call.target.removeprefix("burst_attention_"): body
-        for body in program.run.values()
-        for call in body
-        if (call.target or "").startswith("burst_attention_")
-    }
+    found = program.bodies()
     return program, found["forward"], found["backward"]
-
-
-def place(program, body, target):
-    """Returns the number of products and calls before a call."""
-    computing = [x.target for x in body if program.computes(x)]
-    return computing.index(f"burst_attention_{target}")
 
 
 def test_out_and_lse_leave_while_the_layer_goes_on():
     program, body, _ = loops("offloaded")
-    found, call = transfers(program, body), place(program, body, "forward")
+    found, call = program.transfers(body), program.place(body, "forward")
     assert not found["from"]
     assert len(found["to"]) == 2
     # Both copies start right behind the call and are done behind the products of the layer's rest.
@@ -55,7 +26,7 @@ def test_out_and_lse_leave_while_the_layer_goes_on():
 
 def test_out_and_lse_come_back_before_the_layer_needs_them():
     program, _, body = loops("offloaded")
-    found, call = transfers(program, body), place(program, body, "backward")
+    found, call = program.transfers(body), program.place(body, "backward")
     assert not found["to"]
     assert len(found["from"]) == 2
     assert all(start == 0 and done < call for start, done in found["from"])
@@ -66,7 +37,7 @@ def test_out_and_lse_come_back_before_the_layer_needs_them():
 )
 def test_products_run_while_out_and_lse_come_back():
     program, _, body = loops("offloaded")
-    assert all(done > start for start, done in transfers(program, body)["from"])
+    assert all(done > start for start, done in program.transfers(body)["from"])
 
 
 def test_the_host_holds_what_the_device_does_not():
@@ -81,7 +52,7 @@ def test_the_host_holds_what_the_device_does_not():
 
 def test_without_a_loop_each_layer_sends_and_fetches_its_own():
     program = programs.program(UNROLLED)
-    found = transfers(program, program.computations[program.entry])
+    found = program.transfers(program.computations[program.entry])
     assert {way: len(pairs) for way, pairs in found.items()} == dict.fromkeys(found, 2 * LAYERS)
 
 
@@ -91,5 +62,5 @@ def test_without_a_loop_each_layer_sends_and_fetches_its_own():
 def test_without_a_loop_out_leaves_before_the_backward_pass():
     program = programs.program(UNROLLED)
     body = program.computations[program.entry]
-    first = place(program, body, "backward")
-    assert all(done < first for _, done in transfers(program, body)["to"])
+    first = program.place(body, "backward")
+    assert all(done < first for _, done in program.transfers(body)["to"])

@@ -1,5 +1,6 @@
 """Kinds of GPU that XLA's compiler compiles for on a machine that has none of them.
 
+JAX must find its CUDA plugin: `make` puts it into `.venv/cuda`, outside the packages of `.venv`.
 A kind becomes a text in the format of XLA's `GpuTargetConfigProto`. Its numbers are facts from
 openxla/xla, whose folder `xla/backends/gpu/target_config/specs` has a file for each kind. The text
 holds the fields that bound launches and memory. It leaves out the rates of arithmetic units.
@@ -7,6 +8,7 @@ holds the fields that bound launches and memory. It leaves out the rates of arit
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 from jax.experimental import topologies
@@ -46,7 +48,7 @@ class Kind:
     links: int = 8
     """GPUs that NVLink connects."""
 
-    def text(self):
+    def text(self) -> str:
         """Returns the description that XLA's compiler takes."""
         return f"""
             gpu_device_info {{
@@ -79,7 +81,7 @@ KINDS = {
 
 
 @cache
-def devices(name, count):
+def devices(name: str, count: int) -> Any:
     """Returns ``count`` devices of a kind, over as many hosts as they need."""
     kind = KINDS[name]
     domain, host = min(count, kind.links), min(count, kind.host)
@@ -91,7 +93,7 @@ def devices(name, count):
     return found.devices
 
 
-def mesh(kind, axes):
+def mesh(kind: str, axes: tuple[tuple[str, int], ...]) -> Mesh:
     """Returns a mesh of devices of a kind; ``axes`` are names and sizes."""
     sizes = tuple(size for _, size in axes)
     found = np.array(devices(kind, int(np.prod(sizes)))).reshape(sizes)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,10 +31,10 @@ class Array:
     """Whether the array lies in the host's pinned memory."""
 
     @property
-    def elements(self):
+    def elements(self) -> int:
         return math.prod(self.dims)
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
@@ -49,23 +50,23 @@ class Instruction:
     """The text behind the operands."""
 
     @property
-    def target(self):
+    def target(self) -> str | None:
         """The name of a custom call."""
         found = re.search(r'custom_call_target="([^"]*)"', self.rest)
         return found[1] if found else None
 
     @property
-    def callee(self):
+    def callee(self) -> str | None:
         """The computation of a fusion."""
         found = re.search(r"calls=%([^\s,]+)", self.rest)
         return found[1] if found else None
 
-    def attribute(self, name):
+    def attribute(self, name: str) -> str | None:
         """Returns an attribute of one of our calls, as text."""
         found = re.search(rf"\b{name} = (\"[^\"]*\"|dense<[^>]*>|[^,}}]+)", self.rest)
-        return found[1].split(" : ")[0].strip('"')
+        return found[1].split(" : ")[0].strip('"') if found else None
 
-    def aliases(self):
+    def aliases(self) -> dict[int, int]:
         """Returns the results that a custom call writes in place, each with its operand."""
         found = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", self.rest)
         pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}\)", found[1]) if found else []
@@ -75,9 +76,9 @@ class Instruction:
 class Program:
     """A scheduled program."""
 
-    def __init__(self, text):
+    def __init__(self, text: str) -> None:
         self.text = text
-        self.computations = {}
+        self.computations: dict[str, list[Instruction]] = {}
         for line in re.sub(r"/\*index=\d+\*/", "", text).splitlines():
             if found := COMPUTATION.match(line):
                 self.computations[found[2]] = here = []
@@ -87,21 +88,21 @@ class Program:
                 here.append(_instruction(*found.groups()))
 
     @cached_property
-    def run(self):
+    def run(self) -> dict[str, list[Instruction]]:
         """The computations whose instructions run one by one: the program and its loops."""
         bodies = re.findall(r"body=%([^\s,]+)", self.text)
         return {name: self.computations[name] for name in (*bodies, self.entry)}
 
-    def inside(self, instruction):
+    def inside(self, instruction: Instruction) -> list[Instruction]:
         """Returns the instructions of a fusion, or else the instruction."""
         return self.computations[instruction.callee] if instruction.callee else [instruction]
 
-    def calls(self):
+    def calls(self) -> list[Instruction]:
         """Returns our custom calls; one in a loop stands here once."""
         every = (x for body in self.computations.values() for x in body)
         return [x for x in every if (x.target or "").startswith(OURS)]
 
-    def moves(self, is_large):
+    def moves(self, is_large: Callable[[Array], bool]) -> list[tuple[str, ...]]:
         """Returns the instructions that only move large arrays: operations, and arrays written."""
         found = []
         for instruction in (x for body in self.run.values() for x in body):
@@ -113,7 +114,7 @@ class Program:
                     found.append((" ".join(sorted(opcodes & MOVES)), *map(str, large)))
         return found
 
-    def _moved(self, inside):
+    def _moved(self, inside: Iterable[Instruction]) -> Iterator[Array]:
         """Yields the arrays that instructions write; of an update in place, the update."""
         types = {x.name: x.results for x in inside}
         for x in inside:
@@ -122,19 +123,54 @@ class Program:
             elif x.opcode in MOVES:
                 yield x.results[0]
 
-    def computes(self, instruction):
+    def computes(self, instruction: Instruction) -> bool:
         """Returns whether an instruction is a matrix product or one of our calls."""
         inside = self.inside(instruction)
         return any(x.opcode == "dot" or (x.target or "").startswith(OURS) for x in inside)
 
-    def donated(self):
+    def bodies(self) -> dict[str, list[Instruction]]:
+        """Returns by each of our calls' names the loop, or else the program, that has the call."""
+        every = sorted(self.run, key=lambda name: name != self.entry)
+        return {
+            call.target.removeprefix(OURS): self.run[name]
+            for name in every
+            for call in self.run[name]
+            if call.target and call.target.startswith(OURS)
+        }
+
+    def transfers(self, body: Iterable[Instruction]) -> dict[str, list[tuple[int, int]]]:
+        """Returns the copies of a computation to the host and from it, as pairs of places.
+
+        A place is the number of matrix products and calls that begin before the copy starts, or
+        before it is done.
+        """
+        begun = 0
+        started: dict[str, int] = {}
+        found: dict[str, list[tuple[int, int]]] = {"to": [], "from": []}
+        for instruction in body:
+            if instruction.opcode.endswith("-start") and any(
+                x.on_host for x in instruction.results
+            ):
+                started[instruction.name] = begun
+            elif instruction.opcode.endswith("-done") and instruction.operands[0] in started:
+                way = "to" if instruction.results[0].on_host else "from"
+                found[way].append((started.pop(instruction.operands[0]), begun))
+            begun += self.computes(instruction)
+        assert not started
+        return found
+
+    def place(self, body: Iterable[Instruction], call: str) -> int:
+        """Returns the number of products and calls of a computation before one of our calls."""
+        return [x.target for x in body if self.computes(x)].index(OURS + call)
+
+    def donated(self) -> dict[int, int]:
         """Returns the results that take the place of an argument, each with the argument."""
         header = self.text.splitlines()[0]
         pairs = re.findall(r"\{(\d+)\}: \((\d+), \{\}, (?:may|must)-alias\)", header)
         return {int(result): int(argument) for result, argument in pairs}
 
 
-def _instruction(name, type_text, opcode, text):
+def _instruction(name: str, type_text: str, opcode: str, text: str) -> Instruction:
     end, depth = 0, 1
     while depth:
         depth += {"(": 1, ")": -1}.get(text[end], 0)
