@@ -2,6 +2,8 @@
 
 Every device holds a part of the sequence and the whole (small) model. Inside `jax.shard_map` one
 call, `burst_attention.attention`, lets every token attend to all earlier tokens of all devices.
+With `--data 2` two rings of devices have sequences of their own, and with `--fsdp` parameters and
+optimiser state lie in shards on the devices of all rings.
 With `--attention linear` the call is `burst_attention.linear_attention`, whose time grows with the
 length and not with its square. `python examples/train_long_context.py --help` lists the options.
 """
@@ -14,7 +16,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import get_args
+from typing import Any, get_args
 
 import burst_attention as ba
 import jax
@@ -24,6 +26,7 @@ import optax
 from attentions import ATTENTIONS, AXIS, Attention, Layout
 from checkpoint import Params, load_checkpoint, save_checkpoint
 from flax import nnx
+from fsdp import AXES, parameter_specs
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from text import batches, nats_after_one_byte, standard_library_bytes
@@ -56,8 +59,12 @@ def parse() -> Flags:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--attention", choices=[*ATTENTIONS], default="softmax")
     parser.add_argument("--length", type=int, help=f"tokens per sequence; default {said('length')}")
-    parser.add_argument("--batch", type=int, default=1, help="sequences per step")
-    parser.add_argument("--devices", type=int, default=8, help="CPU devices in the ring")
+    parser.add_argument("--batch", type=int, help="sequences per step; default one for each ring")
+    parser.add_argument("--devices", type=int, default=8, help="CPU devices in a ring")
+    parser.add_argument("--data", type=int, default=1, help="rings, with sequences of their own")
+    parser.add_argument(
+        "--fsdp", action="store_true", help="shard parameters and optimiser state over all devices"
+    )
     parser.add_argument("--layout", choices=get_args(Layout), help=f"default {said('layout')}")
     parser.add_argument("--steps", type=int, help=f"optimiser steps; default {said('steps')}")
     parser.add_argument(
@@ -71,11 +78,15 @@ def parse() -> Flags:
     for name in ("length", "layout", "steps", "learning_rate"):
         if getattr(flags, name) is None:
             setattr(flags, name, getattr(kind, name))
+    if flags.batch is None:
+        flags.batch = flags.data
     if flags.attention == "linear" and flags.layout != "contiguous":
         parser.error(f"--layout: expected contiguous for linear attention, got {flags.layout}")
-    for name in ("length", "batch", "devices", "steps"):
+    for name in ("length", "batch", "devices", "data", "steps"):
         if getattr(flags, name) < 1:
             parser.error(f"--{name}: expected at least 1, got {getattr(flags, name)}")
+    if flags.batch % flags.data:
+        parser.error(f"--batch {flags.batch} can't be shared out evenly to --data {flags.data}")
     parts = parts_of(flags.layout, flags.devices)
     if flags.length % parts:
         parser.error(
@@ -95,31 +106,49 @@ def mean_loss(
 
 
 @dataclass(frozen=True)
-class Ring:
-    """The devices that share a sequence, the layout of the sequence, and the attention."""
+class Rings:
+    """The devices, data × context, the layout of their sequences, and the attention."""
 
     mesh: Mesh
     layout: Layout
     attention: Attention
+    fsdp: bool = False
+    """Whether the devices have shards of the parameters."""
+
+    @property
+    def devices(self) -> int:
+        """Returns the number of devices that share a sequence."""
+        return self.mesh.shape[AXIS]
 
     def shard(self, tokens: np.ndarray) -> jax.Array:
         """Reorders `tokens [batch, seq]` for the layout and shards them."""
-        ordered = ba.to_layout(tokens, self.mesh.size, self.layout, axis=1)
-        return jax.device_put(ordered, NamedSharding(self.mesh, P(None, AXIS)))
+        ordered = ba.to_layout(tokens, self.devices, self.layout, axis=1)
+        return jax.device_put(ordered, NamedSharding(self.mesh, P(*AXES)))
 
-    def replicate(self, params: Params) -> Params:
-        """Copies the parameters to every device."""
-        return jax.device_put(params, NamedSharding(self.mesh, P()))
+    def specs(self, params: Any) -> Any:
+        """Returns how the devices hold parameters or the optimiser's state."""
+        return (
+            parameter_specs(params, self.mesh) if self.fsdp else jax.tree.map(lambda _: P(), params)
+        )
+
+    def place(self, params: Any) -> Any:
+        """Puts parameters or the optimiser's state on the devices."""
+        put = partial(NamedSharding, self.mesh)
+        return jax.device_put(params, jax.tree.map(put, self.specs(params)))
 
     def loss(self, graph: nnx.GraphDef[Transformer]) -> Loss:
-        """Returns the loss on a sharded sequence, as a training program runs it."""
+        """Returns the loss on sharded sequences, as a training program runs it."""
 
-        @jax.shard_map(mesh=self.mesh, in_specs=(P(), P(None, AXIS), P(None, AXIS)), out_specs=P())
-        def loss(params: Params, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+        def local(params: Params, inputs: jax.Array, targets: jax.Array) -> jax.Array:
             positions = ba.local_positions(inputs.shape[1], axis_name=AXIS, layout=self.layout)
             attend = self.attention.sharded(self.layout)
-            local = mean_loss(nnx.merge(graph, params), inputs, targets, positions, attend)
-            return jax.lax.pmean(local, AXIS)
+            mean = mean_loss(nnx.merge(graph, params), inputs, targets, positions, attend)
+            return jax.lax.pmean(mean, AXES)
+
+        def loss(params: Params, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+            in_specs = (self.specs(params), P(*AXES), P(*AXES))
+            run = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=P())
+            return run(params, inputs, targets)
 
         return loss
 
@@ -145,16 +174,16 @@ def relative_difference(got: Params, expected: Params) -> float:
 
 
 def check_first_step(
-    graph: nnx.GraphDef[Transformer], params: Params, batch: Batch, ring: Ring, dtype: str
+    graph: nnx.GraphDef[Transformer], params: Params, batch: Batch, rings: Rings, dtype: str
 ) -> None:
     """Compares loss and gradient with plain attention; stops if rounding does not explain it."""
-    parts = parts_of(ring.layout, ring.mesh.size)
+    parts = parts_of(rings.layout, rings.devices)
     length = min(batch[0].shape[1], MOST_CHECKED // parts * parts)
     inputs, targets = (tokens[:, :length] for tokens in batch)
-    on_one_device = plain_loss(graph, ring.attention.plain)
+    on_one_device = plain_loss(graph, rings.attention.plain)
     plain, plain_gradient = jax.jit(jax.value_and_grad(on_one_device))(params, inputs, targets)
-    loss, gradient = jax.jit(jax.value_and_grad(ring.loss(graph)))(
-        ring.replicate(params), ring.shard(inputs), ring.shard(targets)
+    loss, gradient = jax.jit(jax.value_and_grad(rings.loss(graph)))(
+        rings.place(params), rings.shard(inputs), rings.shard(targets)
     )
     loss_difference = abs(float(loss) - float(plain)) / float(plain)
     gradient_difference = relative_difference(gradient, plain_gradient)
@@ -189,7 +218,11 @@ def save_curve(path: Path, losses: list[float], title: str, without: list[float]
 
 
 def train(
-    loss: Loss, params: Params, data: Iterator[tuple[jax.Array, jax.Array]], flags: Flags
+    rings: Rings,
+    loss: Loss,
+    params: Params,
+    data: Iterator[tuple[jax.Array, jax.Array]],
+    flags: Flags,
 ) -> tuple[Params, list[float], list[float]]:
     """Trains by AdamW with warm-up and cosine decay; returns parameters, losses and seconds."""
     warmup = min(10, flags.steps)
@@ -204,8 +237,7 @@ def train(
         updates, opt_state = optimizer.update(gradient, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
-    sharding = jax.tree.leaves(params)[0].sharding
-    opt_state = jax.device_put(optimizer.init(params), sharding)
+    opt_state = rings.place(optimizer.init(params))
     losses: list[float] = []
     seconds: list[float] = []
     progress = tqdm(range(flags.steps), desc="training", unit="step", mininterval=1.0)
@@ -232,14 +264,14 @@ def tell_softmax_time(mesh: Mesh, dtype: str, batch: Batch) -> None:
     The estimate is a n + b n^2, the work of tokens and of pairs of tokens, through the least of
     three times at each of two lengths.
     """
-    ring = Ring(mesh, "zigzag", ATTENTIONS["softmax"])
+    rings = Rings(mesh, "zigzag", ATTENTIONS["softmax"])
     graph, params = nnx.split(Transformer(Config(dtype=dtype), nnx.Rngs(0)))
-    params, step = ring.replicate(params), jax.jit(jax.value_and_grad(ring.loss(graph)))
-    whole, parts = batch[0].shape[1], parts_of(ring.layout, mesh.size)
+    params, step = rings.place(params), jax.jit(jax.value_and_grad(rings.loss(graph)))
+    whole, parts = batch[0].shape[1], parts_of(rings.layout, rings.devices)
     short = max(1, whole // 16 // parts) * parts
     least = []
     for length in (short, 2 * short):
-        tokens = [ring.shard(x[:, :length]) for x in batch]
+        tokens = [rings.shard(x[:, :length]) for x in batch]
         jax.block_until_ready(step(params, *tokens))
         taken = []
         for _ in range(3):
@@ -260,27 +292,28 @@ def main() -> None:
     """Checks the first step, trains and saves."""
     flags = parse()
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", flags.devices)
+    jax.config.update("jax_num_cpu_devices", flags.data * flags.devices)
     kind = ATTENTIONS[flags.attention]
-    ring = Ring(jax.make_mesh((flags.devices,), (AXIS,)), flags.layout, kind)
+    mesh = jax.make_mesh((flags.data, flags.devices), AXES)
+    rings = Rings(mesh, flags.layout, kind, flags.fsdp)
     config = Config(dtype=flags.dtype, gated=kind.gated)
     graph, params = nnx.split(Transformer(config, nnx.Rngs(0)))
     text = standard_library_bytes()
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     print(
-        f"mesh {dict(ring.mesh.shape)} of {jax.default_backend()} devices, layout {flags.layout}, "
+        f"mesh {dict(mesh.shape)} of {jax.default_backend()} devices, layout {flags.layout}, "
         f"{flags.batch} x {flags.length:,} tokens ({flags.length // flags.devices:,} per device), "
         f"{flags.dtype}, {size / 1e6:.1f} M parameters, {text.size / 1e6:.1f} MB of Python sources"
     )
     first = next(batches(text, flags.batch, flags.length, seed=0))
-    check_first_step(graph, params, first, ring, flags.dtype)
+    check_first_step(graph, params, first, rings, flags.dtype)
 
-    params = ring.replicate(params)
+    params = rings.place(params)
     data = (
-        (ring.shard(inputs), ring.shard(targets))
+        (rings.shard(inputs), rings.shard(targets))
         for inputs, targets in batches(text, flags.batch, flags.length, seed=0)
     )
-    params, losses, seconds = train(ring.loss(graph), params, data, flags)
+    params, losses, seconds = train(rings, rings.loss(graph), params, data, flags)
 
     flags.out.mkdir(parents=True, exist_ok=True)
     curve = flags.out / f"{kind.prefix}loss.png"
@@ -289,7 +322,7 @@ def main() -> None:
     title = f"{flags.length:,} tokens, {flags.devices} devices, {flags.layout}{kind.title}"
     save_curve(curve, losses, title, without)
     save_checkpoint(checkpoint, params)
-    evaluate, batch = jax.jit(ring.loss(graph)), next(data)
+    evaluate, batch = jax.jit(rings.loss(graph)), next(data)
     if evaluate(load_checkpoint(checkpoint, params), *batch) != evaluate(params, *batch):
         raise SystemExit(f"{checkpoint}: the reloaded parameters give another loss")
     print(f"loss {losses[0]:.3f} -> {np.mean(losses[-10:]):.3f} (mean of the last ten steps)")
@@ -297,7 +330,7 @@ def main() -> None:
         best = np.mean(without[-10:])
         print(f"best without attention, from the byte before alone: {best:.3f} on the same bytes")
         print(f"a step of {flags.length:,} tokens took {median(seconds):,.1f} s (median)")
-        tell_softmax_time(ring.mesh, flags.dtype, first)
+        tell_softmax_time(mesh, flags.dtype, first)
     print(f"saved {curve} and {checkpoint} (read back: same loss)")
 
 

@@ -7,6 +7,7 @@ import burst_attention as ba
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from fsdp import gathered
 
 Attend = Callable[..., jax.Array]
 """Attention of query, key and value, and in a gated model log decays `[batch, seq, heads]`."""
@@ -33,13 +34,13 @@ class Config:
 
 
 def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Returns `x [batch, seq, heads, head_dim]` rotated for global `positions [seq]`.
+    """Returns `x [batch, seq, heads, head_dim]` rotated for `positions [seq]` or `[batch, seq]`.
 
     Pairs (x_i, x_(i + head_dim/2)) turn by position · 10000^(-2i/head_dim).
     """
     half = x.shape[-1] // 2
     frequencies = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
+    angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -83,20 +84,29 @@ class Block(nnx.Module):
         self.down = linear(config.hidden, width)
         self.forget = Forget(config, rngs) if config.gated else None
 
-    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        """Maps `x [batch, seq, width]` and positions `[seq]` to `[batch, seq, width]`."""
+    def __call__(self, x: jax.Array, positions: jax.Array | None, attend: Attend) -> jax.Array:
+        """Maps `x [batch, seq, width]` to the same shape; without positions it rotates nothing."""
 
         def heads(y: jax.Array) -> jax.Array:
             return y.reshape(*y.shape[:2], -1, self.head_dim)
 
         y = self.norm_attention(x)
-        query = rotate(heads(self.query(y)), positions)
-        key = rotate(heads(self.key(y)), positions)
+        query, key = heads(self.query(y)), heads(self.key(y))
+        if positions is not None:
+            query, key = rotate(query, positions), rotate(key, positions)
         decays = () if self.forget is None else (self.forget(y),)
         y = attend(query, key, heads(self.value(y)), *decays)
         x = x + self.out(y.reshape(*y.shape[:2], -1))
         y = self.norm_hidden(x)
         return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
+
+
+def rematerialised(
+    block: Block, x: jax.Array, positions: jax.Array | None, attend: Attend
+) -> jax.Array:
+    """Computes a block, whose backward pass gathers and recomputes all except its attention."""
+    run = nnx.remat(lambda b, y: gathered(b)(y, positions, attend), policy=ba.save_attention)
+    return run(block, x)
 
 
 class Transformer(nnx.Module):
@@ -112,11 +122,10 @@ class Transformer(nnx.Module):
         )
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        """Returns the logits. The backward pass recomputes every block except its attention."""
-        x = self.embed(tokens).astype(self.dtype)
+        """Returns the logits. Parameters may be shards: each part gathers its own."""
+        x = gathered(self.embed)(tokens).astype(self.dtype)
         for block in self.blocks:
-            run = nnx.remat(lambda b, y: b(y, positions, attend), policy=ba.save_attention)
-            x = run(block, x)
+            x = rematerialised(block, x, positions, attend)
         return self.logits(x)
 
     def with_caches(
@@ -130,4 +139,4 @@ class Transformer(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Maps the last block's result to logits."""
-        return self.unembed(self.norm(x)).astype(jnp.float32)
+        return gathered(self.unembed)(gathered(self.norm)(x)).astype(jnp.float32)

@@ -22,9 +22,12 @@ def example(*arguments, program="train_long_context"):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("attention", "prefix"), [("softmax", ""), ("linear", "linear-")])
-def test_it_trains(tmp_path, attention, prefix):
-    ended = example("--attention", attention, *TINY, "--out", tmp_path)
+@pytest.mark.parametrize(
+    ("attention", "prefix", "options"),
+    [("softmax", "", ()), ("linear", "linear-", ()), ("softmax", "", ("--data", "2", "--fsdp"))],
+)
+def test_it_trains(tmp_path, attention, prefix, options):
+    ended = example("--attention", attention, *TINY, *options, "--out", tmp_path)
     assert ended.returncode == 0, ended.stderr
     first, last = map(float, re.search(r"loss (\S+) -> (\S+) ", ended.stdout).groups())
     assert last < first - 0.3, ended.stdout
@@ -40,6 +43,13 @@ def test_linear_attention_wants_the_order_of_the_sequence():
     ended = example("--attention", "linear", "--layout", "zigzag", *TINY)
     assert ended.returncode == 2
     assert "--layout: expected contiguous for linear attention, got zigzag" in ended.stderr
+
+
+@pytest.mark.long
+def test_rings_have_equally_many_sequences():
+    ended = example("--data", "2", "--batch", "3", *TINY)
+    assert ended.returncode == 2
+    assert "--batch 3 can't be shared out evenly to --data 2" in ended.stderr
 
 
 @pytest.mark.long
