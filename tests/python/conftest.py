@@ -74,6 +74,18 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True)
+def same_environment():
+    """A test fails if it leaves another environment to the processes that later tests start."""
+
+    def variables():
+        return {name: x for name, x in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+
+    before = variables()
+    yield
+    assert variables() == before
+
+
+@pytest.fixture(autouse=True)
 def no_complaints():
     """A test on the stand-in fails if a call was misused while it ran."""
     platforms.complaints()

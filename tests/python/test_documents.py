@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import burst_attention
+import jax
 import pytest
 
 pytestmark = pytest.mark.needs("text")
@@ -39,6 +40,10 @@ def anchors(page):
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
 def test_code_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    # Pages set flags for their readers. This process, and those that later tests start, keep the
+    # flags of the suite, which XLA reads when it looks for devices.
+    jax.devices()
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     assert blocks(page, "python")
     names = {}
     for block in blocks(page, "python"):
