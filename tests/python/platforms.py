@@ -13,6 +13,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 STANDIN = ROOT / "target" / "standin"
+COMPILED = {
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / "target" / "compiled"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
+"""Variables that let JAX keep compiled programs. Compilation is half the time of the suite."""
 
 NEEDS = {
     "host": "reads what only the executor for CPU devices has",
@@ -55,6 +60,7 @@ class Platform:
             # Most programs run once. Without XLA's optimisations the suite takes 0.8 of the time.
             flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+            os.environ.update(COMPILED)
         if self.name == "cuda":
             # The machine's other processes, such as the suite's other workers, need memory too.
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
