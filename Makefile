@@ -122,7 +122,7 @@ test-standin: $(STANDIN)/ready
 
 test-standin-full: $(STANDIN)/ready
 	$(SAY) "Python: the whole suite on GPUs that are not there"
-	@$(PY) -m pytest --platform=standin $(PYTEST)
+	@$(PY) -m pytest -n 2 --dist loadfile --platform=standin $(PYTEST)
 
 lint: $(VENV)/dev  ## check with rustfmt, clippy, ruff and mypy
 	$(SAY) "lint: rustfmt, clippy, ruff, mypy"

@@ -61,7 +61,7 @@ impl FinalWrites {
                     self.tiles.insert((payload, step.index, index));
                     finished.insert(rows.clone());
                 }
-                if !(is_last && state.first) {
+                if !state.first {
                     self.states.insert(payload);
                 }
                 later.insert(rows.clone());
