@@ -24,7 +24,7 @@ class Paper:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim, and what it is tried on."""
+    """A claim, and the problems that test it."""
 
     key: str
     paper: Paper
