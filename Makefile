@@ -22,6 +22,10 @@ KERNELS := Cargo.toml Cargo.lock $(shell find kernels/Cargo.toml kernels/src ker
 # What `build` makes, for targets that run in parallel.
 BUILT := $(LIBRARY) $(VENV)/installed
 HOST_PACKAGE := $(TARGET)/$(HOST)-package
+TEST_PACKAGE := $(TARGET)/test-package
+# Copies the package without what `build` and `images` make into an empty folder.
+COPY_SOURCES = rm -rf $(1) && mkdir -p $(1) && \
+    tar c -C jax_plugin --exclude='*.so' --exclude=images . | tar x -C $(1)
 # Precedes each cargo command that compiles the CUDA kernels, and says where .venv has the tools.
 # cargo and rustdoc can't use make's job server, so this unsets MAKEFLAGS.
 KERNEL_TOOLS = unset MAKEFLAGS MFLAGS && eval "$$($(PY) kernels/toolchain.py)" &&
@@ -80,13 +84,12 @@ test: $(VENV)/headers  ## run a check of every kind
 	@$(MAKE) --silent test-python test-standin
 	$(SAY) "all tests passed"
 
-# Two kinds run in parallel, and the output of each comes when it ends.
-LONG := test-rust-full test-python-full test-standin-full test-wheel test-compiled
-test-full: lint docs  ## run lint, docs and the long tests
-	@$(MAKE) --silent -j2 --output-sync=target $(LONG)
+# One kind after the other, because each uses both cores.
+LONG := test-rust-full test-python-full test-compiled test-wheel test-standin-full
+test-full: lint docs $(LONG)  ## run lint, docs and the long tests
 	$(SAY) "all long tests passed"
 
-test-exhaustive: build $(STANDIN)/ready  ## test the whole products of the cases (days)
+test-exhaustive: build $(STANDIN)/ready test-images  ## test the whole products of the cases (days)
 	@$(PY) -m pytest -m "" --exhaustive $(PYTEST)
 	@$(PY) -m pytest -m "" --platform=standin $(PYTEST)
 
@@ -94,9 +97,15 @@ test-rust: $(VENV)/dev
 	$(SAY) "Rust: core, CUDA executor, XLA custom calls, CUDA kernels on an interpreter"
 	@$(KERNEL_TOOLS) cargo test --quiet $(WORKSPACE)
 
-test-rust-full: $(VENV)/dev images
-	$(SAY) "Rust: images of all targets, long cases of the interpreter"
-	@$(KERNEL_TOOLS) cargo test --quiet $(WORKSPACE) -- --ignored
+test-rust-full: $(VENV)/dev
+	$(SAY) "Rust: long cases"
+	@$(KERNEL_TOOLS) cargo test --quiet $(WORKSPACE) -- --ignored --skip every_image
+
+# To compile all images takes 35 minutes of a processor, more than the rest of the long tests.
+test-images: $(BUILT) $(VENV)/dev images  ## test all images, after a change of a CUDA kernel (1 h)
+	$(SAY) "Rust and Python: images of all targets, each on the interpreter"
+	@$(KERNEL_TOOLS) cargo test --quiet $(WORKSPACE) -- --ignored every_image
+	@$(PY) -m pytest -m images $(PYTEST)
 
 kernel-quality: images  ## print what the compiler made of each CUDA kernel; WRITE=1 accepts it
 	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin kernel-quality && \
@@ -106,9 +115,9 @@ test-python: $(BUILT) $(VENV)/dev
 	$(SAY) "Python: pytest, on 8 CPU devices (PYTEST=... adds arguments; -n0 for one process)"
 	@$(PY) -m pytest -n 2 --dist loadfile $(PYTEST)
 
-test-python-full: $(BUILT) $(VENV)/dev images
+test-python-full: $(BUILT) $(VENV)/dev
 	$(SAY) "Python: the long tests"
-	@$(PY) -m pytest -m long $(PYTEST)
+	@$(PY) -m pytest -m long -n 2 --dist loadfile $(PYTEST)
 
 test-compiled: $(BUILT) $(VENV)/dev $(VENV)/cuda/ready
 	$(SAY) "Python: training steps through XLA's compiler for GPUs that are not here"
@@ -155,8 +164,7 @@ wheel: $(if $(HOST),host-package,$(BUILT) images)  ## make dist/*.whl, for this 
 # in the package gcc-aarch64-linux-gnu; `rustup target add` installs Rust's standard library.
 host-package: $(VENV)/kernels
 	$(SAY) "Rust library and CUDA kernels for $(HOST)"
-	@rm -rf $(HOST_PACKAGE) && mkdir -p $(HOST_PACKAGE)
-	@tar c -C jax_plugin --exclude='*.so' --exclude=images . | tar x -C $(HOST_PACKAGE)
+	@$(call COPY_SOURCES,$(HOST_PACKAGE))
 	@RUSTFLAGS="$(REMAP) $${RUSTFLAGS-}" cargo build --quiet --release -p burst-attention-ffi \
 	    --target $(HOST)-unknown-linux-gnu \
 	    --config 'target.$(HOST)-unknown-linux-gnu.linker="$(HOST)-linux-gnu-gcc"'
@@ -164,8 +172,15 @@ host-package: $(VENV)/kernels
 	    $(HOST_PACKAGE)/burst_attention
 	@$(call KERNEL_IMAGES,$(HOST_PACKAGE)/burst_attention/images) --host $(HOST)
 
-test-wheel: wheel $(STANDIN)/ready  ## install the wheel with the oldest and the newest JAX and run the tests
-	@for which in oldest newest; do .ci/test-wheel $(PY) $$which $(PYTEST); done
+# This wheel has the images that the stand-in knows, because to compile the real ones takes long.
+test-wheel: $(STANDIN)/ready  ## install a wheel with the oldest and the newest JAX and run the tests
+	$(SAY) "wheel for tests"
+	@$(call COPY_SOURCES,$(TEST_PACKAGE))
+	@cp -r $(STANDIN)/package/burst_attention/{images,$(notdir $(LIBRARY))} \
+	    $(TEST_PACKAGE)/burst_attention
+	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(TEST_PACKAGE) \
+	    $(TEST_PACKAGE)
+	@for which in oldest newest; do .ci/test-wheel $(PY) $$which $(TEST_PACKAGE)/*.whl $(PYTEST); done
 
 bench: build  ## measure speed and memory; PYTHON_BENCH=... is a Python with torch
 	$(SAY) "benchmarks (BENCH=--quick measures briefly)"

@@ -67,7 +67,7 @@ def problem(kernels, monkeypatch):
     return ours.Attention(Recorder(kernels), arrays, empty, (-100, 30)), arrays
 
 
-@pytest.mark.long  # It needs the images, which `make test` builds at the same time.
+@pytest.mark.images
 def test_library_describes_and_finds_every_image(kernels):
     targets = {image["target"] for image in kernels.images.values()}
     assert targets == {"sm_80", *library.TARGETS.values()}

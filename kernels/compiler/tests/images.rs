@@ -60,8 +60,8 @@ fn main_images_are_what_was_accepted() {
 }
 
 #[test]
-#[ignore = "needs the images of all targets: make test-full"]
-fn images_of_all_targets_are_complete_and_declare_what_their_records_say() {
+#[ignore = "needs the images of all targets: make test-images"]
+fn every_image_declares_what_its_record_says() {
     for target in Target::ALL {
         let images = Images::read(folder(), target).unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(images.count(), Instance::of_target(target).count());
@@ -73,8 +73,8 @@ fn images_of_all_targets_are_complete_and_declare_what_their_records_say() {
 }
 
 #[test]
-#[ignore = "needs the images of all targets: make test-full"]
-fn compiled_quality_of_all_targets_is_what_was_accepted() {
+#[ignore = "needs the images of all targets: make test-images"]
+fn every_image_has_the_accepted_quality() {
     let reports = qualities(folder(), &Target::ALL).unwrap_or_else(|error| panic!("{error}"));
     check_quality(&reports);
     assert_eq!(rates(&predictions(&reports)), TABLE, "make kernel-quality WRITE=1");
