@@ -99,12 +99,13 @@ test-rust: $(VENV)/dev
 
 test-rust-full: $(VENV)/dev
 	$(SAY) "Rust: long cases"
-	@$(KERNEL_TOOLS) cargo test --quiet $(WORKSPACE) -- --ignored --skip every_image
+	@$(KERNEL_TOOLS) cargo test --quiet $(WORKSPACE) -- --ignored $(IMAGE_TESTS:%=--skip %)
 
-# To compile all images takes 35 minutes of a processor, more than the rest of the long tests.
-test-images: $(BUILT) $(VENV)/dev images  ## test all images, after a change of a CUDA kernel (1 h)
-	$(SAY) "Rust and Python: images of all targets, each on the interpreter"
-	@$(KERNEL_TOOLS) cargo test --quiet $(WORKSPACE) -- --ignored every_image
+# To compile the images of all targets takes 35 minutes of a processor, too long for test-full.
+IMAGE_TESTS := images_of_all_targets quality_of_all_targets every_tile_of_other_targets
+test-images: $(VENV)/dev wheel  ## test the wheel's images, after a change of a CUDA kernel
+	$(SAY) "Rust and Python: images of all targets"
+	@$(KERNEL_TOOLS) cargo test --quiet $(WORKSPACE) -- --ignored $(IMAGE_TESTS)
 	@$(PY) -m pytest -m images $(PYTEST)
 
 kernel-quality: images  ## print what the compiler made of each CUDA kernel; WRITE=1 accepts it

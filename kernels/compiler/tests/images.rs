@@ -61,7 +61,7 @@ fn main_images_are_what_was_accepted() {
 
 #[test]
 #[ignore = "needs the images of all targets: make test-images"]
-fn every_image_declares_what_its_record_says() {
+fn images_of_all_targets_are_complete_and_declare_what_their_records_say() {
     for target in Target::ALL {
         let images = Images::read(folder(), target).unwrap_or_else(|error| panic!("{error}"));
         assert_eq!(images.count(), Instance::of_target(target).count());
@@ -74,7 +74,7 @@ fn every_image_declares_what_its_record_says() {
 
 #[test]
 #[ignore = "needs the images of all targets: make test-images"]
-fn every_image_has_the_accepted_quality() {
+fn compiled_quality_of_all_targets_is_what_was_accepted() {
     let reports = qualities(folder(), &Target::ALL).unwrap_or_else(|error| panic!("{error}"));
     check_quality(&reports);
     assert_eq!(rates(&predictions(&reports)), TABLE, "make kernel-quality WRITE=1");

@@ -115,8 +115,8 @@ fn nothing_less_suffices(launch: &Launch, order: &GridRun, memory: &Memory) -> R
 }
 
 #[test]
-#[ignore = "takes long: make test-images"]
-fn every_image_touches_its_footprint_and_no_more() {
+#[ignore = "takes long: make test-full"]
+fn a_footprint_is_all_that_a_launch_touches_and_no_more() {
     let placed = Case { masks: Some(PLACES), ..UNEVEN };
     let cases = [SMALL, TEXT, GENERAL, UNEVEN, MASKED, placed].map(|small| {
         let steps = Case { steps: STEPS, ..small };

@@ -103,7 +103,7 @@ fn check(images: impl Iterator<Item = Instance>, count: usize) {
 }
 
 #[test]
-#[ignore = "takes long: make test-images"]
+#[ignore = "takes long: make test-full"]
 fn every_image_of_hopper() {
     check(images(Target::Sm90), usize::MAX);
 }
@@ -111,7 +111,7 @@ fn every_image_of_hopper() {
 /// Runs images of other targets whose tiles differ from Hopper's tiles, each shape once.
 #[test]
 #[ignore = "takes long: make test-images"]
-fn every_image_of_other_tiles() {
+fn every_tile_of_other_targets() {
     let key = |instance: &Instance| {
         let tile = instance.tile();
         let shape = (tile.rows, tile.keys);
