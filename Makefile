@@ -263,7 +263,8 @@ $(VENV)/cuda/ready: requirements/cuda.txt $(VENV)/headers
 
 # The stand-in for GPUs: the library under NVIDIA's names, the compiler's files as XLA looks for
 # them, and the package with images that the stand-in knows.
-$(STANDIN)/ready: $(RUST) $(shell find tests/standin tests/ptx kernels/interpreter/src -type f) \
+$(STANDIN)/ready: $(RUST) $(KERNELS) \
+    $(shell find tests/standin tests/ptx kernels/interpreter/src -type f) \
     $(LIBRARY) $(VENV)/dev $(VENV)/cuda/ready
 	$(SAY) "stand-in for GPUs"
 	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --lib --bin standin-images

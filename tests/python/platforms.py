@@ -156,6 +156,7 @@ def _start_standin() -> None:
         "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]),
         "STANDIN": str(STANDIN),
         "STANDIN_IMAGES": str(STANDIN / "package" / "burst_attention" / "images"),
+        "STANDIN_TILE_IR": str(ROOT / "target" / "tile-ir"),
         "STANDIN_JITTER_US": os.environ.get("STANDIN_JITTER_US", "200"),
         # The plugin's libraries are newer or older than the stand-in says.
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",

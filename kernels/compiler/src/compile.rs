@@ -4,6 +4,8 @@
 //! compiler's hints. So [`Front`] runs the compiler once for them and renames the target.
 
 use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use burst_attention_kernels::instances::{Instance, TileShape};
@@ -16,6 +18,8 @@ use cutile_ir::Module;
 use cutile_ir::ir::{Attribute, OpId};
 
 use crate::device::source;
+use crate::images::short_hash;
+use crate::tile_ir;
 
 /// Bytes of stack that the compiler's front end needs, because it recurses deeply.
 pub const STACK: usize = 256 << 20;
@@ -27,9 +31,16 @@ type Key = (Kernel, Vec<String>, i32, i32);
 #[derive(Debug, Default)]
 pub struct Front {
     done: Mutex<HashMap<Key, Module>>,
+    folder: Option<PathBuf>,
 }
 
 impl Front {
+    /// Returns a front end that keeps modules in a folder, where later runs find them. The compiler
+    /// takes seconds for a kernel, and to read a kept module takes milliseconds.
+    pub fn keeping_in(folder: PathBuf) -> Self {
+        Self { folder: Some(folder), ..Self::default() }
+    }
+
     /// Returns the Tile IR of an instance. Needs [`STACK`] bytes of stack.
     ///
     /// # Errors
@@ -40,7 +51,7 @@ impl Front {
         let found = self.done.lock().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
         let mut module = match found {
             Some(module) => module,
-            None => compile(instance)?,
+            None => self.kept(instance, &key)?,
         };
         for function in module.functions.clone() {
             retarget(&mut module, function, instance.target.name());
@@ -49,6 +60,32 @@ impl Front {
         done.entry(key).or_insert_with(|| module.clone());
         Ok(module)
     }
+
+    /// Returns the module that an earlier run kept, or compiles it and keeps it.
+    fn kept(&self, instance: &Instance, key: &Key) -> Result<Module, String> {
+        let Some(folder) = &self.folder else { return compile(instance) };
+        // The compiler crate's own sources are in the hash as well.
+        let all = format!("{} {key:?} {:?}", env!("KERNELS_HASH"), scalar_hints(instance));
+        let name = format!("{}-{}", instance.kernel.spec().name, short_hash(&[all.as_bytes()]));
+        let path = folder.join(name);
+        let kept = fs::read(&path).ok().and_then(|bytes| tile_ir::read(&bytes));
+        kept.map_or_else(
+            || {
+                let module = compile(instance)?;
+                keep(&module, &path);
+                Ok(module)
+            },
+            Ok,
+        )
+    }
+}
+
+/// Writes a module to a file. If that fails, a later run compiles again.
+fn keep(module: &Module, path: &Path) {
+    let Some(bytes) = tile_ir::write(module) else { return };
+    let part = path.with_extension(format!("{}", std::process::id()));
+    let folder = path.parent().map_or(Ok(()), fs::create_dir_all);
+    let _ = folder.and_then(|()| fs::write(&part, bytes)).and_then(|()| fs::rename(&part, path));
 }
 
 /// Returns Tile IR in the form that the assembler reads. The version of the bytecode follows from
@@ -63,13 +100,6 @@ pub fn bytecode(module: &Module) -> Result<Vec<u8>, String> {
 
 fn compile(instance: &Instance) -> Result<Module, String> {
     let KernelSpec { name, module, .. } = *instance.kernel.spec();
-    let hints: Vec<(&str, DivHint)> = instance
-        .kernel
-        .arguments()
-        .iter()
-        .filter(|argument| argument.divisor > 1)
-        .map(|argument| (argument.name, DivHint { divisor: argument.divisor, max: 16 }))
-        .collect();
     let options = CompileOptions::new()
         .debug_info(DebugInfoLevel::None)
         .opt_level(3)
@@ -78,11 +108,18 @@ fn compile(instance: &Instance) -> Result<Module, String> {
     KernelCompiler::new(source(module), module, name)
         .target(instance.target.name())
         .generics(instance.generics())
-        .scalar_hints(&hints)
+        .scalar_hints(&scalar_hints(instance))
         .options(options)
         .compile()
         .map(CompileArtifacts::into_module)
         .map_err(|error| format!("{instance}: {error:?}"))
+}
+
+fn scalar_hints(instance: &Instance) -> Vec<(&'static str, DivHint)> {
+    let divided = instance.kernel.arguments().iter().filter(|argument| argument.divisor > 1);
+    divided
+        .map(|argument| (argument.name, DivHint { divisor: argument.divisor, max: 16 }))
+        .collect()
 }
 
 /// Makes the hints of an operation, and of the operations inside it, hints for `target`.

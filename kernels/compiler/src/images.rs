@@ -3,7 +3,6 @@
 //! This needs neither a GPU nor a CUDA installation: the assembler comes with Python wheels. A
 //! cubin is kept under its bytecode's hash, so a later build assembles only instances that changed.
 
-use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -76,6 +75,13 @@ fn check_host(image: &[u8], host: Host) -> Result<(), String> {
     }
 }
 
+/// Returns the first digits of the hash of some parts, which name a kept file.
+pub(crate) fn short_hash(parts: &[&[u8]]) -> String {
+    let mut hash = Sha256::new();
+    parts.iter().for_each(|part| hash.update(part));
+    hash.finalize().iter().take(12).map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// Returns the file with an instance's cubin, which this assembles if the file is missing.
 fn cubin(
     instance: &Instance,
@@ -84,15 +90,9 @@ fn cubin(
     assembler: &Assembler,
     store: &Path,
 ) -> Result<PathBuf, String> {
-    let mut hash = Sha256::new();
-    hash.update(&assembler.version);
-    hash.update(instance.target.name());
-    hash.update(host.name());
-    hash.update(bytecode);
-    let hash = hash.finalize().iter().take(12).fold(String::new(), |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    });
+    let (target, host_name) = (instance.target.name(), host.name());
+    let parts = [assembler.version.as_bytes(), target.as_bytes(), host_name.as_bytes(), bytecode];
+    let hash = short_hash(&parts);
     let cubin = store.join(format!("{instance}-{hash}.cubin"));
     if !cubin.exists() {
         let made = assembler.assemble(instance.target.name(), host, bytecode, &cubin);

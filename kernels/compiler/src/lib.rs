@@ -14,6 +14,7 @@ pub mod images;
 pub mod model;
 mod parallel;
 pub mod quality;
+mod tile_ir;
 
 /// The compiler of the kernels mostly copies and drops syntax trees, and the interpreter tiles.
 #[global_allocator]

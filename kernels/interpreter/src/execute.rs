@@ -2,6 +2,7 @@
 //! simulated memory.
 
 use std::collections::HashMap;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use burst_attention_compiler::compile::{Front, STACK};
@@ -45,6 +46,11 @@ pub struct Kernels {
 }
 
 impl Kernels {
+    /// Returns kernels whose Tile IR a folder keeps for later runs.
+    pub fn keeping_in(folder: PathBuf) -> Self {
+        Self { front: Front::keeping_in(folder), compiled: Mutex::default() }
+    }
+
     /// Returns the Tile IR of an instance. The compiler runs on a thread of its own, with the stack
     /// that it needs.
     ///

@@ -46,11 +46,11 @@ fn flush(values: &mut [f32]) {
 }
 
 fn flushed(tile: &Tile, on: bool) -> Outcome<Tile> {
-    if !on {
-        return Ok(tile.clone());
-    }
-    if tile.element != Element::Scalar(ScalarType::F32) {
+    if on && tile.element != Element::Scalar(ScalarType::F32) {
         return unsupported(format!("flush_to_zero of {:?}", tile.element));
+    }
+    if !on || !tile.f32s()?.iter().any(|x| x.is_subnormal()) {
+        return Ok(tile.clone());
     }
     let mut values = tile.f32s()?.to_vec();
     flush(&mut values);

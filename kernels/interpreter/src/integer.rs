@@ -54,8 +54,11 @@ pub(super) fn alike(a: &Tile, b: &Tile) -> Outcome<()> {
 
 fn zip(a: &Tile, b: &Tile, mut f: impl FnMut(i64, i64) -> Outcome<i64>) -> Outcome<Tile> {
     alike(a, b)?;
-    let pairs = a.ints()?.iter().zip(b.ints()?);
-    let data = pairs.map(|(&x, &y)| f(x, y)).collect::<Outcome<_>>()?;
+    // To collect results would let the vector grow, step by step.
+    let mut data = Vec::with_capacity(a.data.len());
+    for (&x, &y) in a.ints()?.iter().zip(b.ints()?) {
+        data.push(f(x, y)?);
+    }
     Ok(Tile::new(a.element, a.shape.clone(), Data::Int(data)))
 }
 

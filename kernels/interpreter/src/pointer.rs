@@ -31,9 +31,11 @@ impl<'a> Machine<'a> {
                 None => undefined(format!("{:#x} offset by {by} elements wraps around", at)),
             }
         };
-        let pairs = base.ints()?.iter().zip(count.ints()?);
-        let data = Data::Int(pairs.map(advance).collect::<Outcome<_>>()?);
-        Ok(Tile::new(base.element, base.shape.clone(), data))
+        let mut data = Vec::with_capacity(base.data.len());
+        for pair in base.ints()?.iter().zip(count.ints()?) {
+            data.push(advance(pair)?);
+        }
+        Ok(Tile::new(base.element, base.shape.clone(), Data::Int(data)))
     }
 
     /// Returns the tile of an optional operand group.

@@ -136,26 +136,32 @@ impl Element {
 
     /// Returns the bytes of `count` elements from `first` on.
     pub fn encode(self, data: &Data, first: usize, count: usize) -> Vec<u8> {
+        use ScalarType::*;
         let range = first..first + count;
-        let width = self.width();
         match data {
-            Data::Int(values) => values[range]
-                .iter()
-                .flat_map(|x| x.to_le_bytes().into_iter().take(width))
-                .map(|byte| if self.int_bits() == Some(1) { byte & 1 } else { byte })
-                .collect(),
-            Data::F32(values) => match self {
-                Self::Scalar(ScalarType::BF16) => {
-                    values[range].iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect()
-                }
-                Self::Scalar(ScalarType::F16) => {
-                    values[range].iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()).collect()
-                }
-                _ => values[range].iter().flat_map(|x| x.to_le_bytes()).collect(),
+            Data::Int(values) => match (&values[range], self.int_bits()) {
+                (values, Some(1)) => bytes(values, |x| [x as u8 & 1]),
+                (values, Some(8)) => bytes(values, |x| (x as i8).to_le_bytes()),
+                (values, Some(16)) => bytes(values, |x| (x as i16).to_le_bytes()),
+                (values, Some(32)) => bytes(values, |x| (x as i32).to_le_bytes()),
+                (values, _) => bytes(values, i64::to_le_bytes),
             },
-            Data::F64(values) => values[range].iter().flat_map(|x| x.to_le_bytes()).collect(),
+            Data::F32(values) => match self {
+                Self::Scalar(BF16) => bytes(&values[range], |x| bf16::from_f32(x).to_le_bytes()),
+                Self::Scalar(F16) => bytes(&values[range], |x| f16::from_f32(x).to_le_bytes()),
+                _ => bytes(&values[range], f32::to_le_bytes),
+            },
+            Data::F64(values) => bytes(&values[range], f64::to_le_bytes),
         }
     }
+}
+
+/// Returns the bytes of all elements.
+fn bytes<const W: usize, T: Copy>(values: &[T], to: impl Fn(T) -> [u8; W]) -> Vec<u8> {
+    let mut bytes = vec![0; W * values.len()];
+    let (chunks, _) = bytes.as_chunks_mut::<W>();
+    chunks.iter_mut().zip(values).for_each(|(chunk, x)| *chunk = to(*x));
+    bytes
 }
 
 fn copy<const W: usize, T>(bytes: &[u8], out: &mut [T], from: impl Fn([u8; W]) -> T) {

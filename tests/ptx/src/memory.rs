@@ -113,7 +113,8 @@ impl Spaces<'_> {
         address: u64,
         bytes: usize,
     ) -> Outcome<Result<&'b mut [u8], u64>> {
-        if !address.is_multiple_of(bytes as u64) {
+        debug_assert!(bytes.is_power_of_two());
+        if address & (bytes as u64 - 1) != 0 {
             return Err(Fault::Misaligned { address, bytes });
         }
         let (space, address) = match space {

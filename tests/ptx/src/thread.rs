@@ -280,9 +280,13 @@ impl Context<'_> {
 }
 
 fn word(bytes: &[u8]) -> u64 {
-    let mut word = [0; 8];
-    word[..bytes.len()].copy_from_slice(bytes);
-    u64::from_le_bytes(word)
+    // Lengths that the compiler knows need no call to copy.
+    match *bytes {
+        [a] => a.into(),
+        [a, b] => u16::from_le_bytes([a, b]).into(),
+        [a, b, c, d] => u32::from_le_bytes([a, b, c, d]).into(),
+        _ => bytes.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte)),
+    }
 }
 
 /// Returns the address of the shared memory whose size the launch chooses.

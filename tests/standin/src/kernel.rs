@@ -15,11 +15,12 @@ use burst_attention_ptx as ptx;
 use crate::call::{Outcome, take};
 use crate::code;
 use crate::handles::Handles;
-use crate::memory::{self, By, Owner, POISON, Touch, allocate};
+use crate::memory::{self, By, Owner, Touch, allocate};
 use crate::order::Stamp;
 use crate::report::{complain, lock};
 use crate::settings::settings;
 use crate::stream::Stream;
+use crate::watched::Watched;
 
 /// The modules that programs loaded.
 pub static MODULES: Handles<Module> = Handles::new("module");
@@ -276,7 +277,9 @@ impl Bound {
     }
 
     fn run_ours(&self, touches: &[Touch]) {
-        static KERNELS: LazyLock<Kernels> = LazyLock::new(Kernels::default);
+        static KERNELS: LazyLock<Kernels> = LazyLock::new(|| {
+            settings().tile_ir.clone().map_or_else(Kernels::default, Kernels::keeping_in)
+        });
         let Work::Ours(launch) = &*self.work else { return };
         let mut runs: Vec<_> = touches.iter().map(|touch| touch.bytes.clone()).collect();
         runs.sort_by_key(|run| run.start);
@@ -327,86 +330,17 @@ impl Bound {
             globals,
             step_limit: STEP_LIMIT,
         };
-        let mut memory = Watched { device, touched: Runs::default(), written: Runs::default() };
+        let mut memory = Watched::new(device);
         if let Err(error) = module.run(kernel, &launch, &mut memory) {
             complain(format!("{error}"));
             self.lose();
         }
-        let by = By::Kernel(device);
-        let touch = |writes| move |(start, end)| Touch { bytes: start..end, writes, by };
-        let mut touches: Vec<Touch> = memory.touched.all().map(touch(false)).collect();
-        touches.extend(memory.written.all().map(touch(true)));
-        memory::enter(&self.function.name.as_str().into(), stamp, &touches);
+        memory::enter(&self.function.name.as_str().into(), stamp, &memory.touches());
     }
 
     fn lose(&self) {
         if let Ok(device) = crate::device::device(self.function.module.device as c_int) {
             device.lose(code::ILLEGAL_ADDRESS);
         }
-    }
-}
-
-/// The runs of bytes that a kernel touched: joined where they meet.
-#[derive(Debug, Default)]
-struct Runs(std::collections::BTreeMap<u64, u64>);
-
-impl Runs {
-    fn add(&mut self, mut start: u64, mut end: u64) {
-        while let Some((&from, &to)) = self.0.range(..=end).next_back() {
-            if to < start {
-                break;
-            }
-            if from <= start && end <= to {
-                return;
-            }
-            self.0.remove(&from);
-            start = start.min(from);
-            end = end.max(to);
-        }
-        self.0.insert(start, end);
-    }
-
-    fn all(&self) -> impl Iterator<Item = (u64, u64)> {
-        self.0.iter().map(|(start, end)| (*start, *end))
-    }
-}
-
-/// The memory that a kernel of XLA sees.
-struct Watched {
-    device: usize,
-    touched: Runs,
-    written: Runs,
-}
-
-impl Watched {
-    fn check(&self, address: u64, bytes: usize, writes: bool) -> Result<(), String> {
-        let by = By::Kernel(self.device);
-        memory::check(&Touch { bytes: address..address + bytes as u64, writes, by })
-    }
-}
-
-impl ptx::Memory for Watched {
-    fn load(&mut self, address: u64, bytes: &mut [u8]) -> Result<(), String> {
-        if let Err(why) = self.check(address, bytes.len(), false) {
-            if !memory::is_slack(address) {
-                return Err(why);
-            }
-            bytes.fill(POISON);
-            return Ok(());
-        }
-        self.touched.add(address, address + bytes.len() as u64);
-        // SAFETY: `check` has found the bytes in an allocation that lives.
-        unsafe {
-            std::ptr::copy_nonoverlapping(address as *const u8, bytes.as_mut_ptr(), bytes.len());
-        }
-        Ok(())
-    }
-
-    fn store(&mut self, address: u64, bytes: &[u8]) -> Result<(), String> {
-        self.check(address, bytes.len(), true)?;
-        self.written.add(address, address + bytes.len() as u64);
-        // SAFETY: as above.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len()) };
-        Ok(())
     }
 }

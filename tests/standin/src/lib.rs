@@ -34,3 +34,4 @@ mod report;
 mod settings;
 mod stream;
 mod unknown;
+mod watched;

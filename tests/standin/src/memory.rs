@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::ops::Range;
 use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use crate::code;
@@ -47,6 +48,14 @@ struct Space {
 
 static SPACE: Mutex<Space> =
     Mutex::new(Space { live: BTreeMap::new(), freed: BTreeMap::new(), used: BTreeMap::new() });
+
+/// Counts the times that memory was freed.
+static FREES: AtomicU64 = AtomicU64::new(0);
+
+/// Returns how often memory was freed. What [`check`] has found stays true until the next time.
+pub fn frees() -> u64 {
+    FREES.load(Ordering::Acquire)
+}
 
 /// Returns free bytes of a device.
 pub fn free_bytes(device: usize) -> u64 {
@@ -132,6 +141,7 @@ pub fn register(start: u64, bytes: usize) {
 /// If none starts there.
 pub fn free(start: u64) -> Result<(), c_int> {
     let mut space = lock(&SPACE);
+    FREES.fetch_add(1, Ordering::Release);
     let Some(gone) = space.live.remove(&start) else {
         let why = space.describe(start);
         complain(format!("memory at {start:#x} is freed, which is {why}"));
@@ -188,11 +198,12 @@ impl Touch {
     }
 }
 
-/// Checks that the bytes are there and may be touched.
+/// Checks that the bytes are there and may be touched. Returns the bytes of their allocation, or the
+/// touched ones where a copy touches memory that the stand-in does not know.
 ///
 /// # Errors
 /// What is wrong.
-pub fn check(touch: &Touch) -> Result<(), String> {
+pub fn check(touch: &Touch) -> Result<Range<u64>, String> {
     lock(&SPACE).check(touch)
 }
 
@@ -234,7 +245,7 @@ impl Space {
         (address < start + found.bytes).then_some((*start, found))
     }
 
-    fn check(&self, touch: &Touch) -> Result<(), String> {
+    fn check(&self, touch: &Touch) -> Result<Range<u64>, String> {
         let Range { start, end } = touch.bytes;
         let verb = if touch.writes { "writes" } else { "reads" };
         let fault = |why: String| {
@@ -243,7 +254,7 @@ impl Space {
         let Some((base, found)) = self.find(start) else {
             let is_known = self.freed_at(start).is_some();
             return match touch.by {
-                By::Copy if !is_known => Ok(()),
+                By::Copy if !is_known => Ok(start..end),
                 _ => fault(format!("which is {}", self.describe(start))),
             };
         };
@@ -257,7 +268,7 @@ impl Space {
             (By::Kernel(device), Owner::Device(owner)) if owner != device => {
                 fault(format!("memory of device {owner}, in a kernel of device {device}"))
             }
-            _ => Ok(()),
+            _ => Ok(base..base + found.bytes),
         }
     }
 

@@ -98,6 +98,8 @@ pub struct Settings {
     pub log: Option<PathBuf>,
     /// `STANDIN_IMAGES`: the folder of the project's images.
     pub images: Option<PathBuf>,
+    /// `STANDIN_TILE_IR`: a folder that keeps the kernels' Tile IR between processes.
+    pub tile_ir: Option<PathBuf>,
     /// `NCCL_LAUNCH_ORDER_IMPLICIT`, which XLA sets: the operations of a device run in the order in
     /// which the host issues them.
     pub ordered: bool,
@@ -122,6 +124,7 @@ pub fn settings() -> &'static Settings {
             mail: path("STANDIN_MAIL"),
             log: path("STANDIN_LOG"),
             images: path("STANDIN_IMAGES"),
+            tile_ir: path("STANDIN_TILE_IR"),
             ordered: env::var("NCCL_LAUNCH_ORDER_IMPLICIT").is_ok_and(|value| value == "1"),
         }
     });

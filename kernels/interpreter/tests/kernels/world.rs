@@ -1,5 +1,6 @@
 //! Arrays in simulated memory, each a slice of a longer array, and launches over them.
 
+use std::path::Path;
 use std::sync::LazyLock;
 
 use burst_attention_interpreter::execute::{Kernels, run_module};
@@ -11,7 +12,10 @@ use half::{bf16, f16};
 use std::ops::Range;
 
 /// All kernels, compiled once for all tests.
-pub static KERNELS: LazyLock<Kernels> = LazyLock::new(Kernels::default);
+pub static KERNELS: LazyLock<Kernels> = LazyLock::new(|| {
+    let temporary = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    Kernels::keeping_in(temporary.with_file_name("tile-ir"))
+});
 
 /// Whether a kernel says what masks let the blocks of another kernel see.
 pub fn prepares(kernel: Kernel) -> bool {
