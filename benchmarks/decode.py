@@ -1,9 +1,10 @@
 """Times decoding over a cache against the machine's roof, jax.nn and torch, in one run.
 
 The roof of a step is the longer of two times: to read its keys and values as fast as this machine
-reads memory, and to compute its products at 0.8 of the speed of matrix products. Prints tables of
-one query for each sequence: time against length, pages and ragged lengths, ranks, shared prefixes,
-and appending. Writes results/decode-<cpu>.json and, with matplotlib, draws
+reads memory, and to compute its products at 0.8 of the speed of matrix products. Shares of the roof
+and ratios are medians over rounds, in which a probe of the memory and the programs take turns.
+Prints tables of one query for each sequence: time against length, pages and ragged lengths, ranks,
+shared prefixes, and appending. Writes results/decode-<cpu>.json and, with matplotlib, draws
 results/decode-<cpu>.png. `make decode-bench` calls this program.
 """
 
@@ -12,6 +13,7 @@ import importlib.util
 import json
 import subprocess
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import decode_programs as programs
@@ -26,6 +28,12 @@ LENGTHS = (2_048, 8_192, 32_768, 131_072)
 LONG, SHORT, PAGE = 131_072, 2_048, 16
 REQUESTS, PREFIX, CONTEXT = 32, 8_192, 128
 STEPS, APPENDED = 200, 200_000
+PROBE, TURN_S = "reads of memory", 0.5
+
+
+def ratios(slower: list[float], faster: list[float]) -> list[float]:
+    """Returns the ratio of each round."""
+    return [x / y for x, y in zip(slower, faster, strict=True)]
 
 
 class Bench:
@@ -33,39 +41,48 @@ class Bench:
 
     def __init__(self, flags: argparse.Namespace):
         self.budget_s, self.scale = flags.budget, 16 if flags.quick else 1
-        self.probe = [flags.peak, "read", str(1024 // self.scale)]
+        self.probe = [flags.peak, "read", str(1024 // self.scale), "9"]
         self.reads: list[float] = []
         self.peak = machine.Peak(flags.peak, 4096 // self.scale)
         self.peak.measure()
         print(f"products {self.peak.gflops:.0f} GFLOP/s")
 
     def read(self) -> None:
-        """Measures how fast this machine reads memory; on shared machines it changes by minutes."""
+        """Measures how fast this machine reads memory, which changes within seconds."""
         output = subprocess.run(self.probe, check=True, capture_output=True, text=True).stdout
         self.reads.append(json.loads(output)["gigabytes_per_s"])
-        print(f"  reads {self.reads[-1]:.1f} GB/s")
 
-    def roof_s(self, work: Work) -> float:
-        """Returns the least seconds of a step on this machine, as the last probe says."""
-        return work.roof_s(self.reads[-1] * 1e9, 0.8e9 * self.peak.gflops)
+    def roofs_s(self, work: Work, rounds: int) -> list[float]:
+        """Returns the least seconds of a step on this machine in each of the last rounds."""
+        peak = 0.8e9 * self.peak.gflops
+        return [work.roof_s(read * 1e9, peak) for read in self.reads[-rounds:]]
 
     def timed(self, entrants: dict[str, Program], works: dict[str, Work]) -> dict[str, Any]:
-        """Prints and returns the least time of programs, which take turns, beside the roof."""
-        found: dict[str, Any] = {}
+        """Prints and returns the seconds of programs, and their shares of the roof.
+
+        In each round a probe of the memory and all programs take turns. The probe has the least
+        time of nine reads, and a program that of up to nine calls.
+        """
+        turns = {PROBE: self.read, **entrants} if works else entrants
+        taken = alternate(turns, self.budget_s, least=5, turn_s=TURN_S)
         if works:
-            self.read()
-        for name, each in alternate(entrants, self.budget_s, least=5, most=25).items():
-            found[name] = {"least_s": min(each), "rounds": len(each)}
+            last = self.reads[-len(taken[PROBE]) :]
+            print(f"  reads {min(last):.0f} to {max(last):.0f} GB/s")
+        found: dict[str, Any] = {}
+        for name in entrants:
+            each = taken[name]
+            found[name] = {"median_s": median(each), "seconds": each}
             words = ""
             if name in works:
-                found[name]["of_roof"] = self.roof_s(works[name]) / min(each)
+                roofs = self.roofs_s(works[name], len(each))
+                found[name]["of_roof"] = median(ratios(roofs, each))
                 words = f"{found[name]['of_roof']:6.2f} of the roof"
-            print(f"  {name:<44} {min(each) * 1e3:10,.3f} ms {words}", flush=True)
+            print(f"  {name:<44} {median(each) * 1e3:10,.3f} ms {words}", flush=True)
         return found
 
     def compare(self, found: dict[str, Any], slower: str, faster: str, bar: str) -> float:
-        """Prints and returns the time of ``slower`` divided by that of ``faster``."""
-        ratio = float(found[slower]["least_s"] / found[faster]["least_s"])
+        """Prints and returns the time of ``slower`` divided by that of ``faster``, as a median."""
+        ratio = median(ratios(found[slower]["seconds"], found[faster]["seconds"]))
         print(f"  {slower} takes {ratio:.2f} x the time of {faster}; the bar is {bar}", flush=True)
         return ratio
 
@@ -79,7 +96,7 @@ def lengths(bench: Bench) -> list[dict[str, Any]]:
         work = Work(length, length, dtype)
         found = bench.timed(entrants, dict.fromkeys(entrants, work))
         rows.append({"dtype": dtype, "length": length, "seconds": found})
-        rows[-1]["roof_s"] = bench.roof_s(work)
+        rows[-1]["roof_s"] = median(bench.roofs_s(work, len(found["ours"]["seconds"])))
         for peer, bar in (("jax.nn", "at least 3"), ("torch", "at least 1.5")):
             if peer in found:
                 rows[-1][f"{peer}_to_ours"] = bench.compare(found, peer, "ours", bar)
@@ -123,7 +140,7 @@ def ranks(bench: Bench) -> dict[str, Any]:
     }
     work = Work(length, length, "bfloat16")
     found = bench.timed(entrants, {"1 device": work, several: work})
-    step = found[loop]["least_s"] / STEPS
+    step = found[loop]["median_s"] / STEPS
     print(f"  a step in a compiled loop costs {step * 1e3:.3f} ms; the bar is at most 0.7")
     ratio = bench.compare(found, several, "1 device", "at most 1.10")
     return {"seconds": found, "several_to_one": ratio, "overhead_s": step}
@@ -139,7 +156,8 @@ def prefixes(bench: Bench) -> list[dict[str, Any]]:
         works = {"separate": Work(pairs, pairs, dtype)}
         works["shared prefix"] = Work(prefix + requests * CONTEXT, pairs, dtype)
         found = bench.timed(entrants, works)
-        roofs = bench.roof_s(works["separate"]) / bench.roof_s(works["shared prefix"])
+        of = [bench.roofs_s(work, len(found["separate"]["seconds"])) for work in works.values()]
+        roofs = median(ratios(*of))
         bar = f"at least {0.95 if requests == 1 else 3 if dtype == 'float32' else 0.75 * roofs:.2f}"
         ratio = bench.compare(found, "separate", "shared prefix", bar)
         rows.append({"dtype": dtype, "requests": requests, "seconds": found})

@@ -21,14 +21,14 @@ def draw(results: dict[str, Any], path: Path) -> None:
         rows = [row for row in results["lengths"] if row["dtype"] == dtype]
         lengths = [row["length"] for row in rows]
         for name in rows[0]["seconds"]:
-            times = [row["seconds"][name]["least_s"] * 1e3 for row in rows]
+            times = [row["seconds"][name]["median_s"] * 1e3 for row in rows]
             axes.plot(lengths, times, marker="o", color=COLOURS[name], label=name)
         roofs = [row["roof_s"] * 1e3 for row in rows]
         axes.plot(lengths, roofs, color="black", linestyle="--", label="roof")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(lengths, [f"{n // 1024}K" if n % 1024 == 0 else str(n) for n in lengths])
-        axes.set(xlabel="tokens in the cache", ylabel="ms (least)", title=dtype)
+        axes.set(xlabel="tokens in the cache", ylabel="ms (median)", title=dtype)
         axes.grid(which="both", alpha=0.25)
         axes.legend(loc="upper left", fontsize="small")
     heads, kv_heads = results["heads"]

@@ -6,8 +6,8 @@ use super::DecodeIo;
 use super::element::{Bf16, Element, F16, F32, whole_loads};
 use super::merge::{Partials, write};
 use super::plan::{Part, Plan, Query, position};
-use super::tile::{Ahead, QUAD, QUADS, Seen, TILE, Tile};
-use super::units::{MOST_ROWS, State, Units, block_rows};
+use super::tile::{Ahead, QUAD, QUADS, Seen, TILE, Tile, row_of};
+use super::units::{ROWS, SCORES, State, Units};
 use crate::host::matmul::Matrix;
 use crate::host::pack::{self, load_row};
 use crate::host::scratch::{Scratch, ScratchTask};
@@ -62,8 +62,8 @@ impl<'a> ChunkTask<'a> {
     }
 
     /// Returns the blocks of each head of keys, for a number of queries.
-    fn blocks<S: Simd>(&self, queries: usize) -> usize {
-        (queries * self.io.group()).div_ceil(block_rows::<S>())
+    fn blocks(&self, queries: usize) -> usize {
+        (queries * self.io.group()).div_ceil(ROWS)
     }
 
     /// Returns the query and the head of a row.
@@ -79,20 +79,20 @@ impl ScratchTask for ChunkTask<'_> {
     fn lay_out<S: Simd>(&self, scratch: &mut Scratch) -> ChunkScratch {
         let [width, value_width] =
             [&self.io.k, &self.io.v].map(|array| array.dim.next_multiple_of(S::LANES));
-        let (heads, blocks) = (self.part.kv_heads.len(), self.blocks::<S>(self.queries.len()));
+        let (heads, blocks) = (self.part.kv_heads.len(), self.blocks(self.queries.len()));
         let units = heads * blocks;
         let mut take = |rows, row| Matrix::take(scratch, (rows, row));
         ChunkScratch {
             state: State {
-                q: take(units * block_rows::<S>(), width),
-                o: take(units * block_rows::<S>(), value_width),
-                m: take(units, S::LANES),
-                l: take(units, S::LANES),
-                alpha: take(units, S::LANES),
-                scores: take(units * QUADS, S::LANES),
-                slopes: take(units, S::LANES),
-                queries: take(blocks, S::LANES),
-                keys: take(QUADS, S::LANES),
+                q: take(units * ROWS, width),
+                o: take(units * ROWS, value_width),
+                m: take(units, SCORES),
+                l: take(units, SCORES),
+                alpha: take(units, SCORES),
+                scores: take(units * QUADS, SCORES),
+                slopes: take(units, SCORES),
+                queries: take(blocks, SCORES),
+                keys: take(QUADS, SCORES),
             },
             zeros: take(1, heads * width.max(value_width)),
             keys: take(TILE, width),
@@ -151,21 +151,21 @@ impl ChunkTask<'_> {
         queries: &[&Query],
     ) {
         let State { q, o, m, l, slopes, .. } = scratch.state;
-        let blocks = self.blocks::<S>(queries.len());
+        let blocks = self.blocks(queries.len());
         // SAFETY: the caller guarantees the scratch and the queries.
         unsafe {
             scratch.zeros.clear(1);
             for head in 0..self.part.kv_heads.len() {
                 let first = head * blocks;
-                o.skip(first * block_rows::<S>()).clear(blocks * block_rows::<S>());
-                for unit in first..first + blocks {
-                    simd.store(m.skip(unit).at, simd.splat(f32::NEG_INFINITY));
-                    simd.store(l.skip(unit).at, simd.zero());
+                o.skip(first * ROWS).clear(blocks * ROWS);
+                for lanes in (0..blocks * SCORES).step_by(S::LANES) {
+                    simd.store(m.skip(first).at.add(lanes), simd.splat(f32::NEG_INFINITY));
+                    simd.store(l.skip(first).at.add(lanes), simd.zero());
                 }
                 for row in 0..queries.len() * self.io.group() {
                     let (query, q_head) = self.row(queries, head, row);
                     let (entry, t) = query.at;
-                    let to = q.skip(first * block_rows::<S>() + row);
+                    let to = q.skip(first * ROWS + row);
                     self.load::<S, E>(simd, self.io.q.row(entry, t, q_head), self.io.q.dim, to);
                     pack::scale(simd, to.at, to.row, self.io.scale);
                     let lanes = slopes.skip(first).at.add(row * QUAD);
@@ -214,8 +214,8 @@ impl ChunkTask<'_> {
             let head = (self.queries[0].source, self.part.kv_heads.start);
             Tile::find(io, head, (first, &(start..end)), scratch.zeros.at.cast())
         };
-        let blocks = self.blocks::<S>(queries.len());
-        let mut seen = vec![[0; MOST_ROWS]; blocks];
+        let blocks = self.blocks(queries.len());
+        let mut seen = vec![[0; ROWS]; blocks];
         let bytes = [&io.k, &io.v].map(|array| array.dim * array.dtype.bytes());
         let copies = blocks >= COPY_FROM || !whole_loads(io, S::LANES);
         let first = self.chunk.start.max(start / TILE * TILE);
@@ -260,12 +260,12 @@ impl ChunkTask<'_> {
         state: State,
         queries: &[&Query],
         tile: &Tile,
-        seen: &mut [[Seen; MOST_ROWS]],
+        seen: &mut [[Seen; ROWS]],
     ) {
         let (io, first) = (self.io, position(self.io, tile.first));
         for row in 0..queries.len() * io.group() {
             let query = queries[row / io.group()];
-            seen[row / block_rows::<S>()][row % block_rows::<S>()] = tile.seen(&query.rows);
+            seen[row / ROWS][row % ROWS] = tile.seen(&query.rows);
             if self.has_slopes {
                 let distance = first.wrapping_sub(query.position) as f32;
                 // SAFETY: the state has lanes for each row.
@@ -277,10 +277,10 @@ impl ChunkTask<'_> {
         }
         if self.has_slopes {
             for key in 0..TILE {
-                let distance = position(io, tile.first + key).wrapping_sub(first) as f32;
+                let distance = position(io, tile.first + row_of(key)).wrapping_sub(first) as f32;
                 let lanes = state.keys.skip(key / QUAD).at.wrapping_add(key % QUAD);
                 // SAFETY: the state has a lane for each key and row of a block.
-                (0..block_rows::<S>()).for_each(|row| unsafe { *lanes.add(row * QUAD) = distance });
+                (0..ROWS).for_each(|row| unsafe { *lanes.add(row * QUAD) = distance });
             }
         }
     }
@@ -321,11 +321,11 @@ impl ChunkTask<'_> {
     #[inline(always)]
     unsafe fn end<S: Simd>(&self, simd: S, scratch: ChunkScratch, queries: &[&Query]) {
         let State { o, m, l, .. } = scratch.state;
-        let blocks = self.blocks::<S>(queries.len());
+        let blocks = self.blocks(queries.len());
         for head in 0..self.part.kv_heads.len() {
             for row in 0..queries.len() * self.io.group() {
                 let (query, q_head) = self.row(queries, head, row);
-                let at = head * blocks * block_rows::<S>() + row;
+                let at = head * blocks * ROWS + row;
                 // SAFETY: the caller guarantees the scratch, and that the results are this task's.
                 unsafe {
                     let (m, l) = (m.at.add(at * QUAD), l.at.add(at * QUAD));

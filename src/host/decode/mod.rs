@@ -23,6 +23,7 @@ mod element;
 mod merge;
 mod online;
 mod plan;
+mod sums;
 mod tile;
 mod units;
 

@@ -9,21 +9,43 @@ use crate::host::simd::Simd;
 /// Rows of a tile, the number of bits of [`Seen`]. The keys and values of a tile, and of the next
 /// one, fit a core's cache.
 pub(super) const TILE: usize = 32;
-/// Rows of a tile that a query sees, one bit for each.
+/// Keys of a tile that a query sees, one bit for each.
 pub(super) type Seen = u32;
-/// Adjacent keys whose scores a vector holds, for each row of a block.
+/// Keys whose scores a vector holds, for each row of a block.
 pub(super) const QUAD: usize = 4;
 /// Quads of a tile.
 pub(super) const QUADS: usize = TILE / QUAD;
 /// Bytes of a cache line.
 const LINE: usize = 64;
+/// The keys of a tile's first rows, for each number of rows.
+const BELOW: [Seen; TILE + 1] = {
+    let (mut below, mut row) = ([0; TILE + 1], 0);
+    while row < TILE {
+        below[row + 1] = below[row] | 1 << key_of(row);
+        row += 1;
+    }
+    below
+};
 
-/// Addresses of a tile's rows in the first head of a task.
+/// Returns the key that lies in a row of a tile. The rows of a quad are [`QUADS`] apart, and those of
+/// the next quad follow them: four streams, each in the order of memory, which the CPU's own prefetch
+/// recognises. (Zen 3, bfloat16, 131,072 keys: 0.93 of the speed of reads. With adjacent rows in a
+/// quad, several of them in a page of memory, it was 0.77.)
+const fn key_of(row: usize) -> usize {
+    row % QUADS * QUAD + row / QUADS
+}
+
+/// Returns the row of a tile's key.
+pub(super) const fn row_of(key: usize) -> usize {
+    key % QUAD * QUADS + key / QUAD
+}
+
+/// Addresses of a tile's keys and values in the first head of a task.
 #[derive(Clone, Copy)]
 pub(super) struct Tile {
     /// First row of the tile, a multiple of [`TILE`].
     pub first: usize,
-    /// Rows that exist and that the task needs. The addresses of all other rows are those of zeros.
+    /// Keys that exist and that the task needs. The addresses of all others are those of zeros.
     pub present: Seen,
     pub keys: [*const u8; TILE],
     pub values: [*const u8; TILE],
@@ -50,9 +72,10 @@ impl Tile {
             if let Some(page) = page.filter(|page| *page < io.k.batch) {
                 for at in row..until {
                     let address = |array: &HostArray| array.row(page, at % page_rows, kv_head);
-                    tile.keys[at - first] = address(&io.k);
-                    tile.values[at - first] = address(&io.v);
-                    tile.present |= 1 << (at - first);
+                    let key = key_of(at - first);
+                    tile.keys[key] = address(&io.k);
+                    tile.values[key] = address(&io.v);
+                    tile.present |= 1 << key;
                 }
             }
             row = until;
@@ -60,18 +83,15 @@ impl Tile {
         tile
     }
 
-    /// Returns the rows of the tile that lie in `rows` and are present.
+    /// Returns the keys of the tile that lie in `rows` and are present.
     #[inline(always)]
     pub fn seen(&self, rows: &Range<usize>) -> Seen {
-        let below = |row: usize| match row.saturating_sub(self.first) {
-            count @ 0..TILE => (1 << count) - 1,
-            _ => Seen::MAX,
-        };
+        let below = |row: usize| BELOW[row.saturating_sub(self.first).min(TILE)];
         below(rows.end) & !below(rows.start) & self.present
     }
 }
 
-/// The prefetch of the rows that a task reads next, in quads of rows.
+/// The prefetch of the keys and values that a task reads next, in quads.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead<'a> {
     /// This tile and the next one.
@@ -81,16 +101,16 @@ pub(super) struct Ahead<'a> {
 }
 
 impl Ahead<'_> {
-    /// Asks for a quad of rows of one head. Quads of this tile's keys, of its values, of the next
-    /// tile's keys and of its values count on.
+    /// Asks for a quad of one head, row after row. Quads of this tile's keys, of its values, of the
+    /// next tile's keys and of its values count on.
     #[inline(always)]
     pub fn fetch<S: Simd>(&self, simd: S, quad: usize, head: usize) {
         let (side, first) = (quad / QUADS, quad % QUADS * QUAD);
         let Tile { keys, values, .. } = self.tiles[side / 2 % 2];
         let (rows, bytes) =
             if side % 2 == 0 { (keys, self.bytes[0]) } else { (values, self.bytes[1]) };
-        for skip in (0..bytes).step_by(LINE) {
-            for row in &rows[first..first + QUAD] {
+        for row in &rows[first..first + QUAD] {
+            for skip in (0..bytes).step_by(LINE) {
                 simd.prefetch_far(row.wrapping_add(head * bytes + skip));
             }
         }

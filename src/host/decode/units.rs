@@ -4,50 +4,45 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::element::Element;
+use super::sums::{add, in_registers, products};
 use super::tile::{Ahead, QUAD, QUADS, Seen, TILE};
 use crate::host::matmul::Matrix;
 use crate::host::simd::{Simd, Task};
 use crate::host::softmax::SoftCap;
 
-/// Most rows of a block. A vector of scores has [`QUAD`] lanes for each row, so shorter vectors take
-/// fewer rows.
-pub(super) const MOST_ROWS: usize = 4;
-/// Vectors of an output that are summed at a time. With four rows, the sums and their operands take
-/// most registers of AVX-512.
+/// Rows of a block.
+pub(super) const ROWS: usize = 4;
+/// Scores of a block and a quad of keys: those of a row are adjacent.
+pub(super) const SCORES: usize = ROWS * QUAD;
+/// Vectors of an output that are summed at a time.
 const COLUMNS: usize = 4;
 /// Quads of values that are summed before the next unit's turn.
 const VALUE_QUADS: usize = 2;
 /// Quads between the prefetch of rows and their use.
-const DISTANCE: usize = 4;
+const DISTANCE: usize = 1;
 
-/// Returns the rows of a block.
-#[inline(always)]
-pub(super) fn block_rows<S: Simd>() -> usize {
-    S::LANES / QUAD
-}
-
-/// The running softmax of all units of a task, and the scratch of their scores. In vectors over the
-/// rows of a unit, each row has [`QUAD`] lanes.
+/// The running softmax of all units of a task, and the scratch of their scores. In [`SCORES`] floats,
+/// each row of a unit has [`QUAD`].
 #[derive(Clone, Copy)]
 pub(super) struct State {
     /// Queries, times the scale: the rows of each unit.
     pub q: Matrix,
     /// Σ e^(score − m) v: the rows of each unit.
     pub o: Matrix,
-    /// Largest score so far, −∞ before the first: a vector for each unit.
+    /// Largest score so far, −∞ before the first: [`SCORES`] floats for each unit.
     pub m: Matrix,
-    /// Sums of e^(score − m), each over every fourth key: a vector for each unit.
+    /// Sums of e^(score − m), each over every fourth key: [`SCORES`] floats for each unit.
     pub l: Matrix,
-    /// e^(old m − new m), the factor for sums that were made with the old m: a vector for each
-    /// unit.
+    /// e^(old m − new m), the factor for sums that were made with the old m: [`SCORES`] floats for
+    /// each unit.
     pub alpha: Matrix,
-    /// Scores, then e^(score − m): a vector for each unit and quad of keys.
+    /// Scores, then e^(score − m): [`SCORES`] floats for each unit and quad of keys.
     pub scores: Matrix,
-    /// ALiBi's slopes: a vector for each unit.
+    /// ALiBi's slopes: [`SCORES`] floats for each unit.
     pub slopes: Matrix,
-    /// Distances of the tile's first row from the queries: a vector for each block.
+    /// Distances of the tile's first row from the queries: [`SCORES`] floats for each block.
     pub queries: Matrix,
-    /// Distances of the tile's keys from its first row: a vector for each quad.
+    /// Distances of the tile's keys from its first row: [`SCORES`] floats for each quad.
     pub keys: Matrix,
 }
 
@@ -69,7 +64,7 @@ pub(super) struct Units<'a> {
     /// Rows of each head.
     pub rows: usize,
     /// The keys that each row of a block sees.
-    pub seen: &'a [[Seen; MOST_ROWS]],
+    pub seen: &'a [[Seen; ROWS]],
     pub keys: &'a [*const u8; TILE],
     pub values: &'a [*const u8; TILE],
     /// Bytes from a head to the next one, in keys and in values.
@@ -164,15 +159,14 @@ impl Units<'_> {
 
     /// Returns the keys that each row of a unit sees.
     #[inline(always)]
-    pub(super) fn seen<S: Simd>(&self, unit: usize) -> &[Seen] {
+    pub(super) fn seen(&self, unit: usize) -> &[Seen] {
         let block = unit % self.blocks;
-        let rows = (self.rows - block * block_rows::<S>()).min(block_rows::<S>());
-        &self.seen[block][..rows]
+        &self.seen[block][..(self.rows - block * ROWS).min(ROWS)]
     }
 
     /// Returns the place of the score of a key.
     #[inline(always)]
-    pub(super) fn place<S: Simd>(&self, unit: usize, row: usize, key: usize) -> *mut f32 {
+    pub(super) fn place(&self, unit: usize, row: usize, key: usize) -> *mut f32 {
         let quad = self.state.scores.skip(unit * QUADS + key / QUAD).at;
         quad.wrapping_add(row * QUAD + key % QUAD)
     }
@@ -192,7 +186,7 @@ impl Units<'_> {
     unsafe fn scores<S: Simd, E: Element>(&self, simd: S, unit: usize, quad: usize) {
         // SAFETY: the caller guarantees the memory behind all pointers.
         unsafe {
-            match self.seen::<S>(unit).len() {
+            match self.seen(unit).len() {
                 1 => self.products::<S, E, 1>(simd, unit, quad),
                 2 => self.products::<S, E, 2>(simd, unit, quad),
                 3 => self.products::<S, E, 3>(simd, unit, quad),
@@ -201,8 +195,7 @@ impl Units<'_> {
         }
     }
 
-    /// Computes the products of `R` rows and a quad of keys: lanes `4r` up to `4r + 3` of the result
-    /// are those of row r.
+    /// Computes the products of `R` rows and a quad of keys.
     ///
     /// # Safety
     /// The caller guarantees what [`Units::compute`] asks for.
@@ -213,40 +206,35 @@ impl Units<'_> {
         unit: usize,
         quad: usize,
     ) {
-        if R > block_rows::<S>() {
-            return;
-        }
-        let State { q, scores, .. } = self.state;
-        let (at, skip) = (q.skip(unit * block_rows::<S>()).at, self.skips(unit)[0]);
+        let (q, skip) = (self.state.q.skip(unit * ROWS), self.skips(unit)[0]);
         let mut rows = [std::ptr::null(); QUAD];
         for (row, key) in rows.iter_mut().zip(&self.keys[quad * QUAD..]) {
             *row = key.wrapping_add(skip);
         }
-        let mut sums = [[simd.zero(); QUAD]; R];
-        for load in 0..q.row / S::LANES / E::VECTORS {
-            for part in 0..E::VECTORS {
-                let d = (load * E::VECTORS + part) * S::LANES;
-                // SAFETY: the caller guarantees the queries and the keys.
-                unsafe {
-                    let mut keys = [simd.zero(); QUAD];
-                    for (key, row) in keys.iter_mut().zip(rows) {
-                        *key = E::load(simd, row, load, part);
-                    }
-                    for (r, sums) in sums.iter_mut().enumerate() {
-                        let left = simd.load(at.add(r * q.row + d));
-                        for (sum, key) in sums.iter_mut().zip(keys) {
-                            *sum = simd.mul_add(left, key, *sum);
-                        }
-                    }
+        let mut sums = [simd.zero(); 2 * SCORES];
+        // SAFETY: the caller guarantees the queries, the keys and the room for the scores.
+        unsafe {
+            if in_registers::<S, R, QUAD>() {
+                let found = products::<S, E, R, QUAD>(simd, q, rows);
+                for (to, from) in sums.iter_mut().zip(found.as_flattened()) {
+                    *to = *from;
+                }
+            } else {
+                let halves = [
+                    products::<S, E, R, 2>(simd, q, [rows[0], rows[1]]),
+                    products::<S, E, R, 2>(simd, q, [rows[2], rows[3]]),
+                ];
+                for (to, key) in sums[..R * QUAD].iter_mut().zip(0..) {
+                    *to = halves[key % QUAD / 2][key / QUAD][key % 2];
                 }
             }
+            let scores = self.place(unit, 0, quad * QUAD);
+            for first in (0..R * QUAD).step_by(S::LANES) {
+                let mut all = [simd.zero(); SCORES];
+                all.copy_from_slice(&sums[first..first + SCORES]);
+                simd.store(scores.add(first), simd.sum_each(all));
+            }
         }
-        let mut all = [simd.zero(); 16];
-        for (to, from) in all.iter_mut().zip(sums.as_flattened()) {
-            *to = *from;
-        }
-        // SAFETY: the caller guarantees the room for the scores.
-        unsafe { simd.store(scores.skip(unit * QUADS + quad).at, simd.sum_each(all)) };
     }
 
     /// Adds some quads of values to a unit's outputs. Keys that a row does not see are left out,
@@ -256,7 +244,7 @@ impl Units<'_> {
     /// The caller guarantees what [`Units::compute`] asks for.
     #[inline(always)]
     unsafe fn outputs<S: Simd, E: Element>(&self, simd: S, unit: usize, quads: Range<usize>) {
-        let seen = self.seen::<S>(unit);
+        let seen = self.seen(unit);
         // SAFETY: the caller guarantees the memory behind all pointers.
         unsafe {
             let alike = seen.iter().all(|other| *other == seen[0]);
@@ -284,9 +272,6 @@ impl Units<'_> {
         row: usize,
         quads: Range<usize>,
     ) {
-        if R > block_rows::<S>() {
-            return;
-        }
         let (vectors, mut first) = (self.state.o.row / S::LANES, 0);
         while first < vectors {
             let place = (unit, row, first / E::VECTORS);
@@ -295,6 +280,9 @@ impl Units<'_> {
                 match vectors - first {
                     1 => self.columns::<S, E, R, 1>(simd, place, quads.clone()),
                     2 | 3 => self.columns::<S, E, R, 2>(simd, place, quads.clone()),
+                    _ if !in_registers::<S, R, COLUMNS>() => {
+                        self.columns::<S, E, R, 2>(simd, place, quads.clone())
+                    }
                     _ => self.columns::<S, E, R, COLUMNS>(simd, place, quads.clone()),
                 }
             };
@@ -315,10 +303,10 @@ impl Units<'_> {
         if !N.is_multiple_of(E::VECTORS) {
             return N;
         }
-        let (o, skip) = (self.state.o.skip(unit * block_rows::<S>() + row), self.skips(unit)[1]);
+        let (o, skip) = (self.state.o.skip(unit * ROWS + row), self.skips(unit)[1]);
         let at = |r: usize, n: usize| o.skip(r).at.wrapping_add((load * E::VECTORS + n) * S::LANES);
         let alpha = self.state.alpha.skip(unit).at.wrapping_add(row * QUAD);
-        let seen = self.seen::<S>(unit)[row];
+        let seen = self.seen(unit)[row];
         let mut sums = [[simd.zero(); N]; R];
         // SAFETY: the caller guarantees the memory behind all pointers.
         unsafe {
@@ -329,23 +317,21 @@ impl Units<'_> {
                 }
             }
             for quad in quads {
+                let values = &self.values[quad * QUAD..][..QUAD];
+                let weights = self.place(unit, row, quad * QUAD);
                 let mut seen = seen >> (quad * QUAD) & 0xf;
+                if seen == 0xf {
+                    for (key, value) in values.iter().enumerate() {
+                        let value = value.wrapping_add(skip);
+                        add::<S, E, R, N>(simd, &mut sums, (value, load), weights.add(key));
+                    }
+                    continue;
+                }
                 while seen != 0 {
-                    let key = quad * QUAD + seen.trailing_zeros() as usize;
+                    let key = seen.trailing_zeros() as usize;
+                    let value = values[key].wrapping_add(skip);
                     seen &= seen - 1;
-                    let value = self.values[key].wrapping_add(skip);
-                    let mut right = [simd.zero(); N];
-                    for (n, right) in right.iter_mut().enumerate() {
-                        let (index, part) = (n / E::VECTORS, n % E::VECTORS);
-                        *right = E::load(simd, value, load + index, part);
-                    }
-                    let weights = self.place::<S>(unit, row, key);
-                    for (r, sums) in sums.iter_mut().enumerate() {
-                        let weight = simd.splat(*weights.add(r * QUAD));
-                        for (sum, right) in sums.iter_mut().zip(right) {
-                            *sum = simd.mul_add(weight, right, *sum);
-                        }
-                    }
+                    add::<S, E, R, N>(simd, &mut sums, (value, load), weights.add(key));
                 }
             }
             for (r, sums) in sums.iter().enumerate() {
