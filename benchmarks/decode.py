@@ -64,7 +64,7 @@ class Bench:
         time of nine reads, and a program that of up to nine calls.
         """
         turns = {PROBE: self.read, **entrants} if works else entrants
-        taken = alternate(turns, self.budget_s, least=5, turn_s=TURN_S)
+        taken = alternate(turns, self.budget_s, least=5, turn_s=TURN_S / self.scale)
         if works:
             last = self.reads[-len(taken[PROBE]) :]
             print(f"  reads {min(last):.0f} to {max(last):.0f} GB/s")

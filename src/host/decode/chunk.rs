@@ -238,7 +238,7 @@ impl ChunkTask<'_> {
                     skips: bytes,
                     cap: (io.soft_cap > 0.0).then(|| SoftCap::new(io.soft_cap)),
                     has_slopes: self.has_slopes,
-                    by_row: !copies,
+                    by_quad: !copies,
                     ahead: Ahead { tiles: [&tile, &next], bytes },
                 };
                 if copies {

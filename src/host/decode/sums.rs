@@ -5,7 +5,7 @@ use super::tile::QUAD;
 use crate::host::matmul::Matrix;
 use crate::host::simd::Simd;
 
-/// Whether registers hold `N` sums for each of `R` rows, beside their operands. Instruction sets have
+/// Whether the registers hold `N` sums for each of `R` rows, and the operands. Instruction sets have
 /// twice as many registers as a vector has lanes.
 pub(super) const fn in_registers<S: Simd, const R: usize, const N: usize>() -> bool {
     R * N <= S::LANES

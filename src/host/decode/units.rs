@@ -71,9 +71,9 @@ pub(super) struct Units<'a> {
     pub skips: [usize; 2],
     pub cap: Option<SoftCap>,
     pub has_slopes: bool,
-    /// Whether to read row after row, in the order of memory. Else the units take turns, each with
+    /// Whether to read quad after quad, each for all heads. Else the units take turns, each with
     /// all rows.
-    pub by_row: bool,
+    pub by_quad: bool,
     pub ahead: Ahead<'a>,
 }
 
@@ -108,10 +108,10 @@ impl Units<'_> {
         // SAFETY: the caller guarantees the memory behind all pointers.
         unsafe {
             let (turn, step) =
-                if self.by_row { (self.units.len(), VALUE_QUADS) } else { (1, QUADS) };
+                if self.by_quad { (self.units.len(), VALUE_QUADS) } else { (1, QUADS) };
             for first in self.units.clone().step_by(turn.max(1)) {
                 let units = first..first + turn;
-                if !self.by_row {
+                if !self.by_quad {
                     self.fetch_next(simd, first);
                 }
                 for quad in 0..QUADS {
@@ -135,11 +135,11 @@ impl Units<'_> {
         }
     }
 
-    /// Asks for a quad of rows of a unit's head, if rows are read in the order of memory. The units
+    /// Asks for a quad of rows of a unit's head, if quads are read one after the other. The units
     /// of a head ask once.
     #[inline(always)]
     fn fetch<S: Simd>(&self, simd: S, unit: usize, quad: usize) {
-        if self.by_row && unit.is_multiple_of(self.blocks) {
+        if self.by_quad && unit.is_multiple_of(self.blocks) {
             self.ahead.fetch(simd, quad, unit / self.blocks);
         }
     }
