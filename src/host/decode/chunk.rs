@@ -225,7 +225,7 @@ impl ChunkTask<'_> {
             next = find(first + TILE);
             // SAFETY: the caller guarantees the scratch, the queries and the caches.
             unsafe {
-                self.see::<S>(scratch.state, queries, &tile, &mut seen);
+                self.see(scratch.state, queries, &tile, &mut seen);
                 let units = Units {
                     state: scratch.state,
                     units: 0..self.part.kv_heads.len() * blocks,
@@ -255,13 +255,7 @@ impl ChunkTask<'_> {
     /// # Safety
     /// The caller guarantees that the state is this thread's.
     #[inline(always)]
-    unsafe fn see<S: Simd>(
-        &self,
-        state: State,
-        queries: &[&Query],
-        tile: &Tile,
-        seen: &mut [[Seen; ROWS]],
-    ) {
+    unsafe fn see(&self, state: State, queries: &[&Query], tile: &Tile, seen: &mut [[Seen; ROWS]]) {
         let (io, first) = (self.io, position(self.io, tile.first));
         for row in 0..queries.len() * io.group() {
             let query = queries[row / io.group()];

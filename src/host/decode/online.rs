@@ -41,22 +41,22 @@ impl Units<'_> {
     #[inline(always)]
     unsafe fn features<S: Simd>(&self, simd: S, unit: usize, cap: impl ScoreFeatures) {
         let State { scores, slopes, queries, keys, .. } = self.state;
-        for (quad, lanes) in
-            (0..QUADS).flat_map(|quad| self.lanes::<S>(unit).map(move |at| (quad, at)))
-        {
+        for lanes in self.lanes::<S>(unit) {
             let of = |matrix: Matrix, row| matrix.skip(row).at.wrapping_add(lanes);
-            let at = of(scores, unit * QUADS + quad);
-            // SAFETY: the caller guarantees the scores, and the distances and slopes if there are
-            // slopes.
-            unsafe {
-                let place = VectorPlace { row: 0, first: 0 };
-                let (mut s, _) = cap.logits(simd, simd.load(at), place);
-                if self.has_slopes {
-                    let query = simd.load(of(queries, unit % self.blocks));
-                    let distance = simd.add(simd.load(of(keys, quad)), query);
-                    s = simd.mul_add(simd.load(of(slopes, unit)), distance, s);
+            for quad in 0..QUADS {
+                let at = of(scores, unit * QUADS + quad);
+                // SAFETY: the caller guarantees the scores, and the distances and slopes if there
+                // are slopes.
+                unsafe {
+                    let place = VectorPlace { row: 0, first: 0 };
+                    let (mut s, _) = cap.logits(simd, simd.load(at), place);
+                    if self.has_slopes {
+                        let query = simd.load(of(queries, unit % self.blocks));
+                        let distance = simd.add(simd.load(of(keys, quad)), query);
+                        s = simd.mul_add(simd.load(of(slopes, unit)), distance, s);
+                    }
+                    simd.store(at, s);
                 }
-                simd.store(at, s);
             }
         }
     }

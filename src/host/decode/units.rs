@@ -211,7 +211,7 @@ impl Units<'_> {
         for (row, key) in rows.iter_mut().zip(&self.keys[quad * QUAD..]) {
             *row = key.wrapping_add(skip);
         }
-        let mut sums = [simd.zero(); 2 * SCORES];
+        let mut sums = [simd.zero(); SCORES];
         // SAFETY: the caller guarantees the queries, the keys and the room for the scores.
         unsafe {
             if in_registers::<S, R, QUAD>() {
@@ -224,14 +224,15 @@ impl Units<'_> {
                     products::<S, E, R, 2>(simd, q, [rows[0], rows[1]]),
                     products::<S, E, R, 2>(simd, q, [rows[2], rows[3]]),
                 ];
-                for (to, key) in sums[..R * QUAD].iter_mut().zip(0..) {
-                    *to = halves[key % QUAD / 2][key / QUAD][key % 2];
+                for (index, to) in sums[..R * QUAD].iter_mut().enumerate() {
+                    let (r, key) = (index / QUAD, index % QUAD);
+                    *to = halves[key / 2][r][key % 2];
                 }
             }
             let scores = self.place(unit, 0, quad * QUAD);
             for first in (0..R * QUAD).step_by(S::LANES) {
                 let mut all = [simd.zero(); SCORES];
-                all.copy_from_slice(&sums[first..first + SCORES]);
+                all[..S::LANES].copy_from_slice(&sums[first..first + S::LANES]);
                 simd.store(scores.add(first), simd.sum_each(all));
             }
         }
@@ -273,16 +274,14 @@ impl Units<'_> {
         quads: Range<usize>,
     ) {
         let (vectors, mut first) = (self.state.o.row / S::LANES, 0);
+        let most = if in_registers::<S, R, COLUMNS>() { COLUMNS } else { 2 };
         while first < vectors {
             let place = (unit, row, first / E::VECTORS);
             // SAFETY: the caller guarantees the memory behind all pointers.
             first += unsafe {
-                match vectors - first {
+                match most.min(vectors - first) {
                     1 => self.columns::<S, E, R, 1>(simd, place, quads.clone()),
                     2 | 3 => self.columns::<S, E, R, 2>(simd, place, quads.clone()),
-                    _ if !in_registers::<S, R, COLUMNS>() => {
-                        self.columns::<S, E, R, 2>(simd, place, quads.clone())
-                    }
                     _ => self.columns::<S, E, R, COLUMNS>(simd, place, quads.clone()),
                 }
             };
