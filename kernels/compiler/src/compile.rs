@@ -68,15 +68,12 @@ impl Front {
         let all = format!("{} {key:?} {:?}", env!("KERNELS_HASH"), scalar_hints(instance));
         let name = format!("{}-{}", instance.kernel.spec().name, short_hash(&[all.as_bytes()]));
         let path = folder.join(name);
-        let kept = fs::read(&path).ok().and_then(|bytes| tile_ir::read(&bytes));
-        kept.map_or_else(
-            || {
-                let module = compile(instance)?;
-                keep(&module, &path);
-                Ok(module)
-            },
-            Ok,
-        )
+        if let Some(module) = fs::read(&path).ok().and_then(|bytes| tile_ir::read(&bytes)) {
+            return Ok(module);
+        }
+        let module = compile(instance)?;
+        keep(&module, &path);
+        Ok(module)
     }
 }
 
