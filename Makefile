@@ -21,11 +21,18 @@ KERNELS := Cargo.toml Cargo.lock $(shell find kernels/Cargo.toml kernels/src ker
     -name '*.rs' -o -name '*.toml')
 # What `build` makes, for targets that run in parallel.
 BUILT := $(LIBRARY) $(VENV)/installed
+# The package for tests: its library checks overflow and assertions.
+CHECKED_PACKAGE := $(TARGET)/checked-package/burst_attention
+CHECKED_LIBRARY := $(CHECKED_PACKAGE)/$(notdir $(LIBRARY))
 HOST_PACKAGE := $(TARGET)/$(HOST)-package
 TEST_PACKAGE := $(TARGET)/test-package
 # Copies the package without what `build` and `images` make into an empty folder.
 COPY_SOURCES = rm -rf $(1) && mkdir -p $(1) && \
     tar c -C jax_plugin --exclude='*.so' --exclude=images . | tar x -C $(1)
+# Gives a folder with a library the package's Python files, as links. They are made anew each time,
+# because files come and go.
+LINK_SOURCES = find $(1) -type l -delete && for file in $(CURDIR)/$(PACKAGE)/*; do case $$file in \
+    */images|*.so) ;; *) ln -s $$file $(1) ;; esac; done
 # Precedes each cargo command that compiles the CUDA kernels, and says where .venv has the tools.
 # cargo and rustdoc can't use make's job server, so this unsets MAKEFLAGS.
 KERNEL_TOOLS = unset MAKEFLAGS MFLAGS && eval "$$($(PY) kernels/toolchain.py)" &&
@@ -44,11 +51,13 @@ REMAP := --remap-path-prefix=$(CURDIR)=burst-attention \
 
 # PYTHON only makes .venv. The build scripts of crates would prefer it to the Python of .venv.
 unexport PYTHON
-export PYTHONDONTWRITEBYTECODE := 1
+# Python compiles what it imports, once, and pip need not compile all that it installs.
+export PYTHONPYCACHEPREFIX := $(abspath $(TARGET))/pycache
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CARGO_TERM_PROGRESS_WHEN := never
 SAY = @printf '\n\033[1m== %s\033[0m\n'
-PIP_INSTALL = @$(PY) -m pip install --quiet
+# One pip at a time changes .venv.
+PIP_INSTALL = @flock $(VENV) $(PY) -m pip install --quiet --no-compile
 
 .PHONY: $(shell sed -nE 's/^([a-z-]+):.*/\1/p' Makefile)
 
@@ -77,10 +86,11 @@ demo-windows: build  ## train window and global layers on packed documents; flag
 demo-linear: DEMO += --attention linear
 demo-linear: demo  ## train it with linear attention, on sequences of 131,072 tokens
 
+# cargo begins as soon as it has its packages, and pip fetches those of the Python tests beside it.
 # The Python tests come last and alone: beside other work, threads of 8 devices wait for each other
 # (test_correct.py on 2 cores: 11 s alone, 119 s at a load of 8).
-test: $(VENV)/headers  ## run a check of every kind
-	@$(MAKE) --silent -j2 --output-sync=target $(BUILT) $(STANDIN)/ready test-rust
+test:  ## run a check of every kind
+	@$(MAKE) --silent -j2 --output-sync=target test-rust $(VENV)/dev $(STANDIN)/ready
 	@$(MAKE) --silent test-python test-standin
 	$(SAY) "all tests passed"
 
@@ -89,15 +99,15 @@ LONG := test-rust-full test-python-full test-compiled test-wheel test-standin-fu
 test-full: lint docs $(LONG)  ## run lint, docs and the long tests
 	$(SAY) "all long tests passed"
 
-test-exhaustive: build $(STANDIN)/ready test-images  ## test the whole products of the cases (days)
-	@$(PY) -m pytest -m "" --exhaustive $(PYTEST)
+test-exhaustive: checked-package $(STANDIN)/ready test-images  ## test the whole products of the cases (days)
+	@$(PY) -m pytest --checked -m "" --exhaustive $(PYTEST)
 	@$(PY) -m pytest -m "" --platform=standin $(PYTEST)
 
-test-rust: $(VENV)/dev
+test-rust: $(VENV)/kernels
 	$(SAY) "Rust: core, CUDA executor, XLA custom calls, CUDA kernels on an interpreter"
 	@$(KERNEL_TOOLS) cargo test --quiet $(WORKSPACE)
 
-test-rust-full: $(VENV)/dev
+test-rust-full: $(VENV)/kernels
 	$(SAY) "Rust: long cases"
 	@$(KERNEL_TOOLS) cargo test --quiet $(WORKSPACE) -- --ignored $(IMAGE_TESTS:%=--skip %)
 
@@ -112,25 +122,25 @@ kernel-quality: images  ## print what the compiler made of each CUDA kernel; WRI
 	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin kernel-quality && \
 	    $(TARGET)/checked/kernel-quality $(IMAGES) $(if $(WRITE),--write)
 
-test-python: $(BUILT) $(VENV)/dev
+test-python: checked-package
 	$(SAY) "Python: pytest, on 8 CPU devices (PYTEST=... adds arguments; -n0 for one process)"
-	@$(PY) -m pytest -n 2 --dist loadfile $(PYTEST)
+	@$(PY) -m pytest --checked -n 2 --dist loadfile $(PYTEST)
 
-test-python-full: $(BUILT) $(VENV)/dev
+test-python-full: checked-package
 	$(SAY) "Python: the long tests"
-	@$(PY) -m pytest -m long -n 2 --dist loadfile $(PYTEST)
+	@$(PY) -m pytest --checked -m long -n 2 --dist loadfile $(PYTEST)
 
-test-compiled: $(BUILT) $(VENV)/dev $(VENV)/cuda/ready
+test-compiled: checked-package $(VENV)/cuda/ready
 	$(SAY) "Python: training steps through XLA's compiler for GPUs that are not here"
-	@$(PY) -m pytest tests/python/compiled $(PYTEST)
+	@$(PY) -m pytest --checked tests/python/compiled $(PYTEST)
 
-test-standin: $(STANDIN)/ready
+test-standin: standin-package
 	$(SAY) "Python: pytest on GPUs that are not there, over a driver of our own"
 	@$(PY) -m pytest --platform=standin tests/python/test_standin.py \
 	    tests/python/test_decode_kernels.py \
 	    tests/python/test_gpu_programs.py $(PYTEST)
 
-test-standin-full: $(STANDIN)/ready
+test-standin-full: standin-package
 	$(SAY) "Python: the whole suite on GPUs that are not there"
 	@$(PY) -m pytest -n 2 --dist loadfile --platform=standin $(PYTEST)
 
@@ -174,11 +184,10 @@ host-package: $(VENV)/kernels
 	@$(call KERNEL_IMAGES,$(HOST_PACKAGE)/burst_attention/images) --host $(HOST)
 
 # This wheel has the images that the stand-in knows, because to compile the real ones takes long.
-test-wheel: $(STANDIN)/ready  ## install a wheel with the oldest and the newest JAX and run the tests
+test-wheel: $(BUILT) $(VENV)/dev $(STANDIN)/ready  ## install a wheel with the oldest and the newest JAX and run the tests
 	$(SAY) "wheel for tests"
 	@$(call COPY_SOURCES,$(TEST_PACKAGE))
-	@cp -r $(STANDIN)/package/burst_attention/{images,$(notdir $(LIBRARY))} \
-	    $(TEST_PACKAGE)/burst_attention
+	@cp -r $(LIBRARY) $(STANDIN)/package/burst_attention/images $(TEST_PACKAGE)/burst_attention
 	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(TEST_PACKAGE) \
 	    $(TEST_PACKAGE)
 	@for which in oldest newest; do .ci/test-wheel $(PY) $$which $(TEST_PACKAGE)/*.whl $(PYTEST); done
@@ -244,12 +253,12 @@ $(VENV)/ready: $(VENV)/headers requirements/demo.txt
 	$(PIP_INSTALL) -r requirements/demo.txt
 	@touch $@
 
-$(VENV)/kernels: $(VENV)/ready requirements/kernels.txt
+$(VENV)/kernels: $(VENV)/headers requirements/kernels.txt
 	$(SAY) "assembler of the CUDA kernels into $(VENV) (once, 650 MB)"
 	$(PIP_INSTALL) -r requirements/kernels.txt
 	@touch $@
 
-$(VENV)/dev: $(VENV)/kernels requirements/dev.txt
+$(VENV)/dev: $(VENV)/ready $(VENV)/kernels requirements/dev.txt
 	$(SAY) "Python packages of the tests into $(VENV)"
 	$(PIP_INSTALL) -r requirements/dev.txt
 	@touch $@
@@ -265,7 +274,7 @@ $(VENV)/cuda/ready: requirements/cuda.txt $(VENV)/headers
 # them, and the package with images that the stand-in knows.
 $(STANDIN)/ready: $(RUST) $(KERNELS) \
     $(shell find tests/standin tests/ptx kernels/interpreter/src -type f) \
-    $(LIBRARY) $(VENV)/dev $(VENV)/cuda/ready
+    $(CHECKED_LIBRARY) $(VENV)/cuda/ready
 	$(SAY) "stand-in for GPUs"
 	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --lib --bin standin-images
 	@rm -rf $(STANDIN) && mkdir -p $(STANDIN)/lib $(STANDIN)/cuda/bin $(STANDIN)/cuda/nvvm \
@@ -277,9 +286,7 @@ $(STANDIN)/ready: $(RUST) $(KERNELS) \
 	@ln -s $(CURDIR)/tests/standin/ptxas $(STANDIN)/cuda/bin/ptxas
 	@ln -s $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13/nvvm/libdevice \
 	    $(STANDIN)/cuda/nvvm/libdevice
-	@for file in $(CURDIR)/$(PACKAGE)/*; do case $$file in */images|*.so) ;; \
-	    *) ln -s $$file $(STANDIN)/package/burst_attention ;; esac; done
-	@cp $(LIBRARY) $(STANDIN)/package/burst_attention
+	@cp $(CHECKED_LIBRARY) $(STANDIN)/package/burst_attention
 	@$(TARGET)/checked/standin-images $(STANDIN)/package/burst_attention/images sm_90
 	@touch $@
 
@@ -292,6 +299,18 @@ $(LIBRARY): $(RUST) $(VENV)/headers
 	$(SAY) "Rust library"
 	@RUSTFLAGS="$(REMAP) $${RUSTFLAGS-}" cargo build --quiet --release -p burst-attention-ffi
 	@cp $(TARGET)/release/$(@F) $@.new && mv $@.new $@
+
+$(CHECKED_LIBRARY): $(RUST) $(VENV)/kernels
+	$(SAY) "Rust library for tests"
+	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --lib
+	@mkdir -p $(@D)
+	@cp $(TARGET)/checked/$(@F) $@.new && mv $@.new $@
+
+checked-package: $(CHECKED_LIBRARY) $(VENV)/dev
+	@$(call LINK_SOURCES,$(CHECKED_PACKAGE))
+
+standin-package: $(STANDIN)/ready $(VENV)/dev
+	@$(call LINK_SOURCES,$(STANDIN)/package/burst_attention)
 
 $(VENV)/installed: jax_plugin/pyproject.toml $(PACKAGE)/_version.py $(VENV)/ready
 	$(PIP_INSTALL) --no-deps --no-build-isolation --editable jax_plugin

@@ -12,7 +12,7 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import burst_attention as ba
@@ -24,7 +24,7 @@ from timing import alternate
 
 HERE = Path(__file__).parent
 QUICK = 16  # --quick divides the length of sequences by this number
-COLUMNS = "{:<23} {:<36} {:<8} {:>9} {:>8} {:>7} {:>9} {:>9} {:>9}"
+COLUMNS = "{:<23} {:<36} {:<8} {:>9} {:>8} {:>7} {:>9} {:>22} {:>22}"
 
 
 def time_case(case: Case, peak: float, budget_s: float) -> list[dict[str, Any]]:
@@ -37,7 +37,8 @@ def time_case(case: Case, peak: float, budget_s: float) -> list[dict[str, Any]]:
     names = [entrant.name for entrant in entrants]
     rows = []
     for which, samples in time_passes(entrants, budget_s).items():
-        seconds = {name: median(values) for name, values in zip(names, samples, strict=True)}
+        rounds = dict(zip(names, samples, strict=True))
+        seconds = {name: median(values) for name, values in rounds.items()}
         gflops = case.flop(which) / seconds["ours"] / 1e9
         rows.append(
             {
@@ -54,9 +55,21 @@ def time_case(case: Case, peak: float, budget_s: float) -> list[dict[str, Any]]:
                     for name, value in seconds.items()
                     if name != "ours"
                 },
+                "spread": {
+                    name: quartiles(values, rounds["ours"])
+                    for name, values in rounds.items()
+                    if name != "ours"
+                },
             }
         )
     return rows
+
+
+def quartiles(theirs: list[float], ours: list[float]) -> tuple[float, float]:
+    """Returns the first and the third quartile of the ratios of all rounds."""
+    ratios = [peer / own for peer, own in zip(theirs, ours, strict=True)]
+    first, _, third = quantiles(ratios, n=4, method="inclusive")
+    return first, third
 
 
 def time_passes(
@@ -78,7 +91,7 @@ def time_passes(
 
 def print_row(row: dict[str, Any], memory: dict[str, Any]) -> None:
     """Prints one line: shape, time, speed, share of peak, memory, ratios."""
-    ratios = (row["times_faster"].get(name) for name in ("jax.nn", "torch"))
+    ratios = [shown(row, name) for name in ("jax.nn", "torch")]
     grown = f"{memory['grown_bytes'] / 2**20:,.0f} MiB" if row["pass"] == "both" else ""
     print(
         COLUMNS.format(
@@ -89,10 +102,18 @@ def print_row(row: dict[str, Any], memory: dict[str, Any]) -> None:
             f"{row['gflops']:,.0f}",
             f"{row['of_peak']:.0%}",
             grown,
-            *("-" if ratio is None else f"{ratio:.2f} x" for ratio in ratios),
+            *ratios,
         ),
         flush=True,
     )
+
+
+def shown(row: dict[str, Any], peer: str) -> str:
+    """Returns our speed against a peer's, and the quartiles of its rounds."""
+    if peer not in row["times_faster"]:
+        return "-"
+    first, third = row["spread"][peer]
+    return f"{row['times_faster'][peer]:.2f} x ({first:.2f} to {third:.2f})"
 
 
 def worker(measurement: str, case: Case, budget_s: float) -> dict[str, Any]:

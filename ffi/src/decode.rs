@@ -1,11 +1,12 @@
-//! Attention of new queries to one device's part of a key/value cache, on CPUs. The call needs no
-//! other rank.
+//! Attention of new queries to one device's part of a key/value cache, and the merge of such results,
+//! on CPUs. The calls need no other rank.
 
+use std::ptr::NonNull;
 use std::slice;
 
 use burst_attention::Dtype;
 use burst_attention::host::array::HostArray;
-use burst_attention::host::decode::{DecodeIo, partial};
+use burst_attention::host::decode::{DecodeIo, merge_parts, partial};
 use burst_attention::host::ring::Executor;
 
 use crate::attributes::Attributes;
@@ -27,6 +28,26 @@ pub(crate) unsafe fn execute(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_
         let Executor { isa, pool } = Executor::global()?;
         let (arguments, results) = (frame.arguments()?, frame.results()?);
         partial((*isa, pool), &decode(&arguments, &results, &frame.attributes()?)?);
+        Ok(())
+    };
+    // SAFETY: the caller guarantees what `guard_stage` demands of the frame.
+    unsafe { guard_stage(raw, sys::XLA_FFI_ExecutionStage_EXECUTE, body) }
+}
+
+/// Handles the execute stage of a merge: `[parts, rows, columns]` become `[rows, columns]`, as
+/// [`merge_parts`] says.
+///
+/// # Safety
+/// `raw` is a frame as XLA passes it to a handler, for the duration of this call.
+pub(crate) unsafe fn merge(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_FFI_Error {
+    let body = |frame: &mut CallFrame<'_>| {
+        let ([parts], [mut merged]) = (frame.arguments()?, frame.results()?);
+        let [count, rows, columns] = parts.ranked("parts")?;
+        if columns == 0 {
+            return Err(Error::mismatch("columns of parts", "at least 1, that of lse", columns));
+        }
+        let parts = values("parts", &parts, DataType::F32, &[count, rows, columns])?;
+        merge_parts(parts, values_mut("merged", &mut merged, &[rows, columns])?, columns);
         Ok(())
     };
     // SAFETY: the caller guarantees what `guard_stage` demands of the frame.
@@ -107,11 +128,26 @@ fn values<'a, T>(
     dtype: DataType,
     dims: &[usize],
 ) -> Result<&'a [T]> {
-    let data = buffer.memory(name, dtype, dims)?.cast::<T>();
-    if !data.is_aligned() {
-        return Err(Error::malformed(name, "aligned memory", format!("{data:?}")));
-    }
+    let data = aligned::<T>(name, buffer, dtype, dims)?;
     // SAFETY: XLA guarantees that the buffer has its elements for the duration of the call, which
     // the frame's arguments do not outlive. Their type is a `T`, and the address is aligned.
     Ok(unsafe { slice::from_raw_parts(data.as_ptr(), buffer.elements()) })
+}
+
+/// Returns the elements of a float32 result.
+fn values_mut<'a>(name: &str, buffer: &'a mut Buffer, dims: &[usize]) -> Result<&'a mut [f32]> {
+    let data = aligned::<f32>(name, buffer, DataType::F32, dims)?;
+    // SAFETY: XLA guarantees that the buffer has its elements for the duration of the call, which
+    // the frame's results do not outlive, and that this call alone uses the result meanwhile. Their
+    // type is float32, the address is aligned, and any bits of XLA's memory are numbers.
+    Ok(unsafe { slice::from_raw_parts_mut(data.as_ptr(), buffer.elements()) })
+}
+
+/// Returns the address of a buffer's elements, checked to be aligned for a `T`.
+fn aligned<T>(name: &str, buffer: &Buffer, dtype: DataType, dims: &[usize]) -> Result<NonNull<T>> {
+    let data = buffer.memory(name, dtype, dims)?.cast::<T>();
+    if data.is_aligned() {
+        return Ok(data);
+    }
+    Err(Error::malformed(name, "aligned memory", format!("{data:?}")))
 }

@@ -43,6 +43,7 @@ handlers! {
     burst_attention_linear_backward_execute => linear::execute, Kind::Backward;
 
     burst_attention_decode_execute => decode::execute;
+    burst_attention_decode_merge_execute => decode::merge;
 
     burst_attention_forward_cuda_instantiate => cuda::instantiate, Pass::Forward, Devices;
     burst_attention_forward_cuda_prepare => run, Prepare, HERE;

@@ -1,33 +1,38 @@
-//! The handler of attention to a cache, called as XLA calls it, with a fake runtime.
+//! The handlers of attention to a cache and of the merge, called as XLA calls them, with a fake
+//! runtime.
 
 use std::ffi::c_void;
 use std::ptr;
 
-use burst_attention_ffi::handlers::burst_attention_decode_execute;
+use burst_attention_ffi::handlers::{
+    burst_attention_decode_execute, burst_attention_decode_merge_execute,
+};
 use burst_attention_ffi::sys;
 use burst_attention_test_frames::{FakeAttribute, FakeBuffer, FakeFrame, FakeRuntime, take_error};
 
 const F32: u32 = sys::XLA_FFI_DataType_F32;
 const S32: u32 = sys::XLA_FFI_DataType_S32;
 
-/// A call of one entry on the second of two ranks, with pages of two rows. Its memory is never
-/// freed.
+/// A call whose memory is never freed.
 struct Call {
-    o: *const f32,
+    handler: unsafe extern "C" fn(*mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_FFI_Error,
     args: Vec<FakeBuffer>,
     rets: Vec<FakeBuffer>,
     attributes: Vec<(String, FakeAttribute)>,
 }
 
+fn leak<T>(values: Vec<T>) -> *mut c_void {
+    Box::leak(values.into_boxed_slice()).as_mut_ptr().cast()
+}
+
+fn floats(dims: &[i64], value: &dyn Fn(usize) -> f32) -> FakeBuffer {
+    let count = dims.iter().product::<i64>() as usize;
+    FakeBuffer::new(F32, dims, leak((0..count).map(value).collect::<Vec<_>>()))
+}
+
 impl Call {
+    /// A call of one entry on the second of two ranks, with pages of two rows.
     fn new() -> Call {
-        fn leak<T>(values: Vec<T>) -> *mut c_void {
-            Box::leak(values.into_boxed_slice()).as_mut_ptr().cast()
-        }
-        let floats = |dims: &[i64], value: &dyn Fn(usize) -> f32| {
-            let count = dims.iter().product::<i64>() as usize;
-            FakeBuffer::new(F32, dims, leak((0..count).map(value).collect::<Vec<_>>()))
-        };
         let ints = |dims: &[i64], values: &[i32]| FakeBuffer::new(S32, dims, leak(values.to_vec()));
         let args = vec![
             floats(&[1, 1, 2, 8], &|_| 1.0),
@@ -50,14 +55,27 @@ impl Call {
             ("interleave".into(), int(2)),
             ("world_size".into(), int(2)),
         ];
-        Call { o: rets[0].data.cast_const().cast(), args, rets, attributes }
+        Call { handler: burst_attention_decode_execute, args, rets, attributes }
+    }
+
+    /// A merge of two parts of one row, whose out are 0 and 1 and whose lse are 1 and 2.
+    fn merge() -> Call {
+        let args = vec![floats(&[2, 1, 2], &|i| [0.0, 1.0, 1.0, 2.0][i])];
+        let rets = vec![floats(&[1, 2], &|_| f32::NAN)];
+        let handler = burst_attention_decode_merge_execute;
+        Call { handler, args, rets, attributes: Vec::new() }
+    }
+
+    /// Returns the address of the first result.
+    fn result(&self) -> *const f32 {
+        self.rets[0].data.cast_const().cast()
     }
 
     fn run(self) -> Option<(u32, String)> {
         let runtime = FakeRuntime::new(5, 1, 0);
         let mut frame = FakeFrame::new(&self.args, &self.rets, self.attributes, &runtime);
         // SAFETY: `FakeFrame` makes valid frames, whose memory is never freed.
-        take_error(unsafe { burst_attention_decode_execute(frame.address()) })
+        take_error(unsafe { (self.handler)(frame.address()) })
     }
 }
 
@@ -69,21 +87,46 @@ fn int(value: i64) -> FakeAttribute {
 #[test]
 fn a_call_computes_the_partial_result_of_its_rank() {
     let call = Call::new();
-    let o = call.o;
+    let o = call.result();
     assert_eq!(call.run(), None);
     // SAFETY: the call has ended, and its memory is never freed.
     assert_eq!(unsafe { *o }, 4.5, "the mean of two values with equal scores");
 }
 
 #[test]
+fn a_merge_weighs_the_parts_of_a_row() {
+    let call = Call::merge();
+    let merged = call.result();
+    assert_eq!(call.run(), None);
+    // SAFETY: the call has ended, and its memory is never freed.
+    let [out, lse] = unsafe { *merged.cast::<[f32; 2]>() };
+    let total = 1f32.exp() + 2f32.exp();
+    assert!((out - 2f32.exp() / total).abs() < 1e-6, "{out}");
+    assert!((lse - total.ln()).abs() < 1e-6, "{lse}");
+}
+
+/// Asserts that a call is refused after a change.
+fn refused(mut call: Call, change: &dyn Fn(&mut Call), words: &str) {
+    change(&mut call);
+    let (code, message) = call.run().expect("refused");
+    assert_eq!(code, sys::XLA_FFI_Error_Code_INVALID_ARGUMENT, "{message}");
+    assert!(message.contains(words), "{words} in {message}");
+}
+
+#[test]
+fn wrong_merges_are_refused_with_what_was_expected() {
+    let refused = |change: &dyn Fn(&mut Call), words| refused(Call::merge(), change, words);
+    refused(&|call| drop(call.args.pop()), "operands must be 1, got 0");
+    refused(&|call| call.args[0].dims = vec![2, 2], "rank of parts must be 3");
+    refused(&|call| call.args[0].dims[2] = 0, "columns of parts must be at least 1");
+    refused(&|call| call.args[0].dtype = S32, "parts must be float32");
+    refused(&|call| call.rets[0].dims[0] = 2, "merged must be [1, 2], got [2, 2]");
+    refused(&|call| call.rets[0].data = ptr::null_mut(), "merged");
+}
+
+#[test]
 fn wrong_calls_are_refused_with_what_was_expected() {
-    let refused = |change: &dyn Fn(&mut Call), words: &str| {
-        let mut call = Call::new();
-        change(&mut call);
-        let (code, message) = call.run().expect("refused");
-        assert_eq!(code, sys::XLA_FFI_Error_Code_INVALID_ARGUMENT, "{message}");
-        assert!(message.contains(words), "{words} in {message}");
-    };
+    let refused = |change: &dyn Fn(&mut Call), words: &str| refused(Call::new(), change, words);
     refused(&|call| drop(call.args.pop()), "operands must be 10, got 9");
     refused(&|call| drop(call.rets.pop()), "results must be 2, got 1");
     refused(&|call| call.args[0].dtype = S32, "query must be float32, bfloat16 or float16");

@@ -6,8 +6,10 @@ custom call each: chunks travel round the ring of devices while the devices comp
 that have arrived. No array has the size sequence × sequence.
 """
 
+from burst_attention import _jax as _jax
 from burst_attention import masks
 from burst_attention._attention.choice import ScheduleCandidate, ScheduleChoice, choose_schedule
+from burst_attention._attention.flops import AttentionFlops, attention_flops
 from burst_attention._attention.global_arrays import dot_product_attention
 from burst_attention._attention.links import Links
 from burst_attention._attention.shards import attention
@@ -30,6 +32,7 @@ from burst_attention._version import __version__
 order_launches()
 
 __all__ = [
+    "AttentionFlops",
     "BalancedDocuments",
     "Links",
     "ScheduleCandidate",
@@ -37,6 +40,7 @@ __all__ = [
     "__version__",
     "append_to_cache",
     "attention",
+    "attention_flops",
     "balance_documents",
     "choose_schedule",
     "decode_attention",

@@ -5,6 +5,7 @@ A message says what was expected, what came and, where there is one, the way out
 
 import numbers
 import operator
+import reprlib
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -38,7 +39,7 @@ def no_bias(value: object) -> None:
 def choice(name: str, value: object, allowed: tuple[Name, ...]) -> Name:
     """Returns ``value``, one of ``allowed``."""
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} must be one of {listed(allowed)}, got {value!r}")
+        raise ValueError(f"{name} must be one of {listed(allowed)}, got {shown(value)}")
     return allowed[allowed.index(value)]
 
 
@@ -123,7 +124,15 @@ def shaped(
         raise ValueError(
             f"{title} must have shape {shape}, {words}, got shape {found}{hint(found)}"
         )
-    return jnp.asarray(x)
+    return as_array(x)
+
+
+def as_array(x: ArrayType) -> jax.Array:
+    """Returns an array of JAX.
+
+    ``jnp.asarray`` would add an operation to derivatives, also where there is nothing to convert.
+    """
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 def arrays(
@@ -134,7 +143,7 @@ def arrays(
     ``any_head_dim`` takes head dimensions that are no multiple of 8.
     """
     q, k, v = array_types(query, key, value, any_head_dim=any_head_dim)
-    return jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    return as_array(q), as_array(k), as_array(v)
 
 
 def array_types(
@@ -195,7 +204,8 @@ def grouped_heads(heads: int, kv_heads: int) -> None:
     if heads % kv_heads:
         raise ValueError(
             f"query heads must be a multiple of key/value heads (query head h uses key/value head "
-            f"h // group_size), got {heads} and {kv_heads}"
+            f"h // group_size), got {heads} and {kv_heads}; give each query head a key and "
+            "a value of its own with x[:, :, index], an index for each query head"
         )
 
 
@@ -245,8 +255,17 @@ def listed(values: Iterable[object], quote: bool = True) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
+SHORT = reprlib.Repr(maxstring=100, maxother=100)
+"""Leaves out the middle of long values."""
+
+
+def shown(value: object) -> str:
+    """Returns a value in the words of an error, a long one without its middle."""
+    return SHORT.repr(value)
+
+
 def describe(value: object) -> str:
     """Returns a wrong value in the words of an error: the value and its type."""
     if isinstance(value, jax.core.Tracer):
         return f"a traced array {jax.typeof(value)}"
-    return f"{value!r} ({type(value).__name__})"
+    return f"{shown(value)} ({type(value).__name__})"

@@ -1,16 +1,21 @@
-"""The library: loads it, registers its custom calls with XLA and asks it questions."""
+"""The library: registers its custom calls with XLA and asks it questions."""
 
 import atexit
 import ctypes
 import json
 import os
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import TypeAlias, TypedDict, cast
 
 import jax
+import numpy as np
 
-from burst_attention._types import ArrayType
+from burst_attention._library import load
+from burst_attention._types import Arrays, ArrayType
+
+Attribute: TypeAlias = bool | str | np.generic | np.ndarray
+Attributes: TypeAlias = dict[str, Attribute]
 
 FORWARD = "burst_attention_forward"
 BACKWARD = "burst_attention_backward"
@@ -20,11 +25,12 @@ LINEAR_KERNELS = {name: f"burst_attention_linear_{name}" for name in ("parts", "
 """The calls of linear attention on GPUs."""
 DECODE = "burst_attention_decode"
 """The call of decoding on CPU devices."""
+DECODE_MERGE = "burst_attention_decode_merge"
+"""The call that merges results of decoding on CPU devices, over ranks and other parts of keys."""
 DECODE_PAGES = "burst_attention_decode_pages"
 """The call of decoding on GPUs, of units instead of batch entries."""
 NO_TRAITS, RECORDED = 0, 1
 """Traits of a call: with `RECORDED`, XLA may record its commands once and replay them."""
-LIBRARY = Path(__file__).with_name("libburst_attention_ffi.so")
 STAGES = {
     "cpu": {"instantiate": "instantiate", "execute": "execute"},
     "CUDA": {
@@ -34,25 +40,11 @@ STAGES = {
 """For each platform, how the library's function of a stage ends."""
 
 
-def _load() -> ctypes.CDLL:
-    if not LIBRARY.exists():
-        raise ImportError(
-            f"{LIBRARY} is missing: it is part of the wheel; in a source tree, run `make build`"
-        )
-    library = ctypes.CDLL(str(LIBRARY))
-    library.burst_attention_version.restype = ctypes.c_char_p
-    library.burst_attention_ask.argtypes = [ctypes.c_char_p]
-    library.burst_attention_ask.restype = ctypes.c_char_p
-    library.burst_attention_bytes_sent.restype = ctypes.c_uint64
-    library.burst_attention_trace.argtypes = [ctypes.c_char_p]
-    return library
-
-
 def _register(library: ctypes.CDLL) -> None:
     # At import, so that exported programs and cached executables find their custom calls too.
     targets = [(target, platform) for target in (FORWARD, BACKWARD) for platform in STAGES]
     stages = [(target, platform, tuple(STAGES[platform])) for target, platform in targets]
-    stages += [(target, "cpu", ("execute",)) for target in (*LINEAR.values(), DECODE)]
+    stages += [(target, "cpu", ("execute",)) for target in (*LINEAR.values(), DECODE, DECODE_MERGE)]
     stages += [
         (target, "CUDA", ("initialize", "execute"))
         for target in (*LINEAR_KERNELS.values(), DECODE_PAGES)
@@ -66,7 +58,7 @@ def _register(library: ctypes.CDLL) -> None:
         jax.ffi.register_ffi_target(target, handlers, platform=platform, traits=traits)
 
 
-_library = _load()
+_library = load()
 _register(_library)
 # JAX, which was imported before, gives up the GPUs after this.
 atexit.register(_library.burst_attention_stop_watch)
@@ -145,6 +137,29 @@ def _check_traced(code: int, path: AnyPath) -> None:
         reason = os.strerror(code) if code > 0 else "unknown error"
         what = f"the timeline can't be written: {reason}"
         raise OSError(code, what, os.fspath(path))
+
+
+def call(
+    target: str,
+    results: Sequence[jax.ShapeDtypeStruct],
+    operands: Arrays,
+    attributes: Mapping[str, Attribute],
+    *,
+    label: str = "",
+    aliases: dict[int, int] | None = None,
+) -> Arrays:
+    """Returns the results of a custom call, which JAX types as equal on all devices.
+
+    Calls are pure, so XLA may merge equal calls and drop unused ones: all devices run one program,
+    so a call that one device drops, all devices drop.
+
+    The name of the call in XLA's programs and in profilers is ``target``, and ``label`` behind it.
+    """
+    bound = jax.ffi.ffi_call(target, results, has_side_effect=False, input_output_aliases=aliases)
+    # XLA names an instruction by the last part of its scopes, which JAX ends with the primitive's
+    # name, "ffi_call". XLA leaves out what follows an "@", so the instruction gets this name.
+    with jax.named_scope("_".join(filter(None, (target, label))) + "@"):
+        return tuple(bound(*operands, **attributes))
 
 
 def shapes(q: ArrayType, k: ArrayType, v: ArrayType) -> dict[str, object]:

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from burst_attention import _checks
+from burst_attention._attention.arguments import beyond_padding
 from burst_attention._attention.global_arrays import dot_product_attention
 from burst_attention._attention.options import AttentionOptions, check_options
 from burst_attention._types import AnyMesh, Axes
@@ -33,10 +34,10 @@ UNSUPPORTED = {
     "attn_weights_value_einsum": OWN_PRODUCTS.format("attn_weights_value_einsum"),
 }
 """Arguments of Flax that a ring can't honour, each with the reason and the way out."""
-FULL_MASK = (
-    "a mask over queries and keys is a sequence × sequence array; for a causal mask pass "
-    "is_causal=True to flax_attention_fn and no mask, for padding a mask [batch, 1, 1, kv_len] or "
-    "[batch, 1, q_len, 1], for packed documents segment_ids"
+INSTEAD_OF_MASKS = (
+    "for a causal mask pass is_causal=True to flax_attention_fn and no mask, for padding a mask "
+    "[batch, 1, 1, kv_len] or [batch, 1, q_len, 1], for packed documents segment_ids, and for a "
+    "mask in which an interval of query positions sees each key visible=(start, stop)"
 )
 
 
@@ -112,7 +113,8 @@ def flax_attention_fn(
         batch, qkv = _flattened(query, key, value, dtype)
         causal = _checks.flag("is_causal", is_causal) or options.get("is_causal", False)
         given: AttentionOptions = {**options, "is_causal": causal}
-        if dropout_rate and not _checks.flag("deterministic", deterministic):
+        rate = check_options("attention_fn", {"dropout_rate": dropout_rate}).dropout_rate
+        if rate and not _checks.flag("deterministic", deterministic):
             given |= {"dropout_rate": dropout_rate, "dropout_key": dropout_rng}
         padding = None if mask is None else _padding(mask, batch)
         out = dot_product_attention(
@@ -149,11 +151,17 @@ def _flattened(
 
 def _padding(mask: object, batch: tuple[int, ...]) -> Bool[Array, "_ 1 _ _"]:
     """Returns a mask of padding with one batch dimension."""
-    shown = jnp.asarray(_checks.array_type("mask", mask)) != 0
-    shape = (1,) * (len(batch) + 3 - shown.ndim) + shown.shape
-    if len(shape) > len(batch) + 3 or shape[-3] != 1 or 1 not in shape[-2:]:
-        raise NotImplementedError(f"mask has shape {shown.shape}; {FULL_MASK}")
-    if any(length not in (1, most) for length, most in zip(shape, batch, strict=False)):
+    shown = jnp.asarray(_checks.array_type("mask", mask)).astype(bool)
+    most = len(batch) + 3
+    if shown.ndim > most:
+        raise ValueError(f"mask must have at most {most} dimensions, got shape {shown.shape}")
+    shape = (1,) * (most - shown.ndim) + shown.shape
+    if shape[-3] != 1 or 1 not in shape[-2:]:
+        raise NotImplementedError(
+            f"mask must mark padding, got shape {shown.shape}: {beyond_padding(*shape[-2:])}; "
+            f"{INSTEAD_OF_MASKS}"
+        )
+    if any(length not in (1, whole) for length, whole in zip(shape, batch, strict=False)):
         raise ValueError(f"mask must have batch dimensions {batch} or 1, got shape {shown.shape}")
     whole = jnp.broadcast_to(shown.reshape(shape), (*batch, *shape[-3:]))
     return whole.reshape(math.prod(batch), *shape[-3:])

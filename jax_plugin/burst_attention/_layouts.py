@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Int32
 
 from burst_attention import _checks, _mesh
@@ -143,11 +144,18 @@ def take(x: AnyArray, order: Int[np.ndarray, "*rows tokens"], axis: int) -> AnyA
     index: tuple[Any, ...] = (slice(None),) * axis + (order,)
     if order.ndim == 2:
         index = (slice(None),) * (axis - 1) + (np.arange(len(order))[:, None], order)
-    if isinstance(x, np.ndarray):
-        return x[index]
+    return x[index] if isinstance(x, np.ndarray) else _taken(x, index)
+
+
+def _taken(x: jax.Array, index: tuple[Any, ...]) -> jax.Array:
+    """Returns the tokens of an array at an index, which arrays of the host are part of."""
+    index = tuple(beside(x, part) if isinstance(part, np.ndarray) else part for part in index)
     # Each token is taken once, so the transpose is a scatter without collisions.
     taken = x.at[index].get(
-        mode="promise_in_bounds", unique_indices=True, out_sharding=_explicit_sharding(x)
+        mode="promise_in_bounds",
+        unique_indices=True,
+        wrap_negative_indices=False,
+        out_sharding=_explicit_sharding(x),
     )
     if isinstance(taken, jax.core.Tracer) or not x.committed:
         # In a program, or uncommitted, the result goes where its uses are. An array that was put on
@@ -156,7 +164,24 @@ def take(x: AnyArray, order: Int[np.ndarray, "*rows tokens"], axis: int) -> AnyA
     return jax.device_put(taken, x.sharding)
 
 
-def _explicit_sharding(x: jax.Array) -> jax.sharding.NamedSharding | None:
+def beside(x: jax.Array, value: np.ndarray) -> np.ndarray | jax.Array:
+    """Returns an array of the host for an operation on ``x``, whole on each of its devices.
+
+    Outside of programs the transfer is explicit: ``jax.transfer_guard("disallow")`` takes implicit
+    ones for mistakes.
+    """
+    # For devices of several processes, device_put would first compare the value between them.
+    if isinstance(x, jax.core.Tracer) or not x.is_fully_addressable:
+        return value
+    if not x.committed:
+        return jax.device_put(value)
+    place = x.sharding
+    if isinstance(place, NamedSharding):
+        place = NamedSharding(place.mesh, PartitionSpec())
+    return jax.device_put(value, place)
+
+
+def _explicit_sharding(x: jax.Array) -> NamedSharding | None:
     sharding = jax.typeof(x).sharding
     return None if sharding.mesh.empty or not sharding.mesh.explicit_axes else sharding
 

@@ -90,7 +90,8 @@ class Documents:
         found, counts = [len(row) for row in rows], [len(row) for row in self.rows]
         if found != counts:
             raise ValueError(
-                f"{name} must have an item for each of lengths, {counts} in each row, got {found}"
+                f"{name} must have an item for each of lengths, {_checks.shown(counts)} in each "
+                f"row, got {_checks.shown(found)}"
             )
         return rows
 
@@ -109,8 +110,9 @@ def check_documents(lengths: object, seq_len: object = None) -> Documents:
         depth = 2 if has_rows else 1
         rows = [items("lengths", row) for row in found] if has_rows else [found]
     checked = tuple(integers("lengths", row) for row in rows)
-    if any((row < 0).any() for row in checked):
-        raise ValueError(f"lengths must not be negative, got {lengths!r}")
+    least = min((int(row.min(initial=0)) for row in checked), default=0)
+    if least < 0:
+        raise ValueError(f"lengths must not be negative, got {least}")
     longest = max(int(row.sum()) for row in checked)
     size = longest if seq_len is None else _checks.integer("seq_len", seq_len)
     if not longest <= size <= MAX_POSITION:
@@ -189,7 +191,8 @@ def dense(
 
     With p the position of query i and r the position of key j::
 
-        seen[i, j] = any(start[j] <= p < stop[j])              over the intervals of key j
+        seen[i, j] = any(start[j] <= p < stop[j])              over the intervals of key j;
+                                                               a stop of 2**31 - 1 is no limit
             and p - left <= r <= p + right                     right = 0 with is_causal
             and query id[i] == key id[j] >= 0
 
@@ -244,7 +247,7 @@ def dense(
 
 
 def _intervals(visible: object) -> tuple[Intervals, Intervals]:
-    """Returns the starts and stops of keys."""
+    """Returns the starts and stops of keys, a stop beyond all positions where there is no limit."""
     if not isinstance(visible, tuple | list) or len(visible) != 2:
         raise TypeError(f"visible must be a pair (start, stop), got {_checks.describe(visible)}")
     start, stop = map(_integer_array, ("start", "stop"), visible)
@@ -253,7 +256,10 @@ def _intervals(visible: object) -> tuple[Intervals, Intervals]:
             "start and stop must have one shape, [batch, kv_len] or [batch, kv_len, 2], got "
             f"{start.shape} and {stop.shape}"
         )
-    return np.atleast_3d(start), np.atleast_3d(stop)
+    start, stop = (
+        np.clip(np.atleast_3d(x), -MAX_POSITION - 1, MAX_POSITION) for x in (start, stop)
+    )
+    return start, np.where((stop == MAX_POSITION) & (start < stop), MAX_POSITION + 1, stop)
 
 
 def _of_tokens(name: str, values: object, shape: tuple[int, int]) -> Int[np.ndarray, "batch seq"]:

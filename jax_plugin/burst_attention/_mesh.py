@@ -1,6 +1,7 @@
 """The mesh: axes along which rings run, ranks on them, and the axes that arrays vary over."""
 
 import math
+from collections.abc import Callable, Iterable, Set
 from typing import TypeVar
 
 import jax
@@ -13,6 +14,7 @@ from jaxtyping import Array, Int32
 from burst_attention._checks import describe, listed
 from burst_attention._types import AnyMesh, Axes
 
+Function = TypeVar("Function", bound=Callable[..., object])
 Inputs = TypeVar("Inputs")
 """Arrays, in any tree."""
 
@@ -75,10 +77,17 @@ def is_inside(axis_name: object) -> bool:
 
 def all_axes_manual(
     mesh: AbstractMesh,
+    *arrays: jax.Array,
     globally: str = ", or call burst_attention.dot_product_attention on global arrays",
 ) -> None:
-    """Raises where the surrounding ``shard_map`` leaves axes to the compiler."""
-    left = [name for name in mesh.axis_names if name not in mesh.manual_axes]
+    """Raises where the surrounding ``shard_map`` leaves to the compiler axes that cut arrays.
+
+    Auto axes may cut any array. The types of arrays say whether Explicit axes cut them.
+    """
+    cutting = {
+        axis for x in arrays for entry in jax.typeof(x).sharding.spec for axis in names_of(entry)
+    }
+    left = [name for name in mesh.axis_names if name in mesh.auto_axes or name in cutting]
     left = [name for name in left if mesh.shape[name] > 1]
     if left:
         raise ValueError(
@@ -87,6 +96,33 @@ def all_axes_manual(
             "along them. Leave out axis_names of shard_map and name these axes in in_specs and "
             f"out_specs{globally}"
         )
+
+
+def names_of(entry: str | Axes | None) -> Axes:
+    """Returns the axes of an entry of a ``PartitionSpec``."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def explicit_axes(*arrays: jax.Array) -> Axes:
+    """Returns the Explicit axes, of several devices, of the mesh that arrays lie on."""
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    mesh = next((mesh for mesh in meshes if not mesh.empty), None)
+    return tuple(name for name in mesh.explicit_axes if mesh.shape[name] > 1) if mesh else ()
+
+
+def over_axes(
+    function: Function, in_specs: object, out_specs: object, axes: Set[str] = frozenset()
+) -> Function:
+    """Returns a function in a ``shard_map`` over ``axes``, within the surrounding one.
+
+    By default it takes all axes that are left, but for those that an outer ``vmap`` maps.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    # An inner shard_map tracks what arrays vary over if the surrounding one does.
+    tracks = not mesh.manual_axes or bool(varying_axes(lax.axis_index(mesh.manual_axes)))
+    return jax.shard_map(
+        function, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=tracks
+    )
 
 
 def axes_size(mesh: AnyMesh, axes: Axes) -> int:
@@ -142,8 +178,17 @@ def vary_together(axes: Axes, inputs: Inputs) -> Inputs:
 def vary_like(like: object, inputs: Inputs) -> Inputs:
     """Returns arrays typed as different along the axes of any array in ``like``."""
     # With check_vma=False JAX tracks not even the rank itself as varying, and casts nothing.
-    union = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(like)))
-    names = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in union]
+    return vary_over(union_of_varying(jax.tree.leaves(like)), inputs)
+
+
+def union_of_varying(arrays: Iterable[jax.Array]) -> frozenset[str]:
+    """Returns the mesh axes over which any of the arrays differs, as far as JAX tracks them."""
+    return frozenset[str]().union(*map(varying_axes, arrays))
+
+
+def vary_over(axes: Set[str], inputs: Inputs) -> Inputs:
+    """Returns arrays typed as different along ``axes`` too."""
+    names = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes]
 
     def cast(x: jax.Array) -> jax.Array:
         missing = tuple(name for name in names if name not in varying_axes(x))

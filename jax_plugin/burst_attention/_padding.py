@@ -1,14 +1,13 @@
 """Padding for sequences of a length that a layout can't cut."""
 
-from types import ModuleType
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from burst_attention import _checks
-from burst_attention._layouts import AnyArray, parts
+from burst_attention._layouts import AnyArray, beside, parts
 from burst_attention._types import Layout
 
 PADDING = -1
@@ -49,7 +48,8 @@ def pad_sequence(
     padded = padded_to(x, parts(axis_size, layout), axis, value)
     length, whole = x.shape[axis], padded.shape[axis]
     ids = np.where(np.arange(whole) < length, 0, PADDING).astype(np.int32)
-    return padded, _module(x).array(np.broadcast_to(ids, (*x.shape[:axis], whole)))
+    ids = np.broadcast_to(ids, (*x.shape[:axis], whole))
+    return padded, ids.copy() if isinstance(x, np.ndarray) else jax.device_put(ids)
 
 
 def padded_to(x: AnyArray, multiple: int, axis: int, value: ArrayLike = 0) -> AnyArray:
@@ -58,7 +58,10 @@ def padded_to(x: AnyArray, multiple: int, axis: int, value: ArrayLike = 0) -> An
     if not missing:
         return x
     widths = [(0, missing if dimension == axis % x.ndim else 0) for dimension in range(x.ndim)]
-    return _module(x).pad(x, widths, constant_values=value)
+    if isinstance(x, np.ndarray):
+        return np.pad(x, widths, constant_values=value)
+    number = value if isinstance(value, jax.Array) else beside(x, np.asarray(value).astype(x.dtype))
+    return lax.pad(x, jnp.asarray(number, x.dtype), [(low, high, 0) for low, high in widths])
 
 
 def segment_ids_from_cu_seqlens(cu_seqlens: AnyArray, total_length: int) -> AnyArray:
@@ -106,11 +109,20 @@ def segment_ids_from_cu_seqlens(cu_seqlens: AnyArray, total_length: int) -> AnyA
                 f"cu_seqlens must begin with 0, never fall and end at most at total_length={total},"
                 f" got {cu_seqlens}"
             )
-    module = _module(cu_seqlens)
+        return _segment_ids(cu_seqlens, total)
+    return _segment_ids_on_devices(cu_seqlens, total)
+
+
+def _segment_ids(cu_seqlens: AnyArray, total: int) -> AnyArray:
+    """Returns the segment ids of checked cumulative lengths."""
+    module = np if isinstance(cu_seqlens, np.ndarray) else jnp
     tokens = module.arange(total, dtype=np.int32)
-    documents = module.searchsorted(cu_seqlens, tokens, side="right") - 1
-    return module.where(tokens < cu_seqlens[-1], documents, PADDING).astype(np.int32)
+    # Wide integers beyond the total become the total, so that all of them fit int32.
+    is_wide = cu_seqlens.dtype.itemsize >= 4
+    ends = (module.clip(cu_seqlens, 0, total) if is_wide else cu_seqlens).astype(np.int32)
+    documents = module.searchsorted(ends, tokens, side="right") - 1
+    return module.where(tokens < ends[-1], documents, PADDING).astype(np.int32)
 
 
-def _module(x: np.ndarray | jax.Array) -> ModuleType:
-    return np if isinstance(x, np.ndarray) else jnp
+# Outside jit, one program instead of one for each operation.
+_segment_ids_on_devices = jax.jit(_segment_ids, static_argnums=1)

@@ -6,9 +6,12 @@ from typing import TypeAlias
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Int32, Shaped
+from jaxtyping import Array, Bool, Int, Int32, Shaped
 
 from burst_attention import _checks, _mesh
+from burst_attention._attention.arguments import cast
+from burst_attention._attention.options import AnyArray
+from burst_attention._batching import spread
 from burst_attention._padding import PADDING
 from burst_attention._types import LAYOUTS, Axes, Layout
 
@@ -26,8 +29,8 @@ def shift(
     layout: Layout = "contiguous",
     axis: int = 1,
     fill: float = 0,
-    segment_ids: Int32[Array, "*batch seq"] | None = None,
-    positions: Int32[Array, "*batch seq"] | None = None,
+    segment_ids: Int[AnyArray, "*batch seq"] | None = None,
+    positions: Int[AnyArray, "*batch seq"] | None = None,
     block: int = 128,
 ) -> Shaped[Array, "..."]:
     """Returns each token's neighbour's value, inside ``jax.shard_map``.
@@ -56,11 +59,12 @@ def shift(
       layout: ``contiguous``, ``zigzag`` or ``striped``.
       axis: dimension of the sequence in x.
       fill: a Python number, the value where there is no neighbour.
-      segment_ids: int32, of the shape of x up to the sequence. A token whose neighbour has another
-        id gets the fill. So does padding, which has negative ids.
-      positions: int32, of the shape of x up to the sequence: the positions of tokens that the ranks
-        hold as blocks in any order, such as ``mask.query_positions`` of `balance_documents`. The
-        tokens of a block follow each other, and its first position is a multiple of ``block``.
+      segment_ids: integers, of the shape of x up to the sequence, cast as in `attention`. A token
+        whose neighbour has another id gets the fill. So does padding, which has negative ids.
+      positions: integers, of the shape of x up to the sequence, cast as in `attention`: the
+        positions of tokens that the ranks hold as blocks in any order, such as
+        ``mask.query_positions`` of `balance_documents`. The tokens of a block follow each other,
+        and its first position is a multiple of ``block``.
       block: tokens of a block; only ``positions`` need it. The offset is then at most a block.
 
     Returns:
@@ -79,11 +83,14 @@ def shift(
     block = _checks.at_least_1("block", block)
     shape = x.shape[: axis + 1]
 
-    def of_tokens(name: str, values: object) -> Int32[Array, "..."] | None:
-        words = "that of x up to the sequence"
-        return None if values is None else _checks.shaped(name, values, "int32", shape, words)
+    def of_tokens(name: str, each: str, values: object) -> Int32[Array, "..."] | None:
+        if values is None:
+            return None
+        found = cast(name, each, values, "int32")
+        return _checks.shaped(name, found, "int32", shape, "that of x up to the sequence")
 
-    ids, order = of_tokens("segment_ids", segment_ids), of_tokens("positions", positions)
+    ids = of_tokens("segment_ids", "id", segment_ids)
+    order = of_tokens("positions", "position", positions)
     x, ids, order = _mesh.vary_together(axes, (x, ids, order))
     if order is not None:
         _check_blocks(layout, shape[axis], offset, block)
@@ -216,11 +223,10 @@ def _between_blocks(
     edge = (0, count) if ring.offset > 0 else (size - count, size)
     edges = lax.slice_in_dim(blocks, *edge, axis=axis + 1)
     edges, indices = (lax.all_gather(y, ring.axes, axis=axis, tiled=True) for y in (edges, own))
-    wanted = own + np.sign(ring.offset)
+    wanted = own + int(np.sign(ring.offset))
     exists = (wanted >= 0) & (wanted < indices.shape[axis])
-    places = jnp.take_along_axis(
-        jnp.argsort(indices, axis=axis), jnp.where(exists, wanted, 0), axis
-    )
+    order = jnp.argsort(indices, axis=axis).astype(jnp.int32)
+    places = jnp.take_along_axis(order, jnp.where(exists, wanted, 0), axis)
     places, exists = (y.reshape(*own.shape, *(1,) * (x.ndim - axis)) for y in (places, exists))
     came = jnp.take_along_axis(edges, places, axis)
     came = jnp.where(exists, came, _full(came, fill))
@@ -231,7 +237,7 @@ def _between_blocks(
 
 def _full(x: Tokens, fill: Fill) -> Tokens:
     """Returns an array of the fill, typed as ``x`` is."""
-    return _mesh.vary_like(x, jnp.full(x.shape, fill, x.dtype))
+    return spread((x, _mesh.vary_like(x, jnp.full(x.shape, fill, x.dtype))))[1]
 
 
 def _fill(value: object, dtype: np.dtype) -> Fill:

@@ -227,14 +227,14 @@ def _spans(values: object, length: int) -> np.ndarray:
     """Returns the spans of one document, ``[spans, 2]``."""
     pairs = [integers("a span", items("a span", pair)) for pair in items("spans", values)]
     if any(len(pair) != 2 for pair in pairs):
-        raise ValueError(f"a span must be a pair (begin, end), got {values!r}")
+        raise ValueError(f"a span must be a pair (begin, end), got {_checks.shown(values)}")
     found = np.array(pairs, np.int64).reshape(-1, 2)
     # Two numbers that follow each other in a list of spans: begin, end, begin, end, …
     borders = np.concatenate([[0], found.reshape(-1), [length]])
     if (np.diff(borders) < 0).any():
         raise ValueError(
             f"spans must be in order, without overlap and within the {length} tokens of their "
-            f"document, got {values!r}"
+            f"document, got {_checks.shown(values)}"
         )
     return found
 

@@ -1,5 +1,6 @@
 """The platform, before JAX starts; checks of annotations; options of the suite; lost tests."""
 
+import importlib.util
 import inspect
 import os
 import typing
@@ -20,6 +21,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--platform", choices=platforms.PLATFORMS, default="cpu", help="devices to run on"
     )
+    parser.addoption(
+        "--checked", action="store_true", help="the library of make test, which checks overflow"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -33,8 +37,15 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", f"needs(word): leaves the test to other platforms; {', '.join(platforms.NEEDS)}"
     )
-    platforms.choose(config.getoption("--platform"))
-    check_annotations()
+    platforms.choose(config.getoption("--platform"), config.getoption("--checked"))
+    # With workers, this process runs no test.
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        check_annotations()
+
+
+def pytest_report_header():
+    """Says which package the tests import, and so which library."""
+    return f"package: {importlib.util.find_spec('burst_attention').origin}"
 
 
 def check_annotations():

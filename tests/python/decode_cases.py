@@ -41,7 +41,8 @@ class Sharding:
         if self.layout == "contiguous":
             return x
         run = self.page or self.interleave
-        cut = x.reshape(len(x), -1, self.world, run, *x.shape[2:])
+        runs = x.shape[1] // (self.world * run)
+        cut = x.reshape(len(x), runs, self.world, run, *x.shape[2:])
         return np.ascontiguousarray(cut.swapaxes(1, 2)).reshape(x.shape)
 
     def gathered(self, x):

@@ -9,6 +9,13 @@ def some(values, count=1):
     return [x if i < count else pytest.param(x, marks=mark) for i, x in enumerate(values)]
 
 
+def with_plain(values, *few):
+    """Returns pairs of a value and an implementation; plain JAX takes only a few in `make test`."""
+    marks = [() if x in few else pytest.mark.long for x in values]
+    plain = [pytest.param(x, "xla", marks=mark) for x, mark in zip(values, marks, strict=True)]
+    return [*((x, None) for x in values), *plain]
+
+
 def spread(values, step):
     """Returns a parameter's values, all but every ``step``-th of them marked as long."""
     mark = pytest.mark.long

@@ -5,14 +5,19 @@ plugin, XLA's own GPU runtime and, on an interpreter, the kernels.
 """
 
 import ctypes
+import importlib
 import math
 import os
 import sys
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 STANDIN = ROOT / "target" / "standin"
+CHECKED = ROOT / "target" / "checked-package"
 COMPILED = {
     "JAX_COMPILATION_CACHE_DIR": str(ROOT / "target" / "compiled"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -21,6 +26,7 @@ COMPILED = {
 
 NEEDS = {
     "host": "reads what only the executor for CPU devices has",
+    "shipped": "reads the library that ships",
     "float32": "has inputs or bounds of float32",
     "products": "needs XLA's own matrix products",
     "text": "runs nothing: it reads documents, tables or errors of the command line",
@@ -58,7 +64,9 @@ class Platform:
         os.environ["JAX_PLATFORMS"] = "cpu" if self.name == "cpu" else "cuda,cpu"
         if self.name == "cpu":
             # Most programs run once. Without XLA's optimisations the suite takes 0.8 of the time.
+            # One module for LLVM costs a tenth less than several; other processes use the cores.
             flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+            flags += " --xla_cpu_parallel_codegen_split_count=1"
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
             os.environ.update(COMPILED)
         if self.name == "cuda":
@@ -79,6 +87,12 @@ PLATFORMS = {
     )
 }
 
+NOTES = (
+    "All log messages before absl::InitializeLog() is called are written to STDERR",
+    "Could not find cuda drivers on your machine, GPU will not be used.",
+)
+"""What JAX's CUDA plugin writes to stderr where no driver is installed."""
+
 VARIABLE = "BURST_ATTENTION_TEST_PLATFORM"
 """Tells child processes the platform."""
 _current = PLATFORMS[os.environ.get(VARIABLE, "cpu")]
@@ -89,11 +103,16 @@ def current() -> Platform:
     return _current
 
 
-def choose(name: str) -> None:
-    """Makes a platform the session's and starts it."""
+def choose(name: str, checked: bool) -> None:
+    """Makes a platform the session's and starts it, if asked with the library of `make test`."""
     global _current
     _current = PLATFORMS[name]
     os.environ[VARIABLE] = name
+    if checked:
+        if not (CHECKED / "burst_attention" / "__init__.py").exists():
+            raise pytest.UsageError(f"--checked needs {CHECKED}; run `make checked-package`")
+        _current = replace(_current, lacks=_current.lacks | {"shipped"})
+        _import_from(str(CHECKED))
     _current.start()
 
 
@@ -147,13 +166,17 @@ def dtypes(*names):
     return list(dict.fromkeys(map(dtype, names)))
 
 
+def _import_from(*path: str) -> None:
+    """Lets this process and its children import from folders before all others."""
+    sys.path[:0] = path
+    os.environ["PYTHONPATH"] = os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])
+
+
 def _start_standin() -> None:
     # The package here is the product's, with images that the stand-in knows.
     plugin = os.environ.get("STANDIN_PLUGIN", str(ROOT / ".venv" / "cuda"))
-    path = [str(ROOT / "tests" / "standin" / "site"), plugin, str(STANDIN / "package")]
-    sys.path[:0] = path
+    _import_from(str(ROOT / "tests" / "standin" / "site"), plugin, str(STANDIN / "package"))
     os.environ |= {
-        "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")]),
         "STANDIN": str(STANDIN),
         "STANDIN_IMAGES": str(STANDIN / "package" / "burst_attention" / "images"),
         "STANDIN_TILE_IR": str(ROOT / "target" / "tile-ir"),
@@ -165,6 +188,24 @@ def _start_standin() -> None:
         # XLA logs the absence of cuDNN and of most of NVML.
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
+    import_jax()
+
+
+def import_jax() -> None:
+    """Imports JAX, and takes what its CUDA plugin notes on stderr: that there is no driver."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            importlib.import_module("jax")
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+        written.seek(0)
+        lines = written.read().decode().splitlines()
+    others = [line for line in lines if not any(note in line for note in NOTES)]
+    assert not others, others
 
 
 def complaints() -> str:

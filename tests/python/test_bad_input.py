@@ -93,7 +93,7 @@ def test_shapes_that_do_not_match():
     refused(ValueError, r"key and value must have one shape but for.*last", q, k, v[:, :, :1])
     refused(ValueError, "one batch size, got 2 and 1", np.repeat(q, 2, 0), k, v)
     refused(ValueError, "one head_dim, got 16 and 32", q[..., :16], k, v)
-    refused(ValueError, "multiple of key/value heads.*got 3 and 2", q[:, :, :3], k, v)
+    refused(ValueError, "multiple of key/value heads.*got 3 and 2; give each", q[:, :, :3], k, v)
     refused(ValueError, "heads must be at least 1, got 0 of query", q[:, :, :0], k, v)
     refused(ValueError, "heads must be at least 1", q, k[:, :, :0], v[:, :, :0])
 

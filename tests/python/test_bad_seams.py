@@ -28,10 +28,14 @@ def refused(kind, words, *changed, **options):
     [
         (
             NotImplementedError,
-            r"\[batch, 1, 1, kv_len\], or .* got .*\(2, 1, 45, 45\)",
+            r"\[batch, 1, 1, kv_len\], or .* got .*\(2, 1, 45, 45\): the whole .*visible=",
             (2, 1, 45, 45),
         ),
-        (NotImplementedError, r"is_causal, local_window_size and segment_ids cover", (2, 4, 1, 45)),
+        (
+            NotImplementedError,
+            r"it is a mask for each head, .* call once for .* visible=\(start, stop\)",
+            (2, 4, 1, 45),
+        ),
         (NotImplementedError, r"got shape \(1, 1, 45, 45\)", (45, 45)),
         (ValueError, r"shape \(2, 1, 1, 45\), padding of keys, or \(2, 1, 45, 1\)", (2, 1, 1, 44)),
         (ValueError, r"padding of queries, got shape \(3, 1, 45, 1\)", (3, 1, 45, 1)),

@@ -8,7 +8,6 @@ import pytest
 from burst_attention._decode import calls
 from burst_attention._decode.work import Operands, Work
 from decode_cases import (
-    CALL_FIRST,
     FLOAT32_LIMIT,
     IMPLEMENTATIONS,
     Sharding,
@@ -19,7 +18,7 @@ from decode_cases import (
 from decode_reference import dense
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from long import some, spread
+from long import some, spread, with_plain
 from test_plain import mesh_of
 
 pytestmark = pytest.mark.needs("products")
@@ -49,6 +48,8 @@ FEATURES = {
     "all": {"window": 20, "soft_cap": 3.0, "slopes": SLOPES, "sinks": SINKS},
     "ragged queries": {"counts": np.array([3, 1, 2, 0, 4], np.int32)},
 }
+SHAPES = [((1, 1), (8, 8)), ((6, 6), (24, 40)), ((48, 1), (64, 128)), ((32, 8), (128, 64))]
+"""Heads of queries and keys, dimensions of keys and values."""
 
 
 def assert_right(case, **options):
@@ -56,18 +57,26 @@ def assert_right(case, **options):
     check(decode(case, **options), expected)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
-def test_every_sharding_is_dense_attention(sharding, implementation):
-    case = problem(sharding, RAGGED, 3, window=20, sinks=SINKS, slopes=SLOPES)
+@pytest.mark.parametrize(
+    ("name", "implementation"), with_plain(SHARDINGS, "two, contiguous", "eight, pages")
+)
+def test_every_sharding_is_dense_attention(name, implementation):
+    case = problem(SHARDINGS[name], RAGGED, 3, window=20, sinks=SINKS, slopes=SLOPES)
     assert_right(case, implementation=implementation)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
-def test_features(features, implementation):
-    case = problem(Sharding(4, page=4, capacity=16), RAGGED, 4, **features)
+@pytest.mark.parametrize(("name", "implementation"), with_plain(FEATURES, "all", "ragged queries"))
+def test_features(name, implementation):
+    case = problem(Sharding(4, page=4, capacity=16), RAGGED, 4, **FEATURES[name])
     assert_right(case, implementation=implementation)
+
+
+def test_the_right_side_of_a_window_counts_as_0():
+    """As with a causal mask in `attention`."""
+    case = problem(Sharding(1), RAGGED, 3)
+    found, expected = (decode(case, local_window_size=sides) for sides in ((5, 9), 5))
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("tokens", spread(range(1, 17), 5))
@@ -75,14 +84,10 @@ def test_new_tokens(tokens):
     assert_right(problem(Sharding(2, capacity=32), RAGGED, tokens))
 
 
-@pytest.mark.parametrize(
-    ("heads", "dims"),
-    [((1, 1), (8, 8)), ((6, 6), (24, 40)), ((48, 1), (64, 128)), ((32, 8), (128, 64))],
-)
+@pytest.mark.parametrize(("shape", "implementation"), with_plain(SHAPES, SHAPES[3]), ids=str)
 @pytest.mark.parametrize("dtype", some(["bfloat16", "float32", "float16"]))
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_heads_and_types(heads, dims, dtype, implementation):
-    case = problem(Sharding(2, capacity=32), RAGGED, 2, heads, dims, dtype)
+def test_heads_and_types(shape, dtype, implementation):
+    case = problem(Sharding(2, capacity=32), RAGGED, 2, *shape, dtype)
     assert_right(case, implementation=implementation)
 
 
@@ -199,25 +204,6 @@ def test_errors_do_not_grow_with_ranks(world, implementation):
     check(ba.merge_attention(*parts), dense(case.q, case.k, case.v, case.lengths))
 
 
-@pytest.mark.parametrize("implementation", CALL_FIRST)
-@pytest.mark.parametrize("page", some([8, None]))
-def test_the_bits_of_a_sequence_are_its_own(page, implementation):
-    """Neither other sequences, the size of the batch, the slot nor page ids change a bit."""
-    sharding = Sharding(2, page=page, capacity=32)
-    case = problem(sharding, RAGGED, 2, window=30, slopes=SLOPES)
-    options = {"split": "fixed", "implementation": implementation}
-    whole = [np.asarray(x) for x in decode(case, **options)]
-    if implementation is None:
-        # On CPU devices both splits are the same.
-        for found, x in zip(decode(case, split="balanced"), whole, strict=True):
-            assert np.array_equal(found, x)
-    for entries in ([0], [3, 0], [4, 4, 3, 2, 1, 0, 3]):
-        some_of_it = problem(sharding, np.asarray(RAGGED)[entries], 2, **case.features)
-        some_of_it.q, some_of_it.k, some_of_it.v = (x[entries] for x in (case.q, case.k, case.v))
-        for found, x in zip(decode(some_of_it, **options), whole, strict=True):
-            assert np.array_equal(found, x[entries])
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_lengths_and_pages_out_of_range_are_defined(implementation):
     """Keys beyond the capacity and on pages that do not exist are hidden. Positions stay."""
@@ -261,6 +247,8 @@ def test_a_gradient_is_an_error_that_says_so():
 def test_no_entry_and_no_row_give_nothing():
     q, cache = np.ones((0, 2, 4, 8), np.float32), np.ones((0, 16, 2, 8), np.float32)
     assert ba.decode_attention(q, cache, cache, np.zeros(0, np.int32)).shape == q.shape
+    case = problem(Sharding(2), [], 2, sinks=SINKS)
+    assert decode(case)[0].shape == case.q.shape
     q, cache = np.ones((2, 1, 4, 8), np.float32), np.ones((2, 0, 2, 8), np.float32)
     out, lse = ba.decode_attention(q, cache, cache, np.array([1, 0]), return_residual=True)
     assert not out.any()

@@ -21,6 +21,8 @@ from test_decode_prefix import OWN, PREFIXES, both, shared
 
 pytestmark = pytest.mark.needs("host")
 
+ONE_BY_ONE = [name for name in FEATURES if name not in ("all", "ragged queries")]
+
 
 def kernels(work, cut, operands):
     """Returns o and lse of units, each row over the keys of its interval in the unit's tiles."""
@@ -66,13 +68,19 @@ def assert_right(case, **options):
     check(decode(case, **options), expected)
 
 
-@pytest.mark.parametrize("name", spread(SHARDINGS, 2))
+@pytest.mark.parametrize("name", spread(SHARDINGS, 4))
 def test_every_sharding(name):
     assert_right(problem(SHARDINGS[name], RAGGED, 3, dtype="bfloat16", window=20))
 
 
 @pytest.mark.parametrize(
-    ("name", "split"), [*((x, "balanced") for x in FEATURES), ("all", "fixed")]
+    ("name", "split"),
+    [
+        ("all", "balanced"),
+        ("all", "fixed"),
+        ("ragged queries", "balanced"),
+        *(pytest.param(x, "balanced", marks=pytest.mark.long) for x in ONE_BY_ONE),
+    ],
 )
 def test_features(name, split):
     case = problem(Sharding(2, page=4, capacity=32), RAGGED, 4, dtype="float16", **FEATURES[name])
@@ -86,7 +94,7 @@ def test_tiles_of_any_width(dims):
         assert_right(case, split="fixed" if page == 16 else "balanced")
 
 
-@pytest.mark.parametrize("page", [None, 4])
+@pytest.mark.parametrize("page", some([4, None]))
 def test_requests_with_one_prefix_are_one_unit(page):
     sharding = Sharding(2, page=page, capacity=16)
     own = problem(sharding, OWN, 2, dtype="bfloat16", window=30)

@@ -48,6 +48,22 @@ def test_parts_that_see_nothing_add_nothing():
     assert all(np.isfinite(x).all() for x in gradients)
 
 
+def test_out_of_a_part_that_sees_nothing_may_be_nan():
+    out, lse = ring.normal(0, (3, 4), (3,))
+    logs = np.array([-np.inf, 0, -np.inf], np.float32)
+    spoiled = np.where(np.isneginf(logs)[:, None], np.float32(np.nan), np.ones_like(out)), logs
+
+    def both(*part):
+        return ba.merge_attention(part, (out, lse))
+
+    clean = np.ones_like(out), logs
+    for found, expected in zip(both(*spoiled), both(*clean), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    gradients = [jax.vjp(both, *part)[1]((out, lse)) for part in (spoiled, clean)]
+    for found, expected in zip(*gradients, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_an_infinite_part_takes_all_weight():
     out, lse = ring.normal(0, (3, 4), (3,))
     found = ba.merge_attention((out, lse), (0 * out, np.full_like(lse, np.inf)))

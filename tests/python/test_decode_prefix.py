@@ -8,16 +8,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
-from decode_cases import CALL_FIRST, IMPLEMENTATIONS, SHARDED, WHOLE, Sharding, check, problem
+from decode_cases import (
+    CALL_FIRST,
+    SHARDED,
+    WHOLE,
+    Sharding,
+    check,
+    decode,
+    problem,
+)
 from decode_reference import dense
 from jax.sharding import PartitionSpec as P
-from long import some
+from long import some, with_plain
 
 pytestmark = pytest.mark.needs("products")
 
 PREFIXES, OF = np.array([24, 0, 57], np.int32), np.array([0, 2, -1, 0, 1, 2, 9], np.int32)
 OWN = np.array([5, 16, 3, 1, 9, 0, 12], np.int32)
 SINKS, SLOPES = np.array([0.5, 1, -1, 0], np.float32), np.array([0.5, 0.25, 0, 0.1], np.float32)
+SHARDINGS = {
+    "one": Sharding(1, capacity=32),
+    "striped": Sharding(4, capacity=8),
+    "contiguous": Sharding(4, "contiguous", capacity=8),
+    "pages": Sharding(2, page=4, capacity=16),
+}
 
 
 def both(prefixes, own):
@@ -60,19 +74,10 @@ def shared(prefixes, own, **options):
     return run(own.q, *arrays, k, v, table, own.lengths, OF, PREFIXES)
 
 
-@pytest.mark.parametrize(
-    "sharding",
-    [
-        Sharding(1, capacity=32),
-        Sharding(4, capacity=8),
-        Sharding(4, "contiguous", capacity=8),
-        Sharding(2, page=4, capacity=16),
-    ],
-    ids=["one", "striped", "contiguous", "pages"],
-)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("name", "implementation"), with_plain(SHARDINGS, "pages"))
 @pytest.mark.parametrize("features", [{}, {"window": 30, "sinks": SINKS, "slopes": SLOPES}])
-def test_it_is_attention_over_prefix_and_own_tokens(sharding, features, implementation):
+def test_it_is_attention_over_prefix_and_own_tokens(name, features, implementation):
+    sharding = SHARDINGS[name]
     own = problem(sharding, OWN, 2, **features)
     prefixes = problem(replace(sharding, capacity=64 // sharding.world), PREFIXES, 2)
     k, v, lengths = both(prefixes, own)
@@ -80,9 +85,8 @@ def test_it_is_attention_over_prefix_and_own_tokens(sharding, features, implemen
     check(shared(prefixes, own, implementation=implementation), expected)
 
 
-@pytest.mark.parametrize("implementation", CALL_FIRST)
 @pytest.mark.parametrize("dtype", some(["float32", "bfloat16"]))
-def test_the_bits_of_a_request_are_its_own(dtype, implementation):
+def test_the_bits_of_a_request_are_its_own(dtype):
     """Requests that share a prefix of several chunks get the bits that each gets by itself."""
     q, *caches = ring.normal(
         0, (5, 2, 16, 64), (1, 2048, 2, 64), (1, 2048, 2, 64), *[(5, 640, 2, 64)] * 2, dtype=dtype
@@ -96,7 +100,6 @@ def test_the_bits_of_a_request_are_its_own(dtype, implementation):
             prefix_of=jnp.zeros(len(q), jnp.int32),
             prefix_lengths=jnp.array([2001], jnp.int32),
             split="fixed",
-            implementation=implementation,
         )
 
     whole = np.asarray(run(q, *caches, lengths))
@@ -104,3 +107,56 @@ def test_the_bits_of_a_request_are_its_own(dtype, implementation):
         own = (x[entries] for x in caches[2:])
         found = run(q[entries], *caches[:2], *own, lengths[entries])
         assert np.array_equal(found, whole[entries])
+
+
+@pytest.mark.parametrize("implementation", CALL_FIRST)
+@pytest.mark.parametrize("sharding", [Sharding(1, capacity=16), Sharding(2, page=4, capacity=8)])
+def test_without_prefixes_it_is_attention_over_own_tokens(sharding, implementation):
+    """No prefixes at all, prefixes without rows, and own caches without rows."""
+    own = problem(sharding, [5, 16, 0], 2)
+    none = {"k": own.k[:, :0], "v": own.v[:, :0]}
+    bits = decode(own, implementation=implementation)
+    for shapes in ({"prefixes": 0, "rows": 8}, {"prefixes": 2, "rows": 0}):
+        found = of_no_prefix(own, **shapes, implementation=implementation)
+        for x, expected in zip(found, bits, strict=True):
+            np.testing.assert_array_equal(x, expected)
+    if not sharding.page:
+        out, lse = of_no_prefix(replace(own, **none), 0, 0, implementation=implementation)
+        assert not np.asarray(out).any()
+        assert np.isneginf(lse).all()
+
+
+def of_no_prefix(own, prefixes, rows, **options):
+    """Returns o and lse of `shared_prefix_attention` where no request has tokens of a prefix."""
+    sharding, specs, table = own.sharding, SHARDED, None
+    caches = own.k, own.v
+    if sharding.page:
+        *caches, table = sharding.paged(own.lengths, *(sharding.dealt(x) for x in caches))
+        specs = P("context")
+    prefix = np.zeros((prefixes, rows, 2, 16), np.float32)
+
+    def local(q, prefix, k, v, table, lengths):
+        return ba.shared_prefix_attention(
+            *(q, prefix, prefix, k, v, lengths),
+            prefix_of=jnp.arange(len(q), dtype=jnp.int32) - 1,
+            prefix_lengths=jnp.zeros(prefixes, jnp.int32),
+            page_table=table,
+            return_residual=True,
+            **sharding.options,
+            **options,
+        )
+
+    run = jax.shard_map(
+        local,
+        mesh=ring.line(sharding.world),
+        in_specs=(WHOLE, SHARDED, specs, specs, P("context"), WHOLE),
+        out_specs=WHOLE,
+    )
+    return jax.jit(run)(own.q, prefix, *caches, table, own.lengths)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_batch_may_be_empty(world):
+    case = problem(Sharding(world, capacity=8), [], 2)
+    assert [x.shape for x in decode(case)] == [(0, 2, 4, 16), (0, 2, 4)]
+    assert [x.shape for x in of_no_prefix(case, 0, 8)] == [(0, 2, 4, 16), (0, 2, 4)]

@@ -47,7 +47,7 @@ def step(loss):
     return optimizer.init, jax.jit(run)
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("attention", long.some(ATTENTIONS))
 @pytest.mark.parametrize("sharded", long.some([True, False]))
 def test_a_step_is_that_of_one_device(attention, sharded):
     graph, params = model(attention)

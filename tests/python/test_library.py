@@ -1,13 +1,18 @@
-"""The library reports its version and the timeline of its rings."""
+"""The library loads or says why not, and reports its version and the timeline of its rings."""
 
 import json
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
 from pathlib import Path
 
 import burst_attention as ba
 import jax
 import pytest
 import ring
-from burst_attention import _ffi
+from burst_attention import _ffi, _jax, _library
 
 pytestmark = pytest.mark.needs("host")
 
@@ -16,12 +21,93 @@ def test_library_and_package_have_one_version():
     assert _ffi.library_version() == ba.__version__
 
 
+@pytest.mark.needs("shipped")
 def test_library_names_no_folder_of_its_builder():
     """Panics name source files, but neither cargo's folder nor this repository's."""
-    content = _ffi.LIBRARY.read_bytes()
+    content = _library.LIBRARY.read_bytes()
     assert b"src/host/" in content
     assert b"/registry/src/" not in content
     assert str(Path(__file__).parents[2]).encode() not in content
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4696808\n"
+FILES = {
+    "pointer": (POINTER, "must be a library, got the text by which Git LFS .* run `git lfs pull`"),
+    "processor": (
+        None,
+        r"must be a library for \w+, .* got one for riscv64; install the wheel for",
+    ),
+    "text": (b"", "must be the library of .*, got a file that does not load: .*; install the pack"),
+    "absent": (None, "is missing: it is part of the wheel; in a source tree, run `make build`"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_library_that_does_not_load_is_an_error_that_helps(tmp_path, monkeypatch, kind):
+    (content, words), path = FILES[kind], tmp_path / "library.so"
+    if kind == "processor":
+        content = bytearray(_library.LIBRARY.read_bytes())
+        content[18:20] = b"\xf3\0"
+    if content is not None:
+        path.write_bytes(content)
+    monkeypatch.setattr(_library, "LIBRARY", path)
+    with pytest.raises(ImportError, match=f"{path} {words}"):
+        _library.load()
+
+
+def test_a_package_in_an_archive_is_an_error_that_helps(tmp_path, monkeypatch):
+    archive = tmp_path / "package.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr(f"burst_attention/{_library.LIBRARY.name}", "")
+    path = archive / "burst_attention" / _library.LIBRARY.name
+    monkeypatch.setattr(_library, "LIBRARY", path)
+    with pytest.raises(ImportError, match="must lie in a folder, .* got .*; install the wheel"):
+        _library.load()
+
+
+COPIES = """
+import importlib.util, sys
+
+def load(path):
+    spec = importlib.util.spec_from_file_location("library", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.load()
+
+load(sys.argv[1])
+load(sys.argv[1])
+load(sys.argv[2])
+"""
+
+
+def test_a_second_copy_in_a_process_is_an_error_that_helps(tmp_path):
+    """The same copy may be imported twice."""
+    for path in (_library.__file__, _library.LIBRARY):
+        shutil.copy(path, tmp_path)
+    paths = [_library.__file__, str(tmp_path / "_library.py")]
+    child = subprocess.run(
+        [sys.executable, "-c", COPIES, *paths], capture_output=True, text=True, check=False
+    )
+    last = child.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: a process must have one copy of burst_attention"), last
+    assert f"got {tmp_path / _library.LIBRARY.name} after {_library.LIBRARY.resolve()}; res" in last
+
+
+def test_a_jax_that_is_too_old_is_an_error_that_helps(monkeypatch):
+    words = rf"needs JAX {_jax.OLDEST} or later, got {jax.__version__}, which has no jax.ffi; run"
+    with monkeypatch.context() as patch, pytest.raises(ImportError, match=words):
+        patch.delattr(jax, "ffi")
+        _jax.check()
+    monkeypatch.setattr(jax, "__version__", "0.11.1")
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
+    with pytest.raises(ImportError, match="got 0.11.1; run `pip install --upgrade jax jaxlib`"):
+        _jax.check()
+
+
+@pytest.mark.needs("text")
+def test_package_and_metadata_name_one_oldest_jax():
+    with (Path(__file__).parents[2] / "jax_plugin" / "pyproject.toml").open("rb") as file:
+        assert f"jax>={_jax.OLDEST}" in tomllib.load(file)["project"]["dependencies"]
 
 
 def test_timeline_names_every_step_of_every_rank(tmp_path):

@@ -344,7 +344,7 @@ def test_bad_input():
         r"decay must have shape \(2,\), \[heads\], one for .*, got shape \(3,\)",
         decay=np.ones(3, np.float32),
     )
-    refused(TypeError, "decay must be float32, got float16", decay=heads.astype(np.float16))
+    refused(TypeError, "^decay must have a float type, .* got int32", decay=heads.astype(np.int32))
     refused(
         TypeError, r"decay must be an array, got 0.5 \(float\); .*\[heads\].*: \(2,\)", decay=0.5
     )
@@ -361,11 +361,11 @@ def test_bad_input():
     refused(ValueError, "method must be one of 'auto', 'ring' or 'all_gather'", method="tree")
     refused(
         TypeError,
-        "segment_ids must be int32, got float64; use x.astype",
+        "segment_ids must have an integer type, .* got float64",
         segment_ids=np.zeros((1, 8)),
     )
     refused(
-        ValueError, "the state must have shape", initial_state=np.zeros((1, 2, 8, 9), np.float32)
+        ValueError, "^initial_state must have sh", initial_state=np.zeros((1, 2, 8, 9), np.float32)
     )
     shapes = [(1, 16, 2, 8), (1, 8, 2, 8), (1, 8, 2, 8)]
     refused(
@@ -375,7 +375,7 @@ def test_bad_input():
     )
     q, k, v = ring.normal(0, *[(1, 2, 8)] * 3)
     state = np.zeros((1, 2, 8, 8), np.float32)
-    with pytest.raises(ValueError, match="the state must have shape"):
+    with pytest.raises(ValueError, match="^state must have shape"):
         ba.linear_attention_step(q, k, v, state[:, :1])
     with pytest.raises(ValueError, match="must not both be given"):
         ba.linear_attention_step(q, k, v, state, decay=heads, log_decay=rows[:, 0])

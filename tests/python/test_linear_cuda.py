@@ -78,7 +78,7 @@ def weighed(weights, x):
     return jnp.where(jnp.abs(weights) < 2.0**-126, 0, weights * x)
 
 
-def stand_in(name, parts, operands, shapes, back, narrow=exactly):
+def stand_in(name, label, parts, operands, shapes, back, narrow=exactly):
     """The formulas of `kernels/compiler/src/device/linear.rs`."""
     rows = parts.rows
     *queries, k, v, sums = operands[: 3 if name == "parts" else 4]
@@ -121,13 +121,13 @@ def kernels(monkeypatch):
     monkeypatch.setattr(checks, "platform", lambda mesh, dtype: "cuda")
 
 
-@pytest.mark.parametrize("shape", some(CASES, 2), ids=lambda shape: "-".join(map(str, shape)))
+@pytest.mark.parametrize("shape", some(CASES), ids=lambda shape: "-".join(map(str, shape)))
 def test_kernels_and_what_surrounds_them_are_the_recurrence(kernels, shape):
     arrays, method = inputs(*shape), ("ring", "all_gather")[CASES.index(shape) % 2]
     assert_right(found(ring.line(shape[0]), arrays, method=method), arrays, slack=SLACK)
 
 
-@pytest.mark.parametrize("own_heads", [(2, 2, 4), (3, 2, 6)], ids=str)
+@pytest.mark.parametrize("own_heads", some([(3, 2, 6), (2, 2, 4)]), ids=str)
 def test_heads_that_kernels_do_not_share_are_repeated(kernels, own_heads):
     arrays = grouped(2, 70, own_heads, 16, 8)
     assert_right(found(ring.line(2), arrays, scale=0.3), arrays, slack=SLACK, scale=0.3)
@@ -135,7 +135,7 @@ def test_heads_that_kernels_do_not_share_are_repeated(kernels, own_heads):
 
 @pytest.mark.parametrize(
     ("world", "method"),
-    [(1, "ring"), pytest.param(2, "ring", marks=pytest.mark.long), (2, "all_gather")],
+    [*(pytest.param(n, "ring", marks=pytest.mark.long) for n in (1, 2)), (2, "all_gather")],
 )
 def test_what_is_not_finite_stays_in_its_document(kernels, monkeypatch, world, method):
     """In parts of one tile, so that documents begin inside of parts and go through several."""

@@ -304,3 +304,19 @@ def test_mesh_and_spec_inside_shard_map_are_refused(name):
         run()
     with pytest.raises(ValueError, match="must be an axis of the surrounding jax.shard_map"):
         run(axis_name="ring")
+
+
+def test_arrays_are_cast_as_in_attention():
+    """Other float and integer types give what float32 and int32 give."""
+    q, k, v, logs, state, *_ = inputs(1, 16, 4, 4, 16, 16, 1.0)
+    place = {"mesh": ring.line(1), "spec": X, "return_state": True}
+    ids = np.repeat([[0, -7]] * 2, 8, 1)
+    for given in (
+        {"decay": np.array([1, 0.5, 0.25, 0]), "initial_state": state.astype(np.float16)},
+        {"log_decay": logs.astype(np.float16), "segment_ids": ids},
+    ):
+        narrow = {"i": np.int32, "f": np.float32}
+        exact = {name: x.astype(narrow[x.dtype.kind]) for name, x in given.items()}
+        found, expected = (ba.linear_attention(q, k, v, **place, **x) for x in (given, exact))
+        for x, y in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(x, y)

@@ -211,6 +211,16 @@ def test_a_mask_is_a_tree_of_arrays():
             r"lengths, \[2\] in each row, got \[1\]",
         ),
         (lambda: masks.prefix_lm(1, -4), ValueError, "lengths must not be negative, got -4"),
+        (
+            lambda: masks.prefix_lm([[0] * 2] * 2, [[4, -1], [1] * 2]),
+            ValueError,
+            "lengths must not be negative, got -1$",
+        ),
+        (
+            lambda: masks.spans(500, [(i, i + 2) for i in range(99)]),
+            ValueError,
+            r"got \[\(0, 2\), \(1, 3\), .*\(5, 7\), \.\.\.\]$",
+        ),
         (lambda: masks.prefix_lm(1, 4.0), TypeError, "lengths must be a list, a tuple or a numpy"),
         (
             lambda: masks.prefix_lm(1.5, 4),
@@ -256,6 +266,13 @@ def test_a_mask_is_a_tree_of_arrays():
 def test_wrong_arguments_of_builders(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def test_the_greatest_stop_of_dense_is_no_limit():
+    last = 2**31 - 1
+    start, stop = np.array([[0, 0, 5, last]]), np.array([[last - 1, last, last + 9, last]])
+    found = masks.dense((start, stop), np.array([[last - 1, last]]))
+    assert found[0].tolist() == [[False, True, True, False]] * 2
 
 
 ZEROS = np.zeros((1, 3), np.int32)

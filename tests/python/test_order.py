@@ -13,6 +13,7 @@ from burst_attention._attention.reorder import Reorder
 from features import Problem
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from long import some
 
 pytestmark = pytest.mark.needs("float32")
 
@@ -106,6 +107,36 @@ def test_lengths_count_positions():
     bounds.check(results, expected, arrays["dout"])
 
 
+def test_a_key_at_the_greatest_position_is_no_padding():
+    one = replace(ODD, positions=True)
+    arrays = one.arrays()
+    high = {name: arrays[name] + np.int32(2**31 - 45) for name in ("q_positions", "kv_positions")}
+    results = found(attend(one, **auto(one)), arrays | high)
+    bounds.check(results, one.expected(arrays | high), arrays["dout"])
+
+
+@pytest.mark.parametrize(
+    ("offset", "implementation"),
+    [
+        (9, None),
+        (np.array([9, -4], np.int32), None),
+        pytest.param(np.array([9, -4], np.int32), "xla", marks=LONG),
+    ],
+)
+def test_lengths_count_the_offset_of_queries(offset, implementation):
+    """A query's position is its index plus the offset, whether a number or an array brings it."""
+    one = replace(ODD, q_len=21, layout="zigzag", implementation=implementation)
+    arrays, end = one.arrays(), np.array([25, 12])
+    options = {"query_offset": offset, "query_seq_lengths": end, "is_causal": True}
+    results = found(attend(one, **auto(one), **options), arrays)
+    queries = np.broadcast_to(np.reshape(offset, (-1, 1)) + np.arange(21), (2, 21))
+    keys = np.broadcast_to(np.arange(45), (2, 45))
+    places = {"q_positions": queries, "kv_positions": keys}
+    ids = {"q_segments": np.where(queries < end[:, None], 0, -1), "kv_segments": 0 * keys}
+    known = replace(one, segments="padded", positions=True, causal=True)
+    bounds.check(results, known.expected(arrays | places | ids), arrays["dout"])
+
+
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
 def test_a_sequence_over_two_axes(layout):
     one = replace(ODD, layout=layout, inner=2)
@@ -158,7 +189,7 @@ def test_no_device_gathers_a_sequence(axis_type, layout):
     assert "all-reduce" not in text
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", some([3, 8, 1, 2], 2))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_shards_change_places_as_the_layout_says(layout, size):
     """Any number of tokens on a device, also one that the number of devices does not divide."""

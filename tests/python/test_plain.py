@@ -14,7 +14,7 @@ from features import Problem
 from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-from long import spread
+from long import some, spread
 from test_correct import agree as agree_plainly
 from test_families import ALONE, CHOICES, SCHEDULES, agree, problem_of
 from test_features import name, problem
@@ -48,6 +48,7 @@ def test_every_schedule_is_this_ring(choice):
     agree(problem_of(choice, **XLA))
 
 
+@pytest.mark.long
 def test_blocks_that_the_shard_does_not_fill():
     """1,040 queries make three blocks of 347 rows, and 521 keys make two of 261."""
     lengths = {"mesh": (1, 2, 1), "q_len": 2080, "kv_len": 1042, "heads": 2}
@@ -96,7 +97,7 @@ LAYERS = {
 """Losses of one layer, and of two in a loop."""
 
 
-@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("layers", some(["in a loop", "one"]))
 def test_memory_grows_with_the_shard(layers):
     """Twice the tokens take twice the memory; what exists for all pairs would take four times."""
 

@@ -124,6 +124,23 @@ np.savez("{tmp_path}/outputs.npz", *exported.call(*placed))
             assert np.array_equal(found, expected)
 
 
+@pytest.mark.long
+def test_exported_programs_have_one_derivative_if_asked_for():
+    function = ring.sharded(ring.line(2), is_causal=True)
+    sharding = jax.sharding.NamedSharding(ring.line(2), P(None, "context"))
+    x = jax.device_put(ring.normal(0, (1, 16, 2, 32))[0], sharding)
+    run = jax.jit(lambda x: (function(x, x, x) ** 2).sum())
+    checks = [jax.export.DisabledSafetyCheck.custom_call(target) for target in TARGETS]
+    exported = jax.export.export(run, disabled_checks=checks)(x)
+    none, one = (jax.export.deserialize(exported.serialize(vjp_order=n)) for n in (0, 1))
+    with pytest.raises(ValueError, match="No VJP is available"):
+        jax.grad(none.call)(x)
+    found = jax.jit(jax.grad(one.call))(x)
+    assert np.array_equal(found, jax.jit(jax.grad(run))(x))
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        exported.serialize(vjp_order=2)
+
+
 def test_report_and_self_check():
     output = python("-m", "burst_attention")
     for line in ("burst_attention", "jax, jaxlib", "devices", "instruction_set", "NCCL_LAUNCH"):

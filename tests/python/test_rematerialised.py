@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
+from burst_attention import _ffi
 from features import PAIR
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -84,6 +85,28 @@ def compiled(loss):
     return jax.jit(jax.value_and_grad(loss, (0, 1))).lower(parameters(), tokens()).compile()
 
 
+def test_layers_chosen_by_cond_run_attention_once():
+    """Layers with and without a window in one scan: a call of each kind in each direction."""
+
+    def local(x, has_window):
+        def attend(window):
+            return lambda x: ba.attention(x, x, x, axis_name="context", local_window_size=window)
+
+        def step(x, has_window):
+            return jax.lax.cond(has_window, attend((7, 0)), attend(None), x), None
+
+        x, _ = jax.lax.scan(jax.checkpoint(step, policy=ba.save_attention), x, has_window)
+        return jax.lax.psum(jnp.sum(x), "context")
+
+    mesh = abstract_mesh(None, (RANKS,), ("context",))
+    specs = (P(None, "context"), P())
+    loss = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+    x = jax.ShapeDtypeStruct((1, 1024, HEADS, 16), jnp.bfloat16)
+    flags = jax.ShapeDtypeStruct((LAYERS,), bool)
+    targets = [call.target for call in lowered_calls(lowered(jax.grad(loss), [x, flags]))]
+    assert Counter(targets) == {_ffi.FORWARD: 2, _ffi.BACKWARD: 2}
+
+
 @pytest.mark.parametrize("place", some(PLACES))
 def test_attention_is_there_once_in_each_direction(place):
     """The forward loop over layers has a call; the backward loop repeats it without a policy."""
@@ -112,7 +135,7 @@ def test_attention_runs_once_for_each_layer(tmp_path, place, kept):
 
 
 @pytest.mark.parametrize("policy", KEPT.values(), ids=KEPT)
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", some([AxisType.Explicit, AxisType.Auto]))
 def test_global_arrays(policy, axis_type):
     """The scan and the checkpoint stand around `dot_product_attention`, outside of shard_map."""
     mesh = ring.line(RANKS, axis_type=axis_type)

@@ -204,7 +204,7 @@ IDS = np.zeros((1, 4), np.int32)
         ({"fill": 2**31}, ValueError, "fill must be from -2147483648 to 2147483647, since x is"),
         ({"fill": IDS}, TypeError, "fill, with integer x, must be an int, got array"),
         ({"segment_ids": IDS[:, :3]}, ValueError, r"segment_ids must have shape \(1, 4\), that of"),
-        ({"segment_ids": IDS * 0.5}, TypeError, "segment_ids must be int32, got float64"),
+        ({"segment_ids": IDS * 0.5}, TypeError, "segment_ids must have an integer type"),
         ({"positions": IDS[0]}, ValueError, r"positions must have shape \(1, 4\)"),
         ({"positions": IDS, "block": 3}, ValueError, "multiple of block, 3, got 4"),
         ({"positions": IDS, "block": 0}, ValueError, "block must be at least 1, got 0"),
@@ -221,6 +221,20 @@ def test_wrong_arguments(options, error, words):
     run = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
     with pytest.raises(error, match=words):
         run(np.zeros((1, 16), np.int32))
+
+
+def test_arrays_of_tokens_are_cast():
+    """Ids of any integer type, and positions too."""
+    ids, at = np.array([[0, 0, 1, 1, 1, -3, -3, -3]], np.int8), np.arange(8, dtype=np.uint16)[None]
+    run = jax.shard_map(
+        lambda x, ids, at: ba.shift(
+            x, axis_name="context", fill=-1, segment_ids=ids, positions=at, block=2
+        ),
+        mesh=Mesh(ring.devices(2), ("context",)),
+        in_specs=(P(None, "context"),) * 3,
+        out_specs=P(None, "context"),
+    )
+    assert run(np.arange(8)[None], ids, at).tolist() == [[1, -1, 3, 4, -1, -1, -1, -1]]
 
 
 def test_it_needs_shard_map():

@@ -8,7 +8,7 @@ import pytest
 from burst_attention import _ffi
 from burst_attention._attention import heads
 from burst_attention._attention.choice import library_name
-from burst_attention._attention.features import FEATURES, Features
+from burst_attention._attention.features import FEATURES, OPERANDS, Features
 from burst_attention._attention.options import SCHEDULES, AttentionOptions, Options
 
 pytestmark = pytest.mark.needs("text")
@@ -50,8 +50,7 @@ def test_operands_are_those_of_the_library():
             "dtype": row.dtype,
             "differentiable": row.differentiable,
         }
-        for row in FEATURES
-        if row.operand
+        for row in OPERANDS
     ]
     assert found == _ffi.interface()["feature_operands"]
 

@@ -173,6 +173,28 @@ def test_offsets(options, implementation):
     agree(Problem(implementation=implementation, **options))
 
 
+END = [
+    {"causal": True, "visible": "causal"},
+    {"window": (7, 3), "slopes": True},
+    {"causal": True, "dropout": 0.2},
+]
+
+
+@pytest.mark.parametrize("options", END, ids=names)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_positions_up_to_the_greatest(options, implementation):
+    """Masks are right up to position 2³¹ − 1. With dropout it counts as 2³¹ − 2."""
+    one = Problem(positions=True, implementation=implementation, mesh=(1, 2, 1), **options)
+    arrays, last = one.arrays(), 2**31 - 1
+    first = np.int32(last + 1 - one.q_len)
+    high = {name: arrays[name] + first for name in ("q_positions", "kv_positions")}
+    counted = {name: np.minimum(x, last - (one.dropout > 0)) for name, x in high.items()}
+    if "visible" in options:
+        high["starts"] = counted["starts"] = arrays["starts"] + (first - 1)
+        counted["stops"] = np.full_like(arrays["stops"], last + 1, np.int64)
+    check(one.found(arrays | high), one.expected(arrays | counted), arrays["dout"])
+
+
 def called(one, arrays, **options):
     """Returns results and gradients of a call with further options."""
 
@@ -196,6 +218,13 @@ def test_an_offset_of_each_batch_entry():
     places = {"q_positions": queries, "kv_positions": keys}
     expected = replace(one, positions=True).expected(arrays | places)
     check(found, expected, arrays["dout"])
+
+
+def test_an_offset_beyond_all_positions_counts_as_the_greatest():
+    one = Problem(causal=True, mesh=(1, 2, 1))
+    arrays = one.arrays()
+    found = called(one, arrays, query_offset=np.full(2, 2**31 - 5, np.int32))
+    check(found, replace(one, causal=False).expected(arrays), arrays["dout"])
 
 
 @pytest.mark.needs("host")

@@ -11,7 +11,7 @@ import burst_attention as ba
 import jax
 import jax.numpy as jnp
 import numpy as np
-from burst_attention import _ffi
+from burst_attention import _ffi, _library
 from burst_attention._attention.options import NO_LIMIT
 
 STAGES = ("instantiate", "initialize", "execute")
@@ -22,7 +22,7 @@ ROWS = ("q", "k", "v", "dout", "dlse", "q_segments", "kv_segments")
 @cache
 def register():
     """Registers the calls with XLA."""
-    library = ctypes.CDLL(str(_ffi.LIBRARY))
+    library = ctypes.CDLL(str(_library.LIBRARY))
     for which in ("forward", "backward"):
         target = f"burst_attention_virtual_{which}"
         stages = {x: jax.ffi.pycapsule(getattr(library, f"{target}_{x}")) for x in STAGES}

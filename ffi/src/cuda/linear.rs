@@ -32,12 +32,11 @@ pub unsafe fn run_linear(
     stage: Stage,
     platform: impl FnOnce() -> Result<&'static Platform>,
 ) -> *mut sys::XLA_FFI_Error {
-    let body = |frame: &mut CallFrame<'_>, told: &Told| {
+    let body = |frame: &mut CallFrame<'_>, platform: &'static Platform, told: &Told<'_>| {
         let (tokens, outputs) = decode(frame, kind)?;
         if tokens.batch == 0 || tokens.rows == 0 {
             return Ok(());
         }
-        let platform = platform()?;
         let executor = &platform.executor;
         Turn::run(frame, platform, told, None, |turn| {
             if stage == Stage::Execute {
@@ -59,7 +58,7 @@ pub unsafe fn run_linear(
         })
     };
     // SAFETY: the caller of `run_linear` guarantees the frame.
-    unsafe { handler::guard_stage(raw, stage.number(), |frame| Told::run(frame, body)) }
+    unsafe { handler::guard_stage(raw, stage.number(), |frame| Told::run(frame, platform(), body)) }
 }
 
 /// Reads a call with its memory: the tokens, and the outputs if the call computes them.

@@ -33,12 +33,14 @@ use watch::Watch;
 
 pub use decode::run_decode;
 pub use linear::{LinearKind, run_linear};
+pub use told::Write;
 
 /// The driver and NCCL that the handlers use.
-#[derive(Debug)]
 pub struct Platform {
     executor: Executor,
     nccl: fn() -> burst_attention::Result<&'static Nccl>,
+    /// Takes the lines about errors.
+    write: Box<Write>,
     /// The watch over rings. Test doubles of the driver have none.
     watch: Option<Watch>,
 }
@@ -47,13 +49,14 @@ pub struct Platform {
 static OF_THIS_MACHINE: OnceLock<burst_attention::Result<Platform>> = OnceLock::new();
 
 impl Platform {
-    /// Returns a platform of any driver and NCCL.
+    /// Returns a platform of any driver and NCCL, which hands lines about errors to `write`.
     pub fn new(
         driver: Box<dyn Driver>,
         image: FindImage,
         nccl: fn() -> burst_attention::Result<&'static Nccl>,
+        write: Box<Write>,
     ) -> Platform {
-        Platform { executor: Executor::new(driver, image), nccl, watch: None }
+        Platform { executor: Executor::new(driver, image), nccl, write, watch: None }
     }
 
     /// Returns the platform of this machine.
@@ -62,7 +65,8 @@ impl Platform {
     /// If the machine has no driver.
     pub fn of_this_machine() -> Result<&'static Platform> {
         let platform = OF_THIS_MACHINE.get_or_init(|| {
-            let platform = Platform::new(Box::new(LibCuda::find()?), images::find, Nccl::load);
+            let (driver, write) = (Box::new(LibCuda::find()?), Box::new(told::to_stderr));
+            let platform = Platform::new(driver, images::find, Nccl::load, write);
             Ok(Platform { watch: Some(Watch::default()), ..platform })
         });
         platform.as_ref().map_err(|error| Error::Core(error.clone()))
@@ -150,20 +154,20 @@ pub unsafe fn run(
     stage: Stage,
     platform: impl FnOnce() -> Result<&'static Platform>,
 ) -> *mut sys::XLA_FFI_Error {
-    let body = |frame: &mut CallFrame<'_>, told: &Told| {
+    let body = |frame: &mut CallFrame<'_>, platform: &'static Platform, told: &Told<'_>| {
         let state: &SiteState = state::get(frame.runtime(), frame.context())?;
         let site = &state.site;
         if stage == Stage::Prepare {
             return prepare(frame, site);
         }
-        let (platform, axis) = (platform()?, (!site.is_alone()).then(|| site.axis()));
+        let axis = (!site.is_alone()).then(|| site.axis());
         Turn::run(frame, platform, told, axis, |turn| match stage {
             Stage::Initialize => initialize(frame, state, platform, turn),
             _ => execute(frame, state, platform, turn),
         })
     };
     // SAFETY: the caller of `run` guarantees the frame.
-    unsafe { handler::guard_stage(raw, stage.number(), |frame| Told::run(frame, body)) }
+    unsafe { handler::guard_stage(raw, stage.number(), |frame| Told::run(frame, platform(), body)) }
 }
 
 fn prepare(frame: &CallFrame<'_>, site: &CudaSite) -> Result<()> {

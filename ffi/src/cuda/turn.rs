@@ -9,9 +9,8 @@ use crate::error::{Error, Result};
 use crate::frame::CallFrame;
 
 /// The initialize or the execute stage of a call on one device.
-#[derive(Debug)]
 pub struct Turn<'a> {
-    told: &'a Told,
+    told: &'a Told<'a>,
     /// XLA's stream.
     pub stream: Stream,
     visit: Option<Visit>,
@@ -26,7 +25,7 @@ impl Turn<'_> {
     pub fn run(
         frame: &CallFrame<'_>,
         platform: &'static Platform,
-        told: &Told,
+        told: &Told<'_>,
         axis: Option<String>,
         body: impl FnOnce(&Turn<'_>) -> Result<()>,
     ) -> Result<()> {
@@ -34,7 +33,7 @@ impl Turn<'_> {
         let watched = |watch| -> Result<Visit> {
             let run = frame.runtime().run_id(frame.context())?;
             let place = Place { device: told.device, axis };
-            Ok(Visit::new(watch, &platform.executor, stream, run, place))
+            Ok(Visit::new(watch, platform, stream, run, place))
         };
         let visit = platform.watch.as_ref().map(watched).transpose()?;
         let turn = Turn { told, stream, visit };

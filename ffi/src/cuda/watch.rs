@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use burst_attention::cuda::device::Executor;
 use burst_attention::cuda::driver::{Event, Stream};
 
-use super::told;
+use super::Platform;
+use super::told::Write;
 use crate::handler::rank_timeout;
 
 /// The time between two looks at the devices.
@@ -97,11 +98,12 @@ impl Visit {
     /// Begins the watch over a handler's call of a rank.
     pub fn new(
         watch: &'static Watch,
-        executor: &'static Executor,
+        platform: &'static Platform,
         stream: Stream,
         run: i64,
         place: Place,
     ) -> Visit {
+        let Platform { executor, write, .. } = platform;
         let mut watched = watch.lock();
         let before = watched.calls.remove(&stream);
         let (end, issued, over) =
@@ -111,7 +113,7 @@ impl Visit {
         // If the system refuses the thread, a later call tries again.
         if !watched.is_running && !watched.is_stopped {
             let builder = thread::Builder::new().name("burst_attention watch".into());
-            watched.is_running = builder.spawn(|| watch.run(executor)).is_ok();
+            watched.is_running = builder.spawn(|| watch.run(executor, &**write)).is_ok();
         }
         Visit { watch, executor, stream, run }
     }
@@ -169,7 +171,7 @@ impl Watch {
         drop(self.changed.wait_timeout_while(watched, LAST_LOOK, runs));
     }
 
-    fn run(&self, executor: &Executor) {
+    fn run(&self, executor: &Executor, write: &Write) {
         let is_quiet = |watched: &mut Watched| {
             let is_busy = watched.calls.values().any(|call| call.over < call.issued);
             !watched.is_stopped && !is_busy && watched.failures.is_empty()
@@ -190,8 +192,8 @@ impl Watch {
                 (*stream, call.run, look(executor, *stream, call, &failed))
             };
             let seen: Vec<_> = calls.iter().map(look).collect();
-            if let Some(line) = self.lock().update(seen, Instant::now(), rank_timeout()) {
-                told::write(&line);
+            if let Some(line) = self.lock().update(seen, Instant::now(), rank_timeout(), write) {
+                write(&line);
                 std::process::abort();
             }
             let is_on = |watched: &mut Watched| !watched.is_stopped;
@@ -224,6 +226,7 @@ impl Watched {
         seen: Vec<(Stream, i64, Seen)>,
         now: Instant,
         timeout: Duration,
+        write: &Write,
     ) -> Option<String> {
         let Watched { calls, failures, .. } = self;
         for (stream, run, seen) in seen {
@@ -234,7 +237,7 @@ impl Watched {
             call.over = seen.over;
             let is_told = failures.get(&run).is_some_and(|(_, place)| *place == call.place);
             if let Some(error) = seen.lost.filter(|_| !is_told) {
-                told::write(&format!(
+                write(&format!(
                     "{}: this device failed after it was given the call: {error}; restart the \
                      process",
                     call.place
@@ -264,6 +267,8 @@ impl Watched {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
 
     const TIMEOUT: Duration = Duration::from_secs(20);
@@ -296,12 +301,16 @@ mod tests {
         Seen { over: 1, is_idle: true, lost: None }
     }
 
+    fn unheard(line: &str) {
+        panic!("no device was lost: {line}");
+    }
+
     /// Looks at device 0 after each of these seconds.
     fn looks(watched: &mut Watched, start: Instant, run: i64, seen: &[(u64, Seen)]) -> Vec<bool> {
         let look = |(seconds, seen): &(u64, Seen)| {
             let seen = Seen { lost: None, ..*seen };
             let now = start + Duration::from_secs(*seconds);
-            watched.update(vec![(Stream(0), run, seen)], now, TIMEOUT).is_some()
+            watched.update(vec![(Stream(0), run, seen)], now, TIMEOUT, &unheard).is_some()
         };
         seen.iter().map(look).collect()
     }
@@ -312,7 +321,8 @@ mod tests {
         let mut watched = after_a_failure(start);
         let seen = [(1, busy()), (20, busy()), (21, busy())];
         assert_eq!(looks(&mut watched, start, RUN, &seen), [false, false, true]);
-        let line = watched.update(vec![], start + 2 * TIMEOUT, TIMEOUT).expect("it still waits");
+        let line =
+            watched.update(vec![], start + 2 * TIMEOUT, TIMEOUT, &unheard).expect("it still waits");
         let expected = "device 0 has waited 20 s for device 1, which failed";
         assert!(line.starts_with(expected), "{line}");
     }
@@ -347,7 +357,13 @@ mod tests {
         watched.failures.clear();
         let error = burst_attention::cuda::error::CudaError::Panic("lost".into()).into();
         let lost = Seen { lost: Some(error), ..idle() };
-        assert!(watched.update(vec![(Stream(1), RUN, lost)], start, TIMEOUT).is_none());
+        let lines = Arc::<Mutex<Vec<String>>>::default();
+        let written = lines.clone();
+        let write = move |line: &str| written.lock().expect("no poison").push(line.to_owned());
+        assert!(watched.update(vec![(Stream(1), RUN, lost)], start, TIMEOUT, &write).is_none());
+        let [line] = &lines.lock().expect("no poison")[..] else { panic!("one line is written") };
+        let expected = "device 1: ring over mesh axis \"context\": this device failed";
+        assert!(line.starts_with(expected), "{line}");
         let failed = watched.failures.get(&RUN).map(|(_, place)| place.device);
         assert_eq!(failed, Some(Some(1)));
         assert!(watched.calls.values().all(|call| call.busy_since.is_none()));

@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 use std::ptr;
+use std::sync::{Arc, Mutex};
 
 use burst_attention::cuda::call::Call;
 use burst_attention::cuda::nccl::Comm;
@@ -20,11 +21,20 @@ pub const COMMUNICATION_ID: i64 = 77;
 /// The code and the message of an XLA error.
 pub type XlaError = (u32, String);
 
-/// The device of one rank, and the platform of its handlers.
+/// The device of one rank, and the platform of its handlers. A test fails if it leaves lines about
+/// errors unread.
 pub struct Device {
     pub recorder: Recorder,
     pub platform: &'static Platform,
     pub comms: [Comm; 2],
+    lines: Arc<Mutex<Vec<String>>>,
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        let unread = self.told();
+        assert!(unread.is_empty() || std::thread::panicking(), "{unread:?}");
+    }
 }
 
 impl Device {
@@ -34,10 +44,24 @@ impl Device {
 
     pub fn of_capability(capability: (i32, i32), rank: usize, world_size: usize) -> Device {
         let recorder = Recorder::new(capability);
-        let platform = Platform::new(Box::new(recorder.clone()), images, || Ok(nccl()));
+        let lines = Arc::<Mutex<Vec<String>>>::default();
+        let written = lines.clone();
+        let write = move |line: &str| written.lock().expect("no poison").push(line.to_owned());
+        let driver = Box::new(recorder.clone());
+        let platform = Platform::new(driver, images, || Ok(nccl()), Box::new(write));
         let comms = [(); 2].map(|()| recorder.add_comm(rank, world_size));
         // Handlers need a platform that lives as long as the process.
-        Device { recorder, platform: Box::leak(Box::new(platform)), comms }
+        Device { recorder, platform: Box::leak(Box::new(platform)), comms, lines }
+    }
+
+    /// Returns the lines about errors since the last call.
+    pub fn told(&self) -> Vec<String> {
+        std::mem::take(&mut *self.lines.lock().expect("no poison"))
+    }
+
+    /// Takes the one line that tells of an error of this device.
+    pub fn told_of(&self, message: &str) {
+        assert_eq!(self.told(), [format!("device 0: {message}")]);
     }
 
     /// Returns the rank's call, not instantiated yet, over memory that is never used.

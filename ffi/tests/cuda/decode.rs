@@ -75,6 +75,7 @@ fn calls_with_and_without_slopes_and_with_fixed_slices_are_launched() {
     let device = Device::new(0, 1);
     let call = call();
     let unprepared = decode(&device, Stage::Execute, &call).expect_err("refused");
+    device.told_of(&unprepared);
     assert!(unprepared.contains("was not initialised"), "{unprepared}");
     assert_eq!(decode(&device, Stage::Initialize, &call), Ok(()));
     assert_eq!(decode(&device, Stage::Execute, &call), Ok(()));
@@ -95,7 +96,9 @@ fn arrays_and_numbers_that_do_not_fit_are_refused() {
         change(&mut call);
         let error = decode(&device, Stage::Initialize, &call).expect_err("refused");
         assert!(error.contains(words), "{words} in {error}");
+        error
     };
+    let told = |change: &dyn Fn(&mut Call), words: &str| device.told_of(&refused(change, words));
     refused(&|call| call.args[2].dims[1] = 32, "shape of value_cache must be [23, 64, 2, 24]");
     refused(&|call| call.args[4].dims[1] = 3, "shape of units must be [4, 4]");
     refused(&|call| call.args[5].dims[2] = 4, "shape of intervals must be [4, 2, 3]");
@@ -104,13 +107,13 @@ fn arrays_and_numbers_that_do_not_fit_are_refused() {
     refused(&|call| call.args[0].dtype = F32, "dtype of query must be bfloat16 or float16");
     refused(&|call| call.rets[2].dims[0] -= 1, "shape of workspace must be");
     refused(&|call| drop(call.args.pop()), "operands must be 7, or 9 with slopes, got 8");
-    refused(&|call| call.integers[0].1 = 2, "slice_tiles must be 1");
+    told(&|call| call.integers[0].1 = 2, "slice_tiles must be 1");
     refused(&|call| call.integers[1].1 = -1, "most_slices must be a natural number, got -1");
     refused(&|call| call.integers[2].1 = 32, "tile_keys must be 64, got 32");
-    refused(&|call| call.integers[4].1 = 0, "interleave and world_size must be at least 1");
+    told(&|call| call.integers[4].1 = 0, "interleave and world_size must be at least 1");
     let uneven = |call: &mut Call| {
         call.args[1].dims[1] = 72;
         call.args[2].dims[1] = 72;
     };
-    refused(&uneven, "page_rows must be a power of two");
+    told(&uneven, "page_rows must be a power of two");
 }

@@ -39,6 +39,7 @@ fn every_call_that_fails_becomes_an_error_and_the_next_run_works() {
                 continue;
             }
             let Err((code, message)) = outcome else { panic!("{name}, call {n}, failed unseen") };
+            device.told_of(&message);
             assert_eq!(code, sys::XLA_FFI_Error_Code_INTERNAL, "{message}");
             assert!(message.contains(name), "call {n}: {name} in {message}");
             assert!(message.contains("ring over mesh axis \"context\""), "{message}");
@@ -89,7 +90,9 @@ fn exchanges_go_on_after_a_failure_and_launches_do_not() {
             let before = device.recorder.calls().len();
             device.recorder.fail_at(n);
             let failed = rank.stage(device.platform, Stage::Execute);
-            assert!(failed.is_err_and(|(_, message)| message.contains(", step ")), "{name} {n}");
+            let (_, message) = failed.expect_err("failed");
+            device.told_of(&message);
+            assert!(message.contains(", step "), "{name} {n}: {message}");
             assert_eq!(exchanges(&device.recorder.take()), all, "{name} {n}");
             let after = calls_after(before + n + 1);
             assert_eq!(after.iter().filter(|name| of_device(name)).count(), 0, "{after:?}");
@@ -138,6 +141,7 @@ fn a_rank_that_is_not_ready_contacts_its_peers_and_tells_them() {
         assert_eq!(exchanges(&device.recorder.take()).len(), 3, "{name}");
         assert_ne!(device.recorder.written()[0].1, 1, "{name}");
         let (_, message) = rank.stage(device.platform, Stage::Execute).expect_err("not ready");
+        device.told_of(&message);
         assert!(message.contains(name) && message.contains("rank 0 of 4: "), "{message}");
         assert_eq!(device.recorder.take().calls, [], "the peers do not run the call either");
         assert_eq!(device.stages(&rank), Ok(()), "after {name}");
@@ -170,8 +174,9 @@ fn a_failure_before_a_run_that_the_peers_make_too_does_not_keep_this_rank_from_i
     let whole = exchanges(&device.recorder.take());
     device.recorder.fail_at(0);
     assert_eq!(rank.stage(device.platform, Stage::Initialize), Ok(()));
-    let failed = rank.stage(device.platform, Stage::Execute);
-    assert!(failed.is_err_and(|(_, message)| message.contains("ncclCommUserRank")));
+    let (_, message) = rank.stage(device.platform, Stage::Execute).expect_err("failed");
+    device.told_of(&message);
+    assert!(message.contains("ncclCommUserRank"), "{message}");
     let made = exchanges(&device.recorder.take());
     assert!(made == whole && !made.is_empty());
 }
@@ -184,6 +189,7 @@ fn a_group_that_nccl_refuses_twice_is_an_error_with_its_peer() {
         device.recorder.refuse(Some(name));
         let failed = rank.stage(device.platform, Stage::Execute);
         let (_, message) = failed.expect_err("refused");
+        device.told_of(&message);
         assert!(message.contains("rank 0 of 2, step "), "{message}");
         let reason = "unhandled system error (code 2): it was made to fail";
         let expected = format!("peer rank 1: {name} failed: {reason}");

@@ -36,6 +36,7 @@ fn a_missing_part_of_the_runtime_is_named() {
         }
         let (_, message) = rank.stage(device.platform, stage).expect_err("refused");
         parts.iter().for_each(|part| assert!(message.contains(part), "{part} in {message}"));
+        message
     };
     let no_extension = |rank: &mut RankCall| {
         *rank.runtime.context.gpu.as_mut().expect("it has one").extension() = None;
@@ -58,7 +59,7 @@ fn a_missing_part_of_the_runtime_is_named() {
     let words = ["float32 is not supported on CUDA", "bfloat16 or float16"];
     refused(&float32, Stage::Initialize, &words);
     let small = |rank: &mut RankCall| rank.rets[2].dims[0] -= 1;
-    refused(&small, Stage::Execute, &["workspace must have at least"]);
+    device.told_of(&refused(&small, Stage::Execute, &["workspace must have at least"]));
 }
 
 #[test]
@@ -91,12 +92,14 @@ fn a_communicator_that_is_not_the_rings_or_is_broken_is_refused() {
     let rank = device.after_a_run(&call);
     device.recorder.set_async_error(device.comms[0], 6);
     let (_, message) = rank.stage(device.platform, Stage::Execute).expect_err("refused");
+    device.told_of(&message);
     for part in ["ncclCommGetAsyncError", "rank 0 of 2", "code 6"] {
         assert!(message.contains(part), "{part} in {message}");
     }
     let other = Device::new(0, 3);
     let refused = other.rank(&call).all(other.platform, Pass::Forward);
     let (_, message) = refused.expect_err("refused");
+    other.told_of(&message);
     assert!(message.contains("expected a communicator of 2 ranks"), "{message}");
 }
 

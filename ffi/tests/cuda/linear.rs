@@ -53,8 +53,9 @@ fn arrays_of_wrong_shapes_and_types_are_refused() {
         change(&mut args, &mut rets);
         let error = attend(&device, Stage::Execute, &args, &rets).expect_err("refused");
         assert!(error.contains(words), "{words} in {error}");
+        error
     };
-    refused(&|_, _| {}, "was not initialised");
+    device.told_of(&refused(&|_, _| {}, "was not initialised"));
     assert_eq!(attend(&device, Stage::Initialize, &args, &rets), Ok(()));
     assert_eq!(attend(&device, Stage::Execute, &args, &rets), Ok(()));
     refused(&|args, _| args[2].dims[1] -= 1, "shape of value must be [2, 150, 2, 24]");
@@ -64,5 +65,7 @@ fn arrays_of_wrong_shapes_and_types_are_refused() {
     let words = "dtype of key must be bfloat16 or float16, got float32";
     refused(&|args, _| args[1].dtype = F32, words);
     refused(&|_, rets| drop(rets.pop()), "5 and 1, or 6 and 2, got 6 and 1");
-    refused(&|args, _| args[0].data = ptr::null_mut(), "must be the address of an array");
+    let null =
+        refused(&|args, _| args[0].data = ptr::null_mut(), "must be the address of an array");
+    device.told_of(&null);
 }

@@ -1,5 +1,6 @@
 """Arrays as models and ``jax.nn.dot_product_attention`` have them, in the form of the features."""
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 import jax
@@ -16,8 +17,11 @@ Value = TypeVar("Value")
 MAX_INT32 = 2**31 - 1
 KINDS = {"int32": (jnp.integer, "an integer type"), "float32": (jnp.floating, "a float type")}
 """For each dtype the dtypes that are cast to it, and their name in errors."""
-INSTEAD = "is_causal, local_window_size and segment_ids cover causal, windowed and packed sequences"
-"""The way out of masks of the size sequence × sequence."""
+INSTEAD = (
+    "is_causal, local_window_size and segment_ids cover causal, windowed and packed sequences, and "
+    "visible=(start, stop) every mask in which an interval of query positions sees each key"
+)
+"""The way out of masks that are no padding."""
 
 
 def cast(title: str, each: str, value: object, dtype: str) -> ArrayType:
@@ -97,7 +101,7 @@ def mask_sides(
         raise NotImplementedError(
             "mask of jax.nn.dot_product_attention is supported over a sharded sequence where it "
             "marks padding of keys, [batch, 1, 1, kv_len], or of queries, [batch, 1, q_len, 1], "
-            f"got shape {tuple(x.shape)}: the whole mask is a sequence × sequence array; {INSTEAD}"
+            f"got shape {tuple(x.shape)}: {beyond_padding(queries, keys)}; {INSTEAD}"
         )
     # A mask of one element belongs to the side that has one token.
     of_keys = queries == 1 and (keys != 1 or kv_len == 1)
@@ -111,10 +115,28 @@ def mask_sides(
     return {name: ("mask", module.broadcast_to(x.reshape(of_batch, length), (batch, length)))}
 
 
+def batch_of_one(qkv: Value, options: Mapping[str, object]) -> tuple[Value, dict[str, object]]:
+    """Returns query, key and value of three dimensions, and arrays of their rows, with a batch."""
+    rows = ("segment_ids", "visible", "query_positions", "key_positions")
+    return batched(qkv, 3), {**options, **{name: batched(options.get(name), 1) for name in rows}}
+
+
+def beyond_padding(queries: int, keys: int) -> str:
+    """Returns why a call can't take a mask that is no padding, in the words of errors."""
+    if 1 in (queries, keys):
+        return (
+            "it is a mask for each head, and a call has one mask for all heads; call once for the "
+            "heads that share a mask"
+        )
+    return "the whole mask is a sequence × sequence array"
+
+
 def batched(value: Value, dimensions: int) -> Value:
     """Returns an array of ``dimensions`` with a batch of one, all other values as they are."""
     if isinstance(value, tuple | list):
         return type(value)(batched(x, dimensions) for x in value)
+    if isinstance(value, jax.ShapeDtypeStruct) and value.ndim == dimensions:
+        return jax.ShapeDtypeStruct((1, *value.shape), value.dtype)  # type: ignore[return-value]
     if isinstance(value, AnyArray) and value.ndim == dimensions:
         return value[None]  # type: ignore[return-value]
     return value

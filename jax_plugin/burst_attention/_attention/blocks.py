@@ -168,7 +168,7 @@ class Work:
     ) -> Statistics:
         """Returns what the backward pass knows of this rank's queries, in blocks."""
         # Rows that see no key may come with any gradient, NaN too. It counts as 0.
-        blind = jnp.isneginf(lse) | self._outside_of_keys()[:, None]
+        blind = jnp.isneginf(lse) | self._outside_of_keys()[None, :, None]
         if self.q_segments is not None:
             blind |= self.q_segments[..., None] < 0
         dout = jnp.where(blind[..., None], 0, dout.astype(jnp.float32))
@@ -295,11 +295,12 @@ class Pair:
         )
         return queries[:, None, None, :, None], keys[:, None, None, None, :]
 
-    def _visible(self) -> Bool[Array, "*#heads query_rows key_rows"]:
+    def _visible(self) -> Bool[Array, "#batch 1 1 query_rows key_rows"]:
         """Returns which keys each query sees, in a shape that broadcasts to the scores' shape."""
         left, right = self.work.ring.window
-        steps = self.keys.places - self.queries.places[:, None]
-        visible = self.keys.exist & jnp.ones_like(steps, bool)
+        of_queries = self.queries.places[None, None, None, :, None]
+        steps = self.keys.places[None, None, None, None] - of_queries
+        visible = self.keys.exist[None, None, None, None] & jnp.ones_like(steps, bool)
         if left != NO_LIMIT:
             visible &= steps >= -left
         if right != NO_LIMIT:
@@ -345,7 +346,7 @@ class Pair:
             return lambda x: x
         k0, k1, entry, first = (work.dropout[:, i, None, None, None, None] for i in range(4))
         heads = jnp.arange(work.kv_heads * work.group, dtype=jnp.uint32)
-        head = first + heads.reshape(work.kv_heads, work.group, 1, 1)
+        head = first + heads.reshape(1, work.kv_heads, work.group, 1, 1)
         queries, keys = (x.astype(jnp.uint32) for x in self._positions())
         number = philox.word((keys // 4, queries, head, entry), (k0, k1), keys % 4)
         rate = work.ring.options.dropout_rate

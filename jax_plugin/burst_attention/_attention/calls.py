@@ -15,12 +15,11 @@ from burst_attention._attention import implementation, plain
 from burst_attention._attention.features import Feature, Features, lengths
 from burst_attention._attention.options import NO_LIMIT
 from burst_attention._attention.ring import Ring
+from burst_attention._ffi import Attributes
 from burst_attention._mesh import rank_and_ring, vary_like
 from burst_attention._types import Arrays
 
 Shapes: TypeAlias = tuple[jax.ShapeDtypeStruct, ...]
-Attribute: TypeAlias = bool | str | np.generic | np.ndarray
-Attributes: TypeAlias = dict[str, Attribute]
 
 SHORT_SEQUENCE = 256
 """Up to how many keys of the whole sequence the backward pass gets o in float32. There gradients
@@ -174,7 +173,7 @@ def _cpu_call(
     target: str, ring: Ring, results: Shapes, operands: Arrays, features: Features, also: Attributes
 ) -> Arrays:
     attributes = _options(ring, features) | {"softmax_scale": np.float32(ring.softmax_scale)}
-    given = (*operands, *features.operands(), rank_and_ring(ring.axes))
+    given = (*operands, *(x for _, x in features.operands()), rank_and_ring(ring.axes))
     return _call(target, ring, results, given, attributes | also)
 
 
@@ -197,7 +196,7 @@ def _cuda_call(
     # The workspace is a result, so XLA plans and counts it: kernels allocate nothing.
     needed = _ffi.workspace_bytes(**_request(target, ring, operands, options))
     workspace = jax.ShapeDtypeStruct((needed,), jnp.uint8)
-    operands = (*operands, *features.operands(), *in_place)
+    operands = (*operands, *(x for _, x in features.operands()), *in_place)
     first, last = len(operands) - len(in_place), len(results) - len(in_place)
     aliases = {first + i: last + i for i in range(len(in_place))}
     *outputs, _ = _call(
@@ -213,7 +212,7 @@ def _options(ring: Ring, features: Features) -> Attributes:
         "window_right": np.int64(ring.window[1]),
         "logits_soft_cap": np.float32(ring.options.logits_soft_cap or 0),
         "dropout_rate": np.float32(ring.options.dropout_rate),
-        "feature_operands": ",".join(row.name for row, _ in features.present() if row.operand),
+        "feature_operands": ",".join(row.name for row, _ in features.operands()),
         "schedule": ring.schedule,
         "inner_size": np.int64(ring.inner_size),
     }
@@ -227,25 +226,15 @@ def _call(
     attributes: Attributes,
     aliases: dict[int, int] | None = None,
 ) -> Arrays:
-    # A ring inside one call is pure, so XLA may merge equal calls and drop unused ones: all ranks
-    # run one program, so a call that one rank drops, all ranks drop.
-    call = jax.ffi.ffi_call(
-        target,
-        results,
-        vmap_method="broadcast_all",
-        has_side_effect=False,
-        input_output_aliases=aliases,
+    of_ring: Attributes = {
+        "world_size": np.int64(ring.world_size),
+        "layout": ring.layout,
+        "axis_name": ", ".join(ring.axes) or "none",
+    }
+    outputs = _ffi.call(
+        target, results, operands, attributes | of_ring, label=ring.schedule_name, aliases=aliases
     )
-    with jax.named_scope(target):
-        outputs = call(
-            *operands,
-            world_size=np.int64(ring.world_size),
-            layout=ring.layout,
-            axis_name=", ".join(ring.axes) or "none",
-            **attributes,
-        )
-    # JAX types the results of a custom call as equal on all devices.
-    return vary_like(operands[0], tuple(outputs))
+    return vary_like(operands[0], outputs)
 
 
 def _request(target: str, ring: Ring, operands: Arrays, options: Attributes) -> dict[str, object]:

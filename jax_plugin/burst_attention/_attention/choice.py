@@ -303,7 +303,8 @@ def _ring_sizes(axis_sizes: object) -> tuple[int, ...]:
     """Returns the lengths of one axis or two."""
     given = axis_sizes if isinstance(axis_sizes, tuple | list) else (axis_sizes,)
     if len(given) not in (1, 2):
-        raise ValueError(f"axis_sizes must be one number or (outer, inner), got {axis_sizes!r}")
+        got = _checks.shown(axis_sizes)
+        raise ValueError(f"axis_sizes must be one number or (outer, inner), got {got}")
     sizes = tuple(device_count("axis_sizes", size) for size in given)
     if math.prod(sizes) > MOST_DEVICES:
         raise ValueError(

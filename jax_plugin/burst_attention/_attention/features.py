@@ -15,8 +15,9 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from burst_attention import _ffi
 from burst_attention._attention.arguments import cast, intervals, mask_sides
+from burst_attention._batching import spread
 from burst_attention._checks import array_type, index, shaped
-from burst_attention._types import Arrays, Axes
+from burst_attention._types import ArrayType, Axes
 
 
 class Feature(NamedTuple):
@@ -32,7 +33,7 @@ class Feature(NamedTuple):
     shape: str
     """The shape of the array that the argument brings."""
     operand: str
-    """The shape of the custom calls' operand; empty for an array that the calls do not get."""
+    """The shape of the array that `as_operands` returns; empty for one that it never gets."""
     differentiable: bool = False
     """Whether the array has a gradient."""
     partial: str = ""
@@ -60,16 +61,18 @@ def _operand(row: _ffi.FeatureOperand) -> Feature:
     return Feature(*parts, row["differentiable"], partial)
 
 
+OPERANDS = tuple(map(_operand, _ffi.interface()["feature_operands"]))
+"""The features whose arrays the custom calls take, in their order."""
 FEATURES = (
-    *map(_operand, _ffi.interface()["feature_operands"]),
-    Feature("sinks", "sinks", "float32", "logit", "heads", "", differentiable=True),
+    *OPERANDS,
+    Feature("sinks", "sinks", "float32", "logit", "heads", "batch heads", differentiable=True),
     Feature("query_mask", "mask", "bool", "flag", "batch q_len", ""),
     Feature("key_mask", "mask", "bool", "flag", "batch kv_len", ""),
     Feature("query_offset", "query_offset", "int32", "position", "batch", ""),
     Feature("query_seq_lengths", "query_seq_lengths", "int32", "length", "batch", ""),
     Feature("key_value_seq_lengths", "key_value_seq_lengths", "int32", "length", "batch", ""),
 )
-"""Every feature that has an array. Operands stand in the order of the custom calls."""
+"""Every feature that has an array."""
 
 
 class Features(NamedTuple):
@@ -83,7 +86,7 @@ class Features(NamedTuple):
     query_positions: Int32[Array, "batch q_len"] | None = None
     key_positions: Int32[Array, "batch kv_len"] | None = None
     dropout: UInt32[Array, "*batch words"] | None = None
-    sinks: Float32[Array, " heads"] | None = None
+    sinks: Float32[Array, "*batch heads"] | None = None
     query_mask: Bool[Array, "batch q_len"] | None = None
     key_mask: Bool[Array, "batch kv_len"] | None = None
     query_offset: Int32[Array, " batch"] | None = None
@@ -108,23 +111,23 @@ class Features(NamedTuple):
         counts = self.alibi_slopes is not None or self.dropout is not None
         return self.visible is not None or self.has_positions or (query_offset != 0 and counts)
 
-    def operands(self) -> Arrays:
-        """Returns the operands of the custom calls."""
-        return tuple(x for row, x in self.present() if row.operand)
+    def operands(self) -> list[tuple[Feature, jax.Array]]:
+        """Returns the operands of the custom calls, each with its row of the table."""
+        return [(row, x) for row, x in self.present() if row in OPERANDS]
 
     def differentiable(self) -> list[tuple[Feature, jax.Array]]:
-        """Returns the operands that have a gradient, each with its row of the table."""
-        return [(row, x) for row, x in self.present() if row.operand and row.differentiable]
+        """Returns the arrays that have a gradient, each with its row of the table."""
+        return [(row, x) for row, x in self.present() if row.differentiable]
 
 
-def lengths(query: jax.Array, key: jax.Array) -> dict[str, int]:
+def lengths(query: ArrayType, key: ArrayType) -> dict[str, int]:
     """Returns the lengths that shapes of the table name."""
     batch, q_len, heads, _ = query.shape
     return {"batch": batch, "q_len": q_len, "kv_len": key.shape[1], "heads": heads}
 
 
 def check_features(
-    given: Mapping[str, object], query: jax.Array, key: jax.Array, dropout_rate: float
+    given: Mapping[str, object], query: ArrayType, key: ArrayType, dropout_rate: float
 ) -> Features:
     """Returns the arrays among the arguments of `attention`, checked."""
     sizes = lengths(query, key)
@@ -245,7 +248,7 @@ def dropout_offsets(
     """
     entry, head = _first_index(batch_axes, batch), _first_index(head_axes, heads)
     entries = entry + jnp.arange(batch, dtype=jnp.uint32)
-    columns = (words[0], words[1], entries, head)
+    columns = spread((words[0], words[1], entries, head))
     return jnp.stack([jnp.broadcast_to(column, (batch,)) for column in columns], axis=1)
 
 

@@ -1,6 +1,7 @@
 """Attention on global arrays: finds mesh and axes, and computes on shards in a ``shard_map``."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Literal, Unpack, cast, overload
 
 import jax
@@ -9,18 +10,20 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from burst_attention import _checks
-from burst_attention._attention.arguments import batched
+from burst_attention._attention.arguments import batch_of_one
 from burst_attention._attention.features import Features, lengths
 from burst_attention._attention.options import AnyArray, AttentionOptions, Options
 from burst_attention._attention.order import ORDERS, InSequence, Order
 from burst_attention._attention.placement import (
     Placement,
+    checked_spec,
     find_mesh,
     find_placement,
     sequence_axes,
 )
 from burst_attention._attention.shards import attend, check_call
 from burst_attention._attention.vjp import Qkv
+from burst_attention._mesh import ring_axes
 from burst_attention._types import AnyMesh, Axes
 
 
@@ -131,12 +134,11 @@ def dot_product_attention(
       ValueError, TypeError, NotImplementedError: while tracing, with the way out.
     """
     qkv, is_single = (query, key, value), getattr(query, "ndim", 4) == 3
+    spec = checked_spec(spec)
     if is_single:
-        qkv = batched(qkv, 3)
-        spec = PartitionSpec(None, *spec) if isinstance(spec, PartitionSpec) else spec
-        rows = ("segment_ids", "visible", "query_positions", "key_positions")
-        of_rows = {name: batched(options.get(name), 1) for name in rows}
-        options = cast(AttentionOptions, {**options, **of_rows})
+        qkv, of_batch = batch_of_one(qkv, options)
+        spec = None if spec is None else PartitionSpec(None, *spec)
+        options = cast(AttentionOptions, of_batch)
     checked, qkv, features = check_call("dot_product_attention", qkv, bias, mask, options)
     for name in ("batch_axis", "head_axis"):
         if axes := getattr(checked, name):
@@ -146,28 +148,48 @@ def dot_product_attention(
             )
     with_lse = _checks.flag("return_residual", return_residual)
     in_sequence = _checks.choice("order", order, ORDERS) == "sequence"
-    mesh, whole_query, way = find_mesh(mesh, qkv[0]), qkv[0], None
+    mesh, axes = find_mesh(mesh, qkv[0]), None if axis_name is None else ring_axes(axis_name)
     if in_sequence:
-        way = InSequence(mesh, sequence_axes(mesh, spec, axis_name, qkv), checked)
-        qkv, features = way.padded(qkv, features)
-    placement = find_placement(mesh, spec, axis_name, *qkv)
-    results = _on_shards(placement, way, checked, qkv, features, with_lse)
-    if way is not None:
-        results = tuple(way.result(x, whole_query) for x in results)
+        way = InSequence(mesh, sequence_axes(mesh, spec, axes, qkv), checked)
+        results = _in_sequence(way, spec, axes, with_lse, qkv, features)
+        results = tuple(way.placed(x, qkv[0]) for x in results)
+    else:
+        results = _on_shards(mesh, spec, axes, None, checked, with_lse, qkv, features)
     if is_single:
         results = tuple(lax.squeeze(x, [0]) for x in results)
     return (results[0], results[1]) if with_lse else results[0]
 
 
-def _on_shards(
-    placement: Placement,
-    way: InSequence | None,
-    options: Options,
+# Outside jit, a call with equal options and types runs the program of the call before it. In a
+# program of the user these functions leave no trace.
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
+def _in_sequence(
+    way: InSequence,
+    spec: PartitionSpec | None,
+    axis_name: Axes | None,
+    with_lse: bool,
     qkv: Qkv,
     features: Features,
+) -> tuple[jax.Array, ...]:
+    """Returns out and, if asked for, lse of arrays in the order of the sequence."""
+    padded = way.padded(qkv, features)
+    results = _on_shards(way.mesh, spec, axis_name, way, way.options, with_lse, *padded)
+    return tuple(way.result(x, qkv[0]) for x in results)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5), inline=True)
+def _on_shards(
+    mesh: AnyMesh,
+    spec: PartitionSpec | None,
+    axis_name: Axes | None,
+    way: InSequence | None,
+    options: Options,
     with_lse: bool,
+    qkv: Qkv,
+    features: Features,
 ) -> tuple[jax.Array, ...]:
     """Returns out and, if asked for, lse of global arrays that the layout can cut."""
+    placement = find_placement(mesh, spec, axis_name, *qkv)
     axes = placement.axes
     options = replace(options, batch_axis=axes["batch"], head_axis=axes["heads"])
 
@@ -187,7 +209,6 @@ def _on_shards(
         mesh=placement.mesh,
         in_specs=((q_spec, kv_spec, kv_spec), specs),
         out_specs=(q_spec,) * (1 + with_lse),
-        axis_names=set(placement.mesh.axis_names) - set(placement.mesh.manual_axes),
     )(qkv, arrays)
 
 

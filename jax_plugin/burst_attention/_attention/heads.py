@@ -24,6 +24,7 @@ ring over the outer axis, in the same layout:
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ from burst_attention import _mesh
 from burst_attention._attention.features import Features
 from burst_attention._attention.ring import Ring
 from burst_attention._attention.vjp import Qkv, ring_attention
+from burst_attention._batching import all_to_all, over_batch
 from burst_attention._types import Axes, Layout
 
 SCHEDULES = ("ulysses", "hybrid")
@@ -79,8 +81,8 @@ class Exchange:
                 if length == "heads":
                     x = self._own_heads(x, axis)
                 elif length in ("q_len", "kv_len"):
-                    gathered = lax.all_gather(self._stripe(x), self.axes, axis=1, tiled=True)
-                    x = self._merge(gathered)
+                    gather = partial(lax.all_gather, axis_name=self.axes, axis=1, tiled=True)
+                    x = self._merge(over_batch(gather, self._stripe(x)))
             found[row.name] = x
         if "dropout" in found:
             first = lax.axis_index(self.axes).astype(jnp.uint32) * jnp.uint32(self.heads)
@@ -91,13 +93,13 @@ class Exchange:
         self, x: Shaped[Array, "batch group_n own_heads *dim"]
     ) -> Shaped[Array, "batch n heads *dim"]:
         """Returns the results of all heads for this rank's shard."""
-        x = lax.all_to_all(self._split(x), self.axes, split_axis=1, concat_axis=2, tiled=True)
+        x = all_to_all(self._split(x), self.axes, 1, 2)
         return self._permute(x, [(rank, owner) for rank, owner in enumerate(self._owners())])
 
     def _scatter_heads(
         self, x: Float[Array, "batch n heads dim"]
     ) -> Float[Array, "batch group_n own_heads dim"]:
-        x = lax.all_to_all(self._stripe(x), self.axes, split_axis=2, concat_axis=1, tiled=True)
+        x = all_to_all(self._stripe(x), self.axes, 2, 1)
         return self._merge(x)
 
     def _own_heads(self, x: jax.Array, axis: int) -> jax.Array:

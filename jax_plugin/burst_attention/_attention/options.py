@@ -51,15 +51,16 @@ class AttentionOptions(TypedDict, total=False):
     Args:
       is_causal: whether a query sees only keys at its own global position and before it.
       scale: factor on q·k, a Python number; default head_dim ** -0.5.
-      query_seq_lengths: integers ``[batch]``, how many queries of the whole sequence are no
-        padding: those whose position is less. A query beyond them sees no key: its out is 0, as in
-        ``jax.nn``, and its lse is −inf, where ``jax.nn`` counts masked keys.
-      key_value_seq_lengths: integers ``[batch]``, how many keys of the whole sequence are no
-        padding. A query that sees no key has out 0, where ``jax.nn`` returns the mean of all
-        values.
+      query_seq_lengths: integers ``[batch]``: queries whose position is at least this number are
+        padding. Positions are those of the layout, with ``query_offset``, or ``query_positions``.
+        Padding sees no key: its out is 0, as in ``jax.nn``, and its lse is −inf, where ``jax.nn``
+        counts masked keys.
+      key_value_seq_lengths: integers ``[batch]``: keys whose position is at least this number are
+        padding. Positions are those of the layout, or ``key_positions``. A query that sees no key
+        has out 0, where ``jax.nn`` returns the mean of all values.
       local_window_size: (left, right): a query sees ``left`` positions before its own and ``right``
         positions after it. None or −1 leaves a side open. One number stands for both sides. With
-        is_causal, right is 0.
+        is_causal, right may be any number and counts as 0.
       segment_ids: integers ``[batch, seq]`` in the order of ``layout``, or a pair (ids of query,
         ids of key). A query sees only keys of its own segment, for packed documents. A negative id
         matches no id, not even itself: it marks padding, see `pad_sequence`. Of ids beyond int32
@@ -67,13 +68,15 @@ class AttentionOptions(TypedDict, total=False):
       visible: (start, stop), integers ``[batch, kv_len]`` each, in the order of ``layout``: a query
         at position p sees key j only if start[j] ≤ p < stop[j], and if ``is_causal``, window and
         segments allow it too. With ``[batch, kv_len, 2]`` each key has two intervals, and either
-        of them suffices. An empty interval, start ≥ stop, hides the key. The intervals are data,
-        so another mask needs no compilation. `masks` makes them. They travel with their keys, 8 or
-        16 bytes for each. FlashMask (arXiv:2410.01359) has the same masks.
+        of them suffices. An empty interval, start ≥ stop, hides the key. Intervals beyond int32 are
+        clipped, and a stop of 2³¹ − 1 is no limit. The intervals are data, so another mask needs no
+        compilation. `masks` makes them. They travel with their keys, 8 or 16 bytes for each.
+        FlashMask (arXiv:2410.01359) has the same masks.
       query_positions: integers ``[batch, q_len]``, the position of each query in the sequence, for
         ``is_causal``, window, ``visible``, slopes and dropout. Default: the layout's, plus
         ``query_offset``. With positions of queries or keys any order of tokens is a layout; every
-        chunk then travels to every rank.
+        chunk then travels to every rank. The least position is −2³¹ + 1 and the greatest 2³¹ − 1,
+        beside dropout 2³¹ − 2. Positions beyond them, as far as int32 goes, count as the nearest.
       key_positions: integers ``[batch, kv_len]``, the position of each key; default: the layout's.
       query_offset: how many positions the first query stands after the first key. 0, the default,
         aligns the beginnings, as in ``jax.nn``; a Python int kv_len − q_len aligns the ends. An
@@ -261,7 +264,7 @@ def _residual_dtype(name: str, value: object) -> Literal["float32"]:
 def _implementation(name: str, value: object) -> Implementation:
     if not isinstance(value, str) or value != "xla":
         raise ValueError(
-            f"{name} must be None or 'xla', got {value!r}; None takes the library's "
+            f"{name} must be None or 'xla', got {_checks.shown(value)}; None takes the library's "
             "calls where they serve, and plain JAX elsewhere"
         )
     return "xla"

@@ -9,7 +9,6 @@ from typing import Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
@@ -26,7 +25,6 @@ Order: TypeAlias = Literal["layout", "sequence"]
 ORDERS: tuple[Order, ...] = get_args(Order)
 
 FILL = dict.fromkeys(("query_segment_ids", "key_segment_ids"), PADDING)
-FILL["key_positions"] = int(np.iinfo(np.int32).max)
 """What fills the end of a feature; 0 or False for all others."""
 
 
@@ -44,12 +42,8 @@ class InSequence:
         query, key, value = (self._cut(self._padded(x, 1), 1, self.axes) for x in qkv)
         q_len, kv_len = qkv[0].shape[1], qkv[1].shape[1]
         is_seen = features.has_positions or self._reaches_past(kv_len, q_len)
-        if key.shape[1] > kv_len and is_seen:
-            given, last = features.key_value_seq_lengths, kv_len
-            if features.key_positions is not None:
-                last = FILL["key_positions"]
-            ends = jnp.full(key.shape[:1], last, jnp.int32) if given is None else given
-            features = features._replace(key_value_seq_lengths=jnp.minimum(ends, last))
+        if key.shape[1] > kv_len and is_seen and features.key_mask is None:
+            features = features._replace(key_mask=jnp.ones((len(key), kv_len), bool))
         found = {row.name: x for row, x in features.present()}
         for row, x, axis in _along_sequence(features):
             x = self._padded(x, axis, FILL.get(row.name, 0))
@@ -73,8 +67,13 @@ class InSequence:
     def result(
         self, x: Shaped[Array, "batch padded_len heads *value_dim"], query: jax.Array
     ) -> Shaped[Array, "batch q_len heads *value_dim"]:
-        """Returns the rows of out or lse that are no padding, sharded like query."""
-        x = (x if _spec_of(query)[1] else self._cut(x, 1, None))[:, : query.shape[1]]
+        """Returns the rows of out or lse that are no padding, of Explicit axes like query."""
+        return (x if _spec_of(query)[1] else self._cut(x, 1, None))[:, : query.shape[1]]
+
+    def placed(
+        self, x: Shaped[Array, "batch q_len heads *value_dim"], query: jax.Array
+    ) -> Shaped[Array, "batch q_len heads *value_dim"]:
+        """Returns out or lse sharded like query, where query says how."""
         if isinstance(query, jax.core.Tracer) or not isinstance(query.sharding, NamedSharding):
             return x
         # Outside jit, operations on Auto axes leave their results where they like.

@@ -9,12 +9,19 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from burst_attention import _checks
-from burst_attention._mesh import axes_size, axis_name_of, ring_axes
+from burst_attention._mesh import axes_size, axis_name_of, names_of, ring_axes
 from burst_attention._types import AnyMesh, Axes
 
 Cuts: TypeAlias = tuple[Axes, ...]
 """For each dimension of an array the mesh axes that cut it."""
 DIMENSIONS = ("batch", "seq", "heads", "head_dim")
+WAYS_OUT = {
+    "batch": "pad the batch and drop the end of the result, or shard it over fewer devices",
+    "seq": _checks.PAD,
+    "heads": "shard the heads over fewer devices; heads of key and value may also be repeated with "
+    "jnp.repeat(x, n, axis=2)",
+}
+"""For each dimension that may be sharded, the way out of a length that its axes do not divide."""
 LIKE = {
     "heads": "the heads of query",
     "batch q_len": "the first two dimensions of query",
@@ -115,7 +122,7 @@ def _mesh_of(query: jax.Array) -> AnyMesh | None:
 
 def find_placement(
     mesh: AnyMesh,
-    spec: object,
+    spec: PartitionSpec | None,
     axis_name: object,
     query: jax.Array,
     key: jax.Array,
@@ -158,7 +165,10 @@ def find_placement(
 
 
 def sequence_axes(
-    mesh: AnyMesh, spec: object, axis_name: object, qkv: tuple[jax.Array, jax.Array, jax.Array]
+    mesh: AnyMesh,
+    spec: PartitionSpec | None,
+    axis_name: object,
+    qkv: tuple[jax.Array, jax.Array, jax.Array],
 ) -> Axes:
     """Returns the axes that are to shard sequences of any length.
 
@@ -208,13 +218,18 @@ def _cuts_from_types(mesh: AnyMesh, arrays: Mapping[str, jax.Array]) -> dict[str
 def _actual_axes(x: jax.Array) -> Cuts:
     """Returns the axes that cut an array, from its type."""
     spec = tuple(jax.typeof(x).sharding.spec)
-    return tuple(_tuple(entry) for entry in spec + (None,) * (x.ndim - len(spec)))
+    return tuple(names_of(entry) for entry in spec + (None,) * (x.ndim - len(spec)))
 
 
-def _axes_of(spec: object, mesh: AnyMesh) -> Cuts:
-    """Returns the axes that ``spec`` names for each dimension."""
-    if not isinstance(spec, PartitionSpec):
+def checked_spec(spec: object) -> PartitionSpec | None:
+    """Returns the ``spec`` of a call; None where it is not given."""
+    if not isinstance(spec, PartitionSpec | None):
         raise TypeError(f"spec must be a jax.sharding.PartitionSpec, got {type(spec).__name__}")
+    return spec
+
+
+def _axes_of(spec: PartitionSpec, mesh: AnyMesh) -> Cuts:
+    """Returns the axes that ``spec`` names for each dimension."""
     if len(spec) > 4:
         raise ValueError(f"spec must have at most 4 entries {list(DIMENSIONS)}, got {spec}")
     if PartitionSpec.UNCONSTRAINED in tuple(spec):
@@ -222,16 +237,12 @@ def _axes_of(spec: object, mesh: AnyMesh) -> Cuts:
             "spec must say of each dimension which mesh axes cut it, with None for none, got "
             f"PartitionSpec.UNCONSTRAINED in {spec}"
         )
-    axes = tuple(_tuple(entry) for entry in tuple(spec) + (None,) * (4 - len(spec)))
+    axes = tuple(names_of(entry) for entry in tuple(spec) + (None,) * (4 - len(spec)))
     unknown = [name for names in axes for name in names if name not in mesh.axis_names]
     if unknown:
         names = tuple(mesh.axis_names)
         raise ValueError(f"spec must name axes of the mesh {names}, got {unknown[0]!r} in {spec}")
     return axes
-
-
-def _tuple(entry: str | Axes | None) -> Axes:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _only(some: set[str], cuts: Cuts) -> Cuts:
@@ -279,10 +290,9 @@ def _check_divisible(mesh: AnyMesh, cuts: Cuts, shape: tuple[int, ...], array: s
     for dimension, names, length in zip(DIMENSIONS, cuts, shape, strict=True):
         shards = axes_size(mesh, names)
         if length % shards:
-            pad = f"; {_checks.PAD}" if dimension == "seq" else ""
             raise ValueError(
                 f"{dimension} of {array} must be a multiple of {shards}, the size of mesh axes "
-                f"{names}, got {length}{pad}"
+                f"{names}, got {length}; {WAYS_OUT[dimension]}"
             )
 
 

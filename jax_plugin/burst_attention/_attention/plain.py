@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from burst_attention import _ffi
 from burst_attention._attention.blocks import Chunk, Keys, Pair, Queries, Work
 from burst_attention._attention.features import Features
 from burst_attention._attention.ring import Ring
@@ -37,6 +38,7 @@ OfQueries: TypeAlias = tuple[jax.Array, jax.Array]
 """dq, and the gradient of the slopes."""
 
 
+@jax.named_scope(f"{_ffi.FORWARD}_plain")
 def forward(ring: Ring, qkv: Arrays, features: Features) -> Arrays:
     """Returns o, float32 ``[batch, q_len, heads, value_dim]``, and lse of one rank."""
     work = Work(ring, qkv, features)
@@ -60,6 +62,7 @@ def forward(ring: Ring, qkv: Arrays, features: Features) -> Arrays:
     return work.merge_rows(jnp.moveaxis(o, 4, 2)), work.merge_rows(jnp.moveaxis(lse, 4, 2))
 
 
+@jax.named_scope(f"{_ffi.BACKWARD}_plain")
 def backward(ring: Ring, qkv: Arrays, features: Features, results: Arrays) -> Arrays:
     """Returns dq, dk, dv and the gradients of features of one rank from its o, lse, dout, dlse."""
     work = Work(ring, qkv, features)

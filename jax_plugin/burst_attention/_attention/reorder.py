@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
+from burst_attention._batching import all_to_all
 from burst_attention._types import Axes, Layout
 
 
@@ -94,7 +95,7 @@ class Reorder:
     def _tokens(self, owner: jax.Array, taker: jax.Array, n: int) -> Int32[Array, "ranks items"]:
         """Returns the tokens of the shard of ``owner`` that belong to the stripe of ``taker``."""
         items = jnp.arange(self._items(n), dtype=jnp.int32)
-        return (taker - owner * n) % self.size + self.size * items
+        return (taker - owner * n) % self.size + self.size * items[None]
 
     def _places(self, ranks: jax.Array, tokens: jax.Array, n: int) -> Int32[Array, " seq"]:
         """Returns the places, among items received from all ranks, of tokens of shards."""
@@ -103,7 +104,7 @@ class Reorder:
     def _exchange(self, x: jax.Array, rows: Int32[Array, "ranks items"], axis: int) -> jax.Array:
         """Sends each rank its rows, and returns what all ranks send, one behind the other."""
         sent = _take(x, rows.reshape(-1), axis)
-        return lax.all_to_all(sent, self.axes, split_axis=axis, concat_axis=axis, tiled=True)
+        return all_to_all(sent, self.axes, axis, axis)
 
 
 def _take(x: jax.Array, rows: Int32[Array, " rows"], axis: int) -> jax.Array:

@@ -26,6 +26,8 @@ class Ring:
     world_size: int
     schedule: str
     """The library's name of the schedule, such as ``double_ring`` for rings over two axes."""
+    schedule_name: str
+    """The schedule in the names of calls: that of all devices, also where heads are scattered."""
     inner_size: int
     """Ranks of an inner ring; 0 if there are no inner rings."""
     window: Window
@@ -55,7 +57,7 @@ def ring_along(
     """Returns the ring of a call inside ``shard_map``."""
     query, key, _ = qkv
     mesh = _mesh.ring_mesh(axes)
-    _mesh.all_axes_manual(mesh)
+    _mesh.all_axes_manual(mesh, *qkv)
     for name in ("batch_axis", "head_axis"):
         _check_axes(name, getattr(options, name), mesh, axes)
     for name, x in (("query", query), ("key", key)):
@@ -75,6 +77,7 @@ def ring_along(
         axes=axes,
         world_size=world_size,
         schedule=schedule,
+        schedule_name=schedule,
         inner_size=sizes[1] if schedule == "double_ring" else 0,
         window=window,
         softmax_scale=options.softmax_scale(query.shape[3]),

@@ -19,6 +19,7 @@ from burst_attention._attention.options import (
 from burst_attention._attention.padding import pad_head_dims, padding_as_ids
 from burst_attention._attention.ring import Ring, ring_along
 from burst_attention._attention.vjp import Qkv, Results, ring_attention
+from burst_attention._batching import spread
 from burst_attention._mesh import axis_name_of, ring_axes, vary_like, vary_together, varying_axes
 from burst_attention._types import Axes
 
@@ -123,7 +124,7 @@ def attention(
       mask: bool, padding of keys ``[batch, 1, 1, kv_len]`` or of queries ``[batch, 1, q_len, 1]``,
         in the order of ``layout``; the batch may be 1. A key where it is False is hidden. A query
         where it is False sees no key, where ``jax.nn`` returns the mean of all values. Masks of
-        other shapes are sequence × sequence arrays and errors.
+        pairs and masks of single heads are errors; ``visible`` says most masks of pairs.
       axis_name: mesh axis along which the sequence is sharded, or a pair (outer, inner), such as
         nodes and the GPUs of a node: rank = outer · inner size + inner. All axes of the mesh must
         be manual in the surrounding ``shard_map``; along each other axis, rings run side by side.
@@ -168,7 +169,8 @@ def attend(
     options, qkv = pad_head_dims(options, qkv)
     ring = ring_along(axes, options, qkv, features)
     _check_same_on_ring(features, axes)
-    features = visibility.completed(ring, qkv, padding_as_ids(features, qkv, ring))
+    features = padding_as_ids(features, qkv, options, ring.positions)
+    features = visibility.completed(ring, qkv, features)
     out, lse = _attend(ring, qkv, features)
     return out[..., :value_dim], lse
 
@@ -181,7 +183,7 @@ def _attend(ring: Ring, qkv: Qkv, features: Features) -> Results:
         offset_axes = options.batch_axis + options.head_axis
     # Before the custom_vjp: the transpose of this cast sums the gradients of an input that several
     # devices share. Inside, the types of the backward rule would not match.
-    qkv, features = vary_together(axes + offset_axes, (qkv, features))
+    qkv, features = spread(vary_together(axes + offset_axes, (qkv, features)))
     if qkv[0].size == 0 or qkv[1].size == 0:
         return _empty_result(qkv, features)
     batch, _, count, _ = qkv[0].shape

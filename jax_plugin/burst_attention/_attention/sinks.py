@@ -19,25 +19,30 @@ from jaxtyping import Array, Float, Float32
 def join(
     o: Float[Array, "batch seq heads value_dim"],
     lse: Float32[Array, "batch seq heads"],
-    sinks: Float32[Array, " heads"],
+    sinks: Float32[Array, "*batch heads"],
 ) -> tuple[Float32[Array, "batch seq heads value_dim"], Float32[Array, "batch seq heads"]]:
-    """Returns o' and lse' of rows that ``sinks`` join."""
-    # Where both are −inf, their difference is NaN.
-    share = jnp.where(jnp.isneginf(lse), 0.0, jax.nn.sigmoid(lse - sinks))
+    """Returns o' and lse' of rows that ``sinks`` join: of all heads, or of those of each entry."""
+    sinks = sinks.reshape(-1, 1, sinks.shape[-1])
+    # Where both are −inf, their difference would be NaN.
+    is_blind = jnp.isneginf(lse)
+    share = jnp.where(is_blind, 0.0, jax.nn.sigmoid(jnp.where(is_blind, 0.0, lse) - sinks))
     return o.astype(jnp.float32) * share[..., None], jnp.logaddexp(lse, sinks)
 
 
 def gradient(
-    sinks: Float32[Array, " heads"],
+    sinks: Float32[Array, "batch heads"],
     o: Float[Array, "batch seq heads value_dim"],
     lse: Float32[Array, "batch seq heads"],
     dout: Float[Array, "batch seq heads value_dim"],
     dlse: Float32[Array, "batch seq heads"],
-) -> Float32[Array, " heads"]:
+) -> Float32[Array, "batch heads"]:
     """Returns dz of this device's rows, from o' and lse'."""
+    sinks = sinks[:, None]
     delta = jnp.sum(dout.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
     # The dout of rows that see no key, such as padding, may be anything, and 0 · NaN is NaN.
     delta = jnp.where(jnp.any(o != 0, axis=-1), delta, 0.0)
     # An infinite sink takes all weight or none; e^(z − lse) would be e^(∞ − ∞).
-    share = jnp.where(jnp.isinf(sinks), jnp.where(sinks > 0, 1.0, 0.0), jnp.exp(sinks - lse))
-    return jnp.sum(share * (dlse - delta), axis=(0, 1))
+    is_infinite = jnp.isinf(sinks)
+    share = jnp.exp(jnp.where(is_infinite, 0.0, sinks) - lse)
+    share = jnp.where(is_infinite, jnp.where(sinks > 0, 1.0, 0.0), share)
+    return jnp.sum(share * (dlse - delta), axis=1)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Float32
 from burst_attention._attention import calls, sinks
 from burst_attention._attention.features import Features
 from burst_attention._attention.ring import Ring
+from burst_attention._batching import over_batch
 from burst_attention._checkpoint import LSE_NAME, OUT_NAME
 from burst_attention._derivatives import refuse_second
 from burst_attention._types import Arrays
@@ -28,12 +29,12 @@ Residuals: TypeAlias = tuple[Qkv, Features, jax.Array, jax.Array]
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ring_attention(ring: Ring, qkv: Qkv, features: Features) -> Results:
     """Returns out and lse of one rank. All inputs vary over the same mesh axes."""
-    o, lse = _with_sinks(ring, qkv, features)
+    o, lse = _results(ring, qkv, features)
     return o.astype(qkv[0].dtype), lse
 
 
 def _forward_rule(ring: Ring, qkv: Qkv, features: Features) -> tuple[Results, Residuals]:
-    o, lse = _with_sinks(ring, qkv, features)
+    o, lse = _results(ring, qkv, features)
     # The names stand here, not at the caller: a policy can only keep what residuals consist of.
     o, lse = checkpoint_name(o, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return (o.astype(qkv[0].dtype), lse), (qkv, features, o, lse)
@@ -42,35 +43,28 @@ def _forward_rule(ring: Ring, qkv: Qkv, features: Features) -> tuple[Results, Re
 def _backward_rule(ring: Ring, residuals: Residuals, cotangents: Results) -> tuple[Qkv, Features]:
     qkv, features, o, lse = residuals
     results = (o, lse, *cotangents)
-    # The ring gets results that sinks have joined. Differentiating the factor of the sinks instead
-    # would round its product with dout to 16 bits once more: the errors of dq, dk and dv would be
-    # 1.4 times the errors of rounding.
     dq, dk, dv, *others = _gradients(ring, qkv, features, results)
     names = [row.name for row, _ in features.differentiable()]
-    gradients = dict(zip(names, others, strict=True))
-    if features.sinks is not None:
-        gradients["sinks"] = sinks.gradient(features.sinks, *results)
-    return (dq, dk, dv), Features(**gradients)
-
-
-def _with_sinks(ring: Ring, qkv: Qkv, features: Features) -> Results:
-    """Returns o in the dtype that the backward pass gets, and lse; sinks have joined both."""
-    o, lse = _results(ring, qkv, features)
-    if features.sinks is not None:
-        o, lse = sinks.join(o, lse, features.sinks)
-    return o.astype(calls.residual_dtype(ring, *qkv[:2])), lse
+    return (dq, dk, dv), Features(**dict(zip(names, others, strict=True)))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _results(ring: Ring, qkv: Qkv, features: Features) -> Results:
-    """Returns o and lse of one rank over the keys of all ranks, without sinks::
+    """Returns o in the dtype that the backward pass gets, and lse, of one rank over all keys::
 
     s = softmax_scale · q kᵀ;  capped: soft_cap · tanh(s / soft_cap)
     s += slope · (key position − query position);  −inf where masked
-    lse = ln Σ e^s;  p = e^(s − lse);  o = dropped(p) v
+    lse = ln Σ e^s;  p = e^(s − lse);  o = dropped(p) v;  then sinks join o and lse
     """
+    return over_batch(partial(_forward, ring), qkv, features)
+
+
+def _forward(ring: Ring, qkv: Qkv, features: Features) -> Results:
+    """Computes `_results`."""
     o, lse = calls.forward(ring, qkv, features)
-    return o, lse
+    if features.sinks is not None:
+        o, lse = sinks.join(o, lse, features.sinks)
+    return o.astype(calls.residual_dtype(ring, *qkv[:2])), lse
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -81,7 +75,18 @@ def _gradients(ring: Ring, qkv: Qkv, features: Features, results: Arrays) -> Arr
     dslope = Σ ds · (key position − query position);  capped: ds ∘= 1 − tanh²
     dv = dropped(p)ᵀ dout;  dk = softmax_scale · dsᵀ q;  dq = softmax_scale · ds k
     """
-    return calls.backward(ring, qkv, features, results)
+    return over_batch(partial(_backward, ring), qkv, features, results)
+
+
+def _backward(ring: Ring, qkv: Qkv, features: Features, results: Arrays) -> Arrays:
+    """Computes `_gradients`."""
+    # The ring gets results that sinks have joined. Differentiating the factor of the sinks instead
+    # would round its product with dout to 16 bits once more: the errors of dq, dk and dv would be
+    # 1.4 times the errors of rounding.
+    found = calls.backward(ring, qkv, features._replace(sinks=None), results)
+    if features.sinks is None:
+        return found
+    return *found, sinks.gradient(features.sinks, *results)
 
 
 ring_attention.defvjp(_forward_rule, _backward_rule)

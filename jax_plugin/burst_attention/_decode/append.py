@@ -63,7 +63,7 @@ def append_to_cache(
         arguments.check_new(name, x, (batch, tokens), title, held)
     found = arguments.sequences(lengths, query_lengths, batch, tokens)
     place.check_same(**new, lengths=found.lengths, query_lengths=found.counts)
-    index = jnp.arange(tokens, dtype=jnp.int32)
+    index = jnp.arange(tokens, dtype=jnp.int32)[None]
     positions = found.starts[:, None] + index
     in_use = (index < found.counts[:, None]) & (positions >= 0)
     geometry = Geometry(cache.interleave, place.world_size, cache.capacity)

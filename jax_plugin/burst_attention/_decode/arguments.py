@@ -68,13 +68,13 @@ def ranks(caller: str, axis_name: object) -> Ranks:
     axes = _mesh.ring_axes(axis_name)
     whole = "leave axis_name out where each device holds whole caches"
     mesh = _mesh.ring_mesh(axes, caller, whole)
-    _mesh.all_axes_manual(mesh, f"; {whole}")
+    _mesh.all_axes_manual(mesh, globally=f"; {whole}")
     return Ranks(axes, _mesh.axes_size(mesh, axes))
 
 
 def new_tokens(name: str, value: object, dims: str = "heads, head_dim") -> jax.Array:
     """Returns an array of new tokens."""
-    return jnp.asarray(_checks.activation(name, value, f"[batch, T, {dims}]"))
+    return _checks.as_array(_checks.activation(name, value, f"[batch, T, {dims}]"))
 
 
 def caches(
@@ -91,7 +91,7 @@ def caches(
     ``like`` has the batch. ``words`` say what dimensions unpaged caches have.
     """
     words = words if page_table is None else PAGES
-    k, v = (jnp.asarray(_checks.activation(name, x, words)) for name, x in named.items())
+    k, v = (_checks.as_array(_checks.activation(name, x, words)) for name, x in named.items())
     first, second = named
     check_local(**{"new tokens": like, first: k, second: v})
     if not like.dtype == k.dtype == v.dtype:

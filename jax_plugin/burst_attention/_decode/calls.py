@@ -1,6 +1,7 @@
 """Implementations of the partial of one rank: the library's calls, and plain JAX."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 from jax import lax
 
 from burst_attention import _ffi
+from burst_attention._batching import one_by_one
 from burst_attention._decode import gpu, plain
 from burst_attention._decode.merge import Pair
 from burst_attention._decode.work import Operands, Work
@@ -15,16 +17,19 @@ from burst_attention._mesh import vary_like
 
 
 def partial(work: Work, operands: Operands) -> Pair:
-    """Returns o ``[batch, queries, heads, value_dim]`` and lse of this rank's keys, float32.
+    """Returns o ``[batch, queries, heads, value_dim]`` and lse of this rank's keys, float32."""
+    return one_by_one(functools.partial(_implemented, work), operands)
 
-    Lowering takes the implementation that serves the platform it lowers for.
-    """
+
+def _implemented(work: Work, operands: Operands) -> Pair:
+    """Returns the partial of the implementation that serves the platform of the lowering."""
     query, keys, values = operands[:3]
     if query.size == 0 or keys.size == 0 or operands.page_table.size == 0:
         o = jnp.zeros((*query.shape[:3], values.shape[3]), jnp.float32)
         return vary_like(operands, (o, jnp.full(o.shape[:3], -jnp.inf, jnp.float32)))
     if work.implementation == "xla":
         return plain.partial(work, operands)
+    calls: dict[str, Callable[..., Pair]]
     calls = {"cpu": _cpu, "cuda": gpu.partial, "default": plain.partial}
     branches = {name: functools.partial(call, work) for name, call in calls.items()}
     pair: Pair = lax.platform_dependent(operands, **branches)
@@ -35,14 +40,12 @@ def _cpu(work: Work, operands: Operands) -> Pair:
     query, _, values = operands[:3]
     shapes = ((*query.shape[:3], values.shape[3]), query.shape[:3])
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    call = jax.ffi.ffi_call(_ffi.DECODE, results, vmap_method="sequential", has_side_effect=False)
-    with jax.named_scope(_ffi.DECODE):
-        o, lse = call(
-            *operands,
-            scale=np.float32(work.scale),
-            soft_cap=np.float32(work.soft_cap),
-            window=np.int64(work.window),
-            interleave=np.int64(work.interleave),
-            world_size=np.int64(work.world_size),
-        )
+    attributes: _ffi.Attributes = {
+        "scale": np.float32(work.scale),
+        "soft_cap": np.float32(work.soft_cap),
+        "window": np.int64(work.window),
+        "interleave": np.int64(work.interleave),
+        "world_size": np.int64(work.world_size),
+    }
+    o, lse = _ffi.call(_ffi.DECODE, results, operands, attributes)
     return vary_like(operands, (o, lse))

@@ -88,7 +88,7 @@ def partial(work: Work, operands: Operands) -> Pair:
     cut = tiles(work, operands, units.entries.shape[1] * query.shape[1] * group)
     begins, ends = (_of_rows(x, units, group) for x in (begins, ends))
     table = _table(cut, operands, units, begins, ends)
-    places = operands.starts[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)
+    places = operands.starts[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)[None]
     rows = jnp.stack([begins, ends], axis=1)
     given: Arrays = (packed(query, units, group), *operands[1:4], table, rows, operands.rank)
     if work.has_slopes:
@@ -108,9 +108,10 @@ def intervals(
 ) -> tuple[Int32[Array, "batch queries"], Int32[Array, "batch queries"]]:
     """Returns the first row of its source that each query sees, and the end; twice 0 for none."""
     geometry = work.geometry(capacity)
-    places = operands.starts[:, None] + jnp.arange(operands.query.shape[1], dtype=jnp.int32)
+    queries = jnp.arange(operands.query.shape[1], dtype=jnp.int32)
+    places = operands.starts[:, None] + queries[None]
     known = (operands.source >= 0) & (operands.source < operands.page_table.shape[0])
-    used = jnp.arange(operands.query.shape[1]) < operands.query_lengths[:, None]
+    used = queries[None] < operands.query_lengths[:, None]
     used &= (places >= 0) & known[:, None]
     stop = jnp.clip(jnp.minimum(operands.lengths[:, None], places + 1), 0)
     ends = geometry.rows_before(stop, operands.rank)
@@ -136,7 +137,7 @@ def with_even_pages(operands: Operands) -> Operands:
         even //= 2
     count = page // even
     exists = (table >= 0) & (table < pages)
-    parts = table[..., None] * count + jnp.arange(count, dtype=jnp.int32)
+    parts = table[..., None] * count + jnp.arange(count, dtype=jnp.int32)[None, None]
     parts = jnp.where(exists[..., None], parts, -1).reshape(table.shape[0], -1)
     keys, values = (x.reshape(pages * count, even, *x.shape[2:]) for x in (keys, values))
     return operands._replace(key_cache=keys, value_cache=values, page_table=parts)
@@ -252,17 +253,15 @@ def _call(
         jax.ShapeDtypeStruct((count, heads, rows), jnp.float32),
         jax.ShapeDtypeStruct((slots * cut.rows * (value_dim + 2) * 4,), jnp.uint8),
     ]
+    attributes: _ffi.Attributes = {
+        "scale": np.float32(work.scale),
+        "soft_cap": np.float32(work.soft_cap),
+        "interleave": np.int64(work.interleave),
+        "world_size": np.int64(work.world_size),
+        "slice_tiles": np.int64(cut.slice),
+        "most_slices": np.int64(cut.most_slices),
+        "tile_keys": np.int64(cut.keys),
+    }
     target = _ffi.DECODE_PAGES
-    call = jax.ffi.ffi_call(target, results, vmap_method="sequential", has_side_effect=False)
-    with jax.named_scope(target):
-        o, lse, _ = call(
-            *operands,
-            scale=np.float32(work.scale),
-            soft_cap=np.float32(work.soft_cap),
-            interleave=np.int64(work.interleave),
-            world_size=np.int64(work.world_size),
-            slice_tiles=np.int64(cut.slice),
-            most_slices=np.int64(cut.most_slices),
-            tile_keys=np.int64(cut.keys),
-        )
+    o, lse, _ = _ffi.call(target, results, operands, attributes)
     return o, lse

@@ -1,5 +1,7 @@
 """Merges the results of attention over parts of the keys."""
 
+import functools
+import operator
 from typing import TypeAlias
 
 import jax
@@ -8,7 +10,6 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from burst_attention import _checks
-from burst_attention._types import Axes
 
 Pair: TypeAlias = tuple[Float32[Array, "*rows value_dim"], Float32[Array, "*rows"]]
 """out and lse of rows."""
@@ -23,8 +24,9 @@ def merge_attention(
 
     The result is that of attention over all keys together. Each part is an ``(out, lse)``, as
     `attention` and `decode_attention` return it with ``return_residual=True``. A part that sees no
-    key, of lse −∞, adds nothing, and rows of which no part sees a key have out 0 and lse −∞. Give
-    sinks to one part alone: a sink that joins several parts counts several times.
+    key, of lse −∞, adds nothing, even if its out is NaN. Rows of which no part sees a key have out
+    0 and lse −∞. Give sinks to one part alone: a sink that joins several parts counts several
+    times.
 
     Plain JAX, on any device, differentiable in every way.
 
@@ -77,34 +79,20 @@ def merged(
 ) -> Pair:
     """Returns out and lse of rows whose parts stand along the first dimension.
 
-    Parts are added in their order. The weights e^(lse_i − max lse) are not above 1.
+    The weights e^(lse_i − max lse) are not above 1. Parts are added one after the other, in their
+    order. In a reduction, XLA would choose the order by the shapes.
     """
     top = lax.stop_gradient(logs.max(0))
     base = jnp.where(jnp.isinf(top), 0, top)
     # A part of lse +∞, as a sink makes it, takes all weight.
     takes_all = jnp.isposinf(logs)
-    weights = jnp.exp(jnp.where(takes_all, 0, logs) - base)
-    weights = jnp.where(jnp.isposinf(top), takes_all.astype(jnp.float32), weights)
-    total = weights.sum(0)
+    weights = jnp.exp(jnp.where(takes_all, 0, logs) - base[None])
+    weights = jnp.where(jnp.isposinf(top)[None], takes_all.astype(jnp.float32), weights)
+    total = functools.reduce(operator.add, weights)
     is_blind = total == 0
     total = jnp.where(is_blind, 1, total)
-    out = (weights[..., None] * outs).sum(0) / total[..., None]
+    # What a part without keys returns as out may be anything, and 0 · NaN is NaN.
+    outs = jnp.where(jnp.isneginf(logs)[..., None], 0, outs)
+    out = functools.reduce(operator.add, weights[..., None] * outs) / total[..., None]
     lse = jnp.where(is_blind, -jnp.inf, base + jnp.log(total))
     return out, jnp.where(jnp.isposinf(top), jnp.inf, lse)
-
-
-def over_ranks(axes: Axes, world_size: int, pair: Pair) -> Pair:
-    """Returns out and lse of rows over the keys of all ranks, typed as the same on all of them.
-
-    Each rank merges an equal share of the rows. An all-to-all brings it all ranks' parts of its
-    share, and an all-gather brings every rank the merged rows.
-    """
-    out, lse = pair
-    rows = jnp.concatenate([out, lse[..., None]], -1).reshape(-1, out.shape[-1] + 1)
-    share = -(-rows.shape[0] // world_size)
-    padded = jnp.pad(rows, [(0, share * world_size - rows.shape[0]), (0, 0)])
-    parts = lax.all_to_all(padded.reshape(world_size, share, -1), axes, 0, 0)
-    own_out, own_lse = merged(parts[..., :-1], parts[..., -1])
-    own = jnp.concatenate([own_out, own_lse[..., None]], -1)
-    whole = lax.all_gather(own, axes, to="invarying").reshape(padded.shape)[: rows.shape[0]]
-    return whole[:, :-1].reshape(out.shape), whole[:, -1].reshape(lse.shape)

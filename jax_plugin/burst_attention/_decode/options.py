@@ -32,13 +32,15 @@ class DecodeOptions(TypedDict, total=False):
         as 0, more than T as T.
       scale: factor on q·k, a Python number; default head_dim ** -0.5.
       local_window_size: left, or (left, right): a query sees ``left`` positions before its own.
-        None or −1 in a pair leaves the side open. No query sees keys after its own position.
+        None or −1 in a pair leaves the side open. As with ``is_causal`` in `attention`, ``right``
+        may be any number and counts as 0: no query sees keys after its own position.
       logits_soft_cap: bounds scores smoothly, a Python number. None or 0 is no cap.
       sinks: floats ``[heads]``: a logit of each query head that joins the softmax and has no value.
       alibi_slopes: floats ``[heads]``.
       split: how a device cuts its work. ``balanced``: in equal runs over all sequences and heads.
         ``fixed``: by each sequence alone, so no bit of its results depends on the other sequences,
-        the size of the batch, its slot or its page ids. On CPU devices both are the same.
+        the size of the batch, its slot or its page ids. On CPU devices both are the same. Plain
+        JAX promises no bits, and the merge of ranks, prefixes and sinks on GPUs is plain JAX.
       implementation: ``"xla"`` computes in plain JAX, on any platform.
     """
 

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from burst_attention import _ffi
 from burst_attention._decode.merge import Pair
 from burst_attention._decode.work import Operands, Work
 from burst_attention._mesh import vary_like
@@ -34,6 +35,7 @@ class Softmax(NamedTuple):
     total: Float32[Array, "kv_heads group queries"]
 
 
+@jax.named_scope(f"{_ffi.DECODE}_plain")
 def partial(work: Work, operands: Operands) -> Pair:
     """Returns o and lse of every query over this rank's keys; see `Operands`.
 
@@ -55,7 +57,7 @@ def _of_entry(work: Work, operands: Operands, entry: Entry) -> Pair:
     rank, value = operands.rank, operands.value_cache
     queries, heads, _ = entry.query.shape
     places = entry.start + jnp.arange(queries, dtype=jnp.int32)
-    in_use = (jnp.arange(queries) < entry.queries_in_use) & (places >= 0)
+    in_use = (jnp.arange(queries, dtype=jnp.int32) < entry.queries_in_use) & (places >= 0)
     sources, columns = operands.page_table.shape
     in_use &= (entry.source >= 0) & (entry.source < sources)
     geometry = work.geometry(columns * value.shape[1])
@@ -72,13 +74,13 @@ def _of_entry(work: Work, operands: Operands, entry: Entry) -> Pair:
 
     def fold(chunk: Int32[Array, ""], softmax: Softmax) -> Softmax:
         own = chunk * rows + jnp.arange(rows, dtype=jnp.int32)
-        positions = geometry.positions(own, rank)
-        visible = in_use[:, None] & (positions <= places[:, None])
-        visible &= (own < stop) & (own >= begin)
+        positions, of_queries = geometry.positions(own, rank)[None], places[:, None]
+        visible = in_use[:, None] & (positions <= of_queries)
+        visible &= ((own < stop) & (own >= begin))[None]
         if work.window >= 0:
-            visible &= places[:, None] - positions <= work.window
+            visible &= of_queries - positions <= work.window
         k, v, visible = _gathered(operands, entry.source, own, visible)
-        distances = (positions - places[:, None]).astype(jnp.float32)
+        distances = (positions - of_queries).astype(jnp.float32)
         return _folded(softmax, _scores(work, operands.slopes, entry, k, distances, visible), v)
 
     # A while loop's state must vary over the axes over which its results will.
@@ -108,7 +110,7 @@ def _gathered(
     keys, values, table = operands.key_cache, operands.value_cache, operands.page_table
     pages, page = keys.shape[:2]
     ids = table.at[source, rows // page].get(mode="clip")
-    visible = visible & (ids >= 0) & (ids < pages)
+    visible = visible & ((ids >= 0) & (ids < pages))[None]
     seen = visible.any(0)
     index = (jnp.where(seen, ids, 0), rows % page)
     k, v = (x.at[index].get(mode="promise_in_bounds") for x in (keys, values))
@@ -132,8 +134,8 @@ def _scores(
     s *= np.float32(work.scale)
     if work.soft_cap:
         s = np.float32(work.soft_cap) * jnp.tanh(s / np.float32(work.soft_cap))
-    s += slopes.reshape(k.shape[1], -1, 1, 1) * distances
-    return jnp.where(visible, s, -jnp.inf)
+    s += slopes.reshape(k.shape[1], -1, 1, 1) * distances[None, None]
+    return jnp.where(visible[None, None], s, -jnp.inf)
 
 
 def _folded(

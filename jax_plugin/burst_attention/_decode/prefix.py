@@ -138,7 +138,9 @@ def _shared(
     sizes = jnp.maximum(arguments.per_entry("prefix_lengths", prefix_lengths, count, "prefixes"), 0)
     source = arguments.per_entry("prefix_of", prefix_of, batch)
     place.check_same(prefix_of=source, prefix_lengths=sizes)
-    before = sizes.at[source].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    # The entry after the last prefix stands for none, so there is one even without prefixes.
+    known = jnp.where((source >= 0) & (source < count), source, count)
+    before = jnp.append(sizes, 0)[known]
     tokens = checked.tokens
     # Positions end where int32 does.
     starts = before + jnp.minimum(tokens.starts, MAX_INT32 - queries - before)

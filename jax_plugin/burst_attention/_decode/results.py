@@ -4,10 +4,11 @@ from functools import partial
 from typing import NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from burst_attention._attention import sinks as sink_logits
-from burst_attention._decode import calls, merge
+from burst_attention._batching import over_batch
+from burst_attention._decode import calls, rows
 from burst_attention._decode.arguments import Caches, Checked, Ranks, Sequences
 from burst_attention._decode.merge import Pair
 from burst_attention._decode.work import Operands, Work
@@ -41,7 +42,9 @@ def attend(checked: Checked, parts: tuple[Part, ...]) -> jax.Array | tuple[jax.A
         return vary_together(ranks.axes, Operands(*arrays)) if ranks.axes else Operands(*arrays)
 
     call = Call(checked.caller, ranks, tuple(part.work for part in parts))
-    out, lse = _results(call, tuple(map(operands, parts)), checked.sinks)
+    arrays = (tuple(map(operands, parts)), checked.sinks)
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays))
+    out, lse = (_results if is_traced else _program)(call, *arrays)
     out = out.astype(query.dtype)
     return (out, lse) if checked.return_residual else out
 
@@ -52,10 +55,22 @@ def _results(
 ) -> Pair:
     """Returns out and lse of all parts and ranks, with the sinks."""
     pairs = [calls.partial(*each) for each in zip(call.works, parts, strict=True)]
-    pair = pairs[0] if len(pairs) == 1 else merge.merge_attention(*pairs)
+    if len(pairs) == 1 and sinks is None and not call.ranks.axes:
+        return pairs[0]
+    if sinks is not None:
+        sinks = jnp.broadcast_to(sinks, (pairs[0][1].shape[0], *sinks.shape))
+    return over_batch(partial(_merged, call), pairs, sinks)
+
+
+def _merged(call: Call, pairs: list[Pair], sinks: Float32[Array, "batch heads"] | None) -> Pair:
+    """Returns out and lse over all parts and ranks, joined by the sinks."""
+    found, implementation = [rows.of_pair(x) for x in pairs], call.works[0].implementation
+    if sinks is not None:
+        found.append(rows.of_sinks(sinks, call.ranks.rank(), pairs[0]))
+    merged = rows.over_parts(implementation, found)
     if call.ranks.axes:
-        pair = merge.over_ranks(*call.ranks, pair)
-    return pair if sinks is None else sink_logits.join(*pair, sinks)
+        merged = rows.over_ranks(implementation, *call.ranks, merged)
+    return rows.pair(merged, pairs[0][1].shape)
 
 
 def _refuse(call: Call, primals: object, tangents: object) -> NoReturn:
@@ -66,3 +81,5 @@ def _refuse(call: Call, primals: object, tangents: object) -> NoReturn:
 
 
 _results.defjvp(_refuse)
+# Outside jit, a call with equal options and types runs the program of the call before it.
+_program = jax.jit(_results, static_argnums=0)

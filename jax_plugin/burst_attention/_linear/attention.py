@@ -1,32 +1,58 @@
 """Linear attention over a sequence that is sharded across devices."""
 
+from typing import Literal, Unpack, overload
+
 import jax
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float
 
-from burst_attention import _checks, _mesh
+from burst_attention import _mesh
 from burst_attention._linear import checks, global_arrays, shards
-from burst_attention._linear.checks import Method, ReturnState
-from burst_attention._types import AnyMesh, Axes, Layout
+from burst_attention._linear.checks import ReturnState
+from burst_attention._linear.options import DEFAULTS, LinearOptions, shows_options
+from burst_attention._signatures import check_names
 
 
+@overload
+def linear_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    return_state: Literal[False] = False,
+    **options: Unpack[LinearOptions],
+) -> jax.Array: ...
+
+
+@overload
+def linear_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    return_state: Literal[True, "replicated"],
+    **options: Unpack[LinearOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def linear_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    return_state: ReturnState,
+    **options: Unpack[LinearOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
+@shows_options
 def linear_attention(
     query: Float[Array, "batch seq q_heads k_dim"],
     key: Float[Array, "batch seq k_heads k_dim"],
     value: Float[Array, "batch seq v_heads v_dim"],
     *,
-    axis_name: str | Axes | None = None,
-    mesh: AnyMesh | None = None,
-    spec: PartitionSpec | None = None,
-    decay: Float32[Array, " heads"] | None = None,
-    log_decay: Float32[Array, "batch seq heads"] | None = None,
-    scale: float | None = None,
-    is_causal: bool = True,
-    segment_ids: Int32[Array, "batch seq"] | None = None,
-    initial_state: Float32[Array, "batch heads k_dim v_dim"] | None = None,
     return_state: ReturnState = False,
-    method: Method = "auto",
-    layout: Layout = "contiguous",
+    **options: Unpack[LinearOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Linear attention of a sequence that is sharded: of one device's tokens, or of all tokens.
 
@@ -59,42 +85,13 @@ def linear_attention(
         or value where their numbers differ, and in the backward pass the heads of query.
       value: ``[batch, seq, v_heads, v_dim]``; v_dim a multiple of 8 up to 256, which may differ
         from k_dim.
-      axis_name: mesh axis along which the sequence is sharded, or a pair (outer, inner): rank =
-        outer · inner size + inner. On global arrays the default is the axes that shard dimension 1.
-      mesh: for global arrays; default: the mesh of the arrays, or of ``jax.set_mesh``.
-      spec: for global arrays, the sharding of query, key and value, such as ``P("data", "context",
-        "tensor", None)``. The result, decays and states are sharded in the same way by batch, seq
-        and heads; decays, segment_ids and states may also come whole. An array whose heads are
-        fewer than the shards of their axis stays whole in its heads.
-      decay: λ, float32 ``[heads]``; default 1. Values that are known while tracing must be in
-        [0, 1]. Traced values are not checked: above 1 the state grows, below 0 and for NaN the
-        head's results are NaN.
-      log_decay: ln λ of each token and head, float32 ``[batch, seq, heads]``. A token with −∞ sees
-        no token before itself: nothing passes it, forward or backward, not even infinities and NaN.
-        Values are not checked. With a value above 0 the state grows at each such token, until
-        float32 overflows. NaN makes the outputs of its token and of later tokens NaN. Excludes
-        ``decay``.
-      scale: factor on query, a Python number; default 1. On CPU devices it multiplies in float32.
-        On GPUs query is rounded to its type after it, which changes no bit if scale is a power of
-        two.
-      is_causal: whether tokens see only earlier tokens. With False every token sees the sum over
-        all tokens, out_t = scale · q_tᵀ (S_0 + Σ k vᵀ); decays and segment_ids are then refused.
-      segment_ids: int32 ``[batch, seq]``. Where they change, the state begins at zero again, and a
-        value of one document that is not finite or overflows changes no result of another document.
-        Tokens with a negative id are padding: they leave nothing in the state, and their out is 0.
-      initial_state: float32 ``[batch, heads, k_dim, v_dim]``, the same on every rank; default 0.
-        With segment_ids it is the state that the first token's segment begins with.
       return_state: whether to also return the state after the last token of the whole sequence, on
         every rank. The sequence can be continued from it. With segment_ids it is the state of the
         last token's segment: zero if that is padding. ``"replicated"``, inside ``shard_map``:
         ``check_vma`` knows that the state is the same on all ranks, so ``out_specs`` may leave the
         ring's axes out. With ``method="all_gather"`` this takes one more all-reduce of a state;
         with ``ring`` it takes nothing more. On global arrays both give one global array.
-      method: how states travel. ``ring``: from rank to rank; ranks are serial in one small update.
-        ``all_gather``: all in one exchange. ``auto``: ``all_gather`` where all ranks' states take
-        up no more than 256 MiB, else ``ring``.
-      layout: must be ``contiguous``: a state is passed on in the order of the sequence, and every
-        rank has equal work.
+      **options: see `LinearOptions`.
 
     Returns:
       ``out``, ``[batch, seq, heads, v_dim]`` in query's dtype; with ``return_state``
@@ -103,28 +100,14 @@ def linear_attention(
     Raises:
       ValueError, TypeError, NotImplementedError: while tracing, with the way out.
     """
-    qkv = checks.arrays(query, key, value)
-    checks.layout(layout)
-    in_order = _checks.flag("is_causal", is_causal)
-    if not in_order:
-        checks.without_order(decay=decay, log_decay=log_decay, segment_ids=segment_ids)
-    settings = checks.Settings(
-        scale=checks.scale(scale),
-        is_causal=in_order,
-        return_state=checks.return_state(return_state),
-        method=_checks.choice("method", method, checks.METHODS),
-    )
-    (q, _, v), given = qkv, initial_state
-    shape = (*q.shape[:2], checks.heads_of(q, v))
-    inputs = checks.Inputs(
-        *qkv,
-        *checks.decays(decay, log_decay, shape, "[batch, seq, heads]"),
-        checks.segments(segment_ids, shape[:2]),
-        None if given is None else checks.state(given, q, v),
-    )
+    check_names("linear_attention", options, LinearOptions)
+    given = dict.fromkeys(LinearOptions.__annotations__) | DEFAULTS | dict(options)
+    qkv, state = checks.arrays(query, key, value), checks.return_state(return_state)
+    settings, inputs = checks.settings(given, state), checks.inputs(qkv, given)
+    mesh, spec, axis_name = (given[name] for name in ("mesh", "spec", "axis_name"))
     if _mesh.is_inside(axis_name):
         checks.no_placement(mesh=mesh, spec=spec)
-        out, state = shards.attend(_mesh.ring_axes(axis_name), settings, inputs)
+        out, last = shards.attend(_mesh.ring_axes(axis_name), settings, inputs)
     else:
-        out, state = global_arrays.attend(mesh, spec, axis_name, settings, inputs)
-    return out if state is None else (out, state)
+        out, last = global_arrays.attend(mesh, spec, axis_name, settings, inputs)
+    return out if last is None else (out, last)

@@ -37,7 +37,8 @@ def left(
 
     def cpu(k: jax.Array, v: jax.Array, logs: Logs) -> jax.Array:
         result = _state_like(k, v, logs)
-        return _call("state", (k, v, logs), [result], scale, backward=np.bool_(back))[0]
+        label = "backward" if back else "forward"
+        return _call("state", (k, v, logs), [result], scale, label, backward=np.bool_(back))[0]
 
     def cuda(k: jax.Array, v: jax.Array, logs: Logs) -> tuple[State, jax.Array]:
         return gpu.left(place.has_documents, gpu.scaled(k, scale), v, logs, back=back)
@@ -108,10 +109,9 @@ def _call(
     operands: Arrays,
     results: list[jax.ShapeDtypeStruct],
     scale: float,
+    label: str = "",
     **attributes: np.bool_,
 ) -> Arrays:
-    target = _ffi.LINEAR[name]
-    call = jax.ffi.ffi_call(target, results, vmap_method="broadcast_all", has_side_effect=False)
-    with jax.named_scope(target):
-        outputs = call(*operands, scale=np.float32(scale), **attributes)
-    return vary_like(operands[0], tuple(outputs))
+    given = {"scale": np.float32(scale), **attributes}
+    outputs = _ffi.call(_ffi.LINEAR[name], results, operands, given, label=label)
+    return vary_like(operands[0], outputs)

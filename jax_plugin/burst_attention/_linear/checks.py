@@ -1,5 +1,6 @@
 """Checks of the arguments of linear attention."""
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from burst_attention import _checks, _mesh
+from burst_attention._attention.arguments import cast
 from burst_attention._types import LAYOUTS, AnyMesh, ArrayType
 
 Method: TypeAlias = Literal["auto", "ring", "all_gather"]
@@ -39,9 +41,33 @@ class Inputs(NamedTuple):
     initial_state: Float32[Array, "batch heads k_dim v_dim"] | None
 
 
+def settings(given: Mapping[str, object], return_state: ReturnState) -> Settings:
+    """Returns the arguments of a call that are no arrays, checked."""
+    layout(given["layout"])
+    in_order = _checks.flag("is_causal", given["is_causal"])
+    if not in_order:
+        names = ("decay", "log_decay", "segment_ids")
+        without_order(**{name: given[name] for name in names})
+    method = _checks.choice("method", given["method"], METHODS)
+    return Settings(scale(given["scale"]), in_order, return_state, method)
+
+
+def inputs(qkv: tuple[jax.Array, jax.Array, jax.Array], given: Mapping[str, object]) -> Inputs:
+    """Returns the arrays of a call, of which q, k and v are checked already."""
+    q, _, v = qkv
+    shape = (*q.shape[:2], heads_of(q, v))
+    before = given["initial_state"]
+    return Inputs(
+        *qkv,
+        *decays(given["decay"], given["log_decay"], shape, "[batch, seq, heads]"),
+        segments(given["segment_ids"], shape[:2]),
+        None if before is None else state("initial_state", before, q, v),
+    )
+
+
 def arrays(query: object, key: object, value: object) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the three inputs as arrays of one sequence, whose heads and columns go together."""
-    q, k, v = map(jnp.asarray, _checks.activations(query, key, value))
+    q, k, v = map(_checks.as_array, _checks.activations(query, key, value))
     for dimension, words in enumerate(
         ("batch size", "length, since a state goes from token to token")
     ):
@@ -153,10 +179,12 @@ def decays(
     if decay is not None and log_decay is not None:
         raise ValueError("decay and log_decay must not both be given: one is the other's logarithm")
     if log_decay is not None:
-        return None, _float32("log_decay", log_decay, shape, f"{words}, as the result's")
+        words = f"{words}, as the result's"
+        return None, _float32("log_decay", "logarithm", log_decay, shape, words)
     if decay is None:
         return None, None
-    factors = _float32("decay", decay, shape[-1:], "[heads], one for each head of the result")
+    words = "[heads], one for each head of the result"
+    factors = _float32("decay", "factor", decay, shape[-1:], words)
     _check_range(decay)
     return factors, None
 
@@ -196,24 +224,27 @@ def segments(ids: object, shape: tuple[int, ...]) -> Int32[Array, "batch seq"] |
     """Returns segment ids of a shape."""
     if ids is None:
         return None
-    return _checks.shaped("segment_ids", ids, "int32", shape, "[batch, seq]")
+    found = cast("segment_ids", "id", ids, "int32")
+    return _checks.shaped("segment_ids", found, "int32", shape, "[batch, seq]")
 
 
 def state(
-    value: object, query: jax.Array, values: jax.Array
+    name: str, value: object, query: jax.Array, values: jax.Array
 ) -> Float32[Array, "batch heads k_dim v_dim"]:
-    """Returns a state; zeros for None."""
+    """Returns a state, which an argument brings; zeros for None."""
     shape = (query.shape[0], heads_of(query, values), query.shape[3], values.shape[3])
     if value is None:
         return jnp.zeros(shape, jnp.float32)
-    return _float32("the state", value, shape, "[batch, heads, k_dim, v_dim]")
+    return _float32(name, "element", value, shape, "[batch, heads, k_dim, v_dim]")
 
 
-def _float32(name: str, value: object, shape: tuple[int, ...], words: str) -> Float32[Array, "..."]:
-    """Returns an array in float32 of a shape, which ``words`` describe."""
+def _float32(
+    name: str, each: str, value: object, shape: tuple[int, ...], words: str
+) -> Float32[Array, "..."]:
+    """Returns an array of any float type in float32, of a shape, which ``words`` describe."""
     if not isinstance(value, ArrayType):
         raise TypeError(
             f"{name} must be an array, got {_checks.describe(value)}; give float32 of shape "
             f"{words}: {shape}, such as jnp.full({shape}, x, jnp.float32)"
         )
-    return _checks.shaped(name, value, "float32", shape, words)
+    return _checks.shaped(name, cast(name, each, value, "float32"), "float32", shape, words)

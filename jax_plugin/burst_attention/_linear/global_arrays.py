@@ -1,11 +1,21 @@
 """Linear attention on global arrays: on their shards, in a ``shard_map`` over the mesh."""
 
-import jax
+from functools import partial
 
-from burst_attention._attention.placement import Placement, find_mesh, find_placement
+import jax
+from jax.sharding import PartitionSpec
+
+from burst_attention._attention.placement import (
+    Placement,
+    checked_spec,
+    find_mesh,
+    find_placement,
+)
 from burst_attention._linear import checks, shards
 from burst_attention._linear.checks import Inputs, Settings
 from burst_attention._linear.shards import Results
+from burst_attention._mesh import ring_axes
+from burst_attention._types import AnyMesh, Axes
 
 QKV = {"query": "batch q_len q_heads", "key": "batch q_len k_heads", "value": "batch q_len v_heads"}
 OTHERS = {
@@ -21,8 +31,23 @@ def attend(
     mesh: object, spec: object, axis_name: object, settings: Settings, inputs: Inputs
 ) -> Results:
     """Returns the outputs of all tokens, and the state after them if the settings ask for it."""
-    caller, qkv = "linear_attention", inputs[:3]
-    placement = find_placement(find_mesh(mesh, qkv[0], caller), spec, axis_name, *qkv)
+    found = find_mesh(mesh, inputs.query, "linear_attention")
+    axes = None if axis_name is None else ring_axes(axis_name)
+    results: Results = _on_shards(found, checked_spec(spec), axes, settings, inputs)
+    return results
+
+
+# Outside jit, a call with equal settings and types runs the program of the call before it.
+@partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
+def _on_shards(
+    mesh: AnyMesh,
+    spec: PartitionSpec | None,
+    axis_name: Axes | None,
+    settings: Settings,
+    inputs: Inputs,
+) -> Results:
+    qkv = inputs[:3]
+    placement = find_placement(mesh, spec, axis_name, *qkv)
     arrays = {name: x for name, x in inputs._asdict().items() if x is not None}
     specs = {name: placement.spec(shape) for name, shape in QKV.items()}
     for name in OTHERS.keys() & arrays:
@@ -39,7 +64,6 @@ def attend(
         mesh=placement.mesh,
         in_specs=(specs,),
         out_specs=(out_spec, state_spec),
-        axis_names=set(placement.mesh.axis_names) - set(placement.mesh.manual_axes),
     )(arrays)
     return results
 

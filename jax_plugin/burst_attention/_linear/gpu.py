@@ -178,7 +178,7 @@ def forward(
     states = states_from(parts.totals, zero, start, back=False)
     queries, keys, values = _kernel_rows(has_documents, q, *_paired(k, v))
     given = (queries, keys, values, states[:, :-1])
-    out, _ = _attend(parts, given, None, back=False)
+    out, _ = _attend("out", parts, given, None, back=False)
     if has_documents:
         came = reached(spoilt(logs, k, v), parts.resets, back=False)
         out = poisoned(out, came | spoilt(logs, q))
@@ -205,9 +205,9 @@ def backward(has_documents: bool, operands: Arrays, zero: jax.Array | None) -> A
     behind = states_from(parts.totals, zero, dafter, back=True)
     d = behind[:, -2::-1]
     s_turned, d_turned = (x.swapaxes(3, 4) for x in (states[:, :-1], d))
-    dq, of_queries = _attend(parts, (dout, v, k, s_turned), q, back=False)
-    dk, of_keys = _attend(parts, (v, dout, q, d_turned), k, back=True)
-    dv, _ = _attend(parts, (k, q, dout, d), None, back=True)
+    dq, of_queries = _attend("dq", parts, (dout, v, k, s_turned), q, back=False)
+    dk, of_keys = _attend("dk", parts, (v, dout, q, d_turned), k, back=True)
+    dv, _ = _attend("dv", parts, (k, q, dout, d), None, back=True)
     gradients: Arrays = (dq, dk, dv)
     dots = of_queries - of_keys
     if has_documents:
@@ -287,11 +287,13 @@ def _parts(
     batch, heads, count = parts.totals.shape
     shape = (batch, count, heads, k.shape[3], v.shape[3])
     result = jax.ShapeDtypeStruct(shape, jnp.float32)
-    (state,) = _call("parts", parts, (k, v, parts.sums), [result], back)
+    label = "backward" if back else "forward"
+    (state,) = _call("parts", label, parts, (k, v, parts.sums), [result], back)
     return state
 
 
 def _attend(
+    label: str,
     parts: Cut,
     operands: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
     other: jax.Array | None,
@@ -306,24 +308,24 @@ def _attend(
     results = [jax.ShapeDtypeStruct((batch, tokens, heads, v.shape[3]), q.dtype)]
     given: Arrays = (q, k, v, parts.sums, states)
     if other is None:
-        (out,) = _call("attend", parts, given, results, back)
+        (out,) = _call("attend", label, parts, given, results, back)
         return out, jnp.zeros((batch, heads, tokens), jnp.float32)
     columns = -(-v.shape[3] // COLUMNS)
     rows = (batch, heads * columns, parts.sums.shape[2])
     results.append(jax.ShapeDtypeStruct(rows, jnp.float32))
-    out, dots = _call("attend", parts, (*given, other), results, back)
+    out, dots = _call("attend", label, parts, (*given, other), results, back)
     return out, dots.reshape(batch, heads, columns, -1).sum(axis=2)[..., :tokens]
 
 
 def _call(
     name: str,
+    label: str,
     parts: Cut,
     operands: Arrays,
     shapes: list[jax.ShapeDtypeStruct],
     back: bool,
 ) -> Arrays:
+    attributes = {"part_rows": np.int64(parts.rows), "reverse": np.bool_(back)}
     target = _ffi.LINEAR_KERNELS[name]
-    call = jax.ffi.ffi_call(target, shapes, vmap_method="broadcast_all", has_side_effect=False)
-    with jax.named_scope(target):
-        outputs = call(*operands, part_rows=np.int64(parts.rows), reverse=np.bool_(back))
-    return vary_like(operands[0], tuple(outputs))
+    outputs = _ffi.call(target, shapes, operands, attributes, label=label)
+    return vary_like(operands[0], outputs)

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32
 
 from burst_attention import _mesh
+from burst_attention._batching import over_batch, spread
 from burst_attention._checkpoint import OUT_NAME, STATE_NAME
 from burst_attention._derivatives import refuse_second
 from burst_attention._linear import calls, checks, states
@@ -30,12 +31,13 @@ def attend(axes: Axes, settings: Settings, inputs: Inputs) -> Results:
     All arguments are checked. A ``replicated`` state is typed as the same on all ranks.
     """
     mesh = _mesh.ring_mesh(axes, "linear_attention")
-    _mesh.all_axes_manual(mesh, ", or call linear_attention outside of it, on global arrays")
+    globally = ", or call linear_attention outside of it, on global arrays"
+    _mesh.all_axes_manual(mesh, *inputs[:3], globally=globally)
     q, _, v, decay, log_decay, _, first = inputs
     logs = checks.logs_of(decay, log_decay, (*q.shape[:2], checks.heads_of(q, v)))
-    first = checks.state(first, q, v)
+    first = checks.state("initial_state", first, q, v)
     arrays = (*inputs[:3], logs, inputs.segment_ids, first)
-    q, k, v, logs, ids, first = vary_together(axes, arrays)
+    q, k, v, logs, ids, first = spread(vary_together(axes, arrays))
     size, platform = _mesh.axes_size(mesh, axes), checks.platform(mesh, q.dtype)
     method = states.chosen(settings.method, size, first)
     place = Place(axes, size, method, platform, ids is not None, settings.scale)
@@ -129,6 +131,11 @@ def _backward_rule(place: Place, residuals: Arrays, cotangents: Pair) -> tuple[A
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _results(place: Place, operands: Arrays) -> tuple[jax.Array, State, jax.Array]:
     """Returns outputs, the state after all ranks' tokens, and the states for the backward pass."""
+    return over_batch(partial(_forward, place), *operands)
+
+
+def _forward(place: Place, *operands: jax.Array) -> tuple[jax.Array, State, jax.Array]:
+    """Computes `_results`."""
     if place.world_size == 1:
         return calls.forward(place, operands, None)
     q, k, v, logs, first = operands
@@ -141,6 +148,11 @@ def _results(place: Place, operands: Arrays) -> tuple[jax.Array, State, jax.Arra
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gradients(place: Place, residuals: Arrays, cotangents: Pair) -> Arrays:
     """Returns the gradients of the operands. Ranks follow each other from the last to the first."""
+    return over_batch(partial(_backward, place), residuals, cotangents)
+
+
+def _backward(place: Place, residuals: Arrays, cotangents: Pair) -> Arrays:
+    """Computes `_gradients`."""
     if place.world_size == 1:
         return calls.backward(place, (*residuals, *cotangents), None)
     (q, _, _, logs, _), (dout, dlast) = residuals, cotangents

@@ -95,7 +95,7 @@ def _gathered(
         own = jnp.where(other == rank, state, own)
         return (_after(state, all_decays[other], all_left[other]), own), None
 
-    ranks = jnp.arange(place.world_size)
+    ranks = jnp.arange(place.world_size, dtype=jnp.int32)
     (last, own), _ = lax.scan(step, (first, first), ranks[::-1] if back else ranks)
     return own, last
 

@@ -2,8 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
+from burst_attention._attention.options import AnyArray
 from burst_attention._linear import checks
 
 
@@ -11,10 +12,10 @@ def linear_attention_step(
     query: Float[Array, "batch q_heads k_dim"],
     key: Float[Array, "batch k_heads k_dim"],
     value: Float[Array, "batch v_heads v_dim"],
-    state: Float32[Array, "batch heads k_dim v_dim"],
+    state: Float[Array, "batch heads k_dim v_dim"],
     *,
-    decay: Float32[Array, " heads"] | None = None,
-    log_decay: Float32[Array, "batch heads"] | None = None,
+    decay: Float[AnyArray, " heads"] | None = None,
+    log_decay: Float[AnyArray, "batch heads"] | None = None,
     scale: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Linear attention of one more token: ``(out, state)``::
@@ -28,10 +29,10 @@ def linear_attention_step(
       query: ``[batch, q_heads, k_dim]``.
       key: ``[batch, k_heads, k_dim]``.
       value: ``[batch, v_heads, v_dim]``. Heads are shared as in `linear_attention`.
-      state: float32 ``[batch, heads, k_dim, v_dim]``.
-      decay: λ, float32 ``[heads]``; default 1, checked as in `linear_attention`.
-      log_decay: ln λ of this token, float32 ``[batch, heads]``; −∞ leaves nothing of ``state``, not
-        even NaN. Excludes ``decay``.
+      state: floats ``[batch, heads, k_dim, v_dim]``, cast to float32.
+      decay: λ, floats ``[heads]``, cast to float32; default 1, checked as in `linear_attention`.
+      log_decay: ln λ of this token, floats ``[batch, heads]``, cast to float32; −∞ leaves
+        nothing of ``state``, not even NaN. Excludes ``decay``.
       scale: factor on query, a Python number; default 1.
 
     Returns:
@@ -44,7 +45,7 @@ def linear_attention_step(
     arrays = q, _, v = checks.arrays(*token)
     shape = (q.shape[0], checks.heads_of(q, v))
     given = checks.decays(decay, log_decay, shape, "[batch, heads]")
-    factor, state = checks.scale(scale), checks.state(state, q, v)
+    factor, state = checks.scale(scale), checks.state("state", state, q, v)
     logs = checks.logs_of(*given, shape)
     single = (jnp.repeat(x[:, 0], shape[1] // x.shape[2], axis=1) for x in arrays)
     q, k, v = (x.astype(jnp.float32) for x in single)

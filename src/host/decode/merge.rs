@@ -103,13 +103,12 @@ impl ScratchTask for MergeTask<'_> {
         // SAFETY: the tasks of all chunks have written the partial results and ended. The output is
         // scratch of this task, which alone writes the result of its query and head.
         unsafe {
-            let states = all.clone().map(|partial| partials.get(partial, head).1);
-            let m = states.map(|[m, _]| m).fold(f32::NEG_INFINITY, f32::max);
+            let m = largest(all.clone().map(|partial| partials.get(partial, head).1[0]));
             let mut sum = 0.0;
             o.clear(1);
             for partial in all {
                 let (from, [own, l]) = partials.get(partial, head);
-                let weight = if m == f32::NEG_INFINITY { 0.0 } else { (own - m).exp() };
+                let weight = weight(own, m);
                 sum += weight * l;
                 for d in (0..o.row).step_by(S::LANES) {
                     let (at, x) = (o.at.add(d), simd.load(from.add(d)));
@@ -119,6 +118,26 @@ impl ScratchTask for MergeTask<'_> {
             write(simd, io, (query.at, head), o, [m, sum]);
         }
     }
+}
+
+/// Returns the largest of the scores of some parts, without NaN; −∞ for none.
+pub(super) fn largest(scores: impl Iterator<Item = f32>) -> f32 {
+    scores.fold(f32::NEG_INFINITY, f32::max)
+}
+
+/// Returns e^(own − m), the weight of a part whose largest score is `own`, where m is the largest of
+/// all parts. The differences of infinities would be NaN.
+pub(super) fn weight(own: f32, m: f32) -> f32 {
+    match own {
+        f32::NEG_INFINITY => 0.0,
+        own if own == m => 1.0,
+        own => (own - m).exp(),
+    }
+}
+
+/// Returns 1 / l, the factor that makes a sum the output, and lse = m + ln l; 0 and −∞ without keys.
+pub(super) fn finished([m, l]: State) -> (f32, f32) {
+    if l == 0.0 { (0.0, f32::NEG_INFINITY) } else { (1.0 / l, m + l.ln()) }
 }
 
 /// Writes the output and lse of one head of a query: o / l and m + ln l, or 0 and −∞ without keys.
@@ -133,9 +152,9 @@ pub(super) unsafe fn write<S: Simd>(
     io: &DecodeIo<'_>,
     ((entry, t), head): ((usize, usize), usize),
     o: Matrix,
-    [m, l]: State,
+    state: State,
 ) {
-    let (factor, lse) = if l == 0.0 { (0.0, f32::NEG_INFINITY) } else { (1.0 / l, m + l.ln()) };
+    let (factor, lse) = finished(state);
     let to = io.o.row(entry, t, head);
     // SAFETY: the caller guarantees both rows.
     unsafe {

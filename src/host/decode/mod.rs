@@ -22,6 +22,7 @@ mod chunk;
 mod element;
 mod merge;
 mod online;
+mod parts;
 mod plan;
 mod sums;
 mod tile;
@@ -32,6 +33,7 @@ use rayon::prelude::*;
 
 use self::chunk::ChunkTask;
 use self::merge::{MergeTask, Partials};
+pub use self::parts::merge_parts;
 use self::plan::Plan;
 use super::array::HostArray;
 use super::isa::Isa;

@@ -1,0 +1,385 @@
+"""A tour of the public interface: one list of calls at tiny sizes, each with its gradient.
+
+The tests of JAX's modes run the whole list in each mode. The mesh has two by two devices.
+"""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import burst_attention as ba
+import jax
+import jax.numpy as jnp
+import numpy as np
+import ring
+from jax.sharding import PartitionSpec as P
+
+AXES = ("data", "context")
+ROWS = P(*AXES)
+"""Batch and sequence are sharded."""
+LONG = P(None, AXES)
+"""The sequence is sharded over both axes."""
+BATCH, SEQ, HEADS, KV_HEADS, DIM = 2, 16, 4, 2, 8
+QKV = ("query", "key", "value")
+ODD = ("odd_query", "odd_key", "odd_value")
+TOKEN = ("token", "new_key", "new_value")
+CACHES = ("key_cache", "value_cache")
+PREFIXES = ("prefix_key", "prefix_value")
+PAGES = ("key_pages", "value_pages")
+SPECS = {
+    **dict.fromkeys(("sinks", "alibi_slopes", "decay", "dropout_key", "cu_seqlens"), P()),
+    **dict.fromkeys(("own_lengths", "lengths", "query_offset", "prefix_of"), P("data")),
+    **dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), P("data")),
+    **dict.fromkeys(("initial_state", *TOKEN, *ODD), P("data")),
+    **dict.fromkeys((*PREFIXES, "page_table"), P(None, "context")),
+    **dict.fromkeys(PAGES, P("context")),
+    "prefix_lengths": P(),
+    "mask": P("data", None, None, "context"),
+}
+"""How arrays are sharded that are not sharded as rows."""
+TRAINED = {
+    *(*QKV, *ODD, *TOKEN, *CACHES, "sinks", "alibi_slopes", "decay", "log_decay"),
+    *("initial_state", "out", "lse"),
+}
+"""The arrays whose gradients calls return."""
+
+
+@cache
+def arrays():
+    """Returns every array of the tour by name, on the host."""
+    rows, keys, one = ((BATCH, n, h, DIM) for n, h in ((SEQ, 4), (SEQ, 2), (1, 2)))
+    shapes = {
+        "query": rows,
+        "key": keys,
+        "value": keys,
+        "out": rows,
+        "lse": rows[:3],
+        "key_cache": keys,
+        "value_cache": keys,
+        "new_key": one,
+        "new_value": one,
+        **dict.fromkeys(PREFIXES, (1, *keys[1:])),
+        **dict.fromkeys(PAGES, (8, 4, KV_HEADS, DIM)),
+        "token": (BATCH, 1, HEADS, DIM),
+        "initial_state": (BATCH, HEADS, DIM, DIM),
+        "log_decay": rows[:3],
+        "sinks": (HEADS,),
+        "alibi_slopes": (HEADS,),
+    }
+    found = dict(zip(shapes, ring.normal(0, *shapes.values()), strict=True))
+    found |= {odd: found[name][:, 1:] for odd, name in zip(ODD, QKV, strict=True)}
+    positions = np.broadcast_to(np.arange(SEQ, dtype=np.int32), (BATCH, SEQ))
+    mask = ba.masks.block_causal([[9, 5]] * BATCH, 3, seq_len=SEQ)
+    assert isinstance(mask, ba.masks.Mask)
+    integers = {
+        "blocks": np.arange(SEQ).reshape(4, 4)[[1, 3, 0, 2]].reshape(-1)[None].repeat(BATCH, 0),
+        "segment_ids": np.where(positions < 5, 0, np.where(positions < 13, 1, -1)),
+        "query_positions": positions[:, ::-1],
+        "key_positions": positions[:, ::-1],
+        "lengths": np.array([11, 3]),
+        "own_lengths": np.array([4, 2]),
+        "query_offset": np.array([3, 1]),
+        "query_seq_lengths": np.array([12, 7]),
+        "key_value_seq_lengths": np.array([9, 16]),
+        "prefix_of": np.zeros(BATCH),
+        "prefix_lengths": np.array([7]),
+        "page_table": np.array([[1, 0, 0, 1], [2, 3, 3, 2]]),
+        "cu_seqlens": np.array([0, 5, 13]),
+    }
+    return (
+        found
+        | {name: x.astype(np.int32) for name, x in integers.items()}
+        | {
+            "log_decay": -np.abs(found["log_decay"]),
+            "decay": np.array([0, 0.5, 0.9, 1], np.float32),
+            "visible": (mask.start, mask.stop),
+            "mask": (positions < 12)[:, None, None],
+            "dropout_key": jax.random.key(7),
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the public interface."""
+
+    name: str
+    function: Callable
+    """A function of arrays by name."""
+    specs: dict[str, P]
+    """The names of the arrays, and how they are sharded."""
+    has_gradient: bool = True
+
+    def types(self, mesh, dtype):
+        """Returns the types of the call's arrays on a mesh, with ``dtype`` for activations."""
+
+        def of(name, x):
+            is_activation = x.ndim == 4 and x.dtype == np.float32 and name != "initial_state"
+            place = jax.NamedSharding(mesh, self.specs[name])
+            return jax.ShapeDtypeStruct(
+                x.shape, dtype if is_activation else x.dtype, sharding=place
+            )
+
+        given = {name: arrays()[name] for name in self.specs}
+        return {name: jax.tree.map(partial(of, name), x) for name, x in given.items()}
+
+    def placed(self, mesh):
+        """Returns the call's arrays on a mesh."""
+        places = {name: jax.NamedSharding(mesh, spec) for name, spec in self.specs.items()}
+        return {name: jax.device_put(arrays()[name], place) for name, place in places.items()}
+
+    def run(self, given):
+        """Returns the results; with gradients also the gradients, and results are cotangents."""
+        if not self.has_gradient:
+            return self.function(**given)
+        trained = {name: x for name, x in given.items() if name in TRAINED}
+        others = {name: x for name, x in given.items() if name not in TRAINED}
+        results, pullback = jax.vjp(lambda trained: self.function(**trained, **others), trained)
+        return results, pullback(results)
+
+
+def specs_of(names, rows=ROWS):
+    """Returns how some arrays are sharded."""
+    return {name: SPECS.get(name, rows) for name in names}
+
+
+def globally(name, function, *names, has_gradient=True):
+    """Returns a call on global arrays."""
+    return Call(name, function, specs_of(names), has_gradient)
+
+
+def in_shards(name, local, specs, out_specs, has_gradient=True):
+    """Returns a call of a function of shards."""
+
+    def function(**given):
+        run = jax.shard_map(lambda given: local(**given), in_specs=(specs,), out_specs=out_specs)
+        return run(given)
+
+    return Call(name, function, specs, has_gradient)
+
+
+def attention(name, *names, axis_name="context", **options):
+    """Returns a call of `attention` with some arrays and options."""
+    rows = ROWS if axis_name == "context" else LONG
+    options = {"return_residual": True, **options}
+    local = partial(ba.attention, axis_name=axis_name, **options)
+    out_specs = (rows, rows) if options["return_residual"] else rows
+    return in_shards(name, local, specs_of((*QKV, *names), rows), out_specs)
+
+
+def linear(name, *names, **options):
+    """Returns a call of `linear_attention` on shards."""
+    local = partial(ba.linear_attention, axis_name="context", **options)
+    out_specs = (ROWS, P("data")) if options.get("return_state") else ROWS
+    return in_shards(f"linear {name}", local, specs_of((*QKV, *names)), out_specs)
+
+
+def decode(name, caller, held, *names, **options):
+    """Returns a call that decodes one token of each sequence, whose caches are ``held``.
+
+    The first of ``names`` is that of the lengths.
+    """
+    specs = specs_of(("token", *held, *names))
+    batch = specs["token"]
+    if "page_table" in names:
+        batch = P()
+        specs |= dict.fromkeys(("token", names[0]), batch)
+
+    def local(token, **given):
+        caches, lengths = [given.pop(name) for name in held], given.pop(names[0])
+        where = {"axis_name": "context", "return_residual": True}
+        return caller(token, *caches, lengths, **where, **given, **options)
+
+    return in_shards(name, local, specs, (batch, batch), has_gradient=False)
+
+
+def appended(key_cache, value_cache, new_key, new_value, lengths):
+    """Returns caches with one more token."""
+    new = (new_key, new_value, lengths)
+    return ba.append_to_cache(key_cache, value_cache, *new, axis_name="context")
+
+
+def step(token, new_key, new_value, initial_state, decay):
+    """Returns linear attention of one more token."""
+    qkv = (jax.lax.squeeze(x, [1]) for x in (token, new_key, new_value))
+    return ba.linear_attention_step(*qkv, initial_state, decay=decay)
+
+
+def in_sequence(layout, **options):
+    """Returns `dot_product_attention` of sequences that the layout can't cut."""
+    where = {"order": "sequence", "spec": ROWS, "axis_name": "context"}
+
+    def function(odd_query, odd_key, odd_value):
+        qkv = (odd_query, odd_key, odd_value)
+        return ba.dot_product_attention(*qkv, layout=layout, **where, **options)
+
+    return function
+
+
+def there_and_back(query):
+    """Returns an array in a layout, and in the order of the sequence again."""
+    there = ba.to_layout(query, 2, "zigzag")
+    return there, ba.from_layout(there, 2, "zigzag")
+
+
+def by_ranks(query):
+    """Returns an array in the order of balanced documents, and in that of the sequence again."""
+    documents = ba.balance_documents([9, 5], 2, 4, seq_len=SEQ)
+    assert isinstance(documents, ba.BalancedDocuments)
+    there = documents.to_ranks(query)
+    return there, documents.from_ranks(there)
+
+
+def rematerialised(policy):
+    """Returns attention whose results a policy of ``jax.checkpoint`` keeps."""
+
+    def local(query, key, value):
+        attend = jax.checkpoint(partial(ba.attention, axis_name="context"), policy=policy)
+        return attend(query, key, value)
+
+    return local
+
+
+def shift(name, *names, **options):
+    """Returns a call of `shift`."""
+
+    def local(query, blocks=None, **given):
+        return ba.shift(query, axis_name="context", positions=blocks, **given, **options)
+
+    return in_shards(f"shift {name}", local, specs_of(("query", *names)), ROWS)
+
+
+def padded(odd_query):
+    """Returns an array padded for a layout."""
+    return ba.pad_sequence(odd_query, 2, "zigzag")[0]
+
+
+def by_flax(mask, **qkv):
+    """Returns attention as a layer of Flax calls it."""
+    return ba.flax_attention_fn(spec=ROWS)(**qkv, mask=mask)
+
+
+def on_host():
+    """Calls what computes on the host alone."""
+    shard = jax.ShapeDtypeStruct((1, SEQ, HEADS, DIM), jnp.float32)
+    choice = ba.choose_schedule(shard, shard, shard, axis_sizes=2, links=ba.Links())
+    assert isinstance(choice, ba.ScheduleChoice)
+    assert all(isinstance(x, ba.ScheduleCandidate) for x in choice.candidates)
+    flops = ba.attention_flops(shard, shard, shard, is_causal=True)
+    assert isinstance(flops, ba.AttentionFlops)
+    assert ba.__version__
+    tokens, _ = ba.pad_sequence(np.arange(SEQ - 1)[None], 2, "striped")
+    order = ba.layout_positions(SEQ, 2, "striped")
+    assert np.array_equal(ba.to_layout(tokens, 2, "striped"), tokens[:, order])
+    assert len(ba.segment_ids_from_cu_seqlens(np.array([0, 3]), 4)) == 4
+    for mask in (
+        ba.masks.prefix_lm(2, 4),
+        ba.masks.prefix_tree([-1, 0, 0], [2, 1, 2]),
+        ba.masks.chunked(5, 2),
+        ba.masks.spans(5, [(1, 3)]),
+        ba.masks.block_diffusion(4, 2),
+    ):
+        assert ba.masks.dense(**mask.arguments).any()
+    with tempfile.TemporaryDirectory() as folder, ba.trace(f"{folder}/steps.json"):
+        pass
+    return ()
+
+
+def places(segment_ids):
+    """Returns the positions of this device's tokens."""
+    return ba.local_positions(segment_ids.shape[1], axis_name="context", layout="zigzag")
+
+
+FEATURES = {
+    "causal": ((), {"is_causal": True}),
+    "window": ((), {"local_window_size": (3, 1)}),
+    "segments": (("segment_ids",), {"return_residual": False}),
+    "sinks": (("sinks",), {}),
+    "slopes": (("alibi_slopes",), {"is_causal": True}),
+    "soft cap": ((), {"logits_soft_cap": 5.0}),
+    "dropout": (("dropout_key",), {"dropout_rate": 0.5, "batch_axis": "data"}),
+    "visible": (("visible",), {"return_residual": False}),
+    "positions": (("query_positions", "key_positions", "alibi_slopes"), {"is_causal": True}),
+    "offset": (("query_offset",), {"is_causal": True}),
+    "lengths": (
+        ("query_seq_lengths", "key_value_seq_lengths"),
+        {"return_residual": False},
+    ),
+    "mask": (("mask",), {}),
+    "residual": ((), {"residual_dtype": "float32"}),
+}
+"""The arrays and options of each feature. Where a query sees no key, its lse is left out."""
+
+LONG_CALLS = [
+    attention(f"plain JAX, {name}", *names, implementation="xla", **options)
+    for name, (names, options) in FEATURES.items()
+]
+"""Calls for the long tests: XLA takes seconds for each of them."""
+
+CALLS = [
+    *(attention(name, *names, **options) for name, (names, options) in FEATURES.items()),
+    attention(
+        *("plain JAX", "segment_ids", "sinks", "dropout_key"),
+        is_causal=True,
+        local_window_size=(7, 0),
+        logits_soft_cap=5.0,
+        dropout_rate=0.5,
+        implementation="xla",
+    ),
+    attention(
+        *("plain JAX, data", "visible", "query_positions", "key_positions", "alibi_slopes"),
+        implementation="xla",
+        return_residual=False,
+    ),
+    attention("zigzag", layout="zigzag", is_causal=True, backward="queries"),
+    attention("balanced", schedule="balanced", is_causal=True),
+    attention("all_gather", schedule="all_gather", layout="striped"),
+    attention("ulysses", "segment_ids", schedule="ulysses", return_residual=False),
+    attention("auto", schedule="auto", links=ba.Links(inner_gbps=1000.0)),
+    attention("double ring", schedule="ring", axis_name=AXES),
+    attention("hybrid", schedule="hybrid", axis_name=AXES, layout="striped"),
+    in_shards("saved", rematerialised(ba.save_attention), specs_of(QKV), ROWS),
+    in_shards("offloaded", rematerialised(ba.offload_attention), specs_of(QKV), ROWS),
+    globally("global", partial(ba.dot_product_attention, spec=ROWS), *QKV, "sinks"),
+    globally("in sequence", in_sequence("contiguous"), *ODD),
+    globally("in sequence, zigzag", in_sequence("zigzag", is_causal=True), *ODD),
+    globally("in sequence, striped", in_sequence("striped", return_residual=True), *ODD),
+    globally("flax", by_flax, *QKV, "mask"),
+    linear("ring", "log_decay", "segment_ids", method="ring"),
+    linear("gathered", "decay", "initial_state", method="all_gather"),
+    linear("state", method="ring", return_state="replicated"),
+    linear("unordered", is_causal=False),
+    globally("linear global", partial(ba.linear_attention, spec=ROWS), *QKV),
+    globally("linear step", step, *TOKEN, "initial_state", "decay"),
+    decode("decode", ba.decode_attention, CACHES, "lengths", "sinks", "alibi_slopes"),
+    decode(
+        *("decode plain", ba.decode_attention, CACHES, "lengths", "sinks", "alibi_slopes"),
+        implementation="xla",
+        local_window_size=4,
+        logits_soft_cap=5.0,
+    ),
+    decode("decode pages", ba.decode_attention, PAGES, "lengths", "page_table"),
+    decode(
+        *("prefix", ba.shared_prefix_attention, (*PREFIXES, *CACHES)),
+        *("own_lengths", "prefix_of", "prefix_lengths"),
+    ),
+    in_shards("append", appended, specs_of((*CACHES, *TOKEN[1:], "lengths")), (ROWS, ROWS)),
+    globally("merge", lambda out, lse: ba.merge_attention((out, lse), (out, lse)), "out", "lse"),
+    shift("contiguous", "segment_ids"),
+    shift("zigzag", offset=-3, layout="zigzag"),
+    shift("striped", offset=3, layout="striped"),
+    shift("blocks", "blocks", block=4),
+    globally("layouts", there_and_back, "query"),
+    globally("documents", by_ranks, "query"),
+    globally("padding", padded, "odd_query"),
+    globally(
+        "ids",
+        partial(ba.segment_ids_from_cu_seqlens, total_length=SEQ),
+        "cu_seqlens",
+        has_gradient=False,
+    ),
+    in_shards("places", places, specs_of(["segment_ids"]), P("context"), has_gradient=False),
+    globally("host", on_host, has_gradient=False),
+]
+"""The tour."""
