@@ -1,5 +1,6 @@
 """The platform, before JAX starts; checks of annotations; options of the suite; lost tests."""
 
+import gc
 import importlib.util
 import inspect
 import os
@@ -52,10 +53,20 @@ def check_annotations():
     """Lets the package's functions check shapes, dtypes and types as their annotations say.
 
     Public functions and classes are left out: they check their arguments themselves, and tests read
-    their errors.
+    their errors. Functions inside functions are left out too: each call of the outer function makes
+    them anew, and to make their checks anew takes a sixth of the suite's processor time.
     """
     import jaxtyping
 
+    checks = jaxtyping.jaxtyped
+
+    def checks_of_named(**how):
+        def checked(function):
+            return function if "<locals>" in function.__qualname__ else checks(**how)(function)
+
+        return checked
+
+    jaxtyping.jaxtyped = checks_of_named
     jaxtyping.install_import_hook("burst_attention", "beartype.beartype")
     import burst_attention
 
@@ -63,6 +74,8 @@ def check_annotations():
     for public in [getattr(module, name) for module in modules for name in module.__all__]:
         if inspect.isfunction(public) or inspect.isclass(public):
             typing.no_type_check(inspect.unwrap(public))
+    # Modules live as long as the session, so the collector of garbage need not visit them.
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc):

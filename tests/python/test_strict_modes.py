@@ -154,9 +154,10 @@ LIMITS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.mode)
 def test_jax_itself_still_fails(limit):
-    """When it does so no more, the entry of the table goes."""
+    """Once JAX no longer fails, the entry of the table goes."""
     assert named(limit.calls)
     x = jax.device_put(jnp.ones((2, 4)), jax.NamedSharding(device_mesh(AxisType.Auto), P("data")))
     with modes(limit.mode), pytest.raises(limit.error, match=limit.words):
