@@ -165,6 +165,7 @@ fn estimates_for_many_ranks_are_within_a_tenth_of_the_simulation() {
 /// ends within a unit, estimates are within 10%. In other windows they are within 15%: the worst
 /// here is a double ring whose ranks share a slow link, 13.4% below the simulation.
 #[test]
+#[ignore = "takes long: make test-full"]
 fn estimates_for_long_units_are_near_the_simulation() {
     let windows = [Window::CAUSAL, Window::FULL]
         .into_iter()

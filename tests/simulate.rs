@@ -348,6 +348,7 @@ fn a_report_without_a_timeline_is_otherwise_the_same() {
 
 /// The pass has a million steps. Its time does not grow with the square of a rank's steps.
 #[test]
+#[ignore = "takes long: make test-full"]
 fn a_thousand_ranks_take_seconds() {
     let problem = Problem { window: Window::CAUSAL, ..small(1024, 64) };
     let (method, machine) = (Method::Travel(Family::Ring), machine(1e6, 1e6));

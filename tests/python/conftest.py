@@ -7,6 +7,7 @@ import os
 import typing
 
 import case_list
+import long
 import platforms
 import pytest
 
@@ -82,7 +83,9 @@ def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         cases = case_list.correctness_cases(exhaustive=metafunc.config.getoption("--exhaustive"))
         cases = [case for case in cases if platforms.current().takes(case)]
-        metafunc.parametrize("case", [pytest.param(case, id=case.name) for case in cases])
+        metafunc.parametrize(
+            "case", [pytest.param(x, id=x.name, marks=y) for x, y in long.marked(cases, 2)]
+        )
 
 
 def pytest_collection_modifyitems(config, items):

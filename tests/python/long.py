@@ -18,5 +18,9 @@ def with_plain(values, *few):
 
 def spread(values, step):
     """Returns a parameter's values, all but every ``step``-th of them marked as long."""
-    mark = pytest.mark.long
-    return [x if i % step == 0 else pytest.param(x, marks=mark) for i, x in enumerate(values)]
+    return [pytest.param(x, marks=marks) for x, marks in marked(values, step)]
+
+
+def marked(values, step):
+    """Returns pairs of a value and its marks: long, but for every ``step``-th of them."""
+    return [(x, [pytest.mark.long] if i % step else []) for i, x in enumerate(values)]

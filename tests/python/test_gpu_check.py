@@ -65,6 +65,7 @@ def test_the_benchmark_runs(tmp_path, kinds):
     assert found["device"] != "unknown device"
 
 
+@pytest.mark.long
 @pytest.mark.needs("host")
 def test_the_benchmark_says_that_it_needs_a_gpu(tmp_path):
     assert "expected an NVIDIA GPU" in output_of(2, BENCHMARK, "--out", tmp_path)

@@ -13,7 +13,7 @@ from bounds import check, narrow_limit
 from features import PAIR, Problem
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
-from long import some
+from long import some, spread
 from reference import error
 from test_cuda_lowering import KNOWN, abstract_mesh, calls, lowered, shapes, with_gradient
 from test_families import MASKS, agree
@@ -59,7 +59,7 @@ def name(choice):
     return "-".join("-".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in choice)
 
 
-@pytest.mark.parametrize("choice", some(CHOICES, 16), ids=lambda choice: name(choice.values()))
+@pytest.mark.parametrize("choice", some(CHOICES, 8), ids=lambda choice: name(choice.values()))
 def test_heads_and_sequence_change_places(choice):
     schedule, world, inner = choice["over"]
     groups = inner if schedule == "hybrid" else world
@@ -70,7 +70,9 @@ def test_heads_and_sequence_change_places(choice):
 
 
 @EACH
-@pytest.mark.parametrize("options", case_list.features_together(), ids=case_list.feature_name)
+@pytest.mark.parametrize(
+    "options", spread(case_list.features_together(), 2), ids=case_list.feature_name
+)
 def test_sequences_of_several_tiles(schedule, options):
     where = {"mesh": (1, 2, 1)} if schedule == "ulysses" else {"mesh": (1, 8, 1), "inner": 2}
     agree(Problem(**options | where | {"kv_heads": 2}, schedule=schedule))

@@ -94,6 +94,7 @@ fn intervals_that_hide_all_or_come_in_many_runs() {
 }
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn masks_with_all_features() {
     let general = Case {
         q_len: 150,
