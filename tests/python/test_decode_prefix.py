@@ -75,7 +75,7 @@ def shared(prefixes, own, **options):
 
 
 @pytest.mark.parametrize(("name", "implementation"), with_plain(SHARDINGS, "pages"))
-@pytest.mark.parametrize("features", [{}, {"window": 30, "sinks": SINKS, "slopes": SLOPES}])
+@pytest.mark.parametrize("features", some([{"window": 30, "sinks": SINKS, "slopes": SLOPES}, {}]))
 def test_it_is_attention_over_prefix_and_own_tokens(name, features, implementation):
     sharding = SHARDINGS[name]
     own = problem(sharding, OWN, 2, **features)

@@ -30,6 +30,7 @@ def small():
     return graph, params, *windows.packed_batch(tokens, lengths, RANKS, BLOCK)
 
 
+@pytest.mark.long
 @pytest.mark.needs("products", "float32")
 def test_loss_and_gradients_are_those_of_dense_attention(small, capsys):
     """The program's own check passes, also with padding."""

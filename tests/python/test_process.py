@@ -275,6 +275,7 @@ for limit in (0, most):
 """
 
 
+@pytest.mark.long
 def test_a_refused_thread_is_an_error_with_the_reason_until_threads_are_granted():
     lines = python("-c", RING + THREADS, BURST_ATTENTION_THREADS="2").splitlines()
     needs = ("each of 2 compute workers", r"rank \d of 4 over mesh axis \"context\"")

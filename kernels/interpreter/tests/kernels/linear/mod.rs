@@ -181,6 +181,7 @@ fn a_reset_stops_what_is_not_finite() {
 }
 
 #[test]
+#[ignore = "takes long: make test-full"]
 fn columns_of_any_width_and_of_several_tiles() {
     let small = Case { batch: 1, heads: 2, q_heads: 2, kv_heads: 1, rows: 70, ..CASE };
     let dims = [(64, 64), (128, 128), (96, 200), (256, 8), (8, 256)];
