@@ -7,7 +7,8 @@ outside of the ``vmap``, where the mapped dimension is a dimension of the arrays
 device has its own part of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeAlias, TypeVar
 
@@ -80,6 +81,26 @@ def _zero(given: list[jax.Array]) -> tuple[ArrayType, frozenset[str]]:
         return vary_like(arrays, jnp.zeros(shape, bool)), bool(hidden)
 
     return zero(*map(lax.stop_gradient, given)), frozenset[str]().union(*found)
+
+
+@contextmanager
+def explained_vmaps() -> Iterator[None]:
+    """Says what to write where JAX can't map the ``shard_map`` of a call by nested ``vmap``s.
+
+    Under a ``vmap`` over axes of ``spmd_axis_name``, JAX types the arithmetic of an inner ``vmap``
+    as different along these axes. Then it refuses the results of a ``shard_map`` between the two.
+    """
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ != "_RepError":
+            raise
+        raise NotImplementedError(
+            "the vmap with spmd_axis_name must be the innermost one, since JAX can't compute "
+            "another vmap inside it over a shard_map; exchange the two, "
+            "jax.vmap(jax.vmap(f, spmd_axis_name=...)), or give the inner dimension to the call as "
+            "its batch"
+        ) from error
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))

@@ -248,3 +248,24 @@ def test_replicas_along_an_explicit_axis_compute_alike():
         for axes in ({"context"}, {"stage", "context"})
     ]
     np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.needs("float32")
+def test_nested_vmaps():
+    """JAX fails a ``vmap`` inside that of ``spmd_axis_name``; once it does not, the error goes."""
+    on, spec = mesh(AxisType.Auto), P(None, "context")
+    way = {"mesh": on, "spec": spec}
+    x = jnp.stack([inputs()["x"]] * 3)
+
+    def outside(function):
+        return jax.jit(jax.vmap(jax.vmap(function), spmd_axis_name="stage")).trace(x.swapaxes(0, 1))
+
+    plain = jax.shard_map(lambda x: x * 2, mesh=on, in_specs=spec, out_specs=spec)
+    with pytest.raises(Exception, match="varying"):
+        outside(jax.jit(plain))
+    for call in (ba.dot_product_attention, ba.linear_attention):
+        layer = partial(lambda x, call: call(x, x, x, **way), call=call)
+        with pytest.raises(NotImplementedError, match=r"exchange the two, jax.vmap\(jax.vmap"):
+            outside(layer)
+        found = jax.jit(jax.vmap(jax.vmap(layer, spmd_axis_name="stage")))(x)
+        np.testing.assert_array_equal(found[2, 1], jax.jit(layer)(x[0, 1]))

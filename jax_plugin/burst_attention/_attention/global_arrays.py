@@ -23,6 +23,7 @@ from burst_attention._attention.placement import (
 )
 from burst_attention._attention.shards import attend, check_call
 from burst_attention._attention.vjp import Qkv
+from burst_attention._batching import explained_vmaps
 from burst_attention._mesh import ring_axes
 from burst_attention._types import AnyMesh, Axes
 
@@ -149,12 +150,13 @@ def dot_product_attention(
     with_lse = _checks.flag("return_residual", return_residual)
     in_sequence = _checks.choice("order", order, ORDERS) == "sequence"
     mesh, axes = find_mesh(mesh, qkv[0]), None if axis_name is None else ring_axes(axis_name)
-    if in_sequence:
-        way = InSequence(mesh, sequence_axes(mesh, spec, axes, qkv), checked)
-        results = _in_sequence(way, spec, axes, with_lse, qkv, features)
-        results = tuple(way.placed(x, qkv[0]) for x in results)
-    else:
-        results = _on_shards(mesh, spec, axes, None, checked, with_lse, qkv, features)
+    with explained_vmaps():
+        if in_sequence:
+            way = InSequence(mesh, sequence_axes(mesh, spec, axes, qkv), checked)
+            results = _in_sequence(way, spec, axes, with_lse, qkv, features)
+            results = tuple(way.placed(x, qkv[0]) for x in results)
+        else:
+            results = _on_shards(mesh, spec, axes, None, checked, with_lse, qkv, features)
     if is_single:
         results = tuple(lax.squeeze(x, [0]) for x in results)
     return (results[0], results[1]) if with_lse else results[0]

@@ -11,6 +11,7 @@ from burst_attention._attention.placement import (
     find_mesh,
     find_placement,
 )
+from burst_attention._batching import explained_vmaps
 from burst_attention._linear import checks, shards
 from burst_attention._linear.checks import Inputs, Settings
 from burst_attention._linear.shards import Results
@@ -33,7 +34,8 @@ def attend(
     """Returns the outputs of all tokens, and the state after them if the settings ask for it."""
     found = find_mesh(mesh, inputs.query, "linear_attention")
     axes = None if axis_name is None else ring_axes(axis_name)
-    results: Results = _on_shards(found, checked_spec(spec), axes, settings, inputs)
+    with explained_vmaps():
+        results: Results = _on_shards(found, checked_spec(spec), axes, settings, inputs)
     return results
 
 
