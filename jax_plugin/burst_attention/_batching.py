@@ -70,12 +70,14 @@ def _zero(given: list[jax.Array]) -> tuple[ArrayType, frozenset[str]]:
 
     It does so over axes of ``spmd_axis_name`` only, and the axes are known while it is traced.
     """
+    # The rule lives as long as the program, so it must hold no traced array.
     found: list[frozenset[str]] = []
+    shown = union_of_varying(given)
     zero = custom_vmap(lambda *arrays: vary_like(arrays, jnp.zeros((), bool)))
 
     @zero.def_vmap
     def rule(size: int, _: object, *arrays: jax.Array) -> tuple[jax.Array, bool]:
-        hidden = union_of_varying(arrays) - union_of_varying(given)
+        hidden = union_of_varying(arrays) - shown
         found.append(hidden)
         shape = (size,) if hidden else ()
         return vary_like(arrays, jnp.zeros(shape, bool)), bool(hidden)
