@@ -73,7 +73,7 @@ def test_the_benchmark_says_that_it_needs_a_gpu(tmp_path):
 
 @ON_STANDIN
 def test_tests_for_more_gpus_than_there_are_are_skipped_and_counted():
-    chosen = "n1-g1-d32-float32 or n2-g1-d32-float32-auto-dlse"
+    chosen = "1x1x1-contiguous-full-n1-g1-d32-float32 or test_scale_is_used_in_both_passes"
     printed = gpu_tests(0, "tests/python/test_correct.py", "-k", chosen)
     assert "passed" in printed
     assert "needs 2 GPUs, and this machine has 1" in printed
