@@ -7,6 +7,7 @@ SHELL := bash
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 
 VENV := .venv
+TRAINERS := $(VENV)/trainers
 PY := $(VENV)/bin/python
 PACKAGE := jax_plugin/burst_attention
 LIBRARY := $(PACKAGE)/libburst_attention_ffi.so
@@ -95,11 +96,11 @@ test:  ## run a check of every kind
 	$(SAY) "all tests passed"
 
 # One kind after the other, because each uses both cores.
-LONG := test-rust-full test-python-full test-compiled test-wheel test-standin-full
+LONG := test-rust-full test-python-full test-compiled test-wheel test-trainers-short test-standin-full
 test-full: lint docs $(LONG)  ## run lint, docs and the long tests
 	$(SAY) "all long tests passed"
 
-test-exhaustive: checked-package $(STANDIN)/ready test-images  ## test the whole products of the cases (days)
+test-exhaustive: checked-package $(STANDIN)/ready test-images test-trainers  ## test the whole products of the cases (days)
 	@$(PY) -m pytest --checked -m "" --exhaustive $(PYTEST)
 	@$(PY) -m pytest -m "" --platform=standin $(PYTEST)
 
@@ -143,6 +144,14 @@ test-standin: standin-package
 test-standin-full: standin-package
 	$(SAY) "Python: the whole suite on GPUs that are not there"
 	@$(PY) -m pytest -n 2 --dist loadfile --platform=standin $(PYTEST)
+
+test-trainers: build $(TRAINERS)/ready  ## train with MaxText, Tunix and Levanter, this attention against theirs (12 min)
+	$(SAY) "Python: trainers that others wrote, with this attention and with their own"
+	@PYTHONPATH=jax_plugin $(TRAINERS)/bin/python -m pytest -c tests/trainers/pytest.ini \
+	    --rootdir tests/trainers tests/trainers $(PYTEST)
+
+test-trainers-short: PYTEST = -m short
+test-trainers-short: test-trainers
 
 lint: $(VENV)/dev  ## check with rustfmt, clippy, ruff and mypy
 	$(SAY) "lint: rustfmt, clippy, ruff, mypy"
@@ -261,6 +270,13 @@ $(VENV)/kernels: $(VENV)/headers requirements/kernels.txt
 $(VENV)/dev: $(VENV)/ready $(VENV)/kernels requirements/dev.txt
 	$(SAY) "Python packages of the tests into $(VENV)"
 	$(PIP_INSTALL) -r requirements/dev.txt
+	@touch $@
+
+# The pins of the trainers exclude each other, so the file names every package.
+$(TRAINERS)/ready: requirements/trainers.txt $(VENV)/headers
+	$(SAY) "trainers into $(TRAINERS) (once, 1.9 GB)"
+	@.ci/make-venv $(TRAINERS) $(CURDIR)/$(VENV)/bin/python
+	@$(TRAINERS)/bin/python -m pip install --quiet --no-compile --no-deps -r requirements/trainers.txt
 	@touch $@
 
 # Outside of site-packages, because JAX would find the plugin there in every program.

@@ -98,10 +98,18 @@ def index(value: object) -> int | None:
 
 
 def array_type(name: str, value: object) -> ArrayType:
-    """Returns ``value``, an array or the type of one."""
-    if not isinstance(value, ArrayType):
-        raise TypeError(f"{name} must be an array, got {type(value).__name__}")
-    return value
+    """Returns ``value``, an array or the type of one; of other values what ``jnp.asarray`` makes.
+
+    Numbers of Python are no arrays here: every array argument has dimensions.
+    """
+    if isinstance(value, ArrayType):
+        return value
+    if not isinstance(value, numbers.Number | str | None):
+        try:
+            return jnp.asarray(value)
+        except (TypeError, ValueError):
+            pass
+    raise TypeError(f"{name} must be an array, got {type(value).__name__}")
 
 
 def shaped(

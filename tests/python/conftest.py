@@ -70,8 +70,9 @@ def check_annotations():
     jaxtyping.jaxtyped = checks_of_named
     jaxtyping.install_import_hook("burst_attention", "beartype.beartype")
     import burst_attention
+    from burst_attention.integrations import levanter, maxtext
 
-    modules = (burst_attention, burst_attention.masks)
+    modules = (burst_attention, burst_attention.masks, levanter, maxtext)
     for public in [getattr(module, name) for module in modules for name in module.__all__]:
         if inspect.isfunction(public) or inspect.isclass(public):
             typing.no_type_check(inspect.unwrap(public))

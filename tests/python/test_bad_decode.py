@@ -47,7 +47,7 @@ def on_mesh(call):
 
 
 BAD = {
-    "a list": (lambda: decode(q=[1]), TypeError, "query must be an array, got list"),
+    "a number": (lambda: decode(q=1), TypeError, "query must be an array, got int"),
     "float64": (lambda: decode(q=Q.astype(np.float64)), TypeError, "query must be float32, bf"),
     "three dimensions": (
         lambda: decode(q=Q[0]),

@@ -118,8 +118,8 @@ def test_dtypes():
     )
     words = f"one dtype, got {q.dtype}, float16 and {q.dtype}"
     refused(TypeError, words, q, k.astype("float16"), v)
-    with pytest.raises(TypeError, match="query must be an array, got list"):
-        _checks.arrays([1.0], k, v)
+    with pytest.raises(TypeError, match="query must be an array, got dict"):
+        _checks.arrays({}, k, v)
     with pytest.raises(TypeError, match="got float64; cast to float32"):
         _checks.arrays(q.astype("float64"), k, v)
 

@@ -70,7 +70,7 @@ def test_one_array_for_two_lengths():
 @pytest.mark.parametrize(
     ("kind", "words", "bad"),
     [
-        (TypeError, "be an array, got list", [0.0] * 4),
+        (TypeError, "be an array, got str", "zeros"),
         (TypeError, "have a float type, .* to float32, got int64", np.zeros(4, np.int64)),
         (ValueError, r"one slope for each head .* got shape \(2,\)(?!;)", zeros(2)),
         (ValueError, r"got shape \(8,\); where heads .* device takes the slopes", zeros(8)),

@@ -49,7 +49,7 @@ def test_masks_of_other_shapes(kind, words, shape):
 def test_masks_of_other_types():
     words = "^mask must be bool, .* got float32; a mask that is added to scores is a bias"
     refused(TypeError, words, mask=np.ones((2, 1, 1, 45), np.float32))
-    refused(TypeError, "^mask must be an array, got list", mask=[True])
+    refused(TypeError, "^mask must be an array, got bool", mask=True)
 
 
 @pytest.mark.parametrize("name", ["query_seq_lengths", "key_value_seq_lengths"])
@@ -83,7 +83,6 @@ def test_bad_orders():
         ValueError, "order must be one of 'layout' or 'sequence', got 'natural'", order="natural"
     )
     refused(ValueError, "seq of query must be a multiple of 4, .* got 45", order="layout")
-    refused(ValueError, "sequence', which is|must be sharded over a mesh axis", spec=P("data"))
     words = "spec is needed, since mesh axes 'data', 'context', 'tensor' are Auto"
     refused(ValueError, words, spec=None)
     with pytest.raises(TypeError, match="unexpected keyword argument 'order'"):

@@ -241,9 +241,9 @@ def test_bad_input(nnx, linen):
     refused(ValueError, r"must have shape \(2, 1, 1, 32\).*\(2, 1, 1, 30\)",
             mask=np.ones((2, 1, 1, 30)))  # fmt: skip
     refused(ValueError, r"must have batch dimensions \(2,\)", mask=np.ones((3, 1, 32, 1)))
-    refused(TypeError, "mask must be an array", mask=[[1]])
+    refused(TypeError, "mask must be an array", mask="padding")
     refused(ValueError, "mask must have at most 4 dimensions, got", mask=np.ones((1,) * 6))
-    refused(TypeError, "query must be an array", [1], k, v)
+    refused(TypeError, "query must be an array", "q", k, v)
     refused(ValueError, "same batch dimensions", q[0], k, v)
     refused(
         ValueError, r"must be \[batch..., length, heads, head_dim\]", *(x[0, 0] for x in (q, k, v))

@@ -71,6 +71,37 @@ def test_mesh_comes_from_the_arrays_or_from_set_mesh():
         check(ring.gradients(function)(arrays[:3], arrays[3]), arrays)
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"layout": "zigzag", "order": "sequence", "schedule": "hybrid"},
+        {"schedule": "ulysses", "implementation": "xla"},
+    ],
+    ids=str,
+)
+def test_a_sequence_that_spec_does_not_shard_is_one_rank(axis_type, options):
+    mesh, spec, arrays = (
+        ring.mesh(2, 1, 2, axis_type=axis_type),
+        P("data", None, "tensor"),
+        inputs(),
+    )
+    *qkv, dout = ring.put(mesh, *arrays, spec=spec)
+
+    def run(**more):
+        def function(q, k, v):
+            return ba.dot_product_attention(q, k, v, mesh=mesh, is_causal=True, **options, **more)
+
+        return ring.gradients(function)(qkv, dout)
+
+    check(run(spec=spec), arrays)
+    check(run(spec=spec, axis_name="context"), arrays)
+    if axis_type == AxisType.Explicit and "order" not in options:
+        with pytest.raises(ValueError, match=r"but is not; .*or pass spec=P\(\) for one rank"):
+            run()
+
+
 def test_axis_of_one_device():
     arrays = inputs()
     mesh = ring.mesh(2, 1, 1, axis_type=AxisType.Explicit)
@@ -171,7 +202,6 @@ def test_specs_that_do_not_fit_are_refused():
         mesh=mesh,
         spec=P(None, "context", None, "data"),
     )
-    refused(ValueError, "must be sharded over a mesh axis", q, k, v, mesh=mesh, spec=P("data"))
     refused(
         ValueError, "axis_name='data' must shard the sequence", q, k, v, axis_name="data", **auto
     )

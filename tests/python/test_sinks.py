@@ -271,7 +271,7 @@ def test_explicit_sinks_on_other_axes_are_refused():
 @pytest.mark.parametrize(
     ("kind", "words", "bad"),
     [
-        (TypeError, "sinks must be an array, got list", [0.0] * 4),
+        (TypeError, "sinks must be an array, got str", "zeros"),
         (TypeError, "sinks must be an array, got float", 0.0),
         (TypeError, "sinks must have a float type, .* got int32", np.zeros(4, np.int32)),
         (TypeError, "sinks must have a float type, .* got bool", np.zeros(4, bool)),

@@ -133,6 +133,8 @@ def beyond_padding(queries: int, keys: int) -> str:
 
 def batched(value: Value, dimensions: int) -> Value:
     """Returns an array of ``dimensions`` with a batch of one, all other values as they are."""
+    if hasattr(value, "__jax_array__") and not isinstance(value, AnyArray):
+        return batched(jnp.asarray(value), dimensions)  # type: ignore[return-value]
     if isinstance(value, tuple | list):
         return type(value)(batched(x, dimensions) for x in value)
     if isinstance(value, jax.ShapeDtypeStruct) and value.ndim == dimensions:

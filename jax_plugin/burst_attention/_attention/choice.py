@@ -193,7 +193,9 @@ def resolved(
 
 
 def library_name(schedule: Schedule, axes: Axes) -> str:
-    """Returns the library's name of a schedule over axes of the sequence."""
+    """Returns the library's name of a schedule over axes of the sequence; ``ring`` without axes."""
+    if not axes:
+        return "ring"
     if schedule == "hybrid" and len(axes) == 1:
         raise ValueError(
             "schedule='hybrid' needs a pair axis_name=(outer, inner): heads are scattered over the "

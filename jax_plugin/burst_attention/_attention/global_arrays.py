@@ -109,7 +109,8 @@ def dot_product_attention(
       mesh: default: the mesh of the arrays, or of ``jax.set_mesh``.
       spec: sharding of query, key and value, such as ``P("data", "context", "tensor", None)``.
         Auto meshes need it. Key/value heads stay whole if they are fewer than the shards of their
-        axis; each device then takes the heads that its query heads use.
+        axis; each device then takes the heads that its query heads use. A sequence that spec does
+        not shard is whole on each device: a ring of one.
       axis_name: mesh axis of the sequence, or a pair (outer, inner); default: the axes that shard
         dimension 1. With ``order="sequence"`` it may name an axis that does not shard arrays of
         Explicit axes yet.
@@ -134,8 +135,9 @@ def dot_product_attention(
     Raises:
       ValueError, TypeError, NotImplementedError: while tracing, with the way out.
     """
-    qkv, is_single = (query, key, value), getattr(query, "ndim", 4) == 3
-    spec = checked_spec(spec)
+    first = _checks.array_type("query", query)
+    qkv = (first, _checks.array_type("key", key), _checks.array_type("value", value))
+    spec, is_single = checked_spec(spec), len(first.shape) == 3
     if is_single:
         qkv, of_batch = batch_of_one(qkv, options)
         spec = None if spec is None else PartitionSpec(None, *spec)

@@ -6,6 +6,7 @@ table of `features`.
 """
 
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -213,7 +214,7 @@ def _window(name: str, value: object) -> Window:
 def _offset(name: str, value: object) -> int:
     """Returns an offset of all positions of queries; 0 for offsets in an array."""
     offset = _checks.index(value)
-    if offset is None and not isinstance(value, AnyArray):
+    if offset is None and isinstance(value, numbers.Number | str | None):
         raise TypeError(f"{name} must be an int, or int32 [batch], got {describe(value)}")
     if offset is not None and abs(offset) >= 1 << 31:
         raise ValueError(f"{name} must be within int32, got {offset}")

@@ -148,7 +148,7 @@ def find_placement(
         _check_explicit(mesh, arrays, cuts)
     _check_alike(cuts, same_heads=key.shape[2] == value.shape[2])
     batch, seq, heads, _ = cuts[most]
-    ring = _ring_axes(axis_name, seq, mesh)
+    ring = _ring_axes(axis_name, seq, mesh, is_said=spec is not None)
     for name, x in arrays.items():
         _check_divisible(mesh, cuts[name], x.shape, name)
     for name, x in arrays.items():
@@ -176,11 +176,11 @@ def sequence_axes(
     that do not cut the arrays yet.
     """
     if spec is not None:
-        return _ring_axes(axis_name, _axes_of(spec, mesh)[1], mesh)
+        return _ring_axes(axis_name, _axes_of(spec, mesh)[1], mesh, is_said=True)
     arrays = dict(zip(("query", "key", "value"), qkv, strict=True))
     found = _cuts_from_types(mesh, arrays)["query"][1]
     if found or axis_name is not None:
-        return _ring_axes(axis_name, found or ring_axes(axis_name), mesh)
+        return _ring_axes(axis_name, found or ring_axes(axis_name), mesh, is_said=False)
     raise ValueError(
         "axis_name or spec is needed to say which mesh axis shards the sequence, dimension 1 of "
         'query, since its type does not: pass axis_name="context" with the name of the axis'
@@ -260,25 +260,32 @@ def _check_owned(name: str, count: int, most: str, shards: int) -> None:
         )
 
 
-def _ring_axes(given: object, found: Axes, mesh: AnyMesh) -> Axes:
-    """Returns the axes of the sequence, ``found`` in the sharding of query."""
+def _ring_axes(given: object, found: Axes, mesh: AnyMesh, *, is_said: bool) -> Axes:
+    """Returns the axes of the sequence, ``found`` in the sharding of query.
+
+    Without axes each device has the whole sequence: one rank. ``is_said`` tells whether the caller
+    said so.
+    """
     if given is not None:
         axes = ring_axes(given)
         unknown = [name for name in axes if name not in mesh.axis_names]
         if unknown:
             names = tuple(mesh.axis_names)
             raise ValueError(f"axis_name must be an axis of the mesh {names}, got {unknown[0]!r}")
-        if found != axes:
+        # Programs leave axes of one device out of a spec.
+        if found != axes and (found or axes_size(mesh, axes) > 1):
             raise ValueError(
                 f"axis_name={axis_name_of(axes)!r} must shard the sequence, dimension 1 of query, "
                 f"but that is sharded over {found or None}"
             )
-    elif not found:
+        return axes if found else ()
+    if not found and not is_said:
         raise ValueError(
             "the sequence, dimension 1 of query, must be sharded over a mesh axis, but is not; "
-            'reshard it with jax.reshard(x, P(None, "context")); the axis may have one device'
+            'reshard it with jax.reshard(x, P(None, "context")), or pass spec=P() for one rank '
+            "with the whole sequence"
         )
-    return ring_axes(found)
+    return ring_axes(found) if found else ()
 
 
 def _check_divisible(mesh: AnyMesh, cuts: Cuts, shape: tuple[int, ...], array: str) -> None:

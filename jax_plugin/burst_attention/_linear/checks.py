@@ -1,5 +1,6 @@
 """Checks of the arguments of linear attention."""
 
+import numbers
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -10,7 +11,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from burst_attention import _checks, _mesh
 from burst_attention._attention.arguments import cast
-from burst_attention._types import LAYOUTS, AnyMesh, ArrayType
+from burst_attention._types import LAYOUTS, AnyMesh
 
 Method: TypeAlias = Literal["auto", "ring", "all_gather"]
 """How the states of linear attention travel."""
@@ -242,7 +243,7 @@ def _float32(
     name: str, each: str, value: object, shape: tuple[int, ...], words: str
 ) -> Float32[Array, "..."]:
     """Returns an array of any float type in float32, of a shape, which ``words`` describe."""
-    if not isinstance(value, ArrayType):
+    if isinstance(value, numbers.Number):
         raise TypeError(
             f"{name} must be an array, got {_checks.describe(value)}; give float32 of shape "
             f"{words}: {shape}, such as jnp.full({shape}, x, jnp.float32)"
