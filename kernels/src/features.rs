@@ -1,120 +1,13 @@
-//! Features of attention: the sets that kernels have images for, and the features of a launch with
-//! their arrays and numbers.
+//! The features of a launch, with their arrays and numbers.
 
 use std::f64::consts::LOG2_E;
-use std::fmt;
 
 use serde::Deserialize;
 
 use crate::error::LaunchError;
 use crate::place::Rows;
 use crate::record::{Meaning, Operand, Value};
-
-/// A set of features. Every kernel can limit the keys after a query, as causal masks do, so this
-/// limit is no feature.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
-pub struct FeatureSet(u16);
-
-impl FeatureSet {
-    /// The empty set.
-    pub const NONE: FeatureSet = FeatureSet(0);
-    /// A limit to the keys before a query.
-    pub const WINDOW: FeatureSet = FeatureSet(1);
-    /// Segments: rows see rows of their own segment only.
-    pub const SEGMENTS: FeatureSet = FeatureSet(2);
-    /// A soft cap of scores.
-    pub const SOFT_CAP: FeatureSet = FeatureSet(4);
-    /// ALiBi.
-    pub const SLOPES: FeatureSet = FeatureSet(8);
-    /// Dropout of weights.
-    pub const DROPOUT: FeatureSet = FeatureSet(16);
-    /// All features above. A launch says which of them are on, so these images serve every set that
-    /// has no images of its own; they are the slowest.
-    pub const ALL: FeatureSet = FeatureSet(31);
-    /// One kernel computes dk, dv and dq. It adds to dq in any order.
-    pub const FUSED: FeatureSet = FeatureSet(32);
-    /// Masks as data: intervals of keys and positions of rows.
-    pub const VISIBLE: FeatureSet = FeatureSet(64);
-    /// In decode, tiles of many query rows instead of a few.
-    pub const MANY_ROWS: FeatureSet = FeatureSet(128);
-    /// In decode, pages that are shorter than a tile of keys.
-    pub const SHORT_PAGES: FeatureSet = FeatureSet(256);
-    /// Masks as data with a window and segments, which launches switch on or off.
-    pub const MASKS: FeatureSet =
-        FeatureSet::WINDOW.and(FeatureSet::SEGMENTS).and(FeatureSet::VISIBLE);
-
-    /// The features that a kernel has a generic for, in the order of the generics behind the
-    /// window.
-    pub(crate) const SWITCHES: [FeatureSet; 4] =
-        [FeatureSet::SEGMENTS, FeatureSet::SOFT_CAP, FeatureSet::SLOPES, FeatureSet::DROPOUT];
-
-    /// Returns the union of both sets.
-    pub const fn and(self, other: FeatureSet) -> FeatureSet {
-        FeatureSet(self.0 | other.0)
-    }
-
-    /// Whether this set contains all of `other`.
-    pub const fn has(self, other: FeatureSet) -> bool {
-        self.0 & other.0 == other.0
-    }
-
-    /// Whether an image of this set computes a launch that wants the features `wanted`. A launch
-    /// can switch off every feature of [`Self::ALL`], but of another image only the window, which
-    /// may be endless, and where masks are data segments, which may all be the same.
-    pub(crate) fn serves(self, wanted: FeatureSet) -> bool {
-        let more = FeatureSet(self.0 & !wanted.0);
-        let optional = match (self.has(FeatureSet::ALL), self.has(FeatureSet::VISIBLE)) {
-            (true, _) => FeatureSet::ALL,
-            (false, true) => FeatureSet::WINDOW.and(FeatureSet::SEGMENTS),
-            (false, false) => FeatureSet::WINDOW,
-        };
-        self.has(wanted) && optional.has(more)
-    }
-
-    /// Returns `self` if `on`, otherwise the empty set.
-    pub const fn when(self, on: bool) -> FeatureSet {
-        if on { self } else { FeatureSet::NONE }
-    }
-
-    /// Returns the value of a kernel's generic for `feature`: 0 without the feature, 1 with it, 2
-    /// where the launch decides, 3 for segments where masks are data.
-    pub(crate) fn mode(self, feature: FeatureSet) -> i32 {
-        if feature == FeatureSet::SEGMENTS && self.has(FeatureSet::VISIBLE) {
-            return 3;
-        }
-        match (self.has(feature), self.has(FeatureSet::ALL)) {
-            (false, _) => 0,
-            (true, false) => 1,
-            (true, true) => 2,
-        }
-    }
-}
-
-impl fmt::Display for FeatureSet {
-    /// Writes the part of an image's name: each feature behind a `_`.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const NAMES: [(FeatureSet, &str); 10] = [
-            (FeatureSet::FUSED, "_fused"),
-            (FeatureSet::ALL.and(FeatureSet::VISIBLE), "_general_visible"),
-            (FeatureSet::ALL, "_general"),
-            (FeatureSet::MASKS, "_visible"),
-            (FeatureSet::WINDOW, "_window"),
-            (FeatureSet::SEGMENTS, "_segments"),
-            (FeatureSet::SOFT_CAP, "_soft_cap"),
-            (FeatureSet::SLOPES, "_slopes"),
-            (FeatureSet::MANY_ROWS, "_many_rows"),
-            (FeatureSet::SHORT_PAGES, "_short_pages"),
-        ];
-        let mut left = *self;
-        for (features, name) in NAMES {
-            if left.has(features) {
-                f.write_str(name)?;
-                left = FeatureSet(left.0 & !features.0);
-            }
-        }
-        Ok(())
-    }
-}
+use crate::variant::FeatureSet;
 
 /// The features of a launch. It takes the image that has them and the fewest other features.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Deserialize)]
@@ -195,7 +88,7 @@ pub struct RowPositions {
 }
 
 impl Features {
-    /// Returns the set that an image must have.
+    /// Returns the set that an image must have, besides a window.
     pub(crate) fn set(&self) -> FeatureSet {
         FeatureSet::SEGMENTS
             .when(self.segments.is_some())

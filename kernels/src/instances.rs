@@ -1,26 +1,26 @@
-//! The images that exist: kernels × sets of features × element types × tile widths × targets.
+//! The images that exist: kernels × variants × element types × tile widths × targets.
 
 use std::fmt;
 
 pub use crate::element::Element;
-use crate::features::FeatureSet;
 pub use crate::kernel::Kernel;
 use crate::kernel::{Generic, Task};
 pub use crate::target::Target;
 pub use crate::tiles::{TileShape, WIDTHS, width_of};
 use crate::tiles::{has_one_loop, page_tile, sum_parts};
+use crate::variant::{FeatureSet, Variant};
 
 /// Blocks of 64 rows that [`Kernel::SegmentRanges`] and [`Kernel::MaskRuns`] compare at once, and
 /// that [`Kernel::MaskRows`] packs at once.
 pub(crate) const ROW_BLOCKS: i32 = 32;
 
-/// One image: a kernel for one set of features, element type, tile width and target.
+/// One image: a kernel in one variant, for one element type, tile width and target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Instance {
     /// The kernel.
     pub kernel: Kernel,
-    /// The features that its code has.
-    pub features: FeatureSet,
+    /// What it is made for.
+    pub variant: Variant,
     /// Type of the activations.
     pub element: Element,
     /// Columns of a tile, one of [`WIDTHS`].
@@ -31,8 +31,8 @@ pub struct Instance {
 
 impl fmt::Display for Instance {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Instance { kernel, features, element, width, target } = self;
-        write!(f, "{}{features}_", kernel.name())?;
+        let Instance { kernel, variant, element, width, target } = self;
+        write!(f, "{}{variant}_", kernel.name())?;
         if kernel.is_typed() {
             write!(f, "{}_", element.name())?;
         }
@@ -41,9 +41,9 @@ impl fmt::Display for Instance {
 }
 
 impl Instance {
-    /// Returns a kernel's image without features.
+    /// Returns a kernel's image of the variant without features.
     pub const fn plain(kernel: Kernel, element: Element, width: i32, target: Target) -> Instance {
-        Instance { kernel, features: FeatureSet::NONE, element, width, target }
+        Instance { kernel, variant: Variant::PLAIN, element, width, target }
     }
 
     /// Returns all images.
@@ -54,42 +54,41 @@ impl Instance {
     /// Returns all images of a target.
     pub fn of_target(target: Target) -> impl Iterator<Item = Instance> {
         let of_kernel = move |kernel: Kernel| {
-            kernel.spec().features.iter().flat_map(move |&features| {
+            kernel.spec().variants.iter().flat_map(move |&variant| {
                 kernel.elements().iter().flat_map(move |&element| {
                     let widths = kernel.spec().widths.iter();
-                    widths.map(move |&width| Instance { kernel, features, element, width, target })
+                    widths.map(move |&width| Instance { kernel, variant, element, width, target })
                 })
             })
         };
         Kernel::ALL.into_iter().flat_map(of_kernel).filter(Instance::exists)
     }
 
-    /// Whether the image exists. In softmax attention over pairs of tiles, the set with the window
-    /// alone and the sets with all features have images everywhere. The other sets have images where
-    /// models use them most: up to 128 columns, on Hopper and its successors in data centers, in
-    /// bfloat16 except for the fused backward pass.
+    /// Whether the image exists. In softmax attention over pairs of tiles, the variant with the
+    /// window alone and those with all features have images everywhere. The other variants have
+    /// images where models use them most: up to 128 columns, on Hopper and its successors in data
+    /// centers, in bfloat16 except for the fused backward pass.
     fn exists(&self) -> bool {
-        const MASKED_ALL: FeatureSet = FeatureSet::ALL.and(FeatureSet::VISIBLE);
-        const FUSED_SEGMENTS: FeatureSet = FeatureSet::FUSED.and(FeatureSet::SEGMENTS);
-        let Instance { kernel, features, element, width, target } = *self;
-        match features {
-            // Wider tiles always have many rows.
-            FeatureSet::MANY_ROWS | FeatureSet::SHORT_PAGES => width <= 128,
-            _ if !kernel.has_pairs() => true,
-            FeatureSet::WINDOW | FeatureSet::ALL | MASKED_ALL => true,
-            _ if width > 128 => false,
-            _ if !matches!(target, Target::Sm90 | Target::Sm100 | Target::Sm103) => false,
-            // Slower than two kernels.
-            features if width == 64 && features.has(FUSED_SEGMENTS) => false,
-            features => element == Element::Bf16 || features == FeatureSet::FUSED,
+        let Instance { kernel, variant, element, width, target } = *self;
+        // Wider tiles always have many rows.
+        if variant.many_rows || variant.short_pages {
+            return width <= 128;
         }
+        if !kernel.has_pairs() || variant == Variant::WINDOW || variant.is_general() {
+            return true;
+        }
+        let common = width <= 128 && matches!(target, Target::Sm90 | Target::Sm100 | Target::Sm103);
+        // Slower than two kernels.
+        let slow = variant.fused && variant.has(FeatureSet::SEGMENTS) && width == 64;
+        common && !slow && (element == Element::Bf16 || variant == Variant::FUSED)
     }
 
-    /// Returns the image with the fewest features that computes a launch with `self.features`;
+    /// Returns the image with the fewest features that computes a launch that wants `self.variant`;
     /// `None` if no fused image computes a fused launch.
     pub fn smallest(self) -> Option<Instance> {
-        let sets = self.kernel.spec().features.iter().filter(|set| set.serves(self.features));
-        sets.map(|&features| Instance { features, ..self }).find(Instance::exists)
+        let variants = self.kernel.spec().variants.iter();
+        let serving = variants.filter(|variant| variant.serves(self.variant));
+        serving.map(|&variant| Instance { variant, ..self }).find(Instance::exists)
     }
 
     /// Returns the name of the function in the image.
@@ -99,7 +98,7 @@ impl Instance {
 
     /// Returns the image's tile shape.
     pub fn tile(&self) -> TileShape {
-        (self.kernel.spec().tile)(self.features, self.target, self.width)
+        (self.kernel.spec().tile)(self.variant, self.target, self.width)
     }
 
     /// Returns the values of the kernel's generics, in their order.
@@ -115,24 +114,24 @@ impl Instance {
     }
 
     fn numbers(&self, generic: Generic) -> Vec<i32> {
-        let Instance { kernel, features, width, target, .. } = *self;
+        let Instance { kernel, variant, width, target, .. } = *self;
         let TileShape { rows, keys, .. } = self.tile();
         match generic {
             Generic::Element => vec![],
             Generic::Tile if keys == 0 => vec![rows, width],
             Generic::Tile => vec![rows, keys, width],
             Generic::Parts if kernel.spec().task == Task::Decode => {
-                let parts = if page_tile(features, width) < keys { 16 } else { 8 };
+                let parts = if page_tile(variant, width) < keys { 16 } else { 8 };
                 vec![keys / parts, parts]
             }
             Generic::Parts => vec![keys / sum_parts(width), sum_parts(width)],
-            Generic::PageTile => vec![page_tile(features, width).min(keys)],
-            Generic::Fused => vec![features.has(FeatureSet::FUSED).into()],
+            Generic::PageTile => vec![page_tile(variant, width).min(keys)],
+            Generic::Fused => vec![variant.fused.into()],
             Generic::Blocks => vec![ROW_BLOCKS, ROW_BLOCKS * 64],
             Generic::Features => {
                 let one_loop = kernel.spec().task == Task::Keys && has_one_loop(target, width);
-                let window = if one_loop { 2 } else { features.mode(FeatureSet::WINDOW) };
-                let modes = FeatureSet::SWITCHES.map(|feature| features.mode(feature));
+                let window = if one_loop { 2 } else { variant.window_mode() };
+                let modes = FeatureSet::SWITCHES.map(|feature| variant.mode(feature));
                 [&[window], &modes[..]].concat()
             }
         }

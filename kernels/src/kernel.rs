@@ -1,10 +1,10 @@
 //! The kernels: one row each.
 
 use crate::element::Element;
-use crate::features::FeatureSet;
 use crate::record::{self, Argument, Meaning};
 use crate::target::Target;
 use crate::tiles::{self, TileShape, WIDTHS};
+use crate::variant::{FeatureSet, Variant};
 
 /// The kind of a kernel's computation, which blocks and checks depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,12 +55,12 @@ pub struct KernelSpec {
     pub task: Task,
     /// Its generics in order.
     pub generics: &'static [Generic],
-    /// The sets of features that it has images for, smaller sets first.
-    pub features: &'static [FeatureSet],
+    /// The variants that it has images for, those of fewer features first.
+    pub variants: &'static [Variant],
     /// The tile widths that it has images for.
     pub widths: &'static [i32],
-    /// The tile shape of its image for some features, target and width.
-    pub tile: fn(FeatureSet, Target, i32) -> TileShape,
+    /// The tile shape of its image of a variant, for a target and a width.
+    pub tile: fn(Variant, Target, i32) -> TileShape,
 }
 
 impl KernelSpec {
@@ -77,27 +77,27 @@ impl KernelSpec {
             arguments,
             task: Task::Rows,
             generics: &[Generic::Element, Generic::Tile],
-            features: &[FeatureSet::NONE],
+            variants: &[Variant::PLAIN],
             widths: &WIDTHS,
             tile: tiles::rows,
         }
     }
 }
 
-/// Sets of features that models use.
-const PASS: &[FeatureSet] = KEY_PASS.split_at(8).0;
+/// Variants that models use.
+const PASS: &[Variant] = KEY_PASS.split_at(8).0;
 
-const KEY_PASS: &[FeatureSet] = &[
-    FeatureSet::NONE,
-    FeatureSet::WINDOW,
-    FeatureSet::WINDOW.and(FeatureSet::SEGMENTS),
-    FeatureSet::WINDOW.and(FeatureSet::SOFT_CAP),
-    FeatureSet::WINDOW.and(FeatureSet::SLOPES),
-    FeatureSet::ALL,
-    FeatureSet::MASKS,
-    FeatureSet::ALL.and(FeatureSet::VISIBLE),
-    FeatureSet::FUSED,
-    FeatureSet::FUSED.and(FeatureSet::WINDOW).and(FeatureSet::SEGMENTS),
+const KEY_PASS: &[Variant] = &[
+    Variant::PLAIN,
+    Variant::WINDOW,
+    Variant::WINDOW.with(FeatureSet::SEGMENTS),
+    Variant::WINDOW.with(FeatureSet::SOFT_CAP),
+    Variant::WINDOW.with(FeatureSet::SLOPES),
+    Variant::GENERAL,
+    Variant::MASKS,
+    Variant::GENERAL.with(FeatureSet::VISIBLE),
+    Variant::FUSED,
+    Variant { window: true, ..Variant::FUSED.with(FeatureSet::SEGMENTS) },
 ];
 
 /// Declares [`Kernel`] with a row for each variant.
@@ -127,15 +127,15 @@ kernels! {
     Forward => KernelSpec {
         task: Task::Queries,
         generics: &[Generic::Element, Generic::Tile, Generic::Parts, Generic::Features],
-        features: PASS,
+        variants: PASS,
         tile: tiles::forward,
         ..KernelSpec::rows("attention_fwd", "forward", record::FORWARD)
     };
-    /// Adds a rectangle's part to dk and dv; with [`FeatureSet::FUSED`] also to dq.
+    /// Adds a rectangle's part to dk and dv; with [`Variant::fused`] also to dq.
     KeyGrads => KernelSpec {
         task: Task::Keys,
         generics: &[Generic::Element, Generic::Tile, Generic::Fused, Generic::Features],
-        features: KEY_PASS,
+        variants: KEY_PASS,
         tile: tiles::key_grads,
         ..KernelSpec::rows("attention_bwd_dkdv", "backward_keys", record::KEY_GRADS)
     };
@@ -143,7 +143,7 @@ kernels! {
     QueryGrads => KernelSpec {
         task: Task::Queries,
         generics: &[Generic::Element, Generic::Tile, Generic::Features],
-        features: PASS,
+        variants: PASS,
         tile: tiles::query_grads,
         ..KernelSpec::rows("attention_bwd_dq", "backward_queries", record::QUERY_GRADS)
     };
@@ -196,7 +196,7 @@ kernels! {
     Decode => KernelSpec {
         task: Task::Decode,
         generics: &[Generic::Element, Generic::Tile, Generic::Parts, Generic::PageTile],
-        features: &[FeatureSet::NONE, FeatureSet::MANY_ROWS, FeatureSet::SHORT_PAGES],
+        variants: &[Variant::PLAIN, Variant::MANY_ROWS, Variant::SHORT_PAGES],
         tile: tiles::decode,
         ..KernelSpec::rows("decode", "decode", record::DECODE)
     };

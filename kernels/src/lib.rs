@@ -20,3 +20,4 @@ pub mod rates;
 pub mod record;
 mod target;
 mod tiles;
+pub mod variant;

@@ -2,9 +2,9 @@
 //! sm_90, the cycles that the model gives its main loops. `quality.tsv` and `loops.tsv` have the
 //! outcome.
 
-use crate::features::FeatureSet;
 use crate::instances::ROW_BLOCKS;
 use crate::target::Target::{self, Sm80, Sm90, Sm100, Sm103, Sm120};
+use crate::variant::{FeatureSet, Variant};
 
 /// Columns that a tile can hold. A launch takes the narrowest tile that holds all columns of its
 /// arrays.
@@ -33,13 +33,13 @@ const fn tile(rows: i32, keys: i32, warps: i32) -> TileShape {
 }
 
 /// Tiles of the forward pass.
-pub(crate) fn forward(features: FeatureSet, target: Target, width: i32) -> TileShape {
+pub(crate) fn forward(variant: Variant, target: Target, width: i32) -> TileShape {
     // With all features a block keeps more tiles of pairs at once.
-    let all = features.has(FeatureSet::ALL);
+    let all = variant.is_general();
     match (target, width) {
         (Sm100 | Sm103, 64) if all => tile(128, 64, 8),
         (Sm100 | Sm103, 128) if all => tile(128, 32, 8),
-        (Sm100 | Sm103, 64 | 128) if features.has(FeatureSet::VISIBLE) => tile(64, 128, 8),
+        (Sm100 | Sm103, 64 | 128) if variant.has(FeatureSet::VISIBLE) => tile(64, 128, 8),
         (Sm80, 64) => tile(64, 128, 4),
         (Sm80, 128) => tile(64, 64, 4),
         (Sm80, _) => tile(64, 32, 4),
@@ -52,10 +52,11 @@ pub(crate) fn forward(features: FeatureSet, target: Target, width: i32) -> TileS
 }
 
 /// Tiles of dk and dv.
-pub(crate) fn key_grads(features: FeatureSet, target: Target, width: i32) -> TileShape {
-    let all = features.has(FeatureSet::ALL);
-    let has = |feature| !all && features.has(feature);
-    let visible = features.has(FeatureSet::VISIBLE);
+pub(crate) fn key_grads(variant: Variant, target: Target, width: i32) -> TileShape {
+    let all = variant.is_general();
+    let has = |feature| !all && variant.has(feature);
+    let fused = !all && variant.fused;
+    let visible = variant.has(FeatureSet::VISIBLE);
     match (target, width) {
         (Sm90, 64) if all && visible => tile(32, 128, 8),
         (Sm80, 256) if all && visible => tile(32, 32, 4),
@@ -64,8 +65,8 @@ pub(crate) fn key_grads(features: FeatureSet, target: Target, width: i32) -> Til
         (Sm80 | Sm120, 128) if all => tile(16, 64, 8),
         (Sm90, 128) if all => tile(64, 64, 8),
         (Sm100 | Sm103, 256) if all => tile(32, 32, 8),
-        (_, 128) if has(FeatureSet::FUSED) => tile(64, 128, 8),
-        (Sm90, 64) if has(FeatureSet::FUSED) => tile(128, 128, 8),
+        (_, 128) if fused => tile(64, 128, 8),
+        (Sm90, 64) if fused => tile(128, 128, 8),
         (Sm90, 128) if has(FeatureSet::SLOPES) => tile(32, 128, 8),
         (Sm100 | Sm103, 128) if has(FeatureSet::SOFT_CAP) => tile(128, 64, 8),
         (Sm103, 64) if has(FeatureSet::SOFT_CAP) => tile(128, 128, 8),
@@ -84,8 +85,8 @@ pub(crate) fn key_grads(features: FeatureSet, target: Target, width: i32) -> Til
 }
 
 /// Tiles of dq.
-pub(crate) fn query_grads(features: FeatureSet, target: Target, width: i32) -> TileShape {
-    let all = features.has(FeatureSet::ALL);
+pub(crate) fn query_grads(variant: Variant, target: Target, width: i32) -> TileShape {
+    let all = variant.is_general();
     match (target, width) {
         (Sm80, 64) if all => tile(64, 32, 8),
         (Sm80, 128) if all => tile(64, 16, 8),
@@ -106,7 +107,7 @@ pub(crate) fn query_grads(features: FeatureSet, target: Target, width: i32) -> T
 /// Tiles of linear attention. A block keeps a state of `width` rows and a tile's columns, which are
 /// the same on all targets: callers make room for a row of products of each. Four warps do up to
 /// the width where the compiler begins to spill.
-pub(crate) fn linear(_: FeatureSet, target: Target, width: i32) -> TileShape {
+pub(crate) fn linear(_: Variant, target: Target, width: i32) -> TileShape {
     let most = match target {
         Sm80 => 0,
         Sm120 => 64,
@@ -118,9 +119,9 @@ pub(crate) fn linear(_: FeatureSet, target: Target, width: i32) -> TileShape {
 /// Tiles of decode: as few rows as a matrix product takes, unless a unit has many or tiles are wide.
 /// With short pages a block takes four tiles of keys at once, but one where that spills. Two blocks
 /// share a multiprocessor where neither spills: one computes while the other waits for keys.
-pub(crate) fn decode(features: FeatureSet, target: Target, width: i32) -> TileShape {
-    let many = features.has(FeatureSet::MANY_ROWS);
-    let short = features.has(FeatureSet::SHORT_PAGES);
+pub(crate) fn decode(variant: Variant, target: Target, width: i32) -> TileShape {
+    let many = variant.many_rows;
+    let short = variant.short_pages;
     let warps = match (target, width) {
         _ if short => 2,
         (Sm80 | Sm120, 256) => 8,
@@ -137,51 +138,51 @@ pub(crate) fn decode(features: FeatureSet, target: Target, width: i32) -> TileSh
     let keys = match (target, width) {
         (Sm80 | Sm120, 128) if short => 16,
         _ if short => 64,
-        _ => page_tile(features, width),
+        _ => page_tile(variant, width),
     };
-    TileShape { blocks, ..tile(decode_rows(features, target, width), keys, warps) }
+    TileShape { blocks, ..tile(decode_rows(variant, target, width), keys, warps) }
 }
 
 /// Returns the query rows of decode's tiles. Wide tiles of 64 rows spill on two targets.
-pub(crate) fn decode_rows(features: FeatureSet, target: Target, width: i32) -> i32 {
+pub(crate) fn decode_rows(variant: Variant, target: Target, width: i32) -> i32 {
     match (target, width) {
         (Sm80 | Sm120, 256) => 32,
-        _ if features.has(FeatureSet::MANY_ROWS) || width == 256 => 64,
+        _ if variant.many_rows || width == 256 => 64,
         _ => 16,
     }
 }
 
 /// Returns the keys of decode's tiles within a page, the same on all targets: units count in them.
-pub(crate) fn page_tile(features: FeatureSet, width: i32) -> i32 {
+pub(crate) fn page_tile(variant: Variant, width: i32) -> i32 {
     match width {
-        _ if features.has(FeatureSet::SHORT_PAGES) => 16,
+        _ if variant.short_pages => 16,
         256 => 32,
         _ => 64,
     }
 }
 
 /// Tiles of the kernel that adds the pieces of decode: pieces that it adds at once.
-pub(crate) fn decode_merge(_: FeatureSet, _: Target, _: i32) -> TileShape {
+pub(crate) fn decode_merge(_: Variant, _: Target, _: i32) -> TileShape {
     tile(16, 0, 4)
 }
 
 /// Tiles of kernels that compute something for each row.
-pub(crate) fn rows(_: FeatureSet, _: Target, width: i32) -> TileShape {
+pub(crate) fn rows(_: Variant, _: Target, width: i32) -> TileShape {
     tile(if width == 256 { 32 } else { 64 }, 0, 4)
 }
 
 /// Tiles of the kernel that compares segments.
-pub(crate) fn segment_ranges(_: FeatureSet, _: Target, _: i32) -> TileShape {
+pub(crate) fn segment_ranges(_: Variant, _: Target, _: i32) -> TileShape {
     tile(64, 0, 4)
 }
 
 /// Tiles of the kernel that packs masks as data.
-pub(crate) fn mask_rows(_: FeatureSet, _: Target, _: i32) -> TileShape {
+pub(crate) fn mask_rows(_: Variant, _: Target, _: i32) -> TileShape {
     tile(ROW_BLOCKS * 64, 0, 4)
 }
 
 /// Tiles of the kernel that finds the runs of rows to visit.
-pub(crate) fn mask_runs(_: FeatureSet, _: Target, _: i32) -> TileShape {
+pub(crate) fn mask_runs(_: Variant, _: Target, _: i32) -> TileShape {
     tile(128, 0, 4)
 }
 

@@ -4,9 +4,9 @@ use std::path::Path;
 use std::process::Command;
 use std::{env, fs, process};
 
-use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::images::Images;
 use burst_attention_kernels::instances::{Instance, Kernel, Target};
+use burst_attention_kernels::variant::FeatureSet;
 
 use crate::cubin::{Column, Cubin, Listing, QUALITY, Quality, Row, changes, regressions};
 use crate::model::table::LOOPS;
@@ -181,7 +181,7 @@ pub fn faults(Report { instance, quality, .. }: &Report) -> Vec<String> {
         }
     };
     let spills = quality.total.spill_loads + quality.total.spill_stores;
-    let plain = !instance.features.has(FeatureSet::ALL);
+    let plain = !instance.variant.is_general();
     let allowed = match (instance.width, instance.target) {
         (_, Target::Sm90) => 0,
         (width, _) if plain && width < 256 => 0,
@@ -199,7 +199,7 @@ pub fn faults(Report { instance, quality, .. }: &Report) -> Vec<String> {
         let loops = if plain && !instance.kernel.is_linear() { 2 } else { 1 };
         let main = quality.main_loops().count();
         expect(main >= loops, format!("expected {loops} main loops, found {main}"));
-        let capped = instance.features.has(FeatureSet::SOFT_CAP);
+        let capped = instance.variant.has(FeatureSet::SOFT_CAP);
         if instance.kernel == Kernel::Forward && instance.width <= 128 && !capped {
             let orders: Vec<String> =
                 quality.attention_loops().map(|l| l.order.to_string()).collect();

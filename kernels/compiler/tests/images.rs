@@ -9,12 +9,12 @@ use burst_attention_compiler::cubin::Cubin;
 use burst_attention_compiler::images::of_instances;
 use burst_attention_compiler::model::predict::{predictions, rates};
 use burst_attention_compiler::quality::{Report, Tables, faults, qualities, reports};
-use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::host::Host;
 use burst_attention_kernels::images::Images;
 use burst_attention_kernels::instances::{Element, Instance, Kernel, Target};
 use burst_attention_kernels::rates::TABLE;
 use burst_attention_kernels::record::layout;
+use burst_attention_kernels::variant::Variant;
 
 /// Returns the folder where `make images` puts the files.
 fn folder() -> &'static Path {
@@ -50,7 +50,7 @@ fn main_images_are_what_was_accepted() {
     let assembler = assembler.unwrap_or_else(|error| panic!("{error}"));
     let store = Path::new(env!("CARGO_TARGET_TMPDIR")).join("images");
     let plain = |kernel| Instance::plain(kernel, Element::Bf16, 128, Target::Sm90);
-    let fused = Instance { features: FeatureSet::FUSED, ..plain(Kernel::KeyGrads) };
+    let fused = Instance { variant: Variant::FUSED, ..plain(Kernel::KeyGrads) };
     let instances = [plain(Kernel::Forward), fused, plain(Kernel::QueryGrads)];
     let host = Host::of_name(ARCH).expect("the machine that builds is a host");
     let images = of_instances(&assembler, host, &instances, &store);

@@ -1,6 +1,5 @@
 //! Launch records against the parameter lists in the kernels' source.
 
-use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Instance, Kernel, Target};
 use burst_attention_kernels::record::{Access, Argument, Kind, Meaning, Size, View};
 
@@ -154,7 +153,7 @@ fn only_kernels_with_fused_images_add_to_dq() {
     for kernel in Kernel::ALL {
         let added = kernel.arguments().iter().filter(|it| it.access == Access::FusedAdd);
         let names: Vec<_> = added.map(|argument| argument.name).collect();
-        let has_fused = kernel.spec().features.iter().any(|set| set.has(FeatureSet::FUSED));
+        let has_fused = kernel.spec().variants.iter().any(|variant| variant.fused);
         assert_eq!(names, if has_fused { vec!["dq_acc"] } else { vec![] }, "{}", kernel.name());
     }
 }
@@ -188,13 +187,13 @@ fn read_back(name: &str) -> Option<Instance> {
     });
     let (rest, element) = element.unwrap_or((rest, Element::Bf16));
     let of_kernel = |kernel: Kernel| {
-        let sets = kernel.spec().features.iter();
-        let mut named = sets.filter(move |set| rest == format!("{}{set}", kernel.name()));
-        named.next().map(|&features| (kernel, features))
+        let variants = kernel.spec().variants.iter();
+        let mut named = variants.filter(move |it| rest == format!("{}{it}", kernel.name()));
+        named.next().map(|&variant| (kernel, variant))
     };
     let mut kernels = Kernel::ALL.into_iter().filter_map(of_kernel);
-    let (Some((kernel, features)), None) = (kernels.next(), kernels.next()) else { return None };
-    Some(Instance { kernel, features, element, width: width.parse().ok()?, target })
+    let (Some((kernel, variant)), None) = (kernels.next(), kernels.next()) else { return None };
+    Some(Instance { kernel, variant, element, width: width.parse().ok()?, target })
 }
 
 #[test]

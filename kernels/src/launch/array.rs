@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use super::rectangle::Side;
 use crate::element::Element;
-use crate::features::FeatureSet;
 use crate::kernel::{Kernel, Task};
 use crate::place::Statistics;
 use crate::record::{Argument, Meaning, Operand, Size, View};
+use crate::variant::Variant;
 
 /// Returns the rows that share elements of an array.
 fn rows_together(rows: Option<Size>) -> usize {
@@ -62,17 +62,17 @@ pub(super) struct Array {
 }
 
 impl Array {
-    /// Returns the array of a role in an image of some features, with a size for each of its
+    /// Returns the array of a role in an image of a variant, with a size for each of its
     /// dimensions. The head stride of `at` counts only where heads have a stride of their own.
     pub fn new(
-        (kernel, features): (Kernel, FeatureSet),
+        (kernel, variant): (Kernel, Variant),
         operand: Operand,
         element: Element,
         size: impl Fn(Size) -> usize,
         at: Statistics,
     ) -> Array {
         let argument = kernel.find(Meaning::Address(operand));
-        let Some((argument, view)) = argument.and_then(|(_, it)| Some((it, it.view_of(features)?)))
+        let Some((argument, view)) = argument.and_then(|(_, it)| Some((it, it.view_of(variant)?)))
         else {
             unreachable!("{} has no array {operand:?}", kernel.name())
         };

@@ -9,13 +9,13 @@ use super::array::{self, Array};
 use super::check::check_columns;
 use crate::element::Element;
 use crate::error::LaunchError;
-use crate::features::FeatureSet;
 use crate::instances::Instance;
 use crate::kernel::Kernel;
 use crate::place::Statistics;
 use crate::record::{Argument, Meaning, Operand, Size, Value};
 use crate::target::Target;
 use crate::tiles::{decode_rows, page_tile, width_of};
+use crate::variant::Variant;
 
 /// Rows from which on a unit takes tiles of many rows.
 const FEW_ROWS: usize = 16;
@@ -129,14 +129,14 @@ impl Decode {
         if 2 * pairs <= blocks { blocks - pairs } else { 2 * blocks }
     }
 
-    /// Returns the features of the image.
-    fn features(&self) -> FeatureSet {
-        let plain = page_tile(FeatureSet::NONE, self.width());
+    /// Returns the variant of the image.
+    fn variant(&self) -> Variant {
+        let plain = page_tile(Variant::PLAIN, self.width());
         let is_short = self.source_pages > 1 && self.page_rows < plain as usize;
-        if is_short && self.width() <= 128 {
-            FeatureSet::SHORT_PAGES
-        } else {
-            FeatureSet::MANY_ROWS.when(self.rows > FEW_ROWS && self.width() <= 128)
+        match self.width() {
+            256 => Variant::PLAIN,
+            _ if is_short => Variant::SHORT_PAGES,
+            _ => Variant { many_rows: self.rows > FEW_ROWS, ..Variant::PLAIN },
         }
     }
 
@@ -147,17 +147,17 @@ impl Decode {
 
     /// Returns the keys of a tile within a page.
     pub fn page_tile(&self) -> usize {
-        page_tile(self.features(), self.width()) as usize
+        page_tile(self.variant(), self.width()) as usize
     }
 
     /// Returns the tiles that a block takes at once.
     pub fn step_tiles(&self) -> usize {
-        if self.features() == FeatureSet::SHORT_PAGES { 4 } else { 1 }
+        if self.variant().short_pages { 4 } else { 1 }
     }
 
     /// Returns the query rows of a tile.
     pub fn tile_rows(&self, target: Target) -> usize {
-        decode_rows(self.features(), target, self.width()) as usize
+        decode_rows(self.variant(), target, self.width()) as usize
     }
 
     /// Returns the number of pairs of a unit, a key head and a tile of rows.
@@ -191,11 +191,11 @@ impl Decode {
     /// Returns the images of both launches.
     pub fn instances(&self, target: Target) -> [Instance; 2] {
         let Decode { element, .. } = *self;
-        let (width, features) = (self.width(), self.features());
+        let (width, variant) = (self.width(), self.variant());
         let merge = width_of(self.value_dim).unwrap_or(256);
         let kernel = Kernel::DecodeMerge;
         [
-            Instance { kernel: Kernel::Decode, features, element, width, target },
+            Instance { kernel: Kernel::Decode, variant, element, width, target },
             Instance::plain(kernel, kernel.elements()[0], merge, target),
         ]
     }
@@ -311,7 +311,7 @@ impl Decode {
         let size = |size| self.size(size, target);
         let array = |&(operand, address): &(Operand, u64)| {
             let at = Statistics { address, ..Statistics::default() };
-            let of = (kernel, FeatureSet::NONE);
+            let of = (kernel, Variant::PLAIN);
             Array::new(of, operand, self.element, size, at).contiguous(size)
         };
         own.map(array).collect()

@@ -4,7 +4,6 @@ use std::ops::Range;
 
 use super::Launch;
 use super::array::{Array, resident_side, side};
-use crate::features::FeatureSet;
 use crate::instances::Instance;
 use crate::place::Statistics;
 use crate::record::{Access, Argument, Meaning, Size, Value};
@@ -71,7 +70,7 @@ impl Launch {
             Access::Out => (false, true),
             Access::Update => (true, true),
             Access::FusedAdd => {
-                let adds = is_met && self.instance.features.has(FeatureSet::FUSED);
+                let adds = is_met && self.instance.variant.fused;
                 (adds, adds)
             }
             Access::LastOut => (false, self.is_on(Meaning::Last)),
@@ -113,9 +112,9 @@ impl Launch {
         let head_stride =
             view.head_stride.map_or(0, |of| self.count(Meaning::HeadStride(of)) as u64);
         let at = Statistics { address, batch_stride: self.count(batch_stride) as u64, head_stride };
-        let Instance { kernel, features, element, .. } = self.instance;
+        let Instance { kernel, variant, element, .. } = self.instance;
         let size = |size| self.size(size);
-        let array = Array::new((kernel, features), operand, element, size, at);
+        let array = Array::new((kernel, variant), operand, element, size, at);
         Some(if kernel.find(batch_stride).is_some() { array } else { array.contiguous(size) })
     }
 }

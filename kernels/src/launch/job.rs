@@ -3,10 +3,11 @@
 use super::array::{Array, resident_side};
 use super::rectangle::{Rectangle, Side};
 use crate::element::Element;
-use crate::features::{FeatureSet, Features};
+use crate::features::Features;
 use crate::kernel::Kernel;
 use crate::place::{Rows, Statistics};
 use crate::record::{Operand, Size};
+use crate::variant::Variant;
 
 /// A description in terms of its kernel's arguments.
 #[derive(Debug, Clone)]
@@ -82,7 +83,7 @@ impl Job {
 
     fn place(mut self, operand: Operand, at: Statistics) -> Job {
         let element = self.rectangle.element;
-        let image = (self.kernel, FeatureSet::VISIBLE.when(self.features.visible.is_some()));
+        let image = (self.kernel, Variant::PLAIN.with(self.features.set()));
         let mut array = Array::new(image, operand, element, |size| self.size(size), at);
         if self.is_packed(operand) {
             array = array.contiguous(|size| self.size(size));

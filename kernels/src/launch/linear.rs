@@ -11,13 +11,13 @@ use super::check::{check_columns, check_sharing};
 use super::lower::launches;
 use crate::element::Element;
 use crate::error::LaunchError;
-use crate::features::FeatureSet;
 use crate::instances::Instance;
 use crate::kernel::Kernel;
 use crate::place::Statistics;
 use crate::record::{Argument, Meaning, Operand, Size, Value};
 use crate::target::Target;
 use crate::tiles::width_of;
+use crate::variant::Variant;
 
 /// Tokens of a tile; sums of log decays begin anew with each tile.
 pub const LINEAR_TILE: usize = 64;
@@ -177,7 +177,7 @@ impl LinearJob {
         let head_stride = self.tokens.padded_rows() as u64;
         let at = Statistics { address, batch_stride: 0, head_stride };
         let size = |size| self.size(size);
-        let image = (self.kernel, FeatureSet::NONE);
+        let image = (self.kernel, Variant::PLAIN);
         Array::new(image, operand, self.tokens.element, size, at).contiguous(size)
     }
 

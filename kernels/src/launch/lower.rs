@@ -7,13 +7,13 @@ use super::job::Job;
 use super::order::order;
 use super::rectangle::Side;
 use crate::error::LaunchError;
-use crate::features::FeatureSet;
 use crate::instances::Instance;
 use crate::kernel::Kernel;
 use crate::place::Rows;
 use crate::record::{Argument, Operand, Value};
 use crate::target::Target;
 use crate::tiles::width_of;
+use crate::variant::Variant;
 
 /// Declares the launches of descriptions, which follow from the `job` of each.
 macro_rules! launches {
@@ -75,20 +75,19 @@ impl Job {
     /// Returns the image that computes the job; `None` if no fused image computes a fused job.
     pub fn instance(&self, target: Target) -> Option<Instance> {
         let width = width_of(self.rectangle.head_dim.max(self.rectangle.value_dim))?;
-        let (kernel, element, features) = (self.kernel, self.rectangle.element, self.feature_set());
-        Instance { kernel, features, element, width, target }.smallest()
+        let (kernel, element, variant) = (self.kernel, self.rectangle.element, self.variant());
+        Instance { kernel, variant, element, width, target }.smallest()
     }
 
-    /// Returns the features that an image must have.
-    fn feature_set(&self) -> FeatureSet {
+    /// Returns the variant that an image must serve.
+    fn variant(&self) -> Variant {
         if !self.kernel.has_pairs() {
-            return FeatureSet::NONE;
+            return Variant::PLAIN;
         }
         // Whether the first key of the rectangle is hidden from its last query.
         let q_len = self.rectangle.q_len;
         let window = q_len > 0 && self.rectangle.lower > 1 - q_len as i64;
-        let set = self.features.set().and(FeatureSet::WINDOW.when(window));
-        set.and(FeatureSet::FUSED.when(self.fused))
+        Variant { window, fused: self.fused, ..Variant::PLAIN.with(self.features.set()) }
     }
 
     /// Returns the job that finds which rows the segments of a cut's resident rows let them see;

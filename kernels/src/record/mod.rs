@@ -10,7 +10,7 @@ pub use meaning::{Meaning, Operand, Size};
 use serde::Serialize;
 
 use crate::element::Element;
-use crate::features::FeatureSet;
+use crate::variant::{FeatureSet, Variant};
 
 /// Type of a kernel's argument.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -117,11 +117,11 @@ pub struct Argument {
 }
 
 impl Argument {
-    /// Returns the kernel's view of a pointer's array in an image of some features. Where masks are
+    /// Returns the kernel's view of a pointer's array in an image of a variant. Where masks are
     /// data, packed rows and runs take the place of segments and ranges.
-    pub fn view_of(&self, features: FeatureSet) -> Option<View> {
+    pub fn view_of(&self, variant: Variant) -> Option<View> {
         let dims: &[Size] = match self.meaning {
-            _ if !features.has(FeatureSet::VISIBLE) => return self.view,
+            _ if !variant.has(FeatureSet::VISIBLE) => return self.view,
             Meaning::Address(Operand::QSegments) => &[Size::QLen, Size::Six],
             Meaning::Address(Operand::KvSegments) => &[Size::KvLen, Size::Six],
             Meaning::Address(Operand::Ranges) => &[Size::RunBlocks, Size::Ten],

@@ -21,8 +21,8 @@ pub fn each_small_trial(mut check: impl FnMut(&Trial, &[Launch])) {
     for seed in 0..400 {
         let shape = rectangle(&mut random, 800);
         let limit = small_limit(&mut random, &shape);
-        let (kernel, features) = (random.of(&KERNELS), random.of(&CHOICES));
-        let mut trial = Trial::new(kernel, shape, limit, seed).with(features);
+        let (kernel, wanted) = (random.of(&KERNELS), random.of(&CHOICES));
+        let mut trial = Trial::new(kernel, shape, limit, seed).with(wanted);
         let launches = trial.launches(random.of(&Target::ALL)).unwrap();
         cut += usize::from(trial.main(&launches).count() > 3);
         check(&trial, &launches);
@@ -232,8 +232,8 @@ fn what_fits_is_one_launch_from_the_given_addresses() {
     let mut random = Random(5);
     for seed in 0..200 {
         let shape = rectangle(&mut random, 600);
-        let (kernel, features) = (random.of(&KERNELS), random.of(&CHOICES));
-        let mut trial = Trial::new(kernel, shape, MAX_VIEW_BYTES, seed).with(features);
+        let (kernel, wanted) = (random.of(&KERNELS), random.of(&CHOICES));
+        let mut trial = Trial::new(kernel, shape, MAX_VIEW_BYTES, seed).with(wanted);
         (trial.first, trial.last) = (true, true);
         let launches = trial.launches(Target::Sm90).unwrap();
         let [part] = &parts(&trial, &launches)[..] else { panic!("{launches:?}") };

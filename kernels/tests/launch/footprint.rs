@@ -1,6 +1,5 @@
 //! The memory that a launch says it touches.
 
-use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Kernel, Target};
 use burst_attention_kernels::launch::{
     Cast, Delta, Footprint, Forward, Launch, Rectangle, Rows, Statistics,
@@ -87,7 +86,7 @@ fn touched(launch: &Launch) -> Vec<(&'static str, (bool, bool))> {
             touched.extend(arrays.iter().map(|&name| (name, READ)));
         }
     }
-    if keys_stay && streams && launch.instance.features.has(FeatureSet::FUSED) {
+    if keys_stay && streams && launch.instance.variant.fused {
         touched.push(("dq_acc", BOTH));
     }
     if kernel == Kernel::QueryGrads && is("has_dslopes") {

@@ -1,6 +1,5 @@
 //! Launches of the fused kernel, which computes dk, dv and dq at once.
 
-use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Target};
 use burst_attention_kernels::launch::{Dropout, Features, KeyGrads, Rectangle, Rows, Statistics};
 
@@ -69,7 +68,7 @@ fn cuts_of_keys_add_to_all_queries_that_they_stream() {
     assert!(launches.len() > 4);
     let row = 32 * 128;
     for launch in &launches {
-        assert!(launch.instance.features.has(FeatureSet::FUSED));
+        assert!(launch.instance.variant.fused);
         let q = (pointer(launch, "q") - 0x1000) / 2 / row;
         let dq = (pointer(launch, "dq_acc") - DQ.address) / 4 / row;
         assert_eq!(q, dq, "{launch:?}");
@@ -101,8 +100,7 @@ fn what_has_no_fused_kernel_is_refused_and_can_fuse_says_so() {
             match launches {
                 Ok(launches) => {
                     let main = launches.last().expect("there is a launch");
-                    let image = main.instance.features;
-                    assert!(expected && image.has(FeatureSet::FUSED), "{case}");
+                    assert!(expected && main.instance.variant.fused, "{case}");
                     fusing += 1;
                 }
                 Err(error) => {

@@ -1,10 +1,10 @@
 //! The launches that find which rows segments let a cut see.
 
-use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Instance, Kernel, Target};
 use burst_attention_kernels::launch::{
     Features, Forward, KeyGrads, Launch, QueryGrads, Rectangle, Statistics,
 };
+use burst_attention_kernels::variant::{FeatureSet, Variant};
 
 use crate::cuts::{each_huge_trial, each_small_trial};
 use crate::footprint::only;
@@ -56,7 +56,7 @@ fn count_prepared(trial: &Trial, launches: &[Launch]) -> usize {
             continue;
         }
         assert_eq!(launch.instance.kernel, trial.kernel);
-        let wanted = trial.features.has(FeatureSet::SEGMENTS) && streams(launch);
+        let wanted = trial.wanted.has(FeatureSet::SEGMENTS) && streams(launch);
         assert_eq!(before.is_some(), wanted, "{launch:?}");
         if let Some(ranges) = before.take() {
             assert_prepares(ranges, launch);
@@ -81,7 +81,8 @@ fn cuts_in_the_middle_of_a_chain_are_prepared_whatever_their_band() {
     for kernel in PASSES {
         for (lower, upper) in [(400, 500), (-500, -400), (i64::MIN, -600), (600, i64::MAX)] {
             let rectangle = Rectangle { batch: 1, kv_heads: 32, lower, upper, ..shape(1000, 1000) };
-            let mut trial = Trial::new(kernel, rectangle, 3 << 20, 1).with(FeatureSet::SEGMENTS);
+            let mut trial = Trial::new(kernel, rectangle, 3 << 20, 1)
+                .with(Variant::PLAIN.with(FeatureSet::SEGMENTS));
             (trial.first, trial.last) = (false, false);
             let launches = trial.launches(Target::Sm90).unwrap();
             assert!(launches.len() > 4, "{kernel:?} is not cut");

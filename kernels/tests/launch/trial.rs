@@ -2,13 +2,13 @@
 
 use std::ops::Range;
 
-use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Kernel, Target};
 use burst_attention_kernels::launch::{
     Accumulate, Cast, CombineSoftmax, Delta, Dropout, Features, Forward, KeyGrads, Launch,
     LaunchError, QueryGrads, Rectangle, RowPositions, Rows, Segments, SoftmaxState, Statistics,
 };
 use burst_attention_kernels::record::Value;
+use burst_attention_kernels::variant::{FeatureSet, Variant};
 
 use crate::random::Random;
 
@@ -26,18 +26,18 @@ pub const KERNELS: [Kernel; 7] = [
 /// The kernels of [`KERNELS`] that compute attention.
 pub const PASSES: [Kernel; 3] = [Kernel::Forward, Kernel::KeyGrads, Kernel::QueryGrads];
 
-/// Features that trials choose from.
-pub const CHOICES: [FeatureSet; 10] = [
-    FeatureSet::NONE,
-    FeatureSet::SEGMENTS,
-    FeatureSet::SOFT_CAP,
-    FeatureSet::SLOPES,
-    FeatureSet::DROPOUT,
-    FeatureSet::SEGMENTS.and(FeatureSet::SOFT_CAP),
-    FeatureSet::SLOPES.and(FeatureSet::DROPOUT),
-    FeatureSet::ALL,
-    FeatureSet::FUSED,
-    FeatureSet::FUSED.and(FeatureSet::SEGMENTS),
+/// Variants that trials choose from.
+pub const CHOICES: [Variant; 10] = [
+    Variant::PLAIN,
+    Variant::PLAIN.with(FeatureSet::SEGMENTS),
+    Variant::PLAIN.with(FeatureSet::SOFT_CAP),
+    Variant::PLAIN.with(FeatureSet::SLOPES),
+    Variant::PLAIN.with(FeatureSet::DROPOUT),
+    Variant::PLAIN.with(FeatureSet::SEGMENTS.and(FeatureSet::SOFT_CAP)),
+    Variant::PLAIN.with(FeatureSet::SLOPES.and(FeatureSet::DROPOUT)),
+    Variant::GENERAL,
+    Variant::FUSED,
+    Variant::FUSED.with(FeatureSet::SEGMENTS),
 ];
 
 /// An array of a trial.
@@ -61,7 +61,7 @@ pub struct Trial {
     pub rectangle: Rectangle,
     /// The rectangle alone says whether there is a window. Launches are fused where a fused image
     /// exists.
-    pub features: FeatureSet,
+    pub wanted: Variant,
     pub first: bool,
     pub last: bool,
     pub limit: u64,
@@ -111,13 +111,13 @@ impl Trial {
         let (first, last) = (!streams || random.flip(), !carries || random.flip());
         let value_dim = if streams { rectangle.value_dim } else { rectangle.head_dim };
         let rectangle = Rectangle { value_dim, ..rectangle };
-        let (features, placed) = (FeatureSet::NONE, Vec::new());
-        Trial { kernel, rectangle, features, first, last, limit, placed, random }
+        let (wanted, placed) = (Variant::PLAIN, Vec::new());
+        Trial { kernel, rectangle, wanted, first, last, limit, placed, random }
     }
 
-    /// Returns the trial with features, if its kernel has any.
-    pub fn with(self, features: FeatureSet) -> Trial {
-        if PASSES.contains(&self.kernel) { Trial { features, ..self } } else { self }
+    /// Returns the trial of another variant, if its kernel has several.
+    pub fn with(self, wanted: Variant) -> Trial {
+        if PASSES.contains(&self.kernel) { Trial { wanted, ..self } } else { self }
     }
 
     pub fn resident_is_keys(&self) -> bool {
@@ -192,7 +192,7 @@ impl Trial {
     /// Returns the features with their arrays. Slopes, numbers and ranges have no rows, so
     /// [`Trial::covered`] does not compare them.
     fn features(&mut self) -> Features {
-        let features = self.features;
+        let features = self.wanted.features;
         let segments = features.has(FeatureSet::SEGMENTS).then(|| Segments {
             queries: self.put("q_segments", false, 4, 1),
             keys: self.put("kv_segments", true, 4, 1),
@@ -214,8 +214,7 @@ impl Trial {
         let Trial { kernel, rectangle, first, last, limit, .. } = *self;
         let Rectangle { batch, q_len, heads, head_dim, element, .. } = rectangle;
         let features = self.features();
-        let fused = self.features.has(FeatureSet::FUSED)
-            && KeyGrads::can_fuse(&rectangle, &features, target);
+        let fused = self.wanted.fused && KeyGrads::can_fuse(&rectangle, &features, target);
         let slopes = features.slopes.is_some();
         match kernel {
             Kernel::Forward => Forward {
@@ -362,7 +361,7 @@ impl Trial {
             ] {
                 let expected = begin + 4 * stride * b as u64;
                 let is_there = pointer(launch, name) == expected;
-                assert_eq!(is_there, self.features.has(feature), "{name} of {launch:?}");
+                assert_eq!(is_there, self.wanted.has(feature), "{name} of {launch:?}");
             }
         }
         let band = (optional("lower").unwrap_or(1), optional("upper").unwrap_or(0));

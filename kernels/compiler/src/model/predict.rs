@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Instance, Kernel, Target};
+use burst_attention_kernels::variant::{FeatureSet, Variant};
 
 use super::{ACTIVATION, Modelled, VERSION, streams_keys};
 use crate::quality::Report;
@@ -15,13 +15,12 @@ const BLOCK: f64 = 4750.0;
 /// Bytes a nanosecond of kernels that only move memory: an estimate, 0.9 of an H100's bandwidth.
 const MEMORY: f64 = 3000.0;
 
-/// Kernels that compute a pass, and the features of their images.
-type Kernels = &'static [(Kernel, FeatureSet)];
+/// Kernels that compute a pass, and the variants of their images.
+type Kernels = &'static [(Kernel, Variant)];
 
-const FORWARD: Kernels = &[(Kernel::Forward, FeatureSet::NONE)];
-const SPLIT: Kernels =
-    &[(Kernel::KeyGrads, FeatureSet::NONE), (Kernel::QueryGrads, FeatureSet::NONE)];
-const FUSED: Kernels = &[(Kernel::KeyGrads, FeatureSet::FUSED)];
+const FORWARD: Kernels = &[(Kernel::Forward, Variant::PLAIN)];
+const SPLIT: Kernels = &[(Kernel::KeyGrads, Variant::PLAIN), (Kernel::QueryGrads, Variant::PLAIN)];
+const FUSED: Kernels = &[(Kernel::KeyGrads, Variant::FUSED)];
 
 /// A problem: one head of one sequence, with enough other heads to fill the device.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -181,9 +180,9 @@ pub fn predictions(reports: &[Report]) -> Vec<Prediction> {
     CASES.iter().filter_map(predict).collect()
 }
 
-fn find(reports: &[Report], kernel: Kernel, features: FeatureSet, width: i32) -> Option<&Report> {
+fn find(reports: &[Report], kernel: Kernel, variant: Variant, width: i32) -> Option<&Report> {
     let plain = Instance::plain(kernel, Element::Bf16, width, Target::Sm90);
-    let wanted = Instance { features, ..plain }.smallest()?;
+    let wanted = Instance { variant, ..plain }.smallest()?;
     reports.iter().find(|report| report.instance == wanted)
 }
 
@@ -212,9 +211,9 @@ const RANGES: f64 = 1000.0 / 8.0 / 64.0;
 /// Returns the cost of packed documents for each kernel in `reports`.
 pub fn packed(reports: &[Report]) -> Vec<Packed> {
     let of = |kernel| {
-        let report = |features| find(reports, kernel, features, 128);
-        let plain = report(FeatureSet::NONE)?;
-        let segments = report(FeatureSet::SEGMENTS)?;
+        let report = |variant| find(reports, kernel, variant, 128);
+        let plain = report(Variant::PLAIN)?;
+        let segments = report(Variant::PLAIN.with(FeatureSet::SEGMENTS))?;
         let plain = Loops::new(&plain.instance, &plain.loops)?;
         let segments = Loops::new(&segments.instance, &segments.loops)?;
         let tokens = f64::from(PACKED);

@@ -1,8 +1,8 @@
 //! Cases: sizes, band, the way in which the work is cut, and the inputs.
 
-use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Instance, Kernel, Target, width_of};
 use burst_attention_kernels::launch::{MAX_VIEW_BYTES, Rectangle};
+use burst_attention_kernels::variant::{FeatureSet, Variant};
 use half::{bf16, f16};
 use std::ops::Range;
 
@@ -111,31 +111,32 @@ impl Case {
         self.value_dim.unwrap_or(self.head_dim)
     }
 
-    /// Returns the features that an image must have to compute the case in one step.
-    pub fn features(&self) -> FeatureSet {
-        // The first key is hidden from the last query.
-        FeatureSet::WINDOW
-            .when(self.band.0 > 1 - self.q_len as i64)
-            .and(FeatureSet::SEGMENTS.when(self.segments.is_some()))
+    /// Returns the variant that an image must serve to compute the case in one step.
+    pub fn variant(&self) -> Variant {
+        let features = FeatureSet::SEGMENTS
+            .when(self.segments.is_some())
             .and(FeatureSet::VISIBLE.when(self.masks.is_some()))
             .and(FeatureSet::SOFT_CAP.when(self.soft_cap > 0.0))
             .and(FeatureSet::SLOPES.when(self.slopes))
-            .and(FeatureSet::DROPOUT.when(self.dropout.is_some()))
+            .and(FeatureSet::DROPOUT.when(self.dropout.is_some()));
+        // The first key is hidden from the last query.
+        let window = self.band.0 > 1 - self.q_len as i64;
+        Variant { window, ..Variant::PLAIN.with(features) }
     }
 
     /// Whether kernels without features compute the case too.
     pub fn suits_rows(&self) -> bool {
-        FeatureSet::WINDOW.has(self.features()) && self.value_dim.is_none()
+        self.variant().features == FeatureSet::NONE && self.value_dim.is_none()
     }
 
-    /// Returns the image of a kernel that computes the case in one step and also has the features
-    /// `more`, if such an image exists.
-    pub fn instance(&self, kernel: Kernel, more: FeatureSet) -> Option<Instance> {
-        let with_features = kernel.has_pairs();
-        let features = if with_features { self.features().and(more) } else { FeatureSet::NONE };
+    /// Returns the image of a kernel that computes the case in one step, fused or not, if such an
+    /// image exists.
+    pub fn instance(&self, kernel: Kernel, fused: bool) -> Option<Instance> {
+        let variant = Variant { fused, ..self.variant() };
+        let variant = if kernel.has_pairs() { variant } else { Variant::PLAIN };
         let width = width_of(self.head_dim.max(self.value_dim()))?;
         let (element, target) = (self.element, self.target);
-        Instance { kernel, features, element, width, target }.smallest()
+        Instance { kernel, variant, element, width, target }.smallest()
     }
 
     /// Returns the segment of query row `i` of entry `b`.

@@ -3,11 +3,11 @@
 use std::sync::Mutex;
 
 use burst_attention_interpreter::{Address, GridRun, Memory};
-use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Kernel};
 use burst_attention_kernels::kernel::Task;
 use burst_attention_kernels::launch::{Footprint, Launch};
 use burst_attention_kernels::record::Value;
+use burst_attention_kernels::variant::{FeatureSet, Variant};
 
 use super::case::{CASE, CAUSAL, Case};
 use super::features::{DOCUMENTS, ONE, OTHERS};
@@ -28,7 +28,7 @@ const UNEVEN: Case =
 const MASKED: Case = Case { masks: Some(OPEN), segments: Some((ONE, ONE)), ..SMALL };
 /// A case with two tiles of each side, where a launch takes one tile.
 const CUT: Case = Case { q_len: 150, kv_len: 170, heads: 2, limit: 20_000, ..SMALL };
-const SEGMENTS: FeatureSet = FeatureSet::WINDOW.and(FeatureSet::SEGMENTS);
+const SEGMENTS: Variant = Variant::WINDOW.with(FeatureSet::SEGMENTS);
 const STEPS: &[(usize, usize)] = &[(0, 12), (12, 28), (28, 53)];
 const NOBODY: (i64, i64) = (i64::MIN, -800);
 
@@ -80,14 +80,14 @@ fn smaller(part: &Footprint) -> Vec<Option<Footprint>> {
     smaller
 }
 
-/// The launches for which no smaller footprint sufficed: kernel, features, first, last, whether
+/// The launches for which no smaller footprint sufficed: kernel, variant, first, last, whether
 /// they streamed anything.
-static SEEN: Mutex<Vec<(Kernel, FeatureSet, [bool; 3])>> = Mutex::new(Vec::new());
+static SEEN: Mutex<Vec<(Kernel, Variant, [bool; 3])>> = Mutex::new(Vec::new());
 
 /// Whether a part holds packed numbers of rows, of which a kernel reads some only.
 fn is_packed(launch: &Launch, part: &Footprint) -> bool {
     match part.name {
-        "q_segments" | "kv_segments" => launch.instance.features.has(FeatureSet::VISIBLE),
+        "q_segments" | "kv_segments" => launch.instance.variant.has(FeatureSet::VISIBLE),
         name => name == "other_rows",
     }
 }
@@ -110,7 +110,7 @@ fn nothing_less_suffices(launch: &Launch, order: &GridRun, memory: &Memory) -> R
         _ => 1,
     };
     let kind = [integer("first") == 1, integer("last") == 1, integer("lower") <= integer("upper")];
-    SEEN.lock().expect("no panics").push((launch.instance.kernel, launch.instance.features, kind));
+    SEEN.lock().expect("no panics").push((launch.instance.kernel, launch.instance.variant, kind));
     Ok(())
 }
 
@@ -138,19 +138,19 @@ fn a_footprint_is_all_that_a_launch_touches_and_no_more() {
     }
     let seen = SEEN.lock().expect("no panics");
     for kernel in [Kernel::Forward, Kernel::KeyGrads, Kernel::QueryGrads] {
-        for features in [FeatureSet::NONE, SEGMENTS, FeatureSet::ALL] {
+        for variant in [Variant::PLAIN, SEGMENTS, Variant::GENERAL] {
             let each_way = [[true, true], [true, false], [false, true], [false, false]];
-            let was = |kind| seen.contains(&(kernel, features, kind));
+            let was = |kind| seen.contains(&(kernel, variant, kind));
             for [first, last] in each_way {
-                assert!(was([first, last, true]), "{kernel:?}{features} {first} {last}");
+                assert!(was([first, last, true]), "{kernel:?}{variant} {first} {last}");
             }
             for [first, last] in &each_way[..3] {
-                assert!(was([*first, *last, false]), "{kernel:?}{features} {first} {last}");
+                assert!(was([*first, *last, false]), "{kernel:?}{variant} {first} {last}");
             }
         }
     }
     let mut per_row = Kernel::ALL.into_iter().filter(|kernel| kernel.spec().task == Task::Rows);
-    let was = |kernel| seen.contains(&(kernel, FeatureSet::NONE, [true; 3]));
+    let was = |kernel| seen.contains(&(kernel, Variant::PLAIN, [true; 3]));
     assert!(per_row.all(was));
 }
 

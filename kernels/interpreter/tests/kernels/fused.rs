@@ -1,6 +1,5 @@
 //! The fused backward kernel: dk, dv, and dq, to which its blocks add in any order.
 
-use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::Element::*;
 use burst_attention_kernels::instances::{Kernel, Target, TileShape};
 use burst_attention_kernels::launch::{Cast, MAX_VIEW_BYTES};
@@ -90,7 +89,7 @@ fn visits(problem: &Problem, b: usize, i: usize) -> RangeInclusive<u32> {
 }
 
 fn tile(case: &Case) -> TileShape {
-    let instance = case.instance(Kernel::KeyGrads, FeatureSet::FUSED);
+    let instance = case.instance(Kernel::KeyGrads, true);
     instance.unwrap_or_else(|| panic!("no fused kernel for {case:?}")).tile()
 }
 
@@ -176,7 +175,7 @@ fn targets_with_fused_kernels_agree_on_them() {
     }
     for target in [Target::Sm80, Target::Sm120] {
         let case = Case { target, ..CASE };
-        assert_eq!(case.instance(Kernel::KeyGrads, FeatureSet::FUSED), None);
+        assert_eq!(case.instance(Kernel::KeyGrads, true), None);
     }
 }
 

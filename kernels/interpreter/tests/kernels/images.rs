@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 use std::sync::Mutex;
 
 use burst_attention_interpreter::{GridRun, Memory};
-use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Instance, Kernel, Target};
 use burst_attention_kernels::launch::Launch;
+use burst_attention_kernels::variant::FeatureSet;
 
 use super::case::{CASE, CAUSAL, Case, NONE, Runs};
 use super::features::{DOCUMENTS, LONG, OTHERS, PADDED, SHORT, SORTED};
@@ -44,8 +44,8 @@ const SEGMENTS: [(Runs, Runs); 6] = [
 
 /// Returns at most `count` cases that an image computes.
 fn cases(instance: &Instance, count: usize) -> Vec<Case> {
-    let Instance { features, element, width, target, .. } = *instance;
-    let has = |feature| features.has(feature);
+    let Instance { variant, element, width, target, .. } = *instance;
+    let has = |feature| variant.has(feature);
     let head_dim = width as usize - 8;
     let case = Case { element, target, head_dim, ..SMALL };
     let case = Case {
@@ -58,12 +58,11 @@ fn cases(instance: &Instance, count: usize) -> Vec<Case> {
         true => SEGMENTS.map(Some).to_vec(),
         false => vec![None],
     };
-    let masks = if has(FeatureSet::ALL) { [TURNED, TREE] } else { [TREE, ANY] };
+    let masks = if variant.is_general() { [TURNED, TREE] } else { [TREE, ANY] };
     let masks = masks.map(|masks| has(FeatureSet::VISIBLE).then_some(masks));
-    let fused = FeatureSet::FUSED.when(has(FeatureSet::FUSED));
     let takes = |band: &(i64, i64)| {
         let case = Case { band: *band, segments: segments[0], masks: masks[0], ..case };
-        case.instance(instance.kernel, fused) == Some(*instance)
+        case.instance(instance.kernel, variant.fused) == Some(*instance)
     };
     let bands = [CAUSAL, NONE, (-60, 4), (30, 80), (-20, i64::MAX)];
     let bands: Vec<_> = bands.into_iter().filter(takes).collect();
@@ -89,7 +88,7 @@ fn check(images: impl Iterator<Item = Instance>, count: usize) {
             let check = match instance.kernel {
                 Kernel::Forward => forward::check,
                 Kernel::QueryGrads => gradients::check_queries,
-                _ if instance.features.has(FeatureSet::FUSED) => fused::check,
+                _ if instance.variant.fused => fused::check,
                 _ => gradients::check_keys,
             };
             let found = check(&problem, Change::Before(see));
@@ -115,7 +114,7 @@ fn every_tile_of_other_targets() {
     let key = |instance: &Instance| {
         let tile = instance.tile();
         let shape = (tile.rows, tile.keys);
-        (instance.kernel, instance.features, instance.element, instance.width, shape)
+        (instance.kernel, instance.variant, instance.element, instance.width, shape)
     };
     let mut known: BTreeSet<_> = images(Target::Sm90).map(|instance| key(&instance)).collect();
     let others = Target::ALL.into_iter().flat_map(images);

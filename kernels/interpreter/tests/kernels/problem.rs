@@ -2,7 +2,6 @@
 
 use std::ops::Range;
 
-use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Kernel, TileShape};
 use std::f64::consts::LOG2_E;
 
@@ -74,7 +73,7 @@ impl Problem {
 
     /// Returns the tile shape of a kernel for this case.
     pub fn tile(&self, kernel: Kernel) -> TileShape {
-        let instance = self.case.instance(kernel, FeatureSet::NONE);
+        let instance = self.case.instance(kernel, false);
         instance.expect("an image for every case").tile()
     }
 

@@ -1,7 +1,6 @@
 //! `mask_runs`: how many pairs blocks compute of the pairs that masks as data allow.
 
 use burst_attention_interpreter::Address;
-use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::Kernel;
 use burst_attention_kernels::launch::Features;
 use burst_attention_kernels::record::Value;
@@ -44,7 +43,7 @@ fn runs(case: Case) -> Result<Vec<[usize; 10]>, String> {
 /// Returns the pairs that blocks compute, and the pairs that the mask allows, after checks that no
 /// allowed pair is left out and that all pairs of the tiles without a mask are allowed.
 fn pairs(case: Case) -> (usize, usize) {
-    let tile = case.instance(Kernel::Forward, FeatureSet::NONE).expect("an image").tile();
+    let tile = case.instance(Kernel::Forward, false).expect("an image").tile();
     let keys = tile.keys as usize;
     let found = runs(case).unwrap_or_else(|error| panic!("{case:?}: {error}"));
     let (mut computed, mut allowed) = (0, 0);

@@ -1,8 +1,8 @@
 //! Every kernel over one list of cases.
 
-use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element::*, Instance, Kernel, Target};
 use burst_attention_kernels::kernel::Task;
+use burst_attention_kernels::variant::Variant;
 use std::collections::HashSet;
 
 use super::case::{CASE, CAUSAL, Case, NONE, round};
@@ -202,7 +202,7 @@ fn tile_shapes_of_all_targets() {
         let check = CHECKS.into_iter().find(|(kernel, _)| *kernel == instance.kernel);
         let Some((_, check)) = check else { continue };
         let head_dim = instance.width as usize - 8;
-        let all = instance.features == FeatureSet::ALL;
+        let all = instance.variant == Variant::GENERAL;
         let case = Case {
             target: instance.target,
             head_dim,

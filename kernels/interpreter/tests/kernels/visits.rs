@@ -1,7 +1,6 @@
 //! Work that kernels must leave out: tiles without visible pairs, masks where every pair is
 //! visible, rows that are not the launch's.
 
-use burst_attention_kernels::features::FeatureSet;
 use burst_attention_kernels::instances::{Element, Instance, Kernel, Target, WIDTHS};
 use cutile_ir::bytecode::Opcode::*;
 
@@ -128,8 +127,7 @@ fn wider_tiles_inside_the_band_pay_for_no_mask() {
 fn pay_for_no_mask(widths: &[i32]) {
     for instance in Instance::of_target(Target::Sm90) {
         let is_pass = instance.kernel.has_pairs();
-        let is_special =
-            !instance.features.has(FeatureSet::ALL) && widths.contains(&instance.width);
+        let is_special = !instance.variant.is_general() && widths.contains(&instance.width);
         if !is_pass || !is_special || instance.element != Element::Bf16 {
             continue;
         }
