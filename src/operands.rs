@@ -129,6 +129,9 @@ struct Row {
     element: ElementType,
     /// Roles in the forward pass and in the backward pass.
     roles: [Role; 2],
+    /// The input that the array is the gradient of. Where that input has rows, sums of its gradient
+    /// travel with them.
+    gradient_of: Option<Operand>,
     /// The feature that asks for the array; `None` for an array of every problem.
     feature: Option<Flag>,
 }
@@ -153,6 +156,8 @@ const COTANGENT: [Role; 2] = [Role::Absent, Role::Input];
 const GRADIENT: [Role; 2] = [Role::Absent, Role::Result];
 
 macro_rules! rows {
+    (@input) => { None };
+    (@input $input:ident) => { Some(Operand::$input) };
     (@feature) => { None };
     (@feature dropout) => {
         Some(Flag { is_on: |features| features.dropout.is_some(), turn_on: |_| () })
@@ -164,7 +169,8 @@ macro_rules! rows {
         Some(Flag { is_on: |features| features.$flag, turn_on: |features| features.$flag = true })
     };
     ($(
-        $operand:ident: $name:literal, $dims:expr, $element:ident, $roles:ident $(, $flag:ident)?;
+        $operand:ident: $name:literal, $dims:expr, $element:ident,
+        $roles:ident $(of $input:ident)? $(, $flag:ident)?;
     )*) => {
         &[$(Row {
             operand: Operand::$operand,
@@ -172,6 +178,7 @@ macro_rules! rows {
             dims: $dims,
             element: ElementType::$element,
             roles: $roles,
+            gradient_of: rows!(@input $($input)?),
             feature: rows!(@feature $($flag)?),
         }),*]
     };
@@ -194,10 +201,10 @@ const ROWS: &[Row] = rows! {
     QueryPositions: "query_positions", &[Dim::QLen], Int32, INPUT, has_query_positions;
     KeyPositions: "key_positions", &[Dim::KvLen], Int32, INPUT, positions;
     Dropout: "dropout", &[Dim::Number(4)], Uint32, INPUT, dropout;
-    QueryGrad: "dq", QUERY, Activation, GRADIENT;
-    KeyGrad: "dk", KEY, Activation, GRADIENT;
-    ValueGrad: "dv", VALUE, Activation, GRADIENT;
-    SlopeGrad: "dslopes", &[Dim::Heads], Float32, GRADIENT, slopes;
+    QueryGrad: "dq", QUERY, Activation, GRADIENT of Query;
+    KeyGrad: "dk", KEY, Activation, GRADIENT of Key;
+    ValueGrad: "dv", VALUE, Activation, GRADIENT of Value;
+    SlopeGrad: "dslopes", &[Dim::Heads], Float32, GRADIENT of Slopes, slopes;
 };
 
 impl Operand {
@@ -232,7 +239,7 @@ impl Operand {
 
     /// Whether the loss has a gradient with respect to the array.
     pub fn is_differentiable(self) -> bool {
-        matches!(self, Operand::Query | Operand::Key | Operand::Value | Operand::Slopes)
+        ROWS.iter().any(|row| row.gradient_of == Some(self))
     }
 
     /// Returns the side that the array has rows for, or `None` if it has no rows.
@@ -288,6 +295,12 @@ impl Operand {
     /// Returns the arrays that features add to rows that travel, in order.
     pub fn travelling(features: &Features, side: Side) -> impl Iterator<Item = Operand> + use<> {
         Operand::of(features).filter(move |operand| operand.side() == Some(side))
+    }
+
+    /// Returns the gradients whose sums travel with rows of `side`, in order.
+    pub fn gradients(features: &Features, side: Side) -> impl Iterator<Item = Operand> + use<> {
+        let results = Operand::results(Pass::Backward, features);
+        results.filter(move |operand| operand.side() == Some(side))
     }
 
     /// Returns the place of a feature's array among the `count` arrays of a chunk, or `None` if the

@@ -88,8 +88,10 @@ fn kinds(problem: &Problem, payload: Payload, pass: Pass) -> Vec<ArrayKind> {
         }
         (Payload::Keys, _) => vec![input(k), input(v)],
         (Payload::Partial, _) => vec![sums(o), ArrayKind::Statistics, ArrayKind::Statistics],
-        (Payload::QueryGrads, _) => vec![sums(q)],
-        (Payload::KeyGrads, _) => vec![sums(k), sums(v)],
+        (Payload::QueryGrads | Payload::KeyGrads, _) => {
+            let gradients = payload.gradients(&problem.features);
+            gradients.map(|operand| sums(problem.row(operand, Backend::Cuda).0)).collect()
+        }
     };
     let travelling = |side| Operand::travelling(&problem.features, side);
     kinds.extend(payload.input_side().into_iter().flat_map(travelling).map(|operand| {

@@ -11,7 +11,7 @@ use super::region::{reads, writes};
 use super::tiles::CommandKernel;
 use crate::error::Result;
 use crate::kernel::{AttentionKernel, BackwardOperands};
-use crate::operands::Operand;
+use crate::operands::{Backend, Operand};
 use crate::problem::Problem;
 use crate::schedule::{Accumulator, Chunk, Merge, Payload, Place, Tile};
 
@@ -103,14 +103,11 @@ impl CommandKernel<'_> {
     }
 
     /// Returns each gradient whose sums are `payload`, and its columns.
-    fn gradients(&self, payload: Payload) -> Vec<(Operand, usize)> {
-        let Problem { head_dim, value_dim, .. } = *self.memory.problem;
-        match payload {
-            Payload::KeyGrads => {
-                vec![(Operand::KeyGrad, head_dim), (Operand::ValueGrad, value_dim)]
-            }
-            _ => vec![(Operand::QueryGrad, head_dim)],
-        }
+    fn gradients(&self, payload: Payload) -> impl Iterator<Item = (Operand, usize)> {
+        let problem = self.memory.problem;
+        let heads = self.memory.heads_and_rows(payload).0;
+        let columns = move |operand| problem.row(operand, Backend::Cuda).0 / heads;
+        payload.gradients(&problem.features).map(move |operand| (operand, columns(operand)))
     }
 
     /// Writes the results of rows: their sums at home, plus the sums that arrived, if any.
@@ -118,7 +115,7 @@ impl CommandKernel<'_> {
         let home = self.memory.home(payload);
         let unscaled = self.fused && payload == Payload::QueryGrads;
         let scale = if unscaled { self.memory.problem.softmax_scale } else { 1.0 };
-        for (n, (gradient, head_dim)) in self.gradients(payload).into_iter().enumerate() {
+        for (n, (gradient, head_dim)) in self.gradients(payload).enumerate() {
             let launches = Cast {
                 batch: self.memory.problem.batch,
                 rows: rows.len(),
@@ -139,7 +136,7 @@ impl CommandKernel<'_> {
     /// Adds sums that arrived to the sums at home.
     fn accumulate(&self, payload: Payload, rows: &Range<usize>, arrived: &Buffer) -> Result<()> {
         let home = self.memory.home(payload);
-        for (n, (_, head_dim)) in self.gradients(payload).into_iter().enumerate() {
+        for (n, (_, head_dim)) in self.gradients(payload).enumerate() {
             let launches = launch::Accumulate {
                 batch: self.memory.problem.batch,
                 rows: rows.len(),

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::array::HostArray;
-use crate::operands::Operand;
+use crate::operands::{Backend, Operand};
 use crate::problem::{Features, Problem};
 use crate::schedule::Payload;
 
@@ -26,12 +26,17 @@ pub struct HostBuffer {
 impl HostBuffer {
     /// Allocates an accumulator.
     pub fn accumulator(problem: &Problem, payload: Payload, rows: Range<usize>) -> HostBuffer {
-        let Problem { heads, kv_heads, head_dim, value_dim, .. } = *problem;
-        let shapes = match payload {
+        let Problem { heads, kv_heads, value_dim, .. } = *problem;
+        let sums = |heads| {
+            let widths = payload.gradients(&problem.features);
+            let columns = |operand| problem.row(operand, Backend::Host).0 / heads;
+            widths.map(|operand| (heads, columns(operand))).collect()
+        };
+        let shapes: Vec<_> = match payload {
             Payload::Queries | Payload::Keys => unreachable!("inputs are no accumulators"),
             Payload::Partial => vec![(heads, value_dim), (heads, 1), (heads, 1)],
-            Payload::QueryGrads => vec![(heads, head_dim)],
-            Payload::KeyGrads => vec![(kv_heads, head_dim), (kv_heads, value_dim)],
+            Payload::QueryGrads => sums(heads),
+            Payload::KeyGrads => sums(kv_heads),
         };
         let array = |(heads, dim)| HostArray::accumulator(problem.batch, rows.clone(), heads, dim);
         HostBuffer { arrays: shapes.into_iter().map(array).collect() }

@@ -235,8 +235,9 @@ impl AttentionKernel for HostKernel<'_> {
         }
         if let Accumulators::Backward { dq, dkv, .. } = &self.accumulators {
             let sums = dq.arrays.iter().chain(&dkv.arrays);
-            let results = [Operand::QueryGrad, Operand::KeyGrad, Operand::ValueGrad];
-            for (sums, result) in sums.zip(results) {
+            let gradients = [Payload::QueryGrads, Payload::KeyGrads];
+            let results = gradients.map(|sums| sums.gradients(&self.problem.features));
+            for (sums, result) in sums.zip(results.into_iter().flatten()) {
                 per_row::cast(self.isa, self.pool, sums, &self.arrays[result]);
             }
         }

@@ -1,6 +1,6 @@
 //! What messages and buffers hold, and how many bytes a row of it has.
 
-use crate::operands::{Backend, Operand, Side};
+use crate::operands::{Backend, Features, Operand, Side};
 use crate::problem::{Pass, Problem, Travels};
 
 /// What a buffer or a message holds: rows of one rank, numbered as on that rank.
@@ -71,10 +71,12 @@ impl Payload {
         let both = head_dim + value_dim;
         let row = match (self, pass) {
             (Payload::Keys, _) => kv_heads * both * dtype.bytes(),
-            (Payload::KeyGrads, _) => kv_heads * both * 4,
             (Payload::Queries, Pass::Forward) => heads * head_dim * dtype.bytes(),
             (Payload::Queries, Pass::Backward) => heads * (both * dtype.bytes() + 8),
-            (Payload::QueryGrads, _) => heads * head_dim * 4,
+            (Payload::QueryGrads | Payload::KeyGrads, _) => {
+                let widths = self.gradients(&problem.features);
+                widths.map(|operand| problem.row(operand, Backend::Host).0 * 4).sum()
+            }
             (Payload::Partial, _) => heads * (value_dim + 2) * 4,
         };
         let travelling = self.input_side().into_iter().flat_map(|side| {
@@ -84,6 +86,17 @@ impl Payload {
             })
         });
         batch * (row + travelling.sum::<usize>())
+    }
+
+    /// Returns the gradients that the payload sums, in order; none for other payloads.
+    pub fn gradients(self, features: &Features) -> impl Iterator<Item = Operand> + use<> {
+        let side = match self {
+            Payload::QueryGrads => Some(Side::Queries),
+            Payload::KeyGrads => Some(Side::Keys),
+            Payload::Queries | Payload::Keys | Payload::Partial => None,
+        };
+        let features = *features;
+        side.into_iter().flat_map(move |side| Operand::gradients(&features, side))
     }
 
     /// The side whose rows the payload holds inputs of; `None` for accumulators.
