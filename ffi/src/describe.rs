@@ -8,6 +8,7 @@ use burst_attention::cuda::nccl::Nccl;
 use burst_attention::host::isa::Isa;
 use burst_attention::host::ring::Executor;
 use burst_attention::operands::{Backend, Dim, Operand};
+use burst_attention_kernels::launch;
 use serde_json::{Value, json};
 
 use crate::{images, sys};
@@ -31,8 +32,8 @@ pub(crate) fn describe() -> Value {
     text
 }
 
-/// Returns what a call may name and take: the families of schedules, and the operands of features
-/// in their order.
+/// Returns what a call may name and take: the families of schedules, the operands of features in
+/// their order, and the sizes by which decode on GPUs cuts queries and keys.
 pub(crate) fn interface() -> Value {
     let dims = |operand: Operand| -> Vec<Value> {
         let batch = iter::once(Value::from("batch"));
@@ -53,7 +54,13 @@ pub(crate) fn interface() -> Value {
     let schedule = |family: Family| json!({ "name": family.name(), "doc": family.doc() });
     let schedules = Family::ALL.map(schedule);
     let operands: Vec<_> = Operand::of_features().map(operand).collect();
-    json!({ "schedules": schedules, "feature_operands": operands })
+    let decode = json!({
+        "few_rows": launch::FEW_ROWS,
+        "many_rows": launch::MANY_ROWS,
+        "most_runs": launch::MOST_RUNS,
+        "page_elements": launch::PAGE_ELEMENTS,
+    });
+    json!({ "schedules": schedules, "feature_operands": operands, "decode": decode })
 }
 
 /// Returns the versions of the driver and of NCCL, and the images. Does not start the driver.

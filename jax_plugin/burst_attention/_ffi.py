@@ -90,11 +90,25 @@ class ScheduleName(TypedDict):
     doc: str
 
 
+class DecodeSizes(TypedDict):
+    """The sizes by which decode on GPUs cuts queries and keys."""
+
+    few_rows: int
+    """Rows of the smaller tiles of queries."""
+    many_rows: int
+    """Rows of the larger tiles of queries."""
+    most_runs: int
+    """The most equal runs into which any device cuts the keys of all units."""
+    page_elements: int
+    """What a page must have fewer elements than."""
+
+
 class Interface(TypedDict):
     """The values that a call may name, and the arrays that it may take, in their order."""
 
     feature_operands: list[FeatureOperand]
     schedules: list[ScheduleName]
+    decode: DecodeSizes
 
 
 def interface() -> Interface:

@@ -144,11 +144,7 @@ impl Features {
     /// Checks that the kernels compute these features over `rows` rows of either side.
     pub(crate) fn check(&self, rows: usize) -> Result<(), LaunchError> {
         let Features { soft_cap, slopes, dropout, .. } = *self;
-        // The kernels compute tanh to 1e-7: with a larger cap this error would exceed a rounding.
-        if soft_cap != 0.0 && !(1e-3..=1e3).contains(&soft_cap) {
-            let expected = "0 for none, or from 0.001 to 1000 (leave out a larger one)";
-            return Err(LaunchError::invalid("soft_cap", expected, soft_cap));
-        }
+        check_soft_cap(soft_cap)?;
         if let Some(rate) = dropout.map(|dropout| dropout.rate)
             && !(0.0..1.0).contains(&rate)
         {
@@ -162,6 +158,16 @@ impl Features {
         }
         if slopes.is_none() && dropout.is_none() { Ok(()) } else { self.positions.check(rows) }
     }
+}
+
+/// Checks a soft cap. The kernels compute tanh to 1e-7: with a larger cap this error would exceed a
+/// rounding.
+pub(crate) fn check_soft_cap(cap: f32) -> Result<(), LaunchError> {
+    if cap == 0.0 || (1e-3..=1e3).contains(&cap) {
+        return Ok(());
+    }
+    let expected = "0 for none, or from 0.001 to 1000 (leave out a larger one)";
+    Err(LaunchError::invalid("soft_cap", expected, cap))
 }
 
 impl Dropout {

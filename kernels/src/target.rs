@@ -19,6 +19,16 @@ named! {
 }
 
 impl Target {
+    /// Returns the multiprocessors of the largest device.
+    pub const fn multiprocessors(self) -> usize {
+        match self {
+            Target::Sm80 => 108,
+            Target::Sm90 => 132,
+            Target::Sm100 | Target::Sm103 => 148,
+            Target::Sm120 => 188,
+        }
+    }
+
     /// Returns the target whose images run on a device of compute capability `major.minor`. Images
     /// of 8.0 run on every 8.x; any other image runs on its own capability alone.
     pub fn of_capability(major: i32, minor: i32) -> Option<Target> {

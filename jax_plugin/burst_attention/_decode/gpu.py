@@ -2,8 +2,7 @@
 
 Kernels know no batch entries. A *unit* is a set of rows, queries of all heads of a group, that read
 one source. Each row sees consecutive rows of the source, because positions grow with rows. Entries
-that share a source go into one unit, up to `MANY_ROWS` rows, so that its keys are read once for all
-of them.
+that share a source go into one unit, up to 64 rows, so that its keys are read once for all of them.
 
 `kernels/src/launch/decode.rs` says what the call computes of units.
 """
@@ -23,23 +22,14 @@ from burst_attention._decode.work import Operands, Work
 from burst_attention._mesh import vary_like
 from burst_attention._types import Arrays
 
-FEW_ROWS = 16
-"""Rows of the kernels' smaller tiles of queries."""
-
-MANY_ROWS = 64
-"""Rows of the kernels' larger tiles of queries."""
-
-RUNS = 4 * 188
-"""The most equal runs into which any device cuts the keys of all units."""
+SIZES = _ffi.interface()["decode"]
+"""The sizes by which the kernels cut queries and keys."""
 
 SLICES = 32
 """The most slices of a source with ``split="fixed"``."""
 
 SLICE = 1024
 """The fewest keys of such a slice."""
-
-LARGEST_PAGE = 1 << 30
-"""Elements that a page must have fewer than."""
 
 
 class Tiles(NamedTuple):
@@ -130,10 +120,10 @@ def with_even_pages(operands: Operands) -> Operands:
     keys, values, table = operands.key_cache, operands.value_cache, operands.page_table
     pages, page, heads, dim = keys.shape
     even = page & -page
-    is_large = page * heads * max(dim, values.shape[3]) >= LARGEST_PAGE
+    is_large = page * heads * max(dim, values.shape[3]) >= SIZES["page_elements"]
     if not is_large and (even == page or table.shape[1] == 1):
         return operands
-    while is_large and even * heads * max(dim, values.shape[3]) >= LARGEST_PAGE:
+    while is_large and even * heads * max(dim, values.shape[3]) >= SIZES["page_elements"]:
         even //= 2
     count = page // even
     exists = (table >= 0) & (table < pages)
@@ -151,7 +141,9 @@ def entries_of_unit(work: Work, operands: Operands) -> int:
     batch, queries, heads, _ = operands.query.shape
     if work.split == "fixed" or not work.shares_sources:
         return 1
-    return max(1, min(batch, MANY_ROWS // (queries * heads // operands.key_cache.shape[2])))
+    return max(
+        1, min(batch, SIZES["many_rows"] // (queries * heads // operands.key_cache.shape[2]))
+    )
 
 
 def units_of(operands: Operands, size: int) -> Units:
@@ -180,9 +172,9 @@ def tiles(work: Work, operands: Operands, rows: int) -> Tiles:
     keys = 32 if is_wide else 64
     is_short = columns > 1 and page < keys and not is_wide
     step, keys = (4, 16) if is_short else (1, keys)
-    few = is_short or rows <= FEW_ROWS
+    few = is_short or rows <= SIZES["few_rows"]
     most = columns * -(-page // keys)
-    tile_rows = FEW_ROWS if few and not is_wide else MANY_ROWS
+    tile_rows = SIZES["few_rows" if few and not is_wide else "many_rows"]
     if work.split == "balanced":
         return Tiles(keys, tile_rows, step, 0)
     size = -(-max(-(-most // SLICES), SLICE // keys) // step) * step
@@ -247,7 +239,7 @@ def _call(
 ) -> tuple[Float32[Array, "units kv_heads rows value_dim"], Float32[Array, "units kv_heads rows"]]:
     (count, heads, rows, _), value_dim = operands[0].shape, operands[2].shape[3]
     pairs = count * heads * -(-rows // cut.rows)
-    slots = pairs * cut.most_slices if cut.most_slices else RUNS + pairs
+    slots = pairs * cut.most_slices if cut.most_slices else SIZES["most_runs"] + pairs
     results = [
         jax.ShapeDtypeStruct((count, heads, rows, value_dim), jnp.float32),
         jax.ShapeDtypeStruct((count, heads, rows), jnp.float32),

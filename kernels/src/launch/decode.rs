@@ -9,6 +9,7 @@ use super::array::{self, Array};
 use super::check::check_columns;
 use crate::element::Element;
 use crate::error::LaunchError;
+use crate::features::check_soft_cap;
 use crate::instances::Instance;
 use crate::kernel::Kernel;
 use crate::place::Statistics;
@@ -17,11 +18,24 @@ use crate::target::Target;
 use crate::tiles::{decode_rows, page_tile, width_of};
 use crate::variant::Variant;
 
-/// Rows from which on a unit takes tiles of many rows.
-const FEW_ROWS: usize = 16;
-
-/// Multiprocessors of the largest device of any target.
-const MOST_MULTIPROCESSORS: usize = 188;
+/// Units with more rows than this take the tiles of many rows.
+pub const FEW_ROWS: usize = 16;
+/// The rows of these tiles, on any target at most.
+pub const MANY_ROWS: usize = 64;
+/// The most equal runs on a device of any target: each multiprocessor holds up to two blocks, and
+/// blocks take up to two runs.
+pub const MOST_RUNS: usize = {
+    let (mut most, mut index) = (0, 0);
+    while index < Target::ALL.len() {
+        let runs = 4 * Target::ALL[index].multiprocessors();
+        most = if runs > most { runs } else { most };
+        index += 1;
+    }
+    most
+};
+/// What a page, and each other array, must have fewer elements than: offsets within it are 32-bit on
+/// the device.
+pub const PAGE_ELEMENTS: usize = 1 << 30;
 
 /// How the keys of a unit and a key head are cut into pieces, whose states are then added.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -117,15 +131,9 @@ impl Decode {
     /// Returns the number of equal runs for a device of `target`. If few pairs are cut, all pieces
     /// run at once; otherwise pieces are short, so that the last ones end together.
     pub fn runs(&self, target: Target) -> usize {
-        let multiprocessors = match target {
-            Target::Sm80 => 108,
-            Target::Sm90 => 132,
-            Target::Sm100 | Target::Sm103 => 148,
-            Target::Sm120 => MOST_MULTIPROCESSORS,
-        };
         let (pairs, of_one) =
             (self.pairs(target), self.instances(target)[0].tile().blocks as usize);
-        let blocks = of_one * multiprocessors;
+        let blocks = of_one * target.multiprocessors();
         if 2 * pairs <= blocks { blocks - pairs } else { 2 * blocks }
     }
 
@@ -181,7 +189,7 @@ impl Decode {
     /// Returns the bytes of a workspace that is large enough with the runs and tiles of any target.
     pub fn most_workspace_bytes(&self) -> u64 {
         let split = match self.split {
-            Split::Runs(_) => Split::Runs(4 * MOST_MULTIPROCESSORS),
+            Split::Runs(_) => Split::Runs(MOST_RUNS),
             slices => slices,
         };
         let bytes = Target::ALL.map(|target| Decode { split, ..*self }.workspace_bytes(target));
@@ -257,15 +265,12 @@ impl Decode {
             let expected = "positive and finite (for a negative scale negate the queries)";
             return Err(LaunchError::invalid("softmax_scale", expected, scale));
         }
-        if !(cap >= 0.0 && cap.is_finite()) {
-            return Err(LaunchError::invalid("soft_cap", "finite and not negative", cap));
-        }
+        check_soft_cap(cap)?;
         let positive = self.interleave > 0 && self.world_size > 0;
         if !positive {
             let got = format!("{} and {}", self.interleave, self.world_size);
             return Err(LaunchError::invalid("interleave and world_size", "at least 1", got));
         }
-        // Offsets within a page, and within every other array, are 32-bit on the device.
         let columns = head_dim.max(value_dim);
         let counts = [
             ("elements of a page", page_rows as u128 * (kv_heads * columns) as u128),
@@ -275,7 +280,7 @@ impl Decode {
             ("pages", self.pages as u128),
         ];
         for (name, count) in counts {
-            if count >= 1 << 30 {
+            if count >= PAGE_ELEMENTS as u128 {
                 return Err(LaunchError::invalid(name, "fewer than 2^30", count));
             }
         }

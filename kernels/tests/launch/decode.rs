@@ -1,7 +1,7 @@
 //! Launches of decode: room for their pieces, and the number of their blocks.
 
 use burst_attention_kernels::instances::{Element, Target};
-use burst_attention_kernels::launch::{Decode, Split};
+use burst_attention_kernels::launch::{Decode, MOST_RUNS, Split};
 
 /// Returns units of `rows` rows over eight key heads, in pages of `page_rows`.
 fn decode(units: usize, rows: usize, dim: usize, page_rows: usize, split: Split) -> Decode {
@@ -47,7 +47,7 @@ fn one_workspace_is_large_enough_on_every_target() {
                 let call = decode(units, rows, dim, page_rows, split);
                 let tile = if rows > 16 { 64 } else { 16 };
                 let pairs = units * 8 * rows.div_ceil(tile);
-                let slots = if split == Split::Slices(3) { 3 * pairs } else { 4 * 188 + pairs };
+                let slots = if split == Split::Slices(3) { 3 * pairs } else { MOST_RUNS + pairs };
                 assert_eq!(call.most_workspace_bytes(), (slots * tile * (dim + 2) * 4) as u64);
                 for target in Target::ALL {
                     let split = match split {
@@ -77,4 +77,13 @@ fn pieces_of_few_pairs_run_at_once() {
     assert_eq!([slots(1, 128), slots(8, 128), slots(16, 64)], [132, 132, 264]);
     // More pairs are cut into short pieces instead.
     assert_eq!([slots(9, 128), slots(17, 64)], [264 + 72, 528 + 136]);
+}
+
+#[test]
+fn a_soft_cap_is_refused_as_in_attention() {
+    for soft_cap in [-1.0, 1e-30, 1e30, f32::NAN] {
+        let call = Decode { soft_cap, ..decode(1, 4, 64, 64, Split::Runs(1)) };
+        let said = call.launches(Target::Sm90).expect_err("refused").to_string();
+        assert!(said.contains("soft_cap must be 0 for none, or from 0.001 to 1000"), "{said}");
+    }
 }
