@@ -35,14 +35,14 @@ def chosen(
     if platform in ("cuda", "rocm"):
         why = "float32" if platform == "cuda" else "GPUs that are not NVIDIA's"
         cast = "; bfloat16 and float16 have kernels" if platform == "cuda" else ""
-        warn_of_plain(f"{why}, so attention is computed", cast)
+        warn_of_plain(why, cast)
     return "xla"
 
 
 def warn_of_plain(what: str, cast: str = "") -> None:
     """Warns that plain JAX computes what GPUs have no kernels for."""
     warnings.warn(
-        f"burst_attention has no kernels for {what} in plain JAX, which is slower{cast}. "
+        f"burst_attention has no kernels for {what}, so plain JAX computes it, more slowly{cast}. "
         "implementation='xla' asks for it and silences this warning",
         skip_file_prefixes=(PACKAGE,),
     )

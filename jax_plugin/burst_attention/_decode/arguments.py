@@ -313,7 +313,7 @@ def _warn_on_gpus(lacking: str | None) -> None:
     """Warns where the mesh has GPUs on which plain JAX decodes, given what the kernels lack."""
     platform = _mesh.platform(jax.sharding.get_abstract_mesh())
     if platform == "rocm":
-        warn_of_plain("decoding on GPUs that are not NVIDIA's, so it runs")
+        warn_of_plain("decoding on GPUs that are not NVIDIA's")
     if platform == "cuda" and lacking:
         cast = "; bfloat16 and float16 have kernels" if lacking == "float32" else ""
-        warn_of_plain(f"decoding with {lacking} on NVIDIA GPUs, so it runs", cast)
+        warn_of_plain(f"decoding with {lacking} on NVIDIA GPUs", cast)
