@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::str::FromStr;
 
 use crate::error::Error;
-use crate::types::invalid;
+use crate::types::{deserialize_by_name, invalid};
 
 /// Maps (rank, local row) to a global position and back, for `world_size` ranks of `n` tokens each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -74,6 +74,8 @@ impl FromStr for Layout {
             .ok_or_else(|| invalid("layout", "contiguous, zigzag or striped", format!("{name:?}")))
     }
 }
+
+deserialize_by_name!(Layout);
 
 /// A run of local rows whose global positions are `start + stride · (row − rows.start)`.
 #[derive(Debug, Clone, PartialEq, Eq)]
