@@ -7,12 +7,8 @@ use crate::features::FeatureSet;
 pub use crate::kernel::Kernel;
 use crate::kernel::{Generic, Task};
 pub use crate::target::Target;
+use crate::tiles::{ROW_BLOCKS, has_one_loop, page_tile, sum_parts};
 pub use crate::tiles::{TileShape, WIDTHS, width_of};
-use crate::tiles::{has_one_loop, page_tile, sum_parts};
-
-/// Blocks of 64 rows that [`Kernel::SegmentRanges`] and [`Kernel::MaskRuns`] compare at once, and
-/// that [`Kernel::MaskRows`] packs at once.
-pub(crate) const ROW_BLOCKS: i32 = 32;
 
 /// One image: a kernel for one set of features, element type, tile width and target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

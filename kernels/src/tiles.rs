@@ -3,12 +3,15 @@
 //! outcome.
 
 use crate::features::FeatureSet;
-use crate::instances::ROW_BLOCKS;
 use crate::target::Target::{self, Sm80, Sm90, Sm100, Sm103, Sm120};
 
 /// Columns that a tile can hold. A launch takes the narrowest tile that holds all columns of its
 /// arrays.
 pub const WIDTHS: [i32; 3] = [64, 128, 256];
+
+/// Blocks of 64 rows that the kernels of segment ranges and of mask runs compare at once, and that
+/// the kernel of mask rows packs at once.
+pub(crate) const ROW_BLOCKS: i32 = 32;
 
 /// Returns the narrowest tile width that holds `columns` columns.
 pub fn width_of(columns: usize) -> Option<i32> {
