@@ -170,6 +170,11 @@ impl<'a> Communicator<'a> {
         Ok(communicator)
     }
 
+    /// Returns the rank of this process and the number of ranks.
+    pub(super) fn rank_and_size(&self) -> (usize, usize) {
+        (self.rank, self.size)
+    }
+
     /// Calls a function that asks the communicator for one integer.
     fn ask(
         &self,

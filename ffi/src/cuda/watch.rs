@@ -7,8 +7,8 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use burst_attention::cuda::device::Executor;
 use burst_attention::cuda::driver::{Event, Stream};
+use burst_attention::cuda::executor::Executor;
 
 use super::Platform;
 use super::told::Write;
