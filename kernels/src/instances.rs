@@ -5,7 +5,7 @@ use std::fmt;
 pub use crate::element::Element;
 use crate::features::FeatureSet;
 pub use crate::kernel::Kernel;
-use crate::kernel::{Generic, Task};
+use crate::kernel::{Generic, Role};
 pub use crate::target::Target;
 use crate::tiles::{ROW_BLOCKS, has_one_loop, page_tile, sum_parts};
 pub use crate::tiles::{TileShape, WIDTHS, width_of};
@@ -117,7 +117,7 @@ impl Instance {
             Generic::Element => vec![],
             Generic::Tile if keys == 0 => vec![rows, width],
             Generic::Tile => vec![rows, keys, width],
-            Generic::Parts if kernel.spec().task == Task::Decode => {
+            Generic::Parts if kernel.spec().role == Role::Decode => {
                 let parts = if page_tile(features, width) < keys { 16 } else { 8 };
                 vec![keys / parts, parts]
             }
@@ -126,7 +126,7 @@ impl Instance {
             Generic::Fused => vec![features.has(FeatureSet::FUSED).into()],
             Generic::Blocks => vec![ROW_BLOCKS, ROW_BLOCKS * 64],
             Generic::Features => {
-                let one_loop = kernel.spec().task == Task::Keys && has_one_loop(target, width);
+                let one_loop = kernel.spec().role == Role::Keys && has_one_loop(target, width);
                 let window = if one_loop { 2 } else { features.mode(FeatureSet::WINDOW) };
                 let modes = FeatureSet::SWITCHES.map(|feature| features.mode(feature));
                 [&[window], &modes[..]].concat()
