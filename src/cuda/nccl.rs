@@ -54,7 +54,7 @@ functions! {
     receive "ncclRecv" (*mut c_void, usize, c_int, c_int, *mut c_void, *mut c_void) -> c_int;
 }
 
-/// A run of bytes that a rank sends to or receives from a peer.
+/// Consecutive bytes that a rank sends to or receives from a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Message {
     /// The address on this rank.
