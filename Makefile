@@ -153,11 +153,15 @@ test-trainers: build $(TRAINERS)/ready  ## train with MaxText, Tunix and Levante
 test-trainers-short: PYTEST = -m short
 test-trainers-short: test-trainers
 
-lint: $(VENV)/dev  ## check with rustfmt, clippy, ruff and mypy
-	$(SAY) "lint: rustfmt, clippy, ruff, mypy"
+# A broken link is an error. A link to a private item is none, because private items get pages here.
+DOC_LINKS := -D rustdoc::broken_intra_doc_links -A rustdoc::private_intra_doc_links
+lint: $(VENV)/dev  ## check with rustfmt, clippy, rustdoc, ruff and mypy
+	$(SAY) "lint: rustfmt, clippy, rustdoc, ruff, mypy"
 	@cargo fmt --all --check
 	@$(KERNEL_TOOLS) cargo clippy --quiet $(WORKSPACE) --all-targets -- -D warnings
 	@cargo clippy --quiet --release -p burst-attention-peak --all-targets -- -D warnings
+	@$(KERNEL_TOOLS) RUSTDOCFLAGS="$(DOC_LINKS)" \
+	    cargo doc --quiet $(WORKSPACE) --no-deps --document-private-items
 	@$(VENV)/bin/ruff check --quiet
 	@$(VENV)/bin/ruff format --check --quiet || { $(VENV)/bin/ruff format --diff --quiet; exit 1; }
 	@$(VENV)/bin/mypy

@@ -3,13 +3,11 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use crate::types::Dtype;
-
 /// An error of the core. Its message says what was expected and which value came.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A shape or a number of the problem is out of range.
+    /// A shape, a type or a number of the problem is out of range.
     #[error("{name} must be {expected}, got {got}")]
     InvalidProblem {
         /// The argument, in the words of the public interface.
@@ -18,16 +16,6 @@ pub enum Error {
         expected: String,
         /// The value that came.
         got: String,
-    },
-    /// An array has another type than the problem says.
-    #[error("{name} must be {expected}, got {got}")]
-    WrongDtype {
-        /// The array.
-        name: &'static str,
-        /// The type of the problem.
-        expected: Dtype,
-        /// The type of the array.
-        got: Dtype,
     },
     /// A rank stopped before the ring was complete, so its neighbours can't go on.
     #[error("rank {rank} of {world_size} lost its neighbour rank {peer}: {reason}")]

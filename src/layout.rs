@@ -1,14 +1,14 @@
 //! Which global positions a rank holds.
 //!
-//! A layout divides each shard into *pieces*: runs of local rows whose global positions form an
-//! arithmetic progression. All code that depends on a layout uses its pieces.
+//! A layout divides each shard into *strided ranges*: consecutive local rows whose global positions
+//! form an arithmetic progression. All code that depends on a layout uses its strided ranges.
 
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 
 use crate::error::Error;
-use crate::types::invalid;
+use crate::types::{deserialize_by_name, invalid};
 
 /// Maps (rank, local row) to a global position and back, for `world_size` ranks of `n` tokens each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -34,17 +34,17 @@ impl Layout {
         }
     }
 
-    /// The pieces of the shard of `rank`, in local order, with `n` tokens per rank.
-    pub fn pieces(self, rank: usize, world_size: usize, n: usize) -> Vec<Piece> {
+    /// The strided ranges of the shard of `rank`, in local order, with `n` tokens per rank.
+    pub fn strided_ranges(self, rank: usize, world_size: usize, n: usize) -> Vec<StridedRange> {
         match self {
-            Layout::Contiguous => vec![Piece { rows: 0..n, start: rank * n, stride: 1 }],
-            Layout::Striped => vec![Piece { rows: 0..n, start: rank, stride: world_size }],
+            Layout::Contiguous => vec![StridedRange { rows: 0..n, start: rank * n, stride: 1 }],
+            Layout::Striped => vec![StridedRange { rows: 0..n, start: rank, stride: world_size }],
             Layout::Zigzag => {
                 let half = n / 2;
                 let late = 2 * world_size - 1 - rank;
                 vec![
-                    Piece { rows: 0..half, start: rank * half, stride: 1 },
-                    Piece { rows: half..n, start: late * half, stride: 1 },
+                    StridedRange { rows: 0..half, start: rank * half, stride: 1 },
+                    StridedRange { rows: half..n, start: late * half, stride: 1 },
                 ]
             }
         }
@@ -52,9 +52,9 @@ impl Layout {
 
     /// Global position of row `local` of `rank`, with `n` tokens per rank.
     pub fn position(self, rank: usize, local: usize, world_size: usize, n: usize) -> usize {
-        let pieces = self.pieces(rank, world_size, n);
-        let piece = pieces.iter().find(|piece| piece.rows.contains(&local));
-        piece.expect("a local row below n lies in one piece").position(local)
+        let ranges = self.strided_ranges(rank, world_size, n);
+        let range = ranges.iter().find(|range| range.rows.contains(&local));
+        range.expect("a local row below n lies in one strided range").position(local)
     }
 }
 
@@ -75,9 +75,11 @@ impl FromStr for Layout {
     }
 }
 
-/// A run of local rows whose global positions are `start + stride · (row − rows.start)`.
+deserialize_by_name!(Layout);
+
+/// Consecutive local rows whose global positions are `start + stride · (row − rows.start)`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Piece {
+pub struct StridedRange {
     /// Local rows of the shard.
     pub rows: Range<usize>,
     /// Global position of the first row.
@@ -86,7 +88,7 @@ pub struct Piece {
     pub stride: usize,
 }
 
-impl Piece {
+impl StridedRange {
     /// Global position of local row `row`, which must lie in `rows`.
     pub fn position(&self, row: usize) -> usize {
         self.start + self.stride * (row - self.rows.start)

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use serde::Deserialize;
 
-use crate::layout::Piece;
+use crate::layout::StridedRange;
 
 /// A diagonal band: query row i sees key row j if `lower ≤ j − i ≤ upper`. Rows are local rows of
 /// their owner's shard.
@@ -226,15 +226,15 @@ impl Band {
         usize::try_from(pairs).unwrap_or(usize::MAX)
     }
 
-    /// The mask of `window` between two pieces of one layout.
+    /// The mask of `window` between two strided ranges of one layout.
     ///
     /// With positions `a + s·(i − i₀)` and `b + s·(j − j₀)` and d = j₀ − i₀, it is
     ///
     /// ```text
     /// d + ⌈(a − b − left) / s⌉ ≤ j − i ≤ d + ⌊(a − b + right) / s⌋
     /// ```
-    pub fn between(window: Window, queries: &Piece, keys: &Piece) -> Band {
-        assert_eq!(queries.stride, keys.stride, "pieces of one layout share their stride");
+    pub fn between(window: Window, queries: &StridedRange, keys: &StridedRange) -> Band {
+        assert_eq!(queries.stride, keys.stride, "ranges of one layout share their stride");
         let (stride, ahead) = (queries.stride as i64, queries.start as i64 - keys.start as i64);
         let origin = keys.rows.start as i64 - queries.rows.start as i64;
         // No sequence is that long, so a wider window makes no difference.

@@ -61,7 +61,8 @@ impl Problem {
     /// Checks every field. All other code relies on this check.
     ///
     /// # Errors
-    /// [`Error::InvalidProblem`] names the field, its allowed values and the value that came.
+    /// [`InvalidProblem`](crate::Error::InvalidProblem) names the field, its allowed values and the
+    /// value that came.
     pub fn validate(&self) -> Result<()> {
         if self.world_size == 0 {
             return Err(invalid("world_size", "at least 1", 0));

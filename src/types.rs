@@ -3,10 +3,9 @@
 use std::fmt;
 use std::str::FromStr;
 
-use serde::{Deserialize, Deserializer, Serialize, de};
+use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::layout::Layout;
 
 /// Element type of the activations. Accumulators are float32 for every element type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -95,15 +94,19 @@ impl FromStr for Order {
 /// Deserializes types from their names, with the errors of their [`FromStr`].
 macro_rules! deserialize_by_name {
     ($($type:ty),*) => {$(
-        impl<'de> Deserialize<'de> for $type {
-            fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
-                String::deserialize(from)?.parse().map_err(de::Error::custom)
+        impl<'de> serde::Deserialize<'de> for $type {
+            fn deserialize<D: serde::Deserializer<'de>>(
+                from: D,
+            ) -> std::result::Result<Self, D::Error> {
+                let name = <String as serde::Deserialize>::deserialize(from)?;
+                name.parse().map_err(serde::de::Error::custom)
             }
         }
     )*};
 }
+pub(crate) use deserialize_by_name;
 
-deserialize_by_name!(Dtype, Layout, Order);
+deserialize_by_name!(Dtype, Order);
 
 /// Returns the error of a field that has a wrong value.
 pub(crate) fn invalid(

@@ -2,7 +2,7 @@
 
 mod common;
 
-use burst_attention::layout::Piece;
+use burst_attention::layout::StridedRange;
 use burst_attention::mask::{Band, Coverage, Span};
 use burst_attention::problem::{Features, Problem};
 use burst_attention::schedule::{QUERY_GRAIN, rectangles};
@@ -108,9 +108,9 @@ fn rectangles_cover_exactly_the_allowed_pairs_of_two_ranks() {
                 let mut keys = rectangle.keys.clone();
                 assert!(keys.all(is_seen), "{problem:?} {a} {b}: {rectangle:?}");
                 let mut covered = Vec::new();
-                for piece in layout.pieces(a, world_size, q_len) {
-                    for grain in piece.rows.clone().step_by(QUERY_GRAIN) {
-                        let rows = grain..piece.rows.end.min(grain + QUERY_GRAIN);
+                for range in layout.strided_ranges(a, world_size, q_len) {
+                    for grain in range.rows.clone().step_by(QUERY_GRAIN) {
+                        let rows = grain..range.rows.end.min(grain + QUERY_GRAIN);
                         if rectangle.queries.contains(&grain) && rows.clone().any(sees) {
                             covered.extend(rows);
                         }
@@ -126,8 +126,8 @@ fn rectangles_cover_exactly_the_allowed_pairs_of_two_ranks() {
 fn a_window_beyond_every_sequence_is_no_window() {
     let wide = Window { left: Some(i64::MAX), right: Some(i64::MAX) };
     for layout in Layout::ALL {
-        let pieces = |rank| layout.pieces(rank, 3, 4);
-        for (queries, keys) in pieces(0).into_iter().zip(pieces(2)) {
+        let ranges = |rank| layout.strided_ranges(rank, 3, 4);
+        for (queries, keys) in ranges(0).into_iter().zip(ranges(2)) {
             for (queries, keys) in [(&queries, &keys), (&keys, &queries)] {
                 let band = Band::between(wide, queries, keys);
                 assert_eq!(band.coverage(&queries.rows, &keys.rows), Coverage::Full, "{layout}");
@@ -169,11 +169,11 @@ fn the_coverage_of_segments_and_windows_together_is_true_or_partial() {
         assert_eq!(by_segment, spans[1].coverage(spans[0]));
         // Keys start up to three positions before or after the queries.
         for (&window, ahead) in windows.iter().flat_map(|w| (0..7).map(move |ahead| (w, ahead))) {
-            let piece = |start, len| Piece { rows: 0..len, start, stride: 1 };
-            let (q_piece, k_piece) = (piece(3, queries.len()), piece(ahead, keys.len()));
+            let range = |start, len| StridedRange { rows: 0..len, start, stride: 1 };
+            let (q_range, k_range) = (range(3, queries.len()), range(ahead, keys.len()));
             let by_window =
-                Band::between(window, &q_piece, &k_piece).coverage(&q_piece.rows, &k_piece.rows);
-            let near = |(i, j)| window.allows(q_piece.position(i), k_piece.position(j));
+                Band::between(window, &q_range, &k_range).coverage(&q_range.rows, &k_range.rows);
+            let near = |(i, j)| window.allows(q_range.position(i), k_range.position(j));
             assert_eq!(by_window, coverage_of(pairs().map(near)));
             let truth = coverage_of(pairs().map(|pair| same(pair) && near(pair)));
             let found = by_segment.and(by_window);

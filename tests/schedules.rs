@@ -43,12 +43,12 @@ fn row_hops(problem: &Problem, travels: Travels, down: bool) -> (usize, usize) {
     };
     let (mut chunk, mut accumulator) = (0, 0);
     for owner in 0..world_size {
-        for piece in problem.layout.pieces(owner, world_size, n) {
+        for range in problem.layout.strided_ranges(owner, world_size, n) {
             let at = |hop: usize| (owner + if down { world_size - hop } else { hop }) % world_size;
             let needing: Vec<usize> =
-                (1..world_size).filter(|&hop| meets(owner, &piece.rows, at(hop))).collect();
-            chunk += piece.rows.len() * needing.last().unwrap_or(&0);
-            accumulator += piece.rows.len() * needing.len();
+                (1..world_size).filter(|&hop| meets(owner, &range.rows, at(hop))).collect();
+            chunk += range.rows.len() * needing.last().unwrap_or(&0);
+            accumulator += range.rows.len() * needing.len();
         }
     }
     (chunk, accumulator)
@@ -174,12 +174,13 @@ fn queries_are_split_only_where_kernels_can_start() {
                 let of_keys = [Payload::Keys, Payload::KeyGrads];
                 let chunks = chunks.filter(|chunk| !of_keys.contains(&chunk.payload));
                 for rows in tiles.chain(chunks.map(|chunk| chunk.rows.clone())) {
-                    let pieces = problem.layout.pieces(0, problem.world_size, problem.q_len);
+                    let Problem { layout, world_size, q_len, .. } = problem;
+                    let ranges = layout.strided_ranges(0, world_size, q_len);
                     let fits = |row: usize| {
-                        pieces.iter().any(|piece| {
-                            let from_start = row.checked_sub(piece.rows.start);
+                        ranges.iter().any(|range| {
+                            let from_start = row.checked_sub(range.rows.start);
                             let on_grain = from_start.is_some_and(|n| n % QUERY_GRAIN == 0);
-                            row == piece.rows.end || (row < piece.rows.end && on_grain)
+                            row == range.rows.end || (row < range.rows.end && on_grain)
                         })
                     };
                     let fits = rows.is_empty() || (fits(rows.start) && fits(rows.end));

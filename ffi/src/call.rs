@@ -36,8 +36,8 @@ pub struct CallSite {
 pub struct RankCall {
     /// What all ranks share.
     pub call: Call,
-    /// Rank and ring; `None` if there is nothing to compute, as then nobody needs to meet.
-    pub place: Option<[i32; 2]>,
+    /// Rank and ring. `None` if there is nothing to compute: then no rank waits for another.
+    pub rank_and_ring: Option<[i32; 2]>,
     /// The rank's memory.
     pub arrays: Arrays<HostArray>,
 }
@@ -91,10 +91,11 @@ impl CallSite {
             HostArray::jax(data, dtype, [problem.batch, len, heads, dim])
         });
         let empty = problem.batch == 0 || problem.q_len == 0 && problem.kv_len == 0;
-        let place = if empty { None } else { Some(read_place(&given.operands[0])?) };
+        let rank_and_ring =
+            if empty { None } else { Some(read_rank_and_ring(&given.operands[0])?) };
         let (family, axis) = (self.options.family, self.axis.clone());
         let call = Call { problem, family, pass: self.pass, travels: self.travels, axis };
-        Ok(RankCall { call, place, arrays })
+        Ok(RankCall { call, rank_and_ring, arrays })
     }
 
     /// Reads the arrays of a call, behind which come some operands and results that only the
@@ -184,8 +185,8 @@ pub(crate) fn travels_of(name: &str) -> Result<Option<Travels>> {
     }
 }
 
-/// Rank and ring. vmap may have put dimensions in front, along which all entries are equal.
-fn read_place(place: &Buffer) -> Result<[i32; 2]> {
+/// Reads rank and ring. vmap may have put dimensions in front, along which all entries are equal.
+fn read_rank_and_ring(place: &Buffer) -> Result<[i32; 2]> {
     let data = place.typed("place", DataType::S32)?.data("place")?;
     if place.dims.last() != Some(&2) || place.elements() == 0 {
         let got = format!("{:?}", place.dims);

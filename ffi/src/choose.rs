@@ -7,7 +7,7 @@ use burst_attention::{Problem, Travels};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::json::{Result, travels};
+use crate::answer::{Result, travels};
 use crate::machine::MachineRequest;
 use crate::simulate::side_name;
 

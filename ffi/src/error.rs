@@ -188,10 +188,9 @@ impl Error {
             Error::Core(burst_attention::Error::NoThread { .. }) => {
                 sys::XLA_FFI_Error_Code_RESOURCE_EXHAUSTED
             }
-            Error::Core(
-                burst_attention::Error::InvalidProblem { .. }
-                | burst_attention::Error::WrongDtype { .. },
-            ) => sys::XLA_FFI_Error_Code_INVALID_ARGUMENT,
+            Error::Core(burst_attention::Error::InvalidProblem { .. }) => {
+                sys::XLA_FFI_Error_Code_INVALID_ARGUMENT
+            }
             Error::Runtime { .. } | Error::Core(_) | Error::Ring { .. } | Error::Panic(_) => {
                 sys::XLA_FFI_Error_Code_INTERNAL
             }

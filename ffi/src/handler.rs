@@ -19,7 +19,7 @@ use crate::call::{CallSite, RankCall};
 use crate::coordinator::{Completion, Coordinator, Member};
 use crate::error::{Error, Result};
 use crate::frame::CallFrame;
-use crate::rendezvous::{Key, Place};
+use crate::rendezvous::{Key, RankDevice};
 use crate::state::{self, CallState, Kind};
 use crate::{rank_timeout, sys};
 
@@ -176,10 +176,10 @@ pub(crate) unsafe fn execute(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_
     let body = |frame: &mut CallFrame<'_>| {
         let api = frame.runtime();
         let state: &State = state::get(api, frame.context())?;
-        let RankCall { call, place, arrays } = state.call.decode_call(frame)?;
-        let Some([rank, ring]) = place else { return Ok(()) };
+        let RankCall { call, rank_and_ring, arrays } = state.call.decode_call(frame)?;
+        let Some([rank, ring]) = rank_and_ring else { return Ok(()) };
         let key = Key { site: state.site, run: api.run_id(frame.context())?, ring };
-        let place = Place { rank, device: api.device_ordinal(frame.context())? };
+        let arriving = RankDevice { rank, device: api.device_ordinal(frame.context())? };
 
         let (problem, family, travels) = (call.problem.clone(), call.family, call.travels);
         let join = || {
@@ -187,7 +187,7 @@ pub(crate) unsafe fn execute(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_
             frame.set_future(&promise);
             Ok(Member { buffers: arrays, completion: promise })
         };
-        COORDINATOR.arrive(key, place, &call, join, move |ranks| {
+        COORDINATOR.arrive(key, arriving, &call, join, move |ranks| {
             let sent = ring::run(&problem, family, travels, ranks)?;
             count_bytes(sent);
             Ok(())

@@ -1,19 +1,14 @@
 //! The JSON interface: a question comes in, an answer goes out.
 
 use std::cell::RefCell;
-use std::error::Error;
 use std::ffi::{CStr, CString, c_char};
 use std::panic::catch_unwind;
 
-use burst_attention::Travels;
-use serde::{Deserialize, Deserializer, de};
+use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::call::travels_of;
+use crate::answer::Result;
 use crate::{choose, describe, kernels, simulate, workspace};
-
-/// An answer, or the reason why there is none.
-pub(crate) type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 /// A question. Its field `ask` names the variant, and the other fields are the variant's.
 #[derive(Deserialize)]
@@ -68,13 +63,6 @@ pub(crate) fn answer(question: &[u8]) -> Value {
 
 fn read(question: &[u8]) -> serde_json::Result<Question> {
     Question::deserialize(serde_json::from_slice::<Value>(question)?)
-}
-
-/// Deserializes the side that travels in the backward pass from its name in the public interface.
-pub(crate) fn travels<'de, D: Deserializer<'de>>(
-    from: D,
-) -> std::result::Result<Option<Travels>, D::Error> {
-    travels_of(&String::deserialize(from)?).map_err(de::Error::custom)
 }
 
 #[cfg(test)]

@@ -9,8 +9,8 @@ use burst_attention_kernels::record::layout;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use crate::answer::Result;
 use crate::images;
-use crate::json::Result;
 
 /// A computation, and the kind of device that does it, such as `sm_90`.
 #[derive(Deserialize)]

@@ -12,6 +12,7 @@
 //!
 //! On CUDA ([`cuda`]) a handler enqueues its rank's part of the ring and returns.
 
+mod answer;
 pub mod api;
 pub mod attributes;
 pub mod buffer;

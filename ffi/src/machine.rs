@@ -4,7 +4,7 @@ use burst_attention::simulate::{Link, Machine, Named, named};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::json::Result;
+use crate::answer::Result;
 
 /// A named machine, and numbers that replace its own. A list of two numbers holds those of the
 /// forward and the backward pass, or of links within and between nodes. A list of one number holds

@@ -10,7 +10,7 @@ use burst_attention::{Family, Pass, Problem, Travels};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::json::{Result, travels};
+use crate::answer::{Result, travels};
 use crate::machine::MachineRequest;
 
 /// Most ranks whose steps are all simulated. Larger worlds are estimated from smaller ones.

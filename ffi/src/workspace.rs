@@ -5,7 +5,7 @@ use burst_attention::{Dtype, Order, Pass, Problem, Travels};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::json::{Result, travels};
+use crate::answer::{Result, travels};
 use crate::options::Options;
 
 /// A call, as Python describes it before it makes one.

@@ -4,15 +4,11 @@ use std::fmt;
 
 pub use crate::element::Element;
 pub use crate::kernel::Kernel;
-use crate::kernel::{Generic, Task};
+use crate::kernel::{Generic, Role};
 pub use crate::target::Target;
+use crate::tiles::{ROW_BLOCKS, has_one_loop, page_tile, sum_parts};
 pub use crate::tiles::{TileShape, WIDTHS, width_of};
-use crate::tiles::{has_one_loop, page_tile, sum_parts};
 use crate::variant::{FeatureSet, Variant};
-
-/// Blocks of 64 rows that [`Kernel::SegmentRanges`] and [`Kernel::MaskRuns`] compare at once, and
-/// that [`Kernel::MaskRows`] packs at once.
-pub(crate) const ROW_BLOCKS: i32 = 32;
 
 /// One image: a kernel in one variant, for one element type, tile width and target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -120,7 +116,7 @@ impl Instance {
             Generic::Element => vec![],
             Generic::Tile if keys == 0 => vec![rows, width],
             Generic::Tile => vec![rows, keys, width],
-            Generic::Parts if kernel.spec().task == Task::Decode => {
+            Generic::Parts if kernel.spec().role == Role::Decode => {
                 let parts = if page_tile(variant, width) < keys { 16 } else { 8 };
                 vec![keys / parts, parts]
             }
@@ -129,7 +125,7 @@ impl Instance {
             Generic::Fused => vec![variant.fused.into()],
             Generic::Blocks => vec![ROW_BLOCKS, ROW_BLOCKS * 64],
             Generic::Features => {
-                let one_loop = kernel.spec().task == Task::Keys && has_one_loop(target, width);
+                let one_loop = kernel.spec().role == Role::Keys && has_one_loop(target, width);
                 let window = if one_loop { 2 } else { variant.window_mode() };
                 let modes = FeatureSet::SWITCHES.map(|feature| variant.mode(feature));
                 [&[window], &modes[..]].concat()

@@ -6,9 +6,9 @@ use crate::target::Target;
 use crate::tiles::{self, TileShape, WIDTHS};
 use crate::variant::{FeatureSet, Variant};
 
-/// The kind of a kernel's computation, which blocks and checks depend on.
+/// The role of a kernel in a computation, which blocks and checks depend on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Task {
+pub enum Role {
     /// Softmax attention over pairs of tiles. Blocks keep queries and stream keys.
     Queries,
     /// Softmax attention over pairs of tiles. Blocks keep keys and stream queries.
@@ -51,8 +51,8 @@ pub struct KernelSpec {
     pub module: &'static str,
     /// Its arguments in order.
     pub arguments: &'static [Argument],
-    /// The kind of its computation.
-    pub task: Task,
+    /// Its role in a computation.
+    pub role: Role,
     /// Its generics in order.
     pub generics: &'static [Generic],
     /// The variants that it has images for, those of fewer features first.
@@ -75,7 +75,7 @@ impl KernelSpec {
             name,
             module,
             arguments,
-            task: Task::Rows,
+            role: Role::Rows,
             generics: &[Generic::Element, Generic::Tile],
             variants: &[Variant::PLAIN],
             widths: &WIDTHS,
@@ -125,7 +125,7 @@ macro_rules! kernels {
 kernels! {
     /// Folds a rectangle of keys into the running softmax of its queries.
     Forward => KernelSpec {
-        task: Task::Queries,
+        role: Role::Queries,
         generics: &[Generic::Element, Generic::Tile, Generic::Parts, Generic::Features],
         variants: PASS,
         tile: tiles::forward,
@@ -133,7 +133,7 @@ kernels! {
     };
     /// Adds a rectangle's part to dk and dv; with [`Variant::fused`] also to dq.
     KeyGrads => KernelSpec {
-        task: Task::Keys,
+        role: Role::Keys,
         generics: &[Generic::Element, Generic::Tile, Generic::Fused, Generic::Features],
         variants: KEY_PASS,
         tile: tiles::key_grads,
@@ -141,7 +141,7 @@ kernels! {
     };
     /// Adds a rectangle's part to dq.
     QueryGrads => KernelSpec {
-        task: Task::Queries,
+        role: Role::Queries,
         generics: &[Generic::Element, Generic::Tile, Generic::Features],
         variants: PASS,
         tile: tiles::query_grads,
@@ -182,19 +182,19 @@ kernels! {
         KernelSpec::rows("combine_softmax", "combine_softmax", record::COMBINE_SOFTMAX);
     /// Computes the states that parts of a sequence leave, in linear attention.
     LinearState => KernelSpec {
-        task: Task::Linear,
+        role: Role::Linear,
         tile: tiles::linear,
         ..KernelSpec::rows("linear_state", "linear", record::LINEAR_STATE)
     };
     /// Computes the outputs of tokens from these states, in linear attention.
     LinearAttend => KernelSpec {
-        task: Task::Linear,
+        role: Role::Linear,
         tile: tiles::linear,
         ..KernelSpec::rows("linear_attend", "linear", record::LINEAR_ATTEND)
     };
     /// Computes the pieces of decode.
     Decode => KernelSpec {
-        task: Task::Decode,
+        role: Role::Decode,
         generics: &[Generic::Element, Generic::Tile, Generic::Parts, Generic::PageTile],
         variants: &[Variant::PLAIN, Variant::MANY_ROWS, Variant::SHORT_PAGES],
         tile: tiles::decode,
@@ -202,7 +202,7 @@ kernels! {
     };
     /// Adds the pieces of decode.
     DecodeMerge => KernelSpec {
-        task: Task::DecodeMerge,
+        role: Role::DecodeMerge,
         generics: &[Generic::Tile],
         tile: tiles::decode_merge,
         ..KernelSpec::rows("decode_merge", "decode_merge", record::DECODE_MERGE)
@@ -227,17 +227,17 @@ impl Kernel {
 
     /// Whether the kernel has a loop of matrix products.
     pub fn has_products(self) -> bool {
-        !matches!(self.spec().task, Task::Rows | Task::DecodeMerge)
+        !matches!(self.spec().role, Role::Rows | Role::DecodeMerge)
     }
 
     /// Whether the kernel computes softmax attention over pairs of tiles.
     pub fn has_pairs(self) -> bool {
-        matches!(self.spec().task, Task::Queries | Task::Keys)
+        matches!(self.spec().role, Role::Queries | Role::Keys)
     }
 
     /// Whether the kernel is of linear attention.
     pub fn is_linear(self) -> bool {
-        self.spec().task == Task::Linear
+        self.spec().role == Role::Linear
     }
 
     /// Whether the kernel is compiled for each type of activations. Otherwise it has images for

@@ -2,13 +2,16 @@
 //! sm_90, the cycles that the model gives its main loops. `quality.tsv` and `loops.tsv` have the
 //! outcome.
 
-use crate::instances::ROW_BLOCKS;
 use crate::target::Target::{self, Sm80, Sm90, Sm100, Sm103, Sm120};
 use crate::variant::{FeatureSet, Variant};
 
 /// Columns that a tile can hold. A launch takes the narrowest tile that holds all columns of its
 /// arrays.
 pub const WIDTHS: [i32; 3] = [64, 128, 256];
+
+/// Blocks of 64 rows that the kernels of segment ranges and of mask runs compare at once, and that
+/// the kernel of mask rows packs at once.
+pub(crate) const ROW_BLOCKS: i32 = 32;
 
 /// Returns the narrowest tile width that holds `columns` columns.
 pub fn width_of(columns: usize) -> Option<i32> {

@@ -40,18 +40,18 @@ pub enum Array {
         /// The bytes of an element.
         element: usize,
     },
-    /// Float32 `[batch, heads, rows]` for each run of rows.
+    /// Float32 `[batch, heads, rows]` for each section.
     Statistics {
-        /// The runs of rows, in order.
-        runs: Vec<Run>,
+        /// The sections, in order.
+        sections: Vec<Section>,
         /// The number of heads.
         heads: usize,
     },
 }
 
-/// The statistics `[batch, heads, rows]` of a run of rows, with rows padded to a multiple of four.
+/// The statistics `[batch, heads, rows]` of consecutive rows, padded to a multiple of four rows.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Run {
+pub struct Section {
     rows: Range<usize>,
     address: u64,
 }
@@ -101,20 +101,20 @@ fn kinds(problem: &Problem, payload: Payload, pass: Pass) -> Vec<ArrayKind> {
     kinds
 }
 
-/// Returns the runs of query rows whose statistics form one array. Where a piece of the layout
-/// starts at a row at which kernels can't start, each piece is a run of its own.
-pub fn runs(problem: &Problem, rows: &Range<usize>) -> Vec<Range<usize>> {
-    let all = problem.layout.pieces(0, problem.world_size, problem.q_len);
-    if all.iter().all(|piece| piece.rows.start.is_multiple_of(ALIGNED_ROWS)) {
+/// Returns the sections of query rows, each with its own array of statistics. Where a strided range
+/// of the layout starts at a row at which kernels can't start, each strided range is a section.
+pub fn sections(problem: &Problem, rows: &Range<usize>) -> Vec<Range<usize>> {
+    let all = problem.layout.strided_ranges(0, problem.world_size, problem.q_len);
+    if all.iter().all(|range| range.rows.start.is_multiple_of(ALIGNED_ROWS)) {
         return vec![rows.clone()];
     }
-    cut_by_pieces(problem, problem.q_len, rows)
+    cut_by_layout(problem, problem.q_len, rows)
 }
 
-/// Cuts `rows` of a shard of `len` rows where a piece of the layout ends.
-pub fn cut_by_pieces(problem: &Problem, len: usize, rows: &Range<usize>) -> Vec<Range<usize>> {
-    let all = problem.layout.pieces(0, problem.world_size, len);
-    let parts = all.into_iter().map(|piece| common(&piece.rows, rows));
+/// Cuts `rows` of a shard of `len` rows where a strided range of the layout ends.
+pub fn cut_by_layout(problem: &Problem, len: usize, rows: &Range<usize>) -> Vec<Range<usize>> {
+    let all = problem.layout.strided_ranges(0, problem.world_size, len);
+    let parts = all.into_iter().map(|range| common(&range.rows, rows));
     parts.filter(|part| !part.is_empty()).collect()
 }
 
@@ -148,12 +148,12 @@ impl Buffer {
                 Array::Rows { address, width, element }
             }
             ArrayKind::Statistics => {
-                let run = |rows: Range<usize>| {
+                let section = |rows: Range<usize>| {
                     let address = allocate(batch * heads * padded(rows.len()) * 4);
-                    Run { rows, address }
+                    Section { rows, address }
                 };
-                let runs = runs(problem, &rows).into_iter().map(run).collect();
-                Array::Statistics { runs, heads }
+                let sections = sections(problem, &rows).into_iter().map(section).collect();
+                Array::Statistics { sections, heads }
             }
         };
         let arrays = kinds(problem, payload, pass).into_iter().map(array).collect();
@@ -195,18 +195,18 @@ impl Buffer {
         (!self.arrays.is_empty()).then(|| self.statistics_at(index, rows))
     }
 
-    /// Returns statistics `index` from row `rows.start` on. All of `rows` must lie in one run.
+    /// Returns statistics `index` from row `rows.start` on. All of `rows` must lie in one section.
     pub fn statistics_at(&self, index: usize, rows: &Range<usize>) -> Statistics {
-        let Array::Statistics { runs, heads } = &self.arrays[index] else {
+        let Array::Statistics { sections, heads } = &self.arrays[index] else {
             unreachable!("array {index} of {:?} has statistics", self.region)
         };
-        let run = runs.iter().find(|run| run.rows.start <= rows.start && rows.end <= run.rows.end);
-        let run = run.unwrap_or_else(|| {
-            unreachable!("{rows:?} of {:?} lie in one run of rows", self.region)
-        });
-        let head_stride = padded(run.rows.len()) as u64;
+        let holds = |own: &Range<usize>| own.start <= rows.start && rows.end <= own.end;
+        let section = sections.iter().find(|section| holds(&section.rows));
+        let section = section
+            .unwrap_or_else(|| unreachable!("{rows:?} of {:?} lie in one section", self.region));
+        let head_stride = padded(section.rows.len()) as u64;
         Statistics {
-            address: run.address + 4 * (rows.start - run.rows.start) as u64,
+            address: section.address + 4 * (rows.start - section.rows.start) as u64,
             batch_stride: *heads as u64 * head_stride,
             head_stride,
         }
@@ -215,7 +215,7 @@ impl Buffer {
     /// Returns the memory of `rows` as blocks that travel as one message each. Both ends of a
     /// message agree on the number of blocks, since it depends only on the rows and on `whole`,
     /// whether they are the owner's whole shard. A whole shard is one block for each array; other
-    /// rows are one block for each batch entry. Statistics are one block for each run, with its
+    /// rows are one block for each batch entry. Statistics are one block for each section, with its
     /// padding.
     pub fn blocks(&self, rows: &Range<usize>, whole: bool) -> Vec<Block> {
         let blocks = |index: usize| match &self.arrays[index] {
@@ -224,12 +224,14 @@ impl Buffer {
                 let (row, stride) = ((width * element) as u64, batch_stride * *element as u64);
                 let bytes = rows.len() as u64 * row;
                 if whole {
-                    return vec![Block::run(address, bytes * self.batch as u64)];
+                    return vec![Block::one_line(address, bytes * self.batch as u64)];
                 }
-                (0..self.batch as u64).map(|b| Block::run(address + b * stride, bytes)).collect()
+                (0..self.batch as u64)
+                    .map(|b| Block::one_line(address + b * stride, bytes))
+                    .collect()
             }
-            Array::Statistics { runs, heads } => {
-                let parts = runs.iter().map(|run| common(&run.rows, rows));
+            Array::Statistics { sections, heads } => {
+                let parts = sections.iter().map(|section| common(&section.rows, rows));
                 let block = |part: Range<usize>| {
                     let Statistics { address, head_stride, .. } = self.statistics_at(index, &part);
                     let height = (self.batch * heads) as u64;

@@ -55,7 +55,7 @@ pub struct CommandList {
     /// The commands, from the program before to the program after.
     pub commands: Vec<Command>,
     /// The bytes that they send, by the formula of
-    /// [`Problem::row_bytes`](crate::Problem::row_bytes).
+    /// [`Payload::row_bytes`](crate::schedule::Payload::row_bytes).
     pub bytes_sent: u64,
 }
 

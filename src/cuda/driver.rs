@@ -40,7 +40,7 @@ pub struct Block {
 
 impl Block {
     /// Returns a block of one line.
-    pub fn run(address: u64, bytes: u64) -> Block {
+    pub fn one_line(address: u64, bytes: u64) -> Block {
         Block { address, width: bytes, height: 1, pitch: bytes }
     }
 
@@ -50,7 +50,7 @@ impl Block {
     }
 
     /// Whether the block has no gaps.
-    pub fn is_run(&self) -> bool {
+    pub fn is_contiguous(&self) -> bool {
         self.height <= 1 || self.pitch == self.width
     }
 

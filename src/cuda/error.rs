@@ -6,7 +6,6 @@ use std::sync::Arc;
 use burst_attention_kernels::images::ImagesError;
 use burst_attention_kernels::launch::LaunchError;
 
-use super::nccl::Communicator;
 use crate::error::{DeviceError, Error, Result, panic_text};
 
 /// An error of a GPU or of a library that drives it. The core carries it as [`Error::Device`].
@@ -100,14 +99,13 @@ fn place(step: Option<usize>, peer: Option<usize>) -> String {
 }
 
 impl CudaError {
-    /// Adds the rank of a communicator and a step to an error of a device that names no rank.
-    pub(super) fn at(comm: Option<&Communicator<'_>>, step: Option<usize>, error: Error) -> Error {
+    /// Adds a rank and a step to an error of a device that names no rank. `rank_of` is the rank and
+    /// the length of its ring, or `None` for a device without peers.
+    pub(super) fn at(rank_of: Option<(usize, usize)>, step: Option<usize>, error: Error) -> Error {
         use CudaError::{Network, NotReady, Rank};
-        match (comm, CudaError::of(&error)) {
+        match (rank_of, CudaError::of(&error)) {
             (_, None | Some(Network { .. } | NotReady { .. } | Rank { .. })) | (None, _) => error,
-            (Some(&Communicator { rank, size: world_size, .. }), _) => {
-                Rank { rank, world_size, step, error }.into()
-            }
+            (Some((rank, world_size)), _) => Rank { rank, world_size, step, error }.into(),
         }
     }
 

@@ -1,10 +1,10 @@
 //! Issues a command list to a device.
 
 use super::commands::{Command, Work};
-use super::device::{Device, Tell, uninitialized};
 use super::driver::{Driver, Stream};
 use super::error::CudaError;
 use super::nccl::Communicator;
+use super::objects::{Device, Tell, uninitialized};
 use super::region::Queue;
 use super::synchronise::{Instruction, synchronised};
 use crate::error::Result;
@@ -43,7 +43,8 @@ impl Issue<'_> {
             }
             let Err(error) = self.one(commands, instruction) else { continue };
             failed.get_or_insert_with(|| {
-                let error = CudaError::at(self.comms.first(), step, error);
+                let rank_of = self.comms.first().map(Communicator::rank_and_size);
+                let error = CudaError::at(rank_of, step, error);
                 (self.tell)(&error);
                 error
             });

@@ -6,7 +6,7 @@ use burst_attention_kernels::launch::{
     self, Cast, CombineSoftmax, Delta, Forward, KeyGrads, QueryGrads,
 };
 
-use super::buffer::{Buffer, runs};
+use super::buffer::{Buffer, sections};
 use super::region::{reads, writes};
 use super::tiles::CommandKernel;
 use crate::error::Result;
@@ -157,7 +157,7 @@ impl CommandKernel<'_> {
         let Problem { batch, heads, value_dim, .. } = *self.memory.problem;
         let home = self.memory.home(Payload::Partial);
         let [o, lse] = [Operand::Out, Operand::Lse].map(|it| self.memory.operand(it));
-        for part in &runs(self.memory.problem, rows) {
+        for part in &sections(self.memory.problem, rows) {
             let state = |buffer: &Buffer| launch::SoftmaxState {
                 acc: buffer.rows_at(0, part),
                 row_max: buffer.statistics_at(1, part),

@@ -218,7 +218,7 @@ impl Driver for LibCuda {
 
     fn copy(&self, stream: Stream, copy: &Copy) -> Result<()> {
         let Copy { from, to } = *copy;
-        if from.is_run() && to.is_run() {
+        if from.is_contiguous() && to.is_contiguous() {
             let bytes = from.bytes() as usize;
             return call!(
                 cuMemcpyDtoDAsync_v2(to.address, from.address, bytes, stream.0 as _),

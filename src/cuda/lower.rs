@@ -123,7 +123,7 @@ fn to_messages(
         for (peer, block) in blocks.sends {
             let bytes = block.bytes();
             let mut address = block.address;
-            if !block.is_run() {
+            if !block.is_contiguous() {
                 let name = "staging memory";
                 address = next.ok_or(CudaError::Workspace { name, expected: bytes, got: 0 })?;
                 next = Some(address + bytes);

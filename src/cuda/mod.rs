@@ -9,24 +9,23 @@
 //! From the bottom: [`driver`] and [`nccl`] are the libraries' calls, and [`libcuda`] is the driver
 //! itself; `region`, `buffer`, [`workspace`] and [`rank`] say where arrays lie; `tiles`, `kernel`
 //! and `transport` implement the engine's two traits; `lower` makes the command list of a [`call`];
-//! [`device`] keeps
-//! the objects of each device, `connect` makes the first contact with peers, and `issue` issues the
-//! command list. `launch` issues launches that need no ring.
+//! `objects` keeps the objects of each device; `connect` makes the first contact with peers, and
+//! `issue` issues the command list. The [`executor`] uses all of them.
 
 mod buffer;
 pub mod call;
 mod commands;
 mod connect;
-pub mod device;
 pub mod driver;
 pub mod error;
+pub mod executor;
 mod final_writes;
 mod issue;
 mod kernel;
-mod launch;
 pub mod libcuda;
 mod lower;
 pub mod nccl;
+mod objects;
 pub mod rank;
 mod region;
 mod synchronise;

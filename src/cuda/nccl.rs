@@ -54,7 +54,7 @@ functions! {
     receive "ncclRecv" (*mut c_void, usize, c_int, c_int, *mut c_void, *mut c_void) -> c_int;
 }
 
-/// A run of bytes that a rank sends to or receives from a peer.
+/// Consecutive bytes that a rank sends to or receives from a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Message {
     /// The address on this rank.
@@ -168,6 +168,11 @@ impl<'a> Communicator<'a> {
         let state = communicator.ask("ncclCommGetAsyncError", nccl.async_error)?;
         communicator.check("ncclCommGetAsyncError", (None, None), state)?;
         Ok(communicator)
+    }
+
+    /// Returns the rank of this process and the number of ranks.
+    pub(super) fn rank_and_size(&self) -> (usize, usize) {
+        (self.rank, self.size)
     }
 
     /// Calls a function that asks the communicator for one integer.

@@ -7,7 +7,7 @@ use burst_attention_kernels::launch::{
     self, Dropout, KeyGrads, Launch, LaunchError, Rectangle, RowPositions, Rows, Segments, Visible,
 };
 
-use super::buffer::{Buffer, cut_by_pieces, runs};
+use super::buffer::{Buffer, cut_by_layout, sections};
 use super::commands::{CommandListBuilder, Work};
 use super::error::CudaError;
 use super::final_writes::FinalWrites;
@@ -152,8 +152,8 @@ impl CommandKernel<'_> {
         uses.into_iter().chain(has_masks.then_some(writes(Region::Masks)))
     }
 
-    /// Returns the parts of a tile. The `resident` rows have a state. Each run of them pairs with
-    /// each run of the other rows, and the pairs of a resident run hand on its state: the first
+    /// Returns the parts of a tile. The `resident` rows have a state. Each range of them pairs with
+    /// each range of the other rows, and the pairs of a resident range hand on its state: the first
     /// pair starts it if `first`, and the last pair ends it if `last`.
     pub(super) fn parts(
         &self,
@@ -236,20 +236,20 @@ impl CommandKernel<'_> {
     }
 
     /// Returns the positions of the rows from a query and a key on. The rows of each side lie in
-    /// one piece of the layout.
+    /// one strided range of the layout.
     fn positions(&self, tile: &Tile, query: usize, key: usize) -> RowPositions {
         let Problem { layout, world_size, q_len, kv_len, .. } = *self.memory.problem;
         let position = |owner, row, len| {
-            let pieces = layout.pieces(owner, world_size, len);
-            let piece = pieces.iter().find(|piece| piece.rows.contains(&row));
-            piece.map_or((0, 1), |piece| (piece.position(row) as i64, piece.stride as i64))
+            let ranges = layout.strided_ranges(owner, world_size, len);
+            let range = ranges.iter().find(|range| range.rows.contains(&row));
+            range.map_or((0, 1), |range| (range.position(row) as i64, range.stride as i64))
         };
         let (query, stride) = position(tile.queries.owner, query, q_len);
         let (key, _) = position(tile.keys.owner, key, kv_len);
         RowPositions { query, key, stride }
     }
 
-    /// Whether kernels count places. They count within one piece of the layout.
+    /// Whether kernels count places. They count within one strided range of the layout.
     fn counts_places(&self) -> bool {
         self.memory.problem.features.count_places()
     }
@@ -262,9 +262,9 @@ impl CommandKernel<'_> {
             // A tile without queries only defines the state of its keys.
             vec![queries.clone()]
         } else if self.counts_places() {
-            cut_by_pieces(problem, problem.q_len, queries)
+            cut_by_layout(problem, problem.q_len, queries)
         } else {
-            runs(problem, queries)
+            sections(problem, queries)
         }
     }
 
@@ -274,6 +274,6 @@ impl CommandKernel<'_> {
         if keys.is_empty() || !self.counts_places() {
             return vec![keys.clone()];
         }
-        cut_by_pieces(problem, problem.kv_len, keys)
+        cut_by_layout(problem, problem.kv_len, keys)
     }
 }

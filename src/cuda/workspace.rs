@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use burst_attention_kernels::launch::{MAX_VIEW_BYTES, Visible};
 
-use super::buffer::{ALIGNMENT, Array, Buffer, runs};
+use super::buffer::{ALIGNMENT, Array, Buffer, sections};
 use super::final_writes::{FinalWrites, accumulators};
 use super::region::{Queue, Region};
 use crate::problem::{Features, Pass, Problem};
@@ -110,13 +110,15 @@ fn masks(problem: &Problem) -> u64 {
 }
 
 /// Whether one tile may take several launches, which hand on a state. A tile does if it is too
-/// large for one launch, or if kernels count places and the layout has several pieces. For
-/// gradients of keys, it also does if the statistics of its queries lie in several arrays.
+/// large for one launch, or if kernels count places and the layout has several strided
+/// ranges. For gradients of keys, it also does if the statistics of its queries lie in several
+/// arrays.
 fn takes_several_launches(problem: &Problem, payload: Payload) -> bool {
     let Problem { q_len, kv_len, heads, kv_heads, head_dim, value_dim, .. } = *problem;
     let elements = (q_len * heads).max(kv_len * kv_heads) * head_dim.max(value_dim);
-    let several = problem.features.count_places() && problem.layout.pieces(0, 2, q_len).len() > 1;
-    let cut = payload == Payload::KeyGrads && runs(problem, &(0..q_len)).len() > 1 || several;
+    let several =
+        problem.features.count_places() && problem.layout.strided_ranges(0, 2, q_len).len() > 1;
+    let cut = payload == Payload::KeyGrads && sections(problem, &(0..q_len)).len() > 1 || several;
     4 * elements as u64 >= MAX_VIEW_BYTES || cut
 }
 

@@ -3,6 +3,7 @@
 mod cell;
 mod order;
 mod products;
+mod rows;
 mod slopes;
 
 use std::ops::Range;

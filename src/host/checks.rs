@@ -4,6 +4,7 @@ use super::array::HostArray;
 use crate::error::{Error, Result};
 use crate::operands::{Arrays, Backend, Dim, ElementType, Operand};
 use crate::problem::{Dtype, Problem};
+use crate::types::invalid;
 
 /// Checks that a rank has exactly the arrays of its pass, and that each array has the shape and
 /// type that the problem gives it.
@@ -51,7 +52,7 @@ fn check_array(problem: &Problem, operand: Operand, array: &HostArray) -> Result
     let name = operand.name();
     let dtypes = host_dtypes(problem, operand);
     if !dtypes.contains(&array.dtype) {
-        return Err(Error::WrongDtype { name, expected: dtypes[0], got: array.dtype });
+        return Err(invalid(name, dtypes[0].to_string(), array.dtype));
     }
     let [len, heads, dim] = host_dims(problem, operand);
     let expected = (problem.batch, 0..len, heads, dim);

@@ -6,7 +6,7 @@ use super::array::HostArray;
 use super::buffer::HostBuffer;
 use super::philox::Philox;
 use super::visibility::{Visibility, integer};
-use crate::layout::Piece;
+use crate::layout::StridedRange;
 use crate::operands::{Arrays, Operand};
 use crate::problem::Problem;
 use crate::schedule::Tile;
@@ -17,7 +17,7 @@ pub(super) use panel::{FeatureScratch, PanelFeatures};
 #[derive(Debug, Clone, Default)]
 pub struct RowPositions<'a> {
     /// Positions by the layout.
-    pieces: Vec<Piece>,
+    ranges: Vec<StridedRange>,
     /// Positions by the call.
     data: Option<&'a HostArray>,
 }
@@ -30,8 +30,8 @@ impl<'a> RowPositions<'a> {
         len: usize,
         data: Option<&'a HostArray>,
     ) -> RowPositions<'a> {
-        let pieces = problem.layout.pieces(owner, problem.world_size, len);
-        RowPositions { pieces, data }
+        let ranges = problem.layout.strided_ranges(owner, problem.world_size, len);
+        RowPositions { ranges, data }
     }
 
     /// Returns the position of a row.
@@ -39,8 +39,8 @@ impl<'a> RowPositions<'a> {
         if let Some(data) = self.data {
             return integer(data, batch, row, 0).into();
         }
-        let piece = self.pieces.iter().find(|piece| piece.rows.contains(&row));
-        piece.map_or(0, |piece| piece.position(row) as i64)
+        let range = self.ranges.iter().find(|range| range.rows.contains(&row));
+        range.map_or(0, |range| range.position(row) as i64)
     }
 }
 

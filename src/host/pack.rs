@@ -220,9 +220,13 @@ pub(super) unsafe fn scale<S: Simd>(simd: S, values: *mut f32, len: usize, facto
     }
 }
 
-/// Writes rows as columns, in panels: `target[panel][d][lane] = factor · source[first lane of panel
-/// + lane][d]`, with zeros in lanes beyond `rows`. A panel is as wide as a register tile, and
-/// [`panels`] says where each panel begins.
+/// Writes rows as columns, in panels, with zeros in lanes beyond `rows`:
+///
+/// ```text
+/// target[panel][d][lane] = factor · source[first lane of panel + lane][d]
+/// ```
+///
+/// A panel is as wide as a register tile, and [`panels`] says where each panel begins.
 ///
 /// # Safety
 /// The caller guarantees that `source` holds `rows` rows of `dim` floats, that `target` has room

@@ -75,9 +75,9 @@ struct Delta<'a> {
 
 impl ScratchTask for Delta<'_> {
     /// Rows, then the columns of o, the columns of dout and the sums.
-    type Pieces = (Matrix, [*mut f32; 3]);
+    type Parts = (Matrix, [*mut f32; 3]);
 
-    fn lay_out<S: Simd>(&self, scratch: &mut Scratch) -> Self::Pieces {
+    fn lay_out<S: Simd>(&self, scratch: &mut Scratch) -> Self::Parts {
         let (dim, lanes) = (self.o.dim, self.rows.len().next_multiple_of(S::LANES));
         let packed = Matrix::take(scratch, (lanes, dim.next_multiple_of(S::LANES)));
         (packed, [dim * lanes, dim * lanes, lanes].map(|len| scratch.take(len)))
@@ -87,14 +87,14 @@ impl ScratchTask for Delta<'_> {
     unsafe fn work<S: Simd>(
         &self,
         simd: S,
-        (packed, [o_columns, dout_columns, sums]): Self::Pieces,
+        (packed, [o_columns, dout_columns, sums]): Self::Parts,
     ) {
         let Delta { o, dout, dlse, delta, batch, ref rows } = *self;
         let (dim, len) = (o.dim, rows.len());
         for head in 0..o.heads {
             // SAFETY: the caller of `delta` guarantees that the arrays have these rows, and that
             // this call alone uses the rows of delta. This task alone writes its block. The
-            // pieces have room for its rows in lanes.
+            // parts have room for its rows in lanes.
             unsafe {
                 for (array, columns) in [(o, o_columns), (dout, dout_columns)] {
                     array.head_rows((batch, head), rows).pack(simd, packed);

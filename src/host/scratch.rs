@@ -10,7 +10,7 @@ use super::simd::{Simd, Task};
 #[repr(C, align(64))]
 struct Line([f32; Scratch::LINE]);
 
-/// Hands out disjoint, aligned pieces of scratch memory.
+/// Hands out disjoint, aligned parts of scratch memory.
 pub(super) struct Scratch {
     next: *mut f32,
     left: usize,
@@ -19,8 +19,8 @@ pub(super) struct Scratch {
 impl Scratch {
     const LINE: usize = 16;
 
-    /// Calls `work` with the pieces that `lay_out` takes from this thread's scratch memory. The
-    /// pieces hold arbitrary numbers, and are `work`'s alone while it runs. The memory stays with
+    /// Calls `work` with the parts that `lay_out` takes from this thread's scratch memory. The
+    /// parts hold arbitrary numbers, and are `work`'s alone while it runs. The memory stays with
     /// the thread for its next task.
     ///
     /// `lay_out` runs twice: first to measure how many floats it takes, with pointers to no memory.
@@ -47,27 +47,27 @@ impl Scratch {
     pub fn take(&mut self, len: usize) -> *mut f32 {
         let len = len.next_multiple_of(Scratch::LINE);
         assert!(len <= self.left, "scratch of {} floats left, {len} wanted", self.left);
-        let piece = self.next;
-        self.next = piece.wrapping_add(len);
+        let part = self.next;
+        self.next = part.wrapping_add(len);
         self.left -= len;
-        piece
+        part
     }
 }
 
 /// A task that works in scratch memory.
 pub(super) trait ScratchTask {
-    /// The pieces of scratch memory that the task uses.
-    type Pieces;
+    /// The parts of scratch memory that the task uses.
+    type Parts;
 
-    /// Takes the pieces. The same pieces have to be taken in each call.
-    fn lay_out<S: Simd>(&self, scratch: &mut Scratch) -> Self::Pieces;
+    /// Takes the parts. The same parts have to be taken in each call.
+    fn lay_out<S: Simd>(&self, scratch: &mut Scratch) -> Self::Parts;
 
     /// Does the work. An implementation is `#[inline(always)]`, as [`Task::run`] is.
     ///
     /// # Safety
-    /// The caller guarantees that `pieces` come from `lay_out` for the same `S`, and that the
+    /// The caller guarantees that `parts` come from `lay_out` for the same `S`, and that the
     /// memory is the task's alone while it works.
-    unsafe fn work<S: Simd>(&self, simd: S, pieces: Self::Pieces);
+    unsafe fn work<S: Simd>(&self, simd: S, parts: Self::Parts);
 }
 
 /// Runs a task in this thread's scratch memory.
@@ -79,23 +79,23 @@ impl<T: ScratchTask> Task for InScratch<T> {
         let task = &self.0;
         Scratch::with(
             |scratch| task.lay_out::<S>(scratch),
-            |pieces| simd.vectorize(WithPieces { task, pieces }),
+            |parts| simd.vectorize(WithParts { task, parts }),
         );
     }
 }
 
-/// A task with its pieces. What a closure calls is compiled without the instructions of `S`, so
-/// [`InScratch`] calls the work by [`Simd::vectorize`] once more.
-struct WithPieces<'a, T: ScratchTask> {
+/// A task with its parts of scratch memory. What a closure calls is compiled without the
+/// instructions of `S`, so [`InScratch`] calls the work by [`Simd::vectorize`] once more.
+struct WithParts<'a, T: ScratchTask> {
     task: &'a T,
-    pieces: T::Pieces,
+    parts: T::Parts,
 }
 
-impl<T: ScratchTask> Task for WithPieces<'_, T> {
+impl<T: ScratchTask> Task for WithParts<'_, T> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        // SAFETY: `InScratch` is the only user: it laid the pieces out for the same `S`, and
+        // SAFETY: `InScratch` is the only user: it laid the parts out for the same `S`, and
         // `Scratch::with` keeps them from all other tasks meanwhile.
-        unsafe { self.task.work(simd, self.pieces) }
+        unsafe { self.task.work(simd, self.parts) }
     }
 }

@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
-use crate::layout::Piece;
+use crate::layout::StridedRange;
 use crate::mask::{Band, Coverage, Window};
 use crate::problem::{Problem, Travels};
 
-/// Query rows of a piece begin and end at a multiple of this many rows from the start of the piece,
-/// or at its end. Kernels need their statistics aligned to this many rows of 4 bytes each.
+/// Query rows of a strided range begin and end at a multiple of this many rows from its start, or
+/// at its end. Kernels need their statistics aligned to this many rows of 4 bytes each.
 pub const QUERY_GRAIN: usize = 4;
 
 /// Query rows of one rank × key rows of another, with the mask between them.
@@ -52,32 +52,38 @@ impl Rectangle {
     }
 }
 
-/// A block of neighbouring pieces: the numbers of its query pieces and of its key pieces.
+/// A block of neighbouring strided ranges: the numbers of its query ranges and of its key ranges.
 type Block = (Range<usize>, Range<usize>);
 
 /// Returns the rectangles of the queries of each rank and the keys of each rank: for each rank of
 /// the queries, all ranks of the keys. They are in row order, and each has at least one allowed
 /// pair.
 ///
-/// Neighbouring pieces form one rectangle where one band describes them. Where positions are
-/// consecutive, a rectangle leaves out the rows at its edges that have no allowed pair. Elsewhere
-/// it keeps them, because single rows would be missing here and there.
+/// Neighbouring strided ranges form one rectangle where one band describes them. Where positions
+/// are consecutive, a rectangle leaves out the rows at its edges that have no allowed pair.
+/// Elsewhere it keeps them, because single rows would be missing here and there.
 pub fn rectangles(problem: &Problem) -> Vec<Vec<Rectangle>> {
     let Problem { layout, world_size, window, q_len, kv_len, .. } = *problem;
-    let pieces = |len| (0..world_size).map(move |rank| layout.pieces(rank, world_size, len));
-    let [queries, keys]: [Vec<_>; 2] = [q_len, kv_len].map(|len| pieces(len).collect());
+    let ranges =
+        |len| (0..world_size).map(move |rank| layout.strided_ranges(rank, world_size, len));
+    let [queries, keys]: [Vec<_>; 2] = [q_len, kv_len].map(|len| ranges(len).collect());
     let blocks = blocks_by_size(queries.first().map_or(0, Vec::len));
     let pairs = queries.iter().flat_map(|queries| keys.iter().map(move |keys| (queries, keys)));
     pairs.map(|(queries, keys)| cut(window, &blocks, queries, keys)).collect()
 }
 
-/// The mask between each query piece and each key piece of two ranks.
+/// The mask between each query range and each key range of two ranks.
 type Masks = Vec<Vec<(Band, Coverage)>>;
 
 /// Cuts the queries of one rank and the keys of another into rectangles. Tries `blocks` in order.
-fn cut(window: Window, blocks: &[Block], queries: &[Piece], keys: &[Piece]) -> Vec<Rectangle> {
-    let consecutive = queries.iter().chain(keys).all(|piece| piece.stride == 1);
-    let mask = |q: &Piece, k: &Piece| {
+fn cut(
+    window: Window,
+    blocks: &[Block],
+    queries: &[StridedRange],
+    keys: &[StridedRange],
+) -> Vec<Rectangle> {
+    let consecutive = queries.iter().chain(keys).all(|range| range.stride == 1);
+    let mask = |q: &StridedRange, k: &StridedRange| {
         let band = Band::between(window, q, k);
         (band, band.coverage(&q.rows, &k.rows))
     };
@@ -93,7 +99,7 @@ fn cut(window: Window, blocks: &[Block], queries: &[Piece], keys: &[Piece]) -> V
         }
         let (queries, keys) = (&queries[block.0.clone()], &keys[block.1.clone()]);
         if let Some(band) = common_band(&masks, block, queries, keys) {
-            let rows = |of: &[Piece]| of[0].rows.start..of[of.len() - 1].rows.end;
+            let rows = |of: &[StridedRange]| of[0].rows.start..of[of.len() - 1].rows.end;
             let whole = Rectangle { queries: rows(queries), keys: rows(keys), band };
             taken.push((block, if consecutive { trimmed(whole, queries) } else { whole }));
         }
@@ -102,9 +108,14 @@ fn cut(window: Window, blocks: &[Block], queries: &[Piece], keys: &[Piece]) -> V
     taken.into_iter().map(|(_, rectangle)| rectangle).collect()
 }
 
-/// Returns the one band that equals the mask of every pair of pieces of a block. Returns `None` if
-/// there is no such band, or if a piece has no allowed pair with the whole other side.
-fn common_band(masks: &Masks, (q, k): &Block, queries: &[Piece], keys: &[Piece]) -> Option<Band> {
+/// Returns the one band that equals the mask of every pair of ranges of a block. Returns `None` if
+/// there is no such band, or if a range has no allowed pair with the whole other side.
+fn common_band(
+    masks: &Masks,
+    (q, k): &Block,
+    queries: &[StridedRange],
+    keys: &[StridedRange],
+) -> Option<Band> {
     let empty = |q: usize, k: usize| masks[q][k].1 == Coverage::Empty;
     if q.clone().any(|q| k.clone().all(|k| empty(q, k)))
         || k.clone().any(|k| q.clone().all(|q| empty(q, k)))
@@ -126,12 +137,12 @@ fn common_band(masks: &Masks, (q, k): &Block, queries: &[Piece], keys: &[Piece])
 
 /// Returns the rectangle without the rows at its edges that have no allowed pair. Queries leave out
 /// whole grains of [`QUERY_GRAIN`] rows.
-fn trimmed(rectangle: Rectangle, q_pieces: &[Piece]) -> Rectangle {
+fn trimmed(rectangle: Rectangle, q_ranges: &[StridedRange]) -> Rectangle {
     let Rectangle { queries, keys, band } = rectangle;
     let (seeing, keys) = band.trim(&queries, &keys);
     let grains = |row: usize| {
-        let piece = q_pieces.iter().find(|piece| piece.rows.contains(&row));
-        let Range { start, end } = piece.map_or(queries.clone(), |piece| piece.rows.clone());
+        let range = q_ranges.iter().find(|range| range.rows.contains(&row));
+        let Range { start, end } = range.map_or(queries.clone(), |range| range.rows.clone());
         let first = row - (row - start) % QUERY_GRAIN;
         first..end.min(first + QUERY_GRAIN)
     };
@@ -139,7 +150,7 @@ fn trimmed(rectangle: Rectangle, q_pieces: &[Piece]) -> Rectangle {
     Rectangle { queries, keys, band }
 }
 
-/// Returns all blocks of neighbouring pieces of two shards of `count` pieces, the largest first.
+/// Returns all blocks of neighbouring ranges of two shards of `count` ranges, the largest first.
 fn blocks_by_size(count: usize) -> Vec<Block> {
     let runs = || (0..count).flat_map(move |start| (start + 1..=count).map(move |end| start..end));
     let mut blocks: Vec<Block> = runs().flat_map(|q| runs().map(move |k| (q.clone(), k))).collect();

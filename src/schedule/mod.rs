@@ -7,8 +7,8 @@
 //! computes and sends (`builder.rs`), and how accumulators travel home (`accumulators.rs`).
 //!
 //! The exchanges of a step start before its tiles, and are in flight while the tiles run. Where a
-//! tile or a message has only some of the query rows of a [`Piece`](crate::layout::Piece), those
-//! rows keep to [`QUERY_GRAIN`].
+//! tile or a message has only some of the query rows of a
+//! [`StridedRange`](crate::layout::StridedRange), those rows keep to [`QUERY_GRAIN`].
 
 mod accumulators;
 mod builder;

@@ -2,7 +2,7 @@
 
 use burst_attention::Result;
 use burst_attention::cuda::call::Call;
-use burst_attention::cuda::device::{Executor, RankSet};
+use burst_attention::cuda::executor::{Executor, RankSet};
 use burst_attention::cuda::nccl::{Comm, Communicator};
 use burst_attention::cuda::workspace::Workspace;
 use burst_attention::operands::{Arrays, Operand};

@@ -18,8 +18,8 @@ pub fn needed(problem: &Problem, travels: Travels, owner: usize, at: usize) -> V
         Travels::Queries => {
             let sees = |i| (0..kv_len).any(|j| window.allows(query(owner, i), key(at, j)));
             let mut rows: Vec<bool> = (0..q_len).map(sees).collect();
-            for piece in layout.pieces(owner, world_size, q_len) {
-                let grains = rows[piece.rows].chunks_mut(QUERY_GRAIN);
+            for range in layout.strided_ranges(owner, world_size, q_len) {
+                let grains = rows[range.rows].chunks_mut(QUERY_GRAIN);
                 grains.for_each(|grain| grain.fill(grain.contains(&true)));
             }
             rows

@@ -6,7 +6,7 @@
 use std::time::Instant;
 
 use burst_attention::cuda::call::Call;
-use burst_attention::cuda::device::{Executor, RankSet};
+use burst_attention::cuda::executor::{Executor, RankSet};
 use burst_attention::cuda::nccl::Communicator;
 use burst_attention::cuda::workspace::Workspace;
 use burst_attention::operands::Arrays;

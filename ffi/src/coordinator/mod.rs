@@ -10,7 +10,7 @@ use burst_attention::host::threads::Reserved;
 
 use crate::clock::IdleClock;
 use crate::error::{Error, Result};
-use crate::rendezvous::{Call, Failure, Key, Outcome, Place, Rendezvous};
+use crate::rendezvous::{Call, Failure, Key, Outcome, RankDevice, Rendezvous};
 
 /// The end of a rank's call. Completing the call may run the rest of the device's program.
 pub trait Completion: Send + 'static {
@@ -101,7 +101,7 @@ impl<B: Send + 'static, C: Completion> Coordinator<B, C> {
     pub fn arrive(
         &'static self,
         key: Key,
-        place: Place,
+        arriving: RankDevice,
         call: &Call,
         join: impl FnOnce() -> Result<Member<B, C>>,
         run: impl FnOnce(Vec<B>) -> Result<()> + Send + 'static,
@@ -110,7 +110,7 @@ impl<B: Send + 'static, C: Completion> Coordinator<B, C> {
         let now = shared.clock.read(Instant::now());
         // A thread watches as long as a session is open.
         let watches = !shared.watched && call.problem.world_size > 1;
-        let joined = self.prepare(place, call, watches).and_then(|(thread, watcher)| {
+        let joined = self.prepare(arriving, call, watches).and_then(|(thread, watcher)| {
             let member = join()?;
             Ok((Arrival { member, thread }, watcher))
         });
@@ -119,7 +119,7 @@ impl<B: Send + 'static, C: Completion> Coordinator<B, C> {
             Err(error) => (Err(error), None),
         };
         let answer = arrival.as_ref().map(|_| ()).map_err(Clone::clone);
-        match shared.rendezvous.arrive(key, place, call, arrival, now) {
+        match shared.rendezvous.arrive(key, arriving, call, arrival, now) {
             Outcome::Waiting => {
                 if let Some(watcher) = watcher {
                     shared.watched = true;
@@ -142,7 +142,7 @@ impl<B: Send + 'static, C: Completion> Coordinator<B, C> {
     /// Reserves the thread of a rank and, if the rank `watches`, the thread that watches.
     fn prepare(
         &self,
-        place: Place,
+        arriving: RankDevice,
         call: &Call,
         watches: bool,
     ) -> Result<(Reserved, Option<Reserved>)> {
@@ -150,7 +150,7 @@ impl<B: Send + 'static, C: Completion> Coordinator<B, C> {
             (self.reserve)().map_err(|refused| burst_attention::Error::NoThread {
                 purpose: format!(
                     "rank {} of {} over mesh axis {:?}",
-                    place.rank, call.problem.world_size, call.axis
+                    arriving.rank, call.problem.world_size, call.axis
                 ),
                 reason: refused.to_string(),
             })

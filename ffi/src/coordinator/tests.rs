@@ -70,8 +70,9 @@ fn meet(
         let (completed, all_ranks) = (completed.clone(), all_ranks.clone());
         let completion = Listener { rank, completed, all_ranks };
         let member = Member { buffers: rank, completion };
-        let place = Place { rank, device: rank };
-        let arrived = coordinator.arrive(KEY, place, &call(world_size), || Ok(member), run.clone());
+        let arriving = RankDevice { rank, device: rank };
+        let arrived =
+            coordinator.arrive(KEY, arriving, &call(world_size), || Ok(member), run.clone());
         arrived.expect("it joins");
     }
     (coordinator, heard)
@@ -152,8 +153,8 @@ fn time_in_which_a_ring_computes_does_not_count() {
     let completion = Listener { rank: 0, completed, all_ranks };
     let key = Key { ring: 1, ..KEY };
     let member = Member { buffers: 0, completion };
-    let place = Place { rank: 0, device: 0 };
-    coordinator.arrive(key, place, &call(2), || Ok(member), |_| Ok(())).expect("it joins");
+    let arriving = RankDevice { rank: 0, device: 0 };
+    coordinator.arrive(key, arriving, &call(2), || Ok(member), |_| Ok(())).expect("it joins");
     let waited = late.recv_timeout(Duration::from_millis(300));
     assert!(waited.is_err(), "the clock stands while the first ring computes");
 
@@ -191,8 +192,8 @@ fn a_refused_thread_fails_the_ring_with_the_reason_and_the_next_ring_runs() {
         let (completed, all_ranks) = (completed.clone(), together.clone());
         let join =
             || Ok(Member { buffers: rank, completion: Listener { rank, completed, all_ranks } });
-        let place = Place { rank, device: rank };
-        coordinator.arrive(Key { run, ..KEY }, place, &call(2), join, |_| Ok(()))
+        let arriving = RankDevice { rank, device: rank };
+        coordinator.arrive(Key { run, ..KEY }, arriving, &call(2), join, |_| Ok(()))
     };
     // The first rank needs one thread for itself and one that watches for the second rank. The
     // second rank needs one thread.

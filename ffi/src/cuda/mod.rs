@@ -14,8 +14,8 @@ mod watch;
 
 use burst_attention::Pass;
 use burst_attention::cuda::call::Call;
-use burst_attention::cuda::device::{Executor, FindImage, RankSet};
 use burst_attention::cuda::driver::{Driver, Stream};
+use burst_attention::cuda::executor::{Executor, FindImage, RankSet};
 use burst_attention::cuda::libcuda::LibCuda;
 use burst_attention::cuda::nccl::{Communicator, Nccl};
 use std::collections::HashMap;

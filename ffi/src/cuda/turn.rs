@@ -4,7 +4,7 @@ use burst_attention::cuda::driver::Stream;
 
 use super::Platform;
 use super::told::Told;
-use super::watch::{Place, Visit};
+use super::watch::{DeviceName, WatchedCall};
 use crate::error::{Error, Result};
 use crate::frame::CallFrame;
 
@@ -13,7 +13,7 @@ pub struct Turn<'a> {
     told: &'a Told<'a>,
     /// XLA's stream.
     pub stream: Stream,
-    visit: Option<Visit>,
+    call: Option<WatchedCall>,
 }
 
 impl Turn<'_> {
@@ -30,13 +30,13 @@ impl Turn<'_> {
         body: impl FnOnce(&Turn<'_>) -> Result<()>,
     ) -> Result<()> {
         let stream = Stream(frame.runtime().stream(frame.context())?);
-        let watched = |watch| -> Result<Visit> {
+        let watched = |watch| -> Result<WatchedCall> {
             let run = frame.runtime().run_id(frame.context())?;
-            let place = Place { device: told.device, axis };
-            Ok(Visit::new(watch, platform, stream, run, place))
+            let name = DeviceName { device: told.device, axis };
+            Ok(WatchedCall::new(watch, platform, stream, run, name))
         };
-        let visit = platform.watch.as_ref().map(watched).transpose()?;
-        let turn = Turn { told, stream, visit };
+        let call = platform.watch.as_ref().map(watched).transpose()?;
+        let turn = Turn { told, stream, call };
         body(&turn).inspect_err(|_| turn.failed())
     }
 
@@ -56,10 +56,10 @@ impl Turn<'_> {
     /// # Errors
     /// If the driver refuses to mark the place.
     pub fn issued(&self) -> Result<()> {
-        Ok(self.visit.as_ref().map_or(Ok(()), Visit::issued)?)
+        Ok(self.call.as_ref().map_or(Ok(()), WatchedCall::issued)?)
     }
 
     fn failed(&self) {
-        self.visit.iter().for_each(Visit::failed);
+        self.call.iter().for_each(WatchedCall::failed);
     }
 }

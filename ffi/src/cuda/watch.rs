@@ -7,8 +7,8 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use burst_attention::cuda::device::Executor;
 use burst_attention::cuda::driver::{Event, Stream};
+use burst_attention::cuda::executor::Executor;
 
 use super::Platform;
 use super::told::Write;
@@ -31,7 +31,7 @@ struct Watched {
     /// The newest call of each device, by XLA's stream.
     calls: HashMap<Stream, Call>,
     /// For each run with a failure, the time and the device of the first failure.
-    failures: HashMap<i64, (Instant, Place)>,
+    failures: HashMap<i64, (Instant, DeviceName)>,
     /// Whether the thread runs.
     is_running: bool,
     is_stopped: bool,
@@ -42,7 +42,7 @@ struct Watched {
 struct Call {
     /// XLA's number of the program's run.
     run: i64,
-    place: Place,
+    name: DeviceName,
     /// Whether the host is within a handler.
     is_entered: bool,
     /// An event at the end of the work that the last handler issued.
@@ -54,9 +54,9 @@ struct Call {
     busy_since: Option<Instant>,
 }
 
-/// A device and its ring, as messages name them.
+/// The name of a device in messages: its number and its ring.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Place {
+pub struct DeviceName {
     /// The number of the device.
     pub device: Option<i32>,
     /// The mesh axis of a ring of several devices.
@@ -74,57 +74,57 @@ struct Seen {
 
 /// A handler's call under the watch. It ends when this value is dropped.
 #[derive(Debug)]
-pub struct Visit {
+pub struct WatchedCall {
     watch: &'static Watch,
     executor: &'static Executor,
     stream: Stream,
     run: i64,
 }
 
-impl Place {
+impl DeviceName {
     fn device(&self) -> String {
         self.device.map_or("a device".into(), |device| format!("device {device}"))
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for DeviceName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.device())?;
         self.axis.as_ref().map_or(Ok(()), |axis| write!(f, ": ring over mesh axis {axis:?}"))
     }
 }
 
-impl Visit {
+impl WatchedCall {
     /// Begins the watch over a handler's call of a rank.
     pub fn new(
         watch: &'static Watch,
         platform: &'static Platform,
         stream: Stream,
         run: i64,
-        place: Place,
-    ) -> Visit {
+        name: DeviceName,
+    ) -> WatchedCall {
         let Platform { executor, write, .. } = platform;
         let mut watched = watch.lock();
         let before = watched.calls.remove(&stream);
         let (end, issued, over) =
             before.map_or((None, 0, 0), |call| (call.end, call.issued, call.over));
-        let call = Call { run, place, is_entered: true, end, issued, over, busy_since: None };
+        let call = Call { run, name, is_entered: true, end, issued, over, busy_since: None };
         watched.calls.insert(stream, call);
         // If the system refuses the thread, a later call tries again.
         if !watched.is_running && !watched.is_stopped {
             let builder = thread::Builder::new().name("burst_attention watch".into());
             watched.is_running = builder.spawn(|| watch.run(executor, &**write)).is_ok();
         }
-        Visit { watch, executor, stream, run }
+        WatchedCall { watch, executor, stream, run }
     }
 
     /// Says that this rank failed, so that other ranks may wait for it.
     pub fn failed(&self) {
         let mut watched = self.watch.lock();
-        let Some(place) = watched.calls.get(&self.stream).map(|call| call.place.clone()) else {
+        let Some(name) = watched.calls.get(&self.stream).map(|call| call.name.clone()) else {
             return;
         };
-        watched.failures.entry(self.run).or_insert((Instant::now(), place));
+        watched.failures.entry(self.run).or_insert((Instant::now(), name));
         self.watch.changed.notify_all();
     }
 
@@ -147,7 +147,7 @@ impl Visit {
     }
 }
 
-impl Drop for Visit {
+impl Drop for WatchedCall {
     fn drop(&mut self) {
         if let Some(call) = self.watch.lock().calls.get_mut(&self.stream) {
             call.is_entered = false;
@@ -235,14 +235,14 @@ impl Watched {
                 continue;
             };
             call.over = seen.over;
-            let is_told = failures.get(&run).is_some_and(|(_, place)| *place == call.place);
+            let is_told = failures.get(&run).is_some_and(|(_, name)| *name == call.name);
             if let Some(error) = seen.lost.filter(|_| !is_told) {
                 write(&format!(
                     "{}: this device failed after it was given the call: {error}; restart the \
                      process",
-                    call.place
+                    call.name
                 ));
-                failures.entry(run).or_insert((now, call.place.clone()));
+                failures.entry(run).or_insert((now, call.name.clone()));
             }
             let waits = failures.contains_key(&run) && (call.is_entered || !seen.is_idle);
             call.busy_since = call.busy_since.filter(|_| waits).or(waits.then_some(now));
@@ -258,7 +258,7 @@ impl Watched {
         Some(format!(
             "{} has waited {} s for {}, which failed: its error stands above; nothing else ends \
              this wait, so the process ends now (BURST_ATTENTION_RANK_TIMEOUT_S sets the seconds)",
-            late.place.device(),
+            late.name.device(),
             timeout.as_secs_f64(),
             failed.device(),
         ))
@@ -276,10 +276,10 @@ mod tests {
 
     /// Returns calls of devices 0 and 1, the second of which failed in their run.
     fn after_a_failure(start: Instant) -> Watched {
-        let place = |device| Place { device: Some(device), axis: Some("context".into()) };
+        let name = |device| DeviceName { device: Some(device), axis: Some("context".into()) };
         let call = |device| Call {
             run: RUN,
-            place: place(device),
+            name: name(device),
             is_entered: false,
             end: Some(Event(1)),
             issued: 1,
@@ -288,7 +288,7 @@ mod tests {
         };
         Watched {
             calls: [0, 1].map(|device| (Stream(device as usize), call(device))).into(),
-            failures: [(RUN, (start, place(1)))].into(),
+            failures: [(RUN, (start, name(1)))].into(),
             ..Watched::default()
         }
     }
@@ -364,7 +364,7 @@ mod tests {
         let [line] = &lines.lock().expect("no poison")[..] else { panic!("one line is written") };
         let expected = "device 1: ring over mesh axis \"context\": this device failed";
         assert!(line.starts_with(expected), "{line}");
-        let failed = watched.failures.get(&RUN).map(|(_, place)| place.device);
+        let failed = watched.failures.get(&RUN).map(|(_, name)| name.device);
         assert_eq!(failed, Some(Some(1)));
         assert!(watched.calls.values().all(|call| call.busy_since.is_none()));
     }

@@ -47,9 +47,9 @@ pub struct Call {
     pub axis: Arc<str>,
 }
 
-/// The rank and the device that arrive.
+/// A rank that arrives, and its device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place {
+pub struct RankDevice {
     /// Index in the ring, as the program says.
     pub rank: i32,
     /// The runtime's number of the device.
@@ -115,22 +115,22 @@ impl<M> Rendezvous<M> {
     pub fn arrive(
         &mut self,
         key: Key,
-        place: Place,
+        arriving: RankDevice,
         call: &Call,
         member: Result<M>,
         now: Duration,
     ) -> Outcome<M> {
         let queue = self.queues.entry(key).or_default();
-        let Some(rank) = place.index(call) else {
+        let Some(rank) = arriving.index(call) else {
             let what = format!(
                 "device {} says it is rank {} of {}",
-                place.device, place.rank, call.problem.world_size
+                arriving.device, arriving.rank, call.problem.world_size
             );
             return Outcome::Failed(self.misfit(key, call, &what, member, now));
         };
-        if let Some(other) = queue.iter().find_map(|session| session.rival(rank, place.device)) {
+        if let Some(other) = queue.iter().find_map(|session| session.rival(rank, arriving.device)) {
             let what =
-                format!("devices {other} and {} both say they are rank {rank}", place.device);
+                format!("devices {other} and {} both say they are rank {rank}", arriving.device);
             return Outcome::Failed(self.misfit(key, call, &what, member, now));
         }
         let lacks_rank =
@@ -158,7 +158,7 @@ impl<M> Rendezvous<M> {
                 return Outcome::Failed(failure);
             }
         };
-        session.seats[rank] = Seat::Taken { device: place.device, member };
+        session.seats[rank] = Seat::Taken { device: arriving.device, member };
         if session.arrived().count() < session.seats.len() {
             return Outcome::Waiting;
         }
@@ -259,7 +259,7 @@ impl<M> Rendezvous<M> {
     }
 }
 
-impl Place {
+impl RankDevice {
     /// Returns the rank, if the ring has it.
     fn index(self, call: &Call) -> Option<usize> {
         usize::try_from(self.rank).ok().filter(|&rank| rank < call.problem.world_size)

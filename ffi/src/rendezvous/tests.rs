@@ -35,7 +35,7 @@ fn seconds(seconds: u64) -> Duration {
 
 /// Lets `rank` arrive with `member`, on the device of the same number.
 fn arrive<M>(meeting: &mut Rendezvous<M>, key: Key, rank: i32, member: M) -> Outcome<M> {
-    meeting.arrive(key, Place { rank, device: rank }, &call(3), Ok(member), seconds(0))
+    meeting.arrive(key, RankDevice { rank, device: rank }, &call(3), Ok(member), seconds(0))
 }
 
 fn failure<M: fmt::Debug>(outcome: Outcome<M>) -> (String, Vec<M>) {
@@ -60,8 +60,8 @@ fn ranks_meet_in_any_order() {
 #[test]
 fn a_ring_of_one_is_complete_at_once() {
     let mut meeting = Rendezvous::default();
-    let place = Place { rank: 0, device: 5 };
-    let outcome = meeting.arrive(KEY, place, &call(1), Ok('m'), seconds(0));
+    let arriving = RankDevice { rank: 0, device: 5 };
+    let outcome = meeting.arrive(KEY, arriving, &call(1), Ok('m'), seconds(0));
     assert_eq!(outcome, Outcome::Complete(vec!['m']));
 }
 
@@ -100,8 +100,8 @@ fn a_device_that_runs_ahead_waits_in_the_next_session() {
 fn two_devices_of_one_rank_are_refused() {
     let mut meeting = Rendezvous::default();
     assert_eq!(arrive(&mut meeting, KEY, 1, 'a'), Outcome::Waiting);
-    let place = Place { rank: 1, device: 2 };
-    let outcome = meeting.arrive(KEY, place, &call(3), Ok('b'), seconds(0));
+    let arriving = RankDevice { rank: 1, device: 2 };
+    let outcome = meeting.arrive(KEY, arriving, &call(3), Ok('b'), seconds(0));
     let (message, members) = failure(outcome);
     assert!(message.contains("devices 1 and 2 both say they are rank 1"), "{message}");
     assert_eq!(members, ['a', 'b']);
@@ -125,7 +125,8 @@ fn ranks_that_disagree_are_refused() {
     assert_eq!(arrive(&mut meeting, KEY, 0, 'a'), Outcome::Waiting);
     let mut other = call(3);
     other.problem.q_len = 6;
-    let outcome = meeting.arrive(KEY, Place { rank: 1, device: 1 }, &other, Ok('b'), seconds(0));
+    let outcome =
+        meeting.arrive(KEY, RankDevice { rank: 1, device: 1 }, &other, Ok('b'), seconds(0));
     let (message, members) = failure(outcome);
     assert!(message.contains("[1, 6, 2, 8]") && message.contains("[1, 4, 2, 8]"), "{message}");
     assert_eq!(members, ['a', 'b']);
@@ -134,11 +135,11 @@ fn ranks_that_disagree_are_refused() {
 #[test]
 fn missing_ranks_are_named_when_time_is_up() {
     let mut meeting = Rendezvous::default();
-    let place = |rank| Place { rank, device: rank };
+    let arriving = |rank| RankDevice { rank, device: rank };
     let other = Key { ring: 1, ..KEY };
     assert_eq!(meeting.next_due(TIMEOUT), None);
     for (key, rank, at) in [(KEY, 4, 3), (KEY, 0, 5), (KEY, 1, 6), (KEY, 5, 7), (other, 2, 8)] {
-        let outcome = meeting.arrive(key, place(rank), &call(6), Ok(rank), seconds(at));
+        let outcome = meeting.arrive(key, arriving(rank), &call(6), Ok(rank), seconds(at));
         assert_eq!(outcome, Outcome::Waiting);
     }
     assert_eq!(meeting.next_due(TIMEOUT), Some(seconds(23)));
@@ -217,9 +218,9 @@ fn ranks_in_words() {
 fn a_rank_that_can_not_take_part_fails_the_ring() {
     let mut meeting = Rendezvous::default();
     assert_eq!(arrive(&mut meeting, KEY, 0, 'a'), Outcome::Waiting);
-    let place = Place { rank: 1, device: 1 };
+    let arriving = RankDevice { rank: 1, device: 1 };
     let refused = Err(Error::Abandoned);
-    let outcome = meeting.arrive(KEY, place, &call(3), refused, seconds(0));
+    let outcome = meeting.arrive(KEY, arriving, &call(3), refused, seconds(0));
     assert_eq!(failure(outcome), (Error::Abandoned.to_string(), vec!['a']));
     let late = arrive(&mut meeting, KEY, 2, 'c');
     assert_eq!(failure(late), (Error::Abandoned.to_string(), vec!['c']));

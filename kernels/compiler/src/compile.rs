@@ -18,7 +18,7 @@ use cutile_ir::Module;
 use cutile_ir::ir::{Attribute, OpId};
 
 use crate::device::source;
-use crate::images::short_hash;
+use crate::hash::short_hash;
 use crate::tile_ir;
 
 /// Bytes of stack that the compiler's front end needs, because it recurses deeply.

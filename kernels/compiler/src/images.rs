@@ -9,11 +9,11 @@ use std::path::{Path, PathBuf};
 use burst_attention_kernels::host::Host;
 use burst_attention_kernels::images;
 use burst_attention_kernels::instances::{Instance, Target};
-use sha2::{Digest, Sha256};
 
 use crate::assembler::Assembler;
 use crate::compile::{Front, STACK, bytecode};
 use crate::cubin::Cubin;
+use crate::hash::short_hash;
 use crate::parallel::on_all_cores;
 
 /// Writes the files of `targets`, with images for GPUs of `host`, into `folder`; `store` keeps
@@ -73,13 +73,6 @@ fn check_host(image: &[u8], host: Host) -> Result<(), String> {
         )),
         _ => Ok(()),
     }
-}
-
-/// Returns the first digits of the hash of some parts, which name a kept file.
-pub(crate) fn short_hash(parts: &[&[u8]]) -> String {
-    let mut hash = Sha256::new();
-    parts.iter().for_each(|part| hash.update(part));
-    hash.finalize().iter().take(12).map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Returns the file with an instance's cubin, which this assembles if the file is missing.

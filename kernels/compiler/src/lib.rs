@@ -10,6 +10,7 @@ pub mod assembler;
 pub mod compile;
 pub mod cubin;
 pub mod device;
+mod hash;
 pub mod images;
 pub mod model;
 mod parallel;

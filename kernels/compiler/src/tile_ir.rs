@@ -20,7 +20,7 @@ pub(crate) fn write(module: &Module) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// Returns the module of some bytes, or nothing if [`write`] did not make them.
+/// Returns the module of some bytes, or nothing if [`write()`] did not make them.
 pub(crate) fn read(mut bytes: &[u8]) -> Option<Module> {
     let tree = Tree::get(&mut bytes)?;
     if bytes.is_empty() { tree.module() } else { None }

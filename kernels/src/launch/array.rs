@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::rectangle::Side;
 use crate::element::Element;
-use crate::kernel::{Kernel, Task};
+use crate::kernel::{Kernel, Role};
 use crate::place::Statistics;
 use crate::record::{Argument, Meaning, Operand, Size, View};
 use crate::variant::Variant;
@@ -20,7 +20,7 @@ fn rows_together(rows: Option<Size>) -> usize {
 
 /// Returns the side whose results a block of the kernel keeps.
 pub(super) fn resident_side(kernel: Kernel) -> Side {
-    if kernel.spec().task == Task::Keys { Side::Keys } else { Side::Queries }
+    if kernel.spec().role == Role::Keys { Side::Keys } else { Side::Queries }
 }
 
 /// Returns the side whose rows an array of the kernel has.

@@ -23,6 +23,8 @@ macro_rules! launches {
             ///
             /// # Errors
             /// [`LaunchError`], with the expected value and the value that came.
+            ///
+            /// [`LaunchError`]: super::LaunchError
             pub fn launches(
                 &self,
                 target: $crate::target::Target,

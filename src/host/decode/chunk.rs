@@ -6,8 +6,8 @@ use super::DecodeIo;
 use super::element::{Bf16, Element, F16, F32, whole_loads};
 use super::merge::{Partials, write};
 use super::plan::{Part, Plan, Query, position};
+use super::row_blocks::{ROWS, RowBlocks, SCORES, State};
 use super::tile::{Ahead, QUAD, QUADS, Seen, TILE, Tile, row_of};
-use super::units::{ROWS, SCORES, State, Units};
 use crate::host::matmul::Matrix;
 use crate::host::pack::{self, load_row};
 use crate::host::scratch::{Scratch, ScratchTask};
@@ -30,8 +30,8 @@ pub(super) struct ChunkTask<'a> {
     has_slopes: bool,
 }
 
-/// The scratch of a task. A row is one head of one query, and a unit is a block of rows that share
-/// a head of keys.
+/// The scratch of a task. A row is one head of one query. The rows of a row block share a head of
+/// keys.
 #[derive(Clone, Copy)]
 pub(super) struct ChunkScratch {
     state: State,
@@ -61,8 +61,8 @@ impl<'a> ChunkTask<'a> {
         }
     }
 
-    /// Returns the blocks of each head of keys, for a number of queries.
-    fn blocks(&self, queries: usize) -> usize {
+    /// Returns the row blocks of each head of keys, for a number of queries.
+    fn blocks_per_head(&self, queries: usize) -> usize {
         (queries * self.io.group()).div_ceil(ROWS)
     }
 
@@ -74,24 +74,25 @@ impl<'a> ChunkTask<'a> {
 }
 
 impl ScratchTask for ChunkTask<'_> {
-    type Pieces = ChunkScratch;
+    type Parts = ChunkScratch;
 
     fn lay_out<S: Simd>(&self, scratch: &mut Scratch) -> ChunkScratch {
         let [width, value_width] =
             [&self.io.k, &self.io.v].map(|array| array.dim.next_multiple_of(S::LANES));
-        let (heads, blocks) = (self.part.kv_heads.len(), self.blocks(self.queries.len()));
-        let units = heads * blocks;
+        let (heads, per_head) =
+            (self.part.kv_heads.len(), self.blocks_per_head(self.queries.len()));
+        let blocks = heads * per_head;
         let mut take = |rows, row| Matrix::take(scratch, (rows, row));
         ChunkScratch {
             state: State {
-                q: take(units * ROWS, width),
-                o: take(units * ROWS, value_width),
-                m: take(units, SCORES),
-                l: take(units, SCORES),
-                alpha: take(units, SCORES),
-                scores: take(units * QUADS, SCORES),
-                slopes: take(units, SCORES),
-                queries: take(blocks, SCORES),
+                q: take(blocks * ROWS, width),
+                o: take(blocks * ROWS, value_width),
+                m: take(blocks, SCORES),
+                l: take(blocks, SCORES),
+                alpha: take(blocks, SCORES),
+                scores: take(blocks * QUADS, SCORES),
+                slopes: take(blocks, SCORES),
+                queries: take(per_head, SCORES),
                 keys: take(QUADS, SCORES),
             },
             zeros: take(1, heads * width.max(value_width)),
@@ -151,14 +152,14 @@ impl ChunkTask<'_> {
         queries: &[&Query],
     ) {
         let State { q, o, m, l, slopes, .. } = scratch.state;
-        let blocks = self.blocks(queries.len());
+        let per_head = self.blocks_per_head(queries.len());
         // SAFETY: the caller guarantees the scratch and the queries.
         unsafe {
             scratch.zeros.clear(1);
             for head in 0..self.part.kv_heads.len() {
-                let first = head * blocks;
-                o.skip(first * ROWS).clear(blocks * ROWS);
-                for lanes in (0..blocks * SCORES).step_by(S::LANES) {
+                let first = head * per_head;
+                o.skip(first * ROWS).clear(per_head * ROWS);
+                for lanes in (0..per_head * SCORES).step_by(S::LANES) {
                     simd.store(m.skip(first).at.add(lanes), simd.splat(f32::NEG_INFINITY));
                     simd.store(l.skip(first).at.add(lanes), simd.zero());
                 }
@@ -214,10 +215,10 @@ impl ChunkTask<'_> {
             let head = (self.queries[0].source, self.part.kv_heads.start);
             Tile::find(io, head, (first, &(start..end)), scratch.zeros.at.cast())
         };
-        let blocks = self.blocks(queries.len());
-        let mut seen = vec![[0; ROWS]; blocks];
+        let per_head = self.blocks_per_head(queries.len());
+        let mut seen = vec![[0; ROWS]; per_head];
         let bytes = [&io.k, &io.v].map(|array| array.dim * array.dtype.bytes());
-        let copies = blocks >= COPY_FROM || !whole_loads(io, S::LANES);
+        let copies = per_head >= COPY_FROM || !whole_loads(io, S::LANES);
         let first = self.chunk.start.max(start / TILE * TILE);
         let mut next = find(first);
         for first in (first..self.chunk.end.min(end)).step_by(TILE) {
@@ -226,11 +227,11 @@ impl ChunkTask<'_> {
             // SAFETY: the caller guarantees the scratch, the queries and the caches.
             unsafe {
                 self.see(scratch.state, queries, &tile, &mut seen);
-                let units = Units {
+                let blocks = RowBlocks {
                     state: scratch.state,
-                    units: 0..self.part.kv_heads.len() * blocks,
+                    blocks: 0..self.part.kv_heads.len() * per_head,
                     heads: self.part.kv_heads.len(),
-                    blocks,
+                    per_head,
                     rows: queries.len() * io.group(),
                     seen: &seen,
                     keys: &tile.keys,
@@ -242,9 +243,9 @@ impl ChunkTask<'_> {
                     ahead: Ahead { tiles: [&tile, &next], bytes },
                 };
                 if copies {
-                    self.copy::<S, E>(simd, scratch, units);
+                    self.copy::<S, E>(simd, scratch, blocks);
                 } else {
-                    units.compute::<S, E>(simd);
+                    blocks.compute::<S, E>(simd);
                 }
             }
         }
@@ -282,11 +283,16 @@ impl ChunkTask<'_> {
     /// Copies keys and values to float32, head after head, before the products of each head.
     ///
     /// # Safety
-    /// The caller guarantees the scratch and what [`Units::compute`] asks for.
+    /// The caller guarantees the scratch and what [`RowBlocks::compute`] asks for.
     #[inline(always)]
-    unsafe fn copy<S: Simd, E: Element>(&self, simd: S, scratch: ChunkScratch, units: Units<'_>) {
+    unsafe fn copy<S: Simd, E: Element>(
+        &self,
+        simd: S,
+        scratch: ChunkScratch,
+        blocks: RowBlocks<'_>,
+    ) {
         let sides =
-            [(&self.io.k, units.keys, scratch.keys), (&self.io.v, units.values, scratch.values)];
+            [(&self.io.k, blocks.keys, scratch.keys), (&self.io.v, blocks.values, scratch.values)];
         for head in 0..self.part.kv_heads.len() {
             let mut copies = [[std::ptr::null(); TILE]; 2];
             for ((array, rows, to), copies) in sides.iter().zip(&mut copies) {
@@ -299,11 +305,11 @@ impl ChunkTask<'_> {
                 }
             }
             let [keys, values] = &copies;
-            let first = head * units.blocks;
-            let of_head = first..first + units.blocks;
+            let first = head * blocks.per_head;
+            let of_head = first..first + blocks.per_head;
             // SAFETY: the caller guarantees the state.
             unsafe {
-                Units { units: of_head, keys, values, ..units }.compute::<S, F32>(simd);
+                RowBlocks { blocks: of_head, keys, values, ..blocks }.compute::<S, F32>(simd);
             }
         }
     }
@@ -315,11 +321,11 @@ impl ChunkTask<'_> {
     #[inline(always)]
     unsafe fn end<S: Simd>(&self, simd: S, scratch: ChunkScratch, queries: &[&Query]) {
         let State { o, m, l, .. } = scratch.state;
-        let blocks = self.blocks(queries.len());
+        let per_head = self.blocks_per_head(queries.len());
         for head in 0..self.part.kv_heads.len() {
             for row in 0..queries.len() * self.io.group() {
                 let (query, q_head) = self.row(queries, head, row);
-                let at = head * blocks * ROWS + row;
+                let at = head * per_head * ROWS + row;
                 // SAFETY: the caller guarantees the scratch, and that the results are this task's.
                 unsafe {
                     let (m, l) = (m.at.add(at * QUAD), l.at.add(at * QUAD));

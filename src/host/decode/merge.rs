@@ -90,7 +90,7 @@ impl<'a> MergeTask<'a> {
 
 impl ScratchTask for MergeTask<'_> {
     /// The output.
-    type Pieces = Matrix;
+    type Parts = Matrix;
 
     fn lay_out<S: Simd>(&self, scratch: &mut Scratch) -> Matrix {
         Matrix::take(scratch, (1, self.io.v.dim.next_multiple_of(S::LANES)))

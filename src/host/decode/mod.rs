@@ -24,9 +24,9 @@ mod merge;
 mod online;
 mod parts;
 mod plan;
+mod row_blocks;
 mod sums;
 mod tile;
-mod units;
 
 use rayon::ThreadPool;
 use rayon::prelude::*;

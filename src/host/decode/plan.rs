@@ -8,8 +8,8 @@ use super::DecodeIo;
 /// alone may have more rows.
 const MOST_ROWS: usize = 128;
 
-/// Bytes of a cache row from which on a task takes no further head. Reads of so many adjacent bytes
-/// are as fast as longer ones, and few heads leave room in the cache for the next tile.
+/// A task takes no further head once its cache row has this many bytes. Reads of so many adjacent
+/// bytes are as fast as longer ones, and few heads leave room in the cache for the next tile.
 const ROW_BYTES: usize = 4096;
 
 /// Bytes of keys and values from which on all threads take part. Waking them costs the time to read
@@ -132,21 +132,22 @@ pub(super) fn position(io: &DecodeIo<'_>, row: usize) -> i64 {
 fn tasks(io: &DecodeIo<'_>, queries: &[Query], threads: usize) -> Vec<Part> {
     let row_bytes = io.k.dim.max(io.v.dim).max(1) * io.k.dtype.bytes();
     let most_queries = (MOST_ROWS / io.group().max(1)).max(1);
-    let (mut pieces, mut first) = (Vec::new(), 0);
+    // Queries that share a source, with the chunks that they read.
+    let (mut readers, mut first) = (Vec::new(), 0);
     for of_source in queries.chunk_by(|a, b| a.source == b.source) {
         for few in of_source.chunks(most_queries) {
             let start = few.iter().map(|query| query.chunks.start).min().unwrap_or(0);
             let end = few.iter().map(|query| query.chunks.end).max().unwrap_or(0);
-            pieces.push((first..first + few.len(), start..end));
+            readers.push((first..first + few.len(), start..end));
             first += few.len();
         }
     }
-    let chunks: usize = pieces.iter().map(|(_, chunks)| chunks.len()).sum();
-    let rows = queries.iter().map(|query| query.rows.len()).max().unwrap_or(0) * pieces.len();
+    let chunks: usize = readers.iter().map(|(_, chunks)| chunks.len()).sum();
+    let rows = queries.iter().map(|query| query.rows.len()).max().unwrap_or(0) * readers.len();
     let few = if rows * io.k.heads * 2 * row_bytes < SHARED_BYTES { 1 } else { 2 * threads };
     let most_heads = (ROW_BYTES / row_bytes).min(io.k.heads * chunks / few.max(1));
     let mut tasks = Vec::new();
-    for (queries, chunks) in pieces {
+    for (queries, chunks) in readers {
         let floats = queries.len() * io.group() * (io.k.dim + io.v.dim);
         let heads = most_heads.min(MOST_FLOATS / floats.max(1)).max(1);
         for head in (0..io.k.heads).step_by(heads) {

@@ -37,7 +37,7 @@ pub(super) struct BlockScratch {
 }
 
 impl ScratchTask for Block<'_> {
-    type Pieces = BlockScratch;
+    type Parts = BlockScratch;
 
     fn lay_out<S: Simd>(&self, scratch: &mut Scratch) -> BlockScratch {
         let inputs = &self.tile.inputs;

@@ -45,7 +45,7 @@ fn part_chunks(count: usize, floats: usize) -> usize {
 }
 
 /// The scratch of a group, and how its chunks are cut into parts.
-pub(super) struct GroupPieces {
+pub(super) struct GroupMemory {
     scratch: GroupScratch,
     heads: Vec<HeadStates>,
     /// Chunks of a part.
@@ -53,9 +53,9 @@ pub(super) struct GroupPieces {
 }
 
 impl ScratchTask for BackwardGroup<'_> {
-    type Pieces = GroupPieces;
+    type Parts = GroupMemory;
 
-    fn lay_out<S: Simd>(&self, scratch: &mut Scratch) -> GroupPieces {
+    fn lay_out<S: Simd>(&self, scratch: &mut Scratch) -> GroupMemory {
         let BackwardIo { q, k, v, .. } = self.io;
         let (kw, vw) = (k.dim.next_multiple_of(S::LANES), v.dim.next_multiple_of(S::LANES));
         let count = chunks(q.rows.len()).len();
@@ -73,11 +73,11 @@ impl ScratchTask for BackwardGroup<'_> {
             rows: vw,
         };
         let heads = (group * size..(group + 1) * size).map(of_head).collect();
-        GroupPieces { scratch: of_group, heads, part }
+        GroupMemory { scratch: of_group, heads, part }
     }
 
     #[inline(always)]
-    unsafe fn work<S: Simd>(&self, simd: S, GroupPieces { scratch, heads, part }: GroupPieces) {
+    unsafe fn work<S: Simd>(&self, simd: S, GroupMemory { scratch, heads, part }: GroupMemory) {
         let all = chunks(self.io.q.rows.len()).collect();
         let task = GroupTask { group: self, scratch, heads, all, part };
         // SAFETY: the scratch is this task's. The caller of `backward` guarantees that the arrays

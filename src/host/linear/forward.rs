@@ -35,7 +35,7 @@ pub(super) struct HeadScratch {
 }
 
 impl ScratchTask for ForwardHead<'_> {
-    type Pieces = HeadScratch;
+    type Parts = HeadScratch;
 
     fn lay_out<S: Simd>(&self, scratch: &mut Scratch) -> HeadScratch {
         let (k_dim, v_dim) = (self.io.k.dim, self.io.v.dim);

@@ -18,7 +18,7 @@ pub(super) struct ScanHead<'a> {
 
 impl ScratchTask for ScanHead<'_> {
     /// The left and the right side of a chunk, and the state.
-    type Pieces = [Matrix; 3];
+    type Parts = [Matrix; 3];
 
     fn lay_out<S: Simd>(&self, scratch: &mut Scratch) -> [Matrix; 3] {
         let (left, right) = (self.scan.left, self.scan.right);

@@ -336,9 +336,9 @@ impl<'a> RankState<'a> {
     /// Rows of a shard on one side, each with its global position.
     fn positions(&self, side: Travels, rank: usize, rows: &Range<usize>) -> Vec<(usize, usize)> {
         let Problem { layout, world_size, .. } = *self.problem;
-        let pieces = layout.pieces(rank, world_size, shard_rows(self.problem, side));
-        let piece_of = |row| pieces.iter().find(|piece| piece.rows.contains(&row));
-        let position = |row| Some((row, piece_of(row)?.position(row)));
+        let ranges = layout.strided_ranges(rank, world_size, shard_rows(self.problem, side));
+        let range_of = |row| ranges.iter().find(|range| range.rows.contains(&row));
+        let position = |row| Some((row, range_of(row)?.position(row)));
         rows.clone().filter_map(position).collect()
     }
 

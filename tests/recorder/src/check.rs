@@ -73,7 +73,7 @@ struct Conflicts {
 impl Conflicts {
     fn of(program: &Program) -> Conflicts {
         let everything = || {
-            let block = Block::run(0, u64::MAX);
+            let block = Block::one_line(0, u64::MAX);
             vec![Touch { name: "all memory".into(), block, writes: true }]
         };
         let calls = program.calls.iter().map(|call| call.operation.touches());

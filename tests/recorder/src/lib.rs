@@ -2,13 +2,13 @@
 //! and proves that the recorded calls are ordered and that no rank waits for ever.
 //!
 //! A [`Recorder`] stands for one device. It keeps the calls that enqueue an operation as a
-//! [`Program`], and a test can make each call fail. [`nccl`] is the table of functions for
+//! [`Program`], and a test can make each call fail. [`nccl()`] is the table of functions for
 //! communicators made by [`Recorder::add_comm`].
 //!
-//! - [`check`] proves that nothing in a program races. It looks only at the memory that each call
+//! - [`check()`] proves that nothing in a program races. It looks only at the memory that each call
 //!   touches and at the events between streams.
 //! - [`unneeded`] returns the records and waits without which still nothing races.
-//! - [`replay`] runs the programs of all ranks together and finds deadlocks.
+//! - [`replay()`] runs the programs of all ranks together and finds deadlocks.
 
 mod check;
 mod driver;

@@ -10,7 +10,7 @@ const COMPUTE: Stream = Stream(1);
 const OTHER: Stream = Stream(2);
 
 fn copy(from: u64, to: u64, bytes: u64) -> Operation {
-    Operation::Copy(Copy { from: Block::run(from, bytes), to: Block::run(to, bytes) })
+    Operation::Copy(Copy { from: Block::one_line(from, bytes), to: Block::one_line(to, bytes) })
 }
 
 /// An exchange of a rank. Each message is (peer, address, bytes).
@@ -122,7 +122,7 @@ fn blocks_meet_in_their_lines_only() {
     let columns = block(100, 4, 5, 10);
     assert_eq!(common(&columns, &block(104, 6, 5, 10)), None);
     assert_eq!(common(&block(104, 7, 5, 10), &columns), Some(110..111));
-    assert_eq!(common(&columns, &Block::run(0, u64::MAX)), Some(100..104));
+    assert_eq!(common(&columns, &Block::one_line(0, u64::MAX)), Some(100..104));
     // Compare other pitches with a search over all bytes.
     for pitch in 3..9 {
         for start in 0..60 {

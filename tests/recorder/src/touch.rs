@@ -27,8 +27,9 @@ impl Operation {
         match self {
             Operation::Launch(launch) => {
                 let arrays = launch.footprint().into_iter();
-                let run = |bytes: Range<u64>| Block::run(bytes.start, bytes.end - bytes.start);
-                arrays.map(|array| touch(array.name, run(array.bytes), array.writes)).collect()
+                let line =
+                    |bytes: Range<u64>| Block::one_line(bytes.start, bytes.end - bytes.start);
+                arrays.map(|array| touch(array.name, line(array.bytes), array.writes)).collect()
             }
             Operation::Copy(copy) => {
                 vec![touch("source", copy.from, false), touch("target", copy.to, true)]
@@ -37,7 +38,7 @@ impl Operation {
                 let message = |message: &Message, writes: bool| {
                     let verb = if writes { "receive from" } else { "send to" };
                     let name = Cow::Owned(format!("{verb} rank {}", message.peer));
-                    Touch { name, block: Block::run(message.address, message.bytes), writes }
+                    Touch { name, block: Block::one_line(message.address, message.bytes), writes }
                 };
                 let sends = exchange.group.sends.iter().map(|send| message(send, false));
                 let receives = exchange.group.receives.iter();
@@ -67,7 +68,7 @@ pub fn common(one: &Block, other: &Block) -> Option<Range<u64>> {
 
 /// Returns the block as one line if it has no gaps.
 fn merged(block: &Block) -> Block {
-    if block.is_run() { Block::run(block.address, block.bytes()) } else { *block }
+    if block.is_contiguous() { Block::one_line(block.address, block.bytes()) } else { *block }
 }
 
 fn line(block: &Block, index: u64) -> Range<u64> {

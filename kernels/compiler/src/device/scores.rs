@@ -87,7 +87,7 @@ pub mod scores {
     }
 
     /// Returns scores with the soft cap, whose [`cap_ratio`] is given, and the slope. With either
-    /// feature they are scaled, in base 2; otherwise [`unit`] is the scale that they still lack.
+    /// feature they are scaled, in base 2; otherwise [`unit()`] is the scale that they still lack.
     ///
     /// `start` is the position of the first column minus the position of the first row. Positions
     /// go in steps of `stride` on both sides; the slope is in base 2.

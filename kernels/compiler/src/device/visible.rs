@@ -99,7 +99,7 @@ pub mod visible {
         bitcast(places)
     }
 
-    /// Returns a view of the results of [`mask_runs`], `[batch, ⌈rows / 128⌉, 10]` at `base`.
+    /// Returns a view of the results of `mask_runs`, `[batch, ⌈rows / 128⌉, 10]` at `base`.
     pub unsafe fn runs_view(
         base: *mut i32,
         batch: i32,

@@ -13,7 +13,7 @@ mod program;
 pub mod table;
 
 use burst_attention_kernels::instances::{Element, TileShape};
-use burst_attention_kernels::kernel::{Kernel, Task};
+use burst_attention_kernels::kernel::{Kernel, Role};
 
 use crate::cubin::{Error, Listing};
 use machine::{Fit, cycles};
@@ -130,5 +130,5 @@ pub fn loops(
 
 /// Whether the kernel streams tiles of keys and values, not of queries.
 fn streams_keys(kernel: Kernel) -> bool {
-    kernel.spec().task == Task::Queries
+    kernel.spec().role == Role::Queries
 }

@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 use burst_attention_interpreter::{Address, GridRun, Memory};
 use burst_attention_kernels::instances::{Element, Kernel};
-use burst_attention_kernels::kernel::Task;
+use burst_attention_kernels::kernel::Role;
 use burst_attention_kernels::launch::{Footprint, Launch};
 use burst_attention_kernels::record::Value;
 use burst_attention_kernels::variant::{FeatureSet, Variant};
@@ -149,7 +149,7 @@ fn a_footprint_is_all_that_a_launch_touches_and_no_more() {
             }
         }
     }
-    let mut per_row = Kernel::ALL.into_iter().filter(|kernel| kernel.spec().task == Task::Rows);
+    let mut per_row = Kernel::ALL.into_iter().filter(|kernel| kernel.spec().role == Role::Rows);
     let was = |kernel| seen.contains(&(kernel, Variant::PLAIN, [true; 3]));
     assert!(per_row.all(was));
 }

@@ -1,7 +1,7 @@
 //! Every kernel over one list of cases.
 
 use burst_attention_kernels::instances::{Element::*, Instance, Kernel, Target};
-use burst_attention_kernels::kernel::Task;
+use burst_attention_kernels::kernel::Role;
 use burst_attention_kernels::variant::Variant;
 use std::collections::HashSet;
 
@@ -39,7 +39,7 @@ pub fn check_with(cases: &[Case], change: Change) -> Vec<[usize; 7]> {
         let problem = Problem::new(*case);
         let mut counts = [0; 7];
         for (n, (kernel, check)) in CHECKS.into_iter().enumerate() {
-            if !case.suits_rows() && kernel.spec().task == Task::Rows {
+            if !case.suits_rows() && kernel.spec().role == Role::Rows {
                 continue;
             }
             let found = check(&problem, change)

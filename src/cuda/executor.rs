@@ -1,39 +1,34 @@
-//! Issues rings to devices.
+//! The executor: issues rings, and launches that need no ring, to devices.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
 
 use burst_attention_kernels::images::ImagesError;
 use burst_attention_kernels::instances::{Instance, Target};
-use burst_attention_kernels::launch::Launch;
+use burst_attention_kernels::launch::{Launch, LaunchError};
 
 use super::call::Call;
 use super::commands::{CommandList, Work};
-use super::driver::{Context, Driver, Event, Function, Stream};
+use super::connect::{agree, connect, scratch};
+use super::driver::{Context, Driver, Event, Stream};
 use super::error::{CudaError, caught};
 use super::issue::Issue;
 use super::lower::{all_ranks, one_rank};
 use super::nccl::{Comm, Communicator};
+pub use super::objects::Tell;
+use super::objects::{Device, lock};
 use super::region::Queue;
 use super::synchronise::synchronised;
 use super::workspace::Workspace;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::operands::Arrays;
 
 /// A function that finds the image of an instance.
 pub type FindImage = fn(&Instance) -> std::result::Result<&'static [u8], ImagesError>;
 
-/// A function that learns of an error of this device at once, before a handler returns it: the
-/// handler may first wait for peers.
-pub type Tell<'a> = &'a dyn Fn(&Error);
-
-/// The number of calls that a device remembers to be ready for, for each ring. A training step makes
-/// a handful.
-const READY_CALLS: usize = 256;
-
 /// The executor: a driver and the devices seen so far.
 pub struct Executor {
-    pub(super) driver: Box<dyn Driver>,
+    driver: Box<dyn Driver>,
     image: FindImage,
     devices: Mutex<HashMap<Context, Arc<Mutex<Device>>>>,
 }
@@ -63,47 +58,10 @@ impl<'a> RankSet<'a> {
     }
 }
 
-/// The objects that the executor keeps for a device. [`Executor::initialize`] creates all of them.
-#[derive(Debug, Default)]
-pub(super) struct Device {
-    target: Option<Target>,
-    /// The stream of each queue of messages.
-    pub streams: BTreeMap<Queue, Stream>,
-    pub events: Vec<Event>,
-    functions: HashMap<Instance, Function>,
-    pub scratch: Option<u64>,
-    /// The peers to which each communicator has a connection.
-    pub sent_to: HashSet<(Comm, usize)>,
-    /// The peers from which each communicator has a connection.
-    pub received_from: HashSet<(Comm, usize)>,
-    /// The calls for which nothing is missing, for each set of communicators. All ranks of a ring
-    /// make the same calls in the same order, so these lists are the same on all of them.
-    ready: HashMap<Vec<Comm>, Vec<Call>>,
-}
-
-impl Device {
-    fn is_ready(&self, call: &Call, ranks: RankSet<'_>) -> bool {
-        self.ready.get(&ranks.handles()).is_some_and(|calls| calls.contains(call))
-    }
-
-    /// Enqueues a launch of a kernel that the device has loaded.
-    pub fn launch(&self, driver: &dyn Driver, stream: Stream, launch: &Launch) -> Result<()> {
-        let function = self.functions.get(&launch.instance);
-        let function = function.ok_or_else(|| uninitialized(launch.instance))?;
-        driver.launch(stream, *function, launch)
-    }
-}
-
 impl std::fmt::Debug for Executor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Executor").field("devices", &lock(&self.devices).len()).finish()
     }
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // A panic leaves no half-made object: the objects that were made stay, and the next call makes
-    // the missing ones.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Executor {
@@ -132,23 +90,22 @@ impl Executor {
         self.within(stream, |context| {
             let device = self.device(context);
             let mut device = lock(&device);
-            if device.is_ready(call, ranks) {
+            if device.is_ready(call, &ranks.handles()) {
                 return Ok(());
             }
-            let comms = ranks.comms();
-            let placed = |error| CudaError::at(comms.first(), None, error);
+            let (driver, comms) = (&*self.driver, ranks.comms());
+            let rank_of = comms.first().map(Communicator::rank_and_size);
+            let placed = |error| CudaError::at(rank_of, None, error);
             let list = caught(|| self.complete(&mut device, call, ranks));
             let list = list.map_err(placed).inspect_err(tell);
-            let agree = |comm| self.agree(&mut device, stream, comm, list.is_ok());
+            let agree = |comm| agree(driver, &mut device, stream, comm, list.is_ok());
             let agreed = comms.first().map_or(Ok(()), agree);
             let list = list?;
             agreed.map_err(placed)?;
             for (queue, comm) in Queue::OF_MESSAGES.into_iter().zip(comms) {
-                self.connect(&mut device, queue, comm, &list)?;
+                connect(driver, &mut device, queue, comm, &list)?;
             }
-            let calls = device.ready.entry(ranks.handles()).or_default();
-            calls.truncate(READY_CALLS - 1);
-            calls.insert(0, call.clone());
+            device.set_ready(call, ranks.handles());
             Ok(())
         })
     }
@@ -156,7 +113,7 @@ impl Executor {
     /// Whether the ranks of the ring have agreed that all of them are ready for `call`. If this rank
     /// met an error afterwards, its peers still run the call.
     pub fn is_ready(&self, stream: Stream, call: &Call, ranks: RankSet<'_>) -> bool {
-        let is_ready = |context| Ok(lock(&self.device(context)).is_ready(call, ranks));
+        let is_ready = |context| Ok(lock(&self.device(context)).is_ready(call, &ranks.handles()));
         self.within(stream, is_ready).unwrap_or(false)
     }
 
@@ -181,11 +138,42 @@ impl Executor {
             // The lock is held for the whole call, since all ranks must issue exchanges in one
             // order.
             let mut device = lock(&device);
-            let target = self.target(&mut device)?;
+            let target = device.target(&*self.driver)?;
             let list = lower(call, target, ranks, arrays, workspace)?;
             let (driver, device, comms) = (&*self.driver, &*device, ranks.comms());
             Issue { driver, device, stream, comms, tell }.all(&list.commands)?;
             Ok(list.bytes_sent)
+        })
+    }
+
+    /// Loads a kernel on the device of XLA's `stream`. The call is fast if the device has it.
+    ///
+    /// # Errors
+    /// If there are no kernels for the device, or the driver refuses.
+    pub fn prepare(&self, stream: Stream, instance: impl FnOnce(Target) -> Instance) -> Result<()> {
+        self.within(stream, |context| {
+            let device = self.device(context);
+            let mut device = lock(&device);
+            let instance = instance(device.target(&*self.driver)?);
+            device.load(&*self.driver, instance, self.image)
+        })
+    }
+
+    /// Enqueues launches of prepared kernels in order, and waits for none of them. Linear attention
+    /// and decoding take this way: XLA does their exchange.
+    ///
+    /// # Errors
+    /// If the launches can't be described, a kernel was not prepared, or the driver refuses.
+    pub fn launch(
+        &self,
+        stream: Stream,
+        launches: impl FnOnce(Target) -> std::result::Result<Vec<Launch>, LaunchError>,
+    ) -> Result<()> {
+        self.within(stream, |context| {
+            let device = self.device(context);
+            let mut device = lock(&device);
+            let launches = launches(device.target(&*self.driver)?).map_err(CudaError::Launch)?;
+            launches.iter().try_for_each(|launch| device.launch(&*self.driver, stream, launch))
         })
     }
 
@@ -218,11 +206,7 @@ impl Executor {
     }
 
     /// Runs `body` with the context of the stream current.
-    pub(super) fn within<T>(
-        &self,
-        stream: Stream,
-        body: impl FnOnce(Context) -> Result<T>,
-    ) -> Result<T> {
+    fn within<T>(&self, stream: Stream, body: impl FnOnce(Context) -> Result<T>) -> Result<T> {
         let context = self.driver.stream_context(stream)?;
         self.driver.push_context(context)?;
         // XLA's thread gets its own context back even after a panic.
@@ -232,24 +216,8 @@ impl Executor {
     }
 
     /// Returns the device of a context that is current.
-    pub(super) fn device(&self, context: Context) -> Arc<Mutex<Device>> {
+    fn device(&self, context: Context) -> Arc<Mutex<Device>> {
         lock(&self.devices).entry(context).or_default().clone()
-    }
-
-    /// Returns the target of the kernels for a device.
-    pub(super) fn target(&self, device: &mut Device) -> Result<Target> {
-        if let Some(target) = device.target {
-            return Ok(target);
-        }
-        let (major, minor) = self.driver.capability()?;
-        let target = Target::of_capability(major, minor).ok_or_else(|| Error::Unsupported {
-            what: format!("a GPU of compute capability {major}.{minor}"),
-            executor: "CUDA",
-            instead: "there are kernels for 8.0 to 8.9 (A100), 9.0 (H100, H200), 10.0 (B200), \
-                      10.3 (B300) and 12.0 (RTX Blackwell)"
-                .into(),
-        })?;
-        Ok(*device.target.insert(target))
     }
 
     /// Creates the objects that the commands of a call need and the device lacks. Returns these
@@ -261,9 +229,9 @@ impl Executor {
         ranks: RankSet<'_>,
     ) -> Result<CommandList> {
         if !ranks.comms().is_empty() {
-            self.scratch(device)?;
+            scratch(&*self.driver, device)?;
         }
-        let target = self.target(device)?;
+        let target = device.target(&*self.driver)?;
         let list = rehearse(call, target, ranks)?;
         for queue in Queue::OF_MESSAGES {
             let mut commands = list.commands.iter();
@@ -279,20 +247,9 @@ impl Executor {
         }
         for command in &list.commands {
             let Work::Launch(launch) = &command.work else { continue };
-            self.load(device, launch.instance)?;
+            device.load(&*self.driver, launch.instance, self.image)?;
         }
         Ok(list)
-    }
-
-    /// Loads a kernel if the device lacks it.
-    pub(super) fn load(&self, device: &mut Device, instance: Instance) -> Result<()> {
-        if device.functions.contains_key(&instance) {
-            return Ok(());
-        }
-        let image = (self.image)(&instance).map_err(CudaError::Images)?;
-        let function = self.driver.load(image, &instance.entry())?;
-        device.functions.insert(instance, function);
-        Ok(())
     }
 }
 
@@ -323,11 +280,4 @@ fn rehearse(call: &Call, target: Target, ranks: RankSet<'_>) -> Result<CommandLi
     let workspace = Workspace { address: at(0), bytes: call.workspace_bytes() * count as u64 };
     let arrays = Arrays::new(call.pass, &call.problem.features, |operand| at(operand as u64 + 1));
     lower(call, target, ranks, &vec![arrays; count], workspace)
-}
-
-/// Returns the error of an execution that lacks an object.
-pub(super) fn uninitialized(what: impl std::fmt::Display) -> Error {
-    let (library, remedy) = ("XLA", "please report it as a bug");
-    let reason = format!("it runs a call that was not initialised: {what} is missing");
-    CudaError::Library { library, reason, remedy }.into()
 }

@@ -1,4 +1,4 @@
-//! The work on one tile: units, each of them a block of rows that share a head of keys.
+//! The work on one tile: row blocks, each of them some rows that share a head of keys.
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -10,60 +10,61 @@ use crate::host::matmul::Matrix;
 use crate::host::simd::{Simd, Task};
 use crate::host::softmax::SoftCap;
 
-/// Rows of a block.
+/// Rows of a row block.
 pub(super) const ROWS: usize = 4;
-/// Scores of a block and a quad of keys: those of a row are adjacent.
+/// Scores of a row block and a quad of keys: those of a row are adjacent.
 pub(super) const SCORES: usize = ROWS * QUAD;
 /// Vectors of an output that are summed at a time.
 const COLUMNS: usize = 4;
-/// Quads of values that are summed before the next unit's turn.
+/// Quads of values that are summed before the next row block's turn.
 const VALUE_QUADS: usize = 2;
 /// Quads between the prefetch of rows and their use.
 const DISTANCE: usize = 1;
 
-/// The running softmax of all units of a task, and the scratch of their scores. In [`SCORES`] floats,
-/// each row of a unit has [`QUAD`].
+/// The running softmax of all row blocks of a task, and the scratch of their scores. In [`SCORES`]
+/// floats, each row of a row block has [`QUAD`].
 #[derive(Clone, Copy)]
 pub(super) struct State {
-    /// Queries, times the scale: the rows of each unit.
+    /// Queries, times the scale: the rows of each row block.
     pub q: Matrix,
-    /// Σ e^(score − m) v: the rows of each unit.
+    /// Σ e^(score − m) v: the rows of each row block.
     pub o: Matrix,
-    /// Largest score so far, −∞ before the first: [`SCORES`] floats for each unit.
+    /// Largest score so far, −∞ before the first: [`SCORES`] floats for each row block.
     pub m: Matrix,
-    /// Sums of e^(score − m), each over every fourth key: [`SCORES`] floats for each unit.
+    /// Sums of e^(score − m), each over every fourth key: [`SCORES`] floats for each row block.
     pub l: Matrix,
     /// e^(old m − new m), the factor for sums that were made with the old m: [`SCORES`] floats for
-    /// each unit.
+    /// each row block.
     pub alpha: Matrix,
-    /// Scores, then e^(score − m): [`SCORES`] floats for each unit and quad of keys.
+    /// Scores, then e^(score − m): [`SCORES`] floats for each row block and quad of keys.
     pub scores: Matrix,
-    /// ALiBi's slopes: [`SCORES`] floats for each unit.
+    /// ALiBi's slopes: [`SCORES`] floats for each row block.
     pub slopes: Matrix,
-    /// Distances of the tile's first row from the queries: [`SCORES`] floats for each block.
+    /// Distances of the tile's first row from the queries: [`SCORES`] floats for each row block of a
+    /// head.
     pub queries: Matrix,
     /// Distances of the tile's keys from its first row: [`SCORES`] floats for each quad.
     pub keys: Matrix,
 }
 
-/// Folds a tile into the softmax of some units:
+/// Folds a tile into the softmax of some row blocks:
 ///
 /// ```text
 /// m' = max(m, max s);  alpha = e^(m − m');  l' = l·alpha + Σ e^(s − m')
 /// o' = o·alpha + Σ e^(s − m') v
 /// ```
 #[derive(Clone)]
-pub(super) struct Units<'a> {
+pub(super) struct RowBlocks<'a> {
     pub state: State,
-    /// Units, by head, then by block.
-    pub units: Range<usize>,
+    /// The row blocks, head after head.
+    pub blocks: Range<usize>,
     /// Heads of keys of the task.
     pub heads: usize,
-    /// Blocks of each head.
-    pub blocks: usize,
+    /// Row blocks of each head.
+    pub per_head: usize,
     /// Rows of each head.
     pub rows: usize,
-    /// The keys that each row of a block sees.
+    /// The keys that each row of a head sees, by row block.
     pub seen: &'a [[Seen; ROWS]],
     pub keys: &'a [*const u8; TILE],
     pub values: &'a [*const u8; TILE],
@@ -71,14 +72,14 @@ pub(super) struct Units<'a> {
     pub skips: [usize; 2],
     pub cap: Option<SoftCap>,
     pub has_slopes: bool,
-    /// Whether to read quad after quad, each for all heads. Else the units take turns, each with
-    /// all rows.
+    /// Whether to read quad after quad, each for all heads. Else the row blocks take turns, each
+    /// with all rows.
     pub by_quad: bool,
     pub ahead: Ahead<'a>,
 }
 
-/// The fold of units whose keys and values have elements of type `E`.
-struct Fold<'a, E>(Units<'a>, PhantomData<E>);
+/// The fold of row blocks whose keys and values have elements of type `E`.
+struct Fold<'a, E>(RowBlocks<'a>, PhantomData<E>);
 
 impl<E: Element> Task for Fold<'_, E> {
     #[inline(always)]
@@ -88,12 +89,12 @@ impl<E: Element> Task for Fold<'_, E> {
     }
 }
 
-impl Units<'_> {
+impl RowBlocks<'_> {
     /// Folds the tile, in a function of its own.
     ///
     /// # Safety
     /// The caller guarantees that keys and values are readable, with elements of type `E`, and that
-    /// the state has the units and is this thread's.
+    /// the state has the row blocks and is this thread's.
     #[inline(always)]
     pub unsafe fn compute<S: Simd, E: Element>(self, simd: S) {
         simd.vectorize(Fold(self, PhantomData::<E>));
@@ -102,95 +103,95 @@ impl Units<'_> {
     /// Folds the tile.
     ///
     /// # Safety
-    /// The caller guarantees what [`Units::compute`] asks for.
+    /// The caller guarantees what [`RowBlocks::compute`] asks for.
     #[inline(always)]
     unsafe fn fold<S: Simd, E: Element>(&self, simd: S) {
         // SAFETY: the caller guarantees the memory behind all pointers.
         unsafe {
             let (turn, step) =
-                if self.by_quad { (self.units.len(), VALUE_QUADS) } else { (1, QUADS) };
-            for first in self.units.clone().step_by(turn.max(1)) {
-                let units = first..first + turn;
+                if self.by_quad { (self.blocks.len(), VALUE_QUADS) } else { (1, QUADS) };
+            for first in self.blocks.clone().step_by(turn.max(1)) {
+                let blocks = first..first + turn;
                 if !self.by_quad {
                     self.fetch_next(simd, first);
                 }
                 for quad in 0..QUADS {
-                    for unit in units.clone() {
-                        self.fetch(simd, unit, quad + DISTANCE);
-                        self.scores::<S, E>(simd, unit, quad);
+                    for block in blocks.clone() {
+                        self.fetch(simd, block, quad + DISTANCE);
+                        self.scores::<S, E>(simd, block, quad);
                     }
                 }
-                for unit in units.clone() {
-                    self.softmax(simd, unit);
+                for block in blocks.clone() {
+                    self.softmax(simd, block);
                 }
                 for quads in (0..QUADS).step_by(step).map(|first| first..first + step) {
-                    for unit in units.clone() {
+                    for block in blocks.clone() {
                         for quad in quads.clone() {
-                            self.fetch(simd, unit, QUADS + quad + DISTANCE);
+                            self.fetch(simd, block, QUADS + quad + DISTANCE);
                         }
-                        self.outputs::<S, E>(simd, unit, quads.clone());
+                        self.outputs::<S, E>(simd, block, quads.clone());
                     }
                 }
             }
         }
     }
 
-    /// Asks for a quad of rows of a unit's head, if quads are read one after the other. The units
-    /// of a head ask once.
+    /// Asks for a quad of rows of a row block's head, if quads are read one after the other. The
+    /// row blocks of a head ask once.
     #[inline(always)]
-    fn fetch<S: Simd>(&self, simd: S, unit: usize, quad: usize) {
-        if self.by_quad && unit.is_multiple_of(self.blocks) {
-            self.ahead.fetch(simd, quad, unit / self.blocks);
+    fn fetch<S: Simd>(&self, simd: S, block: usize, quad: usize) {
+        if self.by_quad && block.is_multiple_of(self.per_head) {
+            self.ahead.fetch(simd, quad, block / self.per_head);
         }
     }
 
-    /// Asks for a unit's part of the rows of the next head, which may be the first head of the next
-    /// tile.
+    /// Asks for a row block's part of the rows of the next head, which may be the first head of the
+    /// next tile.
     #[inline(always)]
-    fn fetch_next<S: Simd>(&self, simd: S, unit: usize) {
-        let part = |end: usize| end * 2 * QUADS / self.blocks;
-        for quad in part(unit - self.units.start)..part(unit - self.units.start + 1) {
-            match self.units.end / self.blocks {
+    fn fetch_next<S: Simd>(&self, simd: S, block: usize) {
+        let part = |end: usize| end * 2 * QUADS / self.per_head;
+        for quad in part(block - self.blocks.start)..part(block - self.blocks.start + 1) {
+            match self.blocks.end / self.per_head {
                 head if head == self.heads => self.ahead.fetch(simd, 2 * QUADS + quad, 0),
                 head => self.ahead.fetch(simd, quad, head),
             }
         }
     }
 
-    /// Returns the keys that each row of a unit sees.
+    /// Returns the keys that each row of a row block sees.
     #[inline(always)]
-    pub(super) fn seen(&self, unit: usize) -> &[Seen] {
-        let block = unit % self.blocks;
-        &self.seen[block][..(self.rows - block * ROWS).min(ROWS)]
+    pub(super) fn seen(&self, block: usize) -> &[Seen] {
+        let in_head = block % self.per_head;
+        &self.seen[in_head][..(self.rows - in_head * ROWS).min(ROWS)]
     }
 
     /// Returns the place of the score of a key.
     #[inline(always)]
-    pub(super) fn place(&self, unit: usize, row: usize, key: usize) -> *mut f32 {
-        let quad = self.state.scores.skip(unit * QUADS + key / QUAD).at;
+    pub(super) fn place(&self, block: usize, row: usize, key: usize) -> *mut f32 {
+        let quad = self.state.scores.skip(block * QUADS + key / QUAD).at;
         quad.wrapping_add(row * QUAD + key % QUAD)
     }
 
-    /// Returns the bytes from the first head to the head of a unit, in keys and in values.
+    /// Returns the bytes from the first head to the head of a row block, in keys and in values.
     #[inline(always)]
-    fn skips(&self, unit: usize) -> [usize; 2] {
-        let head = (unit - self.units.start) / self.blocks;
+    fn skips(&self, block: usize) -> [usize; 2] {
+        let head = (block - self.blocks.start) / self.per_head;
         [head * self.skips[0], head * self.skips[1]]
     }
 
-    /// Computes the products of a unit's queries and a quad of keys.
+    /// Computes the products of a row block's queries and a quad of keys.
     ///
     /// # Safety
-    /// The caller guarantees what [`Units::compute`] asks for.
+    /// The caller guarantees what [`RowBlocks::compute`] asks for.
     #[inline(always)]
-    unsafe fn scores<S: Simd, E: Element>(&self, simd: S, unit: usize, quad: usize) {
+    unsafe fn scores<S: Simd, E: Element>(&self, simd: S, block: usize, quad: usize) {
         // SAFETY: the caller guarantees the memory behind all pointers.
         unsafe {
-            match self.seen(unit).len() {
-                1 => self.products::<S, E, 1>(simd, unit, quad),
-                2 => self.products::<S, E, 2>(simd, unit, quad),
-                3 => self.products::<S, E, 3>(simd, unit, quad),
-                _ => self.products::<S, E, 4>(simd, unit, quad),
+            match self.seen(block).len() {
+                1 => self.products::<S, E, 1>(simd, block, quad),
+                2 => self.products::<S, E, 2>(simd, block, quad),
+                3 => self.products::<S, E, 3>(simd, block, quad),
+                _ => self.products::<S, E, 4>(simd, block, quad),
             }
         }
     }
@@ -198,15 +199,15 @@ impl Units<'_> {
     /// Computes the products of `R` rows and a quad of keys.
     ///
     /// # Safety
-    /// The caller guarantees what [`Units::compute`] asks for.
+    /// The caller guarantees what [`RowBlocks::compute`] asks for.
     #[inline(always)]
     unsafe fn products<S: Simd, E: Element, const R: usize>(
         &self,
         simd: S,
-        unit: usize,
+        block: usize,
         quad: usize,
     ) {
-        let (q, skip) = (self.state.q.skip(unit * ROWS), self.skips(unit)[0]);
+        let (q, skip) = (self.state.q.skip(block * ROWS), self.skips(block)[0]);
         let mut rows = [std::ptr::null(); QUAD];
         for (row, key) in rows.iter_mut().zip(&self.keys[quad * QUAD..]) {
             *row = key.wrapping_add(skip);
@@ -229,7 +230,7 @@ impl Units<'_> {
                     *to = halves[key / 2][r][key % 2];
                 }
             }
-            let scores = self.place(unit, 0, quad * QUAD);
+            let scores = self.place(block, 0, quad * QUAD);
             for first in (0..R * QUAD).step_by(S::LANES) {
                 let mut all = [simd.zero(); SCORES];
                 all[..S::LANES].copy_from_slice(&sums[first..first + S::LANES]);
@@ -238,24 +239,24 @@ impl Units<'_> {
         }
     }
 
-    /// Adds some quads of values to a unit's outputs. Keys that a row does not see are left out,
-    /// since 0 · NaN is NaN.
+    /// Adds some quads of values to a row block's outputs. Keys that a row does not see are left
+    /// out, since 0 · NaN is NaN.
     ///
     /// # Safety
-    /// The caller guarantees what [`Units::compute`] asks for.
+    /// The caller guarantees what [`RowBlocks::compute`] asks for.
     #[inline(always)]
-    unsafe fn outputs<S: Simd, E: Element>(&self, simd: S, unit: usize, quads: Range<usize>) {
-        let seen = self.seen(unit);
+    unsafe fn outputs<S: Simd, E: Element>(&self, simd: S, block: usize, quads: Range<usize>) {
+        let seen = self.seen(block);
         // SAFETY: the caller guarantees the memory behind all pointers.
         unsafe {
             let alike = seen.iter().all(|other| *other == seen[0]);
             let rows = if alike { seen.len() } else { 1 };
             for row in (0..seen.len()).step_by(rows.max(1)) {
                 match rows {
-                    1 => self.block::<S, E, 1>(simd, unit, row, quads.clone()),
-                    2 => self.block::<S, E, 2>(simd, unit, row, quads.clone()),
-                    3 => self.block::<S, E, 3>(simd, unit, row, quads.clone()),
-                    _ => self.block::<S, E, 4>(simd, unit, row, quads.clone()),
+                    1 => self.row_outputs::<S, E, 1>(simd, block, row, quads.clone()),
+                    2 => self.row_outputs::<S, E, 2>(simd, block, row, quads.clone()),
+                    3 => self.row_outputs::<S, E, 3>(simd, block, row, quads.clone()),
+                    _ => self.row_outputs::<S, E, 4>(simd, block, row, quads.clone()),
                 }
             }
         }
@@ -264,19 +265,19 @@ impl Units<'_> {
     /// Adds values to `R` rows that see the same keys.
     ///
     /// # Safety
-    /// The caller guarantees what [`Units::compute`] asks for.
+    /// The caller guarantees what [`RowBlocks::compute`] asks for.
     #[inline(always)]
-    unsafe fn block<S: Simd, E: Element, const R: usize>(
+    unsafe fn row_outputs<S: Simd, E: Element, const R: usize>(
         &self,
         simd: S,
-        unit: usize,
+        block: usize,
         row: usize,
         quads: Range<usize>,
     ) {
         let (vectors, mut first) = (self.state.o.row / S::LANES, 0);
         let most = if in_registers::<S, R, COLUMNS>() { COLUMNS } else { 2 };
         while first < vectors {
-            let place = (unit, row, first / E::VECTORS);
+            let place = (block, row, first / E::VECTORS);
             // SAFETY: the caller guarantees the memory behind all pointers.
             first += unsafe {
                 match most.min(vectors - first) {
@@ -291,21 +292,21 @@ impl Units<'_> {
     /// Adds values to `N` vectors of `R` rows, from load `load` on, and returns `N`.
     ///
     /// # Safety
-    /// The caller guarantees what [`Units::compute`] asks for.
+    /// The caller guarantees what [`RowBlocks::compute`] asks for.
     #[inline(always)]
     unsafe fn columns<S: Simd, E: Element, const R: usize, const N: usize>(
         &self,
         simd: S,
-        (unit, row, load): (usize, usize, usize),
+        (block, row, load): (usize, usize, usize),
         quads: Range<usize>,
     ) -> usize {
         if !N.is_multiple_of(E::VECTORS) {
             return N;
         }
-        let (o, skip) = (self.state.o.skip(unit * ROWS + row), self.skips(unit)[1]);
+        let (o, skip) = (self.state.o.skip(block * ROWS + row), self.skips(block)[1]);
         let at = |r: usize, n: usize| o.skip(r).at.wrapping_add((load * E::VECTORS + n) * S::LANES);
-        let alpha = self.state.alpha.skip(unit).at.wrapping_add(row * QUAD);
-        let seen = self.seen(unit)[row];
+        let alpha = self.state.alpha.skip(block).at.wrapping_add(row * QUAD);
+        let seen = self.seen(block)[row];
         let mut sums = [[simd.zero(); N]; R];
         // SAFETY: the caller guarantees the memory behind all pointers.
         unsafe {
@@ -317,7 +318,7 @@ impl Units<'_> {
             }
             for quad in quads {
                 let values = &self.values[quad * QUAD..][..QUAD];
-                let weights = self.place(unit, row, quad * QUAD);
+                let weights = self.place(block, row, quad * QUAD);
                 let mut seen = seen >> (quad * QUAD) & 0xf;
                 if seen == 0xf {
                     for (key, value) in values.iter().enumerate() {
