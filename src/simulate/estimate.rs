@@ -124,10 +124,6 @@ pub fn estimate(
         }
         Method::Heads { inner } if world_size > MOST => exchanging_heads(problem, inner, &run),
         Method::Heads { .. } => run.simulated(problem, method),
-        // Baselines limit their own ranks.
-        Method::RingSelfAttention | Method::MegatronTp => {
-            predict(problem, method, pass, travels, machine, false).map(Estimate::of)
-        }
     }
 }
 
