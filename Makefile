@@ -100,7 +100,7 @@ LONG := test-rust-full test-python-full test-compiled test-wheel test-trainers-s
 test-full: lint docs $(LONG)  ## run lint, docs and the long tests
 	$(SAY) "all long tests passed"
 
-test-exhaustive: checked-package $(STANDIN)/ready test-images test-trainers  ## test the whole products of the cases (days)
+test-exhaustive: checked-package baselines $(STANDIN)/ready test-images test-trainers  ## test the whole products of the cases (days)
 	@$(PY) -m pytest --checked -m "" --exhaustive $(PYTEST)
 	@$(PY) -m pytest -m "" --platform=standin $(PYTEST)
 
@@ -123,7 +123,7 @@ kernel-quality: images  ## print what the compiler made of each CUDA kernel; WRI
 	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin kernel-quality && \
 	    $(TARGET)/checked/kernel-quality $(IMAGES) $(if $(WRITE),--write)
 
-test-python: checked-package
+test-python: checked-package baselines
 	$(SAY) "Python: pytest, on 8 CPU devices (PYTEST=... adds arguments; -n0 for one process)"
 	@$(PY) -m pytest --checked -n 2 --dist loadfile $(PYTEST)
 
@@ -197,7 +197,7 @@ host-package: $(VENV)/kernels
 	@$(call KERNEL_IMAGES,$(HOST_PACKAGE)/burst_attention/images) --host $(HOST)
 
 # This wheel has the images that the stand-in knows, because to compile the real ones takes long.
-test-wheel: $(BUILT) $(VENV)/dev $(STANDIN)/ready  ## install a wheel with the oldest and the newest JAX and run the tests
+test-wheel: $(BUILT) $(VENV)/dev $(STANDIN)/ready baselines  ## install a wheel with the oldest and the newest JAX and run the tests
 	$(SAY) "wheel for tests"
 	@$(call COPY_SOURCES,$(TEST_PACKAGE))
 	@cp -r $(LIBRARY) $(STANDIN)/package/burst_attention/images $(TEST_PACKAGE)/burst_attention
@@ -225,8 +225,8 @@ decode-bench: build  ## measure decoding against the roof, jax.nn and torch
 	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/decode.py \
 	    --peak $(TARGET)/release/burst-attention-peak $(BENCH)
 
-claims: build  ## predict the claims of publications: docs/claims.md, benchmarks/results/claims.json
-	@PYTHONPATH=jax_plugin $(PY) benchmarks/claims.py
+claims: build baselines  ## predict the claims of publications: docs/claims.md, studies/results/claims.json
+	@PYTHONPATH=jax_plugin $(PY) studies/claims.py
 
 model-bench: build  ## predict work and time of a real model's attention on 64 GPUs
 	@PYTHONPATH=jax_plugin:examples $(PY) benchmarks/real_model.py
@@ -325,6 +325,10 @@ $(CHECKED_LIBRARY): $(RUST) $(VENV)/kernels
 	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --lib
 	@mkdir -p $(@D)
 	@cp $(TARGET)/checked/$(@F) $@.new && mv $@.new $@
+
+# The program with which the studies predict baselines.
+baselines: $(VENV)/kernels
+	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin burst-attention-baselines
 
 checked-package: $(CHECKED_LIBRARY) $(VENV)/dev
 	@$(call LINK_SOURCES,$(CHECKED_PACKAGE))

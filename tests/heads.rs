@@ -21,14 +21,7 @@ fn machine(ranks_per_node: usize) -> Machine {
     let between = Link { latency: 11.0, bandwidth: 2.0 };
     let (forward, backward, launch) = (3.0, 5.0, 0.0);
     Machine {
-        kernels: Kernels {
-            forward,
-            backward,
-            launch,
-            one_backward: false,
-            sum_bytes: 4,
-            memory: 1.0,
-        },
+        kernels: Kernels { forward, backward, launch, one_backward: false, sum_bytes: 4 },
         network: Network { ranks_per_node, within, between, shared: false },
     }
 }

@@ -34,7 +34,6 @@ fn machine(rate: f64, bandwidth: f64) -> Machine {
             launch: 0.0,
             one_backward: false,
             sum_bytes: 4,
-            memory: 1.0,
         },
         network: Network { ranks_per_node: 1 << 20, within: link, between: link, shared: false },
     }

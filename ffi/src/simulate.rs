@@ -22,8 +22,8 @@ const MOST_SIMULATED: usize = 1024;
 pub(crate) struct Request {
     #[serde(flatten)]
     problem: Problem,
-    /// A family of schedules, `ulysses`, `hybrid`, or a baseline of publications. The inner rings
-    /// of a double ring are nodes, and so are the groups of a hybrid that exchange heads.
+    /// A family of schedules, `ulysses` or `hybrid`. The inner rings of a double ring are nodes, and
+    /// so are the groups of a hybrid that exchange heads.
     schedule: String,
     #[serde(deserialize_with = "travels")]
     backward: Option<Travels>,
@@ -79,15 +79,9 @@ impl Request {
         match self.schedule.as_str() {
             "ulysses" => Ok(Method::Heads { inner: self.problem.world_size }),
             "hybrid" => Ok(Method::Heads { inner: node }),
-            "ring_self_attention" => Ok(Method::RingSelfAttention),
-            "megatron_tp" => Ok(Method::MegatronTp),
             name => match Family::named(name, node) {
                 Ok(family) => Ok(Method::Travel(family)),
-                Err(error) => Err(format!(
-                    "{error}; or ulysses or hybrid; or, to compare with, the baselines \
-                     ring_self_attention or megatron_tp"
-                )
-                .into()),
+                Err(error) => Err(format!("{error}; or ulysses or hybrid").into()),
             },
         }
     }
@@ -239,8 +233,6 @@ mod tests {
         };
         assert_eq!(travels("ulysses"), Vec::from(["heads", "heads"].map(Value::from)));
         assert_eq!(travels("hybrid"), Vec::from(["keys", "queries"].map(Value::from)));
-        assert_eq!(travels("megatron_tp"), Vec::from(["heads", "heads"].map(Value::from)));
-        assert_eq!(travels("ring_self_attention"), Vec::from(["keys", "keys"].map(Value::from)));
     }
 
     #[test]

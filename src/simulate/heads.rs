@@ -9,7 +9,6 @@
 //! Every rank sends each other rank of its group an equal part of its rows' bytes, and keeps one
 //! part.
 
-use super::cost::Costs;
 use super::machine::Machine;
 use super::script::Script;
 use crate::error::Result;
@@ -26,15 +25,14 @@ pub(super) fn scripts<'a>(
     machine: &'a Machine,
 ) -> Result<(Option<Travels>, Vec<Script<'a>>)> {
     let ring = between_groups(problem, inner)?;
-    let costs = Costs { problem: &ring, kernels: &machine.kernels };
     let schedules = schedule(&ring, Family::Ring, pass, travels)?;
     let [there, back] = volume(problem, inner, pass);
     let held = buffer_bytes(problem, inner, pass);
     let script = |rank: usize| {
-        let mut script = Script::new(rank, &machine.network);
+        let mut script = Script::new(rank, machine);
         exchange(&mut script, rank, inner, there);
         let schedule = &schedules[rank / inner];
-        script.follow(&costs, schedule, |group| group * inner + rank % inner);
+        script.follow(&ring, schedule, |group| group * inner + rank % inner);
         exchange(&mut script, rank, inner, back);
         script.report.buffer_bytes += held;
         script
@@ -94,5 +92,5 @@ pub(super) fn buffer_bytes(problem: &Problem, inner: usize, pass: Pass) -> u64 {
 fn exchange(script: &mut Script<'_>, rank: usize, inner: usize, bytes: u64) {
     let first = rank - rank % inner;
     let peers = (first..first + inner).filter(move |peer| *peer != rank);
-    script.exchange(peers, bytes / inner as u64);
+    script.exchange(peers.clone(), peers, bytes / inner as u64);
 }

@@ -21,9 +21,6 @@ pub struct Kernels {
     pub one_backward: bool,
     /// Bytes per element of travelling accumulators; 4 in this library.
     pub sum_bytes: usize,
-    /// Bytes per second between a rank and its memory. Only scores that a method keeps take time
-    /// by this rate: kernels that fold tiles leave it out.
-    pub memory: f64,
 }
 
 /// A connection. A message takes `latency + bytes / bandwidth`. It shares the bandwidth with the
@@ -114,7 +111,6 @@ impl Machine {
         let numbers = [
             ("forward FLOP/s", kernels.forward, rate),
             ("backward FLOP/s", kernels.backward, rate),
-            ("bandwidth of memory", kernels.memory, rate),
             ("bandwidth within a node", within.bandwidth, rate),
             ("bandwidth between nodes", between.bandwidth, rate),
             ("seconds of a launch", kernels.launch, time),
@@ -132,8 +128,7 @@ impl Machine {
 /// Sources of the numbers of H200s in nodes of eight.
 const H200: [&str; 4] = [
     "predicted for this library's kernels at 8,192 tokens, causal, head_dim 128, bfloat16, by a \
-     model of their machine code (docs/kernel-model.md), -10% to +20%; they have not been timed; \
-     memory 4,800 GB/s, as specified",
+     model of their machine code (docs/kernel-model.md), -10% to +20%; they have not been timed",
     "5 us each, an assumption",
     "NVLink 4, 450 GB/s each way per GPU, as specified, through switches that block nothing; \
      latency of a message 10 us, an assumption",
@@ -145,7 +140,7 @@ const H200: [&str; 4] = [
 const A100: [&str; 4] = [
     "190 TFLOP/s in both passes, of one kernel for all gradients, whose sums travel in 16 bits; \
      FlashAttention-2's repository shows 189 for both passes together at 16,384 tokens, causal, \
-     head_dim 128; memory 2,039 GB/s, as specified",
+     head_dim 128",
     "5 us each, an assumption",
     "NVLink 3, 300 GB/s each way per GPU, as specified, through switches that block nothing; \
      latency of a message 10 us, an assumption",
@@ -176,7 +171,6 @@ pub fn named() -> [Named; 4] {
         launch: 5e-6,
         one_backward: false,
         sum_bytes: 4,
-        memory: 4.8e12,
     };
     let a100 = Kernels {
         forward: 190e12,
@@ -184,7 +178,6 @@ pub fn named() -> [Named; 4] {
         launch: 5e-6,
         one_backward: true,
         sum_bytes: 2,
-        memory: 2.039e12,
     };
     let [h200, a100] = [nodes(h200, 450e9, 50e9), nodes(a100, 300e9, 25e9)];
     let named = |name, title, sources, ranks, machine: &Machine| Named {

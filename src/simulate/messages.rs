@@ -3,14 +3,7 @@
 use std::collections::{BTreeMap, VecDeque};
 
 use super::machine::Class;
-use super::script::{Label, MessageEnd};
-
-/// Which end of a message a rank has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum End {
-    Send,
-    Receive,
-}
+use super::script::{End, Label, MessageEnd};
 
 /// An end of a message that its rank has posted.
 #[derive(Clone, Copy)]

@@ -1,7 +1,5 @@
 //! Methods to divide attention among ranks, and what they take.
 
-use super::baselines;
-use super::cost::Costs;
 use super::heads;
 use super::machine::Machine;
 use super::report::Report;
@@ -24,12 +22,6 @@ pub enum Method {
         /// Ranks of a group; divides the number of ranks and of query heads.
         inner: usize,
     },
-    /// A baseline: every rank keeps the scores of its queries with all keys. Keys go round, then
-    /// values, and nothing overlaps.
-    RingSelfAttention,
-    /// A baseline: ranks gather activations, each computes a part of the heads, and they scatter
-    /// the sums of the outputs over rows.
-    MegatronTp,
 }
 
 /// Times one pass of `problem` on `machine`. Without `travels`, the side travels that costs fewer
@@ -49,18 +41,13 @@ pub fn predict(
     machine.validate()?;
     let (travels, scripts) = match method {
         Method::Travel(family) => {
-            let costs = Costs { problem, kernels: &machine.kernels };
             let mut scripts = Vec::with_capacity(problem.world_size);
             let travels = for_each_rank(problem, family, pass, travels, |schedule| {
-                scripts.push(Script::of(&costs, &schedule, &machine.network));
+                scripts.push(Script::of(problem, &schedule, machine));
             })?;
             (Some(travels), scripts)
         }
         Method::Heads { inner } => heads::scripts(problem, inner, pass, travels, machine)?,
-        Method::RingSelfAttention => {
-            (Some(Travels::Keys), baselines::ring_self_attention(problem, pass, machine)?)
-        }
-        Method::MegatronTp => (None, baselines::megatron_tp(problem, pass, machine)?),
     };
     run(pass, travels, &scripts, machine, has_timeline)
 }

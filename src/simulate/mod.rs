@@ -8,17 +8,17 @@
 //! together. Links are full duplex, and messages that use a link at the same time share it.
 //!
 //! A [`Method`] may also exchange rows for heads, before and after a schedule, on the same clock.
-//! Two methods are baselines of publications, which no other executor carries out.
+//! [`run`] times any other method, from the [`Script`] of each rank.
 //!
-//! The simulator leaves out delta and casts, and the part of a processor that messages take from
-//! kernels. It leaves out memory bandwidth, except for scores that a baseline keeps.
+//! The simulator leaves out memory bandwidth, delta and casts, and the part of a processor that
+//! messages take from kernels.
 
-mod baselines;
 mod choose;
 mod clock;
 mod cost;
 mod estimate;
 mod heads;
+mod line;
 mod machine;
 mod messages;
 mod method;
@@ -30,8 +30,9 @@ mod wires;
 
 pub use choose::{Candidate, Choice, choose};
 pub use cost::tile_flops;
-pub use estimate::{Cost, Estimate, cost, estimate};
+pub use estimate::{Cost, cost, estimate};
 pub use machine::{Class, Kernels, Link, Machine, Named, Network, named};
 pub use method::{Method, predict};
-pub use report::{Activity, Bytes, Event, RankReport, Report};
-pub use simulation::simulate;
+pub use report::{Activity, Bytes, Estimate, Event, RankReport, Report};
+pub use script::Script;
+pub use simulation::{run, simulate};

@@ -148,3 +148,44 @@ impl Report {
         self.ranks.iter().map(|rank| rank.flops).sum()
     }
 }
+
+/// What one pass takes: the totals of a [`Report`], and one rank.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Estimate {
+    /// The side that travels, if one does.
+    pub travels: Option<Travels>,
+    /// Seconds until the last rank is through.
+    pub seconds: f64,
+    /// Seconds that the rank which waits longest waits for messages.
+    pub exposed: f64,
+    /// Seconds that all ranks compute.
+    pub compute: f64,
+    /// FLOPs of all ranks.
+    pub flops: f64,
+    /// Bytes that all ranks send.
+    pub sent: Bytes,
+    /// The most hops over links between nodes that any rank starts.
+    pub slow_hops: usize,
+    /// The rank that computes longest.
+    pub busiest: RankReport,
+    /// Whether smaller worlds gave the numbers.
+    pub estimated: bool,
+}
+
+impl Estimate {
+    /// The estimate that a simulation gives.
+    pub(super) fn of(report: Report) -> Estimate {
+        let longer = |a: &RankReport, b: &RankReport| a.compute.total_cmp(&b.compute);
+        Estimate {
+            travels: report.travels,
+            seconds: report.seconds,
+            exposed: report.exposed(),
+            compute: report.compute(),
+            flops: report.flops(),
+            sent: report.sent(),
+            slow_hops: report.slow_hops(),
+            busiest: report.ranks.into_iter().max_by(longer).unwrap_or_default(),
+            estimated: false,
+        }
+    }
+}

@@ -3,16 +3,16 @@
 use std::fmt;
 
 use super::cost::{Costs, Halves, tile_flops};
-use super::machine::{Class, Network};
-use super::messages::End;
+use super::machine::{Class, Machine};
 use super::report::{Bytes, RankReport};
+use crate::problem::Problem;
 use crate::schedule::{Chunk, Due, Exchange, Payload, Schedule, Transfer};
 
-/// One rank's pass.
-pub(super) struct Script<'a> {
+/// What one rank does in a pass: steps in order, each with computing and exchanges.
+pub struct Script<'a> {
     rank: usize,
-    network: &'a Network,
-    pub steps: Vec<ScriptStep>,
+    machine: &'a Machine,
+    pub(super) steps: Vec<ScriptStep>,
     /// The totals that are known before the simulation.
     pub report: RankReport,
 }
@@ -41,12 +41,19 @@ pub(super) struct MessageEnd {
     pub class: Class,
 }
 
+/// Which end of a message a rank has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum End {
+    Send,
+    Receive,
+}
+
 /// What tells a message from other messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Label {
     /// Payload, owner, and start and end of the rows.
     Chunk(Payload, u32, [u32; 2]),
-    /// Rows of this rank, for methods that don't follow a schedule.
+    /// Rows that this rank sends, outside of a schedule.
     Rows(u32),
 }
 
@@ -79,29 +86,30 @@ impl fmt::Display for Label {
 }
 
 impl<'a> Script<'a> {
-    /// The script of a rank with nothing to do.
-    pub fn new(rank: usize, network: &'a Network) -> Script<'a> {
-        Script { rank, network, steps: vec![], report: RankReport::default() }
+    /// The script of a rank with nothing to do, on a machine that [`Machine::validate`] accepts.
+    pub fn new(rank: usize, machine: &'a Machine) -> Script<'a> {
+        Script { rank, machine, steps: vec![], report: RankReport::default() }
     }
 
     /// The script of a schedule.
-    pub fn of(costs: &Costs<'_>, schedule: &Schedule, network: &'a Network) -> Script<'a> {
-        let mut script = Script::new(schedule.rank, network);
-        script.follow(costs, schedule, |rank| rank);
+    pub(super) fn of(problem: &Problem, schedule: &Schedule, machine: &'a Machine) -> Script<'a> {
+        let mut script = Script::new(schedule.rank, machine);
+        script.follow(problem, schedule, |rank| rank);
         script
     }
 
-    /// Adds the steps of a schedule. `number` turns a rank of the schedule's ring into a rank of
-    /// the network.
+    /// Adds the steps of a schedule of `problem`. `number` turns a rank of the schedule's ring into
+    /// a rank of the network.
     pub fn follow(
         &mut self,
-        costs: &Costs<'_>,
+        problem: &Problem,
         schedule: &Schedule,
         number: impl Fn(usize) -> usize,
     ) {
+        let costs = Costs { problem, kernels: &self.machine.kernels };
         let first = self.next();
         for step in &schedule.steps {
-            let flops = |tile| tile_flops(costs.problem, schedule.pass, tile);
+            let flops = |tile| tile_flops(problem, schedule.pass, tile);
             self.report.tiles += step.tiles.len();
             self.report.flops += step.tiles.iter().map(flops).sum::<f64>();
             self.begin(first + step.index, costs.step(schedule.pass, step));
@@ -111,7 +119,7 @@ impl<'a> Script<'a> {
                     Due::Fold(step) => Due::Fold(first + step),
                 };
                 let message = |end| {
-                    let number = &number;
+                    let (number, costs) = (&number, &costs);
                     move |Transfer { chunk, peer, .. }: &Transfer| {
                         let bytes = costs.chunk(chunk, schedule.pass);
                         (end, number(*peer), bytes, Label::chunk(chunk))
@@ -125,36 +133,45 @@ impl<'a> Script<'a> {
     }
 
     /// The number of the step that comes next.
-    pub fn next(&self) -> usize {
+    fn next(&self) -> usize {
         self.steps.last().map_or(0, |step| step.index + 1)
     }
 
-    /// Adds a step in which the rank sends this many bytes to each of its peers, and receives as
-    /// many from each. Nothing overlaps with it. Without peers there is no step.
-    pub fn exchange(&mut self, peers: impl Iterator<Item = usize> + Clone, each: u64) {
-        if peers.clone().next().is_none() {
-            return;
-        }
+    /// Adds a step in which the rank computes for `seconds`.
+    pub fn compute(&mut self, seconds: f64) {
+        self.begin(self.next(), Halves { before: seconds, after: 0.0 });
+    }
+
+    /// Adds a step in which the rank sends `bytes` to each rank of `to`, and receives as many from
+    /// each rank of `from`. Nothing overlaps with it. Without any such rank there is no step.
+    pub fn exchange(
+        &mut self,
+        to: impl Iterator<Item = usize>,
+        from: impl Iterator<Item = usize>,
+        bytes: u64,
+    ) {
         let (index, rank) = (self.next(), self.rank);
-        self.begin(index, Halves::default());
-        let sends =
-            peers.clone().map(move |peer| (End::Send, peer, each, Label::Rows(rank as u32)));
-        let receives = peers.map(|peer| (End::Receive, peer, each, Label::Rows(peer as u32)));
-        self.post(Due::Begin(index + 1), sends.chain(receives));
+        let sends = to.map(|peer| (End::Send, peer, bytes, Label::Rows(rank as u32)));
+        let receives = from.map(|peer| (End::Receive, peer, bytes, Label::Rows(peer as u32)));
+        let mut ends = sends.chain(receives).peekable();
+        if ends.peek().is_some() {
+            self.begin(index, Halves::default());
+            self.post(Due::Begin(index + 1), ends);
+        }
     }
 
     /// Adds a step.
-    pub fn begin(&mut self, index: usize, work: Halves) {
+    fn begin(&mut self, index: usize, work: Halves) {
         self.report.steps += 1;
         self.steps.push(ScriptStep { index, work, exchanges: vec![] });
     }
 
     /// Adds to the newest step messages that start together. Each has an end, a peer, bytes and a
     /// label.
-    pub fn post(&mut self, due: Due, ends: impl Iterator<Item = (End, usize, u64, Label)>) {
+    fn post(&mut self, due: Due, ends: impl Iterator<Item = (End, usize, u64, Label)>) {
         let mut messages: Vec<MessageEnd> = Vec::with_capacity(ends.size_hint().0);
         for (end, peer, bytes, label) in ends {
-            let class = self.network.class(self.rank, peer);
+            let class = self.machine.network.class(self.rank, peer);
             let peer = peer as u32;
             if end == End::Send {
                 self.report.sent += Bytes::over(class, bytes);

@@ -1,8 +1,9 @@
-//! Estimates of worlds whose units have many ranks, from worlds whose units have few.
+//! Estimates of worlds whose node groups have many ranks, from worlds whose node groups have few.
 //!
-//! A unit of i ranks is shrunk to i·λ ranks with shards of the same length. A pass over it has λ
-//! times as many steps, each as long as before, and some time that does not depend on i. So a pass
-//! takes a + b·λ seconds, and two values of λ tell what λ = 1 takes. With λ, other numbers change:
+//! A node group of i ranks is shrunk to i·λ ranks with shards of the same length. A pass over it
+//! has λ times as many steps, each as long as before, and some time that does not depend on i. So a
+//! pass takes a + b·λ seconds, and two values of λ tell what λ = 1 takes. With λ, other numbers
+//! change:
 //!
 //! - A **window** has λ times as many positions, so that it spans the same part of the world.
 //! - The **slow links of a double ring** have λ times the latency and 1/λ of the bandwidth. A chunk
@@ -11,38 +12,39 @@
 //! - **Slow links that all ranks of a node share**, and over which all of them send at once, have λ
 //!   times the bandwidth, because λ times as many ranks share them.
 //!
-//! Where a window ends within a unit, longer units take no more time. Such a unit is first cut to
-//! the reach of the window.
+//! Where a window ends within a node group, longer node groups take no more time. Such a group is
+//! first cut to the reach of the window.
 
-use super::estimate::{Estimate, LONGEST_UNIT, Line, Run, over_units, reach};
+use super::line::{LONGEST_GROUP, Line, Setting, over_node_groups, reach};
 use super::machine::Machine;
+use super::report::Estimate;
 use crate::error::Result;
 use crate::mask::Window;
 use crate::problem::{Pass, Problem};
 use crate::schedule::{Crossing, Family};
 
-/// Ranks of the two shrunk units.
-const UNITS: [usize; 2] = [LONGEST_UNIT / 2, LONGEST_UNIT];
+/// Ranks of the two shrunk node groups.
+const GROUPS: [usize; 2] = [LONGEST_GROUP / 2, LONGEST_GROUP];
 
-/// Estimates a pass whose units of `unit` ranks are too long to simulate.
+/// Estimates a pass whose node groups of `group` ranks are too long to simulate.
 pub(super) fn estimate(
     problem: &Problem,
     family: Family,
-    unit: usize,
-    run: &Run<'_>,
+    group: usize,
+    setting: &Setting<'_>,
 ) -> Result<Estimate> {
     // A rank with all ranks that it exchanges with, on both sides.
-    let wanted = reach(problem).map(|reach| (2 * reach + 1).max(LONGEST_UNIT));
-    if let Some(wanted) = wanted.filter(|wanted| *wanted < unit) {
-        return cut(problem, family, [unit, wanted], run);
+    let wanted = reach(problem).map(|reach| (2 * reach + 1).max(LONGEST_GROUP));
+    if let Some(wanted) = wanted.filter(|wanted| *wanted < group) {
+        return cut(problem, family, [group, wanted], setting);
     }
-    if unit <= LONGEST_UNIT {
-        return over_units(problem, family, unit, run);
+    if group <= LONGEST_GROUP {
+        return over_node_groups(problem, family, group, setting);
     }
-    let [less, more] = UNITS.map(|ranks| Shrunk::new(problem, family, [unit, ranks], run));
-    let many = more.estimate(run)?;
-    let few = less.estimate(&Run { travels: many.travels, ..*run })?;
-    let further = (unit - UNITS[1]) as f64 / (UNITS[1] - UNITS[0]) as f64;
+    let [less, more] = GROUPS.map(|ranks| Shrunk::new(problem, family, [group, ranks], setting));
+    let many = more.estimate(setting)?;
+    let few = less.estimate(&Setting { travels: many.travels, ..*setting })?;
+    let further = (group - GROUPS[1]) as f64 / (GROUPS[1] - GROUPS[0]) as f64;
     let ranks = [&less.problem, &more.problem, problem].map(|problem| problem.world_size as f64);
     // One rank of each node sends to the next node, however many ranks a node has.
     let one_rank = family.crossing(problem) == Crossing::OneRank;
@@ -50,16 +52,21 @@ pub(super) fn estimate(
     Ok(Line { one: further, all: further, ranks, crossing }.through(&few, &many))
 }
 
-/// Estimates with units that have only the ranks that a window wants. Each rank sends as much as
-/// before, but as many bytes cross from unit to unit in all.
-fn cut(problem: &Problem, family: Family, units: [usize; 2], run: &Run<'_>) -> Result<Estimate> {
-    let [from, to] = units;
+/// Estimates with node groups that have only the ranks that a window wants. Each rank sends as much
+/// as before, but as many bytes cross from group to group in all.
+fn cut(
+    problem: &Problem,
+    family: Family,
+    groups: [usize; 2],
+    setting: &Setting<'_>,
+) -> Result<Estimate> {
+    let [from, to] = groups;
     let world_size = problem.world_size.div_ceil(from) * to;
-    let mut machine = run.machine.clone();
-    machine.network.ranks_per_node = shortened(machine.network.ranks_per_node, units);
+    let mut machine = setting.machine.clone();
+    machine.network.ranks_per_node = shortened(machine.network.ranks_per_node, groups);
     let shorter = Problem { world_size, ..problem.clone() };
-    let run = Run { machine: &machine, ..*run };
-    let mut found = estimate(&shorter, family.with_inner(to), to, &run)?;
+    let setting = Setting { machine: &machine, ..*setting };
+    let mut found = estimate(&shorter, family.with_inner(to), to, &setting)?;
     let more = problem.world_size as f64 / world_size as f64;
     let sent = (found.sent.within + found.sent.between) as f64 * more;
     found.sent.within = (sent as u64).saturating_sub(found.sent.between);
@@ -69,31 +76,31 @@ fn cut(problem: &Problem, family: Family, units: [usize; 2], run: &Run<'_>) -> R
     Ok(found)
 }
 
-/// Returns the ranks of a node where units of `from` ranks get `to`.
+/// Returns the ranks of a node where node groups of `from` ranks get `to`.
 fn shortened(ranks: usize, [from, to]: [usize; 2]) -> usize {
     ((ranks as f64 * to as f64 / from as f64).round() as usize).max(1)
 }
 
-/// A world with shorter units.
+/// A world with shorter node groups.
 struct Shrunk {
     problem: Problem,
     family: Family,
-    unit: usize,
+    group: usize,
     machine: Machine,
 }
 
 impl Shrunk {
-    fn new(problem: &Problem, family: Family, units: [usize; 2], run: &Run<'_>) -> Shrunk {
-        let [from, to] = units;
+    fn new(problem: &Problem, family: Family, groups: [usize; 2], setting: &Setting<'_>) -> Shrunk {
+        let [from, to] = groups;
         let scale = to as f64 / from as f64;
         let scaled = |size: usize| (size as f64 * scale).round() as usize;
         let shorter = |limit: i64| (limit as f64 * scale).round() as i64;
         let Window { left, right } = problem.window;
-        let mut machine = run.machine.clone();
+        let mut machine = setting.machine.clone();
         let network = &mut machine.network;
-        network.ranks_per_node = shortened(network.ranks_per_node, units);
+        network.ranks_per_node = shortened(network.ranks_per_node, groups);
         let has_turns = family.crossing(problem) == Crossing::AllRanksInTurns;
-        if has_turns && !crosses_every_step(problem, run.pass) {
+        if has_turns && !crosses_every_step(problem, setting.pass) {
             network.between.latency *= scale;
             // On a shared link, fewer ranks make up for shorter turns.
             if !network.shared {
@@ -107,12 +114,12 @@ impl Shrunk {
             world_size: scaled(problem.world_size),
             ..problem.clone()
         };
-        Shrunk { problem, family: family.with_inner(to), unit: to, machine }
+        Shrunk { problem, family: family.with_inner(to), group: to, machine }
     }
 
-    fn estimate(&self, run: &Run<'_>) -> Result<Estimate> {
-        let run = Run { machine: &self.machine, ..*run };
-        over_units(&self.problem, self.family, self.unit, &run)
+    fn estimate(&self, setting: &Setting<'_>) -> Result<Estimate> {
+        let setting = Setting { machine: &self.machine, ..*setting };
+        over_node_groups(&self.problem, self.family, self.group, &setting)
     }
 }
 

@@ -1,11 +1,10 @@
 //! The simulation: all ranks follow their scripts at once, on one clock.
 
 use super::clock::Clock;
-use super::cost::Costs;
 use super::machine::Machine;
-use super::messages::{End, Messages};
+use super::messages::Messages;
 use super::report::{Activity, Event, RankReport, Report};
-use super::script::{Script, ScriptExchange, ScriptStep};
+use super::script::{End, Script, ScriptExchange, ScriptStep};
 use super::wires::{Forecast, Wires};
 use crate::error::{Error, Result};
 use crate::problem::{Pass, Problem, Travels};
@@ -25,16 +24,19 @@ pub fn simulate(problem: &Problem, schedules: &[Schedule], machine: &Machine) ->
             return Err(Error::BrokenSchedule { rank: schedule.rank, step: 0, what });
         }
     }
-    let costs = Costs { problem, kernels: &machine.kernels };
-    let script = |schedule: &Schedule| Script::of(&costs, schedule, &machine.network);
+    let script = |schedule: &Schedule| Script::of(problem, schedule, machine);
     let scripts: Vec<Script> = schedules.iter().map(script).collect();
     let (pass, travels) = (schedules.first())
         .map_or((Pass::Forward, Travels::Keys), |schedule| (schedule.pass, schedule.travels));
     run(pass, Some(travels), &scripts, machine, true)
 }
 
-/// Runs the scripts of all ranks on a valid machine. The report has a timeline if `has_timeline`.
-pub(super) fn run(
+/// Times the scripts of all ranks, rank by rank, on the machine that they were made for. The report
+/// names the pass and the side that travels, and has a timeline if `has_timeline`.
+///
+/// # Errors
+/// [`Error::BrokenSchedule`] if a message has no receiver or no sender.
+pub fn run(
     pass: Pass,
     travels: Option<Travels>,
     scripts: &[Script<'_>],

@@ -69,9 +69,6 @@ def test_misspelt_choices_list_what_there_is():
     words = "backward_order must be one of 'fixed' or 'any', got 'random'"
     refused(ValueError, words, backward_order="random")
     refused(ValueError, "schedule must be one of .*'hybrid', got 'rings'", schedule="rings")
-    refused(
-        ValueError, "'hybrid', got 'megatron_tp', which only the simulator", schedule="megatron_tp"
-    )
     refused(ValueError, "layout must be one of .*, got None", layout=None)
 
 

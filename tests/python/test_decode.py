@@ -159,7 +159,7 @@ def test_plain_jax_decodes_where_the_library_does_not():
         ("cuda", "float32", {}, "decoding with float32 on NVIDIA GPUs, so plain JAX computes it"),
         ("cuda", "float16", {"scale": -0.5}, "decoding with scale -0.5 on NVIDIA GPUs"),
         ("cuda", "bfloat16", {"logits_soft_cap": 1e-4}, "with logits_soft_cap 0.0001 on NVIDIA"),
-        ("rocm", "bfloat16", {}, "decoding on GPUs that are not NVIDIA's, so plain JAX computes it"),
+        ("rocm", "bfloat16", {}, "decoding on GPUs that are not NVIDIA's, so plain JAX"),
     ],
 )
 def test_plain_jax_on_gpus_gives_a_warning(platform, dtype, options, words):

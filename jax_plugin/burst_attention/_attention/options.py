@@ -29,8 +29,6 @@ Check: TypeAlias = Callable[[str, object], Value]
 
 Schedule: TypeAlias = Literal["auto", "ring", "balanced", "all_gather", "ulysses", "hybrid"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
-BASELINES = ("ring_self_attention", "megatron_tp")
-"""Methods of publications that only the simulator knows."""
 Backward: TypeAlias = Literal["auto", "keys", "queries"]
 BACKWARDS: tuple[Backward, ...] = get_args(Backward)
 BackwardOrder: TypeAlias = Literal["fixed", "any"]
@@ -226,15 +224,6 @@ def _soft_cap(name: str, value: object) -> float | None:
     return static_number(name, value) or None
 
 
-def _schedule(name: str, value: object) -> Schedule:
-    if isinstance(value, str) and value in BASELINES:
-        raise ValueError(
-            f"{name} must be one of {_checks.listed(SCHEDULES)}, got {value!r}, which only the "
-            "simulator knows, as a baseline: python -m burst_attention schedule predicts its time"
-        )
-    return _checks.choice(name, value, SCHEDULES)
-
-
 def _dropout_rate(name: str, value: object) -> float:
     """Returns the probability in float32, as the custom calls get it."""
     rate = static_number(name, value, "; for none pass 0.0")
@@ -283,7 +272,7 @@ class Options:
     batch_axis: Axes = _option((), _axis_names)
     head_axis: Axes = _option((), _axis_names)
     layout: Layout = _option("contiguous", partial(_checks.choice, allowed=LAYOUTS))
-    schedule: Schedule = _option("auto", _schedule)
+    schedule: Schedule = _option("auto", partial(_checks.choice, allowed=SCHEDULES))
     backward: Backward = _option("auto", partial(_checks.choice, allowed=BACKWARDS))
     backward_order: BackwardOrder = _option(
         "fixed", partial(_checks.choice, allowed=BACKWARD_ORDERS)

@@ -19,12 +19,9 @@ example:
 """
 SCATTERED = (
     "ulysses: Ranks exchange rows for heads. "
-    "hybrid: Ranks of a node exchange rows for heads, and rings join the nodes. "
-    "Baselines to compare with, which only the simulator knows: "
-    "ring_self_attention: Keys and values go round, and every rank keeps all its scores. "
-    "megatron_tp: Ranks gather activations and compute a part of the heads."
+    "hybrid: Ranks of a node exchange rows for heads, and rings join the nodes."
 )
-"""Schedules that the library makes of another one, and baselines."""
+"""Schedules that the library makes of another one."""
 MACHINES = (
     "h200-nvlink or a100-nvlink (up to 8 ranks), h200-400g or a100-200g (nodes of 8); the A100s "
     "have the rates of FlashAttention-2"

@@ -6,43 +6,68 @@ use std::collections::HashMap;
 use cutile_ir::Module;
 use cutile_ir::bytecode::Opcode;
 use cutile_ir::ir::{
-    Attribute, Block, BlockId, Bounded, DICompileUnit, DIFile, DILexicalBlock, DISubprogram,
-    DebugInfoLoc, DebugScope, DenseElements, DivBy, FuncType, Location, OpId, Operation,
-    OptimizationHints, PaddingValue, PartitionViewType, PointerAttribute, PointerType, Region,
-    SameElements, ScalarType, StridedViewType, TensorViewType, TileElementType, TileType, Type,
-    Value, ValueProducer,
+    Attribute, Block, BlockId, Bounded, DICompileUnit, DIFile, DISubprogram, DebugInfoLoc,
+    DebugScope, DenseElements, DivBy, FuncType, Location, OpId, Operation, OptimizationHints,
+    PaddingValue, PartitionViewType, PointerType, Region, RegionId, ScalarType, TensorViewType,
+    TileElementType, TileType, Type, Value, ValueProducer,
 };
+use cutile_ir::requirements::OPCODES;
 
 /// Returns a module's bytes, or nothing if it has parts that no kernel of this crate has.
 pub(crate) fn write(module: &Module) -> Option<Vec<u8>> {
-    let mut bytes = vec![];
-    Tree::of(module)?.put(&mut bytes)?;
-    Some(bytes)
+    let (bytes, results, arguments) = Default::default();
+    let mut writer = Writer { module, bytes, results, arguments, count: 0 };
+    module.name.put(&mut writer)?;
+    module.producer.put(&mut writer)?;
+    module.functions.put(&mut writer)?;
+    module.globals.is_empty().then_some(writer.bytes)
 }
 
 /// Returns the module of some bytes, or nothing if [`write()`] did not make them.
-pub(crate) fn read(mut bytes: &[u8]) -> Option<Module> {
-    let tree = Tree::get(&mut bytes)?;
-    if bytes.is_empty() { tree.module() } else { None }
+pub(crate) fn read(bytes: &[u8]) -> Option<Module> {
+    let mut reader = Reader { bytes, module: Module::new(""), values: vec![] };
+    reader.module.name = Code::get(&mut reader)?;
+    reader.module.producer = Code::get(&mut reader)?;
+    reader.module.functions = Code::get(&mut reader)?;
+    reader.bytes.is_empty().then_some(reader.module)
+}
+
+/// A module on its way to bytes. Its values are numbered in the order in which operations and blocks
+/// begin.
+struct Writer<'a> {
+    module: &'a Module,
+    bytes: Vec<u8>,
+    /// The number of each operation's first result.
+    results: HashMap<OpId, u32>,
+    arguments: HashMap<Value, u32>,
+    count: u32,
+}
+
+/// Bytes on their way to a module.
+struct Reader<'a> {
+    bytes: &'a [u8],
+    module: Module,
+    /// The values by the numbers of [`Writer`].
+    values: Vec<Value>,
 }
 
 /// A value with a form in bytes. Both functions return nothing where there is no such form.
 trait Code: Sized {
-    fn put(&self, out: &mut Vec<u8>) -> Option<()>;
-    fn get(from: &mut &[u8]) -> Option<Self>;
+    fn put(&self, to: &mut Writer<'_>) -> Option<()>;
+    fn get(from: &mut Reader<'_>) -> Option<Self>;
 }
 
 macro_rules! numbers {
     ($($name:ty)*) => {$(
         impl Code for $name {
-            fn put(&self, out: &mut Vec<u8>) -> Option<()> {
-                out.extend(self.to_le_bytes());
+            fn put(&self, to: &mut Writer<'_>) -> Option<()> {
+                to.bytes.extend(self.to_le_bytes());
                 Some(())
             }
 
-            fn get(from: &mut &[u8]) -> Option<Self> {
-                let (head, rest) = from.split_first_chunk()?;
-                *from = rest;
+            fn get(from: &mut Reader<'_>) -> Option<Self> {
+                let (head, rest) = from.bytes.split_first_chunk()?;
+                from.bytes = rest;
                 Some(Self::from_le_bytes(*head))
             }
         }
@@ -52,12 +77,12 @@ macro_rules! numbers {
 macro_rules! structs {
     ($($name:ident { $($field:ident)* })*) => {$(
         impl Code for $name {
-            fn put(&self, out: &mut Vec<u8>) -> Option<()> {
-                $(self.$field.put(out)?;)*
+            fn put(&self, to: &mut Writer<'_>) -> Option<()> {
+                $(self.$field.put(to)?;)*
                 Some(())
             }
 
-            fn get(from: &mut &[u8]) -> Option<Self> {
+            fn get(from: &mut Reader<'_>) -> Option<Self> {
                 Some(Self { $($field: Code::get(from)?),* })
             }
         }
@@ -68,25 +93,25 @@ macro_rules! structs {
 macro_rules! enums {
     ($($name:ident { $($variant:ident $(($($part:ident)*))? $({ $($field:ident)* })?)* })*) => {$(
         impl Code for $name {
-            fn put(&self, out: &mut Vec<u8>) -> Option<()> {
+            fn put(&self, to: &mut Writer<'_>) -> Option<()> {
                 const NAMES: &[&str] = &[$(stringify!($variant)),*];
                 let mut tag = |name| {
                     let place = NAMES.iter().position(|other| *other == name);
-                    place.and_then(|place| u8::try_from(place).ok()?.put(out))
+                    place.and_then(|place| u8::try_from(place).ok()?.put(to))
                 };
                 #[allow(unreachable_patterns)]
                 match self {
                     $(Self::$variant $(($($part),*))? $({ $($field),* })? => {
                         tag(stringify!($variant))?;
-                        $($($part.put(out)?;)*)?
-                        $($($field.put(out)?;)*)?
+                        $($($part.put(to)?;)*)?
+                        $($($field.put(to)?;)*)?
                     })*
                     _ => return None,
                 }
                 Some(())
             }
 
-            fn get(from: &mut &[u8]) -> Option<Self> {
+            fn get(from: &mut Reader<'_>) -> Option<Self> {
                 const NAMES: &[&str] = &[$(stringify!($variant)),*];
                 let name = *NAMES.get(usize::from(u8::get(from)?))?;
                 $(if name == stringify!($variant) {
@@ -100,284 +125,193 @@ macro_rules! enums {
     )*};
 }
 
-numbers! { u8 u32 u64 i32 i64 f64 }
+numbers! { u8 u16 u32 u64 i32 i64 f64 }
 
 structs! {
     PointerType { pointee }
     TileType { shape element_type }
     TensorViewType { element_type shape strides }
     PartitionViewType { tile_shape tensor_view dim_map padding_value }
-    StridedViewType { tile_shape traversal_strides tensor_view dim_map padding_value }
     FuncType { inputs results }
     DivBy { divisor every along }
-    SameElements { values }
     Bounded { lb ub }
     OptimizationHints { entries }
     DenseElements { element_type shape data }
     DebugInfoLoc { filename line column scope }
-    DIFile { name directory }
-    DICompileUnit { file }
     DISubprogram { file line name linkage_name compile_unit scope_line }
-    DILexicalBlock { scope file line column }
-    Tree { name producer functions }
-    Step { opcode operands results attributes location regions }
-    Steps { arguments steps }
+    DICompileUnit { file }
+    DIFile { name directory }
 }
 
 enums! {
     ScalarType { I1 I8 I16 I32 I64 F16 BF16 F32 F64 }
     TileElementType { Scalar(scalar) Pointer(pointer) }
-    PointerAttribute { None }
     PaddingValue { Zero NegZero Nan PosInf NegInf }
-    Type {
-        Scalar(ty) Pointer(ty) Tile(ty) TensorView(ty) PartitionView(ty) StridedView(ty) Func(ty)
-        Token WithPointerAttribute(ty attribute)
-    }
+    Type { Scalar(ty) Pointer(ty) Tile(ty) TensorView(ty) PartitionView(ty) Func(ty) Token }
     Attribute {
         Integer(value ty) Float(value ty) Bool(value) Type(ty) String(text) Array(values)
-        DenseElements(elements) DenseI32Array(values) DivBy(predicate) SameElements(predicate)
-        Dictionary(entries) OptimizationHints(hints) Bounded(predicate)
+        DenseElements(elements) DenseI32Array(values) DivBy(predicate) OptimizationHints(hints)
+        Bounded(predicate)
     }
-    Location {
-        Unknown FileLineCol { filename line column } DebugInfo(info) CallSite { callee caller }
+    Location { FileLineCol { filename line column } DebugInfo(info) CallSite { callee caller } }
+    DebugScope { Subprogram(scope) }
+}
+
+impl Code for Opcode {
+    fn put(&self, to: &mut Writer<'_>) -> Option<()> {
+        self.as_u16().put(to)
     }
-    DebugScope { Subprogram(scope) LexicalBlock(scope) }
-    Origin { Result(number index) Argument(number index) }
-    Opcode {
-        AbsF AbsI AddF AddI AndI Assert Assume AtomicCAS AtomicRMW AtomicRedViewTko Bitcast Break
-        Broadcast Cat Ceil CmpF CmpI Constant Continue Cos CosH DivF DivI Entry Exp Exp2 ExtI
-        Extract Floor Fma For FToF FToI GdcLaunchDependentsTko GdcWaitTko GetIndexSpaceShape
-        GetNumTileBlocks GetTensorShape GetTileBlockId If Insert IntToPtr Iota IToF JoinTokens
-        LoadPtrTko LoadViewTko Log Log2 Loop MakePartitionView MakeStridedView MakeTensorView
-        MakeToken MaxF MaxI MemoryFenceAliasTko MinF MinI MmaF MmaI MulF MulhiI MulI NegF NegI
-        Offset OrI Pack Permute Pow Print PtrToInt PtrToPtr Reduce RemF RemI Reshape Return Rsqrt
-        Scan Select ShLI ShRI Sin SinH Sqrt StorePtrTko StoreViewTko SubF SubI Tan TanH TruncI
-        Unpack XOrI Yield
+
+    fn get(from: &mut Reader<'_>) -> Option<Self> {
+        let number = u16::get(from)?;
+        OPCODES.iter().copied().find(|opcode| opcode.as_u16() == number)
     }
 }
 
 impl Code for bool {
-    fn put(&self, out: &mut Vec<u8>) -> Option<()> {
-        u8::from(*self).put(out)
+    fn put(&self, to: &mut Writer<'_>) -> Option<()> {
+        u8::from(*self).put(to)
     }
 
-    fn get(from: &mut &[u8]) -> Option<Self> {
+    fn get(from: &mut Reader<'_>) -> Option<Self> {
         Some(u8::get(from)? == 1)
     }
 }
 
 impl Code for String {
-    fn put(&self, out: &mut Vec<u8>) -> Option<()> {
-        self.as_bytes().to_vec().put(out)
+    fn put(&self, to: &mut Writer<'_>) -> Option<()> {
+        self.as_bytes().to_vec().put(to)
     }
 
-    fn get(from: &mut &[u8]) -> Option<Self> {
+    fn get(from: &mut Reader<'_>) -> Option<Self> {
         Self::from_utf8(Vec::get(from)?).ok()
     }
 }
 
 impl<T: Code> Code for Vec<T> {
-    fn put(&self, out: &mut Vec<u8>) -> Option<()> {
-        u32::try_from(self.len()).ok()?.put(out)?;
-        self.iter().try_for_each(|x| x.put(out))
+    fn put(&self, to: &mut Writer<'_>) -> Option<()> {
+        u32::try_from(self.len()).ok()?.put(to)?;
+        self.iter().try_for_each(|x| x.put(to))
     }
 
-    fn get(from: &mut &[u8]) -> Option<Self> {
+    fn get(from: &mut Reader<'_>) -> Option<Self> {
         let count = u32::get(from)?;
         (0..count).map(|_| T::get(from)).collect()
     }
 }
 
 impl<T: Code> Code for Option<T> {
-    fn put(&self, out: &mut Vec<u8>) -> Option<()> {
-        self.is_some().put(out)?;
-        self.iter().try_for_each(|x| x.put(out))
+    fn put(&self, to: &mut Writer<'_>) -> Option<()> {
+        self.is_some().put(to)?;
+        self.iter().try_for_each(|x| x.put(to))
     }
 
-    fn get(from: &mut &[u8]) -> Option<Self> {
+    fn get(from: &mut Reader<'_>) -> Option<Self> {
         Some(if bool::get(from)? { Some(T::get(from)?) } else { None })
     }
 }
 
 impl<T: Code> Code for Box<T> {
-    fn put(&self, out: &mut Vec<u8>) -> Option<()> {
-        self.as_ref().put(out)
+    fn put(&self, to: &mut Writer<'_>) -> Option<()> {
+        self.as_ref().put(to)
     }
 
-    fn get(from: &mut &[u8]) -> Option<Self> {
+    fn get(from: &mut Reader<'_>) -> Option<Self> {
         T::get(from).map(Self::new)
     }
 }
 
 impl<A: Code, B: Code> Code for (A, B) {
-    fn put(&self, out: &mut Vec<u8>) -> Option<()> {
-        self.0.put(out)?;
-        self.1.put(out)
+    fn put(&self, to: &mut Writer<'_>) -> Option<()> {
+        self.0.put(to)?;
+        self.1.put(to)
     }
 
-    fn get(from: &mut &[u8]) -> Option<Self> {
+    fn get(from: &mut Reader<'_>) -> Option<Self> {
         Some((A::get(from)?, B::get(from)?))
     }
 }
 
-/// A module in which operations contain each other, in place of the module's own lists.
-struct Tree {
-    name: String,
-    producer: Option<String>,
-    functions: Vec<Step>,
-}
-
-/// An operation.
-struct Step {
-    opcode: Opcode,
-    operands: Vec<Origin>,
-    results: Vec<Type>,
-    attributes: Vec<(String, Attribute)>,
-    location: Location,
-    regions: Vec<Vec<Steps>>,
-}
-
-/// A block.
-struct Steps {
-    arguments: Vec<Type>,
-    steps: Vec<Step>,
-}
-
-/// A result of an operation, or an argument of a block. Operations and blocks are numbered in the
-/// order in which they begin.
-enum Origin {
-    Result(u32, u32),
-    Argument(u32, u32),
-}
-
-impl Tree {
-    fn of(module: &Module) -> Option<Self> {
-        let Module { name, producer, functions, globals, .. } = module;
-        let mut numbers = Numbers::default();
-        functions.iter().for_each(|&id| numbers.add(module, id));
-        let functions = functions.iter().map(|&id| numbers.step(module, id));
-        let functions = functions.collect::<Option<_>>().filter(|_| globals.is_empty())?;
-        Some(Self { name: name.clone(), producer: producer.clone(), functions })
+impl Code for OpId {
+    fn put(&self, to: &mut Writer<'_>) -> Option<()> {
+        let module = to.module;
+        let operation = module.op(*self);
+        operation.opcode.put(to)?;
+        operation.operands.put(to)?;
+        operation.result_types.put(to)?;
+        operation.attributes.put(to)?;
+        operation.location.put(to)?;
+        to.results.insert(*self, to.count);
+        to.count += operation.result_types.len() as u32;
+        operation.regions.put(to)
     }
 
-    fn module(self) -> Option<Module> {
-        let (results, arguments, operands) = (vec![], vec![], vec![]);
-        let module = Module::new(self.name);
-        let mut builder = Builder { module, results, arguments, operands };
-        builder.module.producer = self.producer;
-        let functions = self.functions.into_iter().map(|step| builder.operation(step)).collect();
-        builder.module.functions = functions;
-        for (id, origins) in std::mem::take(&mut builder.operands) {
-            let values = origins.iter().map(|origin| builder.value(origin));
-            builder.module.op_mut(id).operands = values.collect::<Option<_>>()?;
-        }
-        Some(builder.module)
-    }
-}
-
-/// The numbers of operations and blocks.
-#[derive(Default)]
-struct Numbers {
-    operations: HashMap<OpId, u32>,
-    blocks: HashMap<BlockId, u32>,
-}
-
-impl Numbers {
-    fn add(&mut self, module: &Module, id: OpId) {
-        self.operations.insert(id, self.operations.len() as u32);
-        for &region in &module.op(id).regions {
-            for &block in &module.region(region).blocks {
-                self.blocks.insert(block, self.blocks.len() as u32);
-                module.block(block).ops.iter().for_each(|&inner| self.add(module, inner));
-            }
-        }
-    }
-
-    fn step(&self, module: &Module, id: OpId) -> Option<Step> {
-        let operation = module.op(id);
-        let steps = |block: &BlockId| {
-            let Block { args, ops } = module.block(*block);
-            let steps = ops.iter().map(|&id| self.step(module, id)).collect::<Option<_>>()?;
-            Some(Steps { arguments: args.iter().map(|(_, ty)| ty.clone()).collect(), steps })
-        };
-        let regions = operation.regions.iter();
-        let regions =
-            regions.map(|&region| module.region(region).blocks.iter().map(steps).collect());
-        let operands = operation.operands.iter().map(|&value| self.origin(module, value));
-        Some(Step {
-            opcode: operation.opcode,
-            operands: operands.collect::<Option<_>>()?,
-            results: operation.result_types.clone(),
-            attributes: operation.attributes.clone(),
-            location: operation.location.clone(),
-            regions: regions.collect::<Option<_>>()?,
-        })
-    }
-
-    fn origin(&self, module: &Module, value: Value) -> Option<Origin> {
-        Some(match module.value_data(value).producer {
-            ValueProducer::OpResult { op, result_index } => {
-                Origin::Result(*self.operations.get(&op)?, result_index)
-            }
-            ValueProducer::BlockArg { block, arg_index } => {
-                Origin::Argument(*self.blocks.get(&block)?, arg_index)
-            }
-        })
-    }
-}
-
-/// A module that grows, with the values of its operations and blocks by their numbers.
-struct Builder {
-    module: Module,
-    results: Vec<Vec<Value>>,
-    arguments: Vec<Vec<Value>>,
-    /// Operands wait until all values are there.
-    operands: Vec<(OpId, Vec<Origin>)>,
-}
-
-impl Builder {
-    fn operation(&mut self, step: Step) -> OpId {
-        let Step { opcode, operands, results, attributes, location, regions } = step;
-        let id = self.module.alloc_op(Operation {
-            opcode,
-            operands: vec![],
-            result_types: results.clone(),
-            attributes,
+    fn get(from: &mut Reader<'_>) -> Option<Self> {
+        let operation = Operation {
+            opcode: Code::get(from)?,
+            operands: Code::get(from)?,
+            result_types: Code::get(from)?,
+            attributes: Code::get(from)?,
+            location: Code::get(from)?,
             regions: vec![],
-            location,
-        });
-        let result = |index| ValueProducer::OpResult { op: id, result_index: index };
-        let values = results.into_iter().zip(0..);
-        let values = values.map(|(ty, index)| self.module.alloc_value(ty, result(index))).collect();
-        self.results.push(values);
-        self.operands.push((id, operands));
-        for blocks in regions {
-            let blocks = blocks.into_iter().map(|steps| self.block(steps)).collect();
-            let region = self.module.alloc_region(Region { blocks });
-            self.module.op_mut(id).regions.push(region);
-        }
-        id
-    }
-
-    fn block(&mut self, Steps { arguments, steps }: Steps) -> BlockId {
-        let id = self.module.alloc_block(Block { args: vec![], ops: vec![] });
-        let argument = |index| ValueProducer::BlockArg { block: id, arg_index: index };
-        let pairs = arguments.into_iter().zip(0..);
-        let pairs =
-            pairs.map(|(ty, index)| (self.module.alloc_value(ty.clone(), argument(index)), ty));
-        let args: Vec<_> = pairs.collect();
-        self.arguments.push(args.iter().map(|(value, _)| *value).collect());
-        let ops = steps.into_iter().map(|step| self.operation(step)).collect();
-        *self.module.block_mut(id) = Block { args, ops };
-        id
-    }
-
-    fn value(&self, origin: &Origin) -> Option<Value> {
-        let (values, number, index) = match origin {
-            Origin::Result(number, index) => (&self.results, number, index),
-            Origin::Argument(number, index) => (&self.arguments, number, index),
         };
-        values.get(*number as usize)?.get(*index as usize).copied()
+        let types = operation.result_types.clone();
+        let op = from.module.alloc_op(operation);
+        for (ty, result_index) in types.into_iter().zip(0..) {
+            let producer = ValueProducer::OpResult { op, result_index };
+            from.values.push(from.module.alloc_value(ty, producer));
+        }
+        from.module.op_mut(op).regions = Code::get(from)?;
+        Some(op)
+    }
+}
+
+impl Code for RegionId {
+    fn put(&self, to: &mut Writer<'_>) -> Option<()> {
+        to.module.region(*self).blocks.put(to)
+    }
+
+    fn get(from: &mut Reader<'_>) -> Option<Self> {
+        let blocks = Code::get(from)?;
+        Some(from.module.alloc_region(Region { blocks }))
+    }
+}
+
+impl Code for BlockId {
+    fn put(&self, to: &mut Writer<'_>) -> Option<()> {
+        let Block { args, ops } = to.module.block(*self);
+        let types: Vec<_> = args.iter().map(|(_, ty)| ty.clone()).collect();
+        types.put(to)?;
+        to.arguments.extend(args.iter().map(|(value, _)| *value).zip(to.count..));
+        to.count += args.len() as u32;
+        ops.put(to)
+    }
+
+    fn get(from: &mut Reader<'_>) -> Option<Self> {
+        let block = from.module.alloc_block(Block { args: vec![], ops: vec![] });
+        let mut args = vec![];
+        for (ty, arg_index) in Vec::<Type>::get(from)?.into_iter().zip(0..) {
+            let producer = ValueProducer::BlockArg { block, arg_index };
+            args.push((from.module.alloc_value(ty.clone(), producer), ty));
+        }
+        from.values.extend(args.iter().map(|(value, _)| *value));
+        *from.module.block_mut(block) = Block { args, ops: Code::get(from)? };
+        Some(block)
+    }
+}
+
+impl Code for Value {
+    fn put(&self, to: &mut Writer<'_>) -> Option<()> {
+        let number = match to.module.value_data(*self).producer {
+            ValueProducer::OpResult { op, result_index } => to.results.get(&op)? + result_index,
+            ValueProducer::BlockArg { .. } => *to.arguments.get(self)?,
+        };
+        number.put(to)
+    }
+
+    fn get(from: &mut Reader<'_>) -> Option<Self> {
+        let number = u32::get(from)?;
+        from.values.get(number as usize).copied()
     }
 }
 
@@ -389,45 +323,35 @@ mod tests {
     use super::*;
     use crate::compile::{Front, STACK, bytecode};
 
-    /// Asserts that a kernel comes back with the same bytecode, and with the locations of its lines,
-    /// which bytecode without debug information lacks.
-    fn assert_comes_back(kernel: Kernel) {
-        let mut instances = Instance::of_target(Target::Sm90);
-        let instance = instances.find(|instance| instance.kernel == kernel).expect("an instance");
-        let module = Front::default().compile(&instance).expect("a kernel that compiles");
-        let bytes = write(&module).expect("a module with a form in bytes");
-        let back = read(&bytes).expect("a module");
-        assert_eq!(bytecode(&back), bytecode(&module), "{instance}");
-        assert_eq!(write(&back), Some(bytes), "{instance}");
-    }
-
-    fn with_stack(work: impl FnOnce() + Send + 'static) {
-        let thread = std::thread::Builder::new().stack_size(STACK).spawn(work);
+    /// Asserts that kernels come back with the same bytecode, and with the locations of their lines,
+    /// and that other bytes are no module.
+    fn assert_come_back(kernels: &'static [Kernel]) {
+        let check = |&kernel: &Kernel| {
+            let mut instances = Instance::of_target(Target::Sm90);
+            let instance = instances.find(|instance| instance.kernel == kernel).expect("one");
+            let module = Front::default().compile(&instance).expect("a kernel that compiles");
+            let bytes = write(&module).expect("a module with a form in bytes");
+            let back = read(&bytes).expect("a module");
+            assert_eq!(bytecode(&back), bytecode(&module), "{instance}");
+            assert_eq!(write(&back).as_ref(), Some(&bytes), "{instance}");
+            for end in [0, 1, bytes.len() / 2, bytes.len() - 1] {
+                assert!(read(&bytes[..end]).is_none(), "{end} of {} bytes", bytes.len());
+            }
+            assert!(read(&[&bytes[..], &[0]].concat()).is_none(), "{instance}");
+        };
+        let thread = std::thread::Builder::new().stack_size(STACK);
+        let thread = thread.spawn(move || kernels.iter().for_each(check));
         thread.expect("a thread").join().expect("no panic");
     }
 
     #[test]
     fn a_kernel_comes_back() {
-        with_stack(|| assert_comes_back(Kernel::MaskRuns));
+        assert_come_back(&[Kernel::MaskRuns]);
     }
 
     #[test]
     #[ignore = "compiles all kernels: for make test-full"]
     fn all_kernels_come_back() {
-        with_stack(|| Kernel::ALL.into_iter().for_each(assert_comes_back));
-    }
-
-    #[test]
-    fn other_bytes_are_no_module() {
-        with_stack(|| {
-            let mut instances = Instance::of_target(Target::Sm90);
-            let instance = instances.find(|instance| instance.kernel == Kernel::MaskRuns);
-            let module = Front::default().compile(&instance.expect("an instance"));
-            let bytes = write(&module.expect("a kernel that compiles")).expect("bytes");
-            for end in [0, 1, bytes.len() / 2, bytes.len() - 1] {
-                assert!(read(&bytes[..end]).is_none(), "{end} of {} bytes", bytes.len());
-            }
-            assert!(read(&[&bytes[..], &[0]].concat()).is_none());
-        });
+        assert_come_back(&Kernel::ALL);
     }
 }

@@ -1,37 +1,50 @@
-//! Baselines of publications in the simulator, against calculations by hand.
+//! Baselines of publications, against calculations by hand.
 
-mod common;
+use burst_attention::simulate::{self, Bytes, Kernels, Link, Machine, Method, Network, Report};
+use burst_attention::{Dtype, Family, Features, Layout, Pass, Problem, Travels, Window};
+use burst_attention_studies::{Baseline, predict};
 
-use burst_attention::problem::{Dtype, Pass, Problem, Travels};
-use burst_attention::schedule::Family;
-use burst_attention::simulate::{
-    Bytes, Estimate, Kernels, Link, Machine, Method, Network, Report, estimate, predict,
-};
-use burst_attention::{Layout, Window};
-use common::{PASSES, problems};
+const PASSES: [Pass; 2] = [Pass::Forward, Pass::Backward];
+const BASELINES: [Baseline; 2] = [Baseline::RingSelfAttention, Baseline::MegatronTp];
 
-const BASELINES: [Method; 2] = [Method::RingSelfAttention, Method::MegatronTp];
+/// Bytes per second of a rank's memory.
+const MEMORY: f64 = 16.0;
 
 /// Four query and four key/value heads, whose vectors have 8 elements of two bytes.
 fn problem(world_size: usize, n: usize) -> Problem {
-    let (batch, heads, kv_heads, dtype) = (1, 4, 4, Dtype::Bf16);
-    let (head_dim, value_dim, window) = (8, 8, Window::FULL);
-    let base = common::problem(world_size, n);
-    Problem { batch, heads, kv_heads, head_dim, value_dim, dtype, window, ..base }
+    Problem {
+        batch: 1,
+        q_len: n,
+        kv_len: n,
+        heads: 4,
+        kv_heads: 4,
+        head_dim: 8,
+        value_dim: 8,
+        dtype: Dtype::Bf16,
+        window: Window::FULL,
+        softmax_scale: 0.25,
+        features: Features::default(),
+        layout: Layout::Contiguous,
+        world_size,
+    }
 }
 
 fn machine(ranks_per_node: usize) -> Machine {
     let within = Link { latency: 7.0, bandwidth: 4.0 };
     let between = Link { latency: 11.0, bandwidth: 2.0 };
-    let (forward, backward, launch, memory) = (3.0, 5.0, 0.0, 16.0);
+    let (forward, backward, launch) = (3.0, 5.0, 0.0);
     Machine {
-        kernels: Kernels { forward, backward, launch, one_backward: true, sum_bytes: 4, memory },
+        kernels: Kernels { forward, backward, launch, one_backward: true, sum_bytes: 4 },
         network: Network { ranks_per_node, within, between, shared: false },
     }
 }
 
-fn run(problem: &Problem, method: Method, pass: Pass, machine: &Machine) -> Report {
-    predict(problem, method, pass, None, machine, false).unwrap()
+fn run(problem: &Problem, baseline: Baseline, pass: Pass, machine: &Machine) -> Report {
+    predict(problem, baseline, pass, machine, MEMORY).unwrap()
+}
+
+fn ring(problem: &Problem, pass: Pass, machine: &Machine) -> Report {
+    simulate::predict(problem, Method::Travel(Family::Ring), pass, None, machine, false).unwrap()
 }
 
 #[track_caller]
@@ -46,7 +59,7 @@ fn assert_near(found: f64, expected: f64) {
 fn ring_self_attention_sends_two_rings_forward_and_six_backward() {
     let (problem, chunk) = (problem(4, 16), 16 * 64);
     for (pass, rings) in PASSES.into_iter().zip([2, 6]) {
-        let report = run(&problem, Method::RingSelfAttention, pass, &machine(8));
+        let report = run(&problem, Baseline::RingSelfAttention, pass, &machine(8));
         assert_eq!(report.travels, Some(Travels::Keys));
         let hops = 3 * rings;
         for rank in &report.ranks {
@@ -73,7 +86,7 @@ fn ring_self_attention_computes_and_keeps_all_scores() {
             [(Window::FULL, Layout::Contiguous), (Window::CAUSAL, Layout::Zigzag)]
         {
             let problem = Problem { window, layout, ..problem(4, 16) };
-            let report = run(&problem, Method::RingSelfAttention, pass, &machine(8));
+            let report = run(&problem, Baseline::RingSelfAttention, pass, &machine(8));
             for rank in &report.ranks {
                 assert_near(rank.compute, seconds);
                 assert_eq!(rank.tiles, 4 * products as usize);
@@ -90,7 +103,7 @@ fn tensor_parallelism_sends_activations_twice_in_each_pass() {
     let chunk = 16 * 64;
     for (ranks_per_node, within, between) in [(8, 3 * chunk, 0), (2, 2 * chunk, chunk)] {
         for (pass, work) in PASSES.into_iter().zip([32.0 / 3.0, 80.0 / 5.0]) {
-            let report = run(&problem(4, 16), Method::MegatronTp, pass, &machine(ranks_per_node));
+            let report = run(&problem(4, 16), Baseline::MegatronTp, pass, &machine(ranks_per_node));
             assert_eq!(report.travels, None);
             let waits = [(within, 7.0, 4.0), (between, 11.0, 2.0)]
                 .map(
@@ -114,23 +127,26 @@ fn tensor_parallelism_sends_activations_twice_in_each_pass() {
 /// Three ranks with four heads compute six: the time is that of two heads on each rank.
 #[test]
 fn heads_that_cannot_be_divided_are_padded() {
-    let report = run(&problem(3, 16), Method::MegatronTp, Pass::Forward, &machine(8));
+    let report = run(&problem(3, 16), Baseline::MegatronTp, Pass::Forward, &machine(8));
     for rank in &report.ranks {
         assert_near(rank.compute, 48.0 * 48.0 * 2.0 * 32.0 / 3.0);
     }
     assert_near(report.flops(), 48.0 * 48.0 * 4.0 * 32.0);
 }
 
-/// Methods differ in time, not in the work that the mask asks for.
+/// Baselines differ from a ring in time, not in the work that the mask asks for.
 #[test]
 fn baselines_do_the_work_of_a_ring() {
-    for problem in problems(1..=6, &[8]) {
-        for (pass, method) in PASSES.into_iter().flat_map(|pass| BASELINES.map(|of| (pass, of))) {
-            let found = run(&problem, method, pass, &machine(problem.world_size));
-            let ring = run(&problem, Method::Travel(Family::Ring), pass, &machine(1));
-            assert_near(found.flops(), ring.flops());
-            // Nothing waits for a rank that is late, since all do the same at the same time.
-            assert!(found.ranks.iter().all(|rank| rank.late < 1e-9 * found.seconds));
+    for (world_size, layout) in (1..=6).flat_map(|ranks| Layout::ALL.map(|of| (ranks, of))) {
+        for window in [Window::FULL, Window::CAUSAL] {
+            let problem = Problem { layout, window, ..problem(world_size, 8) };
+            for (pass, method) in PASSES.into_iter().flat_map(|pass| BASELINES.map(|of| (pass, of)))
+            {
+                let found = run(&problem, method, pass, &machine(world_size));
+                assert_near(found.flops(), ring(&problem, pass, &machine(1)).flops());
+                // Nothing waits for a rank that is late, since all do the same at the same time.
+                assert!(found.ranks.iter().all(|rank| rank.late < 1e-9 * found.seconds));
+            }
         }
     }
 }
@@ -139,13 +155,13 @@ fn baselines_do_the_work_of_a_ring() {
 /// Self-Attention is as fast as a kernel; backward it does not compute the scores again.
 #[test]
 fn one_rank_computes_plain_attention() {
-    let mut machine = machine(8);
-    machine.kernels.memory = f64::INFINITY;
+    let machine = machine(8);
     for window in [Window::FULL, Window::CAUSAL] {
         let problem = Problem { window, ..problem(1, 32) };
         for pass in PASSES {
-            let plain = run(&problem, Method::Travel(Family::Ring), pass, &machine);
-            let [scores, heads] = BASELINES.map(|method| run(&problem, method, pass, &machine));
+            let plain = ring(&problem, pass, &machine);
+            let [scores, heads] =
+                BASELINES.map(|of| predict(&problem, of, pass, &machine, f64::INFINITY).unwrap());
             assert_eq!(scores.sent().within + heads.sent().within, 0);
             assert_near(heads.seconds, plain.seconds);
             let all = 32.0 * 32.0 * 4.0 * if pass == Pass::Forward { 32.0 } else { 80.0 };
@@ -156,17 +172,7 @@ fn one_rank_computes_plain_attention() {
 }
 
 #[test]
-fn estimates_of_baselines_are_simulations_and_large_worlds_are_errors() {
-    for method in BASELINES {
-        let large = problem(64, 8);
-        let machine = machine(8);
-        let found: Estimate = estimate(&large, method, Pass::Forward, None, &machine).unwrap();
-        let all = run(&large, method, Pass::Forward, &machine);
-        assert_eq!((found.estimated, found.seconds), (false, all.seconds));
-        let error = estimate(&problem(512, 8), method, Pass::Forward, None, &machine).unwrap_err();
-        let words = "world_size must be at most 256 for baselines of the simulator, got 512";
-        assert_eq!(error.to_string(), words);
-    }
-    let uneven = predict(&problem(6, 8), BASELINES[1], Pass::Forward, None, &machine(4), false);
+fn nodes_divide_the_ranks() {
+    let uneven = predict(&problem(6, 8), Baseline::MegatronTp, Pass::Forward, &machine(4), MEMORY);
     assert!(uneven.unwrap_err().to_string().contains("a divisor of the number of ranks (6)"));
 }

@@ -9,14 +9,21 @@ The exchange of sharded parameters, embeddings, the loss and the optimizer are l
 """
 
 import json
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from burst_attention import _ffi
 
 from papers.claims import DENSE
+
+BASELINES = {"ring_self_attention", "megatron_tp"}
+"""Methods that the library's simulator does not know."""
+PROGRAM = Path(__file__).parents[2] / "target" / "checked" / "burst-attention-baselines"
+"""Answers what the simulator's clock gives for them."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,8 @@ class Machine:
     """16-bit FLOP/s."""
     memory: float
     """Bytes of a GPU's memory."""
+    bandwidth: float
+    """Bytes per second of its memory."""
     numbers: dict[str, Any] = field(default_factory=dict)
     """Numbers that replace the machine's own."""
 
@@ -103,9 +112,7 @@ def passes(
     """Returns what the simulator answers about both passes of a layer's causal attention."""
     heads = -(-model.heads // ranks) * ranks if method.pads_heads else model.heads
     question = {
-        "ask": "simulate",
         "schedule": method.schedule,
-        "backward": method.backward,
         "layout": method.layout,
         "world_size": ranks,
         "batch": 1,
@@ -119,16 +126,26 @@ def passes(
         "window": {"right": 0 if method.is_causal else None},
         "softmax_scale": 1.0,
         "machine": {"name": machine.name, **machine.numbers},
-        "timeline": False,
     }
-    forward, backward = _asked(json.dumps(question))
+    if method.schedule in BASELINES:
+        forward, backward = _of_baseline(json.dumps(question | {"memory": machine.bandwidth}))
+    else:
+        of_library = {"ask": "simulate", "backward": method.backward, "timeline": False}
+        forward, backward = _of_schedule(json.dumps(question | of_library))
     return forward, backward
 
 
 @cache
-def _asked(question: str) -> list[dict[str, Any]]:
+def _of_schedule(question: str) -> list[dict[str, Any]]:
     found: Any = _ffi.ask(question)
     return list(found["passes"])
+
+
+@cache
+def _of_baseline(question: str) -> list[dict[str, Any]]:
+    if not PROGRAM.exists():
+        raise FileNotFoundError(f"expected {PROGRAM}, which `make baselines` builds")
+    return list(json.loads(subprocess.check_output([PROGRAM], input=question, text=True)))
 
 
 def seconds(model: Model, tokens: int, ranks: int, method: Method, machine: Machine) -> float:

@@ -1,4 +1,5 @@
-//! Baselines of publications, to compare schedules with. Only the simulator knows them.
+//! Baselines of publications, to compare schedules with. Scripts say what each rank does, and the
+//! clock of [`burst_attention::simulate`] times them.
 //!
 //! Ring Self-Attention (arXiv:2105.13120) keeps the scores of a rank's queries with all keys, whole
 //! and masked, in its memory. Keys go round, then values. No message overlaps with computing:
@@ -14,18 +15,12 @@
 //! keeps no scores, and scatters sums of the outputs over rows. Linear layers are left out, and so
 //! is the second gathering of the inputs in the backward pass, which their products hide.
 
-use super::cost::{Costs, Halves, tile_flops};
-use super::machine::{Kernels, Machine};
-use super::messages::End;
-use super::script::{Label, Script};
-use crate::error::Result;
-use crate::layout::Layout;
-use crate::problem::{Pass, Problem, Travels};
-use crate::schedule::{Due, Family, for_each_rank, schedule};
-use crate::types::invalid;
+use std::iter::once;
 
-/// Most ranks of a baseline: all are simulated, since nothing estimates a baseline's large worlds.
-const MOST: usize = 256;
+use burst_attention::schedule::{for_each_rank, schedule};
+use burst_attention::simulate::{Kernels, Machine, Report, Script, run, tile_flops};
+use burst_attention::{Family, Layout, Pass, Problem, Result, Travels};
+use serde::Deserialize;
 
 /// Passes over the scores in memory. Forward: written, read and written by the softmax, read.
 /// Backward: dp is written, p read for dv; p and dp are read for ds, which is written; ds is read
@@ -35,21 +30,54 @@ const SOFTMAX: [f64; 2] = [2.0, 3.0];
 /// Copies of the scores in memory at one time. Forward: s and p. Backward: p, dp and ds.
 const COPIES: [u64; 2] = [2, 3];
 
+/// A method of a publication.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Baseline {
+    /// Every rank keeps the scores of its queries with all keys.
+    RingSelfAttention,
+    /// Ranks gather activations, and each computes a part of the heads.
+    MegatronTp,
+}
+
+/// Times one pass of `problem` on `machine`, whose ranks exchange `memory` bytes per second with
+/// their memory. Only scores that a rank keeps take time by this rate.
+///
+/// # Errors
+/// [`burst_attention::Error::InvalidProblem`] for a machine that the simulator can't calculate
+/// with, or whose nodes do not divide the ranks.
+pub fn predict(
+    problem: &Problem,
+    baseline: Baseline,
+    pass: Pass,
+    machine: &Machine,
+    memory: f64,
+) -> Result<Report> {
+    machine.validate()?;
+    let (travels, scripts) = match baseline {
+        Baseline::RingSelfAttention => {
+            (Some(Travels::Keys), ring_self_attention(problem, pass, machine, memory)?)
+        }
+        Baseline::MegatronTp => (None, megatron_tp(problem, pass, machine)?),
+    };
+    run(pass, travels, &scripts, machine, false)
+}
+
 /// Returns the scripts of Ring Self-Attention.
-pub(super) fn ring_self_attention<'a>(
+fn ring_self_attention<'a>(
     problem: &Problem,
     pass: Pass,
     machine: &'a Machine,
+    memory: f64,
 ) -> Result<Vec<Script<'a>>> {
-    check(problem)?;
     let mut flops = Vec::with_capacity(problem.world_size);
     for_each_rank(problem, Family::Ring, pass, Some(Travels::Keys), |schedule| {
         let tiles = schedule.steps.iter().flat_map(|step| &step.tiles);
         flops.push(tiles.map(|tile| tile_flops(problem, pass, tile)).sum());
     })?;
-    let kept = Kept { problem, kernels: &machine.kernels, pass };
+    let kept = Kept { problem, kernels: &machine.kernels, memory, pass };
     let script = |(rank, flops)| {
-        let mut script = Script::new(rank, &machine.network);
+        let mut script = Script::new(rank, machine);
         let Problem { head_dim, value_dim, .. } = *problem;
         match pass {
             Pass::Forward => {
@@ -74,12 +102,7 @@ pub(super) fn ring_self_attention<'a>(
 
 /// Returns the scripts of Megatron's tensor parallelism. Where ranks can't have equally many heads,
 /// some compute heads of padding.
-pub(super) fn megatron_tp<'a>(
-    problem: &Problem,
-    pass: Pass,
-    machine: &'a Machine,
-) -> Result<Vec<Script<'a>>> {
-    check(problem)?;
+fn megatron_tp<'a>(problem: &Problem, pass: Pass, machine: &'a Machine) -> Result<Vec<Script<'a>>> {
     let Problem { batch, q_len, kv_len, heads, head_dim, dtype, world_size, .. } = *problem;
     let node = machine.network.ranks_per_node.min(world_size);
     Family::DoubleRing { inner: node }.validate(world_size)?;
@@ -93,24 +116,23 @@ pub(super) fn megatron_tp<'a>(
         layout: Layout::Contiguous,
         ..problem.clone()
     };
-    let costs = Costs { problem: &local, kernels: &machine.kernels };
     let schedules = schedule(&local, Family::Ring, pass, Travels::Keys)?;
     // A row of activations is as wide as all heads of queries.
     let rows = (batch * q_len * heads * head_dim * dtype.bytes()) as u64;
     let nodes = world_size / node;
     let script = |rank: usize| {
-        let mut script = Script::new(rank, &machine.network);
+        let mut script = Script::new(rank, machine);
         let first = rank - rank % node;
         let within = (first..first + node).filter(move |peer| *peer != rank);
         let between =
             (0..nodes).map(move |at| at * node + rank % node).filter(move |peer| *peer != rank);
-        script.exchange(between.clone(), rows);
-        script.exchange(within.clone(), rows * nodes as u64);
+        script.exchange(between.clone(), between.clone(), rows);
+        script.exchange(within.clone(), within.clone(), rows * nodes as u64);
         for schedule in &schedules {
-            script.follow(&costs, schedule, |_| rank);
+            script.follow(&local, schedule, |_| rank);
         }
-        script.exchange(within, rows * nodes as u64);
-        script.exchange(between, rows);
+        script.exchange(within.clone(), within, rows * nodes as u64);
+        script.exchange(between.clone(), between, rows);
         script.report.flops *= heads as f64 / (padded * world_size) as f64;
         script.report.buffer_bytes += rows * world_size as u64;
         script
@@ -118,18 +140,12 @@ pub(super) fn megatron_tp<'a>(
     Ok((0..world_size).map(script).collect())
 }
 
-fn check(problem: &Problem) -> Result<()> {
-    if problem.world_size > MOST {
-        let expected = format!("at most {MOST} for baselines of the simulator");
-        return Err(invalid("world_size", expected, problem.world_size));
-    }
-    Ok(())
-}
-
 /// A rank's attention with scores that it keeps.
 struct Kept<'a> {
     problem: &'a Problem,
     kernels: &'a Kernels,
+    /// Bytes per second between a rank and its memory.
+    memory: f64,
     pass: Pass,
 }
 
@@ -163,11 +179,12 @@ impl Kept<'_> {
             Pass::Backward => self.kernels.backward,
         };
         let work = flops / rate
-            + passes * self.block() / self.kernels.memory
+            + passes * self.block() / self.memory
             + self.kernels.launch * products as f64;
-        script.begin(script.next(), Halves { before: work, after: 0.0 });
-        for hop in 1..world_size {
-            self.hop(script, rank, hop, self.chunk(width), work);
+        script.compute(work);
+        for _ in 1..world_size {
+            self.hop(script, rank, width);
+            script.compute(work);
         }
         script.report.tiles += products * world_size;
     }
@@ -175,29 +192,22 @@ impl Kept<'_> {
     /// Adds the softmax, or its derivative.
     fn softmax(&self, script: &mut Script<'_>) {
         let bytes = SOFTMAX[self.pass as usize] * self.block() * self.problem.world_size as f64;
-        let before = bytes / self.kernels.memory + self.kernels.launch;
-        script.begin(script.next(), Halves { before, after: 0.0 });
+        script.compute(bytes / self.memory + self.kernels.launch);
     }
 
     /// Adds the sum over ranks of a gradient that each has for all rows, as a ring sums it: each
     /// chunk goes round twice.
     fn sum(&self, script: &mut Script<'_>, rank: usize, width: usize) {
-        for hop in (1..self.problem.world_size).chain(1..self.problem.world_size) {
-            self.hop(script, rank, hop, self.chunk(width), 0.0);
+        for _ in 0..2 * (self.problem.world_size - 1) {
+            self.hop(script, rank, width);
         }
     }
 
-    /// Adds a step in which a chunk comes from the rank before and then is computed with. The
-    /// chunk that the rank passes on is `hop` − 1 ranks away from home.
-    fn hop(&self, script: &mut Script<'_>, rank: usize, hop: usize, bytes: u64, work: f64) {
+    /// Adds a step in which the rank passes a chunk on, and the next one comes.
+    fn hop(&self, script: &mut Script<'_>, rank: usize, width: usize) {
         let world_size = self.problem.world_size;
-        let index = script.next();
-        script.begin(index, Halves { before: 0.0, after: work });
-        let owner = |hop: usize| Label::Rows(((rank + world_size - hop) % world_size) as u32);
         let [to, from] = [1, world_size - 1].map(|step| (rank + step) % world_size);
-        let send = (End::Send, to, bytes, owner(hop - 1));
-        let receive = (End::Receive, from, bytes, owner(hop));
-        script.post(Due::Fold(index), [send, receive].into_iter());
+        script.exchange(once(to), once(from), self.chunk(width));
     }
 
     /// Bytes of the scores, of a chunk that comes and one that leaves, and in the backward pass of

@@ -16,13 +16,13 @@ class Site:
 
     def __init__(self, node: str, nodes: str, gpu: decode.Gpu) -> None:
         self.gpu = gpu
-        self.node = Machine(node, gpu.peak, gpu.memory)
-        self.nodes = Machine(nodes, gpu.peak, gpu.memory)
+        self.node = Machine(node, gpu.peak, gpu.memory, gpu.bandwidth)
+        self.nodes = Machine(nodes, gpu.peak, gpu.memory, gpu.bandwidth)
 
 
 PAPERS = Site("a100-nvlink", "a100-200g", decode.A100)
 TODAY = Site("h200-nvlink", "h200-400g", decode.H200)
-PCIE = replace(PAPERS.node, numbers={"link_gbps": [200.0]})
+PCIE = replace(PAPERS.node, numbers={"link_gbps": [200.0, 200.0]})
 ONE_PORT = replace(PAPERS.nodes, numbers={"link_gbps": [None, 100.0], "shared": True})
 
 
