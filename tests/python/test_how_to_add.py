@@ -41,16 +41,8 @@ def test_a_family_takes_the_files_that_the_page_lists(tmp_path):
         (tmp_path / path).write_text(text.replace(old, new))
         changed.add(path)
 
-    for name in (
-        "Cargo.toml",
-        "Cargo.lock",
-        "README.md",
-        "src",
-        "kernels",
-        "ffi",
-        "tests",
-        "benchmarks",
-    ):
+    folders = ("src", "kernels", "ffi", "tests", "benchmarks", "studies")
+    for name in ("Cargo.toml", "Cargo.lock", "README.md", *folders):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
     options = "jax_plugin/burst_attention/_attention/options.py"
