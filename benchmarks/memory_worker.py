@@ -1,7 +1,7 @@
 """Memory of one attention's training steps, in a process of its own: `memory_worker.py NAME`.
 
 Prints a line of JSON for each step that it compiles. Beginning at a length, it doubles the length
-until the step no longer fits. Then it compiles 1.5 times the longest length that fits.
+until the step no longer fits. Then it tries 1.5 times the longest length that fits.
 """
 
 import argparse

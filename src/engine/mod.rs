@@ -1,6 +1,6 @@
 //! The engine walks the schedule of one rank over an [`AttentionKernel`] and a [`Transport`].
 //!
-//! The engine knows the order of things only. The kernel knows where memory lies and how to compute
+//! The engine knows only the order of operations. The kernel knows where memory is and how to compute
 //! a tile, and the transport knows how a chunk travels.
 
 use std::collections::HashMap;

@@ -1,4 +1,4 @@
-//! Streams: threads that carry operations out in order. Events: places in streams.
+//! Streams: threads that carry operations out in order. Events: points in streams.
 
 use std::collections::VecDeque;
 use std::collections::hash_map::RandomState;
@@ -43,7 +43,7 @@ struct Queue {
     given: u64,
     done: u64,
     clock: Clock,
-    /// The place of the operation that was given last.
+    /// The stamp of the operation that was given last.
     last: Option<Stamp>,
     has_thread: bool,
     is_closed: bool,
@@ -116,7 +116,7 @@ impl Stream {
         self.push(what, move |stamp| perform(device, &name, stamp, &touches, work));
     }
 
-    /// Lets later operations start after those before `stamp`, and it.
+    /// Lets later operations start after the operation of a mark and all before it.
     fn follow(self: &Arc<Self>, event: Arc<Event>, mark: Arc<Mark>) {
         let mut clock = Clock::clone(&mark.stamp.before);
         clock.advance(mark.stamp.stream, mark.stamp.number);
@@ -209,7 +209,7 @@ pub fn perform(
     }
 }
 
-/// The place in a stream that an event was recorded at.
+/// The point in a stream at which an event was recorded.
 #[derive(Debug)]
 pub struct Mark {
     stamp: Stamp,
@@ -242,7 +242,7 @@ impl Event {
         Event { device, mark: Mutex::default() }
     }
 
-    /// Lets the event stand for all operations that the stream has.
+    /// Records the event behind all operations that the stream has so far.
     ///
     /// # Errors
     /// If they belong to different devices.
@@ -269,7 +269,7 @@ impl Event {
         Ok(())
     }
 
-    /// Lets later operations of the stream start after what the event stands for.
+    /// Lets later operations of the stream start after the operations before the event.
     pub fn hold(self: Arc<Self>, stream: &Arc<Stream>) {
         let mark = lock(&self.mark).clone();
         if let Some(mark) = mark {
@@ -277,7 +277,7 @@ impl Event {
         }
     }
 
-    /// Waits for what the event stands for.
+    /// Waits for the operations before the event.
     pub fn synchronize(&self) {
         let mark = lock(&self.mark).clone();
         if let Some(mark) = mark {
@@ -286,7 +286,7 @@ impl Event {
         }
     }
 
-    /// Whether what the event stands for is done.
+    /// Whether the operations before the event are done.
     pub fn is_done(&self) -> bool {
         let Some(mark) = lock(&self.mark).clone() else { return true };
         let is_done = lock(&mark.ended).is_some();
