@@ -14,7 +14,7 @@ DRAWN = 5000
 """Choices that --exhaustive draws from the features' product; the whole product takes weeks."""
 ABOUT = (
     *("causal", "window", "segments", "soft_cap", "slopes", "sinks", "dropout"),
-    *("head_dim", "value_dim", "kv_len"),
+    *("head_dim", "value_dim", "kv_len", "visible", "positions", "offset"),
 )
 """Features that the name of a choice mentions."""
 LONG = 720

@@ -136,18 +136,6 @@ def test_built_masks(name, layout):
     agree(Problem(layout=layout, visible="built", changes=changes, **options))
 
 
-@pytest.mark.parametrize("schedule", ["ring", "balanced", "all_gather", "ulysses"])
-@pytest.mark.parametrize("positions", [False, True])
-def test_schedules(schedule, positions):
-    layout = "contiguous" if positions else "striped"
-    one = Problem(layout=layout, schedule=schedule, visible="twice", positions=positions)
-    agree(replace(one, causal=True, slopes=True, dropout=0.2))
-
-
-def test_a_double_ring():
-    agree(Problem(inner=2, visible="twice", positions=True, causal=True, sinks=True))
-
-
 @pytest.mark.parametrize(
     "other", [{"causal": True}, {"window": (9, 4)}, {"slopes": True}], ids=names
 )

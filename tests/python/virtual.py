@@ -31,7 +31,8 @@ def register():
 
 def is_possible(one):
     """Whether the calls compute a `features.Problem`; sinks are added to their results."""
-    return not one.sinks and one.schedule not in ("ulysses", "hybrid")
+    is_data = one.visible or one.positions or one.offset
+    return not one.sinks and not is_data and one.schedule not in ("ulysses", "hybrid")
 
 
 def stacked(one, x):
