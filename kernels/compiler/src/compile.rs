@@ -3,7 +3,7 @@
 //! Targets that share a tile shape have the same IR, except for the name of the target in the
 //! compiler's hints. So [`Front`] runs the compiler once for them and renames the target.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -15,7 +15,8 @@ use cutile_compiler::cuda_tile_runtime_utils::serialize_tile_ir_bytecode;
 use cutile_compiler::hints::{CompileOptions, DebugInfoLevel};
 use cutile_compiler::specialization::DivHint;
 use cutile_ir::Module;
-use cutile_ir::ir::{Attribute, OpId};
+use cutile_ir::bytecode::Opcode;
+use cutile_ir::ir::{Attribute, BlockId, OpId, ValueProducer};
 
 use crate::device::source;
 use crate::hash::short_hash;
@@ -109,7 +110,34 @@ fn compile(instance: &Instance) -> Result<Module, String> {
         .options(options)
         .compile()
         .map(CompileArtifacts::into_module)
+        .map(without_unused_constants)
         .map_err(|error| format!("{instance}: {error:?}"))
+}
+
+/// Drops constants that nothing uses. Wherever the compiler inlines a function, it makes a constant
+/// of each generic and of each named constant in sight.
+fn without_unused_constants(mut module: Module) -> Module {
+    let (mut blocks, mut used) = (vec![], HashSet::new());
+    module.functions.iter().for_each(|&id| gather(&module, id, &mut blocks, &mut used));
+    for id in blocks {
+        let mut operations = std::mem::take(&mut module.block_mut(id).ops);
+        operations.retain(|id| module.op(*id).opcode != Opcode::Constant || used.contains(id));
+        module.block_mut(id).ops = operations;
+    }
+    module
+}
+
+/// Adds the blocks inside an operation, and the operations whose results it or they use.
+fn gather(module: &Module, id: OpId, blocks: &mut Vec<BlockId>, used: &mut HashSet<OpId>) {
+    for &operand in &module.op(id).operands {
+        if let ValueProducer::OpResult { op, .. } = module.value_data(operand).producer {
+            used.insert(op);
+        }
+    }
+    for block in module.op(id).regions.iter().flat_map(|&region| &module.region(region).blocks) {
+        blocks.push(*block);
+        module.block(*block).ops.iter().for_each(|&inner| gather(module, inner, blocks, used));
+    }
 }
 
 fn scalar_hints(instance: &Instance) -> Vec<(&'static str, DivHint)> {

@@ -3,33 +3,9 @@
 #[cutile::module]
 pub mod combine_softmax {
     use super::super::common::common::{block_of, per_row_view, rows_view, statistics_view};
-    use super::super::common::common::{write, write_statistics};
-    use super::super::forward::forward::conclude;
+    use super::super::common::common::{read, read_statistics, write, write_statistics};
+    use super::super::softmax::softmax::conclude;
     use cutile::core::*;
-
-    /// Returns the statistics of a tile of rows.
-    pub fn statistics<const R: i32>(
-        view: &Tensor<f32, { [-1, -1, -1] }>,
-        batch: i32,
-        tile: i32,
-        head: i32,
-    ) -> Tile<f32, { [R, 1] }> {
-        let t: Tile<f32, { [1, 1, R] }> =
-            view.partition(const_shape![1, 1, R]).load([batch, head, tile]);
-        t.reshape(const_shape![R, 1])
-    }
-
-    /// Returns the sums of a tile of rows.
-    pub fn sums<const R: i32, const W: i32>(
-        view: &Tensor<f32, { [-1, -1, -1, -1] }>,
-        batch: i32,
-        tile: i32,
-        head: i32,
-    ) -> Tile<f32, { [R, W] }> {
-        let t: Tile<f32, { [1, R, 1, W] }> =
-            view.partition(const_shape![1, R, 1, W]).load([batch, tile, head, 0i32]);
-        t.reshape(const_shape![R, W])
-    }
 
     /// Adds the state that arrived to the state at home, all in base 2:
     ///
@@ -63,37 +39,33 @@ pub mod combine_softmax {
         lse_batch_stride: i32,
         last: i32,
     ) {
-        let pid: (i32, i32, i32) = get_tile_block_id();
-        let order: (i32, i32) = block_of(pid.0, ceil_div(q_len, BM), heads, 0i32);
-        let i: i32 = order.0;
-        let b: i32 = order.1 / heads;
-        let h: i32 = order.1 - b * heads;
+        let block = block_of(ceil_div(q_len, BM), heads, heads, 0i32);
+        let (i, b, h) = (block.0, block.1, block.2);
 
-        let acc_view: Tensor<f32, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(acc, batch, q_len, heads, head_dim, acc_batch_stride) };
-        let max_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
+        let acc_view = unsafe { rows_view(acc, batch, q_len, heads, head_dim, acc_batch_stride) };
+        let max_view = unsafe {
             statistics_view(row_max, batch, heads, q_len, stat_batch_stride, stat_head_stride)
         };
-        let sum_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
+        let sum_view = unsafe {
             statistics_view(row_sum, batch, heads, q_len, stat_batch_stride, stat_head_stride)
         };
-        let arrived_view: Tensor<f32, { [-1, -1, -1, -1] }> = unsafe {
+        let arrived_view = unsafe {
             rows_view(arrived_acc, batch, q_len, heads, head_dim, arrived_acc_batch_stride)
         };
-        let arrived_max_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
+        let arrived_max_view = unsafe {
             let (entry, head) = (arrived_stat_batch_stride, arrived_stat_head_stride);
             statistics_view(arrived_max, batch, heads, q_len, entry, head)
         };
-        let arrived_sum_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
+        let arrived_sum_view = unsafe {
             let (entry, head) = (arrived_stat_batch_stride, arrived_stat_head_stride);
             statistics_view(arrived_sum, batch, heads, q_len, entry, head)
         };
-        let m1: Tile<f32, { [BM, 1] }> = statistics::<BM>(&max_view, b, i, h);
-        let l1: Tile<f32, { [BM, 1] }> = statistics::<BM>(&sum_view, b, i, h);
-        let a1: Tile<f32, { [BM, DT] }> = sums::<BM, DT>(&acc_view, b, i, h);
-        let m2: Tile<f32, { [BM, 1] }> = statistics::<BM>(&arrived_max_view, b, i, h);
-        let l2: Tile<f32, { [BM, 1] }> = statistics::<BM>(&arrived_sum_view, b, i, h);
-        let a2: Tile<f32, { [BM, DT] }> = sums::<BM, DT>(&arrived_view, b, i, h);
+        let m1: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&max_view, b, i, h);
+        let l1: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&sum_view, b, i, h);
+        let a1: Tile<f32, { [BM, DT] }> = read(&acc_view, const_shape![BM, DT], b, i, h);
+        let m2: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&arrived_max_view, b, i, h);
+        let l2: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&arrived_sum_view, b, i, h);
+        let a2: Tile<f32, { [BM, DT] }> = read(&arrived_view, const_shape![BM, DT], b, i, h);
 
         let lowest: Tile<f32, { [BM, 1] }> = constant(-1.0e38f32, const_shape![BM, 1]);
         let m: Tile<f32, { [BM, 1] }> = max_tile(max_tile(m1, m2), lowest);
@@ -105,10 +77,8 @@ pub mod combine_softmax {
         let a: Tile<f32, { [BM, DT] }> = a1 + a2;
 
         if last == 1i32 {
-            let o_view: Tensor<E, { [-1, -1, -1, -1] }> =
-                unsafe { rows_view(o, batch, q_len, heads, head_dim, o_batch_stride) };
-            let lse_view: Tensor<f32, { [-1, -1, -1] }> =
-                unsafe { per_row_view(lse, batch, q_len, heads, lse_batch_stride) };
+            let o_view = unsafe { rows_view(o, batch, q_len, heads, head_dim, o_batch_stride) };
+            let lse_view = unsafe { per_row_view(lse, batch, q_len, heads, lse_batch_stride) };
             unsafe { conclude(m, l, a, &o_view, &lse_view, b, i, h) };
         } else {
             unsafe { write(&acc_view, a, b, i, h) };

@@ -55,19 +55,21 @@ pub mod common {
         unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) }
     }
 
-    /// Returns the tile and the head that a block computes: (tile, batch · heads + head).
+    /// Returns what a block computes: (tile, batch entry, head).
     ///
     /// Heads come in sections whose streamed arrays fit the L2 cache together. Within a section all
     /// heads of a tile come before the next tile. With `reverse` the last tile comes first, so that
     /// the longest rows start first.
-    pub fn block_of(pid: i32, tiles: i32, section: i32, reverse: i32) -> (i32, i32) {
+    pub fn block_of(tiles: i32, heads: i32, section: i32, reverse: i32) -> (i32, i32, i32) {
+        let pid = get_tile_block_id();
         let in_section: i32 = section * tiles;
-        let index: i32 = pid / in_section;
-        let rest: i32 = pid - index * in_section;
+        let index: i32 = pid.0 / in_section;
+        let rest: i32 = pid.0 - index * in_section;
         let tile: i32 = rest / section;
         let head: i32 = index * section + (rest - tile * section);
         let tile: i32 = if reverse == 1i32 { tiles - 1i32 - tile } else { tile };
-        (tile, head)
+        let entry: i32 = head / heads;
+        (tile, entry, head - entry * heads)
     }
 
     /// Returns the streamed tiles of `BS` rows that any of rows `first..=last` sees, and the tiles
@@ -125,6 +127,31 @@ pub mod common {
         let b: Tile<E, { [W, C] }> = permute(b, transpose);
         let zero: Tile<f32, { [R, C] }> = constant(0.0f32, const_shape![R, C]);
         mma(a, b, zero)
+    }
+
+    /// Returns a tile of rows. Elements beyond the view's end are 0.
+    pub fn read<E: ElementType, const R: i32, const W: i32>(
+        view: &Tensor<E, { [-1, -1, -1, -1] }>,
+        shape: Shape<{ [R, W] }>,
+        batch: i32,
+        tile: i32,
+        head: i32,
+    ) -> Tile<E, { [R, W] }> {
+        let rows: Tile<E, { [1, R, 1, W] }> =
+            view.partition(const_shape![1, R, 1, W]).load([batch, tile, head, 0i32]);
+        rows.reshape(shape)
+    }
+
+    /// Returns statistics of a tile of rows.
+    pub fn read_statistics<const R: i32>(
+        view: &Tensor<f32, { [-1, -1, -1] }>,
+        batch: i32,
+        tile: i32,
+        head: i32,
+    ) -> Tile<f32, { [R, 1] }> {
+        let rows: Tile<f32, { [1, 1, R] }> =
+            view.partition(const_shape![1, 1, R]).load([batch, head, tile]);
+        rows.reshape(const_shape![R, 1])
     }
 
     /// Stores a tile of rows. Elements beyond the view's end are dropped.

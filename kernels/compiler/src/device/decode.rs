@@ -14,38 +14,60 @@
 pub mod decode {
     use super::super::common::common::write_statistics;
     use super::super::common::common::{edge, rows_view, statistics_view, stream, write};
-    use super::super::forward::forward::{gather, weigh};
-    use super::super::pages::pages::{hidden_out, misses_pages, page_place, pairs_of, values_seen};
+    use super::super::modes::modes::SWITCHED;
+    use super::super::pages::pages::{
+        Source, hidden_out, misses_pages, page_place, pairs_of, values_seen,
+    };
     use super::super::pieces::pieces::{piece_in, word};
-    use super::super::scores::scores::{cap_ratio, score};
+    use super::super::scores::scores::{Scoring, cap_ratio, capped};
     use super::super::segments::segments::{least, most, segments_view};
+    use super::super::softmax::softmax::{State, empty_state, gather, weigh};
     use cutile::core::*;
+
+    /// What each query of a unit sees, its position, and its slope in base 2.
+    #[derive(Clone, Copy)]
+    pub struct Rows<const BM: i32> {
+        pub begin: Tile<i32, { [BM, 1] }>,
+        pub end: Tile<i32, { [BM, 1] }>,
+        pub position: Tile<i32, { [BM, 1] }>,
+        pub slope: Tile<f32, { [BM, 1] }>,
+    }
+
+    /// Which positions the rows of a source have: stripes of `interleave` rows go round the ranks.
+    #[derive(Clone, Copy)]
+    pub struct Stripes {
+        pub rank: i32,
+        pub interleave: i32,
+        pub world_size: i32,
+    }
+
+    /// What the tiles of a piece have in common.
+    #[derive(Clone, Copy)]
+    pub struct Piece {
+        pub source: Source,
+        pub scoring: Scoring,
+        pub stripes: Stripes,
+        pub head: i32,
+    }
 
     /// Returns scores in base 2 of a tile whose first row is `first`.
     pub fn scores_of<E: ElementType, const BM: i32, const SUB: i32, const DT: i32>(
+        piece: Piece,
+        rows: Rows<BM>,
         q: Tile<E, { [BM, DT] }>,
         k: Tile<E, { [SUB, DT] }>,
         first: i32,
-        position: Tile<i32, { [BM, 1] }>,
-        slope: Tile<f32, { [BM, 1] }>,
-        scale_log2: f32,
-        cap_log2: f32,
-        twice_by_cap: f32,
-        has_slopes: i32,
-        rank: i32,
-        interleave: i32,
-        world_size: i32,
     ) -> Tile<f32, { [BM, SUB] }> {
         let transpose: Array<{ [1, 0] }> = Array::<{ [1, 0] }> { dims: &[1i32, 0i32] };
         let k: Tile<E, { [DT, SUB] }> = permute(k, transpose);
         let zero: Tile<f32, { [BM, SUB] }> = constant(0.0f32, const_shape![BM, SUB]);
         let s: Tile<f32, { [BM, SUB] }> = mma(q, k, zero);
-        let ratio: Tile<f32, { [BM, SUB] }> = cap_ratio(s, 2i32, twice_by_cap);
-        let none: Tile<f32, { [1, 1] }> = constant(0.0f32, const_shape![1, 1]);
-        let s: Tile<f32, { [BM, SUB] }> =
-            score(s, ratio, 2i32, 0i32, scale_log2, cap_log2, none, 0i32, 0i32, 0i32);
-        let mut scores: Tile<f32, { [BM, SUB] }> = s;
-        if has_slopes == 1i32 {
+        let (scoring, stripes) = (piece.scoring, piece.stripes);
+        let ratio: Tile<f32, { [BM, SUB] }> = cap_ratio(s, scoring);
+        let mut scores: Tile<f32, { [BM, SUB] }> = capped(s, ratio, scoring);
+        if scoring.has_slopes == 1i32 {
+            let (rank, interleave) = (stripes.rank, stripes.interleave);
+            let world_size: i32 = stripes.world_size;
             let row: Tile<i32, { [SUB] }> = iota(const_shape![SUB]);
             let row: Tile<i32, { [SUB] }> = row + first.broadcast(const_shape![SUB]);
             let stripe: Tile<i32, { [SUB] }> = interleave.broadcast(const_shape![SUB]);
@@ -56,9 +78,10 @@ pub mod decode {
             let key: Tile<i32, { [SUB] }> = whole * stripe + (row - round * stripe);
             let key: Tile<i32, { [1, SUB] }> = key.reshape(const_shape![1, SUB]);
             let key: Tile<i32, { [BM, SUB] }> = key.broadcast(const_shape![BM, SUB]);
-            let away: Tile<i32, { [BM, SUB] }> = key - position.broadcast(const_shape![BM, SUB]);
+            let away: Tile<i32, { [BM, SUB] }> =
+                key - rows.position.broadcast(const_shape![BM, SUB]);
             let away: Tile<f32, { [BM, SUB] }> = convert_tile(away);
-            let slope: Tile<f32, { [BM, SUB] }> = slope.broadcast(const_shape![BM, SUB]);
+            let slope: Tile<f32, { [BM, SUB] }> = rows.slope.broadcast(const_shape![BM, SUB]);
             scores = fma(away, slope, scores, rounding::NearestEven, ftz::Disabled);
         }
         scores
@@ -70,51 +93,21 @@ pub mod decode {
         cut: i32,
         k: &Partition<E, { [1, SUB, 1, DT] }>,
         v: &Partition<E, { [1, SUB, 1, DT] }>,
-        table: *mut i32,
+        piece: Piece,
+        rows: Rows<BM>,
         q: Tile<E, { [BM, DT] }>,
-        begin: Tile<i32, { [BM, 1] }>,
-        end: Tile<i32, { [BM, 1] }>,
-        position: Tile<i32, { [BM, 1] }>,
-        slope: Tile<f32, { [BM, 1] }>,
-        head: i32,
         tile: i32,
-        first_tile: i32,
-        end_tile: i32,
-        pages: i32,
-        page_rows: i32,
-        page_shift: i32,
-        scale_log2: f32,
-        cap_log2: f32,
-        twice_by_cap: f32,
-        has_slopes: i32,
-        rank: i32,
-        interleave: i32,
-        world_size: i32,
     ) -> (Tile<f32, { [BM, SUB] }>, Tile<E, { [SUB, DT] }>) {
-        let place: (i32, i32, i32, i32) = unsafe {
-            page_place::<SUB>(cut, table, pages, page_rows, page_shift, tile, first_tile, end_tile)
-        };
+        let place = unsafe { page_place::<SUB>(cut, piece.source, tile) };
         let first: i32 = place.2;
-        let tk: Tile<E, { [SUB, DT] }> = stream(k, place.0, place.1, head);
-        let tv: Tile<E, { [SUB, DT] }> = stream(v, place.0, place.1, head);
-        let s: Tile<f32, { [BM, SUB] }> = scores_of::<E, BM, SUB, DT>(
-            q,
-            tk,
-            first,
-            position,
-            slope,
-            scale_log2,
-            cap_log2,
-            twice_by_cap,
-            has_slopes,
-            rank,
-            interleave,
-            world_size,
-        );
-        let mut scores: Tile<f32, { [BM, SUB] }> = s;
+        let tk: Tile<E, { [SUB, DT] }> = stream(k, place.0, place.1, piece.head);
+        let tv: Tile<E, { [SUB, DT] }> = stream(v, place.0, place.1, piece.head);
+        let mut scores: Tile<f32, { [BM, SUB] }> =
+            scores_of::<E, BM, SUB, DT>(piece, rows, q, tk, first);
         let mut values: Tile<E, { [SUB, DT] }> = tv;
         if cut == 1i32 {
-            let seen: Tile<bool, { [BM, SUB] }> = pairs_of::<BM, SUB>(begin, end, first, place.3);
+            let seen: Tile<bool, { [BM, SUB] }> =
+                pairs_of::<BM, SUB>(rows.begin, rows.end, first, place.3);
             scores = hidden_out::<BM, SUB>(scores, seen);
             values = values_seen::<E, BM, SUB, DT>(values, seen);
         }
@@ -132,180 +125,35 @@ pub mod decode {
         const SUB: i32,
     >(
         cut: i32,
-        parts: Shape<{ [BM, PARTS, LANES] }>,
         k: &Partition<E, { [1, SUB, 1, DT] }>,
         v: &Partition<E, { [1, SUB, 1, DT] }>,
-        table: *mut i32,
+        piece: Piece,
+        rows: Rows<BM>,
+        state: State<BM, LANES, DT>,
+        parts: Shape<{ [BM, PARTS, LANES] }>,
         q: Tile<E, { [BM, DT] }>,
-        m: Tile<f32, { [BM, 1] }>,
-        l: Tile<f32, { [BM, LANES] }>,
-        acc: Tile<f32, { [BM, DT] }>,
-        begin: Tile<i32, { [BM, 1] }>,
-        end: Tile<i32, { [BM, 1] }>,
-        position: Tile<i32, { [BM, 1] }>,
-        slope: Tile<f32, { [BM, 1] }>,
-        head: i32,
         j: i32,
-        first_tile: i32,
-        end_tile: i32,
-        pages: i32,
-        page_rows: i32,
-        page_shift: i32,
-        scale_log2: f32,
-        cap_log2: f32,
-        twice_by_cap: f32,
-        has_slopes: i32,
-        rank: i32,
-        interleave: i32,
-        world_size: i32,
-    ) -> (Tile<f32, { [BM, 1] }>, Tile<f32, { [BM, LANES] }>, Tile<f32, { [BM, DT] }>) {
-        let mut new_m: Tile<f32, { [BM, 1] }> = m;
-        let mut new_l: Tile<f32, { [BM, LANES] }> = l;
-        let mut new_acc: Tile<f32, { [BM, DT] }> = acc;
+    ) -> State<BM, LANES, DT> {
+        let mut m: Tile<f32, { [BM, 1] }> = state.m;
+        let mut l: Tile<f32, { [BM, LANES] }> = state.l;
+        let mut acc: Tile<f32, { [BM, DT] }> = state.acc;
         if BN == SUB {
-            let one: (Tile<f32, { [BM, SUB] }>, Tile<E, { [SUB, DT] }>) = unsafe {
-                tile_of::<E, BM, SUB, DT>(
-                    cut,
-                    k,
-                    v,
-                    table,
-                    q,
-                    begin,
-                    end,
-                    position,
-                    slope,
-                    head,
-                    j,
-                    first_tile,
-                    end_tile,
-                    pages,
-                    page_rows,
-                    page_shift,
-                    scale_log2,
-                    cap_log2,
-                    twice_by_cap,
-                    has_slopes,
-                    rank,
-                    interleave,
-                    world_size,
-                )
-            };
+            let one = unsafe { tile_of::<E, BM, SUB, DT>(cut, k, v, piece, rows, q, j) };
             let s: Tile<f32, { [BM, BN] }> = one.0.reshape(const_shape![BM, BN]);
             let values: Tile<E, { [BN, DT] }> = one.1.reshape(const_shape![BN, DT]);
             let weighed = weigh(s, m, l, parts, 1.0f32);
-            new_m = weighed.2;
-            new_l = weighed.3;
-            new_acc = gather(weighed.0, values, acc, weighed.1);
+            m = weighed.2;
+            l = weighed.3;
+            acc = gather(weighed.0, values, acc, weighed.1);
         }
         if BN > SUB {
-            let one: (Tile<f32, { [BM, SUB] }>, Tile<E, { [SUB, DT] }>) = unsafe {
-                tile_of::<E, BM, SUB, DT>(
-                    cut,
-                    k,
-                    v,
-                    table,
-                    q,
-                    begin,
-                    end,
-                    position,
-                    slope,
-                    head,
-                    4i32 * j,
-                    first_tile,
-                    end_tile,
-                    pages,
-                    page_rows,
-                    page_shift,
-                    scale_log2,
-                    cap_log2,
-                    twice_by_cap,
-                    has_slopes,
-                    rank,
-                    interleave,
-                    world_size,
-                )
-            };
-            let two: (Tile<f32, { [BM, SUB] }>, Tile<E, { [SUB, DT] }>) = unsafe {
-                tile_of::<E, BM, SUB, DT>(
-                    cut,
-                    k,
-                    v,
-                    table,
-                    q,
-                    begin,
-                    end,
-                    position,
-                    slope,
-                    head,
-                    4i32 * j + 1i32,
-                    first_tile,
-                    end_tile,
-                    pages,
-                    page_rows,
-                    page_shift,
-                    scale_log2,
-                    cap_log2,
-                    twice_by_cap,
-                    has_slopes,
-                    rank,
-                    interleave,
-                    world_size,
-                )
-            };
-            let three: (Tile<f32, { [BM, SUB] }>, Tile<E, { [SUB, DT] }>) = unsafe {
-                tile_of::<E, BM, SUB, DT>(
-                    cut,
-                    k,
-                    v,
-                    table,
-                    q,
-                    begin,
-                    end,
-                    position,
-                    slope,
-                    head,
-                    4i32 * j + 2i32,
-                    first_tile,
-                    end_tile,
-                    pages,
-                    page_rows,
-                    page_shift,
-                    scale_log2,
-                    cap_log2,
-                    twice_by_cap,
-                    has_slopes,
-                    rank,
-                    interleave,
-                    world_size,
-                )
-            };
-            let four: (Tile<f32, { [BM, SUB] }>, Tile<E, { [SUB, DT] }>) = unsafe {
-                tile_of::<E, BM, SUB, DT>(
-                    cut,
-                    k,
-                    v,
-                    table,
-                    q,
-                    begin,
-                    end,
-                    position,
-                    slope,
-                    head,
-                    4i32 * j + 3i32,
-                    first_tile,
-                    end_tile,
-                    pages,
-                    page_rows,
-                    page_shift,
-                    scale_log2,
-                    cap_log2,
-                    twice_by_cap,
-                    has_slopes,
-                    rank,
-                    interleave,
-                    world_size,
-                )
-            };
+            let one = unsafe { tile_of::<E, BM, SUB, DT>(cut, k, v, piece, rows, q, 4i32 * j) };
+            let two =
+                unsafe { tile_of::<E, BM, SUB, DT>(cut, k, v, piece, rows, q, 4i32 * j + 1i32) };
+            let three =
+                unsafe { tile_of::<E, BM, SUB, DT>(cut, k, v, piece, rows, q, 4i32 * j + 2i32) };
+            let four =
+                unsafe { tile_of::<E, BM, SUB, DT>(cut, k, v, piece, rows, q, 4i32 * j + 3i32) };
             let s0: Tile<f32, { [BM, SUB] }> = one.0.reshape(const_shape![BM, SUB]);
             let s1: Tile<f32, { [BM, SUB] }> = two.0.reshape(const_shape![BM, SUB]);
             let s2: Tile<f32, { [BM, SUB] }> = three.0.reshape(const_shape![BM, SUB]);
@@ -313,17 +161,18 @@ pub mod decode {
             let highest: Tile<f32, { [BM, SUB] }> = max_tile(max_tile(s0, s1), max_tile(s2, s3));
             let highest: Tile<f32, { [BM] }> = reduce_max(highest, 1i32);
             let highest: Tile<f32, { [BM, 1] }> = highest.reshape(const_shape![BM, 1]);
-            new_m = max_tile(m, highest);
+            let new_m: Tile<f32, { [BM, 1] }> = max_tile(m, highest);
             let level: Tile<f32, { [BM, SUB] }> = new_m.broadcast(const_shape![BM, SUB]);
             let p0: Tile<f32, { [BM, SUB] }> = exp2(s0 - level, ftz::Enabled);
             let p1: Tile<f32, { [BM, SUB] }> = exp2(s1 - level, ftz::Enabled);
             let p2: Tile<f32, { [BM, SUB] }> = exp2(s2 - level, ftz::Enabled);
             let p3: Tile<f32, { [BM, SUB] }> = exp2(s3 - level, ftz::Enabled);
             let alpha: Tile<f32, { [BM, 1] }> = exp2(m - new_m, ftz::Enabled);
-            let l: Tile<f32, { [BM, SUB] }> = l.reshape(const_shape![BM, SUB]);
-            let l: Tile<f32, { [BM, SUB] }> = l * alpha.broadcast(const_shape![BM, SUB]);
-            let l: Tile<f32, { [BM, SUB] }> = l + ((p0 + p1) + (p2 + p3));
-            new_l = l.reshape(const_shape![BM, LANES]);
+            m = new_m;
+            let sums: Tile<f32, { [BM, SUB] }> = l.reshape(const_shape![BM, SUB]);
+            let sums: Tile<f32, { [BM, SUB] }> = sums * alpha.broadcast(const_shape![BM, SUB]);
+            let sums: Tile<f32, { [BM, SUB] }> = sums + ((p0 + p1) + (p2 + p3));
+            l = sums.reshape(const_shape![BM, LANES]);
             let faded: Tile<f32, { [BM, DT] }> = acc * alpha.broadcast(const_shape![BM, DT]);
             let p0: Tile<E, { [BM, SUB] }> = convert_tile(p0);
             let p1: Tile<E, { [BM, SUB] }> = convert_tile(p1);
@@ -332,9 +181,9 @@ pub mod decode {
             let sum: Tile<f32, { [BM, DT] }> = mma(p0, one.1, faded);
             let sum: Tile<f32, { [BM, DT] }> = mma(p1, two.1, sum);
             let sum: Tile<f32, { [BM, DT] }> = mma(p2, three.1, sum);
-            new_acc = mma(p3, four.1, sum);
+            acc = mma(p3, four.1, sum);
         }
-        (new_m, new_l, new_acc)
+        State::<BM, LANES, DT> { m, l, acc }
     }
 
     /// Computes the piece of each slot: Σ p·v, the largest score in base 2, and Σ p of each row.
@@ -382,43 +231,50 @@ pub mod decode {
         interleave: i32,
         world_size: i32,
     ) {
-        let pid: (i32, i32, i32) = get_tile_block_id();
+        let scoring: Scoring = Scoring {
+            cap: SWITCHED,
+            alibi: SWITCHED,
+            scale_log2,
+            cap_log2,
+            twice_by_cap,
+            slopes,
+            slopes_batch_stride: 0i32,
+            has_slopes,
+        };
+        let pid = get_tile_block_id();
         let slot: i32 = pid.0;
-        let q_view: Tensor<E, { [-1, -1, -1, -1] }> =
+        let q_view =
             unsafe { rows_view(q, unit_count * kv_heads, rows, 1i32, head_dim, rows * head_dim) };
-        let k_view: Tensor<E, { [-1, -1, -1, -1] }> = unsafe {
+        let k_view = unsafe {
             rows_view(k, pages, page_rows, kv_heads, head_dim, page_rows * kv_heads * head_dim)
         };
-        let v_view: Tensor<E, { [-1, -1, -1, -1] }> = unsafe {
+        let v_view = unsafe {
             rows_view(v, pages, page_rows, kv_heads, value_dim, page_rows * kv_heads * value_dim)
         };
-        let q_part: Partition<E, { [1, BM, 1, DT] }> = q_view.partition(const_shape![1, BM, 1, DT]);
-        let k_part: Partition<E, { [1, SUB, 1, DT] }> =
-            k_view.partition(const_shape![1, SUB, 1, DT]);
-        let v_part: Partition<E, { [1, SUB, 1, DT] }> =
-            v_view.partition(const_shape![1, SUB, 1, DT]);
-        let intervals_view: Tensor<i32, { [-1, -1] }> =
-            unsafe { segments_view(intervals, 2i32 * unit_count, rows, rows) };
-        let intervals_part: Partition<i32, { [1, BM] }> =
-            intervals_view.partition(const_shape![1, BM]);
-        let acc_view: Tensor<f32, { [-1, -1, -1, -1] }> = unsafe {
+        let q_part = q_view.partition(const_shape![1, BM, 1, DT]);
+        let k_part = k_view.partition(const_shape![1, SUB, 1, DT]);
+        let v_part = v_view.partition(const_shape![1, SUB, 1, DT]);
+        let intervals_view = unsafe { segments_view(intervals, 2i32 * unit_count, rows, rows) };
+        let intervals_part = intervals_view.partition(const_shape![1, BM]);
+        let acc_view = unsafe {
             rows_view(piece_acc, slots, tile_rows, 1i32, value_dim, tile_rows * value_dim)
         };
-        let max_view: Tensor<f32, { [-1, -1, -1] }> =
+        let max_view =
             unsafe { statistics_view(piece_max, slots, 1i32, tile_rows, tile_rows, tile_rows) };
-        let sum_view: Tensor<f32, { [-1, -1, -1] }> =
+        let sum_view =
             unsafe { statistics_view(piece_sum, slots, 1i32, tile_rows, tile_rows, tile_rows) };
 
         let parts: i32 = ceil_div(rows, BM);
         let unit_pairs: i32 = kv_heads * parts;
-        let piece: (i32, i32, i32) =
+        let piece =
             unsafe { piece_in(units, slot, unit_count, unit_pairs, run_count, most_slices) };
         if piece.2 > 0i32 {
             let u: i32 = piece.0 / unit_pairs;
             let pair: i32 = piece.0 - u * unit_pairs;
             let h: i32 = pair / parts;
             let part: i32 = pair - h * parts;
-            let own_rank: i32 = unsafe { word(rank, 0i32) };
+            let rank: i32 = unsafe { word(rank, 0i32) };
+            let stripes: Stripes = Stripes { rank, interleave, world_size };
 
             // The steps of the piece, and the steps that every row sees which sees anything.
             let first_tile: i32 = unsafe { word(units, 4i32 * u + 1i32) };
@@ -463,11 +319,10 @@ pub mod decode {
             let mut position: Tile<i32, { [BM, 1] }> = constant(0i32, const_shape![BM, 1]);
             let mut slope: Tile<f32, { [BM, 1] }> = constant(0.0f32, const_shape![BM, 1]);
             if has_slopes == 1i32 {
-                let view: Tensor<i32, { [-1, -1] }> =
-                    unsafe { segments_view(places, unit_count, rows, rows) };
+                let view = unsafe { segments_view(places, unit_count, rows, rows) };
                 let t: Tile<i32, { [1, BM] }> = view.partition(const_shape![1, BM]).load([u, part]);
                 position = t.reshape(const_shape![BM, 1]);
-                let view: Tensor<f32, { [-1, -1, -1] }> =
+                let view =
                     unsafe { statistics_view(slopes, 1i32, kv_heads, rows, kv_heads * rows, rows) };
                 let t: Tile<f32, { [1, 1, BM] }> =
                     view.partition(const_shape![1, 1, BM]).load([0i32, h, part]);
@@ -477,97 +332,35 @@ pub mod decode {
                 slope = t * log2e;
             }
 
-            let mut m: Tile<f32, { [BM, 1] }> = constant(-1.0e38f32, const_shape![BM, 1]);
-            let mut l: Tile<f32, { [BM, LANES] }> = constant(0.0f32, const_shape![BM, LANES]);
-            let mut a: Tile<f32, { [BM, DT] }> = constant(0.0f32, const_shape![BM, DT]);
+            let keys: Source =
+                Source { table, pages, page_rows, page_shift, first: low_tile, end: high_tile };
+            let own: Piece = Piece { source: keys, scoring, stripes, head: h };
+            let queries: Rows<BM> = Rows::<BM> { begin, end, position, slope };
+            let mut state: State<BM, LANES, DT> = empty_state::<BM, LANES, DT>();
             for j in inside..outside {
-                let state: (
-                    Tile<f32, { [BM, 1] }>,
-                    Tile<f32, { [BM, LANES] }>,
-                    Tile<f32, { [BM, DT] }>,
-                ) = unsafe {
+                let shape = const_shape![BM, PARTS, LANES];
+                state = unsafe {
                     fold_step::<E, BM, BN, DT, PARTS, LANES, SUB>(
-                        0i32,
-                        const_shape![BM, PARTS, LANES],
-                        &k_part,
-                        &v_part,
-                        table,
-                        tq,
-                        m,
-                        l,
-                        a,
-                        begin,
-                        end,
-                        position,
-                        slope,
-                        h,
-                        j,
-                        low_tile,
-                        high_tile,
-                        pages,
-                        page_rows,
-                        page_shift,
-                        scale_log2,
-                        cap_log2,
-                        twice_by_cap,
-                        has_slopes,
-                        own_rank,
-                        interleave,
-                        world_size,
+                        0i32, &k_part, &v_part, own, queries, state, shape, tq, j,
                     )
                 };
-                m = state.0;
-                l = state.1;
-                a = state.2;
             }
             let mut t: i32 = 0i32;
             let cuts: i32 = (inside - low) + (high - outside);
             while t < cuts {
                 let j: i32 = edge(t, low, inside, outside);
-                let state: (
-                    Tile<f32, { [BM, 1] }>,
-                    Tile<f32, { [BM, LANES] }>,
-                    Tile<f32, { [BM, DT] }>,
-                ) = unsafe {
+                let shape = const_shape![BM, PARTS, LANES];
+                state = unsafe {
                     fold_step::<E, BM, BN, DT, PARTS, LANES, SUB>(
-                        1i32,
-                        const_shape![BM, PARTS, LANES],
-                        &k_part,
-                        &v_part,
-                        table,
-                        tq,
-                        m,
-                        l,
-                        a,
-                        begin,
-                        end,
-                        position,
-                        slope,
-                        h,
-                        j,
-                        low_tile,
-                        high_tile,
-                        pages,
-                        page_rows,
-                        page_shift,
-                        scale_log2,
-                        cap_log2,
-                        twice_by_cap,
-                        has_slopes,
-                        own_rank,
-                        interleave,
-                        world_size,
+                        1i32, &k_part, &v_part, own, queries, state, shape, tq, j,
                     )
                 };
-                m = state.0;
-                l = state.1;
-                a = state.2;
                 t = t + 1i32;
             }
-            let l: Tile<f32, { [BM] }> = reduce_sum(l, 1i32);
+            let l: Tile<f32, { [BM] }> = reduce_sum(state.l, 1i32);
             let l: Tile<f32, { [BM, 1] }> = l.reshape(const_shape![BM, 1]);
-            unsafe { write(&acc_view, a, slot, 0i32, 0i32) };
-            unsafe { write_statistics(&max_view, m, slot, 0i32, 0i32) };
+            unsafe { write(&acc_view, state.acc, slot, 0i32, 0i32) };
+            unsafe { write_statistics(&max_view, state.m, slot, 0i32, 0i32) };
             unsafe { write_statistics(&sum_view, l, slot, 0i32, 0i32) };
         }
     }

@@ -19,8 +19,7 @@ pub mod decode_merge {
         let base: PointerTile<*mut f32, { [] }> = base.offset(at);
         let shape: Shape<{ [-1, 1] }> = Shape::<{ [-1, 1] }> { dims: &[count] };
         let strides: Array<{ [-1, 1] }> = Array::<{ [-1, 1] }> { dims: &[stride] };
-        let view: Tensor<f32, { [-1, 1] }> =
-            unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) };
+        let view = unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) };
         view.partition(const_shape![BM, 1]).load([chunk, 0i32])
     }
 
@@ -37,9 +36,8 @@ pub mod decode_merge {
         let base: PointerTile<*mut f32, { [] }> = base.offset(at);
         let shape: Shape<{ [-1, -1] }> = Shape::<{ [-1, -1] }> { dims: &[count, columns] };
         let strides: Array<{ [-1, 1] }> = Array::<{ [-1, 1] }> { dims: &[stride] };
-        let view: Tensor<f32, { [-1, -1] }> =
-            unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) };
-        let part: Partition<f32, { [BM, DT] }> = view.partition(const_shape![BM, DT]);
+        let view = unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) };
+        let part = view.partition(const_shape![BM, DT]);
         // Without TMA, whose descriptor would be made in each block.
         load_view_tko(&part, [chunk, 0i32], ordering::Weak, scope::TileBlock, None, tma::Disabled)
     }
@@ -64,7 +62,7 @@ pub mod decode_merge {
         run_count: i32,
         most_slices: i32,
     ) {
-        let pid: (i32, i32, i32) = get_tile_block_id();
+        let pid = get_tile_block_id();
         let head: i32 = pid.0 / rows;
         let r: i32 = pid.0 - head * rows;
         let u: i32 = head / kv_heads;
@@ -75,11 +73,11 @@ pub mod decode_merge {
         let pair: i32 = h * parts + part;
 
         // The slots of the row's pieces: `first..first + count`.
-        let own: (i32, i32) = unsafe { slices_of(units, u) };
+        let own = unsafe { slices_of(units, u) };
         let mut first: i32 = (u * unit_pairs + pair) * most_slices;
         let mut count: i32 = own.1;
         if most_slices == 0i32 && own.1 > 0i32 {
-            let all: (i32, i32) = unsafe { slices_of(units, unit_count - 1i32) };
+            let all = unsafe { slices_of(units, unit_count - 1i32) };
             let slices: i32 = (all.0 + all.1) * unit_pairs;
             let start: i32 = own.0 * unit_pairs + pair * own.1;
             let run: i32 = run_of(start, slices, run_count);
@@ -141,10 +139,8 @@ pub mod decode_merge {
         let log: Tile<f32, { [1, 1] }> = log2(divisor);
         let value: Tile<f32, { [1, 1] }> = select(empty, nothing, (m + log) * ln2);
         let heads: i32 = unit_count * kv_heads;
-        let o_view: Tensor<f32, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(o, heads, rows, 1i32, value_dim, rows * value_dim) };
-        let lse_view: Tensor<f32, { [-1, -1, -1] }> =
-            unsafe { statistics_view(lse, 1i32, heads, rows, heads * rows, rows) };
+        let o_view = unsafe { rows_view(o, heads, rows, 1i32, value_dim, rows * value_dim) };
+        let lse_view = unsafe { statistics_view(lse, 1i32, heads, rows, heads * rows, rows) };
         unsafe { write(&o_view, out, head, r, 0i32) };
         unsafe { write_statistics(&lse_view, value, 0i32, r, head) };
     }

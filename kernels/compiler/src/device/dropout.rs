@@ -1,4 +1,4 @@
-//! Dropout: a random number for each pair of positions decides whether the pair's weight stays.
+//! Dropout: a random number for each pair of counted positions decides whether the pair's weight stays.
 //! Every kernel draws the same number for a pair.
 
 #[cutile::module]
@@ -6,26 +6,38 @@ pub mod dropout {
     use super::super::segments::segments::segments_view;
     use cutile::core::*;
 
-    /// Returns positions by row of a tile whose first row is at `start`.
-    pub fn places_down<const R: i32, const C: i32>(
+    /// The dropout of a launch. `numbers` holds for each batch entry the two words of the random
+    /// key, the entry and the first head, `[batch, 4]`.
+    #[derive(Clone, Copy)]
+    pub struct Dropout {
+        pub mode: i32,
+        pub switch: i32,
+        pub numbers: *mut i32,
+        pub batch_stride: i32,
+        pub threshold: i32,
+        pub keep_scale: f32,
+    }
+
+    /// Returns counted positions by row of a tile whose first row is at `start`.
+    pub fn counted_down<const R: i32, const C: i32>(
         start: i32,
         stride: i32,
     ) -> Tile<u32, { [R, C] }> {
         let rows: Tile<i32, { [R] }> = iota(const_shape![R]);
         let stride: Tile<i32, { [R] }> = stride.broadcast(const_shape![R]);
         let start: Tile<i32, { [R] }> = start.broadcast(const_shape![R]);
-        let places: Tile<u32, { [R] }> = bitcast(rows * stride + start);
-        let places: Tile<u32, { [R, 1] }> = places.reshape(const_shape![R, 1]);
-        places.broadcast(const_shape![R, C])
+        let counted: Tile<u32, { [R] }> = bitcast(rows * stride + start);
+        let counted: Tile<u32, { [R, 1] }> = counted.reshape(const_shape![R, 1]);
+        counted.broadcast(const_shape![R, C])
     }
 
-    /// Returns positions by column of a tile whose first column is at `start`.
-    pub fn places_across<const R: i32, const C: i32>(
+    /// Returns counted positions by column of a tile whose first column is at `start`.
+    pub fn counted_across<const R: i32, const C: i32>(
         start: i32,
         stride: i32,
     ) -> Tile<u32, { [R, C] }> {
         let transpose: Array<{ [1, 0] }> = Array::<{ [1, 0] }> { dims: &[1i32, 0i32] };
-        let down: Tile<u32, { [C, R] }> = places_down::<C, R>(start, stride);
+        let down: Tile<u32, { [C, R] }> = counted_down::<C, R>(start, stride);
         permute(down, transpose)
     }
 
@@ -40,16 +52,9 @@ pub mod dropout {
         select(keep, x * scale, zero)
     }
 
-    /// Returns word `n` of a batch entry's numbers, `[batch, 4]` at `base`.
-    pub unsafe fn number(
-        base: *mut i32,
-        batch: i32,
-        batch_stride: i32,
-        b: i32,
-        n: i32,
-    ) -> Tile<u32, { [1, 1] }> {
-        let view: Tensor<i32, { [-1, -1] }> =
-            unsafe { segments_view(base, batch, 4i32, batch_stride) };
+    /// Returns word `n` of a batch entry's numbers.
+    pub unsafe fn number(dropout: Dropout, batch: i32, b: i32, n: i32) -> Tile<u32, { [1, 1] }> {
+        let view = unsafe { segments_view(dropout.numbers, batch, 4i32, dropout.batch_stride) };
         let word: Tile<i32, { [1, 1] }> = view.partition(const_shape![1, 1]).load([b, n]);
         bitcast(word)
     }
@@ -98,24 +103,21 @@ pub mod dropout {
         (mixed0, low1, mixed2, low0, next0, next1)
     }
 
-    /// Returns whether the weight of each pair stays, from the positions of query and key. A pair's
+    /// Returns whether the weight of each pair stays, from the counted positions of query and key. A pair's
     /// number is word `key mod 4` of Philox4x32-10 for the counter (key / 4, query, head, entry).
-    /// The weight stays where the number reaches the threshold. `numbers` holds for each batch
-    /// entry the two words of the random key, the entry and the first head, `[batch, 4]`.
+    /// The weight stays where the number reaches the threshold.
     pub unsafe fn kept<const R: i32, const C: i32>(
         queries: Tile<u32, { [R, C] }>,
         keys: Tile<u32, { [R, C] }>,
-        numbers: *mut i32,
+        dropout: Dropout,
         batch: i32,
-        batch_stride: i32,
         b: i32,
         h: i32,
-        threshold: i32,
     ) -> Tile<bool, { [R, C] }> {
-        let k0: Tile<u32, { [1, 1] }> = unsafe { number(numbers, batch, batch_stride, b, 0i32) };
-        let k1: Tile<u32, { [1, 1] }> = unsafe { number(numbers, batch, batch_stride, b, 1i32) };
-        let entry: Tile<u32, { [1, 1] }> = unsafe { number(numbers, batch, batch_stride, b, 2i32) };
-        let head: Tile<u32, { [1, 1] }> = unsafe { number(numbers, batch, batch_stride, b, 3i32) };
+        let k0: Tile<u32, { [1, 1] }> = unsafe { number(dropout, batch, b, 0i32) };
+        let k1: Tile<u32, { [1, 1] }> = unsafe { number(dropout, batch, b, 1i32) };
+        let entry: Tile<u32, { [1, 1] }> = unsafe { number(dropout, batch, b, 2i32) };
+        let head: Tile<u32, { [1, 1] }> = unsafe { number(dropout, batch, b, 3i32) };
         let h: Tile<i32, { [1, 1] }> = h.broadcast(const_shape![1, 1]);
         let h: Tile<u32, { [1, 1] }> = bitcast(h);
         let head: Tile<u32, { [1, 1] }> = head + h;
@@ -140,6 +142,7 @@ pub mod dropout {
         let low: Tile<u32, { [R, C] }> = select(odd, c.1, c.0);
         let high: Tile<u32, { [R, C] }> = select(odd, c.3, c.2);
         let word: Tile<u32, { [R, C] }> = select(upper, high, low);
+        let threshold: i32 = dropout.threshold;
         let threshold: Tile<i32, { [R, C] }> = threshold.broadcast(const_shape![R, C]);
         let threshold: Tile<u32, { [R, C] }> = bitcast(threshold);
         ge_tile(word, threshold)

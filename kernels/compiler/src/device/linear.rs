@@ -211,27 +211,25 @@ pub mod linear {
         part_tiles: i32,
         reverse: i32,
     ) {
-        let pid: (i32, i32, i32) = get_tile_block_id();
-        let share: (i32, i32, i32) = share_of(pid.0, parts, ceil_div(value_dim, BN));
+        let pid = get_tile_block_id();
+        let share = share_of(pid.0, parts, ceil_div(value_dim, BN));
         let c: i32 = share.2;
         let b: i32 = share.0 / heads;
         let h: i32 = share.0 - b * heads;
         let hk: i32 = h / (heads / kv_heads);
 
-        let k_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(k, batch, rows, kv_heads, head_dim, k_batch_stride) };
-        let v_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(v, batch, rows, kv_heads, value_dim, v_batch_stride) };
-        let sums_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
+        let k_view = unsafe { rows_view(k, batch, rows, kv_heads, head_dim, k_batch_stride) };
+        let v_view = unsafe { rows_view(v, batch, rows, kv_heads, value_dim, v_batch_stride) };
+        let sums_view = unsafe {
             statistics_view(sums, batch, heads, padded_rows, sums_batch_stride, sums_head_stride)
         };
         let states: i32 = batch * parts * heads;
-        let state_view: Tensor<f32, { [-1, -1, -1, -1] }> =
+        let state_view =
             unsafe { rows_view(state, states, head_dim, 1i32, value_dim, state_stride) };
         let k_part = k_view.partition(const_shape![1, BM, 1, DT]);
         let v_part = v_view.partition(const_shape![1, BM, 1, BN]);
 
-        let tiles: (i32, i32) = tiles_of::<BM>(share.1, part_tiles, rows);
+        let tiles = tiles_of::<BM>(share.1, part_tiles, rows);
         let mut s: Tile<f32, { [DT, BN] }> = constant(0.0f32, const_shape![DT, BN]);
         for t in 0i32..tiles.1 {
             let i: i32 = if reverse == 1i32 { tiles.0 + tiles.1 - 1i32 - t } else { tiles.0 + t };
@@ -286,29 +284,25 @@ pub mod linear {
         has_other: i32,
         has_dots: i32,
     ) {
-        let pid: (i32, i32, i32) = get_tile_block_id();
+        let pid = get_tile_block_id();
         let columns: i32 = ceil_div(value_dim, BN);
-        let share: (i32, i32, i32) = share_of(pid.0, parts, columns);
+        let share = share_of(pid.0, parts, columns);
         let c: i32 = share.2;
         let b: i32 = share.0 / heads;
         let h: i32 = share.0 - b * heads;
         let hq: i32 = h / (heads / q_heads);
         let hk: i32 = h / (heads / kv_heads);
 
-        let q_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(q, batch, rows, q_heads, head_dim, q_batch_stride) };
-        let k_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(k, batch, rows, kv_heads, head_dim, k_batch_stride) };
-        let v_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(v, batch, rows, kv_heads, value_dim, v_batch_stride) };
-        let sums_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
+        let q_view = unsafe { rows_view(q, batch, rows, q_heads, head_dim, q_batch_stride) };
+        let k_view = unsafe { rows_view(k, batch, rows, kv_heads, head_dim, k_batch_stride) };
+        let v_view = unsafe { rows_view(v, batch, rows, kv_heads, value_dim, v_batch_stride) };
+        let sums_view = unsafe {
             statistics_view(sums, batch, heads, padded_rows, sums_batch_stride, sums_head_stride)
         };
         let states: i32 = batch * parts * heads;
-        let state_view: Tensor<f32, { [-1, -1, -1, -1] }> =
+        let state_view =
             unsafe { rows_view(state, states, head_dim, 1i32, value_dim, state_stride) };
-        let o_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(o, batch, rows, heads, value_dim, o_batch_stride) };
+        let o_view = unsafe { rows_view(o, batch, rows, heads, value_dim, o_batch_stride) };
         let q_part = q_view.partition(const_shape![1, BM, 1, DT]);
         let k_part = k_view.partition(const_shape![1, BM, 1, DT]);
         let v_part = v_view.partition(const_shape![1, BM, 1, BN]);
@@ -317,7 +311,7 @@ pub mod linear {
         let s: Tile<f32, { [1, DT, 1, BN] }> =
             state_view.partition(const_shape![1, DT, 1, BN]).load([n, 0i32, 0i32, c]);
         let mut s: Tile<f32, { [DT, BN] }> = s.reshape(const_shape![DT, BN]);
-        let tiles: (i32, i32) = tiles_of::<BM>(share.1, part_tiles, rows);
+        let tiles = tiles_of::<BM>(share.1, part_tiles, rows);
         for t in 0i32..tiles.1 {
             let i: i32 = if reverse == 1i32 { tiles.0 + tiles.1 - 1i32 - t } else { tiles.0 + t };
             let tq: Tile<E, { [BM, DT] }> = tokens(&q_part, b, i, hq, 0i32);
@@ -357,7 +351,7 @@ pub mod linear {
             let written: Tile<E, { [1, BM, 1, BN] }> = written.reshape(const_shape![1, BM, 1, BN]);
             unsafe { target.store_unchecked(written, [b, i, h, c]) };
             if has_other * has_dots == 1i32 {
-                let other_view: Tensor<E, { [-1, -1, -1, -1] }> = unsafe {
+                let other_view = unsafe {
                     rows_view(other, batch, rows, q_heads, value_dim, other_batch_stride)
                 };
                 let x: Tile<E, { [1, BM, 1, BN] }> =
@@ -365,7 +359,7 @@ pub mod linear {
                 let x: Tile<E, { [BM, BN] }> = x.reshape(const_shape![BM, BN]);
                 let x: Tile<f32, { [BM, BN] }> = convert_tile(x);
                 let dot: Tile<f32, { [BM] }> = reduce_sum(x * out, 1i32);
-                let dots_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
+                let dots_view = unsafe {
                     let (entry, head) = (dots_batch_stride, sums_head_stride);
                     statistics_view(dots, batch, dot_heads, padded_rows, entry, head)
                 };

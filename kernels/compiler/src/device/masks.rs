@@ -64,7 +64,7 @@ pub mod masks {
         first_place: i32,
         place_stride: i32,
     ) {
-        let pid: (i32, i32, i32) = get_tile_block_id();
+        let pid = get_tile_block_id();
         let chunks: i32 = ceil_div(q_len, CHUNK);
         let b: i32 = pid.0 / chunks;
         let chunk: i32 = pid.0 - b * chunks;
@@ -72,8 +72,7 @@ pub mod masks {
         let one: Tile<i32, { [CHUNK] }> = constant(1i32, const_shape![CHUNK]);
         let mut segment: Tile<i32, { [CHUNK] }> = zero;
         if has_segment_ids == 1i32 {
-            let view: Tensor<i32, { [-1, -1] }> =
-                unsafe { segments_view(segments, batch, q_len, segments_batch_stride) };
+            let view = unsafe { segments_view(segments, batch, q_len, segments_batch_stride) };
             let t: Tile<i32, { [1, CHUNK] }> =
                 view.partition(const_shape![1, CHUNK]).load([b, chunk]);
             segment = t.reshape(const_shape![CHUNK]);
@@ -84,8 +83,7 @@ pub mod masks {
         let first: Tile<i32, { [CHUNK] }> = first.broadcast(const_shape![CHUNK]);
         let mut place: Tile<i32, { [CHUNK] }> = index * stride + first;
         if has_places == 1i32 {
-            let view: Tensor<i32, { [-1, -1] }> =
-                unsafe { segments_view(places, batch, q_len, places_batch_stride) };
+            let view = unsafe { segments_view(places, batch, q_len, places_batch_stride) };
             let t: Tile<i32, { [1, CHUNK] }> =
                 view.partition(const_shape![1, CHUNK]).load([b, chunk]);
             place = t.reshape(const_shape![CHUNK]);
@@ -93,9 +91,8 @@ pub mod masks {
         let mut start: Tile<i32, { [CHUNK] }> = zero;
         let mut stop: Tile<i32, { [CHUNK] }> = one;
         if has_visible == 1i32 {
-            let view: Tensor<i32, { [-1, -1, 2] }> =
-                unsafe { intervals_view(visible, batch, q_len, visible_batch_stride) };
-            let part: Partition<i32, { [1, CHUNK, 1] }> = view.partition(const_shape![1, CHUNK, 1]);
+            let view = unsafe { intervals_view(visible, batch, q_len, visible_batch_stride) };
+            let part = view.partition(const_shape![1, CHUNK, 1]);
             let t: Tile<i32, { [1, CHUNK, 1] }> = part.load([b, chunk, 0i32]);
             start = t.reshape(const_shape![CHUNK]);
             let t: Tile<i32, { [1, CHUNK, 1] }> = part.load([b, chunk, 1i32]);
@@ -104,9 +101,9 @@ pub mod masks {
         let mut also_start: Tile<i32, { [CHUNK] }> = zero;
         let mut also_stop: Tile<i32, { [CHUNK] }> = zero;
         if has_also_visible == 1i32 {
-            let view: Tensor<i32, { [-1, -1, 2] }> =
+            let view =
                 unsafe { intervals_view(also_visible, batch, q_len, also_visible_batch_stride) };
-            let part: Partition<i32, { [1, CHUNK, 1] }> = view.partition(const_shape![1, CHUNK, 1]);
+            let part = view.partition(const_shape![1, CHUNK, 1]);
             let t: Tile<i32, { [1, CHUNK, 1] }> = part.load([b, chunk, 0i32]);
             also_start = t.reshape(const_shape![CHUNK]);
             let t: Tile<i32, { [1, CHUNK, 1] }> = part.load([b, chunk, 1i32]);
@@ -116,15 +113,13 @@ pub mod masks {
         let mut stop: Tile<i32, { [CHUNK] }> = select(hidden, start, stop);
         let also_stop: Tile<i32, { [CHUNK] }> = select(hidden, also_start, also_stop);
         if has_positions == 1i32 {
-            let view: Tensor<i32, { [-1, -1] }> =
-                unsafe { segments_view(positions, batch, q_len, positions_batch_stride) };
+            let view = unsafe { segments_view(positions, batch, q_len, positions_batch_stride) };
             let t: Tile<i32, { [1, CHUNK] }> =
                 view.partition(const_shape![1, CHUNK]).load([b, chunk]);
             start = t.reshape(const_shape![CHUNK]);
             stop = start + one;
         }
-        let view: Tensor<i32, { [-1, -1] }> =
-            unsafe { segments_view(packed, 6i32 * batch, q_len, q_len) };
+        let view = unsafe { segments_view(packed, 6i32 * batch, q_len, q_len) };
         unsafe { store_packed(&view, segment, b, chunk, 0i32) };
         unsafe { store_packed(&view, place, b, chunk, 1i32) };
         unsafe { store_packed(&view, start, b, chunk, 2i32) };
@@ -163,17 +158,14 @@ pub mod masks {
         kv_len: i32,
         keys_stay: i32,
     ) {
-        let pid: (i32, i32, i32) = get_tile_block_id();
+        let pid = get_tile_block_id();
         let blocks: i32 = ceil_div(q_len, 128i32);
         let b: i32 = pid.0 / blocks;
         let block: i32 = pid.0 - b * blocks;
-        let own_view: Tensor<i32, { [-1, -1] }> =
-            unsafe { segments_view(own_rows, 6i32 * batch, q_len, q_len) };
-        let own_part: Partition<i32, { [1, 128] }> = own_view.partition(const_shape![1, 128]);
-        let others_view: Tensor<i32, { [-1, -1] }> =
-            unsafe { segments_view(other_rows, 6i32 * batch, kv_len, kv_len) };
-        let others_part: Partition<i32, { [1, CHUNK] }> =
-            others_view.partition(const_shape![1, CHUNK]);
+        let own_view = unsafe { segments_view(own_rows, 6i32 * batch, q_len, q_len) };
+        let own_part = own_view.partition(const_shape![1, 128]);
+        let others_view = unsafe { segments_view(other_rows, 6i32 * batch, kv_len, kv_len) };
+        let others_part = others_view.partition(const_shape![1, CHUNK]);
 
         // What the rows have in common: their segments, the least start and the greatest stop of
         // intervals that are not empty, the greatest start and the least stop of all.
@@ -338,7 +330,7 @@ pub mod masks {
             same = min(same, least(alike));
             differs = min(differs, after(other, index, same));
         }
-        let view: Tensor<i32, { [-1, -1, 10] }> = unsafe { runs_view(runs, batch, q_len) };
+        let view = unsafe { runs_view(runs, batch, q_len) };
         unsafe { store_limit(&view, min(begin0, end3), b, block, 0i32) };
         unsafe { store_limit(&view, min(end0, end3), b, block, 1i32) };
         unsafe { store_limit(&view, min(begin1, end3), b, block, 2i32) };

@@ -18,7 +18,13 @@
 //! holds runs of rows to visit (`masks.rs`).
 //!
 //! The dialect wants each intermediate tile bound with its type. Generics of a called function need
-//! other names than the generics of cuTile's own functions (so `DT`, not `D`).
+//! other names than the generics of cuTile's own functions (so `DT`, not `D`). Names of functions
+//! are unique among the modules that a kernel imports.
+//!
+//! Structs group the arguments of functions. The fields of a struct with generics have types in the
+//! names of the function that reads them, so `BM` is `BM` everywhere. A function whose result has
+//! such a generic takes a tile of that shape behind the struct, because the compiler infers from the
+//! last argument. Fields are carried through loops in the order of their names.
 //!
 //! Bytecode holds line numbers of this source, though cubins do not. So a change that only moves
 //! lines, such as a longer comment, makes the next build assemble the file's kernels again.
@@ -38,12 +44,16 @@ pub mod dropout;
 pub mod forward;
 pub mod linear;
 pub mod masks;
+pub mod modes;
 pub mod pages;
+pub mod pairs;
 pub mod pieces;
 pub mod rows;
 pub mod scores;
 pub mod segments;
+pub mod softmax;
 pub mod visible;
+pub mod walk;
 
 /// Returns the syntax tree of a module that holds kernels.
 pub(crate) fn source(module: &str) -> fn() -> Module {

@@ -6,6 +6,17 @@ pub mod pages {
     use super::super::segments::segments::{least, most};
     use cutile::core::*;
 
+    /// Where the keys of a piece lie: the page table of a source, the pages, and the piece's tiles.
+    #[derive(Clone, Copy)]
+    pub struct Source {
+        pub table: *mut i32,
+        pub pages: i32,
+        pub page_rows: i32,
+        pub page_shift: i32,
+        pub first: i32,
+        pub end: i32,
+    }
+
     /// Returns 1 if some page of `first..=last` of a source is out of range; otherwise 0.
     pub unsafe fn misses_pages(table: *mut i32, first: i32, last: i32, pages: i32) -> i32 {
         let mut lowest: i32 = 0i32;
@@ -24,34 +35,29 @@ pub mod pages {
     }
 
     /// Returns where tile `tile` of a source lies: (page, tile within the page, first row, rows of
-    /// the page from there on). With `cut` no row is left of a tile outside of `first..end`, or of
+    /// the page from there on). With `cut` no row is left of a tile that is not the piece's, or of
     /// a page out of range; another tile stands for it.
     pub unsafe fn page_place<const SUB: i32>(
         cut: i32,
-        table: *mut i32,
-        pages: i32,
-        page_rows: i32,
-        page_shift: i32,
+        source: Source,
         tile: i32,
-        first: i32,
-        end: i32,
     ) -> (i32, i32, i32, i32) {
         let mut near: i32 = tile;
         if cut == 1i32 {
-            near = max(first, min(tile, end - 1i32));
+            near = max(source.first, min(tile, source.end - 1i32));
         }
-        let page: i32 = near >> page_shift;
-        let within: i32 = near - (page << page_shift);
-        let id: i32 = unsafe { word(table, page) };
+        let page: i32 = near >> source.page_shift;
+        let within: i32 = near - (page << source.page_shift);
+        let id: i32 = unsafe { word(source.table, page) };
         let mut known: i32 = id;
-        let mut left: i32 = page_rows - within * SUB;
+        let mut left: i32 = source.page_rows - within * SUB;
         if cut == 1i32 {
-            known = max(0i32, min(id, pages - 1i32));
+            known = max(0i32, min(id, source.pages - 1i32));
             if id != known || tile != near {
                 left = 0i32;
             }
         }
-        (known, within, page * page_rows + within * SUB, left)
+        (known, within, page * source.page_rows + within * SUB, left)
     }
 
     /// Returns the pairs of a tile that see each other, of the tile's first `left` rows.

@@ -140,7 +140,7 @@ pub mod pieces {
         run_count: i32,
         most_slices: i32,
     ) -> (i32, i32, i32) {
-        let all: (i32, i32) = unsafe { slices_of(units, unit_count - 1i32) };
+        let all = unsafe { slices_of(units, unit_count - 1i32) };
         let slices: i32 = (all.0 + all.1) * unit_pairs;
         let mut pair: i32 = 0i32;
         let mut within: i32 = 0i32;
@@ -148,7 +148,7 @@ pub mod pieces {
         if most_slices > 0i32 {
             pair = slot / most_slices;
             within = slot - pair * most_slices;
-            let own: (i32, i32) = unsafe { slices_of(units, pair / unit_pairs) };
+            let own = unsafe { slices_of(units, pair / unit_pairs) };
             length = max(0i32, min(1i32, own.1 - within));
         } else {
             let pairs: i32 = unit_count * unit_pairs;
@@ -156,7 +156,7 @@ pub mod pieces {
             if run >= 0i32 {
                 pair = slot - run;
                 let unit: i32 = pair / unit_pairs;
-                let own: (i32, i32) = unsafe { slices_of(units, unit) };
+                let own = unsafe { slices_of(units, unit) };
                 let start: i32 = own.0 * unit_pairs + (pair - unit * unit_pairs) * own.1;
                 let first: i32 = max(start, run_start(run, slices, run_count));
                 let stop: i32 = min(start + own.1, run_start(run + 1i32, slices, run_count));

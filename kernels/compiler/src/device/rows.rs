@@ -3,7 +3,7 @@
 #[cutile::module]
 pub mod rows {
     use super::super::common::common::{block_of, per_row_view, rows_view, statistics_view};
-    use super::super::common::common::{write, write_statistics};
+    use super::super::common::common::{read, write, write_statistics};
     use cutile::core::*;
 
     /// Computes delta = rowsum(dout ∘ o) − dlse and lse in base 2, both `[batch, heads, rows]`, for
@@ -29,42 +29,31 @@ pub mod rows {
         has_dlse: i32,
         has_zeros: i32,
     ) {
-        let pid: (i32, i32, i32) = get_tile_block_id();
-        let order: (i32, i32) = block_of(pid.0, ceil_div(q_len, BM), heads, 0i32);
-        let i: i32 = order.0;
-        let b: i32 = order.1 / heads;
-        let h: i32 = order.1 - b * heads;
+        let block = block_of(ceil_div(q_len, BM), heads, heads, 0i32);
+        let (i, b, h) = (block.0, block.1, block.2);
 
-        let o_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(o, batch, q_len, heads, head_dim, o_batch_stride) };
-        let dout_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(dout, batch, q_len, heads, head_dim, o_batch_stride) };
-        let t: Tile<E, { [1, BM, 1, DT] }> =
-            o_view.partition(const_shape![1, BM, 1, DT]).load([b, i, h, 0i32]);
-        let t: Tile<E, { [BM, DT] }> = t.reshape(const_shape![BM, DT]);
+        let o_view = unsafe { rows_view(o, batch, q_len, heads, head_dim, o_batch_stride) };
+        let dout_view = unsafe { rows_view(dout, batch, q_len, heads, head_dim, o_batch_stride) };
+        let t: Tile<E, { [BM, DT] }> = read(&o_view, const_shape![BM, DT], b, i, h);
         let to: Tile<f32, { [BM, DT] }> = convert_tile(t);
-        let t: Tile<E, { [1, BM, 1, DT] }> =
-            dout_view.partition(const_shape![1, BM, 1, DT]).load([b, i, h, 0i32]);
-        let t: Tile<E, { [BM, DT] }> = t.reshape(const_shape![BM, DT]);
+        let t: Tile<E, { [BM, DT] }> = read(&dout_view, const_shape![BM, DT], b, i, h);
         let tdo: Tile<f32, { [BM, DT] }> = convert_tile(t);
         let product: Tile<f32, { [BM, DT] }> = to * tdo;
         let sum: Tile<f32, { [BM] }> = reduce_sum(product, 1i32);
         let mut sum: Tile<f32, { [BM, 1] }> = sum.reshape(const_shape![BM, 1]);
         if has_dlse == 1i32 {
-            let dlse_view: Tensor<f32, { [-1, -1, -1] }> =
-                unsafe { per_row_view(dlse, batch, q_len, heads, lse_batch_stride) };
+            let dlse_view = unsafe { per_row_view(dlse, batch, q_len, heads, lse_batch_stride) };
             let t: Tile<f32, { [1, BM, 1] }> =
                 dlse_view.partition(const_shape![1, BM, 1]).load([b, i, h]);
             let t: Tile<f32, { [BM, 1] }> = t.reshape(const_shape![BM, 1]);
             sum = sum - t;
         }
-        let delta_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
+        let delta_view = unsafe {
             statistics_view(delta, batch, heads, q_len, stat_batch_stride, stat_head_stride)
         };
         unsafe { write_statistics(&delta_view, sum, b, i, h) };
 
-        let lse_view: Tensor<f32, { [-1, -1, -1] }> =
-            unsafe { per_row_view(lse, batch, q_len, heads, lse_batch_stride) };
+        let lse_view = unsafe { per_row_view(lse, batch, q_len, heads, lse_batch_stride) };
         let t: Tile<f32, { [1, BM, 1] }> =
             lse_view.partition(const_shape![1, BM, 1]).load([b, i, h]);
         let t: Tile<f32, { [BM, 1] }> = t.reshape(const_shape![BM, 1]);
@@ -74,12 +63,12 @@ pub mod rows {
         let huge: Tile<f32, { [BM, 1] }> = constant(1.0e38f32, const_shape![BM, 1]);
         let scaled: Tile<f32, { [BM, 1] }> = t * log2e;
         let value: Tile<f32, { [BM, 1] }> = select(eq_tile(t, nothing), huge, scaled);
-        let lse_log2_view: Tensor<f32, { [-1, -1, -1] }> = unsafe {
+        let lse_log2_view = unsafe {
             statistics_view(lse_log2, batch, heads, q_len, stat_batch_stride, stat_head_stride)
         };
         unsafe { write_statistics(&lse_log2_view, value, b, i, h) };
         if has_zeros == 1i32 {
-            let zeros_view: Tensor<f32, { [-1, -1, -1, -1] }> =
+            let zeros_view =
                 unsafe { rows_view(zeros, batch, q_len, heads, head_dim, zeros_batch_stride) };
             let zero: Tile<f32, { [BM, DT] }> = constant(0.0f32, const_shape![BM, DT]);
             unsafe { write(&zeros_view, zero, b, i, h) };
@@ -102,26 +91,16 @@ pub mod rows {
         scale: f32,
         has_b: i32,
     ) {
-        let pid: (i32, i32, i32) = get_tile_block_id();
-        let order: (i32, i32) = block_of(pid.0, ceil_div(rows, BM), heads, 0i32);
-        let i: i32 = order.0;
-        let n: i32 = order.1 / heads;
-        let h: i32 = order.1 - n * heads;
-        let a_view: Tensor<f32, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(a, batch, rows, heads, head_dim, a_batch_stride) };
-        let t: Tile<f32, { [1, BM, 1, DT] }> =
-            a_view.partition(const_shape![1, BM, 1, DT]).load([n, i, h, 0i32]);
-        let mut sum: Tile<f32, { [BM, DT] }> = t.reshape(const_shape![BM, DT]);
+        let block = block_of(ceil_div(rows, BM), heads, heads, 0i32);
+        let (i, n, h) = (block.0, block.1, block.2);
+        let a_view = unsafe { rows_view(a, batch, rows, heads, head_dim, a_batch_stride) };
+        let mut sum: Tile<f32, { [BM, DT] }> = read(&a_view, const_shape![BM, DT], n, i, h);
         if has_b == 1i32 {
-            let b_view: Tensor<f32, { [-1, -1, -1, -1] }> =
-                unsafe { rows_view(b, batch, rows, heads, head_dim, b_batch_stride) };
-            let t: Tile<f32, { [1, BM, 1, DT] }> =
-                b_view.partition(const_shape![1, BM, 1, DT]).load([n, i, h, 0i32]);
-            let t: Tile<f32, { [BM, DT] }> = t.reshape(const_shape![BM, DT]);
+            let b_view = unsafe { rows_view(b, batch, rows, heads, head_dim, b_batch_stride) };
+            let t: Tile<f32, { [BM, DT] }> = read(&b_view, const_shape![BM, DT], n, i, h);
             sum = sum + t;
         }
-        let out_view: Tensor<E, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(out, batch, rows, heads, head_dim, out_batch_stride) };
+        let out_view = unsafe { rows_view(out, batch, rows, heads, head_dim, out_batch_stride) };
         sum = sum * scale.broadcast(const_shape![BM, DT]);
         let t: Tile<E, { [BM, DT] }> = convert_tile(sum);
         unsafe { write(&out_view, t, n, i, h) };
@@ -139,21 +118,13 @@ pub mod rows {
         home_batch_stride: i32,
         arrived_batch_stride: i32,
     ) {
-        let pid: (i32, i32, i32) = get_tile_block_id();
-        let order: (i32, i32) = block_of(pid.0, ceil_div(rows, BM), heads, 0i32);
-        let i: i32 = order.0;
-        let n: i32 = order.1 / heads;
-        let h: i32 = order.1 - n * heads;
-        let home_view: Tensor<f32, { [-1, -1, -1, -1] }> =
-            unsafe { rows_view(home, batch, rows, heads, head_dim, home_batch_stride) };
-        let arrived_view: Tensor<f32, { [-1, -1, -1, -1] }> =
+        let block = block_of(ceil_div(rows, BM), heads, heads, 0i32);
+        let (i, n, h) = (block.0, block.1, block.2);
+        let home_view = unsafe { rows_view(home, batch, rows, heads, head_dim, home_batch_stride) };
+        let arrived_view =
             unsafe { rows_view(arrived, batch, rows, heads, head_dim, arrived_batch_stride) };
-        let a: Tile<f32, { [1, BM, 1, DT] }> =
-            home_view.partition(const_shape![1, BM, 1, DT]).load([n, i, h, 0i32]);
-        let a: Tile<f32, { [BM, DT] }> = a.reshape(const_shape![BM, DT]);
-        let b: Tile<f32, { [1, BM, 1, DT] }> =
-            arrived_view.partition(const_shape![1, BM, 1, DT]).load([n, i, h, 0i32]);
-        let b: Tile<f32, { [BM, DT] }> = b.reshape(const_shape![BM, DT]);
+        let a: Tile<f32, { [BM, DT] }> = read(&home_view, const_shape![BM, DT], n, i, h);
+        let b: Tile<f32, { [BM, DT] }> = read(&arrived_view, const_shape![BM, DT], n, i, h);
         unsafe { write(&home_view, a + b, n, i, h) };
     }
 }

@@ -1,15 +1,26 @@
-//! Features of a tile of scores: masks, segments, a soft cap, ALiBi.
-//!
-//! A generic of a kernel is the mode of a feature: 0 leaves it out, 1 has it, with 2 an argument of
-//! the launch says whether it is on. Segments have mode 3 where masks are data. Functions take modes
-//! as numbers that the compiler knows.
+//! Features of a tile of scores: the band, segments, a soft cap, ALiBi.
 
 #[cutile::module]
 pub mod scores {
+    use super::super::modes::modes::{ABSENT, LIMIT_AND_END, PRESENT, SWITCHED};
     use cutile::core::*;
 
+    /// How a launch makes scores of products. `cap` and `alibi` are the modes of the soft cap and of
+    /// slopes.
+    #[derive(Clone, Copy)]
+    pub struct Scoring {
+        pub cap: i32,
+        pub alibi: i32,
+        pub scale_log2: f32,
+        pub cap_log2: f32,
+        pub twice_by_cap: f32,
+        pub slopes: *mut f32,
+        pub slopes_batch_stride: i32,
+        pub has_slopes: i32,
+    }
+
     /// Returns the pairs of a tile that the band allows: with `cut_low` columns ≥ row + `low`, with
-    /// `cut_high` columns ≤ row + `high`, with `cut_high` 2 also columns < `count`. At least one of
+    /// `cut_high` columns ≤ row + `high`, with [`LIMIT_AND_END`] also columns < `count`. At least one of
     /// both is not 0. Each takes one comparison, because a row's upper limit covers `count`.
     pub fn band<const R: i32, const C: i32>(
         cut_low: i32,
@@ -30,7 +41,7 @@ pub mod scores {
         if cut_high != 0i32 {
             let high: Tile<i32, { [R, 1] }> = high.broadcast(const_shape![R, 1]);
             let mut most: Tile<i32, { [R, 1] }> = rows + high;
-            if cut_high == 2i32 {
+            if cut_high == LIMIT_AND_END {
                 let last: i32 = count - 1i32;
                 let last: Tile<i32, { [R, 1] }> = last.broadcast(const_shape![R, 1]);
                 most = min_tile(most, last);
@@ -54,15 +65,25 @@ pub mod scores {
         seen
     }
 
-    /// Returns the pairs within one segment. A negative segment sees nothing.
-    pub fn same_segment<const R: i32, const C: i32>(
+    /// Returns the pairs whose numbers are equal.
+    pub fn alike<const R: i32, const C: i32>(
         rows: Tile<i32, { [R, 1] }>,
         columns: Tile<i32, { [1, C] }>,
     ) -> Tile<bool, { [R, C] }> {
         let rows: Tile<i32, { [R, C] }> = rows.broadcast(const_shape![R, C]);
         let columns: Tile<i32, { [R, C] }> = columns.broadcast(const_shape![R, C]);
+        eq_tile(rows, columns)
+    }
+
+    /// Returns the pairs within one segment. A negative segment sees nothing.
+    pub fn same_segment<const R: i32, const C: i32>(
+        rows: Tile<i32, { [R, 1] }>,
+        columns: Tile<i32, { [1, C] }>,
+    ) -> Tile<bool, { [R, C] }> {
         let zero: Tile<i32, { [R, C] }> = constant(0i32, const_shape![R, C]);
-        eq_tile(rows, columns) & ge_tile(rows, zero)
+        let same: Tile<bool, { [R, C] }> = alike(rows, columns);
+        let rows: Tile<i32, { [R, C] }> = rows.broadcast(const_shape![R, C]);
+        same & ge_tile(rows, zero)
     }
 
     /// Returns tanh(scale · s / cap), the capped score divided by cap; 0 without a soft cap.
@@ -70,11 +91,11 @@ pub mod scores {
     /// tanh x = 1 − 2 / (1 + 2^(2 x log2 e)) is exact to 1e-7, which suffices for a score.
     pub fn cap_ratio<const R: i32, const C: i32>(
         s: Tile<f32, { [R, C] }>,
-        cap: i32,
-        twice_by_cap: f32,
+        scoring: Scoring,
     ) -> Tile<f32, { [R, C] }> {
         let mut ratio: Tile<f32, { [R, C] }> = constant(0.0f32, const_shape![R, C]);
-        if cap == 1i32 || (cap == 2i32 && twice_by_cap > 0.0f32) {
+        let twice_by_cap: f32 = scoring.twice_by_cap;
+        if scoring.cap == PRESENT || (scoring.cap == SWITCHED && twice_by_cap > 0.0f32) {
             let scale: Tile<f32, { [R, C] }> = twice_by_cap.broadcast(const_shape![R, C]);
             let doubled: Tile<f32, { [R, C] }> = exp2(s * scale, ftz::Enabled);
             let one: Tile<f32, { [R, C] }> = constant(1.0f32, const_shape![R, C]);
@@ -86,47 +107,49 @@ pub mod scores {
         ratio
     }
 
-    /// Returns scores with the soft cap, whose [`cap_ratio`] is given, and the slope. With either
-    /// feature they are scaled, in base 2; otherwise [`unit()`] is the scale that they still lack.
-    ///
-    /// `start` is the position of the first column minus the position of the first row. Positions
-    /// go in steps of `stride` on both sides; the slope is in base 2.
-    pub fn score<const R: i32, const C: i32>(
+    /// Returns scores with the soft cap, whose [`cap_ratio`] is given. With a cap or slopes they are
+    /// scaled, in base 2; otherwise [`unit()`] is the scale that they still lack.
+    pub fn capped<const R: i32, const C: i32>(
         s: Tile<f32, { [R, C] }>,
         ratio: Tile<f32, { [R, C] }>,
-        cap: i32,
-        slopes: i32,
-        scale_log2: f32,
-        cap_log2: f32,
-        slope: Tile<f32, { [1, 1] }>,
-        has_slopes: i32,
-        start: i32,
-        stride: i32,
+        scoring: Scoring,
     ) -> Tile<f32, { [R, C] }> {
+        let (scale_log2, cap_log2) = (scoring.scale_log2, scoring.cap_log2);
         let mut scores: Tile<f32, { [R, C] }> = s;
-        if cap != 0i32 || slopes != 0i32 {
-            let scale: Tile<f32, { [R, C] }> = scale_log2.broadcast(const_shape![R, C]);
-            scores = s * scale;
+        if scoring.cap != ABSENT || scoring.alibi != ABSENT {
+            scores = s * scale_log2.broadcast(const_shape![R, C]);
         }
-        if cap == 1i32 || (cap == 2i32 && cap_log2 > 0.0f32) {
-            let most: Tile<f32, { [R, C] }> = cap_log2.broadcast(const_shape![R, C]);
-            scores = ratio * most;
-        }
-        if slopes == 1i32 || (slopes == 2i32 && has_slopes == 1i32) {
-            let away: Tile<f32, { [R, C] }> = distances::<R, C>(start, stride);
-            let slope: Tile<f32, { [R, C] }> = slope.broadcast(const_shape![R, C]);
-            scores = fma(away, slope, scores, rounding::NearestEven, ftz::Disabled);
+        if scoring.cap == PRESENT || (scoring.cap == SWITCHED && cap_log2 > 0.0f32) {
+            scores = ratio * cap_log2.broadcast(const_shape![R, C]);
         }
         scores
     }
 
-    /// Returns the scale that [`score`] has not applied.
-    pub fn unit(cap: i32, slopes: i32, scale_log2: f32) -> f32 {
-        let mut unit: f32 = scale_log2;
-        if cap != 0i32 || slopes != 0i32 {
+    /// Returns the scale that [`capped`] has not applied.
+    pub fn unit(scoring: Scoring) -> f32 {
+        let mut unit: f32 = scoring.scale_log2;
+        if scoring.cap != ABSENT || scoring.alibi != ABSENT {
             unit = 1.0f32;
         }
         unit
+    }
+
+    /// Returns min(scale · s − lse, 0) in base 2, the exponents of p. lse is huge where a row sees
+    /// nothing, so that p = 0. Large scores are rounded differently than in the forward pass, and
+    /// lse is rounded too: the minimum keeps p from exceeding 1. NaN stays NaN. Queries may be the
+    /// rows of the tile or its columns.
+    pub fn exponents<const R: i32, const C: i32, const QR: i32, const QC: i32>(
+        s: Tile<f32, { [R, C] }>,
+        lse: Tile<f32, { [QR, QC] }>,
+        scale: f32,
+    ) -> Tile<f32, { [R, C] }> {
+        let scale: Tile<f32, { [R, C] }> = scale.broadcast(const_shape![R, C]);
+        let minus_lse: Tile<f32, { [QR, QC] }> = negf(lse);
+        let minus_lse: Tile<f32, { [R, C] }> = minus_lse.broadcast(const_shape![R, C]);
+        let e: Tile<f32, { [R, C] }> =
+            fma(s, scale, minus_lse, rounding::NearestEven, ftz::Enabled);
+        let zero: Tile<f32, { [R, C] }> = constant(0.0f32, const_shape![R, C]);
+        minf(e, zero, nan::Enabled, ftz::Disabled)
     }
 
     /// Returns x times the derivative of the soft cap, 1 − tanh²; without a cap, x.
@@ -136,7 +159,7 @@ pub mod scores {
         ratio: Tile<f32, { [R, C] }>,
     ) -> Tile<f32, { [R, C] }> {
         let mut all: Tile<f32, { [R, C] }> = x;
-        if cap != 0i32 {
+        if cap != ABSENT {
             let minus: Tile<f32, { [R, C] }> = negf(ratio);
             let one: Tile<f32, { [R, C] }> = constant(1.0f32, const_shape![R, C]);
             let slope: Tile<f32, { [R, C] }> =
@@ -146,20 +169,19 @@ pub mod scores {
         all
     }
 
-    /// Returns the slope of a head in base 2, from `[batch, heads]` at `base`.
+    /// Returns the slope of a head in base 2, from slopes `[batch, heads]`.
     pub unsafe fn slope_log2(
-        base: *mut f32,
+        scoring: Scoring,
         batch: i32,
         heads: i32,
-        batch_stride: i32,
         b: i32,
         h: i32,
     ) -> Tile<f32, { [1, 1] }> {
         let shape: Shape<{ [-1, -1] }> = Shape::<{ [-1, -1] }> { dims: &[batch, heads] };
-        let strides: Array<{ [-1, 1] }> = Array::<{ [-1, 1] }> { dims: &[batch_stride] };
-        let base: PointerTile<*mut f32, { [] }> = pointer_to_tile(base);
-        let view: Tensor<f32, { [-1, -1] }> =
-            unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) };
+        let strides: Array<{ [-1, 1] }> =
+            Array::<{ [-1, 1] }> { dims: &[scoring.slopes_batch_stride] };
+        let base: PointerTile<*mut f32, { [] }> = pointer_to_tile(scoring.slopes);
+        let view = unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) };
         let slope: Tile<f32, { [1, 1] }> = view.partition(const_shape![1, 1]).load([b, h]);
         let log2e: Tile<f32, { [1, 1] }> = constant(1.442695040888963407f32, const_shape![1, 1]);
         slope * log2e

@@ -2,7 +2,30 @@
 
 #[cutile::module]
 pub mod segments {
+    use super::super::modes::modes::{PACKED, is_on};
     use cutile::core::*;
+
+    /// What masks say of the rows of a side: their segments, `[batch, rows]`, or where masks are
+    /// data six packed numbers of each row, `[batch, 6, rows]`.
+    #[derive(Clone, Copy)]
+    pub struct MaskRows {
+        pub base: *mut i32,
+        pub batch: i32,
+        pub rows: i32,
+        pub batch_stride: i32,
+    }
+
+    /// The masks of a launch besides its band. `ranges` holds results of [`segment_ranges`] for the
+    /// resident rows, or where masks are data of `mask_runs`.
+    #[derive(Clone, Copy)]
+    pub struct Segments {
+        pub mode: i32,
+        pub switch: i32,
+        pub queries: MaskRows,
+        pub keys: MaskRows,
+        pub ranges: *mut i32,
+        pub ranges_batch_stride: i32,
+    }
 
     /// Returns a view of the segments of rows, `[batch, rows]` at `base`.
     pub unsafe fn segments_view(
@@ -17,16 +40,22 @@ pub mod segments {
         unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) }
     }
 
-    /// Returns the segments of a tile of rows; zeros where the mode of the feature is off.
+    /// Returns a view of what masks say of rows, for the mode of segments.
+    pub unsafe fn segment_rows(mode: i32, side: MaskRows) -> Tensor<i32, { [-1, -1] }> {
+        let lines: i32 = if mode == PACKED { 6i32 * side.batch } else { side.batch };
+        let stride: i32 = if mode == PACKED { side.rows } else { side.batch_stride };
+        unsafe { segments_view(side.base, lines, side.rows, stride) }
+    }
+
+    /// Returns the segments of a tile of rows; zeros where segments are off.
     pub fn segment_tile<const C: i32>(
-        segments: i32,
-        has_segments: i32,
+        masks: Segments,
         part: &Partition<i32, { [1, C] }>,
         b: i32,
         tile: i32,
     ) -> Tile<i32, { [1, C] }> {
         let mut all: Tile<i32, { [1, C] }> = constant(0i32, const_shape![1, C]);
-        if segments == 1i32 || (segments == 2i32 && has_segments == 1i32) {
+        if is_on(masks.mode, masks.switch) {
             all = part.load([b, tile]);
         }
         all
@@ -57,10 +86,8 @@ pub mod segments {
     /// Narrows the streamed tiles (begin, inside, outside, end) of `BS` rows to the segments of
     /// rows `first..=last`: they see begin..end, and nothing cuts inside..outside.
     pub unsafe fn narrowed<const BS: i32>(
-        ranges: *mut i32,
-        batch: i32,
-        rows: i32,
-        batch_stride: i32,
+        masks: Segments,
+        resident: MaskRows,
         b: i32,
         first: i32,
         last: i32,
@@ -69,8 +96,9 @@ pub mod segments {
         outside: i32,
         end: i32,
     ) -> (i32, i32, i32, i32) {
-        let view: Tensor<i32, { [-1, -1, 4] }> =
-            unsafe { ranges_view(ranges, batch, rows, batch_stride) };
+        let view = unsafe {
+            ranges_view(masks.ranges, resident.batch, resident.rows, masks.ranges_batch_stride)
+        };
         let one: i32 = first / 64i32;
         let other: i32 = last / 64i32;
         let seen: i32 = min(range_limit(&view, b, one, 0i32), range_limit(&view, b, other, 0i32));
@@ -112,18 +140,16 @@ pub mod segments {
         others_batch_stride: i32,
         ranges_batch_stride: i32,
     ) {
-        let pid: (i32, i32, i32) = get_tile_block_id();
+        let pid = get_tile_block_id();
         let blocks: i32 = ceil_div(q_len, 64i32);
         let b: i32 = pid.0 / blocks;
         let block: i32 = pid.0 - b * blocks;
-        let view: Tensor<i32, { [-1, -1] }> =
-            unsafe { segments_view(segments, batch, q_len, segments_batch_stride) };
+        let view = unsafe { segments_view(segments, batch, q_len, segments_batch_stride) };
         let own: Tile<i32, { [1, 64] }> = view.partition(const_shape![1, 64]).load([b, block]);
         let own: Tile<i32, { [64] }> = own.reshape(const_shape![64]);
         let low: i32 = least(own);
         let high: i32 = most(own);
-        let others_view: Tensor<i32, { [-1, -1] }> =
-            unsafe { segments_view(others, batch, kv_len, others_batch_stride) };
+        let others_view = unsafe { segments_view(others, batch, kv_len, others_batch_stride) };
         let others_part = others_view.partition(const_shape![1, CHUNK]);
         let count: i32 = ceil_div(kv_len, 64i32);
 
@@ -170,8 +196,7 @@ pub mod segments {
             let other: Tile<i32, { [COUNT] }> = select(uniform, none, index);
             differs = min(differs, least(select(behind, other, none)));
         }
-        let ranges_view: Tensor<i32, { [-1, -1, 4] }> =
-            unsafe { ranges_view(ranges, batch, q_len, ranges_batch_stride) };
+        let ranges_view = unsafe { ranges_view(ranges, batch, q_len, ranges_batch_stride) };
         let mut part: PartitionMut<i32, { [1, 1, 1] }> =
             unsafe { ranges_view.partition_full_mut(const_shape![1, 1, 1]) };
         let limit: i32 = begin * 64i32;

@@ -1,9 +1,48 @@
-//! Masks as data in the attention kernels: which pairs of a tile see each other, the places of rows,
+//! Masks as data in the attention kernels: which pairs of a tile see each other, the counted positions of rows,
 //! and which tiles a block visits. [`masks`](super::masks) says how rows are packed.
 
 #[cutile::module]
 pub mod visible {
+    use super::super::scores::scores::alike;
+    use super::super::segments::segments::{MaskRows, Segments, segments_view};
     use cutile::core::*;
+
+    /// What masks say of queries that stay: segment, counted position, position.
+    #[derive(Clone, Copy)]
+    pub struct Queries<const BM: i32> {
+        pub segment: Tile<i32, { [BM, 1] }>,
+        pub counted: Tile<i32, { [BM, 1] }>,
+        pub position: Tile<i32, { [BM, 1] }>,
+    }
+
+    /// What masks say of keys that stay: segment, counted position, two intervals.
+    #[derive(Clone, Copy)]
+    pub struct Keys<const BN: i32> {
+        pub segment: Tile<i32, { [BN, 1] }>,
+        pub counted: Tile<i32, { [BN, 1] }>,
+        pub start: Tile<i32, { [BN, 1] }>,
+        pub stop: Tile<i32, { [BN, 1] }>,
+        pub also_start: Tile<i32, { [BN, 1] }>,
+        pub also_stop: Tile<i32, { [BN, 1] }>,
+    }
+
+    /// The tiles of four runs. Nothing cuts tiles `inside..outside`; [`run_tile`] numbers `count`
+    /// others, of which `before` come before `inside`. Run n has its tiles from number `from` on,
+    /// and the tile of a number is `shift` more than the number.
+    #[derive(Clone, Copy)]
+    pub struct Runs {
+        pub inside: i32,
+        pub outside: i32,
+        pub count: i32,
+        pub before: i32,
+        pub shift0: i32,
+        pub from1: i32,
+        pub shift1: i32,
+        pub from2: i32,
+        pub shift2: i32,
+        pub from3: i32,
+        pub shift3: i32,
+    }
 
     /// Returns packed number `n` of a tile of rows.
     pub fn packed<const C: i32>(
@@ -15,15 +54,49 @@ pub mod visible {
         part.load([6i32 * b + n, tile])
     }
 
-    /// Returns the pairs that data allow, of queries by row and keys by column.
-    pub fn shown_across<const R: i32, const C: i32>(
-        segment: Tile<i32, { [R, 1] }>,
-        position: Tile<i32, { [R, 1] }>,
-        other: Tile<i32, { [1, C] }>,
-        start: Tile<i32, { [1, C] }>,
-        stop: Tile<i32, { [1, C] }>,
-        also_start: Tile<i32, { [1, C] }>,
-        also_stop: Tile<i32, { [1, C] }>,
+    /// Returns packed number `n` of a tile of rows, as a column.
+    pub fn packed_rows<const R: i32>(
+        part: &Partition<i32, { [1, R] }>,
+        b: i32,
+        tile: i32,
+        n: i32,
+    ) -> Tile<i32, { [R, 1] }> {
+        let numbers: Tile<i32, { [1, R] }> = packed(part, b, tile, n);
+        numbers.reshape(const_shape![R, 1])
+    }
+
+    /// Returns a view of the packed numbers of a side.
+    pub unsafe fn packed_view(side: MaskRows) -> Tensor<i32, { [-1, -1] }> {
+        unsafe { segments_view(side.base, 6i32 * side.batch, side.rows, side.rows) }
+    }
+
+    /// Returns the counted positions of a tile of rows.
+    pub unsafe fn counted_columns<const C: i32>(
+        side: MaskRows,
+        b: i32,
+        tile: i32,
+    ) -> Tile<i32, { [1, C] }> {
+        let view = unsafe { packed_view(side) };
+        packed(&view.partition(const_shape![1, C]), b, tile, 1i32)
+    }
+
+    /// Returns the pairs among `seen` that are of the `same` segment, with the query's position in an
+    /// interval of the key. Either side may be the rows of the tile.
+    pub fn shown<
+        const QR: i32,
+        const QC: i32,
+        const KR: i32,
+        const KC: i32,
+        const R: i32,
+        const C: i32,
+    >(
+        position: Tile<i32, { [QR, QC] }>,
+        start: Tile<i32, { [KR, KC] }>,
+        stop: Tile<i32, { [KR, KC] }>,
+        also_start: Tile<i32, { [KR, KC] }>,
+        also_stop: Tile<i32, { [KR, KC] }>,
+        same: Tile<bool, { [R, C] }>,
+        seen: Tile<bool, { [R, C] }>,
     ) -> Tile<bool, { [R, C] }> {
         let position: Tile<i32, { [R, C] }> = position.broadcast(const_shape![R, C]);
         let start: Tile<i32, { [R, C] }> = start.broadcast(const_shape![R, C]);
@@ -32,38 +105,49 @@ pub mod visible {
         let start: Tile<i32, { [R, C] }> = also_start.broadcast(const_shape![R, C]);
         let stop: Tile<i32, { [R, C] }> = also_stop.broadcast(const_shape![R, C]);
         let second: Tile<bool, { [R, C] }> = ge_tile(position, start) & lt_tile(position, stop);
-        let segment: Tile<i32, { [R, C] }> = segment.broadcast(const_shape![R, C]);
-        let other: Tile<i32, { [R, C] }> = other.broadcast(const_shape![R, C]);
-        let same: Tile<bool, { [R, C] }> = eq_tile(segment, other);
         let either: Tile<bool, { [R, C] }> = first | second;
-        either & same
+        let shown: Tile<bool, { [R, C] }> = either & same;
+        seen & shown
     }
 
-    /// Returns the pairs that data allow, of keys by row and queries by column.
-    pub fn shown_down<const R: i32, const C: i32>(
-        segment: Tile<i32, { [R, 1] }>,
-        start: Tile<i32, { [R, 1] }>,
-        stop: Tile<i32, { [R, 1] }>,
-        also_start: Tile<i32, { [R, 1] }>,
-        also_stop: Tile<i32, { [R, 1] }>,
-        other: Tile<i32, { [1, C] }>,
-        position: Tile<i32, { [1, C] }>,
-    ) -> Tile<bool, { [R, C] }> {
-        let position: Tile<i32, { [R, C] }> = position.broadcast(const_shape![R, C]);
-        let start: Tile<i32, { [R, C] }> = start.broadcast(const_shape![R, C]);
-        let stop: Tile<i32, { [R, C] }> = stop.broadcast(const_shape![R, C]);
-        let first: Tile<bool, { [R, C] }> = ge_tile(position, start) & lt_tile(position, stop);
-        let start: Tile<i32, { [R, C] }> = also_start.broadcast(const_shape![R, C]);
-        let stop: Tile<i32, { [R, C] }> = also_stop.broadcast(const_shape![R, C]);
-        let second: Tile<bool, { [R, C] }> = ge_tile(position, start) & lt_tile(position, stop);
-        let segment: Tile<i32, { [R, C] }> = segment.broadcast(const_shape![R, C]);
-        let other: Tile<i32, { [R, C] }> = other.broadcast(const_shape![R, C]);
-        let same: Tile<bool, { [R, C] }> = eq_tile(segment, other);
-        let either: Tile<bool, { [R, C] }> = first | second;
-        either & same
+    /// Returns the pairs among `seen` that data allow, of queries by row and keys by column.
+    pub unsafe fn shown_across<const BM: i32, const BN: i32>(
+        own: Queries<BM>,
+        keys: MaskRows,
+        b: i32,
+        tile: i32,
+        seen: Tile<bool, { [BM, BN] }>,
+    ) -> Tile<bool, { [BM, BN] }> {
+        let view = unsafe { packed_view(keys) };
+        let part = view.partition(const_shape![1, BN]);
+        let segment: Tile<i32, { [1, BN] }> = packed(&part, b, tile, 0i32);
+        let start: Tile<i32, { [1, BN] }> = packed(&part, b, tile, 2i32);
+        let stop: Tile<i32, { [1, BN] }> = packed(&part, b, tile, 3i32);
+        let also_start: Tile<i32, { [1, BN] }> = packed(&part, b, tile, 4i32);
+        let also_stop: Tile<i32, { [1, BN] }> = packed(&part, b, tile, 5i32);
+        let same: Tile<bool, { [BM, BN] }> = alike(own.segment, segment);
+        shown(own.position, start, stop, also_start, also_stop, same, seen)
     }
 
-    /// Returns the place of each column minus the place of each row.
+    /// Returns the pairs among `seen` that data allow, of keys by row and queries by column.
+    pub unsafe fn shown_down<const BM: i32, const BN: i32>(
+        own: Keys<BN>,
+        queries: MaskRows,
+        b: i32,
+        tile: i32,
+        seen: Tile<bool, { [BN, BM] }>,
+    ) -> Tile<bool, { [BN, BM] }> {
+        let view = unsafe { packed_view(queries) };
+        let part = view.partition(const_shape![1, BM]);
+        let segment: Tile<i32, { [1, BM] }> = packed(&part, b, tile, 0i32);
+        let position: Tile<i32, { [1, BM] }> = packed(&part, b, tile, 2i32);
+        let (start, stop) = (own.start, own.stop);
+        let (also_start, also_stop) = (own.also_start, own.also_stop);
+        let same: Tile<bool, { [BN, BM] }> = alike(own.segment, segment);
+        shown(position, start, stop, also_start, also_stop, same, seen)
+    }
+
+    /// Returns the counted position of each column minus that of each row.
     pub fn apart<const R: i32, const C: i32>(
         rows: Tile<i32, { [R, 1] }>,
         columns: Tile<i32, { [1, C] }>,
@@ -83,20 +167,20 @@ pub mod visible {
         fma(away, slope, s, rounding::NearestEven, ftz::Disabled)
     }
 
-    /// Returns places by row, as dropout counts them.
+    /// Returns counted positions by row, as dropout takes them.
     pub fn drawn_down<const R: i32, const C: i32>(
-        places: Tile<i32, { [R, 1] }>,
+        counted: Tile<i32, { [R, 1] }>,
     ) -> Tile<u32, { [R, C] }> {
-        let places: Tile<i32, { [R, C] }> = places.broadcast(const_shape![R, C]);
-        bitcast(places)
+        let counted: Tile<i32, { [R, C] }> = counted.broadcast(const_shape![R, C]);
+        bitcast(counted)
     }
 
-    /// Returns places by column, as dropout counts them.
+    /// Returns counted positions by column, as dropout takes them.
     pub fn drawn_across<const R: i32, const C: i32>(
-        places: Tile<i32, { [1, C] }>,
+        counted: Tile<i32, { [1, C] }>,
     ) -> Tile<u32, { [R, C] }> {
-        let places: Tile<i32, { [R, C] }> = places.broadcast(const_shape![R, C]);
-        bitcast(places)
+        let counted: Tile<i32, { [R, C] }> = counted.broadcast(const_shape![R, C]);
+        bitcast(counted)
     }
 
     /// Returns a view of the results of `mask_runs`, `[batch, ⌈rows / 128⌉, 10]` at `base`.
@@ -120,21 +204,36 @@ pub mod visible {
         tile_to_scalar(limit)
     }
 
-    /// Returns the tiles of `BS` streamed rows that data let rows from `first` on see, and that lie
-    /// in `begin..end`: (inside, outside, count, before, shift 0, from 1, shift 1, from 2, shift 2,
-    /// from 3, shift 3). Nothing cuts tiles `inside..outside`; [`run_tile`] numbers `count` others.
+    /// Returns runs without tiles, for launches whose masks are no data.
+    pub fn no_runs(inside: i32) -> Runs {
+        Runs {
+            inside,
+            outside: inside,
+            count: inside,
+            before: inside,
+            shift0: inside,
+            from1: inside,
+            shift1: inside,
+            from2: inside,
+            shift2: inside,
+            from3: inside,
+            shift3: inside,
+        }
+    }
+
+    /// Returns the runs of `BS` streamed rows that data let rows from `first` on see, and that lie
+    /// in `begin..end`.
     pub unsafe fn run_tiles<const BS: i32>(
-        runs: *mut i32,
-        batch: i32,
-        rows: i32,
+        masks: Segments,
+        resident: MaskRows,
         b: i32,
         first: i32,
         begin: i32,
         inside: i32,
         outside: i32,
         end: i32,
-    ) -> (i32, i32, i32, i32, i32, i32, i32, i32, i32, i32, i32) {
-        let view: Tensor<i32, { [-1, -1, 10] }> = unsafe { runs_view(runs, batch, rows) };
+    ) -> Runs {
+        let view = unsafe { runs_view(masks.ranges, resident.batch, resident.rows) };
         let block: i32 = first / 128i32;
         let begin0: i32 = min(end, max(begin, run_limit(&view, b, block, 0i32) / BS));
         let end0: i32 = min(end, max(begin0, ceil_div(run_limit(&view, b, block, 1i32), BS)));
@@ -159,37 +258,26 @@ pub mod visible {
         let before3: i32 = max(0i32, min(end3, inside) - begin3);
         let before: i32 = before0 + before1 + before2 + before3;
         let count: i32 = all - (outside - inside);
-        (
+        Runs {
             inside,
             outside,
             count,
             before,
-            begin0,
+            shift0: begin0,
             from1,
-            begin1 - from1,
+            shift1: begin1 - from1,
             from2,
-            begin2 - from2,
+            shift2: begin2 - from2,
             from3,
-            begin3 - from3,
-        )
+            shift3: begin3 - from3,
+        }
     }
 
     /// Returns the `t`-th tile of four runs without `whole` tiles, which follow `before` others.
-    pub fn run_tile(
-        t: i32,
-        whole: i32,
-        before: i32,
-        shift0: i32,
-        from1: i32,
-        shift1: i32,
-        from2: i32,
-        shift2: i32,
-        from3: i32,
-        shift3: i32,
-    ) -> i32 {
-        let n: i32 = if t < before { t } else { t + whole };
-        let low: i32 = if n < from1 { n + shift0 } else { n + shift1 };
-        let high: i32 = if n < from3 { n + shift2 } else { n + shift3 };
-        if n < from2 { low } else { high }
+    pub fn run_tile(t: i32, whole: i32, runs: Runs) -> i32 {
+        let n: i32 = if t < runs.before { t } else { t + whole };
+        let low: i32 = if n < runs.from1 { n + runs.shift0 } else { n + runs.shift1 };
+        let high: i32 = if n < runs.from3 { n + runs.shift2 } else { n + runs.shift3 };
+        if n < runs.from2 { low } else { high }
     }
 }
