@@ -344,12 +344,14 @@ pub mod backward_keys {
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn attention_bwd_dkdv<
         E: ElementType, const BM: i32, const BN: i32, const DT: i32, const FUSED: i32,
-        const WINDOW: i32, const SEGMENTS: i32, const CAP: i32, const SLOPES: i32, const DROPOUT: i32,
+        const WINDOW: i32, const SEGMENTS: i32, const CAP: i32, const SLOPES: i32,
+        const DROPOUT: i32,
     >(
         q: *mut E, k: *mut E, v: *mut E,
         dout: *mut E, lse_log2: *mut f32, delta: *mut f32,
         dk_acc: *mut f32, dv_acc: *mut f32, dk: *mut E, dv: *mut E, dq_acc: *mut f32,
-        batch: i32, q_len: i32, kv_len: i32, heads: i32, kv_heads: i32, head_dim: i32, value_dim: i32,
+        batch: i32, q_len: i32, kv_len: i32, heads: i32, kv_heads: i32,
+        head_dim: i32, value_dim: i32,
         q_batch_stride: i32, k_batch_stride: i32, v_batch_stride: i32,
         dout_batch_stride: i32, dk_acc_batch_stride: i32, dv_acc_batch_stride: i32,
         dk_batch_stride: i32, dv_batch_stride: i32, dq_acc_batch_stride: i32,
@@ -360,20 +362,30 @@ pub mod backward_keys {
         q_segments_batch_stride: i32, kv_segments_batch_stride: i32, ranges_batch_stride: i32,
         has_segments: i32, cap_log2: f32, twice_by_cap: f32,
         slopes: *mut f32, slopes_batch_stride: i32, has_slopes: i32,
-        dropout: *mut i32, dropout_batch_stride: i32, has_dropout: i32, threshold: i32, keep_scale: f32,
+        dropout: *mut i32, dropout_batch_stride: i32, has_dropout: i32,
+        threshold: i32, keep_scale: f32,
         q_position: i32, k_position: i32, position_stride: i32,
     ) {
         let inputs = Inputs::<E> { q, k, v, q_batch_stride, k_batch_stride, v_batch_stride };
-        let saved = Saved::<E> { dout, lse_log2, delta, dout_batch_stride, stat_batch_stride, stat_head_stride };
+        let saved = Saved::<E> {
+            dout, lse_log2, delta,
+            dout_batch_stride, stat_batch_stride, stat_head_stride,
+        };
         let gradients = Gradients::<E> {
             dk_acc, dv_acc, dk, dv, dq_acc, dk_acc_batch_stride, dv_acc_batch_stride,
             dk_batch_stride, dv_batch_stride, dq_acc_batch_stride,
         };
         let sizes = Sizes { batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim };
         let band = Band { window: WINDOW, lower, upper };
-        let queries = MaskRows { base: q_segments, batch, rows: q_len, batch_stride: q_segments_batch_stride };
-        let keys = MaskRows { base: kv_segments, batch, rows: kv_len, batch_stride: kv_segments_batch_stride };
-        let segments = Segments { mode: SEGMENTS, switch: has_segments, queries, keys, ranges, ranges_batch_stride };
+        let queries = MaskRows {
+            base: q_segments, batch, rows: q_len, batch_stride: q_segments_batch_stride,
+        };
+        let keys = MaskRows {
+            base: kv_segments, batch, rows: kv_len, batch_stride: kv_segments_batch_stride,
+        };
+        let segments = Segments {
+            mode: SEGMENTS, switch: has_segments, queries, keys, ranges, ranges_batch_stride,
+        };
         let scoring = Scoring {
             cap: CAP, alibi: SLOPES,
             scale_log2, cap_log2, twice_by_cap, slopes, slopes_batch_stride, has_slopes,
@@ -385,6 +397,10 @@ pub mod backward_keys {
         let counted = Counted { q_position, k_position, position_stride };
         let rect = Rectangle { sizes, band, segments, scoring, dropout, counted };
         let turn = Turn { section, reverse, first, last };
-        unsafe { add_queries::<E, BM, BN, DT>(FUSED, inputs, saved, gradients, rect, turn, softmax_scale) };
+        unsafe {
+            add_queries::<E, BM, BN, DT>(
+                FUSED, inputs, saved, gradients, rect, turn, softmax_scale,
+            )
+        };
     }
 }

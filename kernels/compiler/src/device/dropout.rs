@@ -1,5 +1,5 @@
-//! Dropout: a random number for each pair of counted positions decides whether the pair's weight stays.
-//! Every kernel draws the same number for a pair.
+//! Dropout: a random number for each pair of counted positions decides whether the pair's weight
+//! stays. Every kernel draws the same number for a pair.
 
 #[cutile::module]
 pub mod dropout {
@@ -103,9 +103,9 @@ pub mod dropout {
         (mixed0, low1, mixed2, low0, next0, next1)
     }
 
-    /// Returns whether the weight of each pair stays, from the counted positions of query and key. A pair's
-    /// number is word `key mod 4` of Philox4x32-10 for the counter (key / 4, query, head, entry).
-    /// The weight stays where the number reaches the threshold.
+    /// Returns whether the weight of each pair stays, from the counted positions of query and key.
+    /// A pair's number is word `key mod 4` of Philox4x32-10 for the counter (key / 4, query, head,
+    /// entry). The weight stays where the number reaches the threshold.
     pub unsafe fn kept<const R: i32, const C: i32>(
         queries: Tile<u32, { [R, C] }>,
         keys: Tile<u32, { [R, C] }>,

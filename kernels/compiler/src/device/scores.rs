@@ -20,8 +20,8 @@ pub mod scores {
     }
 
     /// Returns the pairs of a tile that the band allows: with `cut_low` columns ≥ row + `low`, with
-    /// `cut_high` columns ≤ row + `high`, with [`LIMIT_AND_END`] also columns < `count`. At least one of
-    /// both is not 0. Each takes one comparison, because a row's upper limit covers `count`.
+    /// `cut_high` columns ≤ row + `high`, with [`LIMIT_AND_END`] also columns < `count`. At least
+    /// one of both is not 0. Each takes one comparison, because a row's upper limit covers `count`.
     pub fn band<const R: i32, const C: i32>(
         cut_low: i32,
         cut_high: i32,

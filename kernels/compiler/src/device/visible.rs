@@ -1,5 +1,5 @@
-//! Masks as data in the attention kernels: which pairs of a tile see each other, the counted positions of rows,
-//! and which tiles a block visits. [`masks`](super::masks) says how rows are packed.
+//! Masks as data in the attention kernels: which pairs of a tile see each other, the counted
+//! positions of rows, and which tiles a block visits. [`masks`](super::masks) says how rows are packed.
 
 #[cutile::module]
 pub mod visible {
