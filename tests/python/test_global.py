@@ -77,7 +77,9 @@ def test_mesh_comes_from_the_arrays_or_from_set_mesh():
     [
         {},
         {"layout": "zigzag", "order": "sequence", "schedule": "hybrid"},
-        {"schedule": "ulysses", "implementation": "xla"},
+        pytest.param(
+            {"schedule": "ulysses", "implementation": "xla"}, marks=pytest.mark.needs("products")
+        ),
     ],
     ids=str,
 )
