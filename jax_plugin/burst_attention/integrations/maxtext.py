@@ -224,7 +224,7 @@ def _schedule(config: Any) -> Any:
 
 
 def _dividing(axes: Axes, count: int, mesh: AnyMesh) -> Axes:
-    """Returns the first axes that divide a batch, which is whole along the others.
+    """Returns the leading axes whose devices divide a batch. All other axes repeat the batch.
 
     MaxText lets a batch be smaller than its axes.
     """

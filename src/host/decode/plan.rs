@@ -8,8 +8,8 @@ use super::DecodeIo;
 /// alone may have more rows.
 const MOST_ROWS: usize = 128;
 
-/// A task takes no further head once its cache row has this many bytes. Reads of so many adjacent
-/// bytes are as fast as longer ones, and few heads leave room in the cache for the next tile.
+/// A task takes no further head once its cache row has this many bytes. Longer reads of adjacent
+/// bytes are no faster. Few heads leave room in the cache for the next tile.
 const ROW_BYTES: usize = 4096;
 
 /// Bytes of keys and values from which on all threads take part. Waking them costs the time to read
