@@ -205,7 +205,7 @@ fn kernels(call: &Call) -> Vec<String> {
     let programs = Devices::new(call.problem.world_size).programs(call);
     let calls = programs.into_iter().flat_map(|program| program.calls);
     let names = calls.filter_map(|call| match call.operation {
-        Operation::Launch(launch) => Some(launch.instance.to_string()),
+        Operation::Launch(launch) => Some(launch.instance().to_string()),
         _ => None,
     });
     names.collect()

@@ -31,13 +31,13 @@ class Driver:
         for launch in self.kernels.launches(self.target, request):
             function = self.load(launch["image"], launch["entry"])
             where = f"{launch['image']}, grid {launch['grid']}"
-            prepared.append((function, launch["grid"], arguments(launch["values"]), where))
+            shape = (*launch["grid"], *launch["block"], launch["shared_bytes"])
+            prepared.append((function, shape, arguments(launch["values"]), where))
 
         def enqueue() -> None:
             stream = self._stream()
-            for function, grid, values, where in prepared:
-                # One thread, because the image holds the number of threads.
-                result = self._cuda.cuLaunchKernel(function, *grid, 1, 1, 1, 0, stream, values, 0)
+            for function, shape, values, where in prepared:
+                result = self._cuda.cuLaunchKernel(function, *shape, stream, values, 0)
                 self._check(result, f"launching {where}")
 
         return enqueue

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::answer::Result;
-use crate::{choose, describe, kernels, simulate, workspace};
+use crate::{backends, choose, describe, kernels, simulate, workspace};
 
 /// A question. Its field `ask` names the variant, and the other fields are the variant's.
 #[derive(Deserialize)]
@@ -18,6 +18,7 @@ enum Question {
     Interface {},
     Kernels {},
     KernelLaunches(Box<kernels::Request>),
+    Backends(backends::Request),
     Workspace(workspace::Request),
     Simulate(simulate::Request),
     Choose(choose::Request),
@@ -30,6 +31,7 @@ impl Question {
             Question::Interface {} => Ok(describe::interface()),
             Question::Kernels {} => Ok(kernels::describe()),
             Question::KernelLaunches(request) => request.answer(),
+            Question::Backends(request) => request.answer(),
             Question::Workspace(request) => request.answer(),
             Question::Simulate(request) => request.answer(),
             Question::Choose(request) => request.answer(),

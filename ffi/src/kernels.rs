@@ -1,10 +1,7 @@
 //! The CUDA kernels as other programs see them: images, their arguments and launches.
 
 use burst_attention_kernels::instances::{Instance, Target};
-use burst_attention_kernels::launch::{
-    Accumulate, Cast, CombineSoftmax, Delta, Forward, KeyGrads, Launch, LaunchError, LinearAttend,
-    LinearState, QueryGrads,
-};
+use burst_attention_kernels::operation::TileOperation;
 use burst_attention_kernels::record::layout;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -17,39 +14,8 @@ use crate::images;
 #[serde(deny_unknown_fields)]
 pub(crate) struct Request {
     target: String,
-    compute: Computation,
+    compute: TileOperation,
 }
-
-/// Declares the computations of the library's kernels.
-macro_rules! computations {
-    ($($name:ident),*) => {
-        #[derive(Deserialize)]
-        #[serde(rename_all = "snake_case")]
-        enum Computation {
-            $($name($name)),*
-        }
-
-        impl Computation {
-            fn launches(&self, target: Target) -> std::result::Result<Vec<Launch>, LaunchError> {
-                match self {
-                    $(Computation::$name(computation) => computation.launches(target)),*
-                }
-            }
-        }
-    };
-}
-
-computations!(
-    Forward,
-    KeyGrads,
-    QueryGrads,
-    Delta,
-    Cast,
-    Accumulate,
-    CombineSoftmax,
-    LinearState,
-    LinearAttend
-);
 
 impl Request {
     /// Returns `{"launches": […]}`.

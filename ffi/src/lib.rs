@@ -15,6 +15,7 @@
 mod answer;
 pub mod api;
 pub mod attributes;
+mod backends;
 pub mod buffer;
 pub mod call;
 mod choose;

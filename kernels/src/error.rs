@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use crate::backend::Choice;
 use crate::record::Value;
 
 /// The reason why a description has no launches. Messages carry the expected value, the value that
@@ -19,6 +20,9 @@ pub enum LaunchError {
         /// The value that came.
         got: String,
     },
+    /// No backend computes an operation.
+    #[error("no backend computes an operation: {0}")]
+    Unserved(Choice),
     /// An array that a launch uses is missing.
     #[error("{name} of {kernel} must be the address of an array, got null: {why}")]
     Null {

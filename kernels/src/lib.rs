@@ -2,10 +2,12 @@
 //!
 //! [`kernel`] lists the kernels, [`record`] their arguments, [`features`] and [`instances`] the
 //! images that exist. [`launch`] turns descriptions of what to compute into checked launches,
+//! [`operation`] lists these descriptions, and [`backend`] chooses the code that computes each.
 //! [`images`] finds the images that the driver loads, [`host`] names the processors of GPUs' hosts.
 //! The kernels' source and its compiler are the crate `burst-attention-compiler`. This crate knows
 //! neither the ring nor XLA, nor the driver.
 
+pub mod backend;
 mod element;
 mod error;
 pub mod features;
@@ -15,6 +17,7 @@ pub mod instances;
 pub mod kernel;
 pub mod launch;
 mod names;
+pub mod operation;
 mod place;
 pub mod rates;
 pub mod record;

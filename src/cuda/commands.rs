@@ -6,7 +6,7 @@
 
 use std::cell::{Cell, RefCell};
 
-use burst_attention_kernels::launch::Launch;
+use burst_attention_kernels::backend::{Choice, Computation};
 
 use super::driver::{Block, Copy};
 use super::nccl::Group;
@@ -24,8 +24,8 @@ pub struct PeerBlocks {
 /// The work of a command.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Work {
-    /// A kernel.
-    Launch(Launch),
+    /// What a backend computes with.
+    Compute(Computation),
     /// A copy within the device.
     Copy(Copy),
     /// Blocks to exchange with peers. Lowering turns them into messages or copies.
@@ -57,12 +57,18 @@ pub struct CommandList {
     /// The bytes that they send, by the formula of
     /// [`Payload::row_bytes`](crate::schedule::Payload::row_bytes).
     pub bytes_sent: u64,
+    /// The choices of backends, each with the number of operations.
+    pub choices: Choices,
 }
+
+/// Choices of backends that were made, each with the number of operations.
+pub type Choices = Vec<(Choice, usize)>;
 
 /// A command list under construction. The kernels and the transport of a rank share it.
 #[derive(Debug, Default)]
 pub struct CommandListBuilder {
     commands: RefCell<Vec<Command>>,
+    choices: RefCell<Choices>,
     step: Cell<usize>,
 }
 
@@ -77,13 +83,23 @@ impl CommandListBuilder {
         self.commands.borrow_mut().push(Command { queue, step: self.step.get(), work, uses });
     }
 
+    /// Notes the choice of a backend.
+    pub fn note(&self, choice: Choice) {
+        let mut choices = self.choices.borrow_mut();
+        match choices.iter_mut().find(|(known, _)| *known == choice) {
+            Some((_, count)) => *count += 1,
+            None => choices.push((choice, 1)),
+        }
+    }
+
     /// Returns the index of the current step.
     pub fn step(&self) -> usize {
         self.step.get()
     }
 
-    /// Returns the commands.
-    pub fn into_commands(self) -> Vec<Command> {
-        self.commands.into_inner()
+    /// Returns the command list.
+    pub fn finish(self, bytes_sent: u64) -> CommandList {
+        let (commands, choices) = (self.commands.into_inner(), self.choices.into_inner());
+        CommandList { commands, bytes_sent, choices }
     }
 }

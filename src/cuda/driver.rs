@@ -1,6 +1,7 @@
 //! The calls of the CUDA driver that the executor makes, as a trait. The driver itself implements
 //! it, and so does the test double on which tests run the executor.
 
+use burst_attention_kernels::backend::LibraryCall;
 use burst_attention_kernels::launch::Launch;
 
 use crate::error::Result;
@@ -23,6 +24,8 @@ handles! {
     Context;
     /// A `CUfunction`.
     Function;
+    /// What a [`Library`] prepared.
+    Plan;
 }
 
 /// `height` lines of `width` bytes each in device memory, `pitch` bytes apart.
@@ -67,6 +70,26 @@ pub struct Copy {
     pub from: Block,
     /// The target, of the same width and height.
     pub to: Block,
+}
+
+/// A library that launches kernels of its own. Both methods concern the context that this thread
+/// pushed last.
+pub trait Library: Send + Sync {
+    /// Returns the name by which a [`LibraryCall`] asks for the library.
+    fn name(&self) -> &'static str;
+
+    /// Prepares a plan for the context's device. It may allocate and wait. The plan stays as long
+    /// as the context lives.
+    ///
+    /// # Errors
+    /// If the library refuses.
+    fn prepare(&self, plan: &str) -> Result<Plan>;
+
+    /// Enqueues a call, whose plan is prepared.
+    ///
+    /// # Errors
+    /// If the library refuses.
+    fn enqueue(&self, stream: Stream, plan: Plan, call: &LibraryCall) -> Result<()>;
 }
 
 /// The CUDA driver. Each method is one call of the driver, or a few calls that belong together. All

@@ -3,33 +3,29 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-use burst_attention_kernels::images::ImagesError;
+use burst_attention_kernels::backend::{BACKENDS, Backend, Backends, Computation};
 use burst_attention_kernels::instances::{Instance, Target};
-use burst_attention_kernels::launch::{Launch, LaunchError};
+use burst_attention_kernels::launch::{Code, Launch, LaunchError};
 
 use super::call::Call;
-use super::commands::{CommandList, Work};
+use super::commands::{Choices, CommandList, Work};
 use super::connect::{agree, connect, scratch};
-use super::driver::{Context, Driver, Event, Stream};
+use super::driver::{Context, Driver, Event, Library, Stream};
 use super::error::{CudaError, caught};
 use super::issue::Issue;
 use super::lower::{all_ranks, one_rank};
 use super::nccl::{Comm, Communicator};
-pub use super::objects::Tell;
-use super::objects::{Device, lock};
+use super::objects::{Device, Tools, lock};
+pub use super::objects::{FindImage, Tell};
 use super::region::Queue;
 use super::synchronise::synchronised;
 use super::workspace::Workspace;
 use crate::error::Result;
 use crate::operands::Arrays;
 
-/// A function that finds the image of an instance.
-pub type FindImage = fn(&Instance) -> std::result::Result<&'static [u8], ImagesError>;
-
-/// The executor: a driver and the devices seen so far.
+/// The executor: its tools and the devices seen so far.
 pub struct Executor {
-    driver: Box<dyn Driver>,
-    image: FindImage,
+    tools: Tools,
     devices: Mutex<HashMap<Context, Arc<Mutex<Device>>>>,
 }
 
@@ -65,9 +61,19 @@ impl std::fmt::Debug for Executor {
 }
 
 impl Executor {
-    /// Returns an executor without devices.
+    /// Returns an executor without devices, which chooses among [`BACKENDS`].
     pub fn new(driver: Box<dyn Driver>, image: FindImage) -> Executor {
-        Executor { driver, image, devices: Mutex::default() }
+        let tools = Tools { driver, image, backends: BACKENDS, libraries: Vec::new() };
+        Executor { tools, devices: Mutex::default() }
+    }
+
+    /// Returns an executor that chooses among `backends`, which make calls of `libraries`.
+    pub fn with_backends(
+        self,
+        backends: &'static [Backend],
+        libraries: Vec<Box<dyn Library>>,
+    ) -> Executor {
+        Executor { tools: Tools { backends, libraries, ..self.tools }, ..self }
     }
 
     /// Creates the objects that the device of XLA's `stream` needs to run `call`: streams for
@@ -76,6 +82,8 @@ impl Executor {
     /// Connections are made here because NCCL makes a connection at the first message to a peer,
     /// which allocates memory and waits for the peer's host. A rank that lacks an object contacts
     /// its peers all the same, and tells them so. Otherwise they would wait for it for ever.
+    ///
+    /// Returns the choices of backends for a call that was not ready before.
     ///
     /// # Errors
     /// If there are no kernels for the device, the driver or NCCL refuse, or another rank of the
@@ -86,14 +94,14 @@ impl Executor {
         call: &Call,
         ranks: RankSet<'_>,
         tell: Tell<'_>,
-    ) -> Result<()> {
+    ) -> Result<Choices> {
         self.within(stream, |context| {
             let device = self.device(context);
             let mut device = lock(&device);
             if device.is_ready(call, &ranks.handles()) {
-                return Ok(());
+                return Ok(Choices::new());
             }
-            let (driver, comms) = (&*self.driver, ranks.comms());
+            let (driver, comms) = (&*self.tools.driver, ranks.comms());
             let rank_of = comms.first().map(Communicator::rank_and_size);
             let placed = |error| CudaError::at(rank_of, None, error);
             let list = caught(|| self.complete(&mut device, call, ranks));
@@ -106,7 +114,7 @@ impl Executor {
                 connect(driver, &mut device, queue, comm, &list)?;
             }
             device.set_ready(call, ranks.handles());
-            Ok(())
+            Ok(list.choices)
         })
     }
 
@@ -138,10 +146,10 @@ impl Executor {
             // The lock is held for the whole call, since all ranks must issue exchanges in one
             // order.
             let mut device = lock(&device);
-            let target = device.target(&*self.driver)?;
-            let list = lower(call, target, ranks, arrays, workspace)?;
-            let (driver, device, comms) = (&*self.driver, &*device, ranks.comms());
-            Issue { driver, device, stream, comms, tell }.all(&list.commands)?;
+            let target = device.target(&*self.tools.driver)?;
+            let list = lower(call, self.backends(target), ranks, arrays, workspace)?;
+            let (tools, device, comms) = (&self.tools, &*device, ranks.comms());
+            Issue { tools, device, stream, comms, tell }.all(&list.commands)?;
             Ok(list.bytes_sent)
         })
     }
@@ -154,8 +162,8 @@ impl Executor {
         self.within(stream, |context| {
             let device = self.device(context);
             let mut device = lock(&device);
-            let instance = instance(device.target(&*self.driver)?);
-            device.load(&*self.driver, instance, self.image)
+            let instance = instance(device.target(&*self.tools.driver)?);
+            device.load(&self.tools, Code::Tile(instance))
         })
     }
 
@@ -172,8 +180,10 @@ impl Executor {
         self.within(stream, |context| {
             let device = self.device(context);
             let mut device = lock(&device);
-            let launches = launches(device.target(&*self.driver)?).map_err(CudaError::Launch)?;
-            launches.iter().try_for_each(|launch| device.launch(&*self.driver, stream, launch))
+            let launches =
+                launches(device.target(&*self.tools.driver)?).map_err(CudaError::Launch)?;
+            let mut computations = launches.into_iter().map(Computation::Launch);
+            computations.try_for_each(|one| device.enqueue(&self.tools, stream, &one))
         })
     }
 
@@ -184,8 +194,8 @@ impl Executor {
     /// If the driver refuses.
     pub fn mark(&self, stream: Stream, event: Option<Event>) -> Result<Event> {
         self.within(stream, |_| {
-            let event = event.map_or_else(|| self.driver.create_event(), Ok)?;
-            self.driver.record(stream, event).map(|()| event)
+            let event = event.map_or_else(|| self.tools.driver.create_event(), Ok)?;
+            self.tools.driver.record(stream, event).map(|()| event)
         })
     }
 
@@ -194,7 +204,7 @@ impl Executor {
     /// # Errors
     /// If the device is lost.
     pub fn is_over(&self, stream: Stream, event: Event) -> Result<bool> {
-        self.within(stream, |_| self.driver.is_over(event))
+        self.within(stream, |_| self.tools.driver.is_over(event))
     }
 
     /// Whether all operations are over that XLA's stream has so far.
@@ -202,16 +212,21 @@ impl Executor {
     /// # Errors
     /// If the device is lost.
     pub fn is_idle(&self, stream: Stream) -> Result<bool> {
-        self.within(stream, |_| self.driver.is_idle(stream))
+        self.within(stream, |_| self.tools.driver.is_idle(stream))
+    }
+
+    /// Returns the backends of a device.
+    fn backends(&self, target: Target) -> Backends {
+        Backends { all: self.tools.backends, target }
     }
 
     /// Runs `body` with the context of the stream current.
     fn within<T>(&self, stream: Stream, body: impl FnOnce(Context) -> Result<T>) -> Result<T> {
-        let context = self.driver.stream_context(stream)?;
-        self.driver.push_context(context)?;
+        let context = self.tools.driver.stream_context(stream)?;
+        self.tools.driver.push_context(context)?;
         // XLA's thread gets its own context back even after a panic.
         let outcome = caught(|| body(context));
-        let popped = self.driver.pop_context();
+        let popped = self.tools.driver.pop_context();
         outcome.and_then(|done| popped.map(|()| done))
     }
 
@@ -229,25 +244,25 @@ impl Executor {
         ranks: RankSet<'_>,
     ) -> Result<CommandList> {
         if !ranks.comms().is_empty() {
-            scratch(&*self.driver, device)?;
+            scratch(&*self.tools.driver, device)?;
         }
-        let target = device.target(&*self.driver)?;
-        let list = rehearse(call, target, ranks)?;
+        let target = device.target(&*self.tools.driver)?;
+        let list = rehearse(call, self.backends(target), ranks)?;
         for queue in Queue::OF_MESSAGES {
             let mut commands = list.commands.iter();
             let is_used = queue == Queue::Exchange || commands.any(|one| one.queue == queue);
             if is_used && !device.streams.contains_key(&queue) {
-                device.streams.insert(queue, self.driver.create_stream()?);
+                device.streams.insert(queue, self.tools.driver.create_stream()?);
             }
         }
         // One more event serves the way out after an error.
         let (_, events) = synchronised(&list.commands);
         while device.events.len() < events + 1 {
-            device.events.push(self.driver.create_event()?);
+            device.events.push(self.tools.driver.create_event()?);
         }
         for command in &list.commands {
-            let Work::Launch(launch) = &command.work else { continue };
-            device.load(&*self.driver, launch.instance, self.image)?;
+            let Work::Compute(computation) = &command.work else { continue };
+            device.prepare(&self.tools, computation)?;
         }
         Ok(list)
     }
@@ -255,22 +270,32 @@ impl Executor {
 
 fn lower(
     call: &Call,
-    target: Target,
+    backends: Backends,
     ranks: RankSet<'_>,
     arrays: &[Arrays<u64>],
     workspace: Workspace,
 ) -> Result<CommandList> {
     match ranks {
-        RankSet::All => all_ranks(call, target, arrays, workspace),
+        RankSet::All => all_ranks(call, backends, arrays, workspace),
         RankSet::One(comms) => {
             let rank = comms.first().map_or(0, |comm| comm.rank);
-            one_rank(call, rank, target, arrays[0], workspace)
+            one_rank(call, rank, backends, arrays[0], workspace)
         }
     }
 }
 
+/// Returns the backends that compute the operations of all ranks on GPUs of a kind, which need not
+/// be present.
+///
+/// # Errors
+/// If CUDA can't compute the problem.
+pub fn choices(call: &Call, target: Target) -> Result<Choices> {
+    let backends = Backends { all: BACKENDS, target };
+    Ok(rehearse(call, backends, RankSet::All)?.choices)
+}
+
 /// Returns the commands over memory that does not exist, which shows the objects that they need.
-fn rehearse(call: &Call, target: Target, ranks: RankSet<'_>) -> Result<CommandList> {
+fn rehearse(call: &Call, backends: Backends, ranks: RankSet<'_>) -> Result<CommandList> {
     const ARRAY: u64 = 1 << 48;
     let at = |n: u64| (n + 1) * ARRAY;
     let count = match ranks {
@@ -279,5 +304,5 @@ fn rehearse(call: &Call, target: Target, ranks: RankSet<'_>) -> Result<CommandLi
     };
     let workspace = Workspace { address: at(0), bytes: call.workspace_bytes() * count as u64 };
     let arrays = Arrays::new(call.pass, &call.problem.features, |operand| at(operand as u64 + 1));
-    lower(call, target, ranks, &vec![arrays; count], workspace)
+    lower(call, backends, ranks, &vec![arrays; count], workspace)
 }

@@ -1,17 +1,17 @@
 //! Issues a command list to a device.
 
 use super::commands::{Command, Work};
-use super::driver::{Driver, Stream};
+use super::driver::Stream;
 use super::error::CudaError;
 use super::nccl::Communicator;
-use super::objects::{Device, Tell, uninitialized};
+use super::objects::{Device, Tell, Tools, uninitialized};
 use super::region::Queue;
 use super::synchronise::{Instruction, synchronised};
 use crate::error::Result;
 
 /// Commands on their way to a device.
 pub(super) struct Issue<'a> {
-    pub driver: &'a dyn Driver,
+    pub tools: &'a Tools,
     pub device: &'a Device,
     /// XLA's stream.
     pub stream: Stream,
@@ -57,8 +57,8 @@ impl Issue<'_> {
         // is lost, and the first error says more.
         let event = self.device.events[events];
         for stream in self.device.streams.values() {
-            let recorded = self.driver.record(*stream, event);
-            let _ = recorded.and_then(|()| self.driver.wait(self.stream, event));
+            let recorded = self.tools.driver.record(*stream, event);
+            let _ = recorded.and_then(|()| self.tools.driver.wait(self.stream, event));
         }
         Err(error)
     }
@@ -68,7 +68,7 @@ impl Issue<'_> {
     fn wait_for_all(&self) {
         for stream in std::iter::once(&self.stream).chain(self.device.streams.values()) {
             // If this fails too, the device is lost, and the first error says more.
-            let _ = self.driver.synchronize(*stream);
+            let _ = self.tools.driver.synchronize(*stream);
         }
     }
 
@@ -76,8 +76,8 @@ impl Issue<'_> {
         use Instruction::{Enqueue, Record, Wait};
         let event = |index: usize| self.device.events[index];
         match *instruction {
-            Record(queue, index) => self.driver.record(self.stream_of(queue)?, event(index)),
-            Wait(queue, index) => self.driver.wait(self.stream_of(queue)?, event(index)),
+            Record(queue, index) => self.tools.driver.record(self.stream_of(queue)?, event(index)),
+            Wait(queue, index) => self.tools.driver.wait(self.stream_of(queue)?, event(index)),
             Enqueue(index) => self.enqueue(&commands[index]),
         }
     }
@@ -85,8 +85,8 @@ impl Issue<'_> {
     fn enqueue(&self, command: &Command) -> Result<()> {
         let stream = self.stream_of(command.queue)?;
         match &command.work {
-            Work::Launch(launch) => self.device.launch(self.driver, stream, launch),
-            Work::Copy(copy) => self.driver.copy(stream, copy),
+            Work::Compute(computation) => self.device.enqueue(self.tools, stream, computation),
+            Work::Copy(copy) => self.tools.driver.copy(stream, copy),
             Work::Exchange(group) => {
                 let index = Queue::OF_MESSAGES.iter().position(|queue| *queue == command.queue);
                 let comm = index.and_then(|index| self.comms.get(index));

@@ -49,7 +49,7 @@ impl CommandKernel<'_> {
         let dq_sums = self.fused.then(|| self.memory.home(Payload::QueryGrads));
         let ends = (tile.key_state.first, is_last);
         for part in self.parts(tile, (queries, keys), Payload::Keys, ends) {
-            let launches = KeyGrads {
+            let operation = KeyGrads {
                 rectangle: part.rectangle,
                 features: part.features,
                 q: part.q,
@@ -67,7 +67,7 @@ impl CommandKernel<'_> {
                 last: part.last,
             };
             let uses = self.uses(buffers).chain(dq_sums.iter().map(|sums| writes(sums.region)));
-            self.push(launches.launches(self.target), uses)?;
+            self.push(operation, uses)?;
         }
         Ok(())
     }
@@ -82,7 +82,7 @@ impl CommandKernel<'_> {
         let dslopes = dslopes.map(|_| self.memory.operand(Operand::SlopeGrad));
         let ends = (tile.query_state.first, is_last);
         for part in self.parts(tile, (queries, keys), Payload::Queries, ends) {
-            let launches = QueryGrads {
+            let operation = QueryGrads {
                 rectangle: part.rectangle,
                 features: part.features,
                 q: part.q,
@@ -97,7 +97,7 @@ impl CommandKernel<'_> {
                 first: part.first,
                 last: part.last,
             };
-            self.push(launches.launches(self.target), self.uses(buffers))?;
+            self.push(operation, self.uses(buffers))?;
         }
         Ok(())
     }
@@ -116,7 +116,7 @@ impl CommandKernel<'_> {
         let unscaled = self.fused && payload == Payload::QueryGrads;
         let scale = if unscaled { self.memory.problem.softmax_scale } else { 1.0 };
         for (n, (gradient, head_dim)) in self.gradients(payload).enumerate() {
-            let launches = Cast {
+            let operation = Cast {
                 batch: self.memory.problem.batch,
                 rows: rows.len(),
                 heads: self.memory.heads_and_rows(payload).0,
@@ -128,7 +128,7 @@ impl CommandKernel<'_> {
                 scale,
             };
             let uses = [Some(&home), arrived].into_iter().flatten();
-            self.push(launches.launches(self.target), uses.map(|sums| reads(sums.region)))?;
+            self.push(operation, uses.map(|sums| reads(sums.region)))?;
         }
         Ok(())
     }
@@ -137,7 +137,7 @@ impl CommandKernel<'_> {
     fn accumulate(&self, payload: Payload, rows: &Range<usize>, arrived: &Buffer) -> Result<()> {
         let home = self.memory.home(payload);
         for (n, (_, head_dim)) in self.gradients(payload).enumerate() {
-            let launches = launch::Accumulate {
+            let operation = launch::Accumulate {
                 batch: self.memory.problem.batch,
                 rows: rows.len(),
                 heads: self.memory.heads_and_rows(payload).0,
@@ -146,7 +146,7 @@ impl CommandKernel<'_> {
                 arrived: arrived.rows_at(n, rows),
             };
             let uses = [writes(home.region), reads(arrived.region)];
-            self.push(launches.launches(self.target), uses)?;
+            self.push(operation, uses)?;
         }
         Ok(())
     }
@@ -163,7 +163,7 @@ impl CommandKernel<'_> {
                 row_max: buffer.statistics_at(1, part),
                 row_sum: buffer.statistics_at(2, part),
             };
-            let launches = CombineSoftmax {
+            let operation = CombineSoftmax {
                 batch,
                 q_len: part.len(),
                 heads,
@@ -176,7 +176,7 @@ impl CommandKernel<'_> {
                 last,
             };
             let uses = [writes(home.region), reads(arrived.region)];
-            self.push(launches.launches(self.target), uses)?;
+            self.push(operation, uses)?;
         }
         Ok(())
     }
@@ -206,7 +206,7 @@ impl AttentionKernel for CommandKernel<'_> {
         let [o, lse] = [Operand::Out, Operand::Lse].map(|it| self.memory.operand(it));
         let ends = (tile.query_state.first, tile.query_state.last);
         for part in self.parts(tile, (queries, keys), Payload::Queries, ends) {
-            let launches = Forward {
+            let operation = Forward {
                 rectangle: part.rectangle,
                 features: part.features,
                 q: part.q,
@@ -220,7 +220,7 @@ impl AttentionKernel for CommandKernel<'_> {
                 first: part.first,
                 last: part.last,
             };
-            self.push(launches.launches(self.target), self.uses([queries, keys, partial]))?;
+            self.push(operation, self.uses([queries, keys, partial]))?;
         }
         Ok(())
     }
@@ -232,7 +232,7 @@ impl AttentionKernel for CommandKernel<'_> {
         let [o, lse, dlse] = inputs.map(|input| self.memory.operand(input));
         let sums = self.fused.then(|| self.memory.home(Payload::QueryGrads));
         for part in &self.query_parts(&(0..q_len)) {
-            let launches = Delta {
+            let operation = Delta {
                 batch,
                 q_len: part.len(),
                 heads,
@@ -247,7 +247,7 @@ impl AttentionKernel for CommandKernel<'_> {
                 zeros: sums.as_ref().map(|sums| sums.rows_at(0, part)),
             };
             let written = [Some(&queries), sums.as_ref()].into_iter().flatten();
-            self.push(launches.launches(self.target), written.map(|rows| writes(rows.region)))?;
+            self.push(operation, written.map(|rows| writes(rows.region)))?;
         }
         Ok(())
     }

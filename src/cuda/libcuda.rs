@@ -194,24 +194,23 @@ impl Driver for LibCuda {
         let mut values: Vec<u64> = launch.values.iter().copied().map(bits).collect();
         let parameters = values.iter_mut().map(|value| (&raw mut *value).cast::<c_void>());
         let mut parameters: Vec<_> = parameters.collect();
-        let [x, y, z] = launch.grid;
-        // The block is one thread, since the image itself sets the number of threads.
+        let ([x, y, z], [width, height, depth]) = (launch.grid, launch.block);
         call!(
             cuLaunchKernel(
                 function.0 as _,
                 x,
                 y,
                 z,
-                1,
-                1,
-                1,
-                0,
+                width,
+                height,
+                depth,
+                launch.shared_bytes,
                 stream.0 as _,
                 parameters.as_mut_ptr(),
                 ptr::null_mut()
             ),
             "{}, grid {:?}",
-            launch.instance,
+            launch.code,
             launch.grid
         )
     }

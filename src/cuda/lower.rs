@@ -1,9 +1,9 @@
 //! Lowering: from a call to the command list of one rank, or of all ranks on one device.
 
-use burst_attention_kernels::instances::Target;
+use burst_attention_kernels::backend::Backends;
 
 use super::call::Call;
-use super::commands::{Command, CommandList, CommandListBuilder, PeerBlocks, Work};
+use super::commands::{Choices, Command, CommandList, CommandListBuilder, PeerBlocks, Work};
 use super::driver::{Block, Copy};
 use super::error::CudaError;
 use super::final_writes::FinalWrites;
@@ -27,12 +27,12 @@ use crate::transport::Transport;
 pub(super) fn one_rank(
     call: &Call,
     rank: usize,
-    target: Target,
+    backends: Backends,
     arrays: Arrays<u64>,
     workspace: Workspace,
 ) -> Result<CommandList> {
     let schedule = &call.schedules()[rank];
-    let (list, layout) = walk_rank(call, schedule, target, arrays, workspace)?;
+    let (list, layout) = walk_rank(call, schedule, backends, arrays, workspace)?;
     let staging = |queue| layout.at(Region::Staging(queue), workspace.address);
     let commands = framed(to_messages(list.commands, staging)?);
     Ok(CommandList { commands, ..list })
@@ -45,33 +45,34 @@ pub(super) fn one_rank(
 /// As [`one_rank`].
 pub(super) fn all_ranks(
     call: &Call,
-    target: Target,
+    backends: Backends,
     ranks: &[Arrays<u64>],
     workspace: Workspace,
 ) -> Result<CommandList> {
     let each = call.workspace_bytes();
-    let (mut bytes_sent, mut lists) = (0, Vec::new());
+    let (mut bytes_sent, mut choices, mut lists) = (0, Choices::new(), Vec::new());
     for (rank, (arrays, schedule)) in ranks.iter().zip(&*call.schedules()).enumerate() {
         let offset = each * rank as u64;
         let bytes = workspace.bytes.saturating_sub(offset).min(each);
         let part = Workspace { address: workspace.address + offset, bytes };
-        let (list, _) = walk_rank(call, schedule, target, *arrays, part)?;
+        let (list, _) = walk_rank(call, schedule, backends, *arrays, part)?;
         bytes_sent += list.bytes_sent;
+        choices.extend(list.choices);
         lists.push(list.commands);
     }
-    Ok(CommandList { commands: framed(interleaved(lists)?), bytes_sent })
+    Ok(CommandList { commands: framed(interleaved(lists)?), bytes_sent, choices })
 }
 
 /// Walks the schedule of one rank. Returns its commands and the layout of its workspace.
 fn walk_rank(
     call: &Call,
     schedule: &Schedule,
-    target: Target,
+    backends: Backends,
     arrays: Arrays<u64>,
     workspace: Workspace,
 ) -> Result<(CommandList, WorkspaceLayout)> {
     let problem = &call.problem;
-    let fused = call.backward_order == Order::Any && can_fuse(problem, schedule, target)?;
+    let fused = call.backward_order == Order::Any && can_fuse(problem, schedule, backends)?;
     let final_writes = FinalWrites::of(problem, schedule, fused);
     let layout = WorkspaceLayout::of_rank(problem, schedule, &final_writes);
     if workspace.bytes < layout.bytes {
@@ -82,7 +83,7 @@ fn walk_rank(
     let list = CommandListBuilder::default();
     let mut kernel = CommandKernel {
         schedule,
-        target,
+        backends,
         element: element_of(problem.dtype)?,
         memory,
         final_writes: &final_writes,
@@ -93,7 +94,7 @@ fn walk_rank(
     let mut transport = CommandTransport { schedule, memory, list: &list, bytes: 0 };
     walk(schedule, &mut kernel, &mut transport)?;
     let bytes_sent = transport.bytes_sent();
-    Ok((CommandList { commands: list.into_commands(), bytes_sent }, layout))
+    Ok((list.finish(bytes_sent), layout))
 }
 
 /// Adds the program before and the program after.

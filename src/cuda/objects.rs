@@ -4,12 +4,13 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use burst_attention_kernels::backend::{Backend, Computation, LibraryCall};
 use burst_attention_kernels::images::ImagesError;
 use burst_attention_kernels::instances::{Instance, Target};
-use burst_attention_kernels::launch::Launch;
+use burst_attention_kernels::launch::{Code, Launch};
 
 use super::call::Call;
-use super::driver::{Driver, Event, Function, Stream};
+use super::driver::{Driver, Event, Function, Library, Plan, Stream};
 use super::error::CudaError;
 use super::nccl::Comm;
 use super::region::Queue;
@@ -23,6 +24,26 @@ pub type Tell<'a> = &'a dyn Fn(&Error);
 /// a handful.
 const READY_CALLS: usize = 256;
 
+/// A function that finds the image of an instance.
+pub type FindImage = fn(&Instance) -> std::result::Result<&'static [u8], ImagesError>;
+
+/// What an executor computes with.
+pub struct Tools {
+    pub driver: Box<dyn Driver>,
+    pub image: FindImage,
+    pub backends: &'static [Backend],
+    /// The libraries whose calls the backends make.
+    pub libraries: Vec<Box<dyn Library>>,
+}
+
+impl Tools {
+    /// Returns the library of a call.
+    fn library(&self, call: &LibraryCall) -> Result<&dyn Library> {
+        let found = self.libraries.iter().find(|library| library.name() == call.library);
+        found.map(|library| &**library).ok_or_else(|| uninitialized(call.library))
+    }
+}
+
 /// The objects of a device. [`Executor::initialize`](super::executor::Executor::initialize) creates
 /// all of them.
 #[derive(Debug, Default)]
@@ -32,7 +53,9 @@ pub struct Device {
     pub streams: BTreeMap<Queue, Stream>,
     /// The events, which commands use by their index.
     pub events: Vec<Event>,
-    functions: HashMap<Instance, Function>,
+    functions: HashMap<Code, Function>,
+    /// The plans of libraries, each by the name of its library and its own words.
+    plans: HashMap<&'static str, HashMap<String, Plan>>,
     /// The address of the memory for contact with peers.
     pub scratch: Option<u64>,
     /// The peers to which each communicator has a connection.
@@ -76,33 +99,56 @@ impl Device {
         Ok(*self.target.insert(target))
     }
 
-    /// Loads a kernel from the image that `find` finds, if the device lacks it.
+    /// Loads the kernel of a launch or prepares the plan of a library, if the device lacks it.
+    ///
+    /// # Errors
+    /// If there is no image or no library, or it refuses.
+    pub fn prepare(&mut self, tools: &Tools, computation: &Computation) -> Result<()> {
+        match computation {
+            Computation::Launch(Launch { code, .. }) => self.load(tools, *code),
+            Computation::Library(call) => {
+                let plans = self.plans.entry(call.library).or_default();
+                if !plans.contains_key(&call.plan) {
+                    plans.insert(call.plan.clone(), tools.library(call)?.prepare(&call.plan)?);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Loads a kernel, if the device lacks it.
     ///
     /// # Errors
     /// If there is no image, or the driver refuses.
-    pub fn load(
-        &mut self,
-        driver: &dyn Driver,
-        instance: Instance,
-        find: impl FnOnce(&Instance) -> std::result::Result<&'static [u8], ImagesError>,
-    ) -> Result<()> {
-        if self.functions.contains_key(&instance) {
+    pub fn load(&mut self, tools: &Tools, code: Code) -> Result<()> {
+        if self.functions.contains_key(&code) {
             return Ok(());
         }
-        let image = find(&instance).map_err(CudaError::Images)?;
-        let function = driver.load(image, &instance.entry())?;
-        self.functions.insert(instance, function);
+        let Code::Tile(instance) = code;
+        let image = (tools.image)(&instance).map_err(CudaError::Images)?;
+        let function = tools.driver.load(image, &code.entry())?;
+        self.functions.insert(code, function);
         Ok(())
     }
 
-    /// Enqueues a launch of a kernel that the device has loaded.
+    /// Enqueues a computation that the device is prepared for.
     ///
     /// # Errors
-    /// If the kernel is not loaded, or the driver refuses.
-    pub fn launch(&self, driver: &dyn Driver, stream: Stream, launch: &Launch) -> Result<()> {
-        let function = self.functions.get(&launch.instance);
-        let function = function.ok_or_else(|| uninitialized(launch.instance))?;
-        driver.launch(stream, *function, launch)
+    /// If the device is not prepared, or the driver or the library refuses.
+    pub fn enqueue(&self, tools: &Tools, stream: Stream, computation: &Computation) -> Result<()> {
+        match computation {
+            Computation::Launch(launch) => {
+                let function = self.functions.get(&launch.code);
+                let function = function.ok_or_else(|| uninitialized(launch.code))?;
+                tools.driver.launch(stream, *function, launch)
+            }
+            Computation::Library(call) => {
+                let plans = self.plans.get(call.library);
+                let plan = plans.and_then(|plans| plans.get(&call.plan));
+                let plan = plan.ok_or_else(|| uninitialized(&call.plan))?;
+                tools.library(call)?.enqueue(stream, *plan, call)
+            }
+        }
     }
 }
 

@@ -2,10 +2,12 @@
 
 use std::ops::Range;
 
-use burst_attention_kernels::instances::{Element, Target};
+use burst_attention_kernels::backend::Backends;
+use burst_attention_kernels::instances::Element;
 use burst_attention_kernels::launch::{
-    self, Dropout, KeyGrads, Launch, LaunchError, Rectangle, RowPositions, Rows, Segments, Visible,
+    self, Dropout, KeyGrads, Rectangle, RowPositions, Rows, Segments, Visible,
 };
+use burst_attention_kernels::operation::TileOperation;
 
 use super::buffer::{Buffer, cut_by_layout, sections};
 use super::commands::{CommandListBuilder, Work};
@@ -23,7 +25,7 @@ use crate::schedule::{Payload, Place, Schedule, Tile};
 #[derive(Debug)]
 pub struct CommandKernel<'a> {
     pub(super) schedule: &'a Schedule,
-    pub(super) target: Target,
+    pub(super) backends: Backends,
     pub(super) element: Element,
     pub(super) memory: RankMemory<'a>,
     pub(super) final_writes: &'a FinalWrites,
@@ -69,7 +71,7 @@ pub(super) fn element_of(dtype: Dtype) -> Result<Element> {
 
 /// Whether one kernel can compute all gradients of each tile and add to dq. It can't where dq
 /// travels, since a travelling accumulator does not start with zeros, and other ranks scale it.
-pub(super) fn can_fuse(problem: &Problem, schedule: &Schedule, target: Target) -> Result<bool> {
+pub(super) fn can_fuse(problem: &Problem, schedule: &Schedule, backends: Backends) -> Result<bool> {
     if schedule.pass == Pass::Forward || problem.head_dim != problem.value_dim {
         return Ok(false);
     }
@@ -91,7 +93,7 @@ pub(super) fn can_fuse(problem: &Problem, schedule: &Schedule, target: Target) -
             let (queries, keys) = (&tile.queries.rows, &tile.keys.rows);
             let rectangle = rectangle(problem, element, queries, keys, tile.band);
             tile.query_state.place == Place::Home
-                && KeyGrads::can_fuse(&rectangle, &features, target)
+                && backends.choose(&KeyGrads::fused(rectangle, features).into()).0.is_some()
         }))
 }
 
@@ -131,15 +133,18 @@ impl CommandKernel<'_> {
         Err(Error::BrokenSchedule { rank, step, what: what.into() })
     }
 
-    /// Appends launches that use the same regions.
+    /// Appends what computes an operation, all of which uses the same regions.
     pub(super) fn push(
         &self,
-        launches: std::result::Result<Vec<Launch>, LaunchError>,
+        operation: impl Into<TileOperation>,
         uses: impl IntoIterator<Item = Use>,
     ) -> Result<()> {
+        let lowered = self.backends.lower(&operation.into());
+        let (computations, choice) = lowered.map_err(CudaError::Launch)?;
+        self.list.note(choice);
         let uses = Vec::from_iter(uses);
-        for launch in launches.map_err(CudaError::Launch)? {
-            self.list.push(Queue::Compute, Work::Launch(launch), uses.clone());
+        for computation in computations {
+            self.list.push(Queue::Compute, Work::Compute(computation), uses.clone());
         }
         Ok(())
     }

@@ -2,11 +2,13 @@
 
 use burst_attention::Result;
 use burst_attention::cuda::call::Call;
+use burst_attention::cuda::commands::Choices;
 use burst_attention::cuda::executor::{Executor, RankSet};
 use burst_attention::cuda::nccl::{Comm, Communicator};
 use burst_attention::cuda::workspace::Workspace;
 use burst_attention::operands::{Arrays, Operand};
 use burst_attention::problem::{Dtype, Problem};
+use burst_attention_kernels::backend::{BACKENDS, Backend};
 use burst_attention_recorder::{Program, Recorder, images, nccl};
 
 /// Distance between arrays, which are all smaller.
@@ -22,27 +24,61 @@ struct Device {
     comms: [Comm; 2],
 }
 
+impl Device {
+    fn communicators(&self, call: &Call) -> Result<Vec<Communicator<'static>>> {
+        let world_size = call.problem.world_size;
+        let count = match world_size {
+            1 => 0,
+            _ => 1 + usize::from(call.family.has_far_links(world_size)),
+        };
+        let comms = self.comms[..count].iter();
+        comms.map(|comm| Communicator::new(nccl(), *comm, world_size)).collect()
+    }
+}
+
 impl Devices {
     pub fn new(world_size: usize) -> Devices {
+        Devices::with_backends(world_size, BACKENDS)
+    }
+
+    /// Devices that choose among `backends`. Each recorder is also the library that they call.
+    pub fn with_backends(world_size: usize, backends: &'static [Backend]) -> Devices {
         let device = |rank| {
             let recorder = Recorder::new((9, 0));
-            let executor = Executor::new(Box::new(recorder.clone()), images);
+            let executor = Executor::new(Box::new(recorder.clone()), images)
+                .with_backends(backends, vec![Box::new(recorder.clone())]);
             let comms = [(); 2].map(|()| recorder.add_comm(rank, world_size));
             Device { recorder, executor, comms }
         };
         Devices((0..world_size).map(device).collect())
     }
 
+    /// The devices without their libraries.
+    pub fn without_libraries(self, backends: &'static [Backend]) -> Devices {
+        let without = |device: Device| {
+            let executor = device.executor.with_backends(backends, Vec::new());
+            Device { executor, ..device }
+        };
+        Devices(self.0.into_iter().map(without).collect())
+    }
+
+    /// The recorder of a rank.
+    pub fn recorder(&self, rank: usize) -> &Recorder {
+        &self.0[rank].recorder
+    }
+
+    /// The choices of backends that rank 0 makes when XLA first prepares the call.
+    pub fn choices(&self, call: &Call) -> Result<Choices> {
+        let ranks = self.0[0].communicators(call)?;
+        let (stream, ranks) = (Recorder::COMPUTE, RankSet::One(&ranks));
+        self.0[0].executor.initialize(stream, call, ranks, &|_| ())
+    }
+
     /// One rank's two stages, as XLA calls them.
     pub fn run_rank(&self, call: &Call, rank: usize) -> Result<u64> {
-        let Device { recorder, executor, comms } = &self.0[rank];
-        let world_size = call.problem.world_size;
-        let count = match world_size {
-            1 => 0,
-            _ => 1 + usize::from(call.family.has_far_links(world_size)),
-        };
-        let comms = comms[..count].iter().map(|comm| Communicator::new(nccl(), *comm, world_size));
-        let comms = comms.collect::<Result<Vec<_>>>()?;
+        let device = &self.0[rank];
+        let Device { recorder, executor, .. } = device;
+        let comms = device.communicators(call)?;
         let (stream, ranks) = (Recorder::COMPUTE, RankSet::One(&comms));
         executor.initialize(stream, call, ranks, &|_| ())?;
         recorder.take();

@@ -7,6 +7,7 @@
 mod call;
 mod collectives;
 mod decode;
+mod explain;
 mod linear;
 mod told;
 mod turn;
@@ -27,6 +28,7 @@ use crate::state::{self, CallState, Kind};
 use crate::{handler, images, sys};
 use call::{CudaSite, Ranks};
 use collectives::Collectives;
+use explain::explain;
 use told::Told;
 use turn::Turn;
 use watch::Watch;
@@ -194,7 +196,11 @@ fn initialize(
     let tell = |error: &_| turn.tell(&site.failed(error));
     let outcome = with_ranks(frame, site, platform, |ranks| {
         let prepared = platform.executor.initialize(turn.stream, &call, ranks, &tell);
-        prepared.map_err(|error| site.failed(&error))
+        let choices = prepared.map_err(|error| site.failed(&error))?;
+        let pass = if call.pass == Pass::Forward { "forward" } else { "backward" };
+        let name = format!("{pass} pass over {} ranks", call.problem.world_size);
+        explain(&platform.write, &name, &choices);
+        Ok(())
     });
     let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
     failed.remove(&turn.stream);

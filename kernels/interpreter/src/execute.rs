@@ -84,7 +84,7 @@ impl Kernels {
         grid_run: &GridRun,
         memory: &mut Memory,
     ) -> Result<(), ExecuteError> {
-        run_module(&*self.module(&launch.instance)?, launch, grid_run, memory)
+        run_module(&*self.module(&launch.instance())?, launch, grid_run, memory)
     }
 }
 
@@ -98,7 +98,8 @@ pub fn run_module(
     grid_run: &GridRun,
     memory: &mut Memory,
 ) -> Result<(), ExecuteError> {
-    let Launch { instance, grid, ref values } = *launch;
+    let Launch { grid, ref values, .. } = *launch;
+    let instance = launch.instance();
     let arguments: Vec<_> = values.iter().copied().map(argument).collect();
     let outcome = grid_run.run(module, &instance.entry(), grid, &arguments, memory);
     outcome.map_err(|error| ExecuteError::Run { instance, error })

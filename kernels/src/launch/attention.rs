@@ -5,6 +5,7 @@ use serde::Deserialize;
 use super::job::Job;
 use super::lower::launches;
 use super::rectangle::Rectangle;
+use crate::backend::Reason;
 use crate::features::Features;
 use crate::kernel::Kernel;
 use crate::place::{Rows, Statistics};
@@ -145,10 +146,36 @@ impl Forward {
 }
 
 impl KeyGrads {
-    /// Whether a fused image on `target` computes such launches and adds to dq too.
-    pub fn can_fuse(rectangle: &Rectangle, features: &Features, target: Target) -> bool {
-        let job = Job::new(Kernel::KeyGrads, *rectangle, (true, false));
-        Job { features: *features, fused: true, ..job }.instance(target).is_some()
+    /// Returns the operation that adds to dq too, without memory: a question to a backend.
+    pub fn fused(rectangle: Rectangle, features: Features) -> KeyGrads {
+        KeyGrads {
+            rectangle,
+            features,
+            q: Rows::default(),
+            k: Rows::default(),
+            v: Rows::default(),
+            dout: Rows::default(),
+            lse_log2: Statistics::default(),
+            delta: Statistics::default(),
+            dk_acc: None,
+            dv_acc: None,
+            dq_acc: Some(Rows::default()),
+            dk: None,
+            dv: None,
+            first: true,
+            last: false,
+        }
+    }
+
+    /// Says whether a fused image on `target` computes dk and dv and adds to dq too.
+    ///
+    /// # Errors
+    /// The reason why there is none.
+    pub fn can_fuse(&self, target: Target) -> Result<(), Reason> {
+        let job = Job::new(Kernel::KeyGrads, self.rectangle, (true, false));
+        let job = Job { features: self.features, fused: true, ..job };
+        let found = job.instance(target).map(drop);
+        found.ok_or(Reason("no fused kernel computes these features and widths here".into()))
     }
 
     fn job(&self) -> Job {

@@ -32,7 +32,7 @@ impl Launch {
     /// # Panics
     /// If a pointer of the kernel's record has no address, which [`check`](Self::check) refuses.
     pub fn footprint(&self) -> Vec<Footprint> {
-        let arguments = self.instance.kernel.arguments().iter();
+        let arguments = self.instance().kernel.arguments().iter();
         arguments.filter_map(|argument| self.footprint_of(argument)).collect()
     }
 
@@ -60,7 +60,7 @@ impl Launch {
         if argument.flag.is_some_and(|array| !self.is_on(Meaning::Has(array))) {
             return (false, false);
         }
-        let kernel = self.instance.kernel;
+        let kernel = self.instance().kernel;
         // The kernels read arrays of features where something is streamed.
         let is_resident = side(kernel, &view) == resident_side(kernel) && argument.flag.is_none();
         let limits = self.integer(Meaning::Lower).zip(self.integer(Meaning::Upper));
@@ -70,7 +70,7 @@ impl Launch {
             Access::Out => (false, true),
             Access::Update => (true, true),
             Access::FusedAdd => {
-                let adds = is_met && self.instance.variant.fused;
+                let adds = is_met && self.instance().variant.fused;
                 (adds, adds)
             }
             Access::LastOut => (false, self.is_on(Meaning::Last)),
@@ -85,7 +85,7 @@ impl Launch {
 
     /// Returns the integer of a meaning, if the kernel has such an argument.
     fn integer(&self, meaning: Meaning) -> Option<i32> {
-        match self.values[self.instance.kernel.find(meaning)?.0] {
+        match self.values[self.instance().kernel.find(meaning)?.0] {
             Value::I32(integer) => Some(integer),
             _ => None,
         }
@@ -106,13 +106,13 @@ impl Launch {
         let Meaning::Address(operand) = argument.meaning else { return None };
         let (view, value) = (argument.view?, self.value(argument.name));
         let Some(Value::Pointer(address)) = value else {
-            panic!("{} of {} must be an address, got {value:?}", argument.name, self.instance)
+            panic!("{} of {} must be an address, got {value:?}", argument.name, self.instance())
         };
         let batch_stride = Meaning::BatchStride(view.batch_stride);
         let head_stride =
             view.head_stride.map_or(0, |of| self.count(Meaning::HeadStride(of)) as u64);
         let at = Statistics { address, batch_stride: self.count(batch_stride) as u64, head_stride };
-        let Instance { kernel, variant, element, .. } = self.instance;
+        let Instance { kernel, variant, element, .. } = self.instance();
         let size = |size| self.size(size);
         let array = Array::new((kernel, variant), operand, element, size, at);
         Some(if kernel.find(batch_stride).is_some() { array } else { array.contiguous(size) })

@@ -147,7 +147,7 @@ impl Launch {
     ) -> Result<Launch, LaunchError> {
         let arguments = instance.kernel.arguments();
         let values = arguments.iter().map(value).collect::<Result<_, _>>()?;
-        let mut launch = Launch { instance, grid: [blocks, 1, 1], values };
+        let mut launch = Launch::of_image(instance, [blocks, 1, 1], values);
         let given = |value: &Value| matches!(value, Value::Pointer(address) if *address != 0);
         if let Some(other) = launch.values.iter().copied().find(given) {
             for (n, argument) in arguments.iter().enumerate() {

@@ -32,6 +32,8 @@ mod order;
 mod per_row;
 mod rectangle;
 
+use std::fmt;
+
 use serde::ser::{Serialize, SerializeStruct, Serializer};
 
 pub use attention::*;
@@ -50,13 +52,41 @@ use crate::record::{Access, Argument, Kind, Meaning, Value};
 /// The bytes that a kernel's view of an array must stay below: offsets are 32-bit on the device.
 pub const MAX_VIEW_BYTES: u64 = 1 << 31;
 
+/// The code of a kernel, one kind of which each backend with kernels has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Code {
+    /// An image that the tile compiler made.
+    Tile(Instance),
+}
+
+impl fmt::Display for Code {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Code::Tile(instance) => instance.fmt(f),
+        }
+    }
+}
+
+impl Code {
+    /// Returns the name of the function in the image.
+    pub fn entry(&self) -> String {
+        match self {
+            Code::Tile(instance) => instance.entry(),
+        }
+    }
+}
+
 /// One launch of a kernel.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Launch {
-    /// The image to launch.
-    pub instance: Instance,
+    /// The code to launch.
+    pub code: Code,
     /// Numbers of blocks.
     pub grid: [u32; 3],
+    /// Numbers of threads of a block, as the driver is told.
+    pub block: [u32; 3],
+    /// Bytes of shared memory that the driver gives each block.
+    pub shared_bytes: u32,
     /// The arguments in the order of the kernel's record.
     pub values: Vec<Value>,
 }
@@ -64,19 +94,33 @@ pub struct Launch {
 /// Writes the names of the image and of the function in it, as the loader wants them.
 impl Serialize for Launch {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut launch = serializer.serialize_struct("Launch", 4)?;
-        launch.serialize_field("image", &self.instance.to_string())?;
-        launch.serialize_field("entry", &self.instance.entry())?;
+        let mut launch = serializer.serialize_struct("Launch", 6)?;
+        launch.serialize_field("image", &self.code.to_string())?;
+        launch.serialize_field("entry", &self.code.entry())?;
         launch.serialize_field("grid", &self.grid)?;
+        launch.serialize_field("block", &self.block)?;
+        launch.serialize_field("shared_bytes", &self.shared_bytes)?;
         launch.serialize_field("values", &self.values)?;
         launch.end()
     }
 }
 
 impl Launch {
+    /// Returns a launch of an image that the tile compiler made. The driver is told of one thread
+    /// and no shared memory, since such an image sets both itself.
+    pub const fn of_image(instance: Instance, grid: [u32; 3], values: Vec<Value>) -> Launch {
+        Launch { code: Code::Tile(instance), grid, block: [1; 3], shared_bytes: 0, values }
+    }
+
+    /// Returns the image of the launch.
+    pub const fn instance(&self) -> Instance {
+        let Code::Tile(instance) = self.code;
+        instance
+    }
+
     /// Returns the value of the argument `name`, if the kernel has an argument of that name.
     pub fn value(&self, name: &str) -> Option<Value> {
-        let arguments = self.instance.kernel.arguments();
+        let arguments = self.instance().kernel.arguments();
         arguments.iter().position(|argument| argument.name == name).map(|at| self.values[at])
     }
 
@@ -90,9 +134,9 @@ impl Launch {
     /// # Errors
     /// [`LaunchError`], with the argument's name, the expected value and the value that came.
     pub fn check(&self) -> Result<(), LaunchError> {
-        let arguments = self.instance.kernel.arguments();
+        let arguments = self.instance().kernel.arguments();
         if arguments.len() != self.values.len() {
-            let expected = format!("{} for {}", arguments.len(), self.instance);
+            let expected = format!("{} for {}", arguments.len(), self.code);
             return Err(LaunchError::invalid("number of values", expected, self.values.len()));
         }
         for (argument, &value) in arguments.iter().zip(&self.values) {
@@ -105,7 +149,7 @@ impl Launch {
         let name = argument.name;
         let remainder = match (argument.kind, value) {
             (kind, Value::Pointer(0)) if kind.is_pointer() => {
-                let kernel = self.instance.kernel.name();
+                let kernel = self.instance().kernel.name();
                 return Err(LaunchError::Null { name, kernel, why: self.why_used(argument) });
             }
             (kind, Value::Pointer(address)) if kind.is_pointer() => {

@@ -168,7 +168,7 @@ fn cuts_that_see_each_other_at_a_single_pair_are_launched() {
 /// Returns the bytes of the view that a kernel makes of its argument `name`, from the launch alone.
 pub fn span(launch: &Launch, name: &str, kind: Kind) -> u64 {
     let get = |name: &str| if name.is_empty() { 1 } else { integer(launch, name) as u64 };
-    let kernel = launch.instance.kernel;
+    let kernel = launch.instance().kernel;
     let rows = if launch.value("rows").is_some() { "rows" } else { "q_len" };
     let own_stride = format!("{name}_batch_stride");
     let stride = match name {
@@ -213,7 +213,7 @@ pub fn span(launch: &Launch, name: &str, kind: Kind) -> u64 {
 
 fn assert_in_reach(trial: &Trial, launches: &[Launch]) {
     for launch in launches {
-        let arguments = launch.instance.kernel.arguments();
+        let arguments = launch.instance().kernel.arguments();
         for argument in arguments.iter().filter(|argument| argument.kind.is_pointer()) {
             let span = span(launch, argument.name, argument.kind);
             assert!(span < trial.limit, "{} of {launch:?} spans {span}", argument.name);
@@ -246,7 +246,7 @@ fn what_fits_is_one_launch_from_the_given_addresses() {
 fn cuts_begin_at_tiles() {
     each_small_trial(|trial, launches| {
         for launch in trial.main(launches) {
-            let (part, tile) = (trial.covered(launch), launch.instance.tile());
+            let (part, tile) = (trial.covered(launch), launch.instance().tile());
             assert_eq!(part.queries.start % tile.rows as usize, 0);
             assert_eq!(part.keys.start % (tile.keys as usize).max(1), 0);
         }
@@ -257,7 +257,7 @@ fn cuts_begin_at_tiles() {
 fn the_grid_has_a_block_per_tile_and_head_and_sections_divide_the_heads() {
     let check = |trial: &Trial, launches: &[Launch]| {
         for launch in trial.main(launches) {
-            let (part, tile) = (trial.covered(launch), launch.instance.tile());
+            let (part, tile) = (trial.covered(launch), launch.instance().tile());
             let (rows, tile, heads) = match trial.resident_is_keys() {
                 true => (part.keys.len(), tile.keys, trial.rectangle.kv_heads),
                 false => (part.queries.len(), tile.rows, trial.rectangle.heads),

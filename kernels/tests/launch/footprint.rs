@@ -27,7 +27,7 @@ const FEATURES: [(&str, &[&str]); 3] = [
 /// Returns the arrays that a launch touches, and whether it reads and writes each.
 fn touched(launch: &Launch) -> Vec<(&'static str, (bool, bool))> {
     let is = |name| integer(launch, name) == 1;
-    let kernel = launch.instance.kernel;
+    let kernel = launch.instance().kernel;
     let mut touched = match kernel {
         Kernel::Delta => {
             let mut touched = vec![("o", READ), ("dout", READ), ("lse", READ)];
@@ -86,7 +86,7 @@ fn touched(launch: &Launch) -> Vec<(&'static str, (bool, bool))> {
             touched.extend(arrays.iter().map(|&name| (name, READ)));
         }
     }
-    if keys_stay && streams && launch.instance.variant.fused {
+    if keys_stay && streams && launch.instance().variant.fused {
         touched.push(("dq_acc", BOTH));
     }
     if kernel == Kernel::QueryGrads && is("has_dslopes") {
@@ -104,7 +104,7 @@ fn touched(launch: &Launch) -> Vec<(&'static str, (bool, bool))> {
 fn assert_footprint(_: &Trial, launches: &[Launch]) {
     for launch in launches {
         let touched = touched(launch);
-        let expected = launch.instance.kernel.arguments().iter().filter_map(|argument| {
+        let expected = launch.instance().kernel.arguments().iter().filter_map(|argument| {
             let &(name, (reads, writes)) = touched.iter().find(|(n, _)| *n == argument.name)?;
             let start = pointer(launch, name);
             let bytes = start..start + span(launch, name, argument.kind);

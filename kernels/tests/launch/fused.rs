@@ -68,7 +68,7 @@ fn cuts_of_keys_add_to_all_queries_that_they_stream() {
     assert!(launches.len() > 4);
     let row = 32 * 128;
     for launch in &launches {
-        assert!(launch.instance.variant.fused);
+        assert!(launch.instance().variant.fused);
         let q = (pointer(launch, "q") - 0x1000) / 2 / row;
         let dq = (pointer(launch, "dq_acc") - DQ.address) / 4 / row;
         assert_eq!(q, dq, "{launch:?}");
@@ -95,12 +95,16 @@ fn what_has_no_fused_kernel_is_refused_and_can_fuse_says_so() {
                     [true, false] => element == Element::Bf16 && columns > 64,
                     [_, true] => false,
                 };
-            assert_eq!(KeyGrads::can_fuse(&rectangle, &features, target), expected, "{case}");
+            assert_eq!(
+                KeyGrads::fused(rectangle, features).can_fuse(target).is_ok(),
+                expected,
+                "{case}"
+            );
             let launches = KeyGrads { features, ..fused(rectangle) }.launches(target);
             match launches {
                 Ok(launches) => {
                     let main = launches.last().expect("there is a launch");
-                    assert!(expected && main.instance.variant.fused, "{case}");
+                    assert!(expected && main.instance().variant.fused, "{case}");
                     fusing += 1;
                 }
                 Err(error) => {
@@ -134,5 +138,5 @@ fn each_case() -> Vec<(Element, usize, i64, Features)> {
 #[test]
 fn no_dimension_without_a_kernel_can_be_fused() {
     let rectangle = Rectangle { head_dim: 264, ..shape(100, 100) };
-    assert!(!KeyGrads::can_fuse(&rectangle, &Features::default(), Target::Sm90));
+    assert!(!KeyGrads::fused(rectangle, Features::default()).can_fuse(Target::Sm90).is_ok());
 }

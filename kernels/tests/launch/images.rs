@@ -64,7 +64,7 @@ fn taken(
     let rectangle = Rectangle { element, lower, ..sizes };
     let mut trial = Trial::new(kernel, rectangle, MAX_VIEW_BYTES, 1).with(wanted);
     let launches = trial.launches(target).unwrap();
-    let mut images = trial.main(&launches).map(|launch| launch.instance);
+    let mut images = trial.main(&launches).map(|launch| launch.instance());
     images.next().expect("there is a launch")
 }
 
@@ -123,7 +123,7 @@ fn wider_values_take_a_wider_image() {
     for (head_dim, value_dim, width) in [(64, 72, 128), (8, 256, 256), (128, 8, 128)] {
         let rectangle = Rectangle { head_dim, value_dim, ..shape(100, 100) };
         let launches = forward(rectangle).launches(Target::Sm90).unwrap();
-        assert_eq!(launches[0].instance.width, width);
+        assert_eq!(launches[0].instance().width, width);
     }
 }
 
@@ -194,7 +194,7 @@ fn a_window_is_wanted_where_it_hides_the_first_key_from_the_last_query() {
             key_grads(rectangle).launches(Target::Sm90),
             query_grads(rectangle).launches(Target::Sm90),
         ];
-        let images = images.map(|launches| launches.unwrap()[0].instance.variant);
+        let images = images.map(|launches| launches.unwrap()[0].instance().variant);
         assert!(images.iter().all(|variant| *variant == images[0]), "{images:?}");
         assert!(images[0] == WINDOW || images[0] == PLAIN, "{images:?}");
         images[0] == WINDOW

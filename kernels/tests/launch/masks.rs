@@ -30,7 +30,7 @@ fn with_masks() -> Features {
 
 /// Returns the kernels of launches.
 fn kernels(launches: &[Launch]) -> Vec<Kernel> {
-    launches.iter().map(|launch| launch.instance.kernel).collect()
+    launches.iter().map(|launch| launch.instance().kernel).collect()
 }
 
 #[test]
@@ -41,7 +41,7 @@ fn launches_read_what_was_packed_for_them() {
     let keys = ("kv_segments", start, start + 2 * 200 * 24);
     let start = keys.2.next_multiple_of(256);
     let check = |launches: Vec<Launch>, own: (_, u64, u64), other: (_, u64, u64), blocks: u64| {
-        let main = launches[3].instance.kernel;
+        let main = launches[3].instance().kernel;
         assert_eq!(kernels(&launches)[..3], [Kernel::MaskRows, Kernel::MaskRows, Kernel::MaskRuns]);
         assert_eq!(launches.len(), 4);
         let runs = ("ranges", start, start + 2 * blocks * 40);
@@ -125,7 +125,7 @@ fn what_streams_nothing_packs_nothing() {
 fn images_with_masks_serve_masks_alone() {
     let image = |features| {
         let launches = Forward { features, ..forward(shape(10, 10)) }.launches(Target::Sm90);
-        launches.unwrap().last().unwrap().instance.to_string()
+        launches.unwrap().last().unwrap().instance().to_string()
     };
     let visible = Some(visible());
     let bare = Features { visible, ..Features::default() };

@@ -19,7 +19,7 @@ fn with_segments() -> Features {
 fn assert_prepares(ranges: &Launch, main: &Launch) {
     let queries = ("q_segments", "q_len");
     let keys = ("kv_segments", "kv_len");
-    let keys_stay = main.instance.kernel == Kernel::KeyGrads;
+    let keys_stay = main.instance().kernel == Kernel::KeyGrads;
     let (own, other) = if keys_stay { (keys, queries) } else { (queries, keys) };
     for (name, of_main) in [("segments", own.0), ("others", other.0), ("ranges", "ranges")] {
         assert_eq!(pointer(ranges, name), pointer(main, of_main), "{name} for {main:?}");
@@ -32,8 +32,8 @@ fn assert_prepares(ranges: &Launch, main: &Launch) {
     let blocks = integer(main, own.1).unsigned_abs().div_ceil(64);
     let blocks = integer(main, "batch").unsigned_abs() * blocks;
     assert_eq!(ranges.grid.map(u64::from), [blocks, 1, 1], "{ranges:?}");
-    let image = Instance::plain(Kernel::SegmentRanges, Element::Bf16, 64, main.instance.target);
-    assert_eq!(ranges.instance, image);
+    let image = Instance::plain(Kernel::SegmentRanges, Element::Bf16, 64, main.instance().target);
+    assert_eq!(ranges.instance(), image);
     let bytes = |launch: &Launch| {
         let found = launch.footprint().into_iter().find(|touched| touched.name == "ranges");
         found.map(|touched| touched.bytes)
@@ -51,11 +51,11 @@ fn count_prepared(trial: &Trial, launches: &[Launch]) -> usize {
     let mut count = 0;
     let mut before: Option<&Launch> = None;
     for launch in launches {
-        if launch.instance.kernel == Kernel::SegmentRanges {
+        if launch.instance().kernel == Kernel::SegmentRanges {
             assert_eq!(before.replace(launch), None, "two in a row");
             continue;
         }
-        assert_eq!(launch.instance.kernel, trial.kernel);
+        assert_eq!(launch.instance().kernel, trial.kernel);
         let wanted = trial.wanted.has(FeatureSet::SEGMENTS) && streams(launch);
         assert_eq!(before.is_some(), wanted, "{launch:?}");
         if let Some(ranges) = before.take() {
@@ -129,7 +129,7 @@ fn cuts_use_the_workspace_of_ranges_from_its_beginning() {
     let limit = 256 * 32 * 128 * 4 + 1;
     let launches = Forward { features, ..state }.launches_within(Target::Sm90, limit).unwrap();
     let ranges: Vec<_> =
-        launches.iter().filter(|it| it.instance.kernel == Kernel::SegmentRanges).collect();
+        launches.iter().filter(|it| it.instance().kernel == Kernel::SegmentRanges).collect();
     assert!(ranges.len() >= 8, "{} cuts", ranges.len());
     assert_eq!(2 * ranges.len(), launches.len());
     let mut starts: Vec<_> = Vec::new();

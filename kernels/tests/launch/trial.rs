@@ -214,7 +214,8 @@ impl Trial {
         let Trial { kernel, rectangle, first, last, limit, .. } = *self;
         let Rectangle { batch, q_len, heads, head_dim, element, .. } = rectangle;
         let features = self.features();
-        let fused = self.wanted.fused && KeyGrads::can_fuse(&rectangle, &features, target);
+        let fused =
+            self.wanted.fused && KeyGrads::fused(rectangle, features).can_fuse(target).is_ok();
         let slopes = features.slopes.is_some();
         match kernel {
             Kernel::Forward => Forward {
@@ -329,7 +330,7 @@ impl Trial {
     /// Returns the launches of the trial's kernel, without the launches that compare segments.
     pub fn main<'a>(&self, launches: &'a [Launch]) -> impl Iterator<Item = &'a Launch> {
         let kernel = self.kernel;
-        launches.iter().filter(move |launch| launch.instance.kernel == kernel)
+        launches.iter().filter(move |launch| launch.instance().kernel == kernel)
     }
 
     /// Returns the rows that a launch works on. All its arrays must agree on batch entries and
@@ -339,7 +340,7 @@ impl Trial {
             let side = self.placed.iter().filter(|placed| placed.of_keys == of_keys);
             let mut starts: Vec<_> = side.map(|placed| self.start(launch, placed)).collect();
             starts.dedup();
-            assert!(starts.len() <= 1, "{} arrays disagree: {starts:?}", launch.instance);
+            assert!(starts.len() <= 1, "{} arrays disagree: {starts:?}", launch.instance());
             starts.first().copied()
         };
         let optional = |name: &str| launch.value(name).map(|_| integer(launch, name));

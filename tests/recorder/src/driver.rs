@@ -1,8 +1,11 @@
 //! The recorder as a CUDA driver.
 
 use burst_attention::Result;
-use burst_attention::cuda::driver::{Context, Copy, Driver, Event, Function, Stream};
+use burst_attention::cuda::driver::{
+    Context, Copy, Driver, Event, Function, Library, Plan, Stream,
+};
 use burst_attention::cuda::error::CudaError;
+use burst_attention_kernels::backend::LibraryCall;
 use burst_attention_kernels::launch::Launch;
 
 use super::recorder::{State, instance_of};
@@ -29,7 +32,7 @@ impl Recorder {
         self.call(name, |state| Ok(state.handle()))
     }
 
-    fn enqueue(&self, name: &'static str, stream: Stream, operation: Operation) -> Result<()> {
+    fn add(&self, name: &'static str, stream: Stream, operation: Operation) -> Result<()> {
         self.call(name, |state| {
             state.program.push(Call { stream, operation });
             Ok(())
@@ -105,7 +108,7 @@ impl Driver for Recorder {
 
     fn launch(&self, stream: Stream, function: Function, launch: &Launch) -> Result<()> {
         self.call("cuLaunchKernel", |state| {
-            let instance = launch.instance;
+            let instance = launch.instance();
             if state.functions.get(&function) != Some(&instance) {
                 return Err(format!("{function:?} is not the function of {instance}"));
             }
@@ -118,14 +121,39 @@ impl Driver for Recorder {
     fn copy(&self, stream: Stream, copy: &Copy) -> Result<()> {
         let shapes = [copy.from, copy.to].map(|block| (block.width, block.height));
         assert_eq!(shapes[0], shapes[1], "both blocks of a copy have one shape");
-        self.enqueue("cuMemcpy2DAsync_v2", stream, Operation::Copy(*copy))
+        self.add("cuMemcpy2DAsync_v2", stream, Operation::Copy(*copy))
     }
 
     fn record(&self, stream: Stream, event: Event) -> Result<()> {
-        self.enqueue("cuEventRecord", stream, Operation::Record(event))
+        self.add("cuEventRecord", stream, Operation::Record(event))
     }
 
     fn wait(&self, stream: Stream, event: Event) -> Result<()> {
-        self.enqueue("cuStreamWaitEvent", stream, Operation::Wait(event))
+        self.add("cuStreamWaitEvent", stream, Operation::Wait(event))
+    }
+}
+
+/// The recorder is a library too, which prepares any plan.
+impl Library for Recorder {
+    fn name(&self) -> &'static str {
+        "recorder"
+    }
+
+    fn prepare(&self, plan: &str) -> Result<Plan> {
+        self.call("prepare", |state| {
+            let handle = Plan(state.handle());
+            state.plans.insert(handle, plan.to_owned());
+            Ok(handle)
+        })
+    }
+
+    fn enqueue(&self, stream: Stream, plan: Plan, call: &LibraryCall) -> Result<()> {
+        self.call("enqueue", |state| {
+            if state.plans.get(&plan) != Some(&call.plan) {
+                return Err(format!("{plan:?} is not {}", call.plan));
+            }
+            state.program.push(Call { stream, operation: Operation::Library(call.clone()) });
+            Ok(())
+        })
     }
 }

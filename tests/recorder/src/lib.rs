@@ -29,6 +29,7 @@ use std::fmt;
 
 use burst_attention::cuda::driver::{Copy, Event, Stream};
 use burst_attention::cuda::nccl::{Comm, Group, Message};
+use burst_attention_kernels::backend::LibraryCall;
 use burst_attention_kernels::launch::Launch;
 
 /// A recorded call that enqueued an operation.
@@ -45,6 +46,8 @@ pub struct Call {
 pub enum Operation {
     /// A kernel.
     Launch(Launch),
+    /// A call of a library.
+    Library(LibraryCall),
     /// A copy within the device.
     Copy(Copy),
     /// Messages that travel together.
@@ -112,7 +115,8 @@ impl Program {
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.operation {
-            Operation::Launch(launch) => write!(f, "{}", launch.instance.kernel.name())?,
+            Operation::Launch(launch) => write!(f, "{}", launch.instance().kernel.name())?,
+            Operation::Library(call) => write!(f, "{} {}", call.library, call.plan)?,
             Operation::Copy(copy) => {
                 let (bytes, from, to) = (copy.from.bytes(), copy.from.address, copy.to.address);
                 write!(f, "copy of {bytes} bytes from {from:#x} to {to:#x}")?;

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ffi::{CString, c_int};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
-use burst_attention::cuda::driver::{Function, Stream};
+use burst_attention::cuda::driver::{Function, Plan, Stream};
 use burst_attention::cuda::nccl::Comm;
 use burst_attention_kernels::images::ImagesError;
 use burst_attention_kernels::instances::Instance;
@@ -20,6 +20,7 @@ pub struct Recorder(pub(super) Arc<Mutex<State>>);
 pub(super) struct State {
     pub capability: (i32, i32),
     pub functions: HashMap<Function, Instance>,
+    pub plans: HashMap<Plan, String>,
     /// The number of objects that the driver made. Their handles are multiples of it.
     pub made: usize,
     /// The number of contexts that were pushed and not popped.

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use burst_attention::cuda::driver::Block;
 use burst_attention::cuda::nccl::Message;
+use burst_attention_kernels::launch::Footprint;
 
 use super::Operation;
 
@@ -24,13 +25,12 @@ impl Operation {
     /// its first to its last byte; copies and messages touch exactly the bytes that move.
     pub fn touches(&self) -> Vec<Touch> {
         let touch = |name, block, writes| Touch { name: Cow::Borrowed(name), block, writes };
+        let array = |Footprint { name, bytes, writes, .. }: Footprint| {
+            touch(name, Block::one_line(bytes.start, bytes.end - bytes.start), writes)
+        };
         match self {
-            Operation::Launch(launch) => {
-                let arrays = launch.footprint().into_iter();
-                let line =
-                    |bytes: Range<u64>| Block::one_line(bytes.start, bytes.end - bytes.start);
-                arrays.map(|array| touch(array.name, line(array.bytes), array.writes)).collect()
-            }
+            Operation::Launch(launch) => launch.footprint().into_iter().map(array).collect(),
+            Operation::Library(call) => call.footprint().map(array).collect(),
             Operation::Copy(copy) => {
                 vec![touch("source", copy.from, false), touch("target", copy.to, true)]
             }

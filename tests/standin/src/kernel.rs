@@ -195,9 +195,8 @@ impl Function {
                 // SAFETY: the caller passes the address of each parameter.
                 let value = |(at, argument)| unsafe { value(argument, place(at)) };
                 let values = arguments.map(value).collect::<Outcome<_>>()?;
-                let launch = Launch { instance: *instance, grid: shape.grid, values };
-                // The image sets the number of threads.
-                let is_single = (shape.block, shape.shared) == ([1; 3], 0);
+                let launch = Launch::of_image(*instance, shape.grid, values);
+                let is_single = (shape.block, shape.shared) == (launch.block, launch.shared_bytes);
                 let checked = launch.check().map_err(|error| error.to_string());
                 let single = is_single.then_some(()).ok_or_else(|| format!("{shape:?}"));
                 if let Err(error) = checked.and(single) {

@@ -87,7 +87,7 @@ static SEEN: Mutex<Vec<(Kernel, Variant, [bool; 3])>> = Mutex::new(Vec::new());
 /// Whether a part holds packed numbers of rows, of which a kernel reads some only.
 fn is_packed(launch: &Launch, part: &Footprint) -> bool {
     match part.name {
-        "q_segments" | "kv_segments" => launch.instance.variant.has(FeatureSet::VISIBLE),
+        "q_segments" | "kv_segments" => launch.instance().variant.has(FeatureSet::VISIBLE),
         name => name == "other_rows",
     }
 }
@@ -110,7 +110,11 @@ fn nothing_less_suffices(launch: &Launch, order: &GridRun, memory: &Memory) -> R
         _ => 1,
     };
     let kind = [integer("first") == 1, integer("last") == 1, integer("lower") <= integer("upper")];
-    SEEN.lock().expect("no panics").push((launch.instance.kernel, launch.instance.variant, kind));
+    SEEN.lock().expect("no panics").push((
+        launch.instance().kernel,
+        launch.instance().variant,
+        kind,
+    ));
     Ok(())
 }
 

@@ -19,7 +19,7 @@ use super::{forward, fused, gradients};
 static SEEN: Mutex<BTreeSet<Instance>> = Mutex::new(BTreeSet::new());
 
 fn see(launch: &Launch, _: &GridRun, _: &Memory) -> Result<(), String> {
-    SEEN.lock().expect("no panics").insert(launch.instance);
+    SEEN.lock().expect("no panics").insert(launch.instance());
     Ok(())
 }
 

@@ -102,8 +102,8 @@ impl Long {
         let of_last = |launch: &Launch| launch.value(result) == last.value(result);
         assert!(launches.len() > 2 * BATCH, "{} launches", launches.len());
         let chain: Vec<_> = launches.into_iter().filter(of_last).collect();
-        let shape = last.instance.tile();
-        let (rows, unit) = match last.instance.kernel {
+        let shape = last.instance().tile();
+        let (rows, unit) = match last.instance().kernel {
             Kernel::KeyGrads => ("kv_len", shape.keys),
             _ => ("q_len", shape.rows),
         };

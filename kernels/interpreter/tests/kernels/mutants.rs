@@ -33,7 +33,7 @@ const STEEP: Case = Case { magnitude: 1000.0, band: (0, 3), ..FULL };
 
 /// Changes the value of an argument.
 pub fn set(launch: &mut Launch, name: &str, change: impl Fn(Value) -> Value) {
-    let arguments = launch.instance.kernel.arguments();
+    let arguments = launch.instance().kernel.arguments();
     let at = arguments.iter().position(|argument| argument.name == name);
     let value = &mut launch.values[at.unwrap_or_else(|| panic!("no argument {name}"))];
     *value = change(*value);

@@ -52,7 +52,7 @@ pub fn preparations(case: &Case, features: Features) -> Result<Vec<Launch>, Stri
         last: true,
     };
     let mut launches = description.launches(case.target).map_err(|error| error.to_string())?;
-    launches.retain(|launch| prepares(launch.instance.kernel));
+    launches.retain(|launch| prepares(launch.instance().kernel));
     Ok(launches)
 }
 

@@ -274,7 +274,7 @@ impl World {
         launches: Vec<Launch>,
         blocks: impl Fn(&Launch) -> Option<Vec<[u32; 3]>>,
     ) -> Result<(), String> {
-        let is_ranges = |launch: &Launch| prepares(launch.instance.kernel);
+        let is_ranges = |launch: &Launch| prepares(launch.instance().kernel);
         let ranged = launches.iter().filter(|launch| is_ranges(launch)).count();
         self.ranged.push(ranged);
         self.launched.push(launches.len() - ranged);
@@ -301,7 +301,7 @@ impl World {
                     change(&mut launch);
                     KERNELS.run(&launch, &order, &mut self.memory)
                 }
-                Change::Module(change) => KERNELS.module(&launch.instance).and_then(|module| {
+                Change::Module(change) => KERNELS.module(&launch.instance()).and_then(|module| {
                     let mut module = Module::clone(&module);
                     change(&mut module);
                     run_module(&module, &launch, &order, &mut self.memory)
@@ -348,9 +348,9 @@ pub fn blocks_of(launch: &Launch, tile: i32, picked: &[i32]) -> Vec<[u32; 3]> {
         Some(I32(value)) => value,
         other => panic!("{name} is {other:?}"),
     };
-    let (rows, unit) = match launch.instance.kernel {
-        Kernel::KeyGrads => ("kv_len", launch.instance.tile().keys),
-        _ => ("q_len", launch.instance.tile().rows),
+    let (rows, unit) = match launch.instance().kernel {
+        Kernel::KeyGrads => ("kv_len", launch.instance().tile().keys),
+        _ => ("q_len", launch.instance().tile().rows),
     };
     let tiles = (integer(rows) + unit - 1) / unit;
     let (section, reverse) = (integer("section"), integer("reverse"));

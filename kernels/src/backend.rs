@@ -1,0 +1,142 @@
+//! The backends: kinds of code that compute operations, and the choice among them.
+//!
+//! [`BACKENDS`] is the only list of them. [`Backends::choose`] asks each, in this order, whether it serves an
+//! operation; the first that does lowers it. The choice follows from static facts alone: sizes,
+//! types, features and the target. So it is the same whenever the same call is recorded, and on all
+//! ranks.
+
+use std::borrow::Cow;
+use std::fmt;
+
+use crate::error::LaunchError;
+use crate::launch::{Footprint, Launch};
+use crate::operation::TileOperation;
+use crate::target::Target;
+
+/// One kind of code that computes operations.
+#[derive(Debug)]
+pub struct Backend {
+    /// The name that users read.
+    pub name: &'static str,
+    /// Says whether the backend computes an operation on a target, or why it does not. It must not
+    /// read addresses: whether an array is given is a static fact, where the array lies is none.
+    pub serves: fn(&TileOperation, Target) -> Result<(), Reason>,
+    /// Returns what computes an operation that the backend serves, in the order of a stream.
+    pub lower: fn(&TileOperation, Target) -> Result<Vec<Computation>, LaunchError>,
+}
+
+/// All backends, the preferred one first.
+pub const BACKENDS: &[Backend] = &[TILE];
+
+/// This library's own kernels.
+pub const TILE: Backend = Backend {
+    name: "tile",
+    serves: |operation, target| match operation {
+        TileOperation::KeyGrads(tile) if tile.dq_acc.is_some() => tile.can_fuse(target),
+        _ => Ok(()),
+    },
+    lower: |operation, target| {
+        let launches = operation.launches(target)?;
+        Ok(launches.into_iter().map(Computation::Launch).collect())
+    },
+};
+
+/// The reason why a backend does not compute an operation: a clause without a full stop.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reason(pub Cow<'static, str>);
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// What a backend puts on a stream.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Computation {
+    /// A launch of a kernel.
+    Launch(Launch),
+    /// A call of a library that launches kernels of its own.
+    Library(LibraryCall),
+}
+
+/// A call of a library.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LibraryCall {
+    /// The library.
+    pub library: &'static str,
+    /// What the library prepares once for a device, in words of its own. It has no addresses.
+    pub plan: String,
+    /// The arrays, workspace included, each with its number in the plan.
+    pub arrays: Vec<(i64, Footprint)>,
+}
+
+impl LibraryCall {
+    /// Returns all memory that the call may touch.
+    pub fn footprint(&self) -> impl Iterator<Item = Footprint> {
+        self.arrays.iter().map(|(_, array)| array.clone())
+    }
+}
+
+/// The backend of an operation, and why backends before it refused.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Choice {
+    /// The name of the operation.
+    pub operation: &'static str,
+    /// The name of the first backend that serves the operation; `None` if all refuse.
+    pub backend: Option<&'static str>,
+    /// The names of backends that refused, with their reasons.
+    pub refusals: Vec<(&'static str, Reason)>,
+}
+
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} by {}", self.operation, self.backend.unwrap_or("none"))?;
+        if self.refusals.is_empty() {
+            return Ok(());
+        }
+        let refusals = self.refusals.iter().map(|(name, reason)| format!("{name}: {reason}"));
+        write!(f, " ({})", refusals.collect::<Vec<_>>().join("; "))
+    }
+}
+
+/// The backends of a device.
+#[derive(Debug, Clone, Copy)]
+pub struct Backends {
+    /// The backends, the preferred one first.
+    pub all: &'static [Backend],
+    /// The device's architecture.
+    pub target: Target,
+}
+
+impl Backends {
+    /// Returns the first backend that serves an operation, and the choice as users may read it.
+    pub fn choose(&self, operation: &TileOperation) -> (Option<&'static Backend>, Choice) {
+        let mut refusals = Vec::new();
+        let serves = |backend: &&Backend| match (backend.serves)(operation, self.target) {
+            Ok(()) => true,
+            Err(reason) => {
+                refusals.push((backend.name, reason));
+                false
+            }
+        };
+        let chosen = self.all.iter().find(serves);
+        let (operation, backend) = (operation.name(), chosen.map(|backend| backend.name));
+        (chosen, Choice { operation, backend, refusals })
+    }
+
+    /// Returns what computes an operation, and the choice.
+    ///
+    /// # Errors
+    /// [`LaunchError`], if no backend serves the operation, or the backend can't describe it.
+    pub fn lower(
+        &self,
+        operation: &TileOperation,
+    ) -> Result<(Vec<Computation>, Choice), LaunchError> {
+        let (backend, choice) = self.choose(operation);
+        let Some(backend) = backend else {
+            return Err(LaunchError::Unserved(choice));
+        };
+        Ok(((backend.lower)(operation, self.target)?, choice))
+    }
+}
