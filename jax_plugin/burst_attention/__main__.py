@@ -1,18 +1,21 @@
 """``python -m burst_attention``: what a bug report needs, and self-checks of seconds.
 
-``python -m burst_attention schedule`` predicts how long a schedule takes on a machine.
+``python -m burst_attention schedule`` predicts how long a schedule takes on a machine, and
+``python -m burst_attention kernels`` says which kernels compute a call on a GPU.
 """
 
 import argparse
 import sys
 
-from burst_attention._cli import report, schedule
+from burst_attention._cli import kernels, report, schedule
 
 
 def main() -> int:
     """Carries out the command; without one, prints the report. Returns 0 if all went well."""
     parser = argparse.ArgumentParser(prog="python -m burst_attention", description=__doc__)
-    schedule.add_parser(parser.add_subparsers(title="commands"))
+    commands = parser.add_subparsers(title="commands")
+    schedule.add_parser(commands)
+    kernels.add_parser(commands)
     parser.set_defaults(run=lambda _: report.report())
     flags = parser.parse_args()
     return int(flags.run(flags))

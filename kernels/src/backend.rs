@@ -100,6 +100,43 @@ impl fmt::Display for Choice {
     }
 }
 
+/// Choices that were made, each with the number of operations.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Choices(Vec<(Choice, usize)>);
+
+impl Choices {
+    /// Adds a choice for `count` operations.
+    pub fn add(&mut self, choice: Choice, count: usize) {
+        match self.0.iter_mut().find(|(known, _)| *known == choice) {
+            Some((_, all)) => *all += count,
+            None => self.0.push((choice, count)),
+        }
+    }
+
+    /// Adds all of `other`.
+    pub fn extend(&mut self, other: Choices) {
+        other.0.into_iter().for_each(|(choice, count)| self.add(choice, count));
+    }
+
+    /// Returns the choices in the order in which they first came.
+    pub fn iter(&self) -> impl Iterator<Item = &(Choice, usize)> {
+        self.0.iter()
+    }
+
+    /// Whether no choice was made.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+/// Lists the choices without their numbers, which differ from rank to rank.
+impl fmt::Display for Choices {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let all: Vec<_> = self.iter().map(|(choice, _)| choice.to_string()).collect();
+        f.write_str(&all.join(", "))
+    }
+}
+
 /// The backends of a device.
 #[derive(Debug, Clone, Copy)]
 pub struct Backends {

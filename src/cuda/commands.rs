@@ -6,7 +6,7 @@
 
 use std::cell::{Cell, RefCell};
 
-use burst_attention_kernels::backend::{Choice, Computation};
+use burst_attention_kernels::backend::{Choice, Choices, Computation};
 
 use super::driver::{Block, Copy};
 use super::nccl::Group;
@@ -57,12 +57,9 @@ pub struct CommandList {
     /// The bytes that they send, by the formula of
     /// [`Payload::row_bytes`](crate::schedule::Payload::row_bytes).
     pub bytes_sent: u64,
-    /// The choices of backends, each with the number of operations.
+    /// The choices of backends.
     pub choices: Choices,
 }
-
-/// Choices of backends that were made, each with the number of operations.
-pub type Choices = Vec<(Choice, usize)>;
 
 /// A command list under construction. The kernels and the transport of a rank share it.
 #[derive(Debug, Default)]
@@ -85,11 +82,7 @@ impl CommandListBuilder {
 
     /// Notes the choice of a backend.
     pub fn note(&self, choice: Choice) {
-        let mut choices = self.choices.borrow_mut();
-        match choices.iter_mut().find(|(known, _)| *known == choice) {
-            Some((_, count)) => *count += 1,
-            None => choices.push((choice, 1)),
-        }
+        self.choices.borrow_mut().add(choice, 1);
     }
 
     /// Returns the index of the current step.

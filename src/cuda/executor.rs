@@ -3,12 +3,12 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-use burst_attention_kernels::backend::{BACKENDS, Backend, Backends, Computation};
+use burst_attention_kernels::backend::{BACKENDS, Backend, Backends, Choices, Computation};
 use burst_attention_kernels::instances::{Instance, Target};
 use burst_attention_kernels::launch::{Code, Launch, LaunchError};
 
 use super::call::Call;
-use super::commands::{Choices, CommandList, Work};
+use super::commands::{CommandList, Work};
 use super::connect::{agree, connect, scratch};
 use super::driver::{Context, Driver, Event, Library, Stream};
 use super::error::{CudaError, caught};
@@ -99,7 +99,7 @@ impl Executor {
             let device = self.device(context);
             let mut device = lock(&device);
             if device.is_ready(call, &ranks.handles()) {
-                return Ok(Choices::new());
+                return Ok(Choices::default());
             }
             let (driver, comms) = (&*self.tools.driver, ranks.comms());
             let rank_of = comms.first().map(Communicator::rank_and_size);

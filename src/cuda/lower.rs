@@ -1,9 +1,9 @@
 //! Lowering: from a call to the command list of one rank, or of all ranks on one device.
 
-use burst_attention_kernels::backend::Backends;
+use burst_attention_kernels::backend::{Backends, Choices};
 
 use super::call::Call;
-use super::commands::{Choices, Command, CommandList, CommandListBuilder, PeerBlocks, Work};
+use super::commands::{Command, CommandList, CommandListBuilder, PeerBlocks, Work};
 use super::driver::{Block, Copy};
 use super::error::CudaError;
 use super::final_writes::FinalWrites;
@@ -50,7 +50,7 @@ pub(super) fn all_ranks(
     workspace: Workspace,
 ) -> Result<CommandList> {
     let each = call.workspace_bytes();
-    let (mut bytes_sent, mut choices, mut lists) = (0, Choices::new(), Vec::new());
+    let (mut bytes_sent, mut choices, mut lists) = (0, Choices::default(), Vec::new());
     for (rank, (arrays, schedule)) in ranks.iter().zip(&*call.schedules()).enumerate() {
         let offset = each * rank as u64;
         let bytes = workspace.bytes.saturating_sub(offset).min(each);

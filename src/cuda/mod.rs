@@ -14,7 +14,7 @@
 
 mod buffer;
 pub mod call;
-pub mod commands;
+mod commands;
 mod connect;
 pub mod driver;
 pub mod error;

@@ -2,13 +2,12 @@
 
 use burst_attention::Result;
 use burst_attention::cuda::call::Call;
-use burst_attention::cuda::commands::Choices;
 use burst_attention::cuda::executor::{Executor, RankSet};
 use burst_attention::cuda::nccl::{Comm, Communicator};
 use burst_attention::cuda::workspace::Workspace;
 use burst_attention::operands::{Arrays, Operand};
 use burst_attention::problem::{Dtype, Problem};
-use burst_attention_kernels::backend::{BACKENDS, Backend};
+use burst_attention_kernels::backend::{BACKENDS, Backend, Choices};
 use burst_attention_recorder::{Program, Recorder, images, nccl};
 
 /// Distance between arrays, which are all smaller.

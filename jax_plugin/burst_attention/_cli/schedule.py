@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from burst_attention import _ffi
+from burst_attention._cli.problem import add_problem, count, problem_of, title
 
 EPILOG = """\
 A clock walks the schedule: tiles take time at the machine's rates, messages at the rates of its
@@ -17,21 +18,12 @@ example:
   python -m burst_attention schedule --world 8 --seq 65536 --heads 32 --kv-heads 8 \\
       --layout zigzag --causal --plot schedule.png
 """
-SCATTERED = (
-    "ulysses: Ranks exchange rows for heads. "
-    "hybrid: Ranks of a node exchange rows for heads, and rings join the nodes."
-)
-"""Schedules that the library makes of another one."""
 MACHINES = (
     "h200-nvlink or a100-nvlink (up to 8 ranks), h200-400g or a100-200g (nodes of 8); the A100s "
     "have the rates of FlashAttention-2"
 )
 MOST_RANKS = 32
 """A table of more ranks has one line for neighbouring ranks that do the same."""
-PROBLEM = (
-    *("schedule", "batch", "heads", "kv_heads", "head_dim", "value_dim"),
-    *("dtype", "layout", "backward"),
-)
 MACHINE = ("ranks_per_node", "tflops", "launch_us", "link_gbps", "latency_us")
 """Flags that the library reads under their own names."""
 COLUMNS = (
@@ -50,28 +42,7 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=lambda flags: run(flags, parser))
-    problem = parser.add_argument_group("the attention")
-    count: dict[str, Any] = {"type": _count, "metavar": "N"}
-    problem.add_argument("--world", **count, required=True, help="ranks in the ring")
-    problem.add_argument("--seq", **count, required=True, help="tokens of all ranks")
-    problem.add_argument("--batch", **count, default=1)
-    problem.add_argument("--heads", **count, required=True, help="of queries")
-    problem.add_argument("--kv-heads", **count, help="of keys and values; default: as of queries")
-    problem.add_argument("--head-dim", **count, default=128)
-    problem.add_argument("--value-dim", **count, help="default: --head-dim")
-    problem.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
-    problem.add_argument("--causal", action="store_true")
-    problem.add_argument(
-        "--window",
-        type=int,
-        nargs=2,
-        metavar=("LEFT", "RIGHT"),
-        help="local_window_size; -1 for no limit",
-    )
-    problem.add_argument("--layout", default="contiguous", help="contiguous, zigzag or striped")
-    families = [f"{each['name']}: {each['doc']}" for each in _ffi.interface()["schedules"]]
-    problem.add_argument("--schedule", default="ring", help=" ".join([*families, SCATTERED]))
-    problem.add_argument("--backward", default="auto", help="what travels: auto, keys or queries")
+    add_problem(parser)
     _add_machine(parser.add_argument_group("the machine", "One number stands for both."))
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="seconds and bytes, instead of a table")
@@ -89,7 +60,7 @@ def _add_machine(group: Any) -> None:
         group.add_argument(name, type=float, nargs="+", metavar=metavar, help=what)
 
     group.add_argument("--machine", help=MACHINES)
-    group.add_argument("--ranks-per-node", type=_count, metavar="N")
+    group.add_argument("--ranks-per-node", type=count, metavar="N")
     group.add_argument(
         "--shared-link", action="store_true", help="ranks of a node share one link to other nodes"
     )
@@ -99,17 +70,8 @@ def _add_machine(group: Any) -> None:
     group.add_argument("--launch-us", type=float, metavar="US", help="time of a kernel's launch")
 
 
-def _count(text: str) -> int:
-    """Returns a whole number of at least 1."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
 def run(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Carries the command out. Wrong arguments end the process with status 2."""
-    flags.kv_heads = flags.kv_heads or flags.heads
-    flags.value_dim = flags.value_dim or flags.head_dim
     if flags.plot:
         _check_plot(flags, parser)
     try:
@@ -119,7 +81,7 @@ def run(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if flags.plot:
         from burst_attention._cli import schedule_plot
 
-        schedule_plot.draw(found, f"{_title(flags)}, schedule {flags.schedule}", flags.plot)
+        schedule_plot.draw(found, f"{title(flags)}, schedule {flags.schedule}", flags.plot)
     if flags.json:
         if not flags.timeline:
             for each in found["passes"]:
@@ -150,45 +112,17 @@ def _request(flags: argparse.Namespace) -> dict[str, Any]:
     Raises:
       ValueError: for a sequence that ranks can't share equally.
     """
-    left, right = flags.window or (-1, -1)
-    if flags.causal:
-        right = 0
-    zigzag = flags.layout == "zigzag"
-    chunks = 2 * flags.world if zigzag else flags.world
-    if flags.seq % chunks:
-        what = "two chunks for each rank" if zigzag else "the world size"
-        raise ValueError(
-            f"sequence length must be a multiple of {chunks} ({what}), got {flags.seq}"
-        )
     machine = {name: getattr(flags, name) for name in MACHINE}
-    return {name: getattr(flags, name) for name in PROBLEM} | {
+    return problem_of(flags) | {
         "ask": "simulate",
-        "world_size": flags.world,
-        "q_len": flags.seq // flags.world,
-        "kv_len": flags.seq // flags.world,
-        "window": {"left": None if left < 0 else left, "right": None if right < 0 else right},
-        "softmax_scale": 1.0,
         "machine": machine | {"name": flags.machine, "shared": flags.shared_link},
         "timeline": bool(flags.plot) or (flags.json and flags.timeline),
     }
 
 
-def _title(flags: argparse.Namespace) -> str:
-    """Returns the problem in words."""
-    mask = "causal" if flags.causal else "full mask"
-    if flags.window:
-        mask += f", window {flags.window[0]} {flags.window[1]}"
-    batch = "" if flags.batch == 1 else f"{flags.batch} × "
-    return (
-        f"{batch}{flags.seq:,} tokens over {flags.world} ranks, {flags.heads} query and "
-        f"{flags.kv_heads} key/value heads, head_dim {flags.head_dim}, {flags.dtype}, {mask}, "
-        f"{flags.layout}"
-    )
-
-
 def _text(found: dict[str, Any], flags: argparse.Namespace) -> str:
     machine, passes = found["machine"], found["passes"]
-    lines = [_title(flags), f"schedule {flags.schedule} on {machine['title']} ({machine['name']}):"]
+    lines = [title(flags), f"schedule {flags.schedule} on {machine['title']} ({machine['name']}):"]
     lines += [f"  {name}: {source}" for name, source in machine["sources"].items()]
     for each in passes:
         lines += ["", f"{each['pass']}, {each['travels']} travel", *_table(each)]

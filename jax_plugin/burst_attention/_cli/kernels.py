@@ -1,0 +1,80 @@
+"""``python -m burst_attention kernels``: which code computes a call on a kind of GPU, and why."""
+
+import argparse
+import json
+from typing import Any
+
+from burst_attention import _ffi
+from burst_attention._cli.problem import add_problem, count, problem_of, title
+
+EPILOG = """\
+The first backend that serves an operation computes it. A backend that refused is named with its
+reason. BURST_ATTENTION_EXPLAIN=1 prints the same of a program that runs.
+
+example:
+  python -m burst_attention kernels --gpu sm_90 --world 8 --seq 65536 --heads 32 --kv-heads 8 \\
+      --layout zigzag --causal
+"""
+FEATURES = ("segments", "slopes", "visible", "also_visible", "positions")
+"""Features without a number, as the library calls them."""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the subparsers of ``python -m burst_attention``."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "kernels",
+        help="print which kernels compute a call on a GPU",
+        description="Says which backend computes each operation of a call, on a GPU that need not "
+        "be present.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=lambda flags: run(flags, parser))
+    add_problem(parser)
+    device = parser.add_argument_group("the device")
+    device.add_argument("--gpu", required=True, metavar="sm_90", help="its architecture")
+    device.add_argument("--ranks-per-node", type=count, default=8, metavar="N")
+    features = parser.add_argument_group("features")
+    features.add_argument("--soft-cap", type=float, metavar="CAP")
+    features.add_argument("--dropout", type=float, metavar="RATE")
+    features.add_argument(
+        "--with",
+        dest="arrays",
+        nargs="+",
+        default=[],
+        choices=FEATURES,
+        metavar="FEATURE",
+        help=", ".join(FEATURES),
+    )
+    features.add_argument("--backward-order", default="fixed", choices=("fixed", "any"))
+    parser.add_argument("--json", action="store_true", help="instead of a table")
+
+
+def run(flags: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Carries the command out. Wrong arguments end the process with status 2."""
+    try:
+        found: dict[str, Any] = _ffi.ask(json.dumps(_request(flags)))
+    except ValueError as error:
+        parser.error(str(error))
+    if flags.json:
+        print(json.dumps(found, indent=1))
+        return 0
+    print(f"{title(flags)}, schedule {flags.schedule} on {flags.gpu}:")
+    for each in found["passes"]:
+        print(f"{each['pass']}, all ranks together")
+        for one in each["operations"]:
+            refusals = "; ".join(f"{x['backend']}: {x['reason']}" for x in one["refusals"])
+            line = f"  {one['count']:>6}  {one['operation']:16}  {one['backend']}"
+            print(f"{line}  ({refusals})" if refusals else line)
+    return 0
+
+
+def _request(flags: argparse.Namespace) -> dict[str, Any]:
+    arrays = {name: name in flags.arrays for name in FEATURES}
+    return problem_of(flags) | {
+        "ask": "backends",
+        "features": arrays | {"soft_cap": flags.soft_cap, "dropout": flags.dropout},
+        "ranks_per_node": flags.ranks_per_node,
+        "backward_order": flags.backward_order,
+        "target": flags.gpu,
+    }
