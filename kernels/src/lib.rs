@@ -18,6 +18,7 @@ mod names;
 mod place;
 pub mod rates;
 pub mod record;
+mod scores;
 mod target;
 mod tiles;
 pub mod variant;
