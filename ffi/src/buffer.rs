@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::ptr::NonNull;
+use std::slice;
 
 use crate::data_type::DataType;
 use crate::error::{Error, Result};
@@ -16,6 +17,19 @@ pub struct Buffer {
     /// Dimensions, row-major.
     pub dims: Vec<usize>,
     data: Option<NonNull<u8>>,
+}
+
+/// A number of 32 bits, any bits of which are one.
+pub(crate) trait Number {
+    const DTYPE: DataType;
+}
+
+impl Number for i32 {
+    const DTYPE: DataType = DataType::S32;
+}
+
+impl Number for f32 {
+    const DTYPE: DataType = DataType::F32;
 }
 
 impl Buffer {
@@ -43,7 +57,7 @@ impl Buffer {
                 return Err(Error::malformed(what, format!("{rank} dimensions"), "none"));
             }
             // SAFETY: the pointer is not null, and the caller guarantees `rank` numbers.
-            unsafe { std::slice::from_raw_parts(buffer.dims, rank) }
+            unsafe { slice::from_raw_parts(buffer.dims, rank) }
                 .iter()
                 .map(|&dim| {
                     usize::try_from(dim).map_err(|_| {
@@ -99,9 +113,53 @@ impl Buffer {
     /// # Errors
     /// If the buffer has another type, other dimensions or no memory; the message calls it `name`.
     pub fn memory(&self, name: &str, dtype: DataType, dims: &[usize]) -> Result<NonNull<u8>> {
-        let data = self.typed(name, dtype)?.data(name)?;
-        if self.dims == dims {
+        self.shaped(name, dtype, dims)?.data(name)
+    }
+
+    /// Returns the address of memory of a GPU as a number; 0 without memory, which the initialize
+    /// stage does not have yet and launches refuse.
+    ///
+    /// # Errors
+    /// If the buffer has another type or other dimensions; the message calls it `name`.
+    pub fn address(&self, name: &str, dtype: DataType, dims: &[usize]) -> Result<u64> {
+        let data = self.shaped(name, dtype, dims)?.data(name);
+        Ok(data.map_or(0, |data| data.as_ptr() as u64))
+    }
+
+    /// Returns the elements of an operand.
+    ///
+    /// # Errors
+    /// If the buffer has another type, other dimensions, or memory that is missing or not aligned.
+    pub(crate) fn values<T: Number>(&self, name: &str, dims: &[usize]) -> Result<&[T]> {
+        let data = self.aligned::<T>(name, dims)?;
+        // SAFETY: XLA guarantees that the buffer has its elements for the duration of the call,
+        // which the frame's arguments do not outlive. They are of type `T`, and aligned.
+        Ok(unsafe { slice::from_raw_parts(data.as_ptr(), self.elements()) })
+    }
+
+    /// Returns the elements of a result.
+    ///
+    /// # Errors
+    /// If the buffer has another type, other dimensions, or memory that is missing or not aligned.
+    pub(crate) fn values_mut<T: Number>(&mut self, name: &str, dims: &[usize]) -> Result<&mut [T]> {
+        let data = self.aligned::<T>(name, dims)?;
+        // SAFETY: XLA guarantees that the buffer has its elements for the duration of the call,
+        // which the frame's results do not outlive, and that this call alone uses the result
+        // meanwhile. They are of type `T` and aligned, and any bits of XLA's memory are numbers.
+        Ok(unsafe { slice::from_raw_parts_mut(data.as_ptr(), self.elements()) })
+    }
+
+    fn aligned<T: Number>(&self, name: &str, dims: &[usize]) -> Result<NonNull<T>> {
+        let data = self.memory(name, T::DTYPE, dims)?.cast::<T>();
+        if data.is_aligned() {
             return Ok(data);
+        }
+        Err(Error::malformed(name, "aligned memory", format!("{data:?}")))
+    }
+
+    fn shaped(&self, name: &str, dtype: DataType, dims: &[usize]) -> Result<&Buffer> {
+        if self.dims == dims {
+            return self.typed(name, dtype);
         }
         let (expected, got) = (format!("{dims:?}"), format!("{:?}", self.dims));
         Err(Error::mismatch(format!("shape of {name}"), expected, got))

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use burst_attention::Dtype;
+use burst_attention::operands::ElementType;
 
 use crate::sys;
 
@@ -59,6 +60,16 @@ impl DataType {
 
     fn known(self) -> Option<&'static (sys::XLA_FFI_DataType, &'static str, usize)> {
         KNOWN.iter().find(|(number, ..)| *number == self.0)
+    }
+
+    /// Returns the type of an array's elements, in calls with activations of type `activation`.
+    pub(crate) fn of(element: ElementType, activation: DataType) -> DataType {
+        match element {
+            ElementType::Activation | ElementType::ActivationOrFloat32 => activation,
+            ElementType::Float32 => DataType::F32,
+            ElementType::Int32 => DataType::S32,
+            ElementType::Uint32 => DataType::U32,
+        }
     }
 
     /// Returns the core's type, if the core computes on it.

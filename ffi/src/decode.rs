@@ -1,18 +1,18 @@
 //! Attention of new queries to one device's part of a key/value cache, and the merge of such results,
 //! on CPUs. The calls need no other rank.
 
-use std::ptr::NonNull;
-use std::slice;
+pub(crate) mod arrays;
 
-use burst_attention::Dtype;
-use burst_attention::host::array::HostArray;
+use std::ops::RangeInclusive;
+
 use burst_attention::host::decode::{DecodeIo, merge_parts, partial};
 use burst_attention::host::ring::Executor;
+use burst_attention::operands::Backend;
+use burst_attention_kernels::record::Size;
 
+use self::arrays::Arrays;
 use crate::attributes::Attributes;
-use crate::buffer::Buffer;
 use crate::call::MAX_WORLD_SIZE;
-use crate::data_type::DataType;
 use crate::error::{Error, Result};
 use crate::frame::CallFrame;
 use crate::handler::guard_stage;
@@ -26,8 +26,8 @@ use crate::sys;
 pub(crate) unsafe fn execute(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_FFI_Error {
     let body = |frame: &mut CallFrame<'_>| {
         let Executor { isa, pool } = Executor::global()?;
-        let (arguments, results) = (frame.arguments()?, frame.results()?);
-        partial((*isa, pool), &decode(&arguments, &results, &frame.attributes()?)?);
+        let arrays = Arrays::read(Backend::Host, frame.all_arguments()?, frame.results()?)?;
+        partial((*isa, pool), &decode(&arrays, &frame.attributes()?)?);
         Ok(())
     };
     // SAFETY: the caller guarantees what `guard_stage` demands of the frame.
@@ -46,8 +46,8 @@ pub(crate) unsafe fn merge(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_FF
         if columns == 0 {
             return Err(Error::mismatch("columns of parts", "at least 1, that of lse", columns));
         }
-        let parts = values("parts", &parts, DataType::F32, &[count, rows, columns])?;
-        merge_parts(parts, values_mut("merged", &mut merged, &[rows, columns])?, columns);
+        let parts = parts.values("parts", &[count, rows, columns])?;
+        merge_parts(parts, merged.values_mut("merged", &[rows, columns])?, columns);
         Ok(())
     };
     // SAFETY: the caller guarantees what `guard_stage` demands of the frame.
@@ -55,99 +55,48 @@ pub(crate) unsafe fn merge(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_FF
 }
 
 /// Reads a call.
-fn decode<'a>(
-    arguments: &'a [Buffer; 10],
-    results: &[Buffer; 2],
-    attributes: &Attributes<'_>,
-) -> Result<DecodeIo<'a>> {
-    let [q, k, v, page_table, source, lengths, starts, query_lengths, rank, slopes] = arguments;
-    let [o, lse] = results;
-    let [batch, len, heads, dim] = q.ranked("query")?;
-    let [pages, page, kv_heads, _] = k.ranked("key_cache")?;
-    let [.., value_dim] = v.ranked::<4>("value_cache")?;
-    let [sources, pages_per_source] = page_table.ranked("page_table")?;
-    let Some(dtype) = q.dtype.activation() else {
-        return Err(Error::mismatch("dtype of query", "float32, bfloat16 or float16", q.dtype));
-    };
+fn decode<'a>(arrays: &'a Arrays, attributes: &Attributes<'_>) -> Result<DecodeIo<'a>> {
+    let (heads, kv_heads) = (arrays.length(Size::Heads), arrays.length(Size::KvHeads));
+    if arrays.activation().activation().is_none() {
+        let expected = "float32, bfloat16 or float16";
+        return Err(Error::mismatch("dtype of query", expected, arrays.activation()));
+    }
     if heads.checked_rem(kv_heads).is_none_or(|rest| rest != 0) {
         let expected = format!("a divisor of the heads of query ({heads})");
         return Err(Error::mismatch("heads of key_cache", expected, kv_heads));
     }
-    let array = |name: &str, buffer: &Buffer, dtype: Dtype, dims: [usize; 4]| -> Result<_> {
-        Ok(HostArray::jax(buffer.memory(name, dtype.into(), &dims)?, dtype, dims))
-    };
     let world_size = number("world_size", attributes, 1..=MAX_WORLD_SIZE as i64)?;
-    let rank = i64::from(values::<i32>("rank", rank, DataType::S32, &[])?[0]);
+    let rank = i64::from(arrays.values::<i32>("rank")?[0]);
     if !(0..world_size).contains(&rank) {
         return Err(Error::mismatch("rank", format!("from 0 to {}", world_size - 1), rank));
     }
-    let per_entry = |name, buffer| values(name, buffer, DataType::S32, &[batch]);
     Ok(DecodeIo {
-        q: array("query", q, dtype, [batch, len, heads, dim])?,
-        k: array("key_cache", k, dtype, [pages, page, kv_heads, dim])?,
-        v: array("value_cache", v, dtype, [pages, page, kv_heads, value_dim])?,
-        page_table: values("page_table", page_table, DataType::S32, &[sources, pages_per_source])?,
-        pages_per_source,
-        source: per_entry("source", source)?,
-        lengths: per_entry("lengths", lengths)?,
-        starts: per_entry("starts", starts)?,
-        query_lengths: per_entry("query_lengths", query_lengths)?,
-        slopes: values("slopes", slopes, DataType::F32, &[heads])?,
+        q: arrays.host("query")?,
+        k: arrays.host("key_cache")?,
+        v: arrays.host("value_cache")?,
+        page_table: arrays.values("page_table")?,
+        pages_per_source: arrays.length(Size::SourcePages),
+        source: arrays.values("source")?,
+        lengths: arrays.values("lengths")?,
+        starts: arrays.values("starts")?,
+        query_lengths: arrays.values("query_lengths")?,
+        slopes: arrays.has("slopes").then(|| arrays.values("slopes")).transpose()?,
         scale: attributes.get("scale")?,
         soft_cap: attributes.get("soft_cap")?,
         window: u32::try_from(number("window", attributes, -1..=i64::from(i32::MAX))?).ok(),
         interleave: number("interleave", attributes, 1..=i64::from(i32::MAX))?,
         rank: (rank, world_size),
-        o: array("o", o, Dtype::F32, [batch, len, heads, value_dim])?,
-        lse: HostArray::jax(
-            lse.memory("lse", DataType::F32, &[batch, len, heads])?,
-            Dtype::F32,
-            [batch, len, heads, 1],
-        ),
+        o: arrays.host("o")?,
+        lse: arrays.host("lse")?,
     })
 }
 
 /// Reads a whole number in a range.
-fn number(
-    name: &str,
-    attributes: &Attributes<'_>,
-    range: std::ops::RangeInclusive<i64>,
-) -> Result<i64> {
+fn number(name: &str, attributes: &Attributes<'_>, range: RangeInclusive<i64>) -> Result<i64> {
     let value = attributes.get(name)?;
     if range.contains(&value) {
         return Ok(value);
     }
     let expected = format!("from {} to {}", range.start(), range.end());
     Err(Error::mismatch(format!("attribute {name}"), expected, value))
-}
-
-/// Returns the elements of an operand of 32-bit numbers of type `T`, which `dtype` names.
-fn values<'a, T>(
-    name: &str,
-    buffer: &'a Buffer,
-    dtype: DataType,
-    dims: &[usize],
-) -> Result<&'a [T]> {
-    let data = aligned::<T>(name, buffer, dtype, dims)?;
-    // SAFETY: XLA guarantees that the buffer has its elements for the duration of the call, which
-    // the frame's arguments do not outlive. Their type is a `T`, and the address is aligned.
-    Ok(unsafe { slice::from_raw_parts(data.as_ptr(), buffer.elements()) })
-}
-
-/// Returns the elements of a float32 result.
-fn values_mut<'a>(name: &str, buffer: &'a mut Buffer, dims: &[usize]) -> Result<&'a mut [f32]> {
-    let data = aligned::<f32>(name, buffer, DataType::F32, dims)?;
-    // SAFETY: XLA guarantees that the buffer has its elements for the duration of the call, which
-    // the frame's results do not outlive, and that this call alone uses the result meanwhile. Their
-    // type is float32, the address is aligned, and any bits of XLA's memory are numbers.
-    Ok(unsafe { slice::from_raw_parts_mut(data.as_ptr(), buffer.elements()) })
-}
-
-/// Returns the address of a buffer's elements, checked to be aligned for a `T`.
-fn aligned<T>(name: &str, buffer: &Buffer, dtype: DataType, dims: &[usize]) -> Result<NonNull<T>> {
-    let data = buffer.memory(name, dtype, dims)?.cast::<T>();
-    if data.is_aligned() {
-        return Ok(data);
-    }
-    Err(Error::malformed(name, "aligned memory", format!("{data:?}")))
 }

@@ -30,12 +30,9 @@ impl Shapes {
     /// Checks the shape and type of an operand or a result.
     pub fn check(&self, operand: Operand, backend: Backend, buffer: &Buffer) -> Result<Checked> {
         let name = operand.name();
-        let dtype: DataType = match operand.element(backend) {
+        let dtype = match operand.element(backend) {
             ElementType::ActivationOrFloat32 if buffer.dtype == DataType::F32 => DataType::F32,
-            ElementType::Activation | ElementType::ActivationOrFloat32 => self.problem.dtype.into(),
-            ElementType::Float32 => DataType::F32,
-            ElementType::Int32 => DataType::S32,
-            ElementType::Uint32 => DataType::U32,
+            element => DataType::of(element, self.problem.dtype.into()),
         };
         let inner = operand.dims(backend).iter().map(|dim| self.problem.length(*dim));
         let dims: Vec<usize> = self.outer.iter().copied().chain(inner).collect();

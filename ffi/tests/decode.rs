@@ -127,7 +127,7 @@ fn wrong_merges_are_refused_with_what_was_expected() {
 #[test]
 fn wrong_calls_are_refused_with_what_was_expected() {
     let refused = |change: &dyn Fn(&mut Call), words: &str| refused(Call::new(), change, words);
-    refused(&|call| drop(call.args.pop()), "operands must be 10, got 9");
+    refused(&|call| call.args.truncate(8), "operands must be 9, or 10 with slopes, got 8");
     refused(&|call| drop(call.rets.pop()), "results must be 2, got 1");
     refused(&|call| call.args[0].dtype = S32, "query must be float32, bfloat16 or float16");
     refused(&|call| call.args[1].dims[3] = 16, "key_cache must be [3, 2, 1, 8]");

@@ -90,9 +90,11 @@ class ScheduleName(TypedDict):
     doc: str
 
 
-class DecodeSizes(TypedDict):
-    """The sizes by which decode on GPUs cuts queries and keys."""
+class DecodeInterface(TypedDict):
+    """The operands of decode, and the sizes by which decode on GPUs cuts queries and keys."""
 
+    operands: dict[str, list[str]]
+    """The names of a call's operands on each platform, in order; slopes may be missing."""
     few_rows: int
     """Rows of the smaller tiles of queries."""
     many_rows: int
@@ -108,7 +110,7 @@ class Interface(TypedDict):
 
     feature_operands: list[FeatureOperand]
     schedules: list[ScheduleName]
-    decode: DecodeSizes
+    decode: DecodeInterface
 
 
 def interface() -> Interface:

@@ -1,7 +1,5 @@
 //! The features of a launch, with their arrays and numbers.
 
-use std::f64::consts::LOG2_E;
-
 use serde::Deserialize;
 
 use crate::error::LaunchError;
@@ -115,23 +113,15 @@ impl Features {
 
     /// Returns the value of an argument that features decide, in a launch whose first rows are
     /// (query, key); `None` for any other argument.
-    pub(crate) fn value(
-        &self,
-        meaning: Meaning,
-        scale_log2: f32,
-        (query, key): (usize, usize),
-    ) -> Option<Value> {
-        let Features { soft_cap, dropout, positions, .. } = *self;
+    pub(crate) fn value(&self, meaning: Meaning, (query, key): (usize, usize)) -> Option<Value> {
+        let Features { dropout, positions, .. } = *self;
         // The checked positions fit 32 bits.
         let position = |first, row| Value::I32((first + positions.stride * row as i64) as i32);
-        let twice_by_cap = if soft_cap == 0.0 { 0.0 } else { 2.0 * scale_log2 / soft_cap };
         Some(match meaning {
             Meaning::Has(operand) => {
                 let (_, rows) = self.arrays().into_iter().find(|(array, _)| *array == operand)?;
                 Value::I32(rows.is_some().into())
             }
-            Meaning::CapLog2 => Value::F32(soft_cap * LOG2_E as f32),
-            Meaning::TwiceByCap => Value::F32(twice_by_cap),
             Meaning::Threshold => Value::I32(dropout.map_or(0, |it| it.threshold() as i32)),
             Meaning::KeepScale => Value::F32(dropout.map_or(1.0, |it| 1.0 / (1.0 - it.rate))),
             Meaning::QPosition => position(positions.query, query),
@@ -143,8 +133,7 @@ impl Features {
 
     /// Checks that the kernels compute these features over `rows` rows of either side.
     pub(crate) fn check(&self, rows: usize) -> Result<(), LaunchError> {
-        let Features { soft_cap, slopes, dropout, .. } = *self;
-        check_soft_cap(soft_cap)?;
+        let Features { slopes, dropout, .. } = *self;
         if let Some(rate) = dropout.map(|dropout| dropout.rate)
             && !(0.0..1.0).contains(&rate)
         {
@@ -158,16 +147,6 @@ impl Features {
         }
         if slopes.is_none() && dropout.is_none() { Ok(()) } else { self.positions.check(rows) }
     }
-}
-
-/// Checks a soft cap. The kernels compute tanh to 1e-7: with a larger cap this error would exceed a
-/// rounding.
-pub(crate) fn check_soft_cap(cap: f32) -> Result<(), LaunchError> {
-    if cap == 0.0 || (1e-3..=1e3).contains(&cap) {
-        return Ok(());
-    }
-    let expected = "0 for none, or from 0.001 to 1000 (leave out a larger one)";
-    Err(LaunchError::invalid("soft_cap", expected, cap))
 }
 
 impl Dropout {

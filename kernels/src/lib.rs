@@ -21,6 +21,7 @@ pub mod operation;
 mod place;
 pub mod rates;
 pub mod record;
+mod scores;
 mod target;
 mod tiles;
 pub mod variant;

@@ -121,7 +121,7 @@ impl Data {
             lengths: &self.lengths,
             starts: &self.starts,
             query_lengths: &self.query_lengths,
-            slopes: &self.slopes,
+            slopes: Some(&self.slopes),
             scale: SCALE,
             soft_cap,
             window,

@@ -188,14 +188,14 @@ def test_errors_do_not_grow_with_ranks(world, implementation):
     sharding = Sharding(world, capacity=1024 // world)
     case = problem(sharding, [1024, 777], 1, dims=(64, 64))
     keys, values = (np.split(sharding.dealt(x), world, axis=1) for x in (case.k, case.v))
-    work = Work(64**-0.5, 0.0, -1, 1, world, "fixed", implementation, False)
+    work = Work(64**-0.5, 0.0, -1, 1, world, "fixed", implementation)
     entries = jnp.arange(2, dtype=jnp.int32)
     counts = jnp.ones(2, jnp.int32)
 
     @jax.jit
     def part(k, v, rank):
         lengths = jnp.asarray(case.lengths)
-        arrays = (entries[:, None], entries, lengths, lengths - 1, counts, rank, jnp.zeros(4))
+        arrays = (entries[:, None], entries, lengths, lengths - 1, counts, rank, None)
         return calls.partial(work, Operands(jnp.asarray(case.q), k, v, *arrays))
 
     parts = [

@@ -110,7 +110,7 @@ def test_a_prefix_is_read_once_for_requests_that_share_it(split, reads, monkeypa
     case = problem(Sharding(1, capacity=128), [100] * 8, 1, (16, 2), dtype="bfloat16")
     eights = jnp.full(8, 100, jnp.int32)
     arrays = (jnp.arange(8, dtype=jnp.int32)[:, None], eights * 0 + 3, eights, eights, eights // 99)
-    work = Work(0.25, 0.0, -1, 128, 1, split, None, False).on_prefixes(128)
+    work = Work(0.25, 0.0, -1, 128, 1, split, None).on_prefixes(128)
     slices = []
 
     def call(work, cut, operands):
@@ -118,7 +118,7 @@ def test_a_prefix_is_read_once_for_requests_that_share_it(split, reads, monkeypa
         return kernels(work, cut, operands)
 
     monkeypatch.setattr(gpu, "_call", call)
-    rest = (*arrays, jnp.int32(0), jnp.zeros(16))
+    rest = (*arrays, jnp.int32(0), None)
     run = jax.jit(lambda *x: (gpu.partial(work, Operands(*x)), slices[0]))
     (o, lse), counts = run(case.q, case.k, case.v, *rest)
     expected = dense(case.q, *(np.tile(x[3:4], (8, 1, 1, 1)) for x in (case.k, case.v)), [100] * 8)
@@ -135,11 +135,11 @@ def test_units_hold_entries_of_one_source():
     source = jnp.array([2, 0, 2, -1, 2, 7, 0, 2, 2], jnp.int32)
     zeros = jnp.zeros(9, jnp.int32)
     caches = (jnp.zeros((3, 8, 1, 8), jnp.bfloat16),) * 2
-    arrays = (jnp.zeros((3, 1), jnp.int32), source, zeros, zeros, zeros, jnp.int32(0), jnp.zeros(2))
+    arrays = (jnp.zeros((3, 1), jnp.int32), source, zeros, zeros, zeros, jnp.int32(0), None)
     operands = Operands(jnp.zeros((9, 1, 2, 8), jnp.bfloat16), *caches, *arrays)
-    entries, places, of_unit = map(np.asarray, gpu.units_of(operands, 4))
+    entries, indices, of_unit = map(np.asarray, gpu.units_of(operands, 4))
     held = [sorted(row[row < 9].tolist()) for row in entries]
     assert sorted(row for row in held if row) == [[0, 2, 4, 7], [1, 6], [3, 5], [8]]
-    assert np.array_equal(entries.reshape(-1)[places], np.arange(9))
+    assert np.array_equal(entries.reshape(-1)[indices], np.arange(9))
     assert {of_unit[held.index(row)] for row in ([0, 2, 4, 7], [8])} == {2}
     assert of_unit[held.index([1, 6])] == 0

@@ -91,11 +91,10 @@ def test_requests_of_one_source_share_its_keys():
     case = problem(Sharding(1, capacity=96), [90, 90], 1, dtype="bfloat16")
     source, lengths = np.array([1, 0, 1, -1, 1, 1], np.int32), np.array([90, 80, 70, 9, 1, 0])
     q = jnp.tile(jnp.asarray(case.q[:1]), (6, 1, 1, 1))
-    zeros = jnp.zeros(4)
-    work = Work(0.25, 0.0, -1, 96, 1, "balanced", None, False).on_prefixes(96)
+    work = Work(0.25, 0.0, -1, 96, 1, "balanced", None).on_prefixes(96)
     ones, table = jnp.ones(6, jnp.int32), jnp.arange(2, dtype=jnp.int32)[:, None]
     sizes = jnp.asarray(lengths, jnp.int32)
-    arrays = (table, source, sizes, sizes - 1, ones, jnp.int32(0), zeros)
+    arrays = (table, source, sizes, sizes - 1, ones, jnp.int32(0), None)
     found = jax.jit(lambda *x: gpu.partial(work, Operands(*x)))(q, case.k, case.v, *arrays)
     seen = np.where(source < 0, 0, lengths)
     expected = dense(q, case.k[source], case.v[source], seen, counts=np.ones(6, int))

@@ -10,6 +10,7 @@ from burst_attention._attention import heads
 from burst_attention._attention.choice import library_name
 from burst_attention._attention.features import FEATURES, OPERANDS, Features
 from burst_attention._attention.options import SCHEDULES, AttentionOptions, Options
+from burst_attention._decode.work import Operands
 
 pytestmark = pytest.mark.needs("text")
 
@@ -53,6 +54,10 @@ def test_operands_are_those_of_the_library():
         for row in OPERANDS
     ]
     assert found == _ffi.interface()["feature_operands"]
+
+
+def test_operands_of_decode_are_those_of_the_library():
+    assert list(Operands._fields) == _ffi.interface()["decode"]["operands"]["cpu"]
 
 
 def test_schedules_are_those_of_the_library():

@@ -99,7 +99,7 @@ fn attend(part: Part, frame: &CallFrame<'_>) -> Result<LinearAttend> {
     let LinearState { rows, heads, head_dim, value_dim, .. } = tokens;
     let (outer, [_, q_heads, _]) = split("query", q)?;
     let like = |name: &str, buffer: &Buffer, dtype: Dtype, inner: &[usize]| {
-        address(name, buffer, dtype, &[outer, inner].concat())
+        buffer.address(name, dtype.into(), &[outer, inner].concat())
     };
     let dots = products.map(|(other, dots)| -> Result<_> {
         let columns = column_tiles(head_dim, value_dim);
@@ -150,25 +150,14 @@ fn tokens(part: Part, [k, v, sums, state]: [&Buffer; 4]) -> Result<(LinearState,
         value_dim,
         element,
         part,
-        k: address("key", k, dtype, &k.dims)?,
-        v: address("value", v, dtype, &[outer, &[rows, kv_heads, value_dim]].concat())?,
+        k: k.address("key", dtype.into(), &k.dims)?,
+        v: v.address("value", dtype.into(), &[outer, &[rows, kv_heads, value_dim]].concat())?,
         sums: 0,
         state: 0,
     };
     let padded = [outer, &[heads, call.padded_rows()]].concat();
     let states = [outer, &[call.parts(), heads, head_dim, value_dim]].concat();
-    let sums = address("sums", sums, Dtype::F32, &padded)?;
-    let state = address("state", state, Dtype::F32, &states)?;
+    let sums = sums.address("sums", Dtype::F32.into(), &padded)?;
+    let state = state.address("state", Dtype::F32.into(), &states)?;
     Ok((LinearState { sums, state, ..call }, dtype))
-}
-
-/// Returns the address of a buffer after checking its shape and type.
-fn address(name: &str, buffer: &Buffer, dtype: Dtype, dims: &[usize]) -> Result<u64> {
-    if buffer.dims != dims {
-        let (expected, got) = (format!("{dims:?}"), format!("{:?}", buffer.dims));
-        return Err(Error::mismatch(format!("shape of {name}"), expected, got));
-    }
-    // The initialize stage has no memory yet. Launches refuse null.
-    let data = buffer.typed(name, dtype.into())?.data(name);
-    Ok(data.map_or(0, |data| data.as_ptr() as u64))
 }

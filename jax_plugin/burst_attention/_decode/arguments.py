@@ -255,7 +255,7 @@ class Checked(NamedTuple):
     tokens: Sequences
     work: Work
     sinks: Float32[Array, " heads"] | None
-    slopes: Float32[Array, " heads"]
+    slopes: Float32[Array, " heads"] | None
     return_residual: bool
 
 
@@ -272,15 +272,11 @@ def check_call(
     named = dict(zip(CACHE_NAMES, arrays[1:3], strict=True))
     cache = caches(q, named, given["page_table"], place, given["layout"], given["interleave"])
     check_heads(q, cache, CACHE_NAMES)
-    features = check_features(
-        {name: given[name] for name in ("sinks", "alibi_slopes")}, q, cache.key, 0.0
-    )
+    features = check_features(given, q, cache.key, 0.0)
     sinks, slopes = features.sinks, features.alibi_slopes
     tokens = sequences(arrays[3], given["query_lengths"], *q.shape[:2])
     place.check_same(query=q, lengths=tokens.lengths, query_lengths=tokens.counts)
     place.check_same(sinks=sinks, alibi_slopes=slopes)
-    if slopes is None:
-        slopes = jnp.zeros(q.shape[2], jnp.float32)
     with_lse = _checks.flag("return_residual", return_residual)
     work = _work(caller, q, cache.interleave, place.world_size, given)
     return Checked(caller, place, q, cache, tokens, work, sinks, slopes, with_lse)
@@ -305,7 +301,6 @@ def _work(
         world_size=world_size,
         split=_checks.choice("split", given["split"], SPLITS),
         implementation=options.implementation,
-        has_slopes=given["alibi_slopes"] is not None,
     )
 
 

@@ -47,5 +47,6 @@ def _cpu(work: Work, operands: Operands) -> Pair:
         "interleave": np.int64(work.interleave),
         "world_size": np.int64(work.world_size),
     }
-    o, lse = _ffi.call(_ffi.DECODE, results, operands, attributes)
+    given = tuple(x for x in operands if x is not None)
+    o, lse = _ffi.call(_ffi.DECODE, results, given, attributes)
     return vary_like(operands, (o, lse))

@@ -22,8 +22,8 @@ from burst_attention._decode.work import Operands, Work
 from burst_attention._mesh import vary_like
 from burst_attention._types import Arrays
 
-SIZES = _ffi.interface()["decode"]
-"""The sizes by which the kernels cut queries and keys."""
+DECODE = _ffi.interface()["decode"]
+"""The operands of the call, and the sizes by which the kernels cut queries and keys."""
 
 SLICES = 32
 """The most slices of a source with ``split="fixed"``."""
@@ -50,8 +50,8 @@ class Units(NamedTuple):
 
     entries: Int32[Array, "units entries"]
     """The batch entries of each unit; the number of entries for none."""
-    places: Int32[Array, " batch"]
-    """Where each batch entry is in ``entries``."""
+    indices: Int32[Array, " batch"]
+    """The index of each batch entry in the flattened ``entries``."""
     source: Int32[Array, " units"]
 
 
@@ -77,14 +77,17 @@ def partial(work: Work, operands: Operands) -> Pair:
     units = units_of(operands, entries_of_unit(work, operands))
     cut = tiles(work, operands, units.entries.shape[1] * query.shape[1] * group)
     begins, ends = (_of_rows(x, units, group) for x in (begins, ends))
-    table = _table(cut, operands, units, begins, ends)
-    places = operands.starts[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)[None]
-    rows = jnp.stack([begins, ends], axis=1)
-    given: Arrays = (packed(query, units, group), *operands[1:4], table, rows, operands.rank)
-    if work.has_slopes:
+    named = operands._asdict() | {
+        "query": packed(query, units, group),
+        "units": _table(cut, operands, units, begins, ends),
+        "intervals": jnp.stack([begins, ends], axis=1),
+    }
+    if operands.slopes is not None:
         slopes = jnp.broadcast_to(operands.slopes, query.shape[:3])[..., None]
-        given += (_of_rows(places, units, group), packed(slopes, units, group)[..., 0])
-    o, lse = _call(work, cut, given)
+        named["slopes"] = packed(slopes, units, group)[..., 0]
+        named["counted_positions"] = _of_rows(_positions(operands), units, group)
+    given = [named.get(name) for name in DECODE["operands"]["cuda"]]
+    o, lse = _call(work, cut, tuple(x for x in given if x is not None))
     queries, heads = query.shape[1:3]
     pair = (
         unpacked(o, units, queries, heads),
@@ -98,18 +101,23 @@ def intervals(
 ) -> tuple[Int32[Array, "batch queries"], Int32[Array, "batch queries"]]:
     """Returns the first row of its source that each query sees, and the end; twice 0 for none."""
     geometry = work.geometry(capacity)
-    queries = jnp.arange(operands.query.shape[1], dtype=jnp.int32)
-    places = operands.starts[:, None] + queries[None]
+    positions = _positions(operands)
     known = (operands.source >= 0) & (operands.source < operands.page_table.shape[0])
-    used = queries[None] < operands.query_lengths[:, None]
-    used &= (places >= 0) & known[:, None]
-    stop = jnp.clip(jnp.minimum(operands.lengths[:, None], places + 1), 0)
+    used = positions - operands.starts[:, None] < operands.query_lengths[:, None]
+    used &= (positions >= 0) & known[:, None]
+    stop = jnp.clip(jnp.minimum(operands.lengths[:, None], positions + 1), 0)
     ends = geometry.rows_before(stop, operands.rank)
     begins = jnp.zeros_like(ends)
     if work.window >= 0:
-        begins = geometry.rows_before(jnp.clip(places - work.window, 0), operands.rank)
+        begins = geometry.rows_before(jnp.clip(positions - work.window, 0), operands.rank)
     used &= begins < ends
     return jnp.where(used, begins, 0), jnp.where(used, ends, 0)
+
+
+def _positions(operands: Operands) -> Int32[Array, "batch queries"]:
+    """Returns the position of each query."""
+    queries = jnp.arange(operands.query.shape[1], dtype=jnp.int32)
+    return operands.starts[:, None] + queries[None]
 
 
 def with_even_pages(operands: Operands) -> Operands:
@@ -120,10 +128,10 @@ def with_even_pages(operands: Operands) -> Operands:
     keys, values, table = operands.key_cache, operands.value_cache, operands.page_table
     pages, page, heads, dim = keys.shape
     even = page & -page
-    is_large = page * heads * max(dim, values.shape[3]) >= SIZES["page_elements"]
+    is_large = page * heads * max(dim, values.shape[3]) >= DECODE["page_elements"]
     if not is_large and (even == page or table.shape[1] == 1):
         return operands
-    while is_large and even * heads * max(dim, values.shape[3]) >= SIZES["page_elements"]:
+    while is_large and even * heads * max(dim, values.shape[3]) >= DECODE["page_elements"]:
         even //= 2
     count = page // even
     exists = (table >= 0) & (table < pages)
@@ -142,7 +150,7 @@ def entries_of_unit(work: Work, operands: Operands) -> int:
     if work.split == "fixed" or not work.shares_sources:
         return 1
     return max(
-        1, min(batch, SIZES["many_rows"] // (queries * heads // operands.key_cache.shape[2]))
+        1, min(batch, DECODE["many_rows"] // (queries * heads // operands.key_cache.shape[2]))
     )
 
 
@@ -159,10 +167,10 @@ def units_of(operands: Operands, size: int) -> Units:
     ordered = source[order]
     within = index - jnp.searchsorted(ordered, ordered).astype(jnp.int32)
     unit = jnp.cumsum(within % size == 0, dtype=jnp.int32) - 1
-    places = unit * size + within % size
-    entries = jnp.full(count * size, batch, jnp.int32).at[places].set(order)
+    indices = unit * size + within % size
+    entries = jnp.full(count * size, batch, jnp.int32).at[indices].set(order)
     source = jnp.zeros(count, jnp.int32).at[unit].set(jnp.minimum(ordered, sources - 1))
-    return Units(entries.reshape(count, size), index.at[order].set(places), source)
+    return Units(entries.reshape(count, size), index.at[order].set(indices), source)
 
 
 def tiles(work: Work, operands: Operands, rows: int) -> Tiles:
@@ -172,9 +180,9 @@ def tiles(work: Work, operands: Operands, rows: int) -> Tiles:
     keys = 32 if is_wide else 64
     is_short = columns > 1 and page < keys and not is_wide
     step, keys = (4, 16) if is_short else (1, keys)
-    few = is_short or rows <= SIZES["few_rows"]
+    few = is_short or rows <= DECODE["few_rows"]
     most = columns * -(-page // keys)
-    tile_rows = SIZES["few_rows" if few and not is_wide else "many_rows"]
+    tile_rows = DECODE["few_rows" if few and not is_wide else "many_rows"]
     if work.split == "balanced":
         return Tiles(keys, tile_rows, step, 0)
     size = -(-max(-(-most // SLICES), SLICE // keys) // step) * step
@@ -200,7 +208,7 @@ def unpacked(
     count, kv_heads, _, dim = x.shape
     x = x.reshape(count, kv_heads, -1, heads // kv_heads, dim)
     x = jnp.swapaxes(x, 1, 2).reshape(-1, queries, heads, dim)
-    return x if units.entries.shape[1] == 1 else x[units.places]
+    return x if units.entries.shape[1] == 1 else x[units.indices]
 
 
 def _of_rows(
@@ -239,7 +247,7 @@ def _call(
 ) -> tuple[Float32[Array, "units kv_heads rows value_dim"], Float32[Array, "units kv_heads rows"]]:
     (count, heads, rows, _), value_dim = operands[0].shape, operands[2].shape[3]
     pairs = count * heads * -(-rows // cut.rows)
-    slots = pairs * cut.most_slices if cut.most_slices else SIZES["most_runs"] + pairs
+    slots = pairs * cut.most_slices if cut.most_slices else DECODE["most_runs"] + pairs
     results = [
         jax.ShapeDtypeStruct((count, heads, rows, value_dim), jnp.float32),
         jax.ShapeDtypeStruct((count, heads, rows), jnp.float32),

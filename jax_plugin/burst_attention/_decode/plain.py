@@ -119,7 +119,7 @@ def _gathered(
 
 def _scores(
     work: Work,
-    slopes: Float32[Array, " heads"],
+    slopes: Float32[Array, " heads"] | None,
     entry: Entry,
     k: Float[Array, "rows kv_heads head_dim"],
     distances: Float32[Array, "queries rows"],
@@ -134,7 +134,8 @@ def _scores(
     s *= np.float32(work.scale)
     if work.soft_cap:
         s = np.float32(work.soft_cap) * jnp.tanh(s / np.float32(work.soft_cap))
-    s += slopes.reshape(k.shape[1], -1, 1, 1) * distances[None, None]
+    if slopes is not None:
+        s += slopes.reshape(k.shape[1], -1, 1, 1) * distances[None, None]
     return jnp.where(visible[None, None], s, -jnp.inf)
 
 

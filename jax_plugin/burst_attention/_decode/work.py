@@ -25,8 +25,6 @@ class Work:
     world_size: int
     split: Split
     implementation: Literal["xla"] | None
-    has_slopes: bool
-    """Whether slopes were given; otherwise they are zeros."""
     shares_sources: bool = False
     """Whether several entries may read one source."""
 
@@ -40,7 +38,7 @@ class Work:
 
 
 class Operands(NamedTuple):
-    """The arrays of a partial, in the order in which custom calls take them.
+    """The arrays of a partial, in the order in which the library's call on CPU devices takes them.
 
     Row i of a source is row i % page of the page ``page_table[source, i // page]``; `Geometry` says
     its position p. Query t of entry b stands at starts + t. It sees the row if::
@@ -67,5 +65,5 @@ class Operands(NamedTuple):
     query_lengths: Int32[Array, " batch"]
     """Queries in use."""
     rank: Int32[Array, ""]
-    slopes: Float32[Array, " heads"]
-    """ALiBi slopes; zeros without."""
+    slopes: Float32[Array, " heads"] | None
+    """ALiBi slopes."""

@@ -51,12 +51,7 @@ impl Job {
         }
         check_sharing("kv_heads", rectangle.kv_heads, rectangle.heads)?;
         check_columns(rectangle.head_dim, rectangle.value_dim)?;
-        let scale = rectangle.softmax_scale;
-        if !(scale > 0.0 && scale.is_finite() && self.scale_log2().is_finite()) {
-            let expected = "positive and finite (for a negative scale negate the queries and dq, \
-                            for 0 set them to 0)";
-            return Err(LaunchError::invalid("softmax_scale", expected, scale));
-        }
+        self.scores().check()?;
         let rows = rectangle.q_len.max(rectangle.kv_len).next_multiple_of(LONGEST_TILE);
         self.features.check(rows)
     }

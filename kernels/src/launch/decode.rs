@@ -1,19 +1,15 @@
 //! Decode over pages: what to compute, and its two launches, which must run in order.
 
-use std::f64::consts::LOG2_E;
-
-use serde::Deserialize;
-
 use super::Launch;
 use super::array::{self, Array};
 use super::check::check_columns;
 use crate::element::Element;
 use crate::error::LaunchError;
-use crate::features::check_soft_cap;
 use crate::instances::Instance;
 use crate::kernel::Kernel;
 use crate::place::Statistics;
 use crate::record::{Argument, Meaning, Operand, Size, Value};
+use crate::scores::ScoreNumbers;
 use crate::target::Target;
 use crate::tiles::{decode_rows, page_tile, width_of};
 use crate::variant::Variant;
@@ -38,8 +34,7 @@ pub const MOST_RUNS: usize = {
 pub const PAGE_ELEMENTS: usize = 1 << 30;
 
 /// How the keys of a unit and a key head are cut into pieces, whose states are then added.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Split {
     /// Pieces are cut so that all blocks of a device have about equally many keys, from this many
     /// equal runs of the slices of all units.
@@ -63,8 +58,7 @@ pub enum Split {
 /// A page holds ⌈`page_rows` / tile⌉ tiles of [`Decode::page_tile`] keys, the last of which may be
 /// cut, so tile t of a source lies in its page t div that number. Slices are `slice_tiles`
 /// consecutive tiles, counted from the source's first key.
-#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Decode {
     /// Units.
     pub units: usize,
@@ -260,12 +254,7 @@ impl Decode {
             let expected = format!("{}, or with slices a multiple", self.step_tiles());
             return Err(LaunchError::invalid("slice_tiles", expected, self.slice_tiles));
         }
-        let (scale, cap) = (self.softmax_scale, self.soft_cap);
-        if !(scale > 0.0 && self.scale_log2().is_finite()) {
-            let expected = "positive and finite (for a negative scale negate the queries)";
-            return Err(LaunchError::invalid("softmax_scale", expected, scale));
-        }
-        check_soft_cap(cap)?;
+        self.scores().check()?;
         let positive = self.interleave > 0 && self.world_size > 0;
         if !positive {
             let got = format!("{} and {}", self.interleave, self.world_size);
@@ -287,8 +276,8 @@ impl Decode {
         Ok(())
     }
 
-    fn scale_log2(&self) -> f32 {
-        (f64::from(self.softmax_scale) * LOG2_E) as f32
+    fn scores(&self) -> ScoreNumbers {
+        ScoreNumbers { softmax_scale: self.softmax_scale, soft_cap: self.soft_cap }
     }
 
     fn arrays(&self, Instance { kernel, target, .. }: Instance) -> Vec<Array> {
@@ -355,7 +344,9 @@ impl Decode {
         };
         // A larger number makes no difference, since positions have 32 bits.
         let small = |number: i64| number.min(i32::MAX.into()) as usize;
-        let cap = self.soft_cap;
+        if let Some(value) = self.scores().value(argument.meaning) {
+            return Ok(value);
+        }
         let number = match argument.meaning {
             Meaning::Size(size) => self.size(size, target),
             Meaning::PageShift => self.page_shift() as usize,
@@ -364,13 +355,6 @@ impl Decode {
             Meaning::MostSlices => most_slices,
             Meaning::Interleave => small(self.interleave),
             Meaning::WorldSize => small(self.world_size),
-            Meaning::ScaleLog2 => return Ok(Value::F32(self.scale_log2())),
-            Meaning::CapLog2 => return Ok(Value::F32((f64::from(cap) * LOG2_E) as f32)),
-            Meaning::TwiceByCap if cap == 0.0 => return Ok(Value::F32(0.0)),
-            Meaning::TwiceByCap => {
-                let twice = 2.0 * f64::from(self.softmax_scale) * LOG2_E / f64::from(cap);
-                return Ok(Value::F32(twice as f32));
-            }
             meaning => {
                 let rows =
                     |array: &Array| 0..array.counts.map_or(1, |size| self.size(size, target));

@@ -1,7 +1,5 @@
 //! The values of a launch's arguments.
 
-use std::f64::consts::LOG2_E;
-
 use super::array;
 use super::cut::Cut;
 use super::job::Job;
@@ -9,11 +7,13 @@ use super::order::BlockOrder;
 use super::rectangle::Side;
 use crate::error::LaunchError;
 use crate::record::{Argument, Meaning, Size, Value};
+use crate::scores::ScoreNumbers;
 
 impl Job {
-    /// Returns the scale for scores in base 2.
-    pub fn scale_log2(&self) -> f32 {
-        (f64::from(self.rectangle.softmax_scale) * LOG2_E) as f32
+    /// Returns the numbers of the scores.
+    pub fn scores(&self) -> ScoreNumbers {
+        let softmax_scale = self.rectangle.softmax_scale;
+        ScoreNumbers { softmax_scale, soft_cap: self.features.soft_cap }
     }
 
     /// Returns the value of an argument in the launch of a cut.
@@ -25,10 +25,9 @@ impl Job {
     ) -> Result<Value, LaunchError> {
         let meaning = argument.meaning;
         let starts = (cut.queries.start, cut.keys.start);
-        if let Some(value) = self.features.value(meaning, self.scale_log2(), starts) {
-            return Ok(value);
-        }
-        if let Some(value) = self.packed_value(meaning, cut) {
+        let of_features = || self.features.value(meaning, starts);
+        let value = self.scores().value(meaning).or_else(of_features);
+        if let Some(value) = value.or_else(|| self.packed_value(meaning, cut)) {
             return Ok(value);
         }
         let rows = |array: &array::Array| cut.rows(array.side).clone();
@@ -36,8 +35,6 @@ impl Job {
             return argument.value(count);
         }
         Ok(match meaning {
-            Meaning::ScaleLog2 => Value::F32(self.scale_log2()),
-            Meaning::SoftmaxScale => Value::F32(self.rectangle.softmax_scale),
             Meaning::Scale => Value::F32(self.scale),
             Meaning::Lower => Value::I32(cut.lower),
             Meaning::Upper => Value::I32(cut.upper),

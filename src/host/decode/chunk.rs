@@ -26,8 +26,8 @@ pub(super) struct ChunkTask<'a> {
     part: &'a Part,
     /// Rows of the chunk.
     chunk: Range<usize>,
-    /// Whether there are slopes other than 0.
-    has_slopes: bool,
+    /// The slopes of all heads, if some are not 0.
+    slopes: Option<&'a [f32]>,
 }
 
 /// The scratch of a task. A row is one head of one query. The rows of a row block share a head of
@@ -57,7 +57,7 @@ impl<'a> ChunkTask<'a> {
             queries: &plan.queries[part.queries.clone()],
             part,
             chunk: start..start + plan.chunk_rows,
-            has_slopes: io.slopes.iter().any(|slope| *slope != 0.0),
+            slopes: io.slopes.filter(|slopes| slopes.iter().any(|slope| *slope != 0.0)),
         }
     }
 
@@ -169,8 +169,10 @@ impl ChunkTask<'_> {
                     let to = q.skip(first * ROWS + row);
                     self.load::<S, E>(simd, self.io.q.row(entry, t, q_head), self.io.q.dim, to);
                     pack::scale(simd, to.at, to.row, self.io.scale);
-                    let lanes = slopes.skip(first).at.add(row * QUAD);
-                    (0..QUAD).for_each(|lane| *lanes.add(lane) = self.io.slopes[q_head]);
+                    if let Some(of_heads) = self.slopes {
+                        let lanes = slopes.skip(first).at.add(row * QUAD);
+                        (0..QUAD).for_each(|lane| *lanes.add(lane) = of_heads[q_head]);
+                    }
                 }
             }
         }
@@ -238,7 +240,7 @@ impl ChunkTask<'_> {
                     values: &tile.values,
                     skips: bytes,
                     cap: (io.soft_cap > 0.0).then(|| SoftCap::new(io.soft_cap)),
-                    has_slopes: self.has_slopes,
+                    has_slopes: self.slopes.is_some(),
                     by_quad: !copies,
                     ahead: Ahead { tiles: [&tile, &next], bytes },
                 };
@@ -261,7 +263,7 @@ impl ChunkTask<'_> {
         for row in 0..queries.len() * io.group() {
             let query = queries[row / io.group()];
             seen[row / ROWS][row % ROWS] = tile.seen(&query.rows);
-            if self.has_slopes {
+            if self.slopes.is_some() {
                 let distance = first.wrapping_sub(query.position) as f32;
                 // SAFETY: the state has lanes for each row.
                 unsafe {
@@ -270,7 +272,7 @@ impl ChunkTask<'_> {
                 }
             }
         }
-        if self.has_slopes {
+        if self.slopes.is_some() {
             for key in 0..TILE {
                 let distance = position(io, tile.first + row_of(key)).wrapping_sub(first) as f32;
                 let lanes = state.keys.skip(key / QUAD).at.wrapping_add(key % QUAD);

@@ -61,8 +61,8 @@ pub struct DecodeIo<'a> {
     pub starts: &'a [i32],
     /// For each entry, the number of queries in use; later queries see nothing.
     pub query_lengths: &'a [i32],
-    /// ALiBi's slope of each head; zeros without ALiBi.
-    pub slopes: &'a [f32],
+    /// ALiBi's slope of each head.
+    pub slopes: Option<&'a [f32]>,
     /// Factor on the products of queries and keys.
     pub scale: f32,
     /// The soft cap of scores; 0 for none.
