@@ -1,6 +1,7 @@
 //! Operands and results of a call: copies of the descriptions of borrowed memory.
 
 use std::fmt;
+use std::num::NonZero;
 use std::ptr::NonNull;
 use std::slice;
 
@@ -75,6 +76,12 @@ impl Buffer {
         Ok(decoded)
     }
 
+    /// Returns the buffer with an address that no memory has, if it has none.
+    pub(crate) fn rehearsed(self) -> Buffer {
+        const NOWHERE: NonNull<u8> = NonNull::without_provenance(NonZero::new(1 << 48).unwrap());
+        Buffer { data: self.data.or(Some(NOWHERE)), ..self }
+    }
+
     fn checked_bytes(&self) -> Option<usize> {
         // This library never reads types without whole bytes. One byte bounds their size.
         let width = self.dtype.bytes().unwrap_or(1).max(1);
@@ -116,8 +123,7 @@ impl Buffer {
         self.shaped(name, dtype, dims)?.data(name)
     }
 
-    /// Returns the address of memory of a GPU as a number; 0 without memory, which the initialize
-    /// stage does not have yet and launches refuse.
+    /// Returns the address of memory of a GPU as a number; 0 without memory, which launches refuse.
     ///
     /// # Errors
     /// If the buffer has another type or other dimensions; the message calls it `name`.

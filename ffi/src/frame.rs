@@ -137,7 +137,8 @@ impl<'a> CallFrame<'a> {
         Error::check_size("operands", args.struct_size, sys::XLA_FFI_Args_STRUCT_SIZE)?;
         let kind = sys::XLA_FFI_ArgType_BUFFER;
         // SAFETY: the caller of `new` guarantees the length of the frame's arrays.
-        unsafe { buffers("operand", args.size, args.types, kind, args.args) }
+        let all = unsafe { buffers("operand", args.size, args.types, kind, args.args) }?;
+        Ok(self.placed(all))
     }
 
     /// Returns all results.
@@ -149,7 +150,17 @@ impl<'a> CallFrame<'a> {
         Error::check_size("results", rets.struct_size, sys::XLA_FFI_Rets_STRUCT_SIZE)?;
         let kind = sys::XLA_FFI_RetType_BUFFER;
         // SAFETY: the caller of `new` guarantees the length of the frame's arrays.
-        unsafe { buffers("result", rets.size, rets.types, kind, rets.rets) }
+        let all = unsafe { buffers("result", rets.size, rets.types, kind, rets.rets) }?;
+        Ok(self.placed(all))
+    }
+
+    /// Gives each buffer without memory a place before the execute stage, when memory does not
+    /// exist yet. So a call can be described, to learn which objects it needs.
+    fn placed(&self, buffers: Vec<Buffer>) -> Vec<Buffer> {
+        if self.raw().stage == sys::XLA_FFI_ExecutionStage_EXECUTE {
+            return buffers;
+        }
+        buffers.into_iter().map(Buffer::rehearsed).collect()
     }
 
     /// Returns the static attributes.

@@ -129,6 +129,12 @@ impl Choices {
     }
 }
 
+impl From<Choice> for Choices {
+    fn from(choice: Choice) -> Choices {
+        Choices(vec![(choice, 1)])
+    }
+}
+
 /// Lists the choices without their numbers, which differ from rank to rank.
 impl fmt::Display for Choices {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

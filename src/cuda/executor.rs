@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
 use burst_attention_kernels::backend::{BACKENDS, Backend, Backends, Choices, Computation};
-use burst_attention_kernels::instances::{Instance, Target};
-use burst_attention_kernels::launch::{Code, Launch, LaunchError};
+use burst_attention_kernels::instances::Target;
+use burst_attention_kernels::operation::TileOperation;
 
 use super::call::Call;
 use super::commands::{CommandList, Work};
@@ -154,36 +154,50 @@ impl Executor {
         })
     }
 
-    /// Loads a kernel on the device of XLA's `stream`. The call is fast if the device has it.
+    /// Creates the objects that the device of XLA's `stream` needs to compute an operation, whose
+    /// memory need not exist. The call is fast if nothing is missing. Returns the choice of the
+    /// backend.
     ///
     /// # Errors
-    /// If there are no kernels for the device, or the driver refuses.
-    pub fn prepare(&self, stream: Stream, instance: impl FnOnce(Target) -> Instance) -> Result<()> {
-        self.within(stream, |context| {
-            let device = self.device(context);
-            let mut device = lock(&device);
-            let instance = instance(device.target(&*self.tools.driver)?);
-            device.load(&self.tools, Code::Tile(instance))
-        })
+    /// If there are no kernels for the device, the operation can't be described, or the driver
+    /// refuses.
+    pub fn prepare(
+        &self,
+        stream: Stream,
+        operation: impl FnOnce(Target) -> TileOperation,
+    ) -> Result<Choices> {
+        self.computed(stream, operation, |device, one| device.prepare(&self.tools, one))
     }
 
-    /// Enqueues launches of prepared kernels in order, and waits for none of them. Linear attention
-    /// and decoding take this way: XLA does their exchange.
+    /// Enqueues a prepared operation, and does not wait for it. Linear attention and decoding take
+    /// this way: XLA does their exchange.
     ///
     /// # Errors
-    /// If the launches can't be described, a kernel was not prepared, or the driver refuses.
+    /// If the operation can't be described, it was not prepared, or the driver refuses.
     pub fn launch(
         &self,
         stream: Stream,
-        launches: impl FnOnce(Target) -> std::result::Result<Vec<Launch>, LaunchError>,
+        operation: impl FnOnce(Target) -> TileOperation,
     ) -> Result<()> {
+        let enqueue = |device: &mut Device, one: &_| device.enqueue(&self.tools, stream, one);
+        self.computed(stream, operation, enqueue).map(drop)
+    }
+
+    /// Calls `each` for all that computes an operation, in order.
+    fn computed(
+        &self,
+        stream: Stream,
+        operation: impl FnOnce(Target) -> TileOperation,
+        each: impl Fn(&mut Device, &Computation) -> Result<()>,
+    ) -> Result<Choices> {
         self.within(stream, |context| {
             let device = self.device(context);
             let mut device = lock(&device);
-            let launches =
-                launches(device.target(&*self.tools.driver)?).map_err(CudaError::Launch)?;
-            let mut computations = launches.into_iter().map(Computation::Launch);
-            computations.try_for_each(|one| device.enqueue(&self.tools, stream, &one))
+            let target = device.target(&*self.tools.driver)?;
+            let lowered = self.backends(target).lower(&operation(target));
+            let (computations, choice) = lowered.map_err(CudaError::Launch)?;
+            computations.iter().try_for_each(|one| each(&mut device, one))?;
+            Ok(Choices::from(choice))
         })
     }
 

@@ -120,7 +120,7 @@ impl Device {
     ///
     /// # Errors
     /// If there is no image, or the driver refuses.
-    pub fn load(&mut self, tools: &Tools, code: Code) -> Result<()> {
+    fn load(&mut self, tools: &Tools, code: Code) -> Result<()> {
         if self.functions.contains_key(&code) {
             return Ok(());
         }

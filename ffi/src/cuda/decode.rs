@@ -8,6 +8,7 @@ use burst_attention_kernels::instances::Element;
 use burst_attention_kernels::launch::{Decode, Split};
 use burst_attention_kernels::record::Size;
 
+use super::explain::explain;
 use super::told::Told;
 use super::{Platform, Stage};
 use crate::data_type::DataType;
@@ -33,19 +34,18 @@ pub unsafe fn run_decode(
         let executor = &platform.executor;
         // The watch over rings is left out: the call may be recorded once and replayed many times.
         let stream = Stream(frame.runtime().stream(frame.context())?);
+        let operation = |target| {
+            let split = match call.split {
+                Split::Runs(_) => Split::Runs(call.runs(target)),
+                slices => slices,
+            };
+            Decode { split, ..call }.into()
+        };
         if stage == Stage::Execute {
-            executor.launch(stream, |target| {
-                let split = match call.split {
-                    Split::Runs(_) => Split::Runs(call.runs(target)),
-                    slices => slices,
-                };
-                Decode { split, ..call }.launches(target)
-            })?;
-            return Ok(());
+            return Ok(executor.launch(stream, operation)?);
         }
-        for kernel in 0..2 {
-            executor.prepare(stream, |target| call.instances(target)[kernel])?;
-        }
+        let choices = executor.prepare(stream, operation)?;
+        explain(&platform.write, "decoding", &choices);
         Ok(())
     };
     // SAFETY: the caller of `run_decode` guarantees the frame.

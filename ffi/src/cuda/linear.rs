@@ -1,9 +1,11 @@
 //! Linear attention of one device's tokens on a GPU, as launches on XLA's stream.
 
 use burst_attention::Dtype;
-use burst_attention_kernels::instances::{Element, Kernel};
+use burst_attention_kernels::instances::Element;
 use burst_attention_kernels::launch::{LINEAR_TILE, LinearAttend, LinearState, Part, column_tiles};
+use burst_attention_kernels::operation::TileOperation;
 
+use super::explain::explain;
 use super::told::Told;
 use super::turn::Turn;
 use super::{Platform, Stage};
@@ -39,21 +41,13 @@ pub unsafe fn run_linear(
         }
         let executor = &platform.executor;
         Turn::run(frame, platform, told, None, |turn| {
+            let operation = |_| outputs.map_or(tokens.into(), TileOperation::from);
             if stage == Stage::Execute {
-                executor.launch(turn.stream, |target| match &outputs {
-                    None => tokens.launches(target),
-                    Some(outputs) => outputs.launches(target),
-                })?;
+                executor.launch(turn.stream, operation)?;
                 return turn.issued();
             }
-            let kernel = match kind {
-                LinearKind::State => Kernel::LinearState,
-                LinearKind::Attend => Kernel::LinearAttend,
-            };
-            executor.prepare(turn.stream, |target| {
-                let instance = tokens.instance(kernel, target);
-                instance.unwrap_or_else(|| unreachable!("sizes were checked"))
-            })?;
+            let choices = executor.prepare(turn.stream, operation)?;
+            explain(&platform.write, "linear attention", &choices);
             Ok(())
         })
     };

@@ -1,5 +1,7 @@
 //! Decode over pages: what to compute, and its two launches, which must run in order.
 
+use serde::Deserialize;
+
 use super::Launch;
 use super::array::{self, Array};
 use super::check::check_columns;
@@ -34,7 +36,8 @@ pub const MOST_RUNS: usize = {
 pub const PAGE_ELEMENTS: usize = 1 << 30;
 
 /// How the keys of a unit and a key head are cut into pieces, whose states are then added.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Split {
     /// Pieces are cut so that all blocks of a device have about equally many keys, from this many
     /// equal runs of the slices of all units.
@@ -58,7 +61,8 @@ pub enum Split {
 /// A page holds ⌈`page_rows` / tile⌉ tiles of [`Decode::page_tile`] keys, the last of which may be
 /// cut, so tile t of a source lies in its page t div that number. Slices are `slice_tiles`
 /// consecutive tiles, counted from the source's first key.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Decode {
     /// Units.
     pub units: usize,
