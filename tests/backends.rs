@@ -6,7 +6,7 @@ use burst_attention::Result;
 use burst_attention::cuda::call::Call;
 use burst_attention::problem::{Features, Order, Pass, Problem, Travels};
 use burst_attention::schedule::Family;
-use burst_attention_kernels::backend::{BACKENDS, Backend, Computation, LibraryCall, Reason, TILE};
+use burst_attention_kernels::backend::{BACKENDS, Backend, Computation, LibraryCall, Reason, tile};
 use burst_attention_kernels::instances::Target;
 use burst_attention_kernels::launch::{Features as LaunchFeatures, Forward, Rows};
 use burst_attention_kernels::operation::TileOperation;
@@ -35,7 +35,7 @@ const LIBRARY: Backend = Backend {
         Ok(operation.launches(target)?.into_iter().map(call).collect())
     },
 };
-static BOTH: &[Backend] = &[LIBRARY, TILE];
+static BOTH: &[Backend] = &[LIBRARY, tile::BACKEND];
 static NONE: &[Backend] = &[LIBRARY];
 
 fn call(problem: Problem, pass: Pass) -> Call {

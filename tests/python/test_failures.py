@@ -70,6 +70,16 @@ def test_messages_that_nccl_refuses_once_are_sent_again(call):
     assert (row["run"][1], row["next"][1], row["told"]) == ("ends", "ends", []), row
 
 
+def test_a_user_who_asks_reads_once_which_backend_computes(monkeypatch):
+    monkeypatch.setenv("BURST_ATTENTION_EXPLAIN", "1")
+    nothing = "call=cuLaunchKernel code=719 about=no_such_kernel"
+    row = failures.report("ring", 4, "execute", "forward", nothing)
+    assert (row["run"][1], row["next"][1]) == ("ends", "ends"), row
+    assert [line.strip() for line in row["told"]] == [
+        "burst_attention: forward pass over 4 ranks: forward by tile"
+    ]
+
+
 def test_the_driver_gets_the_right_calls(monkeypatch, tmp_path):
     """Objects have the right flags; an image without its function is unloaded."""
     log = tmp_path / "log"

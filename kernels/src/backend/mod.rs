@@ -5,6 +5,8 @@
 //! types, features and the target. So it is the same whenever the same call is recorded, and on all
 //! ranks.
 
+pub mod tile;
+
 use std::borrow::Cow;
 use std::fmt;
 
@@ -26,20 +28,7 @@ pub struct Backend {
 }
 
 /// All backends, the preferred one first.
-pub const BACKENDS: &[Backend] = &[TILE];
-
-/// This library's own kernels.
-pub const TILE: Backend = Backend {
-    name: "tile",
-    serves: |operation, target| match operation {
-        TileOperation::KeyGrads(tile) if tile.dq_acc.is_some() => tile.can_fuse(target),
-        _ => Ok(()),
-    },
-    lower: |operation, target| {
-        let launches = operation.launches(target)?;
-        Ok(launches.into_iter().map(Computation::Launch).collect())
-    },
-};
+pub const BACKENDS: &[Backend] = &[tile::BACKEND];
 
 /// The reason why a backend does not compute an operation: a clause without a full stop.
 #[derive(Debug, Clone, PartialEq, Eq)]
