@@ -1,7 +1,7 @@
 //! The CUDA kernels as other programs see them: images, their arguments and launches.
 
 use burst_attention_kernels::instances::{Instance, Target};
-use burst_attention_kernels::operation::TileOperation;
+use burst_attention_kernels::launch::TileOperation;
 use burst_attention_kernels::record::layout;
 use serde::Deserialize;
 use serde_json::{Value, json};

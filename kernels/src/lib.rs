@@ -1,9 +1,9 @@
 //! The CUDA kernels of BurstAttention as callers see them.
 //!
 //! [`kernel`] lists the kernels, [`record`] their arguments, [`features`] and [`instances`] the
-//! images that exist. [`launch`] turns descriptions of what to compute into checked launches,
-//! [`operation`] lists these descriptions, and [`backend`] chooses the code that computes each.
-//! [`images`] finds the images that the driver loads, [`host`] names the processors of GPUs' hosts.
+//! images that exist. [`launch`] turns descriptions of what to compute into checked launches, and
+//! [`backend`] chooses the code that computes each. [`images`] finds the images that the driver
+//! loads, [`host`] names the processors of GPUs' hosts.
 //! The kernels' source and its compiler are the crate `burst-attention-compiler`. This crate knows
 //! neither the ring nor XLA, nor the driver.
 
@@ -17,7 +17,6 @@ pub mod instances;
 pub mod kernel;
 pub mod launch;
 mod names;
-pub mod operation;
 mod place;
 pub mod rates;
 pub mod record;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use burst_attention_kernels::backend::{BACKENDS, Backend, Backends, Choices, Computation};
 use burst_attention_kernels::instances::Target;
-use burst_attention_kernels::operation::TileOperation;
+use burst_attention_kernels::launch::TileOperation;
 
 use super::call::Call;
 use super::commands::{CommandList, Work};

@@ -5,9 +5,8 @@ use std::ops::Range;
 use burst_attention_kernels::backend::Backends;
 use burst_attention_kernels::instances::Element;
 use burst_attention_kernels::launch::{
-    self, Dropout, KeyGrads, Rectangle, RowPositions, Rows, Segments, Visible,
+    self, Dropout, KeyGrads, Rectangle, RowPositions, Rows, Segments, TileOperation, Visible,
 };
-use burst_attention_kernels::operation::TileOperation;
 
 use super::buffer::{Buffer, cut_by_layout, sections};
 use super::commands::{CommandListBuilder, Work};

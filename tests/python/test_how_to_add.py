@@ -1,4 +1,4 @@
-"""The page "How to add": its files exist, and a family takes the files that it lists, no more."""
+"""The page "How to add": its files exist, and additions take the files that it lists, no more."""
 
 import os
 import re
@@ -27,44 +27,128 @@ def listed(section):
     return {path for row in rows for path in CODE.findall(row)}
 
 
+class Tree:
+    """A copy of the sources, and the files that were changed in it."""
+
+    def __init__(self, folder):
+        self.folder, self.changed = folder, set()
+        folders = ("src", "kernels", "ffi", "tests", "benchmarks", "studies")
+        for name in ("Cargo.toml", "Cargo.lock", "README.md", *folders):
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, folder / name)
+        options = "jax_plugin/burst_attention/_attention/options.py"
+        (folder / options).parent.mkdir(parents=True)
+        shutil.copy(ROOT / options, folder / options)
+
+    def read(self, path):
+        return (self.folder / path).read_text()
+
+    def add(self, path, text):
+        (self.folder / path).write_text(text)
+        self.changed.add(path)
+
+    def change(self, path, old, new):
+        text = self.read(path)
+        assert text.count(old) == 1, old
+        self.add(path, text.replace(old, new))
+
+    def take_changed(self):
+        """Returns the files that were changed since the last call."""
+        changed, self.changed = self.changed, set()
+        return changed
+
+
+def add_family(tree):
+    """Adds the family "twin", which has the placements of all_gather."""
+    families = "src/schedule/family"
+    twin = tree.read(f"{families}/all_gather.rs").replace('"all_gather"', '"twin"')
+    tree.add(f"{families}/twin.rs", twin)
+    table = f"{families}/mod.rs"
+    count = len(re.findall(r"Family::\w+ (?:\{ \.\. \} )?=> &\w+::SPEC", tree.read(table)))
+    tree.change(table, "mod ring;\n", "mod ring;\nmod twin;\n")
+    tree.change(table, "    AllGather,\n}", "    AllGather,\n    /// A twin.\n    Twin,\n}")
+    tree.change(table, f"ALL: [Family; {count}]", f"ALL: [Family; {count + 1}]")
+    tree.change(table, "Family::AllGather];", "Family::AllGather, Family::Twin];")
+    arm = "            Family::AllGather => &all_gather::SPEC,\n"
+    tree.change(table, arm, arm + "            Family::Twin => &twin::SPEC,\n")
+    options = "jax_plugin/burst_attention/_attention/options.py"
+    tree.change(options, '"all_gather", "ulysses"', '"all_gather", "twin", "ulysses"')
+
+
+BACKEND = """//! A library that refuses everything but deltas.
+use super::{Backend, Computation, LibraryCall, Reason};
+use crate::launch::TileOperation;
+
+/// The backend.
+pub const BACKEND: Backend = Backend {
+    name: "twin",
+    serves: |operation, _| match operation {
+        TileOperation::Delta(_) => Ok(()),
+        _ => Err(Reason("only deltas are served".into())),
+    },
+    lower: |operation, target| {
+        let launches = operation.launches(target)?.into_iter();
+        let arrays = launches.flat_map(|launch| launch.footprint());
+        Ok(vec![Computation::Library(LibraryCall {
+            library: "twin",
+            plan: "delta".into(),
+            arrays: (0..).zip(arrays).collect(),
+        })])
+    },
+};
+"""
+LIBRARY = """//! A library that does nothing.
+use burst_attention_kernels::backend::LibraryCall;
+
+use super::driver::{Library, Plan, Stream};
+use crate::error::Result;
+
+/// The library.
+#[derive(Debug)]
+pub struct Twin;
+
+impl Library for Twin {
+    fn name(&self) -> &'static str {
+        "twin"
+    }
+
+    fn prepare(&self, plan: &str) -> Result<Plan> {
+        Ok(Plan(plan.len()))
+    }
+
+    fn enqueue(&self, _: Stream, _: Plan, _: &LibraryCall) -> Result<()> {
+        Ok(())
+    }
+}
+"""
+
+
+def add_backend(tree):
+    """Adds the backend "twin", which calls a library for one operation."""
+    tree.add("kernels/src/backend/twin.rs", BACKEND)
+    table = "kernels/src/backend/mod.rs"
+    tree.change(table, "pub mod tile;\n", "pub mod tile;\npub mod twin;\n")
+    tree.change(table, "&[tile::BACKEND]", "&[twin::BACKEND, tile::BACKEND]")
+    tree.add("src/cuda/twin.rs", LIBRARY)
+    tree.change("src/cuda/mod.rs", "mod transport;\n", "mod transport;\nmod twin;\n")
+    libraries = "libraries: vec![Box::new(super::twin::Twin)]"
+    tree.change("src/cuda/executor.rs", "libraries: Vec::new()", libraries)
+
+
+OF_KERNELS = {"kernels/src/launch/mod.rs", "src/cuda/objects.rs"}
+"""The files of a backend that has kernels of its own instead of a library."""
+
+
 @pytest.mark.long
 @pytest.mark.needs("host")
-def test_a_family_takes_the_files_that_the_page_lists(tmp_path):
-    """The family "twin" has the placements of all_gather; the core compiles with it."""
+def test_additions_take_the_files_that_the_page_lists(tmp_path):
     if shutil.which("cargo") is None:
         pytest.skip("the wheel's environments have no cargo")
-    changed = set()
-
-    def change(path, old, new):
-        text = (tmp_path / path).read_text()
-        assert text.count(old) == 1, old
-        (tmp_path / path).write_text(text.replace(old, new))
-        changed.add(path)
-
-    folders = ("src", "kernels", "ffi", "tests", "benchmarks", "studies")
-    for name in ("Cargo.toml", "Cargo.lock", "README.md", *folders):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, tmp_path / name)
-    options = "jax_plugin/burst_attention/_attention/options.py"
-    (tmp_path / options).parent.mkdir(parents=True)
-    shutil.copy(ROOT / options, tmp_path / options)
-    families = "src/schedule/family"
-    twin = (ROOT / families / "all_gather.rs").read_text().replace('"all_gather"', '"twin"')
-    (tmp_path / families / "twin.rs").write_text(twin)
-    changed.add(f"{families}/twin.rs")
-    table = f"{families}/mod.rs"
-    change(table, "mod ring;\n", "mod ring;\nmod twin;\n")
-    change(table, "    AllGather,\n}", "    AllGather,\n    /// A twin.\n    Twin,\n}")
-    count = len(
-        re.findall(r"Family::\w+ (?:\{ \.\. \} )?=> &\w+::SPEC", (tmp_path / table).read_text())
-    )
-    change(table, f"ALL: [Family; {count}]", f"ALL: [Family; {count + 1}]")
-    change(table, "Family::AllGather];", "Family::AllGather, Family::Twin];")
-    arm = "            Family::AllGather => &all_gather::SPEC,\n"
-    change(table, arm, arm + "            Family::Twin => &twin::SPEC,\n")
-    change(options, '"all_gather", "ulysses"', '"all_gather", "twin", "ulysses"')
-    assert changed == {path.replace("NAME", "twin") for path in listed("A schedule")}
-
+    tree = Tree(tmp_path)
+    for section, add in (("A schedule", add_family), ("A kernel backend", add_backend)):
+        add(tree)
+        named = {path.replace("NAME", "twin") for path in listed(section)}
+        assert tree.take_changed() == named - OF_KERNELS
     command = "cargo check --quiet --profile checked -p burst-attention"
     environment = os.environ | {"CARGO_TARGET_DIR": str(ROOT / "target")}
     ran = subprocess.run(

@@ -2,8 +2,9 @@
 
 use burst_attention::Dtype;
 use burst_attention_kernels::instances::Element;
-use burst_attention_kernels::launch::{LINEAR_TILE, LinearAttend, LinearState, Part, column_tiles};
-use burst_attention_kernels::operation::TileOperation;
+use burst_attention_kernels::launch::{
+    LINEAR_TILE, LinearAttend, LinearState, Part, TileOperation, column_tiles,
+};
 
 use super::explain::explain;
 use super::told::Told;

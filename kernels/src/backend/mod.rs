@@ -11,8 +11,7 @@ use std::borrow::Cow;
 use std::fmt;
 
 use crate::error::LaunchError;
-use crate::launch::{Footprint, Launch};
-use crate::operation::TileOperation;
+use crate::launch::{Footprint, Launch, TileOperation};
 use crate::target::Target;
 
 /// One kind of code that computes operations.

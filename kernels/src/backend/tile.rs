@@ -2,7 +2,7 @@
 //! exists for some features and widths only.
 
 use super::{Backend, Computation};
-use crate::operation::TileOperation;
+use crate::launch::TileOperation;
 
 /// The backend.
 pub const BACKEND: Backend = Backend {

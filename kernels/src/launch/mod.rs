@@ -1,10 +1,9 @@
 //! The host side of launching, without CUDA: from a description of what to compute to the launches
 //! that compute it, each checked.
 //!
-//! A description ([`Forward`], [`KeyGrads`], [`QueryGrads`], [`Delta`], [`Cast`], [`Accumulate`],
-//! [`CombineSoftmax`], [`LinearState`], [`LinearAttend`], [`Decode`]) says in 64 bits what to compute and where
-//! its arrays lie. The kernels count in 32 bits, so a description may become several [`Launch`]es,
-//! to be run in their order on one stream:
+//! A description, such as [`Forward`], says in 64 bits what to compute and where its arrays lie.
+//! [`TileOperation`] lists all descriptions. The kernels count in 32 bits, so a description may
+//! become several [`Launch`]es, to be run in their order on one stream:
 //!
 //! - Every view that a kernel makes spans less than [`MAX_VIEW_BYTES`]: batch entries are spread
 //!   over launches, then rows, at multiples of a tile. A range of resident rows (the rows whose
@@ -34,6 +33,7 @@ mod rectangle;
 
 use std::fmt;
 
+use serde::Deserialize;
 use serde::ser::{Serialize, SerializeStruct, Serializer};
 
 pub use attention::*;
@@ -48,9 +48,72 @@ pub use crate::features::{Dropout, Features, RowPositions, Segments, Visible};
 use crate::instances::Instance;
 pub use crate::place::{Rows, Statistics};
 use crate::record::{Access, Argument, Kind, Meaning, Value};
+use crate::target::Target;
 
 /// The bytes that a kernel's view of an array must stay below: offsets are 32-bit on the device.
 pub const MAX_VIEW_BYTES: u64 = 1 << 31;
+
+/// Declares the operations. Each is a description, which has `launches`.
+macro_rules! operations {
+    ($($(#[$doc:meta])* $operation:ident = $name:literal),* $(,)?) => {
+        /// One operation with its memory.
+        #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+        #[serde(rename_all = "snake_case")]
+        #[expect(clippy::large_enum_variant, reason = "it lives on the stack of one function")]
+        pub enum TileOperation {
+            $($(#[$doc])* $operation($operation)),*
+        }
+
+        impl TileOperation {
+            /// Returns the name of the computation.
+            pub const fn name(&self) -> &'static str {
+                match self {
+                    $(TileOperation::$operation(_) => $name),*
+                }
+            }
+
+            /// Returns the launches of this library's kernels that compute it, to be run in order
+            /// on a device of `target`.
+            ///
+            /// # Errors
+            /// [`LaunchError`], with the expected value and the value that came.
+            pub fn launches(&self, target: Target) -> Result<Vec<Launch>, LaunchError> {
+                match self {
+                    $(TileOperation::$operation(operation) => operation.launches(target)),*
+                }
+            }
+        }
+
+        $(impl From<$operation> for TileOperation {
+            fn from(operation: $operation) -> TileOperation {
+                TileOperation::$operation(operation)
+            }
+        })*
+    };
+}
+
+operations! {
+    /// Softmax attention, forward.
+    Forward = "forward",
+    /// The gradients of keys and values, and of queries where a kernel is fused.
+    KeyGrads = "key_grads",
+    /// The gradient of queries.
+    QueryGrads = "query_grads",
+    /// What the backward pass needs of each row.
+    Delta = "delta",
+    /// Results of float32 sums.
+    Cast = "cast",
+    /// A sum of two float32 arrays.
+    Accumulate = "accumulate",
+    /// One softmax state of two.
+    CombineSoftmax = "combine_softmax",
+    /// The states of linear attention.
+    LinearState = "linear_state",
+    /// The outputs of linear attention.
+    LinearAttend = "linear_attend",
+    /// Attention of few queries over pages of keys.
+    Decode = "decode",
+}
 
 /// The code of a kernel, one kind of which each backend with kernels has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
