@@ -1,9 +1,9 @@
 //! The backends: kinds of code that compute operations, and the choice among them.
 //!
-//! [`BACKENDS`] is the only list of them. [`Backends::choose`] asks each, in this order, whether it serves an
-//! operation; the first that does lowers it. The choice follows from static facts alone: sizes,
-//! types, features and the target. So it is the same whenever the same call is recorded, and on all
-//! ranks.
+//! [`BACKENDS`] is the only list of them. [`Backends::choose`] asks each, in this order, whether it
+//! serves an operation; the first that does lowers it. The choice follows from static facts alone:
+//! sizes, types, features and the target. So it is the same whenever the same call is recorded, and
+//! on all ranks.
 
 pub mod tile;
 
