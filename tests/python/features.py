@@ -57,6 +57,7 @@ class Problem:
     slopes: bool = False
     sinks: bool = False
     dropout: float = 0.0
+    residual_dtype: str | None = None
     implementation: str | None = None
     changes: dict = field(default_factory=dict)
     """Arrays that replace random ones, by name."""
@@ -128,6 +129,7 @@ class Problem:
             "layout": self.layout,
             "schedule": self.schedule,
             "backward": self.backward,
+            "residual_dtype": self.residual_dtype,
             "implementation": self.implementation,
             "return_residual": True,
         }
