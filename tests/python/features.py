@@ -106,10 +106,10 @@ class Problem:
             sinks=arrays.get("sinks"),
             dropout=(self.dropout, arrays["dropout_key"]) if self.dropout else None,
             visible=(arrays["starts"], arrays["stops"]) if self.visible else None,
-            positions=self.places(arrays),
+            positions=self.row_positions(arrays),
         )
 
-    def places(self, arrays):
+    def row_positions(self, arrays):
         """Returns the positions of queries and of keys where they are not the indices."""
         if self.positions:
             return arrays["q_positions"], arrays["kv_positions"]

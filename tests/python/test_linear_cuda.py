@@ -49,10 +49,10 @@ def left_between(sums, rows, back):
     logs = jnp.diff(tiles, axis=3, prepend=0).reshape(batch, heads, padded)
     logs = jnp.pad(logs, [(0, 0), (0, 0), (0, -padded % rows)]).reshape(batch, heads, -1, rows)
     logs = logs.swapaxes(1, 2)
-    place = jnp.arange(rows)
+    row = jnp.arange(rows)
     # Row j sums the logs of tokens j + 1 and later.
-    between = jnp.where(place > place[:, None], logs[..., None, :], 0).cumsum(-1)
-    seen = jnp.where(place >= place[:, None], jnp.exp2(between), 0)
+    between = jnp.where(row > row[:, None], logs[..., None, :], 0).cumsum(-1)
+    seen = jnp.where(row >= row[:, None], jnp.exp2(between), 0)
     first, last = jnp.exp2(logs.cumsum(-1)), seen[..., -1]
     return (seen, last, first) if back else (seen.swapaxes(-1, -2), first, last)
 
