@@ -63,7 +63,7 @@ PIP_INSTALL = @flock $(VENV) $(PY) -m pip install --quiet --no-compile
 .PHONY: $(shell sed -nE 's/^([a-z-]+):.*/\1/p' Makefile)
 
 help:  ## print this list
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 24
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 26
 
 # pip and cargo run in parallel: the packages and the library do not need each other.
 build: $(VENV)/headers  ## make .venv, compile and install all that CPU devices need
@@ -123,7 +123,7 @@ kernel-quality: images  ## print what the compiler made of each CUDA kernel; WRI
 	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin kernel-quality && \
 	    $(TARGET)/checked/kernel-quality $(IMAGES) $(if $(WRITE),--write)
 
-test-python: checked-package baselines
+test-python: checked-package baselines  ## run the Python tests; PYTEST=... adds arguments
 	$(SAY) "Python: pytest, on 8 CPU devices (PYTEST=... adds arguments; -n0 for one process)"
 	@$(PY) -m pytest --checked -n 2 --dist loadfile $(PYTEST)
 
@@ -131,17 +131,17 @@ test-python-full: checked-package
 	$(SAY) "Python: the long tests"
 	@$(PY) -m pytest --checked -m long -n 2 --dist loadfile $(PYTEST)
 
-test-compiled: checked-package $(VENV)/cuda/ready
+test-compiled: checked-package $(VENV)/cuda/ready  ## compile training steps for GPUs that are not here
 	$(SAY) "Python: training steps through XLA's compiler for GPUs that are not here"
 	@$(PY) -m pytest --checked tests/python/compiled $(PYTEST)
 
-test-standin: standin-package
+test-standin: standin-package  ## run some Python tests on GPUs that are not here
 	$(SAY) "Python: pytest on GPUs that are not there, over a driver of our own"
 	@$(PY) -m pytest --platform=standin tests/python/test_standin.py \
 	    tests/python/test_decode_kernels.py \
 	    tests/python/test_gpu_programs.py $(PYTEST)
 
-test-standin-full: standin-package
+test-standin-full: standin-package  ## run all Python tests on GPUs that are not here
 	$(SAY) "Python: the whole suite on GPUs that are not there"
 	@$(PY) -m pytest -n 2 --dist loadfile --platform=standin $(PYTEST)
 

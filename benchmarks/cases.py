@@ -101,6 +101,12 @@ def load() -> list[Case]:
     return [_case(entry) for entry in entries if "bench" in entry["tags"]]
 
 
+def sizes(kind: str) -> dict[str, Any]:
+    """Returns the sizes of the benchmarks of ``decode`` or ``linear`` attention."""
+    found: dict[str, Any] = json.loads(FILE.read_text())[kind]["bench"]
+    return found
+
+
 def find(name: str, seq: int | None = None) -> Case:
     """Returns the case of a name, with another length if ``seq`` is given."""
     for case in load():

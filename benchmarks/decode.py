@@ -24,8 +24,8 @@ from timing import alternate
 
 HERE = Path(__file__).parent
 TYPES = ("float32", "bfloat16")
-LENGTHS = (2_048, 8_192, 32_768, 131_072)
-LONG, SHORT, PAGE = 131_072, 2_048, 16
+LENGTHS = programs.SIZES["lengths"]
+LONG, SHORT, PAGE = LENGTHS[-1], LENGTHS[0], 16
 REQUESTS, PREFIX, CONTEXT = 32, 8_192, 128
 STEPS, APPENDED = 200, 200_000
 PROBE, TURN_S = "reads of memory", 0.5

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import burst_attention as ba
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +14,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-DEVICES = 8
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+SIZES = cases.sizes("decode")
+DEVICES = SIZES["devices"]
+HEADS, KV_HEADS, HEAD_DIM = (SIZES[name] for name in ("heads", "kv_heads", "head_dim"))
 APPENDED_ROWS = 512
 Program = Callable[[], Any]
 

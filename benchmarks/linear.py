@@ -18,12 +18,12 @@ from typing import Any
 
 import jax
 import machine
-from linear_programs import CHUNKED, DEVICES, HEAD_DIM, OURS, Program
+from linear_programs import CHUNKED, DEVICES, HEAD_DIM, OURS, SIZES, Program
 from timing import alternate
 
 HERE = Path(__file__).parent
 SHARDED = f"ours, {DEVICES} devices"
-SHORT, TOKENS, LONG = 32_768, 2_048, (131_072, 262_144)
+SHORT, TOKENS, LONG = 32_768, 2_048, SIZES["lengths"]
 REMEMBERED = (65_536, 262_144, 1_048_576)
 """Lengths for the measurement of memory. With few heads the longest one fits."""
 REMEMBERED_HEADS = 2

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import burst_attention as ba
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 CHUNKS = (64, 128, 256)
 SHARDS = P(None, "context")
-DEVICES = 8
-HEAD_DIM = 64
+SIZES = cases.sizes("linear")
+DEVICES, HEAD_DIM = SIZES["devices"], SIZES["head_dim"]
 
 
 def chunked(chunk: int, *arrays: jax.Array, again: bool = False) -> jax.Array:

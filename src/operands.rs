@@ -95,7 +95,7 @@ pub enum ElementType {
 
 /// The kind of device that computes a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Backend {
+pub enum DeviceKind {
     /// CPU devices.
     Host,
     /// NVIDIA GPUs.
@@ -221,18 +221,18 @@ impl Operand {
     }
 
     /// Returns the lengths after the batch.
-    pub fn dims(self, backend: Backend) -> &'static [Dim] {
-        match (self, backend) {
+    pub fn dims(self, kind: DeviceKind) -> &'static [Dim] {
+        match (self, kind) {
             // XLA sums the parts of a head's queries.
-            (Operand::SlopeGrad, Backend::Cuda) => PER_QUERY,
+            (Operand::SlopeGrad, DeviceKind::Cuda) => PER_QUERY,
             _ => self.row().dims,
         }
     }
 
     /// Returns the element type.
-    pub fn element(self, backend: Backend) -> ElementType {
-        match (self.row().element, backend) {
-            (ElementType::ActivationOrFloat32, Backend::Cuda) => ElementType::Activation,
+    pub fn element(self, kind: DeviceKind) -> ElementType {
+        match (self.row().element, kind) {
+            (ElementType::ActivationOrFloat32, DeviceKind::Cuda) => ElementType::Activation,
             (element, _) => element,
         }
     }

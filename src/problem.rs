@@ -5,7 +5,7 @@ use serde::Deserialize;
 use crate::error::Result;
 use crate::layout::Layout;
 use crate::mask::Window;
-use crate::operands::{Backend, Dim, Operand};
+use crate::operands::{DeviceKind, Dim, Operand};
 pub use crate::operands::{Features, SOFT_CAPS};
 use crate::types::invalid;
 pub use crate::types::{Dtype, Order, Pass, Travels};
@@ -137,9 +137,9 @@ impl Problem {
     }
 
     /// Returns the elements of a row of an operand, and the bytes of an element.
-    pub fn row(&self, operand: Operand, backend: Backend) -> (usize, usize) {
-        let width = operand.dims(backend)[1..].iter().map(|dim| self.length(*dim)).product();
-        (width, operand.element(backend).bytes(self.dtype))
+    pub fn row(&self, operand: Operand, kind: DeviceKind) -> (usize, usize) {
+        let width = operand.dims(kind)[1..].iter().map(|dim| self.length(*dim)).product();
+        (width, operand.element(kind).bytes(self.dtype))
     }
 
     /// Returns the number of query heads per key/value head.

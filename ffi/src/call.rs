@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use burst_attention::host::array::HostArray;
 use burst_attention::host::checks::host_dims;
-use burst_attention::operands::{Arrays, Backend, Operand};
+use burst_attention::operands::{Arrays, DeviceKind, Operand};
 use burst_attention::{Layout, Pass, Problem, Travels};
 
 use crate::attributes::Attributes;
@@ -84,7 +84,7 @@ impl CallSite {
     /// # Errors
     /// If they do not fit each other, or the core does not take the problem.
     pub fn decode_call(&self, frame: &CallFrame<'_>) -> Result<RankCall> {
-        let given = self.arrays(frame, Backend::Host, [1, 0])?;
+        let given = self.arrays(frame, DeviceKind::Host, [1, 0])?;
         let problem = given.shapes.problem;
         let arrays = given.arrays.map(|operand, &Checked { data, dtype }| {
             let [len, heads, dim] = host_dims(&problem, operand);
@@ -107,7 +107,7 @@ impl CallSite {
     pub(crate) fn arrays(
         &self,
         frame: &CallFrame<'_>,
-        backend: Backend,
+        kind: DeviceKind,
         [more_operands, more_results]: [usize; 2],
     ) -> Result<Given> {
         let features = self.options.features;
@@ -121,7 +121,7 @@ impl CallSite {
         let inputs = inputs.iter().zip(operands.drain(..inputs.len()));
         let results = results.iter().zip(outputs.drain(..results.len()));
         for (&operand, buffer) in inputs.chain(results) {
-            arrays.set(operand, shapes.check(operand, backend, &buffer)?);
+            arrays.set(operand, shapes.check(operand, kind, &buffer)?);
         }
         Ok(Given { shapes, arrays, operands, results: outputs })
     }

@@ -7,7 +7,7 @@ use std::ops::RangeInclusive;
 
 use burst_attention::host::decode::{DecodeIo, merge_parts, partial};
 use burst_attention::host::ring::Executor;
-use burst_attention::operands::Backend;
+use burst_attention::operands::DeviceKind;
 use burst_attention_kernels::record::Size;
 
 use self::arrays::Arrays;
@@ -26,7 +26,7 @@ use crate::sys;
 pub(crate) unsafe fn execute(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_FFI_Error {
     let body = |frame: &mut CallFrame<'_>| {
         let Executor { isa, pool } = Executor::global()?;
-        let arrays = Arrays::read(Backend::Host, frame.all_arguments()?, frame.results()?)?;
+        let arrays = Arrays::read(DeviceKind::Host, frame.all_arguments()?, frame.results()?)?;
         partial((*isa, pool), &decode(&arrays, &frame.attributes()?)?);
         Ok(())
     };

@@ -7,7 +7,7 @@ use burst_attention::cuda::libcuda::LibCuda;
 use burst_attention::cuda::nccl::Nccl;
 use burst_attention::host::isa::Isa;
 use burst_attention::host::ring::Executor;
-use burst_attention::operands::{Backend, Dim, Operand};
+use burst_attention::operands::{DeviceKind, Dim, Operand};
 use burst_attention_kernels::launch;
 use serde_json::{Value, json};
 
@@ -42,13 +42,13 @@ pub(crate) fn interface() -> Value {
             Dim::Number(number) => Value::from(number),
             dim => Value::from(dim.name()),
         };
-        batch.chain(operand.dims(Backend::Host).iter().map(name)).collect()
+        batch.chain(operand.dims(DeviceKind::Host).iter().map(name)).collect()
     };
     let operand = |operand: Operand| {
         json!({
             "name": operand.name(),
             "shape": dims(operand),
-            "dtype": operand.element(Backend::Host).to_string(),
+            "dtype": operand.element(DeviceKind::Host).to_string(),
             "differentiable": operand.is_differentiable(),
         })
     };
@@ -60,7 +60,7 @@ pub(crate) fn interface() -> Value {
         "many_rows": launch::MANY_ROWS,
         "most_runs": launch::MOST_RUNS,
         "page_elements": launch::PAGE_ELEMENTS,
-        "operands": {"cpu": operands(Backend::Host), "cuda": operands(Backend::Cuda)},
+        "operands": {"cpu": operands(DeviceKind::Host), "cuda": operands(DeviceKind::Cuda)},
     });
     json!({ "schedules": schedules, "feature_operands": features, "decode": decode })
 }

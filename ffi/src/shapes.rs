@@ -2,7 +2,7 @@
 
 use std::ptr::NonNull;
 
-use burst_attention::operands::{Backend, ElementType, Operand};
+use burst_attention::operands::{DeviceKind, ElementType, Operand};
 use burst_attention::{Dtype, Problem};
 
 use crate::buffer::Buffer;
@@ -28,13 +28,13 @@ pub(crate) struct Checked {
 
 impl Shapes {
     /// Checks the shape and type of an operand or a result.
-    pub fn check(&self, operand: Operand, backend: Backend, buffer: &Buffer) -> Result<Checked> {
+    pub fn check(&self, operand: Operand, kind: DeviceKind, buffer: &Buffer) -> Result<Checked> {
         let name = operand.name();
-        let dtype = match operand.element(backend) {
+        let dtype = match operand.element(kind) {
             ElementType::ActivationOrFloat32 if buffer.dtype == DataType::F32 => DataType::F32,
             element => DataType::of(element, self.problem.dtype.into()),
         };
-        let inner = operand.dims(backend).iter().map(|dim| self.problem.length(*dim));
+        let inner = operand.dims(kind).iter().map(|dim| self.problem.length(*dim));
         let dims: Vec<usize> = self.outer.iter().copied().chain(inner).collect();
         let data = buffer.memory(name, dtype, &dims)?;
         Ok(Checked { data, dtype: dtype.activation().unwrap_or(Dtype::F32) })

@@ -226,9 +226,9 @@ def _between_blocks(
     wanted = own + int(np.sign(ring.offset))
     exists = (wanted >= 0) & (wanted < indices.shape[axis])
     order = jnp.argsort(indices, axis=axis).astype(jnp.int32)
-    places = jnp.take_along_axis(order, jnp.where(exists, wanted, 0), axis)
-    places, exists = (y.reshape(*own.shape, *(1,) * (x.ndim - axis)) for y in (places, exists))
-    came = jnp.take_along_axis(edges, places, axis)
+    at = jnp.take_along_axis(order, jnp.where(exists, wanted, 0), axis)
+    at, exists = (y.reshape(*own.shape, *(1,) * (x.ndim - axis)) for y in (at, exists))
+    came = jnp.take_along_axis(edges, at, axis)
     came = jnp.where(exists, came, _full(came, fill))
     kept = (count, size) if ring.offset > 0 else (0, size - count)
     parts = [lax.slice_in_dim(blocks, *kept, axis=axis + 1), came]

@@ -2,9 +2,27 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Literal, TypedDict, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., object])
+
+
+class Alone(TypedDict, total=False):
+    """Options of a call that returns out alone."""
+
+    return_residual: Literal[False]
+
+
+class WithLse(TypedDict):
+    """Options of a call that returns lse too."""
+
+    return_residual: Literal[True]
+
+
+class Either(TypedDict):
+    """Options of a call whose flag type checkers do not know."""
+
+    return_residual: bool
 
 
 def check_names(caller: str, given: Mapping[str, object], kind: type) -> None:

@@ -6,6 +6,8 @@ import jax
 import numpy as np
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
+X: TypeAlias = jax.Array
+"""An array, in overloads."""
 Three: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 """Query, key and value, where their shapes change."""
 Axes: TypeAlias = tuple[str, ...]

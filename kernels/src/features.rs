@@ -21,7 +21,7 @@ pub struct Features {
     /// Dropout of weights.
     pub dropout: Option<Dropout>,
     /// Positions of the rows in the sequence; only slopes and dropout depend on them.
-    pub positions: RowPositions,
+    pub positions: EvenPositions,
     /// Masks as data.
     pub visible: Option<Visible>,
 }
@@ -40,7 +40,7 @@ pub struct Visible {
     pub positions: Option<Rows>,
     /// Positions of queries and of keys, int32 `[batch, rows]`, that slopes and dropout count by
     /// instead of [`Features::positions`].
-    pub places: Option<[Rows; 2]>,
+    pub counted_positions: Option<[Rows; 2]>,
     /// Address of the workspace of the launches, of [`Visible::workspace_bytes`]. Its contents are
     /// undefined before and after.
     pub workspace: u64,
@@ -76,7 +76,7 @@ pub struct Dropout {
 /// `key` + `stride` · j. All positions are below 2^31 and not negative.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct RowPositions {
+pub struct EvenPositions {
     /// Position of the first query.
     pub query: i64,
     /// Position of the first key.
@@ -157,10 +157,10 @@ impl Dropout {
     }
 }
 
-impl RowPositions {
+impl EvenPositions {
     /// Checks that the positions of `rows` rows fit 32 bits.
     fn check(&self, rows: usize) -> Result<(), LaunchError> {
-        let RowPositions { query, key, stride } = *self;
+        let EvenPositions { query, key, stride } = *self;
         let furthest = rows as i128 * i128::from(stride);
         for (name, first) in
             [("position of the first query", query), ("position of the first key", key)]

@@ -18,7 +18,7 @@ use burst_attention_kernels::launch::{Rows, Statistics};
 
 use super::driver::Block;
 use super::region::Region;
-use crate::operands::{Backend, Operand};
+use crate::operands::{DeviceKind, Operand};
 use crate::problem::{Features, Pass, Problem};
 use crate::schedule::{Payload, Place, QUERY_GRAIN};
 
@@ -90,12 +90,12 @@ fn kinds(problem: &Problem, payload: Payload, pass: Pass) -> Vec<ArrayKind> {
         (Payload::Partial, _) => vec![sums(o), ArrayKind::Statistics, ArrayKind::Statistics],
         (Payload::QueryGrads | Payload::KeyGrads, _) => {
             let gradients = payload.gradients(&problem.features);
-            gradients.map(|operand| sums(problem.row(operand, Backend::Cuda).0)).collect()
+            gradients.map(|operand| sums(problem.row(operand, DeviceKind::Cuda).0)).collect()
         }
     };
     let travelling = |side| Operand::travelling(&problem.features, side);
     kinds.extend(payload.input_side().into_iter().flat_map(travelling).map(|operand| {
-        let (width, element) = problem.row(operand, Backend::Cuda);
+        let (width, element) = problem.row(operand, DeviceKind::Cuda);
         ArrayKind::Rows { width, element }
     }));
     kinds

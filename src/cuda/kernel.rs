@@ -11,7 +11,7 @@ use super::region::{reads, writes};
 use super::tiles::CommandKernel;
 use crate::error::Result;
 use crate::kernel::{AttentionKernel, BackwardOperands};
-use crate::operands::{Backend, Operand};
+use crate::operands::{DeviceKind, Operand};
 use crate::problem::Problem;
 use crate::schedule::{Accumulator, Chunk, Merge, Payload, Place, Tile};
 
@@ -106,7 +106,7 @@ impl CommandKernel<'_> {
     fn gradients(&self, payload: Payload) -> impl Iterator<Item = (Operand, usize)> {
         let problem = self.memory.problem;
         let heads = self.memory.heads_and_rows(payload).0;
-        let columns = move |operand| problem.row(operand, Backend::Cuda).0 / heads;
+        let columns = move |operand| problem.row(operand, DeviceKind::Cuda).0 / heads;
         payload.gradients(&problem.features).map(move |operand| (operand, columns(operand)))
     }
 

@@ -7,7 +7,7 @@ use burst_attention_kernels::launch::Rows;
 use super::buffer::{Array, Buffer};
 use super::region::Region;
 use super::workspace::{WorkspaceLayout, statistics};
-use crate::operands::{Arrays, Backend, Operand, Side};
+use crate::operands::{Arrays, DeviceKind, Operand, Side};
 use crate::problem::{Pass, Problem};
 use crate::schedule::{Payload, Place};
 
@@ -81,7 +81,7 @@ impl RankMemory<'_> {
     }
 
     fn array(&self, operand: Operand) -> Array {
-        let (width, element) = self.problem.row(operand, Backend::Cuda);
+        let (width, element) = self.problem.row(operand, DeviceKind::Cuda);
         Array::Rows { address: self.arrays[operand], width, element }
     }
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 use burst_attention_kernels::backend::Backends;
 use burst_attention_kernels::instances::Element;
 use burst_attention_kernels::launch::{
-    self, Dropout, KeyGrads, Rectangle, RowPositions, Rows, Segments, TileOperation, Visible,
+    self, Dropout, EvenPositions, KeyGrads, Rectangle, Rows, Segments, TileOperation, Visible,
 };
 
 use super::buffer::{Buffer, cut_by_layout, sections};
@@ -81,7 +81,7 @@ pub(super) fn can_fuse(problem: &Problem, schedule: &Schedule, backends: Backend
         soft_cap: soft_cap.unwrap_or(0.0),
         slopes: slopes.then(Rows::default),
         dropout: dropout.map(|rate| Dropout { numbers: Rows::default(), rate }),
-        positions: RowPositions::default(),
+        positions: EvenPositions::default(),
         visible: problem.features.has_query_positions().then(Visible::default),
     };
     let mut merges = schedule.steps.iter().flat_map(|step| &step.merges);
@@ -215,7 +215,7 @@ impl CommandKernel<'_> {
             dropout: numbers.zip(features.dropout).map(|(numbers, rate)| Dropout { numbers, rate }),
             positions: match self.counts_places() {
                 true => self.positions(tile, q_rows.start, k_rows.start),
-                false => RowPositions::default(),
+                false => EvenPositions::default(),
             },
             visible: self.visible((queries, q_rows), (keys, k_rows)),
         }
@@ -234,14 +234,14 @@ impl CommandKernel<'_> {
             intervals: of_keys(Operand::Visible),
             also: of_keys(Operand::AlsoVisible),
             positions: features.visible.then_some(positions),
-            places: of_keys(Operand::KeyPositions).map(|places| [positions, places]),
+            counted_positions: of_keys(Operand::KeyPositions).map(|keys| [positions, keys]),
             workspace: self.memory.masks(),
         })
     }
 
     /// Returns the positions of the rows from a query and a key on. The rows of each side lie in
     /// one strided range of the layout.
-    fn positions(&self, tile: &Tile, query: usize, key: usize) -> RowPositions {
+    fn positions(&self, tile: &Tile, query: usize, key: usize) -> EvenPositions {
         let Problem { layout, world_size, q_len, kv_len, .. } = *self.memory.problem;
         let position = |owner, row, len| {
             let ranges = layout.strided_ranges(owner, world_size, len);
@@ -250,12 +250,12 @@ impl CommandKernel<'_> {
         };
         let (query, stride) = position(tile.queries.owner, query, q_len);
         let (key, _) = position(tile.keys.owner, key, kv_len);
-        RowPositions { query, key, stride }
+        EvenPositions { query, key, stride }
     }
 
     /// Whether kernels count places. They count within one strided range of the layout.
     fn counts_places(&self) -> bool {
-        self.memory.problem.features.count_places()
+        self.memory.problem.features.count_positions()
     }
 
     /// Returns the parts of a tile's queries that take launches of their own. The statistics of a

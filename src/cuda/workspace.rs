@@ -117,7 +117,7 @@ fn takes_several_launches(problem: &Problem, payload: Payload) -> bool {
     let Problem { q_len, kv_len, heads, kv_heads, head_dim, value_dim, .. } = *problem;
     let elements = (q_len * heads).max(kv_len * kv_heads) * head_dim.max(value_dim);
     let several =
-        problem.features.count_places() && problem.layout.strided_ranges(0, 2, q_len).len() > 1;
+        problem.features.count_positions() && problem.layout.strided_ranges(0, 2, q_len).len() > 1;
     let cut = payload == Payload::KeyGrads && sections(problem, &(0..q_len)).len() > 1 || several;
     4 * elements as u64 >= MAX_VIEW_BYTES || cut
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::array::HostArray;
-use crate::operands::{Backend, Operand};
+use crate::operands::{DeviceKind, Operand};
 use crate::problem::{Features, Problem};
 use crate::schedule::Payload;
 
@@ -29,7 +29,7 @@ impl HostBuffer {
         let Problem { heads, kv_heads, value_dim, .. } = *problem;
         let sums = |heads| {
             let widths = payload.gradients(&problem.features);
-            let columns = |operand| problem.row(operand, Backend::Host).0 / heads;
+            let columns = |operand| problem.row(operand, DeviceKind::Host).0 / heads;
             widths.map(|operand| (heads, columns(operand))).collect()
         };
         let shapes: Vec<_> = match payload {

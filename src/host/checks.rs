@@ -2,7 +2,7 @@
 
 use super::array::HostArray;
 use crate::error::{Error, Result};
-use crate::operands::{Arrays, Backend, Dim, ElementType, Operand};
+use crate::operands::{Arrays, DeviceKind, Dim, ElementType, Operand};
 use crate::problem::{Dtype, Problem};
 use crate::types::invalid;
 
@@ -27,7 +27,7 @@ pub fn arrays(problem: &Problem, arrays: &Arrays<HostArray>) -> Result<()> {
 /// Returns `[rows, heads, columns]` of an array on the host. A length that the array lacks is 1.
 pub fn host_dims(problem: &Problem, operand: Operand) -> [usize; 3] {
     let mut lengths = [1; 3];
-    for dim in operand.dims(Backend::Host) {
+    for dim in operand.dims(DeviceKind::Host) {
         let axis = match dim {
             Dim::QLen | Dim::KvLen => 0,
             Dim::Heads | Dim::KvHeads => 1,
@@ -41,7 +41,7 @@ pub fn host_dims(problem: &Problem, operand: Operand) -> [usize; 3] {
 /// Returns the element types that an array may have on the host. The executor declares arrays of
 /// 32-bit integers as float32: it copies them, but never computes with them as floats.
 fn host_dtypes(problem: &Problem, operand: Operand) -> [Dtype; 2] {
-    match operand.element(Backend::Host) {
+    match operand.element(DeviceKind::Host) {
         ElementType::Activation => [problem.dtype; 2],
         ElementType::ActivationOrFloat32 => [problem.dtype, Dtype::F32],
         ElementType::Float32 | ElementType::Int32 | ElementType::Uint32 => [Dtype::F32; 2],

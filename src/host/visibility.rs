@@ -19,14 +19,14 @@ pub struct Visibility<'a> {
     positions: Option<&'a HostArray>,
 }
 
-/// The data of a run of queries.
+/// The data of a range of queries.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct OfQueries {
     segments: Span,
     positions: Span,
 }
 
-/// The data of a run of keys.
+/// The data of a range of keys.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct OfKeys {
     segments: Span,
@@ -84,7 +84,7 @@ impl Visibility<'_> {
         self.intervals.map(|array| array.map_or([0; 2], |array| [0, 1].map(|i| bound(array, i))))
     }
 
-    /// Returns the data of a run of queries.
+    /// Returns the data of a range of queries.
     pub(super) fn of_queries(&self, batch: usize, rows: &Range<usize>) -> OfQueries {
         let span = |array: Option<&HostArray>| {
             let values = |array| rows.clone().map(move |row| integer(array, batch, row, 0));
@@ -94,7 +94,7 @@ impl Visibility<'_> {
         OfQueries { segments: span(segments), positions: span(self.positions) }
     }
 
-    /// Returns the data of a run of keys.
+    /// Returns the data of a range of keys.
     pub(super) fn of_keys(&self, batch: usize, rows: &Range<usize>) -> OfKeys {
         let segment = |row| self.key_segment(batch, row);
         let segments = match self.segments {
@@ -112,7 +112,7 @@ impl Visibility<'_> {
         OfKeys { segments, intervals }
     }
 
-    /// Returns how many pairs of a run of queries and a run of keys are allowed.
+    /// Returns how many pairs of a range of queries and a range of keys are allowed.
     pub(super) fn coverage(&self, queries: &OfQueries, keys: &OfKeys) -> Coverage {
         let segments = match self.segments {
             Some(_) => queries.segments.coverage(keys.segments),
@@ -153,34 +153,34 @@ impl Visibility<'_> {
         self.coverage(&queries, &self.of_keys(batch, &(key..key + 1))) != Coverage::Empty
     }
 
-    /// Returns the runs of `rows` whose keys all have the same segment and intervals.
-    pub(super) fn key_runs(&self, batch: usize, rows: &Range<usize>) -> Vec<Range<usize>> {
+    /// Returns the ranges of `rows` whose keys all have the same segment and intervals.
+    pub(super) fn key_ranges(&self, batch: usize, rows: &Range<usize>) -> Vec<Range<usize>> {
         let data = |row| (self.key_segment(batch, row), self.bounds(batch, row));
-        let mut runs: Vec<Range<usize>> = Vec::new();
+        let mut ranges: Vec<Range<usize>> = Vec::new();
         for row in rows.clone() {
-            match runs.last_mut() {
-                Some(run) if data(run.start) == data(row) => run.end = row + 1,
-                _ => runs.push(row..row + 1),
+            match ranges.last_mut() {
+                Some(range) if data(range.start) == data(row) => range.end = row + 1,
+                _ => ranges.push(row..row + 1),
             }
         }
-        runs
+        ranges
     }
 
-    /// Returns the runs of `rows` whose queries see a key.
-    pub(super) fn query_runs(
+    /// Returns the ranges of `rows` whose queries see a key.
+    pub(super) fn query_ranges(
         &self,
         batch: usize,
         rows: &Range<usize>,
         key: usize,
     ) -> Vec<Range<usize>> {
-        let mut runs: Vec<Range<usize>> = Vec::new();
+        let mut ranges: Vec<Range<usize>> = Vec::new();
         for row in rows.clone().filter(|row| self.sees(batch, *row, key)) {
-            match runs.last_mut() {
-                Some(run) if run.end == row => run.end += 1,
-                _ => runs.push(row..row + 1),
+            match ranges.last_mut() {
+                Some(range) if range.end == row => range.end += 1,
+                _ => ranges.push(row..row + 1),
             }
         }
-        runs
+        ranges
     }
 }
 

@@ -46,8 +46,8 @@ impl Features {
         positions: false,
     };
 
-    /// Whether slopes or dropout count rows by their places in the layout.
-    pub fn count_places(&self) -> bool {
+    /// Whether slopes or dropout count rows by their positions in the layout.
+    pub fn count_positions(&self) -> bool {
         (self.slopes || self.dropout.is_some()) && !self.positions
     }
 

@@ -1,6 +1,6 @@
 //! What messages and buffers hold, and how many bytes a row of it has.
 
-use crate::operands::{Backend, Features, Operand, Side};
+use crate::operands::{DeviceKind, Features, Operand, Side};
 use crate::problem::{Pass, Problem, Travels};
 
 /// What a buffer or a message holds: rows of one rank, numbered as on that rank.
@@ -75,13 +75,13 @@ impl Payload {
             (Payload::Queries, Pass::Backward) => heads * (both * dtype.bytes() + 8),
             (Payload::QueryGrads | Payload::KeyGrads, _) => {
                 let widths = self.gradients(&problem.features);
-                widths.map(|operand| problem.row(operand, Backend::Host).0 * 4).sum()
+                widths.map(|operand| problem.row(operand, DeviceKind::Host).0 * 4).sum()
             }
             (Payload::Partial, _) => heads * (value_dim + 2) * 4,
         };
         let travelling = self.input_side().into_iter().flat_map(|side| {
             Operand::travelling(&problem.features, side).map(|operand| {
-                let (width, bytes) = problem.row(operand, Backend::Host);
+                let (width, bytes) = problem.row(operand, DeviceKind::Host);
                 width * bytes
             })
         });

@@ -7,6 +7,8 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+import platforms
+
 FILE = Path(__file__).parents[1] / "cases.json"
 LARGEST = 4000**2 * 160
 """The reference's work below which the pairwise choice does not look for cheaper cases."""
@@ -14,7 +16,7 @@ DRAWN = 5000
 """Choices that --exhaustive draws from the features' product; the whole product takes weeks."""
 ABOUT = (
     *("causal", "window", "segments", "soft_cap", "slopes", "sinks", "dropout"),
-    *("head_dim", "value_dim", "kv_len", "visible", "positions", "offset"),
+    *("head_dim", "value_dim", "kv_len", "visible", "positions", "offset", "residual_dtype"),
 )
 """Features that the name of a choice mentions."""
 LONG = 720
@@ -102,8 +104,20 @@ def feature_name(choice):
     return ", ".join(words)
 
 
+def of(kind, name):
+    """Returns a list of cases of ``decode`` or ``linear`` attention, with tuples for arrays."""
+
+    def tuples(x):
+        return tuple(map(tuples, x)) if isinstance(x, list) else x
+
+    return tuples(json.loads(FILE.read_text())[kind][name])
+
+
 def _features(name):
     found = json.loads(FILE.read_text())[name]
+    # The kernels of GPUs keep no out in float32.
+    if platforms.current().rounds:
+        found = [choice for choice in found if "residual_dtype" not in choice]
     pairs = ("mesh", "window")
     return [{n: tuple(x) if n in pairs else x for n, x in choice.items()} for choice in found]
 

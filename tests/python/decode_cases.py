@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import burst_attention as ba
+import case_list
 import jax
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 IMPLEMENTATIONS = [None, "xla"]
 CALL_FIRST = [None, pytest.param("xla", marks=pytest.mark.long)]
 """Implementations, plain JAX in long tests only."""
+SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+SINKS = np.array([0.5, -1, 2, -np.inf], np.float32)
 SHARDED, WHOLE = P(None, "context"), P()
 FLOAT32_LIMIT = 3e-6
 """The largest error in float32, as a part of the largest element."""
@@ -74,6 +77,22 @@ class Sharding:
             found.append(pages.reshape(-1, *pages.shape[2:]))
         table = np.where(first < np.asarray(lengths)[:, None], table, -1).astype(np.int32)
         return *found, table.reshape(-1, columns)
+
+
+def shardings(name):
+    """Returns shardings of the list of cases."""
+    return {key: Sharding(**given) for key, given in case_list.of("decode", name).items()}
+
+
+def features(given):
+    """Returns features of the list of cases as arguments of `decode_reference.dense`."""
+    arrays = {"slopes": SLOPES, "sinks": SINKS}
+    arrays["counts"] = np.array(given.get("counts", ()), np.int32)
+    return given | {name: x for name, x in arrays.items() if name in given}
+
+
+SHARDINGS = shardings("shardings")
+FEATURES = {name: features(given) for name, given in case_list.of("decode", "features").items()}
 
 
 @dataclass

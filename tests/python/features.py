@@ -57,6 +57,7 @@ class Problem:
     slopes: bool = False
     sinks: bool = False
     dropout: float = 0.0
+    residual_dtype: str | None = None
     implementation: str | None = None
     changes: dict = field(default_factory=dict)
     """Arrays that replace random ones, by name."""
@@ -105,10 +106,10 @@ class Problem:
             sinks=arrays.get("sinks"),
             dropout=(self.dropout, arrays["dropout_key"]) if self.dropout else None,
             visible=(arrays["starts"], arrays["stops"]) if self.visible else None,
-            positions=self.places(arrays),
+            positions=self.row_positions(arrays),
         )
 
-    def places(self, arrays):
+    def row_positions(self, arrays):
         """Returns the positions of queries and of keys where they are not the indices."""
         if self.positions:
             return arrays["q_positions"], arrays["kv_positions"]
@@ -128,6 +129,7 @@ class Problem:
             "layout": self.layout,
             "schedule": self.schedule,
             "backward": self.backward,
+            "residual_dtype": self.residual_dtype,
             "implementation": self.implementation,
             "return_residual": True,
         }

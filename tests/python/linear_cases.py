@@ -1,6 +1,7 @@
 """Linear attention over a mesh: its inputs, its results by name, and the bounds on their errors."""
 
 import burst_attention as ba
+import case_list
 import jax
 import numpy as np
 import platforms
@@ -14,18 +15,7 @@ BOUNDS = {"o": 2e-6, "state": 2e-6}
 GPU_UNITS = {"state": 0.5, "dfirst": 0.5, "dlog_decay": 2}
 """Largest relative errors on GPUs, in units of the type; those of other results are 1 unit."""
 ROUNDED = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-CASES = [
-    # world, tokens per rank, heads, kv_heads, k_dim, v_dim, λ
-    (1, 1, 2, 2, 8, 8, 1.0),
-    (1, 4096, 2, 1, 16, 8, 0.5),
-    (1, 200, 4, 4, 64, 64, 0.9),
-    (2, 65, 4, 2, 32, 24, 0.99),
-    (2, 1000, 2, 1, 16, 16, 0.6),
-    (4, 100, 6, 2, 40, 16, 0.999),
-    (8, 1, 2, 2, 8, 8, 0.7),
-    (8, 130, 2, 1, 64, 128, 1.0),
-    (8, 64, 4, 1, 256, 8, None),
-]
+CASES = case_list.of("linear", "shapes")
 CASES = [x for x in CASES if 2 * x[2] * (x[0] * x[1]) ** 2 <= platforms.current().largest]
 
 

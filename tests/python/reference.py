@@ -69,7 +69,7 @@ class Features:
         left, right = self.window or (EVERYTHING, EVERYTHING)
         return left, 0 if self.causal else right
 
-    def places(self, batch, queries, keys):
+    def positions_of(self, batch, queries, keys):
         """Returns the positions of queries and of keys, given by their indices."""
         if self.positions is None:
             return np.arange(queries.start, queries.stop), np.arange(keys.start, keys.stop)
@@ -242,15 +242,15 @@ def _scores(q, k, rows, keys, features):
         s = np.tanh(s / features.soft_cap)
         cap_slope = 1 - s**2
         s *= features.soft_cap
-    places, of_keys = features.places(batch, queries, keys)
-    distance = of_keys - places[:, None]
+    positions, of_keys = features.positions_of(batch, queries, keys)
+    distance = of_keys - positions[:, None]
     left, right = features.reach
     masked = (distance < -left) | (distance > right)
     if features.visible is not None:
         start, stop = (
             np.asarray(x)[batch, keys].reshape(len(of_keys), -1) for x in features.visible
         )
-        inside = (start <= places[:, None, None]) & (places[:, None, None] < stop)
+        inside = (start <= positions[:, None, None]) & (positions[:, None, None] < stop)
         masked |= ~inside.any(-1)
     if features.slopes is not None:
         s += float(features.slopes[head]) * distance
@@ -267,7 +267,7 @@ def _dropped(features, batch, head, queries, keys):
     if features.dropout is None:
         return 1.0
     rate, words = features.dropout
-    positions = features.places(batch, queries, keys)
+    positions = features.positions_of(batch, queries, keys)
     return kept(rate, words, batch, head, *positions) / (1 - np.float64(np.float32(rate)))
 
 

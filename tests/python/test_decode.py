@@ -1,6 +1,7 @@
 """Decoding over a sharded cache gives dense attention over each whole sequence."""
 
 import burst_attention as ba
+import case_list
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +9,12 @@ import pytest
 from burst_attention._decode import calls
 from burst_attention._decode.work import Operands, Work
 from decode_cases import (
+    FEATURES,
     FLOAT32_LIMIT,
     IMPLEMENTATIONS,
+    SHARDINGS,
+    SINKS,
+    SLOPES,
     Sharding,
     check,
     decode,
@@ -24,31 +29,7 @@ from test_plain import mesh_of
 pytestmark = pytest.mark.needs("products")
 
 RAGGED = [37, 0, 1, 64, 9]
-SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
-SINKS = np.array([0.5, -1, 2, -np.inf], np.float32)
-
-SHARDINGS = {
-    "one": Sharding(1),
-    "one, pages": Sharding(1, page=16),
-    "two, striped": Sharding(2, capacity=32),
-    "two, contiguous": Sharding(2, "contiguous", capacity=32),
-    "three, interleave 4": Sharding(3, interleave=4, capacity=24),
-    "four, pages": Sharding(4, page=4, capacity=16),
-    "four, contiguous pages": Sharding(4, "contiguous", page=8, capacity=16),
-    "eight, striped": Sharding(8, capacity=8),
-    "eight, contiguous": Sharding(8, "contiguous", capacity=8),
-    "eight, pages": Sharding(8, page=8, capacity=16),
-}
-FEATURES = {
-    "none": {},
-    "window": {"window": 5},
-    "cap": {"soft_cap": 2.0},
-    "slopes": {"slopes": SLOPES},
-    "sinks": {"sinks": SINKS},
-    "all": {"window": 20, "soft_cap": 3.0, "slopes": SLOPES, "sinks": SINKS},
-    "ragged queries": {"counts": np.array([3, 1, 2, 0, 4], np.int32)},
-}
-SHAPES = [((1, 1), (8, 8)), ((6, 6), (24, 40)), ((48, 1), (64, 128)), ((32, 8), (128, 64))]
+SHAPES = case_list.of("decode", "shapes")
 """Heads of queries and keys, dimensions of keys and values."""
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from burst_attention._decode import calls, gpu
 from burst_attention._decode.work import Operands, Work
-from decode_cases import Sharding, check, decode, problem
+from decode_cases import FEATURES, SHARDINGS, Sharding, check, decode, problem
 from decode_reference import dense
 from jax.scipy.special import logsumexp
 from long import some, spread
-from test_decode import FEATURES, RAGGED, SHARDINGS
+from test_decode import RAGGED
 from test_decode_prefix import OWN, PREFIXES, both, shared
 
 pytestmark = pytest.mark.needs("host")

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from burst_attention._decode import gpu
 from burst_attention._decode.work import Operands, Work
-from decode_cases import Sharding, check, decode, problem
+from decode_cases import SLOPES, Sharding, check, decode, problem
 from decode_reference import dense
 from test_decode_prefix import OWN, PREFIXES, both, shared
 
 pytestmark = pytest.mark.needs("gpu")
 
-SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
 FEATURES = {"window": 40, "soft_cap": 3.0, "slopes": SLOPES}
 
 

@@ -23,12 +23,12 @@ def prefill(q, k, v, keys, values, lengths, *ids):
     """Returns out and lse of a chunk's tokens, and the caches with the chunk."""
     gather = partial(jax.lax.all_gather, axis_name="context", axis=1, tiled=True, to="invarying")
     keys, values = ba.append_to_cache(keys, values, gather(k), gather(v), lengths, **OPTIONS)
-    at, places = (ba.local_positions(x.shape[1], axis_name="context") for x in (keys, q))
+    at, positions = (ba.local_positions(x.shape[1], axis_name="context") for x in (keys, q))
     at = jnp.broadcast_to(at, keys.shape[:2])
     out, lse = ba.attention(
         *(q, keys, values),
         axis_name="context",
-        query_positions=lengths[:, None] - CHUNK + places,
+        query_positions=lengths[:, None] - CHUNK + positions,
         visible=(at, jnp.where(at < lengths[:, None], 2**31 - 1, at)),
         segment_ids=ids or None,
         return_residual=True,

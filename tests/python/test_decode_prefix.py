@@ -16,6 +16,7 @@ from decode_cases import (
     check,
     decode,
     problem,
+    shardings,
 )
 from decode_reference import dense
 from jax.sharding import PartitionSpec as P
@@ -26,12 +27,7 @@ pytestmark = pytest.mark.needs("products")
 PREFIXES, OF = np.array([24, 0, 57], np.int32), np.array([0, 2, -1, 0, 1, 2, 9], np.int32)
 OWN = np.array([5, 16, 3, 1, 9, 0, 12], np.int32)
 SINKS, SLOPES = np.array([0.5, 1, -1, 0], np.float32), np.array([0.5, 0.25, 0, 0.1], np.float32)
-SHARDINGS = {
-    "one": Sharding(1, capacity=32),
-    "striped": Sharding(4, capacity=8),
-    "contiguous": Sharding(4, "contiguous", capacity=8),
-    "pages": Sharding(2, page=4, capacity=16),
-}
+SHARDINGS = shardings("prefix_shardings")
 
 
 def both(prefixes, own):

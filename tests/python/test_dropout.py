@@ -1,4 +1,4 @@
-"""Which weights are dropped depends on the random key and on their places alone."""
+"""Which weights are dropped depends on the random key and on their positions alone."""
 
 import burst_attention as ba
 import jax

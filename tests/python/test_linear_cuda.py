@@ -7,6 +7,7 @@ The kernels' formulas, written out, stand in for the kernels. The tests in
 from functools import partial
 
 import burst_attention as ba
+import case_list
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,15 +24,7 @@ from test_cuda_lowering import GPU, KNOWN, abstract_mesh, calls, lowered
 pytestmark = pytest.mark.needs("host")
 
 TILE = gpu.TILE
-CASES = [
-    # world, tokens per rank, heads, kv_heads, k_dim, v_dim, λ
-    (1, 1, 2, 2, 8, 8, 1.0),
-    (1, 600, 2, 1, 8, 16, 0.5),
-    (2, 65, 4, 2, 32, 24, 0.99),
-    (2, 600, 2, 2, 16, 80, 0.999),
-    (8, 130, 2, 1, 64, 16, 1.0),
-    (4, 300, 4, 1, 8, 136, None),
-]
+CASES = case_list.of("linear", "kernel_shapes")
 SLACK = 8
 """The errors of float32 stand-ins, as a multiple of the bounds on CPU devices, 2e-6 and 1e-5. Sums
 of a tile's log decays are single floats here, since kernels of 16-bit types need no more."""
@@ -56,10 +49,10 @@ def left_between(sums, rows, back):
     logs = jnp.diff(tiles, axis=3, prepend=0).reshape(batch, heads, padded)
     logs = jnp.pad(logs, [(0, 0), (0, 0), (0, -padded % rows)]).reshape(batch, heads, -1, rows)
     logs = logs.swapaxes(1, 2)
-    place = jnp.arange(rows)
+    row = jnp.arange(rows)
     # Row j sums the logs of tokens j + 1 and later.
-    between = jnp.where(place > place[:, None], logs[..., None, :], 0).cumsum(-1)
-    seen = jnp.where(place >= place[:, None], jnp.exp2(between), 0)
+    between = jnp.where(row > row[:, None], logs[..., None, :], 0).cumsum(-1)
+    seen = jnp.where(row >= row[:, None], jnp.exp2(between), 0)
     first, last = jnp.exp2(logs.cumsum(-1)), seen[..., -1]
     return (seen, last, first) if back else (seen.swapaxes(-1, -2), first, last)
 

@@ -4,6 +4,7 @@ import re
 from functools import partial
 
 import burst_attention as ba
+import case_list
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +20,7 @@ from long import some
 NAMES = ("o", "state", "dq", "dk", "dv", "dlog_decay", "dfirst")
 SCALE = 0.25 if platforms.current().rounds else 0.3
 """The factor on queries; GPUs round their product to 16 bits, which a power of two leaves exact."""
-HEADS = [(2, 2, 6), (1, 1, 4), (6, 2, 3), (3, 2, 6)]
+HEADS = case_list.of("linear", "own_heads")
 """Heads of query, key and value."""
 
 

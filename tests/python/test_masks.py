@@ -54,21 +54,21 @@ def drawn(seed):
 @pytest.mark.parametrize("seed", range(6))
 def test_builders_of_documents(seed):
     generator, lengths, n = drawn(seed)
-    places = [place for _, place in documents_of(lengths, n)]
+    positions = [position for _, position in documents_of(lengths, n)]
 
     prefixes = [int(generator.integers(0, length + 1)) for length in lengths]
     mask = masks.prefix_lm(prefixes, lengths, seq_len=n)
     check(mask, in_documents(lengths, n, lambda d, q, k: k <= q or k < prefixes[d]))
-    assert mask.rope_positions.tolist() == [places]
+    assert mask.rope_positions.tolist() == [positions]
 
     size = int(generator.integers(1, 5))
     mask = masks.chunked(lengths, size, seq_len=n)
     check(mask, in_documents(lengths, n, lambda d, q, k: k <= q and k // size == q // size))
-    assert mask.rope_positions.tolist() == [places]
+    assert mask.rope_positions.tolist() == [positions]
 
     mask = masks.block_causal(np.array(lengths), size, seq_len=n)
     check(mask, in_documents(lengths, n, lambda d, q, k: k // size <= q // size))
-    assert mask.rope_positions.tolist() == [places]
+    assert mask.rope_positions.tolist() == [positions]
 
     borders = [sorted(generator.integers(0, length + 1, 4).tolist()) for length in lengths]
     pairs = [[(x[0], x[1]), (x[2], x[3])] for x in borders]
@@ -78,7 +78,7 @@ def test_builders_of_documents(seed):
         return k <= q or any(a <= q < b and a <= k < b for a, b in pairs[document])
 
     check(mask, in_documents(lengths, n, sees))
-    assert mask.rope_positions.tolist() == [places]
+    assert mask.rope_positions.tolist() == [positions]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -98,7 +98,7 @@ def test_block_diffusion(seed):
 
     mask = masks.block_diffusion(lengths, size, seq_len=n)
     check(mask, matrix(2 * n, sees))
-    assert mask.rope_positions.tolist() == [[place for _, place in tokens] * 2]
+    assert mask.rope_positions.tolist() == [[position for _, position in tokens] * 2]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -131,10 +131,10 @@ def test_lengths_count_the_offset_of_queries(offset, implementation):
     results = found(attend(one, **auto(one), **options), arrays)
     queries = np.broadcast_to(np.reshape(offset, (-1, 1)) + np.arange(21), (2, 21))
     keys = np.broadcast_to(np.arange(45), (2, 45))
-    places = {"q_positions": queries, "kv_positions": keys}
+    positions = {"q_positions": queries, "kv_positions": keys}
     ids = {"q_segments": np.where(queries < end[:, None], 0, -1), "kv_segments": 0 * keys}
     known = replace(one, segments="padded", positions=True, causal=True)
-    bounds.check(results, known.expected(arrays | places | ids), arrays["dout"])
+    bounds.check(results, known.expected(arrays | positions | ids), arrays["dout"])
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])

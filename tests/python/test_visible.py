@@ -203,8 +203,8 @@ def test_an_offset_of_each_batch_entry():
     found = called(one, arrays, query_offset=offsets)
     queries = np.arange(one.q_len) + offsets[:, None]
     keys = np.broadcast_to(np.arange(one.kv_len), (2, one.kv_len))
-    places = {"q_positions": queries, "kv_positions": keys}
-    expected = replace(one, positions=True).expected(arrays | places)
+    positions = {"q_positions": queries, "kv_positions": keys}
+    expected = replace(one, positions=True).expected(arrays | positions)
     check(found, expected, arrays["dout"])
 
 

@@ -2,7 +2,7 @@
 
 use burst_attention::cuda::call::Call;
 use burst_attention::cuda::workspace::Workspace;
-use burst_attention::operands::{Arrays, Backend, Operand};
+use burst_attention::operands::{Arrays, DeviceKind, Operand};
 use burst_attention::{Order, Pass, Problem};
 
 use super::Spread;
@@ -137,9 +137,9 @@ impl CudaSite {
     /// If they do not fit each other.
     pub fn ranks(&self, frame: &CallFrame<'_>) -> Result<Ranks> {
         let has_zeros = self.site.options.features.slopes && self.site.pass == Pass::Backward;
-        let given = self.site.arrays(frame, Backend::Cuda, [usize::from(has_zeros), 1])?;
+        let given = self.site.arrays(frame, DeviceKind::Cuda, [usize::from(has_zeros), 1])?;
         if let Some(zeros) = given.operands.first() {
-            let zeros = given.shapes.check(Operand::SlopeGrad, Backend::Cuda, zeros)?;
+            let zeros = given.shapes.check(Operand::SlopeGrad, DeviceKind::Cuda, zeros)?;
             if zeros.data != given.arrays[Operand::SlopeGrad].data {
                 let expected = "the memory of the last operand (input_output_aliases)";
                 return Err(Error::mismatch("result dslopes", expected, "other memory"));
@@ -165,9 +165,9 @@ impl CudaSite {
 /// Returns the bytes of an operand that the ranks before `rank` hold, where the shards of all
 /// ranks lie one after another.
 fn bytes_before(problem: &Problem, operand: Operand, rank: usize) -> u64 {
-    let dims = operand.dims(Backend::Cuda).iter().map(|dim| problem.length(*dim));
+    let dims = operand.dims(DeviceKind::Cuda).iter().map(|dim| problem.length(*dim));
     let elements = rank * problem.batch * dims.product::<usize>();
-    (elements * operand.element(Backend::Cuda).bytes(problem.dtype)) as u64
+    (elements * operand.element(DeviceKind::Cuda).bytes(problem.dtype)) as u64
 }
 
 /// Returns the order of sums, an attribute of the backward pass alone.

@@ -3,7 +3,7 @@
 use burst_attention::Dtype;
 use burst_attention::cuda::driver::Stream;
 use burst_attention::cuda::error::CudaError;
-use burst_attention::operands::Backend;
+use burst_attention::operands::DeviceKind;
 use burst_attention_kernels::instances::Element;
 use burst_attention_kernels::launch::{Decode, Split};
 use burst_attention_kernels::record::Size;
@@ -55,7 +55,7 @@ pub unsafe fn run_decode(
 /// Reads a call with its memory. The device decides the number of runs later.
 fn decode(frame: &CallFrame<'_>) -> Result<Decode> {
     let [o, lse, workspace] = frame.results()?;
-    let arrays = Arrays::read(Backend::Cuda, frame.all_arguments()?, [o, lse])?;
+    let arrays = Arrays::read(DeviceKind::Cuda, frame.all_arguments()?, [o, lse])?;
     let element = match arrays.activation().activation() {
         Some(Dtype::Bf16) => Element::Bf16,
         Some(Dtype::F16) => Element::F16,

@@ -5,7 +5,7 @@
 
 use burst_attention::Dtype;
 use burst_attention::host::array::HostArray;
-use burst_attention::operands::{Backend, ElementType};
+use burst_attention::operands::{DeviceKind, ElementType};
 use burst_attention_kernels::record::Size;
 
 use crate::buffer::{Buffer, Number};
@@ -69,14 +69,14 @@ const ROWS: &[Row] = rows! {
 };
 
 /// Returns the rows of a role, with their lengths on a platform.
-fn rows(backend: Backend, role: Role) -> impl Iterator<Item = (&'static Row, &'static [Size])> {
+fn rows(kind: DeviceKind, role: Role) -> impl Iterator<Item = (&'static Row, &'static [Size])> {
     let rows = ROWS.iter().filter(move |row| row.role == role);
-    rows.filter_map(move |row| Some((row, row.dims[backend as usize]?)))
+    rows.filter_map(move |row| Some((row, row.dims[kind as usize]?)))
 }
 
 /// Returns the names of the operands of calls with slopes, in order.
-pub(crate) fn operands(backend: Backend) -> Vec<&'static str> {
-    let all = rows(backend, Role::Operand).chain(rows(backend, Role::OfSlopes));
+pub(crate) fn operands(kind: DeviceKind) -> Vec<&'static str> {
+    let all = rows(kind, Role::Operand).chain(rows(kind, Role::OfSlopes));
     all.map(|(row, _)| row.name).collect()
 }
 
@@ -86,9 +86,9 @@ pub(crate) struct Arrays(Vec<(&'static Row, &'static [Size], Buffer)>);
 
 impl Arrays {
     /// Pairs the arrays of a call with their rows. The other functions check types and lengths.
-    pub fn read(backend: Backend, given: Vec<Buffer>, results: [Buffer; 2]) -> Result<Arrays> {
-        let of = |role| rows(backend, role);
-        let (least, most) = (of(Role::Operand).count(), operands(backend).len());
+    pub fn read(kind: DeviceKind, given: Vec<Buffer>, results: [Buffer; 2]) -> Result<Arrays> {
+        let of = |role| rows(kind, role);
+        let (least, most) = (of(Role::Operand).count(), operands(kind).len());
         if ![least, most].contains(&given.len()) {
             let expected = format!("{least}, or {most} with slopes");
             return Err(Error::mismatch("number of operands", expected, given.len()));

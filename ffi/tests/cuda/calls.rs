@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use burst_attention::cuda::call::Call;
 use burst_attention::cuda::nccl::Comm;
-use burst_attention::operands::{Backend, ElementType, Operand};
+use burst_attention::operands::{DeviceKind, ElementType, Operand};
 use burst_attention::schedule::Family;
 use burst_attention::{Dtype, Features, Layout, Order, Pass, Problem, Travels, Window};
 use burst_attention_ffi::cuda::{Platform, Spread, Stage, instantiate, run};
@@ -178,11 +178,11 @@ fn buffers(call: &Call) -> (Vec<FakeBuffer>, Vec<FakeBuffer>) {
     let Call { problem, pass, .. } = call;
     let at = |address: u64| ptr::without_provenance_mut::<c_void>(address as usize);
     let buffer = |operand: Operand| {
-        let dtype = match operand.element(Backend::Cuda) {
+        let dtype = match operand.element(DeviceKind::Cuda) {
             ElementType::Float32 => sys::XLA_FFI_DataType_F32,
             _ => sys::XLA_FFI_DataType_BF16,
         };
-        let inner = operand.dims(Backend::Cuda).iter().map(|dim| problem.length(*dim));
+        let inner = operand.dims(DeviceKind::Cuda).iter().map(|dim| problem.length(*dim));
         let dims: Vec<i64> = [problem.batch].into_iter().chain(inner).map(|n| n as i64).collect();
         FakeBuffer::new(dtype, &dims, at((operand as u64 + 1) << 40))
     };

@@ -84,10 +84,10 @@ class Queries(NamedTuple):
 
     q: Float32[Array, "*blocks batch rows kv_heads group head_dim"]
     segments: Int32[Array, "*blocks batch rows"] | None
-    places: Int32[Array, "*blocks rows"]
+    layout_positions: Int32[Array, "*blocks rows"]
     """Positions by the layout, which the window counts."""
     positions: Int32[Array, "*blocks batch rows"] | None
-    """Positions by the call; None where the places are the positions."""
+    """Positions by the call; None where the layout's are the positions."""
     statistics: Statistics | None
     """Present in the backward pass."""
 
@@ -112,7 +112,7 @@ class Keys(NamedTuple):
     segments: Int32[Array, "*blocks batch rows"] | None
     intervals: list[Int32[Array, "*blocks batch rows 2"]]
     positions: Int32[Array, "*blocks batch rows"] | None
-    places: Int32[Array, "*blocks rows"]
+    layout_positions: Int32[Array, "*blocks rows"]
     exist: Bool[Array, "*blocks rows"]
     """Whether a row is a key. All other rows pad the last block."""
 
@@ -136,7 +136,7 @@ class Work:
         self.q_rows, self.kv_rows = Rows(q.shape[1]), Rows(k.shape[1])
         heads = (q.shape[0], self.kv_heads, self.group)
         self.per_row_shape = (self.q_rows.count, *heads, self.q_rows.size)
-        self.places = self._places(self.q_rows, self.rank)
+        self.layout_positions = self._layout_positions(self.q_rows, self.rank)
         positions = features.query_positions
         self.positions = None if positions is None else self.q_rows.cut(positions)
         self.dropout, self.slopes = features.dropout, features.alibi_slopes
@@ -157,7 +157,7 @@ class Work:
     def queries(self, statistics: Statistics | None) -> Queries:
         """Returns this rank's queries in blocks."""
         segments = None if self.q_segments is None else self.q_rows.cut(self.q_segments, -1)
-        return Queries(self.q, segments, self.places, self.positions, statistics)
+        return Queries(self.q, segments, self.layout_positions, self.positions, statistics)
 
     def statistics(
         self,
@@ -179,19 +179,19 @@ class Work:
     def _outside_of_keys(self) -> Bool[Array, " q_len"]:
         """Returns which queries have a window that ends before the keys or begins after them."""
         (left, right), keys = self.ring.window, self.ring.world_size * self.kv_rows.length
-        places = self.places.reshape(-1)[: self.q_rows.length]
-        outside = jnp.zeros(places.shape, bool)
+        layout_positions = self.layout_positions.reshape(-1)[: self.q_rows.length]
+        outside = jnp.zeros(layout_positions.shape, bool)
         if left != NO_LIMIT:
-            outside |= places - left >= keys
+            outside |= layout_positions - left >= keys
         if right != NO_LIMIT:
-            outside |= places + right < 0
+            outside |= layout_positions + right < 0
         return outside
 
     def keys(self, chunk: Chunk, hop: Rank) -> Keys:
         """Returns the keys of the chunk that has arrived after some hops."""
         owner = (self.rank - hop) % self.ring.world_size
         exist = self.kv_rows.indices() < self.kv_rows.length
-        return Keys(*chunk, self._places(self.kv_rows, owner), exist)
+        return Keys(*chunk, self._layout_positions(self.kv_rows, owner), exist)
 
     def zeros(self, *shapes: tuple[int, ...]) -> Arrays:
         """Returns arrays of zeros in float32."""
@@ -231,7 +231,7 @@ class Work:
         x = x.reshape(*x.shape[:2], self.kv_heads, self.group, *x.shape[3:])
         return self.q_rows.cut(x.astype(jnp.float32))
 
-    def _places(self, rows: Rows, rank: Rank) -> Int32[Array, "blocks rows"]:
+    def _layout_positions(self, rows: Rows, rank: Rank) -> Int32[Array, "blocks rows"]:
         ring = self.ring
         return positions_of(rows.indices(), rank, ring.world_size, rows.length, ring.layout)
 
@@ -290,7 +290,7 @@ class Pair:
     ) -> tuple[Int32[Array, "#batch 1 1 query_rows 1"], Int32[Array, "#batch 1 1 1 key_rows"]]:
         """Returns the positions of queries and of keys, in shapes that broadcast to the scores'."""
         queries, keys = (
-            x.places[None] if x.positions is None else x.positions
+            x.layout_positions[None] if x.positions is None else x.positions
             for x in (self.queries, self.keys)
         )
         return queries[:, None, None, :, None], keys[:, None, None, None, :]
@@ -298,8 +298,8 @@ class Pair:
     def _visible(self) -> Bool[Array, "#batch 1 1 query_rows key_rows"]:
         """Returns which keys each query sees, in a shape that broadcasts to the scores' shape."""
         left, right = self.work.ring.window
-        of_queries = self.queries.places[None, None, None, :, None]
-        steps = self.keys.places[None, None, None, None] - of_queries
+        of_queries = self.queries.layout_positions[None, None, None, :, None]
+        steps = self.keys.layout_positions[None, None, None, None] - of_queries
         visible = self.keys.exist[None, None, None, None] & jnp.ones_like(steps, bool)
         if left != NO_LIMIT:
             visible &= steps >= -left
@@ -323,12 +323,12 @@ class Pair:
         Rows that pad the blocks count too, so the result may be True without need.
         """
         left, right = self.work.ring.window
-        first, last = self.queries.places.min(), self.queries.places.max()
+        first, last = self.queries.layout_positions.min(), self.queries.layout_positions.max()
         sees = jnp.ones((), bool)
         if left != NO_LIMIT:
-            sees &= self.keys.places.max() - first >= -left
+            sees &= self.keys.layout_positions.max() - first >= -left
         if right != NO_LIMIT:
-            sees &= self.keys.places.min() - last <= right
+            sees &= self.keys.layout_positions.min() - last <= right
         if self.keys.intervals:
             positions = self._positions()[0][:, 0, 0]
             first, last = positions.min(1), positions.max(1)

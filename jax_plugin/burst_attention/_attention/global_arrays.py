@@ -2,17 +2,17 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Literal, Unpack, cast, overload
+from typing import Unpack, cast, overload
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from burst_attention import _checks
 from burst_attention._attention.arguments import batch_of_one
 from burst_attention._attention.features import Features, lengths
-from burst_attention._attention.options import AnyArray, AttentionOptions, Options
+from burst_attention._attention.options import AttentionOptions, Mask, Options
 from burst_attention._attention.order import ORDERS, InSequence, Order
 from burst_attention._attention.placement import (
     Placement,
@@ -25,58 +25,38 @@ from burst_attention._attention.shards import attend, check_call
 from burst_attention._attention.vjp import Qkv
 from burst_attention._batching import explained_vmaps
 from burst_attention._mesh import ring_axes
-from burst_attention._types import AnyMesh, Axes
+from burst_attention._signatures import Alone, Either, WithLse
+from burst_attention._types import AnyMesh, Axes, X
+
+
+class _Options(AttentionOptions, total=False):
+    mesh: AnyMesh | None
+    spec: PartitionSpec | None
+    axis_name: str | Axes | None
+    order: Order
+
+
+class _Alone(_Options, Alone): ...
+
+
+class _WithLse(_Options, WithLse): ...
+
+
+class _Either(_Options, Either): ...
 
 
 @overload
 def dot_product_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: None = None,
-    mask: Bool[AnyArray, "..."] | None = None,
-    *,
-    mesh: AnyMesh | None = None,
-    spec: PartitionSpec | None = None,
-    axis_name: str | Axes | None = None,
-    order: Order = "layout",
-    return_residual: Literal[False] = False,
-    **options: Unpack[AttentionOptions],
-) -> jax.Array: ...
-
-
+    query: X, key: X, value: X, bias: None = None, mask: Mask = None, **options: Unpack[_Alone]
+) -> X: ...
 @overload
 def dot_product_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: None = None,
-    mask: Bool[AnyArray, "..."] | None = None,
-    *,
-    mesh: AnyMesh | None = None,
-    spec: PartitionSpec | None = None,
-    axis_name: str | Axes | None = None,
-    order: Order = "layout",
-    return_residual: Literal[True],
-    **options: Unpack[AttentionOptions],
-) -> tuple[jax.Array, jax.Array]: ...
-
-
+    query: X, key: X, value: X, bias: None = None, mask: Mask = None, **options: Unpack[_WithLse]
+) -> tuple[X, X]: ...
 @overload
 def dot_product_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: None = None,
-    mask: Bool[AnyArray, "..."] | None = None,
-    *,
-    mesh: AnyMesh | None = None,
-    spec: PartitionSpec | None = None,
-    axis_name: str | Axes | None = None,
-    order: Order = "layout",
-    return_residual: bool,
-    **options: Unpack[AttentionOptions],
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+    query: X, key: X, value: X, bias: None = None, mask: Mask = None, **options: Unpack[_Either]
+) -> X | tuple[X, X]: ...
 
 
 def dot_product_attention(
@@ -84,7 +64,7 @@ def dot_product_attention(
     key: Float[Array, "batch kv_len kv_heads head_dim"],
     value: Float[Array, "batch kv_len kv_heads value_dim"],
     bias: None = None,
-    mask: Bool[AnyArray, "..."] | None = None,
+    mask: Mask = None,
     *,
     mesh: AnyMesh | None = None,
     spec: PartitionSpec | None = None,

@@ -33,17 +33,16 @@ def chosen(
     if platform is None or serves(platform, dtype, world_size):
         return platform
     if platform in ("cuda", "rocm"):
-        why = "float32" if platform == "cuda" else "GPUs that are not NVIDIA's"
-        cast = "; bfloat16 and float16 have kernels" if platform == "cuda" else ""
-        warn_of_plain(why, cast)
+        warn_of_plain("float32" if platform == "cuda" else "GPUs that are not NVIDIA's")
     return "xla"
 
 
-def warn_of_plain(what: str, cast: str = "") -> None:
+def warn_of_plain(what: str) -> None:
     """Warns that plain JAX computes what GPUs have no kernels for."""
+    others = "bfloat16 and float16 have kernels. " if "float32" in what else ""
     warnings.warn(
-        f"burst_attention has no kernels for {what}, so plain JAX computes it, more slowly{cast}. "
-        "implementation='xla' asks for it and silences this warning",
+        f"burst_attention has no kernels for {what}, so plain JAX computes it, more slowly. "
+        f"{others}implementation='xla' asks for it and silences this warning",
         skip_file_prefixes=(PACKAGE,),
     )
 

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias, TypedDict, TypeVar, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Bool, Float, Int, PRNGKeyArray, UInt32
 
 from burst_attention import _checks
 from burst_attention._attention.links import Links, check_links
@@ -36,6 +36,7 @@ BACKWARD_ORDERS: tuple[BackwardOrder, ...] = get_args(BackwardOrder)
 Implementation: TypeAlias = Literal["xla"]
 
 AnyArray: TypeAlias = jax.Array | np.ndarray
+Mask: TypeAlias = Bool[AnyArray, "..."] | None
 Window: TypeAlias = tuple[int, int]
 """How many positions before and after its own a query sees, or `NO_LIMIT`."""
 NO_LIMIT = int(np.iinfo(np.int64).min)
@@ -93,8 +94,8 @@ class AttentionOptions(TypedDict, total=False):
       dropout_rate: probability, a Python number, with which each weight is dropped after the
         softmax. The weights that stay are divided by 1 − dropout_rate. Dropout does not change lse.
       dropout_key: a key of ``jax.random``, or its data, uint32 ``[2]``; the same on all devices of
-        a ring. Of longer data the first and the last word count. Only the key and the place of a
-        weight in the whole array decide whether the weight is dropped. So every mesh, layout and
+        a ring. Of longer data the first and the last word count. Only the key and the weight's
+        position in the whole array decide whether the weight is dropped. So every mesh, layout and
         schedule drops the same weights, and under ``vmap`` all instances that share a key do.
       batch_axis: mesh axes that shard the batch, the major one first. Only dropout needs them:
         without them it drops the same weights in the shards of all devices.
@@ -293,7 +294,7 @@ class Options:
         return left, 0 if self.is_causal else right
 
     def window(self, positions: int) -> Window:
-        """Returns how far a query sees from its place in the layout, if positions are no data.
+        """Returns how far a query sees from its position in the layout, if positions are no data.
 
         A side that reaches all positions is `NO_LIMIT`: the calls compare fewer positions then.
         """

@@ -48,7 +48,7 @@ class Reorder:
         n, rank = x.shape[axis], lax.axis_index(self.axes)
         received = self._exchange(x, self._tokens(rank, self._ranks, n), axis)
         positions = rank + self.size * jnp.arange(n, dtype=jnp.int32)
-        return _take(received, self._places(positions // n, positions % n, n), axis)
+        return _take(received, self._indices(positions // n, positions % n, n), axis)
 
     @partial(jax.jit, static_argnums=(0, 2))
     def _moved_out(self, x: jax.Array, axis: int) -> jax.Array:
@@ -63,7 +63,7 @@ class Reorder:
         positions = self._ranks * n + self._tokens(self._ranks, rank, n)
         received = self._exchange(x, positions // self.size, axis)
         tokens = jnp.arange(n, dtype=jnp.int32)
-        return _take(received, self._places((rank * n + tokens) % self.size, tokens, n), axis)
+        return _take(received, self._indices((rank * n + tokens) % self.size, tokens, n), axis)
 
     def _moves_nothing(self, x: jax.Array, axis: int) -> bool:
         return self.layout == "contiguous" or self.size == 1 or x.shape[axis] == 0
@@ -97,8 +97,8 @@ class Reorder:
         items = jnp.arange(self._items(n), dtype=jnp.int32)
         return (taker - owner * n) % self.size + self.size * items[None]
 
-    def _places(self, ranks: jax.Array, tokens: jax.Array, n: int) -> Int32[Array, " seq"]:
-        """Returns the places, among items received from all ranks, of tokens of shards."""
+    def _indices(self, ranks: jax.Array, tokens: jax.Array, n: int) -> Int32[Array, " seq"]:
+        """Returns the indices, among items received from all ranks, of tokens of shards."""
         return ranks * self._items(n) + tokens // self.size
 
     def _exchange(self, x: jax.Array, rows: Int32[Array, "ranks items"], axis: int) -> jax.Array:

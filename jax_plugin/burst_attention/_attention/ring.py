@@ -31,8 +31,8 @@ class Ring:
     inner_size: int
     """Ranks of an inner ring; 0 if there are no inner rings."""
     window: Window
-    """How many positions before and after its own place in the layout a query sees, or `NO_LIMIT`.
-    Negative where `query_offset` moves the own place out of the window."""
+    """How many positions before and after its own in the layout a query sees, or `NO_LIMIT`.
+    Negative where `query_offset` moves its own out of the window."""
     softmax_scale: float
     layout: Layout
     implementation: str | None

@@ -1,17 +1,17 @@
 """Attention inside ``jax.shard_map``."""
 
-from typing import Literal, Unpack, overload
+from typing import Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Float, Float32
 
 from burst_attention import _checks
 from burst_attention._attention import heads, visibility
 from burst_attention._attention.features import Features, as_operands, check_features
 from burst_attention._attention.options import (
-    AnyArray,
     AttentionOptions,
+    Mask,
     Options,
     check_options,
     shows_options,
@@ -21,7 +21,8 @@ from burst_attention._attention.ring import Ring, ring_along
 from burst_attention._attention.vjp import Qkv, Results, ring_attention
 from burst_attention._batching import spread
 from burst_attention._mesh import axis_name_of, ring_axes, vary_like, vary_together, varying_axes
-from burst_attention._types import Axes
+from burst_attention._signatures import Alone, Either, WithLse
+from burst_attention._types import Axes, X
 
 _WHOLE = "give the lengths in the whole sequence, not those of the shards"
 SAME_ON_RING = {
@@ -32,46 +33,31 @@ SAME_ON_RING = {
 """Arrays that are the same on all devices of a ring, and what to do where they are not."""
 
 
-@overload
-def attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: None = None,
-    mask: Bool[AnyArray, "..."] | None = None,
-    *,
-    axis_name: str | Axes,
-    return_residual: Literal[False] = False,
-    **options: Unpack[AttentionOptions],
-) -> jax.Array: ...
+class _Options(AttentionOptions):
+    axis_name: str | Axes
+
+
+class _Alone(_Options, Alone): ...
+
+
+class _WithLse(_Options, WithLse): ...
+
+
+class _Either(_Options, Either): ...
 
 
 @overload
 def attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: None = None,
-    mask: Bool[AnyArray, "..."] | None = None,
-    *,
-    axis_name: str | Axes,
-    return_residual: Literal[True],
-    **options: Unpack[AttentionOptions],
-) -> tuple[jax.Array, jax.Array]: ...
-
-
+    query: X, key: X, value: X, bias: None = None, mask: Mask = None, **options: Unpack[_Alone]
+) -> X: ...
 @overload
 def attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: None = None,
-    mask: Bool[AnyArray, "..."] | None = None,
-    *,
-    axis_name: str | Axes,
-    return_residual: bool,
-    **options: Unpack[AttentionOptions],
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+    query: X, key: X, value: X, bias: None = None, mask: Mask = None, **options: Unpack[_WithLse]
+) -> tuple[X, X]: ...
+@overload
+def attention(
+    query: X, key: X, value: X, bias: None = None, mask: Mask = None, **options: Unpack[_Either]
+) -> X | tuple[X, X]: ...
 
 
 @shows_options
@@ -80,7 +66,7 @@ def attention(
     key: Float[Array, "batch kv_len kv_heads head_dim"],
     value: Float[Array, "batch kv_len kv_heads value_dim"],
     bias: None = None,
-    mask: Bool[AnyArray, "..."] | None = None,
+    mask: Mask = None,
     *,
     axis_name: str | Axes,
     return_residual: bool = False,

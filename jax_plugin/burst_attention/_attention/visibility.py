@@ -36,7 +36,7 @@ def positions(
         offset = options.query_offset
         offsets = jnp.int32(offset) if features.query_offset is None else features.query_offset
         queries = queries_of_layout[None] + jnp.reshape(offsets, (-1, 1))
-        # Places are not negative, so a negative sum with a positive offset is beyond int32.
+        # Positions are not negative, so a negative sum with a positive offset is beyond int32.
         queries = jnp.where((offsets.reshape(-1, 1) > 0) & (queries < 0), LAST, queries)
     if keys is None:
         keys = keys_of_layout[None]

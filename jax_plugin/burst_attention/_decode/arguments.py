@@ -310,5 +310,4 @@ def _warn_on_gpus(lacking: str | None) -> None:
     if platform == "rocm":
         warn_of_plain("decoding on GPUs that are not NVIDIA's")
     if platform == "cuda" and lacking:
-        cast = "; bfloat16 and float16 have kernels" if lacking == "float32" else ""
-        warn_of_plain(f"decoding with {lacking} on NVIDIA GPUs", cast)
+        warn_of_plain(f"decoding with {lacking} on NVIDIA GPUs")

@@ -1,51 +1,39 @@
 """Attention of new tokens over a sharded cache."""
 
-from typing import Literal, Unpack, overload
+from typing import Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from burst_attention._attention.options import AnyArray
 from burst_attention._decode import arguments, results
-from burst_attention._decode.options import DecodeOptions, shows_options
+from burst_attention._decode.options import DecodeOptions, Integers, shows_options
 from burst_attention._decode.results import Part
+from burst_attention._signatures import Alone, Either, WithLse
+from burst_attention._types import X
+
+
+class _Alone(DecodeOptions, Alone): ...
+
+
+class _WithLse(DecodeOptions, WithLse): ...
+
+
+class _Either(DecodeOptions, Either): ...
 
 
 @overload
 def decode_attention(
-    query: jax.Array,
-    key_cache: jax.Array,
-    value_cache: jax.Array,
-    lengths: Int[AnyArray, " batch"],
-    *,
-    return_residual: Literal[False] = False,
-    **options: Unpack[DecodeOptions],
-) -> jax.Array: ...
-
-
+    query: X, key_cache: X, value_cache: X, lengths: Integers, **options: Unpack[_Alone]
+) -> X: ...
 @overload
 def decode_attention(
-    query: jax.Array,
-    key_cache: jax.Array,
-    value_cache: jax.Array,
-    lengths: Int[AnyArray, " batch"],
-    *,
-    return_residual: Literal[True],
-    **options: Unpack[DecodeOptions],
-) -> tuple[jax.Array, jax.Array]: ...
-
-
+    query: X, key_cache: X, value_cache: X, lengths: Integers, **options: Unpack[_WithLse]
+) -> tuple[X, X]: ...
 @overload
 def decode_attention(
-    query: jax.Array,
-    key_cache: jax.Array,
-    value_cache: jax.Array,
-    lengths: Int[AnyArray, " batch"],
-    *,
-    return_residual: bool,
-    **options: Unpack[DecodeOptions],
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+    query: X, key_cache: X, value_cache: X, lengths: Integers, **options: Unpack[_Either]
+) -> X | tuple[X, X]: ...
 
 
 @shows_options
@@ -53,7 +41,7 @@ def decode_attention(
     query: Float[Array, "batch T heads head_dim"],
     key_cache: Float[Array, "batch capacity kv_heads head_dim"],
     value_cache: Float[Array, "batch capacity kv_heads value_dim"],
-    lengths: Int[AnyArray, " batch"],
+    lengths: Integers,
     *,
     return_residual: bool = False,
     **options: Unpack[DecodeOptions],

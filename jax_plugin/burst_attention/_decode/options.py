@@ -9,6 +9,8 @@ from burst_attention._decode.work import Split
 from burst_attention._signatures import shows
 from burst_attention._types import Axes
 
+Integers: TypeAlias = Int[AnyArray, " batch"]
+"""An integer of each batch entry."""
 CacheLayout: TypeAlias = Literal["striped", "contiguous"]
 """Which positions of a sequence a rank's rows hold."""
 CACHE_LAYOUTS: tuple[CacheLayout, ...] = get_args(CacheLayout)
@@ -48,7 +50,7 @@ class DecodeOptions(TypedDict, total=False):
     layout: CacheLayout
     interleave: int | None
     page_table: Int[AnyArray, "batch pages_per_sequence"] | None
-    query_lengths: Int[AnyArray, " batch"] | None
+    query_lengths: Integers | None
     scale: float | None
     local_window_size: int | tuple[int | None, int | None] | None
     logits_soft_cap: float | None

@@ -56,8 +56,8 @@ def _of_entry(work: Work, operands: Operands, entry: Entry) -> Pair:
     """Returns o and lse of one entry."""
     rank, value = operands.rank, operands.value_cache
     queries, heads, _ = entry.query.shape
-    places = entry.start + jnp.arange(queries, dtype=jnp.int32)
-    in_use = (jnp.arange(queries, dtype=jnp.int32) < entry.queries_in_use) & (places >= 0)
+    of_queries = entry.start + jnp.arange(queries, dtype=jnp.int32)
+    in_use = (jnp.arange(queries, dtype=jnp.int32) < entry.queries_in_use) & (of_queries >= 0)
     sources, columns = operands.page_table.shape
     in_use &= (entry.source >= 0) & (entry.source < sources)
     geometry = work.geometry(columns * value.shape[1])
@@ -65,7 +65,7 @@ def _of_entry(work: Work, operands: Operands, entry: Entry) -> Pair:
     begin = jnp.int32(0)
     if work.window >= 0:
         begin = geometry.rows_before(jnp.maximum(first - work.window, 0), rank)
-    last = jnp.max(jnp.where(in_use, places, -1))
+    last = jnp.max(jnp.where(in_use, of_queries, -1))
     stop = geometry.rows_before(jnp.clip(jnp.minimum(entry.length, last + 1), 0), rank)
     shape = (value.shape[2], heads // value.shape[2], queries)
     zeros, blind = jnp.zeros(shape, jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32)
@@ -74,13 +74,13 @@ def _of_entry(work: Work, operands: Operands, entry: Entry) -> Pair:
 
     def fold(chunk: Int32[Array, ""], softmax: Softmax) -> Softmax:
         own = chunk * rows + jnp.arange(rows, dtype=jnp.int32)
-        positions, of_queries = geometry.positions(own, rank)[None], places[:, None]
-        visible = in_use[:, None] & (positions <= of_queries)
+        positions = geometry.positions(own, rank)[None]
+        visible = in_use[:, None] & (positions <= of_queries[:, None])
         visible &= ((own < stop) & (own >= begin))[None]
         if work.window >= 0:
-            visible &= of_queries - positions <= work.window
+            visible &= of_queries[:, None] - positions <= work.window
         k, v, visible = _gathered(operands, entry.source, own, visible)
-        distances = (positions - of_queries).astype(jnp.float32)
+        distances = (positions - of_queries[:, None]).astype(jnp.float32)
         return _folded(softmax, _scores(work, operands.slopes, entry, k, distances, visible), v)
 
     # A while loop's state must vary over the axes over which its results will.

@@ -1,7 +1,7 @@
 """Attention of new tokens over a prefix that several requests share and over their own caches."""
 
 from collections.abc import Mapping
-from typing import Literal, Unpack, overload
+from typing import Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,56 +11,56 @@ from burst_attention._attention.arguments import MAX_INT32
 from burst_attention._attention.options import AnyArray
 from burst_attention._decode import arguments, results
 from burst_attention._decode.arguments import PREFIXES, Checked, Sequences
-from burst_attention._decode.options import DEFAULTS, DecodeOptions, shows_options
+from burst_attention._decode.options import DEFAULTS, DecodeOptions, Integers, shows_options
 from burst_attention._decode.results import Part
+from burst_attention._signatures import Alone, Either, WithLse
+from burst_attention._types import X
+
+
+class _Options(DecodeOptions):
+    prefix_of: Integers
+    prefix_lengths: Int[AnyArray, " prefixes"]
+
+
+class _Alone(_Options, Alone): ...
+
+
+class _WithLse(_Options, WithLse): ...
+
+
+class _Either(_Options, Either): ...
 
 
 @overload
 def shared_prefix_attention(
-    query: jax.Array,
-    prefix_key: jax.Array,
-    prefix_value: jax.Array,
-    key_cache: jax.Array,
-    value_cache: jax.Array,
-    lengths: Int[AnyArray, " batch"],
-    *,
-    prefix_of: Int[AnyArray, " batch"],
-    prefix_lengths: Int[AnyArray, " prefixes"],
-    return_residual: Literal[False] = False,
-    **options: Unpack[DecodeOptions],
-) -> jax.Array: ...
-
-
+    query: X,
+    prefix_key: X,
+    prefix_value: X,
+    key_cache: X,
+    value_cache: X,
+    lengths: Integers,
+    **options: Unpack[_Alone],
+) -> X: ...
 @overload
 def shared_prefix_attention(
-    query: jax.Array,
-    prefix_key: jax.Array,
-    prefix_value: jax.Array,
-    key_cache: jax.Array,
-    value_cache: jax.Array,
-    lengths: Int[AnyArray, " batch"],
-    *,
-    prefix_of: Int[AnyArray, " batch"],
-    prefix_lengths: Int[AnyArray, " prefixes"],
-    return_residual: Literal[True],
-    **options: Unpack[DecodeOptions],
-) -> tuple[jax.Array, jax.Array]: ...
-
-
+    query: X,
+    prefix_key: X,
+    prefix_value: X,
+    key_cache: X,
+    value_cache: X,
+    lengths: Integers,
+    **options: Unpack[_WithLse],
+) -> tuple[X, X]: ...
 @overload
 def shared_prefix_attention(
-    query: jax.Array,
-    prefix_key: jax.Array,
-    prefix_value: jax.Array,
-    key_cache: jax.Array,
-    value_cache: jax.Array,
-    lengths: Int[AnyArray, " batch"],
-    *,
-    prefix_of: Int[AnyArray, " batch"],
-    prefix_lengths: Int[AnyArray, " prefixes"],
-    return_residual: bool,
-    **options: Unpack[DecodeOptions],
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+    query: X,
+    prefix_key: X,
+    prefix_value: X,
+    key_cache: X,
+    value_cache: X,
+    lengths: Integers,
+    **options: Unpack[_Either],
+) -> X | tuple[X, X]: ...
 
 
 @shows_options
@@ -70,9 +70,9 @@ def shared_prefix_attention(
     prefix_value: Float[Array, "prefixes prefix_capacity kv_heads value_dim"],
     key_cache: Float[Array, "batch capacity kv_heads head_dim"],
     value_cache: Float[Array, "batch capacity kv_heads value_dim"],
-    lengths: Int[AnyArray, " batch"],
+    lengths: Integers,
     *,
-    prefix_of: Int[AnyArray, " batch"],
+    prefix_of: Integers,
     prefix_lengths: Int[AnyArray, " prefixes"],
     return_residual: bool = False,
     **options: Unpack[DecodeOptions],

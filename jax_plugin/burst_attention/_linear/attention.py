@@ -10,39 +10,33 @@ from burst_attention._linear import checks, global_arrays, shards
 from burst_attention._linear.checks import ReturnState
 from burst_attention._linear.options import DEFAULTS, LinearOptions, shows_options
 from burst_attention._signatures import check_names
+from burst_attention._types import X
+
+
+class Alone(LinearOptions, total=False):
+    """Options of a call that returns out alone."""
+
+    return_state: Literal[False]
+
+
+class WithState(LinearOptions):
+    """Options of a call that returns the state too."""
+
+    return_state: Literal[True, "replicated"]
+
+
+class Either(LinearOptions):
+    """Options of a call whose flag type checkers do not know."""
+
+    return_state: ReturnState
 
 
 @overload
-def linear_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    return_state: Literal[False] = False,
-    **options: Unpack[LinearOptions],
-) -> jax.Array: ...
-
-
+def linear_attention(query: X, key: X, value: X, **options: Unpack[Alone]) -> X: ...
 @overload
-def linear_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    return_state: Literal[True, "replicated"],
-    **options: Unpack[LinearOptions],
-) -> tuple[jax.Array, jax.Array]: ...
-
-
+def linear_attention(query: X, key: X, value: X, **options: Unpack[WithState]) -> tuple[X, X]: ...
 @overload
-def linear_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    return_state: ReturnState,
-    **options: Unpack[LinearOptions],
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+def linear_attention(query: X, key: X, value: X, **options: Unpack[Either]) -> X | tuple[X, X]: ...
 
 
 @shows_options

@@ -14,7 +14,7 @@ from jax import lax
 
 from burst_attention import _ffi
 from burst_attention._linear import gpu
-from burst_attention._linear.states import Logs, Place, State
+from burst_attention._linear.states import Call, Logs, State
 from burst_attention._mesh import vary_like
 from burst_attention._types import Arrays
 
@@ -24,7 +24,7 @@ Again: TypeAlias = jax.Array | None
 
 
 def left(
-    place: Place, k: jax.Array, v: jax.Array, logs: Logs, *, back: bool = False
+    call: Call, k: jax.Array, v: jax.Array, logs: Logs, *, back: bool = False
 ) -> tuple[State, Again]:
     """Returns the state that tokens leave, from a state of zeros::
 
@@ -33,7 +33,7 @@ def left(
     and the intermediate states that `forward` and `backward` can use again. With ``back`` k stands
     for the queries, which the scale multiplies.
     """
-    scale = place.scale if back else 1.0
+    scale = call.scale if back else 1.0
 
     def cpu(k: jax.Array, v: jax.Array, logs: Logs) -> jax.Array:
         result = _state_like(k, v, logs)
@@ -41,15 +41,15 @@ def left(
         return _call("state", (k, v, logs), [result], scale, label, backward=np.bool_(back))[0]
 
     def cuda(k: jax.Array, v: jax.Array, logs: Logs) -> tuple[State, jax.Array]:
-        return gpu.left(place.has_documents, gpu.scaled(k, scale), v, logs, back=back)
+        return gpu.left(call.has_documents, gpu.scaled(k, scale), v, logs, back=back)
 
-    if place.platform == "cuda":
+    if call.platform == "cuda":
         return cuda(k, v, logs)
 
-    return _on_platform(place, (k, v, logs), cpu, lambda *x: cuda(*x)[0]), None
+    return _on_platform(call, (k, v, logs), cpu, lambda *x: cuda(*x)[0]), None
 
 
-def forward(place: Place, operands: Arrays, again: Again) -> tuple[jax.Array, State, jax.Array]:
+def forward(call: Call, operands: Arrays, again: Again) -> tuple[jax.Array, State, jax.Array]:
     """Returns outputs in q's dtype, the state after the last token, and states for `backward`.
 
     ``operands`` are q, k, v, log decays and the state before the first token.
@@ -58,18 +58,18 @@ def forward(place: Place, operands: Arrays, again: Again) -> tuple[jax.Array, St
     def cpu(*operands: jax.Array) -> Arrays:
         q, _, v, logs, _ = operands
         out = jax.ShapeDtypeStruct((*logs.shape, v.shape[3]), q.dtype)
-        return _call("forward", operands, [out, _state_like(q, v, logs)], place.scale)
+        return _call("forward", operands, [out, _state_like(q, v, logs)], call.scale)
 
     def cuda(q: jax.Array, *others: jax.Array) -> tuple[jax.Array, State, jax.Array]:
-        return gpu.forward(place.has_documents, (gpu.scaled(q, place.scale), *others), again)
+        return gpu.forward(call.has_documents, (gpu.scaled(q, call.scale), *others), again)
 
-    if place.platform == "cuda":
+    if call.platform == "cuda":
         return cuda(*operands)
-    out, after = _on_platform(place, operands, cpu, lambda *x: cuda(*x)[:2])
+    out, after = _on_platform(call, operands, cpu, lambda *x: cuda(*x)[:2])
     return out, after, operands[4]
 
 
-def backward(place: Place, operands: Arrays, again: Again) -> Arrays:
+def backward(call: Call, operands: Arrays, again: Again) -> Arrays:
     """Returns the gradients of q, k, v, log decays and of the state before the first token.
 
     ``operands`` are q, k, v, log decays, states, dout and the gradient of the state after the last
@@ -78,22 +78,22 @@ def backward(place: Place, operands: Arrays, again: Again) -> Arrays:
 
     def cpu(*operands: jax.Array) -> Arrays:
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands[:5]]
-        return _call("backward", operands, results, place.scale)
+        return _call("backward", operands, results, call.scale)
 
     def cuda(q: jax.Array, *others: jax.Array) -> Arrays:
-        scaled = (gpu.scaled(q, place.scale), *others)
-        dq, *gradients = gpu.backward(place.has_documents, scaled, again)
-        return gpu.scaled(dq, place.scale), *gradients
+        scaled = (gpu.scaled(q, call.scale), *others)
+        dq, *gradients = gpu.backward(call.has_documents, scaled, again)
+        return gpu.scaled(dq, call.scale), *gradients
 
-    return _on_platform(place, operands, cpu, cuda)
+    return _on_platform(call, operands, cpu, cuda)
 
 
 def _on_platform(
-    place: Place, operands: Arrays, cpu: Callable[..., Result], cuda: Callable[..., Result]
+    call: Call, operands: Arrays, cpu: Callable[..., Result], cuda: Callable[..., Result]
 ) -> Result:
     """Returns the results of the call for a platform, or for the platform that lowering finds."""
-    if place.platform is not None:
-        return {"cpu": cpu, "cuda": cuda}[place.platform](*operands)
+    if call.platform is not None:
+        return {"cpu": cpu, "cuda": cuda}[call.platform](*operands)
     # Without a default, lowering for any other platform is an error.
     found: Result = lax.platform_dependent(*operands, cpu=cpu, cuda=cuda)
     return found

@@ -35,12 +35,12 @@ def reached(
     A document begins with each reset. With ``back``: at or after them.
     """
     tokens = spoilt.shape[1]
-    place = lax.broadcasted_iota(jnp.int32, spoilt.shape, 1)
+    token = lax.broadcasted_iota(jnp.int32, spoilt.shape, 1)
     if not back:
-        last = lax.cummax(jnp.where(spoilt, place, -1), axis=1)
-        return last >= lax.cummax(jnp.where(resets, place, 0), axis=1)
-    following = lax.cummin(jnp.where(spoilt, place, tokens), axis=1, reverse=True)
-    begins = lax.cummin(jnp.where(resets, place, tokens), axis=1, reverse=True)
+        last = lax.cummax(jnp.where(spoilt, token, -1), axis=1)
+        return last >= lax.cummax(jnp.where(resets, token, 0), axis=1)
+    following = lax.cummin(jnp.where(spoilt, token, tokens), axis=1, reverse=True)
+    begins = lax.cummin(jnp.where(resets, token, tokens), axis=1, reverse=True)
     # The beginning of the next document: a reset at the token itself has begun its own.
     begins = jnp.concatenate([begins, jnp.full_like(begins[:, :1], tokens)], axis=1)[:, 1:]
     return following < begins

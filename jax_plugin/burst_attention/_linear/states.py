@@ -26,7 +26,7 @@ GATHERED_BYTES = 256 * 2**20
 """The most bytes on a device of all ranks' states that ``auto`` gathers."""
 
 
-class Place(NamedTuple):
+class Call(NamedTuple):
     """Everything static about a call."""
 
     axes: Axes
@@ -50,7 +50,7 @@ def chosen(method: Method, world_size: int, state: State) -> Method:
 
 
 def before(
-    place: Place, first: State, decays: Decays, left: State, *, back: bool = False
+    call: Call, first: State, decays: Decays, left: State, *, back: bool = False
 ) -> tuple[State, State]:
     """Returns the state before this rank's tokens, and the state after all ranks' tokens.
 
@@ -59,8 +59,8 @@ def before(
     ``ring`` only the first rank in this order needs ``first``, and only the last rank gets the
     state after all tokens.
     """
-    method = _ring if place.method == "ring" else _gathered
-    return method(place, first, decays, left, back)
+    method = _ring if call.method == "ring" else _gathered
+    return method(call, first, decays, left, back)
 
 
 def total(logs: Logs) -> Decays:
@@ -83,32 +83,30 @@ def _after(before: State, decays: Decays, left: State) -> State:
 
 
 def _gathered(
-    place: Place, first: State, decays: Decays, left: State, back: bool
+    call: Call, first: State, decays: Decays, left: State, back: bool
 ) -> tuple[State, State]:
     """Gathers the a and M of all ranks in one exchange; each rank then folds them itself."""
-    rank = lax.axis_index(place.axes)
-    all_decays = lax.all_gather(decays, place.axes)
-    all_left = lax.all_gather(left, place.axes)
+    rank = lax.axis_index(call.axes)
+    all_decays = lax.all_gather(decays, call.axes)
+    all_left = lax.all_gather(left, call.axes)
 
     def step(carry: tuple[State, State], other: jax.Array) -> tuple[tuple[State, State], None]:
         state, own = carry
         own = jnp.where(other == rank, state, own)
         return (_after(state, all_decays[other], all_left[other]), own), None
 
-    ranks = jnp.arange(place.world_size, dtype=jnp.int32)
+    ranks = jnp.arange(call.world_size, dtype=jnp.int32)
     (last, own), _ = lax.scan(step, (first, first), ranks[::-1] if back else ranks)
     return own, last
 
 
-def _ring(
-    place: Place, first: State, decays: Decays, left: State, back: bool
-) -> tuple[State, State]:
+def _ring(call: Call, first: State, decays: Decays, left: State, back: bool) -> tuple[State, State]:
     """Sends states from rank to rank. Each rank has its a and M ready when the state arrives."""
-    size, rank = place.world_size, lax.axis_index(place.axes)
+    size, rank = call.world_size, lax.axis_index(call.axes)
     order = list(range(size))[:: -1 if back else 1]
     own = first
     for sender, receiver in pairwise(order):
         sent = _after(own, decays, left)
-        came = lax.ppermute(sent, place.axes, [(sender, receiver)])
+        came = lax.ppermute(sent, call.axes, [(sender, receiver)])
         own = jnp.where(rank == receiver, came, own)
     return own, _after(own, decays, left)

@@ -50,7 +50,7 @@ pub enum Split {
 /// gaps.
 ///
 /// ```text
-/// s_rj = cap(softmax_scale · q_r·k_j) + slope_r · (position of j − place_r),  begin_r ≤ j < end_r
+/// s_rj = cap(softmax_scale · q_r·k_j) + slope_r · (position of j − position_r),  begin_r ≤ j < end_r
 /// o_r = Σ_j e^(s_rj − lse_r) v_j;   lse_r = log Σ_j e^(s_rj)
 /// ```
 ///
@@ -112,10 +112,10 @@ pub struct Decode {
     /// Int32 `[units, 2, rows]`: the first key that a row sees, and the end, within the unit's tiles
     /// and the source. A row sees nothing if they are equal.
     pub intervals: u64,
-    /// Int32 `[units, rows]` and float32 `[units, kv_heads, rows]`: the places of rows and their
-    /// slopes, if there are slopes.
+    /// Int32 `[units, rows]` and float32 `[units, kv_heads, rows]`: the counted positions of
+    /// rows and their slopes, if there are slopes.
     pub slopes: Option<(u64, u64)>,
-    /// Int32: this device's place among the devices that share the keys.
+    /// Int32: this device's rank among the devices that share the keys.
     pub rank: u64,
     /// A workspace of [`Decode::workspace_bytes`] bytes, at a multiple of 16.
     pub workspace: u64,
@@ -171,7 +171,7 @@ impl Decode {
         self.units * self.kv_heads * self.rows.div_ceil(self.tile_rows(target))
     }
 
-    /// Returns the number of places of pieces, which is the number of blocks.
+    /// Returns the number of slots of pieces, which is the number of blocks.
     pub fn slots(&self, target: Target) -> usize {
         match self.split {
             Split::Runs(runs) => runs + self.pairs(target),
@@ -286,7 +286,7 @@ impl Decode {
 
     fn arrays(&self, Instance { kernel, target, .. }: Instance) -> Vec<Array> {
         let statistics = (self.slots(target) * self.tile_rows(target) * 4) as u64;
-        let (places, slopes) = self.slopes.unwrap_or_default();
+        let (positions, slopes) = self.slopes.unwrap_or_default();
         let sums = self.workspace + statistics;
         let all = [
             (Operand::Q, self.q),
@@ -295,7 +295,7 @@ impl Decode {
             (Operand::PageTable, self.page_table),
             (Operand::Units, self.table),
             (Operand::Intervals, self.intervals),
-            (Operand::Places, places),
+            (Operand::CountedPositions, positions),
             (Operand::Slopes, slopes),
             (Operand::Rank, self.rank),
             (Operand::PieceMax, self.workspace),

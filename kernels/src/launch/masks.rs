@@ -4,7 +4,7 @@ use super::array::resident_side;
 use super::cut::Cut;
 use super::job::Job;
 use super::rectangle::Side;
-use crate::features::{RowPositions, Visible};
+use crate::features::{EvenPositions, Visible};
 use crate::kernel::Kernel;
 use crate::place::Rows;
 use crate::record::{Meaning, Operand, Value};
@@ -118,12 +118,12 @@ impl Job {
         let sizes = (cut.batch.len(), range.len(), 1, 8);
         let mut job = Job::per_row(kernel, sizes, kernel.elements()[0]);
         let query = first + positions.stride * range.start as i64;
-        job.features.positions = RowPositions { query, ..positions };
+        job.features.positions = EvenPositions { query, ..positions };
         job.array(Operand::Segments, at(segments, 1))
             .array(Operand::Visible, at(visible.intervals.filter(|_| is_keys), 2))
             .array(Operand::AlsoVisible, at(visible.also.filter(|_| is_keys), 2))
             .array(Operand::Positions, at(visible.positions.filter(|_| !is_keys), 1))
-            .array(Operand::Places, at(visible.places.map(of_side), 1))
+            .array(Operand::CountedPositions, at(visible.counted_positions.map(of_side), 1))
             .array(Operand::MaskRows, Some(rows))
     }
 }

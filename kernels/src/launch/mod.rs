@@ -44,7 +44,7 @@ pub use per_row::*;
 pub use rectangle::Rectangle;
 
 pub use crate::error::LaunchError;
-pub use crate::features::{Dropout, Features, RowPositions, Segments, Visible};
+pub use crate::features::{Dropout, EvenPositions, Features, Segments, Visible};
 use crate::instances::Instance;
 pub use crate::place::{Rows, Statistics};
 use crate::record::{Access, Argument, Kind, Meaning, Value};

@@ -15,9 +15,9 @@ const UNITS: &[Argument] = &arguments! {
 };
 
 const FEATURES: &[Argument] = &arguments! {
-    places: Int32s(Places)[Units, QLen] In(Slopes) / 4, "position of each row that slopes count by [units, rows]; read if has_slopes";
+    places: Int32s(CountedPositions)[Units, QLen] In(Slopes) / 4, "position of each row that slopes count by [units, rows]; read if has_slopes";
     slopes: Float32s(Slopes)[Units, KvHeads, QLen] In(Slopes) / 4, "ALiBi's slope of each row [units, kv_heads, rows]; read if has_slopes";
-    rank: Int32s(Rank)[One] / 4, "this device's place among the devices that share the keys";
+    rank: Int32s(Rank)[One] / 4, "this device's rank among the devices that share the keys";
 };
 
 const PIECES: &[Argument] = &arguments! {
@@ -60,7 +60,7 @@ const PAGE_SIZES: &[Argument] = &arguments! {
 };
 
 const SLOTS: &[Argument] = &arguments! {
-    slots: I32(Size(Slots)), "places of pieces";
+    slots: I32(Size(Slots)), "slots of pieces";
     tile_rows: I32(Size(TileRows)), "rows of a piece";
 };
 

@@ -60,7 +60,7 @@ pub enum Operand {
     /// Position of each row.
     Positions,
     /// Position of each row that slopes and dropout count by.
-    Places,
+    CountedPositions,
     /// Packed numbers of rows.
     MaskRows,
     /// Packed numbers of rows that these rows may see.
@@ -101,7 +101,7 @@ pub enum Operand {
     Units,
     /// Keys that each row of a unit sees.
     Intervals,
-    /// Place of the device among the devices that share the keys.
+    /// Rank of the device among the devices that share the keys.
     Rank,
     /// Σ p·v of each piece.
     PieceAcc,
@@ -146,7 +146,7 @@ pub enum Size {
     Pages,
     /// Rows of a page.
     PageRows,
-    /// Places of pieces.
+    /// Slots of pieces.
     Slots,
     /// Rows of a tile of queries.
     TileRows,

@@ -109,14 +109,14 @@ pub const SEGMENT_RANGES: &[Argument] = &arguments! {
     ranges_batch_stride: I32(BatchStride(Ranges)), "elements between batch entries of ranges";
 };
 
-/// Arguments of `mask_rows`. Packed numbers of a row are its segment, its place, and start and stop
+/// Arguments of `mask_rows`. Packed numbers of a row are its segment, its counted position, and start and stop
 /// of two intervals; each number of all rows of a batch entry lies together.
 pub const MASK_ROWS: &[Argument] = &arguments! {
     segments: Int32s(Segments)[QLen] In(Segments) / 4, "segment of each row [batch, q_len]; read if has_segment_ids";
     visible: Int32s(Visible)[QLen, Two] In(Visible) / 4, "interval of each row [batch, q_len, 2]; read if has_visible";
     also_visible: Int32s(AlsoVisible)[QLen, Two] In(AlsoVisible) / 4, "second interval of each row; read if has_also_visible";
     positions: Int32s(Positions)[QLen] In(Positions) / 4, "position of each row [batch, q_len], where its interval begins; read if has_positions";
-    places: Int32s(Places)[QLen] In(Places) / 4, "position of each row that slopes and dropout count by; read if has_places";
+    places: Int32s(CountedPositions)[QLen] In(CountedPositions) / 4, "position of each row that slopes and dropout count by; read if has_places";
     packed: Int32s(MaskRows)[QLen, Six] Out / 4, "packed numbers of each row [batch, 6, q_len]";
     batch: I32(Size(Batch)), "batch entries";
     q_len: I32(Size(QLen)), "rows";
@@ -124,14 +124,14 @@ pub const MASK_ROWS: &[Argument] = &arguments! {
     visible_batch_stride: I32(BatchStride(Visible)), "elements between batch entries of visible";
     also_visible_batch_stride: I32(BatchStride(AlsoVisible)), "elements between batch entries of also_visible";
     positions_batch_stride: I32(BatchStride(Positions)), "elements between batch entries of positions";
-    places_batch_stride: I32(BatchStride(Places)), "elements between batch entries of places";
+    places_batch_stride: I32(BatchStride(CountedPositions)), "elements between batch entries of places";
     has_segment_ids: I32(Has(Segments)), "1: rows have segments; otherwise all are in segment 0";
     has_visible: I32(Has(Visible)), "1: rows have intervals; otherwise [0, 1)";
     has_also_visible: I32(Has(AlsoVisible)), "1: rows have second intervals; otherwise empty ones";
     has_positions: I32(Has(Positions)), "1: the first interval of a row begins at its position";
-    has_places: I32(Has(Places)), "1: places are data";
-    first_place: I32(QPosition), "place of the first row without has_places";
-    place_stride: I32(PositionStride), "places from one row to the next";
+    has_places: I32(Has(CountedPositions)), "1: counted positions are data";
+    first_place: I32(QPosition), "counted position of the first row without has_places";
+    place_stride: I32(PositionStride), "counted positions from one row to the next";
 };
 
 /// Arguments of `mask_runs`. Its queries are the rows that a block of another kernel keeps, its keys

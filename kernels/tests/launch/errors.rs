@@ -2,7 +2,7 @@
 
 use burst_attention_kernels::instances::{Element, Target};
 use burst_attention_kernels::launch::{
-    Cast, Dropout, Features, Forward, LaunchError, Rectangle, RowPositions, Rows, Segments,
+    Cast, Dropout, EvenPositions, Features, Forward, LaunchError, Rectangle, Rows, Segments,
     Statistics,
 };
 use burst_attention_kernels::record::Value;
@@ -95,7 +95,7 @@ fn a_rate_that_drops_everything() {
 #[test]
 fn positions_that_the_kernels_cannot_count() {
     let slopes = Some(Rows { address: 0x7000, batch_stride: 32 });
-    let at = |query, key, stride| RowPositions { query, key, stride };
+    let at = |query, key, stride| EvenPositions { query, key, stride };
     let refused = |positions, said: &[&str]| {
         let features = Features { slopes, positions, ..Features::default() };
         assert_arrays_refused(|description| description.features = features, said);

@@ -19,7 +19,7 @@ fn visible() -> Visible {
         intervals: Some(INTERVALS),
         also: None,
         positions: Some(POSITIONS),
-        places: Some([POSITIONS, PLACES]),
+        counted_positions: Some([POSITIONS, PLACES]),
         workspace: WORKSPACE,
     }
 }

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use burst_attention_kernels::instances::{Kernel, Target};
 use burst_attention_kernels::launch::{
-    Accumulate, Cast, CombineSoftmax, Delta, Dropout, Features, Forward, KeyGrads, Launch,
-    LaunchError, QueryGrads, Rectangle, RowPositions, Rows, Segments, SoftmaxState, Statistics,
+    Accumulate, Cast, CombineSoftmax, Delta, Dropout, EvenPositions, Features, Forward, KeyGrads,
+    Launch, LaunchError, QueryGrads, Rectangle, Rows, Segments, SoftmaxState, Statistics,
 };
 use burst_attention_kernels::record::Value;
 use burst_attention_kernels::variant::{FeatureSet, Variant};
@@ -50,7 +50,7 @@ struct Placed {
     row_stride: u64,
 }
 
-const POSITIONS: RowPositions = RowPositions { query: 7000, key: 2000, stride: 3 };
+const POSITIONS: EvenPositions = EvenPositions { query: 7000, key: 2000, stride: 3 };
 const SLOPES: u64 = 1 << 40;
 const NUMBERS: u64 = 1 << 41;
 const RANGES: u64 = 1 << 42;
@@ -351,7 +351,7 @@ impl Trial {
         let kv_len = optional("kv_len").unwrap_or(0) as usize;
         let shift = j as i64 - i as i64;
         if let Some(query) = optional("q_position") {
-            let RowPositions { query: of_query, key: of_key, stride } = POSITIONS;
+            let EvenPositions { query: of_query, key: of_key, stride } = POSITIONS;
             assert_eq!(query, of_query + stride * i as i64, "{launch:?}");
             assert_eq!(integer(launch, "k_position"), of_key + stride * j as i64, "{launch:?}");
             // Where a feature is off, another array stands in for the feature's array.

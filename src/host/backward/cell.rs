@@ -217,18 +217,18 @@ impl CellTask<'_> {
                 self.add_band(simd, (head, &queries), (keys, keys), (compares, exact));
                 return;
             }
-            // Each pair of runs is added by itself, so that no row meets values that it does not
+            // Each pair of ranges is added by itself, so that no row meets values that it does not
             // see.
-            for run in visibility.key_runs(batch, keys) {
-                for queries in visibility.query_runs(batch, &queries, run.start) {
+            for range in visibility.key_ranges(batch, keys) {
+                for queries in visibility.query_ranges(batch, &queries, range.start) {
                     self.pack_queries(simd, head, &queries);
-                    self.add_band(simd, (head, &queries), (keys, &run), (false, exact));
+                    self.add_band(simd, (head, &queries), (keys, &range), (false, exact));
                 }
             }
         }
     }
 
-    /// Adds the gradients of packed queries and a run of the block's keys, as far as the band and
+    /// Adds the gradients of packed queries and a range of the block's keys, as far as the band and
     /// data allow.
     ///
     /// # Safety
@@ -239,7 +239,7 @@ impl CellTask<'_> {
         &self,
         simd: S,
         (head, queries): (usize, &Range<usize>),
-        (keys, run): (&Range<usize>, &Range<usize>),
+        (keys, range): (&Range<usize>, &Range<usize>),
         (compares, exact): (bool, bool),
     ) {
         let inputs = &self.cell.tile.inputs;
@@ -250,7 +250,7 @@ impl CellTask<'_> {
         unsafe {
             for lanes in pack::panels::<S>(keys.len()) {
                 let panel = keys.start + lanes.start..keys.end.min(keys.start + lanes.end);
-                let within = panel.start.max(run.start)..panel.end.min(run.end);
+                let within = panel.start.max(range.start)..panel.end.min(range.end);
                 if within.is_empty() {
                     continue;
                 }

@@ -10,7 +10,7 @@ use super::super::tile::TileInputs;
 use super::TileFeatures;
 use crate::operands::Side;
 
-/// The data of a run of queries or of keys, in scratch.
+/// The data of a range of queries or of keys, in scratch.
 #[derive(Clone, Copy)]
 struct SideScratch {
     /// Segments as bits. Negative segments of queries and of keys become different numbers.

@@ -185,9 +185,9 @@ impl BlockTask<'_> {
             self.pack_keys(simd, &keys);
             let exact = !pack::all_finite(simd, v.at, keys.len() * v.row);
             if exact && compares {
-                // Each run is folded by itself, so that no row meets values that it does not see.
-                for run in visibility.key_runs(self.block.head.0, &keys) {
-                    self.fold_band(simd, (&keys, run), (compares, exact));
+                // Each range is folded by itself, so that no row meets values that it does not see.
+                for range in visibility.key_ranges(self.block.head.0, &keys) {
+                    self.fold_band(simd, (&keys, range), (compares, exact));
                 }
             } else {
                 self.fold_band(simd, (&keys, keys.clone()), (compares, exact));
@@ -195,8 +195,8 @@ impl BlockTask<'_> {
         }
     }
 
-    /// Folds a run of the block's keys, as far as the band and data allow. With `compares` and
-    /// `exact`, data treat all keys of the run alike, and only queries that see them take part.
+    /// Folds a range of the block's keys, as far as the band and data allow. With `compares` and
+    /// `exact`, data treat all keys of the range alike, and only queries that see them take part.
     ///
     /// # Safety
     /// The caller guarantees that the keys and values are packed.
@@ -204,17 +204,17 @@ impl BlockTask<'_> {
     unsafe fn fold_band<S: Simd>(
         &self,
         simd: S,
-        (keys, run): (&Range<usize>, Range<usize>),
+        (keys, range): (&Range<usize>, Range<usize>),
         (compares, exact): (bool, bool),
     ) {
         let Block { tile, head: (batch, _), rows: ref queries } = *self.block;
         let (band, visibility) = (tile.inputs.band, &tile.inputs.features.visibility);
         let shift = |seen: Range<usize>, by: usize| seen.start - by..seen.end - by;
-        let hidden = |row: usize| compares && exact && !visibility.sees(batch, row, run.start);
+        let hidden = |row: usize| compares && exact && !visibility.sees(batch, row, range.start);
         for lanes in pack::panels::<S>(queries.len()) {
             let first = queries.start + lanes.start;
             let end = queries.end.min(queries.start + lanes.end);
-            let mut seen = band.keys_of(first, &run).start..band.keys_of(end - 1, &run).end;
+            let mut seen = band.keys_of(first, &range).start..band.keys_of(end - 1, &range).end;
             if compares {
                 seen =
                     visibility.trim_keys(batch, &visibility.of_queries(batch, &(first..end)), seen);

@@ -55,18 +55,18 @@ pub(crate) struct Spec {
     pub auto_axes: &'static [usize],
     /// Returns why the family's schedules of a problem are those of the ring, if they are.
     pub same_as_ring: fn(&Problem) -> Option<&'static str>,
-    /// Which ranks of a unit send to other units.
+    /// Which ranks of a node group send to other node groups.
     crossing: Crossing,
 }
 
-/// Which ranks of a unit, a node or a group of neighbours, send to other units.
+/// Which ranks of a node group send to other node groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Crossing {
     /// One rank, at every step.
     OneRank,
     /// All ranks, at every step.
     AllRanks,
-    /// All ranks, once while chunks go round a unit.
+    /// All ranks, once while chunks go round a node group.
     AllRanksInTurns,
 }
 
@@ -160,7 +160,7 @@ impl Family {
         (self.spec().validate)(world_size, self.inner().unwrap_or(1))
     }
 
-    /// Which ranks of a unit send to other units, in schedules of `problem`.
+    /// Which ranks of a node group send to other node groups, in schedules of `problem`.
     pub(crate) fn crossing(self, problem: &Problem) -> Crossing {
         let spec = self.spec();
         (spec.same_as_ring)(problem).map_or(spec.crossing, |_| ring::SPEC.crossing)

@@ -39,7 +39,7 @@ pub struct Features {
     /// dropout depend on positions.
     pub positions: (i64, i64, i64),
     /// Positions of the query rows and of the key rows, `[batch, rows]`, in place of `positions`.
-    pub places: Option<[Vec<i32>; 2]>,
+    pub counted_positions: Option<[Vec<i32>; 2]>,
     /// Intervals of keys.
     pub visible: Option<Visible>,
     /// Factors on key position − query position, which are added to scores, `[batch, heads]`.
@@ -72,7 +72,7 @@ impl Default for Features {
             segments: None,
             soft_cap: None,
             positions: (0, 0, 1),
-            places: None,
+            counted_positions: None,
             visible: None,
             slopes: None,
             dropout: None,
@@ -157,7 +157,7 @@ impl Attention {
 
     /// Returns the positions of query row `i` and of key row `j`.
     fn positions(&self, entry: usize, i: usize, j: usize) -> (i64, i64) {
-        if let Some([queries, keys]) = &self.features.places {
+        if let Some([queries, keys]) = &self.features.counted_positions {
             let (query, key) = (queries[entry * self.q_len + i], keys[entry * self.kv_len + j]);
             return (query.into(), key.into());
         }

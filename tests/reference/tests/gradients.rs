@@ -26,7 +26,7 @@ fn attention() -> Attention {
             segments: Some([segments(7), segments(6)]),
             soft_cap: Some(1.5),
             positions: (3, 1, 2),
-            places: None,
+            counted_positions: None,
             visible: None,
             slopes: Some(values(8, 5)),
             dropout: Some(Dropout { rate: 0.3, numbers: (0..2).map(numbers).collect() }),

@@ -25,7 +25,7 @@ pub struct Masks {
     /// How many of these intervals count; without any, each query sees each key.
     pub count: usize,
     /// Position of a key, if slopes and dropout count by the positions of both sides.
-    pub place: Option<fn(usize, usize) -> i32>,
+    pub counted: Option<fn(usize, usize) -> i32>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -170,7 +170,7 @@ impl Case {
     }
 
     /// Returns the positions of query `i` and key `j` that launches count from first rows.
-    pub fn places(&self, i: usize, j: usize) -> (i64, i64) {
+    pub fn even_positions(&self, i: usize, j: usize) -> (i64, i64) {
         let (query, key, stride) = self.positions;
         (query + stride * i as i64, key + stride * j as i64)
     }
@@ -178,10 +178,10 @@ impl Case {
     /// Returns the position of key `j` minus the position of query `i`, a factor of slopes; 0
     /// without slopes.
     pub fn distance(&self, b: usize, i: usize, j: usize) -> i64 {
-        let data = self.masks.and_then(|masks| Some((masks.position, masks.place?)));
+        let data = self.masks.and_then(|masks| Some((masks.position, masks.counted?)));
         let (query, key) = match data {
-            Some((position, place)) => (position(b, i).into(), place(b, j).into()),
-            None => self.places(i, j),
+            Some((of_query, of_key)) => (of_query(b, i).into(), of_key(b, j).into()),
+            None => self.even_positions(i, j),
         };
         if self.slopes { key - query } else { 0 }
     }

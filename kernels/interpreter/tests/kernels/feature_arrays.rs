@@ -1,7 +1,7 @@
 //! The arrays of a case's features, in memory: segments, masks, slopes, numbers for dropout.
 
 use burst_attention_kernels::instances::Kernel;
-use burst_attention_kernels::launch::{Dropout, Features, RowPositions, Segments, Visible};
+use burst_attention_kernels::launch::{Dropout, EvenPositions, Features, Segments, Visible};
 use burst_attention_reference::numbers;
 
 use super::case::{Case, Masks};
@@ -23,7 +23,7 @@ pub struct MaskArrays {
     intervals: Vec<Array>,
     positions: Array,
     /// Positions of keys.
-    places: Option<Array>,
+    counted: Option<Array>,
     workspace: Array,
 }
 
@@ -49,7 +49,7 @@ impl FeatureArrays {
 
     /// Returns the features of a rectangle that begins at these rows.
     pub fn features(&self, case: &Case, query: usize, key: usize) -> Features {
-        let (query_place, key_place) = case.places(query, key);
+        let (query_position, key_position) = case.even_positions(query, key);
         let segments = self.segments.as_ref().map(|[queries, keys, ranges]| Segments {
             queries: queries.rows(query),
             keys: keys.rows(key),
@@ -61,9 +61,9 @@ impl FeatureArrays {
             soft_cap: case.soft_cap,
             slopes: self.slopes.as_ref().map(|slopes| slopes.rows(0)),
             dropout: dropout.map(|(rate, array)| Dropout { numbers: array.rows(0), rate }),
-            positions: RowPositions {
-                query: query_place,
-                key: key_place,
+            positions: EvenPositions {
+                query: query_position,
+                key: key_position,
                 stride: case.positions.2,
             },
             visible: self.masks.as_ref().map(|masks| masks.visible(query, key)),
@@ -75,7 +75,7 @@ impl FeatureArrays {
     pub fn audit(&self, world: &World) -> Result<(), String> {
         let all = self.segments.iter().flatten().chain(&self.slopes).chain(&self.dropout);
         let masks = self.masks.iter().flat_map(|masks| {
-            masks.intervals.iter().chain([&masks.positions]).chain(&masks.places)
+            masks.intervals.iter().chain([&masks.positions]).chain(&masks.counted)
         });
         let all = all.chain(masks);
         let expected = |array: &Array| match array.name {
@@ -98,7 +98,7 @@ impl MaskArrays {
         let intervals: Vec<_> =
             intervals.map(|(name, n)| array(*name, kv_len, n * margin, 2)).collect();
         let positions = array("query_positions", q_len, margin + margin / 4, 1);
-        let places = masks.place.map(|_| array("key_positions", kv_len, margin, 1));
+        let counted = masks.counted.map(|_| array("key_positions", kv_len, margin, 1));
         let bytes = Visible::workspace_bytes(batch, q_len, kv_len) as usize;
         let workspace = world.rows("workspace", Scalar::I32, [1, bytes / 4, 1, 1], 64);
         let memory = &mut world.memory;
@@ -110,12 +110,12 @@ impl MaskArrays {
                 for (array, bounds) in intervals.iter().zip((masks.intervals)(b, j)) {
                     array.put_integers(memory, (b, j), &bounds);
                 }
-                if let Some((array, place)) = places.as_ref().zip(masks.place) {
-                    array.put_word(memory, (b, j), place(b, j));
+                if let Some((array, position)) = counted.as_ref().zip(masks.counted) {
+                    array.put_word(memory, (b, j), position(b, j));
                 }
             }
         }
-        MaskArrays { intervals, positions, places, workspace }
+        MaskArrays { intervals, positions, counted, workspace }
     }
 
     /// Returns the masks of a rectangle that begins at these rows.
@@ -126,7 +126,7 @@ impl MaskArrays {
             intervals: interval(0),
             also: interval(1),
             positions: (!self.intervals.is_empty()).then_some(positions),
-            places: self.places.as_ref().map(|places| [positions, places.rows(key)]),
+            counted_positions: self.counted.as_ref().map(|keys| [positions, keys.rows(key)]),
             workspace: self.workspace.rows(0).address,
         }
     }

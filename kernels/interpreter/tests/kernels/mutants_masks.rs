@@ -70,20 +70,20 @@ const MUTANTS: [Mutant; 25] = [
     ("fwd: intervals begin early", fwd, BRANCHES, Ranges(|m| misplace(m, PACKED, 2, 0))),
     ("fwd: intervals end early", fwd, BRANCHES, Ranges(|m| misplace(m, PACKED, 3, 2))),
     ("fwd: second intervals empty", fwd, BRANCHES, Ranges(|m| misplace(m, PACKED, 5, 4))),
-    ("fwd: segments for places", fwd, PLACED, Ranges(|m| misplace(m, PACKED, 1, 0))),
+    ("fwd: segments for positions", fwd, PLACED, Ranges(|m| misplace(m, PACKED, 1, 0))),
     ("fwd: no bias", fwd, PLACED, Launched(|l| force(l, "has_slopes", 0))),
     ("dkdv: data ignored", dkdv, BRANCHES, Compiled(ignore_data)),
     ("dkdv: runs of the next rows", dkdv, BRANCHES, Launched(next_runs)),
     ("dkdv: queries a row further on", dkdv, BRANCHES, Launched(|l| move_a_row(l, "q_segments"))),
     ("dkdv: even to the end", dkdv, NEAR, Ranges(|m| misplace(m, RUNS, 9, 7))),
     ("dkdv: second intervals empty", dkdv, BRANCHES, Ranges(|m| misplace(m, PACKED, 5, 4))),
-    ("dkdv: segments for places", dkdv, PLACED, Ranges(|m| misplace(m, PACKED, 1, 0))),
+    ("dkdv: segments for positions", dkdv, PLACED, Ranges(|m| misplace(m, PACKED, 1, 0))),
     ("dq: data ignored", dq, BRANCHES, Compiled(ignore_data)),
     ("dq: runs of the next rows", dq, BRANCHES, Launched(next_runs)),
     ("dq: even to the end", dq, BRANCHES, Ranges(|m| misplace(m, RUNS, 9, 7))),
     ("dq: keys a row further on", dq, BRANCHES, Launched(|l| move_a_row(l, "kv_segments"))),
     ("dq: second intervals empty", dq, BRANCHES, Ranges(|m| misplace(m, PACKED, 5, 4))),
-    ("dq: segments for places", dq, PLACED, Ranges(|m| misplace(m, PACKED, 1, 0))),
+    ("dq: segments for positions", dq, PLACED, Ranges(|m| misplace(m, PACKED, 1, 0))),
 ];
 
 #[test]

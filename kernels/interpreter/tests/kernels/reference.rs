@@ -27,9 +27,9 @@ pub fn dense<R: Real>(case: &Case, inputs: &Inputs, store_o: impl Fn(R) -> R) ->
         let intervals = keys.map(of_key).collect();
         Visible { positions: of_rows(q_len, masks.position), intervals }
     });
-    let places = case
+    let counted_positions = case
         .masks
-        .and_then(|masks| Some([of_rows(q_len, masks.position), of_rows(kv_len, masks.place?)]));
+        .and_then(|masks| Some([of_rows(q_len, masks.position), of_rows(kv_len, masks.counted?)]));
     let attention = Attention {
         batch,
         q_len,
@@ -46,7 +46,7 @@ pub fn dense<R: Real>(case: &Case, inputs: &Inputs, store_o: impl Fn(R) -> R) ->
                 .map(|_| [segments(q_len, Case::q_segment), segments(kv_len, Case::kv_segment)]),
             soft_cap: (case.soft_cap != 0.0).then_some(case.soft_cap),
             positions: case.positions,
-            places,
+            counted_positions,
             visible: intervals,
             slopes: case.slopes.then(|| slopes.clone()),
             dropout: case

@@ -54,13 +54,13 @@ fn local(_: usize, j: usize) -> [[i32; 2]; 2] {
     [[j as i32, j as i32 + 200], [0, 0]]
 }
 
-pub const ANY: Masks = Masks { position: row, intervals: any, count: 2, place: None };
+pub const ANY: Masks = Masks { position: row, intervals: any, count: 2, counted: None };
 pub const TREE: Masks = Masks { intervals: tree, ..ANY };
 pub const COMBS: Masks = Masks { intervals: combs, ..ANY };
 pub const OPEN: Masks = Masks { intervals: open, ..ANY };
 pub const LOCAL: Masks = Masks { intervals: local, ..ANY };
 const PREFIX: Masks = Masks { count: 1, ..TREE };
-pub const TURNED: Masks = Masks { position: turned, place: Some(turned), ..ANY };
+pub const TURNED: Masks = Masks { position: turned, counted: Some(turned), ..ANY };
 const NEVER: Masks = Masks { intervals: never, ..ANY };
 /// Positions without intervals.
 pub const PLACES: Masks = Masks { count: 0, ..TURNED };

@@ -130,7 +130,7 @@ impl Case {
     }
 
     /// Returns the position of a query.
-    pub fn place(&self, entry: usize, query: usize) -> i64 {
+    pub fn query_position(&self, entry: usize, query: usize) -> i64 {
         let used = *self.query_lengths.get(entry).unwrap_or(&(self.queries as i32));
         let start = self.starts.get(entry).copied().unwrap_or(self.lengths[entry] - used);
         i64::from(start) + query as i64
@@ -139,7 +139,7 @@ impl Case {
     /// Whether a query sees a row of its source, whatever its page.
     fn sees(&self, entry: usize, query: usize, row: usize) -> bool {
         let used = *self.query_lengths.get(entry).unwrap_or(&(self.queries as i32));
-        let (own, key) = (self.place(entry, query), self.position(row));
+        let (own, key) = (self.query_position(entry, query), self.position(row));
         let near = self.window.is_none_or(|window| own - key <= i64::from(window));
         let exists = (query as i32) < used && own >= 0;
         exists && near && key <= own && key < i64::from(self.lengths[entry])
@@ -255,7 +255,7 @@ impl Case {
             let s = s * f64::from(self.scale());
             let s = if cap > 0.0 { cap * (s / cap).tanh() } else { s };
             let slope = f64::from(inputs.slopes[head * self.group + of_group]);
-            let away = (self.position(key) - self.place(entry, query)) as f64;
+            let away = (self.position(key) - self.query_position(entry, query)) as f64;
             if self.slopes { s + slope * away } else { s }
         };
         let keys = self.interval(entry, query);
@@ -352,17 +352,18 @@ pub fn place(case: &Case, inputs: &Inputs, world: &mut World) -> (Decode, Arrays
     let rank = integers(world, "rank", [1, 1], &[case.rank]);
     let mut all = vec![q, k, v];
     if case.slopes {
-        let places = (0..units * rows).map(|at| {
+        let positions = (0..units * rows).map(|at| {
             let (entry, query, _) = case.of_row(at / rows, at % rows);
-            case.place(entry, query) as i32
+            case.query_position(entry, query) as i32
         });
-        let places = integers(world, "places", [units, rows], &places.collect::<Vec<_>>());
+        let positions: Vec<_> = positions.collect();
+        let positions = integers(world, "places", [units, rows], &positions);
         let slopes = (0..heads * rows)
             .map(|at| inputs.slopes[at / rows % kv_heads * case.group + at % rows % case.group]);
         let slopes: Vec<_> = slopes.collect();
         let slopes = array(world, "slopes", Scalar::F32, [1, heads, 1, rows], &slopes);
-        description.slopes = Some((places.rows(0).address, slopes.rows(0).address));
-        all.extend([places, slopes]);
+        description.slopes = Some((positions.rows(0).address, slopes.rows(0).address));
+        all.extend([positions, slopes]);
     }
     let floats = description.workspace_bytes(case.target) as usize / 4;
     let workspace = world.rows("workspace", Scalar::F32, [1, 1, 1, floats], 0);
