@@ -49,7 +49,7 @@ macro_rules! rows {
     };
 }
 
-/// All arrays, in the order in which calls take and return them.
+/// All arrays, in the order in which calls take and return them; on GPUs that of `Decode::ARRAYS`.
 const ROWS: &[Row] = rows! {
     "query": [Batch, QLen, Heads, HeadDim], [Units, KvHeads, QLen, HeadDim], Activation, Operand;
     "key_cache": KEYS, KEYS, Activation, Operand;
