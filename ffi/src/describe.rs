@@ -11,7 +11,7 @@ use burst_attention::operands::{DeviceKind, Dim, Operand};
 use burst_attention_kernels::launch;
 use serde_json::{Value, json};
 
-use crate::decode::arrays::operands;
+use crate::decode::arrays::names;
 use crate::{images, sys};
 
 /// Returns the version, and what computes on CPUs and on GPUs. Starts the compute threads.
@@ -34,7 +34,7 @@ pub(crate) fn describe() -> Value {
 }
 
 /// Returns what a call may name and take: the families of schedules, the operands of features and
-/// of decode in their order, and the sizes by which decode on GPUs cuts queries and keys.
+/// the arrays of decode in their order, and the sizes by which decode on GPUs cuts queries and keys.
 pub(crate) fn interface() -> Value {
     let dims = |operand: Operand| -> Vec<Value> {
         let batch = iter::once(Value::from("batch"));
@@ -55,12 +55,13 @@ pub(crate) fn interface() -> Value {
     let schedule = |family: Family| json!({ "name": family.name(), "doc": family.doc() });
     let schedules = Family::ALL.map(schedule);
     let features: Vec<_> = Operand::of_features().map(operand).collect();
+    let of = |kind| names(kind).collect::<Vec<_>>();
     let decode = json!({
         "few_rows": launch::FEW_ROWS,
         "many_rows": launch::MANY_ROWS,
         "most_runs": launch::MOST_RUNS,
         "page_elements": launch::PAGE_ELEMENTS,
-        "operands": {"cpu": operands(DeviceKind::Host), "cuda": operands(DeviceKind::Cuda)},
+        "arrays": {"cpu": of(DeviceKind::Host), "cuda": of(DeviceKind::Cuda)},
     });
     json!({ "schedules": schedules, "feature_operands": features, "decode": decode })
 }

@@ -91,10 +91,11 @@ class ScheduleName(TypedDict):
 
 
 class DecodeInterface(TypedDict):
-    """The operands of decode, and the sizes by which decode on GPUs cuts queries and keys."""
+    """The arrays of decode, and the sizes by which decode on GPUs cuts queries and keys."""
 
-    operands: dict[str, list[str]]
-    """The names of a call's operands on each platform, in order; slopes may be missing."""
+    arrays: dict[str, list[str]]
+    """The names of a call's arrays on each platform, in order: operands, of which slopes may be
+    missing, and results."""
     few_rows: int
     """Rows of the smaller tiles of queries."""
     many_rows: int

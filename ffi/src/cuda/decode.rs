@@ -12,7 +12,7 @@ use super::explain::explain;
 use super::told::Told;
 use super::{Platform, Stage};
 use crate::data_type::DataType;
-use crate::decode::arrays::Arrays;
+use crate::decode::arrays::{Arrays, names};
 use crate::error::{Error, Result};
 use crate::frame::CallFrame;
 use crate::{handler, sys};
@@ -73,9 +73,10 @@ fn decode(frame: &CallFrame<'_>) -> Result<Decode> {
         0 => Split::Runs(1),
         most => Split::Slices(most),
     };
-    let slopes = arrays.has("slopes").then(|| -> Result<_> {
-        Ok((arrays.address("counted_positions")?, arrays.address("slopes")?))
-    });
+    let mut addresses = [0; Decode::ARRAYS.len()];
+    for (to, name) in addresses.iter_mut().zip(names(DeviceKind::Cuda)) {
+        *to = arrays.address(name)?;
+    }
     let call = Decode {
         units: arrays.length(Size::Units),
         rows: arrays.length(Size::QLen),
@@ -93,17 +94,8 @@ fn decode(frame: &CallFrame<'_>) -> Result<Decode> {
         soft_cap: attributes.get("soft_cap")?,
         interleave: attributes.get("interleave")?,
         world_size: attributes.get("world_size")?,
-        q: arrays.address("query")?,
-        k: arrays.address("key_cache")?,
-        v: arrays.address("value_cache")?,
-        page_table: arrays.address("page_table")?,
-        table: arrays.address("units")?,
-        intervals: arrays.address("intervals")?,
-        slopes: slopes.transpose()?,
-        rank: arrays.address("rank")?,
+        arrays: addresses,
         workspace: 0,
-        o: arrays.address("o")?,
-        lse: arrays.address("lse")?,
     };
     if call.units == 0 || call.rows == 0 {
         return Ok(call);

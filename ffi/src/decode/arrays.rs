@@ -49,7 +49,7 @@ macro_rules! rows {
     };
 }
 
-/// All arrays, in the order in which calls take and return them.
+/// All arrays, in the order in which calls take and return them; on GPUs that of `Decode::ARRAYS`.
 const ROWS: &[Row] = rows! {
     "query": [Batch, QLen, Heads, HeadDim], [Units, KvHeads, QLen, HeadDim], Activation, Operand;
     "key_cache": KEYS, KEYS, Activation, Operand;
@@ -74,10 +74,10 @@ fn rows(kind: DeviceKind, role: Role) -> impl Iterator<Item = (&'static Row, &'s
     rows.filter_map(move |row| Some((row, row.dims[kind as usize]?)))
 }
 
-/// Returns the names of the operands of calls with slopes, in order.
-pub(crate) fn operands(kind: DeviceKind) -> Vec<&'static str> {
-    let all = rows(kind, Role::Operand).chain(rows(kind, Role::OfSlopes));
-    all.map(|(row, _)| row.name).collect()
+/// Returns the names of all arrays of a platform, in order.
+pub(crate) fn names(kind: DeviceKind) -> impl Iterator<Item = &'static str> {
+    let roles = [Role::Operand, Role::OfSlopes, Role::Result].into_iter();
+    roles.flat_map(move |role| rows(kind, role)).map(|(row, _)| row.name)
 }
 
 /// The arrays of a call.
@@ -88,7 +88,8 @@ impl Arrays {
     /// Pairs the arrays of a call with their rows. The other functions check types and lengths.
     pub fn read(kind: DeviceKind, given: Vec<Buffer>, results: [Buffer; 2]) -> Result<Arrays> {
         let of = |role| rows(kind, role);
-        let (least, most) = (of(Role::Operand).count(), operands(kind).len());
+        let least = of(Role::Operand).count();
+        let most = least + of(Role::OfSlopes).count();
         if ![least, most].contains(&given.len()) {
             let expected = format!("{least}, or {most} with slopes");
             return Err(Error::mismatch("number of operands", expected, given.len()));
@@ -123,8 +124,11 @@ impl Arrays {
         self.0[0].2.dtype
     }
 
-    /// Returns the address of an array of the right type and lengths; 0 without memory.
+    /// Returns the address of an array of the right type and lengths; 0 without array or memory.
     pub fn address(&self, name: &str) -> Result<u64> {
+        if !self.has(name) {
+            return Ok(0);
+        }
         let (buffer, dtype, dims) = self.find(name);
         buffer.address(name, dtype, &dims)
     }

@@ -23,7 +23,7 @@ from burst_attention._mesh import vary_like
 from burst_attention._types import Arrays
 
 DECODE = _ffi.interface()["decode"]
-"""The operands of the call, and the sizes by which the kernels cut queries and keys."""
+"""The arrays of the call, and the sizes by which the kernels cut queries and keys."""
 
 SLICES = 32
 """The most slices of a source with ``split="fixed"``."""
@@ -86,7 +86,7 @@ def partial(work: Work, operands: Operands) -> Pair:
         slopes = jnp.broadcast_to(operands.slopes, query.shape[:3])[..., None]
         named["slopes"] = packed(slopes, units, group)[..., 0]
         named["counted_positions"] = _of_rows(_positions(operands), units, group)
-    given = [named.get(name) for name in DECODE["operands"]["cuda"]]
+    given = [named.get(name) for name in DECODE["arrays"]["cuda"]]
     o, lse = _call(work, cut, tuple(x for x in given if x is not None))
     queries, heads = query.shape[1:3]
     pair = (

@@ -60,7 +60,11 @@ pub enum Split {
 ///
 /// A page holds ⌈`page_rows` / tile⌉ tiles of [`Decode::page_tile`] keys, the last of which may be
 /// cut, so tile t of a source lies in its page t div that number. Slices are `slice_tiles`
-/// consecutive tiles, counted from the source's first key.
+/// consecutive tiles, counted from the source's first key. The slices of a unit are those that hold
+/// its tiles.
+///
+/// Keys of a page id out of range are hidden. An id is read only where a tile of a unit lies in the
+/// page. The keys that a row sees lie within the unit's tiles and the source.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Decode {
@@ -97,35 +101,21 @@ pub struct Decode {
     pub interleave: i64,
     /// Devices that share the keys.
     pub world_size: i64,
-    /// Queries `[units, kv_heads, rows, head_dim]`.
-    pub q: u64,
-    /// Keys `[pages, page_rows, kv_heads, head_dim]`.
-    pub k: u64,
-    /// Values `[pages, page_rows, kv_heads, value_dim]`.
-    pub v: u64,
-    /// Int32 `[sources, source_pages]`: ids of pages. Keys of a page out of range are hidden. An id
-    /// is read only where a tile of a unit lies in the page.
-    pub page_table: u64,
-    /// Int32 `[units, 4]`: the slices of this and all earlier units, the first tile, the end of the
-    /// tiles, and the source. The slices of a unit are the slices that hold its tiles.
-    pub table: u64,
-    /// Int32 `[units, 2, rows]`: the first key that a row sees, and the end, within the unit's tiles
-    /// and the source. A row sees nothing if they are equal.
-    pub intervals: u64,
-    /// Int32 `[units, rows]` and float32 `[units, kv_heads, rows]`: the counted positions of
-    /// rows and their slopes, if there are slopes.
-    pub slopes: Option<(u64, u64)>,
-    /// Int32: this device's rank among the devices that share the keys.
-    pub rank: u64,
+    /// Addresses of [`Decode::ARRAYS`]; 0 for counted positions and slopes where there are none.
+    pub arrays: [u64; Decode::ARRAYS.len()],
     /// A workspace of [`Decode::workspace_bytes`] bytes, at a multiple of 16.
     pub workspace: u64,
-    /// Result, float32 `[units, kv_heads, rows, value_dim]`.
-    pub o: u64,
-    /// Result, float32 `[units, kv_heads, rows]`.
-    pub lse: u64,
 }
 
 impl Decode {
+    /// The arrays of a call, as the launch records describe them.
+    pub const ARRAYS: [Operand; 11] = {
+        use Operand::{
+            CountedPositions, Intervals, K, Lse, O, PageTable, Q, Rank, Slopes, Units, V,
+        };
+        [Q, K, V, PageTable, Units, Intervals, Rank, CountedPositions, Slopes, O, Lse]
+    };
+
     /// Returns the number of equal runs for a device of `target`. If few pairs are cut, all pieces
     /// run at once; otherwise pieces are short, so that the last ones end together.
     pub fn runs(&self, target: Target) -> usize {
@@ -286,28 +276,16 @@ impl Decode {
 
     fn arrays(&self, Instance { kernel, target, .. }: Instance) -> Vec<Array> {
         let statistics = (self.slots(target) * self.tile_rows(target) * 4) as u64;
-        let (positions, slopes) = self.slopes.unwrap_or_default();
         let sums = self.workspace + statistics;
-        let all = [
-            (Operand::Q, self.q),
-            (Operand::K, self.k),
-            (Operand::V, self.v),
-            (Operand::PageTable, self.page_table),
-            (Operand::Units, self.table),
-            (Operand::Intervals, self.intervals),
-            (Operand::CountedPositions, positions),
-            (Operand::Slopes, slopes),
-            (Operand::Rank, self.rank),
+        let pieces = [
             (Operand::PieceMax, self.workspace),
             (Operand::PieceSum, sums),
             (Operand::PieceAcc, sums + statistics),
-            (Operand::O, self.o),
-            (Operand::Lse, self.lse),
         ];
-        let own =
-            all.iter().filter(|(operand, _)| kernel.find(Meaning::Address(*operand)).is_some());
+        let all = Decode::ARRAYS.into_iter().zip(self.arrays).chain(pieces);
+        let own = all.filter(|(operand, _)| kernel.find(Meaning::Address(*operand)).is_some());
         let size = |size| self.size(size, target);
-        let array = |&(operand, address): &(Operand, u64)| {
+        let array = |(operand, address)| {
             let at = Statistics { address, ..Statistics::default() };
             let of = (kernel, Variant::PLAIN);
             Array::new(of, operand, self.element, size, at).contiguous(size)

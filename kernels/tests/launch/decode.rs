@@ -22,17 +22,8 @@ fn decode(units: usize, rows: usize, dim: usize, page_rows: usize, split: Split)
         soft_cap: 0.0,
         interleave: 1,
         world_size: 1,
-        q: 1 << 48,
-        k: 2 << 48,
-        v: 3 << 48,
-        page_table: 4 << 48,
-        table: 5 << 48,
-        intervals: 6 << 48,
-        slopes: None,
-        rank: 7 << 48,
+        arrays: [1, 2, 3, 4, 5, 6, 7, 0, 0, 9, 10].map(|number| number << 48),
         workspace: 8 << 48,
-        o: 9 << 48,
-        lse: 10 << 48,
     };
     description.slice_tiles = description.step_tiles();
     description

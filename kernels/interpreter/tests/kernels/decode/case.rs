@@ -321,17 +321,8 @@ pub fn place(case: &Case, inputs: &Inputs, world: &mut World) -> (Decode, Arrays
         soft_cap: case.soft_cap,
         interleave: case.interleave() as i64,
         world_size: case.world_size.into(),
-        q: q.rows(0).address,
-        k: k.rows(0).address,
-        v: v.rows(0).address,
-        page_table: 0,
-        table: 0,
-        intervals: 0,
-        slopes: None,
-        rank: 0,
+        arrays: [0; Decode::ARRAYS.len()],
         workspace: 0,
-        o: 0,
-        lse: 0,
     };
     description.slice_tiles = case.slice * description.step_tiles();
     let table = case.table(&description);
@@ -350,7 +341,7 @@ pub fn place(case: &Case, inputs: &Inputs, world: &mut World) -> (Decode, Arrays
     let units_table = integers(world, "units", [units, 4], &table);
     let intervals = integers(world, "intervals", [2 * units, rows], &case.intervals());
     let rank = integers(world, "rank", [1, 1], &[case.rank]);
-    let mut all = vec![q, k, v];
+    let mut all = vec![q, k, v, page_table, units_table, intervals, rank];
     if case.slopes {
         let positions = (0..units * rows).map(|at| {
             let (entry, query, _) = case.of_row(at / rows, at % rows);
@@ -362,7 +353,6 @@ pub fn place(case: &Case, inputs: &Inputs, world: &mut World) -> (Decode, Arrays
             .map(|at| inputs.slopes[at / rows % kv_heads * case.group + at % rows % case.group]);
         let slopes: Vec<_> = slopes.collect();
         let slopes = array(world, "slopes", Scalar::F32, [1, heads, 1, rows], &slopes);
-        description.slopes = Some((positions.rows(0).address, slopes.rows(0).address));
         all.extend([positions, slopes]);
     }
     let floats = description.workspace_bytes(case.target) as usize / 4;
@@ -370,13 +360,11 @@ pub fn place(case: &Case, inputs: &Inputs, world: &mut World) -> (Decode, Arrays
     let o = world.rows("o", Scalar::F32, [1, heads * rows, 1, value_dim], 0);
     let lse = world.rows("lse", Scalar::F32, [1, heads * rows, 1, 1], 0);
     let at = |array: &Array| array.rows(0).address;
-    description.page_table = at(&page_table);
-    description.table = at(&units_table);
-    description.intervals = at(&intervals);
-    description.rank = at(&rank);
+    let results = [at(&o), at(&lse)];
+    for (to, array) in description.arrays.iter_mut().zip(&all) {
+        *to = at(array);
+    }
+    description.arrays[9..].copy_from_slice(&results);
     description.workspace = at(&workspace);
-    description.o = at(&o);
-    description.lse = at(&lse);
-    all.extend([page_table, units_table, intervals, rank]);
     (description, Arrays { inputs: all, workspace, o, lse })
 }
