@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from burst_attention import _ffi
-from burst_attention._attention.arguments import cast, intervals, mask_sides
+from burst_attention._attention.arguments import Value, batched, cast, intervals, mask_sides
 from burst_attention._batching import spread
 from burst_attention._checks import array_type, index, shaped
 from burst_attention._types import ArrayType, Axes
@@ -118,6 +118,12 @@ class Features(NamedTuple):
     def differentiable(self) -> list[tuple[Feature, jax.Array]]:
         """Returns the arrays that have a gradient, each with its row of the table."""
         return [(row, x) for row, x in self.present() if row.differentiable]
+
+
+def batch_of_one(qkv: Value, options: Mapping[str, object]) -> tuple[Value, dict[str, object]]:
+    """Returns query, key and value of three dimensions, and arrays of their rows, with a batch."""
+    of_rows = (row.argument for row in OPERANDS if row.shape.startswith("batch "))
+    return batched(qkv, 3), {**options, **{name: batched(options.get(name), 1) for name in of_rows}}
 
 
 def lengths(query: ArrayType, key: ArrayType) -> dict[str, int]:
