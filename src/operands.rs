@@ -139,6 +139,8 @@ struct Row {
 /// A feature of a problem.
 #[derive(Debug)]
 struct Flag {
+    /// The name of its field of [`Features`] if the field says no more than whether it is on.
+    name: Option<&'static str>,
     is_on: fn(&Features) -> bool,
     /// Turns the feature on. Does nothing if a number of the caller or another array turns it on.
     turn_on: fn(&mut Features),
@@ -160,13 +162,17 @@ macro_rules! rows {
     (@input $input:ident) => { Some(Operand::$input) };
     (@feature) => { None };
     (@feature dropout) => {
-        Some(Flag { is_on: |features| features.dropout.is_some(), turn_on: |_| () })
+        Some(Flag { name: None, is_on: |features| features.dropout.is_some(), turn_on: |_| () })
     };
     (@feature has_query_positions) => {
-        Some(Flag { is_on: Features::has_query_positions, turn_on: |_| () })
+        Some(Flag { name: None, is_on: Features::has_query_positions, turn_on: |_| () })
     };
     (@feature $flag:ident) => {
-        Some(Flag { is_on: |features| features.$flag, turn_on: |features| features.$flag = true })
+        Some(Flag {
+            name: Some(stringify!($flag)),
+            is_on: |features| features.$flag,
+            turn_on: |features| features.$flag = true,
+        })
     };
     ($(
         $operand:ident: $name:literal, $dims:expr, $element:ident,
@@ -235,6 +241,11 @@ impl Operand {
             (ElementType::ActivationOrFloat32, Backend::Cuda) => ElementType::Activation,
             (element, _) => element,
         }
+    }
+
+    /// Returns the field of [`Features`] that asks for the array and says no more.
+    pub fn flag(self) -> Option<&'static str> {
+        self.row().feature.as_ref()?.name
     }
 
     /// Whether the loss has a gradient with respect to the array.

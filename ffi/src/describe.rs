@@ -50,6 +50,7 @@ pub(crate) fn interface() -> Value {
             "shape": dims(operand),
             "dtype": operand.element(Backend::Host).to_string(),
             "differentiable": operand.is_differentiable(),
+            "flag": operand.flag(),
         })
     };
     let schedule = |family: Family| json!({ "name": family.name(), "doc": family.doc() });
@@ -108,6 +109,7 @@ mod tests {
             "shape": ["batch", "heads"],
             "dtype": "float32",
             "differentiable": true,
+            "flag": "slopes",
         });
         assert_eq!(operands[2], slopes);
         assert_eq!(operands[3]["shape"], json!(["batch", "kv_len", 2]));

@@ -81,6 +81,8 @@ class FeatureOperand(TypedDict):
     shape: list[str | int]
     dtype: str
     differentiable: bool
+    flag: str | None
+    """The feature without a number that asks for the array."""
 
 
 class ScheduleName(TypedDict):
