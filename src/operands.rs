@@ -248,9 +248,9 @@ impl Operand {
         self.row().feature.as_ref()?.name
     }
 
-    /// Whether the loss has a gradient with respect to the array.
-    pub fn is_differentiable(self) -> bool {
-        ROWS.iter().any(|row| row.gradient_of == Some(self))
+    /// Returns the gradient with respect to the array.
+    pub fn gradient(self) -> Option<Operand> {
+        ROWS.iter().find(|row| row.gradient_of == Some(self)).map(|row| row.operand)
     }
 
     /// Returns the side that the array has rows for, or `None` if it has no rows.
@@ -287,6 +287,12 @@ impl Operand {
     /// Returns the arrays that a pass returns, in order.
     pub fn results(pass: Pass, features: &Features) -> impl Iterator<Item = Operand> + use<> {
         Operand::with_role(Role::Result, pass, features)
+    }
+
+    /// Returns the gradients of the arrays of features, in order.
+    pub fn gradients_of(features: &Features) -> impl Iterator<Item = Operand> + use<> {
+        let results = Operand::results(Pass::Backward, features);
+        results.filter(|operand| operand.row().feature.is_some())
     }
 
     /// Returns the arrays that calls take for any feature, in order.

@@ -36,20 +36,23 @@ pub(crate) fn describe() -> Value {
 /// Returns what a call may name and take: the families of schedules, the operands of features and
 /// of decode in their order, and the sizes by which decode on GPUs cuts queries and keys.
 pub(crate) fn interface() -> Value {
-    let dims = |operand: Operand| -> Vec<Value> {
+    let dims = |operand: Operand, backend| -> Vec<Value> {
         let batch = iter::once(Value::from("batch"));
         let name = |dim: &Dim| match *dim {
             Dim::Number(number) => Value::from(number),
             dim => Value::from(dim.name()),
         };
-        batch.chain(operand.dims(Backend::Host).iter().map(name)).collect()
+        batch.chain(operand.dims(backend).iter().map(name)).collect()
     };
     let operand = |operand: Operand| {
+        let gradient = operand.gradient().map(
+            |it| json!({ "cpu": dims(it, Backend::Host), "cuda": dims(it, Backend::Cuda) }),
+        );
         json!({
             "name": operand.name(),
-            "shape": dims(operand),
+            "shape": dims(operand, Backend::Host),
             "dtype": operand.element(Backend::Host).to_string(),
-            "differentiable": operand.is_differentiable(),
+            "gradient": gradient,
             "flag": operand.flag(),
         })
     };
@@ -108,7 +111,7 @@ mod tests {
             "name": "alibi_slopes",
             "shape": ["batch", "heads"],
             "dtype": "float32",
-            "differentiable": true,
+            "gradient": { "cpu": ["batch", "heads"], "cuda": ["batch", "q_len", "heads"] },
             "flag": "slopes",
         });
         assert_eq!(operands[2], slopes);
