@@ -139,6 +139,8 @@ struct Row {
 /// A feature of a problem.
 #[derive(Debug)]
 struct Flag {
+    /// The name of its field of [`Features`] if the field says no more than whether it is on.
+    name: Option<&'static str>,
     is_on: fn(&Features) -> bool,
     /// Turns the feature on. Does nothing if a number of the caller or another array turns it on.
     turn_on: fn(&mut Features),
@@ -160,13 +162,17 @@ macro_rules! rows {
     (@input $input:ident) => { Some(Operand::$input) };
     (@feature) => { None };
     (@feature dropout) => {
-        Some(Flag { is_on: |features| features.dropout.is_some(), turn_on: |_| () })
+        Some(Flag { name: None, is_on: |features| features.dropout.is_some(), turn_on: |_| () })
     };
     (@feature has_query_positions) => {
-        Some(Flag { is_on: Features::has_query_positions, turn_on: |_| () })
+        Some(Flag { name: None, is_on: Features::has_query_positions, turn_on: |_| () })
     };
     (@feature $flag:ident) => {
-        Some(Flag { is_on: |features| features.$flag, turn_on: |features| features.$flag = true })
+        Some(Flag {
+            name: Some(stringify!($flag)),
+            is_on: |features| features.$flag,
+            turn_on: |features| features.$flag = true,
+        })
     };
     ($(
         $operand:ident: $name:literal, $dims:expr, $element:ident,
@@ -237,9 +243,14 @@ impl Operand {
         }
     }
 
-    /// Whether the loss has a gradient with respect to the array.
-    pub fn is_differentiable(self) -> bool {
-        ROWS.iter().any(|row| row.gradient_of == Some(self))
+    /// Returns the field of [`Features`] that asks for the array and says no more.
+    pub fn flag(self) -> Option<&'static str> {
+        self.row().feature.as_ref()?.name
+    }
+
+    /// Returns the gradient with respect to the array.
+    pub fn gradient(self) -> Option<Operand> {
+        ROWS.iter().find(|row| row.gradient_of == Some(self)).map(|row| row.operand)
     }
 
     /// Returns the side that the array has rows for, or `None` if it has no rows.
@@ -276,6 +287,12 @@ impl Operand {
     /// Returns the arrays that a pass returns, in order.
     pub fn results(pass: Pass, features: &Features) -> impl Iterator<Item = Operand> + use<> {
         Operand::with_role(Role::Result, pass, features)
+    }
+
+    /// Returns the gradients of the arrays of features, in order.
+    pub fn gradients_of(features: &Features) -> impl Iterator<Item = Operand> + use<> {
+        let results = Operand::results(Pass::Backward, features);
+        results.filter(|operand| operand.row().feature.is_some())
     }
 
     /// Returns the arrays that calls take for any feature, in order.

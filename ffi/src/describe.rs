@@ -36,20 +36,24 @@ pub(crate) fn describe() -> Value {
 /// Returns what a call may name and take: the families of schedules, the operands of features and
 /// the arrays of decode in their order, and the sizes by which decode on GPUs cuts queries and keys.
 pub(crate) fn interface() -> Value {
-    let dims = |operand: Operand| -> Vec<Value> {
+    let dims = |operand: Operand, kind| -> Vec<Value> {
         let batch = iter::once(Value::from("batch"));
         let name = |dim: &Dim| match *dim {
             Dim::Number(number) => Value::from(number),
             dim => Value::from(dim.name()),
         };
-        batch.chain(operand.dims(DeviceKind::Host).iter().map(name)).collect()
+        batch.chain(operand.dims(kind).iter().map(name)).collect()
     };
     let operand = |operand: Operand| {
+        let gradient = operand.gradient().map(
+            |it| json!({ "cpu": dims(it, DeviceKind::Host), "cuda": dims(it, DeviceKind::Cuda) }),
+        );
         json!({
             "name": operand.name(),
-            "shape": dims(operand),
+            "shape": dims(operand, DeviceKind::Host),
             "dtype": operand.element(DeviceKind::Host).to_string(),
-            "differentiable": operand.is_differentiable(),
+            "gradient": gradient,
+            "flag": operand.flag(),
         })
     };
     let schedule = |family: Family| json!({ "name": family.name(), "doc": family.doc() });
@@ -108,7 +112,8 @@ mod tests {
             "name": "alibi_slopes",
             "shape": ["batch", "heads"],
             "dtype": "float32",
-            "differentiable": true,
+            "gradient": { "cpu": ["batch", "heads"], "cuda": ["batch", "q_len", "heads"] },
+            "flag": "slopes",
         });
         assert_eq!(operands[2], slopes);
         assert_eq!(operands[3]["shape"], json!(["batch", "kv_len", 2]));

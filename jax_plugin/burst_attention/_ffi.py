@@ -80,7 +80,10 @@ class FeatureOperand(TypedDict):
     name: str
     shape: list[str | int]
     dtype: str
-    differentiable: bool
+    gradient: dict[str, list[str | int]] | None
+    """For each platform the shape in which calls return the gradient; None without one."""
+    flag: str | None
+    """The feature without a number that asks for the array."""
 
 
 class ScheduleName(TypedDict):

@@ -1,11 +1,59 @@
-//! The features of a launch, with their arrays and numbers.
+//! The features of images, and those of a launch, with their arrays and numbers.
 
 use serde::Deserialize;
 
 use crate::error::LaunchError;
 use crate::place::Rows;
 use crate::record::{Meaning, Operand, Value};
-use crate::variant::FeatureSet;
+
+/// A set of features of attention. Every kernel can limit the keys after a query, as causal masks
+/// do, so this limit is no feature.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+pub struct FeatureSet(u16);
+
+impl FeatureSet {
+    /// The empty set.
+    pub const NONE: FeatureSet = FeatureSet(0);
+    /// Segments: rows see rows of their own segment only.
+    pub const SEGMENTS: FeatureSet = FeatureSet(1);
+    /// A soft cap of scores.
+    pub const SOFT_CAP: FeatureSet = FeatureSet(2);
+    /// ALiBi.
+    pub const SLOPES: FeatureSet = FeatureSet(4);
+    /// Dropout of weights.
+    pub const DROPOUT: FeatureSet = FeatureSet(8);
+    /// Masks as data: intervals of keys and positions of rows.
+    pub const VISIBLE: FeatureSet = FeatureSet(16);
+
+    /// The features that a kernel has a generic for, in the order of the generics.
+    pub(crate) const SWITCHES: [FeatureSet; 4] =
+        [FeatureSet::SEGMENTS, FeatureSet::SOFT_CAP, FeatureSet::SLOPES, FeatureSet::DROPOUT];
+
+    /// All features that launches can switch off; see [`Variant::GENERAL`].
+    pub const ALL: FeatureSet = {
+        let (mut all, mut index) = (FeatureSet::NONE, 0);
+        while index < FeatureSet::SWITCHES.len() {
+            all = all.and(FeatureSet::SWITCHES[index]);
+            index += 1;
+        }
+        all
+    };
+
+    /// Returns the union of both sets.
+    pub const fn and(self, other: FeatureSet) -> FeatureSet {
+        FeatureSet(self.0 | other.0)
+    }
+
+    /// Whether this set contains all of `other`.
+    pub const fn has(self, other: FeatureSet) -> bool {
+        self.0 & other.0 == other.0
+    }
+
+    /// Returns `self` if `on`, otherwise the empty set.
+    pub const fn when(self, on: bool) -> FeatureSet {
+        if on { self } else { FeatureSet::NONE }
+    }
+}
 
 /// The features of a launch. It takes the image that has them and the fewest other features.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Deserialize)]

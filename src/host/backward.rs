@@ -32,15 +32,13 @@ pub struct BackwardTile<'a> {
     pub lse: &'a HostArray,
     /// rowsum(dout ∘ o) − dlse, float32, dim 1.
     pub delta: &'a HostArray,
-    /// Gradient of q, float32.
-    pub dq: &'a HostArray,
-    /// Gradient of k, float32.
-    pub dk: &'a HostArray,
-    /// Gradient of v, float32.
-    pub dv: &'a HostArray,
-    /// Whether to overwrite the query rows of dq instead of adding to them.
+    /// Gradients that have a row for each query, float32: dq, then those of features.
+    pub query_grads: &'a [HostArray],
+    /// Gradients that have a row for each key, float32: dk, dv, then those of features.
+    pub key_grads: &'a [HostArray],
+    /// Whether to overwrite the query rows of the gradients instead of adding to them.
     pub dq_first: bool,
-    /// Whether to overwrite the key rows of dk and dv instead of adding to them.
+    /// Whether to overwrite the key rows of the gradients instead of adding to them.
     pub dkv_first: bool,
 }
 
@@ -67,7 +65,7 @@ pub struct BackwardTile<'a> {
 pub fn backward(isa: Isa, pool: &rayon::ThreadPool, tile: &BackwardTile<'_>) {
     let TileInputs { k, q_rows, k_rows, .. } = &tile.inputs;
     if tile.dq_first {
-        per_row::clear(pool, tile.dq, q_rows);
+        tile.query_grads.iter().for_each(|sums| per_row::clear(pool, sums, q_rows));
     }
     if k_rows.is_empty() {
         return;

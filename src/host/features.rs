@@ -8,7 +8,7 @@ use super::philox::Philox;
 use super::visibility::{Visibility, integer};
 use crate::layout::StridedRange;
 use crate::operands::{Arrays, Operand};
-use crate::problem::Problem;
+use crate::problem::{Features, Problem};
 use crate::schedule::Tile;
 
 pub(super) use panel::{FeatureScratch, PanelFeatures};
@@ -49,14 +49,12 @@ impl<'a> RowPositions<'a> {
 pub struct TileFeatures<'a> {
     /// The pairs that data hide.
     pub visibility: Visibility<'a>,
-    /// [`Operand::Slopes`].
-    pub slopes: Option<&'a HostArray>,
-    /// [`Operand::Dropout`], and the probability with which a weight is dropped.
-    pub dropout: Option<(&'a HostArray, f32)>,
-    /// [`Operand::SlopeGrad`], which the tile adds to.
-    pub dslopes: Option<&'a HostArray>,
     /// Positions of the query owner's rows and of the key owner's rows.
     pub positions: [RowPositions<'a>; 2],
+    /// The features of the problem.
+    given: Features,
+    /// The arrays of the rank, and of the tile's queries and keys.
+    arrays: Option<(&'a Arrays<HostArray>, [&'a HostBuffer; 2])>,
 }
 
 impl<'a> TileFeatures<'a> {
@@ -73,26 +71,39 @@ impl<'a> TileFeatures<'a> {
         let key_positions = keys.of_feature(features, Operand::KeyPositions);
         TileFeatures {
             visibility: Visibility::new(features, queries, keys),
-            slopes: arrays.get(Operand::Slopes),
-            dropout: arrays.get(Operand::Dropout).zip(features.dropout),
-            dslopes: arrays.get(Operand::SlopeGrad),
             positions: [
                 RowPositions::new(problem, tile.queries.owner, problem.q_len, query_positions),
                 RowPositions::new(problem, tile.keys.owner, problem.kv_len, key_positions),
             ],
+            given: *features,
+            arrays: Some((arrays, [queries, keys])),
         }
     }
 }
 
 impl TileFeatures<'_> {
-    /// Whether the tile has no feature except perhaps a soft cap.
+    /// Returns an array of a feature: the rank's, or that of the chunk that the tile has rows of.
+    pub(super) fn array(&self, operand: Operand) -> Option<&HostArray> {
+        let (arrays, sides) = self.arrays?;
+        match operand.side() {
+            Some(side) => sides[side as usize].of_feature(&self.given, operand),
+            None => arrays.get(operand),
+        }
+    }
+
+    /// Whether weights are dropped.
+    pub(super) fn drops(&self) -> bool {
+        self.given.dropout.is_some()
+    }
+
+    /// Whether the tile has no feature except perhaps a soft cap. Positions alone change nothing.
     pub(super) fn is_empty(&self) -> bool {
-        self.visibility.is_empty() && self.slopes.is_none() && self.dropout.is_none()
+        Features { soft_cap: None, positions: false, ..self.given } == Features::NONE
     }
 
     /// Returns the random numbers of one head, and the probability of dropout.
     fn philox(&self, batch: usize, head: usize) -> Option<(Philox, f32)> {
-        let (array, rate) = self.dropout?;
+        let (array, rate) = self.array(Operand::Dropout).zip(self.given.dropout)?;
         let at = array.row(batch, 0, 0).cast::<u32>();
         // SAFETY: the maker of the tile gave each batch entry four words, which no task writes.
         let [k0, k1, entry, first] = unsafe { [*at, *at.add(1), *at.add(2), *at.add(3)] };

@@ -50,16 +50,18 @@ impl<'a> HostKernel<'a> {
         let accumulators = match arrays.pass {
             Pass::Forward => Accumulators::Forward { state: softmax_state(problem, schedule) },
             Pass::Backward => {
-                let sums = |payload, results: &[Operand], rows| match problem.dtype {
-                    Dtype::F32 => HostBuffer { arrays: all(&arrays, results) },
+                let sums = |payload: Payload, rows| match problem.dtype {
+                    Dtype::F32 => {
+                        let results: Vec<_> = payload.gradients(&problem.features).collect();
+                        HostBuffer { arrays: all(&arrays, &results) }
+                    }
                     _ => HostBuffer::accumulator(problem, payload, 0..rows),
                 };
-                let key_results = [Operand::KeyGrad, Operand::ValueGrad];
                 let Problem { batch, q_len, kv_len, heads, .. } = *problem;
                 Accumulators::Backward {
                     delta: HostArray::accumulator(batch, 0..q_len, heads, 1),
-                    dq: sums(Payload::QueryGrads, &[Operand::QueryGrad], q_len),
-                    dkv: sums(Payload::KeyGrads, &key_results, kv_len),
+                    dq: sums(Payload::QueryGrads, q_len),
+                    dkv: sums(Payload::KeyGrads, kv_len),
                 }
             }
         };
@@ -202,9 +204,8 @@ impl AttentionKernel for HostKernel<'_> {
             dout: &queries.arrays[1],
             lse: &queries.arrays[2],
             delta: &queries.arrays[3],
-            dq: &dq.arrays[0],
-            dk: &dkv.arrays[0],
-            dv: &dkv.arrays[1],
+            query_grads: &dq.arrays,
+            key_grads: &dkv.arrays,
             dq_first: tile.query_state.first,
             dkv_first: tile.key_state.first,
         };

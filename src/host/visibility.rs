@@ -52,11 +52,6 @@ impl<'a> Visibility<'a> {
 }
 
 impl Visibility<'_> {
-    /// Whether there is no array that hides pairs.
-    pub(super) fn is_empty(&self) -> bool {
-        self.segments.is_none() && self.positions.is_none()
-    }
-
     /// Whether rows have segments.
     pub(super) fn has_segments(&self) -> bool {
         self.segments.is_some()

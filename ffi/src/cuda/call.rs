@@ -136,13 +136,17 @@ impl CudaSite {
     /// # Errors
     /// If they do not fit each other.
     pub fn ranks(&self, frame: &CallFrame<'_>) -> Result<Ranks> {
-        let has_zeros = self.site.options.features.slopes && self.site.pass == Pass::Backward;
-        let given = self.site.arrays(frame, DeviceKind::Cuda, [usize::from(has_zeros), 1])?;
-        if let Some(zeros) = given.operands.first() {
-            let zeros = given.shapes.check(Operand::SlopeGrad, DeviceKind::Cuda, zeros)?;
-            if zeros.data != given.arrays[Operand::SlopeGrad].data {
-                let expected = "the memory of the last operand (input_output_aliases)";
-                return Err(Error::mismatch("result dslopes", expected, "other memory"));
+        let added = match self.site.pass {
+            Pass::Forward => vec![],
+            Pass::Backward => Operand::gradients_of(&self.site.options.features).collect(),
+        };
+        let given = self.site.arrays(frame, DeviceKind::Cuda, [added.len(), 1])?;
+        for (&gradient, zeros) in added.iter().zip(&given.operands) {
+            let zeros = given.shapes.check(gradient, DeviceKind::Cuda, zeros)?;
+            if zeros.data != given.arrays[gradient].data {
+                let name = format!("result {}", gradient.name());
+                let expected = "the memory of its zeros among the operands (input_output_aliases)";
+                return Err(Error::mismatch(name, expected, "other memory"));
             }
         }
         let call = self.call_of(&given.shapes)?;

@@ -115,12 +115,6 @@ def mask_sides(
     return {name: ("mask", module.broadcast_to(x.reshape(of_batch, length), (batch, length)))}
 
 
-def batch_of_one(qkv: Value, options: Mapping[str, object]) -> tuple[Value, dict[str, object]]:
-    """Returns query, key and value of three dimensions, and arrays of their rows, with a batch."""
-    rows = ("segment_ids", "visible", "query_positions", "key_positions")
-    return batched(qkv, 3), {**options, **{name: batched(options.get(name), 1) for name in rows}}
-
-
 def beyond_padding(queries: int, keys: int) -> str:
     """Returns why a call can't take a mask that is no padding, in the words of errors."""
     if 1 in (queries, keys):

@@ -1,6 +1,6 @@
 """Implementations of a ring: the library's custom calls on each platform, and plain JAX."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -96,9 +96,10 @@ def _cpu_forward(ring: Ring, qkv: Arrays, features: Features) -> Arrays:
 
 
 def _cpu_backward(ring: Ring, qkv: Arrays, features: Features, given: Arrays) -> Arrays:
-    results = _like(*qkv, *(x for _, x in features.differentiable()))
+    results = (*_like(*qkv), *_partial_sums("cpu", qkv, features))
     attributes: Attributes = {"backward": ring.options.backward}
-    return _cpu_call(_ffi.BACKWARD, ring, results, (*qkv, *given), features, attributes)
+    found = _cpu_call(_ffi.BACKWARD, ring, results, (*qkv, *given), features, attributes)
+    return *found[:3], *_summed("cpu", found[3:], features)
 
 
 def _cuda_forward(ring: Ring, qkv: Arrays, features: Features) -> Arrays:
@@ -114,9 +115,8 @@ def _cuda_backward(ring: Ring, qkv: Arrays, features: Features, given: Arrays) -
     dout, dlse = _without_padding(features, dout), _without_padding(features, dlse)
     operands = (_signed(ring, q), k, v, o.astype(q.dtype), lse, dout, dlse)
     # Kernels add up the gradients of features in place, and leave some dimensions to be summed.
-    rows, sizes = [row for row, _ in features.differentiable()], lengths(q, k)
-    shapes = [[sizes[name] for name in row.partial.split()] for row in rows]
-    zeros = vary_like(q, tuple(jnp.zeros(shape, jnp.float32) for shape in shapes))
+    zeros = tuple(jnp.zeros(x.shape, x.dtype) for x in _partial_sums("cuda", qkv, features))
+    zeros = vary_like(q, zeros)
     attributes: Attributes = {
         "backward": ring.options.backward,
         "backward_order": ring.options.backward_order,
@@ -124,13 +124,28 @@ def _cuda_backward(ring: Ring, qkv: Arrays, features: Features, given: Arrays) -
     dq, dk, dv, *partial_sums = _cuda_call(
         _ffi.BACKWARD, ring, _like(*qkv, *zeros), operands, features, attributes, in_place=zeros
     )
-    return _signed(ring, dq), dk, dv, *map(_summed, rows, partial_sums)
+    return _signed(ring, dq), dk, dv, *_summed("cuda", partial_sums, features)
 
 
-def _summed(row: Feature, x: jax.Array) -> jax.Array:
-    """Returns the gradient of an operand from the sums that kernels leave."""
-    names, kept = row.partial.split(), row.operand.split()
-    return x.sum(axis=tuple(axis for axis, name in enumerate(names) if name not in kept))
+def _partial(platform: str, features: Features) -> Iterator[tuple[Feature, list[str]]]:
+    """Returns the operands that have a gradient, each with the shape that calls return."""
+    for row, _ in features.differentiable():
+        assert row.partial is not None
+        yield row, row.partial[platform].split()
+
+
+def _partial_sums(platform: str, qkv: Arrays, features: Features) -> Shapes:
+    """Returns the gradients of features as calls return them."""
+    sizes = lengths(*qkv[:2])
+    shapes = ([sizes[name] for name in names] for _, names in _partial(platform, features))
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+
+
+def _summed(platform: str, found: Sequence[jax.Array], features: Features) -> Iterator[jax.Array]:
+    """Returns the gradients of operands from the sums that calls return."""
+    for x, (row, names) in zip(found, _partial(platform, features), strict=True):
+        kept = row.operand.split()
+        yield x.sum(axis=tuple(axis for axis, name in enumerate(names) if name not in kept))
 
 
 def _without_padding(features: Features, cotangent: jax.Array) -> jax.Array:

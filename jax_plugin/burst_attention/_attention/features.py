@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 from burst_attention import _ffi
-from burst_attention._attention.arguments import cast, intervals, mask_sides
+from burst_attention._attention.arguments import Value, batched, cast, intervals, mask_sides
 from burst_attention._batching import spread
 from burst_attention._checks import array_type, index, shaped
 from burst_attention._types import ArrayType, Axes
@@ -36,29 +36,33 @@ class Feature(NamedTuple):
     """The shape of the array that `as_operands` returns; empty for one that it never gets."""
     differentiable: bool = False
     """Whether the array has a gradient."""
-    partial: str = ""
-    """The shape in which kernels of GPUs add up the gradient; summed, it is the operand's."""
+    partial: Mapping[str, str] | None = None
+    """For each platform the shape of the gradient that calls return; summed, it is the operand's."""
 
 
 ARGUMENTS = {
-    "query_segment_ids": ("segment_ids", "id", "batch q_len", ""),
-    "key_segment_ids": ("segment_ids", "id", "batch kv_len", ""),
-    "alibi_slopes": ("alibi_slopes", "slope", "heads", "batch q_len heads"),
-    "visible": ("visible", "interval", "batch kv_len 2", ""),
-    "also_visible": ("visible", "interval", "batch kv_len 2", ""),
-    "query_positions": ("query_positions", "position", "batch q_len", ""),
-    "key_positions": ("key_positions", "position", "batch kv_len", ""),
-    "dropout": ("dropout_key", "word", "2", ""),
+    "query_segment_ids": ("segment_ids", "id", "batch q_len"),
+    "key_segment_ids": ("segment_ids", "id", "batch kv_len"),
+    "alibi_slopes": ("alibi_slopes", "slope", "heads"),
+    "visible": ("visible", "interval", "batch kv_len 2"),
+    "also_visible": ("visible", "interval", "batch kv_len 2"),
+    "query_positions": ("query_positions", "position", "batch q_len"),
+    "key_positions": ("key_positions", "position", "batch kv_len"),
+    "dropout": ("dropout_key", "word", "2"),
 }
-"""For each operand the argument that brings it, the word for an element, the shape that the
-argument has, and the shape in which kernels of GPUs add up the gradient."""
+"""For each operand the argument that brings it, the word for an element, and the shape that the
+argument has."""
 
 
 def _operand(row: _ffi.FeatureOperand) -> Feature:
-    argument, each, shape, partial = ARGUMENTS[row["name"]]
+    argument, each, shape = ARGUMENTS[row["name"]]
     operand = " ".join(map(str, row["shape"]))
     parts = (row["name"], argument, row["dtype"], each, shape, operand)
-    return Feature(*parts, row["differentiable"], partial)
+    gradient = row["gradient"]
+    if gradient is None:
+        return Feature(*parts)
+    partial = {platform: " ".join(map(str, dims)) for platform, dims in gradient.items()}
+    return Feature(*parts, differentiable=True, partial=partial)
 
 
 OPERANDS = tuple(map(_operand, _ffi.interface()["feature_operands"]))
@@ -120,10 +124,17 @@ class Features(NamedTuple):
         return [(row, x) for row, x in self.present() if row.differentiable]
 
 
+def batch_of_one(qkv: Value, options: Mapping[str, object]) -> tuple[Value, dict[str, object]]:
+    """Returns query, key and value of three dimensions, and arrays of their rows, with a batch."""
+    of_rows = (row.argument for row in OPERANDS if row.shape.startswith("batch "))
+    return batched(qkv, 3), {**options, **{name: batched(options.get(name), 1) for name in of_rows}}
+
+
 def lengths(query: ArrayType, key: ArrayType) -> dict[str, int]:
     """Returns the lengths that shapes of the table name."""
     batch, q_len, heads, _ = query.shape
-    return {"batch": batch, "q_len": q_len, "kv_len": key.shape[1], "heads": heads}
+    _, kv_len, kv_heads, _ = key.shape
+    return dict(batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=kv_heads)
 
 
 def check_features(

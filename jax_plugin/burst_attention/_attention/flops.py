@@ -12,8 +12,7 @@ from jaxtyping import Array, Bool, Float, Int32, Int64
 
 from burst_attention import _checks
 from burst_attention._attention import visibility
-from burst_attention._attention.arguments import batch_of_one
-from burst_attention._attention.features import check_features
+from burst_attention._attention.features import batch_of_one, check_features
 from burst_attention._attention.options import AnyArray, AttentionOptions, Options, check_options
 from burst_attention._attention.padding import padding_as_ids
 from burst_attention._attention.visibility import FIRST, LAST

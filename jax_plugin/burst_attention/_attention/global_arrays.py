@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from burst_attention import _checks
-from burst_attention._attention.arguments import batch_of_one
-from burst_attention._attention.features import Features, lengths
+from burst_attention._attention.features import Features, batch_of_one, lengths
 from burst_attention._attention.options import AttentionOptions, Mask, Options
 from burst_attention._attention.order import ORDERS, InSequence, Order
 from burst_attention._attention.placement import (

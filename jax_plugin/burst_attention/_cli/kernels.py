@@ -15,7 +15,9 @@ example:
   python -m burst_attention kernels --gpu sm_90 --world 8 --seq 65536 --heads 32 --kv-heads 8 \\
       --layout zigzag --causal
 """
-FEATURES = ("segments", "slopes", "visible", "also_visible", "positions")
+FEATURES = tuple(
+    dict.fromkeys(row["flag"] for row in _ffi.interface()["feature_operands"] if row["flag"])
+)
 """Features without a number, as the library calls them."""
 
 

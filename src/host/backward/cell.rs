@@ -178,7 +178,7 @@ impl CellTask<'_> {
                 self.logits(simd, &lanes, 0..count);
                 let in_panel = lanes.end.min(keys.len()) - lanes.start;
                 tile.inputs.count_pairs(count, in_panel);
-                if tile.inputs.features.dslopes.is_some() {
+                if !self.cell.slopes.is_empty() {
                     // Lanes beyond the keys may hold anything, but must not be part of a sum.
                     let all = Some(|_: usize| 0..in_panel);
                     self.softmax(simd, head, &lanes, 0..count, (all, false));

@@ -42,8 +42,8 @@ impl CellTask<'_> {
         // SAFETY: the caller guarantees the rows of the arrays, and the scratch has these rows.
         unsafe {
             // dk sums queries that were scaled already.
-            tile.dk.head_rows(kv_head, keys).unpack(simd, dk, 1.0, !overwrite);
-            tile.dv.head_rows(kv_head, keys).unpack(simd, dv, 1.0, !overwrite);
+            tile.key_grads[0].head_rows(kv_head, keys).unpack(simd, dk, 1.0, !overwrite);
+            tile.key_grads[1].head_rows(kv_head, keys).unpack(simd, dv, 1.0, !overwrite);
         }
     }
 
@@ -93,7 +93,7 @@ impl CellTask<'_> {
         queries: &Range<usize>,
     ) {
         let tile = self.cell.tile;
-        let rows = tile.dq.head_rows((self.cell.kv_head.0, head), queries);
+        let rows = tile.query_grads[0].head_rows((self.cell.kv_head.0, head), queries);
         // SAFETY: the caller guarantees the rows of the array, and the scratch has these rows.
         unsafe { rows.unpack(simd, self.scratch.dq, tile.inputs.softmax_scale, true) }
     }

@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::BackwardTile;
+use crate::operands::Operand;
 
 /// A sum for each cell and head. [`SlopeSums::add_to`] adds the sums of all cells in a fixed order.
 pub(super) struct SlopeSums {
@@ -16,7 +17,7 @@ impl SlopeSums {
     /// Returns sums of zero for the cells of a tile.
     pub fn new(tile: &BackwardTile<'_>, cells: usize) -> SlopeSums {
         let per_cell = tile.inputs.q.batch * tile.inputs.q.heads;
-        let is_wanted = tile.inputs.features.dslopes.is_some();
+        let is_wanted = tile.inputs.features.array(Operand::SlopeGrad).is_some();
         let count = if is_wanted { per_cell * cells * cells } else { 0 };
         SlopeSums { sums: (0..count).map(|_| AtomicU64::new(0)).collect(), per_cell }
     }
@@ -28,7 +29,7 @@ impl SlopeSums {
 
     /// Adds the sums of all cells to the gradient.
     pub fn add_to(&self, tile: &BackwardTile<'_>) {
-        let Some(dslopes) = tile.inputs.features.dslopes else { return };
+        let Some(dslopes) = tile.inputs.features.array(Operand::SlopeGrad) else { return };
         let heads = tile.inputs.q.heads;
         for index in 0..self.per_cell {
             let of_cells = self.sums.iter().skip(index).step_by(self.per_cell);

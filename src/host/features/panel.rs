@@ -8,7 +8,7 @@ use super::super::simd::Simd;
 use super::super::softmax::{Logits, ScoreFeatures, SoftCap, VectorPlace};
 use super::super::tile::TileInputs;
 use super::TileFeatures;
-use crate::operands::Side;
+use crate::operands::{Operand, Side};
 
 /// The data of a range of queries or of keys, in scratch.
 #[derive(Clone, Copy)]
@@ -68,7 +68,7 @@ impl FeatureScratch {
         FeatureScratch {
             queries: SideScratch::take(scratch, queries),
             keys: SideScratch::take(scratch, keys),
-            keep: scratch.take(if features.dropout.is_some() { panel } else { 0 }),
+            keep: scratch.take(if features.drops() { panel } else { 0 }),
         }
     }
 
@@ -157,7 +157,7 @@ impl PanelFeatures {
             Side::Queries => (queries, keys, 1.0),
             Side::Keys => (keys, queries, -1.0),
         };
-        let slope = features.slopes.map(|slopes| {
+        let slope = features.array(Operand::Slopes).map(|slopes| {
             // SAFETY: the maker of the tile gave each head one float32, which no task writes.
             unsafe { *slopes.row(batch, 0, head).cast::<f32>() * toward_keys }
         });
