@@ -1,4 +1,4 @@
-"""``python -m burst_attention kernels`` prints which backend computes each operation, and errors."""
+"""``python -m burst_attention kernels`` prints which backend computes each operation."""
 
 import json
 import sys

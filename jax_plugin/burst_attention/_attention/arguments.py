@@ -1,6 +1,5 @@
 """Arrays as models and ``jax.nn.dot_product_attention`` have them, in the form of the features."""
 
-from collections.abc import Mapping
 from typing import TypeVar
 
 import jax

@@ -37,7 +37,7 @@ class Feature(NamedTuple):
     differentiable: bool = False
     """Whether the array has a gradient."""
     partial: Mapping[str, str] | None = None
-    """For each platform the shape of the gradient that calls return; summed, it is the operand's."""
+    """For each platform the shape of the gradient that calls return; its sum is the operand's."""
 
 
 ARGUMENTS = {
@@ -134,7 +134,8 @@ def lengths(query: ArrayType, key: ArrayType) -> dict[str, int]:
     """Returns the lengths that shapes of the table name."""
     batch, q_len, heads, _ = query.shape
     _, kv_len, kv_heads, _ = key.shape
-    return dict(batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=kv_heads)
+    counts = {"q_len": q_len, "kv_len": kv_len, "heads": heads, "kv_heads": kv_heads}
+    return {"batch": batch, **counts}
 
 
 def check_features(
