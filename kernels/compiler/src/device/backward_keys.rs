@@ -4,18 +4,16 @@
 #[cutile::module]
 pub mod backward_keys {
     use super::super::common::common::{block_of, deliver, product, read, stream};
-    use super::super::dropout::dropout::{Dropout, counted_across, counted_down, dropped, kept};
+    use super::super::dropout::dropout::{Dropout, dropped, kept};
     use super::super::modes::modes::{ABSENT, ONE_LOOP, PACKED, is_on};
     use super::super::pairs::pairs::{Band, Counted, Inputs, Pair, Rectangle, Saved, Sizes, Turn};
-    use super::super::pairs::pairs::{first_key, first_query, key_rows, query_rows};
-    use super::super::pairs::pairs::{query_statistics, scores_of};
+    use super::super::pairs::pairs::{drawn_across, drawn_down, first_key, first_query};
+    use super::super::pairs::pairs::{key_rows, query_rows, query_statistics, scores_of, slope_of};
     use super::super::scores::scores::{Scoring, band, cap_ratio, exponents, same_segment};
-    use super::super::scores::scores::{slope_log2, uncapped, unit};
+    use super::super::scores::scores::{uncapped, unit};
     use super::super::segments::segments::{MaskRows, Segments, segment_rows, segment_tile};
-    use super::super::visible::visible::{
-        Keys, counted_columns, drawn_across, drawn_down, shown_down,
-    };
-    use super::super::walk::walk::{KeyWalk, Tiles, cut_count, cut_tile, walk_of_keys};
+    use super::super::visible::visible::{Keys, Tiles, shown_down};
+    use super::super::walk::walk::{cut_count, cut_tile, resident_keys, tiles_of_queries};
     use cutile::core::*;
 
     /// The arrays of dk and dv, and for the fused kernel of dq.
@@ -144,17 +142,11 @@ pub mod backward_keys {
         pair: Pair,
         own: Tile<i32, { [BN, 1] }>,
     ) -> Tile<bool, { [BN, BM] }> {
-        let stride: i32 = rect.counted.position_stride;
-        let mut queries: Tile<u32, { [BN, BM] }> =
-            counted_across::<BN, BM>(first_query(rect, pair), stride);
-        let mut keys: Tile<u32, { [BN, BM] }> =
-            counted_down::<BN, BM>(first_key(rect, pair), stride);
-        if rect.segments.mode == PACKED {
-            let others: Tile<i32, { [1, BM] }> =
-                unsafe { counted_columns::<BM>(rect.segments.queries, pair.b, pair.tile) };
-            queries = drawn_across::<BN, BM>(others);
-            keys = drawn_down::<BN, BM>(own);
-        }
+        let (row, column, others) =
+            (first_key(rect, pair), first_query(rect, pair), rect.segments.queries);
+        let queries: Tile<u32, { [BN, BM] }> =
+            unsafe { drawn_across::<BN, BM>(rect, pair, column, others) };
+        let keys: Tile<u32, { [BN, BM] }> = drawn_down::<BN, BM>(rect, row, own);
         unsafe { kept(queries, keys, rect.dropout, rect.sizes.batch, pair.b, pair.h) }
     }
 
@@ -218,8 +210,8 @@ pub mod backward_keys {
         softmax_scale: f32,
     ) {
         let sizes: Sizes = rect.sizes;
-        let tiles: i32 = ceil_div(sizes.kv_len, BN);
-        let block = block_of(tiles, sizes.kv_heads, turn.section, turn.reverse);
+        let blocks: i32 = ceil_div(sizes.kv_len, BN);
+        let block = block_of(blocks, sizes.kv_heads, turn.section, turn.reverse);
         let (j, b, hk) = (block.0, block.1, block.2);
         let group: i32 = sizes.heads / sizes.kv_heads;
         let h0: i32 = hk * group;
@@ -246,9 +238,8 @@ pub mod backward_keys {
         let k: Tile<E, { [BN, DT] }> = read(&k_view, const_shape![BN, DT], b, j, hk);
         let v: Tile<E, { [BN, DT] }> = read(&v_view, const_shape![BN, DT], b, j, hk);
 
-        let walk: KeyWalk<BN> = unsafe { walk_of_keys::<BM, BN>(rect, b, j) };
-        let own: Keys<BN> = walk.own;
-        let tiles: Tiles = walk.tiles;
+        let own: Keys<BN> = unsafe { resident_keys::<BN>(rect, b, j) };
+        let tiles: Tiles = unsafe { tiles_of_queries::<BM, BN>(rect, b, j) };
         let masks: Segments = rect.segments;
         let others = unsafe { segment_rows(masks.mode, masks.queries) };
         let others = others.partition(const_shape![1, BM]);
@@ -261,17 +252,13 @@ pub mod backward_keys {
         let streaming: i32 = if rect.band.lower <= rect.band.upper { group } else { 0i32 };
         for g in 0i32..streaming {
             let h: i32 = h0 + g;
-            let mut slope: Tile<f32, { [1, 1] }> = constant(0.0f32, const_shape![1, 1]);
-            let sloped: bool = is_on(rect.scoring.alibi, rect.scoring.has_slopes);
-            if sloped && rect.band.lower <= rect.band.upper {
-                slope = unsafe { slope_log2(rect.scoring, sizes.batch, sizes.heads, b, h) };
-            }
+            let slope: Tile<f32, { [1, 1] }> = unsafe { slope_of(rect, b, h) };
             let kept: Resident<E, BN, DT> = Resident::<E, BN, DT> { own, v, slope };
             if rect.band.window == ABSENT {
                 for i in tiles.begin..tiles.inside {
                     let lse: Tile<f32, { [1, 1, BM] }> = lse_part.load([b, h, i]);
                     let delta: Tile<f32, { [1, 1, BM] }> = delta_part.load([b, h, i]);
-                    let pair: Pair = Pair { b, h, row: i * BM, key, tile: i };
+                    let pair: Pair = Pair { b, h, hk, row: i * BM, key, tile: i };
                     sums = unsafe {
                         visit(
                             low, rect, pair, kept, sums, k, lse, delta, &qs, &douts, &others, &dqs,
@@ -289,7 +276,7 @@ pub mod backward_keys {
                     let next: i32 = min(i + 1i32, tiles.outside - 1i32);
                     let next_lse: Tile<f32, { [1, 1, BM] }> = lse_part.load([b, h, next]);
                     let next_delta: Tile<f32, { [1, 1, BM] }> = delta_part.load([b, h, next]);
-                    let pair: Pair = Pair { b, h, row: i * BM, key, tile: i };
+                    let pair: Pair = Pair { b, h, hk, row: i * BM, key, tile: i };
                     sums = unsafe {
                         visit(
                             none, rect, pair, kept, sums, k, lse, delta, &qs, &douts, &others, &dqs,
@@ -303,7 +290,7 @@ pub mod backward_keys {
                 for i in tiles.inside..tiles.outside {
                     let lse: Tile<f32, { [1, 1, BM] }> = lse_part.load([b, h, i]);
                     let delta: Tile<f32, { [1, 1, BM] }> = delta_part.load([b, h, i]);
-                    let pair: Pair = Pair { b, h, row: i * BM, key, tile: i };
+                    let pair: Pair = Pair { b, h, hk, row: i * BM, key, tile: i };
                     sums = unsafe {
                         visit(
                             none, rect, pair, kept, sums, k, lse, delta, &qs, &douts, &others, &dqs,
@@ -316,7 +303,7 @@ pub mod backward_keys {
                     let i: i32 = cut_tile(masks.mode, tiles, t);
                     let lse: Tile<f32, { [1, 1, BM] }> = lse_part.load([b, h, i]);
                     let delta: Tile<f32, { [1, 1, BM] }> = delta_part.load([b, h, i]);
-                    let pair: Pair = Pair { b, h, row: i * BM, key, tile: i };
+                    let pair: Pair = Pair { b, h, hk, row: i * BM, key, tile: i };
                     sums = unsafe {
                         visit(
                             both, rect, pair, kept, sums, k, lse, delta, &qs, &douts, &others, &dqs,

@@ -8,14 +8,14 @@ pub mod backward_queries {
     use super::super::dropout::dropout::{Dropout, dropped};
     use super::super::modes::modes::{ABSENT, ONE_LOOP, is_on};
     use super::super::pairs::pairs::{Band, Counted, Inputs, Pair, Rectangle, Saved, Sizes, Turn};
-    use super::super::pairs::pairs::{between, first_key, first_query, kept_across, key_rows};
+    use super::super::pairs::pairs::{between, first_key, first_query, kept_across};
     use super::super::pairs::pairs::{
-        masked_across, query_rows, query_statistics, scores_of, slope_of,
+        key_rows, masked_across, query_rows, query_statistics, scores_of, slope_of,
     };
     use super::super::scores::scores::{Scoring, cap_ratio, exponents, uncapped, unit};
     use super::super::segments::segments::{MaskRows, Segments, segment_rows, segment_tile};
-    use super::super::visible::visible::Queries;
-    use super::super::walk::walk::{QueryWalk, cut_count, cut_tile, walk_of_queries};
+    use super::super::visible::visible::{Queries, Tiles};
+    use super::super::walk::walk::{cut_count, cut_tile, resident_queries, tiles_of_keys};
     use cutile::core::*;
 
     /// The arrays of dq and of the gradient of slopes.
@@ -78,11 +78,14 @@ pub mod backward_queries {
         resident: Resident<E, BM, DT>,
         sums: Sums<BM, DT>,
         q: Tile<E, { [BM, DT] }>,
-        other: Tile<i32, { [1, BN] }>,
-        k: Tile<E, { [BN, DT] }>,
-        v: Tile<E, { [BN, DT] }>,
+        ks: &Partition<E, { [1, BN, 1, DT] }>,
+        vs: &Partition<E, { [1, BN, 1, DT] }>,
+        others: &Partition<i32, { [1, BN] }>,
     ) -> Sums<BM, DT> {
         let (scoring, keys) = (rect.scoring, rect.segments.keys);
+        let k: Tile<E, { [BN, DT] }> = stream(ks, pair.b, pair.tile, pair.hk);
+        let v: Tile<E, { [BN, DT] }> = stream(vs, pair.b, pair.tile, pair.hk);
+        let other: Tile<i32, { [1, BN] }> = segment_tile(rect.segments, others, pair.b, pair.tile);
         let s: Tile<f32, { [BM, BN] }> = product(q, k);
         let start: i32 = first_key(rect, pair) - first_query(rect, pair);
         let ratio: Tile<f32, { [BM, BN] }> = cap_ratio(s, scoring);
@@ -123,8 +126,8 @@ pub mod backward_queries {
         softmax_scale: f32,
     ) {
         let sizes: Sizes = rect.sizes;
-        let tiles: i32 = ceil_div(sizes.q_len, BM);
-        let block = block_of(tiles, sizes.heads, turn.section, turn.reverse);
+        let blocks: i32 = ceil_div(sizes.q_len, BM);
+        let block = block_of(blocks, sizes.heads, turn.section, turn.reverse);
         let (i, b, h) = (block.0, block.1, block.2);
         let hk: i32 = h / (sizes.heads / sizes.kv_heads);
 
@@ -137,15 +140,16 @@ pub mod backward_queries {
         let (entry, head) = (saved.stat_batch_stride, saved.stat_head_stride);
         let lse_view = unsafe { query_statistics(saved.lse_log2, sizes, entry, head) };
         let delta_view = unsafe { query_statistics(saved.delta, sizes, entry, head) };
-        let k_part = k_view.partition(const_shape![1, BN, 1, DT]);
-        let v_part = v_view.partition(const_shape![1, BN, 1, DT]);
+        let ks = k_view.partition(const_shape![1, BN, 1, DT]);
+        let vs = v_view.partition(const_shape![1, BN, 1, DT]);
 
         let q: Tile<E, { [BM, DT] }> = read(&q_view, const_shape![BM, DT], b, i, h);
         let dout: Tile<E, { [BM, DT] }> = read(&dout_view, const_shape![BM, DT], b, i, h);
         let lse: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&lse_view, b, i, h);
         let delta: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&delta_view, b, i, h);
 
-        let walk: QueryWalk<BM> = unsafe { walk_of_queries::<BM, BN>(rect, b, i) };
+        let own: Queries<BM> = unsafe { resident_queries::<BM>(rect, b, i) };
+        let tiles: Tiles = unsafe { tiles_of_keys::<BM, BN>(rect, b, i) };
         let masks: Segments = rect.segments;
         let others = unsafe { segment_rows(masks.mode, masks.keys) };
         let others = others.partition(const_shape![1, BN]);
@@ -158,24 +162,18 @@ pub mod backward_queries {
         let mut sums: Sums<BM, DT> = Sums::<BM, DT> { sum, slope: none };
         let has: i32 = gradients.has_dslopes;
         if rect.band.window != ONE_LOOP {
-            for j in walk.tiles.inside..walk.tiles.outside {
-                let tk: Tile<E, { [BN, DT] }> = stream(&k_part, b, j, hk);
-                let tv: Tile<E, { [BN, DT] }> = stream(&v_part, b, j, hk);
-                let other: Tile<i32, { [1, BN] }> = segment_tile(masks, &others, b, j);
-                let pair: Pair = Pair { b, h, row, key: j * BN, tile: j };
+            for j in tiles.inside..tiles.outside {
+                let pair: Pair = Pair { b, h, hk, row, key: j * BN, tile: j };
                 sums = unsafe {
-                    visit(0i32, rect, has, pair, walk.own, resident, sums, q, other, tk, tv)
+                    visit(0i32, rect, has, pair, own, resident, sums, q, &ks, &vs, &others)
                 };
             }
         }
-        for t in 0i32..cut_count(walk.tiles) {
-            let j: i32 = cut_tile(masks.mode, walk.tiles, t);
-            let tk: Tile<E, { [BN, DT] }> = stream(&k_part, b, j, hk);
-            let tv: Tile<E, { [BN, DT] }> = stream(&v_part, b, j, hk);
-            let other: Tile<i32, { [1, BN] }> = segment_tile(masks, &others, b, j);
-            let pair: Pair = Pair { b, h, row, key: j * BN, tile: j };
+        for t in 0i32..cut_count(tiles) {
+            let j: i32 = cut_tile(masks.mode, tiles, t);
+            let pair: Pair = Pair { b, h, hk, row, key: j * BN, tile: j };
             sums =
-                unsafe { visit(1i32, rect, has, pair, walk.own, resident, sums, q, other, tk, tv) };
+                unsafe { visit(1i32, rect, has, pair, own, resident, sums, q, &ks, &vs, &others) };
         }
 
         if rect.scoring.alibi != ABSENT && gradients.has_dslopes == 1i32 {

@@ -47,12 +47,7 @@ pub mod common {
         heads: i32,
         batch_stride: i32,
     ) -> Tensor<f32, { [-1, -1, -1] }> {
-        let shape: Shape<{ [-1, -1, -1] }> =
-            Shape::<{ [-1, -1, -1] }> { dims: &[batch, rows, heads] };
-        let strides: Array<{ [-1, -1, 1] }> =
-            Array::<{ [-1, -1, 1] }> { dims: &[batch_stride, heads] };
-        let base: PointerTile<*mut f32, { [] }> = pointer_to_tile(base);
-        unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) }
+        unsafe { statistics_view(base, batch, rows, heads, batch_stride, heads) }
     }
 
     /// Returns what a block computes: (tile, batch entry, head).
@@ -107,9 +102,20 @@ pub mod common {
         tile: i32,
         head: i32,
     ) -> Tile<E, { [R, W] }> {
+        stream_columns(part, batch, tile, head, 0i32)
+    }
+
+    /// Returns tile `tile` of the rows and `column` of the columns. The load runs ahead of its use.
+    pub fn stream_columns<E: ElementType, const R: i32, const W: i32>(
+        part: &Partition<E, { [1, R, 1, W] }>,
+        batch: i32,
+        tile: i32,
+        head: i32,
+        column: i32,
+    ) -> Tile<E, { [R, W] }> {
         let loaded: Tile<E, { [1, R, 1, W] }> = load_view_tko(
             part,
-            [batch, tile, head, 0i32],
+            [batch, tile, head, column],
             ordering::Weak,
             scope::TileBlock,
             Some(2),
@@ -162,10 +168,22 @@ pub mod common {
         tile: i32,
         head: i32,
     ) {
+        unsafe { write_columns(view, value, batch, tile, head, 0i32) };
+    }
+
+    /// Stores tile `tile` of the rows and `column` of the columns.
+    pub unsafe fn write_columns<E: ElementType, const R: i32, const W: i32>(
+        view: &Tensor<E, { [-1, -1, -1, -1] }>,
+        value: Tile<E, { [R, W] }>,
+        batch: i32,
+        tile: i32,
+        head: i32,
+        column: i32,
+    ) {
         let mut part: PartitionMut<E, { [1, R, 1, W] }> =
             unsafe { view.partition_full_mut(const_shape![1, R, 1, W]) };
         let value: Tile<E, { [1, R, 1, W] }> = value.reshape(const_shape![1, R, 1, W]);
-        unsafe { part.store_unchecked(value, [batch, tile, head, 0i32]) };
+        unsafe { part.store_unchecked(value, [batch, tile, head, column]) };
     }
 
     /// Stores statistics of a tile of rows.

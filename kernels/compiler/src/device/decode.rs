@@ -12,8 +12,8 @@
 
 #[cutile::module]
 pub mod decode {
-    use super::super::common::common::write_statistics;
-    use super::super::common::common::{edge, rows_view, statistics_view, stream, write};
+    use super::super::common::common::{edge, product, read, rows_view, statistics_view};
+    use super::super::common::common::{stream, write, write_statistics};
     use super::super::modes::modes::SWITCHED;
     use super::super::pages::pages::{
         Source, hidden_out, misses_pages, page_place, pairs_of, values_seen,
@@ -58,10 +58,7 @@ pub mod decode {
         k: Tile<E, { [SUB, DT] }>,
         first: i32,
     ) -> Tile<f32, { [BM, SUB] }> {
-        let transpose: Array<{ [1, 0] }> = Array::<{ [1, 0] }> { dims: &[1i32, 0i32] };
-        let k: Tile<E, { [DT, SUB] }> = permute(k, transpose);
-        let zero: Tile<f32, { [BM, SUB] }> = constant(0.0f32, const_shape![BM, SUB]);
-        let s: Tile<f32, { [BM, SUB] }> = mma(q, k, zero);
+        let s: Tile<f32, { [BM, SUB] }> = product(q, k);
         let (scoring, stripes) = (piece.scoring, piece.stripes);
         let ratio: Tile<f32, { [BM, SUB] }> = cap_ratio(s, scoring);
         let mut scores: Tile<f32, { [BM, SUB] }> = capped(s, ratio, scoring);
@@ -186,6 +183,28 @@ pub mod decode {
         State::<BM, LANES, DT> { m, l, acc }
     }
 
+    /// Returns the steps of a piece, and the steps that every row sees which sees anything: (low,
+    /// inside, outside, high). Rows see keys `begin ≤ i < end`.
+    pub fn steps_of<const BM: i32, const BN: i32, const SUB: i32>(
+        low_tile: i32,
+        high_tile: i32,
+        begin: Tile<i32, { [BM] }>,
+        end: Tile<i32, { [BM] }>,
+    ) -> (i32, i32, i32, i32) {
+        let step: i32 = BN / SUB;
+        let low: i32 = low_tile / step;
+        let high: i32 = ceil_div(high_tile, step);
+        let sees: Tile<bool, { [BM] }> = lt_tile(begin, end);
+        let far: i32 = 2147483647i32;
+        let zeros: Tile<i32, { [BM] }> = constant(0i32, const_shape![BM]);
+        let fars: Tile<i32, { [BM] }> = far.broadcast(const_shape![BM]);
+        let all_begin: i32 = max(low_tile * SUB, most(select(sees, begin, zeros)));
+        let all_end: i32 = min(high_tile * SUB, least(select(sees, end, fars)));
+        let inside: i32 = max(low, min(high, ceil_div(all_begin, BN)));
+        let outside: i32 = max(inside, min(high, all_end / BN));
+        (low, inside, outside, high)
+    }
+
     /// Computes the piece of each slot: Σ p·v, the largest score in base 2, and Σ p of each row.
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn decode<
@@ -251,7 +270,6 @@ pub mod decode {
         let v_view = unsafe {
             rows_view(v, pages, page_rows, kv_heads, value_dim, page_rows * kv_heads * value_dim)
         };
-        let q_part = q_view.partition(const_shape![1, BM, 1, DT]);
         let k_part = k_view.partition(const_shape![1, SUB, 1, DT]);
         let v_part = v_view.partition(const_shape![1, SUB, 1, DT]);
         let intervals_view = unsafe { segments_view(intervals, 2i32 * unit_count, rows, rows) };
@@ -276,7 +294,7 @@ pub mod decode {
             let rank: i32 = unsafe { word(rank, 0i32) };
             let stripes: Stripes = Stripes { rank, interleave, world_size };
 
-            // The steps of the piece, and the steps that every row sees which sees anything.
+            // The tiles of the piece.
             let first_tile: i32 = unsafe { word(units, 4i32 * u + 1i32) };
             let end_tile: i32 = unsafe { word(units, 4i32 * u + 2i32) };
             let source: i32 = unsafe { word(units, 4i32 * u + 3i32) };
@@ -284,22 +302,15 @@ pub mod decode {
             let from: i32 = first_tile / slice_tiles + piece.1;
             let low_tile: i32 = max(first_tile, from * slice_tiles);
             let high_tile: i32 = min(end_tile, (from + piece.2) * slice_tiles);
-            let step: i32 = BN / SUB;
-            let low: i32 = low_tile / step;
-            let high: i32 = ceil_div(high_tile, step);
 
             let t: Tile<i32, { [1, BM] }> = intervals_part.load([2i32 * u, part]);
             let begin: Tile<i32, { [BM] }> = t.reshape(const_shape![BM]);
             let t: Tile<i32, { [1, BM] }> = intervals_part.load([2i32 * u + 1i32, part]);
             let end: Tile<i32, { [BM] }> = t.reshape(const_shape![BM]);
-            let sees: Tile<bool, { [BM] }> = lt_tile(begin, end);
-            let far: i32 = 2147483647i32;
-            let zeros: Tile<i32, { [BM] }> = constant(0i32, const_shape![BM]);
-            let fars: Tile<i32, { [BM] }> = far.broadcast(const_shape![BM]);
-            let all_begin: i32 = max(low_tile * SUB, most(select(sees, begin, zeros)));
-            let all_end: i32 = min(high_tile * SUB, least(select(sees, end, fars)));
-            let mut inside: i32 = max(low, min(high, ceil_div(all_begin, BN)));
-            let mut outside: i32 = max(inside, min(high, all_end / BN));
+            let steps = steps_of::<BM, BN, SUB>(low_tile, high_tile, begin, end);
+            let (low, high) = (steps.0, steps.3);
+            let mut inside: i32 = steps.1;
+            let mut outside: i32 = steps.2;
             let table: PointerTile<*mut i32, { [] }> = pointer_to_tile(page_table);
             let table: PointerTile<*mut i32, { [] }> = table.offset(source * source_pages);
             let table: *mut i32 = tile_to_pointer(table);
@@ -314,8 +325,8 @@ pub mod decode {
             let begin: Tile<i32, { [BM, 1] }> = begin.reshape(const_shape![BM, 1]);
             let end: Tile<i32, { [BM, 1] }> = end.reshape(const_shape![BM, 1]);
 
-            let tq: Tile<E, { [1, BM, 1, DT] }> = q_part.load([u * kv_heads + h, part, 0i32, 0i32]);
-            let tq: Tile<E, { [BM, DT] }> = tq.reshape(const_shape![BM, DT]);
+            let tq: Tile<E, { [BM, DT] }> =
+                read(&q_view, const_shape![BM, DT], u * kv_heads + h, part, 0i32);
             let mut position: Tile<i32, { [BM, 1] }> = constant(0i32, const_shape![BM, 1]);
             let mut slope: Tile<f32, { [BM, 1] }> = constant(0.0f32, const_shape![BM, 1]);
             if has_slopes == 1i32 {

@@ -5,6 +5,7 @@ pub mod decode_merge {
     use super::super::common::common::write_statistics;
     use super::super::common::common::{rows_view, statistics_view, write};
     use super::super::pieces::pieces::{run_of, slices_of, word};
+    use super::super::softmax::softmax::{lse_of, result_of};
     use cutile::core::*;
 
     /// Returns the statistics of `BM` pieces of one row, which lie `stride` elements apart.
@@ -127,20 +128,11 @@ pub mod decode_merge {
             m = new_m;
         }
 
-        let zero: Tile<f32, { [1, 1] }> = constant(0.0f32, const_shape![1, 1]);
-        let one: Tile<f32, { [1, 1] }> = constant(1.0f32, const_shape![1, 1]);
-        // NaN does not equal 0, so a NaN score makes o and lse of its row NaN.
-        let empty: Tile<bool, { [1, 1] }> = eq_tile(l, zero);
-        let divisor: Tile<f32, { [1, 1] }> = select(empty, one, l);
-        let factor: Tile<f32, { [1, 1] }> = true_div(one, divisor);
-        let out: Tile<f32, { [1, DT] }> = a * factor.broadcast(const_shape![1, DT]);
-        let ln2: Tile<f32, { [1, 1] }> = constant(0.693147180559945309f32, const_shape![1, 1]);
-        let nothing: Tile<f32, { [1, 1] }> = constant(f32::NEG_INFINITY, const_shape![1, 1]);
-        let log: Tile<f32, { [1, 1] }> = log2(divisor);
-        let value: Tile<f32, { [1, 1] }> = select(empty, nothing, (m + log) * ln2);
         let heads: i32 = unit_count * kv_heads;
         let o_view = unsafe { rows_view(o, heads, rows, 1i32, value_dim, rows * value_dim) };
         let lse_view = unsafe { statistics_view(lse, 1i32, heads, rows, heads * rows, rows) };
+        let out: Tile<f32, { [1, DT] }> = result_of(l, a);
+        let value: Tile<f32, { [1, 1] }> = lse_of(m, l);
         unsafe { write(&o_view, out, head, r, 0i32) };
         unsafe { write_statistics(&lse_view, value, 0i32, r, head) };
     }

@@ -14,8 +14,8 @@ pub mod forward {
     use super::super::scores::scores::{Scoring, cap_ratio, unit};
     use super::super::segments::segments::{MaskRows, Segments, segment_rows, segment_tile};
     use super::super::softmax::softmax::{State, conclude, empty_state, gather, read_state, weigh};
-    use super::super::visible::visible::Queries;
-    use super::super::walk::walk::{QueryWalk, cut_count, cut_tile, walk_of_queries};
+    use super::super::visible::visible::{Queries, Tiles};
+    use super::super::walk::walk::{cut_count, cut_tile, resident_queries, tiles_of_keys};
     use cutile::core::*;
 
     /// The arrays of running states and of results.
@@ -48,12 +48,15 @@ pub mod forward {
         slope: Tile<f32, { [1, 1] }>,
         own: Queries<BM>,
         state: State<BM, LANES, DT>,
-        other: Tile<i32, { [1, BN] }>,
         parts: Shape<{ [BM, PARTS, LANES] }>,
         q: Tile<E, { [BM, DT] }>,
-        k: Tile<E, { [BN, DT] }>,
-        v: Tile<E, { [BN, DT] }>,
+        ks: &Partition<E, { [1, BN, 1, DT] }>,
+        vs: &Partition<E, { [1, BN, 1, DT] }>,
+        others: &Partition<i32, { [1, BN] }>,
     ) -> State<BM, LANES, DT> {
+        let k: Tile<E, { [BN, DT] }> = stream(ks, pair.b, pair.tile, pair.hk);
+        let v: Tile<E, { [BN, DT] }> = stream(vs, pair.b, pair.tile, pair.hk);
+        let other: Tile<i32, { [1, BN] }> = segment_tile(rect.segments, others, pair.b, pair.tile);
         let s: Tile<f32, { [BM, BN] }> = product(q, k);
         let start: i32 = first_key(rect, pair) - first_query(rect, pair);
         let ratio: Tile<f32, { [BM, BN] }> = cap_ratio(s, rect.scoring);
@@ -91,8 +94,8 @@ pub mod forward {
         turn: Turn,
     ) {
         let sizes: Sizes = rect.sizes;
-        let tiles: i32 = ceil_div(sizes.q_len, BM);
-        let block = block_of(tiles, sizes.heads, turn.section, turn.reverse);
+        let blocks: i32 = ceil_div(sizes.q_len, BM);
+        let block = block_of(blocks, sizes.heads, turn.section, turn.reverse);
         let (i, b, h) = (block.0, block.1, block.2);
         let hk: i32 = h / (sizes.heads / sizes.kv_heads);
 
@@ -105,8 +108,8 @@ pub mod forward {
         let (entry, head) = (outputs.stat_batch_stride, outputs.stat_head_stride);
         let max_view = unsafe { query_statistics(outputs.row_max, sizes, entry, head) };
         let sum_view = unsafe { query_statistics(outputs.row_sum, sizes, entry, head) };
-        let k_part = k_view.partition(const_shape![1, BN, 1, DT]);
-        let v_part = v_view.partition(const_shape![1, BN, 1, DT]);
+        let ks = k_view.partition(const_shape![1, BN, 1, DT]);
+        let vs = v_view.partition(const_shape![1, BN, 1, DT]);
 
         let tq: Tile<E, { [BM, DT] }> = read(&q_view, const_shape![BM, DT], b, i, h);
         let mut state: State<BM, LANES, DT> = empty_state::<BM, LANES, DT>();
@@ -114,7 +117,8 @@ pub mod forward {
             state = read_state::<BM, LANES, DT>(&max_view, &sum_view, &acc_view, b, i, h);
         }
 
-        let walk: QueryWalk<BM> = unsafe { walk_of_queries::<BM, BN>(rect, b, i) };
+        let own: Queries<BM> = unsafe { resident_queries::<BM>(rect, b, i) };
+        let tiles: Tiles = unsafe { tiles_of_keys::<BM, BN>(rect, b, i) };
         let masks: Segments = rect.segments;
         let others = unsafe { segment_rows(masks.mode, masks.keys) };
         let others = others.partition(const_shape![1, BN]);
@@ -122,27 +126,20 @@ pub mod forward {
         let slope: Tile<f32, { [1, 1] }> = unsafe { slope_of(rect, b, h) };
 
         if rect.band.window != ONE_LOOP {
-            for j in walk.tiles.inside..walk.tiles.outside {
-                let tk: Tile<E, { [BN, DT] }> = stream(&k_part, b, j, hk);
-                let tv: Tile<E, { [BN, DT] }> = stream(&v_part, b, j, hk);
-                let other: Tile<i32, { [1, BN] }> = segment_tile(masks, &others, b, j);
-                let pair: Pair = Pair { b, h, row, key: j * BN, tile: j };
+            for j in tiles.inside..tiles.outside {
+                let pair: Pair = Pair { b, h, hk, row, key: j * BN, tile: j };
                 let parts = const_shape![BM, PARTS, LANES];
                 state = unsafe {
-                    visit(0i32, rect, pair, slope, walk.own, state, other, parts, tq, tk, tv)
+                    visit(0i32, rect, pair, slope, own, state, parts, tq, &ks, &vs, &others)
                 };
             }
         }
-        for t in 0i32..cut_count(walk.tiles) {
-            let j: i32 = cut_tile(masks.mode, walk.tiles, t);
-            let tk: Tile<E, { [BN, DT] }> = stream(&k_part, b, j, hk);
-            let tv: Tile<E, { [BN, DT] }> = stream(&v_part, b, j, hk);
-            let other: Tile<i32, { [1, BN] }> = segment_tile(masks, &others, b, j);
-            let pair: Pair = Pair { b, h, row, key: j * BN, tile: j };
+        for t in 0i32..cut_count(tiles) {
+            let j: i32 = cut_tile(masks.mode, tiles, t);
+            let pair: Pair = Pair { b, h, hk, row, key: j * BN, tile: j };
             let parts = const_shape![BM, PARTS, LANES];
-            state = unsafe {
-                visit(1i32, rect, pair, slope, walk.own, state, other, parts, tq, tk, tv)
-            };
+            state =
+                unsafe { visit(1i32, rect, pair, slope, own, state, parts, tq, &ks, &vs, &others) };
         }
 
         let l: Tile<f32, { [BM] }> = reduce_sum(state.l, 1i32);

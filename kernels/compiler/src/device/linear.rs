@@ -17,7 +17,8 @@
 
 #[cutile::module]
 pub mod linear {
-    use super::super::common::common::{product, rows_view, statistics_view};
+    use super::super::common::common::{product, read_statistics, rows_view, statistics_view};
+    use super::super::common::common::{stream, stream_columns, write_columns, write_statistics};
     use cutile::core::*;
 
     /// Returns the share of a block: (head over all entries, part, tile of value columns).
@@ -25,38 +26,6 @@ pub mod linear {
         let index: i32 = pid / columns;
         let head: i32 = index / parts;
         (head, index - head * parts, pid - index * columns)
-    }
-
-    /// Returns tile `tile` of the rows and `column` of the columns. The load runs ahead.
-    pub fn tokens<E: ElementType, const R: i32, const W: i32>(
-        part: &Partition<E, { [1, R, 1, W] }>,
-        batch: i32,
-        tile: i32,
-        head: i32,
-        column: i32,
-    ) -> Tile<E, { [R, W] }> {
-        let loaded: Tile<E, { [1, R, 1, W] }> = load_view_tko(
-            part,
-            [batch, tile, head, column],
-            ordering::Weak,
-            scope::TileBlock,
-            Some(2),
-            tma::Enabled,
-        );
-        loaded.reshape(const_shape![R, W])
-    }
-
-    /// Returns b of a tile's tokens.
-    pub fn sums_of<const R: i32>(
-        view: &Tensor<f32, { [-1, -1, -1] }>,
-        batch: i32,
-        head: i32,
-        tile: i32,
-    ) -> Tile<f32, { [R, 1] }> {
-        let sums: Tile<f32, { [1, 1, R] }> =
-            view.partition(const_shape![1, 1, R]).load([batch, head, tile]);
-        let sums: Tile<f32, { [R, 1] }> = sums.reshape(const_shape![R, 1]);
-        sums
     }
 
     /// Returns b of a tile's last token; `sums` has all rows of every tile.
@@ -233,18 +202,15 @@ pub mod linear {
         let mut s: Tile<f32, { [DT, BN] }> = constant(0.0f32, const_shape![DT, BN]);
         for t in 0i32..tiles.1 {
             let i: i32 = if reverse == 1i32 { tiles.0 + tiles.1 - 1i32 - t } else { tiles.0 + t };
-            let tk: Tile<E, { [BM, DT] }> = tokens(&k_part, b, i, hk, 0i32);
-            let tv: Tile<E, { [BM, BN] }> = tokens(&v_part, b, i, hk, c);
+            let tk: Tile<E, { [BM, DT] }> = stream(&k_part, b, i, hk);
+            let tv: Tile<E, { [BM, BN] }> = stream_columns(&v_part, b, i, hk, c);
             let total: Tile<f32, { [1, 1] }> = total_of::<BM>(&sums_view, b, h, i);
-            let tb: Tile<f32, { [BM, 1] }> = sums_of::<BM>(&sums_view, b, h, i);
+            let tb: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&sums_view, b, i, h);
             let fade: Tile<f32, { [BM, 1] }> = fading::<BM>(tb, total, reverse);
             s = advance::<E, BM, DT, BN>(s, tk, tv, fade, total);
         }
         let n: i32 = (b * parts + share.1) * heads + h;
-        let mut target: PartitionMut<f32, { [1, DT, 1, BN] }> =
-            unsafe { state_view.partition_full_mut(const_shape![1, DT, 1, BN]) };
-        let s: Tile<f32, { [1, DT, 1, BN] }> = s.reshape(const_shape![1, DT, 1, BN]);
-        unsafe { target.store_unchecked(s, [n, 0i32, 0i32, c]) };
+        unsafe { write_columns(&state_view, s, n, 0i32, 0i32, c) };
     }
 
     /// Computes outputs of tokens from the state before each part, in reverse behind it. `has_dots`
@@ -314,11 +280,11 @@ pub mod linear {
         let tiles = tiles_of::<BM>(share.1, part_tiles, rows);
         for t in 0i32..tiles.1 {
             let i: i32 = if reverse == 1i32 { tiles.0 + tiles.1 - 1i32 - t } else { tiles.0 + t };
-            let tq: Tile<E, { [BM, DT] }> = tokens(&q_part, b, i, hq, 0i32);
-            let tk: Tile<E, { [BM, DT] }> = tokens(&k_part, b, i, hk, 0i32);
-            let tv: Tile<E, { [BM, BN] }> = tokens(&v_part, b, i, hk, c);
+            let tq: Tile<E, { [BM, DT] }> = stream(&q_part, b, i, hq);
+            let tk: Tile<E, { [BM, DT] }> = stream(&k_part, b, i, hk);
+            let tv: Tile<E, { [BM, BN] }> = stream_columns(&v_part, b, i, hk, c);
             let total: Tile<f32, { [1, 1] }> = total_of::<BM>(&sums_view, b, h, i);
-            let tb: Tile<f32, { [BM, 1] }> = sums_of::<BM>(&sums_view, b, h, i);
+            let tb: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&sums_view, b, i, h);
             let fade: Tile<f32, { [BM, 1] }> = fading::<BM>(tb, total, reverse);
 
             let pairs: Tile<f32, { [BM, BM] }> = product(tq, tk);
@@ -345,11 +311,8 @@ pub mod linear {
                 out = out * factor;
             }
 
-            let mut target: PartitionMut<E, { [1, BM, 1, BN] }> =
-                unsafe { o_view.partition_full_mut(const_shape![1, BM, 1, BN]) };
             let written: Tile<E, { [BM, BN] }> = convert_tile(out);
-            let written: Tile<E, { [1, BM, 1, BN] }> = written.reshape(const_shape![1, BM, 1, BN]);
-            unsafe { target.store_unchecked(written, [b, i, h, c]) };
+            unsafe { write_columns(&o_view, written, b, i, h, c) };
             if has_other * has_dots == 1i32 {
                 let other_view = unsafe {
                     rows_view(other, batch, rows, q_heads, value_dim, other_batch_stride)
@@ -363,10 +326,8 @@ pub mod linear {
                     let (entry, head) = (dots_batch_stride, sums_head_stride);
                     statistics_view(dots, batch, dot_heads, padded_rows, entry, head)
                 };
-                let mut target: PartitionMut<f32, { [1, 1, BM] }> =
-                    unsafe { dots_view.partition_full_mut(const_shape![1, 1, BM]) };
-                let dot: Tile<f32, { [1, 1, BM] }> = dot.reshape(const_shape![1, 1, BM]);
-                unsafe { target.store_unchecked(dot, [b, h * columns + c, i]) };
+                let dot: Tile<f32, { [BM, 1] }> = dot.reshape(const_shape![BM, 1]);
+                unsafe { write_statistics(&dots_view, dot, b, i, h * columns + c) };
             }
             s = advance::<E, BM, DT, BN>(s, tk, tv, fade, total);
         }

@@ -7,22 +7,10 @@
 
 #[cutile::module]
 pub mod masks {
-    use super::super::segments::segments::{least, most, segments_view};
+    use super::super::segments::segments::{least, most, numbers_view};
+    use super::super::segments::segments::{segments_view, store_limit};
     use super::super::visible::visible::{packed, runs_view};
     use cutile::core::*;
-
-    /// Returns a view of the intervals of rows, `[batch, rows, 2]` at `base`.
-    pub unsafe fn intervals_view(
-        base: *mut i32,
-        batch: i32,
-        rows: i32,
-        batch_stride: i32,
-    ) -> Tensor<i32, { [-1, -1, 2] }> {
-        let shape: Shape<{ [-1, -1, 2] }> = Shape::<{ [-1, -1, 2] }> { dims: &[batch, rows] };
-        let strides: Array<{ [-1, 2, 1] }> = Array::<{ [-1, 2, 1] }> { dims: &[batch_stride] };
-        let base: PointerTile<*mut i32, { [] }> = pointer_to_tile(base);
-        unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) }
-    }
 
     /// Stores packed number `n` of `CHUNK` rows.
     pub unsafe fn store_packed<const CHUNK: i32>(
@@ -91,7 +79,7 @@ pub mod masks {
         let mut start: Tile<i32, { [CHUNK] }> = zero;
         let mut stop: Tile<i32, { [CHUNK] }> = one;
         if has_visible == 1i32 {
-            let view = unsafe { intervals_view(visible, batch, q_len, visible_batch_stride) };
+            let view = unsafe { numbers_view::<2>(visible, batch, q_len, visible_batch_stride) };
             let part = view.partition(const_shape![1, CHUNK, 1]);
             let t: Tile<i32, { [1, CHUNK, 1] }> = part.load([b, chunk, 0i32]);
             start = t.reshape(const_shape![CHUNK]);
@@ -102,7 +90,7 @@ pub mod masks {
         let mut also_stop: Tile<i32, { [CHUNK] }> = zero;
         if has_also_visible == 1i32 {
             let view =
-                unsafe { intervals_view(also_visible, batch, q_len, also_visible_batch_stride) };
+                unsafe { numbers_view::<2>(also_visible, batch, q_len, also_visible_batch_stride) };
             let part = view.partition(const_shape![1, CHUNK, 1]);
             let t: Tile<i32, { [1, CHUNK, 1] }> = part.load([b, chunk, 0i32]);
             also_start = t.reshape(const_shape![CHUNK]);
@@ -354,19 +342,5 @@ pub mod masks {
         let place: Tile<i32, { [COUNT] }> = place.broadcast(const_shape![COUNT]);
         let behind: Tile<bool, { [COUNT] }> = gt_tile(index, place);
         least(select(behind, numbers, none))
-    }
-
-    /// Stores number `n` of a block: the first row of a block of 64 others.
-    pub unsafe fn store_limit(
-        view: &Tensor<i32, { [-1, -1, 10] }>,
-        other: i32,
-        b: i32,
-        block: i32,
-        n: i32,
-    ) {
-        let mut part: PartitionMut<i32, { [1, 1, 1] }> =
-            unsafe { view.partition_full_mut(const_shape![1, 1, 1]) };
-        let limit: i32 = other * 64i32;
-        unsafe { part.store_unchecked(limit.broadcast(const_shape![1, 1, 1]), [b, block, n]) };
     }
 }

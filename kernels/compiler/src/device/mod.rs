@@ -24,7 +24,8 @@
 //! Structs group the arguments of functions. The fields of a struct with generics have types in the
 //! names of the function that reads them, so `BM` is `BM` everywhere. A function whose result has
 //! such a generic takes a tile of that shape behind the struct, because the compiler infers from the
-//! last argument. Fields are carried through loops in the order of their names.
+//! last argument. Fields are carried through branches and loops in the order of their names, and the
+//! assembler may spill in one order and not in another.
 //!
 //! Bytecode holds line numbers of this source, though cubins do not. So a change that only moves
 //! lines, such as a longer comment, makes the next build assemble the file's kernels again.

@@ -11,8 +11,7 @@ pub mod pairs {
         Scoring, band, capped, distances, same_segment, slope_log2,
     };
     use super::super::segments::segments::{MaskRows, Segments};
-    use super::super::visible::visible::{Queries, apart, biased, counted_columns};
-    use super::super::visible::visible::{drawn_across, drawn_down, shown_across};
+    use super::super::visible::visible::{Queries, counted_columns, shown_across};
     use cutile::core::*;
 
     /// The inputs of every pass.
@@ -85,11 +84,13 @@ pub mod pairs {
         pub counted: Counted,
     }
 
-    /// A pair of tiles: entry, query head, first query, first key, and number of the streamed tile.
+    /// A pair of tiles: entry, query head, key head, first query, first key, and number of the
+    /// streamed tile.
     #[derive(Clone, Copy)]
     pub struct Pair {
         pub b: i32,
         pub h: i32,
+        pub hk: i32,
         pub row: i32,
         pub key: i32,
         pub tile: i32,
@@ -161,7 +162,9 @@ pub mod pairs {
         if rect.segments.mode == PACKED {
             let others: Tile<i32, { [1, C] }> =
                 unsafe { counted_columns::<C>(streamed, pair.b, pair.tile) };
-            away = apart(own, others);
+            let others: Tile<i32, { [R, C] }> = others.broadcast(const_shape![R, C]);
+            let own: Tile<i32, { [R, C] }> = own.broadcast(const_shape![R, C]);
+            away = convert_tile(others - own);
         }
         away
     }
@@ -182,7 +185,8 @@ pub mod pairs {
         if is_on(rect.scoring.alibi, rect.scoring.has_slopes) {
             let away: Tile<f32, { [R, C] }> =
                 unsafe { between::<R, C>(rect, pair, start, own, streamed) };
-            scores = biased(scores, slope, away);
+            let slope: Tile<f32, { [R, C] }> = slope.broadcast(const_shape![R, C]);
+            scores = fma(away, slope, scores, rounding::NearestEven, ftz::Disabled);
         }
         scores
     }
@@ -213,23 +217,51 @@ pub mod pairs {
         select(seen, tile, hidden)
     }
 
+    /// Returns counted positions by row, as dropout takes them. The first row is at `start`, `own`
+    /// holds the positions where masks are data.
+    pub fn drawn_down<const R: i32, const C: i32>(
+        rect: Rectangle,
+        start: i32,
+        own: Tile<i32, { [R, 1] }>,
+    ) -> Tile<u32, { [R, C] }> {
+        let mut rows: Tile<u32, { [R, C] }> =
+            counted_down::<R, C>(start, rect.counted.position_stride);
+        if rect.segments.mode == PACKED {
+            let own: Tile<i32, { [R, C] }> = own.broadcast(const_shape![R, C]);
+            rows = bitcast(own);
+        }
+        rows
+    }
+
+    /// Returns counted positions by column, as dropout takes them. The first column is at `start`.
+    pub unsafe fn drawn_across<const R: i32, const C: i32>(
+        rect: Rectangle,
+        pair: Pair,
+        start: i32,
+        streamed: MaskRows,
+    ) -> Tile<u32, { [R, C] }> {
+        let mut columns: Tile<u32, { [R, C] }> =
+            counted_across::<R, C>(start, rect.counted.position_stride);
+        if rect.segments.mode == PACKED {
+            let others: Tile<i32, { [1, C] }> =
+                unsafe { counted_columns::<C>(streamed, pair.b, pair.tile) };
+            let others: Tile<i32, { [R, C] }> = others.broadcast(const_shape![R, C]);
+            columns = bitcast(others);
+        }
+        columns
+    }
+
     /// Returns the weights that dropout keeps, of queries by row and keys by column.
     pub unsafe fn kept_across<const BM: i32, const BN: i32>(
         rect: Rectangle,
         pair: Pair,
         own: Tile<i32, { [BM, 1] }>,
     ) -> Tile<bool, { [BM, BN] }> {
-        let stride: i32 = rect.counted.position_stride;
-        let mut queries: Tile<u32, { [BM, BN] }> =
-            counted_down::<BM, BN>(first_query(rect, pair), stride);
-        let mut keys: Tile<u32, { [BM, BN] }> =
-            counted_across::<BM, BN>(first_key(rect, pair), stride);
-        if rect.segments.mode == PACKED {
-            queries = drawn_down::<BM, BN>(own);
-            let others: Tile<i32, { [1, BN] }> =
-                unsafe { counted_columns::<BN>(rect.segments.keys, pair.b, pair.tile) };
-            keys = drawn_across::<BM, BN>(others);
-        }
+        let (row, column, others) =
+            (first_query(rect, pair), first_key(rect, pair), rect.segments.keys);
+        let queries: Tile<u32, { [BM, BN] }> = drawn_down::<BM, BN>(rect, row, own);
+        let keys: Tile<u32, { [BM, BN] }> =
+            unsafe { drawn_across::<BM, BN>(rect, pair, column, others) };
         unsafe { kept(queries, keys, rect.dropout, rect.sizes.batch, pair.b, pair.h) }
     }
 }

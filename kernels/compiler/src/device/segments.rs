@@ -61,6 +61,19 @@ pub mod segments {
         all
     }
 
+    /// Returns a view of `[batch, count, N]` at `base`: intervals of rows, or limits of blocks.
+    pub unsafe fn numbers_view<const N: i32>(
+        base: *mut i32,
+        batch: i32,
+        count: i32,
+        batch_stride: i32,
+    ) -> Tensor<i32, { [-1, -1, N] }> {
+        let shape: Shape<{ [-1, -1, N] }> = Shape::<{ [-1, -1, N] }> { dims: &[batch, count] };
+        let strides: Array<{ [-1, N, 1] }> = Array::<{ [-1, N, 1] }> { dims: &[batch_stride] };
+        let base: PointerTile<*mut i32, { [] }> = pointer_to_tile(base);
+        unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) }
+    }
+
     /// Returns a view of the results of [`segment_ranges`], `[batch, ⌈rows / 64⌉, 4]` at `base`.
     pub unsafe fn ranges_view(
         base: *mut i32,
@@ -68,19 +81,34 @@ pub mod segments {
         rows: i32,
         batch_stride: i32,
     ) -> Tensor<i32, { [-1, -1, 4] }> {
-        let shape: Shape<{ [-1, -1, 4] }> =
-            Shape::<{ [-1, -1, 4] }> { dims: &[batch, ceil_div(rows, 64i32)] };
-        let strides: Array<{ [-1, 4, 1] }> = Array::<{ [-1, 4, 1] }> { dims: &[batch_stride] };
-        let base: PointerTile<*mut i32, { [] }> = pointer_to_tile(base);
-        unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) }
+        unsafe { numbers_view::<4>(base, batch, ceil_div(rows, 64i32), batch_stride) }
     }
 
-    /// Returns number `n` of a block in `[batch, blocks, 4]`.
-    pub fn range_limit(view: &Tensor<i32, { [-1, -1, 4] }>, b: i32, block: i32, n: i32) -> i32 {
+    /// Returns number `n` of a block in `[batch, blocks, N]`.
+    pub fn limit_of<const N: i32>(
+        view: &Tensor<i32, { [-1, -1, N] }>,
+        b: i32,
+        block: i32,
+        n: i32,
+    ) -> i32 {
         let limit: Tile<i32, { [1, 1, 1] }> =
             view.partition(const_shape![1, 1, 1]).load([b, block, n]);
         let limit: Tile<i32, { [] }> = limit.reshape(const_shape![]);
         tile_to_scalar(limit)
+    }
+
+    /// Stores number `n` of a block in `[batch, blocks, N]`: the first row of a block of 64 others.
+    pub unsafe fn store_limit<const N: i32>(
+        view: &Tensor<i32, { [-1, -1, N] }>,
+        other: i32,
+        b: i32,
+        block: i32,
+        n: i32,
+    ) {
+        let mut part: PartitionMut<i32, { [1, 1, 1] }> =
+            unsafe { view.partition_full_mut(const_shape![1, 1, 1]) };
+        let limit: i32 = other * 64i32;
+        unsafe { part.store_unchecked(limit.broadcast(const_shape![1, 1, 1]), [b, block, n]) };
     }
 
     /// Narrows the streamed tiles (begin, inside, outside, end) of `BS` rows to the segments of
@@ -101,11 +129,10 @@ pub mod segments {
         };
         let one: i32 = first / 64i32;
         let other: i32 = last / 64i32;
-        let seen: i32 = min(range_limit(&view, b, one, 0i32), range_limit(&view, b, other, 0i32));
-        let same: i32 = max(range_limit(&view, b, one, 1i32), range_limit(&view, b, other, 1i32));
-        let differs: i32 =
-            min(range_limit(&view, b, one, 2i32), range_limit(&view, b, other, 2i32));
-        let unseen: i32 = max(range_limit(&view, b, one, 3i32), range_limit(&view, b, other, 3i32));
+        let seen: i32 = min(limit_of(&view, b, one, 0i32), limit_of(&view, b, other, 0i32));
+        let same: i32 = max(limit_of(&view, b, one, 1i32), limit_of(&view, b, other, 1i32));
+        let differs: i32 = min(limit_of(&view, b, one, 2i32), limit_of(&view, b, other, 2i32));
+        let unseen: i32 = max(limit_of(&view, b, one, 3i32), limit_of(&view, b, other, 3i32));
         let begin: i32 = max(begin, seen / BS);
         let end: i32 = max(begin, min(end, ceil_div(unseen, BS)));
         let inside: i32 = min(end, max(max(begin, inside), ceil_div(same, BS)));
@@ -197,15 +224,9 @@ pub mod segments {
             differs = min(differs, least(select(behind, other, none)));
         }
         let ranges_view = unsafe { ranges_view(ranges, batch, q_len, ranges_batch_stride) };
-        let mut part: PartitionMut<i32, { [1, 1, 1] }> =
-            unsafe { ranges_view.partition_full_mut(const_shape![1, 1, 1]) };
-        let limit: i32 = begin * 64i32;
-        unsafe { part.store_unchecked(limit.broadcast(const_shape![1, 1, 1]), [b, block, 0i32]) };
-        let limit: i32 = same * 64i32;
-        unsafe { part.store_unchecked(limit.broadcast(const_shape![1, 1, 1]), [b, block, 1i32]) };
-        let limit: i32 = differs * 64i32;
-        unsafe { part.store_unchecked(limit.broadcast(const_shape![1, 1, 1]), [b, block, 2i32]) };
-        let limit: i32 = end * 64i32;
-        unsafe { part.store_unchecked(limit.broadcast(const_shape![1, 1, 1]), [b, block, 3i32]) };
+        unsafe { store_limit(&ranges_view, begin, b, block, 0i32) };
+        unsafe { store_limit(&ranges_view, same, b, block, 1i32) };
+        unsafe { store_limit(&ranges_view, differs, b, block, 2i32) };
+        unsafe { store_limit(&ranges_view, end, b, block, 3i32) };
     }
 }

@@ -69,7 +69,35 @@ pub mod softmax {
         mma(p, v, rescaled)
     }
 
-    /// Writes o = acc / l and lse = ln 2 · (m + log2 l); 0 and −inf for a row that saw nothing.
+    /// Returns o = acc / l; 0 for a row that saw nothing. NaN does not equal 0, so a NaN score makes
+    /// o and lse of its row NaN.
+    pub fn result_of<const R: i32, const W: i32>(
+        l: Tile<f32, { [R, 1] }>,
+        acc: Tile<f32, { [R, W] }>,
+    ) -> Tile<f32, { [R, W] }> {
+        let zero: Tile<f32, { [R, 1] }> = constant(0.0f32, const_shape![R, 1]);
+        let one: Tile<f32, { [R, 1] }> = constant(1.0f32, const_shape![R, 1]);
+        let divisor: Tile<f32, { [R, 1] }> = select(eq_tile(l, zero), one, l);
+        let factor: Tile<f32, { [R, 1] }> = true_div(one, divisor);
+        let out: Tile<f32, { [R, W] }> = acc * factor.broadcast(const_shape![R, W]);
+        out
+    }
+
+    /// Returns lse = ln 2 · (m + log2 l); −inf for a row that saw nothing.
+    pub fn lse_of<const R: i32>(
+        m: Tile<f32, { [R, 1] }>,
+        l: Tile<f32, { [R, 1] }>,
+    ) -> Tile<f32, { [R, 1] }> {
+        let zero: Tile<f32, { [R, 1] }> = constant(0.0f32, const_shape![R, 1]);
+        let one: Tile<f32, { [R, 1] }> = constant(1.0f32, const_shape![R, 1]);
+        let ln2: Tile<f32, { [R, 1] }> = constant(0.693147180559945309f32, const_shape![R, 1]);
+        let nothing: Tile<f32, { [R, 1] }> = constant(f32::NEG_INFINITY, const_shape![R, 1]);
+        let empty: Tile<bool, { [R, 1] }> = eq_tile(l, zero);
+        let log: Tile<f32, { [R, 1] }> = log2(select(empty, one, l));
+        select(empty, nothing, (m + log) * ln2)
+    }
+
+    /// Writes [`result_of`] and [`lse_of`] a tile of queries.
     pub unsafe fn conclude<E: ElementType, const BM: i32, const DT: i32>(
         m: Tile<f32, { [BM, 1] }>,
         l: Tile<f32, { [BM, 1] }>,
@@ -80,20 +108,10 @@ pub mod softmax {
         i: i32,
         h: i32,
     ) {
-        let zero: Tile<f32, { [BM, 1] }> = constant(0.0f32, const_shape![BM, 1]);
-        let one: Tile<f32, { [BM, 1] }> = constant(1.0f32, const_shape![BM, 1]);
-        // NaN does not equal 0, so a NaN score makes o and lse of its row NaN.
-        let empty: Tile<bool, { [BM, 1] }> = eq_tile(l, zero);
-        let divisor: Tile<f32, { [BM, 1] }> = select(empty, one, l);
-        let factor: Tile<f32, { [BM, 1] }> = true_div(one, divisor);
-        let out: Tile<f32, { [BM, DT] }> = acc * factor.broadcast(const_shape![BM, DT]);
+        let out: Tile<f32, { [BM, DT] }> = result_of(l, acc);
         let out: Tile<E, { [BM, DT] }> = convert_tile(out);
         unsafe { write(o, out, b, i, h) };
-        let ln2: Tile<f32, { [BM, 1] }> = constant(0.693147180559945309f32, const_shape![BM, 1]);
-        let nothing: Tile<f32, { [BM, 1] }> = constant(f32::NEG_INFINITY, const_shape![BM, 1]);
-        let log: Tile<f32, { [BM, 1] }> = log2(divisor);
-        let value: Tile<f32, { [BM, 1] }> = (m + log) * ln2;
-        let value: Tile<f32, { [BM, 1] }> = select(empty, nothing, value);
+        let value: Tile<f32, { [BM, 1] }> = lse_of(m, l);
         let mut part: PartitionMut<f32, { [1, BM, 1] }> =
             unsafe { lse.partition_full_mut(const_shape![1, BM, 1]) };
         unsafe { part.store_unchecked(value.reshape(const_shape![1, BM, 1]), [b, i, h]) };

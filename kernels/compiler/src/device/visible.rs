@@ -3,8 +3,10 @@
 
 #[cutile::module]
 pub mod visible {
+    use super::super::modes::modes::PACKED;
     use super::super::scores::scores::alike;
-    use super::super::segments::segments::{MaskRows, Segments, segments_view};
+    use super::super::segments::segments::{MaskRows, Segments, limit_of};
+    use super::super::segments::segments::{numbers_view, segment_rows};
     use cutile::core::*;
 
     /// What masks say of queries that stay: segment, counted position, position.
@@ -26,14 +28,18 @@ pub mod visible {
         pub also_stop: Tile<i32, { [BN, 1] }>,
     }
 
-    /// The tiles of four runs. Nothing cuts tiles `inside..outside`; [`run_tile`] numbers `count`
-    /// others, of which `before` come before `inside`. Run n has its tiles from number `from` on,
-    /// and the tile of a number is `shift` more than the number.
+    /// The streamed tiles of a block: nothing cuts `inside..outside`; `begin..inside` and
+    /// `outside..end` are cut.
+    ///
+    /// Where masks are data, tiles lie in four runs. Then `end − outside` tiles are cut, of which
+    /// `before` come before `inside`. [`run_tile`] numbers all tiles: run n has the numbers from
+    /// `from` on, and a tile is `shift` more than its number.
     #[derive(Clone, Copy)]
-    pub struct Runs {
+    pub struct Tiles {
+        pub begin: i32,
         pub inside: i32,
         pub outside: i32,
-        pub count: i32,
+        pub end: i32,
         pub before: i32,
         pub shift0: i32,
         pub from1: i32,
@@ -65,18 +71,13 @@ pub mod visible {
         numbers.reshape(const_shape![R, 1])
     }
 
-    /// Returns a view of the packed numbers of a side.
-    pub unsafe fn packed_view(side: MaskRows) -> Tensor<i32, { [-1, -1] }> {
-        unsafe { segments_view(side.base, 6i32 * side.batch, side.rows, side.rows) }
-    }
-
     /// Returns the counted positions of a tile of rows.
     pub unsafe fn counted_columns<const C: i32>(
         side: MaskRows,
         b: i32,
         tile: i32,
     ) -> Tile<i32, { [1, C] }> {
-        let view = unsafe { packed_view(side) };
+        let view = unsafe { segment_rows(PACKED, side) };
         packed(&view.partition(const_shape![1, C]), b, tile, 1i32)
     }
 
@@ -118,7 +119,7 @@ pub mod visible {
         tile: i32,
         seen: Tile<bool, { [BM, BN] }>,
     ) -> Tile<bool, { [BM, BN] }> {
-        let view = unsafe { packed_view(keys) };
+        let view = unsafe { segment_rows(PACKED, keys) };
         let part = view.partition(const_shape![1, BN]);
         let segment: Tile<i32, { [1, BN] }> = packed(&part, b, tile, 0i32);
         let start: Tile<i32, { [1, BN] }> = packed(&part, b, tile, 2i32);
@@ -137,7 +138,7 @@ pub mod visible {
         tile: i32,
         seen: Tile<bool, { [BN, BM] }>,
     ) -> Tile<bool, { [BN, BM] }> {
-        let view = unsafe { packed_view(queries) };
+        let view = unsafe { segment_rows(PACKED, queries) };
         let part = view.partition(const_shape![1, BM]);
         let segment: Tile<i32, { [1, BM] }> = packed(&part, b, tile, 0i32);
         let position: Tile<i32, { [1, BM] }> = packed(&part, b, tile, 2i32);
@@ -147,42 +148,6 @@ pub mod visible {
         shown(position, start, stop, also_start, also_stop, same, seen)
     }
 
-    /// Returns the counted position of each column minus that of each row.
-    pub fn apart<const R: i32, const C: i32>(
-        rows: Tile<i32, { [R, 1] }>,
-        columns: Tile<i32, { [1, C] }>,
-    ) -> Tile<f32, { [R, C] }> {
-        let rows: Tile<i32, { [R, C] }> = rows.broadcast(const_shape![R, C]);
-        let columns: Tile<i32, { [R, C] }> = columns.broadcast(const_shape![R, C]);
-        convert_tile(columns - rows)
-    }
-
-    /// Returns scores plus the slope times the distances.
-    pub fn biased<const R: i32, const C: i32>(
-        s: Tile<f32, { [R, C] }>,
-        slope: Tile<f32, { [1, 1] }>,
-        away: Tile<f32, { [R, C] }>,
-    ) -> Tile<f32, { [R, C] }> {
-        let slope: Tile<f32, { [R, C] }> = slope.broadcast(const_shape![R, C]);
-        fma(away, slope, s, rounding::NearestEven, ftz::Disabled)
-    }
-
-    /// Returns counted positions by row, as dropout takes them.
-    pub fn drawn_down<const R: i32, const C: i32>(
-        counted: Tile<i32, { [R, 1] }>,
-    ) -> Tile<u32, { [R, C] }> {
-        let counted: Tile<i32, { [R, C] }> = counted.broadcast(const_shape![R, C]);
-        bitcast(counted)
-    }
-
-    /// Returns counted positions by column, as dropout takes them.
-    pub fn drawn_across<const R: i32, const C: i32>(
-        counted: Tile<i32, { [1, C] }>,
-    ) -> Tile<u32, { [R, C] }> {
-        let counted: Tile<i32, { [R, C] }> = counted.broadcast(const_shape![R, C]);
-        bitcast(counted)
-    }
-
     /// Returns a view of the results of `mask_runs`, `[batch, ⌈rows / 128⌉, 10]` at `base`.
     pub unsafe fn runs_view(
         base: *mut i32,
@@ -190,26 +155,16 @@ pub mod visible {
         rows: i32,
     ) -> Tensor<i32, { [-1, -1, 10] }> {
         let blocks: i32 = ceil_div(rows, 128i32);
-        let shape: Shape<{ [-1, -1, 10] }> = Shape::<{ [-1, -1, 10] }> { dims: &[batch, blocks] };
-        let strides: Array<{ [-1, 10, 1] }> = Array::<{ [-1, 10, 1] }> { dims: &[10i32 * blocks] };
-        let base: PointerTile<*mut i32, { [] }> = pointer_to_tile(base);
-        unsafe { make_tensor_view(base, shape, strides, new_token_unordered()) }
+        unsafe { numbers_view::<10>(base, batch, blocks, 10i32 * blocks) }
     }
 
-    /// Returns number `n` of a block in `[batch, blocks, 10]`.
-    pub fn run_limit(view: &Tensor<i32, { [-1, -1, 10] }>, b: i32, block: i32, n: i32) -> i32 {
-        let limit: Tile<i32, { [1, 1, 1] }> =
-            view.partition(const_shape![1, 1, 1]).load([b, block, n]);
-        let limit: Tile<i32, { [] }> = limit.reshape(const_shape![]);
-        tile_to_scalar(limit)
-    }
-
-    /// Returns runs without tiles, for launches whose masks are no data.
-    pub fn no_runs(inside: i32) -> Runs {
-        Runs {
+    /// Returns tiles without runs, for launches whose masks are no data.
+    pub fn without_runs(begin: i32, inside: i32, outside: i32, end: i32) -> Tiles {
+        Tiles {
+            begin,
             inside,
-            outside: inside,
-            count: inside,
+            outside,
+            end,
             before: inside,
             shift0: inside,
             from1: inside,
@@ -232,19 +187,19 @@ pub mod visible {
         inside: i32,
         outside: i32,
         end: i32,
-    ) -> Runs {
+    ) -> Tiles {
         let view = unsafe { runs_view(masks.ranges, resident.batch, resident.rows) };
         let block: i32 = first / 128i32;
-        let begin0: i32 = min(end, max(begin, run_limit(&view, b, block, 0i32) / BS));
-        let end0: i32 = min(end, max(begin0, ceil_div(run_limit(&view, b, block, 1i32), BS)));
-        let begin1: i32 = min(end, max(end0, run_limit(&view, b, block, 2i32) / BS));
-        let end1: i32 = min(end, max(begin1, ceil_div(run_limit(&view, b, block, 3i32), BS)));
-        let begin2: i32 = min(end, max(end1, run_limit(&view, b, block, 4i32) / BS));
-        let end2: i32 = min(end, max(begin2, ceil_div(run_limit(&view, b, block, 5i32), BS)));
-        let begin3: i32 = min(end, max(end2, run_limit(&view, b, block, 6i32) / BS));
-        let end3: i32 = min(end, max(begin3, ceil_div(run_limit(&view, b, block, 7i32), BS)));
-        let same: i32 = ceil_div(run_limit(&view, b, block, 8i32), BS);
-        let differs: i32 = run_limit(&view, b, block, 9i32) / BS;
+        let begin0: i32 = min(end, max(begin, limit_of(&view, b, block, 0i32) / BS));
+        let end0: i32 = min(end, max(begin0, ceil_div(limit_of(&view, b, block, 1i32), BS)));
+        let begin1: i32 = min(end, max(end0, limit_of(&view, b, block, 2i32) / BS));
+        let end1: i32 = min(end, max(begin1, ceil_div(limit_of(&view, b, block, 3i32), BS)));
+        let begin2: i32 = min(end, max(end1, limit_of(&view, b, block, 4i32) / BS));
+        let end2: i32 = min(end, max(begin2, ceil_div(limit_of(&view, b, block, 5i32), BS)));
+        let begin3: i32 = min(end, max(end2, limit_of(&view, b, block, 6i32) / BS));
+        let end3: i32 = min(end, max(begin3, ceil_div(limit_of(&view, b, block, 7i32), BS)));
+        let same: i32 = ceil_div(limit_of(&view, b, block, 8i32), BS);
+        let differs: i32 = limit_of(&view, b, block, 9i32) / BS;
         let inside: i32 = min(end, max(max(begin, inside), same));
         let outside: i32 = min(end, max(inside, min(outside, differs)));
         let from1: i32 = end0 - begin0;
@@ -258,10 +213,11 @@ pub mod visible {
         let before3: i32 = max(0i32, min(end3, inside) - begin3);
         let before: i32 = before0 + before1 + before2 + before3;
         let count: i32 = all - (outside - inside);
-        Runs {
+        Tiles {
+            begin: inside,
             inside,
             outside,
-            count,
+            end: outside + count,
             before,
             shift0: begin0,
             from1,
@@ -273,11 +229,11 @@ pub mod visible {
         }
     }
 
-    /// Returns the `t`-th tile of four runs without `whole` tiles, which follow `before` others.
-    pub fn run_tile(t: i32, whole: i32, runs: Runs) -> i32 {
-        let n: i32 = if t < runs.before { t } else { t + whole };
-        let low: i32 = if n < runs.from1 { n + runs.shift0 } else { n + runs.shift1 };
-        let high: i32 = if n < runs.from3 { n + runs.shift2 } else { n + runs.shift3 };
-        if n < runs.from2 { low } else { high }
+    /// Returns the `t`-th tile that is cut, of tiles in four runs.
+    pub fn run_tile(t: i32, tiles: Tiles) -> i32 {
+        let n: i32 = if t < tiles.before { t } else { t + (tiles.outside - tiles.inside) };
+        let low: i32 = if n < tiles.from1 { n + tiles.shift0 } else { n + tiles.shift1 };
+        let high: i32 = if n < tiles.from3 { n + tiles.shift2 } else { n + tiles.shift3 };
+        if n < tiles.from2 { low } else { high }
     }
 }
