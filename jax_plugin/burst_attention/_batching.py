@@ -134,6 +134,24 @@ def _exchange_back(
 all_to_all.defvjp(_exchange, _exchange_back)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def all_gather(x: Shaped[Array, "batch n ..."], axes: Axes) -> Shaped[Array, "batch all_n ..."]:
+    """Returns ``lax.all_gather`` of rows."""
+    return over_batch(partial(lax.all_gather, axis_name=axes, axis=1, tiled=True), x)
+
+
+def _gather(x: jax.Array, axes: Axes) -> tuple[jax.Array, None]:
+    return all_gather(x, axes), None
+
+
+def _sum_back(axes: Axes, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    scatter = partial(lax.psum_scatter, axis_name=axes, scatter_dimension=1, tiled=True)
+    return (over_batch(scatter, cotangent),)
+
+
+all_gather.defvjp(_gather, _sum_back)
+
+
 def _mapped(
     function: Callable[..., Results], operands: object, entries: Entries[Results]
 ) -> Results:

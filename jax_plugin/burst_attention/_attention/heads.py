@@ -24,7 +24,6 @@ ring over the outer axis, in the same layout:
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,7 @@ from burst_attention import _mesh
 from burst_attention._attention.features import Features
 from burst_attention._attention.ring import Ring
 from burst_attention._attention.vjp import Qkv, ring_attention
-from burst_attention._batching import all_to_all, over_batch
+from burst_attention._batching import all_gather, all_to_all
 from burst_attention._types import Axes, Layout
 
 SCHEDULES = ("ulysses", "hybrid")
@@ -81,8 +80,7 @@ class Exchange:
                 if length == "heads":
                     x = self._own_heads(x, axis)
                 elif length in ("q_len", "kv_len"):
-                    gather = partial(lax.all_gather, axis_name=self.axes, axis=1, tiled=True)
-                    x = self._merge(over_batch(gather, self._stripe(x)))
+                    x = self._merge(all_gather(self._stripe(x), self.axes))
             found[row.name] = x
         if "dropout" in found:
             first = lax.axis_index(self.axes).astype(jnp.uint32) * jnp.uint32(self.heads)
