@@ -29,7 +29,7 @@ impl FeatureSet {
     pub(crate) const SWITCHES: [FeatureSet; 4] =
         [FeatureSet::SEGMENTS, FeatureSet::SOFT_CAP, FeatureSet::SLOPES, FeatureSet::DROPOUT];
 
-    /// All features that launches can switch off; see [`Variant::GENERAL`].
+    /// All features that launches can switch off; see [`GENERAL`](crate::variant::Variant::GENERAL).
     pub const ALL: FeatureSet = {
         let (mut all, mut index) = (FeatureSet::NONE, 0);
         while index < FeatureSet::SWITCHES.len() {

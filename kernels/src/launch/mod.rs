@@ -59,7 +59,6 @@ macro_rules! operations {
         /// One operation with its memory.
         #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
         #[serde(rename_all = "snake_case")]
-        #[expect(clippy::large_enum_variant, reason = "it lives on the stack of one function")]
         pub enum TileOperation {
             $($(#[$doc])* $operation($operation)),*
         }
