@@ -1,51 +1,15 @@
-//! The features of a problem.
+//! Questions about the features of a problem.
 
 use std::ops::RangeInclusive;
 
-use serde::Deserialize;
-
-use super::Operand;
+use super::{Features, Operand};
 use crate::error::{Error, Result};
 use crate::types::invalid;
 
 /// Soft caps that float32 can compute with: the cap and 2 · log2(e) / cap stay within its range.
 pub const SOFT_CAPS: RangeInclusive<f32> = 1e-30..=1e30;
 
-/// The features of a problem, which change scores and weights beyond q·k, its scale and the window.
-#[derive(Debug, Clone, Copy, PartialEq, Default, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Features {
-    /// The cap of scores, which become `cap · tanh(score / cap)` before slopes and masks.
-    pub soft_cap: Option<f32>,
-    /// Whether every query and key has a segment, int32. A query and a key see each other if their
-    /// segments are equal and not negative.
-    pub segments: bool,
-    /// Whether every query head has a slope, float32, which adds `slope · (key position − query
-    /// position)` to its scores.
-    pub slopes: bool,
-    /// The probability that a weight is dropped. All other weights are divided by 1 − probability.
-    pub dropout: Option<f32>,
-    /// Whether every key has an interval of query positions, int32 (start, stop): a query at
-    /// position p sees the key only if start ≤ p < stop.
-    pub visible: bool,
-    /// Whether every key has a second interval: a query sees the key if either interval allows it.
-    pub also_visible: bool,
-    /// Whether the positions of keys are data too, int32. Slopes and dropout then count by them.
-    pub positions: bool,
-}
-
 impl Features {
-    /// No features.
-    pub const NONE: Features = Features {
-        soft_cap: None,
-        segments: false,
-        slopes: false,
-        dropout: None,
-        visible: false,
-        also_visible: false,
-        positions: false,
-    };
-
     /// Whether slopes or dropout count rows by their positions in the layout.
     pub fn count_positions(&self) -> bool {
         (self.slopes || self.dropout.is_some()) && !self.positions
