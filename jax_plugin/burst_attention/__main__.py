@@ -7,7 +7,7 @@
 import argparse
 import sys
 
-from burst_attention._cli import kernels, report, schedule
+from burst_attention._cli import check, kernels, report, schedule
 
 
 def main() -> int:
@@ -16,6 +16,7 @@ def main() -> int:
     commands = parser.add_subparsers(title="commands")
     schedule.add_parser(commands)
     kernels.add_parser(commands)
+    check.add_parser(commands)
     parser.set_defaults(run=lambda _: report.report())
     flags = parser.parse_args()
     return int(flags.run(flags))

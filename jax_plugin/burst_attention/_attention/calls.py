@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from burst_attention import _ffi
+from burst_attention import _confirmed, _ffi
 from burst_attention._attention import implementation, plain
 from burst_attention._attention.features import Feature, Features, lengths
 from burst_attention._attention.options import NO_LIMIT
@@ -78,6 +78,7 @@ def _implemented(
             keeps_float32=ring.keeps_float32,
             soft_cap=ring.options.logits_soft_cap,
         )
+        and not (name == "cuda" and _confirmed.refuted("attention", None))
     }
     results: Arrays = lax.platform_dependent(
         qkv, *others, default=partial(calls["xla"], ring), **branches

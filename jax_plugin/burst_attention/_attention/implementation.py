@@ -2,7 +2,8 @@
 
 The library has calls for CPU devices (``cpu``) and NVIDIA GPUs (``cuda``). The ring in plain JAX
 (``xla``) computes what the library does not serve: float32 on GPUs, devices of other kinds, and
-rings over the CPU devices of several processes.
+rings over the CPU devices of several processes. It also computes on GPUs whose kernels
+``python -m burst_attention check`` found wrong.
 """
 
 import warnings
@@ -11,7 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from burst_attention import _mesh
+from burst_attention import _confirmed, _mesh
 from burst_attention._attention.options import Implementation
 from burst_attention._types import AnyMesh
 
@@ -31,7 +32,8 @@ def chosen(
         return asked
     platform = _mesh.platform(mesh)
     if platform is None or serves(platform, dtype, world_size):
-        return platform
+        is_refuted = platform == "cuda" and _confirmed.refuted("attention", platform)
+        return "xla" if is_refuted else platform
     if platform in ("cuda", "rocm"):
         warn_of_plain("float32" if platform == "cuda" else "GPUs that are not NVIDIA's")
     return "xla"

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_attention import _ffi
+from burst_attention import _confirmed, _ffi, _mesh
 from burst_attention._batching import one_by_one
 from burst_attention._decode import gpu, plain
 from burst_attention._decode.merge import Pair
@@ -27,7 +27,8 @@ def _implemented(work: Work, operands: Operands) -> Pair:
     if query.size == 0 or keys.size == 0 or operands.page_table.size == 0:
         o = jnp.zeros((*query.shape[:3], values.shape[3]), jnp.float32)
         return vary_like(operands, (o, jnp.full(o.shape[:3], -jnp.inf, jnp.float32)))
-    if work.implementation == "xla":
+    platform = _mesh.platform(jax.sharding.get_abstract_mesh())
+    if work.implementation == "xla" or _confirmed.refuted("decode_attention", platform):
         return plain.partial(work, operands)
     calls: dict[str, Callable[..., Pair]]
     calls = {"cpu": _cpu, "cuda": gpu.partial, "default": plain.partial}

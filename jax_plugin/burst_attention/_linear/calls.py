@@ -1,4 +1,4 @@
-"""Linear attention of one device's tokens: custom calls on CPU devices, kernels on GPUs.
+"""Linear attention of one device's tokens: custom calls on CPU devices, kernels on GPUs, plain JAX.
 
 On GPUs `left` returns intermediate states that `forward` and `backward` use again. Where only
 lowering will tell the platform, there are none, and the later call computes them again.
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from burst_attention import _ffi
-from burst_attention._linear import gpu
+from burst_attention import _confirmed, _ffi
+from burst_attention._linear import gpu, plain
 from burst_attention._linear.states import Call, Logs, State
 from burst_attention._mesh import vary_like
 from burst_attention._types import Arrays
@@ -46,7 +46,10 @@ def left(
     if call.platform == "cuda":
         return cuda(k, v, logs)
 
-    return _on_platform(call, (k, v, logs), cpu, lambda *x: cuda(*x)[0]), None
+    def xla(k: jax.Array, v: jax.Array, logs: Logs) -> State:
+        return plain.left(gpu.scaled(k, scale), v, logs, back=back)
+
+    return _on_platform(call, (k, v, logs), cpu, lambda *x: cuda(*x)[0], xla), None
 
 
 def forward(call: Call, operands: Arrays, again: Again) -> tuple[jax.Array, State, jax.Array]:
@@ -65,7 +68,11 @@ def forward(call: Call, operands: Arrays, again: Again) -> tuple[jax.Array, Stat
 
     if call.platform == "cuda":
         return cuda(*operands)
-    out, after = _on_platform(call, operands, cpu, lambda *x: cuda(*x)[:2])
+
+    def xla(*operands: jax.Array) -> Arrays:
+        return plain.forward(call.scale, operands)
+
+    out, after = _on_platform(call, operands, cpu, lambda *x: cuda(*x)[:2], xla)
     return out, after, operands[4]
 
 
@@ -85,17 +92,25 @@ def backward(call: Call, operands: Arrays, again: Again) -> Arrays:
         dq, *gradients = gpu.backward(call.has_documents, scaled, again)
         return gpu.scaled(dq, call.scale), *gradients
 
-    return _on_platform(call, operands, cpu, cuda)
+    def xla(*operands: jax.Array) -> Arrays:
+        return plain.backward(call.scale, operands)
+
+    return _on_platform(call, operands, cpu, cuda, xla)
 
 
 def _on_platform(
-    call: Call, operands: Arrays, cpu: Callable[..., Result], cuda: Callable[..., Result]
+    call: Call,
+    operands: Arrays,
+    cpu: Callable[..., Result],
+    cuda: Callable[..., Result],
+    xla: Callable[..., Result],
 ) -> Result:
     """Returns the results of the call for a platform, or for the platform that lowering finds."""
     if call.platform is not None:
-        return {"cpu": cpu, "cuda": cuda}[call.platform](*operands)
+        return {"cpu": cpu, "cuda": cuda, "xla": xla}[call.platform](*operands)
+    of_gpus = xla if _confirmed.refuted("linear_attention", None) else cuda
     # Without a default, lowering for any other platform is an error.
-    found: Result = lax.platform_dependent(*operands, cpu=cpu, cuda=cuda)
+    found: Result = lax.platform_dependent(*operands, cpu=cpu, cuda=of_gpus)
     return found
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from burst_attention import _checks, _mesh
+from burst_attention import _checks, _confirmed, _mesh
 from burst_attention._attention.arguments import cast
 from burst_attention._types import LAYOUTS, AnyMesh
 
@@ -151,7 +151,7 @@ def without_order(**arguments: object) -> None:
 
 
 def platform(mesh: AnyMesh, dtype: np.dtype) -> str | None:
-    """Returns the platform of a mesh, ``cpu`` or ``cuda``.
+    """Returns the platform of a mesh, ``cpu`` or ``cuda``; ``xla`` where plain JAX computes.
 
     Returns None where an abstract mesh does not tell. Raises for devices or a dtype without calls.
     """
@@ -167,7 +167,7 @@ def platform(mesh: AnyMesh, dtype: np.dtype) -> str | None:
             "which there is no kernel yet; cast them with x.astype(jnp.bfloat16) (accumulation is "
             "float32 all the same), or use a mesh of jax.devices('cpu')"
         )
-    return found
+    return "xla" if found == "cuda" and _confirmed.refuted("linear_attention", found) else found
 
 
 def decays(

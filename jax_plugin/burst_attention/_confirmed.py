@@ -1,0 +1,205 @@
+"""Which GPU kernels this machine has confirmed: the record of ``python -m burst_attention check``.
+
+A record holds a verdict for each family of kernels. It is valid for one kind of GPU, driver, set of
+images, and version of JAX and of this package. The first call on a GPU reads it:
+
+==============  ====================================================================
+confirmed       the kernels compute
+refuted         plain JAX computes, with one warning
+no verdict      the kernels compute, and one line on stderr says how to check them
+==============  ====================================================================
+
+In a program of several processes, each reads the record of its own host and tells it to the others.
+A family that any of them refuted is refuted for all, so that all trace the same program.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Literal, TypeAlias, cast
+
+import jax
+
+from burst_attention import _ffi
+from burst_attention._library import LIBRARY
+from burst_attention._version import __version__
+
+Family: TypeAlias = Literal["attention", "linear_attention", "decode_attention"]
+"""Kernels that are confirmed together: a fallback replaces all of them."""
+FAMILIES: tuple[Family, ...] = ("attention", "linear_attention", "decode_attention")
+
+Verdicts: TypeAlias = dict[Family, str]
+"""For each family that was checked ``confirmed``, or what was wrong."""
+CONFIRMED = "confirmed"
+
+VARIABLE = "BURST_ATTENTION_CHECK"
+COMMAND = "python -m burst_attention check"
+PACKAGE = str(Path(__file__).parent)
+PATIENCE_MS = 60_000
+"""How long a process waits for the verdicts of another."""
+
+
+def refuted(family: Family, platform: str | None) -> str | None:
+    """Returns what was wrong with a family's kernels on this process's GPUs, or None.
+
+    ``platform`` is None where only lowering will tell it. Warns once of a family that plain JAX
+    computes instead, and says once how to check GPUs that nobody has checked.
+    """
+    if platform not in ("cuda", None):
+        return None
+    refutations, unchecked = _records()
+    reason = refutations.get(family)
+    if platform == "cuda" or jax.default_backend() == "gpu":
+        if reason is not None:
+            _warn(family, reason)
+        elif unchecked:
+            _hint(unchecked)
+    return reason
+
+
+@functools.cache
+def _warn(family: Family, reason: str) -> None:
+    warnings.warn(
+        f"`{COMMAND}` found the GPU kernels of {family} wrong on this machine ({reason}), so plain "
+        "JAX computes it, more slowly. Run the check again after a new driver or a new version; "
+        f"{VARIABLE}=ignore takes the kernels all the same",
+        skip_file_prefixes=(PACKAGE,),
+    )
+
+
+@functools.cache
+def _hint(kinds: tuple[str, ...]) -> None:
+    print(
+        f"burst_attention: the GPU kernels were not checked on {' and '.join(kinds)}: run "
+        f"`{COMMAND}`, which takes up to a minute; {VARIABLE}=ignore silences this line",
+        file=sys.stderr,
+    )
+
+
+@functools.cache
+def _records() -> tuple[dict[Family, str], tuple[str, ...]]:
+    """Returns refuted families with their reasons, and the kinds of GPU that were not checked."""
+    if os.environ.get(VARIABLE) == "ignore":
+        return {}, ()
+    try:
+        kinds = {gpu.device_kind for gpu in jax.local_devices(backend="cuda")}
+    except RuntimeError:
+        return {}, ()  # The program is traced for GPUs of another machine, or for none.
+    records = {kind: read(kind) for kind in sorted(kinds)}
+    unchecked = tuple(kind for kind, record in records.items() if set(record) != set(FAMILIES))
+    refutations: dict[Family, str] = {}
+    for record in _of_all_processes(list(records.values())):
+        refutations |= {family: said for family, said in record.items() if said != CONFIRMED}
+    return refutations, unchecked
+
+
+def _of_all_processes(own: list[Verdicts]) -> list[Verdicts]:
+    """Returns the verdicts of all processes of the program."""
+    if jax.process_count() == 1:
+        return own
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    if client is None:
+        return own
+    key = "burst_attention/verdicts"
+    client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(own))
+    others = (
+        client.blocking_key_value_get(f"{key}/{process}", PATIENCE_MS)
+        for process in range(jax.process_count())
+    )
+    return [verdicts for other in others for verdicts in json.loads(other)]
+
+
+def read(kind: str) -> Verdicts:
+    """Returns the valid verdicts about the kernels on a kind of GPU."""
+    return _file().get(_key(kind), {})
+
+
+def write(kind: str, verdicts: Mapping[Family, str]) -> Path:
+    """Keeps verdicts and returns the file.
+
+    Raises:
+      OSError: if no folder for it can be written.
+    """
+    error: OSError | None = None
+    for folder in _folders():
+        try:
+            return _write_into(folder, kind, verdicts)
+        except OSError as refused:
+            error = error or refused
+    assert error is not None
+    raise error
+
+
+def _write_into(folder: Path, kind: str, verdicts: Mapping[Family, str]) -> Path:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / "checked.json"
+    kept = _file() | {_key(kind): dict(verdicts)}
+    # Another process reads the old file or the new one, never a part.
+    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as new:
+        json.dump(kept, new, indent=1)
+    os.replace(new.name, path)
+    return path
+
+
+def _file() -> dict[str, Verdicts]:
+    """Returns the records of all keys, the first folder's where two folders have one."""
+    found: dict[str, Verdicts] = {}
+    for folder in reversed(_folders()):
+        with contextlib.suppress(OSError, ValueError):
+            path = folder / "checked.json"
+            if path.stat().st_uid == os.getuid():
+                found |= cast(dict[str, Verdicts], json.loads(path.read_text()))
+    return found
+
+
+def _folders() -> list[Path]:
+    """Returns the folders for the record: the user's cache, then one for users who have none."""
+    temporary = Path(tempfile.gettempdir()) / f"burst_attention-{os.getuid()}"
+    cache = os.environ.get("XDG_CACHE_HOME")
+    with contextlib.suppress(RuntimeError):  # no home
+        return [(Path(cache) if cache else Path.home() / ".cache") / "burst_attention", temporary]
+    return [temporary]
+
+
+def _key(kind: str) -> str:
+    """Returns all that a verdict depends on, in words."""
+    return "; ".join(
+        [
+            kind,
+            f"driver {_driver()}",
+            f"images {_images()}",
+            f"burst_attention {__version__}",
+            f"jax {jax.__version__}",
+            f"jaxlib {metadata.version('jaxlib')}",
+        ]
+    )
+
+
+@functools.cache
+def _driver() -> str:
+    """Returns the version of the kernel's module, or else the CUDA version of the driver."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/driver/nvidia/version").read_text().split("\n")[0]
+    cuda = cast(dict[str, str], _ffi.describe()["cuda"])
+    return cuda["driver"]
+
+
+@functools.cache
+def _images() -> str:
+    """Returns a hash of the library and of all files of images."""
+    files = [LIBRARY, *sorted((LIBRARY.parent / "images").glob("*.safetensors"))]
+    whole = hashlib.sha256()
+    for file in files:
+        with contextlib.suppress(OSError):
+            whole.update(file.read_bytes())
+    return whole.hexdigest()[:16]

@@ -1,0 +1,101 @@
+"""``python -m burst_attention check`` confirms GPU kernels, and keeps what it finds."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.needs("standin")
+
+FAMILIES = ("attention", "linear_attention", "decode_attention")
+
+PROGRAM = """
+import jax, jax.numpy as jnp, burst_attention as ba
+from jax.sharding import PartitionSpec as P
+mesh = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+x = jnp.ones((1, 16, 2, 64), jnp.bfloat16)
+attend = jax.jit(lambda x: ba.dot_product_attention(x, x, x, mesh=mesh, spec=P(None, "context")))
+attend.lower(x)
+attend.lower(x)
+"""
+"""Traces attention twice for the GPU."""
+
+
+def run(cache, *arguments, **environment):
+    """Returns the exit code and the output of a Python process with a cache of its own."""
+    base = {name: x for name, x in os.environ.items() if name != "BURST_ATTENTION_CHECK"}
+    ran = subprocess.run(
+        [sys.executable, *arguments],
+        env=base | {"XDG_CACHE_HOME": str(cache), "STANDIN_DEVICES": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    return ran.returncode, ran.stdout, ran.stderr
+
+
+def check(cache, *arguments, **environment):
+    code, out, _ = run(cache, "-m", "burst_attention", "check", *arguments, **environment)
+    return code, out
+
+
+def record(cache):
+    """Returns the key and the verdicts of the only record."""
+    ((key, verdicts),) = json.loads(
+        (cache / "burst_attention" / "checked.json").read_text()
+    ).items()
+    return key, verdicts
+
+
+def hints(cache, **environment):
+    """Returns what the program says of kernels that nobody checked, or that are wrong."""
+    code, _, said = run(cache, "-c", PROGRAM, **environment)
+    assert code == 0, said
+    return [line for line in said.splitlines() if "python -m burst_attention check" in line]
+
+
+def test_what_is_confirmed_is_kept_and_asked_for_no_more(tmp_path):
+    (said,) = hints(tmp_path)
+    assert said.startswith("burst_attention: the GPU kernels were not checked on ")
+    assert hints(tmp_path, BURST_ATTENTION_CHECK="ignore") == []
+    code, out = check(tmp_path, "--seconds", "150")
+    assert code == 0, out
+    assert [line.split()[-1] for line in out.splitlines()[:3]] == ["confirmed"] * 3
+    key, verdicts = record(tmp_path)
+    assert verdicts == dict.fromkeys(FAMILIES, "confirmed")
+    assert "; driver " in key
+    assert "; images " in key
+    assert hints(tmp_path) == []
+    # Another driver, library or image makes another key.
+    path = tmp_path / "burst_attention" / "checked.json"
+    path.write_text(json.dumps({key.replace("driver", "driver 0"): verdicts}))
+    assert len(hints(tmp_path)) == 1
+
+
+@pytest.mark.long
+def test_a_family_that_fails_is_refuted_alone(tmp_path):
+    fault = "call=cuLaunchKernel code=719 about=linear"
+    code, out = check(tmp_path, "--seconds", "150", STANDIN_FAIL=fault)
+    assert code == 1, out
+    _, verdicts = record(tmp_path)
+    assert verdicts["attention"] == verdicts["decode_attention"] == "confirmed"
+    assert "cuLaunchKernel" in verdicts["linear_attention"]
+    assert hints(tmp_path) == []
+
+
+@pytest.mark.long
+def test_a_family_that_hangs_costs_no_more_than_its_time(tmp_path):
+    code, out = check(tmp_path, "--seconds", "30", STANDIN_JITTER_US="40000000")
+    assert code == 1, out
+    assert "attention         no answer within " in out
+
+
+def test_a_folder_that_cannot_be_written_leaves_another(tmp_path):
+    (tmp_path / "file").write_text("")
+    cache = tmp_path / "file" / "cache"
+    code, out = check(cache, "--seconds", "150", TMPDIR=str(tmp_path))
+    assert code == 0, out
+    assert f"kept in {tmp_path}/burst_attention-{os.getuid()}/checked.json" in out

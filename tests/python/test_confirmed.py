@@ -1,0 +1,197 @@
+"""What a check of GPU kernels found decides which implementation computes; plain JAX is right."""
+
+import json
+import os
+from contextlib import nullcontext
+from functools import partial
+
+import burst_attention as ba
+import jax
+import jax.numpy as jnp
+import numpy as np
+import platforms
+import pytest
+import ring
+import several
+from burst_attention import _confirmed
+from burst_attention._linear import checks, plain
+from jax.sharding import PartitionSpec as P
+from linear_cases import assert_right, found, inputs
+from test_cuda_lowering import KNOWN, abstract_mesh, calls, lowered, shapes, with_gradient
+
+pytestmark = pytest.mark.needs("host")
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """Forgets what earlier tests were told."""
+    told = (_confirmed._records, _confirmed._warn, _confirmed._hint)
+    for one in told:
+        one.cache_clear()
+    yield
+    for one in told:
+        one.cache_clear()
+
+
+@pytest.fixture
+def refute(monkeypatch):
+    """Returns a function that lets a record refute families."""
+
+    def record(*families):
+        reasons = dict.fromkeys(families, "out is off by 1e-01")
+        monkeypatch.setattr(_confirmed, "_records", lambda: (reasons, ()))
+
+    record.cache_clear = lambda: None
+    return record
+
+
+def targets(function, arguments):
+    return [call.target for call in calls(lowered(function, arguments))]
+
+
+@KNOWN
+def test_plain_jax_replaces_attention_that_was_refuted(refute, device, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def found():
+        return targets(with_gradient(ring.sharded(abstract_mesh(device))), shapes())
+
+    refute("linear_attention", "decode_attention")
+    assert len(found()) == 2
+    refute("attention")
+    words = "found the GPU kernels of attention wrong on this machine .out is off by 1e-01., so"
+    with pytest.warns(UserWarning, match=words) as caught:
+        assert [found(), found()] == [[], []]
+    assert len(caught) == 1
+
+
+@KNOWN
+def test_plain_jax_replaces_linear_attention_that_was_refuted(refute, device):
+    mesh = abstract_mesh(device, (4,), ("context",))
+
+    def attend():
+        spec = P(None, "context")
+        return jax.shard_map(
+            partial(ba.linear_attention, axis_name="context", decay=np.full(4, 0.9, np.float32)),
+            mesh=mesh,
+            in_specs=(spec,) * 3,
+            out_specs=spec,
+        )
+
+    arguments = [jax.ShapeDtypeStruct((2, 512, 4, 64), "bfloat16")] * 3
+    refute("attention")
+    assert targets(attend(), arguments) != []
+    refute("linear_attention")
+    with pytest.warns(UserWarning, match="linear_attention") if device else nullcontext():
+        assert targets(attend(), arguments) == []
+
+
+def test_plain_jax_replaces_decoding_that_was_refuted(refute):
+    def arguments():
+        cache = jax.ShapeDtypeStruct((2, 512, 2, 64), "bfloat16")
+        query = jax.ShapeDtypeStruct((2, 1, 4, 64), "bfloat16")
+        return query, cache, cache, jax.ShapeDtypeStruct((2,), "int32")
+
+    refute("attention")
+    assert targets(lambda *x: ba.decode_attention(*x), arguments()) != []
+    refute("decode_attention")
+    assert targets(lambda *x: ba.decode_attention(*x), arguments()) == []
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 70, 130])
+def test_plain_linear_attention_is_right(monkeypatch, world, tokens):
+    monkeypatch.setattr(checks, "platform", lambda *_: "xla")
+    given = inputs(world, tokens, 4, 2, 16, 24, None)
+    assert_right(found(ring.line(world), given), given)
+
+
+def test_plain_linear_attention_passes_nothing_over_a_decay_of_zero():
+    q = np.full((1, 4, 1, 2), 1.0, np.float32)
+    v = np.array([np.inf, 1, 2, 3], np.float32)[None, :, None, None]
+    logs = np.array([0, 0, -np.inf, 0], np.float32)[None, :, None]
+    operands = map(jnp.asarray, (q, q, v, logs, np.zeros((1, 1, 2, 1), np.float32)))
+    out, state = plain.forward(1.0, tuple(operands))
+    assert np.isfinite(np.asarray(out)[0, 2:]).all()
+    assert np.array_equal(np.asarray(state)[0, 0, :, 0], [5, 5])
+
+
+def test_a_record_is_kept_for_its_gpu_driver_library_and_images(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert _confirmed.read("NVIDIA H200") == {}
+    _confirmed.write("NVIDIA B200", {"attention": "confirmed"})
+    path = _confirmed.write("NVIDIA H200", {"attention": "wrong"})
+    assert path.parent.parent == tmp_path
+    assert _confirmed.read("NVIDIA H200") == {"attention": "wrong"}
+    assert _confirmed.read("NVIDIA B200") == {"attention": "confirmed"}
+    for name in ("_driver", "_images"):
+        with monkeypatch.context() as other:
+            other.setattr(_confirmed, name, lambda: "another")
+            assert _confirmed.read("NVIDIA H200") == {}
+    path.write_text("{")
+    assert _confirmed.read("NVIDIA H200") == {}
+    assert [each.name for each in path.parent.iterdir()] == ["checked.json"]
+
+
+def test_the_record_of_another_user_does_not_count(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _confirmed.write("NVIDIA H200", {"attention": "wrong"})
+    monkeypatch.setattr(os, "getuid", lambda: 4321)
+    assert _confirmed.read("NVIDIA H200") == {}
+
+
+def test_without_a_folder_the_error_is_the_system_s(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(_confirmed, "_folders", lambda: [tmp_path / "file" / "cache"])
+    with pytest.raises(OSError, match="cache"):
+        _confirmed.write("NVIDIA H200", {})
+
+
+class Gpu:
+    """A device of this process."""
+
+    device_kind = "NVIDIA H200"
+
+
+def test_the_first_call_on_a_gpu_that_nobody_checked_says_so_once(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("BURST_ATTENTION_CHECK", raising=False)
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [Gpu(), Gpu()])
+    assert _confirmed.refuted("attention", "cpu") is None
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        assert _confirmed.refuted("attention", "cuda") is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "burst_attention: the GPU kernels were not checked on NVIDIA H200: run `python -m "
+        "burst_attention check`, which takes up to a minute; BURST_ATTENTION_CHECK=ignore silences "
+        "this line"
+    )
+
+
+def test_whoever_ignores_the_check_takes_the_kernels(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("BURST_ATTENTION_CHECK", "ignore")
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [Gpu()])
+    _confirmed.write("NVIDIA H200", {"attention": "wrong"})
+    assert _confirmed.refuted("attention", "cuda") is None
+    assert capsys.readouterr().err == ""
+    _confirmed._records.cache_clear()
+    monkeypatch.delenv("BURST_ATTENTION_CHECK")
+    with pytest.warns(UserWarning, match="wrong"):
+        assert _confirmed.refuted("attention", "cuda") == "wrong"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(platforms.current().name != "cpu", reason="processes share no GPU here")
+def test_all_processes_take_the_verdicts_of_all():
+    outputs = several.outputs(several.start("verdicts", 2, 1), 120)
+    told = [json.loads(output.splitlines()[-1]) for output in outputs]
+    assert told[0] == told[1] == [{"attention": "wrong on 0"}, {"attention": "wrong on 1"}]
+
+
+def test_jax_has_the_store_that_processes_share():
+    """The module is private, so a new JAX may move it."""
+    from jax._src import distributed
+
+    assert hasattr(distributed.global_state, "client")
