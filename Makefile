@@ -13,8 +13,9 @@ PACKAGE := jax_plugin/burst_attention
 LIBRARY := $(PACKAGE)/libburst_attention_ffi.so
 IMAGES := $(PACKAGE)/images
 PYTHON_BENCH := $(PY)
-# HOST counts on the command line only, because some shells have a variable of that name.
+# HOST and TARGETS count on the command line only, because some shells have variables of such names.
 HOST :=
+TARGETS :=
 TARGET := $(if $(CARGO_TARGET_DIR),$(CARGO_TARGET_DIR),target)
 RUST := Cargo.toml Cargo.lock $(shell find src ffi kernels/Cargo.toml kernels/src \
     -name '*.rs' -o -name '*.toml')
@@ -26,6 +27,7 @@ BUILT := $(LIBRARY) $(VENV)/installed
 CHECKED_PACKAGE := $(TARGET)/checked-package/burst_attention
 CHECKED_LIBRARY := $(CHECKED_PACKAGE)/$(notdir $(LIBRARY))
 HOST_PACKAGE := $(TARGET)/$(HOST)-package
+GPU_PACKAGE := $(TARGET)/gpu-package
 TEST_PACKAGE := $(TARGET)/test-package
 # Copies the package without what `build` and `images` make into an empty folder.
 COPY_SOURCES = rm -rf $(1) && mkdir -p $(1) && \
@@ -177,12 +179,19 @@ format: $(VENV)/dev  ## format files with rustfmt and ruff
 	@$(VENV)/bin/ruff check --fix --quiet
 	@$(VENV)/bin/ruff format
 
-wheel: $(if $(HOST),host-package,$(BUILT) images)  ## make dist/*.whl, for this host or HOST=aarch64
+wheel: $(or $(if $(HOST),host-package),$(if $(TARGETS),gpu-package),$(BUILT) images)  ## make dist/*.whl, for this host or HOST=aarch64, for all GPUs or TARGETS="sm_90 sm_100"
 	$(SAY) "wheel"
 	@rm -rf dist
 	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist \
-	    $(if $(HOST),$(HOST_PACKAGE),./jax_plugin)
+	    $(or $(if $(HOST),$(HOST_PACKAGE)),$(if $(TARGETS),$(GPU_PACKAGE)),./jax_plugin)
 	@ls -sh dist
+
+# The package with the images of some targets alone, in a folder of its own.
+gpu-package: $(BUILT) $(VENV)/kernels
+	$(SAY) "CUDA kernels for $(TARGETS)"
+	@$(call COPY_SOURCES,$(GPU_PACKAGE))
+	@cp $(LIBRARY) $(GPU_PACKAGE)/burst_attention
+	@$(call KERNEL_IMAGES,$(GPU_PACKAGE)/burst_attention/images) $(TARGETS)
 
 # The package for another kind of host, in a folder of its own. On Debian and Ubuntu the linker is
 # in the package gcc-aarch64-linux-gnu; `rustup target add` installs Rust's standard library.
@@ -194,7 +203,7 @@ host-package: $(VENV)/kernels
 	    --config 'target.$(HOST)-unknown-linux-gnu.linker="$(HOST)-linux-gnu-gcc"'
 	@cp $(TARGET)/$(HOST)-unknown-linux-gnu/release/$(notdir $(LIBRARY)) \
 	    $(HOST_PACKAGE)/burst_attention
-	@$(call KERNEL_IMAGES,$(HOST_PACKAGE)/burst_attention/images) --host $(HOST)
+	@$(call KERNEL_IMAGES,$(HOST_PACKAGE)/burst_attention/images) --host $(HOST) $(TARGETS)
 
 # This wheel has the images that the stand-in knows, because to compile the real ones takes long.
 test-wheel: $(BUILT) $(VENV)/dev $(STANDIN)/ready baselines  ## install a wheel with the oldest and the newest JAX and run the tests

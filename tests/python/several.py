@@ -79,15 +79,22 @@ def die(folder):
     print("ring ran again", flush=True)
 
 
-def verdicts():
-    """Prints the verdicts of all processes about kernels; each finds its own number wrong."""
+def verdicts(silent=""):
+    """Prints the verdicts of all processes about kernels; each finds its own number wrong.
+
+    A ``silent`` second process tells nothing.
+    """
     import json
 
     import jax
     from burst_attention import _confirmed
 
     own = {"attention": f"wrong on {jax.process_index()}"}
-    print(json.dumps(_confirmed._of_all_processes([own])), flush=True)
+    _confirmed.PATIENCE_MS = 3_000
+    if silent and jax.process_index() == 1:
+        time.sleep(6)
+    else:
+        print(json.dumps(_confirmed._of_all_processes([own])), flush=True)
 
 
 if __name__ == "__main__":

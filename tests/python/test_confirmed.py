@@ -188,6 +188,9 @@ def test_all_processes_take_the_verdicts_of_all():
     outputs = several.outputs(several.start("verdicts", 2, 1), 120)
     told = [json.loads(output.splitlines()[-1]) for output in outputs]
     assert told[0] == told[1] == [{"attention": "wrong on 0"}, {"attention": "wrong on 1"}]
+    first, _ = several.outputs(several.start("verdicts", 2, 1, "silent"), 120)
+    assert "process 1 has not told within 3 s which GPU kernels it has confirmed" in first
+    assert json.loads(first.splitlines()[-1]) == [{"attention": "wrong on 0"}]
 
 
 def test_jax_has_the_store_that_processes_share():
