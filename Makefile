@@ -13,10 +13,12 @@ PACKAGE := jax_plugin/burst_attention
 LIBRARY := $(PACKAGE)/libburst_attention_ffi.so
 IMAGES := $(PACKAGE)/images
 PYTHON_BENCH := $(PY)
-# HOST and TARGETS count on the command line only, because some shells have variables of such names.
+# HOST, TARGETS and TARGET count on the command line only, because some shells have variables of such
+# names.
 HOST :=
 TARGETS :=
-TARGET := $(if $(CARGO_TARGET_DIR),$(CARGO_TARGET_DIR),target)
+TARGET :=
+BUILD := $(if $(CARGO_TARGET_DIR),$(CARGO_TARGET_DIR),target)
 RUST := Cargo.toml Cargo.lock $(shell find src ffi kernels/Cargo.toml kernels/src \
     -name '*.rs' -o -name '*.toml')
 KERNELS := Cargo.toml Cargo.lock $(shell find kernels/Cargo.toml kernels/src kernels/compiler/src \
@@ -24,11 +26,11 @@ KERNELS := Cargo.toml Cargo.lock $(shell find kernels/Cargo.toml kernels/src ker
 # What `build` makes, for targets that run in parallel.
 BUILT := $(LIBRARY) $(VENV)/installed
 # The package for tests: its library checks overflow and assertions.
-CHECKED_PACKAGE := $(TARGET)/checked-package/burst_attention
+CHECKED_PACKAGE := $(BUILD)/checked-package/burst_attention
 CHECKED_LIBRARY := $(CHECKED_PACKAGE)/$(notdir $(LIBRARY))
-HOST_PACKAGE := $(TARGET)/$(HOST)-package
-GPU_PACKAGE := $(TARGET)/gpu-package
-TEST_PACKAGE := $(TARGET)/test-package
+HOST_PACKAGE := $(BUILD)/$(HOST)-package
+GPU_PACKAGE := $(BUILD)/gpu-package
+TEST_PACKAGE := $(BUILD)/test-package
 # Copies the package without what `build` and `images` make into an empty folder.
 COPY_SOURCES = rm -rf $(1) && mkdir -p $(1) && \
     tar c -C jax_plugin --exclude='*.so' --exclude=images . | tar x -C $(1)
@@ -43,10 +45,10 @@ KERNEL_TOOLS = unset MAKEFLAGS MFLAGS && eval "$$($(PY) kernels/toolchain.py)" &
 # they share one build.
 WORKSPACE := --profile checked --workspace --exclude burst-attention-peak
 # A library in place of NVIDIA's, under the names that JAX's plugin looks for.
-STANDIN := $(TARGET)/standin
+STANDIN := $(BUILD)/standin
 STANDIN_NAMES := libcuda.so.1 libcudart.so.13 libnccl.so.2 libnvidia-ml.so.1
 KERNEL_IMAGES = $(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin kernel-images && \
-    $(TARGET)/checked/kernel-images $(or $(1),$(IMAGES)) $(TARGET)/kernel-images
+    $(BUILD)/checked/kernel-images $(or $(1),$(IMAGES)) $(BUILD)/kernel-images
 
 # Removes the folders of the build machine from the library, whose messages name source files.
 REMAP := --remap-path-prefix=$(CURDIR)=burst-attention \
@@ -55,7 +57,7 @@ REMAP := --remap-path-prefix=$(CURDIR)=burst-attention \
 # PYTHON only makes .venv. The build scripts of crates would prefer it to the Python of .venv.
 unexport PYTHON
 # Python compiles what it imports, once, and pip need not compile all that it installs.
-export PYTHONPYCACHEPREFIX := $(abspath $(TARGET))/pycache
+export PYTHONPYCACHEPREFIX := $(abspath $(BUILD))/pycache
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CARGO_TERM_PROGRESS_WHEN := never
 SAY = @printf '\n\033[1m== %s\033[0m\n'
@@ -71,7 +73,7 @@ help:  ## print this list
 build: $(VENV)/headers  ## make .venv, compile and install all that CPU devices need
 	@$(MAKE) --silent $(if $(filter -j%,$(MAKEFLAGS)),,-j2) $(BUILT)
 
-images: $(TARGET)/images-complete  ## compile the CUDA kernels' images for all GPU targets
+images: $(BUILD)/images-complete  ## compile the CUDA kernels' images for all GPU targets
 
 demo: build  ## train a transformer, its sequence sharded over 8 devices; flags in DEMO="--steps 9"
 	$(SAY) "demo: training over 8 CPU devices"
@@ -123,7 +125,7 @@ test-images: $(VENV)/dev wheel  ## test the wheel's images, after a change of a 
 
 kernel-quality: images  ## print what the compiler made of each CUDA kernel; WRITE=1 accepts it
 	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin kernel-quality && \
-	    $(TARGET)/checked/kernel-quality $(IMAGES) $(if $(WRITE),--write)
+	    $(BUILD)/checked/kernel-quality $(IMAGES) $(if $(WRITE),--write)
 
 test-python: checked-package baselines  ## run the Python tests; PYTEST=... adds arguments
 	$(SAY) "Python: pytest, on 8 CPU devices (PYTEST=... adds arguments; -n0 for one process)"
@@ -186,6 +188,12 @@ wheel: $(or $(if $(HOST),host-package),$(if $(TARGETS),gpu-package),$(BUILT) ima
 	    $(or $(if $(HOST),$(HOST_PACKAGE)),$(if $(TARGETS),$(GPU_PACKAGE)),./jax_plugin)
 	@ls -sh dist
 
+gpu-bundle:  ## make dist/gpu-TARGET.tar.gz for ten minutes on a GPU machine; TARGET=sm_90
+	@test -n "$(TARGET)" || { echo 'expected a kind of GPU, such as TARGET=sm_90'; exit 1; }
+	@$(MAKE) --silent wheel TARGETS=$(TARGET)
+	$(SAY) "bundle for $(TARGET)"
+	@.ci/gpu-bundle $(PY) $(TARGET) dist/burst_attention-*.whl
+
 # The package with the images of some targets alone, in a folder of its own.
 gpu-package: $(BUILT) $(VENV)/kernels
 	$(SAY) "CUDA kernels for $(TARGETS)"
@@ -201,7 +209,7 @@ host-package: $(VENV)/kernels
 	@RUSTFLAGS="$(REMAP) $${RUSTFLAGS-}" cargo build --quiet --release -p burst-attention-ffi \
 	    --target $(HOST)-unknown-linux-gnu \
 	    --config 'target.$(HOST)-unknown-linux-gnu.linker="$(HOST)-linux-gnu-gcc"'
-	@cp $(TARGET)/$(HOST)-unknown-linux-gnu/release/$(notdir $(LIBRARY)) \
+	@cp $(BUILD)/$(HOST)-unknown-linux-gnu/release/$(notdir $(LIBRARY)) \
 	    $(HOST_PACKAGE)/burst_attention
 	@$(call KERNEL_IMAGES,$(HOST_PACKAGE)/burst_attention/images) --host $(HOST) $(TARGETS)
 
@@ -218,7 +226,7 @@ bench: build  ## measure speed and memory; PYTHON_BENCH=... is a Python with tor
 	$(SAY) "benchmarks (BENCH=--quick measures briefly)"
 	@cargo build --quiet --release -p burst-attention-peak
 	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/run.py \
-	    --peak $(TARGET)/release/burst-attention-peak $(BENCH)
+	    --peak $(BUILD)/release/burst-attention-peak $(BENCH)
 
 schedule-bench: build  ## measure all schedules, and several processes, against one ring
 	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/schedules.py $(BENCH)
@@ -232,7 +240,7 @@ masks-bench: build  ## measure masks as data against the calls that they replace
 decode-bench: build  ## measure decoding against the roof, jax.nn and torch
 	@cargo build --quiet --release -p burst-attention-peak
 	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/decode.py \
-	    --peak $(TARGET)/release/burst-attention-peak $(BENCH)
+	    --peak $(BUILD)/release/burst-attention-peak $(BENCH)
 
 claims: build baselines  ## predict the claims of publications: docs/claims.md, studies/results/claims.json
 	@PYTHONPATH=jax_plugin $(PY) studies/claims.py
@@ -308,7 +316,7 @@ $(STANDIN)/ready: $(RUST) $(KERNELS) \
 	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --lib --bin standin-images
 	@rm -rf $(STANDIN) && mkdir -p $(STANDIN)/lib $(STANDIN)/cuda/bin $(STANDIN)/cuda/nvvm \
 	    $(STANDIN)/package/burst_attention/images
-	@cp $(TARGET)/checked/libstandin.so $(STANDIN)/lib
+	@cp $(BUILD)/checked/libstandin.so $(STANDIN)/lib
 	@for name in $(STANDIN_NAMES); do \
 	    $${CC:-cc} -shared -o $(STANDIN)/lib/$$name -Wl,-soname,$$name -Wl,--no-as-needed \
 	        -L$(STANDIN)/lib -lstandin -Wl,-rpath,'$$ORIGIN'; done
@@ -316,7 +324,7 @@ $(STANDIN)/ready: $(RUST) $(KERNELS) \
 	@ln -s $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13/nvvm/libdevice \
 	    $(STANDIN)/cuda/nvvm/libdevice
 	@cp $(CHECKED_LIBRARY) $(STANDIN)/package/burst_attention
-	@$(TARGET)/checked/standin-images $(STANDIN)/package/burst_attention/images sm_90
+	@$(BUILD)/checked/standin-images $(STANDIN)/package/burst_attention/images sm_90
 	@touch $@
 
 $(VENV)/docs: $(VENV)/ready requirements/docs.txt
@@ -327,13 +335,13 @@ $(VENV)/docs: $(VENV)/ready requirements/docs.txt
 $(LIBRARY): $(RUST) $(VENV)/headers
 	$(SAY) "Rust library"
 	@RUSTFLAGS="$(REMAP) $${RUSTFLAGS-}" cargo build --quiet --release -p burst-attention-ffi
-	@cp $(TARGET)/release/$(@F) $@.new && mv $@.new $@
+	@cp $(BUILD)/release/$(@F) $@.new && mv $@.new $@
 
 $(CHECKED_LIBRARY): $(RUST) $(VENV)/kernels
 	$(SAY) "Rust library for tests"
 	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --lib
 	@mkdir -p $(@D)
-	@cp $(TARGET)/checked/$(@F) $@.new && mv $@.new $@
+	@cp $(BUILD)/checked/$(@F) $@.new && mv $@.new $@
 
 # The program with which the studies predict baselines.
 baselines: $(VENV)/kernels
@@ -349,7 +357,7 @@ $(VENV)/installed: jax_plugin/pyproject.toml $(PACKAGE)/_version.py $(VENV)/read
 	$(PIP_INSTALL) --no-deps --no-build-isolation --editable jax_plugin
 	@touch $@
 
-$(TARGET)/images-complete: $(KERNELS) $(VENV)/kernels
+$(BUILD)/images-complete: $(KERNELS) $(VENV)/kernels
 	$(SAY) "CUDA kernels for all targets"
 	@$(KERNEL_IMAGES)
 	@touch $@

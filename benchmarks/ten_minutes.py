@@ -1,0 +1,284 @@
+"""Answers in ten minutes with a GPU: does it run, is it right, is it fast, what to believe?
+
+`run` in the bundle of `make gpu-bundle` calls this program. It goes through five stages. Each item
+of a stage runs in a process of its own with a limit on its time, so a hang or a crash costs only
+this item. After each item it writes results.json and page.md.
+
+  facts    the GPU, its driver and versions; rates of copies and of products
+  runs     every image loads; each family of kernels agrees with plain JAX; memcheck where it is
+  right    the Python tests, the most telling files first, as far as the time goes
+  fast     the kernels against cuDNN and flash attention, virtual rings against one launch
+  believe  the predictions beside what was measured
+
+Exit code 0: all that ran passed; 1: something failed.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from gpu.report import save
+from gpu.session import FOLDERS, Budget, module
+
+ROOT = Path(__file__).parents[1]
+TESTS = ROOT / "tests" / "python"
+SHARES = {"facts": 0.06, "runs": 0.25, "right": 0.60, "fast": 0.97, "believe": 1.0}
+"""The share of the time at which each stage ends. A stage begins when the previous one is done."""
+TELLING = ("test_correct", "test_features", "test_virtual", "test_linear", "test_decode")
+"""The test files that come first."""
+ERROR = 0.2
+"""How far a prediction may be off: the worst kernel of another model was off by 10 to 14%."""
+SETTINGS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+"""Variables of all items: one must leave memory to the next, should it hang."""
+SAID = 300
+"""Characters of an item's last words."""
+
+Answer = dict[str, Any]
+
+
+@dataclass
+class Item:
+    """A command and how to read its output."""
+
+    name: str
+    command: list[str]
+    read: Callable[[int, str], Answer]
+    """Returns ``passed`` and what to show, given the exit code and stdout."""
+    limit_s: float = 120.0
+
+
+@dataclass
+class Result:
+    """The outcome of an item."""
+
+    stage: str
+    name: str
+    passed: bool | None
+    """None: it was left out."""
+    words: str
+    seconds: float
+    found: Answer = field(default_factory=dict)
+
+
+class Run:
+    """Carries the stages out, and keeps their results on disk."""
+
+    def __init__(self, out: Path, minutes: float, platform: str, quick: bool):
+        self.out, self.platform, self.quick = out, platform, quick
+        self.budget = Budget(60 * minutes)
+        self.began = datetime.now(UTC).isoformat(timespec="seconds")
+        self.results: list[Result] = []
+
+    def all(self) -> bool:
+        """Runs all stages; returns whether nothing failed."""
+        for stage, share in SHARES.items():
+            for item in getattr(self, stage)():
+                left = self.budget.left(share)
+                if left < 1:
+                    self._keep(Result(stage, item.name, None, "the time was up", 0.0))
+                else:
+                    self._keep(self._one(stage, item, min(item.limit_s, left)))
+            if stage == "believe":
+                self._believe()
+        return all(result.passed is not False for result in self.results)
+
+    def facts(self) -> Iterator[Item]:
+        """Yields the items of the first stage."""
+        flags = ["--quick"] if self.quick else []
+        yield Item("facts", [*module("gpu.facts"), *flags], _json_line)
+
+    def runs(self) -> Iterator[Item]:
+        """Yields the items of the second stage."""
+        yield Item("images", module("gpu.loads"), _images)
+        check = [sys.executable, "-m", "burst_attention", "check", "--seconds", "150"]
+        yield Item("families", check, _lines, 160.0)
+        if sanitizer := shutil.which("compute-sanitizer"):
+            command = [sanitizer, "--error-exitcode", "9", *check]
+            yield Item("memcheck", command, _lines, 200.0)
+
+    def right(self) -> Iterator[Item]:
+        """Yields the items of the third stage: a file of tests each."""
+        files = [path.stem for path in sorted(TESTS.glob("test_*.py"))]
+        first = [name for name in TELLING if name in files]
+        for name in first[:1] if self.quick else [*first, *sorted(set(files) - set(first))]:
+            pytest = [sys.executable, "-m", "pytest", f"--platform={self.platform}", "-q"]
+            options = ["-o", f"cache_dir={self.out}/pytest", "-c", str(ROOT / "pyproject.toml")]
+            some = ["-k", "1x1x1"] if self.quick else []
+            yield Item(name, [*pytest, *options, *some, str(TESTS / f"{name}.py")], _tests, 150.0)
+
+    def fast(self) -> Iterator[Item]:
+        """Yields the items of the fourth stage."""
+        benchmarks, quick = ROOT / "benchmarks", ["--quick"] if self.quick else []
+        seconds = str(max(10.0, 0.7 * self.budget.left(SHARES["fast"])))
+        kernels = ["kernels.py", "--out", str(self.out), "--budget", seconds]
+        rings = ["ring_gpu.py", "--out", str(self.out)]
+        for name, (program, *flags) in {"kernels": kernels, "rings": rings}.items():
+            command = [sys.executable, str(benchmarks / program), *flags, *quick]
+            only = ["--only", "window"] if self.quick and name == "rings" else []
+            yield Item(name, command + only, _bench, float(seconds) + 30)
+
+    def believe(self) -> Iterator[Item]:
+        """Yields nothing: the last stage reads what the others measured."""
+        yield from ()
+
+    def _one(self, stage: str, item: Item, limit_s: float) -> Result:
+        """Runs an item, and ends its whole group of processes at its limit."""
+        began = time.monotonic()
+        folders = os.pathsep.join([*map(str, FOLDERS), os.environ.get("PYTHONPATH", "")])
+        process = subprocess.Popen(
+            item.command,
+            env=os.environ | SETTINGS | {"PYTHONPATH": folders},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        try:
+            out, said = process.communicate(timeout=limit_s)
+            answer = item.read(process.returncode, out)
+            if not answer["passed"] and not answer["words"]:
+                answer["words"] = _ended(process.returncode, said or out)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            # A process that the driver holds can't be killed, and its pipes stay open.
+            answer = {"passed": False, "words": f"no end within {limit_s:.0f} s"}
+        except (ValueError, KeyError, IndexError):
+            answer = {"passed": False, "words": _ended(process.returncode, said or out)}
+        seconds = round(time.monotonic() - began, 1)
+        found = answer.get("found", {})
+        return Result(stage, item.name, answer["passed"], answer["words"], seconds, found)
+
+    def _keep(self, result: Result) -> None:
+        self.results.append(result)
+        print(_line(result), flush=True)
+        rows = [asdict(one) for one in self.results]
+        save({"began": self.began, "results": rows}, self.out / "results.json")
+        (self.out / "page.md").write_text(self._page())
+
+    def _believe(self) -> None:
+        """Compares measured rates with predicted ones."""
+        rates = (ROOT / "kernels" / "rates.tsv").read_text().splitlines()[1:]
+        predicted = {name: float(rate) for name, rate in (line.split("\t") for line in rates)}
+        measured = dict(_measured(self.out))
+        both = {
+            name: (rate, measured[name]) for name, rate in predicted.items() if name in measured
+        }
+        for name, (rate, found) in both.items():
+            is_off = not 1 - ERROR <= found / rate <= 1 + ERROR
+            words = f"predicted {rate:.0f} TFLOP/s, measured {found:.0f}, {found / rate:.2f} ×"
+            self._keep(Result("believe", name, not is_off, words, 0.0))
+        if not both:
+            words = f"nothing was measured; {len(predicted)} rates stay predicted"
+            self._keep(Result("believe", "rates", None, words, 0.0))
+
+    def _page(self) -> str:
+        """Returns the results as a page."""
+        facts = next((one.found for one in self.results if one.name == "facts"), {})
+        device = facts.get("device", "unknown device")
+        lines = [f"# {device}, {facts.get('driver', 'unknown driver')}, {self.began}", ""]
+        lines += [f"- {name}: {value}" for name, value in facts.items()]
+        for stage in SHARES:
+            rows = [one for one in self.results if one.stage == stage]
+            if rows:
+                lines += ["", f"## {stage}", "", "| item | verdict | s | |", "|---|---|---|---|"]
+                lines += [_row(one) for one in rows]
+        return "\n".join(lines) + "\n"
+
+
+def _measured(folder: Path) -> Iterator[tuple[str, float]]:
+    """Yields the measured TFLOP/s of the kernels, under the names of the predictions."""
+    for file in folder.glob("*.json"):
+        for row in json.loads(file.read_text()).get("speed", []):
+            *shape, heads = row["shape"].lower().split()
+            if len(set(heads.split(":"))) > 1:
+                continue
+            for contender, name in (("ours", ""), ("any_order", "fused_")):
+                if contender in row["contenders"]:
+                    rate = row["contenders"][contender]["tflops"]
+                    yield "_".join([name + row["pass"], *shape]), rate
+
+
+def _verdict(result: Result) -> str:
+    return {True: "passed", False: "FAILED", None: "left out"}[result.passed]
+
+
+def _line(result: Result) -> str:
+    words = result.words.split("\n")[0][:100]
+    return (
+        f"{result.stage:8} {result.name:24} {_verdict(result):8} {result.seconds:6.1f} s  {words}"
+    )
+
+
+def _row(result: Result) -> str:
+    words = result.words.replace("|", "\\|").replace("\n", "<br>")
+    return f"| {result.name} | {_verdict(result)} | {result.seconds} | {words} |"
+
+
+def _ended(code: int, said: str) -> str:
+    """Says how a process ended, with its last words."""
+    how = f"{signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return f"{how}: {' '.join(said.split())[-SAID:]}"
+
+
+def _json_line(code: int, out: str) -> Answer:
+    found = json.loads(out.splitlines()[-1])
+    return {"passed": code == 0, "words": "", "found": found}
+
+
+def _images(code: int, out: str) -> Answer:
+    found = json.loads(out.splitlines()[-1])
+    refused = found["refused"]
+    words = f"{found['of'] - len(refused)} of {found['of']} images of {found['target']} load"
+    lines = [words, *(f"{name}: {error}" for name, error in list(refused.items())[:5])]
+    return {"passed": code == 0 and not refused, "words": "\n".join(lines), "found": found}
+
+
+def _lines(code: int, out: str) -> Answer:
+    return {"passed": code == 0, "words": out.strip()}
+
+
+def _tests(code: int, out: str) -> Answer:
+    """Reads pytest's summary; no test that fits the platform is no failure."""
+    lines = out.strip().splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    words = "\n".join([lines[-1].strip("= "), *failed[:5]]) if lines else ""
+    return {"passed": None if code == 5 else code == 0, "words": words}
+
+
+def _bench(code: int, out: str) -> Answer:
+    words = out.strip().splitlines()[-1] if out.strip() else ""
+    return {"passed": None if code == 2 else code == 0, "words": words}
+
+
+def main() -> int:
+    """Runs the stages."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all stages, about")
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of results")
+    parser.add_argument("--quick", action="store_true", help="a few small items of each stage")
+    parser.add_argument("--platform", default="cuda", help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    flags.out.mkdir(parents=True, exist_ok=True)
+    passed = Run(flags.out, flags.minutes, flags.platform, flags.quick).all()
+    print(f"results: {flags.out / 'page.md'}")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
