@@ -10,7 +10,7 @@ this item. After each item it writes results.json and page.md.
   fast     the kernels against cuDNN and flash attention, virtual rings against one launch
   believe  the predictions beside what was measured
 
-Exit code 0: all that ran passed; 1: something failed.
+Exit code 0: all that ran passed; 1: something failed, or there is no GPU.
 """
 
 import argparse
@@ -89,6 +89,8 @@ class Run:
                     self._keep(Result(stage, item.name, None, "the time was up", 0.0))
                 else:
                     self._keep(self._one(stage, item, min(item.limit_s, left)))
+            if stage == "facts" and not self.results[0].passed:
+                return False
             if stage == "believe":
                 self._believe()
         return all(result.passed is not False for result in self.results)

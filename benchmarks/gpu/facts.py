@@ -4,8 +4,10 @@ Needs JAX alone. Copies and products of random numbers say what the device reach
 frontend is installed, it prints the device's properties as cuDNN sees them.
 """
 
+import importlib
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -50,8 +52,7 @@ def rates(quick: bool) -> dict[str, float]:
 def cudnn_properties() -> Any:
     """Returns the device's properties by cuDNN's frontend, or why there are none."""
     try:
-        import cudnn
-
+        cudnn = importlib.import_module("cudnn")
         return str(cudnn.DeviceProperties(0).serialize())
     except Exception as error:  # an absent package, an old one, or a refusal
         return f"unknown: {type(error).__name__}: {error}"
@@ -59,9 +60,9 @@ def cudnn_properties() -> Any:
 
 def main() -> None:
     """Prints the facts."""
-    import sys
-
     devices = jax.local_devices()
+    if devices[0].platform != "gpu":
+        sys.exit(f"expected an NVIDIA GPU that JAX can use, found {devices[0].device_kind}")
     module = Path("/proc/driver/nvidia/version")
     facts = {
         "device": devices[0].device_kind,

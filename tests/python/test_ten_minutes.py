@@ -57,21 +57,18 @@ class TestOnTheStandin:
         for stage in STAGES:
             assert f"\n## {stage}\n" in page
 
-    def test_an_image_that_the_driver_refuses_costs_only_its_item(self, tmp_path):
+    def test_faults_are_named_in_their_stage_and_cost_only_their_item(self, tmp_path):
         # No other process loads so many images.
-        code, found, page = run(tmp_path, STANDIN_FAIL="call=cuModuleLoadData code=209 nth=100")
+        refused = "call=cuModuleLoadData code=209 nth=100"
+        fails = "call=cuLaunchKernel code=719 about=decode"
+        code, found, page = run(tmp_path, STANDIN_FAIL=f"{refused}; {fails}")
         assert code == 1
-        assert found["images"]["passed"] is False
+        assert {name for name, one in found.items() if one["passed"] is False} == {
+            "images",
+            "families",
+        }
         assert len(found["images"]["found"]["refused"]) == 1
         assert "cuModuleLoadData: error 209" in page
-        others = {name for name, one in found.items() if one["passed"] is False}
-        assert others == {"images"}
-
-    def test_a_family_of_kernels_that_fails_is_named(self, tmp_path):
-        fault = "call=cuLaunchKernel code=719 about=decode"
-        code, found, _ = run(tmp_path, STANDIN_FAIL=fault)
-        assert code == 1
-        assert found["families"]["passed"] is False
         assert "decode_attention  JaxRuntimeError" in found["families"]["words"]
         assert found["families"]["words"].count(" confirmed") == 2
         assert found["test_correct"]["passed"] is True
@@ -83,6 +80,15 @@ class TestOnTheStandin:
         assert found["families"]["passed"] is False
         assert "no end within " in page or "no answer within " in page
         assert {one["stage"] for one in found.values()} == set(STAGES)
+
+
+@pytest.mark.needs("host")
+def test_without_a_gpu_it_says_so_and_stops(tmp_path):
+    command = [sys.executable, str(BENCHMARKS / "ten_minutes.py"), "--out", str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    (line, _) = ran.stdout.splitlines()
+    assert line.endswith("expected an NVIDIA GPU that JAX can use, found cpu")
 
 
 @pytest.mark.needs("host")
