@@ -2,9 +2,12 @@
 
 import json
 import os
+import shutil
+import struct
 import subprocess
 import sys
 
+import platforms
 import pytest
 
 pytestmark = pytest.mark.needs("standin")
@@ -99,3 +102,37 @@ def test_a_folder_that_cannot_be_written_leaves_another(tmp_path):
     code, out = check(cache, "--seconds", "150", TMPDIR=str(tmp_path))
     assert code == 0, out
     assert f"kept in {tmp_path}/burst_attention-{os.getuid()}/checked.json" in out
+
+
+def swap_images(folder, *names):
+    """Makes a copy of the package in which two images are exchanged; returns its folder."""
+    source, package = platforms.STANDIN / "package" / "burst_attention", folder / "burst_attention"
+    (package / "images").mkdir(parents=True)
+    for file in source.iterdir():
+        if file.suffix == ".so":
+            shutil.copy(file, package)
+        elif file.name != "images":
+            (package / file.name).symlink_to(file.resolve())
+    (file,) = (source / "images").iterdir()
+    data = file.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    one, other = names
+    header[one], header[other] = header[other], header[one]
+    changed = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+    assert len(changed) == length
+    (package / "images" / file.name).write_bytes(data[:8] + changed + data[8 + length :])
+    return folder
+
+
+@pytest.mark.long
+def test_a_wrong_image_is_refuted_with_its_error(tmp_path):
+    names = [f"attention_fwd_bf16_d{width}_sm_90" for width in (64, 128)]
+    package = swap_images(tmp_path / "package", *names)
+    path = os.pathsep.join([str(package), os.environ["PYTHONPATH"]])
+    code, out = check(tmp_path, "--seconds", "150", PYTHONPATH=path)
+    assert code == 1, out
+    _, verdicts = record(tmp_path)
+    assert verdicts["attention"].startswith("out is off by ")
+    assert verdicts["attention"].endswith("at head_dim 128, bfloat16, expected at most 0.02")
+    assert verdicts["linear_attention"] == verdicts["decode_attention"] == "confirmed"
