@@ -131,7 +131,7 @@ class Run:
             yield Item(name, command + only, _bench, float(seconds) + 30)
 
     def believe(self) -> Iterator[Item]:
-        """Yields nothing: the last stage reads what the others measured."""
+        """Yields nothing: the last stage reads the results of the stages before it."""
         yield from ()
 
     def _one(self, stage: str, item: Item, limit_s: float) -> Result:

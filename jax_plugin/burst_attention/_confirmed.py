@@ -9,7 +9,7 @@ refuted         plain JAX computes, with one warning
 no verdict      the kernels compute, and one line on stderr says how to check them
 ==============  ====================================================================
 
-In a program of several processes, each reads the record of its own host and tells it to the others.
+In a program of several processes, each process reads the record of its own host and shares it.
 A family that any of them refuted is refuted for all, so that all trace the same program.
 """
 

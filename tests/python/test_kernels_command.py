@@ -1,10 +1,9 @@
 """``python -m burst_attention kernels`` prints which backend computes each operation."""
 
 import json
-import sys
 
+import commands
 import pytest
-from burst_attention import __main__ as command
 
 pytestmark = pytest.mark.needs("text")
 
@@ -13,20 +12,7 @@ PROBLEM = "--gpu sm_90 --world 4 --seq 4096 --heads 8 --kv-heads 2 --layout zigz
 
 @pytest.fixture
 def kernels(monkeypatch, capsys):
-    """Returns a function that runs the command with arguments in a string and gives its output."""
-
-    def call(arguments, code=0):
-        monkeypatch.setattr(sys, "argv", ["burst_attention", "kernels", *arguments.split()])
-        if code == 0:
-            assert command.main() == 0
-        else:
-            with pytest.raises(SystemExit) as caught:
-                command.main()
-            assert caught.value.code == code
-        printed = capsys.readouterr()
-        return printed.err if code else printed.out
-
-    return call
+    return commands.caller("kernels", monkeypatch, capsys)
 
 
 def operations(found):

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import get_args
 
+import commands
 import numpy as np
 import pytest
-from burst_attention import __main__ as command
 from burst_attention._attention.options import Schedule
 
 pytestmark = pytest.mark.needs("text")
@@ -24,20 +24,7 @@ RANK = re.compile(
 
 @pytest.fixture
 def schedule(monkeypatch, capsys):
-    """Returns a function that runs the command with arguments in a string and gives its output."""
-
-    def call(arguments, code=0):
-        monkeypatch.setattr(sys, "argv", ["burst_attention", "schedule", *arguments.split()])
-        if code == 0:
-            assert command.main() == 0
-        else:
-            with pytest.raises(SystemExit) as caught:
-                command.main()
-            assert caught.value.code == code
-        printed = capsys.readouterr()
-        return printed.err if code else printed.out
-
-    return call
+    return commands.caller("schedule", monkeypatch, capsys)
 
 
 def test_table_has_every_rank_of_both_passes_and_what_it_rests_on(schedule):
