@@ -10,6 +10,9 @@ use serde_json::{Value, json};
 
 use crate::answer::{Result, travels};
 
+/// Most ranks whose operations are listed: 256 ranks take 2 s, and the time grows with their square.
+const MOST_RANKS: usize = 256;
+
 /// A problem, how its ranks divide the work, and the kind of GPU, such as `sm_90`.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -31,6 +34,13 @@ impl Request {
     pub(crate) fn answer(&self) -> Result<Value> {
         let target = Target::of_name(&self.target)?;
         self.problem.validate()?;
+        let ranks = self.problem.world_size;
+        if ranks > MOST_RANKS {
+            let remedy = "take fewer ranks with as many tokens each, which make the same choices";
+            return Err(
+                format!("world_size must be at most {MOST_RANKS}, got {ranks}: {remedy}").into()
+            );
+        }
         let family = Family::named(&self.schedule, self.ranks_per_node)?;
         family.validate(self.problem.world_size)?;
         let of_pass = |pass| -> Result<Value> {
@@ -104,5 +114,6 @@ mod tests {
         assert!(error("target", "sm_75".into()).contains("sm_80"));
         assert!(error("schedule", "maypole".into()).contains("ring"));
         assert!(error("head_dim", 0.into()).contains("head_dim"));
+        assert!(error("world_size", 257.into()).contains("at most 256, got 257"));
     }
 }
