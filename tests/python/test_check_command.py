@@ -1,4 +1,4 @@
-"""``python -m burst_attention check`` confirms GPU kernels, and keeps what it finds."""
+"""``python -m burst_attention check`` compares GPU kernels with plain JAX, and keeps verdicts."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def record(cache):
 
 
 def hints(cache, **environment):
-    """Returns what the program says of kernels that nobody checked, or that are wrong."""
+    """Returns the lines of the program that name the check."""
     code, _, said = run(cache, "-c", PROGRAM, **environment)
     assert code == 0, said
     return [line for line in said.splitlines() if "python -m burst_attention check" in line]

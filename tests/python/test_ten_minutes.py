@@ -58,7 +58,7 @@ class TestOnTheStandin:
             assert f"\n## {stage}\n" in page
 
     def test_faults_are_named_in_their_stage_and_cost_only_their_item(self, tmp_path):
-        # No other process loads so many images.
+        # The process of the item `images` alone loads a hundredth image.
         refused = "call=cuModuleLoadData code=209 nth=100"
         fails = "call=cuLaunchKernel code=719 about=decode"
         code, found, page = run(tmp_path, STANDIN_FAIL=f"{refused}; {fails}")
