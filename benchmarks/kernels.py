@@ -112,6 +112,7 @@ class Benchmark:
         row = self._ask("matrix product", {"part": "peak"}, SHARES["speed"])
         peak = row["tflops"] if row else float("nan")
         self.results["peak_tflops"] = row and row["tflops"]
+        self.results["peak_smi"] = row and row["nvidia-smi"]
         print(f"\nspeed in bfloat16; matrix product of {speed.SIDE}³: {peak:.0f} TFLOP/s")
         report.print_header()
         for shape in speed.shapes()[: 2 if self._quick else None]:

@@ -1,5 +1,6 @@
 """The ten minutes with a GPU, on the stand-in: all stages pass, and each planted fault shows up."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -44,10 +45,15 @@ class TestOnTheStandin:
         assert found["images"]["words"].endswith("images of sm_90 load")
         assert found["families"]["words"].count(" confirmed") == 3
         assert "passed" in found["test_correct"]["words"]
-        assert found["rings"]["passed"] is True
-        # There is no torch here, so the kernels alone are not timed and rates stay predicted.
+        assert found["rings on one GPU"]["words"].startswith("1 passed")
+        for kind in ("packed", "decode", "host"):
+            assert f"\n{kind}" in found["programs"]["words"]
+        # There is no torch here, so the kernels alone are not timed.
         assert found["kernels"]["passed"] is None
-        assert found["rates"]["words"].startswith("nothing was measured; ")
+        assert (
+            found["predictions"]["words"]
+            == "a quick run measures nothing; all figures stay predicted"
+        )
 
     def test_the_page_names_device_driver_and_date(self, whole):
         _, found, page = whole
@@ -77,8 +83,18 @@ class TestOnTheStandin:
         code, found, page = run(tmp_path, minutes=1.5, STANDIN_JITTER_US="30000000")
         assert code == 1
         assert found["images"]["passed"] is True
+        assert found["rates"]["passed"] is False
         assert found["families"]["passed"] is False
         assert "no end within " in page or "no answer within " in page
+        assert {one["stage"] for one in found.values()} == set(STAGES)
+
+    def test_a_slow_device_leaves_out_what_the_time_does_not_allow(self, tmp_path):
+        code, found, page = run(tmp_path, minutes=0.7, STANDIN_JITTER_US="100000")
+        assert found["facts"]["passed"] is True
+        assert found["images"]["passed"] is True
+        late = [name for name, one in found.items() if "no end within" in one["words"]]
+        late += [n for n, one in found.items() if one["words"] == "left out: the time was up"]
+        assert late, page
         assert {one["stage"] for one in found.values()} == set(STAGES)
 
 
@@ -111,3 +127,83 @@ def test_a_bundle_unpacks_its_wheels_beside_the_results(tmp_path):
         folder.chmod(0o700)
     assert printed.split() == ["unpacked", "--minutes", "3", "--out", str(out)]
     assert sorted(path.name for path in bundle.iterdir()) == ["benchmarks", "run", "wheels"]
+
+
+def results(**more):
+    """Returns results as kernels.py writes them: forward takes 100 cycles for 128² pairs.
+
+    A block takes 5,000 cycles around them, at 1.5 GHz on 100 multiprocessors.
+    """
+    given = {"dim": 128, "heads": 32, "kv_heads": 32, "causal": False, "pass": "forward"}
+
+    def row(seq):
+        blocks = 16384 * 32 / 128
+        ms = blocks * (seq / 128 * 100 + 5000) / 100 / 1.5e6
+        forward = {"contenders": {"ours": {"ms": ms, "tflops": 563.0 * 1.1}}, "kernels": {}}
+        return forward | {
+            "shape": f"D128 full {seq // 1024}K 32:32",
+            "seq": seq,
+            "batch": 16384 // seq,
+        }
+
+    environment = {"device": "NVIDIA H200", "multiprocessors": 100}
+    found = {
+        "environment": environment,
+        "peak_smi": "NVIDIA H200, 580, 1500 MHz, 1980 MHz, 3201 MHz",
+    }
+    return found | {"speed": [given | row(seq * 1024) for seq in (2, 4, 8, 16)]} | more
+
+
+@pytest.mark.needs("host")
+class TestBelieve:
+    """The last stage, on results that a computation made."""
+
+    def test_a_prediction_that_is_off_by_more_than_its_error_is_named(self, believe, tmp_path):
+        (tmp_path / "a.json").write_text(json.dumps(results()))
+        rows = {
+            "packed": {"passes": {"forward": {"share": 1.3}, "forward + backward": {"share": 2.0}}},
+            "host": {"us_a_step": {"forward": 12.0}},
+        }
+        ring = {"device": "NVIDIA H200", "rows": rows}
+        (tmp_path / "b.json").write_text(json.dumps(ring))
+        found = {name: (passed, words) for name, passed, words in believe.verdicts(tmp_path)}
+        expected = "predicted 563 TFLOP/s, measured 619, 1.10 ×"
+        assert found["forward_d128_full_8k"] == (True, expected)
+        assert {name: passed for name, (passed, _) in found.items()} == {
+            "forward_d128_full_8k": True,
+            "packed, forward": True,
+            "packed, forward + backward": False,
+            "host, forward": True,
+        }
+
+    def test_the_constants_are_those_of_the_computation(self, believe, tmp_path):
+        (tmp_path / "a.json").write_text(json.dumps(results()))
+        found = dict(believe.constants(tmp_path))
+        assert found["clock under load"].startswith("1.5 GHz")
+        assert found["forward d128"].startswith("100 cycles for 128² pairs, 5000 around 128 rows")
+
+    def test_other_gpus_have_no_predictions(self, believe, tmp_path):
+        other = results(environment={"device": "NVIDIA B200", "multiprocessors": 148})
+        (tmp_path / "a.json").write_text(json.dumps(other))
+        ((name, passed, words),) = believe.verdicts(tmp_path)
+        assert (name, passed) == ("predictions", None)
+        assert words == "nothing was measured; 14 rates stay predicted"
+
+    def test_a_slow_device_is_named(self, believe):
+        fast = {"device": "NVIDIA H200", "copy_gb_s": 4300.0, "product_tflop_s": 780.0}
+        assert believe.slow(fast) == []
+        (words,) = believe.slow(fast | {"copy_gb_s": 1200.0})
+        assert words.startswith("copies reach 0.25 of what NVIDIA states, expected 0.75")
+        assert believe.slow({"device": "another", "copy_gb_s": 1.0}) == []
+
+    def test_the_page_has_the_measured_rates(self, believe, tmp_path):
+        text = believe.PAGE.read_text()
+        assert believe.page(text, BENCHMARKS / "results") == text, "run gpu.believe --write"
+        (tmp_path / "a.json").write_text(json.dumps(results()))
+        assert "| forward d128 full 8k | 563 | 619 |" in believe.page(text, tmp_path)
+
+
+@pytest.fixture
+def believe(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("gpu.believe")
