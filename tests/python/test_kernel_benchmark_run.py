@@ -55,6 +55,7 @@ class Answers:
 
 
 IMAGES = {"target": "sm_90", "of": 2, "refused": {}, "library": "made up"}
+PEAK = {"tflops": 500.0, "nvidia-smi": "Made Up, 580, 1500 MHz, 1980 MHz"}
 
 
 def good(item):
@@ -68,7 +69,7 @@ def good(item):
         return {"result": row | {"differs": 1e-3}}
     if part == "jax":
         return {"absent": "jax sees no GPU"}
-    results = {"environment": {"device": "Made Up"}, "images": IMAGES, "peak": {"tflops": 500.0}}
+    results = {"environment": {"device": "Made Up"}, "images": IMAGES, "peak": PEAK}
     return {"result": results[part]}
 
 
