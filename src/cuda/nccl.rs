@@ -3,10 +3,9 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
-use libloading::os::unix::{Library, RTLD_LAZY, RTLD_LOCAL};
-
 use super::driver::Stream;
 use super::error::CudaError;
+use super::shared_library::{functions, open};
 use crate::error::{Error, Result};
 
 const LIBRARY: &str = "libnccl.so.2";
@@ -19,29 +18,9 @@ const BYTES: c_int = 0;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Comm(pub usize);
 
-/// Declares the table of functions, each with its name in NCCL.
-macro_rules! functions {
-    ($($field:ident $symbol:literal ($($argument:ty),*) -> $result:ty;)*) => {
-        /// A table of NCCL's functions. Tests put their own functions in it.
-        #[derive(Debug, Clone, Copy)]
-        pub struct Nccl {
-            $(#[doc = $symbol] pub $field: unsafe extern "C" fn($($argument),*) -> $result,)*
-        }
-
-        impl Nccl {
-            fn find(library: &Library) -> std::result::Result<Nccl, libloading::Error> {
-                Ok(Nccl {
-                    // SAFETY: `functions!` below declares each function with its type in nccl.h,
-                    // which has been the same since NCCL 2.7. Result codes and data types are C
-                    // integers there, and `const` does not change how a pointer is passed.
-                    $($field: *unsafe { library.get(concat!($symbol, "\0").as_bytes()) }?,)*
-                })
-            }
-        }
-    };
-}
-
 functions! {
+    /// A table of NCCL's functions. Tests put their own functions in it.
+    Nccl:
     version "ncclGetVersion" (*mut c_int) -> c_int;
     error_string "ncclGetErrorString" (c_int) -> *const c_char;
     last_error "ncclGetLastError" (*mut c_void) -> *const c_char;
@@ -93,8 +72,6 @@ impl Nccl {
     /// # Errors
     /// [`CudaError::Library`] if there is no such library, or it lacks a function.
     pub fn load() -> Result<&'static Nccl> {
-        /// Opens the library only if the process has loaded it.
-        const RTLD_NOLOAD: c_int = 4;
         static NCCL: OnceLock<Nccl> = OnceLock::new();
         // Only success is kept, since XLA may load the library later.
         if let Some(found) = NCCL.get() {
@@ -105,11 +82,12 @@ impl Nccl {
             reason: error.to_string(),
             remedy: "it comes with jax[cuda13], as the package nvidia-nccl-cu13",
         };
-        let flags = RTLD_LAZY | RTLD_LOCAL;
         // SAFETY: NCCL guarantees that its initialisers and finalisers may run on any thread.
-        let open = |flags| unsafe { Library::open(Some(LIBRARY), flags) };
-        let library = open(flags | RTLD_NOLOAD).or_else(|_| open(flags)).map_err(unusable)?;
-        let found = Nccl::find(&library).map_err(unusable)?;
+        let library = unsafe { open(LIBRARY) }.map_err(unusable)?;
+        // SAFETY: `functions!` declares each function with its type in nccl.h, which has been the
+        // same since NCCL 2.7. Result codes and data types are C integers there, and `const` does
+        // not change how a pointer is passed.
+        let found = unsafe { Nccl::find(&library) }.map_err(unusable)?;
         // The functions stay valid because the library is never closed.
         std::mem::forget(library);
         Ok(NCCL.get_or_init(|| found))

@@ -5,6 +5,7 @@
 //! sizes, types, features and the target. So it is the same whenever the same call is recorded, and
 //! on all ranks.
 
+pub mod cudnn;
 pub mod tile;
 
 use std::borrow::Cow;
