@@ -177,9 +177,13 @@ kernels! {
         generics: &[Generic::Tile],
         ..KernelSpec::rows("accumulate", "rows", record::ACCUMULATE)
     };
+    /// Adds a rounded gradient to an accumulator.
+    AddGradient => KernelSpec::rows("add_gradient", "rows", record::ADD_GRADIENT);
     /// Adds a running softmax state to another one.
     CombineSoftmax =>
         KernelSpec::rows("combine_softmax", "combine_softmax", record::COMBINE_SOFTMAX);
+    /// Adds a result of attention to a running softmax state.
+    FoldResult => KernelSpec::rows("fold_result", "combine_softmax", record::FOLD_RESULT);
     /// Computes the states that parts of a sequence leave, in linear attention.
     LinearState => KernelSpec {
         role: Role::Linear,

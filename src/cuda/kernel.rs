@@ -144,6 +144,7 @@ impl CommandKernel<'_> {
                 head_dim,
                 home: home.rows_at(n, rows),
                 arrived: arrived.rows_at(n, rows),
+                scale: 1.0,
             };
             let uses = [writes(home.region), reads(arrived.region)];
             self.push(operation, uses)?;

@@ -104,8 +104,12 @@ operations! {
     Cast = "cast",
     /// A sum of two float32 arrays.
     Accumulate = "accumulate",
+    /// A sum of a float32 array and a rounded one.
+    AddGradient = "add_gradient",
     /// One softmax state of two.
     CombineSoftmax = "combine_softmax",
+    /// A softmax state and a result.
+    FoldResult = "fold_result",
     /// The states of linear attention.
     LinearState = "linear_state",
     /// The outputs of linear attention.

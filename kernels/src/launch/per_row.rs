@@ -69,7 +69,7 @@ fn one() -> f32 {
     1.0
 }
 
-/// Computes home += arrived, of float32 accumulators.
+/// Computes home += scale · arrived, of float32 accumulators.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Accumulate {
@@ -85,6 +85,35 @@ pub struct Accumulate {
     pub home: Rows,
     /// A second accumulator, which does not overlap `home`.
     pub arrived: Rows,
+    /// Factor.
+    #[serde(default = "one")]
+    pub scale: f32,
+}
+
+/// Adds a rounded gradient to an accumulator: home += arrived.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AddGradient {
+    /// Batch entries.
+    pub batch: usize,
+    /// Rows.
+    pub rows: usize,
+    /// Heads.
+    pub heads: usize,
+    /// Columns, a multiple of 8 up to 256.
+    pub head_dim: usize,
+    /// Type of the activations.
+    pub element: Element,
+    /// The accumulator, float32; missing if the launch is both first and last.
+    pub home: Option<Rows>,
+    /// The gradient, in the type of the activations.
+    pub arrived: Rows,
+    /// Result; needed if `last`.
+    pub out: Option<Rows>,
+    /// Whether the accumulator starts at 0; otherwise the launch reads it.
+    pub first: bool,
+    /// Whether the launch writes `out` and leaves the accumulator undefined.
+    pub last: bool,
 }
 
 /// Adds a running softmax state to another state of the same rows.
@@ -115,6 +144,37 @@ pub struct CombineSoftmax {
     /// Log-sum-exp `[batch, q_len, heads]`, float32; needed if `last`.
     pub lse: Option<Rows>,
     /// Whether the launch writes `o` and `lse`; otherwise `home` becomes the sum of both states.
+    pub last: bool,
+}
+
+/// Adds a result of attention over other keys to a running softmax state of the same rows: its
+/// maximum is lse in base 2, its sum is 1, and its acc is o.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FoldResult {
+    /// Batch entries.
+    pub batch: usize,
+    /// Rows.
+    pub q_len: usize,
+    /// Heads.
+    pub heads: usize,
+    /// Columns of values, a multiple of 8 up to 256.
+    pub head_dim: usize,
+    /// Type of the activations.
+    pub element: Element,
+    /// The state; missing if the launch is both first and last.
+    pub home: Option<SoftmaxState>,
+    /// The result `[batch, q_len, heads, head_dim]`, in the type of the activations.
+    pub arrived_o: Rows,
+    /// Its log-sum-exp, natural.
+    pub arrived_lse: Statistics,
+    /// Result `[batch, q_len, heads, head_dim]`; needed if `last`.
+    pub o: Option<Rows>,
+    /// Log-sum-exp `[batch, q_len, heads]`, float32; needed if `last`.
+    pub lse: Option<Rows>,
+    /// Whether the state starts empty; otherwise the launch reads it.
+    pub first: bool,
+    /// Whether the launch writes `o` and `lse` and leaves the state undefined.
     pub last: bool,
 }
 
@@ -157,11 +217,38 @@ impl Cast {
 
 impl Accumulate {
     fn job(&self) -> Job {
-        let Accumulate { batch, rows, heads, head_dim, .. } = *self;
+        let Accumulate { batch, rows, heads, head_dim, scale, .. } = *self;
         let kernel = Kernel::Accumulate;
-        Job::per_row(kernel, (batch, rows, heads, head_dim), kernel.elements()[0])
+        let rows = Job::per_row(kernel, (batch, rows, heads, head_dim), kernel.elements()[0]);
+        Job { scale, ..rows }
             .array(Operand::Home, Some(self.home))
             .array(Operand::Arrived, Some(self.arrived))
+    }
+}
+
+impl AddGradient {
+    fn job(&self) -> Job {
+        let AddGradient { batch, rows, heads, head_dim, element, first, last, .. } = *self;
+        let rows = Job::per_row(Kernel::AddGradient, (batch, rows, heads, head_dim), element);
+        Job { first, last, ..rows }
+            .array(Operand::Home, self.home)
+            .array(Operand::Arrived, Some(self.arrived))
+            .array(Operand::Out, self.out)
+    }
+}
+
+impl FoldResult {
+    fn job(&self) -> Job {
+        let FoldResult { batch, q_len, heads, head_dim, element, first, last, home, .. } = *self;
+        let rows = Job::per_row(Kernel::FoldResult, (batch, q_len, heads, head_dim), element);
+        Job { first, last, ..rows }
+            .array(Operand::Acc, home.map(|state| state.acc))
+            .statistics(Operand::RowMax, home.map(|state| state.row_max))
+            .statistics(Operand::RowSum, home.map(|state| state.row_sum))
+            .array(Operand::ArrivedAcc, Some(self.arrived_o))
+            .statistics(Operand::ArrivedMax, Some(self.arrived_lse))
+            .array(Operand::O, self.o)
+            .array(Operand::Lse, self.lse)
     }
 }
 
@@ -181,4 +268,4 @@ impl CombineSoftmax {
     }
 }
 
-launches!(Delta, Cast, Accumulate, CombineSoftmax);
+launches!(Delta, Cast, Accumulate, AddGradient, CombineSoftmax, FoldResult);

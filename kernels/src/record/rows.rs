@@ -57,7 +57,7 @@ const CAST_NUMBERS: &[Argument] = &arguments! {
 pub const CAST: &[Argument] = record!(CAST_ARRAYS, SUM_SIZES, CAST_NUMBERS);
 
 const ACCUMULATE_ARRAYS: &[Argument] = &arguments! {
-    home: Float32s(Home)[QLen, Heads, HeadDim] Update / 16, "an accumulator [batch, rows, heads, head_dim]; becomes home + arrived";
+    home: Float32s(Home)[QLen, Heads, HeadDim] Update / 16, "an accumulator [batch, rows, heads, head_dim]; becomes home + scale · arrived";
     arrived: Float32s(Arrived)[QLen, Heads, HeadDim] / 16, "a second accumulator, shaped like home";
 };
 
@@ -66,8 +66,29 @@ const ACCUMULATE_STRIDES: &[Argument] = &arguments! {
     arrived_batch_stride: I32(BatchStride(Arrived)) / 8, "elements between batch entries of arrived";
 };
 
+const FACTOR: &[Argument] = &arguments! {
+    scale: F32(Scale), "factor";
+};
+
 /// Arguments of `accumulate`.
-pub const ACCUMULATE: &[Argument] = record!(ACCUMULATE_ARRAYS, SUM_SIZES, ACCUMULATE_STRIDES);
+pub const ACCUMULATE: &[Argument] =
+    record!(ACCUMULATE_ARRAYS, SUM_SIZES, ACCUMULATE_STRIDES, FACTOR);
+
+const ADD_GRADIENT_ARRAYS: &[Argument] = &arguments! {
+    home: Float32s(Home)[QLen, Heads, HeadDim] Carry / 16, "an accumulator [batch, rows, heads, head_dim]; becomes home + arrived";
+    arrived: Activations(Arrived)[QLen, Heads, HeadDim] / 16, "a rounded gradient, shaped like home";
+    out: Activations(Out)[QLen, Heads, HeadDim] LastOut / 16, "home + arrived, rounded; written if last";
+};
+
+const ADD_GRADIENT_NUMBERS: &[Argument] = &arguments! {
+    out_batch_stride: I32(BatchStride(Out)) / 8, "elements between batch entries of out";
+    first: I32(First), "1: the accumulator starts at 0 and is not read";
+    last: I32(Last), "1: the kernel writes out instead of the accumulator";
+};
+
+/// Arguments of `add_gradient`.
+pub const ADD_GRADIENT: &[Argument] =
+    record!(ADD_GRADIENT_ARRAYS, SUM_SIZES, ACCUMULATE_STRIDES, ADD_GRADIENT_NUMBERS);
 
 const COMBINE_ARRAYS: &[Argument] = &arguments! {
     acc: Float32s(Acc)[QLen, Heads, HeadDim] Carry / 16, "running Σ p·v [batch, q_len, heads, head_dim]; becomes that of both states";
@@ -94,6 +115,32 @@ const COMBINE_NUMBERS: &[Argument] = &arguments! {
 
 /// Arguments of `combine_softmax`.
 pub const COMBINE_SOFTMAX: &[Argument] = record!(COMBINE_ARRAYS, SIZES, COMBINE_NUMBERS);
+
+const FOLD_ARRAYS: &[Argument] = &arguments! {
+    acc: Float32s(Acc)[QLen, Heads, HeadDim] Carry / 16, "running Σ p·v [batch, q_len, heads, head_dim]";
+    row_max: Float32s(RowMax)[Heads, QLen; RowMax, RowMax] Carry / 16, "running maximum of the scaled scores, in base 2 [batch, heads, q_len]";
+    row_sum: Float32s(RowSum)[Heads, QLen; RowMax, RowMax] Carry / 16, "running Σ p, laid out like row_max";
+    arrived_o: Activations(ArrivedAcc)[QLen, Heads, HeadDim] / 16, "result over other keys, shaped like acc";
+    arrived_lse: Float32s(ArrivedMax)[Heads, QLen; ArrivedMax, ArrivedMax] / 16, "its log-sum-exp, natural [batch, heads, q_len]";
+    o: Activations(O)[QLen, Heads, HeadDim] LastOut / 16, "result, shaped like acc; written if last";
+    lse: Float32s(Lse)[QLen, Heads] LastOut / 4, "log-sum-exp [batch, q_len, heads], natural; written if last";
+};
+
+const FOLD_NUMBERS: &[Argument] = &arguments! {
+    acc_batch_stride: I32(BatchStride(Acc)) / 8, "elements between batch entries of acc";
+    stat_batch_stride: I32(BatchStride(RowMax)), "elements between batch entries of row_max, and of row_sum";
+    stat_head_stride: I32(HeadStride(RowMax)), "elements between heads of row_max, and of row_sum";
+    arrived_o_batch_stride: I32(BatchStride(ArrivedAcc)) / 8, "elements between batch entries of arrived_o";
+    arrived_lse_batch_stride: I32(BatchStride(ArrivedMax)), "elements between batch entries of arrived_lse";
+    arrived_lse_head_stride: I32(HeadStride(ArrivedMax)), "elements between heads of arrived_lse";
+    o_batch_stride: I32(BatchStride(O)) / 8, "elements between batch entries of o";
+    lse_batch_stride: I32(BatchStride(Lse)), "elements between batch entries of lse";
+    first: I32(First), "1: the state starts empty and is not read";
+    last: I32(Last), "1: the kernel writes the results instead of the state";
+};
+
+/// Arguments of `fold_result`.
+pub const FOLD_RESULT: &[Argument] = record!(FOLD_ARRAYS, SIZES, FOLD_NUMBERS);
 
 /// Arguments of `segment_ranges`. Its queries are the rows that a block of another kernel keeps,
 /// its keys the rows that such a block streams.

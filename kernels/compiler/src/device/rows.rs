@@ -106,7 +106,7 @@ pub mod rows {
         unsafe { write(&out_view, t, n, i, h) };
     }
 
-    /// Computes home += arrived, of accumulators.
+    /// Computes home += scale · arrived, of accumulators.
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn accumulate<const BM: i32, const DT: i32>(
         home: *mut f32,
@@ -117,6 +117,7 @@ pub mod rows {
         head_dim: i32,
         home_batch_stride: i32,
         arrived_batch_stride: i32,
+        scale: f32,
     ) {
         let block = block_of(ceil_div(rows, BM), heads, heads, 0i32);
         let (i, n, h) = (block.0, block.1, block.2);
@@ -125,6 +126,45 @@ pub mod rows {
             unsafe { rows_view(arrived, batch, rows, heads, head_dim, arrived_batch_stride) };
         let a: Tile<f32, { [BM, DT] }> = read(&home_view, const_shape![BM, DT], n, i, h);
         let b: Tile<f32, { [BM, DT] }> = read(&arrived_view, const_shape![BM, DT], n, i, h);
-        unsafe { write(&home_view, a + b, n, i, h) };
+        let sum: Tile<f32, { [BM, DT] }> = a + b * scale.broadcast(const_shape![BM, DT]);
+        unsafe { write(&home_view, sum, n, i, h) };
+    }
+
+    /// Adds a rounded gradient to an accumulator: home += arrived. With `first`, home starts at 0.
+    /// With `last` it writes the sum to `out`, rounded, instead.
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn add_gradient<E: ElementType, const BM: i32, const DT: i32>(
+        home: *mut f32,
+        arrived: *mut E,
+        out: *mut E,
+        batch: i32,
+        rows: i32,
+        heads: i32,
+        head_dim: i32,
+        home_batch_stride: i32,
+        arrived_batch_stride: i32,
+        out_batch_stride: i32,
+        first: i32,
+        last: i32,
+    ) {
+        let block = block_of(ceil_div(rows, BM), heads, heads, 0i32);
+        let (i, n, h) = (block.0, block.1, block.2);
+        let home_view = unsafe { rows_view(home, batch, rows, heads, head_dim, home_batch_stride) };
+        let arrived_view =
+            unsafe { rows_view(arrived, batch, rows, heads, head_dim, arrived_batch_stride) };
+        let t: Tile<E, { [BM, DT] }> = read(&arrived_view, const_shape![BM, DT], n, i, h);
+        let mut sum: Tile<f32, { [BM, DT] }> = convert_tile(t);
+        if first == 0i32 {
+            let t: Tile<f32, { [BM, DT] }> = read(&home_view, const_shape![BM, DT], n, i, h);
+            sum = t + sum;
+        }
+        if last == 1i32 {
+            let out_view =
+                unsafe { rows_view(out, batch, rows, heads, head_dim, out_batch_stride) };
+            let t: Tile<E, { [BM, DT] }> = convert_tile(sum);
+            unsafe { write(&out_view, t, n, i, h) };
+        } else {
+            unsafe { write(&home_view, sum, n, i, h) };
+        }
     }
 }

@@ -14,7 +14,7 @@ type Values = [Vec<f32>; 3];
 
 /// Returns the states that forward passes over the keys before and behind the middle leave. Every
 /// other row without visible keys has an m of −∞.
-fn states(problem: &Problem) -> [Values; 2] {
+pub fn states(problem: &Problem) -> [Values; 2] {
     let middle = problem.case.kv_len / 2;
     [0..middle, middle..problem.case.kv_len].map(|keys| {
         let Case { batch, q_len, heads, .. } = problem.case;

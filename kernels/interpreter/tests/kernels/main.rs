@@ -6,6 +6,7 @@ mod combine_softmax;
 mod decode;
 mod feature_arrays;
 mod features;
+mod fold_result;
 mod footprints;
 mod forward;
 mod fused;

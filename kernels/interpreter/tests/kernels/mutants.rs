@@ -8,11 +8,13 @@ use cutile_ir::ir::OpId;
 
 use super::case::{CASE, CAUSAL, Case};
 use super::combine_softmax::check as combine;
+use super::fold_result::check as fold;
 use super::forward::check as fwd;
 use super::gradients::{check_keys as dkdv, check_queries as dq};
 use super::modules::{find, is_wide, masked};
 use super::problem::{Found, Problem};
-use super::rows::{check_accumulate as accumulate, check_cast as cast, check_delta as delta};
+use super::rows::{check_accumulate as accumulate, check_add_gradient as add};
+use super::rows::{check_cast as cast, check_delta as delta};
 use super::world::Change::{self, Launch as Launched, Module as Compiled};
 
 /// A mistake: its name, the check that must find it, the case, and the change.
@@ -145,7 +147,7 @@ pub const TILE: usize = 2;
 const HEAD: usize = 3;
 
 #[rustfmt::skip]
-const MUTANTS: [Mutant; 54] = [
+const MUTANTS: [Mutant; 65] = [
     ("fwd: keys of another head", fwd, FULL, Compiled(|m| reroute(m, LoadViewTko, 0, HEAD, ENTRY))),
     ("fwd: v of another tile", fwd, FULL, Compiled(|m| reroute(m, LoadViewTko, 1, TILE, ENTRY))),
     ("fwd: no mask", fwd, BAND, Compiled(|m| reroute(m, Select, 0, 2, 1))),
@@ -199,6 +201,17 @@ const MUTANTS: [Mutant; 54] = [
     ("combine: m and l swapped", combine, FULL, Launched(|l| swap(l, "arrived_max", "arrived_sum"))),
     ("combine: state for results", combine, FULL, Launched(|l| force(l, "last", 0))),
     ("combine: a row too few", combine, FULL, Launched(|l| force(l, "q_len", 149))),
+    ("accumulate: not scaled", accumulate, FULL, Launched(|l| scale(l, "scale", 1.0))),
+    ("add: sum not loaded", add, FULL, Launched(|l| force(l, "first", 1))),
+    ("add: sum for result", add, FULL, Launched(|l| force(l, "last", 0))),
+    ("add: strides swapped", add, FULL, Launched(|l| swap(l, "home_batch_stride", "arrived_batch_stride"))),
+    ("add: a row too few", add, FULL, Launched(|l| force(l, "rows", 149))),
+    ("fold: state not loaded", fold, FULL, Launched(|l| force(l, "first", 1))),
+    ("fold: state for results", fold, FULL, Launched(|l| force(l, "last", 0))),
+    ("fold: strides swapped", fold, FULL, Launched(|l| swap(l, "stat_head_stride", "arrived_lse_head_stride"))),
+    ("fold: m of home alone", fold, STEEP, Compiled(|m| of_one(m, MaxF, 0))),
+    ("fold: lse of blind rows finite", fold, BLIND, Compiled(drop_choice)),
+    ("fold: a row too few", fold, FULL, Launched(|l| force(l, "q_len", 149))),
     ("cast: out a row further on", cast, FULL, Launched(|l| move_a_row(l, "out", "heads"))),
 ];
 
@@ -206,7 +219,7 @@ const MUTANTS: [Mutant; 54] = [
 fn every_mistake_is_found() {
     assert_found(
         &[FULL, HALF, BAND, BLIND, STEPS, STEEP],
-        &[fwd, dkdv, dq, delta, cast, accumulate, combine],
+        &[fwd, dkdv, dq, delta, cast, accumulate, add, combine, fold],
         &MUTANTS,
     );
 }

@@ -1,6 +1,6 @@
 //! `delta`, `cast` and `accumulate`: their launches, and whether their results are right.
 
-use burst_attention_kernels::launch::{Accumulate, Cast, Delta};
+use burst_attention_kernels::launch::{Accumulate, AddGradient, Cast, Delta};
 
 use super::case::{Case, Random, round};
 use super::problem::{Found, Problem};
@@ -159,8 +159,15 @@ fn run_accumulate(
     let [first, other] = summands(problem);
     home.fill(&mut world.memory, 0..rows, &first);
     arrived.fill(&mut world.memory, 0..rows, &other);
-    let (at_home, of_other) = (home.rows(0), arrived.rows(0));
-    let description = Accumulate { batch, rows, heads, head_dim, home: at_home, arrived: of_other };
+    let description = Accumulate {
+        batch,
+        rows,
+        heads,
+        head_dim,
+        home: home.rows(0),
+        arrived: arrived.rows(0),
+        scale: scale(problem),
+    };
     let chain = description.launches_within(problem.case.target, problem.case.limit);
     let chain = chain.map_err(|error| error.to_string())?;
     let launches = chain.len();
@@ -169,15 +176,70 @@ fn run_accumulate(
     Ok((vec![home.read(&world.memory)], launches))
 }
 
-/// Checks that the result is, bit for bit, a float32 sum.
+/// Checks that the result is, bit for bit, a scaled float32 sum.
 pub fn check_accumulate(problem: &Problem, change: Change) -> Result<Found, String> {
     let (outputs, launches) = problem.twice(|seed| run_accumulate(problem, seed, change))?;
     let [home, arrived] = summands(problem);
-    let mut sums = home.iter().zip(&arrived).map(|(home, arrived)| home + arrived);
+    let scale = scale(problem);
+    let mut sums = home.iter().zip(&arrived).map(|(home, arrived)| home + arrived * scale);
     let wrong =
         outputs[0].iter().position(|got| sums.next().map(f32::to_bits) != Some(got.to_bits()));
     match wrong {
         None => Ok(Found { worst: 0.0, launches }),
         Some(at) => Err(format!("element {at} of home is {}", outputs[0][at])),
+    }
+}
+
+fn run_add_gradient(
+    problem: &Problem,
+    seed: u64,
+    change: Change,
+) -> Result<(Vec<Vec<f32>>, usize), String> {
+    let Case { batch, q_len: rows, heads, head_dim, margin, element, finished, second, .. } =
+        problem.case;
+    let mut world = World::new(seed, change);
+    let sizes = [batch, rows, heads, head_dim];
+    let home = world.rows("home", Scalar::F32, sizes, margin);
+    let arrived = world.rows("arrived", Scalar::Activation(element), sizes, 2 * margin);
+    let out = world.rows("out", Scalar::Activation(element), sizes, 3 * margin);
+    let [sum, gradient] = summands(problem);
+    let gradient: Vec<_> = gradient.iter().map(|&value| round(element, value)).collect();
+    if second {
+        home.fill(&mut world.memory, 0..rows, &sum);
+    }
+    arrived.fill(&mut world.memory, 0..rows, &gradient);
+    let description = AddGradient {
+        batch,
+        rows,
+        heads,
+        head_dim,
+        element,
+        home: (second || !finished).then(|| home.rows(0)),
+        arrived: arrived.rows(0),
+        out: finished.then(|| out.rows(0)),
+        first: !second,
+        last: finished,
+    };
+    let chain = description.launches_within(problem.case.target, problem.case.limit);
+    let chain = chain.map_err(|error| error.to_string())?;
+    let launches = chain.len();
+    world.run(chain, |_| None)?;
+    let [sums, results] = [!finished, finished].map(|written| Stores::Exactly(written.into()));
+    world.audit(&[(&home, sums), (&arrived, Stores::Never), (&out, results)])?;
+    Ok((vec![if finished { &out } else { &home }.read(&world.memory)], launches))
+}
+
+/// Checks that the result is, bit for bit, a float32 sum, rounded once more if it is finished.
+pub fn check_add_gradient(problem: &Problem, change: Change) -> Result<Found, String> {
+    let (outputs, launches) = problem.twice(|seed| run_add_gradient(problem, seed, change))?;
+    let Case { element, finished, second, .. } = problem.case;
+    let [home, gradient] = summands(problem);
+    let sums = home.iter().zip(&gradient).map(|(&home, &gradient)| {
+        let sum = if second { home } else { 0.0 } + round(element, gradient);
+        if finished { round(element, sum) } else { sum }
+    });
+    match sums.zip(&outputs[0]).position(|(sum, &got)| sum.to_bits() != got.to_bits()) {
+        None => Ok(Found { worst: 0.0, launches }),
+        Some(at) => Err(format!("element {at} is {}", outputs[0][at])),
     }
 }

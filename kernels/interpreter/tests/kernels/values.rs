@@ -10,34 +10,36 @@ use super::features::DOCUMENTS;
 use super::problem::{Found, Problem};
 use super::reference::dense;
 use super::world::Change;
-use super::{combine_softmax, forward, gradients, rows};
+use super::{combine_softmax, fold_result, forward, gradients, rows};
 
 type Check = fn(&Problem, Change) -> Result<Found, String>;
 
-const CHECKS: [(Kernel, Check); 7] = [
+const CHECKS: [(Kernel, Check); 9] = [
     (Kernel::Forward, forward::check),
     (Kernel::KeyGrads, gradients::check_keys),
     (Kernel::QueryGrads, gradients::check_queries),
     (Kernel::Delta, rows::check_delta),
     (Kernel::Cast, rows::check_cast),
     (Kernel::Accumulate, rows::check_accumulate),
+    (Kernel::AddGradient, rows::check_add_gradient),
     (Kernel::CombineSoftmax, combine_softmax::check),
+    (Kernel::FoldResult, fold_result::check),
 ];
 
 /// Runs all kernels over all cases, and returns the number of launches of each. A case that kernels
 /// for rows do not suit runs the attention passes only.
-pub fn check(cases: &[Case]) -> Vec<[usize; 7]> {
+pub fn check(cases: &[Case]) -> Vec<[usize; CHECKS.len()]> {
     check_with(cases, Change::None)
 }
 
 /// Runs all kernels over all cases with a change or a look at each launch, and returns the number
 /// of launches of each.
-pub fn check_with(cases: &[Case], change: Change) -> Vec<[usize; 7]> {
-    let mut worst = [0f64; 7];
+pub fn check_with(cases: &[Case], change: Change) -> Vec<[usize; CHECKS.len()]> {
+    let mut worst = [0f64; CHECKS.len()];
     let mut launches = vec![];
     for case in cases {
         let problem = Problem::new(*case);
-        let mut counts = [0; 7];
+        let mut counts = [0; CHECKS.len()];
         for (n, (kernel, check)) in CHECKS.into_iter().enumerate() {
             if !case.suits_rows() && kernel.spec().role == Role::Rows {
                 continue;
@@ -180,7 +182,7 @@ fn large_problems_are_cut_by_batch_rows_and_keys() {
         Case { band: (-30, -10), steps: &[(128, 300), (0, 128)], ..cut },
     ]);
     // 128 rows of float32 arrays fit the limit, and 256 rows of activations.
-    assert_eq!(launches[0], [12, 18, 12, 6, 6, 6, 6]);
+    assert_eq!(launches[0], [12, 18, 12, 6, 6, 6, 6, 6, 6]);
     // Two of three entries fit the limit.
     let small = Case { batch: 3, q_len: 40, kv_len: 40, limit: 60_000, ..cut };
     let launches = check(&[small]);
