@@ -6,7 +6,10 @@ use burst_attention::Result;
 use burst_attention::cuda::call::Call;
 use burst_attention::problem::{Features, Order, Pass, Problem, Travels};
 use burst_attention::schedule::Family;
-use burst_attention_kernels::backend::{BACKENDS, Backend, Computation, LibraryCall, Reason, tile};
+use burst_attention::{Layout, Window};
+use burst_attention_kernels::backend::{
+    BACKENDS, Backend, Computation, Kernels, LibraryCall, Reason, tile,
+};
 use burst_attention_kernels::instances::Target;
 use burst_attention_kernels::launch::TileOperation;
 use burst_attention_kernels::launch::{Features as LaunchFeatures, Forward, Rows};
@@ -22,7 +25,8 @@ const LIBRARY: Backend = Backend {
         TileOperation::Forward(_) => Err(Reason("features are not served".into())),
         _ => Err(Reason("only the forward pass is served".into())),
     },
-    lower: |operation, target| {
+    scratch_bytes: |_, _| 0,
+    lower: |operation, target, _| {
         let TileOperation::Forward(tile) = operation else { unreachable!("it is not served") };
         let call = |launch: burst_attention_kernels::launch::Launch| {
             let arrays = launch.footprint().into_iter().zip(0..);
@@ -37,11 +41,12 @@ const LIBRARY: Backend = Backend {
 };
 static BOTH: &[Backend] = &[LIBRARY, tile::BACKEND];
 static NONE: &[Backend] = &[LIBRARY];
+static TILE: &[Backend] = &[tile::BACKEND];
 
 fn call(problem: Problem, pass: Pass) -> Call {
     let travels = (pass == Pass::Backward).then_some(Travels::Keys);
     let problem = in_bfloat16(problem);
-    Call { problem, family: Family::Ring, pass, travels, backward_order: Order::Fixed }
+    Call { travels, kernels: Kernels::Cudnn, ..Call::new(problem, Family::Ring, pass) }
 }
 
 fn count(program: &Program, wanted: fn(&Operation) -> bool) -> usize {
@@ -60,7 +65,7 @@ fn each_operation_goes_to_the_first_backend_that_serves_it() {
     for problem in problems(1..=8, &[2, 6]) {
         let call = call(problem, Pass::Forward);
         let (alone, both) = (
-            Devices::new(call.problem.world_size).programs(&call),
+            Devices::with_backends(call.problem.world_size, TILE).programs(&call),
             Devices::with_backends(call.problem.world_size, BOTH).programs(&call),
         );
         assert_eq!(replay(&both), Ok(()), "{call:?}");
@@ -84,7 +89,7 @@ fn what_a_library_refuses_is_as_if_there_were_none() {
             let operations = calls.map(|call| call.operation);
             operations.filter(|one| !IS_EXCHANGE(one)).collect::<Vec<_>>()
         };
-        assert!(computed(BOTH) == computed(BACKENDS), "{call:?}");
+        assert!(computed(BOTH) == computed(TILE), "{call:?}");
     }
 }
 
@@ -183,4 +188,86 @@ fn a_choice_does_not_depend_on_addresses() {
             assert_eq!(choice(1 << 20), choice(1 << 30), "{}", backend.name);
         }
     }
+}
+
+/// Returns a call whose tiles cuDNN serves.
+fn of_cudnn(problem: Problem, pass: Pass, family: Family) -> Call {
+    let problem = Problem { head_dim: 64, value_dim: 64, ..in_bfloat16(problem) };
+    let travels = (pass == Pass::Backward).then_some(Travels::Keys);
+    let (backward_order, kernels, lse_gradient) = (Order::Any, Kernels::Cudnn, false);
+    Call { travels, backward_order, kernels, lse_gradient, ..Call::new(problem, family, pass) }
+}
+
+#[test]
+fn rings_of_cudnn_and_of_kernels_have_no_race_and_end() {
+    let mut served = 0;
+    for problem in problems(1..=8, &[2, 6]) {
+        for pass in [Pass::Forward, Pass::Backward] {
+            for family in [Family::Ring, Family::AllGather] {
+                let call = of_cudnn(problem.clone(), pass, family);
+                let programs = Devices::new(call.problem.world_size).programs(&call);
+                assert_eq!(replay(&programs), Ok(()), "{call:?}");
+                for program in &programs {
+                    check(program).unwrap_or_else(|race| panic!("{call:?}: {race}\n{program}"));
+                    served += count(program, IS_LIBRARY);
+                }
+                let all = Devices::new(1).virtual_program(&call);
+                check(&all).unwrap_or_else(|race| panic!("{call:?}: {race}\n{all}"));
+            }
+        }
+    }
+    assert!(served > 1000, "{served}");
+}
+
+#[test]
+fn parts_of_a_ring_are_folded_and_whole_results_are_not() {
+    let names = |world_size, pass| {
+        let problem = Problem { layout: Layout::Contiguous, ..problem(world_size, 8) };
+        let problem = Problem { window: Window::FULL, ..problem };
+        let call = of_cudnn(problem, pass, Family::Ring);
+        let calls = Devices::new(world_size).programs(&call).swap_remove(0).calls;
+        let names = calls.iter().filter_map(|call| match &call.operation {
+            Operation::Library(_) => Some("cudnn"),
+            Operation::Launch(launch) => Some(launch.instance().kernel.name()),
+            _ => None,
+        });
+        names.collect::<Vec<_>>()
+    };
+    assert_eq!(names(1, Pass::Forward), ["cudnn"]);
+    assert_eq!(names(2, Pass::Forward), ["cudnn", "fold_result", "cudnn", "fold_result"]);
+    assert_eq!(names(1, Pass::Backward), ["delta", "cudnn", "accumulate", "cast"]);
+    let two = names(2, Pass::Backward);
+    assert_eq!(two.iter().filter(|name| **name == "cudnn").count(), 2, "{two:?}");
+    assert_eq!(two.iter().filter(|name| **name == "add_gradient").count(), 4, "{two:?}");
+}
+
+#[test]
+fn without_leave_cudnn_computes_nothing() {
+    for pass in [Pass::Forward, Pass::Backward] {
+        let call = of_cudnn(problem(4, 6), pass, Family::Ring);
+        let own = Call { kernels: Kernels::Tile, ..call };
+        for program in Devices::new(4).programs(&own) {
+            assert_eq!(count(&program, IS_LIBRARY), 0);
+        }
+    }
+}
+
+#[test]
+fn what_cudnn_refuses_says_why() {
+    let refusals = |call: &Call| Devices::new(2).choices(call).expect("kernels serve").to_string();
+    let call = |pass| of_cudnn(problem(2, 6), pass, Family::Ring);
+    let segments = Features { segments: true, ..Features::default() };
+    let featured = Call {
+        problem: Problem { features: segments, ..call(Pass::Forward).problem },
+        ..call(Pass::Forward)
+    };
+    let expected = "forward by tile (cudnn: it serves no feature but a causal mask)";
+    assert!(refusals(&featured).contains(expected), "{}", refusals(&featured));
+    let with_gradient = Call { lse_gradient: true, ..call(Pass::Backward) };
+    let expected = "key_grads by tile (cudnn: it needs the results of the queries, and a \
+                    log-sum-exp without gradient)";
+    assert!(refusals(&with_gradient).contains(expected), "{}", refusals(&with_gradient));
+    let fixed = Call { backward_order: Order::Fixed, ..call(Pass::Backward) };
+    let expected = "cudnn: it computes all gradients at once and in any order";
+    assert!(refusals(&fixed).contains(expected), "{}", refusals(&fixed));
 }

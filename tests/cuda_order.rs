@@ -21,7 +21,7 @@ const PASSES: [(Pass, Option<Travels>, Order); 4] = [
 ];
 
 fn call_of(problem: Problem, family: Family, pass: Pass, travels: Option<Travels>) -> Call {
-    Call { problem, family, pass, travels, backward_order: Order::Fixed }
+    Call { travels, ..Call::new(problem, family, pass) }
 }
 
 /// Returns calls of all layouts and masks, aligned and unaligned, with windows and features, in
@@ -53,7 +53,7 @@ fn calls(worlds: impl IntoIterator<Item = usize>, tokens: &[usize]) -> Vec<Call>
         let problem = in_bfloat16(problem);
         PASSES.map(|(pass, travels, backward_order)| {
             let problem = problem.clone();
-            Call { problem, family, pass, travels, backward_order }
+            Call { travels, backward_order, ..Call::new(problem, family, pass) }
         })
     };
     rings.chain(others).flat_map(call).collect()

@@ -3,7 +3,7 @@
 use burst_attention::cuda::call::Call;
 use burst_attention::cuda::executor::choices;
 use burst_attention::{Family, Order, Pass, Problem, Travels};
-use burst_attention_kernels::backend::{Choice, Reason};
+use burst_attention_kernels::backend::{Choice, Kernels, Reason};
 use burst_attention_kernels::instances::Target;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -25,6 +25,7 @@ pub(crate) struct Request {
     #[serde(deserialize_with = "travels")]
     backward: Option<Travels>,
     backward_order: Order,
+    kernels: Kernels,
     target: String,
 }
 
@@ -45,11 +46,11 @@ impl Request {
         family.validate(self.problem.world_size)?;
         let of_pass = |pass| -> Result<Value> {
             let call = Call {
-                problem: self.problem.clone(),
-                family,
-                pass,
                 travels: self.backward.filter(|_| pass == Pass::Backward),
                 backward_order: self.backward_order,
+                lse_gradient: false,
+                kernels: self.kernels,
+                ..Call::new(self.problem.clone(), family, pass)
             };
             let operations = choices(&call, target)?;
             let operations = operations.iter().map(|(choice, count)| json_of(choice, *count));
@@ -76,7 +77,7 @@ mod tests {
             "ask": "backends", "schedule": "ring", "ranks_per_node": 1, "world_size": 4,
             "batch": 1, "q_len": 512, "kv_len": 512, "heads": 8, "kv_heads": 2, "head_dim": 128,
             "value_dim": 128, "dtype": "bfloat16", "layout": "zigzag", "window": { "right": 0 },
-            "softmax_scale": 1.0, "backward": "keys", "backward_order": "fixed",
+            "softmax_scale": 1.0, "backward": "keys", "backward_order": "fixed", "kernels": "tile",
             "target": "sm_90",
         });
         edit(&mut request);

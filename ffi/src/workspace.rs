@@ -2,6 +2,7 @@
 
 use burst_attention::cuda::call::Call;
 use burst_attention::{Dtype, Order, Pass, Problem, Travels};
+use burst_attention_kernels::backend::Kernels;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -20,6 +21,7 @@ pub(crate) struct Request {
     #[serde(deserialize_with = "travels")]
     backward: Option<Travels>,
     backward_order: Order,
+    kernels: Kernels,
 }
 
 impl Request {
@@ -38,7 +40,8 @@ impl Request {
             Pass::Forward => (None, Order::Fixed),
             Pass::Backward => (self.backward, self.backward_order),
         };
-        let call = Call { problem, family, pass: *pass, travels, backward_order };
+        let kernels = self.kernels;
+        let call = Call { travels, backward_order, kernels, ..Call::new(problem, family, *pass) };
         Ok(json!({ "bytes": call.workspace_bytes() }))
     }
 }

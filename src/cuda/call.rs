@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use burst_attention_kernels::backend::Kernels;
+
 use super::workspace::WorkspaceLayout;
 use crate::problem::{Order, Pass, Problem, Travels};
 use crate::schedule::{self, Family, Schedule};
@@ -20,9 +22,20 @@ pub struct Call {
     pub travels: Option<Travels>,
     /// The order of sums in the backward pass.
     pub backward_order: Order,
+    /// Whether lse has a gradient, in the backward pass.
+    pub lse_gradient: bool,
+    /// The kernels that may compute it.
+    pub kernels: Kernels,
 }
 
 impl Call {
+    /// Returns a call in which keys travel forward, sums have a fixed order, lse has a gradient, and
+    /// this library's own kernels compute.
+    pub fn new(problem: Problem, family: Family, pass: Pass) -> Call {
+        let (travels, backward_order, kernels) = (None, Order::Fixed, Kernels::Tile);
+        Call { problem, family, pass, travels, backward_order, lse_gradient: true, kernels }
+    }
+
     /// Returns the schedules of all ranks.
     pub(super) fn schedules(&self) -> Arc<Vec<Schedule>> {
         // Travelling queries would bring home softmax states in float32, and a kernel would have to
@@ -35,6 +48,6 @@ impl Call {
     /// Returns the bytes of workspace that are enough on every rank.
     pub fn workspace_bytes(&self) -> u64 {
         let may_fuse = self.pass == Pass::Backward && self.backward_order == Order::Any;
-        WorkspaceLayout::bytes(&self.problem, &self.schedules(), may_fuse)
+        WorkspaceLayout::bytes(self, &self.schedules(), may_fuse)
     }
 }

@@ -3,7 +3,9 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-use burst_attention_kernels::backend::{BACKENDS, Backend, Backends, Choices, Computation};
+use burst_attention_kernels::backend::{
+    BACKENDS, Backend, Backends, Choices, Computation, Kernels,
+};
 use burst_attention_kernels::instances::Target;
 use burst_attention_kernels::launch::TileOperation;
 
@@ -147,7 +149,7 @@ impl Executor {
             // order.
             let mut device = lock(&device);
             let target = device.target(&*self.tools.driver)?;
-            let list = lower(call, self.backends(target), ranks, arrays, workspace)?;
+            let list = lower(call, self.backends(target, call.kernels), ranks, arrays, workspace)?;
             let (tools, device, comms) = (&self.tools, &*device, ranks.comms());
             Issue { tools, device, stream, comms, tell }.all(&list.commands)?;
             Ok(list.bytes_sent)
@@ -194,7 +196,7 @@ impl Executor {
             let device = self.device(context);
             let mut device = lock(&device);
             let target = device.target(&*self.tools.driver)?;
-            let lowered = self.backends(target).lower(&operation(target));
+            let lowered = self.backends(target, Kernels::Tile).lower(&operation(target));
             let (computations, choice) = lowered.map_err(CudaError::Launch)?;
             computations.iter().try_for_each(|one| each(&mut device, one))?;
             Ok(Choices::from(choice))
@@ -229,9 +231,9 @@ impl Executor {
         self.within(stream, |_| self.tools.driver.is_idle(stream))
     }
 
-    /// Returns the backends of a device.
-    fn backends(&self, target: Target) -> Backends {
-        Backends { all: self.tools.backends, target }
+    /// Returns the backends of a device that may compute.
+    fn backends(&self, target: Target, kernels: Kernels) -> Backends {
+        Backends { all: self.tools.backends, target, kernels, scratch: 0 }
     }
 
     /// Runs `body` with the context of the stream current.
@@ -261,7 +263,7 @@ impl Executor {
             scratch(&*self.tools.driver, device)?;
         }
         let target = device.target(&*self.tools.driver)?;
-        let list = rehearse(call, self.backends(target), ranks)?;
+        let list = rehearse(call, self.backends(target, call.kernels), ranks)?;
         for queue in Queue::OF_MESSAGES {
             let mut commands = list.commands.iter();
             let is_used = queue == Queue::Exchange || commands.any(|one| one.queue == queue);
@@ -304,7 +306,7 @@ fn lower(
 /// # Errors
 /// If CUDA can't compute the problem.
 pub fn choices(call: &Call, target: Target) -> Result<Choices> {
-    let backends = Backends { all: BACKENDS, target };
+    let backends = Backends { all: BACKENDS, target, kernels: call.kernels, scratch: 0 };
     Ok(rehearse(call, backends, RankSet::All)?.choices)
 }
 

@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use burst_attention_kernels::launch::{
-    self, Cast, CombineSoftmax, Delta, Forward, KeyGrads, QueryGrads,
+    self, Cast, CombineSoftmax, Delta, Forward, ForwardResults, KeyGrads, QueryGrads,
 };
 
 use super::buffer::{Buffer, sections};
-use super::region::{reads, writes};
+use super::region::{Region, reads, writes};
 use super::tiles::CommandKernel;
 use crate::error::Result;
 use crate::kernel::{AttentionKernel, BackwardOperands};
@@ -59,6 +59,7 @@ impl CommandKernel<'_> {
                 lse_log2: queries.statistics_at(2, &part.queries),
                 delta: queries.statistics_at(3, &part.queries),
                 dq_acc: dq_sums.as_ref().map(|sums| sums.rows_at(0, &part.queries)),
+                results: self.results(queries, &part.queries),
                 dk_acc: sums.optional_rows_at(0, &part.keys),
                 dv_acc: sums.optional_rows_at(1, &part.keys),
                 dk: is_last.then(|| dk.rows_at(0, &part.keys)),
@@ -70,6 +71,15 @@ impl CommandKernel<'_> {
             self.push(operation, uses)?;
         }
         Ok(())
+    }
+
+    /// Returns the results of some queries, if they are at home and delta follows from them.
+    fn results(&self, queries: &Buffer, rows: &Range<usize>) -> Option<ForwardResults> {
+        if self.lse_gradient || queries.region != Region::Home(Payload::Queries) {
+            return None;
+        }
+        let at = |operand| self.memory.operand(operand).rows_at(0, rows);
+        Some(ForwardResults { o: at(Operand::Out), lse: at(Operand::Lse) })
     }
 
     fn query_grads(&self, tile: &Tile, buffers: [&Buffer; 3], is_last: bool) -> Result<()> {
@@ -242,7 +252,7 @@ impl AttentionKernel for CommandKernel<'_> {
                 o: o.rows_at(0, part),
                 dout: queries.rows_at(1, part),
                 lse: lse.rows_at(0, part),
-                dlse: Some(dlse.rows_at(0, part)),
+                dlse: self.lse_gradient.then(|| dlse.rows_at(0, part)),
                 lse_log2: queries.statistics_at(2, part),
                 delta: queries.statistics_at(3, part),
                 zeros: sums.as_ref().map(|sums| sums.rows_at(0, part)),

@@ -74,16 +74,18 @@ fn walk_rank(
     let problem = &call.problem;
     let fused = call.backward_order == Order::Any && can_fuse(problem, schedule, backends)?;
     let final_writes = FinalWrites::of(problem, schedule, fused);
-    let layout = WorkspaceLayout::of_rank(problem, schedule, &final_writes);
+    let layout = WorkspaceLayout::of_rank(call, schedule, &final_writes);
     if workspace.bytes < layout.bytes {
         let (name, expected) = ("workspace", layout.bytes);
         return Err(CudaError::Workspace { name, expected, got: workspace.bytes }.into());
     }
     let memory = RankMemory { problem, arrays, base: workspace.address, workspace: &layout };
+    let scratch = layout.at(Region::Scratch, workspace.address).unwrap_or_default();
     let list = CommandListBuilder::default();
     let mut kernel = CommandKernel {
         schedule,
-        backends,
+        backends: Backends { scratch, ..backends },
+        lse_gradient: call.lse_gradient,
         element: element_of(problem.dtype)?,
         memory,
         final_writes: &final_writes,

@@ -38,6 +38,8 @@ pub enum Region {
     Staging(Queue),
     /// Memory in which launches keep which rows segments and masks as data let their rows see.
     Masks,
+    /// Memory of a backend, for one tile.
+    Scratch,
 }
 
 impl Region {

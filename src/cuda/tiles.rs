@@ -2,13 +2,14 @@
 
 use std::ops::Range;
 
-use burst_attention_kernels::backend::Backends;
-use burst_attention_kernels::instances::Element;
+use burst_attention_kernels::backend::{BACKENDS, Backends, TilePass};
+use burst_attention_kernels::instances::{Element, Target};
 use burst_attention_kernels::launch::{
     self, Dropout, EvenPositions, KeyGrads, Rectangle, Rows, Segments, TileOperation, Visible,
 };
 
 use super::buffer::{Buffer, cut_by_layout, sections};
+use super::call::Call;
 use super::commands::{CommandListBuilder, Work};
 use super::error::CudaError;
 use super::final_writes::FinalWrites;
@@ -33,6 +34,8 @@ pub struct CommandKernel<'a> {
     pub(super) turns: [usize; 2],
     /// Whether one kernel computes all gradients of a tile and adds to dq at home, in any order.
     pub(super) fused: bool,
+    /// Whether lse has a gradient.
+    pub(super) lse_gradient: bool,
 }
 
 /// A part of a tile that takes launches of its own.
@@ -94,6 +97,23 @@ pub(super) fn can_fuse(problem: &Problem, schedule: &Schedule, backends: Backend
             tile.query_state.place == Place::Home
                 && backends.choose(&KeyGrads::fused(rectangle, features).into()).0.is_some()
         }))
+}
+
+/// Returns bytes of scratch memory that are enough for any tile of a rank.
+pub(super) fn scratch_bytes(call: &Call, schedule: &Schedule) -> u64 {
+    let Ok(element) = element_of(call.problem.dtype) else { return 0 };
+    let (all, target) = (BACKENDS, Target::Sm90);
+    let backends = Backends { all, target, kernels: call.kernels, scratch: 0 };
+    let pass = match call.pass {
+        Pass::Forward => TilePass::Forward,
+        Pass::Backward => TilePass::Backward,
+    };
+    let bytes = |tile: &Tile| {
+        let (queries, keys) = (&tile.queries.rows, &tile.keys.rows);
+        let whole = rectangle(&call.problem, element, queries, keys, tile.band);
+        backends.scratch_bytes(&whole, pass)
+    };
+    schedule.steps.iter().flat_map(|step| &step.tiles).map(bytes).max().unwrap_or_default()
 }
 
 /// Returns the rectangle of some queries and some keys.

@@ -6,8 +6,10 @@ use std::ops::Range;
 use burst_attention_kernels::launch::{MAX_VIEW_BYTES, Visible};
 
 use super::buffer::{ALIGNMENT, Array, Buffer, sections};
+use super::call::Call;
 use super::final_writes::{FinalWrites, accumulators};
 use super::region::{Queue, Region};
+use super::tiles::scratch_bytes;
 use crate::problem::{Features, Pass, Problem};
 use crate::schedule::{Chunk, Payload, Place, Schedule};
 
@@ -33,12 +35,13 @@ impl WorkspaceLayout {
     /// Lays out the workspace of one rank. It holds the accumulators of the rank's own rows that
     /// need a state between launches, the statistics of the backward pass, a buffer for each slot
     /// as large as the slot's largest chunk, and for each queue the memory in which statistics are
-    /// packed before a part of them is sent.
+    /// packed before a part of them is sent. Backends get scratch memory for one tile.
     pub fn of_rank(
-        problem: &Problem,
+        call: &Call,
         schedule: &Schedule,
         final_writes: &FinalWrites,
     ) -> WorkspaceLayout {
+        let problem = &call.problem;
         let mut sizes: BTreeMap<Region, u64> = BTreeMap::new();
         let pass = schedule.pass;
         let mut need = |region, bytes: u64| {
@@ -55,6 +58,7 @@ impl WorkspaceLayout {
             need(Region::Home(Payload::Queries), statistics(problem, 0..problem.q_len, 0).1);
         }
         need(Region::Masks, masks(problem));
+        need(Region::Scratch, scratch_bytes(call, schedule));
         for step in &schedule.steps {
             let receives = step.exchanges.iter().flat_map(|exchange| &exchange.receives);
             let arriving = receives.filter_map(|transfer| match transfer.place {
@@ -84,10 +88,10 @@ impl WorkspaceLayout {
     /// Returns the bytes that are enough on every rank. A batch n times as large needs at most n
     /// times as many. With `fused`, the bytes are also enough where no fused kernel computes the
     /// backward pass.
-    pub fn bytes(problem: &Problem, schedules: &[Schedule], fused: bool) -> u64 {
+    pub fn bytes(call: &Call, schedules: &[Schedule], fused: bool) -> u64 {
         let of_rank = |schedule| {
-            let final_writes = FinalWrites::of(problem, schedule, fused);
-            WorkspaceLayout::of_rank(problem, schedule, &final_writes).bytes
+            let final_writes = FinalWrites::of(&call.problem, schedule, fused);
+            WorkspaceLayout::of_rank(call, schedule, &final_writes).bytes
         };
         schedules.iter().map(of_rank).max().unwrap_or(0)
     }

@@ -44,8 +44,10 @@ impl Devices {
     pub fn with_backends(world_size: usize, backends: &'static [Backend]) -> Devices {
         let device = |rank| {
             let recorder = Recorder::new((9, 0));
-            let executor = Executor::new(Box::new(recorder.clone()), images)
-                .with_backends(backends, vec![Box::new(recorder.clone())]);
+            let executor = Executor::new(Box::new(recorder.clone()), images).with_backends(
+                backends,
+                ["recorder", "cudnn"].map(|name| recorder.library(name)).into(),
+            );
             let comms = [(); 2].map(|()| recorder.add_comm(rank, world_size));
             Device { recorder, executor, comms }
         };

@@ -32,8 +32,7 @@ fn call(world_size: usize, batch: usize, pass: Pass, travels: Option<Travels>) -
         layout: Layout::Zigzag,
         world_size,
     };
-    let backward_order = Order::Fixed;
-    Call { problem, family: Family::Ring, pass, travels, backward_order }
+    Call { travels, ..Call::new(problem, Family::Ring, pass) }
 }
 
 /// Returns the median time of a call in microseconds.

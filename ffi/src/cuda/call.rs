@@ -4,6 +4,7 @@ use burst_attention::cuda::call::Call;
 use burst_attention::cuda::workspace::Workspace;
 use burst_attention::operands::{Arrays, DeviceKind, Operand};
 use burst_attention::{Order, Pass, Problem};
+use burst_attention_kernels::backend::Kernels;
 
 use super::Spread;
 use crate::attributes::Attributes;
@@ -18,6 +19,8 @@ use crate::shapes::Shapes;
 pub struct CudaSite {
     site: CallSite,
     backward_order: Order,
+    lse_gradient: bool,
+    kernels: Kernels,
     /// The devices of the ranks.
     pub spread: Spread,
     /// The devices of all rings of the mesh, ring after ring, as XLA numbers them in a program.
@@ -45,9 +48,21 @@ impl CudaSite {
     /// If one is missing, of another type or out of range.
     pub fn decode(attributes: &Attributes<'_>, pass: Pass, spread: Spread) -> Result<CudaSite> {
         let site = CallSite::decode(attributes, pass)?;
+        let (backward_order, lse_gradient) = of_backward(attributes, pass)?;
+        let kernels = attributes.get::<&str>("kernels")?;
+        let kernels = Kernels::of_name(kernels)
+            .map_err(|error| Error::mismatch("kernels", error, kernels))?;
+        let alone = CudaSite {
+            site,
+            backward_order,
+            lse_gradient,
+            kernels,
+            spread,
+            groups: vec![],
+            communication_id: 0,
+        };
         if spread == Spread::Virtual {
-            let (backward_order, groups) = (order(attributes, pass)?, vec![]);
-            return Ok(CudaSite { site, backward_order, spread, groups, communication_id: 0 });
+            return Ok(alone);
         }
         if !attributes.names().any(|name| name == "groups") {
             let expected = "given: a program for GPUs has to be traced for a mesh of GPUs or for a \
@@ -55,7 +70,7 @@ impl CudaSite {
             return Err(Error::mismatch("attribute groups", expected, "none, as for CPU devices"));
         }
         let groups: &[i64] = attributes.get("groups")?;
-        let world_size = site.world_size;
+        let world_size = alone.site.world_size;
         if groups.is_empty()
             || !groups.len().is_multiple_of(world_size)
             || groups.iter().any(|&id| id < 0)
@@ -63,9 +78,8 @@ impl CudaSite {
             let expected = format!("the ids of rings of {world_size} devices each");
             return Err(Error::mismatch("groups", expected, format!("{groups:?}")));
         }
-        let (backward_order, groups) = (order(attributes, pass)?, groups.to_vec());
         let communication_id = attributes.get("communication_id")?;
-        Ok(CudaSite { site, backward_order, spread, groups, communication_id })
+        Ok(CudaSite { groups: groups.to_vec(), communication_id, ..alone })
     }
 
     /// Whether the ring is one device, which needs no communicator.
@@ -123,11 +137,11 @@ impl CudaSite {
             problem.batch /= world_size;
         }
         Ok(Call {
-            problem,
-            family: self.site.options.family,
-            pass: self.site.pass,
             travels: self.site.travels,
             backward_order: self.backward_order,
+            lse_gradient: self.lse_gradient,
+            kernels: self.kernels,
+            ..Call::new(problem, self.site.options.family, self.site.pass)
         })
     }
 
@@ -174,10 +188,13 @@ fn bytes_before(problem: &Problem, operand: Operand, rank: usize) -> u64 {
     (elements * operand.element(DeviceKind::Cuda).bytes(problem.dtype)) as u64
 }
 
-/// Returns the order of sums, an attribute of the backward pass alone.
-fn order(attributes: &Attributes<'_>, pass: Pass) -> Result<Order> {
+/// Returns attributes of the backward pass alone: the order of sums, and whether lse has a gradient.
+fn of_backward(attributes: &Attributes<'_>, pass: Pass) -> Result<(Order, bool)> {
     match pass {
-        Pass::Forward => Ok(Order::Fixed),
-        Pass::Backward => Ok(attributes.get::<&str>("backward_order")?.parse()?),
+        Pass::Forward => Ok((Order::Fixed, true)),
+        Pass::Backward => {
+            let order = attributes.get::<&str>("backward_order")?.parse()?;
+            Ok((order, attributes.get("lse_gradient")?))
+        }
     }
 }

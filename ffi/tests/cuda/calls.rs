@@ -8,7 +8,7 @@ use burst_attention::cuda::call::Call;
 use burst_attention::cuda::nccl::Comm;
 use burst_attention::operands::{DeviceKind, ElementType, Operand};
 use burst_attention::schedule::Family;
-use burst_attention::{Dtype, Features, Layout, Order, Pass, Problem, Travels, Window};
+use burst_attention::{Dtype, Features, Layout, Pass, Problem, Travels, Window};
 use burst_attention_ffi::cuda::{Platform, Spread, Stage, instantiate, run};
 use burst_attention_ffi::sys;
 use burst_attention_recorder::{Recorder, images, nccl};
@@ -158,6 +158,7 @@ fn attributes(call: &Call) -> Vec<(String, FakeAttribute)> {
         ("schedule".into(), text(call.family.name())),
         ("inner_size".into(), s64(call.family.inner().unwrap_or(0) as i64)),
         ("axis_name".into(), text("context")),
+        ("kernels".into(), text(call.kernels.name())),
         ("groups".into(), FakeAttribute::Array(sys::XLA_FFI_DataType_S64, 2 * world_size, ids)),
         ("communication_id".into(), s64(COMMUNICATION_ID)),
     ];
@@ -169,6 +170,10 @@ fn attributes(call: &Call) -> Vec<(String, FakeAttribute)> {
         };
         entries.push(("backward".into(), text(travels)));
         entries.push(("backward_order".into(), text("fixed")));
+        entries.push((
+            "lse_gradient".into(),
+            FakeAttribute::Scalar(sys::XLA_FFI_DataType_PRED, vec![call.lse_gradient.into()]),
+        ));
     }
     entries
 }
@@ -209,7 +214,7 @@ fn call(world_size: usize, family: Family, pass: Pass, travels: Option<Travels>)
         layout: Layout::Zigzag,
         world_size,
     };
-    Call { problem, family, pass, travels, backward_order: Order::Fixed }
+    Call { travels, ..Call::new(problem, family, pass) }
 }
 
 pub fn forward(world_size: usize) -> Call {

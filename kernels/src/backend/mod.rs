@@ -12,8 +12,19 @@ use std::borrow::Cow;
 use std::fmt;
 
 use crate::error::LaunchError;
-use crate::launch::{Footprint, Launch, TileOperation};
+use crate::launch::{Footprint, Launch, Rectangle, TileOperation};
+use crate::names::named;
 use crate::target::Target;
+
+named! {
+    /// The backends that a call may take.
+    Kernels, "kernels" {
+        /// This library's own kernels.
+        Tile = "tile",
+        /// cuDNN where it serves an operation, otherwise this library's own kernels.
+        Cudnn = "cudnn",
+    }
+}
 
 /// One kind of code that computes operations.
 #[derive(Debug)]
@@ -23,12 +34,24 @@ pub struct Backend {
     /// Says whether the backend computes an operation on a target, or why it does not. It must not
     /// read addresses: whether an array is given is a static fact, where the array lies is none.
     pub serves: fn(&TileOperation, Target) -> Result<(), Reason>,
-    /// Returns what computes an operation that the backend serves, in the order of a stream.
-    pub lower: fn(&TileOperation, Target) -> Result<Vec<Computation>, LaunchError>,
+    /// Returns what computes an operation that the backend serves, in the order of a stream. It may
+    /// use scratch memory from an address on.
+    pub lower: fn(&TileOperation, Target, u64) -> Result<Vec<Computation>, LaunchError>,
+    /// Returns bytes of scratch memory that are enough for a pass over a rectangle, on any target.
+    pub scratch_bytes: fn(&Rectangle, TilePass) -> u64,
+}
+
+/// A pass over a rectangle of queries and keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TilePass {
+    /// [`TileOperation::Forward`].
+    Forward,
+    /// [`TileOperation::KeyGrads`] and [`TileOperation::QueryGrads`].
+    Backward,
 }
 
 /// All backends, the preferred one first.
-pub const BACKENDS: &[Backend] = &[tile::BACKEND];
+pub const BACKENDS: &[Backend] = &[cudnn::BACKEND, tile::BACKEND];
 
 /// The reason why a backend does not compute an operation: a clause without a full stop.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -139,20 +162,38 @@ pub struct Backends {
     pub all: &'static [Backend],
     /// The device's architecture.
     pub target: Target,
+    /// Which of them a call may take.
+    pub kernels: Kernels,
+    /// The address of scratch memory.
+    pub scratch: u64,
 }
 
 impl Backends {
+    /// Returns the backends that a call may take.
+    fn allowed(&self) -> impl Iterator<Item = &'static Backend> + use<> {
+        let kernels = self.kernels;
+        let is_allowed =
+            move |backend: &&Backend| kernels != Kernels::Tile || backend.name == tile::NAME;
+        self.all.iter().filter(is_allowed)
+    }
+
+    /// Returns bytes of scratch memory that are enough for a pass over a rectangle, on any target.
+    pub fn scratch_bytes(&self, rectangle: &Rectangle, pass: TilePass) -> u64 {
+        let bytes = self.allowed().map(|backend| (backend.scratch_bytes)(rectangle, pass));
+        bytes.max().unwrap_or_default()
+    }
+
     /// Returns the first backend that serves an operation, and the choice as users may read it.
     pub fn choose(&self, operation: &TileOperation) -> (Option<&'static Backend>, Choice) {
         let mut refusals = Vec::new();
-        let serves = |backend: &&Backend| match (backend.serves)(operation, self.target) {
+        let serves = |backend: &&'static Backend| match (backend.serves)(operation, self.target) {
             Ok(()) => true,
             Err(reason) => {
                 refusals.push((backend.name, reason));
                 false
             }
         };
-        let chosen = self.all.iter().find(serves);
+        let chosen = self.allowed().find(serves);
         let (operation, backend) = (operation.name(), chosen.map(|backend| backend.name));
         (chosen, Choice { operation, backend, refusals })
     }
@@ -169,6 +210,6 @@ impl Backends {
         let Some(backend) = backend else {
             return Err(LaunchError::Unserved(choice));
         };
-        Ok(((backend.lower)(operation, self.target)?, choice))
+        Ok(((backend.lower)(operation, self.target, self.scratch)?, choice))
     }
 }

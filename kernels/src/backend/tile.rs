@@ -2,17 +2,27 @@
 //! exists for some features and widths only.
 
 use super::{Backend, Computation};
-use crate::launch::TileOperation;
+use crate::launch::{LaunchError, TileOperation};
+use crate::target::Target;
+
+/// The name.
+pub const NAME: &str = "tile";
 
 /// The backend.
 pub const BACKEND: Backend = Backend {
-    name: "tile",
+    name: NAME,
     serves: |operation, target| match operation {
         TileOperation::KeyGrads(tile) if tile.dq_acc.is_some() => tile.can_fuse(target),
         _ => Ok(()),
     },
-    lower: |operation, target| {
-        let launches = operation.launches(target)?;
-        Ok(launches.into_iter().map(Computation::Launch).collect())
-    },
+    lower: |operation, target, _| Ok(launches(operation, target)?.collect()),
+    scratch_bytes: |_, _| 0,
 };
+
+/// Returns the launches that compute an operation.
+pub(super) fn launches(
+    operation: &TileOperation,
+    target: Target,
+) -> Result<impl Iterator<Item = Computation> + use<>, LaunchError> {
+    Ok(operation.launches(target)?.into_iter().map(Computation::Launch))
+}

@@ -75,6 +75,10 @@ pub struct KeyGrads {
     /// is such a kernel. Otherwise the launches leave dq alone.
     #[serde(default)]
     pub dq_acc: Option<Rows>,
+    /// The results of the forward pass, if delta follows from them alone. This library's kernels
+    /// read `delta` and `lse_log2` instead.
+    #[serde(default)]
+    pub results: Option<ForwardResults>,
     /// Result, shaped like `k`; needed if `last`.
     pub dk: Option<Rows>,
     /// Result, shaped like `v`; needed if `last`.
@@ -83,6 +87,16 @@ pub struct KeyGrads {
     pub first: bool,
     /// Whether the launches write `dk` and `dv` and leave the accumulators undefined.
     pub last: bool,
+}
+
+/// Results of the forward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ForwardResults {
+    /// Result, in the type of the activations.
+    pub o: Rows,
+    /// Log-sum-exp, natural, float32.
+    pub lse: Rows,
 }
 
 /// Adds a rectangle's part to dq.
@@ -160,6 +174,7 @@ impl KeyGrads {
             dk_acc: None,
             dv_acc: None,
             dq_acc: Some(Rows::default()),
+            results: None,
             dk: None,
             dv: None,
             first: true,

@@ -15,7 +15,6 @@ use crate::error::Result;
 #[derive(Debug)]
 pub struct Descriptor {
     functions: &'static Functions,
-    kind: Kind,
     raw: *mut c_void,
 }
 
@@ -30,8 +29,6 @@ unsafe impl Sync for Descriptor {}
 pub enum Value<'a> {
     /// Integers.
     Integers(&'a [i64]),
-    /// A float32.
-    Float(f32),
     /// Whether something is so.
     Flag(bool),
     /// A value of an enumeration.
@@ -40,8 +37,10 @@ pub enum Value<'a> {
     Descriptors(&'a [&'a Descriptor]),
     /// Text.
     Text(&'a str),
-    /// Addresses of the device.
+    /// Addresses.
     Pointers(&'a [*mut c_void]),
+    /// A handle of cuDNN.
+    Handle(*mut c_void),
 }
 
 impl Descriptor {
@@ -70,7 +69,7 @@ impl Descriptor {
         // SAFETY: cuDNN writes the address of a descriptor, and `raw` is a pointer.
         let code = unsafe { (functions.create)(kind as c_int, &raw mut raw) };
         functions.check("cudnnBackendCreateDescriptor", &format!("{kind:?}"), code)?;
-        Ok(Descriptor { functions, kind, raw })
+        Ok(Descriptor { functions, raw })
     }
 
     fn set(&self, name: Name, value: Value<'_>) -> Result<()> {
@@ -79,7 +78,7 @@ impl Descriptor {
             Value::Integers(values) => {
                 (Type::CUDNN_TYPE_INT64, values.len(), values.as_ptr().cast())
             }
-            Value::Float(ref value) => (Type::CUDNN_TYPE_FLOAT, 1, ptr::from_ref(value).cast()),
+            Value::Handle(ref value) => (Type::CUDNN_TYPE_HANDLE, 1, ptr::from_ref(value).cast()),
             Value::Flag(ref value) => (Type::CUDNN_TYPE_BOOLEAN, 1, ptr::from_ref(value).cast()),
             Value::Enumeration(kind, ref value) => (kind, 1, ptr::from_ref(value).cast()),
             Value::Text(text) => (Type::CUDNN_TYPE_CHAR, text.len(), text.as_ptr().cast()),
@@ -105,6 +104,17 @@ impl Descriptor {
         let mut value = 0_i64;
         self.read(name, Type::CUDNN_TYPE_INT64, 1, ptr::from_mut(&mut value).cast())?;
         Ok(value)
+    }
+
+    /// Returns a text.
+    ///
+    /// # Errors
+    /// If cuDNN refuses.
+    pub fn text(&self, name: Name) -> Result<String> {
+        let length = self.read(name, Type::CUDNN_TYPE_CHAR, 0, ptr::null_mut())?;
+        let mut text = vec![0_u8; length as usize];
+        self.read(name, Type::CUDNN_TYPE_CHAR, length, text.as_mut_ptr().cast())?;
+        Ok(String::from_utf8_lossy(&text).trim_end_matches('\0').to_owned())
     }
 
     /// Returns the first of the descriptors that an attribute lists; `None` if it lists none.
@@ -144,7 +154,7 @@ impl Descriptor {
     pub unsafe fn execute(&self, handle: *mut c_void, pack: &Descriptor) -> Result<()> {
         // SAFETY: the caller guarantees the handle and the memory.
         let code = unsafe { (self.functions.execute)(handle, self.raw, pack.raw) };
-        self.functions.check("cudnnBackendExecute", &format!("{:?}", self.kind), code)
+        self.functions.check("cudnnBackendExecute", "a plan of attention", code)
     }
 }
 

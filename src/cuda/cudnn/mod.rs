@@ -1,83 +1,124 @@
 //! cuDNN, which computes tiles of attention that its plans serve.
 //!
 //! A plan is a graph of operations that cuDNN has compiled for a kind of device. It is prepared
-//! before the first exchange, from the properties of the device alone.
+//! before the first exchange, from the properties of the device alone, and devices of a kind share
+//! it.
 
 mod descriptor;
 mod functions;
 mod graph;
+mod plan;
 
-use burst_attention_kernels::backend::cudnn::Sdpa;
-use cudarc::cudnn::sys::cudnnBackendAttributeName_t::*;
-use cudarc::cudnn::sys::cudnnBackendAttributeType_t::CUDNN_TYPE_HEUR_MODE;
-use cudarc::cudnn::sys::cudnnBackendDescriptorType_t::*;
-use cudarc::cudnn::sys::cudnnBackendHeurMode_t::CUDNN_HEUR_MODE_A;
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::{Arc, Mutex};
 
-use descriptor::{Descriptor, Value};
-pub use functions::{Functions, OLDEST, TOO_NEW};
-use graph::Graph;
+use burst_attention_kernels::backend::LibraryCall;
+use burst_attention_kernels::backend::cudnn::{NAME, Sdpa};
+use cudarc::driver::sys::{CUresult, cuCtxGetCurrent};
 
-use crate::cuda::error::CudaError;
+use super::driver::{Library, Plan, Stream};
+use super::error::CudaError;
+use super::objects::lock;
 use crate::error::Result;
 
-/// The properties of a kind of device.
-#[derive(Debug)]
-pub struct DeviceProperties(Descriptor);
+pub use functions::{Functions, OLDEST, TOO_NEW};
+pub use plan::{CompiledPlan, DeviceProperties};
 
-impl DeviceProperties {
-    /// Returns the properties that a text describes, in cuDNN's own JSON.
-    ///
-    /// # Errors
-    /// If cuDNN does not understand it.
-    pub fn from_json(functions: &'static Functions, text: &str) -> Result<DeviceProperties> {
-        let json = [(CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION, Value::Text(text))];
-        Descriptor::new(functions, CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR, &json).map(DeviceProperties)
+/// cuDNN on the devices of this machine. It looks for the library at the first plan.
+#[derive(Debug, Default)]
+pub struct Cudnn {
+    /// The handle of each context, by the context's address.
+    handles: Mutex<HashMap<usize, Handle>>,
+    /// Plans by the properties of a kind of device and the text of the plan.
+    plans: Mutex<HashMap<(String, String), Arc<CompiledPlan>>>,
+    /// The plans of contexts; a [`Plan`] is an index.
+    prepared: Mutex<Vec<Arc<Prepared>>>,
+}
+
+/// A handle of cuDNN, which belongs to a context.
+#[derive(Debug, Clone, Copy)]
+struct Handle(*mut c_void);
+
+// SAFETY: threads may pass a handle on. The executor holds a device's lock while it issues, so no
+// two threads use the handle of a device at once.
+unsafe impl Send for Handle {}
+// SAFETY: see `Send`.
+unsafe impl Sync for Handle {}
+
+/// A plan for a context.
+#[derive(Debug)]
+struct Prepared {
+    functions: &'static Functions,
+    handle: Handle,
+    plan: Arc<CompiledPlan>,
+}
+
+impl Cudnn {
+    /// Returns the handle of the context that is current, and makes it if there is none.
+    fn handle(&self, functions: &'static Functions) -> Result<Handle> {
+        let mut context = ptr::null_mut();
+        // SAFETY: the driver writes a pointer, and `context` is one.
+        let code = unsafe { cuCtxGetCurrent(&raw mut context) };
+        if code != CUresult::CUDA_SUCCESS {
+            let reason = format!("looking for the current context: {code:?}");
+            return Err(CudaError::Driver { call: "cuCtxGetCurrent", reason }.into());
+        }
+        let mut handles = lock(&self.handles);
+        if let Some(handle) = handles.get(&(context as usize)) {
+            return Ok(*handle);
+        }
+        let mut handle = ptr::null_mut();
+        // SAFETY: cuDNN writes a pointer, and `handle` is one.
+        let code = unsafe { (functions.create_handle)(&raw mut handle) };
+        functions.check("cudnnCreate", "making a handle", code)?;
+        Ok(*handles.entry(context as usize).or_insert(Handle(handle)))
+    }
+
+    /// Returns a plan for a kind of device, and compiles it if there is none.
+    fn compiled(
+        &self,
+        functions: &'static Functions,
+        device: &DeviceProperties,
+        text: &str,
+    ) -> Result<Arc<CompiledPlan>> {
+        let mut plans = lock(&self.plans);
+        let key = (device.to_json()?, text.to_owned());
+        if let Some(plan) = plans.get(&key) {
+            return Ok(plan.clone());
+        }
+        let sdpa: Sdpa = serde_json::from_str(text).map_err(|error| CudaError::Driver {
+            call: "reading a plan",
+            reason: error.to_string(),
+        })?;
+        let plan = CompiledPlan::new(functions, &sdpa, device)?;
+        Ok(plans.entry(key).or_insert(Arc::new(plan)).clone())
     }
 }
 
-/// A plan for a kind of device.
-#[derive(Debug)]
-pub struct Plan {
-    #[allow(dead_code)]
-    plan: Descriptor,
-    /// Bytes of workspace.
-    pub workspace_bytes: i64,
-    /// What the plan refers to.
-    _kept: (Graph, [Descriptor; 2]),
-}
+impl Library for Cudnn {
+    fn name(&self) -> &'static str {
+        NAME
+    }
 
-impl Plan {
-    /// Compiles a plan, the first that cuDNN proposes.
-    ///
-    /// # Errors
-    /// If cuDNN refuses.
-    pub fn new(
-        functions: &'static Functions,
-        sdpa: &Sdpa,
-        device: &DeviceProperties,
-    ) -> Result<Plan> {
-        let graph = Graph::new(functions, sdpa)?;
-        let mode = Value::Enumeration(CUDNN_TYPE_HEUR_MODE, CUDNN_HEUR_MODE_A as i32);
-        let heuristics = Descriptor::new(
-            functions,
-            CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR,
-            &[
-                (CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, Value::Descriptors(&[graph.descriptor()])),
-                (CUDNN_ATTR_ENGINEHEUR_MODE, mode),
-                (CUDNN_ATTR_ENGINEHEUR_DEVICEPROP, Value::Descriptors(&[&device.0])),
-            ],
-        )?;
-        let first =
-            heuristics.first(CUDNN_ATTR_ENGINEHEUR_RESULTS, CUDNN_BACKEND_ENGINECFG_DESCRIPTOR)?;
-        let Some(config) = first else {
-            let reason = format!("no engine computes {sdpa:?}");
-            return Err(CudaError::Driver { call: "cuDNN's heuristics", reason }.into());
-        };
-        let config_only =
-            [(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, Value::Descriptors(&[&config]))];
-        let plan =
-            Descriptor::new(functions, CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR, &config_only)?;
-        let workspace_bytes = plan.integer(CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE)?;
-        Ok(Plan { plan, workspace_bytes, _kept: (graph, [heuristics, config]) })
+    fn prepare(&self, text: &str) -> Result<Plan> {
+        let functions = Functions::load()?;
+        let handle = self.handle(functions)?;
+        // SAFETY: cuDNN made the handle and keeps it.
+        let device = unsafe { DeviceProperties::of_handle(functions, handle.0) }?;
+        let plan = self.compiled(functions, &device, text)?;
+        let mut prepared = lock(&self.prepared);
+        prepared.push(Arc::new(Prepared { functions, handle, plan }));
+        Ok(Plan(prepared.len() - 1))
+    }
+
+    fn enqueue(&self, stream: Stream, plan: Plan, call: &LibraryCall) -> Result<()> {
+        let Prepared { functions, handle, plan } = &*lock(&self.prepared)[plan.0].clone();
+        // SAFETY: cuDNN made the handle, and XLA the stream, which belongs to the same context.
+        let code = unsafe { (functions.set_stream)(handle.0, stream.0 as *mut c_void) };
+        functions.check("cudnnSetStream", "on XLA's stream", code)?;
+        // SAFETY: the executor guarantees the memory of a call.
+        unsafe { plan.enqueue(functions, handle.0, call) }
     }
 }

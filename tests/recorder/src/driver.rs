@@ -133,14 +133,23 @@ impl Driver for Recorder {
     }
 }
 
-/// The recorder is a library too, which prepares any plan.
-impl Library for Recorder {
+/// The recorder as a library of any name, which prepares any plan.
+struct RecordedLibrary(Recorder, &'static str);
+
+impl Recorder {
+    /// Returns the recorder as a library.
+    pub fn library(&self, name: &'static str) -> Box<dyn Library> {
+        Box::new(RecordedLibrary(self.clone(), name))
+    }
+}
+
+impl Library for RecordedLibrary {
     fn name(&self) -> &'static str {
-        "recorder"
+        self.1
     }
 
     fn prepare(&self, plan: &str) -> Result<Plan> {
-        self.call("prepare", |state| {
+        self.0.call("prepare", |state| {
             let handle = Plan(state.handle());
             state.plans.insert(handle, plan.to_owned());
             Ok(handle)
@@ -148,7 +157,7 @@ impl Library for Recorder {
     }
 
     fn enqueue(&self, stream: Stream, plan: Plan, call: &LibraryCall) -> Result<()> {
-        self.call("enqueue", |state| {
+        self.0.call("enqueue", |state| {
             if state.plans.get(&plan) != Some(&call.plan) {
                 return Err(format!("{plan:?} is not {}", call.plan));
             }

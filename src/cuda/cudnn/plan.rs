@@ -1,0 +1,149 @@
+//! Plans: graphs that cuDNN has compiled for a kind of device.
+
+use std::ffi::c_void;
+use std::ptr;
+
+use burst_attention_kernels::backend::LibraryCall;
+use burst_attention_kernels::backend::cudnn::{Sdpa, WORKSPACE};
+use cudarc::cudnn::sys::cudnnBackendAttributeName_t::*;
+use cudarc::cudnn::sys::cudnnBackendAttributeType_t::CUDNN_TYPE_HEUR_MODE;
+use cudarc::cudnn::sys::cudnnBackendDescriptorType_t::*;
+use cudarc::cudnn::sys::cudnnBackendHeurMode_t::CUDNN_HEUR_MODE_A;
+
+use super::descriptor::{Descriptor, Value};
+use super::functions::Functions;
+use super::graph::{Graph, HostNumber};
+use crate::cuda::error::CudaError;
+use crate::error::Result;
+
+/// The properties of a kind of device.
+#[derive(Debug)]
+pub struct DeviceProperties(Descriptor);
+
+impl DeviceProperties {
+    /// Returns the properties of a handle's device.
+    ///
+    /// # Errors
+    /// If cuDNN can't tell them.
+    ///
+    /// # Safety
+    /// The caller must pass a handle of cuDNN.
+    pub unsafe fn of_handle(
+        functions: &'static Functions,
+        handle: *mut c_void,
+    ) -> Result<DeviceProperties> {
+        DeviceProperties::new(functions, CUDNN_ATTR_DEVICEPROP_HANDLE, Value::Handle(handle))
+    }
+
+    /// Returns the properties that a text describes, in cuDNN's own JSON. No device need be present.
+    ///
+    /// # Errors
+    /// If cuDNN does not understand it.
+    pub fn from_json(functions: &'static Functions, text: &str) -> Result<DeviceProperties> {
+        let name = CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION;
+        DeviceProperties::new(functions, name, Value::Text(text))
+    }
+
+    fn new(
+        functions: &'static Functions,
+        name: cudarc::cudnn::sys::cudnnBackendAttributeName_t,
+        value: Value<'_>,
+    ) -> Result<DeviceProperties> {
+        let kind = CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR;
+        Descriptor::new(functions, kind, &[(name, value)]).map(DeviceProperties)
+    }
+
+    /// Returns the properties as text.
+    ///
+    /// # Errors
+    /// If cuDNN can't tell them.
+    pub fn to_json(&self) -> Result<String> {
+        self.0.text(CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION)
+    }
+}
+
+/// A plan for a kind of device.
+#[derive(Debug)]
+pub struct CompiledPlan {
+    plan: Descriptor,
+    sdpa: Sdpa,
+    /// What the plan refers to.
+    _kept: (Graph, [Descriptor; 2]),
+}
+
+impl CompiledPlan {
+    /// Compiles the first plan that cuDNN proposes.
+    ///
+    /// # Errors
+    /// If cuDNN refuses, or needs more workspace than the call has.
+    pub fn new(
+        functions: &'static Functions,
+        sdpa: &Sdpa,
+        device: &DeviceProperties,
+    ) -> Result<CompiledPlan> {
+        let graph = Graph::new(functions, sdpa)?;
+        let mode = Value::Enumeration(CUDNN_TYPE_HEUR_MODE, CUDNN_HEUR_MODE_A as i32);
+        let asked = [
+            (CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, Value::Descriptors(&[graph.descriptor()])),
+            (CUDNN_ATTR_ENGINEHEUR_MODE, mode),
+            (CUDNN_ATTR_ENGINEHEUR_DEVICEPROP, Value::Descriptors(&[&device.0])),
+        ];
+        let heuristics = Descriptor::new(functions, CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR, &asked)?;
+        let kind = CUDNN_BACKEND_ENGINECFG_DESCRIPTOR;
+        let refused = |call, reason| CudaError::Driver { call, reason };
+        let Some(config) = heuristics.first(CUDNN_ATTR_ENGINEHEUR_RESULTS, kind)? else {
+            return Err(refused("cuDNN's heuristics", format!("nothing computes {sdpa:?}")).into());
+        };
+        let configured =
+            [(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, Value::Descriptors(&[&config]))];
+        let kind = CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR;
+        let plan = Descriptor::new(functions, kind, &configured)?;
+        let (needed, given) =
+            (plan.integer(CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE)?, sdpa.workspace_bytes);
+        if needed > given {
+            let reason = format!("expected at most {given} bytes of workspace, got {needed}");
+            return Err(refused("cuDNN's plan", format!("{reason}, for {sdpa:?}")).into());
+        }
+        Ok(CompiledPlan { plan, sdpa: sdpa.clone(), _kept: (graph, [heuristics, config]) })
+    }
+
+    /// Enqueues a call on the handle's stream.
+    ///
+    /// # Errors
+    /// If cuDNN refuses.
+    ///
+    /// # Safety
+    /// The caller must pass a handle of cuDNN for a device of the plan's kind, and guarantee that
+    /// the memory of the call belongs to that device until the handle's stream has passed the call.
+    pub unsafe fn enqueue(
+        &self,
+        functions: &'static Functions,
+        handle: *mut c_void,
+        call: &LibraryCall,
+    ) -> Result<()> {
+        let (mut numbers, mut pointers, mut workspace) = (vec![], vec![], ptr::null_mut());
+        for (number, array) in &call.arrays {
+            let address = array.bytes.start as *mut c_void;
+            if *number == WORKSPACE {
+                workspace = address;
+            } else {
+                numbers.push(*number);
+                pointers.push(address);
+            }
+        }
+        // cuDNN reads numbers of the host before it returns.
+        let given = HostNumber::of(&self.sdpa);
+        for (number, value) in &given {
+            numbers.push(number.number());
+            pointers.push(ptr::from_ref(value).cast_mut().cast());
+        }
+        let arrays = [
+            (CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, Value::Integers(&numbers)),
+            (CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, Value::Pointers(&pointers)),
+            (CUDNN_ATTR_VARIANT_PACK_WORKSPACE, Value::Pointers(&[workspace])),
+        ];
+        let pack = Descriptor::new(functions, CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR, &arrays)?;
+        // SAFETY: the caller guarantees the handle and the memory.
+        unsafe { self.plan.execute(handle, &pack) }
+    }
+}
