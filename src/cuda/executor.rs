@@ -12,6 +12,7 @@ use burst_attention_kernels::launch::TileOperation;
 use super::call::Call;
 use super::commands::{CommandList, Work};
 use super::connect::{agree, connect, scratch};
+use super::cudnn::Cudnn;
 use super::driver::{Context, Driver, Event, Library, Stream};
 use super::error::{CudaError, caught};
 use super::issue::Issue;
@@ -65,7 +66,7 @@ impl std::fmt::Debug for Executor {
 impl Executor {
     /// Returns an executor without devices, which chooses among [`BACKENDS`].
     pub fn new(driver: Box<dyn Driver>, image: FindImage) -> Executor {
-        let tools = Tools { driver, image, backends: BACKENDS, libraries: Vec::new() };
+        let tools = Tools { driver, image, backends: BACKENDS, libraries: vec![Box::new(Cudnn::default())] };
         Executor { tools, devices: Mutex::default() }
     }
 

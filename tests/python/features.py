@@ -57,6 +57,7 @@ class Problem:
     slopes: bool = False
     sinks: bool = False
     dropout: float = 0.0
+    kernels: str = "auto"
     residual_dtype: str | None = None
     implementation: str | None = None
     changes: dict = field(default_factory=dict)
@@ -129,6 +130,7 @@ class Problem:
             "layout": self.layout,
             "schedule": self.schedule,
             "backward": self.backward,
+            "kernels": self.kernels,
             "residual_dtype": self.residual_dtype,
             "implementation": self.implementation,
             "return_residual": True,

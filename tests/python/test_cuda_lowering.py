@@ -112,6 +112,7 @@ def problem(kind, **changes):
         "world_size": 4,
         "backward": "auto",
         "backward_order": "fixed",
+        "kernels": "tile",
         "options": OPTIONS | options,
     } | changes
 
@@ -151,6 +152,7 @@ def test_attributes(monkeypatch, device):
         "dropout_rate": "0.000000e+00 : f32",
         "feature_operands": '""',
         "inner_size": "0 : i64",
+        "kernels": '"tile"',
         "layout": '"zigzag"',
         "logits_soft_cap": "0.000000e+00 : f32",
         "schedule": '"ring"',
@@ -160,6 +162,7 @@ def test_attributes(monkeypatch, device):
         "world_size": "4 : i64",
     }
     also = {"groups": groups, "backward": '"queries"', "backward_order": '"any"'}
+    also["lse_gradient"] = "false"
     assert backward.attributes == forward.attributes | also
     assert 1 < attention_calls.COMMUNICATION_ID < 2**31
     options |= {"softmax_scale": 0.5, "window_right": 0}

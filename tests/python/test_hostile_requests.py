@@ -43,7 +43,8 @@ REQUESTS = {
         "machine": MACHINE,
         "timeline": False,
     },
-    "workspace": {**SHAPE, "pass": "backward", "options": OPTIONS, "backward_order": "any"},
+    "workspace": {**SHAPE, "pass": "backward", "options": OPTIONS, "backward_order": "any",
+                  "kernels": "tile"},
 }
 
 

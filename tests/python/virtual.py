@@ -94,11 +94,13 @@ def _call(one, which, results, given, order="fixed", aliases=None):
     register()
     size, scale = one.mesh[1], np.float32(one.head_dim**-0.5)
     options, sums = _options(one), {"backward": one.backward, "backward_order": order}
+    kernels = {"kernels": "tile" if one.kernels == "auto" else one.kernels}
     q, k, v = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in given[:3])
     needed = _ffi.workspace_bytes(
         **{"pass": which, "softmax_scale": float(scale), "layout": one.layout},
         **_ffi.shapes(q, k, v),
         **sums,
+        **kernels,
         world_size=size,
         options={name: np.asarray(value).item() for name, value in options.items()},
     )
@@ -108,7 +110,9 @@ def _call(one, which, results, given, order="fixed", aliases=None):
         input_output_aliases=aliases,
     )
     attributes = {"world_size": np.int64(size), "layout": one.layout, "softmax_scale": scale}
-    attributes |= {"axis_name": "context"} | (sums if which == "backward" else {})
+    attributes |= {"axis_name": "context"} | kernels
+    if which == "backward":
+        attributes |= sums | {"lse_gradient": True}
     return call(*given, **attributes, **options)[:-1]
 
 

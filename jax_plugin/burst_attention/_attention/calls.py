@@ -121,6 +121,7 @@ def _cuda_backward(ring: Ring, qkv: Arrays, features: Features, given: Arrays) -
     attributes: Attributes = {
         "backward": ring.options.backward,
         "backward_order": ring.options.backward_order,
+        "lse_gradient": ring.lse_gradient,
     }
     dq, dk, dv, *partial_sums = _cuda_call(
         _ffi.BACKWARD, ring, _like(*qkv, *zeros), operands, features, attributes, in_place=zeros
@@ -208,6 +209,7 @@ def _cuda_call(
         "softmax_scale": _positive_scale(ring),
         "groups": np.array(ring.groups, np.int64),
         "communication_id": np.int64(COMMUNICATION_ID),
+        "kernels": ring.kernels,
     }
     # The workspace is a result, so XLA plans and counts it: kernels allocate nothing.
     needed = _ffi.workspace_bytes(**_request(target, ring, operands, options))
@@ -264,6 +266,7 @@ def _request(target: str, ring: Ring, operands: Arrays, options: Attributes) -> 
         "world_size": ring.world_size,
         "backward": ring.options.backward,
         "backward_order": ring.options.backward_order,
+        "kernels": ring.kernels,
     }
 
 

@@ -179,7 +179,7 @@ def _on_shards(
     def local(qkv: Qkv, arrays: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
         own = _own_parts(placement, qkv, Features(**arrays))
         own = own if way is None else way.into_layout(*own)
-        results = attend(placement.ring_axes, options, *own)[: 1 + with_lse]
+        results = attend(placement.ring_axes, options, *own, with_lse)[: 1 + with_lse]
         return results if way is None else tuple(map(way.out_of_layout, results))
 
     q_spec, kv_spec = placement.spec("batch q_len heads"), placement.spec("batch kv_len kv_heads")

@@ -33,6 +33,8 @@ Backward: TypeAlias = Literal["auto", "keys", "queries"]
 BACKWARDS: tuple[Backward, ...] = get_args(Backward)
 BackwardOrder: TypeAlias = Literal["fixed", "any"]
 BACKWARD_ORDERS: tuple[BackwardOrder, ...] = get_args(BackwardOrder)
+Kernels: TypeAlias = Literal["auto", "tile", "cudnn"]
+KERNELS: tuple[Kernels, ...] = get_args(Kernels)
 Implementation: TypeAlias = Literal["xla"]
 
 AnyArray: TypeAlias = jax.Array | np.ndarray
@@ -123,6 +125,11 @@ class AttentionOptions(TypedDict, total=False):
         (``backward="keys"``), segments are the only feature, heads have up to 128 columns, and the
         GPU is a Hopper or one of its successors in data centers. On CPU devices both give the same
         bits in every run.
+      kernels: which kernels of GPUs compute. ``tile``: this library's own. ``cudnn``: cuDNN's, where
+        it serves a tile, and this library's own elsewhere. cuDNN serves full and causal masks
+        without other features, 64 or 128 columns, H100, H200 and data-center Blackwell; gradients
+        with ``backward_order="any"`` and ``return_residual=False``. Its results and gradients of a
+        tile have 16 bits, and sums over a ring are float32 all the same. ``auto``: ``tile``.
       residual_dtype: ``"float32"``, on CPU devices or with ``implementation="xla"``, keeps out in
         float32 for the backward pass. This takes two more bytes for each value than out in 16 bits.
         By default out is kept in query's dtype, but in float32 for up to 256 keys and for windows
@@ -166,6 +173,7 @@ class AttentionOptions(TypedDict, total=False):
     schedule: Schedule
     backward: Backward
     backward_order: BackwardOrder
+    kernels: Kernels
     residual_dtype: Literal["float32"] | None
     links: Links | None
     implementation: Implementation | None
@@ -278,6 +286,7 @@ class Options:
     backward_order: BackwardOrder = _option(
         "fixed", partial(_checks.choice, allowed=BACKWARD_ORDERS)
     )
+    kernels: Kernels = _option("auto", partial(_checks.choice, allowed=KERNELS))
     query_offset: int = _option(0, _offset)
     residual_dtype: Literal["float32"] | None = _option(None, _optional(_residual_dtype))
     links: Links | None = _option(None, check_links)

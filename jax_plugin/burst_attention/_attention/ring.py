@@ -39,11 +39,18 @@ class Ring:
     """``cpu``, ``cuda`` or ``xla``; None where lowering decides. See `implementation`."""
     groups: tuple[int, ...]
     """Logical ids of the devices of all rings, see `ring_groups`."""
+    lse_gradient: bool
+    """Whether lse may have a gradient."""
 
     def positions(self, length: int) -> Int32[Array, " rows"]:
         """Returns the positions that the layout gives to this rank's rows."""
         rows = jnp.arange(length, dtype=jnp.int32)
         return positions_of(rows, lax.axis_index(self.axes), self.world_size, length, self.layout)
+
+    @property
+    def kernels(self) -> str:
+        """The kernels of GPUs that may compute, as the library names them."""
+        return "tile" if self.options.kernels == "auto" else self.options.kernels
 
     @property
     def keeps_float32(self) -> bool:
@@ -52,7 +59,11 @@ class Ring:
 
 
 def ring_along(
-    axes: Axes, options: Options, qkv: tuple[jax.Array, jax.Array, jax.Array], features: Features
+    axes: Axes,
+    options: Options,
+    qkv: tuple[jax.Array, jax.Array, jax.Array],
+    features: Features,
+    lse_gradient: bool,
 ) -> Ring:
     """Returns the ring of a call inside ``shard_map``."""
     query, key, _ = qkv
@@ -84,6 +95,7 @@ def ring_along(
         layout=options.layout,
         implementation=chosen,
         groups=_mesh.ring_groups(mesh, axes),
+        lse_gradient=lse_gradient,
     )
 
 

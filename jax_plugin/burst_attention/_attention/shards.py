@@ -129,7 +129,7 @@ def attention(
     """
     checked, qkv, features = check_call("attention", (query, key, value), bias, mask, options)
     with_lse = _checks.flag("return_residual", return_residual)
-    out, lse = attend(ring_axes(axis_name), checked, qkv, features)
+    out, lse = attend(ring_axes(axis_name), checked, qkv, features, with_lse)
     return (out, lse) if with_lse else out
 
 
@@ -148,12 +148,15 @@ def check_call(
 
 
 def attend(
-    axes: Axes, options: Options, qkv: Qkv, features: Features
+    axes: Axes, options: Options, qkv: Qkv, features: Features, with_lse: bool
 ) -> tuple[Float[Array, "batch q_len heads value_dim"], Float32[Array, "batch q_len heads"]]:
-    """Returns out and lse of this device's queries; all arguments are checked."""
+    """Returns out and lse of this device's queries; all arguments are checked.
+
+    Without ``with_lse``, nothing may follow from lse: its gradient counts as zero.
+    """
     value_dim = qkv[2].shape[3]
     options, qkv = pad_head_dims(options, qkv)
-    ring = ring_along(axes, options, qkv, features)
+    ring = ring_along(axes, options, qkv, features, with_lse)
     _check_same_on_ring(features, axes)
     features = padding_as_ids(features, qkv, options, ring.positions)
     features = visibility.completed(ring, qkv, features)

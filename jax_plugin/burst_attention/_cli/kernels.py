@@ -49,6 +49,7 @@ def add_parser(commands: Any) -> None:
         help=", ".join(FEATURES),
     )
     features.add_argument("--backward-order", default="fixed", choices=("fixed", "any"))
+    features.add_argument("--kernels", default="tile", choices=("tile", "cudnn"))
     parser.add_argument("--json", action="store_true", help="instead of a table")
 
 
@@ -78,5 +79,6 @@ def _request(flags: argparse.Namespace) -> dict[str, Any]:
         "features": arrays | {"soft_cap": flags.soft_cap, "dropout": flags.dropout},
         "ranks_per_node": flags.ranks_per_node,
         "backward_order": flags.backward_order,
+        "kernels": flags.kernels,
         "target": flags.gpu,
     }
