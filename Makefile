@@ -46,7 +46,7 @@ KERNEL_TOOLS = unset MAKEFLAGS MFLAGS && eval "$$($(PY) kernels/toolchain.py)" &
 WORKSPACE := --profile checked --workspace --exclude burst-attention-peak
 # A library in place of NVIDIA's, under the names that JAX's plugin looks for.
 STANDIN := $(BUILD)/standin
-STANDIN_NAMES := libcuda.so.1 libcudart.so.13 libnccl.so.2 libnvidia-ml.so.1
+STANDIN_NAMES := libcuda.so.1 libcudart.so.13 libnccl.so.2 libnvidia-ml.so.1 libcudnn.so.9 libcublasLt.so.13
 KERNEL_IMAGES = $(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin kernel-images && \
     $(BUILD)/checked/kernel-images $(or $(1),$(IMAGES)) $(BUILD)/kernel-images
 

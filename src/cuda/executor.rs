@@ -66,7 +66,12 @@ impl std::fmt::Debug for Executor {
 impl Executor {
     /// Returns an executor without devices, which chooses among [`BACKENDS`].
     pub fn new(driver: Box<dyn Driver>, image: FindImage) -> Executor {
-        let tools = Tools { driver, image, backends: BACKENDS, libraries: vec![Box::new(Cudnn::default())] };
+        let tools = Tools {
+            driver,
+            image,
+            backends: BACKENDS,
+            libraries: vec![Box::new(Cudnn::default())],
+        };
         Executor { tools, devices: Mutex::default() }
     }
 

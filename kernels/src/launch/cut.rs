@@ -106,7 +106,8 @@ fn ranges(len: usize, most: usize, unit: usize) -> Vec<Range<usize>> {
 /// something.
 ///
 /// The first launch has the job's `first`, the last launch its `last`. Where the rows see nothing
-/// but a state must start or a result must be written, one launch that streams nothing does it.
+/// but a state must start or a result must be written, one launch that streams nothing does it. A
+/// kernel that goes through rows once streams nothing at all.
 fn chain(
     job: &Job,
     batch: &Range<usize>,
@@ -115,7 +116,7 @@ fn chain(
 ) -> Vec<Cut> {
     let mut seen: Vec<_> = streamed.iter().filter(|streamed| sees(job, rows, streamed)).collect();
     let streams_nothing = seen.is_empty();
-    if streams_nothing && (job.first || job.last) {
+    if streams_nothing && (job.first || job.last || !job.kernel.has_pairs()) {
         seen.push(&(0..0));
     }
     let count = seen.len();

@@ -21,6 +21,7 @@
 mod call;
 mod code;
 mod cudart;
+mod cudnn;
 mod device;
 mod driver;
 mod graph;

@@ -16,7 +16,14 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 
 _FOLDER = Path(os.environ["STANDIN"])
 # A library that is loaded already comes before those in the plugin's own search path.
-for _name in ("libcuda.so.1", "libcudart.so.13", "libnccl.so.2", "libnvidia-ml.so.1"):
+for _name in (
+    "libcuda.so.1",
+    "libcudart.so.13",
+    "libnccl.so.2",
+    "libnvidia-ml.so.1",
+    "libcublasLt.so.13",
+    "libcudnn.so.9",
+):
     ctypes.CDLL(str(_FOLDER / "lib" / _name))
 
 # The folder's ptxas copies PTX text, which the stand-in device interprets. There is nothing to
