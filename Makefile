@@ -127,6 +127,14 @@ kernel-quality: images  ## print what the compiler made of each CUDA kernel; WRI
 	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin kernel-quality && \
 	    $(BUILD)/checked/kernel-quality $(IMAGES) $(if $(WRITE),--write)
 
+# cuDNN and what it loads come from PyPI. A driver that does nothing takes the place of NVIDIA's.
+CUDNN := $(VENV)/cudnn
+CUDNN_PATH = $(CURDIR)/$(CUDNN)/driver:$(CURDIR)/$(CUDNN)/nvidia/cudnn/lib:$(CURDIR)/$(CUDNN)/nvidia/cu13/lib
+test-cudnn: $(CUDNN)/ready  ## test cuDNN's plans with the real library, without a GPU
+	$(SAY) "Rust: plans of cuDNN on three kinds of GPUs that are not here"
+	@$(KERNEL_TOOLS) LD_LIBRARY_PATH=$(CUDNN_PATH) \
+	    cargo test --quiet $(WORKSPACE) --test cudnn -- --ignored
+
 test-python: checked-package baselines  ## run the Python tests; PYTEST=... adds arguments
 	$(SAY) "Python: pytest, on 8 CPU devices (PYTEST=... adds arguments; -n0 for one process)"
 	@$(PY) -m pytest --checked -n 2 --dist loadfile $(PYTEST)
@@ -308,6 +316,14 @@ $(VENV)/cuda/ready: requirements/cuda.txt $(VENV)/headers
 	$(SAY) "JAX's CUDA plugin into $(VENV)/cuda (once, 145 MB)"
 	@rm -rf $(@D)
 	$(PIP_INSTALL) --no-deps --target $(@D) -r requirements/cuda.txt
+	@touch $@
+
+$(CUDNN)/ready: requirements/cudnn.txt tests/cudnn_driver.c $(VENV)/kernels
+	$(SAY) "cuDNN into $(CUDNN) (once, 960 MB)"
+	@rm -rf $(@D)
+	$(PIP_INSTALL) --no-deps --target $(@D) -r requirements/cudnn.txt
+	@mkdir $(@D)/driver
+	@$${CC:-cc} -shared -fPIC -Wl,-soname,libcuda.so.1 -o $(@D)/driver/libcuda.so.1 tests/cudnn_driver.c
 	@touch $@
 
 # The stand-in for GPUs: the library under NVIDIA's names, the compiler's files as XLA looks for

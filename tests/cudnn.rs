@@ -97,3 +97,29 @@ fn every_operation_that_is_served_has_a_plan_on_every_architecture() {
         }
     }
 }
+
+#[test]
+#[ignore = "needs cuDNN"]
+fn a_plan_that_needs_more_workspace_than_there_is_is_refused() {
+    let functions = Functions::load().expect("cuDNN");
+    let (name, version, multiprocessors) = DEVICES[0];
+    let text = properties(name, version, multiprocessors);
+    let device = DeviceProperties::from_json(functions, &text).expect("known keys");
+    let grouped = sdpa(SdpaPass::Backward, Element::Bf16, 64, 2, true);
+    let little = Sdpa { workspace_bytes: 4096, ..grouped };
+    let error = CompiledPlan::new(functions, &little, &device).expect_err("it needs more");
+    assert!(error.to_string().contains("expected at most 4096 bytes of workspace"), "{error}");
+}
+
+#[test]
+#[ignore = "needs cuDNN"]
+fn what_cudnn_does_not_know_is_an_error() {
+    let functions = Functions::load().expect("cuDNN");
+    let error = DeviceProperties::from_json(functions, "{}").expect_err("nothing is said");
+    assert!(error.to_string().contains("cudnnBackendFinalize failed"), "{error}");
+    let (name, version, multiprocessors) = DEVICES[0];
+    let text = properties(name, version, multiprocessors);
+    let device = DeviceProperties::from_json(functions, &text).expect("known keys");
+    let odd = Sdpa { head_dim: 60, ..sdpa(SdpaPass::Forward, Element::Bf16, 64, 8, false) };
+    assert!(CompiledPlan::new(functions, &odd, &device).is_err());
+}

@@ -3,7 +3,8 @@
     failures.py one RING DEVICES STAGE PASS FAULT   runs one scenario and prints a line of JSON
     failures.py all [WORD ...]                      runs the scenarios whose names hold all words
 
-RING is a schedule, `rings` for two rings side by side, or `zigzag` for a layout of that name. STAGE
+RING is a schedule, `rings` for two rings side by side, `zigzag` for a layout of that name, or
+`cudnn` for a ring of that library. STAGE
 is `initialize`, where the fault meets the first run, or `again` or `execute`, where it meets the
 second run. FAULT is a fault as STANDIN_FAIL takes it, without the device: that is the last one, and
 in `zigzag` the first one, which packs rows. The environment must be that of the stand-in.
@@ -140,11 +141,15 @@ def one(ring, devices, stage, which, fault):
 
     def attend(q):
         options = {"schedule": "ulysses" if ring == "ulysses" else "ring"}
+        if ring == "cudnn":
+            options |= {"kernels": "cudnn", "backward_order": "any", "backward": "keys"}
         if ring == "zigzag":
             options |= {"layout": "zigzag", "backward": "queries", "local_window_size": (200, 0)}
-        return ba.attention(
-            q, q, q, axis_name="context", is_causal=True, return_residual=True, **options
+        out = ba.attention(
+            q, q, q, axis_name="context", is_causal=True, return_residual=ring != "cudnn", **options
         )
+        # cuDNN computes no gradient of lse.
+        return (out, out[..., 0].astype(np.float32)) if ring == "cudnn" else out
 
     def shard(function):
         return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec))

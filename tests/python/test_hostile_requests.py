@@ -43,8 +43,13 @@ REQUESTS = {
         "machine": MACHINE,
         "timeline": False,
     },
-    "workspace": {**SHAPE, "pass": "backward", "options": OPTIONS, "backward_order": "any",
-                  "kernels": "tile"},
+    "workspace": {
+        **SHAPE,
+        "pass": "backward",
+        "options": OPTIONS,
+        "backward_order": "any",
+        "kernels": "tile",
+    },
 }
 
 

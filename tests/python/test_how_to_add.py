@@ -86,7 +86,7 @@ pub const BACKEND: Backend = Backend {
         TileOperation::Delta(_) => Ok(()),
         _ => Err(Reason("only deltas are served".into())),
     },
-    lower: |operation, target| {
+    lower: |operation, target, _| {
         let launches = operation.launches(target)?.into_iter();
         let arrays = launches.flat_map(|launch| launch.footprint());
         Ok(vec![Computation::Library(LibraryCall {
@@ -95,6 +95,7 @@ pub const BACKEND: Backend = Backend {
             arrays: (0..).zip(arrays).collect(),
         })])
     },
+    scratch_bytes: |_, _| 0,
 };
 """
 LIBRARY = """//! A library that does nothing.
@@ -128,11 +129,12 @@ def add_backend(tree):
     tree.add("kernels/src/backend/twin.rs", BACKEND)
     table = "kernels/src/backend/mod.rs"
     tree.change(table, "pub mod tile;\n", "pub mod tile;\npub mod twin;\n")
-    tree.change(table, "&[tile::BACKEND]", "&[twin::BACKEND, tile::BACKEND]")
+    tree.change(table, "cudnn::BACKEND, tile", "cudnn::BACKEND, twin::BACKEND, tile")
     tree.add("src/cuda/twin.rs", LIBRARY)
     tree.change("src/cuda/mod.rs", "mod transport;\n", "mod transport;\nmod twin;\n")
-    libraries = "libraries: vec![Box::new(super::twin::Twin)]"
-    tree.change("src/cuda/executor.rs", "libraries: Vec::new()", libraries)
+    libraries = "vec![Box::new(Cudnn::default())"
+    both = libraries + ", Box::new(super::twin::Twin)"
+    tree.change("src/cuda/executor.rs", libraries, both)
 
 
 OF_KERNELS = {"kernels/src/launch/mod.rs", "src/cuda/objects.rs"}

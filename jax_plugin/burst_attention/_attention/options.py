@@ -125,11 +125,12 @@ class AttentionOptions(TypedDict, total=False):
         (``backward="keys"``), segments are the only feature, heads have up to 128 columns, and the
         GPU is a Hopper or one of its successors in data centers. On CPU devices both give the same
         bits in every run.
-      kernels: which kernels of GPUs compute. ``tile``: this library's own. ``cudnn``: cuDNN's, where
-        it serves a tile, and this library's own elsewhere. cuDNN serves full and causal masks
-        without other features, 64 or 128 columns, H100, H200 and data-center Blackwell; gradients
-        with ``backward_order="any"`` and ``return_residual=False``. Its results and gradients of a
-        tile have 16 bits, and sums over a ring are float32 all the same. ``auto``: ``tile``.
+      kernels: which kernels of GPUs compute. ``tile``: this library's own. ``cudnn``: cuDNN's where
+        they serve a tile, and this library's own elsewhere. cuDNN serves full and causal masks
+        without other features, and 64 or 128 columns, on H100, H200 and data-center Blackwell;
+        gradients only with ``backward_order="any"`` and without ``return_residual``. A tile's
+        results and gradients then have 16 bits, and their sums over a ring are float32 all the
+        same. ``auto``: ``tile``.
       residual_dtype: ``"float32"``, on CPU devices or with ``implementation="xla"``, keeps out in
         float32 for the backward pass. This takes two more bytes for each value than out in 16 bits.
         By default out is kept in query's dtype, but in float32 for up to 256 keys and for windows

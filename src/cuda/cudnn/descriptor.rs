@@ -122,14 +122,12 @@ impl Descriptor {
     /// # Errors
     /// If cuDNN refuses.
     pub fn first(&self, name: Name, kind: Kind) -> Result<Option<Descriptor>> {
-        let element = Type::CUDNN_TYPE_BACKEND_DESCRIPTOR;
-        if self.read(name, element, 0, ptr::null_mut())? == 0 {
-            return Ok(None);
-        }
-        // cuDNN fills a descriptor that exists.
+        // cuDNN fills a descriptor that exists. It may announce more than it then finds, and a
+        // descriptor that was not filled crashes those that refer to it.
         let mut first = Descriptor::empty(self.functions, kind)?;
-        self.read(name, element, 1, ptr::from_mut(&mut first.raw).cast())?;
-        Ok(Some(first))
+        let at = ptr::from_mut(&mut first.raw).cast();
+        let found = self.read(name, Type::CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, at)?;
+        Ok((found > 0).then_some(first))
     }
 
     /// Reads up to `most` values and returns how many there are.

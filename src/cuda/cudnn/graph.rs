@@ -109,12 +109,14 @@ impl Builder<'_> {
         strides: [i64; 4],
         (is_virtual, is_host): (bool, bool),
     ) -> Result<Tensor> {
+        // Rows of statistics begin anywhere.
+        let alignment = if is_host || dims[3] == 1 { 4 } else { 16 };
         let attributes = [
             (CUDNN_ATTR_TENSOR_UNIQUE_ID, Value::Integers(&[number])),
             (CUDNN_ATTR_TENSOR_DATA_TYPE, type_of(data_type)),
             (CUDNN_ATTR_TENSOR_DIMENSIONS, Value::Integers(&dims)),
             (CUDNN_ATTR_TENSOR_STRIDES, Value::Integers(&strides)),
-            (CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, Value::Integers(&[if is_host { 4 } else { 16 }])),
+            (CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, Value::Integers(&[alignment])),
             (CUDNN_ATTR_TENSOR_IS_VIRTUAL, Value::Flag(is_virtual)),
             (CUDNN_ATTR_TENSOR_IS_BY_VALUE, Value::Flag(is_host)),
         ];

@@ -56,7 +56,7 @@ impl Operation {
             let inputs = names.into_iter().filter_map(|name| descriptor.optional(name));
             return Ok(Operation::Pointwise {
                 mode: what.number(CUDNN_ATTR_POINTWISE_MODE)?,
-                axis: what.number(CUDNN_ATTR_POINTWISE_AXIS).unwrap_or(-1),
+                axis: what.optional_number(CUDNN_ATTR_POINTWISE_AXIS).unwrap_or(-1),
                 inputs: inputs.map(|input| Tensor::of(&input)).collect::<Result<_, _>>()?,
                 out: at(CUDNN_ATTR_OPERATION_POINTWISE_YDESC)?,
             });

@@ -1,0 +1,154 @@
+"""cuDNN computes tiles of rings on the stand-in, whose cuDNN carries the graphs out on the host."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
+import burst_attention as ba
+import failures
+import jax
+import numpy as np
+import platforms
+import pytest
+import ring
+from features import Problem
+
+MOST = {False: 1.3, True: 1.5}
+"""The error of a result, as a multiple of that of this library's own kernels: a tile's results and
+gradients have 16 bits. More is allowed where heads share keys, each of which then has gradients of
+keys in 16 bits."""
+PLAIN = Problem(
+    mesh=(1, 4, 1),
+    schedule="ring",
+    backward="keys",
+    batch=1,
+    heads=2,
+    kv_heads=2,
+    q_len=256,
+    kv_len=256,
+    head_dim=64,
+    value_dim=64,
+    kernels="cudnn",
+)
+PROBLEMS = {
+    "one rank": replace(PLAIN, mesh=(1, 1, 1), q_len=96, kv_len=96),
+    "one rank, causal": replace(PLAIN, mesh=(1, 1, 1), q_len=96, kv_len=96, causal=True),
+    "full": PLAIN,
+    "causal": replace(PLAIN, causal=True),
+    "zigzag": replace(PLAIN, causal=True, layout="zigzag"),
+    "striped": replace(PLAIN, causal=True, layout="striped"),
+    "grouped": replace(PLAIN, heads=4, batch=2, layout="zigzag", causal=True),
+    "float16": replace(PLAIN, dtype="float16", causal=True, layout="zigzag"),
+    "wide": replace(PLAIN, mesh=(1, 2, 1), head_dim=128, value_dim=128, q_len=64, kv_len=64),
+    "cross": replace(PLAIN, kv_len=160),
+    "eight ranks": replace(PLAIN, mesh=(1, 8, 1), causal=True, layout="zigzag"),
+    "double ring": replace(PLAIN, inner=2, schedule="auto"),
+    "all_gather": replace(PLAIN, schedule="all_gather", causal=True, layout="zigzag"),
+    "ulysses": replace(PLAIN, schedule="ulysses", heads=4, kv_heads=4, causal=True),
+    "queries travel": replace(PLAIN, backward="queries", causal=True, layout="zigzag"),
+}
+
+
+def results(one, arrays):
+    """Returns o, dq, dk and dv on the host, in the order of the sequence, with no use of lse."""
+    options = one.options({}) | {"return_residual": False, "backward_order": "any"}
+    names = ("context",) if not one.inner else ("node", "context")
+
+    def local(q, k, v):
+        return ba.attention(q, k, v, axis_name=names, **options)
+
+    specs = tuple(one.spec(name) for name in "qkv")
+    mesh = one.device_mesh()
+    attend = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=one.spec("dout"))
+
+    @jax.jit
+    def both(qkv, dout):
+        o, pullback = jax.vjp(attend, *qkv)
+        return o, *pullback(dout)
+
+    placed = {name: one.placed(mesh, name, arrays[name]) for name in ("q", "k", "v", "dout")}
+    found = both(tuple(placed[name] for name in "qkv"), placed["dout"])
+    restored = ring.restored(one.layout, one.mesh[1], *found)
+    return dict(zip(("o", "dq", "dk", "dv"), restored, strict=True))
+
+
+def errors(one, arrays):
+    """Returns the relative error of each result, in the norm."""
+    exact = one.expected(arrays | {"dlse": np.zeros_like(arrays["dlse"])})
+    found = results(one, arrays)
+
+    def off(name):
+        right = getattr(exact, name)
+        return np.linalg.norm(np.asarray(found[name], np.float64) - right) / np.linalg.norm(right)
+
+    return {name: off(name) for name in found}
+
+
+@pytest.mark.needs("standin")
+@pytest.mark.parametrize("one", PROBLEMS.values(), ids=PROBLEMS)
+def test_errors_are_near_those_of_the_own_kernels(one):
+    arrays = one.arrays()
+    found, own = errors(one, arrays), errors(replace(one, kernels="tile"), arrays)
+    # One tile may round to the same bits.
+    assert found != own or one.mesh[1] == 1, "cuDNN computed nothing"
+    most = MOST[one.heads > one.kv_heads]
+    for name, error in found.items():
+        assert error <= most * own[name], f"{name}: {error:.2e}, own kernels {own[name]:.2e}"
+        assert error <= 6e-3, f"{name}: {error:.2e}"
+
+
+@pytest.mark.needs("standin")
+def test_what_cudnn_refuses_has_the_bits_of_the_own_kernels():
+    one = replace(PLAIN, causal=True, soft_cap=5.0)
+    arrays = one.arrays()
+    found, own = results(one, arrays), results(replace(one, kernels="tile"), arrays)
+    for name, x in found.items():
+        np.testing.assert_array_equal(x, own[name])
+
+
+@pytest.mark.needs("standin")
+@pytest.mark.parametrize(
+    ("stage", "which", "call"),
+    [
+        ("initialize", "forward", "cudnnCreate"),
+        ("initialize", "forward", "cudnnBackendFinalize"),
+        ("initialize", "backward", "cudnnBackendFinalize"),
+        ("execute", "forward", "cudnnSetStream"),
+        ("execute", "forward", "cudnnBackendExecute"),
+    ],
+)
+def test_a_failing_call_is_told_and_no_run_hangs(stage, which, call):
+    row = failures.report("cudnn", 2, stage, which, f"call={call} code=3000 nth=1")
+    assert not row["hung"], row
+    assert call in row["told"][0], row
+    assert "raises" in row["run"][1], row
+    assert row["next"][1] == "ends", row
+
+
+@pytest.mark.needs("standin")
+def test_without_the_library_the_error_says_where_it_comes_from():
+    program = "import test_cudnn as t; a = t.PLAIN.arrays(); t.results(t.PLAIN, a)"
+    start = f"import platforms; platforms.choose('standin', False); {program}"
+    ran = subprocess.run(
+        [sys.executable, "-c", start],
+        cwd=platforms.ROOT / "tests" / "python",
+        env=os.environ | {"STANDIN_WITHOUT": "libcudnn.so.9"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert ran.returncode != 0
+    assert "libcudnn.so.9 can't be used" in ran.stderr, ran.stderr[-2000:]
+    assert "nvidia-cudnn-cu13" in ran.stderr
+
+
+@pytest.mark.needs("host")
+@pytest.mark.parametrize("kernels", ["flash", None, 3])
+def test_unknown_kernels_are_refused_while_tracing(kernels):
+    call = partial(ring.sharded(ring.line(1), kernels=kernels))
+    words = "kernels must be one of 'auto', 'tile' or 'cudnn'"
+    with pytest.raises((ValueError, TypeError), match=words):
+        jax.eval_shape(call, *ring.normal(0, *[(1, 8, 1, 16)] * 3))
