@@ -11,7 +11,7 @@ use burst_attention::cuda::nccl::Communicator;
 use burst_attention::cuda::workspace::Workspace;
 use burst_attention::operands::Arrays;
 use burst_attention::schedule::Family;
-use burst_attention::{Dtype, Features, Layout, Order, Pass, Problem, Travels, Window};
+use burst_attention::{Dtype, Features, Layout, Pass, Problem, Travels, Window};
 use burst_attention_recorder::{Recorder, images, nccl};
 
 const CALLS: usize = 2001;

@@ -182,13 +182,12 @@ pub fn span(launch: &Launch, name: &str, kind: Kind) -> u64 {
     let (rows, columns) = match name {
         "q" | "dq" | "dq_acc" | "zeros" => (rows, ["heads", "head_dim"]),
         "a" | "b" | "out" | "home" | "arrived" => (rows, ["heads", "head_dim"]),
-        "o" | "dout" | "acc" | "arrived_acc" => (rows, ["heads", of_values]),
+        "o" | "dout" | "acc" | "arrived_acc" | "arrived_o" => (rows, ["heads", of_values]),
         "k" | "dk" | "dk_acc" => ("kv_len", ["kv_heads", "head_dim"]),
         "v" | "dv" | "dv_acc" => ("kv_len", ["kv_heads", of_values]),
         "lse" | "dlse" | "dslopes" => (rows, ["heads", ""]),
-        "row_max" | "row_sum" | "lse_log2" | "delta" | "arrived_max" | "arrived_sum" => {
-            (rows, [""; 2])
-        }
+        "row_max" | "row_sum" | "lse_log2" | "delta" | "arrived_max" | "arrived_sum"
+        | "arrived_lse" => (rows, [""; 2]),
         "slopes" => ("", ["heads", ""]),
         "dropout" => ("", [""; 2]),
         "ranges" if kernel == Kernel::KeyGrads => ("kv_len", [""; 2]),
@@ -203,6 +202,9 @@ pub fn span(launch: &Launch, name: &str, kind: Kind) -> u64 {
         "stat_batch_stride" => (get("heads") - 1) * get("stat_head_stride") + get(rows),
         "arrived_stat_batch_stride" => {
             (get("heads") - 1) * get("arrived_stat_head_stride") + get(rows)
+        }
+        "arrived_lse_batch_stride" => {
+            (get("heads") - 1) * get("arrived_lse_head_stride") + get(rows)
         }
         "dropout_batch_stride" => 4,
         "ranges_batch_stride" => 4 * get(rows).div_ceil(64),

@@ -60,6 +60,20 @@ fn touched(launch: &Launch) -> Vec<(&'static str, (bool, bool))> {
         Kernel::SegmentRanges => {
             return vec![("segments", READ), ("others", READ), ("ranges", WRITTEN)];
         }
+        Kernel::AddGradient | Kernel::FoldResult => {
+            let (home, arrived, out): (&[_], &[_], &[_]) = match kernel {
+                Kernel::AddGradient => (&["home"], &["arrived"], &["out"]),
+                _ => {
+                    let arrived = &["arrived_o", "arrived_lse"];
+                    (&["acc", "row_max", "row_sum"], arrived, &["o", "lse"])
+                }
+            };
+            let state = (!is("first"), !is("last"));
+            let home = home.iter().filter(|_| state != (false, false)).map(|name| (*name, state));
+            let arrived = arrived.iter().map(|name| (*name, READ));
+            let out = out.iter().filter(|_| is("last")).map(|name| (*name, WRITTEN));
+            return home.chain(arrived).chain(out).collect();
+        }
         Kernel::CombineSoftmax => {
             let home = ["acc", "row_max", "row_sum"].map(|name| (name, (true, !is("last"))));
             let arrived = ["arrived_acc", "arrived_max", "arrived_sum"].map(|name| (name, READ));

@@ -4,8 +4,9 @@ use std::ops::Range;
 
 use burst_attention_kernels::instances::{Kernel, Target};
 use burst_attention_kernels::launch::{
-    Accumulate, Cast, CombineSoftmax, Delta, Dropout, EvenPositions, Features, Forward, KeyGrads,
-    Launch, LaunchError, QueryGrads, Rectangle, Rows, Segments, SoftmaxState, Statistics,
+    Accumulate, AddGradient, Cast, CombineSoftmax, Delta, Dropout, EvenPositions, Features,
+    FoldResult, Forward, KeyGrads, Launch, LaunchError, QueryGrads, Rectangle, Rows, Segments,
+    SoftmaxState, Statistics,
 };
 use burst_attention_kernels::record::Value;
 use burst_attention_kernels::variant::{FeatureSet, Variant};
@@ -13,14 +14,16 @@ use burst_attention_kernels::variant::{FeatureSet, Variant};
 use crate::random::Random;
 
 /// Kernels that have descriptions of their own, except the kernels of linear attention.
-pub const KERNELS: [Kernel; 7] = [
+pub const KERNELS: [Kernel; 9] = [
     Kernel::Forward,
     Kernel::KeyGrads,
     Kernel::QueryGrads,
     Kernel::Delta,
     Kernel::Cast,
     Kernel::Accumulate,
+    Kernel::AddGradient,
     Kernel::CombineSoftmax,
+    Kernel::FoldResult,
 ];
 
 /// The kernels of [`KERNELS`] that compute attention.
@@ -245,6 +248,7 @@ impl Trial {
                 dk_acc: Some(self.keys("dk_acc", 4)),
                 dv_acc: Some(self.values("dv_acc", 4)),
                 dq_acc: fused.then(|| self.queries("dq_acc", 4)),
+                results: None,
                 dk: Some(self.keys("dk", 2)),
                 dv: Some(self.values("dv", 2)),
                 first,
@@ -289,6 +293,39 @@ impl Trial {
                 head_dim,
                 home: self.queries("home", 4),
                 arrived: self.queries("arrived", 4),
+                scale: 0.5,
+            }
+            .launches_within(target, limit),
+            Kernel::AddGradient => AddGradient {
+                batch,
+                rows: q_len,
+                heads,
+                head_dim,
+                element,
+                home: Some(self.queries("home", 4)),
+                arrived: self.queries("arrived", 2),
+                out: Some(self.queries("out", 2)),
+                first,
+                last,
+            }
+            .launches_within(target, limit),
+            Kernel::FoldResult => FoldResult {
+                batch,
+                q_len,
+                heads,
+                head_dim,
+                element,
+                home: Some(SoftmaxState {
+                    acc: self.results("acc", 4),
+                    row_max: self.statistics("row_max"),
+                    row_sum: self.statistics("row_sum"),
+                }),
+                arrived_o: self.results("arrived_o", 2),
+                arrived_lse: self.statistics("arrived_lse"),
+                o: Some(self.results("o", 2)),
+                lse: Some(self.per_query("lse")),
+                first,
+                last,
             }
             .launches_within(target, limit),
             Kernel::CombineSoftmax => CombineSoftmax {

@@ -147,7 +147,7 @@ pub const TILE: usize = 2;
 const HEAD: usize = 3;
 
 #[rustfmt::skip]
-const MUTANTS: [Mutant; 65] = [
+static MUTANTS: [Mutant; 65] = [
     ("fwd: keys of another head", fwd, FULL, Compiled(|m| reroute(m, LoadViewTko, 0, HEAD, ENTRY))),
     ("fwd: v of another tile", fwd, FULL, Compiled(|m| reroute(m, LoadViewTko, 1, TILE, ENTRY))),
     ("fwd: no mask", fwd, BAND, Compiled(|m| reroute(m, Select, 0, 2, 1))),

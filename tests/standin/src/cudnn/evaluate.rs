@@ -21,7 +21,7 @@ enum Operation {
     Product { a: Tensor, b: Tensor, out: Tensor },
     Sum { x: Tensor, out: Tensor },
     Reshape { x: Tensor, out: Tensor },
-    Attention { scale: Tensor, arrays: [Tensor; 5], mask: Option<Mask> },
+    Attention { scale: Tensor, arrays: Box<[Tensor; 5]>, mask: Option<Mask> },
 }
 
 /// The graph within attention, which hides scores.
@@ -90,13 +90,13 @@ impl Operation {
             };
             return Ok(Operation::Attention {
                 scale: at(CUDNN_ATTR_OPERATION_SDPA_FWD_SCALEDESC)?,
-                arrays: [
+                arrays: Box::new([
                     at(CUDNN_ATTR_OPERATION_SDPA_FWD_QDESC)?,
                     at(CUDNN_ATTR_OPERATION_SDPA_FWD_KDESC)?,
                     at(CUDNN_ATTR_OPERATION_SDPA_FWD_VDESC)?,
                     at(CUDNN_ATTR_OPERATION_SDPA_FWD_ODESC)?,
                     at(CUDNN_ATTR_OPERATION_SDPA_FWD_STATSDESC)?,
-                ],
+                ]),
                 mask: graph.map(mask).transpose()?,
             });
         }
@@ -109,7 +109,8 @@ impl Operation {
             Operation::Pointwise { inputs, out, .. } => (inputs.iter().collect(), vec![out]),
             Operation::Product { a, b, out } => (vec![a, b], vec![out]),
             Operation::Sum { x, out } | Operation::Reshape { x, out } => (vec![x], vec![out]),
-            Operation::Attention { scale, arrays: [q, k, v, o, lse], mask } => {
+            Operation::Attention { scale, arrays, mask } => {
+                let [q, k, v, o, lse] = &**arrays;
                 let within = mask.iter().flat_map(|mask| mask.graph.iter());
                 let hosts = within.flat_map(|one| one.tensors().0).filter(|input| input.is_host);
                 ([scale, q, k, v].into_iter().chain(hosts).collect(), vec![o, lse])
@@ -205,11 +206,9 @@ unsafe fn run(graph: &[Operation], places: &BTreeMap<i64, u64>, known: &mut BTre
     for operation in graph {
         let (inputs, outputs) = operation.tensors();
         for input in inputs {
-            if !known.contains_key(&input.number) {
-                // SAFETY: the caller guarantees the memory.
-                let values = unsafe { input.load(places[&input.number]) };
-                known.insert(input.number, values);
-            }
+            // SAFETY: the caller guarantees the memory.
+            let load = || unsafe { input.load(places[&input.number]) };
+            known.entry(input.number).or_insert_with(load);
         }
         for (out, values) in outputs.into_iter().zip(results(operation, known)) {
             let values = values.rounded(out.element);
@@ -262,7 +261,8 @@ fn results(operation: &Operation, known: &BTreeMap<i64, Values>) -> Vec<Values> 
             let x = of(x);
             vec![Values::new(out.dims, |[n, h, i, j]| x.get([n, h, j, i]))]
         }
-        Operation::Attention { scale, arrays: [q, k, v, o, lse], mask } => {
+        Operation::Attention { scale, arrays, mask } => {
+            let [q, k, v, o, lse] = &**arrays;
             let scale = of(scale).get([0; 4]);
             attention(scale, [of(q), of(k), of(v)], (o, lse), mask.as_ref(), known)
         }
