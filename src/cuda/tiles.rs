@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use burst_attention_kernels::backend::{BACKENDS, Backends, TilePass};
-use burst_attention_kernels::instances::{Element, Target};
+use burst_attention_kernels::backend::{Backends, TilePass};
+use burst_attention_kernels::instances::Element;
 use burst_attention_kernels::launch::{
     self, Dropout, EvenPositions, KeyGrads, Rectangle, Rows, Segments, TileOperation, Visible,
 };
@@ -102,8 +102,6 @@ pub(super) fn can_fuse(problem: &Problem, schedule: &Schedule, backends: Backend
 /// Returns bytes of scratch memory that are enough for any tile of a rank.
 pub(super) fn scratch_bytes(call: &Call, schedule: &Schedule) -> u64 {
     let Ok(element) = element_of(call.problem.dtype) else { return 0 };
-    let (all, target) = (BACKENDS, Target::Sm90);
-    let backends = Backends { all, target, kernels: call.kernels, scratch: 0 };
     let pass = match call.pass {
         Pass::Forward => TilePass::Forward,
         Pass::Backward => TilePass::Backward,
@@ -111,7 +109,7 @@ pub(super) fn scratch_bytes(call: &Call, schedule: &Schedule) -> u64 {
     let bytes = |tile: &Tile| {
         let (queries, keys) = (&tile.queries.rows, &tile.keys.rows);
         let whole = rectangle(&call.problem, element, queries, keys, tile.band);
-        backends.scratch_bytes(&whole, pass)
+        call.kernels.scratch_bytes(&whole, pass)
     };
     schedule.steps.iter().flat_map(|step| &step.tiles).map(bytes).max().unwrap_or_default()
 }

@@ -13,6 +13,8 @@ import numpy as np
 import platforms
 import pytest
 import ring
+from burst_attention._attention.options import Options
+from burst_attention._attention.ring import Ring
 from features import Problem
 
 MOST = {False: 1.3, True: 1.5}
@@ -31,6 +33,20 @@ PLAIN = Problem(
     head_dim=64,
     value_dim=64,
     kernels="cudnn",
+)
+RING = Ring(
+    options=Options(),
+    axes=(),
+    world_size=1,
+    schedule="ring",
+    schedule_name="ring",
+    inner_size=0,
+    window=(0, 0),
+    softmax_scale=1.0,
+    layout="contiguous",
+    implementation="cuda",
+    groups=(),
+    lse_gradient=False,
 )
 PROBLEMS = {
     "one rank": replace(PLAIN, mesh=(1, 1, 1), q_len=96, kv_len=96),
@@ -152,3 +168,63 @@ def test_unknown_kernels_are_refused_while_tracing(kernels):
     words = "kernels must be one of 'auto', 'tile' or 'cudnn'"
     with pytest.raises((ValueError, TypeError), match=words):
         jax.eval_shape(call, *ring.normal(0, *[(1, 8, 1, 16)] * 3))
+
+
+@pytest.mark.needs("text")
+def test_a_variable_names_the_kernels_where_the_call_leaves_the_choice(monkeypatch):
+    def kernels(**options):
+        call = Options(**options)
+        return replace(RING, options=call).kernels
+
+    assert kernels() == "tile"
+    monkeypatch.setenv("BURST_ATTENTION_KERNELS", "cudnn")
+    assert kernels() == "cudnn"
+    assert kernels(kernels="tile") == "tile"
+    monkeypatch.setenv("BURST_ATTENTION_KERNELS", "flash")
+    with pytest.raises(ValueError, match="BURST_ATTENTION_KERNELS must be 'tile' or 'cudnn', got"):
+        kernels()
+
+
+def rounded(x):
+    return np.asarray(x, jax.numpy.bfloat16).astype(np.float64)
+
+
+def modelled_errors(ranks, length=2048, dim=128):
+    """Returns relative errors of o and dk of a ring: of float32 parts, and of parts in 16 bits.
+
+    Products have inputs in bfloat16, as in kernels, and sums are exact here.
+    """
+    generator = np.random.default_rng(0)
+    q, k, v, dout = (rounded(generator.standard_normal((length, dim))) for _ in range(4))
+    scores = q @ k.T / np.sqrt(dim)
+    most = scores.max(axis=1, keepdims=True)
+    p = np.exp(scores - most)
+    exact = p / p.sum(axis=1, keepdims=True)
+    o = exact @ v
+    ds = exact * (dout @ v.T - (dout * o).sum(axis=1, keepdims=True)) / np.sqrt(dim)
+    parts = np.split(np.arange(length), ranks)
+
+    def off(found, right):
+        return np.linalg.norm(rounded(found) - right) / np.linalg.norm(right)
+
+    found = {}
+    for name, part in (("own", lambda x: x), ("cudnn", rounded)):
+        sums = [p[:, keys].sum(axis=1, keepdims=True) for keys in parts]
+        each = [
+            part(rounded(p[:, keys]) @ v[keys] / total)
+            for keys, total in zip(parts, sums, strict=True)
+        ]
+        folded = sum(total * x for total, x in zip(sums, each, strict=True)) / sum(sums)
+        dk = sum(part(rounded(ds[rows].T) @ q[rows]) for rows in parts)
+        found[name] = off(folded, o), off(dk, ds.T @ q)
+    return found
+
+
+@pytest.mark.needs("host")
+def test_errors_by_a_model_do_not_grow_with_the_ring():
+    found = {ranks: modelled_errors(ranks) for ranks in (1, 8, 32)}
+    for ranks, errors_of in found.items():
+        for cudnn, own in zip(errors_of["cudnn"], errors_of["own"], strict=True):
+            assert cudnn <= 1.3 * own, f"{ranks} ranks: {cudnn:.2e}, own kernels {own:.2e}"
+    for few, many in zip(found[8]["cudnn"], found[32]["cudnn"], strict=True):
+        assert many <= 1.05 * few

@@ -1,5 +1,6 @@
 """Everything static about a call: what does not depend on the values of arrays."""
 
+import os
 from dataclasses import dataclass
 
 import jax
@@ -13,6 +14,9 @@ from burst_attention._attention.features import Features
 from burst_attention._attention.options import NO_LIMIT, Options, Window
 from burst_attention._layouts import positions_of
 from burst_attention._types import Axes, Layout
+
+KERNELS_VARIABLE = "BURST_ATTENTION_KERNELS"
+"""The environment variable that names the kernels of GPUs where a call leaves the choice."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,12 @@ class Ring:
     @property
     def kernels(self) -> str:
         """The kernels of GPUs that may compute, as the library names them."""
-        return "tile" if self.options.kernels == "auto" else self.options.kernels
+        if self.options.kernels != "auto":
+            return self.options.kernels
+        found = os.environ.get(KERNELS_VARIABLE) or "tile"
+        if found not in ("tile", "cudnn"):
+            raise ValueError(f"{KERNELS_VARIABLE} must be 'tile' or 'cudnn', got {found!r}")
+        return found
 
     @property
     def keeps_float32(self) -> bool:

@@ -168,21 +168,21 @@ pub struct Backends {
     pub scratch: u64,
 }
 
-impl Backends {
-    /// Returns the backends that a call may take.
-    fn allowed(&self) -> impl Iterator<Item = &'static Backend> + use<> {
-        let kernels = self.kernels;
-        let is_allowed =
-            move |backend: &&Backend| kernels != Kernels::Tile || backend.name == tile::NAME;
-        self.all.iter().filter(is_allowed)
+impl Kernels {
+    /// Whether a call may take a backend.
+    fn allow(self, backend: &Backend) -> bool {
+        self != Kernels::Tile || backend.name == tile::NAME
     }
 
     /// Returns bytes of scratch memory that are enough for a pass over a rectangle, on any target.
-    pub fn scratch_bytes(&self, rectangle: &Rectangle, pass: TilePass) -> u64 {
-        let bytes = self.allowed().map(|backend| (backend.scratch_bytes)(rectangle, pass));
+    pub fn scratch_bytes(self, rectangle: &Rectangle, pass: TilePass) -> u64 {
+        let allowed = BACKENDS.iter().filter(|backend| self.allow(backend));
+        let bytes = allowed.map(|backend| (backend.scratch_bytes)(rectangle, pass));
         bytes.max().unwrap_or_default()
     }
+}
 
+impl Backends {
     /// Returns the first backend that serves an operation, and the choice as users may read it.
     pub fn choose(&self, operation: &TileOperation) -> (Option<&'static Backend>, Choice) {
         let mut refusals = Vec::new();
@@ -193,7 +193,8 @@ impl Backends {
                 false
             }
         };
-        let chosen = self.allowed().find(serves);
+        let mut allowed = self.all.iter().filter(|backend| self.kernels.allow(backend));
+        let chosen = allowed.find(serves);
         let (operation, backend) = (operation.name(), chosen.map(|backend| backend.name));
         (chosen, Choice { operation, backend, refusals })
     }

@@ -4,9 +4,9 @@ use std::ffi::c_int;
 
 use burst_attention_kernels::backend::cudnn::{Sdpa, SdpaArray, SdpaPass};
 use burst_attention_kernels::instances::Element;
-use cudarc::cudnn::sys::cudnnBackendAttributeName_t::*;
+use cudarc::cudnn::sys::cudnnBackendAttributeName_t::{self as Name, *};
 use cudarc::cudnn::sys::cudnnBackendAttributeType_t::*;
-use cudarc::cudnn::sys::cudnnBackendDescriptorType_t::*;
+use cudarc::cudnn::sys::cudnnBackendDescriptorType_t::{self as Kind, *};
 use cudarc::cudnn::sys::cudnnDataType_t::{self as DataType, *};
 use cudarc::cudnn::sys::cudnnPointwiseMode_t::{self as Pointwise, *};
 use cudarc::cudnn::sys::cudnnReduceTensorOp_t::CUDNN_REDUCE_TENSOR_ADD;
@@ -64,11 +64,7 @@ impl Graph {
 }
 
 impl Builder<'_> {
-    fn add(
-        &mut self,
-        kind: cudarc::cudnn::sys::cudnnBackendDescriptorType_t,
-        attributes: &[(cudarc::cudnn::sys::cudnnBackendAttributeName_t, Value<'_>)],
-    ) -> Result<usize> {
+    fn add(&mut self, kind: Kind, attributes: &[(Name, Value<'_>)]) -> Result<usize> {
         self.kept.push(Descriptor::new(self.functions, kind, attributes)?);
         Ok(self.kept.len() - 1)
     }
@@ -76,9 +72,9 @@ impl Builder<'_> {
     /// Adds a descriptor some attributes of which are descriptors.
     fn add_over(
         &mut self,
-        kind: cudarc::cudnn::sys::cudnnBackendDescriptorType_t,
-        parts: &[(cudarc::cudnn::sys::cudnnBackendAttributeName_t, usize)],
-        attributes: &[(cudarc::cudnn::sys::cudnnBackendAttributeName_t, Value<'_>)],
+        kind: Kind,
+        parts: &[(Name, usize)],
+        attributes: &[(Name, Value<'_>)],
     ) -> Result<usize> {
         let made = {
             let each: Vec<[&Descriptor; 1]> =
@@ -197,11 +193,7 @@ impl Builder<'_> {
         self.operation(CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR, &parts)
     }
 
-    fn operation(
-        &mut self,
-        kind: cudarc::cudnn::sys::cudnnBackendDescriptorType_t,
-        parts: &[(cudarc::cudnn::sys::cudnnBackendAttributeName_t, usize)],
-    ) -> Result<()> {
+    fn operation(&mut self, kind: Kind, parts: &[(Name, usize)]) -> Result<()> {
         let made = self.add_over(kind, parts, &[])?;
         self.operations.push(made);
         Ok(())

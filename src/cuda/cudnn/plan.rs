@@ -5,7 +5,7 @@ use std::ptr;
 
 use burst_attention_kernels::backend::LibraryCall;
 use burst_attention_kernels::backend::cudnn::{Sdpa, WORKSPACE};
-use cudarc::cudnn::sys::cudnnBackendAttributeName_t::*;
+use cudarc::cudnn::sys::cudnnBackendAttributeName_t::{self as Name, *};
 use cudarc::cudnn::sys::cudnnBackendAttributeType_t::CUDNN_TYPE_HEUR_MODE;
 use cudarc::cudnn::sys::cudnnBackendDescriptorType_t::*;
 use cudarc::cudnn::sys::cudnnBackendHeurMode_t::CUDNN_HEUR_MODE_A;
@@ -46,7 +46,7 @@ impl DeviceProperties {
 
     fn new(
         functions: &'static Functions,
-        name: cudarc::cudnn::sys::cudnnBackendAttributeName_t,
+        name: Name,
         value: Value<'_>,
     ) -> Result<DeviceProperties> {
         let kind = CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR;

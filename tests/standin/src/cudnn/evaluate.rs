@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use cudarc::cudnn::sys::cudnnBackendAttributeName_t::*;
+use cudarc::cudnn::sys::cudnnBackendAttributeName_t::{self as Name, *};
 use cudarc::cudnn::sys::cudnnBackendDescriptorType_t::*;
 use cudarc::cudnn::sys::cudnnPointwiseMode_t::*;
 
@@ -36,10 +36,7 @@ struct Mask {
 #[derive(Debug, Clone)]
 pub struct Graph(Arc<Vec<Operation>>);
 
-fn tensor(
-    of: &Descriptor,
-    name: cudarc::cudnn::sys::cudnnBackendAttributeName_t,
-) -> Outcome<Tensor> {
+fn tensor(of: &Descriptor, name: Name) -> Outcome<Tensor> {
     Tensor::of(&*of.descriptor(name)?)
 }
 
