@@ -100,7 +100,7 @@ test:  ## run a check of every kind
 	$(SAY) "all tests passed"
 
 # One kind after the other, because each uses both cores.
-LONG := test-rust-full test-python-full test-compiled test-wheel test-trainers-short test-standin-full
+LONG := test-rust-full test-python-full test-compiled test-wheel test-trainers-short test-standin-full test-cudnn
 test-full: lint docs $(LONG)  ## run lint, docs and the long tests
 	$(SAY) "all long tests passed"
 
@@ -114,7 +114,7 @@ test-rust: $(VENV)/kernels
 
 test-rust-full: $(VENV)/kernels
 	$(SAY) "Rust: long cases"
-	@$(KERNEL_TOOLS) cargo test --quiet $(WORKSPACE) -- --ignored $(IMAGE_TESTS:%=--skip %)
+	@$(KERNEL_TOOLS) cargo test --quiet $(WORKSPACE) -- --ignored --skip real_cudnn $(IMAGE_TESTS:%=--skip %)
 
 # To compile the images of all targets takes 35 minutes of a processor, too long for test-full.
 IMAGE_TESTS := images_of_all_targets quality_of_all_targets every_tile_of_other_targets

@@ -77,7 +77,7 @@ fn sdpa(pass: SdpaPass, element: Element, columns: i64, kv_heads: i64, is_causal
 
 #[test]
 #[ignore = "needs cuDNN"]
-fn every_operation_that_is_served_has_a_plan_on_every_architecture() {
+fn real_cudnn_has_a_plan_for_every_operation_that_is_served() {
     let functions = Functions::load().expect("cuDNN");
     for (name, version, multiprocessors) in DEVICES {
         let text = properties(name, version, multiprocessors);
@@ -100,7 +100,7 @@ fn every_operation_that_is_served_has_a_plan_on_every_architecture() {
 
 #[test]
 #[ignore = "needs cuDNN"]
-fn a_plan_that_needs_more_workspace_than_there_is_is_refused() {
+fn real_cudnn_gets_enough_workspace_or_is_refused() {
     let functions = Functions::load().expect("cuDNN");
     let (name, version, multiprocessors) = DEVICES[0];
     let text = properties(name, version, multiprocessors);
@@ -113,7 +113,7 @@ fn a_plan_that_needs_more_workspace_than_there_is_is_refused() {
 
 #[test]
 #[ignore = "needs cuDNN"]
-fn what_cudnn_does_not_know_is_an_error() {
+fn real_cudnn_does_not_know_everything() {
     let functions = Functions::load().expect("cuDNN");
     let error = DeviceProperties::from_json(functions, "{}").expect_err("nothing is said");
     assert!(error.to_string().contains("cudnnBackendFinalize failed"), "{error}");

@@ -3,6 +3,7 @@
 use std::iter;
 
 use burst_attention::Family;
+use burst_attention::cuda::cudnn;
 use burst_attention::cuda::libcuda::LibCuda;
 use burst_attention::cuda::nccl::Nccl;
 use burst_attention::host::isa::Isa;
@@ -70,7 +71,7 @@ pub(crate) fn interface() -> Value {
     json!({ "schedules": schedules, "feature_operands": features, "decode": decode })
 }
 
-/// Returns the versions of the driver and of NCCL, and the images. Does not start the driver.
+/// Returns the versions of the driver, NCCL and cuDNN, and the images. Does not start the driver.
 fn cuda() -> Value {
     let known = |version: Option<String>| version.unwrap_or_else(|| "of unknown version".into());
     let driver = match LibCuda::find() {
@@ -81,7 +82,11 @@ fn cuda() -> Value {
         Ok(nccl) => known(nccl.version()),
         Err(error) => error.to_string(),
     };
-    json!({ "driver": driver, "nccl": nccl, "kernels": images::describe() })
+    let cudnn = match cudnn::Functions::load() {
+        Ok(cudnn) => cudnn.version_text(),
+        Err(error) => error.to_string(),
+    };
+    json!({ "driver": driver, "nccl": nccl, "cudnn": cudnn, "kernels": images::describe() })
 }
 
 #[cfg(test)]
@@ -99,6 +104,7 @@ mod tests {
             "\"xla_ffi_api\":\"",
             "\"driver\":\"",
             "\"nccl\":\"",
+            "\"cudnn\":\"",
         ];
         for part in parts {
             assert!(text.contains(part), "{part} in {text}");

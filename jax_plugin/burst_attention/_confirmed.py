@@ -9,6 +9,9 @@ refuted         plain JAX computes, with one warning
 no verdict      the kernels compute, and one line on stderr says how to check them
 ==============  ====================================================================
 
+cuDNN's kernels are another family. They compute where a call leaves the choice only if they are
+confirmed, on all GPUs of all processes; otherwise this library's own kernels do.
+
 In a program of several processes, each process reads the record of its own host and shares it.
 A family that any of them refuted is refuted for all, so that all trace the same program.
 """
@@ -32,9 +35,10 @@ from burst_attention import _ffi
 from burst_attention._library import LIBRARY
 from burst_attention._version import __version__
 
-Family: TypeAlias = Literal["attention", "linear_attention", "decode_attention"]
+Family: TypeAlias = Literal["attention", "linear_attention", "decode_attention", "cudnn"]
 """Kernels that are confirmed together: a fallback replaces all of them."""
 FAMILIES: tuple[Family, ...] = ("attention", "linear_attention", "decode_attention")
+"""The families of this library's own kernels."""
 
 Verdicts: TypeAlias = dict[Family, str]
 """For each family that was checked ``confirmed``, or what was wrong."""
@@ -56,7 +60,7 @@ def refuted(family: Family, platform: str | None) -> str | None:
     """
     if platform not in ("cuda", None):
         return None
-    refutations, unchecked = _records()
+    refutations, unchecked, _ = _records()
     reason = refutations.get(family)
     if platform == "cuda" or jax.default_backend() == "gpu":
         if reason is not None:
@@ -64,6 +68,13 @@ def refuted(family: Family, platform: str | None) -> str | None:
         elif unchecked:
             _hint(unchecked)
     return reason
+
+
+def confirmed(family: Family, platform: str | None) -> bool:
+    """Whether a family is confirmed on all GPUs of all processes of a program for GPUs."""
+    if platform != "cuda" and (platform is not None or jax.default_backend() != "gpu"):
+        return False
+    return family in _records()[2]
 
 
 @functools.cache
@@ -86,31 +97,35 @@ def _hint(kinds: tuple[str, ...]) -> None:
 
 
 @functools.cache
-def _records() -> tuple[dict[Family, str], tuple[str, ...]]:
-    """Returns refuted families with their reasons, and the kinds of GPU that were not checked."""
+def _records() -> tuple[dict[Family, str], tuple[str, ...], frozenset[Family]]:
+    """Returns refuted families with their reasons, the kinds of GPU that were not checked, and the
+    families that all processes have confirmed."""
     if os.environ.get(VARIABLE) == "ignore":
-        return {}, ()
+        return {}, (), frozenset()
     try:
         kinds = {gpu.device_kind for gpu in jax.local_devices(backend="cuda")}
     except RuntimeError:
-        return {}, ()  # The program is traced for GPUs of another machine, or for none.
+        # The program is traced for GPUs of another machine, or for none.
+        return {}, (), frozenset()
     records = {kind: read(kind) for kind in sorted(kinds)}
-    unchecked = tuple(kind for kind, record in records.items() if set(record) != set(FAMILIES))
+    unchecked = tuple(kind for kind, record in records.items() if not set(FAMILIES) <= set(record))
     refutations: dict[Family, str] = {}
-    for record in _of_all_processes(list(records.values())):
+    told, are_all = _of_all_processes(list(records.values()))
+    for record in told:
         refutations |= {family: said for family, said in record.items() if said != CONFIRMED}
-    return refutations, unchecked
+    agreed = {family for family in told[0] if all(x.get(family) == CONFIRMED for x in told)}
+    return refutations, unchecked, frozenset(agreed if are_all else ())
 
 
-def _of_all_processes(own: list[Verdicts]) -> list[Verdicts]:
-    """Returns the verdicts of all processes of the program."""
+def _of_all_processes(own: list[Verdicts]) -> tuple[list[Verdicts], bool]:
+    """Returns verdicts, and whether they are those of all processes of the program."""
     if jax.process_count() == 1:
-        return own
+        return own, True
     from jax._src import distributed
 
     client = distributed.global_state.client
     if client is None:
-        return own
+        return own, False
     key, found = "burst_attention/verdicts", []
     client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(own))
     for process in range(jax.process_count()):
@@ -123,8 +138,8 @@ def _of_all_processes(own: list[Verdicts]) -> list[Verdicts]:
                 "which GPU kernels it has confirmed; its verdicts are left out",
                 file=sys.stderr,
             )
-            return own
-    return found
+            return own, False
+    return found, True
 
 
 def read(kind: str) -> Verdicts:
@@ -189,6 +204,7 @@ def _key(kind: str) -> str:
             f"burst_attention {__version__}",
             f"jax {jax.__version__}",
             f"jaxlib {metadata.version('jaxlib')}",
+            f"cuDNN {_cudnn_package()}",
         ]
     )
 
@@ -200,6 +216,18 @@ def _driver() -> str:
         return Path("/proc/driver/nvidia/version").read_text().split("\n")[0]
     cuda = cast(dict[str, str], _ffi.describe()["cuda"])
     return cuda["driver"]
+
+
+def _cudnn_package() -> str:
+    """Returns the version of cuDNN's package. The library is loaded only with JAX's devices."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version("nvidia-cudnn-cu13")
+    return "of no package"
+
+
+def cudnn() -> str:
+    """Returns the version of the cuDNN that is loaded, or why it can't be used."""
+    return cast(dict[str, str], _ffi.describe()["cuda"])["cudnn"]
 
 
 @functools.cache

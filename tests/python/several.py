@@ -94,7 +94,7 @@ def verdicts(silent=""):
     if silent and jax.process_index() == 1:
         time.sleep(6)
     else:
-        print(json.dumps(_confirmed._of_all_processes([own])), flush=True)
+        print(json.dumps(_confirmed._of_all_processes([own])[0]), flush=True)
 
 
 if __name__ == "__main__":

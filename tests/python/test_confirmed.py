@@ -39,7 +39,7 @@ def refute(monkeypatch):
 
     def record(*families):
         reasons = dict.fromkeys(families, "out is off by 1e-01")
-        monkeypatch.setattr(_confirmed, "_records", lambda: (reasons, ()))
+        monkeypatch.setattr(_confirmed, "_records", lambda: (reasons, (), frozenset()))
 
     record.cache_clear = lambda: None
     return record

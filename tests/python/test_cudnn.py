@@ -13,8 +13,9 @@ import numpy as np
 import platforms
 import pytest
 import ring
+from burst_attention import _confirmed
+from burst_attention._attention import ring as rings
 from burst_attention._attention.options import Options
-from burst_attention._attention.ring import Ring
 from features import Problem
 
 MOST = {False: 1.3, True: 1.5}
@@ -33,20 +34,6 @@ PLAIN = Problem(
     head_dim=64,
     value_dim=64,
     kernels="cudnn",
-)
-RING = Ring(
-    options=Options(),
-    axes=(),
-    world_size=1,
-    schedule="ring",
-    schedule_name="ring",
-    inner_size=0,
-    window=(0, 0),
-    softmax_scale=1.0,
-    layout="contiguous",
-    implementation="cuda",
-    groups=(),
-    lse_gradient=False,
 )
 PROBLEMS = {
     "one rank": replace(PLAIN, mesh=(1, 1, 1), q_len=96, kv_len=96),
@@ -171,15 +158,20 @@ def test_unknown_kernels_are_refused_while_tracing(kernels):
 
 
 @pytest.mark.needs("text")
-def test_a_variable_names_the_kernels_where_the_call_leaves_the_choice(monkeypatch):
-    def kernels(**options):
-        call = Options(**options)
-        return replace(RING, options=call).kernels
+def test_the_choice_where_the_call_leaves_it(monkeypatch):
+    def kernels(rows=8192, **options):
+        return rings._kernels(Options(**options), rows, "cuda")
 
+    found = {"cudnn": False}
+    monkeypatch.setattr(_confirmed, "confirmed", lambda family, _: found[family])
     assert kernels() == "tile"
-    monkeypatch.setenv("BURST_ATTENTION_KERNELS", "cudnn")
+    found["cudnn"] = True
     assert kernels() == "cudnn"
+    assert kernels(rows=1024) == "tile"
     assert kernels(kernels="tile") == "tile"
+    monkeypatch.setenv("BURST_ATTENTION_KERNELS", "tile")
+    assert kernels() == "tile"
+    assert kernels(kernels="cudnn") == "cudnn"
     monkeypatch.setenv("BURST_ATTENTION_KERNELS", "flash")
     with pytest.raises(ValueError, match="BURST_ATTENTION_KERNELS must be 'tile' or 'cudnn', got"):
         kernels()

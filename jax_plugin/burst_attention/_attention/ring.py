@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-from burst_attention import _checks, _mesh
+from burst_attention import _checks, _confirmed, _mesh
 from burst_attention._attention import choice, implementation
 from burst_attention._attention.features import Features
 from burst_attention._attention.options import NO_LIMIT, Options, Window
@@ -17,6 +17,10 @@ from burst_attention._types import Axes, Layout
 
 KERNELS_VARIABLE = "BURST_ATTENTION_KERNELS"
 """The environment variable that names the kernels of GPUs where a call leaves the choice."""
+LEAST_ROWS = 4096
+"""The fewest rows of a rank for which cuDNN is taken where a call leaves the choice. By arithmetic
+from published rates, sums of its 16-bit parts take all that it gains in the forward pass at this
+length, and half of it at twice the length."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +49,13 @@ class Ring:
     """Logical ids of the devices of all rings, see `ring_groups`."""
     lse_gradient: bool
     """Whether lse may have a gradient."""
+    kernels: str
+    """The kernels of GPUs that may compute, as the library names them."""
 
     def positions(self, length: int) -> Int32[Array, " rows"]:
         """Returns the positions that the layout gives to this rank's rows."""
         rows = jnp.arange(length, dtype=jnp.int32)
         return positions_of(rows, lax.axis_index(self.axes), self.world_size, length, self.layout)
-
-    @property
-    def kernels(self) -> str:
-        """The kernels of GPUs that may compute, as the library names them."""
-        if self.options.kernels != "auto":
-            return self.options.kernels
-        found = os.environ.get(KERNELS_VARIABLE) or "tile"
-        if found not in ("tile", "cudnn"):
-            raise ValueError(f"{KERNELS_VARIABLE} must be 'tile' or 'cudnn', got {found!r}")
-        return found
 
     @property
     def keeps_float32(self) -> bool:
@@ -105,7 +101,19 @@ def ring_along(
         implementation=chosen,
         groups=_mesh.ring_groups(mesh, axes),
         lse_gradient=lse_gradient,
+        kernels=_kernels(options, min(query.shape[1], key.shape[1]), chosen),
     )
+
+
+def _kernels(options: Options, rows: int, chosen: str | None) -> str:
+    """Returns the kernels of GPUs that may compute a call, with at least ``rows`` on each rank."""
+    if options.kernels != "auto":
+        return options.kernels
+    asked = os.environ.get(KERNELS_VARIABLE)
+    if asked not in ("tile", "cudnn", "", None):
+        raise ValueError(f"{KERNELS_VARIABLE} must be 'tile' or 'cudnn', got {asked!r}")
+    pays = rows >= LEAST_ROWS and _confirmed.confirmed("cudnn", chosen)
+    return asked or ("cudnn" if pays else "tile")
 
 
 def _check_axes(name: str, names: Axes, mesh: jax.sharding.AbstractMesh, ring_axes: Axes) -> None:

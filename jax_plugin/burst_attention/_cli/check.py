@@ -15,7 +15,7 @@ from typing import Any
 
 from burst_attention import _confirmed
 from burst_attention._cli import checks_of_kernels
-from burst_attention._confirmed import CONFIRMED, FAMILIES, Family, Verdicts
+from burst_attention._confirmed import CONFIRMED, Family, Verdicts
 
 SECONDS = 60.0
 """For all kinds of GPU together. A family that takes half of it counts as hanging."""
@@ -48,10 +48,10 @@ def run(flags: argparse.Namespace) -> int:
     refuted = False
     for kind, index in found["kinds"].items():
         verdicts: Verdicts = {}
-        for family in FAMILIES:
+        for family in checks_of_kernels.FAMILIES:
             left = min(end - time.monotonic(), flags.seconds / 2)
-            verdict = _verdict(family, index, left) if left > 1 else None
-            if verdict is not None:
+            verdict, is_there = _verdict(family, index, left) if left > 1 else (None, False)
+            if verdict is not None and is_there:
                 verdicts[family] = verdict
             print(f"{kind}: {family:{WIDTH}}{verdict or 'not checked: no time was left'}")
         refuted |= any(verdict != CONFIRMED for verdict in verdicts.values())
@@ -59,10 +59,15 @@ def run(flags: argparse.Namespace) -> int:
     return 1 if refuted else 0
 
 
-def _verdict(family: Family, index: int, limit_s: float) -> str:
-    """Returns ``confirmed``, or what was wrong with a family of kernels on a GPU."""
+def _verdict(family: Family, index: int, limit_s: float) -> tuple[str, bool]:
+    """Returns ``confirmed``, or what was wrong with a family of kernels on a GPU.
+
+    The second value says whether the family is there to be checked.
+    """
     found = _ask({"ask": "family", "family": family, "gpu": index}, limit_s)
-    return str(found.get("error", CONFIRMED))
+    if "absent" in found:
+        return f"not here: {found['absent']}", False
+    return str(found.get("error", CONFIRMED)), True
 
 
 def _keep(kind: str, verdicts: Verdicts) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 import burst_attention as ba
+from burst_attention import _confirmed
 from burst_attention._confirmed import Family
 from burst_attention._linear import plain
 from burst_attention._types import Arrays
@@ -33,6 +34,10 @@ ATTENTION = (
     Case("bfloat16", 128, {"is_causal": True}),
     Case("float16", 64, {"is_causal": True, "backward_order": "any"}),
     Case("bfloat16", 64, {"segment_ids": np.repeat([[0, 1]], SEQ // 2, axis=1).astype(np.int32)}),
+)
+CUDNN = (
+    Case("bfloat16", 128, {"is_causal": True}),
+    Case("float16", 64, {}),
 )
 LINEAR = (Case("bfloat16", 64, {}), Case("float16", 128, {}))
 DECODE = (Case("bfloat16", 128, {}), Case("float16", 64, {"logits_soft_cap": 20.0}))
@@ -76,17 +81,23 @@ def _first_error(
     return next(filter(None, map(check, cases)), {})
 
 
-def _attention(gpu: jax.Device) -> dict[str, Any]:
+def _attention(gpu: jax.Device, cases: tuple[Case, ...] = ATTENTION, **also: Any) -> dict[str, Any]:
     def check(case: Case) -> dict[str, Any]:
         shapes = [(1, SEQ, heads, case.head_dim) for heads in (4, 2, 2, 4)]
         given = _arrays(case.dtype, *shapes)
-        found = _attended(gpu, case.options, given)
+        found = _attended(gpu, {**case.options, **also}, given)
         wide = [x.astype(np.float32) for x in given]
         cpu = jax.local_devices(backend="cpu")[0]
         expected = _attended(cpu, {**case.options, "implementation": "xla"}, wide)
         return _compared(case, found, expected, "out dq dk dv")
 
-    return _first_error(ATTENTION, check)
+    return _first_error(cases, check)
+
+
+def _cudnn(gpu: jax.Device) -> dict[str, Any]:
+    if not _confirmed.cudnn()[0].isdigit():
+        return {"absent": _confirmed.cudnn()}
+    return _attention(gpu, CUDNN, kernels="cudnn", backward_order="any")
 
 
 def _attended(device: jax.Device, options: Mapping[str, Any], given: list[np.ndarray]) -> Arrays:
@@ -156,4 +167,5 @@ FAMILIES: dict[Family, Callable[[jax.Device], dict[str, Any]]] = {
     "attention": _attention,
     "linear_attention": _linear,
     "decode_attention": _decode,
+    "cudnn": _cudnn,
 }

@@ -72,6 +72,12 @@ impl Functions {
         Ok(CUDNN.get_or_init(|| found))
     }
 
+    /// Returns the version, such as 9.28.1.
+    pub fn version_text(&self) -> String {
+        // SAFETY: the function takes no arguments.
+        text_of(unsafe { (self.version)() })
+    }
+
     /// Turns a code into an error. It names the function and its purpose.
     ///
     /// # Errors
