@@ -6,6 +6,7 @@ Otherwise eight ranks share the GPU, with copies in place of messages. The kinds
   ring    a ring against one launch of the same work
   window  a ring with a window against the whole causal mask
   layer   a layer on one device against jax.nn's attention by cuDNN
+  cudnn   cuDNN's kernels in a layer against the library's own
   packed  packed documents against a row for each, and against one long document
   mask    a causal mask as intervals, which are data, against the flag
   decode  a step of decoding against a copy of as many bytes

@@ -42,6 +42,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "ring": GRIDS,
     "window": [{}],
     "layer": GRIDS[2:] + [GRIDS[3] | change for change in LAYERS],
+    "cudnn": [GRIDS[2], GRIDS[3], GRIDS[3] | LAYERS[0]],
     "packed": [{}],
     "mask": [{}],
     "decode": [{"tokens": tokens} for tokens in (131072, 16384)],
@@ -98,6 +99,16 @@ class Work:
         except Exception as error:  # any type of error: a peer may fail
             raise AbsentError(f"jax.nn can't: {error}"[:300]) from error
         return self._race({"ours": ours, f"jax.nn by {by}": theirs}, pairs_of(one))
+
+    def _cudnn(self, **about: Any) -> dict[str, Any]:
+        one = self._problem(**about, ranks=1, batch=1 if self._quick else 4)
+        arrays = arrays_of(one)
+        options = {"is_causal": one.causal, "backward_order": "any"}
+        contenders = {
+            "cuDNN": _contender(arrays, kernels="cudnn", **options),
+            "own kernels": _contender(arrays, kernels="tile", **options),
+        }
+        return self._race(contenders, pairs_of(one))
 
     def _packed(self) -> dict[str, Any]:
         """Times documents in one row; the same work in rows of their own bounds it from below."""

@@ -50,7 +50,7 @@ def gpu_tests(code, *arguments):
     [
         pytest.param(["layer", "linear"], marks=[pytest.mark.needs("host"), pytest.mark.long]),
         pytest.param(["window"], marks=ON_STANDIN),
-        pytest.param(["ring", "mask", "memory"], marks=[ON_STANDIN, pytest.mark.long]),
+        pytest.param(["ring", "mask", "cudnn", "memory"], marks=[ON_STANDIN, pytest.mark.long]),
     ],
     ids=",".join,
 )
