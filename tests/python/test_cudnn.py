@@ -131,6 +131,19 @@ def test_a_failing_call_is_told_and_no_run_hangs(stage, which, call):
 
 
 @pytest.mark.needs("standin")
+def test_no_plan_is_made_twice(monkeypatch, tmp_path):
+    """Two devices run a program twice, and share plans."""
+    log = tmp_path / "log"
+    monkeypatch.setenv("STANDIN_LOG", str(log))
+    row = failures.report("cudnn", 2, "execute", "backward", "call=cudnnBackendExecute nth=1000")
+    assert (row["run"][1], row["next"][1]) == ("ends", "ends"), row
+    plans = [line for line in log.read_text().splitlines() if " plan Graph(" in line]
+    graphs = [line.split(" plan ")[1] for line in plans]
+    assert len(graphs) >= 4
+    assert len(set(graphs)) == len(graphs)
+
+
+@pytest.mark.needs("standin")
 def test_without_the_library_the_error_says_where_it_comes_from():
     program = "import test_cudnn as t; a = t.PLAIN.arrays(); t.results(t.PLAIN, a)"
     start = f"import platforms; platforms.choose('standin', False); {program}"

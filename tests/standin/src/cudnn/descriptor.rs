@@ -11,7 +11,7 @@ use cudarc::cudnn::sys::cudnnBackendDescriptorType_t::{self as Kind, *};
 use super::evaluate::Graph;
 use crate::call::{Outcome, put};
 use crate::handles::Handles;
-use crate::report::lock;
+use crate::report::{has_log, lock, log};
 
 /// `CUDNN_STATUS_BAD_PARAM`.
 pub const BAD_PARAM: c_int = 2000;
@@ -141,7 +141,10 @@ impl Descriptor {
     pub fn finalize(&self) -> Outcome {
         *lock(&self.is_final) = true;
         if self.is(CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR) {
-            Graph::of_plan(self)?;
+            let graph = Graph::of_plan(self)?;
+            if has_log() {
+                log(&format!("plan {graph:?}"));
+            }
         }
         Ok(())
     }
