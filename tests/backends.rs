@@ -13,7 +13,7 @@ use burst_attention_kernels::backend::{
 use burst_attention_kernels::instances::Target;
 use burst_attention_kernels::launch::TileOperation;
 use burst_attention_kernels::launch::{Features as LaunchFeatures, Forward, Rows};
-use burst_attention_recorder::{Operation, Program, check, replay};
+use burst_attention_recorder::{self as recorder, Operation, Program, check, replay};
 use common::devices::{Devices, in_bfloat16};
 use common::{problem, problems};
 
@@ -239,6 +239,29 @@ fn parts_of_a_ring_are_folded_and_whole_results_are_not() {
     let two = names(2, Pass::Backward);
     assert_eq!(two.iter().filter(|name| **name == "cudnn").count(), 2, "{two:?}");
     assert_eq!(two.iter().filter(|name| **name == "add_gradient").count(), 4, "{two:?}");
+}
+
+/// Gradients of keys arrive in the last two steps of four, while cuDNN computes the next part. Only
+/// the kernel that adds it waits.
+#[test]
+fn cudnn_computes_while_sums_arrive() {
+    let problem = Problem { window: Window::FULL, ..problem(4, 8) };
+    let call = of_cudnn(problem, Pass::Backward, Family::Ring);
+    for program in Devices::new(4).programs(&call) {
+        let is_library = |call: &&recorder::Call| IS_LIBRARY(&call.operation);
+        let compute = program.calls.iter().find(is_library).expect("cuDNN computes").stream;
+        let of_compute = program.calls.iter().filter(|call| call.stream == compute);
+        let names = of_compute.filter_map(|call| match &call.operation {
+            Operation::Library(_) => Some("cudnn"),
+            Operation::Launch(launch) => Some(launch.instance().kernel.name()),
+            Operation::Wait(_) => Some("wait"),
+            _ => None,
+        });
+        let names = names.collect::<Vec<_>>();
+        let hidden = ["cudnn", "accumulate", "wait", "add_gradient"];
+        let steps = names.windows(hidden.len()).filter(|names| *names == hidden).count();
+        assert_eq!(steps, 2, "{names:?}");
+    }
 }
 
 #[test]

@@ -21,7 +21,14 @@ fn machine(ranks_per_node: usize) -> Machine {
     let between = Link { latency: 11.0, bandwidth: 2.0 };
     let (forward, backward, launch) = (3.0, 5.0, 0.0);
     Machine {
-        kernels: Kernels { forward, backward, launch, one_backward: false, sum_bytes: 4 },
+        kernels: Kernels {
+            forward,
+            backward,
+            launch,
+            one_backward: false,
+            sum_bytes: 4,
+            library: None,
+        },
         network: Network { ranks_per_node, within, between, shared: false },
     }
 }

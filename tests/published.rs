@@ -28,7 +28,14 @@ fn machine(rate: f64, bandwidth: f64, sum_bytes: usize) -> Machine {
     let link = Link { latency: 0.0, bandwidth };
     let (forward, backward) = (rate, rate);
     Machine {
-        kernels: Kernels { forward, backward, launch: 0.0, one_backward: true, sum_bytes },
+        kernels: Kernels {
+            forward,
+            backward,
+            launch: 0.0,
+            one_backward: true,
+            sum_bytes,
+            library: None,
+        },
         network: Network { ranks_per_node: 1 << 20, within: link, between: link, shared: false },
     }
 }

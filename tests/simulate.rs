@@ -10,8 +10,8 @@ use burst_attention::schedule::{
     total_bytes,
 };
 use burst_attention::simulate::{
-    Activity, Bytes, Class, Event, Kernels, Link, Machine, Method, Network, Report, named, predict,
-    simulate,
+    Activity, Bytes, Class, Event, Kernels, Link, Machine, Method, Network, Report, TileLibrary,
+    named, predict, simulate,
 };
 use burst_attention::{Error, Layout, Window};
 use common::{passes_and_sides, problems};
@@ -34,6 +34,7 @@ fn machine(rate: f64, bandwidth: f64) -> Machine {
             launch: 0.0,
             one_backward: false,
             sum_bytes: 4,
+            library: None,
         },
         network: Network { ranks_per_node: 1 << 20, within: link, between: link, shared: false },
     }
@@ -117,6 +118,27 @@ fn launches_add_to_every_tile() {
     // Each tile has two kernels, and the accumulator that comes home is merged.
     assert_eq!(seconds(Pass::Backward, Travels::Keys), 9.0);
     assert_eq!(seconds(Pass::Backward, Travels::Queries), 9.0);
+}
+
+/// Arithmetic takes no time and memory one second a byte, of 16 rows of 8 elements on each side.
+#[test]
+fn sums_of_a_library_add_to_every_tile_it_computes() {
+    let mut machine = machine(f64::INFINITY, f64::INFINITY);
+    machine.kernels.library = Some(TileLibrary { memory: 1.0, backward: 32.0 });
+    let seconds = |world_size, pass, travels| {
+        let problem = small(world_size, 16);
+        simulate(&problem, &ring(&problem, pass, travels), &machine).unwrap().seconds
+    };
+    let elements = 128.0;
+    // The library writes the results of a rank with one tile itself.
+    assert_eq!(seconds(1, Pass::Forward, Travels::Keys), 0.0);
+    assert_eq!(seconds(4, Pass::Forward, Travels::Keys), 4.0 * elements * 10.0);
+    let tile = elements * (16.0 + 10.0 + 10.0);
+    assert_eq!(seconds(4, Pass::Backward, Travels::Keys), 4.0 * tile);
+    // Where queries travel other kernels compute: 80 FLOPs for a pair, and none of the sums but the
+    // first step's, in which queries are at home.
+    let others = 3.0 * 80.0 * 256.0 / 32.0;
+    assert_eq!(seconds(4, Pass::Backward, Travels::Queries), tile + others);
 }
 
 #[test]

@@ -14,6 +14,7 @@
 
 use std::ops::Range;
 
+use burst_attention_kernels::backend::Computation;
 use burst_attention_kernels::launch::{Rows, Statistics};
 
 use super::driver::Block;
@@ -210,6 +211,15 @@ impl Buffer {
             batch_stride: *heads as u64 * head_stride,
             head_stride,
         }
+    }
+
+    /// Whether a computation may touch the buffer.
+    pub fn is_touched_by(&self, computation: &Computation) -> bool {
+        let blocks = self.blocks(&self.rows, true);
+        let overlaps = |bytes: &Range<u64>| {
+            blocks.iter().any(|block| bytes.start < block.end() && block.address < bytes.end)
+        };
+        computation.footprint().iter().any(|array| overlaps(&array.bytes))
     }
 
     /// Returns the memory of `rows` as blocks that travel as one message each. Both ends of a

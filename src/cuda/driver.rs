@@ -57,6 +57,11 @@ impl Block {
         self.height <= 1 || self.pitch == self.width
     }
 
+    /// Returns the address behind the last byte.
+    pub fn end(&self) -> u64 {
+        self.address + self.height.saturating_sub(1) * self.pitch + self.width
+    }
+
     /// Returns the number of bytes in the block.
     pub fn bytes(&self) -> u64 {
         self.width * self.height

@@ -67,8 +67,7 @@ impl CommandKernel<'_> {
                 first: part.first,
                 last: part.last,
             };
-            let uses = self.uses(buffers).chain(dq_sums.iter().map(|sums| writes(sums.region)));
-            self.push(operation, uses)?;
+            self.push_tile(operation, buffers, dq_sums.as_ref())?;
         }
         Ok(())
     }
@@ -107,7 +106,7 @@ impl CommandKernel<'_> {
                 first: part.first,
                 last: part.last,
             };
-            self.push(operation, self.uses(buffers))?;
+            self.push_tile(operation, buffers, None)?;
         }
         Ok(())
     }
@@ -231,7 +230,7 @@ impl AttentionKernel for CommandKernel<'_> {
                 first: part.first,
                 last: part.last,
             };
-            self.push(operation, self.uses([queries, keys, partial]))?;
+            self.push_tile(operation, [queries, keys, partial], None)?;
         }
         Ok(())
     }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use burst_attention_kernels::backend::{Backends, TilePass};
+use burst_attention_kernels::backend::{Backends, Computation, TilePass};
 use burst_attention_kernels::instances::Element;
 use burst_attention_kernels::launch::{
     self, Dropout, EvenPositions, KeyGrads, Rectangle, Rows, Segments, TileOperation, Visible,
@@ -156,22 +156,42 @@ impl CommandKernel<'_> {
         operation: impl Into<TileOperation>,
         uses: impl IntoIterator<Item = Use>,
     ) -> Result<()> {
-        let lowered = self.backends.lower(&operation.into());
-        let (computations, choice) = lowered.map_err(CudaError::Launch)?;
-        self.list.note(choice);
         let uses = Vec::from_iter(uses);
-        for computation in computations {
+        for computation in self.lowered(operation)? {
             self.list.push(Queue::Compute, Work::Compute(computation), uses.clone());
         }
         Ok(())
     }
 
-    /// Returns the regions that the launches of a tile use.
-    pub(super) fn uses(&self, [queries, keys, sums]: [&Buffer; 3]) -> impl Iterator<Item = Use> {
+    /// Appends what computes an operation of a tile, which adds to `sums` and perhaps to `others`.
+    ///
+    /// A library computes while sums arrive. Only the kernels that add its results wait for them.
+    pub(super) fn push_tile(
+        &self,
+        operation: impl Into<TileOperation>,
+        [queries, keys, sums]: [&Buffer; 3],
+        others: Option<&Buffer>,
+    ) -> Result<()> {
+        let computations = self.lowered(operation)?;
         let features = self.memory.problem.features;
         let has_masks = features.segments || features.has_query_positions();
-        let uses = [reads(queries.region), reads(keys.region), writes(sums.region)];
-        uses.into_iter().chain(has_masks.then_some(writes(Region::Masks)))
+        let travels = computations.len() > 1 && matches!(sums.region, Region::Slot(..));
+        for computation in computations {
+            let needs_sums = !travels || sums.is_touched_by(&computation);
+            let mut uses = vec![reads(queries.region), reads(keys.region)];
+            uses.extend(needs_sums.then_some(writes(sums.region)));
+            uses.extend(has_masks.then_some(writes(Region::Masks)));
+            uses.extend(others.map(|sums| writes(sums.region)));
+            self.list.push(Queue::Compute, Work::Compute(computation), uses);
+        }
+        Ok(())
+    }
+
+    fn lowered(&self, operation: impl Into<TileOperation>) -> Result<Vec<Computation>> {
+        let lowered = self.backends.lower(&operation.into());
+        let (computations, choice) = lowered.map_err(CudaError::Launch)?;
+        self.list.note(choice);
+        Ok(computations)
     }
 
     /// Returns the parts of a tile. The `resident` rows have a state. Each range of them pairs with

@@ -2,15 +2,23 @@
 
 use std::collections::BTreeMap;
 
-use super::machine::Kernels;
+use super::machine::{Kernels, TileLibrary};
 use crate::problem::{Pass, Problem};
-use crate::schedule::{Chunk, Payload, Place, Schedule, Step, Tile};
+use crate::schedule::{Accumulator, Chunk, Payload, Place, Schedule, Step, Tile};
 
 /// Seconds of a step's work before and after [`crate::schedule::Due::Fold`].
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Halves {
     pub before: f64,
     pub after: f64,
+}
+
+/// Seconds of work that waits for an accumulator, unless that is at home.
+fn halves(place: Place, seconds: f64) -> Halves {
+    match place {
+        Place::Home => Halves { before: seconds, after: 0.0 },
+        Place::Slot(_) => Halves { before: 0.0, after: seconds },
+    }
 }
 
 /// Costs of one problem on the kernels of a machine.
@@ -54,24 +62,54 @@ impl Costs<'_> {
         sum
     }
 
-    /// A tile whose state is at home is computed while states arrive. Other tiles wait for them.
+    /// A tile whose state is at home is computed while states arrive. Other tiles wait for them;
+    /// of a library's tiles only the sums wait.
     fn forward(&self, tile: &Tile) -> Halves {
-        let flops = tile_flops(self.problem, Pass::Forward, tile);
-        let seconds = flops / self.kernels.forward + self.kernels.launch;
-        match tile.query_state.place {
-            Place::Home => Halves { before: seconds, after: 0.0 },
-            Place::Slot(_) => Halves { before: 0.0, after: seconds },
+        let Accumulator { place, first, last } = tile.query_state;
+        let seconds = tile_flops(self.problem, Pass::Forward, tile) / self.kernels.forward;
+        let seconds = seconds + self.kernels.launch;
+        let Some(library) = self.kernels.library else {
+            return halves(place, seconds);
+        };
+        // o in 16 bits is read, and the running state is read and written.
+        let sums = match first && last {
+            true => 0.0,
+            false => self.sums(library, tile.queries.rows.len(), self.problem.heads, 10),
+        };
+        let sums = halves(place, sums);
+        Halves { before: seconds + sums.before, after: sums.after }
+    }
+
+    fn backward(&self, tile: &Tile) -> Halves {
+        let Kernels { backward, launch, one_backward, library, .. } = *self.kernels;
+        let flops = tile_flops(self.problem, Pass::Backward, tile);
+        let seconds = flops / backward + launch;
+        match library {
+            _ if one_backward => Halves { before: seconds, after: 0.0 },
+            None => self.two_kernels(tile, flops / backward),
+            Some(library) if tile.query_state.place != Place::Home => {
+                self.two_kernels(tile, flops / library.backward)
+            }
+            Some(library) => {
+                let Problem { heads, kv_heads, .. } = *self.problem;
+                // dq in float32 is cleared, read and added; dk and dv in 16 bits are read and added.
+                let queries = self.sums(library, tile.queries.rows.len(), heads, 16);
+                let keys = 2.0 * self.sums(library, tile.keys.rows.len(), kv_heads, 10);
+                let keys = halves(tile.key_state.place, keys);
+                Halves { before: seconds + queries + keys.before, after: keys.after }
+            }
         }
+    }
+
+    /// Seconds in which a kernel adds a library's results to sums, with bytes for each element.
+    fn sums(&self, library: TileLibrary, rows: usize, heads: usize, bytes: usize) -> f64 {
+        let Problem { batch, value_dim, .. } = *self.problem;
+        (batch * rows * heads * value_dim * bytes) as f64 / library.memory + self.kernels.launch
     }
 
     /// For each pair, the kernel of dq multiplies 2D + Dv elements, and the kernel of dk and dv
     /// 2D + 2Dv, because each computes s and dp itself. They divide the tile's seconds accordingly.
-    fn backward(&self, tile: &Tile) -> Halves {
-        let Kernels { backward, launch, one_backward, .. } = *self.kernels;
-        let seconds = tile_flops(self.problem, Pass::Backward, tile) / backward;
-        if one_backward {
-            return Halves { before: seconds + launch, after: 0.0 };
-        }
+    fn two_kernels(&self, tile: &Tile, seconds: f64) -> Halves {
         let Problem { head_dim, value_dim, .. } = *self.problem;
         let products = [2 * head_dim + value_dim, 2 * head_dim + 2 * value_dim];
         let all = (products[0] + products[1]) as f64;
@@ -81,11 +119,10 @@ impl Costs<'_> {
             if operand.rows.is_empty() {
                 continue;
             }
-            let seconds = seconds * products as f64 / all + launch;
-            match state.place {
-                Place::Home => halves.before += seconds,
-                Place::Slot(_) => halves.after += seconds,
-            }
+            let seconds = seconds * products as f64 / all + self.kernels.launch;
+            let part = self::halves(state.place, seconds);
+            halves =
+                Halves { before: halves.before + part.before, after: halves.after + part.after };
         }
         halves
     }

@@ -21,6 +21,19 @@ pub struct Kernels {
     pub one_backward: bool,
     /// Bytes per element of travelling accumulators; 4 in this library.
     pub sum_bytes: usize,
+    /// A library that computes tiles, whose rates then are `forward` and `backward`.
+    pub library: Option<TileLibrary>,
+}
+
+/// A library that writes what a tile contributes to memory, o, dk and dv in 16 bits and dq in
+/// float32. Kernels add it to sums in float32.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct TileLibrary {
+    /// Bytes per second that kernels read and write as they add.
+    pub memory: f64,
+    /// FLOP/s of the backward pass of this library's own kernels, which compute where gradients of
+    /// queries travel.
+    pub backward: f64,
 }
 
 /// A connection. A message takes `latency + bytes / bandwidth`. It shares the bandwidth with the
@@ -108,9 +121,12 @@ impl Machine {
         let rate: (_, fn(f64) -> bool) = ("above 0", |rate| rate > 0.0);
         let time: (_, fn(f64) -> bool) = ("at least 0", |time| time.is_finite() && time >= 0.0);
         let count: (_, fn(f64) -> bool) = ("at least 1", |count| count >= 1.0);
+        let library = kernels.library.unwrap_or(TileLibrary { memory: 1.0, backward: 1.0 });
         let numbers = [
             ("forward FLOP/s", kernels.forward, rate),
             ("backward FLOP/s", kernels.backward, rate),
+            ("bytes per second of sums", library.memory, rate),
+            ("backward FLOP/s without a library", library.backward, rate),
             ("bandwidth within a node", within.bandwidth, rate),
             ("bandwidth between nodes", between.bandwidth, rate),
             ("seconds of a launch", kernels.launch, time),
@@ -148,6 +164,16 @@ const A100: [&str; 4] = [
      message 20 us, an assumption",
 ];
 
+/// Sources of the numbers of the same H200s where cuDNN computes tiles.
+const H200_CUDNN: [&str; 4] = [
+    "cuDNN 9.19.1 as NVIDIA publishes it for 8,192 tokens, causal, head_dim 128, bfloat16; its \
+     results are added to float32 sums at 3 TB/s, an assumption; where queries travel the library's \
+     own kernels compute, at the rates of h200-nvlink",
+    H200[1],
+    H200[2],
+    H200[3],
+];
+
 /// Returns the predicted FLOP/s of the library's kernels.
 fn predicted(case: &str) -> f64 {
     let rate = rates::predicted(case);
@@ -155,7 +181,7 @@ fn predicted(case: &str) -> f64 {
 }
 
 /// Returns the machines that have a name. The first one with enough ranks is the default.
-pub fn named() -> [Named; 4] {
+pub fn named() -> [Named; 6] {
     let nodes = |kernels: Kernels, within: f64, between: f64| Machine {
         kernels,
         network: Network {
@@ -171,15 +197,21 @@ pub fn named() -> [Named; 4] {
         launch: 5e-6,
         one_backward: false,
         sum_bytes: 4,
+        library: None,
     };
+    let cudnn = TileLibrary { memory: 3e12, backward: h200.backward };
+    let h200_cudnn =
+        Kernels { forward: 644e12, backward: 541e12, library: Some(cudnn), ..h200.clone() };
     let a100 = Kernels {
         forward: 190e12,
         backward: 190e12,
         launch: 5e-6,
         one_backward: true,
         sum_bytes: 2,
+        library: None,
     };
-    let [h200, a100] = [nodes(h200, 450e9, 50e9), nodes(a100, 300e9, 25e9)];
+    let [h200, h200_cudnn] = [h200, h200_cudnn].map(|kernels| nodes(kernels, 450e9, 50e9));
+    let a100 = nodes(a100, 300e9, 25e9);
     let named = |name, title, sources, ranks, machine: &Machine| Named {
         name,
         title,
@@ -188,10 +220,19 @@ pub fn named() -> [Named; 4] {
         machine: machine.clone(),
     };
     let h200_nodes = "nodes of 8 × H200, 400 Gb/s per GPU between them";
+    let h200_cudnn_nodes = "nodes of 8 × H200 with cuDNN, 400 Gb/s per GPU between them";
     let a100_nodes = "nodes of 8 × A100 80 GB, 200 Gb/s per GPU between them";
     [
         named("h200-nvlink", "8 × H200, NVLink", H200, Some(8), &h200),
         named("h200-400g", h200_nodes, H200, None, &h200),
+        named(
+            "h200-nvlink-cudnn",
+            "8 × H200, NVLink, with cuDNN",
+            H200_CUDNN,
+            Some(8),
+            &h200_cudnn,
+        ),
+        named("h200-400g-cudnn", h200_cudnn_nodes, H200_CUDNN, None, &h200_cudnn),
         named("a100-nvlink", "8 × A100 80 GB, NVLink", A100, Some(8), &a100),
         named("a100-200g", a100_nodes, A100, None, &a100),
     ]

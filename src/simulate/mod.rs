@@ -31,7 +31,7 @@ mod wires;
 pub use choose::{Candidate, Choice, choose};
 pub use cost::tile_flops;
 pub use estimate::{Cost, cost, estimate};
-pub use machine::{Class, Kernels, Link, Machine, Named, Network, named};
+pub use machine::{Class, Kernels, Link, Machine, Named, Network, TileLibrary, named};
 pub use method::{Method, predict};
 pub use report::{Activity, Bytes, Estimate, Event, RankReport, Report};
 pub use script::Script;

@@ -48,6 +48,18 @@ def test_table_has_every_rank_of_both_passes_and_what_it_rests_on(schedule):
     assert re.search(r"^forward \+ backward: [\d.]+ ms, \d+ TFLOP/s a rank", output, re.M)
 
 
+def test_machines_with_cudnn_say_that_its_rates_are_published(schedule):
+    own, cudnn = (
+        json.loads(schedule(f"{PROBLEM} --json --backward keys --machine {machine}"))
+        for machine in ("h200-nvlink", "h200-nvlink-cudnn")
+    )
+    assert "as NVIDIA publishes it" in cudnn["machine"]["sources"]["compute"]
+    for slow, fast in zip(own["passes"], cudnn["passes"], strict=True):
+        rates = (cudnn["machine"]["flops"][fast["pass"]], own["machine"]["flops"][slow["pass"]])
+        # Sums of results in 16 bits take some of what the rates gain.
+        assert 1 < slow["seconds"] / fast["seconds"] < rates[0] / rates[1]
+
+
 def test_table_joins_ranks_of_a_large_world_that_do_the_same(schedule):
     output = schedule("--world 64 --seq 4194304 --heads 8 --backward keys")
     ranks = [row[0] for row in RANK.findall(output.split("\n\n")[1])]

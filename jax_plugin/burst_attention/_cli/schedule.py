@@ -19,8 +19,9 @@ example:
       --layout zigzag --causal --plot schedule.png
 """
 MACHINES = (
-    "h200-nvlink or a100-nvlink (up to 8 ranks), h200-400g or a100-200g (nodes of 8); the A100s "
-    "have the rates of FlashAttention-2"
+    "h200-nvlink, h200-nvlink-cudnn or a100-nvlink (up to 8 ranks), h200-400g, h200-400g-cudnn or "
+    "a100-200g (nodes of 8); the A100s have the rates of FlashAttention-2, and -cudnn means "
+    "published rates of cuDNN"
 )
 MOST_RANKS = 32
 """A table of more ranks has one line for neighbouring ranks that do the same."""

@@ -72,6 +72,16 @@ pub enum Computation {
     Library(LibraryCall),
 }
 
+impl Computation {
+    /// Returns all memory that the computation may touch.
+    pub fn footprint(&self) -> Vec<Footprint> {
+        match self {
+            Computation::Launch(launch) => launch.footprint(),
+            Computation::Library(call) => call.footprint().collect(),
+        }
+    }
+}
+
 /// A call of a library.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LibraryCall {

@@ -4,6 +4,7 @@ The plugin lies outside the packages of .venv, so that JAX finds it in these tes
 for plugins once for each process, so these tests have a session of their own: `make test-compiled`.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -14,3 +15,5 @@ PLUGIN = Path(sys.prefix) / "cuda"
 if not (PLUGIN / "ready").exists():
     raise pytest.UsageError(f"{PLUGIN} must hold JAX's CUDA plugin; run `make test-compiled`")
 sys.path.append(str(PLUGIN))
+# JAX would keep these programs, but can't load a program for devices that are not there.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
