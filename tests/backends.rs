@@ -15,6 +15,7 @@ use burst_attention_kernels::launch::TileOperation;
 use burst_attention_kernels::launch::{Features as LaunchFeatures, Forward, Rows};
 use burst_attention_recorder::{self as recorder, Operation, Program, check, replay};
 use common::devices::{Devices, in_bfloat16};
+use common::needs::families_with_inner;
 use common::{problem, problems};
 
 /// A library that computes forward tiles without features. It touches the arrays of the kernel.
@@ -203,7 +204,7 @@ fn rings_of_cudnn_and_of_kernels_have_no_race_and_end() {
     let mut served = 0;
     for problem in problems(1..=8, &[2, 6]) {
         for pass in [Pass::Forward, Pass::Backward] {
-            for family in [Family::Ring, Family::AllGather] {
+            for family in families_with_inner(problem.world_size, 2) {
                 let call = of_cudnn(problem.clone(), pass, family);
                 let programs = Devices::new(call.problem.world_size).programs(&call);
                 assert_eq!(replay(&programs), Ok(()), "{call:?}");
