@@ -1,4 +1,4 @@
-"""What to believe: predictions beside measured figures, and constants for the model.
+"""Compares predictions with measured figures, and finds constants for the model.
 
 `python -m gpu.believe FOLDER`, with the benchmarks' folder in PYTHONPATH, prints what the results
 in a folder say. `--write` puts the measured rates of benchmarks/results/ into docs/gpus.md.

@@ -39,7 +39,7 @@ def race(
     bars: dict[str, float] | None = None,
     quick: bool = False,
 ) -> dict[str, Any]:
-    """Times contenders, which take turns, and compares the first one with the others.
+    """Times contenders in turns, and compares the first contender with each other contender.
 
     Bars apply to the second contender; without bars, the peer is the fastest one that has equal
     results, if any has.

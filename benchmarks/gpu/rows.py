@@ -174,7 +174,7 @@ class Work:
         return {"contenders": times, "gb_s": speed, "ratio": ratio, "shown": [shown], "wrong": []}
 
     def _host(self) -> dict[str, Any]:
-        """Times the host: calls of a ring of tiny shards, beside calls that add numbers."""
+        """Compares the host's time for calls of a tiny ring with its time for plain additions."""
         one = self._problem("equal", 64)
         length = 64 * one.mesh[1]
         one = replace(one, q_len=length, kv_len=length, heads=1, kv_heads=1)

@@ -1,7 +1,7 @@
 //! cuDNN as a backend: the operations that it serves, and its calls that compute them.
 //!
 //! cuDNN accepts more than it computes: a plan that it took may write 16 bits where float32 was
-//! asked for. So what it serves is a list of its own here, of what was tested.
+//! asked for. So this module serves a list of its own: the operations that were tested.
 
 mod call;
 mod plan;
@@ -22,6 +22,7 @@ pub use plan::{Sdpa, SdpaArray, SdpaPass, WORKSPACE};
 
 /// The name of the backend and of the library.
 pub const NAME: &str = "cudnn";
+
 /// The backend.
 pub const BACKEND: Backend = Backend {
     name: NAME,

@@ -75,7 +75,7 @@ c_functions! {
         count: i64,
         at: *const c_void,
     ) {
-        // SAFETY: the caller passes the address of so many values of the type.
+        // SAFETY: the caller passes the address of `count` values of the type.
         unsafe { DESCRIPTORS.get(descriptor)?.set(name, kind, count as usize, at) }?;
     }
 
