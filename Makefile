@@ -13,8 +13,9 @@ PACKAGE := jax_plugin/burst_attention
 LIBRARY := $(PACKAGE)/libburst_attention_ffi.so
 IMAGES := $(PACKAGE)/images
 PYTHON_BENCH := $(PY)
-# HOST, TARGETS and TARGET count on the command line only, because some shells have variables of such
-# names.
+# HOST, TARGETS, TARGET and ATTENTION count on the command line only, because some shells have variables
+# of such names.
+ATTENTION :=
 HOST :=
 TARGETS :=
 TARGET :=
@@ -75,9 +76,9 @@ build: $(VENV)/headers  ## make .venv, compile and install all that CPU devices 
 
 images: $(BUILD)/images-complete  ## compile the CUDA kernels' images for all GPU targets
 
-demo: build  ## train a transformer, its sequence sharded over 8 devices; flags in DEMO="--steps 9"
+demo: build  ## train a transformer over 8 devices; ATTENTION=linear, delta or infini; flags in DEMO="--steps 9"
 	$(SAY) "demo: training over 8 CPU devices"
-	@$(PY) examples/train_long_context.py $(DEMO)
+	@$(PY) examples/train_long_context.py $(if $(ATTENTION),--attention $(ATTENTION)) $(DEMO)
 
 demo-generate: build  ## generate text with a cache sharded over 8 devices; trains first if needed
 	@test -e out/checkpoint.npz || $(MAKE) demo
@@ -87,9 +88,6 @@ demo-generate: build  ## generate text with a cache sharded over 8 devices; trai
 demo-windows: build  ## train window and global layers on packed documents; flags in WINDOWS="..."
 	$(SAY) "demo: packed documents over 2 x 4 CPU devices"
 	@$(PY) examples/packed_windows.py $(WINDOWS)
-
-demo-linear: DEMO += --attention linear
-demo-linear: demo  ## train it with linear attention, on sequences of 131,072 tokens
 
 # cargo begins as soon as it has its packages, and pip fetches those of the Python tests beside it.
 # The Python tests come last and alone: beside other work, threads of 8 devices wait for each other

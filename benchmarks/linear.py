@@ -1,4 +1,4 @@
-"""Times linear attention against plain JAX, chunked and token by token, in one run.
+"""Times linear attention and the delta rule against plain JAX, in one run.
 
 Prints tables of forward + backward: time against peers, length and number of devices, and memory
 against length. Writes results/linear-<cpu>.json and, with matplotlib, draws
@@ -16,9 +16,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import delta_programs
 import jax
 import machine
-from linear_programs import CHUNKED, DEVICES, HEAD_DIM, OURS, SIZES, Program
+from linear_programs import CHUNKED, DEVICES, HEAD_DIM, LINEAR, OURS, SIZES, Program, Recurrence
 from timing import alternate
 
 HERE = Path(__file__).parent
@@ -31,11 +32,16 @@ MEBI = 2**20
 Seconds = dict[str, dict[str, float]]
 
 
-def timed(entrants: Iterable[tuple[str, int]], heads: int, budget_s: float) -> Seconds:
+def timed(
+    entrants: Iterable[tuple[str, int]],
+    heads: int,
+    budget_s: float,
+    recurrence: Recurrence = LINEAR,
+) -> Seconds:
     """Prints and returns median and minimum of all programs, which take turns."""
     programs: dict[str, Callable[[], Any]] = {}
     for name, length in entrants:
-        program = Program(name, length, heads)
+        program = Program(name, length, heads, recurrence)
         programs[f"{name}, S {length}"] = partial(program.run, program.inputs())
     found = {}
     for label, each in alternate(programs, budget_s).items():
@@ -72,6 +78,31 @@ def speed(flags: argparse.Namespace, scale: int) -> dict[str, Any]:
         "fastest_chunked_to_ours": chunks,
         "token_by_token_to_ours": by_token,
     }
+
+
+def delta(flags: argparse.Namespace, scale: int) -> dict[str, Any]:
+    """Times the delta rule against plain JAX, and Infini-attention against its two parts."""
+    length, found = SHORT // scale, {}
+    programs = delta_programs.OURS | delta_programs.CHUNKED
+    for title, channels in (("decays of heads", False), ("decays of channels", True)):
+        print(f"the delta rule, {title}")
+        recurrence = Recurrence(programs, channels, delta=True)
+        entrants = [(name, length) for name in programs]
+        seconds = timed(entrants, flags.heads, flags.budget, recurrence)
+        fastest = min(delta_programs.CHUNKED, key=lambda x: seconds[f"{x}, S {length}"]["median_s"])
+        one, all_devices = (f"{name}, S {length}" for name in delta_programs.OURS)
+        chunks = ratio(seconds, f"{fastest}, S {length}", one)
+        print(f"  {fastest}, the fastest of them, take {said(chunks)} the time of ours")
+        ring = ratio(seconds, all_devices, one)
+        print(f"  {DEVICES} devices take {said(ring)} the time of one")
+        found[title] = {"seconds": seconds, "fastest_chunked": fastest}
+        found[title] |= {"fastest_chunked_to_ours": chunks, "devices_to_one": ring}
+    print("Infini-attention")
+    entrants = [(name, length) for name in delta_programs.INFINI]
+    seconds = timed(entrants, flags.heads, flags.budget, Recurrence(delta_programs.INFINI))
+    whole, *parts = (seconds[f"{name}, S {length}"]["median_s"] for name in delta_programs.INFINI)
+    print(f"  the whole takes {whole / sum(parts):.2f} x the time of both parts")
+    return found | {"infini": {"seconds": seconds, "whole_to_parts": whole / sum(parts)}}
 
 
 def growth(flags: argparse.Namespace, scale: int, fastest: str) -> dict[str, Any]:
@@ -128,10 +159,15 @@ def bench(flags: argparse.Namespace) -> dict[str, Any]:
     print(f"{flags.heads} heads, D {HEAD_DIM}, float32, forward + backward: median, minimum")
     fast = speed(flags, scale)
     fastest = fast["fastest_chunked"]
-    return {"speed": fast, "length": growth(flags, scale, fastest)} | {
-        "memory_heads": REMEMBERED_HEADS,
-        "memory": memory(scale, fastest),
-    }
+    found = {"speed": fast, "delta": delta(flags, scale)}
+    return (
+        found
+        | {"length": growth(flags, scale, fastest)}
+        | {
+            "memory_heads": REMEMBERED_HEADS,
+            "memory": memory(scale, fastest),
+        }
+    )
 
 
 def main() -> None:

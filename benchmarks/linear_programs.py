@@ -1,6 +1,7 @@
 """Forward + backward programs of linear attention to compare: ours and plain JAX's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -88,14 +89,33 @@ def mesh_of(devices: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:devices]), ("context",))
 
 
+@dataclass(frozen=True)
+class Recurrence:
+    """Programs of one recurrence, and what they take besides q, k and v."""
+
+    contenders: Mapping[str, tuple[Callable[..., jax.Array], int]]
+    """By name: a function of the arrays, and the number of its devices."""
+    channels: bool = False
+    """Whether log decays are of channels."""
+    delta: bool = False
+    """Whether keys have unit norm, and there is a β."""
+
+
+LINEAR = Recurrence(CONTENDERS)
+
+
 class Program:
     """Forward and backward pass of a contender at a length, compiled before the inputs exist."""
 
-    def __init__(self, name: str, length: int, heads: int):
-        function, self.devices = CONTENDERS[name]
+    def __init__(self, name: str, length: int, heads: int, recurrence: Recurrence = LINEAR):
+        function, self.devices = recurrence.contenders[name]
+        self.recurrence = recurrence
         self.sharding = NamedSharding(mesh_of(self.devices), SHARDS)
-        rows = (1, length, heads)
-        self.shapes = [(*rows, HEAD_DIM)] * 3 + [rows, (*rows, HEAD_DIM)]
+        per_head = (1, length, heads)
+        rows = (*per_head, HEAD_DIM)
+        self.shapes = [rows, rows, rows, rows if recurrence.channels else per_head]
+        self.shapes += [per_head] if recurrence.delta else []
+        self.shapes += [rows]
 
         def both(*arrays: jax.Array) -> Any:
             *inputs, dout = arrays
@@ -109,10 +129,13 @@ class Program:
         self.compiled = jax.jit(both).lower(*types).compile()
 
     def inputs(self) -> list[jax.Array]:
-        """Returns q, k, v, log decays of 0.99 and the cotangent, on their devices."""
+        """Returns q, k, v, log decays of 0.99, β and the cotangent, on their devices."""
         random = np.random.default_rng(0)
         arrays = [random.standard_normal(shape, np.float32) for shape in self.shapes]
         arrays[3] = np.full(self.shapes[3], np.log(0.99), np.float32)
+        if self.recurrence.delta:
+            arrays[1] /= np.linalg.norm(arrays[1], axis=3, keepdims=True)
+            arrays[4] = (1 / (1 + np.exp(-arrays[4]))).astype(np.float32)
         return [jax.device_put(x, self.sharding) for x in arrays]
 
     def run(self, inputs: list[jax.Array]) -> Any:

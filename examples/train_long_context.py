@@ -4,8 +4,9 @@ Every device holds a part of the sequence and the whole (small) model. Inside `j
 call, `burst_attention.attention`, lets every token attend to all earlier tokens of all devices.
 With `--data 2` two rings of devices have sequences of their own, and with `--fsdp` parameters and
 optimiser state lie in shards on the devices of all rings.
-With `--attention linear` the call is `burst_attention.linear_attention`, whose time grows with the
-length and not with its square. `python examples/train_long_context.py --help` lists the options.
+With `--attention linear`, `delta` or `infini` the call is `linear_attention`, `delta_attention` or
+`infini_attention`, whose time grows with the length and not with its square.
+`python examples/train_long_context.py --help` lists the options.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from attentions import ATTENTIONS, AXIS, Attention, Layout
+from attentions import ATTENTIONS, AXIS, SEGMENT, Attention, Layout
 from checkpoint import Params, load_checkpoint, save_checkpoint
 from flax import nnx
 from fsdp import AXES, parameter_specs
@@ -80,8 +81,11 @@ def parse() -> Flags:
             setattr(flags, name, getattr(kind, name))
     if flags.batch is None:
         flags.batch = flags.data
-    if flags.attention == "linear" and flags.layout != "contiguous":
-        parser.error(f"--layout: expected contiguous for linear attention, got {flags.layout}")
+    if kind.layout == "contiguous" != flags.layout:
+        parser.error(f"--layout: expected contiguous for {flags.attention}, got {flags.layout}")
+    if flags.attention == "infini" and flags.length // flags.devices % SEGMENT:
+        shortest = f"--length {flags.devices * SEGMENT}"
+        parser.error(f"--length: expected whole segments for each device, multiples of {shortest}")
     for name in ("length", "batch", "devices", "data", "steps"):
         if getattr(flags, name) < 1:
             parser.error(f"--{name}: expected at least 1, got {getattr(flags, name)}")
@@ -296,7 +300,7 @@ def main() -> None:
     kind = ATTENTIONS[flags.attention]
     mesh = jax.make_mesh((flags.data, flags.devices), AXES)
     rings = Rings(mesh, flags.layout, kind, flags.fsdp)
-    config = Config(dtype=flags.dtype, gated=kind.gated)
+    config = Config(dtype=flags.dtype, gates=kind.gates, rotary=kind.rotary)
     graph, params = nnx.split(Transformer(config, nnx.Rngs(0)))
     text = standard_library_bytes()
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -318,7 +322,7 @@ def main() -> None:
     flags.out.mkdir(parents=True, exist_ok=True)
     curve = flags.out / f"{kind.prefix}loss.png"
     checkpoint = flags.out / f"{kind.prefix}checkpoint.npz"
-    without = without_attention(text, flags) if flags.attention == "linear" else []
+    without = without_attention(text, flags) if kind.gates else []
     title = f"{flags.length:,} tokens, {flags.devices} devices, {flags.layout}{kind.title}"
     save_curve(curve, losses, title, without)
     save_checkpoint(checkpoint, params)

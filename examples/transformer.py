@@ -10,7 +10,9 @@ from flax import nnx
 from fsdp import gathered
 
 Attend = Callable[..., jax.Array]
-"""Attention of query, key and value, and in a gated model log decays `[batch, seq, heads]`."""
+"""Attention of query, key and value, and of the gates that a model has."""
+TAPS = 4
+"""Tokens of a short convolution."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,10 @@ class Config:
     head_dim: int = 32
     hidden: int = 512
     vocabulary: int = 256
-    gated: bool = False
-    """Whether each token chooses how much of its state each head keeps."""
+    gates: tuple[str, ...] = ()
+    """What attention takes besides query, key and value: names of `GATES`, or `positions`."""
+    rotary: bool = True
+    """Whether queries and keys are rotated before attention."""
     dtype: str = "float32"
 
     @property
@@ -64,6 +68,45 @@ class Forget(nnx.Module):
         return jax.nn.log_sigmoid(self.linear(x.astype(jnp.float32)) + self.bias)
 
 
+class Write(nnx.Module):
+    """How strongly each token writes into the state of each head, σ(w·x + b), float32."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(config.width, config.heads, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps `x [batch, seq, width]` to `[batch, seq, heads]`."""
+        return jax.nn.sigmoid(self.linear(x.astype(jnp.float32)))
+
+
+class Mix(nnx.Module):
+    """A number for each head."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.numbers = nnx.Param(jnp.zeros(config.heads))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the numbers, whatever `x` is."""
+        return self.numbers[...]
+
+
+class Taps(nnx.Module):
+    """Weights of short convolutions of query, key and value, which begin as the identity."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        counts = (config.heads, config.kv_heads, config.kv_heads)
+        shapes = [(TAPS, count, config.head_dim) for count in counts]
+        self.weights = nnx.List([nnx.Param(jnp.zeros(shape).at[0].set(1)) for shape in shapes])
+
+    def __call__(self, x: jax.Array) -> list[jax.Array]:
+        """Returns the weights `[taps, heads, head_dim]` of each, whatever `x` is."""
+        return [weight[...] for weight in self.weights]
+
+
+GATES = {"decay": Forget, "beta": Write, "mix": Mix, "taps": Taps}
+"""What attention may take besides query, key and value. It may also take `positions`."""
+
+
 class Block(nnx.Module):
     """Computes x + attention(norm(x)), then x + gated feed-forward(norm(x))."""
 
@@ -82,7 +125,9 @@ class Block(nnx.Module):
         self.gate = linear(width, config.hidden)
         self.up = linear(width, config.hidden)
         self.down = linear(config.hidden, width)
-        self.forget = Forget(config, rngs) if config.gated else None
+        self.rotary, self.names = config.rotary, config.gates
+        made = {name: GATES[name](config, rngs) for name in config.gates if name in GATES}
+        self.gates = nnx.Dict(made)
 
     def __call__(self, x: jax.Array, positions: jax.Array | None, attend: Attend) -> jax.Array:
         """Maps `x [batch, seq, width]` to the same shape; without positions it rotates nothing."""
@@ -92,10 +137,10 @@ class Block(nnx.Module):
 
         y = self.norm_attention(x)
         query, key = heads(self.query(y)), heads(self.key(y))
-        if positions is not None:
+        if self.rotary and positions is not None:
             query, key = rotate(query, positions), rotate(key, positions)
-        decays = () if self.forget is None else (self.forget(y),)
-        y = attend(query, key, heads(self.value(y)), *decays)
+        gates = [self.gates[name](y) if name in GATES else positions for name in self.names]
+        y = attend(query, key, heads(self.value(y)), *gates)
         x = x + self.out(y.reshape(*y.shape[:2], -1))
         y = self.norm_hidden(x)
         return x + self.down(nnx.silu(self.gate(y)) * self.up(y))

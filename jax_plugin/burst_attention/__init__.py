@@ -20,8 +20,10 @@ from burst_attention._decode.attention import decode_attention
 from burst_attention._decode.merge import merge_attention
 from burst_attention._decode.prefix import shared_prefix_attention
 from burst_attention._flax import flax_attention_fn
+from burst_attention._infini.attention import infini_attention
 from burst_attention._layouts import from_layout, layout_positions, local_positions, to_layout
 from burst_attention._linear.attention import linear_attention
+from burst_attention._linear.delta import delta_attention, delta_attention_step
 from burst_attention._linear.step import linear_attention_step
 from burst_attention._nccl import order_launches
 from burst_attention._padding import pad_sequence, segment_ids_from_cu_seqlens
@@ -44,9 +46,12 @@ __all__ = [
     "balance_documents",
     "choose_schedule",
     "decode_attention",
+    "delta_attention",
+    "delta_attention_step",
     "dot_product_attention",
     "flax_attention_fn",
     "from_layout",
+    "infini_attention",
     "layout_positions",
     "linear_attention",
     "linear_attention_step",

@@ -21,6 +21,10 @@ FORWARD = "burst_attention_forward"
 BACKWARD = "burst_attention_backward"
 LINEAR = {name: f"burst_attention_linear_{name}" for name in ("state", "forward", "backward")}
 """The calls of linear attention on CPU devices."""
+DELTA = {
+    name: f"burst_attention_delta_{name}" for name in ("state", "grad_state", "forward", "backward")
+}
+"""The calls of the delta rule on CPU devices."""
 LINEAR_KERNELS = {name: f"burst_attention_linear_{name}" for name in ("parts", "attend")}
 """The calls of linear attention on GPUs."""
 DECODE = "burst_attention_decode"
@@ -44,7 +48,8 @@ def _register(library: ctypes.CDLL) -> None:
     # At import, so that exported programs and cached executables find their custom calls too.
     targets = [(target, platform) for target in (FORWARD, BACKWARD) for platform in STAGES]
     stages = [(target, platform, tuple(STAGES[platform])) for target, platform in targets]
-    stages += [(target, "cpu", ("execute",)) for target in (*LINEAR.values(), DECODE, DECODE_MERGE)]
+    of_cpus = (*LINEAR.values(), *DELTA.values(), DECODE, DECODE_MERGE)
+    stages += [(target, "cpu", ("execute",)) for target in of_cpus]
     stages += [
         (target, "CUDA", ("initialize", "execute"))
         for target in (*LINEAR_KERNELS.values(), DECODE_PAGES)

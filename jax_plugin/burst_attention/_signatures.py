@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from types import get_original_bases
 from typing import Literal, TypedDict, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -55,10 +56,16 @@ def shows(kind: type, defaults: Mapping[str, object]) -> Callable[[Function], Fu
                 )
             )
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        if function.__doc__ and kind.__doc__:
-            _, entries = inspect.cleandoc(kind.__doc__).split("Args:\n")
+        entries = "\n".join(x for x in map(_entries, (*get_original_bases(kind), kind)) if x)
+        if function.__doc__ and entries:
             own = inspect.cleandoc(function.__doc__)
             function.__doc__ = own.replace(f"  **options: see `{kind.__name__}`.", entries)
         return function
 
     return decorated
+
+
+def _entries(kind: object) -> str:
+    """Returns the entries of a TypedDict's own documentation."""
+    documented = getattr(kind, "__annotations__", {}) and inspect.cleandoc(kind.__doc__ or "")
+    return documented.split("Args:\n")[1] if documented else ""

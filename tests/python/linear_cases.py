@@ -1,4 +1,4 @@
-"""Linear attention over a mesh: its inputs, its results by name, and the bounds on their errors."""
+"""Recurrences over a mesh: their inputs, their results by name, and the bounds on their errors."""
 
 import burst_attention as ba
 import case_list
@@ -44,30 +44,47 @@ def grouped(world, tokens, own_heads, k_dim, v_dim, dtype="float32"):
     return *ring.normal(1, *shapes, dtype=dtype), logs, first, dout, dlast
 
 
+def delta_inputs(world, tokens, heads, kv_heads, k_dim, v_dim, decay, channels, most):
+    """Returns what `inputs` returns, and β up to ``most``; keys have unit norm.
+
+    With ``channels`` there is a decay of each channel.
+    """
+    q, k, v, logs, *others = inputs(world, tokens, heads, kv_heads, k_dim, v_dim, decay)
+    k /= np.linalg.norm(k, axis=3, keepdims=True)
+    (noise,) = ring.normal(3, logs.shape, dtype=np.float32)
+    beta = np.float32(most) / (1 + np.exp(-2 * noise))
+    if channels:
+        (noise,) = ring.normal(4, (*logs.shape, k_dim), dtype=np.float32)
+        # Some channels forget a token at once, others never do.
+        logs = np.maximum(logs[..., None] * np.exp(2 * noise), np.float32(-20))
+    return (q, k, v, logs, *others), beta
+
+
 def limit(of_float32):
     """Returns a bound on the relative error of a result: one of float32, or a unit on GPUs."""
     return ROUNDED["bfloat16"] if platforms.current().rounds else of_float32
 
 
-def found(mesh, arrays, axes="context", **options):
+def attend(q, k, v, logs, first, beta=None, **options):
+    """Returns the results of linear attention, or with ``beta`` of the delta rule."""
+    options |= {"initial_state": first, "return_state": True}
+    if beta is None:
+        return ba.linear_attention(q, k, v, log_decay=logs, **options)
+    return ba.delta_attention(q, k, v, beta, logs, **options)
+
+
+def found(mesh, arrays, axes="context", beta=None, **options):
     """Returns the results that `recurrence` names."""
     *primals, dout, dlast = arrays
+    primals += [] if beta is None else [beta]
     shards = P(None, axes)
 
-    def local(q, k, v, logs, first):
-        out, state = ba.linear_attention(
-            *(q, k, v),
-            axis_name=axes,
-            log_decay=logs,
-            initial_state=first,
-            return_state=True,
-            **options,
-        )
+    def local(*primals):
+        out, state = attend(*primals, axis_name=axes, **options)
         return out, jax.lax.pmean(state, axes)
 
-    function = jax.shard_map(
-        local, mesh=mesh, in_specs=(shards,) * 4 + (P(),), out_specs=(shards, P())
-    )
+    specs = (*(shards,) * 4, P(), shards)[: len(primals)]
+    function = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(shards, P()))
 
     @jax.jit
     def run(primals, cotangents):
@@ -75,14 +92,14 @@ def found(mesh, arrays, axes="context", **options):
         return results, pullback(cotangents)
 
     results, gradients = run(tuple(primals), (dout, dlast))
-    names = ("o", "state", "dq", "dk", "dv", "dlog_decay", "dfirst")
-    return dict(zip(names, map(ring.on_host, results + gradients), strict=True))
+    names = ("o", "state", "dq", "dk", "dv", "dlog_decay", "dfirst", "dbeta")
+    return dict(zip(names, map(ring.on_host, results + gradients), strict=False))
 
 
-def assert_right(got, arrays, dtype="float32", slack=1, scale=1.0):
+def assert_right(got, arrays, dtype="float32", slack=1, scale=1.0, beta=None):
     """Asserts that the results agree with the recurrence; ``slack`` multiplies float32's bounds."""
     dtype = platforms.dtype(dtype)
-    for name, want in recurrence(*arrays, scale).items():
+    for name, want in recurrence(*arrays, scale, beta).items():
         size = np.linalg.norm(want)
         error = np.linalg.norm(got[name].astype(np.float64) - want)
         bound = slack * BOUNDS.get(name, 1e-5)
@@ -122,37 +139,34 @@ SPOILS = {
 }
 
 
-def assert_documents_are_apart(world, method, by):
+def assert_documents_are_apart(world, method, by, beta=None):
     """Asserts that NaN and infinity in one document change no bit of another document's results.
 
-    Documents are ended ``by`` segment_ids, or by log decays of −∞.
+    Documents are ended ``by`` segment_ids, or by log decays of −∞. With ``beta`` the recurrence is
+    that of the delta rule.
     """
     names = ("q", "k", "v", "logs", "first", "dout", "dlast")
     clean = dict(zip(names, inputs(world, 240 // world, 2, 1, 16, 16, None), strict=True))
     clean["logs"][0] *= np.float32(0.01)
+    if beta is not None:
+        clean["k"] /= np.linalg.norm(clean["k"], axis=3, keepdims=True)
     ids = np.broadcast_to(DOCUMENTS, (2, 240))
     if by == "log_decay":
         clean["logs"][:, 1:][:, np.diff(DOCUMENTS) != 0] = -np.inf
 
-    def local(q, k, v, logs, first, ids):
-        out, state = ba.linear_attention(
-            *(q, k, v),
-            axis_name="context",
-            log_decay=logs,
-            initial_state=first,
-            segment_ids=ids if by == "segment_ids" else None,
-            return_state=True,
-            method=method,
-        )
+    def local(q, k, v, logs, first, ids, *beta):
+        segments = ids if by == "segment_ids" else None
+        options = {"axis_name": "context", "segment_ids": segments, "method": method}
+        out, state = attend(q, k, v, logs, first, *beta, **options)
         return out, jax.lax.pmean(state, "context")
 
-    function = jax.shard_map(
-        local, mesh=ring.line(world), in_specs=(X,) * 4 + (P(), X), out_specs=(X, P())
-    )
+    betas = () if beta is None else (beta,)
+    specs = ((X,) * 4 + (P(), X, X))[: 6 + len(betas)]
+    function = jax.shard_map(local, mesh=ring.line(world), in_specs=specs, out_specs=(X, P()))
 
     @jax.jit
     def run(q, k, v, logs, first, dout, dlast):
-        results, pullback = jax.vjp(lambda *x: function(*x, ids), q, k, v, logs, first)
+        results, pullback = jax.vjp(lambda *x: function(*x, ids, *betas), q, k, v, logs, first)
         return results, pullback((dout, dlast))
 
     def results(arrays):

@@ -25,7 +25,7 @@ LIMIT = 2e-5
 def model(attention, layers=1):
     """Returns the graph and the parameters of a small model."""
     sizes = {"layers": layers, "heads": 4, "kv_heads": 2, "head_dim": 8, "hidden": 64}
-    config = training.Config(vocabulary=48, gated=ATTENTIONS[attention].gated, **sizes)
+    config = training.Config(vocabulary=48, gates=ATTENTIONS[attention].gates, **sizes)
     return nnx.split(training.Transformer(config, nnx.Rngs(0)))
 
 
@@ -70,7 +70,7 @@ def test_a_step_is_that_of_one_device(attention, sharded):
             assert x.sharding.is_equivalent_to(y.sharding, y.ndim)
     shards = [x.size // x.addressable_shards[0].data.size for x in jax.tree.leaves(placed)]
     # Of four numbers, one for each head, there are no eight shards.
-    whole = 1 if ATTENTIONS[attention].gated else 0
+    whole = 1 if ATTENTIONS[attention].gates else 0
     assert shards.count(8) == (len(shards) - whole if sharded else 0)
 
 

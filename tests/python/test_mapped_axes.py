@@ -74,6 +74,12 @@ GLOBAL = {
         a["x"], a["key"], a["x"], decay=jax.nn.sigmoid(a["sinks"]), initial_state=a["state"], **way
     ),
     "ring": lambda a, **way: ba.linear_attention(a["x"], a["key"], a["x"], method="ring", **way),
+    "delta": lambda a, **way: ba.delta_attention(
+        a["x"], a["key"] / 8, a["x"], jax.nn.sigmoid(a["x"][..., 0]), **way
+    ),
+    "infini": lambda a, **way: ba.infini_attention(
+        a["x"], a["key"], a["key"], a["sinks"], segment_size=2, update="delta", **way
+    )[0],
 }
 """Calls on global arrays of one stage."""
 LOCAL = {
@@ -181,7 +187,7 @@ def stage_after_stage(one):
 
 LONG = [
     pytest.param(on_global_arrays(name), id=name)
-    for name in ("ulysses", "sequence", "plain", "ring")
+    for name in ("ulysses", "sequence", "plain", "ring", "delta", "infini")
 ]
 LONG += [
     pytest.param(on_shards(name), id=f"shards {name}") for name in ("linear", "shift", "decode")

@@ -38,7 +38,16 @@ RUN = ("ranks", "dtypes", "keys", "nans", "infs", "transfers")
 """The modes that one run of the tour has together. Each of them raises errors of its own."""
 OUTSIDE = (
     *("sinks", "dropout", "visible", "zigzag", "ulysses", "in sequence, zigzag", "flax"),
-    *("linear ring", "linear step", "decode", "append", "merge", "shift blocks"),
+    *(
+        "linear ring",
+        "linear step",
+        "delta ring",
+        "infini",
+        "decode",
+        "append",
+        "merge",
+        "shift blocks",
+    ),
     *("layouts", "documents", "padding", "ids", "places", "saved"),
 )
 """The calls that run outside of programs too, where XLA compiles each operation by itself."""
@@ -144,7 +153,10 @@ LIMITS = [
     Limit(
         *("infs", plain_shards(jnp.isneginf), RecursionError, "recursion depth"),
         # Outside of programs. The calls ask whether something is −∞.
-        ("sinks", "linear ring", "linear gathered", "linear global", "decode", "prefix"),
+        (
+            *("sinks", "linear ring", "linear gathered", "linear global", "decode", "prefix"),
+            *("delta ring", "delta gathered", "delta global"),
+        ),
     ),
     Limit(
         *("nans", offloading_outside_of_a_program, ValueError, "device_put"),

@@ -28,10 +28,10 @@ CACHES = ("key_cache", "value_cache")
 PREFIXES = ("prefix_key", "prefix_value")
 PAGES = ("key_pages", "value_pages")
 SPECS = {
-    **dict.fromkeys(("sinks", "alibi_slopes", "decay", "dropout_key", "cu_seqlens"), P()),
+    **dict.fromkeys(("sinks", "alibi_slopes", "decay", "gate", "dropout_key", "cu_seqlens"), P()),
     **dict.fromkeys(("own_lengths", "lengths", "query_offset", "prefix_of"), P("data")),
     **dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), P("data")),
-    **dict.fromkeys(("initial_state", *TOKEN, *ODD), P("data")),
+    **dict.fromkeys(("initial_state", "memory", *TOKEN, *ODD), P("data")),
     **dict.fromkeys((*PREFIXES, "page_table"), P(None, "context")),
     **dict.fromkeys(PAGES, P("context")),
     "prefix_lengths": P(),
@@ -40,7 +40,7 @@ SPECS = {
 """How arrays are sharded that are not sharded as rows."""
 TRAINED = {
     *(*QKV, *ODD, *TOKEN, *CACHES, "sinks", "alibi_slopes", "decay", "log_decay"),
-    *("initial_state", "out", "lse"),
+    *("beta", "channels", "gate", "memory", "initial_state", "out", "lse"),
 }
 """The arrays whose gradients calls return."""
 
@@ -64,6 +64,9 @@ def arrays():
         "token": (BATCH, 1, HEADS, DIM),
         "initial_state": (BATCH, HEADS, DIM, DIM),
         "log_decay": rows[:3],
+        "beta": rows[:3],
+        "channels": rows,
+        "gate": (HEADS,),
         "sinks": (HEADS,),
         "alibi_slopes": (HEADS,),
     }
@@ -92,6 +95,11 @@ def arrays():
         | {name: x.astype(np.int32) for name, x in integers.items()}
         | {
             "log_decay": -np.abs(found["log_decay"]),
+            "channels": -np.abs(found["channels"]),
+            "memory": (
+                found["initial_state"][:, :KV_HEADS],
+                np.ones(keys[:1] + keys[2:], np.float32),
+            ),
             "decay": np.array([0, 0.5, 0.9, 1], np.float32),
             "visible": (mask.start, mask.stop),
             "mask": (positions < 12)[:, None, None],
@@ -115,7 +123,11 @@ class Call:
         """Returns the types of the call's arrays on a mesh, with ``dtype`` for activations."""
 
         def of(name, x):
-            is_activation = x.ndim == 4 and x.dtype == np.float32 and name != "initial_state"
+            is_activation = (
+                x.ndim == 4
+                and x.dtype == np.float32
+                and name not in ("initial_state", "memory", "channels")
+            )
             place = jax.NamedSharding(mesh, self.specs[name])
             return jax.ShapeDtypeStruct(
                 x.shape, dtype if is_activation else x.dtype, sharding=place
@@ -173,6 +185,23 @@ def linear(name, *names, **options):
     local = partial(ba.linear_attention, axis_name="context", **options)
     out_specs = (ROWS, P("data")) if options.get("return_state") else ROWS
     return in_shards(f"linear {name}", local, specs_of((*QKV, *names)), out_specs)
+
+
+def delta(name, *names, **options):
+    """Returns a call of `delta_attention` on shards."""
+
+    def local(channels=None, log_decay=None, **given):
+        logs = log_decay if channels is None else channels
+        return ba.delta_attention(axis_name="context", log_decay=logs, **given, **options)
+
+    return in_shards(f"delta {name}", local, specs_of((*QKV, "beta", *names)), ROWS)
+
+
+def delta_step(token, new_key, new_value, initial_state, gate):
+    """Returns the delta rule of one more token."""
+    qkv = (jax.lax.squeeze(x, [1]) for x in (token, new_key, new_value))
+    beta = jnp.broadcast_to(gate, initial_state.shape[:2])
+    return ba.delta_attention_step(*qkv, initial_state, beta)
 
 
 def decode(name, caller, held, *names, **options):
@@ -352,6 +381,19 @@ CALLS = [
     linear("unordered", is_causal=False),
     globally("linear global", partial(ba.linear_attention, spec=ROWS), *QKV),
     globally("linear step", step, *TOKEN, "initial_state", "decay"),
+    delta("ring", "log_decay", "segment_ids", method="ring"),
+    delta("gathered", "channels", "initial_state", method="all_gather"),
+    globally("delta global", partial(ba.delta_attention, spec=ROWS), *QKV, "beta"),
+    globally("delta step", delta_step, *TOKEN, "initial_state", "gate"),
+    in_shards(
+        "infini",
+        partial(ba.infini_attention, axis_name="context", segment_size=4, update="delta"),
+        specs_of((*QKV, "gate", "memory")),
+        (ROWS, (P("data"), P("data"))),
+    ),
+    globally(
+        "infini global", partial(ba.infini_attention, spec=ROWS, segment_size=8), *QKV, "gate"
+    ),
     decode("decode", ba.decode_attention, CACHES, "lengths", "sinks", "alibi_slopes"),
     decode(
         *("decode plain", ba.decode_attention, CACHES, "lengths", "sinks", "alibi_slopes"),

@@ -13,6 +13,7 @@ import burst_attention as ba
 from burst_attention import _confirmed
 from burst_attention._confirmed import Family
 from burst_attention._linear import plain
+from burst_attention._linear.states import Operands
 from burst_attention._types import Arrays
 
 LIMITS = {"bfloat16": 2e-2, "float16": 4e-3}
@@ -127,7 +128,7 @@ def _linear(gpu: jax.Device) -> dict[str, Any]:
         first = jnp.zeros((1, 2, case.head_dim, case.head_dim), jnp.float32)
 
         def reference(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return plain.forward(scale, (q, k, v, logs, first))[0]
+            return plain.forward(scale, Operands(q, k, v, logs, first, None))[0]
 
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             expected = _with_gradients(reference, [x.astype(np.float32) for x in given])

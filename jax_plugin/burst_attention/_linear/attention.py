@@ -8,7 +8,12 @@ from jaxtyping import Array, Float
 from burst_attention import _mesh
 from burst_attention._linear import checks, global_arrays, shards
 from burst_attention._linear.checks import ReturnState
-from burst_attention._linear.options import DEFAULTS, LinearOptions, shows_options
+from burst_attention._linear.options import (
+    DEFAULTS,
+    LinearOptions,
+    SequenceOptions,
+    shows_options,
+)
 from burst_attention._signatures import check_names
 from burst_attention._types import X
 
@@ -50,9 +55,10 @@ def linear_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Linear attention of a sequence that is sharded: of one device's tokens, or of all tokens.
 
-    With S_0 = ``initial_state`` and λ the decay of a head, or of each of its tokens::
+    With S_0 = ``initial_state`` and λ the decay of a head, of each of its tokens, or of each token
+    and row of S::
 
-        S_t = λ_t S_(t−1) + k_t v_tᵀ;   out_t = scale · q_tᵀ S_t
+        S_t = λ_t ∘ S_(t−1) + k_t v_tᵀ;   out_t = scale · q_tᵀ S_t
 
     There is no normaliser. Inside ``jax.shard_map`` along ``axis_name``, arrays are this device's
     shards. Everywhere else they are global arrays: as in `dot_product_attention`, their types say
@@ -63,9 +69,10 @@ def linear_attention(
     So several query heads may share a key and a value, and several values may share a query and a
     key. On CPU devices no head is repeated in memory.
 
-    All sums are float32. Each rank sends one state, ``batch · heads · k_dim · v_dim`` floats,
-    whatever the length (LASP: Sun et al., Linear Attention Sequence Parallelism). Reverse-mode
-    derivatives with respect to all arrays; forward mode and second derivatives are errors.
+    All sums are float32. Each rank sends one state and its decays, ``batch · heads · k_dim ·
+    (v_dim + 1)`` floats at most, whatever the length (LASP: Sun et al., Linear Attention Sequence
+    Parallelism). Reverse-mode derivatives with respect to all arrays; forward mode and second
+    derivatives are errors.
 
     On NVIDIA GPUs weights and states enter their products in the inputs' 16-bit type, as in softmax
     attention. Kernels there compute with tiles of 64 tokens. Without ``segment_ids`` an input that
@@ -95,12 +102,22 @@ def linear_attention(
       ValueError, TypeError, NotImplementedError: while tracing, with the way out.
     """
     check_names("linear_attention", options, LinearOptions)
-    given = dict.fromkeys(LinearOptions.__annotations__) | DEFAULTS | dict(options)
-    qkv, state = checks.arrays(query, key, value), checks.return_state(return_state)
-    settings, inputs = checks.settings(given, state), checks.inputs(qkv, given)
+    return attended("linear_attention", (query, key, value), return_state, DEFAULTS | dict(options))
+
+
+def attended(
+    caller: str, rows: tuple[object, object, object], return_state: object, given: dict[str, object]
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Returns the results of a recurrence, whose arguments it checks first.
+
+    ``rows`` are query, key and value; ``given`` are the options.
+    """
+    given = dict.fromkeys(("log_decay", *SequenceOptions.__annotations__)) | given
+    qkv, state = checks.arrays(*rows), checks.return_state(return_state)
+    settings, inputs = checks.settings(caller, given, state), checks.inputs(qkv, given)
     mesh, spec, axis_name = (given[name] for name in ("mesh", "spec", "axis_name"))
     if _mesh.is_inside(axis_name):
-        checks.no_placement(mesh=mesh, spec=spec)
+        checks.no_placement(caller, mesh=mesh, spec=spec)
         out, last = shards.attend(_mesh.ring_axes(axis_name), settings, inputs)
     else:
         out, last = global_arrays.attend(mesh, spec, axis_name, settings, inputs)

@@ -1,4 +1,4 @@
-"""Checks of the arguments of linear attention."""
+"""Checks of the arguments of recurrences: linear attention and the delta rule."""
 
 import numbers
 from collections.abc import Mapping
@@ -19,11 +19,14 @@ METHODS: tuple[Method, ...] = get_args(Method)
 ReturnState: TypeAlias = bool | Literal["replicated"]
 """Whether a call returns the last state, and whether JAX types it as the same on all ranks."""
 PLATFORMS = ("cpu", "cuda")
+"""The platforms of the library. Plain JAX computes on all others."""
 
 
 class Settings(NamedTuple):
     """The arguments of a call that are no arrays, checked."""
 
+    caller: str
+    """The function that users call."""
     scale: float
     is_causal: bool
     return_state: ReturnState
@@ -37,30 +40,32 @@ class Inputs(NamedTuple):
     key: Float[Array, "batch seq k_heads k_dim"]
     value: Float[Array, "batch seq v_heads v_dim"]
     decay: Float32[Array, " heads"] | None
-    log_decay: Float32[Array, "batch seq heads"] | None
+    log_decay: Float32[Array, "batch seq heads"] | Float32[Array, "batch seq heads k_dim"] | None
+    beta: Float32[Array, "batch seq heads"] | None
     segment_ids: Int32[Array, "batch seq"] | None
     initial_state: Float32[Array, "batch heads k_dim v_dim"] | None
 
 
-def settings(given: Mapping[str, object], return_state: ReturnState) -> Settings:
+def settings(caller: str, given: Mapping[str, object], return_state: ReturnState) -> Settings:
     """Returns the arguments of a call that are no arrays, checked."""
-    layout(given["layout"])
-    in_order = _checks.flag("is_causal", given["is_causal"])
+    layout(caller, given["layout"])
+    in_order = _checks.flag("is_causal", given.get("is_causal", True))
     if not in_order:
         names = ("decay", "log_decay", "segment_ids")
-        without_order(**{name: given[name] for name in names})
+        without_order(**{name: given.get(name) for name in names})
     method = _checks.choice("method", given["method"], METHODS)
-    return Settings(scale(given["scale"]), in_order, return_state, method)
+    return Settings(caller, scale(given["scale"]), in_order, return_state, method)
 
 
 def inputs(qkv: tuple[jax.Array, jax.Array, jax.Array], given: Mapping[str, object]) -> Inputs:
     """Returns the arrays of a call, of which q, k and v are checked already."""
     q, _, v = qkv
-    shape = (*q.shape[:2], heads_of(q, v))
-    before = given["initial_state"]
+    shape, before = (*q.shape[:2], heads_of(q, v)), given["initial_state"]
+    decay = given.get("decay"), given["log_decay"]
     return Inputs(
         *qkv,
-        *decays(given["decay"], given["log_decay"], shape, "[batch, seq, heads]"),
+        *decays(*decay, (*shape, q.shape[3]), ("batch", "seq", "heads", "k_dim")),
+        betas(given.get("beta"), shape, "[batch, seq, heads]"),
         segments(given["segment_ids"], shape[:2]),
         None if before is None else state("initial_state", before, q, v),
     )
@@ -119,21 +124,21 @@ def return_state(value: object) -> ReturnState:
     return "replicated"
 
 
-def no_placement(**arguments: object) -> None:
+def no_placement(caller: str, **arguments: object) -> None:
     """Raises for arguments that belong to global arrays."""
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(
-                f"{name} belongs to global arrays, but linear_attention is called inside "
+                f"{name} belongs to global arrays, but {caller} is called inside "
                 "jax.shard_map, where arrays are shards; leave it out there"
             )
 
 
-def layout(value: object) -> None:
+def layout(caller: str, value: object) -> None:
     """Raises unless the layout is contiguous."""
     if _checks.choice("layout", value, LAYOUTS) != "contiguous":
         raise NotImplementedError(
-            f"layout must be 'contiguous' for linear attention, got {value!r}: its "
+            f"layout must be 'contiguous' for {caller}, got {value!r}: its "
             "work is equal on all ranks already, and a state is passed on in the order of the "
             "sequence; reorder arrays with burst_attention.from_layout"
         )
@@ -153,49 +158,64 @@ def without_order(**arguments: object) -> None:
 def platform(mesh: AnyMesh, dtype: np.dtype) -> str | None:
     """Returns the platform of a mesh, ``cpu`` or ``cuda``; ``xla`` where plain JAX computes.
 
-    Returns None where an abstract mesh does not tell. Raises for devices or a dtype without calls.
+    Returns None where an abstract mesh does not tell. Raises for a dtype without kernels.
     """
     found = _mesh.platform(mesh)
-    if found not in (None, *PLATFORMS):
-        raise NotImplementedError(
-            f"linear attention runs on CPU devices and NVIDIA GPUs, got a mesh of {found} devices; "
-            "make the mesh of jax.devices('cpu') or jax.devices('cuda')"
-        )
     if found == "cuda" and dtype == jnp.float32:
         raise NotImplementedError(
             "on NVIDIA GPUs query, key and value must be bfloat16 or float16, got float32, for "
             "which there is no kernel yet; cast them with x.astype(jnp.bfloat16) (accumulation is "
             "float32 all the same), or use a mesh of jax.devices('cpu')"
         )
-    return "xla" if found == "cuda" and _confirmed.refuted("linear_attention", found) else found
+    if found == "cuda" and _confirmed.refuted("linear_attention", found):
+        return "xla"
+    return found if found in (None, *PLATFORMS) else "xla"
 
 
 def decays(
-    decay: object, log_decay: object, shape: tuple[int, ...], words: str
-) -> tuple[Float32[Array, " heads"] | None, Float32[Array, "*tokens heads"] | None]:
-    """Returns λ of each head, or ln λ of each token and head, of ``shape``.
+    decay: object, log_decay: object, shape: tuple[int, ...], words: tuple[str, ...]
+) -> tuple[Float32[Array, " heads"] | None, Float32[Array, "..."] | None]:
+    """Returns λ of each head, or ln λ of each token and head, or of each token, head and channel.
 
-    ``words`` describe the shape.
+    ``shape`` is that of decays of channels, and ``words`` name its dimensions.
     """
     if decay is not None and log_decay is not None:
         raise ValueError("decay and log_decay must not both be given: one is the other's logarithm")
     if log_decay is not None:
-        words = f"{words}, as the result's"
-        return None, _float32("log_decay", "logarithm", log_decay, shape, words)
+        of_channels = getattr(log_decay, "ndim", None) == len(shape)
+        heads, channels = (f"[{', '.join(words[:count])}]" for count in (-1, None))
+        own, own_words = (shape, channels) if of_channels else (shape[:-1], heads)
+        own_words = f"{own_words}, as the result's, or {heads if of_channels else channels}"
+        return None, _float32("log_decay", "logarithm", log_decay, own, own_words)
     if decay is None:
         return None, None
-    words = "[heads], one for each head of the result"
-    factors = _float32("decay", "factor", decay, shape[-1:], words)
+    words_of_decay = "[heads], one for each head of the result"
+    factors = _float32("decay", "factor", decay, shape[-2:-1], words_of_decay)
     _check_range(decay)
     return factors, None
 
 
+def betas(value: object, shape: tuple[int, ...], words: str) -> Float32[Array, "..."] | None:
+    """Returns β of each token and head, of ``shape``, which ``words`` describe."""
+    return None if value is None else _float32("beta", "factor", value, shape, words)
+
+
+def needed_beta(value: object) -> object:
+    """Returns β of a call. Raises if it is None."""
+    if value is None:
+        raise TypeError(
+            "beta must be an array, got None; without beta this is linear attention: call "
+            "linear_attention"
+        )
+    return value
+
+
 def logs_of(
     decay: Float32[Array, " heads"] | None,
-    log_decay: Float32[Array, "*tokens heads"] | None,
+    log_decay: Float32[Array, "..."] | None,
     shape: tuple[int, ...],
-) -> Float32[Array, "*tokens heads"]:
-    """Returns ln λ of each token and head, of ``shape``."""
+) -> Float32[Array, "..."]:
+    """Returns ln λ of each token and head, of ``shape``, or of its channels too."""
     if log_decay is not None:
         return log_decay
     if decay is None:

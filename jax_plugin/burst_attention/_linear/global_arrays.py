@@ -1,4 +1,4 @@
-"""Linear attention on global arrays: on their shards, in a ``shard_map`` over the mesh."""
+"""Recurrences on global arrays: on their shards, in a ``shard_map`` over the mesh."""
 
 from functools import partial
 
@@ -21,18 +21,20 @@ from burst_attention._types import AnyMesh, Axes
 QKV = {"query": "batch q_len q_heads", "key": "batch q_len k_heads", "value": "batch q_len v_heads"}
 OTHERS = {
     "decay": "heads",
-    "log_decay": "batch q_len heads",
+    "log_decay": "batch q_len heads k_dim",
+    "beta": "batch q_len heads",
     "segment_ids": "batch q_len",
     "initial_state": "batch heads k_dim v_dim",
 }
-"""The shapes of arrays that may come whole, in the names of a `Placement`."""
+"""The shapes of arrays that may come whole, in the names of a `Placement`. Decays of heads have no
+k_dim."""
 
 
 def attend(
     mesh: object, spec: object, axis_name: object, settings: Settings, inputs: Inputs
 ) -> Results:
     """Returns the outputs of all tokens, and the state after them if the settings ask for it."""
-    found = find_mesh(mesh, inputs.query, "linear_attention")
+    found = find_mesh(mesh, inputs.query, settings.caller)
     axes = None if axis_name is None else ring_axes(axis_name)
     with explained_vmaps():
         results: Results = _on_shards(found, checked_spec(spec), axes, settings, inputs)
@@ -53,7 +55,7 @@ def _on_shards(
     arrays = {name: x for name, x in inputs._asdict().items() if x is not None}
     specs = {name: placement.spec(shape) for name, shape in QKV.items()}
     for name in OTHERS.keys() & arrays:
-        specs[name] = placement.spec_of(name, arrays[name], OTHERS[name])
+        specs[name] = placement.spec_of(name, arrays[name], _shape(name, arrays[name]))
     out_spec, state_spec = placement.spec("batch q_len heads"), placement.spec("batch heads")
     if settings.return_state:
         settings = settings._replace(return_state="replicated")
@@ -74,8 +76,14 @@ def _own_parts(placement: Placement, arrays: dict[str, jax.Array]) -> Inputs:
     """Returns this device's part of arrays that may have come whole."""
     q, k, v = (placement.own_heads(arrays[name], QKV[name].split()[2]) for name in QKV)
     lengths = {"batch": q.shape[0], "q_len": q.shape[1], "heads": checks.heads_of(q, v)}
-    others = {
-        name: placement.own_part(arrays[name], shape, lengths) if name in arrays else None
-        for name, shape in OTHERS.items()
-    }
-    return Inputs(q, k, v, **others)
+
+    def own(name: str) -> jax.Array | None:
+        x = arrays.get(name)
+        return None if x is None else placement.own_part(x, _shape(name, x), lengths)
+
+    return Inputs(q, k, v, **{name: own(name) for name in OTHERS})
+
+
+def _shape(name: str, x: jax.Array) -> str:
+    """Returns the shape of an array in the names of a `Placement`."""
+    return " ".join(OTHERS[name].split()[: x.ndim])

@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from burst_attention import _ffi
 from burst_attention._linear.isolation import finite, poisoned, reached, spoilt
-from burst_attention._linear.states import Logs, State, faded
+from burst_attention._linear.states import Decay, Logs, State, Transfer, apply, compose
 from burst_attention._mesh import vary_like
 from burst_attention._types import Arrays
 
@@ -117,11 +117,11 @@ def between(totals: Totals, left: States, back: bool) -> Begins:
         totals, left = totals[..., ::-1], left[:, ::-1]
 
     def combine(
-        first: tuple[jax.Array, jax.Array], then: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        return first[0] + then[0], faded(then[0], first[1], jnp.exp2) + then[1]
+        first: tuple[Transfer, jax.Array], then: tuple[Transfer, jax.Array]
+    ) -> tuple[Transfer, jax.Array]:
+        return compose(first[0], then[0]), apply(then[0], first[1], jnp.exp2) + then[1]
 
-    _, sums = lax.associative_scan(combine, (totals.swapaxes(1, 2), left), axis=1)
+    _, sums = lax.associative_scan(combine, (Decay(totals.swapaxes(1, 2)), left), axis=1)
     return jnp.pad(sums, [(0, 0), (1, 0), (0, 0), (0, 0), (0, 0)])
 
 
@@ -130,7 +130,7 @@ def states_from(totals: Totals, zero: Begins, start: State, back: bool) -> Begin
     if back:
         totals = totals[..., ::-1]
     before = jnp.pad(jnp.cumsum(totals, axis=2), [(0, 0), (0, 0), (1, 0)])
-    return zero + faded(before.swapaxes(1, 2), start[:, None], jnp.exp2)
+    return zero + apply(Decay(before.swapaxes(1, 2)), start[:, None], jnp.exp2)
 
 
 def left(

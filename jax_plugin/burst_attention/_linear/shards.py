@@ -1,4 +1,4 @@
-"""Linear attention of one device's tokens in a whole, sharded sequence."""
+"""Recurrences of one device's tokens in a whole, sharded sequence."""
 
 from functools import partial
 from math import gcd
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from burst_attention import _mesh
 from burst_attention._batching import over_batch, spread
@@ -17,12 +17,16 @@ from burst_attention._checkpoint import OUT_NAME, STATE_NAME
 from burst_attention._derivatives import refuse_second
 from burst_attention._linear import calls, checks, states
 from burst_attention._linear.checks import Inputs, Settings
-from burst_attention._linear.states import Call, Logs, State
+from burst_attention._linear.states import Call, Logs, Matrix, Operands, State, Transfer
 from burst_attention._mesh import vary_like, vary_together
-from burst_attention._types import Arrays, Axes
+from burst_attention._types import Axes
 
 Results: TypeAlias = tuple[Float[Array, "batch seq heads v_dim"], State | None]
 Pair: TypeAlias = tuple[Float[Array, "batch seq heads v_dim"], State]
+Again: TypeAlias = tuple[jax.Array, Transfer | None]
+"""States of the forward pass, and what this rank's tokens do to a state, for the backward pass."""
+Kept: TypeAlias = tuple[Operands, Transfer | None]
+"""The operands, with the states of `Again` in place of the first state, and its transfer."""
 
 
 def attend(axes: Axes, settings: Settings, inputs: Inputs) -> Results:
@@ -30,41 +34,60 @@ def attend(axes: Axes, settings: Settings, inputs: Inputs) -> Results:
 
     All arguments are checked. A ``replicated`` state is typed as the same on all ranks.
     """
-    mesh = _mesh.ring_mesh(axes, "linear_attention")
-    globally = ", or call linear_attention outside of it, on global arrays"
+    mesh = _mesh.ring_mesh(axes, settings.caller)
+    globally = f", or call {settings.caller} outside of it, on global arrays"
     _mesh.all_axes_manual(mesh, *inputs[:3], globally=globally)
-    q, _, v, decay, log_decay, _, first = inputs
-    logs = checks.logs_of(decay, log_decay, (*q.shape[:2], checks.heads_of(q, v)))
-    first = checks.state("initial_state", first, q, v)
-    arrays = (*inputs[:3], logs, inputs.segment_ids, first)
-    q, k, v, logs, ids, first = spread(vary_together(axes, arrays))
-    size, platform = _mesh.axes_size(mesh, axes), checks.platform(mesh, q.dtype)
-    method = states.chosen(settings.method, size, first)
-    call = Call(axes, size, method, platform, ids is not None, settings.scale)
+    call, given, ids = _prepared(axes, mesh, settings, inputs)
+    q, k, v, logs, first, beta = given
     if q.size == 0:
         # Without a token there is nothing to compute, so no device needs another one.
-        out, last = vary_like(q, jnp.zeros((*logs.shape, v.shape[3]), q.dtype)), first
+        shape = (*logs.shape[:3], v.shape[3])
+        out, last = vary_like(q, jnp.zeros(shape, q.dtype)), first
     elif not settings.is_causal:
         out, last = _without_order(call, q, k, v, first)
     elif ids is None:
-        out, last = _attend(call, (q, k, v, logs, first))
+        out, last = _attend(call, given)
     else:
         # Values in padding, and in its gradients, stay there, even NaN.
-        padding = (ids < 0)[:, :, None, None]
-        logs = _with_resets(call, jnp.where(padding[..., 0], 0, logs), ids)
-        q, k, v = (jnp.where(padding, 0, x) for x in (q, k, v))
-        out, last = _attend(call, (q, k, v, logs, first))
-        out = jnp.where(padding, 0, out)
+        padding = (ids < 0)[:, :, None]
+        logs = _with_resets(call, _without(padding, logs), ids)
+        q, k, v = (_without(padding, x) for x in (q, k, v))
+        beta = None if beta is None else _without(padding, beta)
+        out, last = _attend(call, Operands(q, k, v, logs, first, beta))
+        out = _without(padding, out)
     if settings.return_state == "replicated":
-        return out, _of_last_rank(call, last)
-    if settings.return_state and method == "ring":
-        last = vary_like(q, _of_last_rank(call, last))
+        return out, of_last_rank(call, last)
+    if settings.return_state and call.method == "ring":
+        last = vary_like(q, of_last_rank(call, last))
     return out, last if settings.return_state else None
 
 
-def _of_last_rank(call: Call, state: State) -> State:
+def _prepared(
+    axes: Axes, mesh: jax.sharding.AbstractMesh, settings: Settings, inputs: Inputs
+) -> tuple[Call, Operands, Int32[Array, "batch seq"] | None]:
+    """Returns what is static about a call, its operands and its segment ids."""
+    q, _, v, decay, log_decay, beta, ids, first = inputs
+    logs = checks.logs_of(decay, log_decay, (*q.shape[:2], checks.heads_of(q, v)))
+    first = checks.state("initial_state", first, q, v)
+    operands = Operands(*inputs[:3], logs, first, beta)
+    operands, ids = spread(vary_together(axes, (operands, ids)))
+    size, platform = _mesh.axes_size(mesh, axes), checks.platform(mesh, q.dtype)
+    travelling = first.size * (1 if beta is None else 1 + q.shape[3] / v.shape[3])
+    method = states.chosen(settings.method, size, round(travelling))
+    call = Call(axes, size, method, platform, ids is not None, settings.scale)
+    return call, operands, ids
+
+
+def _without(
+    padding: Bool[Array, "batch seq 1"], x: Shaped[Array, "batch seq ..."]
+) -> Shaped[Array, "batch seq ..."]:
+    """Returns ``x`` with 0 in padding."""
+    return jnp.where(jnp.expand_dims(padding, range(3, x.ndim)), 0, x)
+
+
+def of_last_rank(call: Call, state: Float32[Array, "*state"]) -> Float32[Array, "*state"]:
     """Returns the last rank's state on all ranks; JAX types a sum over ranks as the same on all."""
-    is_last = lax.axis_index(call.axes) == call.world_size - 1
+    is_last = lax.axis_index(call.axes) == lax.axis_size(call.axes) - 1
     return lax.psum(jnp.where(is_last, state, 0), call.axes)
 
 
@@ -75,7 +98,7 @@ def _with_resets(call: Call, logs: Logs, ids: Int32[Array, "batch seq"]) -> Logs
     # Rank 0 begins without a reset: the initial state belongs to its first segment.
     came = jnp.where(lax.axis_index(call.axes) == 0, ids[:, :1], last)
     begins = ids != jnp.concatenate([came, ids[:, :-1]], axis=1)
-    return jnp.where(begins[:, :, None], -jnp.inf, logs)
+    return jnp.where(jnp.expand_dims(begins, range(2, logs.ndim)), -jnp.inf, logs)
 
 
 def _without_order(
@@ -107,64 +130,66 @@ def _without_order(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(call: Call, operands: Arrays) -> Pair:
+def _attend(call: Call, operands: Operands) -> Pair:
     """Returns the outputs of this rank's tokens, and the state after the tokens of all ranks.
 
-    ``operands`` are q, k, v, log decays and the state before all ranks' tokens. With the method
-    ``ring`` only the last rank has the state after all tokens.
+    With the method ``ring`` only the last rank has the state after all tokens.
     """
     return _forward_rule(call, operands)[0]
 
 
-def _forward_rule(call: Call, operands: Arrays) -> tuple[Pair, Arrays]:
+def _forward_rule(call: Call, operands: Operands) -> tuple[Pair, Kept]:
     out, last, kept = _results(call, operands)
     # A rematerialised layer that keeps these results repeats nothing of the forward pass.
     out = checkpoint_name(out, OUT_NAME)
-    last, kept = (checkpoint_name(x, STATE_NAME) for x in (last, kept))
-    return (out, last), (*operands[:4], kept)
+    last, (states, transfer) = jax.tree.map(lambda x: checkpoint_name(x, STATE_NAME), (last, kept))
+    return (out, last), (operands._replace(first=states), transfer)
 
 
-def _backward_rule(call: Call, residuals: Arrays, cotangents: Pair) -> tuple[Arrays]:
+def _backward_rule(call: Call, residuals: Kept, cotangents: Pair) -> tuple[Operands]:
     return (_gradients(call, residuals, cotangents),)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _results(call: Call, operands: Arrays) -> tuple[jax.Array, State, jax.Array]:
-    """Returns outputs, the state after all ranks' tokens, and the states for the backward pass."""
-    return over_batch(partial(_forward, call), *operands)
+def _results(call: Call, operands: Operands) -> tuple[jax.Array, State, Again]:
+    """Returns outputs, the state after all ranks' tokens, and what the backward pass needs."""
+    return over_batch(partial(_forward, call), operands)
 
 
-def _forward(call: Call, *operands: jax.Array) -> tuple[jax.Array, State, jax.Array]:
+def _forward(call: Call, operands: Operands) -> tuple[jax.Array, State, Again]:
     """Computes `_results`."""
     if call.world_size == 1:
-        return calls.forward(call, operands, None)
-    q, k, v, logs, first = operands
-    left, again = calls.left(call, k, v, logs)
-    start, last = vary_like(q, states.before(call, first, states.total(logs), left))
-    out, _, kept = calls.forward(call, (q, k, v, logs, start), again)
-    return out, last, kept
+        out, last, kept = calls.forward(call, operands, None)
+        return out, last, (kept, None)
+    q, k, v, logs, first, beta = operands
+    transfer, left, again = calls.left(call, k, v, logs, beta)
+    start, last = vary_like(q, states.before(call, first, transfer, left))
+    out, _, kept = calls.forward(call, operands._replace(first=start), again)
+    # The transfer of decays is a sum, so it is not kept.
+    return out, last, (kept, transfer if isinstance(transfer, Matrix) else None)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _gradients(call: Call, residuals: Arrays, cotangents: Pair) -> Arrays:
+def _gradients(call: Call, residuals: Kept, cotangents: Pair) -> Operands:
     """Returns the gradients of the operands. Ranks follow each other from the last to the first."""
     return over_batch(partial(_backward, call), residuals, cotangents)
 
 
-def _backward(call: Call, residuals: Arrays, cotangents: Pair) -> Arrays:
+def _backward(call: Call, residuals: Kept, cotangents: Pair) -> Operands:
     """Computes `_gradients`."""
+    (operands, transfer), (dout, dlast) = residuals, cotangents
     if call.world_size == 1:
-        return calls.backward(call, (*residuals, *cotangents), None)
-    (q, _, _, logs, _), (dout, dlast) = residuals, cotangents
+        return calls.backward(call, operands, dout, dlast, None)
     if call.method == "all_gather":
         # Every rank returned the last state, so its gradient is the sum of all ranks' gradients.
-        dlast = vary_like(q, lax.psum(dlast, call.axes))
-    left, again = calls.left(call, q, dout, logs, back=True)
-    dafter, dfirst = vary_like(q, states.before(call, dlast, states.total(logs), left, back=True))
-    *gradients, _ = calls.backward(call, (*residuals, dout, dafter), again)
+        dlast = vary_like(operands.q, lax.psum(dlast, call.axes))
+    left, again = calls.grad_left(call, operands, dout)
+    back = states.turned(states.total(operands.logs) if transfer is None else transfer)
+    dafter, dfirst = vary_like(operands.q, states.before(call, dlast, back, left, back=True))
+    gradients = calls.backward(call, operands, dout, dafter, again)
     # Every rank got the first state, but only rank 0 uses it.
     is_first = lax.axis_index(call.axes) == 0
-    return *gradients, jnp.where(is_first, dfirst, 0)
+    return gradients._replace(first=jnp.where(is_first, dfirst, 0))
 
 
 _attend.defvjp(_forward_rule, _backward_rule)

@@ -1,11 +1,13 @@
-"""Linear attention of one more token."""
+"""One more token of linear attention, and of the delta rule."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from burst_attention._attention.options import AnyArray
 from burst_attention._linear import checks
+from burst_attention._linear.plain import EXACT, advance
 
 
 def linear_attention_step(
@@ -15,7 +17,7 @@ def linear_attention_step(
     state: Float[Array, "batch heads k_dim v_dim"],
     *,
     decay: Float[AnyArray, " heads"] | None = None,
-    log_decay: Float[AnyArray, "batch heads"] | None = None,
+    log_decay: Float[AnyArray, "batch heads"] | Float[AnyArray, "batch heads k_dim"] | None = None,
     scale: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Linear attention of one more token: ``(out, state)``::
@@ -31,8 +33,8 @@ def linear_attention_step(
       value: ``[batch, v_heads, v_dim]``. Heads are shared as in `linear_attention`.
       state: floats ``[batch, heads, k_dim, v_dim]``, cast to float32.
       decay: λ, floats ``[heads]``, cast to float32; default 1, checked as in `linear_attention`.
-      log_decay: ln λ of this token, floats ``[batch, heads]``, cast to float32; −∞ leaves
-        nothing of ``state``, not even NaN. Excludes ``decay``.
+      log_decay: ln λ of this token, floats ``[batch, heads]`` or ``[batch, heads, k_dim]``, cast to
+        float32; −∞ leaves nothing of ``state``, not even NaN. Excludes ``decay``.
       scale: factor on query, a Python number; default 1.
 
     Returns:
@@ -41,18 +43,30 @@ def linear_attention_step(
     Raises:
       ValueError, TypeError: while tracing, with the way out.
     """
-    token = [x[:, None] if hasattr(x, "ndim") else x for x in (query, key, value)]
-    arrays = q, _, v = checks.arrays(*token)
+    return stepped((query, key, value), state, (decay, log_decay), None, scale)
+
+
+def stepped(
+    rows: tuple[object, object, object],
+    state: object,
+    decays: tuple[object, object],
+    beta: object,
+    scale: object,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the output of one more token and the state after it; checks all arguments first.
+
+    ``rows`` are query, key and value, ``decays`` the decay of heads and the log decay of the token.
+    """
+    # Wrong arguments stay as they are, for the checks.
+    tokens = [x[:, None] if isinstance(x, jax.Array | np.ndarray) else x for x in rows]
+    arrays = q, _, v = checks.arrays(*tokens)
     shape = (q.shape[0], checks.heads_of(q, v))
-    given = checks.decays(decay, log_decay, shape, "[batch, heads]")
-    factor, state = checks.scale(scale), checks.state("state", state, q, v)
+    given = checks.decays(*decays, (*shape, q.shape[3]), ("batch", "heads", "k_dim"))
+    betas = checks.betas(beta, shape, "[batch, heads]")
+    factor, before = checks.scale(scale), checks.state("state", state, q, v)
     logs = checks.logs_of(*given, shape)
     single = (jnp.repeat(x[:, 0], shape[1] // x.shape[2], axis=1) for x in arrays)
     q, k, v = (x.astype(jnp.float32) for x in single)
-    # A reset lets nothing pass, also in derivatives, not even NaN.
-    passes = ~jnp.isneginf(logs)
-    logs, before = jnp.where(passes, logs, 0), jnp.where(passes[..., None, None], state, 0)
-    faded = jnp.where(passes[..., None, None], jnp.exp(logs)[..., None, None] * before, 0)
-    after = faded + k[..., :, None] * v[..., None, :]
-    out = jnp.einsum("bhk,bhkv->bhv", q * factor, after, precision="highest")
+    after = advance(before, k, v, logs, betas)
+    out = jnp.einsum("bhk,bhkv->bhv", q * factor, after, precision=EXACT)
     return out.astype(arrays[0].dtype), after

@@ -1,0 +1,235 @@
+"""Infini-attention gives the results of its paper's recurrence on any mesh, whole or in pieces."""
+
+import re
+from functools import partial
+
+import burst_attention as ba
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ring
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from linear_cases import limit
+
+X = P(None, "context")
+SEGMENT = 24
+
+
+def reference(q, k, v, gate, m, z, segment, update, xp=np):
+    """Returns out, M and z, segment by segment, in the types of the arrays.
+
+    With ``xp`` jax.numpy it has derivatives.
+    """
+    group = q.shape[2] // k.shape[2]
+    phi = lambda x: xp.where(x > 0, x, xp.exp(xp.minimum(x, 0)) - 1) + 1  # noqa: E731
+    repeated = lambda x, axis: xp.repeat(x, group, axis=axis)  # noqa: E731
+    outs, weight = [], 1 / (1 + xp.exp(-gate))[:, None]
+    for start in range(0, q.shape[1], segment):
+        qs, ks, vs = (x[:, start : start + segment] for x in (q, k, v))
+        size = qs.shape[1]
+        seen = xp.where(np.arange(size)[:, None] >= np.arange(size), 0.0, -np.inf)
+        scores = xp.einsum("bqhd,bkhd->bhqk", qs, repeated(ks, 2)) * q.shape[3] ** -0.5 + seen
+        p = xp.exp(scores - scores.max(-1, keepdims=True))
+        p = p / p.sum(-1, keepdims=True)
+        local = xp.einsum("bhqk,bkhd->bqhd", p, repeated(vs, 2))
+        found = xp.zeros(local.shape)
+        if start or np.any(z):
+            found = xp.einsum("bqhd,bhdv->bqhv", phi(qs), repeated(m, 1))
+            found = found / xp.einsum("bqhd,bhd->bqh", phi(qs), repeated(z, 1))[..., None]
+            if update == "delta":
+                known = xp.einsum("bkhd,bhdv->bkhv", phi(ks), m)
+                vs = vs - known / xp.einsum("bkhd,bhd->bkh", phi(ks), z)[..., None]
+        outs.append(weight * found + (1 - weight) * local)
+        m, z = m + xp.einsum("bkhd,bkhv->bhdv", phi(ks), vs), z + phi(ks).sum(1)
+    return xp.concatenate(outs, 1), m, z
+
+
+def inputs(world, segments=2, dtype=np.float32, heads=4, kv_heads=2):
+    rows = (2, world * segments * SEGMENT)
+    shapes = [(*rows, heads, 16), (*rows, kv_heads, 16), (*rows, kv_heads, 8), (heads,)]
+    q, k, v, gate = ring.normal(world, *shapes, dtype=np.float32)
+    m, z = ring.normal(7, (2, kv_heads, 16, 8), (2, kv_heads, 16), dtype=np.float32)
+    return *(x.astype(dtype) for x in (q, k, v)), gate, m, np.abs(z) * 9
+
+
+def sharded(mesh, **options):
+    def local(q, k, v, gate, m, z):
+        options.setdefault("segment_size", SEGMENT)
+        out, (m, z) = ba.infini_attention(
+            q, k, v, gate, axis_name="context", memory=(m, z), **options
+        )
+        return out, m, z
+
+    specs = (X, X, X, P(), P(), P())
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(X, P(), P()))
+
+
+def near(got, want, bound):
+    for x, y in zip(got, want, strict=True):
+        y = np.asarray(y, np.float64)
+        assert np.linalg.norm(np.asarray(x, np.float64) - y) <= limit(bound) * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize("update", ["linear", "delta"])
+@pytest.mark.parametrize("world", [1, 4])
+def test_it_is_the_papers_recurrence(world, update):
+    arrays = inputs(world)
+    exact = [np.float64(x) for x in arrays]
+    want = reference(*exact, SEGMENT, update)
+    function = sharded(ring.line(world), update=update)
+    cotangents = ring.normal(5, *[np.shape(x) for x in want], dtype=np.float32)
+    got, gradients = ring.gradients(function)(arrays, tuple(cotangents))
+    near(got, want, 2e-6)
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(x) for x in exact]
+        pullback = jax.vjp(lambda *x: reference(*x, SEGMENT, update, jnp), *exact)[1]
+        wanted = pullback(tuple(jnp.asarray(np.float64(x)) for x in cotangents))
+    near(gradients, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("update", ["linear", "delta"])
+def test_a_text_goes_through_in_pieces_and_the_last_may_be_short(update):
+    q, k, v, gate, m, z = inputs(4, segments=3)
+    rows = [x[:, : 8 * SEGMENT + 10] for x in (q, k, v)]
+    want = reference(*map(np.float64, (*rows, gate, 0 * m, 0 * z)), SEGMENT, update)
+    mesh = jax.make_mesh((2, 4), ("data", "context"), (AxisType.Auto,) * 2)
+    run = partial(ba.infini_attention, segment_size=SEGMENT, update=update, mesh=mesh)
+    outs, memory = [], None
+    for start, spec in (
+        (0, P("data", "context")),
+        (4 * SEGMENT, P("data", "context")),
+        (8 * SEGMENT, P("data")),
+    ):
+        piece = [x[:, start : start + 4 * SEGMENT] for x in rows]
+        out, memory = run(*piece, gate, memory=memory, spec=spec)
+        outs.append(np.asarray(out))
+    near((np.concatenate(outs, 1), *memory), want, 2e-6)
+
+
+def test_heads_are_sharded_and_few_heads_of_keys_whole():
+    q, k, v, gate, m, z = inputs(2, heads=4, kv_heads=1)
+    want = reference(*map(np.float64, (q, k, v, gate, m, z)), SEGMENT, "delta")
+    mesh = jax.make_mesh(
+        (2, 2), ("context", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    out, memory = ba.infini_attention(
+        q,
+        k,
+        v,
+        gate,
+        memory=(m, z),
+        segment_size=SEGMENT,
+        update="delta",
+        mesh=mesh,
+        spec=P(None, "context", "tensor"),
+    )
+    near((out, *memory), want, 2e-6)
+
+
+def test_the_softmax_may_have_other_queries_and_keys():
+    q, k, v, gate, m, z = inputs(2)
+    other_q, other_k = (x[:, ::-1] for x in (q, k))
+
+    def local(*x):
+        q, k, v, other_q, other_k = x
+        return ba.infini_attention(
+            q,
+            k,
+            v,
+            gate,
+            axis_name="context",
+            memory=(m, z),
+            segment_size=SEGMENT,
+            local_query=other_q,
+            local_key=other_k,
+        )[0]
+
+    function = jax.shard_map(local, mesh=ring.line(2), in_specs=(X,) * 5, out_specs=X)
+    got = function(q, k, v, other_q, other_k)
+    exact = [np.float64(x) for x in (gate, m, z)]
+    weight = 1 / (1 + np.exp(-exact[0]))[:, None]
+    of_memory = reference(*map(np.float64, (q, k, v)), *exact, SEGMENT, "linear")[0]
+
+    def softmax(q, k):
+        rows = map(np.float64, (q, k, v))
+        return reference(*rows, -50 + 0 * gate, m, z, SEGMENT, "linear")[0]
+
+    want = of_memory + (1 - weight) * (softmax(other_q, other_k) - softmax(q, k))
+    near([got], [want], 2e-6)
+
+
+def test_an_empty_memory_gives_nothing_and_no_nan():
+    q, k, v, gate, m, z = inputs(1, segments=1)
+    function = sharded(ring.line(1), update="delta")
+    got, gradients = ring.gradients(function)((q, k, v, gate, 0 * m, 0 * z), (v.repeat(2, 2), m, z))
+    near(
+        [got[0]],
+        [reference(*map(np.float64, (q, k, v, gate, 0 * m, 0 * z)), SEGMENT, "delta")[0]],
+        2e-6,
+    )
+    assert all(np.isfinite(x).all() for x in gradients)
+
+
+def test_16_bits():
+    arrays = inputs(2, dtype="bfloat16")
+    want = reference(*map(np.float64, arrays), SEGMENT, "delta")
+    got = sharded(ring.line(2), update="delta")(*arrays)
+    assert got[0].dtype == "bfloat16"
+    assert got[1].dtype == np.float32
+    near(got, want, 2.0**-7)
+
+
+@pytest.mark.parametrize("update", ["linear", "delta"])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_what_travels_does_not_grow_with_length(update, segments):
+    arrays = inputs(8, segments)
+    text = jax.jit(sharded(ring.line(8), update=update)).lower(*arrays).as_text()
+    found = re.findall(r'stablehlo\.all_gather"?.*?-> tensor<([\dx]+)xf32>', text, re.S)
+    sizes = sorted(np.prod([int(size) for size in dims.split("x")]) for dims in found)
+    m, z, matrix = 4 * 16 * 8, 4 * 16, 4 * 16 * 16
+    assert sizes == sorted(8 * x for x in ([m + z] if update == "linear" else [z, matrix, m]))
+
+
+def test_vmap_and_remat():
+    q, k, v, gate, m, z = inputs(2)
+    function = sharded(ring.line(2), update="delta")
+    loss = lambda *x: sum(jnp.sum(jnp.sin(y)) for y in function(*x))  # noqa: E731
+    alone = jax.grad(jax.checkpoint(loss, policy=ba.save_attention), argnums=(0, 1, 2))(
+        q, k, v, gate, m, z
+    )
+    near(jax.grad(loss, argnums=(0, 1, 2))(q, k, v, gate, m, z), alone, 1e-6)
+    run = partial(ba.infini_attention, axis_name="context", segment_size=SEGMENT, update="delta")
+    both = P(None, None, "context")
+    mapped = jax.shard_map(
+        jax.vmap(lambda *x: run(*x, gate)[0]), mesh=ring.line(2), in_specs=both, out_specs=both
+    )
+    got = mapped(*(np.stack([x, x[::-1]]) for x in (q, k, v)))
+    want = function(q, k, v, gate, 0 * m, 0 * z)[0]
+    near(got, (want, want[::-1]), 1e-6)
+
+
+def test_bad_input():
+    q, k, v, gate, m, z = inputs(2)
+
+    def refused(error, words, **options):
+        with pytest.raises(error, match=words):
+            sharded(ring.line(2), **options)(q, k, v, gate, m, z)
+
+    refused(
+        ValueError, "segment_size must divide the tokens of each rank, 48, got 10", segment_size=10
+    )
+    refused(ValueError, "segment_size must be at least 1", segment_size=0)
+    refused(ValueError, "update must be one of 'linear' or 'delta'", update="sum")
+    refused(ValueError, "feature_map must be 'elu' or a function", feature_map="relu")
+    words = "spec belongs to global arrays, but infini_attention"
+    refused(ValueError, words, spec=X)
+    refused(ValueError, "local_key must have shape", local_key=v)
+    run = partial(ba.infini_attention, segment_size=8, mesh=ring.line(2), spec=X)
+    with pytest.raises(TypeError, match=r"memory must be a pair of arrays \(M, z\)"):
+        run(q, k, v, gate, memory=m)
+    with pytest.raises(ValueError, match=r"memory\[1\] must have shape \(2, 2, 16\)"):
+        run(q, k, v, gate, memory=(m, m))
+    with pytest.raises(ValueError, match=r"gate must have shape \(4,\), \[heads\]"):
+        run(q, k, v, gate[:2])
