@@ -42,6 +42,11 @@ handlers! {
     burst_attention_linear_forward_execute => linear::execute, Kind::Forward;
     burst_attention_linear_backward_execute => linear::execute, Kind::Backward;
 
+    burst_attention_delta_state_execute => linear::execute, Kind::DeltaState;
+    burst_attention_delta_grad_state_execute => linear::execute, Kind::DeltaStateGradient;
+    burst_attention_delta_forward_execute => linear::execute, Kind::DeltaForward;
+    burst_attention_delta_backward_execute => linear::execute, Kind::DeltaBackward;
+
     burst_attention_decode_execute => decode::execute;
     burst_attention_decode_merge_execute => decode::merge;
 

@@ -34,6 +34,11 @@ impl Matrix {
         unsafe { self.at.write_bytes(0, rows * self.row) }
     }
 
+    /// Returns the matrix from a column on.
+    pub fn from_column(self, column: usize) -> Matrix {
+        Matrix { at: self.at.wrapping_add(column), ..self }
+    }
+
     /// Returns the matrix as the left side of a product.
     pub fn left(self) -> Left {
         Left { at: self.at, row_stride: self.row, depth_stride: 1 }
@@ -62,8 +67,8 @@ pub(super) enum Write {
     Add,
     /// `c = c·factor[row] + a·b`
     Rescale(*const f32),
-    /// `c = from·factor + a·b`. `from` is laid out as c, and may be c itself.
-    Onto(*const f32, f32),
+    /// `c = from·factor[row] + a·b`. `from` is laid out as c, and may be c itself.
+    Onto(*const f32, *const f32),
 }
 
 /// The part of the depth that each row of a product needs.
@@ -211,7 +216,7 @@ impl Product<'_> {
                 }
                 Write::Add => (self.c.at.cast_const(), &raw const one, 0),
                 Write::Rescale(factors) => (self.c.at.cast_const(), factors.add(rows.start), 1),
-                Write::Onto(from, factor) => (*from, &raw const *factor, 0),
+                Write::Onto(from, factors) => (*from, factors.add(rows.start), 1),
             };
             for (m, sums) in sums.iter().enumerate() {
                 let row = first + m * self.c.row;

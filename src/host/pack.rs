@@ -37,16 +37,29 @@ impl HeadRows<'_> {
     /// of `dim` floats or more.
     #[inline(always)]
     pub unsafe fn pack<S: Simd>(&self, simd: S, target: Matrix) {
-        let dim = self.array.dim;
-        for (i, row) in self.rows.clone().enumerate() {
-            let source = self.array.row(self.batch, row, self.head);
+        // SAFETY: the caller guarantees the rows and the room.
+        unsafe {
+            self.copy(simd, target);
+            for i in 0..self.rows.len() {
+                for d in self.array.dim..target.row {
+                    *target.at.add(i * target.row + d) = 0.0;
+                }
+            }
+        }
+    }
+
+    /// Copies the rows to the first `dim` floats of rows of `target`.
+    ///
+    /// # Safety
+    /// The caller guarantees what [`HeadRows::pack`] asks for.
+    #[inline(always)]
+    pub unsafe fn copy<S: Simd>(&self, simd: S, target: Matrix) {
+        let HeadRows { array, batch, head, rows } = self;
+        for (i, row) in rows.clone().enumerate() {
+            let source = array.row(*batch, row, *head);
             // SAFETY: the caller guarantees that the row is readable and `target` has room for it.
             unsafe {
-                let to = target.at.add(i * target.row);
-                load_row(simd, source, self.array.dtype, to, dim);
-                for d in dim..target.row {
-                    *to.add(d) = 0.0;
-                }
+                load_row(simd, source, array.dtype, target.at.add(i * target.row), array.dim);
             }
         }
     }
@@ -287,12 +300,31 @@ pub(super) fn panel(panels: *mut f32, lanes: &Range<usize>, dim: usize) -> Matri
 /// The caller guarantees that the floats are readable.
 #[inline(always)]
 pub(super) unsafe fn all_finite<S: Simd>(simd: S, values: *const f32, len: usize) -> bool {
+    let row = Matrix { at: values.cast_mut(), row: len };
+    // SAFETY: the caller guarantees that the floats are readable.
+    unsafe { rows_are_finite(simd, row, 0..1, &(0..len)) }
+}
+
+/// Whether all floats of some rows and columns, which are whole vectors, are finite.
+///
+/// # Safety
+/// The caller guarantees that the floats are readable.
+#[inline(always)]
+pub(super) unsafe fn rows_are_finite<S: Simd>(
+    simd: S,
+    matrix: Matrix,
+    rows: Range<usize>,
+    columns: &Range<usize>,
+) -> bool {
     // x · 0 is NaN if x is not finite.
     let mut sums = [simd.zero(); 4];
-    for i in (0..len).step_by(S::LANES) {
-        let sum = &mut sums[i / S::LANES % 4];
-        // SAFETY: the caller guarantees that the floats are readable.
-        *sum = simd.mul_add(unsafe { simd.load(values.add(i)) }, simd.zero(), *sum);
+    for row in rows {
+        for (i, column) in columns.clone().step_by(S::LANES).enumerate() {
+            let sum = &mut sums[i % 4];
+            // SAFETY: the caller guarantees that the floats are readable.
+            let x = unsafe { simd.load(matrix.at.add(row * matrix.row + column)) };
+            *sum = simd.mul_add(x, simd.zero(), *sum);
+        }
     }
     lanes(simd, total(simd, sums)).iter().all(|x| *x == 0.0)
 }

@@ -21,23 +21,23 @@ impl Scratch {
 
     /// Calls `work` with the parts that `lay_out` takes from this thread's scratch memory. The
     /// parts hold arbitrary numbers, and are `work`'s alone while it runs. The memory stays with
-    /// the thread for its next task.
+    /// the thread for its next task. A task that runs within `work` gets other memory.
     ///
     /// `lay_out` runs twice: first to measure how many floats it takes, with pointers to no memory.
-    fn with<T>(lay_out: impl Fn(&mut Scratch) -> T, work: impl FnOnce(T)) {
+    pub fn with<T>(lay_out: impl Fn(&mut Scratch) -> T, work: impl FnOnce(T)) {
         thread_local! {
-            static LINES: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
+            static FREE: RefCell<Vec<Vec<Line>>> = const { RefCell::new(Vec::new()) };
         }
         let mut measure = Scratch { next: ptr::null_mut(), left: usize::MAX };
         lay_out(&mut measure);
         let left = usize::MAX - measure.left;
-        LINES.with_borrow_mut(|lines| {
-            let count = left / Scratch::LINE;
-            if lines.len() < count {
-                lines.resize(count, Line([0.0; Scratch::LINE]));
-            }
-            work(lay_out(&mut Scratch { next: lines.as_mut_ptr().cast(), left }));
-        });
+        let mut lines = FREE.with_borrow_mut(|free| free.pop().unwrap_or_default());
+        let count = left / Scratch::LINE;
+        if lines.len() < count {
+            lines.resize(count, Line([0.0; Scratch::LINE]));
+        }
+        work(lay_out(&mut Scratch { next: lines.as_mut_ptr().cast(), left }));
+        FREE.with_borrow_mut(|free| free.push(lines));
     }
 
     /// Takes the next `len` floats.

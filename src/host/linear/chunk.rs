@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::prefetch::Prefetch;
 use crate::host::matmul::{Depth, Left, Matrix, Product, Write, even_parts};
-use crate::host::pack::{HeadRows, all_finite, store_row};
+use crate::host::pack::{HeadRows, rows_are_finite, store_row};
 use crate::host::simd::Simd;
 use crate::problem::Dtype;
 
@@ -13,23 +13,22 @@ use crate::problem::Dtype;
 /// chunks of 32 take as long.
 pub(super) const CHUNK: usize = 64;
 
-/// Computes c = a b, or adds to c as `write` says, in some rows and over some depth.
+/// Computes c = a b, or adds to c as `write` says, in some rows and columns and over some depth.
 ///
 /// # Safety
-/// The caller guarantees that all three matrices are this thread's, that they have these rows and
-/// this depth, that rows of b and c have the same number of whole vectors, and that c overlaps
-/// neither side.
+/// The caller guarantees that all three matrices are this thread's, that they have these rows, this
+/// depth and these columns, which are whole vectors, and that c overlaps neither side.
 #[inline(always)]
 pub(super) unsafe fn product<S: Simd>(
     simd: S,
     prefetch: &mut Prefetch,
     sides: (Left, Matrix),
     c: Matrix,
-    (rows, depth): (Range<usize>, Range<usize>),
+    (rows, columns, depth): (Range<usize>, Range<usize>, Range<usize>),
     write: Write,
 ) {
     // SAFETY: the caller guarantees the three matrices.
-    unsafe { product_in_parts(simd, prefetch, sides, c, (rows, c.row), Depth::All(depth), write) }
+    unsafe { product_in_parts(simd, prefetch, sides, c, (rows, columns), Depth::All(depth), write) }
 }
 
 /// Computes c = a b in some rows and over some depth, and writes 0 to all other rows up to `count`.
@@ -50,12 +49,12 @@ pub(super) unsafe fn product_and_zeros<S: Simd>(
         for others in [0..rows.start, rows.end..count] {
             c.skip(others.start).clear(others.len());
         }
-        product(simd, prefetch, sides, c, (rows, depth), Write::Set);
+        product(simd, prefetch, sides, c, (rows, 0..c.row, depth), Write::Set);
     }
 }
 
-/// Computes c = factor ∘ c + a b in `count` rows and over a depth of `count`, where row i of `a`
-/// holds zeros outside of `range(i)`.
+/// Computes c = a b, or adds to c as `write` says, in some rows and columns, where row i of `a` has
+/// zeros outside of `range(i)`.
 ///
 /// # Safety
 /// The caller guarantees what [`product`] asks for.
@@ -65,15 +64,16 @@ pub(super) unsafe fn triangular_product<S: Simd>(
     prefetch: &mut Prefetch,
     (a, b): (Left, Matrix),
     c: Matrix,
-    count: usize,
+    (rows, columns): (Range<usize>, Range<usize>),
     range: &dyn Fn(usize) -> Range<usize>,
-    factor: &[f32; CHUNK],
+    write: Write,
 ) {
+    let depth = range(rows.start).start..range(rows.end - 1).end;
     // SAFETY: the caller guarantees the three matrices. Rows of scratch are whole vectors.
     unsafe {
-        let exact = !all_finite(simd, b.at, count * b.row);
-        let (depth, write) = (Depth::Rows { range, exact }, Write::Rescale(factor.as_ptr()));
-        product_in_parts(simd, prefetch, (a, b), c, (0..count, c.row), depth, write);
+        let exact = !rows_are_finite(simd, b, depth, &columns);
+        let depth = Depth::Rows { range, exact };
+        product_in_parts(simd, prefetch, (a, b), c, (rows, columns), depth, write);
     }
 }
 
@@ -87,14 +87,19 @@ unsafe fn product_in_parts<S: Simd>(
     prefetch: &mut Prefetch,
     (a, b): (Left, Matrix),
     c: Matrix,
-    (rows, columns): (Range<usize>, usize),
+    (rows, columns): (Range<usize>, Range<usize>),
     depth: Depth<'_>,
     write: Write,
 ) {
+    let (b, c) = (b.from_column(columns.start), c.from_column(columns.start));
+    let write = match write {
+        Write::Onto(from, factors) => Write::Onto(from.wrapping_add(columns.start), factors),
+        write => write,
+    };
     for part in even_parts(rows.len(), S::TILE_ROWS) {
         prefetch.fetch(simd);
         let rows = rows.start + part.start..rows.start + part.end;
-        let (vectors, depth) = (columns / S::LANES, depth.clone());
+        let (vectors, depth) = (columns.len() / S::LANES, depth.clone());
         // SAFETY: the caller guarantees the three matrices.
         unsafe { Product { a, b, c, rows, vectors, depth, write }.compute(simd) }
     }
@@ -115,7 +120,7 @@ pub(super) unsafe fn scores<S: Simd>(
 ) {
     for first in (0..count).step_by(S::LANES) {
         let end = first + S::LANES;
-        let (sides, size) = ((a.left(), columns), (first..end.min(count), end));
+        let (sides, size) = ((a.left(), columns), (first..end.min(count), 0..end));
         let depth = Depth::All(0..dim);
         // SAFETY: the caller guarantees the three matrices.
         unsafe { product_in_parts(simd, prefetch, sides, p, size, depth, Write::Set) }
@@ -216,11 +221,4 @@ pub(super) unsafe fn store<S: Simd>(simd: S, to: &HeadRows<'_>, source: Matrix) 
             }
         }
     }
-}
-
-/// Returns the chunks of `len` tokens.
-pub(super) fn chunks(
-    len: usize,
-) -> impl DoubleEndedIterator<Item = Range<usize>> + ExactSizeIterator {
-    (0..len.div_ceil(CHUNK)).map(move |chunk| chunk * CHUNK..len.min((chunk + 1) * CHUNK))
 }

@@ -1,274 +1,339 @@
-//! The gradients of a chunk of one head.
+//! Gradients, from the last chunk to the first: the gradient of the state, and what it needs.
 
 use std::ops::Range;
 
 use super::BackwardIo;
-use super::chunk::{
-    CHUNK, product, product_and_zeros, scale_all, scale_rows, scores, transpose, triangular_product,
-};
-use super::decays::Decays;
+use super::chunk::{CHUNK, product, scale_all, scores, transpose, triangular_product};
+use super::correct::Equations;
+use super::decays::{DecayScratch, Decays, Pairs, Side, Take};
+use super::finish::{Finish, Sums};
 use super::head_of;
 use super::prefetch::Prefetch;
-use crate::host::matmul::Matrix;
-use crate::host::pack::dot;
+use super::steps::{Chunk, Slot, States, Steps, padded};
+use crate::host::array::HostArray;
+use crate::host::matmul::{Matrix, Write};
 use crate::host::simd::Simd;
 
-/// The scratch that all chunks of a group use.
+/// The gradients of the states of a group of heads, and all other gradients if the states are there.
+///
+/// With q the scaled queries, P and B as in [`StateSteps`](super::states::StateSteps), D the
+/// gradient of the state after a chunk, and dv = du, or with the delta rule
+///
+/// ```text
+/// de = du − Bᵀ dv;   dv = β ∘ de
+/// ```
+///
+/// each chunk computes
+///
+/// ```text
+/// du = Pᵀ dout + (to_end ∘ k) D
+/// D = carry ∘ D + (from_start ∘ q)ᵀ dout − (from_start ∘ k)ᵀ dv, the last term with the delta rule
+/// ```
+pub(super) struct GradientSteps<'a> {
+    pub q: &'a HostArray,
+    /// Keys, unless the gradient of the state is all that is wanted, and no rule corrects values.
+    pub k: Option<&'a HostArray>,
+    /// Factor on the queries.
+    pub scale: f32,
+    pub dout: &'a HostArray,
+    pub log_decay: &'a HostArray,
+    /// β of the delta rule.
+    pub beta: Option<&'a HostArray>,
+    /// Batch entry and heads of decays.
+    pub heads: (usize, Range<usize>),
+    /// All other gradients.
+    pub all: Option<AllGradients<'a>>,
+}
+
+/// What the gradients of queries, keys, values and decays need.
+pub(super) struct AllGradients<'a> {
+    pub io: &'a BackwardIo,
+    /// The states of each head before the chunks from number `first` on.
+    pub states: &'a [States],
+    pub first: usize,
+}
+
 #[derive(Clone, Copy)]
-pub(super) struct GroupScratch {
+pub(super) struct Parts {
+    decays: DecayScratch,
     pub q: Matrix,
+    /// from_start ∘ q.
+    pub q_faded: Matrix,
     pub k: Matrix,
-    pub v: Matrix,
+    /// to_end ∘ k.
+    pub k_faded: Matrix,
+    /// −from_start ∘ k.
+    pub minus_k: Matrix,
+    pub beta: Matrix,
+    pub e: Matrix,
+    pub u: Matrix,
     pub dout: Matrix,
-    /// Keys and values of the chunk as columns.
-    pub columns: [Matrix; 2],
-    /// Gradient of the state as columns.
-    pub d_columns: Matrix,
     pub p: Matrix,
     pub dp: Matrix,
-    /// dq, dk and dv of one head.
-    pub own: [Matrix; 3],
-    /// Sums of dq, dk and dv over the heads that share a head of q, k or v.
-    pub sums: [Matrix; 3],
-    /// A vector for each row. The sum of its lanes is what the query adds to the gradients of
-    /// decays.
-    pub by_query: Matrix,
-    /// A vector for each row. The sum of its lanes is what the key adds to the gradients of decays.
-    pub by_key: Matrix,
+    /// −B.
+    pub minus_b: Matrix,
+    pub de: Matrix,
+    pub dv: Matrix,
 }
 
-impl GroupScratch {
-    /// Takes the scratch for rows of `kw` floats for keys and `vw` floats for values. `take` takes
-    /// a number of rows of a number of floats.
-    pub fn take(
-        mut take: impl FnMut(usize, usize) -> Matrix,
-        (kw, vw): (usize, usize),
-        lanes: usize,
-    ) -> GroupScratch {
-        GroupScratch {
-            q: take(CHUNK, kw),
-            k: take(CHUNK, kw),
-            v: take(CHUNK, vw),
-            dout: take(CHUNK, vw),
-            columns: [take(kw, CHUNK), take(vw, CHUNK)],
-            d_columns: take(vw, kw),
-            p: take(CHUNK, CHUNK),
-            dp: take(CHUNK, CHUNK),
-            own: [kw, kw, vw].map(|width| take(CHUNK, width)),
-            sums: [kw, kw, vw].map(|width| take(CHUNK, width)),
-            by_query: take(CHUNK, lanes),
-            by_key: take(CHUNK, lanes),
+#[derive(Clone, Copy)]
+pub(super) struct Temporary {
+    /// Keys and values as columns.
+    columns: [Matrix; 2],
+    pub sums: Sums,
+}
+
+impl<'a> GradientSteps<'a> {
+    /// Returns the batch entry and the head of decays of a member.
+    pub fn head(&self, member: usize) -> (usize, usize) {
+        (self.heads.0, self.heads.1.start + member)
+    }
+
+    /// Returns rows of an array, of the head that a member uses.
+    fn own<'b>(&self, array: &'b HostArray, member: usize) -> (&'b HostArray, (usize, usize)) {
+        (array, head_of(array, self.log_decay, self.head(member)))
+    }
+
+    /// Whether a member is the first one that uses its head of an array.
+    pub fn begins(&self, array: &HostArray, member: usize) -> bool {
+        self.head(member).1.is_multiple_of(self.log_decay.heads / array.heads)
+    }
+
+    /// Whether the members before a member have not read its head of an array.
+    fn packs(&self, array: &HostArray, member: usize) -> bool {
+        member == 0 || self.begins(array, member)
+    }
+
+    /// Returns the state before a chunk, if it is there.
+    pub fn state_before(&self, chunk: &Chunk) -> Option<(&'a BackwardIo, Matrix)> {
+        let AllGradients { io, states, first } = self.all.as_ref()?;
+        Some((io, states[chunk.member].before(chunk.number - first)))
+    }
+
+    /// Copies keys, and values without the delta rule, if the member before left others.
+    ///
+    /// # Safety
+    /// The caller guarantees what [`Steps`] says.
+    #[inline(always)]
+    unsafe fn pack_shared<S: Simd>(
+        &self,
+        simd: S,
+        chunk: &Chunk,
+        slot: &Slot<Parts>,
+        columns: [Matrix; 2],
+    ) {
+        let Parts { k, u, .. } = slot.parts;
+        let values = self.all.as_ref().filter(|_| self.beta.is_none()).map(|all| &all.io.v);
+        let arrays = [(self.k, k, columns[0]), (values, u, columns[1])];
+        for (array, packed, turned) in arrays {
+            let Some(array) = array else { continue };
+            if slot.fresh || self.packs(array, chunk.member) {
+                let (array, head) = self.own(array, chunk.member);
+                // SAFETY: the caller guarantees the memory and the rows.
+                unsafe {
+                    array.head_rows(head, &chunk.rows).pack(simd, packed);
+                    transpose(simd, packed, (chunk.rows.len(), packed.row), turned);
+                }
+            }
         }
     }
-}
 
-/// A head's states, transposed, and their gradient.
-#[derive(Clone, Copy)]
-pub(super) struct HeadStates {
-    /// Batch entry and head of decays.
-    pub head: (usize, usize),
-    /// Gradient of the state after a chunk, `[k_dim, v_dim]`.
-    pub d: Matrix,
-    /// The state before each part of the chunks.
-    pub parts: Matrix,
-    /// The state before each chunk of a part.
-    pub chunks: Matrix,
-    /// Number of rows of a state.
-    pub rows: usize,
-}
-
-impl HeadStates {
-    /// Returns the state before a part.
-    pub fn part(&self, index: usize) -> Matrix {
-        self.parts.skip(index * self.rows)
-    }
-
-    /// Returns the state before a chunk of the current part.
-    pub fn chunk(&self, index: usize) -> Matrix {
-        self.chunks.skip(index * self.rows)
-    }
-
-    /// Copies one state to another.
+    /// Computes B and the corrected values.
     ///
     /// # Safety
-    /// The caller guarantees that both are states of this head, that they differ, and that they are
-    /// this thread's.
-    pub unsafe fn copy(&self, from: Matrix, to: Matrix) {
-        // SAFETY: the caller guarantees two states of `rows` rows.
-        unsafe { to.at.copy_from_nonoverlapping(from.at, self.rows * from.row) }
-    }
-}
-
-/// A chunk of a head, whose keys and values are packed.
-pub(super) struct HeadChunk<'a> {
-    pub io: &'a BackwardIo,
-    pub scratch: GroupScratch,
-    pub states: &'a HeadStates,
-    pub rows: &'a Range<usize>,
-    /// Number of the chunk in the current part.
-    pub at: usize,
-}
-
-impl HeadChunk<'_> {
-    /// Computes the gradients, with q the scaled queries, S the state before the chunk, D the
-    /// gradient of the state after it, p = (q kᵀ) ∘ decay and dp = (dout vᵀ) ∘ decay:
-    ///
-    /// ```text
-    /// dq = from_start ∘ dout Sᵀ + dp k;  dk = to_end ∘ v Dᵀ + dpᵀ q;  dv = to_end ∘ k D + pᵀ dout
-    /// ```
-    ///
-    /// Then D = carry · D + (from_start ∘ q)ᵀ dout for the chunk before.
-    ///
-    /// # Safety
-    /// The caller guarantees that the scratch is this task's, that the arrays have these rows, and
-    /// that the gradients of the head's decays, `dq`, `dk` and `dv` are this task's.
+    /// The caller guarantees what [`Steps`] says, and that keys are packed.
     #[inline(always)]
-    pub unsafe fn gradients<S: Simd>(
+    unsafe fn correct_values<S: Simd>(
         &self,
         simd: S,
         prefetch: &mut Prefetch,
-        [dq, dk, dv]: [Matrix; 3],
+        chunk: &Chunk,
+        (parts, decays): (&Parts, &Decays),
+        columns: [Matrix; 2],
     ) {
-        let HeadChunk { io, scratch, states, rows, at } = *self;
-        let head = states.head;
-        let (count, k_dim, v_dim) = (rows.len(), io.k.dim, io.v.dim);
-        let GroupScratch { q, k, v, dout, d_columns, p, dp, .. } = scratch;
-        let (state, d) = (states.chunk(at), states.d);
-        let mut by_column = [0.0; CHUNK];
-        // SAFETY: the caller guarantees the scratch and the rows of the arrays.
+        let Parts { k, minus_k, beta, e, u, minus_b, .. } = *parts;
+        let (Some(betas), runs) = (self.beta, &decays.runs) else { return };
+        // SAFETY: the caller guarantees the memory and the rows.
         unsafe {
-            let decays = Decays::read(simd, &io.log_decay, head, rows);
-            let (before, after) = (&decays.from_start, &decays.to_end);
-            let (first, last) = (decays.first(), decays.last());
-            let (until, since) = (|row| decays.until(row), |row| decays.since(row));
-            io.q.head_rows(head_of(&io.q, &io.log_decay, head), rows).pack(simd, q);
-            scale_all(simd, q, count, io.scale);
-            io.dout.head_rows(head, rows).pack(simd, dout);
-            scores(simd, prefetch, (q, scratch.columns[0]), p, (count, k_dim));
-            scores(simd, prefetch, (dout, scratch.columns[1]), dp, (count, v_dim));
-            decays.weigh_both(simd, [p, dp], scratch.by_query, &mut by_column);
+            betas.head_rows(self.head(chunk.member), &chunk.rows).pack_column(beta.at);
+            let pairs = Pairs { a: k, b: k, p: minus_b, sign: -1.0, strict: true };
+            decays.scores(simd, prefetch, &pairs, columns[0], k.row);
+            decays.fade(simd, Side::Start, (k, minus_k), (-1.0, false));
+            let Some((io, state)) = self.state_before(chunk) else { return };
+            let (array, head) = self.own(&io.v, chunk.member);
+            array.head_rows(head, &chunk.rows).pack(simd, e);
+            let size = (runs.first(), 0..e.row, 0..io.k.dim);
+            product(simd, prefetch, (minus_k.left(), state), e, size, Write::Add);
+            let (beta, columns_of_u) = (beta.at, 0..u.row);
+            Equations { runs, minus_b, beta, e, x: u, columns: columns_of_u, backward: false }
+                .solve(simd, prefetch);
+            transpose(simd, u, (chunk.rows.len(), u.row), columns[1]);
+        }
+    }
+}
 
-            let size = (first.clone(), 0..v_dim);
-            product_and_zeros(simd, prefetch, (dout.left(), state), dq, size, count);
-            add_dots(simd, [q, dq], before, first.clone(), scratch.by_query);
-            triangular_product(simd, prefetch, (dp.left(), k), dq, count, &until, before);
-            scale_all(simd, dq, count, io.scale);
+impl Steps for GradientSteps<'_> {
+    type Parts = Parts;
+    type Temporary = Temporary;
 
-            transpose(simd, d, (k_dim, v_dim), d_columns);
-            let size = (last.clone(), 0..v_dim);
-            product_and_zeros(simd, prefetch, (v.left(), d_columns), dk, size, count);
-            scratch.by_key.clear(count);
-            add_dots(simd, [k, dk], after, last.clone(), scratch.by_key);
-            triangular_product(simd, prefetch, (dp.transposed(), q), dk, count, &since, after);
+    fn members(&self) -> usize {
+        self.heads.1.len()
+    }
 
-            product_and_zeros(simd, prefetch, (k.left(), d), dv, (last, 0..k_dim), count);
-            triangular_product(simd, prefetch, (p.transposed(), dout), dv, count, &since, after);
+    fn state(&self) -> [usize; 2] {
+        [self.q.dim, padded(self.dout.dim)]
+    }
 
-            let crossing = match decays.carry() {
-                Some(carry) => {
-                    f64::from(carry) * f64::from(dot(simd, state.at, d_columns.at, v_dim * k.row))
-                }
-                None => 0.0,
-            };
-            self.decay_gradients(simd, &by_column, crossing);
-
-            scale_rows(simd, q, &before[..count]);
-            let (sides, write) = ((q.transposed(), dout), decays.onto(d.at));
-            product(simd, prefetch, sides, d, (0..k_dim, first), write);
+    fn take_parts(&self, take: &mut Take<'_>) -> Parts {
+        let (kw, vw) = (padded(self.q.dim), padded(self.dout.dim));
+        let if_any = |condition| CHUNK * usize::from(condition);
+        let with_keys = if_any(self.k.is_some());
+        let (corrected, all) = (if_any(self.beta.is_some()), if_any(self.all.is_some()));
+        Parts {
+            decays: DecayScratch::take(take, kw),
+            q: take(CHUNK, kw),
+            q_faded: take(CHUNK, kw),
+            k: take(with_keys, kw),
+            k_faded: take(with_keys, kw),
+            minus_k: take(corrected, kw),
+            beta: take(1, corrected),
+            e: take(corrected.min(all), vw),
+            u: take(all, vw),
+            dout: take(CHUNK, vw),
+            p: take(with_keys, CHUNK),
+            dp: take(all, CHUNK),
+            minus_b: take(corrected, CHUNK),
+            de: take(corrected, vw),
+            dv: take(with_keys, vw),
         }
     }
 
-    /// Computes the gradients of the log decays.
-    ///
-    /// A token's log decay scales what earlier tokens and the state before the chunk give to this
-    /// token and to later tokens. Its gradient is a sum, in float64, of
-    ///
-    /// - pairs of tokens of the chunk: the sums of p ∘ dp by rows less the sums by columns, from
-    ///   the token on, without the diagonal, which no decay scales,
-    /// - the state before the chunk with queries from the token on,
-    /// - keys before the token with the gradient of the state after the chunk,
-    /// - the state before with the gradient of the state after: `crossing`.
-    ///
-    /// No term is a small difference of large sums, and errors do not add up over chunks.
-    ///
-    /// # Safety
-    /// The caller guarantees what [`HeadChunk::gradients`] asks for.
+    fn take_temporary(&self, take: &mut Take<'_>) -> Temporary {
+        let (kw, vw) = (padded(self.q.dim), padded(self.dout.dim));
+        let columns = [take(kw, CHUNK), take(vw, CHUNK)];
+        let rows = if self.all.is_some() { CHUNK } else { 0 };
+        Temporary { columns, sums: Sums::take(take, rows, [kw, vw]) }
+    }
+
+    fn prefetch(&self, chunk: &Chunk) -> Prefetch {
+        let values = self.all.as_ref().map(|all| &all.io.v);
+        let arrays = [Some(self.q), Some(self.dout), self.k, values].into_iter().flatten();
+        let begun = arrays.filter(|array| self.packs(array, chunk.member));
+        let prefetch = match self.state_before(chunk) {
+            Some((io, state)) => Prefetch::none().and_scratch(state, io.k.dim),
+            None => Prefetch::none(),
+        };
+        let products = if self.all.is_some() { 7 } else { 1 };
+        let products = products * if self.beta.is_some() { 2 } else { 1 };
+        begun
+            .fold(prefetch, |prefetch, array| {
+                let (array, head) = self.own(array, chunk.member);
+                prefetch.and(&array.head_rows(head, &chunk.rows))
+            })
+            .over(products)
+    }
+
     #[inline(always)]
-    unsafe fn decay_gradients<S: Simd>(&self, simd: S, by_column: &[f32; CHUNK], crossing: f64) {
-        let HeadChunk { io, scratch, states, rows, .. } = *self;
-        let (batch, head) = states.head;
-        let (mut queries, mut keys) = ([0.0; CHUNK], [0.0; CHUNK]);
-        // SAFETY: the caller guarantees the scratch, which has a vector for each row of a chunk.
+    unsafe fn prepare<S: Simd>(
+        &self,
+        simd: S,
+        prefetch: &mut Prefetch,
+        chunk: &Chunk,
+        slot: &mut Slot<Parts>,
+        Temporary { columns, .. }: Temporary,
+    ) {
+        let Parts { q, q_faded, k, k_faded, u, dout, p, dp, de, dv, .. } = slot.parts;
+        let (rows, count, head) = (&chunk.rows, chunk.rows.len(), self.head(chunk.member));
+        // SAFETY: the caller guarantees the memory and the rows of the arrays.
         unsafe {
-            add_lanes(simd, scratch.by_query, rows.len(), &mut queries);
-            add_lanes(simd, scratch.by_key, rows.len(), &mut keys);
+            let decays = Decays::read(simd, self.log_decay, head, rows, &slot.parts.decays);
+            let (array, of_q) = self.own(self.q, chunk.member);
+            array.head_rows(of_q, rows).pack(simd, q);
+            scale_all(simd, q, count, self.scale);
+            self.dout.head_rows(head, rows).pack(simd, dout);
+            decays.fade(simd, Side::Start, (q, q_faded), (1.0, false));
+            if self.k.is_some() {
+                self.pack_shared(simd, chunk, slot, columns);
+                let pairs = Pairs { a: q, b: k, p, sign: 1.0, strict: false };
+                decays.scores(simd, prefetch, &pairs, columns[0], self.q.dim);
+                decays.fade(simd, Side::End, (k, k_faded), (1.0, false));
+                self.correct_values(simd, prefetch, chunk, (&slot.parts, &decays), columns);
+                let du = if self.beta.is_some() { de } else { dv };
+                let (size, since) = ((0..count, 0..du.row), |row| decays.runs.since(row));
+                let sides = (p.transposed(), dout);
+                triangular_product(simd, prefetch, sides, du, size, &since, Write::Set);
+            }
+            if self.all.is_some() {
+                let (sides, size) = ((dout, columns[1]), (count, u.row));
+                scores(simd, prefetch, sides, dp, size);
+            }
+            slot.decays = Some(decays);
         }
-        let (mut sums, mut sum) = ([0.0; CHUNK], crossing);
-        for (before, key) in sums.iter_mut().zip(&keys[..rows.len()]) {
-            *before = sum;
-            sum += f64::from(*key);
+    }
+
+    #[inline(always)]
+    unsafe fn correct<S: Simd>(
+        &self,
+        simd: S,
+        prefetch: &mut Prefetch,
+        slot: &Slot<Parts>,
+        d: Matrix,
+        columns: Range<usize>,
+    ) {
+        if self.k.is_none() {
+            return;
         }
-        let mut sum = 0.0;
-        for (i, row) in rows.clone().enumerate().rev() {
-            sum += f64::from(queries[i]) - f64::from(by_column[i]);
-            // SAFETY: the caller guarantees that the arrays have the row, and that the result is
-            // this task's.
-            unsafe {
-                let target = io.dlog_decay.row(batch, row, head).cast::<f32>();
-                if *io.log_decay.row(batch, row, head).cast::<f32>() == f32::NEG_INFINITY {
-                    // Nothing passes a reset, and the sum over pairs of the run before starts anew.
-                    *target = 0.0;
-                    sum = 0.0;
-                } else {
-                    *target = (sum + sums[i]) as f32;
-                }
+        let Parts { k_faded, beta, minus_b, de, dv, .. } = slot.parts;
+        let (runs, corrected) = (&slot.decays().runs, self.beta.is_some());
+        let du = if corrected { de } else { dv };
+        // SAFETY: the caller guarantees the memory.
+        unsafe {
+            let size = (runs.last(), columns.clone(), 0..self.q.dim);
+            product(simd, prefetch, (k_faded.left(), d), du, size, Write::Add);
+            if corrected {
+                let beta = beta.at;
+                Equations { runs, minus_b, beta, e: de, x: dv, columns, backward: true }
+                    .solve(simd, prefetch);
             }
         }
     }
-}
 
-/// Adds factor · a ∘ b of each row to the row's vector of sums. A row has as many floats as in `a`.
-///
-/// # Safety
-/// The caller guarantees that all three have these rows, and that `sums` are this thread's.
-#[inline(always)]
-unsafe fn add_dots<S: Simd>(
-    simd: S,
-    [a, b]: [Matrix; 2],
-    factors: &[f32; CHUNK],
-    rows: Range<usize>,
-    sums: Matrix,
-) {
-    for row in rows {
-        // SAFETY: the caller guarantees that all three have the row.
-        unsafe {
-            let mut dot = simd.zero();
-            for d in (0..a.row).step_by(S::LANES) {
-                let (a, b) = (a.at.add(row * a.row + d), b.at.add(row * b.row + d));
-                dot = simd.mul_add(simd.load(a), simd.load(b), dot);
-            }
-            let at = sums.at.add(row * sums.row);
-            simd.store(at, simd.mul_add(dot, simd.splat(factors[row]), simd.load(at)));
-        }
+    #[inline(always)]
+    unsafe fn finish<S: Simd>(
+        &self,
+        simd: S,
+        prefetch: &mut Prefetch,
+        chunk: &Chunk,
+        (slot, temporary): (&mut Slot<Parts>, Temporary),
+        d: Matrix,
+    ) {
+        let Some((io, state)) = self.state_before(chunk) else { return };
+        let Temporary { columns, sums } = temporary;
+        let finish = Finish { steps: self, io, chunk, slot, sums, states: [state, d] };
+        // SAFETY: the caller guarantees the memory and the rows of the arrays.
+        unsafe { finish.all(simd, prefetch, columns[1]) }
     }
-}
 
-/// Writes the sum of the lanes of each row's vector.
-///
-/// # Safety
-/// The caller guarantees that `sums` have a vector for each row of a chunk.
-#[inline(always)]
-unsafe fn add_lanes<S: Simd>(simd: S, sums: Matrix, count: usize, to: &mut [f32; CHUNK]) {
-    let mut columns = [0.0f32; 16 * 16];
-    for first in (0..count).step_by(S::LANES) {
-        // SAFETY: no vector has more than 16 lanes, and a chunk is a multiple of the lanes.
+    #[inline(always)]
+    unsafe fn update<S: Simd>(
+        &self,
+        simd: S,
+        prefetch: &mut Prefetch,
+        slot: &Slot<Parts>,
+        (before, after): (Matrix, Matrix),
+        columns: Range<usize>,
+    ) {
+        let Parts { q_faded, dout, minus_k, dv, .. } = slot.parts;
+        let decays = slot.decays();
+        let size = (0..self.q.dim, columns, decays.runs.first());
+        let (sides, write) = ((q_faded.transposed(), dout), decays.onto(before.at));
+        // SAFETY: the caller guarantees the memory.
         unsafe {
-            simd.transpose(sums.at.add(first * sums.row), sums.row, columns.as_mut_ptr(), S::LANES);
-            let mut total = simd.zero();
-            for lane in 0..S::LANES {
-                total = simd.add(total, simd.load(columns.as_ptr().add(lane * S::LANES)));
+            product(simd, prefetch, sides, after, size.clone(), write);
+            if self.beta.is_some() {
+                let sides = (minus_k.transposed(), dv);
+                product(simd, prefetch, sides, after, size, Write::Add);
             }
-            simd.store(to.as_mut_ptr().add(first), total);
         }
     }
 }

@@ -18,20 +18,28 @@
 //! The exponents stand for sums of log decays. Source: Qin et al., Lightning Attention-2 and LASP.
 
 mod backward;
+mod by_head;
 mod chunk;
+mod correct;
 mod decays;
-mod forward;
+mod finish;
 mod gradients;
 mod large_pages;
 mod prefetch;
-mod scan;
+mod runs;
+mod sequence;
+mod states;
+mod steps;
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
 use super::array::HostArray;
 use super::isa::Isa;
-use super::scratch::{InScratch, ScratchTask};
+use gradients::GradientSteps;
+use sequence::pass_on;
+use states::StateSteps;
+use steps::Chunks;
 
 /// An instruction set and the threads that compute.
 pub type Device<'a> = (Isa, &'a ThreadPool);
@@ -58,6 +66,41 @@ pub struct Scan<'a> {
     pub out: &'a HostArray,
 }
 
+/// What tokens do to the state before them with the delta rule: S after them is A S + M.
+#[derive(Debug)]
+pub struct Transfer<'a> {
+    /// Keys.
+    pub k: &'a HostArray,
+    /// Values.
+    pub v: &'a HostArray,
+    /// Log decays, as in [`Scan`].
+    pub log_decay: &'a HostArray,
+    /// β of each token, float32 `[batch, seq, heads, 1]`.
+    pub beta: &'a HostArray,
+    /// Result: A and M beside each other, float32 `[batch, k_dim, heads, k_dim + v_dim]`, stored by
+    /// head. A is 0 if a reset lets nothing pass.
+    pub out: &'a HostArray,
+}
+
+/// The gradient of the state before tokens with the delta rule, if no token after them has any.
+#[derive(Debug)]
+pub struct StateGradient<'a> {
+    /// Queries.
+    pub q: &'a HostArray,
+    /// Keys.
+    pub k: &'a HostArray,
+    /// Factor on the queries.
+    pub scale: f32,
+    /// Gradient of the output.
+    pub dout: &'a HostArray,
+    /// Log decays, as in [`Scan`].
+    pub log_decay: &'a HostArray,
+    /// β of each token.
+    pub beta: &'a HostArray,
+    /// Result: the gradient, stored as [`Scan::out`].
+    pub out: &'a HostArray,
+}
+
 /// The arrays of the forward pass.
 #[derive(Debug, Clone)]
 pub struct ForwardIo {
@@ -71,6 +114,8 @@ pub struct ForwardIo {
     pub scale: f32,
     /// Log decays, as in [`Scan`].
     pub log_decay: HostArray,
+    /// β of each token, float32 `[batch, seq, heads, 1]`, which makes the rule the delta rule.
+    pub beta: Option<HostArray>,
     /// The state before the first token, stored as [`Scan::out`].
     pub before: HostArray,
     /// Result: the output `[batch, seq, heads, v_dim]`.
@@ -92,6 +137,8 @@ pub struct BackwardIo {
     pub scale: f32,
     /// Log decays, as in [`Scan`].
     pub log_decay: HostArray,
+    /// β of each token, float32 `[batch, seq, heads, 1]`, which makes the rule the delta rule.
+    pub beta: Option<HostArray>,
     /// The state before the first token.
     pub before: HostArray,
     /// Gradient of the output.
@@ -106,6 +153,8 @@ pub struct BackwardIo {
     pub dv: HostArray,
     /// Result: the gradient of the log decays; 0 where they are −∞.
     pub dlog_decay: HostArray,
+    /// Result: the gradient of β, for the delta rule.
+    pub dbeta: Option<HostArray>,
     /// Result: the gradient of the state before the first token.
     pub dbefore: HostArray,
 }
@@ -115,8 +164,53 @@ pub struct BackwardIo {
 /// # Panics
 /// If the CPU lacks the instruction set.
 pub fn scan(device: Device<'_>, scan: &Scan<'_>) {
-    let heads = scan.log_decay.heads;
-    each(device, scan.left.batch, heads, |head| scan::ScanHead { scan, head });
+    let Scan { left, right, scale, log_decay, backward, out } = *scan;
+    let chunks = Chunks::all(left.rows.len(), backward);
+    each(device, left.batch, log_decay.heads, |isa, head| {
+        if backward {
+            let heads = (head.0, head.1..head.1 + 1);
+            let (q, dout, k, beta, all) = (left, right, None, None, None);
+            let steps = GradientSteps { q, k, scale, dout, log_decay, beta, heads, all };
+            pass_on(isa, &steps, &chunks, None, (out, head), |_| ());
+        } else {
+            let (k, v, outputs, beta) = (left, right, None, None);
+            let steps = StateSteps { outputs, k, scale, v, log_decay, beta, head, zeros: 0 };
+            pass_on(isa, &steps, &chunks, None, (out, head), |_| ());
+        }
+    });
+}
+
+/// Computes what tokens do to the state before them.
+///
+/// # Panics
+/// If the CPU lacks the instruction set.
+pub fn transfer(device: Device<'_>, transfer: &Transfer<'_>) {
+    let Transfer { k, v, log_decay, beta, out } = *transfer;
+    let chunks = Chunks::all(k.rows.len(), false);
+    each(device, k.batch, log_decay.heads, |isa, head| {
+        let (beta, zeros) = (Some(beta), k.dim);
+        let steps = StateSteps { outputs: None, k, scale: 1.0, v, log_decay, beta, head, zeros };
+        pass_on(isa, &steps, &chunks, None, (out, head), |state| {
+            for row in 0..k.dim {
+                // SAFETY: the state has `k.dim` rows and at least as many columns.
+                unsafe { *state.at.add(row * state.row + row) = 1.0 }
+            }
+        });
+    });
+}
+
+/// Computes the gradient of the state before the tokens.
+///
+/// # Panics
+/// If the CPU lacks the instruction set.
+pub fn state_gradient(device: Device<'_>, gradient: &StateGradient<'_>) {
+    let StateGradient { q, k, scale, dout, log_decay, beta, out } = *gradient;
+    let chunks = Chunks::all(q.rows.len(), true);
+    each(device, q.batch, log_decay.heads, |isa, head| {
+        let (heads, k, beta) = ((head.0, head.1..head.1 + 1), Some(k), Some(beta));
+        let steps = GradientSteps { q, k, scale, dout, log_decay, beta, heads, all: None };
+        pass_on(isa, &steps, &chunks, None, (out, head), |_| ());
+    });
 }
 
 /// Computes the outputs and the state after the last token.
@@ -125,8 +219,13 @@ pub fn scan(device: Device<'_>, scan: &Scan<'_>) {
 /// If the CPU lacks the instruction set.
 pub fn forward(device: Device<'_>, io: &ForwardIo) {
     large_pages::ask_for(&io.o);
-    let (batches, heads) = (io.q.batch, io.log_decay.heads);
-    each(device, batches, heads, |head| forward::ForwardHead { io, head });
+    let chunks = Chunks::all(io.q.rows.len(), false);
+    each(device, io.q.batch, io.log_decay.heads, |isa, head| {
+        let ForwardIo { q, k, v, scale, log_decay, beta, before, o, after } = io;
+        let (outputs, beta) = (Some((q, *scale, o)), beta.as_ref());
+        let steps = StateSteps { outputs, k, scale: 1.0, v, log_decay, beta, head, zeros: 0 };
+        pass_on(isa, &steps, &chunks, Some(before), (after, head), |_| ());
+    });
 }
 
 /// Computes all gradients, where q stands for the scaled queries:
@@ -141,7 +240,7 @@ pub fn forward(device: Device<'_>, io: &ForwardIo) {
 /// If the CPU lacks the instruction set.
 pub fn backward(device: Device<'_>, io: &BackwardIo) {
     [&io.dq, &io.dk, &io.dv].into_iter().for_each(large_pages::ask_for);
-    each(device, io.q.batch, backward::groups(io), |group| backward::BackwardGroup { io, group });
+    each(device, io.q.batch, backward::groups(io), |isa, group| backward::group(isa, io, group));
 }
 
 /// Returns the batch entry and the head of an array that a head of decays uses.
@@ -153,16 +252,16 @@ fn head_of(
     (batch, head * array.heads / log_decay.heads)
 }
 
-/// Runs a task for each head of each batch entry.
-fn each<T: ScratchTask>(
+/// Calls `work` for each head of each batch entry, in parallel.
+fn each(
     (isa, pool): Device<'_>,
     batches: usize,
     heads: usize,
-    task: impl Fn((usize, usize)) -> T + Sync,
+    work: impl Fn(Isa, (usize, usize)) + Sync,
 ) {
     pool.install(|| {
         (0..batches * heads)
             .into_par_iter()
-            .for_each(|index| isa.run(InScratch(task((index / heads, index % heads)))));
+            .for_each(|index| work(isa, (index / heads, index % heads)));
     });
 }

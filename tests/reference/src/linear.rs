@@ -1,4 +1,4 @@
-//! Linear attention of one head, token by token.
+//! Linear attention of one head, also with the delta rule, token by token.
 
 use std::ops::Range;
 
@@ -15,8 +15,10 @@ pub struct Head {
     pub v: Vec<f64>,
     /// Gradient of o, `[tokens, v_dim]`.
     pub dout: Vec<f64>,
-    /// Decay λ of each token.
+    /// Decay λ of each token, or of each token and each column of keys.
     pub decays: Vec<f64>,
+    /// β of each token, which makes the rule the delta rule.
+    pub beta: Option<Vec<f64>>,
 }
 
 /// The results of one head.
@@ -32,51 +34,118 @@ pub struct Results {
     pub dk: Vec<f64>,
     /// Gradient of v.
     pub dv: Vec<f64>,
-    /// Gradient of the natural logarithm of each token's decay.
+    /// Gradient of the natural logarithm of each decay.
     pub dlog_decay: Vec<f64>,
+    /// Gradient of β; zeros without the delta rule.
+    pub dbeta: Vec<f64>,
     /// Gradient of the state before the first token.
     pub dbefore: Vec<f64>,
 }
 
 impl Head {
     /// Computes both passes from the state before the first token and the gradient of the state
-    /// after the last one:
+    /// after the last one, with the values u = v, or u = β (v − Fᵀ k) with the delta rule:
     ///
     /// ```text
-    /// S_t = λ_t S_(t−1) + k_t v_tᵀ     o_t = q_tᵀ S_t     dq_t = S_t dout_t
-    /// D = D_t + q_t dout_tᵀ            dk_t = D v_t       dv_t = Dᵀ k_t
-    /// D_(t−1) = λ_t D                  dlog λ_t = Σ S_(t−1) ∘ D_(t−1)
+    /// F = λ_t ∘ S_(t−1)      S_t = F + k_t u_tᵀ     o_t = q_tᵀ S_t     dq_t = S_t dout_t
+    /// D = D_t + q_t dout_tᵀ  dk_t = D u_t           du_t = Dᵀ k_t      dv_t = du_t, or β du_t
+    /// dF = D                 D_(t−1) = λ_t ∘ dF     dlog λ_t = F ∘ dF, summed
+    /// delta rule: dF = D − k_t dv_tᵀ;  dk_t −= F dv_t;  dβ_t = du_t · (v − Fᵀ k)
     /// ```
     pub fn recurrence(&self, before: &[f64], dafter: &[f64]) -> Results {
-        let Head { dims: [k_dim, v_dim], ref q, ref k, ref v, ref dout, ref decays } = *self;
-        let tokens = decays.len();
+        let Head { dims: [k_dim, v_dim], ref q, ref dout, .. } = *self;
+        let tokens = q.len() / k_dim;
         let zeros = |dim: usize| vec![0.0; tokens * dim];
         let (mut o, mut dq) = (zeros(v_dim), zeros(k_dim));
         let mut states = vec![before.to_vec()];
         for t in 0..tokens {
-            let mut state = states[t].clone();
+            let (mut state, k) = (self.faded(t, &states[t]), self.key(t));
+            let (_, u) = self.written(t, &state);
             for (i, x) in state.iter_mut().enumerate() {
                 let (row, column) = (t * k_dim + i / v_dim, t * v_dim + i % v_dim);
-                *x = decays[t] * *x + k[row] * v[column];
+                *x += k[i / v_dim] * u[i % v_dim];
                 o[column] += q[row] * *x;
                 dq[row] += *x * dout[column];
             }
             states.push(state);
         }
         let after = states.pop().expect("the state before the first token at least");
-        let (mut dk, mut dv, mut dlog_decay) = (zeros(k_dim), zeros(v_dim), zeros(1));
-        let mut dbefore = dafter.to_vec();
+        let mut results = Results {
+            o,
+            after,
+            dq,
+            dk: zeros(k_dim),
+            dv: zeros(v_dim),
+            dlog_decay: vec![0.0; self.decays.len()],
+            dbeta: zeros(1),
+            dbefore: dafter.to_vec(),
+        };
         for t in (0..tokens).rev() {
-            for (i, d) in dbefore.iter_mut().enumerate() {
-                let (row, column) = (t * k_dim + i / v_dim, t * v_dim + i % v_dim);
-                *d += q[row] * dout[column];
-                dk[row] += *d * v[column];
-                dv[column] += *d * k[row];
-                *d *= decays[t];
-                dlog_decay[t] += states[t][i] * *d;
-            }
+            self.token_gradients(t, &states[t], &mut results);
         }
-        Results { o, after, dq, dk, dv, dlog_decay, dbefore }
+        results
+    }
+
+    /// Computes the gradients of a token from the state before it. `results.dbefore` holds the
+    /// gradient of the state after the token, and then of the state before it.
+    fn token_gradients(&self, t: usize, before: &[f64], results: &mut Results) {
+        let Head { dims: [k_dim, v_dim], ref q, ref dout, ref beta, .. } = *self;
+        let (faded, k) = (self.faded(t, before), self.key(t));
+        let (error, u) = self.written(t, &faded);
+        let Results { dk, dv, dlog_decay, dbeta, dbefore, .. } = results;
+        let mut du = vec![0.0; v_dim];
+        for (i, d) in dbefore.iter_mut().enumerate() {
+            let (row, column) = (i / v_dim, i % v_dim);
+            *d += q[t * k_dim + row] * dout[t * v_dim + column];
+            dk[t * k_dim + row] += *d * u[column];
+            du[column] += *d * k[row];
+        }
+        let rate = beta.as_ref().map_or(1.0, |beta| beta[t]);
+        let dv = &mut dv[t * v_dim..][..v_dim];
+        dv.iter_mut().zip(&du).for_each(|(dv, du)| *dv = rate * du);
+        dbeta[t] = du.iter().zip(&error).map(|(du, error)| du * error).sum();
+        for (i, d) in dbefore.iter_mut().enumerate() {
+            let (row, column) = (i / v_dim, i % v_dim);
+            if beta.is_some() {
+                *d -= k[row] * dv[column];
+                dk[t * k_dim + row] -= faded[i] * dv[column];
+            }
+            let decay = self.decay(t, row);
+            dlog_decay[decay] += faded[i] * *d;
+            *d *= self.decays[decay];
+        }
+    }
+
+    /// Returns the place of the decay of a token in a row of the state.
+    fn decay(&self, t: usize, row: usize) -> usize {
+        let tokens = self.q.len() / self.dims[0];
+        let each = self.decays.len() / tokens;
+        t * each + row % each
+    }
+
+    /// Returns the state before a token with the token's decay.
+    fn faded(&self, t: usize, state: &[f64]) -> Vec<f64> {
+        let row = |i| i / self.dims[1];
+        let fade = |(i, x): (usize, &f64)| self.decays[self.decay(t, row(i))] * x;
+        state.iter().enumerate().map(fade).collect()
+    }
+
+    /// Returns the key of a token.
+    fn key(&self, t: usize) -> &[f64] {
+        &self.k[t * self.dims[0]..][..self.dims[0]]
+    }
+
+    /// Returns v − Fᵀ k of a token, and the value that it writes.
+    fn written(&self, t: usize, faded: &[f64]) -> (Vec<f64>, Vec<f64>) {
+        let v_dim = self.dims[1];
+        let v = self.v[t * v_dim..][..v_dim].to_vec();
+        let Some(beta) = &self.beta else { return (vec![0.0; v_dim], v) };
+        let mut error = v;
+        for (i, x) in faded.iter().enumerate() {
+            error[i % v_dim] -= x * self.key(t)[i / v_dim];
+        }
+        let written = error.iter().map(|error| beta[t] * error).collect();
+        (error, written)
     }
 }
 

@@ -86,8 +86,9 @@ fn attention_with_every_feature() {
     });
 }
 
-#[test]
-fn the_recurrence() {
+/// Asserts that all gradients of the recurrence are derivatives, with a number of decays for each
+/// token, and with or without the delta rule.
+fn assert_recurrence(decays: usize, delta: bool) {
     const TOKENS: usize = 6;
     let wide = |count, seed| values(count, seed).into_iter().map(f64::from).collect::<Vec<_>>();
     let head = Head {
@@ -96,7 +97,8 @@ fn the_recurrence() {
         k: wide(3 * TOKENS, 2),
         v: wide(2 * TOKENS, 3),
         dout: wide(2 * TOKENS, 4),
-        decays: wide(TOKENS, 5).into_iter().map(|x| 0.5 + x / 4.0).collect(),
+        decays: wide(decays * TOKENS, 5).into_iter().map(|x| 0.5 + x / 4.0).collect(),
+        beta: delta.then(|| wide(TOKENS, 8).into_iter().map(|x| 1.0 + x).collect()),
     };
     let (before, dafter) = (wide(6, 6), wide(6, 7));
     let loss = |head: &Head, before: &[f64]| {
@@ -106,11 +108,14 @@ fn the_recurrence() {
     };
     let found = head.recurrence(&before, &dafter);
     type Part = fn(&mut Head) -> &mut Vec<f64>;
-    let parts: [(&str, &[f64], Part); 3] = [
+    let mut parts: Vec<(&str, &[f64], Part)> = vec![
         ("dq", &found.dq, |head| &mut head.q),
         ("dk", &found.dk, |head| &mut head.k),
         ("dv", &found.dv, |head| &mut head.v),
     ];
+    if delta {
+        parts.push(("dbeta", &found.dbeta, |head| head.beta.as_mut().expect("the delta rule")));
+    }
     for (name, gradient, part) in parts {
         assert_derivative(name, gradient, 1e-5, |at, step| {
             let mut head = head.clone();
@@ -128,4 +133,16 @@ fn the_recurrence() {
         before[at] += step;
         loss(&head, &before)
     });
+}
+
+#[test]
+fn the_recurrence() {
+    assert_recurrence(1, false);
+    assert_recurrence(3, false);
+}
+
+#[test]
+fn the_recurrence_of_the_delta_rule() {
+    assert_recurrence(1, true);
+    assert_recurrence(3, true);
 }

@@ -211,11 +211,11 @@ impl Case {
         let (dims, zeros) = ([head_dim, value_dim], vec![0.0; self.state()]);
         let nothing = vec![0.0; tokens.len() * value_dim];
         if self.reverse {
-            let head = Head { dims, q: k, k: q, v: nothing, dout: v, decays };
+            let head = Head { dims, q: k, k: q, v: nothing, dout: v, decays, beta: None };
             let found = head.recurrence(&zeros, &start);
             (found.dbefore, found.dv)
         } else {
-            let head = Head { dims, q, k, v, dout: nothing, decays };
+            let head = Head { dims, q, k, v, dout: nothing, decays, beta: None };
             let found = head.recurrence(&start, &zeros);
             (found.after, found.o)
         }
