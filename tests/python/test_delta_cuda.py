@@ -15,8 +15,6 @@ from burst_attention._linear import gpu, gpu_delta
 from linear_reference import recurrence
 from test_linear_cuda import SLACK, TILE, exactly, in_parts, rounded, stand_in
 
-pytestmark = pytest.mark.needs("host")
-
 product = partial(jnp.einsum, precision="highest")
 NAMES = ("dq", "dk", "dv", "dlog_decay", "dbeta", "dfirst")
 
@@ -64,13 +62,12 @@ def delta_stand_in(name, label, parts, operands, shapes, narrow=exactly):
     inverse, sums, beta = in_tiles(inverse, rows), statistics(sums, rows), statistics(beta, rows)
     count = 1 if name == "parts" else 2
     rows_given = [in_tiles(x, rows) for x in given[:count]]
-    one = jax.ShapeDtypeStruct(sums.shape[1:3], np.float32)
     if len(given) > count:
         values, _ = walk(name, (k, inverse, sums, beta, *rows_given), given[count], narrow)
         return (of_tiles(values, shape),)
     k_dim, v_dim = k.shape[-1], rows_given[-1].shape[-1]
-    begin = jnp.broadcast_to(jnp.eye(k_dim, k_dim + v_dim), (*sums.shape[1:4], k_dim, k_dim + v_dim))
-    del one
+    identity = jnp.eye(k_dim, k_dim + v_dim)
+    begin = jnp.broadcast_to(identity, (*sums.shape[1:4], *identity.shape))
     wide = [*rows_given[:-1], jnp.pad(rows_given[-1], [(0, 0)] * 5 + [(k_dim, 0)])]
     _, columns = walk(name, (k, inverse, sums, beta, *wide), begin, narrow)
     assert shapes[0].shape == columns[..., k_dim:].shape
@@ -134,6 +131,9 @@ def keys(parts, operands, shapes, narrow):
     return of_tiles(dk, shapes[0]), spread.reshape(shapes[1].shape)
 
 
+host = pytest.mark.needs("host")
+
+
 @pytest.fixture
 def kernels(monkeypatch):
     """As if the devices were GPUs."""
@@ -161,7 +161,13 @@ def found(arrays, *, split=None, has_documents=False):
 
     ``split`` is the first token of the second device.
     """
-    q, k, v, logs, first, dout, dlast, beta = map(jnp.asarray, arrays)
+    run = jax.jit(partial(results, split=split, has_documents=has_documents))
+    return {name: np.asarray(x) for name, x in run(tuple(map(jnp.asarray, arrays))).items()}
+
+
+def results(arrays, *, split=None, has_documents=False):
+    """Returns what `found` returns, in a program."""
+    q, k, v, logs, first, dout, dlast, beta = arrays
     ends = [0, q.shape[1]] if split is None else [0, split, q.shape[1]]
     spans = [slice(*ends[n : n + 2]) for n in range(len(ends) - 1)]
     k_dim = k.shape[3]
@@ -170,7 +176,7 @@ def found(arrays, *, split=None, has_documents=False):
     starts = [first]
     for columns, _ in lefts:
         transfer, state = columns[..., :k_dim], columns[..., k_dim:]
-        starts.append(product("bhij,bhjv->bhiv", transfer, starts[-1]) + state)
+        starts.append(gpu_delta.product(transfer, starts[-1]) + state)
     ahead = [
         gpu_delta.forward(has_documents, (*x, start), again)
         for x, start, (_, again) in zip(own, starts, lefts, strict=False)
@@ -183,11 +189,12 @@ def found(arrays, *, split=None, has_documents=False):
         states = ahead[n][2] if n else starts[0]
         backs.append(gpu_delta.backward(has_documents, (*own[n], states, here, d), again))
         transfer = lefts[n][0][..., :k_dim].swapaxes(-1, -2)
-        d = product("bhij,bhjv->bhiv", transfer, d) + left
-    gradients = [jnp.concatenate(x[::-1], axis=1) for x in zip(*(y[:5] for y in backs), strict=True)]
+        d = gpu_delta.product(transfer, d) + left
+    gradients = [
+        jnp.concatenate(x[::-1], axis=1) for x in zip(*(y[:5] for y in backs), strict=True)
+    ]
     values = (jnp.concatenate([x[0] for x in ahead], axis=1), ahead[-1][1], *gradients)
-    named = dict(zip(("o", "state", *NAMES[:5]), values, strict=True)) | {"dfirst": backs[-1][5]}
-    return {name: np.asarray(x) for name, x in named.items()}
+    return dict(zip(("o", "state", *NAMES[:5]), values, strict=True)) | {"dfirst": backs[-1][5]}
 
 
 def assert_right(got, arrays, bounds=lambda name: SLACK * (2e-6 if name in "o state" else 1e-5)):
@@ -197,6 +204,7 @@ def assert_right(got, arrays, bounds=lambda name: SLACK * (2e-6 if name in "o st
         assert error <= bounds(name), (name, error)
 
 
+@host
 @pytest.mark.parametrize(
     ("tokens", "own_heads", "split", "most"),
     [(300, (2, 2, 2), None, 1), (700, (2, 1, 4), 333, 1), (70, (4, 2, 2), 1, 2)],
@@ -208,6 +216,7 @@ def test_kernels_and_what_surrounds_them_are_the_recurrence(
     assert_right(found(arrays, split=split), arrays)
 
 
+@host
 def test_rounding_to_16_bits_stays_small_in_all_gradients(kernels, monkeypatch):
     """Gradients of decays and rates too, although they are sums of differences."""
     monkeypatch.setattr(gpu, "_call", partial(stand_in, narrow=rounded))
@@ -223,6 +232,7 @@ def test_rounding_to_16_bits_stays_small_in_all_gradients(kernels, monkeypatch):
 SPOILS = ("q", "k", "v", "log_decay", "first", "dout", "dlast", "beta")
 
 
+@host
 @pytest.mark.parametrize("name", SPOILS)
 def test_what_is_not_finite_stays_in_its_document(kernels, monkeypatch, name):
     """In parts of one tile, so that documents begin inside of parts and go through several."""
@@ -249,3 +259,24 @@ def test_what_is_not_finite_stays_in_its_document(kernels, monkeypatch, name):
     for key, at in (("state", 3), ("dfirst", 0)):
         rows = slice(document == at, None)
         np.testing.assert_allclose(got[key][rows], want[key][rows], atol=1e-3, err_msg=key)
+
+
+@pytest.mark.needs("standin")
+@pytest.mark.parametrize(
+    ("dtype", "own_heads", "has_documents"),
+    [("bfloat16", (2, 1, 2), False), ("float16", (1, 1, 1), True)],
+)
+def test_the_kernels_themselves_are_the_recurrence(monkeypatch, dtype, own_heads, has_documents):
+    """Under XLA's runtime, on the interpreter, in parts of two tiles."""
+    # The stand-in has no matrix products of XLA.
+    summed = lambda a, b: (a[..., None] * b[..., None, :, :]).sum(axis=-2)
+    monkeypatch.setattr(gpu_delta, "product", summed)
+    monkeypatch.setattr(gpu, "part_rows", lambda batch, tokens, heads: 2 * TILE)
+    arrays = inputs(170, own_heads, 16, 24, dtype)
+    arrays[3][:, 100 if has_documents else ()] = -np.inf
+    got = found(arrays, split=None if has_documents else 150, has_documents=has_documents)
+    *operands, beta = arrays
+    unit = {"bfloat16": 2.0**-7, "float16": 2.0**-10}[dtype]
+    for name, exact in recurrence(*operands, beta=beta).items():
+        error = np.linalg.norm(got[name].astype(np.float64) - exact) / np.linalg.norm(exact)
+        assert error <= unit, (name, error)

@@ -196,6 +196,11 @@ def _with_nan(begins: Begins, ends: Bool[Array, "batch parts heads"]) -> Begins:
     return jnp.where(ends & of_state, jnp.nan, begins)
 
 
+def product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns products of small matrices in float32."""
+    return jnp.matmul(a, b, precision="highest")
+
+
 def _between(states: States, transfers: Transfers, *, back: bool) -> Begins:
     """Returns A and M of all parts before each part, and of all parts.
 
@@ -207,7 +212,7 @@ def _between(states: States, transfers: Transfers, *, back: bool) -> Begins:
         columns = columns[:, ::-1]
 
     def combine(first: jax.Array, then: jax.Array) -> jax.Array:
-        after = jnp.matmul(then[..., :k_dim], first, precision="highest")
+        after = product(then[..., :k_dim], first)
         return after.at[..., k_dim:].add(then[..., k_dim:])
 
     sums = lax.associative_scan(combine, columns, axis=1)
@@ -215,16 +220,14 @@ def _between(states: States, transfers: Transfers, *, back: bool) -> Begins:
     return jnp.concatenate([vary_like(sums, begin), sums], axis=1)
 
 
-def _states_from(
-    begins: Begins, start: State
-) -> Float32[Array, "batch begins heads k_dim v_dim"]:
+def _states_from(begins: Begins, start: State) -> Float32[Array, "batch begins heads k_dim v_dim"]:
     """Returns A S + M for the state S before all parts, where each part begins and behind all."""
     k_dim = begins.shape[3]
     transfers, states = begins[..., :k_dim], begins[..., k_dim:]
     # A row of S that A does not read passes nothing, not even NaN.
     is_read = (transfers != 0).any(axis=3)[..., None]
     read = jnp.where(is_read, start[:, None], 0)
-    return states + jnp.matmul(transfers, read, precision="highest")
+    return states + product(transfers, read)
 
 
 def _spread(
@@ -267,7 +270,7 @@ def _corrected(
 ) -> Float[Array, "batch seq heads v_dim"]:
     """Returns the corrected values of all tokens, from the state before each part."""
     operands = (tokens.k, inverse, tokens.parts.sums, tokens.beta, v, before)
-    return _call("parts", "values", tokens.parts, operands, [jax.typeof(v)])[0]
+    return _call("parts", "values", tokens.parts, operands, [_like(v)])[0]
 
 
 def _changes(
@@ -275,7 +278,7 @@ def _changes(
 ) -> Float[Array, "batch seq heads v_dim"]:
     """Returns dy of all tokens, from the gradient of the state behind each part."""
     operands = (tokens.k, inverse, tokens.parts.sums, tokens.beta, *given, behind)
-    return _call("grad_parts", "values", tokens.parts, operands, [jax.typeof(given[1])])[0]
+    return _call("grad_parts", "values", tokens.parts, operands, [_like(given[1])])[0]
 
 
 def _keys(
@@ -285,15 +288,18 @@ def _keys(
     k, parts = tokens.k, tokens.parts
     (batch, seq, heads, k_dim), columns = k.shape, -(-k.shape[3] // gpu.COLUMNS)
     rows = (batch, heads * columns, parts.sums.shape[2])
-    shapes = [jax.typeof(k), jax.ShapeDtypeStruct(rows, jnp.float32)]
+    shapes = [_like(k), jax.ShapeDtypeStruct(rows, jnp.float32)]
     dk, dots = _call("keys", "", parts, (k, parts.sums, *given), shapes)
     return dk, dots.reshape(batch, heads, columns, -1).sum(axis=2)[..., :seq]
+
+
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _call(
     name: str, label: str, parts: Cut, operands: Arrays, shapes: list[jax.ShapeDtypeStruct]
 ) -> Arrays:
-    results = [jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in shapes]
     attributes: _ffi.Attributes = {"part_rows": np.int64(parts.rows)}
-    outputs = _ffi.call(_ffi.DELTA_KERNELS[name], results, operands, attributes, label=label)
+    outputs = _ffi.call(_ffi.DELTA_KERNELS[name], shapes, operands, attributes, label=label)
     return vary_like(operands[0], outputs)
