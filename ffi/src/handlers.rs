@@ -5,7 +5,7 @@
 
 use burst_attention::Pass;
 
-use crate::cuda::LinearKind::{Attend, State};
+use crate::cuda::LinearKind::{Attend, DeltaGrad, DeltaInverse, DeltaKeys, DeltaState, State};
 use crate::cuda::Spread::{Devices, Virtual};
 use crate::cuda::Stage::{Execute, Initialize, Prepare};
 use crate::cuda::{self, Platform, run, run_decode, run_linear};
@@ -74,6 +74,23 @@ handlers! {
         run_linear, Attend, Initialize, HERE;
     burst_attention_linear_attend_cuda_execute =>
         run_linear, Attend, Execute, HERE;
+
+    burst_attention_delta_inverse_cuda_initialize =>
+        run_linear, DeltaInverse, Initialize, HERE;
+    burst_attention_delta_inverse_cuda_execute =>
+        run_linear, DeltaInverse, Execute, HERE;
+    burst_attention_delta_parts_cuda_initialize =>
+        run_linear, DeltaState, Initialize, HERE;
+    burst_attention_delta_parts_cuda_execute =>
+        run_linear, DeltaState, Execute, HERE;
+    burst_attention_delta_grad_parts_cuda_initialize =>
+        run_linear, DeltaGrad, Initialize, HERE;
+    burst_attention_delta_grad_parts_cuda_execute =>
+        run_linear, DeltaGrad, Execute, HERE;
+    burst_attention_delta_keys_cuda_initialize =>
+        run_linear, DeltaKeys, Initialize, HERE;
+    burst_attention_delta_keys_cuda_execute =>
+        run_linear, DeltaKeys, Execute, HERE;
 
     burst_attention_decode_pages_cuda_initialize => run_decode, Initialize, HERE;
     burst_attention_decode_pages_cuda_execute => run_decode, Execute, HERE;

@@ -27,6 +27,10 @@ DELTA = {
 """The calls of the delta rule on CPU devices."""
 LINEAR_KERNELS = {name: f"burst_attention_linear_{name}" for name in ("parts", "attend")}
 """The calls of linear attention on GPUs."""
+DELTA_KERNELS = {
+    name: f"burst_attention_delta_{name}" for name in ("inverse", "parts", "grad_parts", "keys")
+}
+"""The calls of the delta rule on GPUs, besides that of linear attention's outputs."""
 DECODE = "burst_attention_decode"
 """The call of decoding on CPU devices."""
 DECODE_MERGE = "burst_attention_decode_merge"
@@ -52,7 +56,7 @@ def _register(library: ctypes.CDLL) -> None:
     stages += [(target, "cpu", ("execute",)) for target in of_cpus]
     stages += [
         (target, "CUDA", ("initialize", "execute"))
-        for target in (*LINEAR_KERNELS.values(), DECODE_PAGES)
+        for target in (*LINEAR_KERNELS.values(), *DELTA_KERNELS.values(), DECODE_PAGES)
     ]
     for target, platform, names in stages:
         handlers = {

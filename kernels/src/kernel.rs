@@ -196,6 +196,31 @@ kernels! {
         tile: tiles::linear,
         ..KernelSpec::rows("linear_attend", "linear", record::LINEAR_ATTEND)
     };
+    /// Computes the inverse of each tile, in the delta rule.
+    DeltaRuleInverse => KernelSpec {
+        role: Role::Linear,
+        tile: tiles::delta_inverse,
+        ..KernelSpec::rows("delta_rule_inverse", "delta_inverse", record::DELTA_RULE_INVERSE)
+    };
+    /// Computes what parts of a sequence do to states, or corrected values, in the delta rule.
+    DeltaRuleState => KernelSpec {
+        role: Role::Linear,
+        tile: tiles::linear,
+        ..KernelSpec::rows("delta_rule_state", "delta_rule", record::DELTA_RULE_STATE)
+    };
+    /// Computes what parts of a sequence do to gradients of states, or gradients of values, in the
+    /// delta rule.
+    DeltaRuleGrad => KernelSpec {
+        role: Role::Linear,
+        tile: tiles::linear,
+        ..KernelSpec::rows("delta_rule_grad", "delta_rule", record::DELTA_RULE_GRAD)
+    };
+    /// Computes the gradient of keys from gradients of states, in the delta rule.
+    DeltaRuleKeys => KernelSpec {
+        role: Role::Linear,
+        tile: tiles::linear,
+        ..KernelSpec::rows("delta_rule_keys", "delta_keys", record::DELTA_RULE_KEYS)
+    };
     /// Computes the pieces of decode.
     Decode => KernelSpec {
         role: Role::Decode,

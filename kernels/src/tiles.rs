@@ -119,6 +119,11 @@ pub(crate) fn linear(_: Variant, target: Target, width: i32) -> TileShape {
     tile(64, 64, if width > most { 8 } else { 4 })
 }
 
+/// Tiles of the delta rule's inverses.
+pub(crate) fn delta_inverse(_: Variant, _: Target, _: i32) -> TileShape {
+    TileShape { blocks: 2, ..tile(64, 64, 4) }
+}
+
 /// Tiles of decode: as few rows as a matrix product takes, unless a unit has many or tiles are wide.
 /// With short pages a block takes four tiles of keys at once, but one where that spills. Two blocks
 /// share a multiprocessor where neither spills: one computes while the other waits for keys.

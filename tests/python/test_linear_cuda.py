@@ -71,7 +71,7 @@ def weighed(weights, x):
     return jnp.where(jnp.abs(weights) < 2.0**-126, 0, weights * x)
 
 
-def stand_in(name, label, parts, operands, shapes, back, narrow=exactly):
+def stand_in(name, label, parts, operands, shapes, back, strict=False, narrow=exactly):
     """The formulas of `kernels/compiler/src/device/linear.rs`."""
     rows = parts.rows
     *queries, k, v, sums = operands[: 3 if name == "parts" else 4]
@@ -90,7 +90,8 @@ def stand_in(name, label, parts, operands, shapes, back, narrow=exactly):
     assert states.shape == (sums.shape[0], count, heads, k.shape[-1], v.shape[-1])
     q = in_parts(queries[0], heads, rows)
     pairs = jnp.einsum("bphik,bphjk->bphij", q, k, precision="highest")
-    pairs = narrow(weighed(weights, pairs))
+    own = jnp.eye(rows) if strict else 0
+    pairs = narrow(weighed(weights - own, pairs))
     out = jnp.einsum("bphij,bphjv->bphiv", pairs, v, precision="highest")
     crossing = jnp.einsum("bphik,bphkv->bphiv", q, states, precision="highest")
     out += weighed(received[..., None], crossing)

@@ -6,6 +6,7 @@ use burst_attention_kernels::launch::{
     LINEAR_TILE, LinearAttend, LinearState, Part, TileOperation, column_tiles,
 };
 
+use super::delta;
 use super::explain::explain;
 use super::told::Told;
 use super::turn::Turn;
@@ -23,6 +24,14 @@ pub enum LinearKind {
     State,
     /// The outputs of the tokens.
     Attend,
+    /// The inverses of tiles, in the delta rule.
+    DeltaInverse,
+    /// What parts of the tokens do to states, or corrected values, in the delta rule.
+    DeltaState,
+    /// What parts of the tokens do to gradients of states, or dY, in the delta rule.
+    DeltaGrad,
+    /// The gradient of keys from gradients of states, in the delta rule.
+    DeltaKeys,
 }
 
 /// Handles the initialize or the execute stage on `platform`.
@@ -36,13 +45,10 @@ pub unsafe fn run_linear(
     platform: impl FnOnce() -> Result<&'static Platform>,
 ) -> *mut sys::XLA_FFI_Error {
     let body = |frame: &mut CallFrame<'_>, platform: &'static Platform, told: &Told<'_>| {
-        let (tokens, outputs) = decode(frame, kind)?;
-        if tokens.batch == 0 || tokens.rows == 0 {
-            return Ok(());
-        }
+        let Some(operation) = decode(frame, kind)? else { return Ok(()) };
         let executor = &platform.executor;
         Turn::run(frame, platform, told, None, |turn| {
-            let operation = |_| outputs.map_or(tokens.into(), TileOperation::from);
+            let operation = |_| operation;
             if stage == Stage::Execute {
                 executor.launch(turn.stream, operation)?;
                 return turn.issued();
@@ -56,26 +62,32 @@ pub unsafe fn run_linear(
     unsafe { handler::guard_stage(raw, stage.number(), |frame| Told::run(frame, platform(), body)) }
 }
 
-/// Reads a call with its memory: the tokens, and the outputs if the call computes them.
-fn decode(frame: &CallFrame<'_>, kind: LinearKind) -> Result<(LinearState, Option<LinearAttend>)> {
+/// Reads a call with its memory; `None` for a call without a token.
+fn decode(frame: &CallFrame<'_>, kind: LinearKind) -> Result<Option<TileOperation>> {
     let attributes = frame.attributes()?;
     let rows: i64 = attributes.get("part_rows")?;
     let part_rows = usize::try_from(rows).ok();
     let Some(part_rows) = part_rows.filter(|n| *n > 0 && n.is_multiple_of(LINEAR_TILE)) else {
         return Err(Error::mismatch("part_rows", format!("a multiple of {LINEAR_TILE}"), rows));
     };
-    let part = Part { rows: part_rows, reverse: attributes.get("reverse")? };
-    match kind {
+    let part = || Ok::<_, Error>(Part { rows: part_rows, reverse: attributes.get("reverse")? });
+    let has_tokens = |tokens: &LinearState| tokens.batch > 0 && tokens.rows > 0;
+    Ok(match kind {
         LinearKind::State => {
             let [k, v, sums] = frame.arguments()?;
             let [state] = frame.results()?;
-            Ok((tokens(part, [&k, &v, &sums, &state])?.0, None))
+            let (tokens, _) = tokens(part()?, [&k, &v, &sums, &state])?;
+            has_tokens(&tokens).then_some(tokens.into())
         }
         LinearKind::Attend => {
-            let outputs = attend(part, frame)?;
-            Ok((outputs.tokens, Some(outputs)))
+            let outputs = attend(part()?, frame)?;
+            has_tokens(&outputs.tokens).then_some(outputs.into())
         }
-    }
+        LinearKind::DeltaInverse => delta::inverse(part_rows, frame)?,
+        LinearKind::DeltaState => delta::state(part_rows, frame)?,
+        LinearKind::DeltaGrad => delta::grad(part_rows, frame)?,
+        LinearKind::DeltaKeys => delta::keys(part_rows, frame)?,
+    })
 }
 
 fn attend(part: Part, frame: &CallFrame<'_>) -> Result<LinearAttend> {
@@ -107,6 +119,7 @@ fn attend(part: Part, frame: &CallFrame<'_>) -> Result<LinearAttend> {
         tokens,
         q_heads,
         dots: dots.transpose()?,
+        strict: frame.attributes()?.get("strict")?,
         q: like("query", q, dtype, &[rows, q_heads, head_dim])?,
         o: like("out", o, dtype, &[rows, heads, value_dim])?,
     })
@@ -117,11 +130,7 @@ fn attend(part: Part, frame: &CallFrame<'_>) -> Result<LinearAttend> {
 fn tokens(part: Part, [k, v, sums, state]: [&Buffer; 4]) -> Result<(LinearState, Dtype)> {
     let (outer, [rows, kv_heads, head_dim]) = split("key", k)?;
     let (_, [_, _, value_dim]) = split("value", v)?;
-    let (element, dtype) = match k.dtype.activation() {
-        Some(Dtype::Bf16) => (Element::Bf16, Dtype::Bf16),
-        Some(Dtype::F16) => (Element::F16, Dtype::F16),
-        _ => return Err(Error::mismatch("dtype of key", "bfloat16 or float16", k.dtype)),
-    };
+    let (element, dtype) = activation(k)?;
     let [.., heads, _] = *sums.dims.as_slice() else {
         let got = format!("{:?}", sums.dims);
         return Err(Error::mismatch("shape of sums", "[..., heads, padded length]", got));
@@ -131,11 +140,7 @@ fn tokens(part: Part, [k, v, sums, state]: [&Buffer; 4]) -> Result<(LinearState,
             return Err(Error::mismatch(name, format!("a divisor of heads ({heads})"), count));
         }
     }
-    for (name, dim) in [("head_dim of key", head_dim), ("head_dim of value", value_dim)] {
-        if !dim.is_multiple_of(8) || !(8..=256).contains(&dim) {
-            return Err(Error::mismatch(name, "a multiple of 8 from 8 to 256", dim));
-        }
-    }
+    check_columns(head_dim, value_dim)?;
     let call = LinearState {
         batch: outer.iter().product(),
         rows,
@@ -155,4 +160,23 @@ fn tokens(part: Part, [k, v, sums, state]: [&Buffer; 4]) -> Result<(LinearState,
     let sums = sums.address("sums", Dtype::F32.into(), &padded)?;
     let state = state.address("state", Dtype::F32.into(), &states)?;
     Ok((LinearState { sums, state, ..call }, dtype))
+}
+
+/// Returns the type of keys, as kernels and as calls name it.
+pub(super) fn activation(k: &Buffer) -> Result<(Element, Dtype)> {
+    match k.dtype.activation() {
+        Some(Dtype::Bf16) => Ok((Element::Bf16, Dtype::Bf16)),
+        Some(Dtype::F16) => Ok((Element::F16, Dtype::F16)),
+        _ => Err(Error::mismatch("dtype of key", "bfloat16 or float16", k.dtype)),
+    }
+}
+
+/// Checks that kernels take these numbers of columns.
+pub(super) fn check_columns(head_dim: usize, value_dim: usize) -> Result<()> {
+    for (name, dim) in [("head_dim of key", head_dim), ("head_dim of value", value_dim)] {
+        if !dim.is_multiple_of(8) || !(8..=256).contains(&dim) {
+            return Err(Error::mismatch(name, "a multiple of 8 from 8 to 256", dim));
+        }
+    }
+    Ok(())
 }

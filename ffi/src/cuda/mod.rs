@@ -7,6 +7,7 @@
 mod call;
 mod collectives;
 mod decode;
+mod delta;
 mod explain;
 mod linear;
 mod told;

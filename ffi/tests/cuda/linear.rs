@@ -23,7 +23,9 @@ fn attend(
     let runtime = FakeRuntime::new(5, 1, 0).on_gpu(FakeGpu::new(Recorder::COMPUTE.0, &[]));
     let rows = FakeAttribute::Scalar(sys::XLA_FFI_DataType_S64, 64i64.to_ne_bytes().into());
     let reverse = FakeAttribute::Scalar(sys::XLA_FFI_DataType_PRED, vec![0]);
-    let attributes = vec![("part_rows".into(), rows), ("reverse".into(), reverse)];
+    let strict = FakeAttribute::Scalar(sys::XLA_FFI_DataType_PRED, vec![0]);
+    let attributes =
+        vec![("part_rows".into(), rows), ("reverse".into(), reverse), ("strict".into(), strict)];
     let mut frame = FakeFrame::new(args, rets, attributes, &runtime);
     frame.raw.stage = number(stage);
     // SAFETY: `FakeFrame` makes a frame as the header says, which lives for the call. The recorder

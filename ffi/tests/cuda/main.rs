@@ -3,6 +3,7 @@
 
 mod calls;
 mod decode;
+mod delta;
 mod failures;
 mod handlers;
 mod linear;

@@ -72,7 +72,7 @@ def scaled(x: Float[Array, "batch seq _ dim"], scale: float) -> Float[Array, "ba
     return x if scale == 1 else (x.astype(jnp.float32) * scale).astype(x.dtype)
 
 
-def _of_heads(x: Float[Array, "batch seq _ dim"], heads: int) -> Float[Array, "batch seq _ dim"]:
+def of_heads(x: Float[Array, "batch seq _ dim"], heads: int) -> Float[Array, "batch seq _ dim"]:
     """Returns ``x`` with its heads repeated to a number of heads."""
     return x if x.shape[2] == heads else jnp.repeat(x, heads // x.shape[2], axis=2)
 
@@ -80,7 +80,7 @@ def _of_heads(x: Float[Array, "batch seq _ dim"], heads: int) -> Float[Array, "b
 def _paired(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns k and v with one number of heads, as kernels take them."""
     heads = lcm(k.shape[2], v.shape[2])
-    return _of_heads(k, heads), _of_heads(v, heads)
+    return of_heads(k, heads), of_heads(v, heads)
 
 
 def part_rows(batch: int, tokens: int, heads: int) -> int:
@@ -138,21 +138,21 @@ def left(
 ) -> tuple[State, jax.Array]:
     """Returns the state that all tokens leave, and the result of `between` for their parts."""
     parts = cut(logs, has_documents)
-    keys, values = _kernel_rows(has_documents, *_paired(k, v))
+    keys, values = kernel_rows(has_documents, *_paired(k, v))
     zero = between(parts.totals, _parts(parts, keys, values, back), back)
     if has_documents:
         came = reached(spoilt(logs, k, v), parts.resets, back=back)
-        ends = _ends(came, parts, back)[..., None, None]
-        zero = jnp.where(jnp.pad(ends, [(0, 0), (1, 0)] + [(0, 0)] * 3), jnp.nan, zero)
+        spoilt_ends = ends(came, parts, back)[..., None, None]
+        zero = jnp.where(jnp.pad(spoilt_ends, [(0, 0), (1, 0)] + [(0, 0)] * 3), jnp.nan, zero)
     return zero[:, -1], zero
 
 
-def _kernel_rows(has_documents: bool, *rows: jax.Array) -> Arrays:
+def kernel_rows(has_documents: bool, *rows: jax.Array) -> Arrays:
     """Returns rows as kernels take them."""
     return tuple(map(finite, rows)) if has_documents else rows
 
 
-def _ends(
+def ends(
     came: Bool[Array, "batch seq heads"], parts: Cut, back: bool
 ) -> Bool[Array, "batch parts heads"]:
     """Returns ``came`` of the token at which each part is left."""
@@ -176,9 +176,9 @@ def forward(
     if zero is None:
         _, zero = left(has_documents, k, v, logs)
     states = states_from(parts.totals, zero, start, back=False)
-    queries, keys, values = _kernel_rows(has_documents, q, *_paired(k, v))
+    queries, keys, values = kernel_rows(has_documents, q, *_paired(k, v))
     given = (queries, keys, values, states[:, :-1])
-    out, _ = _attend("out", parts, given, None, back=False)
+    out, _ = attended("out", parts, given, None, back=False)
     if has_documents:
         came = reached(spoilt(logs, k, v), parts.resets, back=False)
         out = poisoned(out, came | spoilt(logs, q))
@@ -200,23 +200,21 @@ def backward(has_documents: bool, operands: Arrays, zero: jax.Array | None) -> A
     if zero is None:
         _, zero = left(has_documents, q, dout, logs, back=True)
     own_heads, all_heads = [x.shape[2] for x in (q, k, v)], logs.shape[2]
-    paired = (_of_heads(q, all_heads), *_paired(k, v), dout)
-    q, k, v, dout = _kernel_rows(has_documents, *paired)
+    paired = (of_heads(q, all_heads), *_paired(k, v), dout)
+    q, k, v, dout = kernel_rows(has_documents, *paired)
     behind = states_from(parts.totals, zero, dafter, back=True)
     d = behind[:, -2::-1]
     s_turned, d_turned = (x.swapaxes(3, 4) for x in (states[:, :-1], d))
-    dq, of_queries = _attend("dq", parts, (dout, v, k, s_turned), q, back=False)
-    dk, of_keys = _attend("dk", parts, (v, dout, q, d_turned), k, back=True)
-    dv, _ = _attend("dv", parts, (k, q, dout, d), None, back=True)
+    dq, of_queries = attended("dq", parts, (dout, v, k, s_turned), q, back=False)
+    dk, of_keys = attended("dk", parts, (v, dout, q, d_turned), k, back=True)
+    dv, _ = attended("dv", parts, (k, q, dout, d), None, back=True)
     gradients: Arrays = (dq, dk, dv)
     dots = of_queries - of_keys
     if has_documents:
         gradients, dots = _spread(parts, operands, gradients, dots)
-    narrowed = _narrowed(d, q.dtype)
-    crossing = jnp.einsum("bphkv,bphkv->bhp", states[:, 1:], narrowed, precision="highest")
-    dlogs = _decay_gradients(parts, dots, crossing)
+    dlogs = decay_gradients(parts, dots, crossings(states[:, 1:], d, q.dtype))
     groups = (all_heads // own for own in own_heads)
-    dq, dk, dv = (_of_group(x, group) for x, group in zip(gradients, groups, strict=True))
+    dq, dk, dv = (of_group(x, group) for x, group in zip(gradients, groups, strict=True))
     return dq, dk, dv, dlogs, behind[:, -1]
 
 
@@ -233,14 +231,18 @@ def _spread(
     return found, jnp.where((to_queries | to_keys).swapaxes(1, 2), jnp.nan, dots)
 
 
-def _narrowed(d: States, dtype: np.dtype) -> States:
-    """Returns D rounded as in the kernel for dk, so terms cancel exactly under a strong decay."""
+def crossings(states: States, d: States, dtype: np.dtype) -> Totals:
+    """Returns ⟨S, D⟩ of the states after parts.
+
+    D is rounded as in the kernel for dk, so that terms cancel exactly under a strong decay.
+    """
     largest = jnp.max(jnp.abs(d), axis=(3, 4), keepdims=True)
     bound = jnp.maximum(1, largest * 2.0**-15) if dtype == jnp.float16 else 1
-    return (d / bound).astype(dtype).astype(d.dtype) * bound
+    narrowed = (d / bound).astype(dtype).astype(d.dtype) * bound
+    return jnp.einsum("bphkv,bphkv->bhp", states, narrowed, precision="highest")
 
 
-def _of_group(gradient: jax.Array, group: int) -> jax.Array:
+def of_group(gradient: jax.Array, group: int) -> jax.Array:
     """Returns the sum over the heads that share a head of q, k or v."""
     if group == 1:
         return gradient
@@ -249,7 +251,7 @@ def _of_group(gradient: jax.Array, group: int) -> jax.Array:
     return by_head.sum(axis=3, dtype=jnp.float32).astype(gradient.dtype)
 
 
-def _decay_gradients(
+def decay_gradients(
     parts: Cut, of_tokens: Float32[Array, "batch heads seq"], crossing: Totals
 ) -> Logs:
     """Returns the gradient of the log decays.
@@ -292,28 +294,31 @@ def _parts(
     return state
 
 
-def _attend(
+def attended(
     label: str,
     parts: Cut,
     operands: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
     other: jax.Array | None,
-    back: bool,
+    *,
+    back: bool = False,
+    strict: bool = False,
 ) -> tuple[Float[Array, "batch seq heads v_dim"], Float32[Array, "batch heads seq"]]:
     """Returns the results of q, k, v and states, and their products with ``other`` by row.
 
-    Without ``other`` the products are zeros.
+    Without ``other`` the products are zeros. With ``strict`` a token's own key and value give it
+    nothing.
     """
     q, k, v, states = operands
     batch, tokens, heads = q.shape[0], q.shape[1], parts.sums.shape[1]
     results = [jax.ShapeDtypeStruct((batch, tokens, heads, v.shape[3]), q.dtype)]
     given: Arrays = (q, k, v, parts.sums, states)
     if other is None:
-        (out,) = _call("attend", label, parts, given, results, back)
+        (out,) = _call("attend", label, parts, given, results, back, strict)
         return out, jnp.zeros((batch, heads, tokens), jnp.float32)
     columns = -(-v.shape[3] // COLUMNS)
     rows = (batch, heads * columns, parts.sums.shape[2])
     results.append(jax.ShapeDtypeStruct(rows, jnp.float32))
-    out, dots = _call("attend", label, parts, (*given, other), results, back)
+    out, dots = _call("attend", label, parts, (*given, other), results, back, strict)
     return out, dots.reshape(batch, heads, columns, -1).sum(axis=2)[..., :tokens]
 
 
@@ -324,8 +329,11 @@ def _call(
     operands: Arrays,
     shapes: list[jax.ShapeDtypeStruct],
     back: bool,
+    strict: bool = False,
 ) -> Arrays:
     attributes = {"part_rows": np.int64(parts.rows), "reverse": np.bool_(back)}
+    if name == "attend":
+        attributes["strict"] = np.bool_(strict)
     target = _ffi.LINEAR_KERNELS[name]
     outputs = _ffi.call(target, shapes, operands, attributes, label=label)
     return vary_like(operands[0], outputs)

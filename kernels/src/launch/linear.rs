@@ -92,6 +92,8 @@ pub struct LinearAttend {
     /// An array `[batch, rows, q_heads, value_dim]`, and a float32 result `[batch, heads · tiles,
     /// padded rows]`: the products by row of this array with o, for each tile of columns.
     pub dots: Option<(u64, u64)>,
+    /// Whether a token's own key and value give it nothing.
+    pub strict: bool,
 }
 
 impl LinearState {
@@ -118,7 +120,13 @@ impl LinearState {
     }
 
     fn job(&self) -> LinearJob {
-        LinearJob::new(Kernel::LinearState, *self, self.kv_heads, &self.arrays())
+        let shape = (self.kv_heads, self.columns());
+        LinearJob::new(Kernel::LinearState, *self, shape, &self.arrays())
+    }
+
+    fn columns(&self) -> usize {
+        // Sizes without tiles are refused before any launch.
+        column_tiles(self.head_dim, self.value_dim).unwrap_or(1)
     }
 }
 
@@ -129,7 +137,9 @@ impl LinearAttend {
         let (q, o) = ((Operand::Q, self.q), (Operand::O, self.o));
         let (other, dots) = ((Operand::Other, other), (Operand::Dots, dots));
         let arrays = [q, k, v, sums, state, other, o, dots];
-        LinearJob::new(Kernel::LinearAttend, self.tokens, self.q_heads, &arrays)
+        let shape = (self.q_heads, self.tokens.columns());
+        let job = LinearJob::new(Kernel::LinearAttend, self.tokens, shape, &arrays);
+        LinearJob { strict: self.strict, ..job }
     }
 }
 
@@ -143,11 +153,12 @@ pub fn column_tiles(head_dim: usize, value_dim: usize) -> Option<usize> {
 }
 
 /// A description of linear attention in terms of its kernel's arguments.
-struct LinearJob {
+pub(super) struct LinearJob {
     kernel: Kernel,
     tokens: LinearState,
     q_heads: usize,
-    /// Tiles of value columns.
+    strict: bool,
+    /// Tiles of columns that blocks share.
     columns: usize,
     arrays: Vec<Array>,
 }
@@ -160,15 +171,15 @@ struct PartCut {
 }
 
 impl LinearJob {
-    fn new(
+    /// Returns a job with a number of heads of queries, and of tiles of columns.
+    pub fn new(
         kernel: Kernel,
         tokens: LinearState,
-        q_heads: usize,
+        (q_heads, columns): (usize, usize),
         arrays: &[(Operand, u64)],
     ) -> LinearJob {
-        // Sizes without tiles are refused before any launch.
-        let columns = column_tiles(tokens.head_dim, tokens.value_dim).unwrap_or(1);
-        let mut job = LinearJob { kernel, tokens, q_heads, columns, arrays: Vec::new() };
+        let (strict, of_arrays) = (false, Vec::new());
+        let mut job = LinearJob { kernel, tokens, q_heads, strict, columns, arrays: of_arrays };
         job.arrays = arrays.iter().map(|&(operand, address)| job.array(operand, address)).collect();
         job
     }
@@ -181,7 +192,7 @@ impl LinearJob {
         Array::new(image, operand, self.tokens.element, size, at).contiguous(size)
     }
 
-    fn launches(&self, target: Target, limit: u64) -> Result<Vec<Launch>, LaunchError> {
+    pub fn launches(&self, target: Target, limit: u64) -> Result<Vec<Launch>, LaunchError> {
         self.check()?;
         if self.tokens.batch == 0 || self.tokens.rows == 0 {
             return Ok(vec![]);
@@ -287,6 +298,8 @@ impl LinearJob {
             }
             Meaning::Size(size) => self.size(size),
             Meaning::StateSize => head_dim * value_dim,
+            Meaning::TransferSize => head_dim * head_dim,
+            Meaning::Strict => self.strict.into(),
             Meaning::PartTiles => part.rows / LINEAR_TILE,
             Meaning::Reverse => part.reverse.into(),
             Meaning::Bounded => (element == Element::F16).into(),

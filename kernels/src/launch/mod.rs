@@ -21,6 +21,7 @@ mod attention;
 mod check;
 mod cut;
 mod decode;
+mod delta_rule;
 mod fill;
 mod footprint;
 mod job;
@@ -38,6 +39,7 @@ use serde::ser::{Serialize, SerializeStruct, Serializer};
 
 pub use attention::*;
 pub use decode::*;
+pub use delta_rule::*;
 pub use footprint::Footprint;
 pub use linear::*;
 pub use per_row::*;
@@ -114,6 +116,14 @@ operations! {
     LinearState = "linear_state",
     /// The outputs of linear attention.
     LinearAttend = "linear_attend",
+    /// The inverses of the delta rule.
+    DeltaInverse = "delta_inverse",
+    /// The states or the corrected values of the delta rule.
+    DeltaState = "delta_state",
+    /// The gradients of states, or of the products with inverses, of the delta rule.
+    DeltaGrad = "delta_grad",
+    /// The gradient of keys in the delta rule.
+    DeltaKeys = "delta_keys",
     /// Attention of few queries over pages of keys.
     Decode = "decode",
 }

@@ -30,15 +30,21 @@ const KEY_STRIDES: &[Argument] = &arguments! {
     v_batch_stride: I32(BatchStride(V)) / 8, "elements between batch entries of v";
 };
 
-const STATE_STRIDES: &[Argument] = &arguments! {
+const SUMS_STRIDES: &[Argument] = &arguments! {
     sums_batch_stride: I32(BatchStride(Sums)) / 16, "elements between batch entries of sums";
     sums_head_stride: I32(HeadStride(Sums)) / 16, "elements between heads of sums, and of dots";
+};
+
+const STATE_STRIDES: &[Argument] = &arguments! {
     state_stride: I32(StateSize) / 16, "elements of a state";
 };
 
 const CUTS: &[Argument] = &arguments! {
     parts: I32(Size(Parts)), "parts of the tokens, each with a state of its own";
     part_tiles: I32(PartTiles), "tiles of a part; the last may have fewer";
+};
+
+const DIRECTION: &[Argument] = &arguments! {
     reverse: I32(Reverse), "1: from the last token to the first";
 };
 
@@ -68,15 +74,31 @@ const ATTEND_STRIDES: &[Argument] = &arguments! {
     dots_batch_stride: I32(BatchStride(Dots)) / 16, "elements between batch entries of dots";
 };
 
-const ATTEND_FLAGS: &[Argument] = &arguments! {
+const STRICT: &[Argument] = &arguments! {
+    strict: I32(Strict), "1: a token's own key and value give it nothing";
+};
+
+const BOUNDED: &[Argument] = &arguments! {
     bounded: I32(Bounded), "1: the kernel scales values so that they stay below 2^15 when narrowed to 16 bits";
+};
+
+const ATTEND_FLAGS: &[Argument] = &arguments! {
     has_other: I32(Has(Dots)), "1: the kernel reads other and writes dots; equals has_dots";
     has_dots: I32(Has(Dots)), "1: the kernel reads other and writes dots";
 };
 
 /// Arguments of `linear_state`.
-pub const LINEAR_STATE: &[Argument] =
-    record!(STATE_ARRAYS, ROWS, KEY_HEADS, COLUMNS, KEY_STRIDES, STATE_STRIDES, CUTS);
+pub const LINEAR_STATE: &[Argument] = record!(
+    STATE_ARRAYS,
+    ROWS,
+    KEY_HEADS,
+    COLUMNS,
+    KEY_STRIDES,
+    SUMS_STRIDES,
+    STATE_STRIDES,
+    CUTS,
+    DIRECTION
+);
 
 /// Arguments of `linear_attend`.
 pub const LINEAR_ATTEND: &[Argument] = record!(
@@ -85,7 +107,165 @@ pub const LINEAR_ATTEND: &[Argument] = record!(
     ATTEND_HEADS,
     COLUMNS,
     ATTEND_STRIDES,
+    SUMS_STRIDES,
     STATE_STRIDES,
     CUTS,
+    DIRECTION,
+    STRICT,
+    BOUNDED,
     ATTEND_FLAGS
+);
+
+const INVERSE_ARRAYS: &[Argument] = &arguments! {
+    k: Activations(K)[QLen, Heads, HeadDim] / 16, "keys [batch, rows, heads, head_dim]";
+    sums: Float32s(Sums)[Heads, PaddedRows; Sums, Sums] / 16, "sums of log decays since the start of a tile, in base 2 [batch, heads, padded_rows]";
+    beta: Float32s(Beta)[Heads, PaddedRows; Sums, Sums] / 16, "rates [batch, heads, padded_rows]; 0 behind the last token";
+    inverse: Activations(Inverse)[QLen, Heads, SixtyFour] Out / 16, "rows of the inverses of tiles [batch, rows, heads, 64]";
+};
+
+const KEY_COLUMNS: &[Argument] = &arguments! {
+    head_dim: I32(Size(HeadDim)) / 8, "columns of k, rows of a state";
+};
+
+const INVERSE_STRIDES: &[Argument] = &arguments! {
+    k_batch_stride: I32(BatchStride(K)) / 8, "elements between batch entries of k";
+    inverse_batch_stride: I32(BatchStride(Inverse)) / 8, "elements between batch entries of inverse";
+};
+
+/// Arguments of `delta_rule_inverse`.
+pub const DELTA_RULE_INVERSE: &[Argument] =
+    record!(INVERSE_ARRAYS, ROWS, KEY_COLUMNS, INVERSE_STRIDES, SUMS_STRIDES, CUTS);
+
+const SOLVED: &[Argument] = &arguments! {
+    inverse: Activations(Inverse)[QLen, Heads, SixtyFour] / 16, "rows of the inverses of tiles [batch, rows, heads, 64]";
+    sums: Float32s(Sums)[Heads, PaddedRows; Sums, Sums] / 16, "sums of log decays since the start of a tile, in base 2 [batch, heads, padded_rows]";
+    beta: Float32s(Beta)[Heads, PaddedRows; Sums, Sums] / 16, "rates [batch, heads, padded_rows]; 0 behind the last token";
+};
+
+const TOKEN_VALUES: &[Argument] = &arguments! {
+    k: Activations(K)[QLen, Heads, HeadDim] / 16, "keys [batch, rows, heads, head_dim]";
+    v: Activations(V)[QLen, Heads, ValueDim] / 16, "values [batch, rows, heads, value_dim]";
+};
+
+const TOKEN_GRADIENTS: &[Argument] = &arguments! {
+    q: Activations(Q)[QLen, Heads, HeadDim] / 16, "queries [batch, rows, heads, head_dim]";
+    k: Activations(K)[QLen, Heads, HeadDim] / 16, "keys [batch, rows, heads, head_dim]";
+    dout: Activations(Dout)[QLen, Heads, ValueDim] / 16, "gradients of the output [batch, rows, heads, value_dim]";
+};
+
+const CORRECTED: &[Argument] = &arguments! {
+    before: Float32s(Before)[Parts, Heads, HeadDim, ValueDim] In(Corrected) / 16, "the state where each part begins [batch, parts, heads, head_dim, value_dim]; read if has_u";
+    u: Activations(Corrected)[QLen, Heads, ValueDim] Out(Corrected) / 16, "corrected values [batch, rows, heads, value_dim]; written if has_u";
+};
+
+const CHANGED: &[Argument] = &arguments! {
+    before: Float32s(Before)[Parts, Heads, HeadDim, ValueDim] In(Dy) / 16, "the gradient of the state behind each part [batch, parts, heads, head_dim, value_dim]; read if has_dy";
+    dy: Activations(Dy)[QLen, Heads, ValueDim] Out(Dy) / 16, "gradient of the products with inverses [batch, rows, heads, value_dim]; written if has_dy";
+};
+
+const AFFINE: &[Argument] = &arguments! {
+    state: Float32s(State)[Parts, Heads, HeadDim, ValueDim] Out(Transfer) / 16, "the state that each part leaves, or its gradient [batch, parts, heads, head_dim, value_dim]; written if has_transfer";
+    transfer: Float32s(Transfer)[Parts, Heads, HeadDim, HeadDim] Out(Transfer) / 16, "what each part does to any state [batch, parts, heads, head_dim, head_dim]; written if has_transfer";
+};
+
+const VALUE_STRIDES: &[Argument] = &arguments! {
+    k_batch_stride: I32(BatchStride(K)) / 8, "elements between batch entries of k";
+    v_batch_stride: I32(BatchStride(V)) / 8, "elements between batch entries of v";
+    inverse_batch_stride: I32(BatchStride(Inverse)) / 8, "elements between batch entries of inverse";
+    u_batch_stride: I32(BatchStride(Corrected)) / 8, "elements between batch entries of u";
+};
+
+const GRADIENT_STRIDES: &[Argument] = &arguments! {
+    q_batch_stride: I32(BatchStride(Q)) / 8, "elements between batch entries of q";
+    k_batch_stride: I32(BatchStride(K)) / 8, "elements between batch entries of k";
+    dout_batch_stride: I32(BatchStride(Dout)) / 8, "elements between batch entries of dout";
+    inverse_batch_stride: I32(BatchStride(Inverse)) / 8, "elements between batch entries of inverse";
+    dy_batch_stride: I32(BatchStride(Dy)) / 8, "elements between batch entries of dy";
+};
+
+const TRANSFER_STRIDE: &[Argument] = &arguments! {
+    transfer_stride: I32(TransferSize) / 16, "elements of a part's transfer";
+};
+
+const HAS_U: &[Argument] = &arguments! {
+    has_u: I32(Has(Corrected)), "1: the kernel reads before and writes u";
+};
+
+const HAS_DY: &[Argument] = &arguments! {
+    has_dy: I32(Has(Dy)), "1: the kernel reads before and writes dy";
+};
+
+const HAS_TRANSFER: &[Argument] = &arguments! {
+    has_transfer: I32(Has(Transfer)), "1: the kernel writes state and transfer";
+};
+
+/// Arguments of `delta_rule_state`.
+pub const DELTA_RULE_STATE: &[Argument] = record!(
+    TOKEN_VALUES,
+    SOLVED,
+    CORRECTED,
+    AFFINE,
+    ROWS,
+    COLUMNS,
+    VALUE_STRIDES,
+    SUMS_STRIDES,
+    STATE_STRIDES,
+    TRANSFER_STRIDE,
+    CUTS,
+    BOUNDED,
+    HAS_U,
+    HAS_TRANSFER
+);
+
+/// Arguments of `delta_rule_grad`.
+pub const DELTA_RULE_GRAD: &[Argument] = record!(
+    TOKEN_GRADIENTS,
+    SOLVED,
+    CHANGED,
+    AFFINE,
+    ROWS,
+    COLUMNS,
+    GRADIENT_STRIDES,
+    SUMS_STRIDES,
+    STATE_STRIDES,
+    TRANSFER_STRIDE,
+    CUTS,
+    BOUNDED,
+    HAS_DY,
+    HAS_TRANSFER
+);
+
+const KEYS_ARRAYS: &[Argument] = &arguments! {
+    u: Activations(Corrected)[QLen, Heads, ValueDim] / 16, "corrected values [batch, rows, heads, value_dim]";
+    dout: Activations(Dout)[QLen, Heads, ValueDim; Corrected] / 16, "gradients of the output, laid out like u";
+    q: Activations(Q)[QLen, Heads, HeadDim] / 16, "queries [batch, rows, heads, head_dim]";
+    dv: Activations(Dv)[QLen, Heads, ValueDim; Corrected] / 16, "gradient of values, laid out like u";
+    k: Activations(K)[QLen, Heads, HeadDim; Q] / 16, "keys, laid out like q";
+    sums: Float32s(Sums)[Heads, PaddedRows; Sums, Sums] / 16, "sums of log decays since the start of a tile, in base 2 [batch, heads, padded_rows]";
+    turned: Float32s(Turned)[Parts, Heads, ValueDim, HeadDim] / 16, "the turned gradient of the state behind each part [batch, parts, heads, value_dim, head_dim]";
+    dk: Activations(Dk)[QLen, Heads, HeadDim; Q] Out / 16, "gradient of keys, laid out like q";
+    dots: Float32s(Dots)[DotHeads, PaddedRows; Dots, Sums] Out / 16, "rowsum(dk ∘ k) of each tile of columns [batch, heads · tiles, padded_rows]";
+};
+
+const DOT_HEADS: &[Argument] = &arguments! {
+    dot_heads: I32(Size(DotHeads)), "heads times tiles of columns";
+};
+
+const KEYS_STRIDES: &[Argument] = &arguments! {
+    u_batch_stride: I32(BatchStride(Corrected)) / 8, "elements between batch entries of u, dout and dv";
+    q_batch_stride: I32(BatchStride(Q)) / 8, "elements between batch entries of q, k and dk";
+    dots_batch_stride: I32(BatchStride(Dots)) / 16, "elements between batch entries of dots";
+};
+
+/// Arguments of `delta_rule_keys`.
+pub const DELTA_RULE_KEYS: &[Argument] = record!(
+    KEYS_ARRAYS,
+    ROWS,
+    DOT_HEADS,
+    COLUMNS,
+    KEYS_STRIDES,
+    SUMS_STRIDES,
+    STATE_STRIDES,
+    CUTS,
+    BOUNDED
 );

@@ -91,6 +91,20 @@ pub enum Operand {
     Sums,
     /// States of linear attention.
     State,
+    /// States that parts of the tokens begin with; gradients of the states behind them.
+    Before,
+    /// What parts of the tokens do to any state.
+    Transfer,
+    /// Turned gradients of the states behind parts.
+    Turned,
+    /// Rates of the delta rule.
+    Beta,
+    /// Inverses of the delta rule.
+    Inverse,
+    /// Corrected values of the delta rule.
+    Corrected,
+    /// Gradient of the products with inverses.
+    Dy,
     /// Factor of the products by row.
     Other,
     /// Products by row.
@@ -164,6 +178,8 @@ pub enum Size {
     Six,
     /// 10.
     Ten,
+    /// 64.
+    SixtyFour,
 }
 
 impl Size {
@@ -175,6 +191,7 @@ impl Size {
             Size::Four => Some(4),
             Size::Six => Some(6),
             Size::Ten => Some(10),
+            Size::SixtyFour => Some(64),
             _ => None,
         }
     }
@@ -195,6 +212,8 @@ pub enum Meaning {
     Size(Size),
     /// Elements of a state of linear attention.
     StateSize,
+    /// Elements of a part's transfer.
+    TransferSize,
     /// `softmax_scale` · log2 e.
     ScaleLog2,
     /// Factor on q·k.
@@ -211,6 +230,8 @@ pub enum Meaning {
     Section,
     /// Whether the last rows come first: 1 or 0.
     Reverse,
+    /// Whether a token's own key and value give it nothing: 1 or 0.
+    Strict,
     /// Whether the state or accumulator starts empty: 1 or 0.
     First,
     /// Whether the launch writes results instead of the state or accumulator: 1 or 0.

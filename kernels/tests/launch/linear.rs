@@ -36,7 +36,7 @@ fn state(
 
 fn attend(tokens: LinearState) -> LinearAttend {
     let dots = Some((7 << 48, 8 << 48));
-    LinearAttend { tokens, q_heads: tokens.heads, q: 5 << 48, o: 6 << 48, dots }
+    LinearAttend { tokens, q_heads: tokens.heads, q: 5 << 48, o: 6 << 48, dots, strict: false }
 }
 
 fn address(launch: &Launch, name: &str) -> u64 {

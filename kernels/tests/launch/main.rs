@@ -4,6 +4,7 @@
 
 mod cuts;
 mod decode;
+mod delta_rule;
 mod errors;
 mod footprint;
 mod fused;

@@ -1,10 +1,11 @@
-//! The definitions that tests compare results with: dense softmax attention and the recurrence of
-//! linear attention, each with all gradients.
+//! The definitions that tests compare results with: dense softmax attention and the recurrences of
+//! linear attention and of the delta rule, each with all gradients.
 //!
 //! The crate depends on no other one, so no error of the product can hide in it. Arrays are slices
 //! in row-major order, and rows stand in the order of the sequence.
 
 mod attention;
+pub mod delta;
 mod dropout;
 pub mod linear;
 mod real;

@@ -39,8 +39,12 @@ pub mod backward_keys;
 pub mod backward_queries;
 pub mod combine_softmax;
 pub mod common;
+pub mod decays;
 pub mod decode;
 pub mod decode_merge;
+pub mod delta_inverse;
+pub mod delta_keys;
+pub mod delta_rule;
 pub mod dropout;
 pub mod forward;
 pub mod linear;
@@ -66,6 +70,6 @@ pub(crate) fn source(module: &str) -> fn() -> Module {
             }
         };
     }
-    among!(forward backward_keys backward_queries segments masks rows combine_softmax linear decode
-           decode_merge)
+    among!(forward backward_keys backward_queries segments masks rows combine_softmax linear delta_inverse
+           delta_rule delta_keys decode decode_merge)
 }

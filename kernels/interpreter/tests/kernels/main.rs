@@ -4,6 +4,7 @@ mod bounded;
 mod case;
 mod combine_softmax;
 mod decode;
+mod delta_rule;
 mod feature_arrays;
 mod features;
 mod fold_result;

@@ -25,6 +25,7 @@ pub struct Case {
     pub value_dim: usize,
     pub part: usize,
     pub reverse: bool,
+    pub strict: bool,
     pub decays: Decays,
     /// Factors on queries, keys and values.
     pub sizes: [f32; 3],
@@ -64,6 +65,7 @@ pub const CASE: Case = Case {
     value_dim: 24,
     part: 64,
     reverse: false,
+    strict: false,
     decays: Decays::All(-0.015),
     sizes: [1.0; 3],
     spoil: Spoil::Nothing,
@@ -178,7 +180,10 @@ impl Case {
             let place = ((b * self.parts() + part) * heads + h) * self.state();
             let start = &inputs.before[place..][..self.state()];
             let start = start.iter().map(|&x| if from_zero { 0.0 } else { f64::from(x) }).collect();
-            let (state, o) = self.exact_part(inputs, (b, h), tokens.clone(), start);
+            let (state, mut o) = self.exact_part(inputs, (b, h), tokens.clone(), start);
+            if self.strict {
+                self.take_own(inputs, (b, h), tokens.clone(), &mut o);
+            }
             states[place..][..self.state()].copy_from_slice(&state);
             add_rows(&mut out, [rows, heads, value_dim], (b, h), tokens.clone(), &o);
             let shape = [rows, self.q_heads, value_dim];
@@ -189,6 +194,26 @@ impl Case {
             }
         }
         (states, out, dots)
+    }
+
+    /// Takes from results what tokens' own keys and values gave them.
+    fn take_own(
+        &self,
+        inputs: &Inputs,
+        (b, h): (usize, usize),
+        tokens: Range<usize>,
+        o: &mut [f64],
+    ) {
+        let Case { rows, heads, q_heads, kv_heads, head_dim, value_dim, .. } = *self;
+        for (t, o) in tokens.zip(o.chunks_mut(value_dim)) {
+            let of = |array: &[f32], array_heads: usize, dim: usize| {
+                rows_of(array, [rows, array_heads, dim], (b, h * array_heads / heads), t..t + 1)
+            };
+            let (q, k) = (of(&inputs.q, q_heads, head_dim), of(&inputs.k, kv_heads, head_dim));
+            let score: f64 = q.iter().zip(&k).map(|(q, k)| q * k).sum();
+            let v = of(&inputs.v, kv_heads, value_dim);
+            o.iter_mut().zip(v).for_each(|(o, v)| *o -= score * v);
+        }
     }
 
     /// Returns the state that some tokens of a head leave, and their results.

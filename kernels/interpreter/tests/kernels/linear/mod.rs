@@ -1,6 +1,6 @@
 //! Linear attention: `linear_state` and `linear_attend` against the recurrence.
 
-mod case;
+pub mod case;
 
 use burst_attention_kernels::instances::Element;
 use burst_attention_kernels::launch::{LinearAttend, column_tiles};
@@ -10,16 +10,14 @@ use crate::footprints::suffices;
 use crate::modules::find;
 use crate::mutants::{force, reroute_all, swap};
 use crate::world::{Array, Change, Stores, World};
-use case::{Arrays, CASE, Case, Decays, Inputs, Spoil, place};
+use case::{Arrays, CASE, Case, Decays, Spoil, place};
 
 /// Runs the launches in two orders of blocks, and returns what `read` returns.
-fn twice(
-    case: &Case,
+pub fn twice(
     change: Change,
-    run: impl Fn(&Inputs, &mut World) -> Result<Vec<Vec<f32>>, String>,
+    run: impl Fn(&mut World) -> Result<Vec<Vec<f32>>, String>,
 ) -> Result<Vec<Vec<f32>>, String> {
-    let inputs = case.inputs();
-    let [one, other] = [1, 2].map(|seed| run(&inputs, &mut World::new(seed, change)));
+    let [one, other] = [1, 2].map(|seed| run(&mut World::new(seed, change)));
     let (one, other) = (one?, other?);
     let bits = |found: &[Vec<f32>]| found.concat().iter().map(|x| x.to_bits()).collect::<Vec<_>>();
     match bits(&one) == bits(&other) {
@@ -50,8 +48,9 @@ pub fn rounding(element: Element) -> f64 {
 }
 
 fn state(case: &Case, change: Change) -> Result<Vec<f32>, String> {
-    let found = twice(case, change, |inputs, world| {
-        let arrays = place(case, inputs, world);
+    let inputs = case.inputs();
+    let found = twice(change, |world| {
+        let arrays = place(case, &inputs, world);
         let Arrays { k, v, sums, state, .. } = &arrays;
         let launches = case
             .description([k, v, sums, state])
@@ -73,8 +72,9 @@ fn check_state(case: &Case, change: Change) -> Result<f64, String> {
 /// Returns the outputs, and their products with `other`.
 fn attend(case: &Case, change: Change) -> Result<Vec<Vec<f32>>, String> {
     let Case { batch, heads, head_dim, .. } = *case;
-    twice(case, change, |inputs, world| {
-        let arrays = place(case, inputs, world);
+    let inputs = case.inputs();
+    twice(change, |world| {
+        let arrays = place(case, &inputs, world);
         let states = batch * case.parts() * heads * head_dim;
         arrays.state.fill(&mut world.memory, 0..states, &inputs.before);
         let Arrays { q, k, v, other, sums, state, o, dots } = &arrays;
@@ -85,6 +85,7 @@ fn attend(case: &Case, change: Change) -> Result<Vec<Vec<f32>>, String> {
             q: at(q),
             o: at(o),
             dots: Some((at(other), at(dots))),
+            strict: case.strict,
         };
         let launches = description.launches_within(case.target, case.limit);
         world.run(launches.map_err(|error| error.to_string())?, |_| None)?;
@@ -140,6 +141,7 @@ fn tokens_get_what_the_recurrence_gives_them() {
         Case { decays: Decays::All(0.0), rows: 257, part: 320, batch: 1, ..CASE },
         Case { decays: Decays::Random(40.0), ..CASE },
         Case { decays: Decays::Resets(7), part: 128, ..CASE },
+        Case { strict: true, decays: Decays::Random(0.3), ..CASE },
     ];
     check_all(cases.map(both_ways).as_flattened(), Change::None);
 }
@@ -228,7 +230,7 @@ fn every_mistake_is_found() {
     let even = Case { value_dim: 16, kv_heads: 4, ..same };
     type Mutant = (&'static str, Check, Case, Change);
     #[rustfmt::skip]
-    let mutants: [Mutant; 12] = [
+    let mutants: [Mutant; 14] = [
         ("state: k and v swapped", check_state, even, Change::Launch(|l| swap(l, "k", "v"))),
         ("state: the other way", check_state, same, Change::Launch(|l| force(l, "reverse", 1))),
         ("state: reverse the other way", check_state, turned, Change::Launch(|l| force(l, "reverse", 0))),
@@ -236,6 +238,8 @@ fn every_mistake_is_found() {
         ("state: a token too few", check_state, same, Change::Launch(|l| force(l, "rows", 149))),
         ("attend: q and k swapped", check_attend, even, Change::Launch(|l| swap(l, "q", "k"))),
         ("attend: the other way", check_attend, even, Change::Launch(|l| force(l, "reverse", 1))),
+        ("attend: a token sees itself", check_attend, Case { strict: true, ..same }, Change::Launch(|l| force(l, "strict", 0))),
+        ("attend: a token misses itself", check_attend, turned, Change::Launch(|l| force(l, "strict", 1))),
         ("attend: no mask", check_attend, same, Change::Module(|m| reroute_all(m, Select, 2, 1))),
         ("attend: dots not written", check_attend, same, Change::Launch(|l| force(l, "has_other", 0))),
         ("attend: heads mistaken", check_attend, same, Change::Launch(|l| force(l, "kv_heads", 4))),

@@ -1,0 +1,305 @@
+"""The delta rule of one GPU's tokens: kernels, and XLA's own code between them.
+
+The delta rule is linear attention with corrected values u. So tokens are cut into parts as there
+(see `gpu`), and most of the work is done by its kernel:
+
+    forward   u = corrected(k, v, S);  o = attend(q, k, u, S)
+    backward  dy = gradients(q, k, dout, D);  dv = β dy;  dq = attend(dout, u, k, Sᵀ)
+              dk = keys(u, dout, q, dv, k, Dᵀ) − β attend(dy, u, k, Sᵀ, strict)
+
+S is the state before each part and D the gradient of the state after it. A part turns the state
+before it into A S + M. A kernel computes A and M of all parts at once, and products of these small
+matrices give the state where each part begins. One more kernel inverts a triangular matrix for each
+tile of tokens, which needs no state. `kernels/compiler/src/device/delta_rule.rs` has the formulas.
+
+The kernels take arrays of one number of heads, so XLA repeats heads where numbers differ. With
+documents kernels get finite operands only (see `isolation`). Without documents a value that is not
+finite may pass a log decay of −∞.
+"""
+
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32
+
+from burst_attention import _ffi
+from burst_attention._linear import gpu
+from burst_attention._linear.gpu import TILE, Cut, States, cut
+from burst_attention._linear.isolation import finite, poisoned, reached, spoilt
+from burst_attention._linear.states import Logs, State
+from burst_attention._mesh import vary_like
+from burst_attention._types import Arrays
+
+Betas: TypeAlias = Float32[Array, "batch seq heads"]
+Columns: TypeAlias = Float32[Array, "batch heads k_dim columns"]
+"""A and M of tokens, side by side."""
+Transfers: TypeAlias = Float32[Array, "batch parts heads k_dim k_dim"]
+"""A of each part."""
+Begins: TypeAlias = Float32[Array, "batch begins heads k_dim columns"]
+"""A and M of all parts before each part, and of all parts."""
+
+
+class Again(NamedTuple):
+    """What `left` and `grad_left` leave for a later call."""
+
+    inverse: Float[Array, "batch seq heads tile"]
+    """Row t of the inverse of token t's tile."""
+    begins: Begins
+
+
+class _Tokens(NamedTuple):
+    """Operands as kernels take them: of all heads, and finite if there are documents."""
+
+    parts: Cut
+    beta: Float32[Array, "batch heads padded_seq"]
+    k: Float[Array, "batch seq heads k_dim"]
+
+
+def left(
+    has_documents: bool, k: jax.Array, v: jax.Array, logs: Logs, beta: Betas
+) -> tuple[Columns, Again]:
+    """Returns A and M of all tokens, and what `forward` can use again."""
+    tokens = _tokens(has_documents, k, logs, beta)
+    inverse = _inverse(tokens)
+    (values,) = _of_heads(has_documents, logs, v)
+    of_parts = _states("parts", "forward", tokens, inverse, (values,))
+    begins = _between(*of_parts, back=False)
+    if has_documents:
+        came = reached(_spoilt(logs, beta, k, v), tokens.parts.resets, back=False)
+        begins = _with_nan(begins, gpu.ends(came, tokens.parts, back=False))
+    return begins[:, -1], Again(inverse, begins)
+
+
+def grad_left(
+    has_documents: bool, q: jax.Array, k: jax.Array, dout: jax.Array, logs: Logs, beta: Betas
+) -> tuple[State, Again]:
+    """Returns the gradient of the state before all tokens, and what `backward` can use again.
+
+    The gradient is that from the outputs alone.
+    """
+    tokens = _tokens(has_documents, k, logs, beta)
+    inverse = _inverse(tokens)
+    given = _of_heads(has_documents, logs, q, dout)
+    of_parts = _states("grad_parts", "backward", tokens, inverse, given)
+    begins = _between(*of_parts, back=True)
+    if has_documents:
+        came = reached(_spoilt(logs, beta, q, k, dout), tokens.parts.resets, back=True)
+        begins = _with_nan(begins, gpu.ends(came, tokens.parts, back=True))
+    return begins[:, -1, ..., k.shape[3] :], Again(inverse, begins)
+
+
+def forward(
+    has_documents: bool, operands: Arrays, again: Again | None
+) -> tuple[jax.Array, State, States]:
+    """Returns outputs, the state after the last token, and the states for `backward`.
+
+    ``operands`` are q, k, v, log decays, β and the state before the first token. ``again`` is the
+    second result of `left`, if it was called.
+    """
+    q, k, v, logs, beta, start = operands
+    if again is None:
+        _, again = left(has_documents, k, v, logs, beta)
+    tokens = _tokens(has_documents, k, logs, beta)
+    states = _states_from(again.begins, start)
+    queries, values = _of_heads(has_documents, logs, q, v)
+    before = finite(states[:, :-1]) if has_documents else states[:, :-1]
+    u = _corrected(tokens, again.inverse, values, before)
+    given = (queries, tokens.k, u, before)
+    out, _ = gpu.attended("out", tokens.parts, given, None, back=False)
+    if has_documents:
+        came = _reached_from(start, tokens.parts, _spoilt(logs, beta, k, v), back=False)
+        out = poisoned(out, came | spoilt(logs, q))
+    return out, states[:, -1], states
+
+
+def backward(has_documents: bool, operands: Arrays, again: Again | None) -> Arrays:
+    """Returns the gradients of q, k, v, log decays, β and of the state before the first token.
+
+    ``operands`` are q, k, v, log decays, β, the states of `forward` or the first of these alone,
+    dout and the gradient of the state after the last token. ``again`` is the second result of
+    `grad_left`, if it was called.
+    """
+    q, k, v, logs, beta, states, dout, dafter = operands
+    if states.ndim == dafter.ndim:
+        _, of_states = left(has_documents, k, v, logs, beta)
+        states = _states_from(of_states.begins, states)
+    if again is None:
+        _, again = grad_left(has_documents, q, k, dout, logs, beta)
+    tokens = _tokens(has_documents, k, logs, beta)
+    parts, inverse = tokens.parts, again.inverse
+    behind = _states_from(again.begins, dafter)
+    before, d = states[:, :-1], behind[:, -2::-1]
+    crossing = gpu.crossings(states[:, 1:], d, q.dtype)
+    if has_documents:
+        before, d = finite(before), finite(d)
+    queries, values, given_dout = _of_heads(has_documents, logs, q, v, dout)
+    u = _corrected(tokens, inverse, values, before)
+    dy = _changes(tokens, inverse, (queries, given_dout), d)
+    rate = (finite(beta) if has_documents else beta)[..., None]
+    dv = (rate * dy).astype(dy.dtype)
+    turned = before.swapaxes(3, 4)
+    dq, of_queries = gpu.attended("dq", parts, (given_dout, u, tokens.k, turned), queries)
+    seen, of_seen = gpu.attended("seen", parts, (dy, u, tokens.k, turned), tokens.k, strict=True)
+    dk, of_keys = _keys(tokens, (queries, u, given_dout, dv, d.swapaxes(3, 4)))
+    dk = (dk - rate * seen).astype(dk.dtype)
+    of_values = jnp.einsum("bshv,bshv->bhs", dy, values, preferred_element_type=jnp.float32)
+    dbeta = of_values - of_seen
+    dots = of_queries - rate[..., 0].swapaxes(1, 2) * of_seen - of_keys
+    gradients: Arrays = (dq, dk, dv, dbeta.swapaxes(1, 2)[..., None])
+    if has_documents:
+        gradients, dots = _spread(parts, operands, states[:, 0], gradients, dots)
+    dlogs = gpu.decay_gradients(parts, dots, crossing)
+    groups = (logs.shape[2] // x.shape[2] for x in (q, k, v))
+    *dqkv, dbeta = gradients
+    dq, dk, dv = (gpu.of_group(x, group) for x, group in zip(dqkv, groups, strict=True))
+    return dq, dk, dv, dlogs, dbeta[..., 0], behind[:, -1]
+
+
+def _tokens(has_documents: bool, k: jax.Array, logs: Logs, beta: Betas) -> _Tokens:
+    beta = finite(beta) if has_documents else beta
+    padding = [(0, 0), (0, 0), (0, -beta.shape[1] % TILE)]
+    (keys,) = _of_heads(has_documents, logs, k)
+    return _Tokens(cut(logs, has_documents), jnp.pad(beta.swapaxes(1, 2), padding), keys)
+
+
+def _of_heads(has_documents: bool, logs: Logs, *rows: jax.Array) -> Arrays:
+    """Returns rows with all heads, as kernels take them."""
+    return gpu.kernel_rows(has_documents, *(gpu.of_heads(x, logs.shape[2]) for x in rows))
+
+
+def _spoilt(logs: Logs, beta: Betas, *rows: jax.Array) -> Bool[Array, "batch seq heads"]:
+    """Returns which tokens hold a value that is not finite."""
+    return spoilt(logs, beta[..., None], *rows)
+
+
+def _reached_from(
+    state: State, parts: Cut, found: Bool[Array, "batch seq heads"], *, back: bool
+) -> Bool[Array, "batch seq heads"]:
+    """Returns which tokens a spoilt token reaches, or the state before the first token.
+
+    With ``back``: the gradient of the state after the last token.
+    """
+    is_bad = ~jnp.isfinite(state).all(axis=(2, 3))
+    token = -1 if back else 0
+    is_bad &= back | ~parts.resets[:, token]
+    return reached(found.at[:, token].set(found[:, token] | is_bad), parts.resets, back=back)
+
+
+def _with_nan(begins: Begins, ends: Bool[Array, "batch parts heads"]) -> Begins:
+    """Returns ``begins`` with NaN in M behind parts that a spoilt token leaves."""
+    k_dim, columns = begins.shape[-2:]
+    of_state = np.arange(columns) >= k_dim
+    ends = jnp.pad(ends, [(0, 0), (1, 0), (0, 0)])[..., None, None]
+    return jnp.where(ends & of_state, jnp.nan, begins)
+
+
+def product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns products of small matrices in float32."""
+    return jnp.matmul(a, b, precision="highest")
+
+
+def _between(states: States, transfers: Transfers, *, back: bool) -> Begins:
+    """Returns A and M of all parts before each part, and of all parts.
+
+    With ``back`` parts are counted from the last one.
+    """
+    columns = jnp.concatenate([transfers, states], axis=4)
+    k_dim = columns.shape[3]
+    if back:
+        columns = columns[:, ::-1]
+
+    def combine(first: jax.Array, then: jax.Array) -> jax.Array:
+        after = product(then[..., :k_dim], first)
+        return after.at[..., k_dim:].add(then[..., k_dim:])
+
+    sums = lax.associative_scan(combine, columns, axis=1)
+    begin = jnp.broadcast_to(jnp.eye(*columns.shape[3:], dtype=jnp.float32), sums[:, :1].shape)
+    return jnp.concatenate([vary_like(sums, begin), sums], axis=1)
+
+
+def _states_from(begins: Begins, start: State) -> Float32[Array, "batch begins heads k_dim v_dim"]:
+    """Returns A S + M for the state S before all parts, where each part begins and behind all."""
+    k_dim = begins.shape[3]
+    transfers, states = begins[..., :k_dim], begins[..., k_dim:]
+    # A row of S that A does not read passes nothing, not even NaN.
+    is_read = (transfers != 0).any(axis=3)[..., None]
+    read = jnp.where(is_read, start[:, None], 0)
+    return states + product(transfers, read)
+
+
+def _spread(
+    parts: Cut, operands: Arrays, first: State, gradients: Arrays, dots: jax.Array
+) -> tuple[Arrays, jax.Array]:
+    """Returns gradients and the products by token, with NaN where a spoilt operand reaches."""
+    q, k, v, logs, beta, _, dout, dafter = operands
+    earlier = _reached_from(first, parts, _spoilt(logs, beta, k, v), back=False)
+    later = _reached_from(dafter, parts, _spoilt(logs, beta, q, k, dout), back=True)
+    to_queries, to_keys = earlier | spoilt(logs, dout), earlier | later
+    reaches = (to_queries, to_keys, later, to_keys)
+    found = tuple(map(poisoned, gradients, reaches))
+    return found, jnp.where((to_queries | to_keys).swapaxes(1, 2), jnp.nan, dots)
+
+
+def _inverse(tokens: _Tokens) -> Float[Array, "batch seq heads tile"]:
+    """Returns the rows of the inverses of all tiles."""
+    shape = jax.ShapeDtypeStruct((*tokens.k.shape[:3], TILE), tokens.k.dtype)
+    operands = (tokens.k, tokens.parts.sums, tokens.beta)
+    return _call("inverse", "", tokens.parts, operands, [shape])[0]
+
+
+def _states(
+    name: str, label: str, tokens: _Tokens, inverse: jax.Array, given: Arrays
+) -> tuple[States, Transfers]:
+    """Returns M and A of each part; of the gradient of the state for ``grad_parts``."""
+    parts, k_dim = tokens.parts, tokens.k.shape[3]
+    batch, heads, count = parts.totals.shape
+    shapes = [
+        jax.ShapeDtypeStruct((batch, count, heads, k_dim, columns), jnp.float32)
+        for columns in (given[-1].shape[3], k_dim)
+    ]
+    operands = (tokens.k, inverse, parts.sums, tokens.beta, *given)
+    states, transfers = _call(name, label, parts, operands, shapes)
+    return states, transfers
+
+
+def _corrected(
+    tokens: _Tokens, inverse: jax.Array, v: jax.Array, before: States
+) -> Float[Array, "batch seq heads v_dim"]:
+    """Returns the corrected values of all tokens, from the state before each part."""
+    operands = (tokens.k, inverse, tokens.parts.sums, tokens.beta, v, before)
+    return _call("parts", "values", tokens.parts, operands, [_like(v)])[0]
+
+
+def _changes(
+    tokens: _Tokens, inverse: jax.Array, given: Arrays, behind: States
+) -> Float[Array, "batch seq heads v_dim"]:
+    """Returns dy of all tokens, from the gradient of the state behind each part."""
+    operands = (tokens.k, inverse, tokens.parts.sums, tokens.beta, *given, behind)
+    return _call("grad_parts", "values", tokens.parts, operands, [_like(given[1])])[0]
+
+
+def _keys(
+    tokens: _Tokens, given: Arrays
+) -> tuple[Float[Array, "batch seq heads k_dim"], Float32[Array, "batch heads seq"]]:
+    """Returns the gradients that keys get from states they add to, and their products with keys."""
+    k, parts = tokens.k, tokens.parts
+    (batch, seq, heads, k_dim), columns = k.shape, -(-k.shape[3] // gpu.COLUMNS)
+    rows = (batch, heads * columns, parts.sums.shape[2])
+    shapes = [_like(k), jax.ShapeDtypeStruct(rows, jnp.float32)]
+    dk, dots = _call("keys", "", parts, (k, parts.sums, *given), shapes)
+    return dk, dots.reshape(batch, heads, columns, -1).sum(axis=2)[..., :seq]
+
+
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _call(
+    name: str, label: str, parts: Cut, operands: Arrays, shapes: list[jax.ShapeDtypeStruct]
+) -> Arrays:
+    attributes: _ffi.Attributes = {"part_rows": np.int64(parts.rows)}
+    outputs = _ffi.call(_ffi.DELTA_KERNELS[name], shapes, operands, attributes, label=label)
+    return vary_like(operands[0], outputs)

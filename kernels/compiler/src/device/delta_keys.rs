@@ -1,0 +1,126 @@
+//! The gradient of keys in the delta rule, as far as the states that keys add to give it.
+//!
+//! With D_t, the gradient of the state behind token t, token t's part is
+//!
+//! ```text
+//! dk_t = D_t u_t;   D_t = q_t do_tᵀ + Σ_(r>t) 2^(b_r−b_t) (q_r do_rᵀ − k_r dv_rᵀ) + what comes from behind the tile
+//! ```
+//!
+//! A block goes back through the tiles of a part, as `linear_attend` in reverse, with the turned
+//! state Dᵀ. Queries with dout are the tokens that it adds, keys with dv those that it takes away.
+
+#[cutile::module]
+pub mod delta_keys {
+    use super::super::common::common::{product, read_statistics, rows_view, statistics_view};
+    use super::super::common::common::{stream, stream_columns, write_columns, write_statistics};
+    use super::super::decays::decays::{advance, attended, between, bound_of, dots_of, fading};
+    use super::super::decays::decays::{
+        gathered, narrow, share_of, tiles_of, total_of, weighed, widened,
+    };
+    use cutile::core::*;
+
+    /// Returns the sum of two tiles.
+    pub fn sum<const R: i32, const C: i32>(
+        a: Tile<f32, { [R, C] }>,
+        b: Tile<f32, { [R, C] }>,
+    ) -> Tile<f32, { [R, C] }> {
+        a + b
+    }
+
+    /// Computes dk and its products by row with k, for each tile of k's columns.
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn delta_rule_keys<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
+        u: *mut E,
+        dout: *mut E,
+        q: *mut E,
+        dv: *mut E,
+        k: *mut E,
+        sums: *mut f32,
+        turned: *mut f32,
+        dk: *mut E,
+        dots: *mut f32,
+        batch: i32,
+        rows: i32,
+        padded_rows: i32,
+        heads: i32,
+        dot_heads: i32,
+        head_dim: i32,
+        value_dim: i32,
+        u_batch_stride: i32,
+        q_batch_stride: i32,
+        dots_batch_stride: i32,
+        sums_batch_stride: i32,
+        sums_head_stride: i32,
+        state_stride: i32,
+        parts: i32,
+        part_tiles: i32,
+        bounded: i32,
+    ) {
+        let pid = get_tile_block_id();
+        let columns: i32 = ceil_div(head_dim, BN);
+        let share = share_of(pid.0, parts, columns);
+        let c: i32 = share.2;
+        let b: i32 = share.0 / heads;
+        let h: i32 = share.0 - b * heads;
+
+        let u_view = unsafe { rows_view(u, batch, rows, heads, value_dim, u_batch_stride) };
+        let dout_view = unsafe { rows_view(dout, batch, rows, heads, value_dim, u_batch_stride) };
+        let dv_view = unsafe { rows_view(dv, batch, rows, heads, value_dim, u_batch_stride) };
+        let q_view = unsafe { rows_view(q, batch, rows, heads, head_dim, q_batch_stride) };
+        let k_view = unsafe { rows_view(k, batch, rows, heads, head_dim, q_batch_stride) };
+        let dk_view = unsafe { rows_view(dk, batch, rows, heads, head_dim, q_batch_stride) };
+        let sums_view = unsafe {
+            statistics_view(sums, batch, heads, padded_rows, sums_batch_stride, sums_head_stride)
+        };
+        let dots_view = unsafe {
+            let (entry, head) = (dots_batch_stride, sums_head_stride);
+            statistics_view(dots, batch, dot_heads, padded_rows, entry, head)
+        };
+        let states: i32 = batch * parts * heads;
+        let turned_view =
+            unsafe { rows_view(turned, states, value_dim, 1i32, head_dim, state_stride) };
+        let u_part = u_view.partition(const_shape![1, BM, 1, DT]);
+        let dout_part = dout_view.partition(const_shape![1, BM, 1, DT]);
+        let dv_part = dv_view.partition(const_shape![1, BM, 1, DT]);
+        let q_part = q_view.partition(const_shape![1, BM, 1, BN]);
+        let k_part = k_view.partition(const_shape![1, BM, 1, BN]);
+
+        let n: i32 = (b * parts + share.1) * heads + h;
+        let s: Tile<f32, { [1, DT, 1, BN] }> =
+            turned_view.partition(const_shape![1, DT, 1, BN]).load([n, 0i32, 0i32, c]);
+        let mut s: Tile<f32, { [DT, BN] }> = s.reshape(const_shape![DT, BN]);
+        let tiles = tiles_of::<BM>(share.1, part_tiles, rows);
+        for back in 0i32..tiles.1 {
+            let i: i32 = tiles.0 + tiles.1 - 1i32 - back;
+            let tu: Tile<E, { [BM, DT] }> = stream(&u_part, b, i, h);
+            let tdo: Tile<E, { [BM, DT] }> = stream(&dout_part, b, i, h);
+            let tdv: Tile<E, { [BM, DT] }> = stream(&dv_part, b, i, h);
+            let tq: Tile<E, { [BM, BN] }> = stream_columns(&q_part, b, i, h, c);
+            let tk: Tile<E, { [BM, BN] }> = stream_columns(&k_part, b, i, h, c);
+            let total: Tile<f32, { [1, 1] }> = total_of::<BM>(&sums_view, b, h, i);
+            let tb: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&sums_view, b, i, h);
+            let fade: Tile<f32, { [BM, 1] }> = fading::<BM>(tb, total, 1i32);
+
+            let pairs: Tile<f32, { [BM, BM] }> = product(tu, tdv);
+            let left: Tile<f32, { [BM, BM] }> = between::<BM>(tb, 1i32, 1i32);
+            let taken: Tile<f32, { [BM, BM] }> = weighed(negf(pairs), left);
+            let unit: Tile<f32, { [1, 1] }> = bound_of(taken, bounded);
+            let taken: Tile<E, { [BM, BM] }> = narrow(taken, unit, bounded);
+            let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
+            let lost: Tile<f32, { [BM, BN] }> = mma(taken, tk, zero);
+            let lost: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(unit, bounded, lost);
+            let kept: Tile<f32, { [BM, BN] }> =
+                attended::<E, BM, DT, BN>(tu, tdo, tq, tb, total, 1i32, 0i32, bounded, s);
+            let out: Tile<f32, { [BM, BN] }> = sum::<BM, BN>(kept, lost);
+
+            let written: Tile<E, { [BM, BN] }> = convert_tile(out);
+            unsafe { write_columns(&dk_view, written, b, i, h, c) };
+            let dot: Tile<f32, { [BM, 1] }> = dots_of(tk, out);
+            unsafe { write_statistics(&dots_view, dot, b, i, h * columns + c) };
+            let tq: Tile<f32, { [BM, BN] }> = convert_tile(tq);
+            let tk: Tile<f32, { [BM, BN] }> = convert_tile(tk);
+            s = advance::<E, BM, DT, BN>(s, tdo, tq, fade, total);
+            s = gathered::<E, BM, DT, BN>(s, tdv, tk, negf(fade));
+        }
+    }
+}

@@ -1,0 +1,380 @@
+//! The delta rule: linear attention whose values are corrected first.
+//!
+//! A token's corrected value is u_t = β_t (v_t − S_tᵀ k_t), where S_t is the state before the token,
+//! decayed to it. With these values all else is linear attention (`linear.rs`). With b as there, and
+//! A_ij = β_i 2^(b_i−b_j) (k_i·k_j) for j < i, a tile's corrected values are
+//!
+//! ```text
+//! U = (I + A)⁻¹ diag(β) (V − 2^b ∘ K S)
+//! ```
+//!
+//! `delta_inverse.rs` has the inverses, which depend on no state. `delta_rule_state` goes through
+//! the tiles of a part with S, and `delta_rule_grad` goes back through them with D, the
+//! gradient of the state behind each tile:
+//!
+//! ```text
+//! dY = (I + A)⁻ᵀ (Pᵀ dO + 2^(b_n−b) ∘ K D);   dV = β dY;   D = 2^(b_n) D + (2^b ∘ Q)ᵀ dO − (2^b ∘ K)ᵀ dV
+//! ```
+//!
+//! Both compute what a part does to any state, or with the state before (behind) each part the
+//! values of tokens. What a part does to a state is affine: the columns of the transfer are what it
+//! makes of the columns of the identity, with values of 0. `delta_keys.rs` has the gradient of keys.
+//!
+//! A token or a state that is not finite reaches all of its tile. Behind the tile a reset ends it
+//! only going forward, and only a reset at the beginning of a later tile.
+
+#[cutile::module]
+pub mod delta_rule {
+    use super::super::common::common::{read_statistics, rows_view, statistics_view};
+    use super::super::common::common::{stream, stream_columns, write_columns};
+    use super::super::decays::decays::{advance, attended, crossed, factor, fading, gathered};
+    use super::super::decays::decays::{share_of, tiles_of, total_of};
+    use cutile::core::*;
+
+    /// Returns the columns of a tile of the identity, or 0 without `is_transfer`.
+    pub fn start<const R: i32, const C: i32>(
+        shape: Shape<{ [R, C] }>,
+        column: i32,
+        is_transfer: i32,
+    ) -> Tile<f32, { [R, C] }> {
+        let row: Tile<i32, { [R] }> = iota(const_shape![R]);
+        let row: Tile<i32, { [R, 1] }> = row.reshape(const_shape![R, 1]);
+        let row: Tile<i32, { [R, C] }> = row.broadcast(shape);
+        let columns: Tile<i32, { [C] }> = iota(const_shape![C]);
+        let columns: Tile<i32, { [1, C] }> = columns.reshape(const_shape![1, C]);
+        let columns: Tile<i32, { [R, C] }> = columns.broadcast(shape);
+        let first: i32 = column * C;
+        let first: Tile<i32, { [R, C] }> = first.broadcast(shape);
+        let met: Tile<bool, { [R, C] }> = eq_tile(row, columns + first);
+        let zero: Tile<f32, { [R, C] }> = constant(0.0f32, const_shape![R, C]);
+        let one: Tile<f32, { [1, 1] }> = factor(is_transfer);
+        select(met, one.broadcast(shape), zero)
+    }
+
+    /// Returns `x`, or 0 with `is_transfer`, whatever `x` is.
+    pub fn unless_transfer<E: ElementType, const R: i32, const C: i32>(
+        x: Tile<E, { [R, C] }>,
+        is_transfer: i32,
+    ) -> Tile<E, { [R, C] }> {
+        let flag: Tile<i32, { [R, C] }> = is_transfer.broadcast(const_shape![R, C]);
+        let one: Tile<i32, { [R, C] }> = constant(1i32, const_shape![R, C]);
+        let dropped: Tile<bool, { [R, C] }> = eq_tile(flag, one);
+        let zero: Tile<f32, { [R, C] }> = constant(0.0f32, const_shape![R, C]);
+        let zero: Tile<E, { [R, C] }> = convert_tile(zero);
+        select(dropped, zero, x)
+    }
+
+    /// The sizes of a launch over states.
+    #[derive(Clone, Copy)]
+    pub struct Cut {
+        pub batch: i32,
+        pub rows: i32,
+        pub padded_rows: i32,
+        pub heads: i32,
+        pub head_dim: i32,
+        pub value_dim: i32,
+        pub state_stride: i32,
+        pub transfer_stride: i32,
+        pub parts: i32,
+        pub part_tiles: i32,
+        pub has_values: i32,
+        pub has_transfer: i32,
+    }
+
+    /// A block's work: entry, head, part, number of the state, tile of columns, and whether these
+    /// are columns of the transfer.
+    #[derive(Clone, Copy)]
+    pub struct Place {
+        pub b: i32,
+        pub h: i32,
+        pub part: i32,
+        pub n: i32,
+        pub column: i32,
+        pub is_transfer: i32,
+    }
+
+    /// Returns a block's work. The columns of the transfer come first.
+    pub fn place_of<const C: i32>(cut: Cut) -> Place {
+        let pid = get_tile_block_id();
+        let of_transfer: i32 = ceil_div(cut.head_dim, C) * cut.has_transfer;
+        let share = share_of(pid.0, cut.parts, of_transfer + ceil_div(cut.value_dim, C));
+        let is_transfer: i32 = if share.2 < of_transfer { 1i32 } else { 0i32 };
+        let column: i32 = share.2 - of_transfer * (1i32 - is_transfer);
+        let b: i32 = share.0 / cut.heads;
+        let h: i32 = share.0 - b * cut.heads;
+        let n: i32 = (b * cut.parts + share.1) * cut.heads + h;
+        Place { b, h, part: share.1, n, column, is_transfer }
+    }
+
+    /// Returns a view of `[batch, rows, heads, dim]` at `base`.
+    pub unsafe fn token_rows<E: ElementType>(
+        base: *mut E,
+        cut: Cut,
+        dim: i32,
+        batch_stride: i32,
+    ) -> Tensor<E, { [-1, -1, -1, -1] }> {
+        unsafe { rows_view(base, cut.batch, cut.rows, cut.heads, dim, batch_stride) }
+    }
+
+    /// Returns a view of states of `dim` columns at `base`.
+    pub unsafe fn states_of(
+        base: *mut f32,
+        cut: Cut,
+        dim: i32,
+        stride: i32,
+    ) -> Tensor<f32, { [-1, -1, -1, -1] }> {
+        let states: i32 = cut.batch * cut.parts * cut.heads;
+        unsafe { rows_view(base, states, cut.head_dim, 1i32, dim, stride) }
+    }
+
+    /// Returns the state that a block begins with: the state given, zeros, or the columns of the
+    /// identity.
+    pub unsafe fn begun<const R: i32, const C: i32>(
+        shape: Shape<{ [R, C] }>,
+        before: *mut f32,
+        cut: Cut,
+        place: Place,
+    ) -> Tile<f32, { [R, C] }> {
+        let mut s: Tile<f32, { [R, C] }> = start::<R, C>(shape, place.column, place.is_transfer);
+        if cut.has_values == 1i32 {
+            let view = unsafe { states_of(before, cut, cut.value_dim, cut.state_stride) };
+            let loaded: Tile<f32, { [1, R, 1, C] }> =
+                view.partition(const_shape![1, R, 1, C]).load([place.n, 0i32, 0i32, place.column]);
+            s = loaded.reshape(shape);
+        }
+        s
+    }
+
+    /// Stores the state that a block's part leaves, or its columns of the transfer.
+    pub unsafe fn left<const R: i32, const C: i32>(
+        s: Tile<f32, { [R, C] }>,
+        state: *mut f32,
+        transfer: *mut f32,
+        cut: Cut,
+        place: Place,
+    ) {
+        if cut.has_transfer * place.is_transfer == 1i32 {
+            let view = unsafe { states_of(transfer, cut, cut.head_dim, cut.transfer_stride) };
+            unsafe { write_columns(&view, s, place.n, 0i32, 0i32, place.column) };
+        }
+        if cut.has_transfer * (1i32 - place.is_transfer) == 1i32 {
+            let view = unsafe { states_of(state, cut, cut.value_dim, cut.state_stride) };
+            unsafe { write_columns(&view, s, place.n, 0i32, 0i32, place.column) };
+        }
+    }
+
+    /// Returns β (v − what the state knows of v).
+    pub fn missing<E: ElementType, const R: i32, const C: i32>(
+        v: Tile<E, { [R, C] }>,
+        rate: Tile<f32, { [R, 1] }>,
+        known: Tile<f32, { [R, C] }>,
+    ) -> Tile<E, { [R, C] }> {
+        let v: Tile<f32, { [R, C] }> = convert_tile(v);
+        let y: Tile<f32, { [R, C] }> = (v - known) * rate.broadcast(const_shape![R, C]);
+        convert_tile(y)
+    }
+
+    /// Goes through the tiles of each part. Without `has_transfer` it begins with the state before
+    /// the part, and computes the corrected values. With `has_transfer` it computes the state that a
+    /// part leaves from a state of zeros, and the transfer of any state.
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn delta_rule_state<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
+        k: *mut E,
+        v: *mut E,
+        inverse: *mut E,
+        sums: *mut f32,
+        beta: *mut f32,
+        before: *mut f32,
+        u: *mut E,
+        state: *mut f32,
+        transfer: *mut f32,
+        batch: i32,
+        rows: i32,
+        padded_rows: i32,
+        heads: i32,
+        head_dim: i32,
+        value_dim: i32,
+        k_batch_stride: i32,
+        v_batch_stride: i32,
+        inverse_batch_stride: i32,
+        u_batch_stride: i32,
+        sums_batch_stride: i32,
+        sums_head_stride: i32,
+        state_stride: i32,
+        transfer_stride: i32,
+        parts: i32,
+        part_tiles: i32,
+        bounded: i32,
+        has_u: i32,
+        has_transfer: i32,
+    ) {
+        let cut: Cut = Cut {
+            batch,
+            rows,
+            padded_rows,
+            heads,
+            head_dim,
+            value_dim,
+            state_stride,
+            transfer_stride,
+            parts,
+            part_tiles,
+            has_values: has_u,
+            has_transfer,
+        };
+        let place: Place = place_of::<BN>(cut);
+        let b: i32 = place.b;
+        let h: i32 = place.h;
+        let is_transfer: i32 = place.is_transfer;
+        let c: i32 = place.column;
+        let cv: i32 = c * (1i32 - is_transfer);
+
+        let k_view = unsafe { token_rows(k, cut, head_dim, k_batch_stride) };
+        let v_view = unsafe { token_rows(v, cut, value_dim, v_batch_stride) };
+        let inverse_view = unsafe { token_rows(inverse, cut, BM, inverse_batch_stride) };
+        let u_view = unsafe { token_rows(u, cut, value_dim, u_batch_stride) };
+        let sums_view = unsafe {
+            statistics_view(sums, batch, heads, padded_rows, sums_batch_stride, sums_head_stride)
+        };
+        let beta_view = unsafe {
+            statistics_view(beta, batch, heads, padded_rows, sums_batch_stride, sums_head_stride)
+        };
+        let k_part = k_view.partition(const_shape![1, BM, 1, DT]);
+        let v_part = v_view.partition(const_shape![1, BM, 1, BN]);
+        let inverse_part = inverse_view.partition(const_shape![1, BM, 1, BM]);
+
+        let mut s: Tile<f32, { [DT, BN] }> =
+            unsafe { begun::<DT, BN>(const_shape![DT, BN], before, cut, place) };
+        let one: Tile<f32, { [1, 1] }> = factor(1i32);
+        let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
+        let tiles = tiles_of::<BM>(place.part, part_tiles, rows);
+        for i in tiles.0..tiles.0 + tiles.1 {
+            let tk: Tile<E, { [BM, DT] }> = stream(&k_part, b, i, h);
+            let tv: Tile<E, { [BM, BN] }> = stream_columns(&v_part, b, i, h, cv);
+            let tv: Tile<E, { [BM, BN] }> = unless_transfer(tv, is_transfer);
+            let tt: Tile<E, { [BM, BM] }> = stream(&inverse_part, b, i, h);
+            let total: Tile<f32, { [1, 1] }> = total_of::<BM>(&sums_view, b, h, i);
+            let tb: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&sums_view, b, i, h);
+            let rate: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&beta_view, b, i, h);
+
+            let known: Tile<f32, { [BM, BN] }> =
+                crossed::<E, BM, DT, BN>(tk, tb, total, 0i32, one, bounded, s);
+            let y: Tile<E, { [BM, BN] }> = missing::<E, BM, BN>(tv, rate, known);
+            let values: Tile<f32, { [BM, BN] }> = mma(tt, y, zero);
+            if has_u == 1i32 {
+                let written: Tile<E, { [BM, BN] }> = convert_tile(values);
+                unsafe { write_columns(&u_view, written, b, i, h, c) };
+            }
+            let fade: Tile<f32, { [BM, 1] }> = fading::<BM>(tb, total, 0i32);
+            s = advance::<E, BM, DT, BN>(s, tk, values, fade, total);
+        }
+        unsafe { left::<DT, BN>(s, state, transfer, cut, place) };
+    }
+
+    /// Goes back through the tiles of each part. Without `has_transfer` it begins with the gradient
+    /// of the state behind the part, and computes dY. With `has_transfer` it computes the gradient of
+    /// the state before a part, from one of zeros behind it, and the transfer of any gradient.
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn delta_rule_grad<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
+        q: *mut E,
+        k: *mut E,
+        dout: *mut E,
+        inverse: *mut E,
+        sums: *mut f32,
+        beta: *mut f32,
+        before: *mut f32,
+        dy: *mut E,
+        state: *mut f32,
+        transfer: *mut f32,
+        batch: i32,
+        rows: i32,
+        padded_rows: i32,
+        heads: i32,
+        head_dim: i32,
+        value_dim: i32,
+        q_batch_stride: i32,
+        k_batch_stride: i32,
+        dout_batch_stride: i32,
+        inverse_batch_stride: i32,
+        dy_batch_stride: i32,
+        sums_batch_stride: i32,
+        sums_head_stride: i32,
+        state_stride: i32,
+        transfer_stride: i32,
+        parts: i32,
+        part_tiles: i32,
+        bounded: i32,
+        has_dy: i32,
+        has_transfer: i32,
+    ) {
+        let cut: Cut = Cut {
+            batch,
+            rows,
+            padded_rows,
+            heads,
+            head_dim,
+            value_dim,
+            state_stride,
+            transfer_stride,
+            parts,
+            part_tiles,
+            has_values: has_dy,
+            has_transfer,
+        };
+        let place: Place = place_of::<BN>(cut);
+        let b: i32 = place.b;
+        let h: i32 = place.h;
+        let is_transfer: i32 = place.is_transfer;
+        let c: i32 = place.column;
+        let cv: i32 = c * (1i32 - is_transfer);
+
+        let q_view = unsafe { token_rows(q, cut, head_dim, q_batch_stride) };
+        let k_view = unsafe { token_rows(k, cut, head_dim, k_batch_stride) };
+        let dout_view = unsafe { token_rows(dout, cut, value_dim, dout_batch_stride) };
+        let inverse_view = unsafe { token_rows(inverse, cut, BM, inverse_batch_stride) };
+        let dy_view = unsafe { token_rows(dy, cut, value_dim, dy_batch_stride) };
+        let sums_view = unsafe {
+            statistics_view(sums, batch, heads, padded_rows, sums_batch_stride, sums_head_stride)
+        };
+        let beta_view = unsafe {
+            statistics_view(beta, batch, heads, padded_rows, sums_batch_stride, sums_head_stride)
+        };
+        let q_part = q_view.partition(const_shape![1, BM, 1, DT]);
+        let k_part = k_view.partition(const_shape![1, BM, 1, DT]);
+        let dout_part = dout_view.partition(const_shape![1, BM, 1, BN]);
+        let inverse_part = inverse_view.partition(const_shape![1, BM, 1, BM]);
+
+        let mut s: Tile<f32, { [DT, BN] }> =
+            unsafe { begun::<DT, BN>(const_shape![DT, BN], before, cut, place) };
+        let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
+        let tiles = tiles_of::<BM>(place.part, part_tiles, rows);
+        for back in 0i32..tiles.1 {
+            let i: i32 = tiles.0 + tiles.1 - 1i32 - back;
+            let tq: Tile<E, { [BM, DT] }> = stream(&q_part, b, i, h);
+            let tk: Tile<E, { [BM, DT] }> = stream(&k_part, b, i, h);
+            let tdo: Tile<E, { [BM, BN] }> = stream_columns(&dout_part, b, i, h, cv);
+            let tdo: Tile<E, { [BM, BN] }> = unless_transfer(tdo, is_transfer);
+            let tt: Tile<E, { [BM, BM] }> = stream(&inverse_part, b, i, h);
+            let total: Tile<f32, { [1, 1] }> = total_of::<BM>(&sums_view, b, h, i);
+            let tb: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&sums_view, b, i, h);
+            let rate: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&beta_view, b, i, h);
+
+            let du: Tile<f32, { [BM, BN] }> =
+                attended::<E, BM, DT, BN>(tk, tq, tdo, tb, total, 1i32, 0i32, bounded, s);
+            let du: Tile<E, { [BM, BN] }> = convert_tile(du);
+            let transpose: Array<{ [1, 0] }> = Array::<{ [1, 0] }> { dims: &[1i32, 0i32] };
+            let tt: Tile<E, { [BM, BM] }> = permute(tt, transpose);
+            let change: Tile<f32, { [BM, BN] }> = mma(tt, du, zero);
+            if has_dy == 1i32 {
+                let written: Tile<E, { [BM, BN] }> = convert_tile(change);
+                unsafe { write_columns(&dy_view, written, b, i, h, c) };
+            }
+            let dv: Tile<f32, { [BM, BN] }> = change * rate.broadcast(const_shape![BM, BN]);
+            let fade: Tile<f32, { [BM, 1] }> = fading::<BM>(tb, total, 1i32);
+            let tdo: Tile<f32, { [BM, BN] }> = convert_tile(tdo);
+            s = advance::<E, BM, DT, BN>(s, tq, tdo, fade, total);
+            s = gathered::<E, BM, DT, BN>(s, tk, dv, negf(fade));
+        }
+        unsafe { left::<DT, BN>(s, state, transfer, cut, place) };
+    }
+}
