@@ -94,7 +94,7 @@ def _call(axes: Axes, m: State) -> Call:
     size = _mesh.axes_size(mesh, axes)
     travelling = m.size * (1 + m.shape[2] / m.shape[3])
     method = states.chosen("auto", size, round(travelling))
-    return Call(axes, size, method, platform=None, has_documents=False, scale=1.0)
+    return Call(axes, size, method, None, has_kernels=False, has_documents=False, scale=1.0)
 
 
 def _segment(size: int, tokens: int, world_size: int) -> int:

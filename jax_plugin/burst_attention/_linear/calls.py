@@ -1,11 +1,12 @@
 """Recurrences of one device's tokens: custom calls on CPU devices, kernels on GPUs, plain JAX.
 
-On GPUs `left` returns intermediate states that `forward` and `backward` use again. Where only
-lowering will tell the platform, there are none, and the later call computes them again.
+On GPUs `left` and `grad_left` return intermediate states that `forward` and `backward` use again.
+Where only lowering will tell the platform, there are none, and the later call computes them again.
 """
 
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from burst_attention import _confirmed, _ffi
-from burst_attention._linear import gpu, plain
+from burst_attention._linear import gpu, gpu_delta, plain
 from burst_attention._linear.states import (
     Betas,
     Call,
@@ -29,24 +30,28 @@ from burst_attention._mesh import vary_like
 from burst_attention._types import Arrays
 
 Result = TypeVar("Result")
-Again: TypeAlias = jax.Array | None
-"""Intermediate states of `left` for a later call."""
+Again: TypeAlias = jax.Array | gpu_delta.Again | None
+"""What `left` and `grad_left` leave for a later call."""
 
 
 def left(
     call: Call, k: jax.Array, v: jax.Array, logs: Logs, beta: Betas | None
 ) -> tuple[Transfer, State, Again]:
     """Returns what tokens do to a state, and the state that they leave of a state of zeros."""
-    if beta is not None:
-        k_dim = k.shape[3]
+    if beta is None:
+        return total(logs), *_sum(call, k, v, logs, back=False)
+    k_dim = k.shape[3]
 
-        def cpu(*operands: jax.Array) -> jax.Array:
-            result = _state_like(k_dim, k_dim + v.shape[3], logs)
-            return _call(_ffi.DELTA["state"], operands, [result])[0]
+    def cpu(*operands: jax.Array) -> tuple[jax.Array, Again]:
+        result = _state_like(k_dim, k_dim + v.shape[3], logs)
+        return _call(_ffi.DELTA["state"], operands, [result])[0], None
 
-        columns = _on_platform(call, (k, v, logs, beta), cpu, None, plain.delta_left)
-        return ended(Matrix(columns[..., :k_dim]), logs), columns[..., k_dim:], None
-    return total(logs), *_sum(call, k, v, logs, back=False)
+    def xla(*operands: jax.Array) -> tuple[jax.Array, Again]:
+        return plain.delta_left(*operands), None
+
+    cuda = partial(gpu_delta.left, call.has_documents)
+    columns, again = _kept(call, (k, v, logs, beta), cpu, cuda, xla)
+    return ended(Matrix(columns[..., :k_dim]), logs), columns[..., k_dim:], again
 
 
 def grad_left(call: Call, operands: Operands, dout: jax.Array) -> tuple[State, Again]:
@@ -55,14 +60,17 @@ def grad_left(call: Call, operands: Operands, dout: jax.Array) -> tuple[State, A
     if beta is None:
         return _sum(call, q, dout, logs, back=True)
 
-    def cpu(*operands: jax.Array) -> jax.Array:
+    def cpu(*operands: jax.Array) -> tuple[State, Again]:
         result = _state_like(k.shape[3], dout.shape[3], logs)
-        return _call(_ffi.DELTA["grad_state"], operands, [result], call.scale)[0]
+        return _call(_ffi.DELTA["grad_state"], operands, [result], call.scale)[0], None
 
-    def xla(q: jax.Array, *others: jax.Array) -> State:
-        return plain.delta_grad_left(gpu.scaled(q, call.scale), *others)
+    def cuda(q: jax.Array, *others: jax.Array) -> tuple[State, Again]:
+        return gpu_delta.grad_left(call.has_documents, gpu.scaled(q, call.scale), *others)
 
-    return _on_platform(call, (q, k, dout, logs, beta), cpu, None, xla), None
+    def xla(q: jax.Array, *others: jax.Array) -> tuple[State, Again]:
+        return plain.delta_grad_left(gpu.scaled(q, call.scale), *others), None
+
+    return _kept(call, (q, k, dout, logs, beta), cpu, cuda, xla)
 
 
 def _sum(call: Call, k: jax.Array, v: jax.Array, logs: Logs, *, back: bool) -> tuple[State, Again]:
@@ -74,23 +82,19 @@ def _sum(call: Call, k: jax.Array, v: jax.Array, logs: Logs, *, back: bool) -> t
     """
     scale = call.scale if back else 1.0
 
-    def cpu(*operands: jax.Array) -> jax.Array:
+    def cpu(*operands: jax.Array) -> tuple[State, Again]:
         result = _state_like(k.shape[3], v.shape[3], logs)
         label = "backward" if back else "forward"
         target, given = _ffi.LINEAR["state"], {"backward": np.bool_(back)}
-        return _call(target, operands, [result], scale, label, **given)[0]
+        return _call(target, operands, [result], scale, label, **given)[0], None
 
-    def cuda(k: jax.Array, v: jax.Array, logs: Logs) -> tuple[State, jax.Array]:
+    def cuda(k: jax.Array, v: jax.Array, logs: Logs) -> tuple[State, Again]:
         return gpu.left(call.has_documents, gpu.scaled(k, scale), v, logs, back=back)
 
-    if call.platform == "cuda" and has_kernels(logs, None):
-        return cuda(k, v, logs)
+    def xla(k: jax.Array, v: jax.Array, logs: Logs) -> tuple[State, Again]:
+        return plain.left(gpu.scaled(k, scale), v, logs, back=back), None
 
-    def xla(k: jax.Array, v: jax.Array, logs: Logs) -> State:
-        return plain.left(gpu.scaled(k, scale), v, logs, back=back)
-
-    of_gpus = (lambda *x: cuda(*x)[0]) if has_kernels(logs, None) else None
-    return _on_platform(call, (k, v, logs), cpu, of_gpus, xla), None
+    return _kept(call, (k, v, logs), cpu, cuda, xla)
 
 
 def forward(call: Call, operands: Operands, again: Again) -> tuple[jax.Array, State, jax.Array]:
@@ -102,25 +106,24 @@ def forward(call: Call, operands: Operands, again: Again) -> tuple[jax.Array, St
         target = (_ffi.DELTA if has_beta else _ffi.LINEAR)["forward"]
         out = jax.ShapeDtypeStruct((*logs.shape[:3], v.shape[3]), q.dtype)
         state = _state_like(k.shape[3], v.shape[3], logs)
-        return _call(target, given, [out, state], call.scale)
+        return (*_call(target, given, [out, state], call.scale), given[-1])
 
-    def cuda(q: jax.Array, *others: jax.Array) -> tuple[jax.Array, State, jax.Array]:
-        return gpu.forward(call.has_documents, (gpu.scaled(q, call.scale), *others), again)
+    def cuda(q: jax.Array, *others: jax.Array) -> Arrays:
+        kernels = gpu_delta if has_beta else gpu
+        return kernels.forward(call.has_documents, (gpu.scaled(q, call.scale), *others), again)
 
     def xla(*given: jax.Array) -> Arrays:
-        return plain.forward(call.scale, _operands(given))
+        return (*plain.forward(call.scale, _operands(given)), given[-1])
 
-    if call.platform == "cuda" and has_kernels(logs, beta):
-        return cuda(q, k, v, logs, first)
-    of_gpus = (lambda *x: cuda(*x)[:2]) if has_kernels(logs, beta) else None
-    out, after = _on_platform(call, _given(operands), cpu, of_gpus, xla)
-    return out, after, first
+    out, after, states = _kept(call, _given(operands), cpu, cuda, xla)
+    # Where only lowering tells the platform, every platform keeps the state before the first token.
+    return out, after, first if states is None else states
 
 
 def backward(
     call: Call, operands: Operands, dout: jax.Array, dafter: State, again: Again
 ) -> Operands:
-    """Returns the gradients of the operands; those of ``first`` are states of `forward`.
+    """Returns the gradients of the operands, whose ``first`` are the states of `forward`.
 
     ``dafter`` is the gradient of the state after the last token.
     """
@@ -132,21 +135,15 @@ def backward(
         return _call(target, given, results, call.scale)
 
     def cuda(q: jax.Array, *others: jax.Array) -> Arrays:
-        scaled = (gpu.scaled(q, call.scale), *others)
-        dq, *gradients = gpu.backward(call.has_documents, scaled, again)
+        kernels, scaled = gpu_delta if has_beta else gpu, gpu.scaled(q, call.scale)
+        dq, *gradients = kernels.backward(call.has_documents, (scaled, *others), again)
         return gpu.scaled(dq, call.scale), *gradients
 
     def xla(*given: jax.Array) -> Arrays:
         return _given(plain.backward(call.scale, _operands(given[:-2]), *given[-2:]))
 
-    of_gpus = cuda if has_kernels(operands.logs, operands.beta) else None
     given = (*_given(operands), dout, dafter)
-    return _operands(_on_platform(call, given, cpu, of_gpus, xla))
-
-
-def has_kernels(logs: Logs, beta: Betas | None) -> bool:
-    """Whether GPUs have kernels of a recurrence. Plain JAX computes all others there."""
-    return beta is None and logs.ndim == 3
+    return _operands(_on_platform(call, given, cpu, cuda, xla))
 
 
 def _given(operands: Operands) -> Arrays:
@@ -161,15 +158,35 @@ def _operands(given: Arrays) -> Operands:
     return Operands(q, k, v, logs, first, *(beta or (None,)))
 
 
+def _kept(
+    call: Call,
+    operands: Arrays,
+    cpu: Callable[..., Result],
+    cuda: Callable[..., Result],
+    xla: Callable[..., Result],
+) -> Result:
+    """Returns the results of `_on_platform`, the last of which serves a later call.
+
+    Platforms differ in it, so it is None where only lowering will tell the platform.
+    """
+
+    def without(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: (*function(*given)[:-1], None)
+
+    if call.platform is None:
+        cpu, cuda, xla = map(without, (cpu, cuda, xla))
+    return _on_platform(call, operands, cpu, cuda, xla)
+
+
 def _on_platform(
     call: Call,
     operands: Arrays,
     cpu: Callable[..., Result],
-    cuda: Callable[..., Result] | None,
+    cuda: Callable[..., Result],
     xla: Callable[..., Result],
 ) -> Result:
     """Returns the results of the call for a platform, or for the platform that lowering finds."""
-    of_gpus = cuda or xla
+    of_gpus = cuda if call.has_kernels else xla
     if call.platform is not None:
         return {"cpu": cpu, "cuda": of_gpus, "xla": xla}[call.platform](*operands)
     if _confirmed.refuted("linear_attention", None):

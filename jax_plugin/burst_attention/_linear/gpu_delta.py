@@ -29,11 +29,10 @@ from burst_attention import _ffi
 from burst_attention._linear import gpu
 from burst_attention._linear.gpu import TILE, Cut, States, cut
 from burst_attention._linear.isolation import finite, poisoned, reached, spoilt
-from burst_attention._linear.states import Logs, State
+from burst_attention._linear.states import Betas, Logs, Matrix, State, apply, identity
 from burst_attention._mesh import vary_like
 from burst_attention._types import Arrays
 
-Betas: TypeAlias = Float32[Array, "batch seq heads"]
 Columns: TypeAlias = Float32[Array, "batch heads k_dim columns"]
 """A and M of tokens, side by side."""
 Transfers: TypeAlias = Float32[Array, "batch parts heads k_dim k_dim"]
@@ -196,11 +195,6 @@ def _with_nan(begins: Begins, ends: Bool[Array, "batch parts heads"]) -> Begins:
     return jnp.where(ends & of_state, jnp.nan, begins)
 
 
-def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns products of small matrices in float32."""
-    return jnp.matmul(a, b, precision="highest")
-
-
 def _between(states: States, transfers: Transfers, *, back: bool) -> Begins:
     """Returns A and M of all parts before each part, and of all parts.
 
@@ -212,22 +206,17 @@ def _between(states: States, transfers: Transfers, *, back: bool) -> Begins:
         columns = columns[:, ::-1]
 
     def combine(first: jax.Array, then: jax.Array) -> jax.Array:
-        after = product(then[..., :k_dim], first)
+        after = apply(Matrix(then[..., :k_dim]), first)
         return after.at[..., k_dim:].add(then[..., k_dim:])
 
     sums = lax.associative_scan(combine, columns, axis=1)
-    begin = jnp.broadcast_to(jnp.eye(*columns.shape[3:], dtype=jnp.float32), sums[:, :1].shape)
-    return jnp.concatenate([vary_like(sums, begin), sums], axis=1)
+    return jnp.concatenate([identity(sums[:, :1]), sums], axis=1)
 
 
 def _states_from(begins: Begins, start: State) -> Float32[Array, "batch begins heads k_dim v_dim"]:
     """Returns A S + M for the state S before all parts, where each part begins and behind all."""
     k_dim = begins.shape[3]
-    transfers, states = begins[..., :k_dim], begins[..., k_dim:]
-    # A row of S that A does not read passes nothing, not even NaN.
-    is_read = (transfers != 0).any(axis=3)[..., None]
-    read = jnp.where(is_read, start[:, None], 0)
-    return states + product(transfers, read)
+    return begins[..., k_dim:] + apply(Matrix(begins[..., :k_dim]), start[:, None])
 
 
 def _spread(
@@ -286,7 +275,7 @@ def _keys(
 ) -> tuple[Float[Array, "batch seq heads k_dim"], Float32[Array, "batch heads seq"]]:
     """Returns the gradients that keys get from states they add to, and their products with keys."""
     k, parts = tokens.k, tokens.parts
-    (batch, seq, heads, k_dim), columns = k.shape, -(-k.shape[3] // gpu.COLUMNS)
+    (batch, seq, heads, _), columns = k.shape, -(-k.shape[3] // gpu.COLUMNS)
     rows = (batch, heads * columns, parts.sums.shape[2])
     shapes = [_like(k), jax.ShapeDtypeStruct(rows, jnp.float32)]
     dk, dots = _call("keys", "", parts, (k, parts.sums, *given), shapes)

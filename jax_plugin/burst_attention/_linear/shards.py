@@ -74,7 +74,7 @@ def _prepared(
     size, platform = _mesh.axes_size(mesh, axes), checks.platform(mesh, q.dtype)
     travelling = first.size * (1 if beta is None else 1 + q.shape[3] / v.shape[3])
     method = states.chosen(settings.method, size, round(travelling))
-    call = Call(axes, size, method, platform, ids is not None, settings.scale)
+    call = Call(axes, size, method, platform, logs.ndim == 3, ids is not None, settings.scale)
     return call, operands, ids
 
 

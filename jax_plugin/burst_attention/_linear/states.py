@@ -118,6 +118,8 @@ class Call(NamedTuple):
     """``ring`` or ``all_gather``."""
     platform: str | None
     """``cpu`` or ``cuda``; None where only lowering will tell."""
+    has_kernels: bool
+    """Whether GPUs have kernels of the recurrence. Otherwise plain JAX computes there."""
     has_documents: bool
     """Whether there are documents, which keep values that are not finite to themselves."""
     scale: float
