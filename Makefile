@@ -157,6 +157,14 @@ test-standin-full: standin-package  ## run all Python tests on GPUs that are not
 	$(SAY) "Python: the whole suite on GPUs that are not there"
 	@$(PY) -m pytest -n 2 --dist loadfile --platform=standin $(PYTEST)
 
+# The same tests of softmax attention, in which cuDNN computes the tiles that it serves. Their heads
+# then have 64 columns or more (tests/python/platforms.py).
+CUDNN_TESTS := correct families features global global_features gpu_programs ulysses virtual cudnn
+test-standin-cudnn: standin-package  ## run tests of softmax attention by cuDNN on GPUs that are not here
+	$(SAY) "Python: softmax attention by cuDNN on GPUs that are not there"
+	@BURST_ATTENTION_KERNELS=cudnn $(PY) -m pytest -n 2 --dist loadfile --platform=standin \
+	    $(CUDNN_TESTS:%=tests/python/test_%.py) $(PYTEST)
+
 test-trainers: build $(TRAINERS)/ready  ## train with MaxText, Tunix and Levanter, this attention against theirs (12 min)
 	$(SAY) "Python: trainers that others wrote, with this attention and with their own"
 	@PYTHONPATH=jax_plugin $(TRAINERS)/bin/python -m pytest -c tests/trainers/pytest.ini \
