@@ -59,6 +59,9 @@ mod tests {
         // Fewer bytes decide where messages take longer than computing.
         let far = json!({ "name": "h200-400g-cudnn", "ranks_per_node": 1 });
         assert_eq!(ask(|request| request["machine"] = far.clone()), "queries");
+        // This library's own kernels keep their share of rates that are given.
+        let fast = json!({ "name": "h200-400g-cudnn", "tflops": [1e9] });
+        assert_eq!(ask(|request| request["machine"] = fast), "queries");
         let long = |request: &mut Value| {
             request["machine"] = far;
             (request["q_len"], request["kv_len"]) = (65536.into(), 65536.into());
@@ -71,7 +74,7 @@ mod tests {
         let own = json!({ "name": "h200-400g" });
         assert_eq!(ask(|request| request["machine"] = own), "queries");
         assert_eq!(ask(|request| request["dtype"] = "float32".into()), "queries");
-        let segments = json!("query_segments,key_segments");
+        let segments = json!("query_segment_ids,key_segment_ids");
         assert_eq!(ask(|request| request["options"]["feature_operands"] = segments), "queries");
         assert_eq!(ask(|request| request["kv_heads"] = 8.into()), "keys");
     }

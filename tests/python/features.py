@@ -172,6 +172,10 @@ class Problem:
             head_axis="tensor",
             **self.options(arrays),
         )
+        return self.pair(found)
+
+    def pair(self, found):
+        """Returns o and lse of what a call returns; a column of o stands for lse without one."""
         return found if self.has_lse else (found, found[..., 0].astype(np.float32))
 
     def found(self, arrays, check_vma=True):

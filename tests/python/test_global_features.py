@@ -29,7 +29,7 @@ def attend(one, **where):
 
     def function(arrays):
         qkv = (arrays[name] for name in "qkv")
-        return ba.dot_product_attention(*qkv, **where, **one.options(arrays))
+        return one.pair(ba.dot_product_attention(*qkv, **where, **one.options(arrays)))
 
     return function
 

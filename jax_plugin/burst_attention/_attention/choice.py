@@ -133,7 +133,8 @@ def choose_schedule(
 
     The prediction is the time of forward and backward pass together. A schedule that takes up to 3%
     longer than the fastest one counts as equal, and of equal schedules ``auto`` takes the ring. On
-    CPU devices, where nothing travels, it takes the ring unless ``links`` are given.
+    CPU devices, where nothing travels, it takes the ring unless ``links`` are given. The rates are
+    those of the library's own kernels, also where cuDNN would compute.
 
     Args:
       query: one device's shard, or a ``jax.ShapeDtypeStruct`` of the shard.
