@@ -212,13 +212,15 @@ class Problem:
         cotangents = placed.pop("dout"), placed.pop("dlse")
         inputs = {name: placed.pop(name) for name in GRADIENTS if name in placed}
         (o, lse), grads = _gradients(function, inputs, placed, cotangents)
-        named = {"o": o, "lse": lse} | {GRADIENTS[name]: x for name, x in grads.items()}
-        if not self.has_lse:
-            del named["lse"]
         return {
             name: ring.on_host(x) if x.ndim == 1 else ring.restored(self.layout, self.mesh[1], x)[0]
-            for name, x in named.items()
+            for name, x in self.named(o, lse, grads).items()
         }
+
+    def named(self, o, lse, grads):
+        """Returns results and gradients by name; lse only where the call returns it."""
+        results = {"o": o, "lse": lse} if self.has_lse else {"o": o}
+        return results | {GRADIENTS[name]: x for name, x in grads.items()}
 
     def placed(self, mesh, name, x):
         """Returns an array on the mesh, in the order of the layout."""
