@@ -220,19 +220,43 @@ fn rings_of_cudnn_and_of_kernels_have_no_race_and_end() {
     assert!(served > 1000, "{served}");
 }
 
+/// Returns what a rank computes, in order.
+fn names(call: &Call, rank: usize) -> Vec<&'static str> {
+    let calls = Devices::new(call.problem.world_size).programs(call).swap_remove(rank).calls;
+    let name = |call: &recorder::Call| match &call.operation {
+        Operation::Library(_) => Some("cudnn"),
+        Operation::Launch(launch) => Some(launch.instance().kernel.name()),
+        _ => None,
+    };
+    calls.iter().filter_map(name).collect()
+}
+
+/// Alone, as after an all-to-all of heads, a rank meets all keys at once in every layout. The first
+/// of causal shards in order meets no keys but its own, in every family. Chunks that `all_gather`
+/// brings are tiles of their own.
+#[test]
+fn cudnn_writes_the_results_of_queries_that_meet_all_their_keys_at_once() {
+    for layout in [Layout::Contiguous, Layout::Zigzag, Layout::Striped] {
+        for window in [Window::FULL, Window::CAUSAL] {
+            let alone = Problem { layout, window, ..problem(1, 8) };
+            let call = of_cudnn(alone, Pass::Forward, Family::Ring);
+            assert_eq!(names(&call, 0), ["cudnn"], "{call:?}");
+        }
+    }
+    let in_order = Problem { layout: Layout::Contiguous, window: Window::CAUSAL, ..problem(4, 8) };
+    for family in [Family::Ring, Family::AllGather, Family::DoubleRing { inner: 2 }] {
+        let call = of_cudnn(in_order.clone(), Pass::Forward, family);
+        assert_eq!(names(&call, 0), ["cudnn"], "{call:?}");
+        let last = names(&call, 3);
+        assert_eq!(last.iter().filter(|name| **name == "fold_result").count(), 4, "{last:?}");
+    }
+}
+
 #[test]
 fn parts_of_a_ring_are_folded_and_whole_results_are_not() {
     let names = |world_size, pass| {
         let problem = Problem { layout: Layout::Contiguous, ..problem(world_size, 8) };
-        let problem = Problem { window: Window::FULL, ..problem };
-        let call = of_cudnn(problem, pass, Family::Ring);
-        let calls = Devices::new(world_size).programs(&call).swap_remove(0).calls;
-        let names = calls.iter().filter_map(|call| match &call.operation {
-            Operation::Library(_) => Some("cudnn"),
-            Operation::Launch(launch) => Some(launch.instance().kernel.name()),
-            _ => None,
-        });
-        names.collect::<Vec<_>>()
+        names(&of_cudnn(Problem { window: Window::FULL, ..problem }, pass, Family::Ring), 0)
     };
     assert_eq!(names(1, Pass::Forward), ["cudnn"]);
     assert_eq!(names(2, Pass::Forward), ["cudnn", "fold_result", "cudnn", "fold_result"]);

@@ -78,15 +78,7 @@ pub(super) fn can_fuse(problem: &Problem, schedule: &Schedule, backends: Backend
         return Ok(false);
     }
     let element = element_of(problem.dtype)?;
-    let Features { segments, soft_cap, slopes, dropout, .. } = problem.features;
-    let features = launch::Features {
-        segments: segments.then(Segments::default),
-        soft_cap: soft_cap.unwrap_or(0.0),
-        slopes: slopes.then(Rows::default),
-        dropout: dropout.map(|rate| Dropout { numbers: Rows::default(), rate }),
-        positions: EvenPositions::default(),
-        visible: problem.features.has_query_positions().then(Visible::default),
-    };
+    let features = features_of(problem);
     let mut merges = schedule.steps.iter().flat_map(|step| &step.merges);
     let mut tiles = schedule.steps.iter().flat_map(|step| &step.tiles);
     let at_home = merges.all(|merge| merge.chunk.payload != Payload::QueryGrads);
@@ -97,6 +89,19 @@ pub(super) fn can_fuse(problem: &Problem, schedule: &Schedule, backends: Backend
             tile.query_state.place == Place::Home
                 && backends.choose(&KeyGrads::fused(rectangle, features).into()).0.is_some()
         }))
+}
+
+/// Returns the features of a problem's tiles, without addresses: a question to a backend.
+pub(super) fn features_of(problem: &Problem) -> launch::Features {
+    let Features { segments, soft_cap, slopes, dropout, .. } = problem.features;
+    launch::Features {
+        segments: segments.then(Segments::default),
+        soft_cap: soft_cap.unwrap_or(0.0),
+        slopes: slopes.then(Rows::default),
+        dropout: dropout.map(|rate| Dropout { numbers: Rows::default(), rate }),
+        positions: EvenPositions::default(),
+        visible: problem.features.has_query_positions().then(Visible::default),
+    }
 }
 
 /// Returns bytes of scratch memory that are enough for any tile of a rank.
@@ -115,7 +120,7 @@ pub(super) fn scratch_bytes(call: &Call, schedule: &Schedule) -> u64 {
 }
 
 /// Returns the rectangle of some queries and some keys.
-fn rectangle(
+pub(super) fn rectangle(
     problem: &Problem,
     element: Element,
     queries: &Range<usize>,

@@ -118,7 +118,8 @@ class AttentionOptions(TypedDict, total=False):
         they add them up. ``auto``: the schedule that is predicted to take least time, see
         `choose_schedule`.
       backward: which arrays travel in the backward ring: ``keys``, ``queries``, or ``auto`` for
-        the choice that sends fewer bytes.
+        the choice that sends fewer bytes. Where cuDNN would compute gradients, it is the choice
+        that is predicted to take less time, on H200s unless ``links`` are given.
       backward_order: the order in which kernels of GPUs add to a gradient. ``fixed``: one order, so
         every run gives the same bits. ``any``: any order, so gradients differ from run to run in
         the last bits, and one kernel computes all gradients where it can: queries stay at home
@@ -141,8 +142,9 @@ class AttentionOptions(TypedDict, total=False):
         rounding of out to 16 bits does not average out in these sums: with bfloat16 inputs uniform
         in [0, 1) and 1,024 tokens of 64 columns, query's gradient is off by 17% of its norm, as in
         every attention that keeps out in 16 bits. With ``"float32"`` it is off by 0.17%.
-      links: what the mesh is made of, for ``schedule="auto"``; default: H200s on GPUs. On CPU
-        devices ``auto`` is ``ring`` unless links are given.
+      links: what the mesh is made of, for the predictions of ``schedule="auto"`` and
+        ``backward="auto"``; default: H200s on GPUs. On CPU devices the schedule is ``ring`` unless
+        links are given.
       implementation: ``"xla"`` computes in plain JAX, on any platform. A ring of ``lax.ppermute``
         gives the same results; it serves every ``schedule`` but ``ulysses`` and ``hybrid``, which
         scatter heads here too. Keys travel in both passes. By default the library's calls compute
