@@ -351,7 +351,8 @@ $(STANDIN)/ready: $(RUST) $(KERNELS) \
 	@ln -s $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13/nvvm/libdevice \
 	    $(STANDIN)/cuda/nvvm/libdevice
 	@cp $(CHECKED_LIBRARY) $(STANDIN)/package/burst_attention
-	@$(BUILD)/checked/standin-images $(STANDIN)/package/burst_attention/images sm_90
+	@for target in sm_90 sm_100; do \
+	    $(BUILD)/checked/standin-images $(STANDIN)/package/burst_attention/images $$target; done
 	@touch $@
 
 $(VENV)/docs: $(VENV)/ready requirements/docs.txt

@@ -2,10 +2,10 @@
 
 use burst_attention_kernels::backend::{BACKENDS, Backends, Kernels, cudnn};
 use burst_attention_kernels::instances::{Element, Target};
-use burst_attention_kernels::launch::{Features, Forward, ForwardResults, KeyGrads, Rows};
+use burst_attention_kernels::launch::{Features, Forward, Rows};
 
-use super::tiles::{can_fuse, element_of, features_of, rectangle};
-use crate::problem::{Pass, Problem};
+use super::tiles::{all_gradients, can_fuse, element_of, features_of, rectangle};
+use crate::problem::{Order, Pass, Problem};
 use crate::schedule::{Schedule, Tile};
 
 /// The tiles of a schedule that cuDNN may compute.
@@ -29,7 +29,8 @@ impl<'a> ServedTiles<'a> {
         let backends = Backends { all: BACKENDS, target, kernels: Kernels::Cudnn, scratch: 0 };
         let element = element_of(problem.dtype).ok()?;
         let pass = schedule.pass;
-        let may_serve = pass == Pass::Forward || can_fuse(problem, schedule, backends).ok()?;
+        let gradients = || can_fuse(problem, schedule, backends, Order::Any, false);
+        let may_serve = pass == Pass::Forward || gradients().ok()?;
         let features = features_of(problem);
         may_serve.then_some(ServedTiles { problem, pass, element, features, backends })
     }
@@ -56,10 +57,7 @@ impl<'a> ServedTiles<'a> {
                 last: false,
             }
             .into(),
-            Pass::Backward => {
-                let results = Some(ForwardResults { o: at, lse: at });
-                KeyGrads { results, ..KeyGrads::fused(rectangle, features) }.into()
-            }
+            Pass::Backward => all_gradients(problem, rectangle, Order::Any, true).into(),
         };
         self.backends.choose(&operation).0.is_some_and(|backend| backend.name == cudnn::NAME)
     }

@@ -98,7 +98,7 @@ impl<'a> Costs<'a> {
         // o in 16 bits is read, and the running state is read and written.
         let sums = match first && last {
             true => 0.0,
-            false => self.sums(library, tile.queries.rows.len(), self.problem.heads, 10),
+            false => self.sums(library, tile.queries.rows.len() * self.problem.heads, 10),
         };
         let sums = halves(place, sums);
         Halves { before: seconds(forward) + sums.before, after: sums.after }
@@ -113,9 +113,11 @@ impl<'a> Costs<'a> {
             Computes::Own(rates) => self.two_kernels(tile, flops / rates.backward),
             Computes::Library(library) => {
                 let Problem { heads, kv_heads, .. } = *self.problem;
-                // dq in float32 is cleared, read and added; dk and dv in 16 bits are read and added.
-                let queries = self.sums(library, tile.queries.rows.len(), heads, 16);
-                let keys = 2.0 * self.sums(library, tile.keys.rows.len(), kv_heads, 10);
+                // dq in float32 is cleared, read and added. dk and dv of each query head are read, in
+                // 16 bits, and added for each head of keys.
+                let (queries, keys) = (tile.queries.rows.len(), tile.keys.rows.len());
+                let queries = self.sums(library, queries * heads, 16);
+                let keys = 2.0 * self.sums(library, keys * (kv_heads * 8 + heads * 2), 1);
                 let keys = halves(tile.key_state.place, keys);
                 Halves { before: seconds + queries + keys.before, after: keys.after }
             }
@@ -134,10 +136,11 @@ impl<'a> Costs<'a> {
         }
     }
 
-    /// Seconds in which a kernel adds a library's results to sums, with bytes for each element.
-    fn sums(&self, library: TileLibrary, rows: usize, heads: usize, bytes: usize) -> f64 {
+    /// Seconds in which a kernel adds a library's results to sums: rows of all heads, with bytes for
+    /// each element.
+    fn sums(&self, library: TileLibrary, rows: usize, bytes: usize) -> f64 {
         let Problem { batch, value_dim, .. } = *self.problem;
-        (batch * rows * heads * value_dim * bytes) as f64 / library.memory + self.kernels.launch
+        (batch * rows * value_dim * bytes) as f64 / library.memory + self.kernels.launch
     }
 
     /// For each pair, the kernel of dq multiplies 2D + Dv elements, and the kernel of dk and dv

@@ -127,13 +127,14 @@ class AttentionOptions(TypedDict, total=False):
         GPU is a Hopper or one of its successors in data centers. On CPU devices both give the same
         bits in every run.
       kernels: which kernels of GPUs compute. ``tile``: this library's own. ``cudnn``: cuDNN's where
-        they serve a tile, and this library's own elsewhere. cuDNN serves full and causal masks
-        without other features, and 64 or 128 columns, on H100, H200 and data-center Blackwell;
-        gradients only with ``backward_order="any"`` and without ``return_residual``. A tile's
-        results and gradients then have 16 bits, and their sums over a ring are float32 all the
-        same. ``auto``: what the environment variable ``BURST_ATTENTION_KERNELS`` says, or else
-        ``cudnn`` for 4,096 rows of a rank and more where ``python -m burst_attention check`` has
-        confirmed it on all GPUs of the program, or else ``tile``.
+        they serve a tile, and this library's own elsewhere. cuDNN serves full and causal masks and
+        windows without other features, and 64, 128 or 256 columns, on H100, H200 and data-center
+        Blackwell; gradients only without ``return_residual``, and on Hopper only with
+        ``backward_order="any"``. A tile's results and gradients then have 16 bits, and their sums
+        over a ring are float32 all the same. ``auto``: what the environment variable
+        ``BURST_ATTENTION_KERNELS`` says, or else ``cudnn`` for 4,096 rows of a rank and more where
+        ``python -m burst_attention check`` has confirmed it on all GPUs of the program, or else
+        ``tile``.
       residual_dtype: ``"float32"``, on CPU devices or with ``implementation="xla"``, keeps out in
         float32 for the backward pass. This takes two more bytes for each value than out in 16 bits.
         By default out is kept in query's dtype, but in float32 for up to 256 keys and for windows

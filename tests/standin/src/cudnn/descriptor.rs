@@ -174,14 +174,6 @@ impl Descriptor {
         self.numbers(name)?.first().copied().ok_or(BAD_PARAM)
     }
 
-    /// Returns the only number of an attribute, if it is set.
-    pub fn optional_number(&self, name: Name) -> Option<i64> {
-        match lock(&self.attributes).get(&(name as c_int)) {
-            Some(Attribute::Numbers(numbers)) => numbers.first().copied(),
-            _ => None,
-        }
-    }
-
     /// Returns the addresses of an attribute.
     pub fn pointers(&self, name: Name) -> Outcome<Vec<u64>> {
         match self.attribute(name)? {
