@@ -98,7 +98,7 @@ test:  ## run a check of every kind
 	$(SAY) "all tests passed"
 
 # One kind after the other, because each uses both cores.
-LONG := test-rust-full test-python-full test-compiled test-wheel test-trainers-short test-standin-full test-cudnn
+LONG := test-rust-full test-python-full test-compiled test-wheel test-trainers-short test-standin-full test-standin-cudnn test-cudnn
 test-full: lint docs $(LONG)  ## run lint, docs and the long tests
 	$(SAY) "all long tests passed"
 
@@ -154,6 +154,14 @@ test-standin: standin-package  ## run some Python tests on GPUs that are not her
 test-standin-full: standin-package  ## run all Python tests on GPUs that are not here
 	$(SAY) "Python: the whole suite on GPUs that are not there"
 	@$(PY) -m pytest -n 2 --dist loadfile --platform=standin $(PYTEST)
+
+# The same tests of softmax attention, in which cuDNN computes the tiles that it serves. Their heads
+# then have 64 columns or more (tests/python/platforms.py). test_cudnn.py has errors of long rings.
+CUDNN_TESTS := correct families global global_features gpu_programs ulysses
+test-standin-cudnn: standin-package  ## run tests of softmax attention by cuDNN on GPUs that are not here
+	$(SAY) "Python: softmax attention by cuDNN on GPUs that are not there"
+	@BURST_ATTENTION_KERNELS=cudnn $(PY) -m pytest -n 2 --dist load --platform=standin \
+	    -k "not does_not_grow" $(CUDNN_TESTS:%=tests/python/test_%.py) $(PYTEST)
 
 test-trainers: build $(TRAINERS)/ready  ## train with MaxText, Tunix and Levanter, this attention against theirs (12 min)
 	$(SAY) "Python: trainers that others wrote, with this attention and with their own"
@@ -341,7 +349,8 @@ $(STANDIN)/ready: $(RUST) $(KERNELS) \
 	@ln -s $$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cu13/nvvm/libdevice \
 	    $(STANDIN)/cuda/nvvm/libdevice
 	@cp $(CHECKED_LIBRARY) $(STANDIN)/package/burst_attention
-	@$(BUILD)/checked/standin-images $(STANDIN)/package/burst_attention/images sm_90
+	@for target in sm_90 sm_100; do \
+	    $(BUILD)/checked/standin-images $(STANDIN)/package/burst_attention/images $$target; done
 	@touch $@
 
 $(VENV)/docs: $(VENV)/ready requirements/docs.txt

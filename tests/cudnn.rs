@@ -43,22 +43,40 @@ fn properties(name: &str, version: i64, multiprocessors: i64) -> String {
     format!("{{{numbers},{limits},\"deviceName\":\"{name}\"}}")
 }
 
-fn sdpa(pass: SdpaPass, element: Element, columns: i64, kv_heads: i64, is_causal: bool) -> Sdpa {
+/// What a plan has: columns of queries and keys, columns of values, and key/value heads.
+type Sizes = (i64, i64, i64);
+
+/// The limits of a band.
+type Limits = (Option<i64>, Option<i64>);
+
+const FULL: Limits = (None, None);
+const CAUSAL: Limits = (None, Some(0));
+/// A causal window; its corner between two ranks; a band on both sides; a part of a causal mask.
+const BANDS: [Limits; 4] =
+    [(Some(-1023), Some(0)), (Some(0), None), (Some(-1023), Some(512)), (None, Some(512))];
+
+fn sdpa(
+    pass: SdpaPass,
+    element: Element,
+    (head_dim, value_dim, kv_heads): Sizes,
+    (lower, upper): Limits,
+) -> Sdpa {
     use SdpaArray::{Delta, Key, KeyGrad, Lse, Out, OutGrad, Query, QueryGrad, Value, ValueGrad};
-    let heads_share = kv_heads < 8;
     let mut plan = Sdpa {
         pass,
+        fixed_order: false,
         element,
         batch: 2,
         q_len: 4096,
         kv_len: 4096,
         heads: 8,
         kv_heads,
-        head_dim: columns,
-        value_dim: columns,
-        is_causal,
+        head_dim,
+        value_dim,
+        lower,
+        upper,
         softmax_scale: 0.125,
-        workspace_bytes: 4096 + if heads_share { 2 * 2 * 2 * 4096 * 8 * columns } else { 0 },
+        workspace_bytes: 4096,
         strides: BTreeMap::new(),
     };
     let backward = [OutGrad, QueryGrad, KeyGrad, ValueGrad, Delta];
@@ -75,26 +93,76 @@ fn sdpa(pass: SdpaPass, element: Element, columns: i64, kv_heads: i64, is_causal
     plan
 }
 
+/// Returns the properties of each device, with its name and its version.
+fn devices(functions: &'static Functions) -> Vec<(&'static str, i64, DeviceProperties)> {
+    let device = |(name, version, multiprocessors)| {
+        let text = properties(name, version, multiprocessors);
+        let device = DeviceProperties::from_json(functions, &text).expect("known keys");
+        (name, version, device)
+    };
+    DEVICES.map(device).into()
+}
+
+/// Compiles plans for all devices that `serves`, by their version, and prints the times.
+fn compile(functions: &'static Functions, plans: &[Sdpa], serves: impl Fn(i64, &Sdpa) -> bool) {
+    for (name, version, device) in devices(functions) {
+        for sdpa in plans.iter().filter(|sdpa| serves(version, sdpa)) {
+            let began = Instant::now();
+            CompiledPlan::new(functions, sdpa, &device).expect("a plan");
+            let took = began.elapsed();
+            let Sdpa { pass, fixed_order, element, lower, upper, .. } = *sdpa;
+            let sizes = (sdpa.head_dim, sdpa.value_dim, sdpa.kv_heads);
+            let band = (lower, upper);
+            println!("{name} {pass:?} {element:?} {sizes:?} {band:?} {fixed_order}: {took:?}");
+        }
+    }
+}
+
 #[test]
 #[ignore = "needs cuDNN"]
 fn real_cudnn_has_a_plan_for_every_operation_that_is_served() {
     let functions = Functions::load().expect("cuDNN");
-    for (name, version, multiprocessors) in DEVICES {
-        let text = properties(name, version, multiprocessors);
-        let device = DeviceProperties::from_json(functions, &text).expect("known keys");
-        for pass in SdpaPass::ALL {
-            for element in Element::ALL {
-                for (columns, kv_heads) in [(64, 8), (64, 2), (128, 8), (128, 2)] {
-                    for is_causal in [false, true] {
-                        let sdpa = sdpa(pass, element, columns, kv_heads, is_causal);
-                        let began = Instant::now();
-                        CompiledPlan::new(functions, &sdpa, &device).expect("a plan");
-                        let took = began.elapsed();
-                        println!("{name} {pass:?} {element:?} {columns} {kv_heads}: {took:?}");
-                    }
-                }
-            }
+    let narrow = [(64, 64, 8), (64, 64, 2), (128, 128, 8), (128, 128, 2)];
+    let wide = [(192, 128, 8), (256, 256, 2)];
+    let mut plans = Vec::new();
+    for pass in SdpaPass::ALL {
+        let mut add = |element, sizes: &[Sizes], bands: &[Limits]| {
+            let each = |sizes| bands.iter().map(move |band| sdpa(pass, element, sizes, *band));
+            plans.extend(sizes.iter().copied().flat_map(each));
+        };
+        add(Element::Bf16, &narrow, &[FULL, CAUSAL]);
+        add(Element::F16, &narrow, &[CAUSAL]);
+        add(Element::Bf16, &narrow[1..3], &BANDS);
+        add(Element::Bf16, &wide, &[FULL, CAUSAL, BANDS[0]]);
+    }
+    compile(functions, &plans, |version, sdpa| {
+        sdpa.head_dim < 256 || sdpa.pass == SdpaPass::Forward || version == 900
+    });
+}
+
+#[test]
+#[ignore = "needs cuDNN"]
+fn real_cudnn_adds_in_a_fixed_order_with_little_workspace() {
+    let functions = Functions::load().expect("cuDNN");
+    let mut plans = Vec::new();
+    for sizes in [(128, 128, 8), (192, 128, 2)] {
+        for band in [FULL, CAUSAL, BANDS[0], BANDS[1]] {
+            let sdpa = sdpa(SdpaPass::Backward, Element::Bf16, sizes, band);
+            plans.push(Sdpa { fixed_order: true, ..sdpa });
         }
+    }
+    compile(functions, &plans, |version, _| version > 900);
+}
+
+/// The backend refuses these, see `has_columns` and `TARGETS` there.
+#[test]
+#[ignore = "needs cuDNN"]
+fn real_cudnn_has_no_plan_with_256_columns_backward_on_blackwell() {
+    let functions = Functions::load().expect("cuDNN");
+    let wide = sdpa(SdpaPass::Backward, Element::Bf16, (256, 256, 8), CAUSAL);
+    for (name, version, device) in devices(functions) {
+        let has_plan = CompiledPlan::new(functions, &wide, &device).is_ok();
+        assert_eq!(has_plan, version == 900, "{name}");
     }
 }
 
@@ -105,10 +173,10 @@ fn real_cudnn_gets_enough_workspace_or_is_refused() {
     let (name, version, multiprocessors) = DEVICES[0];
     let text = properties(name, version, multiprocessors);
     let device = DeviceProperties::from_json(functions, &text).expect("known keys");
-    let grouped = sdpa(SdpaPass::Backward, Element::Bf16, 64, 2, true);
-    let little = Sdpa { workspace_bytes: 4096, ..grouped };
+    let plan = sdpa(SdpaPass::Backward, Element::Bf16, (64, 64, 2), CAUSAL);
+    let little = Sdpa { workspace_bytes: 16, ..plan };
     let error = CompiledPlan::new(functions, &little, &device).expect_err("it needs more");
-    assert!(error.to_string().contains("expected at most 4096 bytes of workspace"), "{error}");
+    assert!(error.to_string().contains("expected at most 16 bytes of workspace"), "{error}");
 }
 
 #[test]
@@ -120,6 +188,6 @@ fn real_cudnn_does_not_know_everything() {
     let (name, version, multiprocessors) = DEVICES[0];
     let text = properties(name, version, multiprocessors);
     let device = DeviceProperties::from_json(functions, &text).expect("known keys");
-    let odd = Sdpa { head_dim: 60, ..sdpa(SdpaPass::Forward, Element::Bf16, 64, 8, false) };
+    let odd = Sdpa { head_dim: 60, ..sdpa(SdpaPass::Forward, Element::Bf16, (64, 64, 8), FULL) };
     assert!(CompiledPlan::new(functions, &odd, &device).is_err());
 }

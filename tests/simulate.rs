@@ -4,7 +4,7 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use burst_attention::problem::{Dtype, Pass, Problem, Travels};
+use burst_attention::problem::{Dtype, Features, Pass, Problem, Travels};
 use burst_attention::schedule::{
     Chunk, Due, Exchange, Family, Payload, Place, Schedule, Step, Transfer, check, ring,
     total_bytes,
@@ -14,6 +14,7 @@ use burst_attention::simulate::{
     named, predict, simulate,
 };
 use burst_attention::{Error, Layout, Window};
+use burst_attention_kernels::instances::Target;
 use common::{passes_and_sides, problems};
 
 /// One head whose vectors have 8 elements: 32 FLOPs for a pair, 32 bytes for a row of keys.
@@ -120,25 +121,70 @@ fn launches_add_to_every_tile() {
     assert_eq!(seconds(Pass::Backward, Travels::Queries), 9.0);
 }
 
-/// Arithmetic takes no time and memory one second a byte, of 16 rows of 8 elements on each side.
+/// Kernels of cuDNN at `rates`, and kernels of this library at 32 FLOP/s.
+fn with_cudnn(rates: [f64; 2], bandwidth: f64) -> Machine {
+    let mut machine = machine(f64::INFINITY, bandwidth);
+    let library = TileLibrary { target: Target::Sm90, memory: 1.0, forward: 32.0, backward: 32.0 };
+    let [forward, backward] = rates;
+    machine.kernels =
+        Kernels { forward, backward, library: Some(library), ..machine.kernels.clone() };
+    machine
+}
+
+/// One head of 64 columns, which cuDNN serves: 640 FLOPs backward for a pair.
+fn wide(world_size: usize, n: usize) -> Problem {
+    Problem { head_dim: 64, value_dim: 64, ..small(world_size, n) }
+}
+
+/// Arithmetic takes no time and memory one second a byte, of 16 rows of 64 elements on each side.
 #[test]
-fn sums_of_a_library_add_to_every_tile_it_computes() {
-    let mut machine = machine(f64::INFINITY, f64::INFINITY);
-    machine.kernels.library = Some(TileLibrary { memory: 1.0, backward: 32.0 });
-    let seconds = |world_size, pass, travels| {
-        let problem = small(world_size, 16);
-        simulate(&problem, &ring(&problem, pass, travels), &machine).unwrap().seconds
+fn sums_of_cudnn_add_to_every_tile_it_computes() {
+    let machine = with_cudnn([f64::INFINITY; 2], f64::INFINITY);
+    let seconds = |problem: &Problem, pass, travels| {
+        simulate(problem, &ring(problem, pass, travels), &machine).unwrap().seconds
     };
-    let elements = 128.0;
-    // The library writes the results of a rank with one tile itself.
-    assert_eq!(seconds(1, Pass::Forward, Travels::Keys), 0.0);
-    assert_eq!(seconds(4, Pass::Forward, Travels::Keys), 4.0 * elements * 10.0);
+    let elements = 1024.0;
+    // cuDNN writes the results of a rank with one tile itself.
+    assert_eq!(seconds(&wide(1, 16), Pass::Forward, Travels::Keys), 0.0);
+    assert_eq!(seconds(&wide(4, 16), Pass::Forward, Travels::Keys), 4.0 * elements * 10.0);
     let tile = elements * (16.0 + 10.0 + 10.0);
-    assert_eq!(seconds(4, Pass::Backward, Travels::Keys), 4.0 * tile);
-    // Where queries travel other kernels compute: 80 FLOPs for a pair, and none of the sums but the
-    // first step's, in which queries are at home.
-    let others = 3.0 * 80.0 * 256.0 / 32.0;
-    assert_eq!(seconds(4, Pass::Backward, Travels::Queries), tile + others);
+    assert_eq!(seconds(&wide(4, 16), Pass::Backward, Travels::Keys), 4.0 * tile);
+    // Where queries travel other kernels compute all tiles, without these sums.
+    let others = 4.0 * 640.0 * 256.0 / 32.0;
+    assert_eq!(seconds(&wide(4, 16), Pass::Backward, Travels::Queries), others);
+    // They compute what cuDNN refuses, too.
+    assert_eq!(seconds(&small(4, 16), Pass::Forward, Travels::Keys), 4.0 * 32.0 * 256.0 / 32.0);
+    let fed = Features { soft_cap: Some(5.0), ..Features::default() };
+    let capped = Problem { features: fed, ..wide(4, 16) };
+    assert_eq!(seconds(&capped, Pass::Backward, Travels::Keys), others);
+}
+
+/// Keys and their sums take 768 bytes a row, queries and theirs 520. A tile takes cuDNN a second and
+/// other kernels 5,120.
+#[test]
+fn the_side_that_travels_where_cudnn_computes_takes_less_time() {
+    let rate = 640.0 * 256.0;
+    let predicted = |problem: &Problem, travels, bandwidth| {
+        let mut machine = with_cudnn([rate; 2], bandwidth);
+        machine.kernels.library.as_mut().expect("cuDNN").memory = f64::INFINITY;
+        let method = Method::Travel(Family::Ring);
+        predict(problem, method, Pass::Backward, travels, &machine, false).unwrap()
+    };
+    let chosen = |problem: &Problem, bandwidth| predicted(problem, None, bandwidth).travels;
+    assert_eq!(chosen(&wide(4, 16), f64::INFINITY), Some(Travels::Keys));
+    // A message of keys takes 12,288 seconds and one of queries 8,320.
+    assert_eq!(chosen(&wide(4, 16), 1.0), Some(Travels::Queries));
+    for bandwidth in [0.5, 1.0, 2.0, 4.0, 64.0] {
+        for world_size in 1..=5 {
+            let of = |side| predicted(&wide(world_size, 16), side, bandwidth).seconds;
+            let least = of(Some(Travels::Keys)).min(of(Some(Travels::Queries)));
+            assert_eq!(of(None), least, "{world_size} ranks, {bandwidth}");
+        }
+    }
+    // Bytes decide where cuDNN computes nothing, whatever takes less time.
+    assert_eq!(chosen(&small(4, 16), f64::INFINITY), Some(Travels::Queries));
+    let striped = Problem { layout: Layout::Striped, window: Window::CAUSAL, ..wide(4, 16) };
+    assert_eq!(chosen(&striped, f64::INFINITY), Some(Travels::Keys));
 }
 
 #[test]
@@ -348,7 +394,8 @@ fn machines_that_cannot_be_are_errors() {
     assert!(error(|machine| machine.network.ranks_per_node = 0).contains("at least 1, got 0"));
     for known in named() {
         known.machine.validate().unwrap();
-        assert_eq!(known.machine.network.class(0, 8), Class::Between);
+        let next_node = known.machine.network.ranks_per_node;
+        assert_eq!(known.machine.network.class(0, next_node), Class::Between);
         assert!(known.ranks.is_none_or(|ranks| ranks <= known.machine.network.ranks_per_node));
     }
 }

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::answer::Result;
-use crate::{backends, choose, describe, kernels, simulate, workspace};
+use crate::{backends, choose, describe, kernels, simulate, travels, workspace};
 
 /// A question. Its field `ask` names the variant, and the other fields are the variant's.
 #[derive(Deserialize)]
@@ -20,6 +20,7 @@ enum Question {
     KernelLaunches(Box<kernels::Request>),
     Backends(backends::Request),
     Workspace(workspace::Request),
+    Travels(travels::Request),
     Simulate(simulate::Request),
     Choose(choose::Request),
 }
@@ -33,6 +34,7 @@ impl Question {
             Question::KernelLaunches(request) => request.answer(),
             Question::Backends(request) => request.answer(),
             Question::Workspace(request) => request.answer(),
+            Question::Travels(request) => request.answer(),
             Question::Simulate(request) => request.answer(),
             Question::Choose(request) => request.answer(),
         }

@@ -43,4 +43,5 @@ mod simulate;
 pub mod state;
 #[doc(hidden)]
 pub mod sys;
+mod travels;
 mod workspace;

@@ -33,8 +33,14 @@ impl MachineRequest {
         network.ranks_per_node = self.ranks_per_node.unwrap_or(network.ranks_per_node);
         network.shared |= self.shared;
         let [forward, backward] = pair("tflops", &self.tflops)?;
-        kernels.forward = forward.map_or(kernels.forward, |rate| rate * 1e12);
-        kernels.backward = backward.map_or(kernels.backward, |rate| rate * 1e12);
+        let given = [forward, backward].map(|rate| rate.map(|rate| rate * 1e12));
+        if let Some(library) = &mut kernels.library {
+            // This library's own kernels keep their share of cuDNN's rates.
+            library.forward *= given[0].map_or(1.0, |rate| rate / kernels.forward);
+            library.backward *= given[1].map_or(1.0, |rate| rate / kernels.backward);
+        }
+        kernels.forward = given[0].unwrap_or(kernels.forward);
+        kernels.backward = given[1].unwrap_or(kernels.backward);
         let which = match (forward, backward) {
             (Some(_), Some(_)) => Some("as given"),
             (Some(_), None) => Some("the first as given"),

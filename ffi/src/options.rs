@@ -1,5 +1,6 @@
 //! The mask, the features and the schedule of a call.
 
+use burst_attention::Problem;
 use burst_attention::mask::Window;
 use burst_attention::problem::Features;
 use burst_attention::schedule::Family;
@@ -40,6 +41,18 @@ struct Stated {
 }
 
 impl Options {
+    /// Returns a problem with this mask and these features.
+    ///
+    /// # Errors
+    /// If the core does not take it, or the schedule does not fit its ranks.
+    pub(crate) fn of(&self, problem: &Problem) -> crate::answer::Result<Problem> {
+        let Options { window, features, family } = *self;
+        let problem = Problem { window, features, ..problem.clone() };
+        problem.validate()?;
+        family.validate(problem.world_size)?;
+        Ok(problem)
+    }
+
     /// Reads the attributes.
     ///
     /// # Errors

@@ -27,12 +27,8 @@ pub(crate) struct Request {
 impl Request {
     /// Returns `{"bytes": …}`.
     pub(crate) fn answer(&self) -> Result<Value> {
-        let Request { options, pass, .. } = self;
-        let (window, features) = (options.window, options.features);
-        let problem = Problem { window, features, ..self.problem.clone() };
-        problem.validate()?;
-        let family = options.family;
-        family.validate(problem.world_size)?;
+        let Request { options: Options { family, .. }, pass, .. } = *self;
+        let problem = self.options.of(&self.problem)?;
         if problem.dtype == Dtype::F32 {
             return Err("dtype must be bfloat16 or float16, got float32".into());
         }
@@ -41,7 +37,7 @@ impl Request {
             Pass::Backward => (self.backward, self.backward_order),
         };
         let kernels = self.kernels;
-        let call = Call { travels, backward_order, kernels, ..Call::new(problem, family, *pass) };
+        let call = Call { travels, backward_order, kernels, ..Call::new(problem, family, pass) };
         Ok(json!({ "bytes": call.workspace_bytes() }))
     }
 }

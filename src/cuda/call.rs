@@ -47,7 +47,13 @@ impl Call {
 
     /// Returns the bytes of workspace that are enough on every rank.
     pub fn workspace_bytes(&self) -> u64 {
-        let may_fuse = self.pass == Pass::Backward && self.backward_order == Order::Any;
-        WorkspaceLayout::bytes(self, &self.schedules(), may_fuse)
+        WorkspaceLayout::bytes(self, &self.schedules(), self.may_fuse())
+    }
+
+    /// Whether one operation may compute all gradients of a tile. This library's own kernel for it
+    /// adds in any order.
+    pub(super) fn may_fuse(&self) -> bool {
+        let has_kernel = self.backward_order == Order::Any || self.kernels != Kernels::Tile;
+        self.pass == Pass::Backward && has_kernel
     }
 }

@@ -8,11 +8,11 @@ use burst_attention_kernels::launch::{
 
 use super::buffer::{Buffer, sections};
 use super::region::{Region, reads, writes};
-use super::tiles::CommandKernel;
+use super::tiles::{CommandKernel, query_parts};
 use crate::error::Result;
 use crate::kernel::{AttentionKernel, BackwardOperands};
 use crate::operands::{DeviceKind, Operand};
-use crate::problem::Problem;
+use crate::problem::{Order, Problem};
 use crate::schedule::{Accumulator, Chunk, Merge, Payload, Place, Tile};
 
 impl CommandKernel<'_> {
@@ -46,7 +46,9 @@ impl CommandKernel<'_> {
         }
         let [queries, keys, sums] = buffers;
         let [dk, dv] = [Operand::KeyGrad, Operand::ValueGrad].map(|it| self.memory.operand(it));
-        let dq_sums = self.fused.then(|| self.memory.home(Payload::QueryGrads));
+        // A tile without queries only defines the state of its keys.
+        let adds = self.fused && !tile.queries.rows.is_empty();
+        let dq_sums = adds.then(|| self.memory.home(Payload::QueryGrads));
         let ends = (tile.key_state.first, is_last);
         for part in self.parts(tile, (queries, keys), Payload::Keys, ends) {
             let operation = KeyGrads {
@@ -59,6 +61,7 @@ impl CommandKernel<'_> {
                 lse_log2: queries.statistics_at(2, &part.queries),
                 delta: queries.statistics_at(3, &part.queries),
                 dq_acc: dq_sums.as_ref().map(|sums| sums.rows_at(0, &part.queries)),
+                fixed_order: self.backward_order == Order::Fixed,
                 results: self.results(queries, &part.queries),
                 dk_acc: sums.optional_rows_at(0, &part.keys),
                 dv_acc: sums.optional_rows_at(1, &part.keys),
@@ -140,6 +143,26 @@ impl CommandKernel<'_> {
             self.push(operation, uses.map(|sums| reads(sums.region)))?;
         }
         Ok(())
+    }
+
+    /// Sets sums of dq to 0 · q: a query that is not finite has no finite gradient either.
+    fn clear(&self, sums: &Buffer, queries: &Buffer, rows: &Range<usize>) -> Result<()> {
+        let Problem { batch, heads, head_dim, .. } = *self.memory.problem;
+        let operation = launch::AddGradient {
+            batch,
+            rows: rows.len(),
+            heads,
+            group: 1,
+            head_dim,
+            element: self.element,
+            home: Some(sums.rows_at(0, rows)),
+            arrived: queries.rows_at(0, rows),
+            scale: 0.0,
+            out: None,
+            first: true,
+            last: false,
+        };
+        self.push(operation, [writes(sums.region), reads(queries.region)])
     }
 
     /// Adds sums that arrived to the sums at home.
@@ -236,12 +259,15 @@ impl AttentionKernel for CommandKernel<'_> {
     }
 
     fn delta(&mut self) -> Result<()> {
-        let Problem { batch, q_len, heads, value_dim: head_dim, .. } = *self.memory.problem;
+        let Problem { batch, q_len, heads, head_dim: key_dim, value_dim: head_dim, .. } =
+            *self.memory.problem;
         let queries = self.memory.home(Payload::Queries);
         let inputs = [Operand::Out, Operand::Lse, Operand::LseGrad];
         let [o, lse, dlse] = inputs.map(|input| self.memory.operand(input));
         let sums = self.fused.then(|| self.memory.home(Payload::QueryGrads));
-        for part in &self.query_parts(&(0..q_len)) {
+        // The kernel sets arrays to 0 that have the columns of o.
+        let alike = sums.as_ref().filter(|_| key_dim == head_dim);
+        for part in &query_parts(self.memory.problem, &(0..q_len)) {
             let operation = Delta {
                 batch,
                 q_len: part.len(),
@@ -254,10 +280,13 @@ impl AttentionKernel for CommandKernel<'_> {
                 dlse: self.lse_gradient.then(|| dlse.rows_at(0, part)),
                 lse_log2: queries.statistics_at(2, part),
                 delta: queries.statistics_at(3, part),
-                zeros: sums.as_ref().map(|sums| sums.rows_at(0, part)),
+                zeros: alike.map(|sums| sums.rows_at(0, part)),
             };
-            let written = [Some(&queries), sums.as_ref()].into_iter().flatten();
+            let written = [Some(&queries), alike].into_iter().flatten();
             self.push(operation, written.map(|rows| writes(rows.region)))?;
+            if let Some(sums) = sums.as_ref().filter(|_| alike.is_none()) {
+                self.clear(sums, &queries, part)?;
+            }
         }
         Ok(())
     }

@@ -16,7 +16,6 @@ use super::workspace::{Workspace, WorkspaceLayout};
 use crate::engine::walk;
 use crate::error::{Error, Result};
 use crate::operands::Arrays;
-use crate::problem::Order;
 use crate::schedule::Schedule;
 use crate::transport::Transport;
 
@@ -71,8 +70,8 @@ fn walk_rank(
     arrays: Arrays<u64>,
     workspace: Workspace,
 ) -> Result<(CommandList, WorkspaceLayout)> {
-    let problem = &call.problem;
-    let fused = call.backward_order == Order::Any && can_fuse(problem, schedule, backends)?;
+    let Call { problem, backward_order: order, lse_gradient, .. } = call;
+    let fused = call.may_fuse() && can_fuse(problem, schedule, backends, *order, *lse_gradient)?;
     let final_writes = FinalWrites::of(problem, schedule, fused);
     let layout = WorkspaceLayout::of_rank(call, schedule, &final_writes);
     if workspace.bytes < layout.bytes {
@@ -92,6 +91,7 @@ fn walk_rank(
         list: &list,
         turns: [0; 2],
         fused,
+        backward_order: call.backward_order,
     };
     let mut transport = CommandTransport { schedule, memory, list: &list, bytes: 0 };
     walk(schedule, &mut kernel, &mut transport)?;

@@ -5,7 +5,8 @@ use std::ops::Range;
 use burst_attention_kernels::backend::{Backends, Computation, TilePass};
 use burst_attention_kernels::instances::Element;
 use burst_attention_kernels::launch::{
-    self, Dropout, EvenPositions, KeyGrads, Rectangle, Rows, Segments, TileOperation, Visible,
+    self, Dropout, EvenPositions, ForwardResults, KeyGrads, Rectangle, Rows, Segments,
+    TileOperation, Visible,
 };
 
 use super::buffer::{Buffer, cut_by_layout, sections};
@@ -18,7 +19,7 @@ use super::region::{Queue, Region, Use, reads, writes};
 use crate::error::{Error, Result};
 use crate::mask::Band;
 use crate::operands::Operand;
-use crate::problem::{Dtype, Features, Pass, Problem};
+use crate::problem::{Dtype, Features, Order, Pass, Problem};
 use crate::schedule::{Payload, Place, Schedule, Tile};
 
 /// Appends the launches of one rank to a command list.
@@ -32,8 +33,10 @@ pub struct CommandKernel<'a> {
     pub(super) list: &'a CommandListBuilder,
     /// The tiles of this step that each of the two halves of a backward tile has reached.
     pub(super) turns: [usize; 2],
-    /// Whether one kernel computes all gradients of a tile and adds to dq at home, in any order.
+    /// Whether one operation computes all gradients of a tile and adds to dq at home.
     pub(super) fused: bool,
+    /// The order of sums.
+    pub(super) backward_order: Order,
     /// Whether lse has a gradient.
     pub(super) lse_gradient: bool,
 }
@@ -71,32 +74,92 @@ pub(super) fn element_of(dtype: Dtype) -> Result<Element> {
     }
 }
 
-/// Whether one kernel can compute all gradients of each tile and add to dq. It can't where dq
-/// travels, since a travelling accumulator does not start with zeros, and other ranks scale it.
-pub(super) fn can_fuse(problem: &Problem, schedule: &Schedule, backends: Backends) -> Result<bool> {
-    if schedule.pass == Pass::Forward || problem.head_dim != problem.value_dim {
+/// Whether one operation can compute all gradients of each tile and add to dq, in an order and with
+/// or without a gradient of lse. It can't where dq travels, since a travelling accumulator does not
+/// start with zeros, and other ranks scale it.
+pub(super) fn can_fuse(
+    problem: &Problem,
+    schedule: &Schedule,
+    backends: Backends,
+    order: Order,
+    lse_gradient: bool,
+) -> Result<bool> {
+    if schedule.pass == Pass::Forward {
         return Ok(false);
     }
     let element = element_of(problem.dtype)?;
+    let mut merges = schedule.steps.iter().flat_map(|step| &step.merges);
+    let mut tiles = schedule.steps.iter().flat_map(|step| &step.tiles);
+    let at_home = merges.all(|merge| merge.chunk.payload != Payload::QueryGrads);
+    let adds = |tile: &Tile, queries: &Range<usize>, keys: &Range<usize>| {
+        let rectangle = rectangle(problem, element, queries, keys, tile.band);
+        let has_results = !lse_gradient && tile.queries.place == Place::Home;
+        let operation = all_gradients(problem, rectangle, order, has_results);
+        backends.choose(&operation.into()).0.is_some()
+    };
+    Ok(at_home
+        && tiles.all(|tile| {
+            let (queries, keys) = (&tile.queries.rows, &tile.keys.rows);
+            let is_empty = queries.is_empty() || keys.is_empty();
+            let keys = key_parts(problem, keys);
+            let serves = |queries| keys.iter().all(|keys| adds(tile, queries, keys));
+            tile.query_state.place == Place::Home
+                && (is_empty || query_parts(problem, queries).iter().all(serves))
+        }))
+}
+
+/// Returns an operation that computes all gradients of a tile, without addresses: a question to a
+/// backend.
+pub(super) fn all_gradients(
+    problem: &Problem,
+    rectangle: Rectangle,
+    order: Order,
+    has_results: bool,
+) -> KeyGrads {
+    KeyGrads {
+        fixed_order: order == Order::Fixed,
+        results: has_results.then(ForwardResults::default),
+        ..KeyGrads::fused(rectangle, features_of(problem))
+    }
+}
+
+/// Returns the features of a problem's tiles, without addresses: a question to a backend.
+pub(super) fn features_of(problem: &Problem) -> launch::Features {
     let Features { segments, soft_cap, slopes, dropout, .. } = problem.features;
-    let features = launch::Features {
+    launch::Features {
         segments: segments.then(Segments::default),
         soft_cap: soft_cap.unwrap_or(0.0),
         slopes: slopes.then(Rows::default),
         dropout: dropout.map(|rate| Dropout { numbers: Rows::default(), rate }),
         positions: EvenPositions::default(),
         visible: problem.features.has_query_positions().then(Visible::default),
-    };
-    let mut merges = schedule.steps.iter().flat_map(|step| &step.merges);
-    let mut tiles = schedule.steps.iter().flat_map(|step| &step.tiles);
-    let at_home = merges.all(|merge| merge.chunk.payload != Payload::QueryGrads);
-    Ok(at_home
-        && tiles.all(|tile| {
-            let (queries, keys) = (&tile.queries.rows, &tile.keys.rows);
-            let rectangle = rectangle(problem, element, queries, keys, tile.band);
-            tile.query_state.place == Place::Home
-                && backends.choose(&KeyGrads::fused(rectangle, features).into()).0.is_some()
-        }))
+    }
+}
+
+/// Whether kernels count places. They count within one strided range of the layout.
+fn counts_places(problem: &Problem) -> bool {
+    problem.features.count_positions()
+}
+
+/// Returns the parts of a tile's queries that take launches of their own. The statistics of a part
+/// lie in one array, and where positions count, its positions are evenly spaced.
+pub(super) fn query_parts(problem: &Problem, queries: &Range<usize>) -> Vec<Range<usize>> {
+    if queries.is_empty() {
+        // A tile without queries only defines the state of its keys.
+        vec![queries.clone()]
+    } else if counts_places(problem) {
+        cut_by_layout(problem, problem.q_len, queries)
+    } else {
+        sections(problem, queries)
+    }
+}
+
+/// Returns the parts of a tile's keys that take launches of their own.
+fn key_parts(problem: &Problem, keys: &Range<usize>) -> Vec<Range<usize>> {
+    if keys.is_empty() || !counts_places(problem) {
+        return vec![keys.clone()];
+    }
+    cut_by_layout(problem, problem.kv_len, keys)
 }
 
 /// Returns bytes of scratch memory that are enough for any tile of a rank.
@@ -115,7 +178,7 @@ pub(super) fn scratch_bytes(call: &Call, schedule: &Schedule) -> u64 {
 }
 
 /// Returns the rectangle of some queries and some keys.
-fn rectangle(
+pub(super) fn rectangle(
     problem: &Problem,
     element: Element,
     queries: &Range<usize>,
@@ -205,14 +268,14 @@ impl CommandKernel<'_> {
         (first, last): (bool, bool),
     ) -> Vec<Part> {
         let (q_rows, k_rows) = (&tile.queries.rows, &tile.keys.rows);
-        let (q_parts, k_parts) = (self.query_parts(q_rows), self.key_parts(k_rows));
+        let problem = self.memory.problem;
+        let (q_parts, k_parts) = (query_parts(problem, q_rows), key_parts(problem, k_rows));
         let by_keys = resident == Payload::Keys;
         let (outer, inner) = if by_keys { (k_parts, q_parts) } else { (q_parts, k_parts) };
         let part = |own: &Range<usize>, n: usize, other: &Range<usize>| {
             let (q_rows, k_rows) = if by_keys { (other, own) } else { (own, other) };
-            let (problem, band) = (self.memory.problem, tile.band);
             Part {
-                rectangle: rectangle(problem, self.element, q_rows, k_rows, band),
+                rectangle: rectangle(problem, self.element, q_rows, k_rows, tile.band),
                 features: self.features(tile, (queries, q_rows), (keys, k_rows), own.len()),
                 q: queries.rows_at(0, q_rows),
                 k: keys.rows_at(0, k_rows),
@@ -251,7 +314,7 @@ impl CommandKernel<'_> {
             soft_cap: features.soft_cap.unwrap_or(0.0),
             slopes: per_entry(Operand::Slopes, heads),
             dropout: numbers.zip(features.dropout).map(|(numbers, rate)| Dropout { numbers, rate }),
-            positions: match self.counts_places() {
+            positions: match counts_places(self.memory.problem) {
                 true => self.positions(tile, q_rows.start, k_rows.start),
                 false => EvenPositions::default(),
             },
@@ -289,33 +352,5 @@ impl CommandKernel<'_> {
         let (query, stride) = position(tile.queries.owner, query, q_len);
         let (key, _) = position(tile.keys.owner, key, kv_len);
         EvenPositions { query, key, stride }
-    }
-
-    /// Whether kernels count places. They count within one strided range of the layout.
-    fn counts_places(&self) -> bool {
-        self.memory.problem.features.count_positions()
-    }
-
-    /// Returns the parts of a tile's queries that take launches of their own. The statistics of a
-    /// part lie in one array, and where positions count, its positions are evenly spaced.
-    pub(super) fn query_parts(&self, queries: &Range<usize>) -> Vec<Range<usize>> {
-        let problem = self.memory.problem;
-        if queries.is_empty() {
-            // A tile without queries only defines the state of its keys.
-            vec![queries.clone()]
-        } else if self.counts_places() {
-            cut_by_layout(problem, problem.q_len, queries)
-        } else {
-            sections(problem, queries)
-        }
-    }
-
-    /// Returns the parts of a tile's keys that take launches of their own.
-    fn key_parts(&self, keys: &Range<usize>) -> Vec<Range<usize>> {
-        let problem = self.memory.problem;
-        if keys.is_empty() || !self.counts_places() {
-            return vec![keys.clone()];
-        }
-        cut_by_layout(problem, problem.kv_len, keys)
     }
 }

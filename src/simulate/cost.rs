@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::machine::{Kernels, TileLibrary};
+use crate::cuda::served::ServedTiles;
 use crate::problem::{Pass, Problem};
 use crate::schedule::{Accumulator, Chunk, Payload, Place, Schedule, Step, Tile};
 
@@ -21,10 +22,26 @@ fn halves(place: Place, seconds: f64) -> Halves {
     }
 }
 
-/// Costs of one problem on the kernels of a machine.
+/// Costs of a schedule of one problem on the kernels of a machine.
 pub(super) struct Costs<'a> {
-    pub problem: &'a Problem,
-    pub kernels: &'a Kernels,
+    problem: &'a Problem,
+    kernels: &'a Kernels,
+    /// cuDNN and the tiles of the schedule that it computes, if the machine has it.
+    library: Option<(TileLibrary, Option<ServedTiles<'a>>)>,
+}
+
+/// FLOP/s of kernels.
+struct Rates {
+    forward: f64,
+    backward: f64,
+}
+
+/// What computes a tile.
+enum Computes {
+    /// This library's kernels, at these rates.
+    Own(Rates),
+    /// cuDNN.
+    Library(TileLibrary),
 }
 
 /// Returns the FLOPs of one tile, by convention: two for each multiplication of the products that
@@ -47,7 +64,13 @@ pub fn tile_flops(problem: &Problem, pass: Pass, tile: &Tile) -> f64 {
     pairs as f64 * (batch * heads * per_pair) as f64
 }
 
-impl Costs<'_> {
+impl<'a> Costs<'a> {
+    pub fn of(problem: &'a Problem, schedule: &Schedule, kernels: &'a Kernels) -> Costs<'a> {
+        let served = |library: TileLibrary| ServedTiles::of(problem, schedule, library.target);
+        let library = kernels.library.map(|library| (library, served(library)));
+        Costs { problem, kernels, library }
+    }
+
     /// Seconds that the tiles and merges of a step take.
     pub fn step(&self, pass: Pass, step: &Step) -> Halves {
         let mut sum = Halves { before: 0.0, after: self.kernels.launch * step.merges.len() as f64 };
@@ -63,48 +86,61 @@ impl Costs<'_> {
     }
 
     /// A tile whose state is at home is computed while states arrive. Other tiles wait for them;
-    /// of a library's tiles only the sums wait.
+    /// of cuDNN's tiles only the sums wait.
     fn forward(&self, tile: &Tile) -> Halves {
         let Accumulator { place, first, last } = tile.query_state;
-        let seconds = tile_flops(self.problem, Pass::Forward, tile) / self.kernels.forward;
-        let seconds = seconds + self.kernels.launch;
-        let Some(library) = self.kernels.library else {
-            return halves(place, seconds);
+        let Kernels { forward, launch, .. } = *self.kernels;
+        let seconds = |rate| tile_flops(self.problem, Pass::Forward, tile) / rate + launch;
+        let library = match self.computes(tile) {
+            Computes::Own(rates) => return halves(place, seconds(rates.forward)),
+            Computes::Library(library) => library,
         };
         // o in 16 bits is read, and the running state is read and written.
         let sums = match first && last {
             true => 0.0,
-            false => self.sums(library, tile.queries.rows.len(), self.problem.heads, 10),
+            false => self.sums(library, tile.queries.rows.len() * self.problem.heads, 10),
         };
         let sums = halves(place, sums);
-        Halves { before: seconds + sums.before, after: sums.after }
+        Halves { before: seconds(forward) + sums.before, after: sums.after }
     }
 
     fn backward(&self, tile: &Tile) -> Halves {
-        let Kernels { backward, launch, one_backward, library, .. } = *self.kernels;
+        let Kernels { backward, launch, one_backward, .. } = *self.kernels;
         let flops = tile_flops(self.problem, Pass::Backward, tile);
         let seconds = flops / backward + launch;
-        match library {
-            _ if one_backward => Halves { before: seconds, after: 0.0 },
-            None => self.two_kernels(tile, flops / backward),
-            Some(library) if tile.query_state.place != Place::Home => {
-                self.two_kernels(tile, flops / library.backward)
-            }
-            Some(library) => {
+        match self.computes(tile) {
+            Computes::Own(_) if one_backward => Halves { before: seconds, after: 0.0 },
+            Computes::Own(rates) => self.two_kernels(tile, flops / rates.backward),
+            Computes::Library(library) => {
                 let Problem { heads, kv_heads, .. } = *self.problem;
-                // dq in float32 is cleared, read and added; dk and dv in 16 bits are read and added.
-                let queries = self.sums(library, tile.queries.rows.len(), heads, 16);
-                let keys = 2.0 * self.sums(library, tile.keys.rows.len(), kv_heads, 10);
+                // dq in float32 is cleared, read and added. dk and dv of each query head are read, in
+                // 16 bits, and added for each head of keys.
+                let (queries, keys) = (tile.queries.rows.len(), tile.keys.rows.len());
+                let queries = self.sums(library, queries * heads, 16);
+                let keys = 2.0 * self.sums(library, keys * (kv_heads * 8 + heads * 2), 1);
                 let keys = halves(tile.key_state.place, keys);
                 Halves { before: seconds + queries + keys.before, after: keys.after }
             }
         }
     }
 
-    /// Seconds in which a kernel adds a library's results to sums, with bytes for each element.
-    fn sums(&self, library: TileLibrary, rows: usize, heads: usize, bytes: usize) -> f64 {
+    /// Says what computes a tile.
+    fn computes(&self, tile: &Tile) -> Computes {
+        let Kernels { forward, backward, .. } = *self.kernels;
+        match &self.library {
+            None => Computes::Own(Rates { forward, backward }),
+            Some((library, Some(served))) if served.has(tile) => Computes::Library(*library),
+            Some((TileLibrary { forward, backward, .. }, _)) => {
+                Computes::Own(Rates { forward: *forward, backward: *backward })
+            }
+        }
+    }
+
+    /// Seconds in which a kernel adds a library's results to sums: rows of all heads, with bytes for
+    /// each element.
+    fn sums(&self, library: TileLibrary, rows: usize, bytes: usize) -> f64 {
         let Problem { batch, value_dim, .. } = *self.problem;
-        (batch * rows * heads * value_dim * bytes) as f64 / library.memory + self.kernels.launch
+        (batch * rows * value_dim * bytes) as f64 / library.memory + self.kernels.launch
     }
 
     /// For each pair, the kernel of dq multiplies 2D + Dv elements, and the kernel of dk and dv

@@ -18,6 +18,7 @@ use super::machine::{Link, Machine};
 use super::method::Method;
 use super::report::{Bytes, Estimate};
 use super::shrink;
+use super::travels::with_side;
 use crate::error::Result;
 use crate::problem::{Pass, Problem, Travels};
 use crate::schedule::Family;
@@ -37,8 +38,7 @@ pub struct Cost {
     pub estimated: bool,
 }
 
-/// Returns what both passes of `problem` take together, by [`estimate`]. Without `backward`, the
-/// side travels in the backward pass that costs fewer bytes.
+/// Returns what both passes of `problem` take together, by [`estimate`].
 ///
 /// # Errors
 /// The errors of [`super::predict`].
@@ -63,7 +63,8 @@ pub fn cost(
 
 /// Returns what a pass of `problem` takes: a simulation for up to 32 ranks or four short node
 /// groups, and for more the line through smaller worlds with shards of the same length. It takes
-/// milliseconds, whatever the number of ranks.
+/// milliseconds, whatever the number of ranks. Without `travels`, the side travels that
+/// [`super::predict`] lets travel.
 ///
 /// # Errors
 /// The errors of [`super::predict`].
@@ -75,19 +76,25 @@ pub fn estimate(
     machine: &Machine,
 ) -> Result<Estimate> {
     machine.validate()?;
-    let world_size = problem.world_size;
-    let setting = Setting { pass, travels, machine };
+    let seconds = |found: &Estimate| found.seconds;
+    with_side((problem, pass, travels), machine, seconds, |travels| {
+        estimate_with(problem, method, &Setting { pass, travels, machine })
+    })
+}
+
+fn estimate_with(problem: &Problem, method: Method, setting: &Setting<'_>) -> Result<Estimate> {
+    let (world_size, machine) = (problem.world_size, setting.machine);
     match method {
         Method::Travel(family) => {
             family.validate(world_size)?;
             let node = machine.network.ranks_per_node;
             let group = family.inner().unwrap_or(if node < world_size { node } else { 1 });
             match group > LONGEST_GROUP && world_size > MOST_IN_LONG_GROUPS {
-                true => shrink::estimate(problem, family, group, &setting),
-                false => over_node_groups(problem, family, group, &setting),
+                true => shrink::estimate(problem, family, group, setting),
+                false => over_node_groups(problem, family, group, setting),
             }
         }
-        Method::Heads { inner } if world_size > MOST => exchanging_heads(problem, inner, &setting),
+        Method::Heads { inner } if world_size > MOST => exchanging_heads(problem, inner, setting),
         Method::Heads { .. } => setting.simulated(problem, method),
     }
 }

@@ -1,5 +1,6 @@
 //! The machine of a simulation: the kernels of a rank and the links between ranks.
 
+use burst_attention_kernels::instances::Target;
 use burst_attention_kernels::rates;
 use serde::Serialize;
 
@@ -21,18 +22,23 @@ pub struct Kernels {
     pub one_backward: bool,
     /// Bytes per element of travelling accumulators; 4 in this library.
     pub sum_bytes: usize,
-    /// A library that computes tiles, whose rates then are `forward` and `backward`.
+    /// cuDNN, if it computes tiles. Its rates then are `forward` and `backward`.
     pub library: Option<TileLibrary>,
 }
 
-/// A library that writes what a tile contributes to memory, o, dk and dv in 16 bits and dq in
-/// float32. Kernels add it to sums in float32.
+/// cuDNN. It writes what a tile contributes to memory, o, dk and dv in 16 bits and dq in float32.
+/// Kernels add it to sums in float32.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TileLibrary {
+    /// The GPU's architecture, which says what cuDNN computes.
+    pub target: Target,
     /// Bytes per second that kernels read and write as they add.
     pub memory: f64,
-    /// FLOP/s of the backward pass of this library's own kernels, which compute where gradients of
-    /// queries travel.
+    /// FLOP/s of the forward pass of this library's own kernels, which compute the tiles that cuDNN
+    /// refuses.
+    pub forward: f64,
+    /// FLOP/s of the backward pass of this library's own kernels. They compute those tiles too, and
+    /// all tiles where gradients of queries travel.
     pub backward: f64,
 }
 
@@ -121,12 +127,15 @@ impl Machine {
         let rate: (_, fn(f64) -> bool) = ("above 0", |rate| rate > 0.0);
         let time: (_, fn(f64) -> bool) = ("at least 0", |time| time.is_finite() && time >= 0.0);
         let count: (_, fn(f64) -> bool) = ("at least 1", |count| count >= 1.0);
-        let library = kernels.library.unwrap_or(TileLibrary { memory: 1.0, backward: 1.0 });
+        let [memory, own_forward, own_backward] = kernels
+            .library
+            .map_or([1.0; 3], |library| [library.memory, library.forward, library.backward]);
         let numbers = [
             ("forward FLOP/s", kernels.forward, rate),
             ("backward FLOP/s", kernels.backward, rate),
-            ("bytes per second of sums", library.memory, rate),
-            ("backward FLOP/s without a library", library.backward, rate),
+            ("bytes per second of sums", memory, rate),
+            ("forward FLOP/s without cuDNN", own_forward, rate),
+            ("backward FLOP/s without cuDNN", own_backward, rate),
             ("bandwidth within a node", within.bandwidth, rate),
             ("bandwidth between nodes", between.bandwidth, rate),
             ("seconds of a launch", kernels.launch, time),
@@ -167,11 +176,36 @@ const A100: [&str; 4] = [
 /// Sources of the numbers of the same H200s where cuDNN computes tiles.
 const H200_CUDNN: [&str; 4] = [
     "cuDNN 9.19.1 as NVIDIA publishes it for 8,192 tokens, causal, head_dim 128, bfloat16; its \
-     results are added to float32 sums at 3 TB/s, an assumption; where queries travel the library's \
-     own kernels compute, at the rates of h200-nvlink",
+     results are added to float32 sums at 3 TB/s, an assumption; where queries travel, and what \
+     cuDNN does not serve, the library's own kernels compute, at the rates of h200-nvlink",
     H200[1],
     H200[2],
     H200[3],
+];
+
+/// Sources of the numbers of GB200s in racks of 72, where cuDNN computes tiles.
+const GB200_CUDNN: [&str; 4] = [
+    "cuDNN 9.22 on a GB200 as NVIDIA publishes it for 8,192 tokens, causal, head_dim 128, \
+     bfloat16; its results are added to float32 sums at 5 TB/s, an assumption; where queries \
+     travel, and what cuDNN does not serve, the library's own kernels compute, assumed to be as \
+     fast as a kernel of the same Tile IR on a B200, published in arXiv:2604.23466, 1007 TFLOP/s \
+     forward, and backward by as much slower than cuDNN",
+    H200[1],
+    "NVLink 5, 900 GB/s each way per GPU, as specified, through switches that block nothing; \
+     latency of a message 10 us, an assumption",
+    H200[3],
+];
+
+/// Sources of the numbers of GB300s in racks of 72, where cuDNN computes tiles.
+const GB300_CUDNN: [&str; 4] = [
+    "cuDNN 9.22 on a GB300 as NVIDIA publishes it for 8,192 tokens, causal, head_dim 128, \
+     bfloat16; its results are added to float32 sums at 5 TB/s, an assumption; where queries \
+     travel, and what cuDNN does not serve, the library's own kernels compute, assumed to be as \
+     fast as on gb200-nvlink-cudnn",
+    H200[1],
+    GB200_CUDNN[2],
+    "800 Gb/s, which is 100 GB/s, each way per GPU, as specified; latency of a message 20 us, an \
+     assumption",
 ];
 
 /// Returns the predicted FLOP/s of the library's kernels.
@@ -181,11 +215,11 @@ fn predicted(case: &str) -> f64 {
 }
 
 /// Returns the machines that have a name. The first one with enough ranks is the default.
-pub fn named() -> [Named; 6] {
-    let nodes = |kernels: Kernels, within: f64, between: f64| Machine {
+pub fn named() -> [Named; 10] {
+    let nodes = |kernels: Kernels, ranks_per_node: usize, within: f64, between: f64| Machine {
         kernels,
         network: Network {
-            ranks_per_node: 8,
+            ranks_per_node,
             within: Link { latency: 10e-6, bandwidth: within },
             between: Link { latency: 20e-6, bandwidth: between },
             shared: false,
@@ -199,41 +233,87 @@ pub fn named() -> [Named; 6] {
         sum_bytes: 4,
         library: None,
     };
-    let cudnn = TileLibrary { memory: 3e12, backward: h200.backward };
-    let h200_cudnn =
-        Kernels { forward: 644e12, backward: 541e12, library: Some(cudnn), ..h200.clone() };
     let a100 = Kernels {
         forward: 190e12,
         backward: 190e12,
-        launch: 5e-6,
         one_backward: true,
         sum_bytes: 2,
-        library: None,
+        ..h200.clone()
     };
-    let [h200, h200_cudnn] = [h200, h200_cudnn].map(|kernels| nodes(kernels, 450e9, 50e9));
-    let a100 = nodes(a100, 300e9, 25e9);
-    let named = |name, title, sources, ranks, machine: &Machine| Named {
-        name,
-        title,
-        sources,
-        ranks,
-        machine: machine.clone(),
+    let cudnn = |[forward, backward]: [f64; 2], library: TileLibrary| Kernels {
+        forward,
+        backward,
+        library: Some(library),
+        ..h200.clone()
     };
-    let h200_nodes = "nodes of 8 × H200, 400 Gb/s per GPU between them";
-    let h200_cudnn_nodes = "nodes of 8 × H200 with cuDNN, 400 Gb/s per GPU between them";
-    let a100_nodes = "nodes of 8 × A100 80 GB, 200 Gb/s per GPU between them";
-    [
-        named("h200-nvlink", "8 × H200, NVLink", H200, Some(8), &h200),
-        named("h200-400g", h200_nodes, H200, None, &h200),
-        named(
-            "h200-nvlink-cudnn",
-            "8 × H200, NVLink, with cuDNN",
-            H200_CUDNN,
-            Some(8),
-            &h200_cudnn,
+    let on_hopper = TileLibrary {
+        target: Target::Sm90,
+        memory: 3e12,
+        forward: h200.forward,
+        backward: h200.backward,
+    };
+    let on_blackwell = TileLibrary {
+        target: Target::Sm100,
+        memory: 5e12,
+        forward: 1007e12,
+        backward: 1332e12 / 1574e12 * 1007e12,
+    };
+    let h200_cudnn = cudnn([644e12, 541e12], on_hopper);
+    let gb200_cudnn = cudnn([1574e12, 1332e12], on_blackwell);
+    let gb300_cudnn =
+        cudnn([1856e12, 1435e12], TileLibrary { target: Target::Sm103, ..on_blackwell });
+    // A machine of one node, named after its links, and one of many nodes.
+    let both = |names: [&'static str; 2], titles: [&'static str; 2], sources, machine: Machine| {
+        let ranks = [Some(machine.network.ranks_per_node), None];
+        std::array::from_fn::<Named, 2, _>(|at| Named {
+            name: names[at],
+            title: titles[at],
+            sources,
+            ranks: ranks[at],
+            machine: machine.clone(),
+        })
+    };
+    let all = [
+        both(
+            ["h200-nvlink", "h200-400g"],
+            ["8 × H200, NVLink", "nodes of 8 × H200, 400 Gb/s per GPU between them"],
+            H200,
+            nodes(h200, 8, 450e9, 50e9),
         ),
-        named("h200-400g-cudnn", h200_cudnn_nodes, H200_CUDNN, None, &h200_cudnn),
-        named("a100-nvlink", "8 × A100 80 GB, NVLink", A100, Some(8), &a100),
-        named("a100-200g", a100_nodes, A100, None, &a100),
-    ]
+        both(
+            ["h200-nvlink-cudnn", "h200-400g-cudnn"],
+            [
+                "8 × H200, NVLink, with cuDNN",
+                "nodes of 8 × H200 with cuDNN, 400 Gb/s per GPU between them",
+            ],
+            H200_CUDNN,
+            nodes(h200_cudnn, 8, 450e9, 50e9),
+        ),
+        both(
+            ["gb200-nvlink-cudnn", "gb200-400g-cudnn"],
+            [
+                "72 × GB200, NVLink, with cuDNN",
+                "racks of 72 × GB200 with cuDNN, 400 Gb/s per GPU between them",
+            ],
+            GB200_CUDNN,
+            nodes(gb200_cudnn, 72, 900e9, 50e9),
+        ),
+        both(
+            ["gb300-nvlink-cudnn", "gb300-800g-cudnn"],
+            [
+                "72 × GB300, NVLink, with cuDNN",
+                "racks of 72 × GB300 with cuDNN, 800 Gb/s per GPU between them",
+            ],
+            GB300_CUDNN,
+            nodes(gb300_cudnn, 72, 900e9, 100e9),
+        ),
+        both(
+            ["a100-nvlink", "a100-200g"],
+            ["8 × A100 80 GB, NVLink", "nodes of 8 × A100 80 GB, 200 Gb/s per GPU between them"],
+            A100,
+            nodes(a100, 8, 300e9, 25e9),
+        ),
+    ];
+    let mut all = all.into_iter().flatten();
+    std::array::from_fn(|_| all.next().expect("five pairs of machines"))
 }

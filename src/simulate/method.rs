@@ -5,6 +5,7 @@ use super::machine::Machine;
 use super::report::Report;
 use super::script::Script;
 use super::simulation::run;
+use super::travels::with_side;
 use crate::error::Result;
 use crate::problem::{Pass, Problem, Travels};
 use crate::schedule::{Family, for_each_rank};
@@ -25,7 +26,8 @@ pub enum Method {
 }
 
 /// Times one pass of `problem` on `machine`. Without `travels`, the side travels that costs fewer
-/// bytes. The report has a timeline if `has_timeline`.
+/// bytes, or in the backward pass that takes less time where cuDNN computes gradients. The report
+/// has a timeline if `has_timeline`.
 ///
 /// # Errors
 /// [`crate::Error::InvalidProblem`] if the method does not fit the ranks or the heads, or for a
@@ -39,15 +41,18 @@ pub fn predict(
     has_timeline: bool,
 ) -> Result<Report> {
     machine.validate()?;
-    let (travels, scripts) = match method {
-        Method::Travel(family) => {
-            let mut scripts = Vec::with_capacity(problem.world_size);
-            let travels = for_each_rank(problem, family, pass, travels, |schedule| {
-                scripts.push(Script::of(problem, &schedule, machine));
-            })?;
-            (Some(travels), scripts)
-        }
-        Method::Heads { inner } => heads::scripts(problem, inner, pass, travels, machine)?,
-    };
-    run(pass, travels, &scripts, machine, has_timeline)
+    let seconds = |report: &Report| report.seconds;
+    with_side((problem, pass, travels), machine, seconds, |travels| {
+        let (travels, scripts) = match method {
+            Method::Travel(family) => {
+                let mut scripts = Vec::with_capacity(problem.world_size);
+                let travels = for_each_rank(problem, family, pass, travels, |schedule| {
+                    scripts.push(Script::of(problem, &schedule, machine));
+                })?;
+                (Some(travels), scripts)
+            }
+            Method::Heads { inner } => heads::scripts(problem, inner, pass, travels, machine)?,
+        };
+        run(pass, travels, &scripts, machine, has_timeline)
+    })
 }

@@ -26,6 +26,7 @@ mod report;
 mod script;
 mod shrink;
 mod simulation;
+mod travels;
 mod wires;
 
 pub use choose::{Candidate, Choice, choose};

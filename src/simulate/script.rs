@@ -106,7 +106,7 @@ impl<'a> Script<'a> {
         schedule: &Schedule,
         number: impl Fn(usize) -> usize,
     ) {
-        let costs = Costs { problem, kernels: &self.machine.kernels };
+        let costs = Costs::of(problem, schedule, &self.machine.kernels);
         let first = self.next();
         for step in &schedule.steps {
             let flops = |tile| tile_flops(problem, schedule.pass, tile);

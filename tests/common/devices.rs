@@ -40,10 +40,15 @@ impl Devices {
         Devices::with_backends(world_size, BACKENDS)
     }
 
-    /// Devices that choose among `backends`. Each recorder is also the library that they call.
+    /// Devices that choose among `backends`.
     pub fn with_backends(world_size: usize, backends: &'static [Backend]) -> Devices {
+        Devices::of((9, 0), world_size, backends)
+    }
+
+    /// Devices of a compute capability. Each recorder is also the library that they call.
+    pub fn of(capability: (i32, i32), world_size: usize, backends: &'static [Backend]) -> Devices {
         let device = |rank| {
-            let recorder = Recorder::new((9, 0));
+            let recorder = Recorder::new(capability);
             let executor = Executor::new(Box::new(recorder.clone()), images).with_backends(
                 backends,
                 ["recorder", "cudnn"].map(|name| recorder.library(name)).into(),

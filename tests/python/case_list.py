@@ -207,7 +207,7 @@ def _case(choices):
         seq=seq,
         heads=kv_heads * first["group_size"],
         kv_heads=kv_heads,
-        head_dim=first["head_dim"],
+        head_dim=platforms.columns(first["head_dim"]),
         dtype=first["dtype"],
         causal=first["causal"],
         layout=first["layout"],
@@ -217,9 +217,10 @@ def _case(choices):
 
 
 def _named(entry):
-    taken = ("batch", "heads", "kv_heads", "head_dim", "dtype", "causal", "layout")
+    taken = ("batch", "heads", "kv_heads", "dtype", "causal", "layout")
     return Case(
         name=entry["name"],
+        head_dim=platforms.columns(entry["head_dim"]),
         seq=entry.get("seq") or entry["tokens_per_rank"] * entry["mesh"][1],
         mesh=tuple(entry["mesh"]),
         variants=((entry["backward"], True),),

@@ -6,6 +6,7 @@ from functools import partial
 import burst_attention as ba
 import jax
 import numpy as np
+import platforms
 import ring
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -63,6 +64,10 @@ class Problem:
     changes: dict = field(default_factory=dict)
     """Arrays that replace random ones, by name."""
 
+    def __post_init__(self):
+        for name in ("head_dim", "value_dim"):
+            object.__setattr__(self, name, platforms.columns(getattr(self, name)))
+
     def arrays(self):
         """Returns all inputs and cotangents by name, in the order of the sequence."""
         rows = (self.batch, self.q_len, self.heads)
@@ -72,7 +77,14 @@ class Problem:
         found = zip("qkvd", ring.normal(sum(keys), *shapes, dtype=self.dtype), strict=True)
         found = {"dout" if name == "d" else name: x for name, x in found}
         (found["dlse"],) = ring.normal(sum(rows), rows)
+        if not self.has_lse:
+            found["dlse"][:] = 0
         return found | self.feature_arrays() | self.changes
+
+    @property
+    def has_lse(self):
+        """Whether the call returns lse, which then has a gradient."""
+        return not platforms.has_cudnn()
 
     def feature_arrays(self):
         """Returns the arrays of the features by name.
@@ -130,10 +142,11 @@ class Problem:
             "layout": self.layout,
             "schedule": self.schedule,
             "backward": self.backward,
+            "backward_order": platforms.order(),
             "kernels": self.kernels,
             "residual_dtype": self.residual_dtype,
             "implementation": self.implementation,
-            "return_residual": True,
+            "return_residual": self.has_lse,
         }
         names = ("sinks", "alibi_slopes", "dropout_key")
         found |= {name: arrays[name] for name in names if name in arrays}
@@ -152,13 +165,18 @@ class Problem:
 
     def local(self, arrays):
         """Runs `attention` on a shard."""
-        return ba.attention(
+        found = ba.attention(
             *(arrays[name] for name in "qkv"),
             axis_name=PAIR if self.inner else "context",
             batch_axis="data",
             head_axis="tensor",
             **self.options(arrays),
         )
+        return self.pair(found)
+
+    def pair(self, found):
+        """Returns o and lse of what a call returns; a column of o stands for lse without one."""
+        return found if self.has_lse else (found, found[..., 0].astype(np.float32))
 
     def found(self, arrays, check_vma=True):
         """Returns results and gradients by name, on the host and in the order of the sequence."""
@@ -194,11 +212,15 @@ class Problem:
         cotangents = placed.pop("dout"), placed.pop("dlse")
         inputs = {name: placed.pop(name) for name in GRADIENTS if name in placed}
         (o, lse), grads = _gradients(function, inputs, placed, cotangents)
-        named = {"o": o, "lse": lse} | {GRADIENTS[name]: x for name, x in grads.items()}
         return {
             name: ring.on_host(x) if x.ndim == 1 else ring.restored(self.layout, self.mesh[1], x)[0]
-            for name, x in named.items()
+            for name, x in self.named(o, lse, grads).items()
         }
+
+    def named(self, o, lse, grads):
+        """Returns results and gradients by name; lse only where the call returns it."""
+        results = {"o": o, "lse": lse} if self.has_lse else {"o": o}
+        return results | {GRADIENTS[name]: x for name, x in grads.items()}
 
     def placed(self, mesh, name, x):
         """Returns an array on the mesh, in the order of the layout."""

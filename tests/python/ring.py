@@ -53,6 +53,8 @@ def put(mesh, *arrays, spec=SPEC):
 
 def sharded(mesh, check_vma=True, spec=SPEC, **options):
     """Returns `attention` as a function of global arrays."""
+    if platforms.has_cudnn():
+        options = {"backward_order": platforms.order()} | options
     out_specs = (spec, P(*spec[:3])) if options.get("return_residual") else spec
 
     def local(q, k, v):

@@ -5,6 +5,7 @@ import burst_attention as ba
 import jax
 import jax.numpy as jnp
 import numpy as np
+import platforms
 import pytest
 import ring
 from jax.sharding import AxisType, NamedSharding
@@ -14,7 +15,8 @@ from reference import dense
 SIZES = [(1, 8, 1), (2, 4, 1), (1, 4, 2), (2, 2, 2)]
 
 
-def inputs(heads=4, kv_heads=2, seq=48, dim=32):
+def inputs(heads=4, kv_heads=2, seq=48):
+    dim = platforms.columns(32)
     shapes = [(2, seq, heads, dim)] + [(2, seq, kv_heads, dim)] * 2 + [(2, seq, heads, dim)]
     return ring.normal(heads + kv_heads, *shapes)
 

@@ -29,7 +29,7 @@ def attend(one, **where):
 
     def function(arrays):
         qkv = (arrays[name] for name in "qkv")
-        return ba.dot_product_attention(*qkv, **where, **one.options(arrays))
+        return one.pair(ba.dot_product_attention(*qkv, **where, **one.options(arrays)))
 
     return function
 
@@ -72,9 +72,7 @@ def test_what_is_whole_on_every_device(axis_type):
         return results, pullback(cotangents)[0]
 
     (o, lse), grads = run(placed, cotangents)
-    names = {"q": "dq", "k": "dk", "v": "dv", "sinks": "dz", "alibi_slopes": "dslopes"}
-    found = {"o": o, "lse": lse} | {names[name]: x for name, x in grads.items()}
-    found = {name: np.asarray(x) for name, x in found.items()}
+    found = {name: np.asarray(x) for name, x in one.named(o, lse, grads).items()}
     check(found, one.expected(arrays), arrays["dout"])
     if axis_type == AxisType.Explicit:
         for name, x in grads.items():

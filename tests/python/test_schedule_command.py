@@ -60,6 +60,21 @@ def test_machines_with_cudnn_say_that_its_rates_are_published(schedule):
         assert 1 < slow["seconds"] / fast["seconds"] < rates[0] / rates[1]
 
 
+@pytest.mark.parametrize(
+    ("machine", "kind"), [("gb200-nvlink-cudnn", "GB200"), ("gb300-nvlink-cudnn", "GB300")]
+)
+def test_machines_of_blackwells_have_published_rates(schedule, machine, kind):
+    found, hopper = (
+        json.loads(schedule(f"{PROBLEM} --json --backward keys --machine {name}"))
+        for name in (machine, "h200-nvlink-cudnn")
+    )
+    sources = found["machine"]["sources"]
+    assert f"cuDNN 9.22 on a {kind} as NVIDIA publishes it" in sources["compute"]
+    assert found["machine"]["ranks_per_node"] == 72
+    for fast, slow in zip(found["passes"], hopper["passes"], strict=True):
+        assert fast["seconds"] < slow["seconds"] / 2
+
+
 def test_table_joins_ranks_of_a_large_world_that_do_the_same(schedule):
     output = schedule("--world 64 --seq 4194304 --heads 8 --backward keys")
     ranks = [row[0] for row in RANK.findall(output.split("\n\n")[1])]

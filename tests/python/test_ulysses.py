@@ -125,7 +125,7 @@ def test_global_arrays(schedule, axis_type):
 
     def function(arrays):
         qkv = (arrays[name] for name in "qkv")
-        return ba.dot_product_attention(*qkv, **where, **one.options(arrays))
+        return one.pair(ba.dot_product_attention(*qkv, **where, **one.options(arrays)))
 
     arrays = one.arrays()
     check(one.run(function, mesh, arrays), one.expected(arrays), arrays["dout"])

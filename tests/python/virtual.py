@@ -11,6 +11,7 @@ import burst_attention as ba
 import jax
 import jax.numpy as jnp
 import numpy as np
+import platforms
 from burst_attention import _ffi, _library
 from burst_attention._attention.options import NO_LIMIT
 
@@ -69,7 +70,7 @@ def forward(one, q, k, v, *features):
     return _call(one, "forward", [o, lse], (q, k, v, *features))
 
 
-def both(one, q, k, v, dout, dlse, *features, order="fixed"):
+def both(one, q, k, v, dout, dlse, *features, order=None):
     """Returns o, lse, dq, dk and dv, and with slopes each query's part of dslopes."""
     o, lse = forward(one, q, k, v, *features)
     given, zeros = (q, k, v, o, lse, dout, dlse, *features), ()
@@ -81,7 +82,7 @@ def both(one, q, k, v, dout, dlse, *features, order="fixed"):
     return o, lse, *_call(one, "backward", results, (*given, *zeros), order, aliases)
 
 
-def found(one, arrays, order="fixed"):
+def found(one, arrays, order=None):
     """Returns a problem's results and gradients by name, as `features.Problem.found` does."""
     run = jax.jit(partial(both, one, order=order))
     *rows, dslopes = [*map(np.asarray, run(*operands(one, arrays))), None][:6]
@@ -90,11 +91,13 @@ def found(one, arrays, order="fixed"):
     return named | ({} if dslopes is None else {"dslopes": dslopes.sum((0, 1, 2))})
 
 
-def _call(one, which, results, given, order="fixed", aliases=None):
+def _call(one, which, results, given, order=None, aliases=None):
     register()
     size, scale = one.mesh[1], np.float32(one.head_dim**-0.5)
-    options, sums = _options(one), {"backward": one.backward, "backward_order": order}
-    kernels = {"kernels": "tile" if one.kernels == "auto" else one.kernels}
+    options, sums = _options(one), {"backward": one.backward}
+    sums["backward_order"] = order or platforms.order()
+    left = "cudnn" if platforms.has_cudnn() else "tile"
+    kernels = {"kernels": left if one.kernels == "auto" else one.kernels}
     q, k, v = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in given[:3])
     needed = _ffi.workspace_bytes(
         **{"pass": which, "softmax_scale": float(scale), "layout": one.layout},
@@ -112,7 +115,7 @@ def _call(one, which, results, given, order="fixed", aliases=None):
     attributes = {"world_size": np.int64(size), "layout": one.layout, "softmax_scale": scale}
     attributes |= {"axis_name": "context"} | kernels
     if which == "backward":
-        attributes |= sums | {"lse_gradient": True}
+        attributes |= sums | {"lse_gradient": one.has_lse}
     return call(*given, **attributes, **options)[:-1]
 
 

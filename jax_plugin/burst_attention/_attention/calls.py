@@ -1,6 +1,7 @@
 """Implementations of a ring: the library's custom calls on each platform, and plain JAX."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -11,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from burst_attention import _confirmed, _ffi
-from burst_attention._attention import implementation, plain
+from burst_attention._attention import choice, implementation, plain
 from burst_attention._attention.features import Feature, Features, lengths
 from burst_attention._attention.options import NO_LIMIT
 from burst_attention._attention.ring import Ring
@@ -112,6 +113,7 @@ def _cuda_forward(ring: Ring, qkv: Arrays, features: Features) -> Arrays:
 
 
 def _cuda_backward(ring: Ring, qkv: Arrays, features: Features, given: Arrays) -> Arrays:
+    ring = _with_side(ring, qkv, features)
     (q, k, v), (o, lse, dout, dlse) = qkv, given
     dout, dlse = _without_padding(features, dout), _without_padding(features, dlse)
     operands = (_signed(ring, q), k, v, o.astype(q.dtype), lse, dout, dlse)
@@ -127,6 +129,20 @@ def _cuda_backward(ring: Ring, qkv: Arrays, features: Features, given: Arrays) -
         _ffi.BACKWARD, ring, _like(*qkv, *zeros), operands, features, attributes, in_place=zeros
     )
     return _signed(ring, dq), dk, dv, *_summed("cuda", partial_sums, features)
+
+
+def _with_side(ring: Ring, qkv: Arrays, features: Features) -> Ring:
+    """Returns a ring with the side that travels backward where cuDNN may compute gradients.
+
+    Elsewhere ``auto`` stays: the library lets the side travel that costs fewer bytes.
+    """
+    options = ring.options
+    may_serve = ring.kernels == "cudnn" and options.backward_order == "any"
+    if options.backward != "auto" or not may_serve or ring.lse_gradient or ring.world_size == 1:
+        return ring
+    problem = _problem(ring, qkv, _options(ring, features))
+    backward = choice.travelling(problem, options.links, ring.node)
+    return replace(ring, options=replace(options, backward=backward))
 
 
 def _partial(platform: str, features: Features) -> Iterator[tuple[Feature, list[str]]]:
@@ -257,16 +273,22 @@ def _call(
 
 def _request(target: str, ring: Ring, operands: Arrays, options: Attributes) -> dict[str, object]:
     """Returns a call as the library reads it; ``ffi/src/workspace.rs`` has the fields."""
+    return _problem(ring, operands, options) | {
+        "pass": "forward" if target == _ffi.FORWARD else "backward",
+        "backward": ring.options.backward,
+        "backward_order": ring.options.backward_order,
+        "kernels": ring.kernels,
+    }
+
+
+def _problem(ring: Ring, operands: Arrays, options: Attributes) -> dict[str, object]:
+    """Returns what a call computes as the library reads it."""
     q, k, v, *_ = operands
     return _ffi.shapes(q, k, v) | {
-        "pass": "forward" if target == _ffi.FORWARD else "backward",
         "softmax_scale": float(_positive_scale(ring)),
         "options": {name: np.asarray(value).item() for name, value in options.items()},
         "layout": ring.layout,
         "world_size": ring.world_size,
-        "backward": ring.options.backward,
-        "backward_order": ring.options.backward_order,
-        "kernels": ring.kernels,
     }
 
 

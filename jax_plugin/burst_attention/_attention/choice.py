@@ -11,6 +11,7 @@ import jax
 from burst_attention import _checks, _ffi
 from burst_attention._attention.links import MOST_DEVICES, Links, device_count
 from burst_attention._attention.options import (
+    BACKWARDS,
     NO_LIMIT,
     SCHEDULES,
     Backward,
@@ -132,7 +133,8 @@ def choose_schedule(
 
     The prediction is the time of forward and backward pass together. A schedule that takes up to 3%
     longer than the fastest one counts as equal, and of equal schedules ``auto`` takes the ring. On
-    CPU devices, where nothing travels, it takes the ring unless ``links`` are given.
+    CPU devices, where nothing travels, it takes the ring unless ``links`` are given. The rates are
+    those of the library's own kernels, also where cuDNN would compute.
 
     Args:
       query: one device's shard, or a ``jax.ShapeDtypeStruct`` of the shard.
@@ -190,6 +192,32 @@ def resolved(
         return "ring"
     found = _choose(options, qkv, sizes, implementation, window).schedule
     return _checks.choice("schedule", found, SCHEDULES)
+
+
+def travelling(problem: dict[str, object], links: Links | None, node: int | None) -> Backward:
+    """Returns what travels in the backward ring of a call whose gradients cuDNN may compute.
+
+    With as many key as query heads, queries and their sums are a third less bytes than keys and
+    theirs. But where queries travel, the library's own kernels compute. So the simulator predicts
+    both rings, on H200s unless ``links`` say otherwise, and the faster one is taken. The prediction
+    depends on static facts alone: all ranks choose alike. Where cuDNN serves no gradient, bytes
+    decide.
+
+    Args:
+      problem: the call, as ``ffi/src/travels.rs`` reads it.
+      links: what the mesh is made of.
+      node: how many neighbours on the ring form a node, None for the machine's number.
+    """
+    machine = _machine(links or Links(), ()) | {"name": "h200-400g-cudnn"}
+    if node is not None:
+        machine["ranks_per_node"] = node
+    request = problem | {"ask": "travels", "machine": machine}
+    return _checks.choice("backward", _travelling(json.dumps(request)), BACKWARDS)
+
+
+@lru_cache(maxsize=1024)
+def _travelling(request: str) -> str:
+    return str(_ffi.ask(request)["travels"])
 
 
 def library_name(schedule: Schedule, axes: Axes) -> str:

@@ -154,6 +154,8 @@ def _exchange(ring: Ring, heads: int) -> tuple[Exchange, Ring]:
         axes=outer,
         world_size=groups,
         schedule="ring",
+        # Each rank of the ring that follows stands for an inner group, which is a node.
+        node=1,
         groups=_mesh.ring_groups(mesh, outer),
         # On one rank all layouts are the same, and contiguous is not cut into halves.
         layout=ring.layout if groups > 1 else "contiguous",

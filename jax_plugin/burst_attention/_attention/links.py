@@ -11,7 +11,7 @@ MOST_DEVICES = 4096
 
 @dataclass(frozen=True)
 class Links:
-    """What a mesh is made of, for ``schedule="auto"``.
+    """What a mesh is made of, for ``schedule="auto"``, and for ``backward="auto"`` with cuDNN.
 
     None stands for the figure of H200s in nodes of eight, with NVLink in a node and 400 Gb/s for
     each GPU between nodes. `ScheduleChoice.machine` says all figures and their sources.

@@ -118,7 +118,8 @@ class AttentionOptions(TypedDict, total=False):
         they add them up. ``auto``: the schedule that is predicted to take least time, see
         `choose_schedule`.
       backward: which arrays travel in the backward ring: ``keys``, ``queries``, or ``auto`` for
-        the choice that sends fewer bytes.
+        the choice that sends fewer bytes. Where cuDNN would compute gradients, it is the choice
+        that is predicted to take less time, on H200s unless ``links`` are given.
       backward_order: the order in which kernels of GPUs add to a gradient. ``fixed``: one order, so
         every run gives the same bits. ``any``: any order, so gradients differ from run to run in
         the last bits, and one kernel computes all gradients where it can: queries stay at home
@@ -126,13 +127,14 @@ class AttentionOptions(TypedDict, total=False):
         GPU is a Hopper or one of its successors in data centers. On CPU devices both give the same
         bits in every run.
       kernels: which kernels of GPUs compute. ``tile``: this library's own. ``cudnn``: cuDNN's where
-        they serve a tile, and this library's own elsewhere. cuDNN serves full and causal masks
-        without other features, and 64 or 128 columns, on H100, H200 and data-center Blackwell;
-        gradients only with ``backward_order="any"`` and without ``return_residual``. A tile's
-        results and gradients then have 16 bits, and their sums over a ring are float32 all the
-        same. ``auto``: what the environment variable ``BURST_ATTENTION_KERNELS`` says, or else
-        ``cudnn`` for 4,096 rows of a rank and more where ``python -m burst_attention check`` has
-        confirmed it on all GPUs of the program, or else ``tile``.
+        they serve a tile, and this library's own elsewhere. cuDNN serves full and causal masks and
+        windows without other features, and 64, 128 or 256 columns, on H100, H200 and data-center
+        Blackwell; gradients only without ``return_residual``, and on Hopper only with
+        ``backward_order="any"``. A tile's results and gradients then have 16 bits, and their sums
+        over a ring are float32 all the same. ``auto``: what the environment variable
+        ``BURST_ATTENTION_KERNELS`` says, or else ``cudnn`` for 4,096 rows of a rank and more where
+        ``python -m burst_attention check`` has confirmed it on all GPUs of the program, or else
+        ``tile``.
       residual_dtype: ``"float32"``, on CPU devices or with ``implementation="xla"``, keeps out in
         float32 for the backward pass. This takes two more bytes for each value than out in 16 bits.
         By default out is kept in query's dtype, but in float32 for up to 256 keys and for windows
@@ -141,8 +143,9 @@ class AttentionOptions(TypedDict, total=False):
         rounding of out to 16 bits does not average out in these sums: with bfloat16 inputs uniform
         in [0, 1) and 1,024 tokens of 64 columns, query's gradient is off by 17% of its norm, as in
         every attention that keeps out in 16 bits. With ``"float32"`` it is off by 0.17%.
-      links: what the mesh is made of, for ``schedule="auto"``; default: H200s on GPUs. On CPU
-        devices ``auto`` is ``ring`` unless links are given.
+      links: what the mesh is made of, for the predictions of ``schedule="auto"`` and
+        ``backward="auto"``; default: H200s on GPUs. On CPU devices the schedule is ``ring`` unless
+        links are given.
       implementation: ``"xla"`` computes in plain JAX, on any platform. A ring of ``lax.ppermute``
         gives the same results; it serves every ``schedule`` but ``ulysses`` and ``hybrid``, which
         scatter heads here too. Keys travel in both passes. By default the library's calls compute

@@ -38,6 +38,8 @@ class Ring:
     """The schedule in the names of calls: that of all devices, also where heads are scattered."""
     inner_size: int
     """Ranks of an inner ring; 0 if there are no inner rings."""
+    node: int | None
+    """How many neighbouring ranks form a node, for predictions; None for the machine's number."""
     window: Window
     """How many positions before and after its own in the layout a query sees, or `NO_LIMIT`.
     Negative where `query_offset` moves its own out of the window."""
@@ -95,6 +97,7 @@ def ring_along(
         schedule=schedule,
         schedule_name=schedule,
         inner_size=sizes[1] if schedule == "double_ring" else 0,
+        node=sizes[1] if len(sizes) == 2 else None,
         window=window,
         softmax_scale=options.softmax_scale(query.shape[3]),
         layout=options.layout,

@@ -20,8 +20,9 @@ example:
 """
 MACHINES = (
     "h200-nvlink, h200-nvlink-cudnn or a100-nvlink (up to 8 ranks), h200-400g, h200-400g-cudnn or "
-    "a100-200g (nodes of 8); the A100s have the rates of FlashAttention-2, and -cudnn means "
-    "published rates of cuDNN"
+    "a100-200g (nodes of 8), gb200-nvlink-cudnn or gb300-nvlink-cudnn (up to 72 ranks), "
+    "gb200-400g-cudnn or gb300-800g-cudnn (racks of 72); the A100s have the rates of "
+    "FlashAttention-2, and -cudnn means published rates of cuDNN"
 )
 MOST_RANKS = 32
 """A table of more ranks has one line for neighbouring ranks that do the same."""

@@ -1,8 +1,8 @@
 //! The backend of this library's own kernels. It serves every operation, except that a fused kernel
 //! exists for some features and widths only.
 
-use super::{Backend, Computation};
-use crate::launch::{LaunchError, TileOperation};
+use super::{Backend, Computation, Reason};
+use crate::launch::{KeyGrads, LaunchError, TileOperation};
 use crate::target::Target;
 
 /// The name.
@@ -12,12 +12,24 @@ pub const NAME: &str = "tile";
 pub const BACKEND: Backend = Backend {
     name: NAME,
     serves: |operation, target| match operation {
-        TileOperation::KeyGrads(tile) if tile.dq_acc.is_some() => tile.can_fuse(target),
+        TileOperation::KeyGrads(tile) if tile.dq_acc.is_some() => fuses(tile, target),
         _ => Ok(()),
     },
     lower: |operation, target, _| Ok(launches(operation, target)?.collect()),
     scratch_bytes: |_, _| 0,
 };
+
+/// Says whether the fused kernel computes an operation.
+fn fuses(tile: &KeyGrads, target: Target) -> Result<(), Reason> {
+    let refused = |reason: &'static str| Err(Reason(reason.into()));
+    if tile.fixed_order {
+        return refused("its fused kernel adds to dq in any order");
+    }
+    if tile.rectangle.head_dim != tile.rectangle.value_dim {
+        return refused("its fused kernel needs as many columns of values as of keys");
+    }
+    tile.can_fuse(target)
+}
 
 /// Returns the launches that compute an operation.
 pub(super) fn launches(

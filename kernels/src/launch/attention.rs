@@ -71,10 +71,13 @@ pub struct KeyGrads {
     /// Running dv, float32, shaped like `v`.
     pub dv_acc: Option<Rows>,
     /// Running dq / `softmax_scale`, float32, shaped like `q`, already holding a sum or zeros. If
-    /// it is given, a fused kernel adds to it in any order; [`KeyGrads::can_fuse`] says where there
-    /// is such a kernel. Otherwise the launches leave dq alone.
+    /// it is given, dq is added to it too: by a fused kernel in any order, where
+    /// [`KeyGrads::can_fuse`] says that there is one. Otherwise the launches leave dq alone.
     #[serde(default)]
     pub dq_acc: Option<Rows>,
+    /// Whether additions to `dq_acc` must have the same order in every run.
+    #[serde(default)]
+    pub fixed_order: bool,
     /// The results of the forward pass, if delta follows from them alone. This library's kernels
     /// read `delta` and `lse_log2` instead.
     #[serde(default)]
@@ -90,7 +93,7 @@ pub struct KeyGrads {
 }
 
 /// Results of the forward pass.
-#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ForwardResults {
     /// Result, in the type of the activations.
@@ -160,7 +163,8 @@ impl Forward {
 }
 
 impl KeyGrads {
-    /// Returns the operation that adds to dq too, without memory: a question to a backend.
+    /// Returns the operation that adds to dq too, without memory: a question to a backend. Other
+    /// values than the defaults of `fixed_order` and `results` may change the answer.
     pub fn fused(rectangle: Rectangle, features: Features) -> KeyGrads {
         KeyGrads {
             rectangle,
@@ -174,6 +178,7 @@ impl KeyGrads {
             dk_acc: None,
             dv_acc: None,
             dq_acc: Some(Rows::default()),
+            fixed_order: false,
             results: None,
             dk: None,
             dv: None,

@@ -43,6 +43,8 @@ pub(super) fn order(
     target: Target,
 ) -> Result<BlockOrder, LaunchError> {
     let (heads, unit) = match job.resident {
+        // A block adds the rows of a group.
+        Side::Queries if !job.kernel.has_pairs() => (job.rectangle.kv_heads, tile.rows as usize),
         Side::Queries => (job.rectangle.heads, tile.rows as usize),
         Side::Keys => (job.rectangle.kv_heads, tile.keys as usize),
     };

@@ -69,6 +69,10 @@ fn one() -> f32 {
     1.0
 }
 
+fn ungrouped() -> usize {
+    1
+}
+
 /// Computes home += scale · arrived, of float32 accumulators.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -90,7 +94,7 @@ pub struct Accumulate {
     pub scale: f32,
 }
 
-/// Adds a rounded gradient to an accumulator: home += arrived.
+/// Adds rounded gradients to an accumulator: home += scale · (sum of arrived over a group of heads).
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AddGradient {
@@ -98,16 +102,22 @@ pub struct AddGradient {
     pub batch: usize,
     /// Rows.
     pub rows: usize,
-    /// Heads.
+    /// Heads of the accumulator and of the result.
     pub heads: usize,
+    /// Consecutive heads of the gradient that one head of the accumulator adds.
+    #[serde(default = "ungrouped")]
+    pub group: usize,
     /// Columns, a multiple of 8 up to 256.
     pub head_dim: usize,
     /// Type of the activations.
     pub element: Element,
     /// The accumulator, float32; missing if the launch is both first and last.
     pub home: Option<Rows>,
-    /// The gradient, in the type of the activations.
+    /// The gradient of `heads · group` heads, in the type of the activations.
     pub arrived: Rows,
+    /// Factor on the gradient.
+    #[serde(default = "one")]
+    pub scale: f32,
     /// Result; needed if `last`.
     pub out: Option<Rows>,
     /// Whether the accumulator starts at 0; otherwise the launch reads it.
@@ -228,9 +238,11 @@ impl Accumulate {
 
 impl AddGradient {
     fn job(&self) -> Job {
-        let AddGradient { batch, rows, heads, head_dim, element, first, last, .. } = *self;
-        let rows = Job::per_row(Kernel::AddGradient, (batch, rows, heads, head_dim), element);
-        Job { first, last, ..rows }
+        let AddGradient { batch, rows, heads, group, head_dim, element, .. } = *self;
+        let mut job = Job::per_row(Kernel::AddGradient, (batch, rows, heads, head_dim), element);
+        job.rectangle.heads = heads * group;
+        let AddGradient { scale, first, last, .. } = *self;
+        Job { scale, first, last, ..job }
             .array(Operand::Home, self.home)
             .array(Operand::Arrived, Some(self.arrived))
             .array(Operand::Out, self.out)

@@ -75,20 +75,29 @@ pub const ACCUMULATE: &[Argument] =
     record!(ACCUMULATE_ARRAYS, SUM_SIZES, ACCUMULATE_STRIDES, FACTOR);
 
 const ADD_GRADIENT_ARRAYS: &[Argument] = &arguments! {
-    home: Float32s(Home)[QLen, Heads, HeadDim] Carry / 16, "an accumulator [batch, rows, heads, head_dim]; becomes home + arrived";
-    arrived: Activations(Arrived)[QLen, Heads, HeadDim] / 16, "a rounded gradient, shaped like home";
-    out: Activations(Out)[QLen, Heads, HeadDim] LastOut / 16, "home + arrived, rounded; written if last";
+    home: Float32s(Home)[QLen, KvHeads, HeadDim] Carry / 16, "an accumulator [batch, rows, kv_heads, head_dim]; becomes home + scale · (sum of arrived over the heads of a group)";
+    arrived: Activations(Arrived)[QLen, Heads, HeadDim] / 16, "a rounded gradient of each head [batch, rows, heads, head_dim]";
+    out: Activations(Out)[QLen, KvHeads, HeadDim] LastOut / 16, "the same sum, rounded; written if last";
+};
+
+const ADD_GRADIENT_SIZES: &[Argument] = &arguments! {
+    batch: I32(Size(Batch)), "batch entries";
+    rows: I32(Size(QLen)), "rows";
+    heads: I32(Size(Heads)), "heads of arrived, a multiple of kv_heads";
+    kv_heads: I32(Size(KvHeads)), "heads of home, and of out";
+    head_dim: I32(Size(HeadDim)) / 8, "columns";
 };
 
 const ADD_GRADIENT_NUMBERS: &[Argument] = &arguments! {
     out_batch_stride: I32(BatchStride(Out)) / 8, "elements between batch entries of out";
+    scale: F32(Scale), "factor";
     first: I32(First), "1: the accumulator starts at 0 and is not read";
     last: I32(Last), "1: the kernel writes out instead of the accumulator";
 };
 
 /// Arguments of `add_gradient`.
 pub const ADD_GRADIENT: &[Argument] =
-    record!(ADD_GRADIENT_ARRAYS, SUM_SIZES, ACCUMULATE_STRIDES, ADD_GRADIENT_NUMBERS);
+    record!(ADD_GRADIENT_ARRAYS, ADD_GRADIENT_SIZES, ACCUMULATE_STRIDES, ADD_GRADIENT_NUMBERS);
 
 const COMBINE_ARRAYS: &[Argument] = &arguments! {
     acc: Float32s(Acc)[QLen, Heads, HeadDim] Carry / 16, "running Σ p·v [batch, q_len, heads, head_dim]; becomes that of both states";

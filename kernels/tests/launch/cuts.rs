@@ -181,6 +181,7 @@ pub fn span(launch: &Launch, name: &str, kind: Kind) -> u64 {
     let of_values = if launch.value("value_dim").is_some() { "value_dim" } else { "head_dim" };
     let (rows, columns) = match name {
         "q" | "dq" | "dq_acc" | "zeros" => (rows, ["heads", "head_dim"]),
+        "home" | "out" if kernel == Kernel::AddGradient => (rows, ["kv_heads", "head_dim"]),
         "a" | "b" | "out" | "home" | "arrived" => (rows, ["heads", "head_dim"]),
         "o" | "dout" | "acc" | "arrived_acc" | "arrived_o" => (rows, ["heads", of_values]),
         "k" | "dk" | "dk_acc" => ("kv_len", ["kv_heads", "head_dim"]),
@@ -260,9 +261,11 @@ fn the_grid_has_a_block_per_tile_and_head_and_sections_divide_the_heads() {
     let check = |trial: &Trial, launches: &[Launch]| {
         for launch in trial.main(launches) {
             let (part, tile) = (trial.covered(launch), launch.instance().tile());
+            let Rectangle { heads, kv_heads, .. } = trial.rectangle;
+            let is_grouped = trial.kernel == Kernel::AddGradient;
             let (rows, tile, heads) = match trial.resident_is_keys() {
-                true => (part.keys.len(), tile.keys, trial.rectangle.kv_heads),
-                false => (part.queries.len(), tile.rows, trial.rectangle.heads),
+                true => (part.keys.len(), tile.keys, kv_heads),
+                false => (part.queries.len(), tile.rows, if is_grouped { kv_heads } else { heads }),
             };
             let heads = heads * part.batch.len();
             let blocks = rows.div_ceil(tile as usize) * heads;

@@ -61,6 +61,7 @@ pub fn key_grads(rectangle: Rectangle) -> KeyGrads {
         dk_acc: None,
         dv_acc: None,
         dq_acc: None,
+        fixed_order: false,
         results: None,
         dk: Some(O),
         dv: Some(O),

@@ -156,6 +156,12 @@ impl Trial {
         self.put(name, false, bytes, row as u64)
     }
 
+    /// Places an array with a row for each query and heads of keys.
+    fn shared(&mut self, name: &'static str, bytes: u64) -> Rows {
+        let row = self.rectangle.kv_heads * self.rectangle.head_dim;
+        self.put(name, false, bytes, row as u64)
+    }
+
     fn keys(&mut self, name: &'static str, bytes: u64) -> Rows {
         let row = self.rectangle.kv_heads * self.rectangle.head_dim;
         self.put(name, true, bytes, row as u64)
@@ -248,6 +254,7 @@ impl Trial {
                 dk_acc: Some(self.keys("dk_acc", 4)),
                 dv_acc: Some(self.values("dv_acc", 4)),
                 dq_acc: fused.then(|| self.queries("dq_acc", 4)),
+                fixed_order: false,
                 results: None,
                 dk: Some(self.keys("dk", 2)),
                 dv: Some(self.values("dv", 2)),
@@ -299,12 +306,14 @@ impl Trial {
             Kernel::AddGradient => AddGradient {
                 batch,
                 rows: q_len,
-                heads,
+                heads: rectangle.kv_heads,
+                group: heads / rectangle.kv_heads,
                 head_dim,
                 element,
-                home: Some(self.queries("home", 4)),
+                home: Some(self.shared("home", 4)),
                 arrived: self.queries("arrived", 2),
-                out: Some(self.queries("out", 2)),
+                scale: 0.5,
+                out: Some(self.shared("out", 2)),
                 first,
                 last,
             }

@@ -126,7 +126,7 @@ impl Builder<'_> {
             dims.swap(2, 3);
             strides.swap(2, 3);
         }
-        let data_type = if array.is_float32() { CUDNN_DATA_FLOAT } else { self.element() };
+        let data_type = if self.plan.is_float32(array) { CUDNN_DATA_FLOAT } else { self.element() };
         self.tensor(array.number(), data_type, dims, strides, (false, false))
     }
 
@@ -148,10 +148,10 @@ impl Builder<'_> {
         self.tensor(number, data_type, dims, strides, (true, false))
     }
 
-    /// Adds a matrix of queries and keys.
-    fn pairs(&mut self, data_type: DataType) -> Result<Tensor> {
+    /// Adds a float32 matrix of queries and keys.
+    fn pairs(&mut self) -> Result<Tensor> {
         let dims = self.pair_dims();
-        self.within(data_type, dims, packed(dims))
+        self.within(CUDNN_DATA_FLOAT, dims, packed(dims))
     }
 
     fn pair_dims(&self) -> [i64; 4] {
@@ -159,33 +159,20 @@ impl Builder<'_> {
     }
 
     /// Adds a number that the host gives with each call.
-    fn host_number(&mut self, number: i64) -> Result<Tensor> {
-        self.tensor(number, CUDNN_DATA_FLOAT, [1; 4], [1; 4], (false, true))
+    fn host_number(&mut self, number: HostNumber) -> Result<Tensor> {
+        let data_type =
+            if number == HostNumber::Right { CUDNN_DATA_INT32 } else { CUDNN_DATA_FLOAT };
+        self.tensor(number.number(), data_type, [1; 4], [1; 4], (false, true))
     }
 
-    fn pointwise(
-        &mut self,
-        mode: Pointwise,
-        precision: DataType,
-        inputs: &[Tensor],
-        out: Tensor,
-        axis: Option<i64>,
-    ) -> Result<()> {
+    fn pointwise(&mut self, mode: Pointwise, inputs: &[Tensor], out: Tensor) -> Result<()> {
         let mode = Value::Enumeration(CUDNN_TYPE_POINTWISE_MODE, mode as c_int);
-        let axes = [axis.unwrap_or_default()];
-        let mut attributes = vec![
+        let attributes = [
             (CUDNN_ATTR_POINTWISE_MODE, mode),
-            (CUDNN_ATTR_POINTWISE_MATH_PREC, type_of(precision)),
+            (CUDNN_ATTR_POINTWISE_MATH_PREC, type_of(CUDNN_DATA_FLOAT)),
         ];
-        if axis.is_some() {
-            attributes.push((CUDNN_ATTR_POINTWISE_AXIS, Value::Integers(&axes)));
-        }
         let what = self.add(CUDNN_BACKEND_POINTWISE_DESCRIPTOR, &attributes)?;
-        let places = [
-            CUDNN_ATTR_OPERATION_POINTWISE_XDESC,
-            CUDNN_ATTR_OPERATION_POINTWISE_BDESC,
-            CUDNN_ATTR_OPERATION_POINTWISE_TDESC,
-        ];
+        let places = [CUDNN_ATTR_OPERATION_POINTWISE_XDESC, CUDNN_ATTR_OPERATION_POINTWISE_BDESC];
         let parts = [(CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR, what)];
         let inputs = places.into_iter().zip(inputs.iter().map(|tensor| tensor.0));
         let out = [(CUDNN_ATTR_OPERATION_POINTWISE_YDESC, out.0)];
@@ -233,30 +220,57 @@ impl Builder<'_> {
         self.operation(CUDNN_BACKEND_OPERATION_RESHAPE_DESCRIPTOR, &parts)
     }
 
-    /// Hides the pairs of a causal mask.
-    fn causal(&mut self, scores: Tensor) -> Result<Tensor> {
-        let [row, column] = [self.pairs(CUDNN_DATA_INT32)?, self.pairs(CUDNN_DATA_INT32)?];
-        for (index, axis) in [(row, 2), (column, 3)] {
-            self.pointwise(
-                CUDNN_POINTWISE_GEN_INDEX,
-                CUDNN_DATA_INT32,
-                &[scores],
-                index,
-                Some(axis),
-            )?;
+    /// Hides the pairs that do not see each other.
+    fn masked(&mut self, mut scores: Tensor) -> Result<Tensor> {
+        let Sdpa { lower, upper, .. } = *self.plan;
+        if !self.plan.has_mask() {
+            return Ok(scores);
         }
-        let seen = self.pairs(CUDNN_DATA_BOOLEAN)?;
-        self.pointwise(CUDNN_POINTWISE_CMP_GE, CUDNN_DATA_BOOLEAN, &[row, column], seen, None)?;
-        let (hidden, out) =
-            (self.host_number(HostNumber::Hidden.number())?, self.pairs(CUDNN_DATA_FLOAT)?);
-        let inputs = [scores, hidden, seen];
-        self.pointwise(CUDNN_POINTWISE_BINARY_SELECT, CUDNN_DATA_FLOAT, &inputs, out, None)?;
+        let hidden = self.host_number(HostNumber::Hidden)?;
+        if let Some(upper) = upper {
+            // A row sees column j if row + right ≥ j.
+            let name = CUDNN_ATTR_OPERATION_DIAGONAL_BAND_MASK_SHIFT_RIGHT_BOUND_DESC;
+            let right = (upper != 0).then_some((name, HostNumber::Right));
+            scores = self.band([scores, hidden], right, CUDNN_POINTWISE_CMP_GE)?;
+        }
+        if lower.is_some() {
+            // A row sees column j if j + left > row.
+            let name = CUDNN_ATTR_OPERATION_DIAGONAL_BAND_MASK_LEFT_BOUND_DESC;
+            let left = Some((name, HostNumber::Left));
+            scores = self.band([scores, hidden], left, CUDNN_POINTWISE_CMP_GT)?;
+        }
+        Ok(scores)
+    }
+
+    /// Hides the pairs on one side of a diagonal.
+    fn band(
+        &mut self,
+        [scores, hidden]: [Tensor; 2],
+        bound: Option<(Name, HostNumber)>,
+        comparison: Pointwise,
+    ) -> Result<Tensor> {
+        let bound = match bound {
+            Some((name, number)) => Some((name, self.host_number(number)?.0)),
+            None => None,
+        };
+        let out = self.pairs()?;
+        let parts = [
+            (CUDNN_ATTR_OPERATION_DIAGONAL_BAND_MASK_XDESC, scores.0),
+            (CUDNN_ATTR_OPERATION_DIAGONAL_BAND_MASK_BDESC, hidden.0),
+            (CUDNN_ATTR_OPERATION_DIAGONAL_BAND_MASK_YDESC, out.0),
+        ];
+        let parts: Vec<_> = parts.into_iter().chain(bound).collect();
+        let comparison = Value::Enumeration(CUDNN_TYPE_POINTWISE_MODE, comparison as c_int);
+        let attributes = [(CUDNN_ATTR_OPERATION_DIAGONAL_BAND_MASK_COMPARISON_MODE, comparison)];
+        let kind = CUDNN_BACKEND_OPERATION_DIAGONAL_BAND_MASK_DESCRIPTOR;
+        let made = self.add_over(kind, &parts, &attributes)?;
+        self.operations.push(made);
         Ok(out)
     }
 
     fn forward(&mut self) -> Result<()> {
         use SdpaArray::{Key, Lse, Out, Query, Value as Values};
-        let scale = self.host_number(HostNumber::Scale.number())?;
+        let scale = self.host_number(HostNumber::Scale)?;
         let mut parts = vec![(CUDNN_ATTR_OPERATION_SDPA_FWD_SCALEDESC, scale.0)];
         for (name, array) in [
             (CUDNN_ATTR_OPERATION_SDPA_FWD_QDESC, Query),
@@ -268,9 +282,9 @@ impl Builder<'_> {
             parts.push((name, self.array(array, false)?.0));
         }
         let mut numbers = [VIRTUAL + 1, 0];
-        if self.plan.is_causal {
-            let scores = self.pairs(CUDNN_DATA_FLOAT)?;
-            self.causal(scores)?;
+        if self.plan.has_mask() {
+            let scores = self.pairs()?;
+            self.masked(scores)?;
             numbers[1] = self.next;
             let operations = std::mem::take(&mut self.operations);
             let graph = self.graph(&operations)?;
@@ -281,7 +295,7 @@ impl Builder<'_> {
             (CUDNN_ATTR_OPERATION_SDPA_FWD_SUBGRAPH_INPUT_UID, Value::Integers(&input)),
             (CUDNN_ATTR_OPERATION_SDPA_FWD_SUBGRAPH_OUTPUT_UID, Value::Integers(&output)),
         ];
-        let ends = if self.plan.is_causal { &ends[..] } else { &[] };
+        let ends = if self.plan.has_mask() { &ends[..] } else { &[] };
         let made = self.add_over(CUDNN_BACKEND_OPERATION_SDPA_FWD_DESCRIPTOR, &parts, ends)?;
         self.operations.push(made);
         Ok(())
@@ -301,38 +315,36 @@ impl Builder<'_> {
             arrays
         };
         let [kt, vt] = [self.array(Key, true)?, self.array(Values, true)?];
-        let scale = self.host_number(HostNumber::Scale.number())?;
-        let one = self.host_number(HostNumber::One.number())?;
+        let scale = self.host_number(HostNumber::Scale)?;
+        let one = self.host_number(HostNumber::One)?;
         // delta = rowsum(dout ∘ o)
         let out = [plan.batch, plan.heads, plan.q_len, plan.value_dim];
         let product = self.within(float, out, packed(out))?;
-        self.pointwise(CUDNN_POINTWISE_MUL, float, &[dout, o], product, None)?;
+        self.pointwise(CUDNN_POINTWISE_MUL, &[dout, o], product)?;
         let per_row = [plan.batch, plan.heads, plan.q_len, 1];
         let rows = self.within(float, per_row, packed(per_row))?;
         self.sum(product, rows)?;
-        self.pointwise(CUDNN_POINTWISE_MUL, float, &[rows, one], delta, None)?;
+        self.pointwise(CUDNN_POINTWISE_MUL, &[rows, one], delta)?;
         // p = exp(scale · q kᵀ − lse), where the mask lets pairs see each other.
-        let scores = self.pairs(float)?;
+        let scores = self.pairs()?;
         self.product(q, kt, scores)?;
-        let scaled = self.pairs(float)?;
-        self.pointwise(CUDNN_POINTWISE_MUL, float, &[scores, scale], scaled, None)?;
-        let mut shifted = self.pairs(float)?;
-        self.pointwise(CUDNN_POINTWISE_SUB, float, &[scaled, lse], shifted, None)?;
-        if plan.is_causal {
-            shifted = self.causal(shifted)?;
-        }
-        let p = self.pairs(float)?;
-        self.pointwise(CUDNN_POINTWISE_EXP, float, &[shifted], p, None)?;
+        let scaled = self.pairs()?;
+        self.pointwise(CUDNN_POINTWISE_MUL, &[scores, scale], scaled)?;
+        let shifted = self.pairs()?;
+        self.pointwise(CUDNN_POINTWISE_SUB, &[scaled, lse], shifted)?;
+        let shifted = self.masked(shifted)?;
+        let p = self.pairs()?;
+        self.pointwise(CUDNN_POINTWISE_EXP, &[shifted], p)?;
         self.key_side(p, dout, ValueGrad)?;
         // ds = scale · p ∘ (dout vᵀ − delta)
-        let dp = self.pairs(float)?;
+        let dp = self.pairs()?;
         self.product(dout, vt, dp)?;
-        let centred = self.pairs(float)?;
-        self.pointwise(CUDNN_POINTWISE_SUB, float, &[dp, delta], centred, None)?;
-        let weighted = self.pairs(float)?;
-        self.pointwise(CUDNN_POINTWISE_MUL, float, &[centred, p], weighted, None)?;
-        let ds = self.pairs(float)?;
-        self.pointwise(CUDNN_POINTWISE_MUL, float, &[weighted, scale], ds, None)?;
+        let centred = self.pairs()?;
+        self.pointwise(CUDNN_POINTWISE_SUB, &[dp, delta], centred)?;
+        let weighted = self.pairs()?;
+        self.pointwise(CUDNN_POINTWISE_MUL, &[centred, p], weighted)?;
+        let ds = self.pairs()?;
+        self.pointwise(CUDNN_POINTWISE_MUL, &[weighted, scale], ds)?;
         self.key_side(ds, q, KeyGrad)?;
         let element = self.element();
         let k = self.within(element, plan.dims(Key), plan.strides[&Key])?;
@@ -340,23 +352,15 @@ impl Builder<'_> {
         self.product(ds, k, dq)
     }
 
-    /// Adds pairsᵀ · rows, the gradient of an array of keys. Query heads that share a key head are
-    /// summed.
+    /// Adds pairsᵀ · rows, the gradient of an array of keys for each query head.
     fn key_side(&mut self, pairs: Tensor, rows: Tensor, gradient: SdpaArray) -> Result<()> {
-        let (plan, element) = (self.plan, self.element());
         let [batch, heads, q_len, kv_len] = self.pair_dims();
         let dims = [batch, heads, kv_len, q_len];
         let strides = [heads * q_len * kv_len, q_len * kv_len, 1, kv_len];
-        let transposed = self.within(element, dims, strides)?;
+        let transposed = self.within(self.element(), dims, strides)?;
         self.reshape(pairs, transposed)?;
         let out = self.array(gradient, false)?;
-        if plan.heads == plan.kv_heads {
-            return self.product(transposed, rows, out);
-        }
-        let dims = [batch, heads, kv_len, plan.dims(gradient)[3]];
-        let each = self.within(element, dims, packed(dims))?;
-        self.product(transposed, rows, each)?;
-        self.sum(each, out)
+        self.product(transposed, rows, out)
     }
 }
 
@@ -367,6 +371,10 @@ pub enum HostNumber {
     Scale,
     /// What takes the place of hidden scores.
     Hidden,
+    /// How many columns a row sees up to its own.
+    Left,
+    /// How many columns a row sees after its own, an integer.
+    Right,
     /// 1.
     One,
 }
@@ -377,11 +385,19 @@ impl HostNumber {
         self as i64 + 50
     }
 
-    /// Returns the numbers of a plan's graph.
-    pub fn of(plan: &Sdpa) -> Vec<(HostNumber, f32)> {
-        let hidden = plan.is_causal.then_some((HostNumber::Hidden, HIDDEN));
-        let one = (plan.pass == SdpaPass::Backward).then_some((HostNumber::One, 1.0));
-        [Some((HostNumber::Scale, plan.softmax_scale)), hidden, one].into_iter().flatten().collect()
+    /// Returns the numbers of a plan's graph, as bits.
+    pub fn of(plan: &Sdpa) -> Vec<(HostNumber, u32)> {
+        // All that fit a tile's rows are exact in float32.
+        let left = plan.lower.map(|lower| (1 - lower) as f32);
+        let right = plan.upper.filter(|upper| *upper != 0);
+        let numbers = [
+            (HostNumber::Scale, Some(plan.softmax_scale.to_bits())),
+            (HostNumber::Hidden, plan.has_mask().then(|| HIDDEN.to_bits())),
+            (HostNumber::Left, left.map(f32::to_bits)),
+            (HostNumber::Right, right.map(|right| right as u32)),
+            (HostNumber::One, (plan.pass == SdpaPass::Backward).then(|| 1.0_f32.to_bits())),
+        ];
+        numbers.into_iter().filter_map(|(number, bits)| Some((number, bits?))).collect()
     }
 }
 

@@ -6,9 +6,10 @@ use std::ptr;
 use burst_attention_kernels::backend::LibraryCall;
 use burst_attention_kernels::backend::cudnn::{Sdpa, WORKSPACE};
 use cudarc::cudnn::sys::cudnnBackendAttributeName_t::{self as Name, *};
-use cudarc::cudnn::sys::cudnnBackendAttributeType_t::CUDNN_TYPE_HEUR_MODE;
+use cudarc::cudnn::sys::cudnnBackendAttributeType_t::{CUDNN_TYPE_HEUR_MODE, CUDNN_TYPE_KNOB_TYPE};
 use cudarc::cudnn::sys::cudnnBackendDescriptorType_t::*;
 use cudarc::cudnn::sys::cudnnBackendHeurMode_t::CUDNN_HEUR_MODE_A;
+use cudarc::cudnn::sys::cudnnBackendKnobType_t::{self as Knob, *};
 
 use super::descriptor::{Descriptor, Value};
 use super::functions::Functions;
@@ -62,17 +63,84 @@ impl DeviceProperties {
     }
 }
 
+/// The engine and its knobs that compute the backward pass on sm_100 and sm_103 with a fixed order
+/// of sums, as cuDNN's frontend chooses them. cuDNN proposes an engine whose workspace is quadratic.
+const FIXED_ENGINE: i64 = 5;
+const FIXED_KNOBS: [(Knob, i64); 6] = [
+    (CUDNN_KNOB_TYPE_TILE_M, 3),
+    (CUDNN_KNOB_TYPE_TILE_N, 2),
+    (CUDNN_KNOB_TYPE_KERNEL_CFG, 2),
+    (CUDNN_KNOB_TYPE_STREAM_K, 0),
+    (CUDNN_KNOB_TYPE_TILE_CGA_M, 0),
+    (CUDNN_KNOB_TYPE_STAGES, 2),
+];
+
+/// Returns the configuration that cuDNN proposes first, and what it refers to.
+fn proposed(
+    functions: &'static Functions,
+    graph: &Graph,
+    device: &DeviceProperties,
+    sdpa: &Sdpa,
+) -> Result<(Descriptor, Vec<Descriptor>)> {
+    let mode = Value::Enumeration(CUDNN_TYPE_HEUR_MODE, CUDNN_HEUR_MODE_A as i32);
+    let asked = [
+        (CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, Value::Descriptors(&[graph.descriptor()])),
+        (CUDNN_ATTR_ENGINEHEUR_MODE, mode),
+        (CUDNN_ATTR_ENGINEHEUR_DEVICEPROP, Value::Descriptors(&[&device.0])),
+    ];
+    let heuristics = Descriptor::new(functions, CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR, &asked)?;
+    let kind = CUDNN_BACKEND_ENGINECFG_DESCRIPTOR;
+    match heuristics.first(CUDNN_ATTR_ENGINEHEUR_RESULTS, kind)? {
+        Some(config) => Ok((config, vec![heuristics])),
+        None => {
+            let reason = format!("nothing computes {sdpa:?}");
+            Err(CudaError::Driver { call: "cuDNN's heuristics", reason }.into())
+        }
+    }
+}
+
+/// Returns the configuration that adds in a fixed order, and what it refers to.
+fn fixed(
+    functions: &'static Functions,
+    graph: &Graph,
+    device: &DeviceProperties,
+) -> Result<(Descriptor, Vec<Descriptor>)> {
+    let asked = [
+        (CUDNN_ATTR_ENGINE_OPERATION_GRAPH, Value::Descriptors(&[graph.descriptor()])),
+        (CUDNN_ATTR_ENGINE_GLOBAL_INDEX, Value::Integers(&[FIXED_ENGINE])),
+        (CUDNN_ATTR_ENGINE_DEVICEPROP, Value::Descriptors(&[&device.0])),
+    ];
+    let engine = Descriptor::new(functions, CUDNN_BACKEND_ENGINE_DESCRIPTOR, &asked)?;
+    let choice = |(knob, value): (Knob, i64)| {
+        let knob = Value::Enumeration(CUDNN_TYPE_KNOB_TYPE, knob as i32);
+        let chosen = [
+            (CUDNN_ATTR_KNOB_CHOICE_KNOB_TYPE, knob),
+            (CUDNN_ATTR_KNOB_CHOICE_KNOB_VALUE, Value::Integers(&[value])),
+        ];
+        Descriptor::new(functions, CUDNN_BACKEND_KNOB_CHOICE_DESCRIPTOR, &chosen)
+    };
+    let mut kept = FIXED_KNOBS.into_iter().map(choice).collect::<Result<Vec<_>>>()?;
+    let choices: Vec<_> = kept.iter().collect();
+    let configured = [
+        (CUDNN_ATTR_ENGINECFG_ENGINE, Value::Descriptors(&[&engine])),
+        (CUDNN_ATTR_ENGINECFG_KNOB_CHOICES, Value::Descriptors(&choices)),
+    ];
+    let config = Descriptor::new(functions, CUDNN_BACKEND_ENGINECFG_DESCRIPTOR, &configured)?;
+    kept.push(engine);
+    Ok((config, kept))
+}
+
 /// A plan for a kind of device.
 #[derive(Debug)]
 pub struct CompiledPlan {
     plan: Descriptor,
     sdpa: Sdpa,
     /// What the plan refers to.
-    _kept: (Graph, [Descriptor; 2]),
+    _kept: (Graph, Vec<Descriptor>),
 }
 
 impl CompiledPlan {
-    /// Compiles the first plan that cuDNN proposes.
+    /// Compiles the first plan that cuDNN proposes, or the plan with a fixed order of sums.
     ///
     /// # Errors
     /// If cuDNN refuses, or needs more workspace than the call has.
@@ -82,17 +150,9 @@ impl CompiledPlan {
         device: &DeviceProperties,
     ) -> Result<CompiledPlan> {
         let graph = Graph::new(functions, sdpa)?;
-        let mode = Value::Enumeration(CUDNN_TYPE_HEUR_MODE, CUDNN_HEUR_MODE_A as i32);
-        let asked = [
-            (CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, Value::Descriptors(&[graph.descriptor()])),
-            (CUDNN_ATTR_ENGINEHEUR_MODE, mode),
-            (CUDNN_ATTR_ENGINEHEUR_DEVICEPROP, Value::Descriptors(&[&device.0])),
-        ];
-        let heuristics = Descriptor::new(functions, CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR, &asked)?;
-        let kind = CUDNN_BACKEND_ENGINECFG_DESCRIPTOR;
-        let refused = |call, reason| CudaError::Driver { call, reason };
-        let Some(config) = heuristics.first(CUDNN_ATTR_ENGINEHEUR_RESULTS, kind)? else {
-            return Err(refused("cuDNN's heuristics", format!("nothing computes {sdpa:?}")).into());
+        let (config, mut kept) = match sdpa.fixed_order {
+            true => fixed(functions, &graph, device)?,
+            false => proposed(functions, &graph, device, sdpa)?,
         };
         let configured =
             [(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, Value::Descriptors(&[&config]))];
@@ -102,9 +162,11 @@ impl CompiledPlan {
             (plan.integer(CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE)?, sdpa.workspace_bytes);
         if needed > given {
             let reason = format!("expected at most {given} bytes of workspace, got {needed}");
-            return Err(refused("cuDNN's plan", format!("{reason}, for {sdpa:?}")).into());
+            let reason = format!("{reason}, for {sdpa:?}");
+            return Err(CudaError::Driver { call: "cuDNN's plan", reason }.into());
         }
-        Ok(CompiledPlan { plan, sdpa: sdpa.clone(), _kept: (graph, [heuristics, config]) })
+        kept.push(config);
+        Ok(CompiledPlan { plan, sdpa: sdpa.clone(), _kept: (graph, kept) })
     }
 
     /// Enqueues a call on the handle's stream.

@@ -89,6 +89,9 @@ pub struct Settings {
     pub devices: usize,
     /// `STANDIN_KIND`: the kind of all devices; `h100` if it is not set.
     pub kind: &'static Kind,
+    /// `STANDIN_CUDNN`: the version of cuDNN, as cuDNN itself counts; 92801, which is 9.28.1, if it
+    /// is not set.
+    pub cudnn: u64,
     /// `STANDIN_JITTER_US`: the longest random delay before an operation of a stream.
     pub jitter: Duration,
     /// `STANDIN_MAIL`: a folder through which processes exchange messages. Without it NCCL knows
@@ -120,6 +123,7 @@ pub fn settings() -> &'static Settings {
         Settings {
             devices,
             kind: kind.unwrap_or_else(|| panic!("STANDIN_KIND: one of {words:?}, got {word}")),
+            cudnn: number("STANDIN_CUDNN", 92_801),
             jitter: Duration::from_micros(number("STANDIN_JITTER_US", 0)),
             mail: path("STANDIN_MAIL"),
             log: path("STANDIN_LOG"),

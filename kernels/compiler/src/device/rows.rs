@@ -130,8 +130,9 @@ pub mod rows {
         unsafe { write(&home_view, sum, n, i, h) };
     }
 
-    /// Adds a rounded gradient to an accumulator: home += arrived. With `first`, home starts at 0.
-    /// With `last` it writes the sum to `out`, rounded, instead.
+    /// Adds rounded gradients to an accumulator: home += scale · (sum of arrived over the heads of
+    /// a group). With `first`, home starts at 0. With `last` it writes the sum to `out`, rounded,
+    /// instead.
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn add_gradient<E: ElementType, const BM: i32, const DT: i32>(
         home: *mut f32,
@@ -140,27 +141,37 @@ pub mod rows {
         batch: i32,
         rows: i32,
         heads: i32,
+        kv_heads: i32,
         head_dim: i32,
         home_batch_stride: i32,
         arrived_batch_stride: i32,
         out_batch_stride: i32,
+        scale: f32,
         first: i32,
         last: i32,
     ) {
-        let block = block_of(ceil_div(rows, BM), heads, heads, 0i32);
+        let block = block_of(ceil_div(rows, BM), kv_heads, kv_heads, 0i32);
         let (i, n, h) = (block.0, block.1, block.2);
-        let home_view = unsafe { rows_view(home, batch, rows, heads, head_dim, home_batch_stride) };
+        let home_view =
+            unsafe { rows_view(home, batch, rows, kv_heads, head_dim, home_batch_stride) };
         let arrived_view =
             unsafe { rows_view(arrived, batch, rows, heads, head_dim, arrived_batch_stride) };
-        let t: Tile<E, { [BM, DT] }> = read(&arrived_view, const_shape![BM, DT], n, i, h);
-        let mut sum: Tile<f32, { [BM, DT] }> = convert_tile(t);
+        let group = heads / kv_heads;
+        let mut sum: Tile<f32, { [BM, DT] }> = constant(0.0f32, const_shape![BM, DT]);
+        for member in 0i32..group {
+            let head = h * group + member;
+            let t: Tile<E, { [BM, DT] }> = read(&arrived_view, const_shape![BM, DT], n, i, head);
+            let t: Tile<f32, { [BM, DT] }> = convert_tile(t);
+            sum = sum + t;
+        }
+        sum = sum * scale.broadcast(const_shape![BM, DT]);
         if first == 0i32 {
             let t: Tile<f32, { [BM, DT] }> = read(&home_view, const_shape![BM, DT], n, i, h);
             sum = t + sum;
         }
         if last == 1i32 {
             let out_view =
-                unsafe { rows_view(out, batch, rows, heads, head_dim, out_batch_stride) };
+                unsafe { rows_view(out, batch, rows, kv_heads, head_dim, out_batch_stride) };
             let t: Tile<E, { [BM, DT] }> = convert_tile(sum);
             unsafe { write(&out_view, t, n, i, h) };
         } else {

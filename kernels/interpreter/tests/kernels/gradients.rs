@@ -122,6 +122,7 @@ pub fn add_key_grads(
             dq_acc: dq_acc.map(|array| array.rows(queries.start)),
             dk: case.finished.then(|| dk.rows(0)),
             dv: case.finished.then(|| dv.rows(0)),
+            fixed_order: false,
             results: None,
             first: n == 0,
             last: case.finished && n + 1 == steps.len(),

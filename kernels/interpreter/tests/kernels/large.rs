@@ -219,6 +219,7 @@ fn huge_dk_and_dv(is_fused: bool) {
         dq_acc: is_fused.then(|| dq_acc.rows(0)),
         dk: Some(dk.rows(0)),
         dv: Some(dv.rows(0)),
+        fixed_order: false,
         results: None,
         first: true,
         last: true,

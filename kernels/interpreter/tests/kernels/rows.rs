@@ -195,15 +195,15 @@ fn run_add_gradient(
     seed: u64,
     change: Change,
 ) -> Result<(Vec<Vec<f32>>, usize), String> {
-    let Case { batch, q_len: rows, heads, head_dim, margin, element, finished, second, .. } =
-        problem.case;
+    let Case { batch, q_len: rows, heads, kv_heads, head_dim, margin, .. } = problem.case;
+    let Case { element, finished, second, .. } = problem.case;
     let mut world = World::new(seed, change);
-    let sizes = [batch, rows, heads, head_dim];
+    let sizes = [batch, rows, kv_heads, head_dim];
     let home = world.rows("home", Scalar::F32, sizes, margin);
-    let arrived = world.rows("arrived", Scalar::Activation(element), sizes, 2 * margin);
+    let each = [batch, rows, heads, head_dim];
+    let arrived = world.rows("arrived", Scalar::Activation(element), each, 2 * margin);
     let out = world.rows("out", Scalar::Activation(element), sizes, 3 * margin);
-    let [sum, gradient] = summands(problem);
-    let gradient: Vec<_> = gradient.iter().map(|&value| round(element, value)).collect();
+    let (sum, gradient) = grouped_summands(problem);
     if second {
         home.fill(&mut world.memory, 0..rows, &sum);
     }
@@ -211,11 +211,13 @@ fn run_add_gradient(
     let description = AddGradient {
         batch,
         rows,
-        heads,
+        heads: kv_heads,
+        group: heads / kv_heads,
         head_dim,
         element,
         home: (second || !finished).then(|| home.rows(0)),
         arrived: arrived.rows(0),
+        scale: scale(problem),
         out: finished.then(|| out.rows(0)),
         first: !second,
         last: finished,
@@ -229,13 +231,27 @@ fn run_add_gradient(
     Ok((vec![if finished { &out } else { &home }.read(&world.memory)], launches))
 }
 
+/// Returns the sum at home, and the rounded gradient of each head of its groups.
+fn grouped_summands(problem: &Problem) -> (Vec<f32>, Vec<f32>) {
+    let Case { element, heads, kv_heads, head_dim, .. } = problem.case;
+    let [sum, gradient] = summands(problem);
+    let home = sum.chunks_exact(heads * head_dim).flat_map(|row| &row[..kv_heads * head_dim]);
+    let gradient = gradient.iter().map(|&value| round(element, value));
+    (home.copied().collect(), gradient.collect())
+}
+
 /// Checks that the result is, bit for bit, a float32 sum, rounded once more if it is finished.
 pub fn check_add_gradient(problem: &Problem, change: Change) -> Result<Found, String> {
     let (outputs, launches) = problem.twice(|seed| run_add_gradient(problem, seed, change))?;
     let Case { element, finished, second, .. } = problem.case;
-    let [home, gradient] = summands(problem);
-    let sums = home.iter().zip(&gradient).map(|(&home, &gradient)| {
-        let sum = if second { home } else { 0.0 } + round(element, gradient);
+    let Case { heads, kv_heads, head_dim, .. } = problem.case;
+    let (home, gradient) = grouped_summands(problem);
+    let (group, factor) = (heads / kv_heads, scale(problem));
+    let sums = home.iter().enumerate().map(|(at, &home)| {
+        let first = at / head_dim * group * head_dim + at % head_dim;
+        let members = (0..group).map(|member| gradient[first + member * head_dim]);
+        let sum = members.fold(0.0, |sum, member| sum + member) * factor;
+        let sum = if second { home + sum } else { sum };
         if finished { round(element, sum) } else { sum }
     });
     match sums.zip(&outputs[0]).position(|(sum, &got)| sum.to_bits() != got.to_bits()) {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::plan::{Sdpa, SdpaArray, SdpaPass, WORKSPACE};
-use super::{NAME, is_causal};
+use super::{NAME, limits};
 use crate::backend::{Computation, LibraryCall};
 use crate::launch::{Footprint, Rectangle, Rows, Statistics};
 
@@ -30,8 +30,10 @@ impl CallBuilder {
     ) -> CallBuilder {
         let Rectangle { batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim, .. } =
             *rectangle;
+        let (lower, upper) = limits(rectangle);
         let plan = Sdpa {
             pass,
+            fixed_order: false,
             element: rectangle.element,
             batch: batch as i64,
             q_len: q_len as i64,
@@ -40,12 +42,19 @@ impl CallBuilder {
             kv_heads: kv_heads as i64,
             head_dim: head_dim as i64,
             value_dim: value_dim as i64,
-            is_causal: is_causal(rectangle).unwrap_or_default(),
+            lower,
+            upper,
             softmax_scale: rectangle.softmax_scale,
             workspace_bytes: (workspace.end - workspace.start) as i64,
             strides: BTreeMap::new(),
         };
         CallBuilder { plan, arrays: Vec::new() }
+    }
+
+    /// Says whether sums must have the same order in every run.
+    pub(super) fn in_fixed_order(mut self, fixed_order: bool) -> CallBuilder {
+        self.plan.fixed_order = fixed_order;
+        self
     }
 
     /// Adds an array `[batch, rows, heads, columns]`.
@@ -85,7 +94,8 @@ impl CallBuilder {
         let footprint = |given: &Given| {
             let dims = self.plan.dims(given.array).into_iter().zip(given.strides);
             let last: i64 = dims.map(|(length, stride)| (length - 1) * stride).sum();
-            let bytes = if given.array.is_float32() { 4 } else { self.plan.element.bytes() as u64 };
+            let is_float32 = self.plan.is_float32(given.array);
+            let bytes = if is_float32 { 4 } else { self.plan.element.bytes() as u64 };
             let bytes = given.address..given.address + (last + 1) as u64 * bytes;
             let Given { array, writes, .. } = *given;
             (array.number(), Footprint { name: array.name(), bytes, reads: !writes, writes })

@@ -23,11 +23,16 @@ pub use plan::{Sdpa, SdpaArray, SdpaPass, WORKSPACE};
 /// The name of the backend and of the library.
 pub const NAME: &str = "cudnn";
 
+/// The targets that plans were tested for.
+const TARGETS: [Target; 3] = [Target::Sm90, Target::Sm100, Target::Sm103];
+
 /// The backend.
 pub const BACKEND: Backend = Backend {
     name: NAME,
     serves: |operation, target| match operation {
-        TileOperation::Forward(tile) => served(&tile.rectangle, &tile.features, target),
+        TileOperation::Forward(tile) => {
+            served(&tile.rectangle, &tile.features, TilePass::Forward, target)
+        }
         TileOperation::KeyGrads(tile) => gradients_are_served(tile, target),
         _ => refused("it serves attention over tiles only"),
     },
@@ -36,9 +41,9 @@ pub const BACKEND: Backend = Backend {
         TileOperation::KeyGrads(tile) => gradients(tile, target, scratch),
         _ => unreachable!("it is not served"),
     },
-    scratch_bytes: |rectangle, pass| match has_columns(rectangle) {
-        true => Scratch::new(rectangle, pass, 0).end,
-        false => 0,
+    scratch_bytes: |rectangle, pass| {
+        let has_plans = TARGETS.iter().any(|&target| has_columns(rectangle, pass, target));
+        if has_plans { Scratch::new(rectangle, pass, 0).end } else { 0 }
     },
 };
 
@@ -46,46 +51,78 @@ fn refused(reason: impl Into<std::borrow::Cow<'static, str>>) -> Result<(), Reas
     Err(Reason(reason.into()))
 }
 
-/// Says whether cuDNN computes the mask of a rectangle, and whether it is causal.
-fn is_causal(rectangle: &Rectangle) -> Option<bool> {
+/// Returns the lower and the upper limit of a rectangle's band, those that hide no pair left out.
+fn limits(rectangle: &Rectangle) -> (Option<i64>, Option<i64>) {
     let Rectangle { q_len, kv_len, lower, upper, .. } = *rectangle;
-    let sees_all_before = lower <= -(q_len as i64 - 1);
-    match upper {
-        _ if !sees_all_before => None,
-        0 => Some(true),
-        upper => (upper >= kv_len as i64 - 1).then_some(false),
+    let lower = Some(lower).filter(|&lower| lower > -(q_len as i64 - 1));
+    let upper = Some(upper).filter(|&upper| upper < kv_len as i64 - 1);
+    (lower, upper)
+}
+
+/// Says whether cuDNN computes the mask of a rectangle: a band that has the diagonal in it, and
+/// with a lower limit no query after the last key.
+fn mask_is_served(rectangle: &Rectangle) -> bool {
+    let Rectangle { q_len, kv_len, .. } = *rectangle;
+    let (lower, upper) = limits(rectangle);
+    upper.is_none_or(|upper| upper >= 0) && lower.is_none_or(|lower| lower <= 0 && q_len <= kv_len)
+}
+
+/// Whether there are plans for a rectangle's columns.
+fn has_columns(rectangle: &Rectangle, pass: TilePass, target: Target) -> bool {
+    match (rectangle.head_dim, rectangle.value_dim) {
+        (64, 64) | (128, 128) | (192, 128) => true,
+        (256, 256) => pass == TilePass::Forward || target == Target::Sm90,
+        _ => false,
     }
 }
 
-fn has_columns(rectangle: &Rectangle) -> bool {
-    rectangle.head_dim == rectangle.value_dim && matches!(rectangle.head_dim, 64 | 128)
+/// Whether there are plans with a fixed order of sums that should be faster than this library's own
+/// kernels. Published rates are those of GB200 and GB300, for full and causal masks.
+fn has_fixed_order(rectangle: &Rectangle, target: Target) -> bool {
+    let columns = (rectangle.head_dim, rectangle.value_dim);
+    target != Target::Sm90 && matches!(columns, (128, 128) | (192, 128))
 }
 
 /// Says whether cuDNN computes attention over a rectangle.
-fn served(rectangle: &Rectangle, features: &Features, target: Target) -> Result<(), Reason> {
+fn served(
+    rectangle: &Rectangle,
+    features: &Features,
+    pass: TilePass,
+    target: Target,
+) -> Result<(), Reason> {
     let Rectangle { q_len, kv_len, head_dim, value_dim, .. } = *rectangle;
-    if !matches!(target, Target::Sm90 | Target::Sm100 | Target::Sm103) {
+    if !TARGETS.contains(&target) {
         return refused(format!("it is not used on {}", target.name()));
     }
     if *features != Features::default() {
-        return refused("it serves no feature but a causal mask");
+        return refused("it serves no feature but a causal mask and a window");
     }
-    if !has_columns(rectangle) {
-        return refused(format!("it serves 64 or 128 columns, not {head_dim} and {value_dim}"));
+    if !has_columns(rectangle, pass, target) {
+        let columns = format!("{head_dim} and {value_dim} columns");
+        return refused(format!("it has no such pass of {columns} on {}", target.name()));
     }
-    if q_len == 0 || kv_len == 0 {
-        return refused("there is nothing to compute");
+    let is_one_pair = q_len == 1 && kv_len == 1 && pass == TilePass::Backward;
+    if q_len == 0 || kv_len == 0 || is_one_pair {
+        return refused("there is too little to compute");
     }
-    if is_causal(rectangle).is_none() {
-        return refused("it serves full masks, and causal masks of rows with equal beginnings");
+    if !mask_is_served(rectangle) {
+        return refused(
+            "it serves full masks and bands that hold the diagonal; with a lower limit no more \
+             queries than keys",
+        );
     }
     Ok(())
 }
 
 fn gradients_are_served(tile: &KeyGrads, target: Target) -> Result<(), Reason> {
-    served(&tile.rectangle, &tile.features, target)?;
+    served(&tile.rectangle, &tile.features, TilePass::Backward, target)?;
     if tile.dq_acc.is_none() {
-        return refused("it computes all gradients at once and in any order");
+        return refused("it computes all gradients at once");
+    }
+    if tile.fixed_order && !has_fixed_order(&tile.rectangle, target) {
+        let Rectangle { head_dim, value_dim, .. } = tile.rectangle;
+        let columns = format!("{head_dim} and {value_dim} columns on {}", target.name());
+        return refused(format!("no rate of its fixed order is published for {columns}"));
     }
     if tile.results.is_none() {
         return refused("it needs the results of the queries, and a log-sum-exp without gradient");
@@ -122,7 +159,7 @@ fn forward(tile: &Forward, target: Target, scratch: u64) -> Result<Vec<Computati
         head_dim,
         element,
         home: state.map(|((acc, row_max), row_sum)| SoftmaxState { acc, row_max, row_sum }),
-        arrived_o: Rows { address: rows, batch_stride: (q_len * heads * head_dim) as u64 },
+        arrived_o: packed([q_len, heads, head_dim], rows),
         arrived_lse,
         o,
         lse,
@@ -144,6 +181,7 @@ fn gradients(
     let ForwardResults { o, lse } = results.ok_or_else(|| missing("results"))?;
     let scratch = Scratch::new(&rectangle, TilePass::Backward, scratch);
     let call = CallBuilder::new(SdpaPass::Backward, &rectangle, &scratch.workspace)
+        .in_fixed_order(tile.fixed_order)
         .rows(SdpaArray::Query, tile.q, false)
         .rows(SdpaArray::Key, tile.k, false)
         .rows(SdpaArray::Value, tile.v, false)
@@ -152,35 +190,67 @@ fn gradients(
         .rows(SdpaArray::OutGrad, tile.dout, false)
         .packed(SdpaArray::QueryGrad, scratch.rows, true)
         .statistics(SdpaArray::Delta, scratch::statistics_at(&rectangle, scratch.statistics));
-    let Rectangle { batch, q_len, kv_len, heads, kv_heads, head_dim, element, .. } = rectangle;
-    let sum = Accumulate {
-        batch,
-        rows: q_len,
-        heads,
-        head_dim,
-        home: dq_acc,
-        arrived: Rows { address: scratch.rows, batch_stride: (q_len * heads * head_dim) as u64 },
-        // cuDNN's gradient has the factor on q·k, the sum has it not.
-        scale: rectangle.softmax_scale.recip(),
-    };
-    let sum = launches(&sum.into(), target)?;
+    let Rectangle { batch, kv_len, heads, kv_heads, head_dim, value_dim, element, .. } = rectangle;
+    let group = heads / kv_heads;
     let of_keys = [
-        (SdpaArray::KeyGrad, tile.dk_acc, tile.dk, scratch.keys[0]),
-        (SdpaArray::ValueGrad, tile.dv_acc, tile.dv, scratch.keys[1]),
+        (SdpaArray::KeyGrad, head_dim, tile.dk_acc, tile.dk, scratch.keys[0]),
+        (SdpaArray::ValueGrad, value_dim, tile.dv_acc, tile.dv, scratch.keys[1]),
     ];
     let (mut call, mut added) = (call, Vec::new());
-    for (array, home, out, address) in of_keys {
-        if let Some(out) = out.filter(|_| first && last) {
+    for (array, head_dim, home, out, address) in of_keys {
+        if let Some(out) = out.filter(|_| first && last && group == 1) {
             call = call.rows(array, out, true);
             continue;
         }
         call = call.packed(array, address, true);
-        let batch_stride = (kv_len * kv_heads * head_dim) as u64;
-        let arrived = Rows { address, batch_stride };
-        let (rows, heads) = (kv_len, kv_heads);
-        let add =
-            AddGradient { batch, rows, heads, head_dim, element, home, arrived, out, first, last };
+        let add = AddGradient {
+            batch,
+            rows: kv_len,
+            heads: kv_heads,
+            group,
+            head_dim,
+            element,
+            home,
+            arrived: packed([kv_len, heads, head_dim], address),
+            scale: 1.0,
+            out,
+            first,
+            last,
+        };
         added.extend(launches(&add.into(), target)?);
     }
+    let sum = launches(&query_sum(tile, dq_acc, scratch.rows), target)?;
     Ok(std::iter::once(call.call(scratch.workspace)).chain(sum).chain(added).collect())
+}
+
+/// Returns what adds cuDNN's gradient of queries, which lies at an address, to the sum. The gradient
+/// has the factor on q·k, the sum has it not.
+fn query_sum(tile: &KeyGrads, home: Rows, address: u64) -> TileOperation {
+    let Rectangle { batch, q_len: rows, heads, head_dim, element, .. } = tile.rectangle;
+    let (arrived, scale) =
+        (packed([rows, heads, head_dim], address), tile.rectangle.softmax_scale.recip());
+    if !tile.fixed_order {
+        return Accumulate { batch, rows, heads, head_dim, home, arrived, scale }.into();
+    }
+    let (group, home, out, first, last) = (1, Some(home), None, false, false);
+    AddGradient {
+        batch,
+        rows,
+        heads,
+        group,
+        head_dim,
+        element,
+        home,
+        arrived,
+        scale,
+        out,
+        first,
+        last,
+    }
+    .into()
+}
+
+/// Returns rows without gaps, of so many rows, heads and columns.
+fn packed(sizes: [usize; 3], address: u64) -> Rows {
+    Rows { address, batch_stride: sizes.iter().product::<usize>() as u64 }
 }

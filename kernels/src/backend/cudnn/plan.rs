@@ -35,11 +35,11 @@ named! {
         Lse = "lse",
         /// Gradient of the result.
         OutGrad = "out_grad",
-        /// Gradient of the queries, float32. cuDNN clears it first.
+        /// Gradient of the queries, float32 unless sums have a fixed order. cuDNN clears it first.
         QueryGrad = "query_grad",
-        /// Gradient of the keys.
+        /// Gradient of the keys, of each query head.
         KeyGrad = "key_grad",
-        /// Gradient of the values.
+        /// Gradient of the values, of each query head.
         ValueGrad = "value_grad",
         /// rowsum(dout ∘ o), float32, which cuDNN computes.
         Delta = "delta",
@@ -51,11 +51,6 @@ impl SdpaArray {
     pub const fn number(self) -> i64 {
         self as i64 + 1
     }
-
-    /// Whether the elements are float32.
-    pub const fn is_float32(self) -> bool {
-        matches!(self, SdpaArray::Lse | SdpaArray::QueryGrad | SdpaArray::Delta)
-    }
 }
 
 /// What a plan computes: softmax attention of some queries and some keys.
@@ -64,6 +59,8 @@ impl SdpaArray {
 pub struct Sdpa {
     /// The pass.
     pub pass: SdpaPass,
+    /// Whether the sums of gradients have the same order in every run.
+    pub fixed_order: bool,
     /// Type of the activations.
     pub element: Element,
     /// Batch entries.
@@ -80,8 +77,10 @@ pub struct Sdpa {
     pub head_dim: i64,
     /// Columns of values and of the result.
     pub value_dim: i64,
-    /// Whether query row i sees key rows 0 to i only; otherwise it sees all.
-    pub is_causal: bool,
+    /// Query row i sees key row j only if `lower ≤ j − i`; `None` for no limit.
+    pub lower: Option<i64>,
+    /// Query row i sees key row j only if `j − i ≤ upper`; `None` for no limit.
+    pub upper: Option<i64>,
     /// Factor on q·k.
     pub softmax_scale: f32,
     /// Bytes of workspace that a call has.
@@ -97,7 +96,8 @@ impl Sdpa {
             Delta, Key, KeyGrad, Lse, Out, OutGrad, Query, QueryGrad, Value, ValueGrad,
         };
         let (heads, rows) = match array {
-            Key | Value | KeyGrad | ValueGrad => (self.kv_heads, self.kv_len),
+            Key | Value => (self.kv_heads, self.kv_len),
+            KeyGrad | ValueGrad => (self.heads, self.kv_len),
             _ => (self.heads, self.q_len),
         };
         let columns = match array {
@@ -106,6 +106,20 @@ impl Sdpa {
             Lse | Delta => 1,
         };
         [self.batch, heads, rows, columns]
+    }
+
+    /// Whether the elements of an array are float32. Others have the type of the activations.
+    pub const fn is_float32(&self, array: SdpaArray) -> bool {
+        match array {
+            SdpaArray::Lse | SdpaArray::Delta => true,
+            SdpaArray::QueryGrad => !self.fixed_order,
+            _ => false,
+        }
+    }
+
+    /// Whether the plan hides pairs.
+    pub const fn has_mask(&self) -> bool {
+        self.lower.is_some() || self.upper.is_some()
     }
 
     /// Returns the text of the plan.

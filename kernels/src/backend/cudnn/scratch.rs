@@ -6,7 +6,7 @@ use crate::backend::TilePass;
 use crate::launch::{Rectangle, Statistics};
 
 /// Bytes of workspace of any plan.
-const SMALL_WORKSPACE: usize = 4096;
+const WORKSPACE_BYTES: usize = 4096;
 /// Bytes that divide the addresses of scratch memory.
 const ALIGNMENT: u64 = 256;
 
@@ -16,7 +16,7 @@ pub(super) struct Scratch {
     pub(super) rows: u64,
     /// lse, or delta.
     pub(super) statistics: u64,
-    /// The gradients of keys and values.
+    /// The gradients of keys and values, of each query head.
     pub(super) keys: [u64; 2],
     /// cuDNN's own workspace.
     pub(super) workspace: Range<u64>,
@@ -27,24 +27,24 @@ pub(super) struct Scratch {
 impl Scratch {
     /// Lays out the memory of a pass over a rectangle from an address on.
     ///
-    /// cuDNN's own workspace has room for what plans were seen to take, rounded up: 256 bytes, and
-    /// in the backward pass gradients of keys and values of each query head, if heads share keys.
+    /// cuDNN's own workspace has room for what plans were seen to take, 256 bytes, rounded up.
     pub(super) fn new(rectangle: &Rectangle, pass: TilePass, address: u64) -> Scratch {
-        let Rectangle { batch, q_len, kv_len, heads, kv_heads, head_dim, element, .. } = *rectangle;
+        let Rectangle { batch, q_len, kv_len, heads, head_dim, value_dim, element, .. } =
+            *rectangle;
         let mut end = address;
         let mut take = |bytes: usize| {
             let start = end;
             end = (start + bytes as u64).next_multiple_of(ALIGNMENT);
             start
         };
+        let (queries, keys) = (batch * q_len * heads, batch * kv_len * heads);
         let is_backward = pass == TilePass::Backward;
-        let (bytes, row) = (element.bytes(), batch * head_dim);
-        let rows = take(q_len * heads * row * if is_backward { 4 } else { bytes });
+        let rows =
+            take(queries * if is_backward { 4 * head_dim } else { element.bytes() * value_dim });
         let statistics = take(4 * batch * heads * padded(q_len));
-        let of_keys = if is_backward { kv_len * row * bytes } else { 0 };
-        let keys = [take(of_keys * kv_heads), take(of_keys * kv_heads)];
-        let shared = if heads > kv_heads { 2 * of_keys * heads } else { 0 };
-        let start = take(SMALL_WORKSPACE + shared);
+        let columns = if is_backward { [head_dim, value_dim] } else { [0; 2] };
+        let keys = columns.map(|columns| take(keys * columns * element.bytes()));
+        let start = take(WORKSPACE_BYTES);
         Scratch { rows, statistics, keys, workspace: start..end, end }
     }
 }

@@ -34,6 +34,13 @@ pub fn wrong(code: c_int, text: impl Into<String>) -> c_int {
     code
 }
 
+/// Returns what a descriptor describes, a plan or something else.
+pub fn word(descriptor: *mut c_void) -> &'static str {
+    let plan = CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR;
+    let is_plan = DESCRIPTORS.get(descriptor).is_ok_and(|found| found.is(plan));
+    if is_plan { "plan" } else { "other" }
+}
+
 /// The values of an attribute.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Attribute {
@@ -165,14 +172,6 @@ impl Descriptor {
     /// Returns the only number of an attribute.
     pub fn number(&self, name: Name) -> Outcome<i64> {
         self.numbers(name)?.first().copied().ok_or(BAD_PARAM)
-    }
-
-    /// Returns the only number of an attribute, if it is set.
-    pub fn optional_number(&self, name: Name) -> Option<i64> {
-        match lock(&self.attributes).get(&(name as c_int)) {
-            Some(Attribute::Numbers(numbers)) => numbers.first().copied(),
-            _ => None,
-        }
     }
 
     /// Returns the addresses of an attribute.

@@ -17,11 +17,19 @@ use crate::stream::Stream;
 /// An operation.
 #[derive(Debug, Clone)]
 enum Operation {
-    Pointwise { mode: i64, axis: i64, inputs: Vec<Tensor>, out: Tensor },
+    Pointwise { mode: i64, inputs: Vec<Tensor>, out: Tensor },
+    Band { scores: Tensor, hidden: Tensor, bound: Option<Tensor>, side: Side, out: Tensor },
     Product { a: Tensor, b: Tensor, out: Tensor },
     Sum { x: Tensor, out: Tensor },
     Reshape { x: Tensor, out: Tensor },
     Attention { scale: Tensor, arrays: Box<[Tensor; 5]>, mask: Option<Mask> },
+}
+
+/// The side of a diagonal on which a band hides scores.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Side {
+    Left,
+    Right,
 }
 
 /// The graph within attention, which hides scores.
@@ -45,18 +53,17 @@ impl Operation {
         let at = |name| tensor(descriptor, name);
         if descriptor.is(CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR) {
             let what = descriptor.descriptor(CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR)?;
-            let names = [
-                CUDNN_ATTR_OPERATION_POINTWISE_XDESC,
-                CUDNN_ATTR_OPERATION_POINTWISE_BDESC,
-                CUDNN_ATTR_OPERATION_POINTWISE_TDESC,
-            ];
+            let names =
+                [CUDNN_ATTR_OPERATION_POINTWISE_XDESC, CUDNN_ATTR_OPERATION_POINTWISE_BDESC];
             let inputs = names.into_iter().filter_map(|name| descriptor.optional(name));
             return Ok(Operation::Pointwise {
                 mode: what.number(CUDNN_ATTR_POINTWISE_MODE)?,
-                axis: what.optional_number(CUDNN_ATTR_POINTWISE_AXIS).unwrap_or(-1),
                 inputs: inputs.map(|input| Tensor::of(&input)).collect::<Result<_, _>>()?,
                 out: at(CUDNN_ATTR_OPERATION_POINTWISE_YDESC)?,
             });
+        }
+        if descriptor.is(CUDNN_BACKEND_OPERATION_DIAGONAL_BAND_MASK_DESCRIPTOR) {
+            return Operation::band(descriptor);
         }
         if descriptor.is(CUDNN_BACKEND_OPERATION_MATMUL_DESCRIPTOR) {
             return Ok(Operation::Product {
@@ -100,10 +107,39 @@ impl Operation {
         Err(wrong(NOT_SUPPORTED, "an operation that is unknown"))
     }
 
+    /// Returns a mask that hides one side of a diagonal. The comparison tells the side.
+    fn band(descriptor: &Descriptor) -> Outcome<Operation> {
+        let comparison =
+            descriptor.number(CUDNN_ATTR_OPERATION_DIAGONAL_BAND_MASK_COMPARISON_MODE)?;
+        let (side, bound) = match comparison {
+            mode if mode == CUDNN_POINTWISE_CMP_GT as i64 => {
+                (Side::Left, CUDNN_ATTR_OPERATION_DIAGONAL_BAND_MASK_LEFT_BOUND_DESC)
+            }
+            mode if mode == CUDNN_POINTWISE_CMP_GE as i64 => {
+                (Side::Right, CUDNN_ATTR_OPERATION_DIAGONAL_BAND_MASK_SHIFT_RIGHT_BOUND_DESC)
+            }
+            mode => return Err(wrong(NOT_SUPPORTED, format!("comparison {mode} of a band"))),
+        };
+        let bound = descriptor.optional(bound).map(|bound| Tensor::of(&bound)).transpose()?;
+        if side == Side::Left && bound.is_none() {
+            return Err(wrong(BAD_PARAM, "a band without its left bound"));
+        }
+        Ok(Operation::Band {
+            scores: tensor(descriptor, CUDNN_ATTR_OPERATION_DIAGONAL_BAND_MASK_XDESC)?,
+            hidden: tensor(descriptor, CUDNN_ATTR_OPERATION_DIAGONAL_BAND_MASK_BDESC)?,
+            bound,
+            side,
+            out: tensor(descriptor, CUDNN_ATTR_OPERATION_DIAGONAL_BAND_MASK_YDESC)?,
+        })
+    }
+
     /// Returns the inputs and the outputs.
     fn tensors(&self) -> (Vec<&Tensor>, Vec<&Tensor>) {
         match self {
             Operation::Pointwise { inputs, out, .. } => (inputs.iter().collect(), vec![out]),
+            Operation::Band { scores, hidden, bound, out, .. } => {
+                ([scores, hidden].into_iter().chain(bound).collect(), vec![out])
+            }
             Operation::Product { a, b, out } => (vec![a, b], vec![out]),
             Operation::Sum { x, out } | Operation::Reshape { x, out } => (vec![x], vec![out]),
             Operation::Attention { scale, arrays, mask } => {
@@ -130,7 +166,10 @@ impl Graph {
     /// If it has an operation that is unknown.
     pub fn of_plan(plan: &Descriptor) -> Outcome<Graph> {
         let config = plan.descriptor(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG)?;
-        Graph::of(&*config.descriptor(CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH)?)
+        match config.optional(CUDNN_ATTR_ENGINECFG_ENGINE) {
+            Some(engine) => Graph::of(&*engine.descriptor(CUDNN_ATTR_ENGINE_OPERATION_GRAPH)?),
+            None => Graph::of(&*config.descriptor(CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH)?),
+        }
     }
 
     /// Returns the tensors in memory that are read and that are written.
@@ -222,9 +261,21 @@ unsafe fn run(graph: &[Operation], places: &BTreeMap<i64, u64>, known: &mut BTre
 fn results(operation: &Operation, known: &BTreeMap<i64, Values>) -> Vec<Values> {
     let of = |tensor: &Tensor| &known[&tensor.number];
     match operation {
-        Operation::Pointwise { mode, axis, inputs, out } => {
+        Operation::Pointwise { mode, inputs, out } => {
             let inputs: Vec<_> = inputs.iter().map(of).collect();
-            vec![Values::new(out.dims, |at| pointwise(*mode, *axis, &inputs, at))]
+            vec![Values::new(out.dims, |at| pointwise(*mode, &inputs, at))]
+        }
+        Operation::Band { scores, hidden, bound, side, out } => {
+            let (scores, hidden) = (of(scores), of(hidden).get([0; 4]));
+            let bound = bound.as_ref().map_or(0.0, |bound| of(bound).get([0; 4]));
+            vec![Values::new(out.dims, |at| {
+                let (row, column) = (at[2] as f32, at[3] as f32);
+                let is_seen = match side {
+                    Side::Left => column + bound > row,
+                    Side::Right => row + bound >= column,
+                };
+                if is_seen { scores.get(at) } else { hidden }
+            })]
         }
         Operation::Product { a, b, out } => {
             let element = if a.element == Element::Float32 { b.element } else { a.element };
@@ -266,7 +317,7 @@ fn results(operation: &Operation, known: &BTreeMap<i64, Values>) -> Vec<Values> 
     }
 }
 
-fn pointwise(mode: i64, axis: i64, inputs: &[&Values], at: [usize; 4]) -> f32 {
+fn pointwise(mode: i64, inputs: &[&Values], at: [usize; 4]) -> f32 {
     let is = |wanted| mode == wanted as i64;
     let x = |which: usize| inputs[which].get(at);
     if is(CUDNN_POINTWISE_MUL) {
@@ -275,13 +326,6 @@ fn pointwise(mode: i64, axis: i64, inputs: &[&Values], at: [usize; 4]) -> f32 {
         x(0) - x(1)
     } else if is(CUDNN_POINTWISE_EXP) {
         x(0).exp()
-    } else if is(CUDNN_POINTWISE_GEN_INDEX) {
-        at[axis as usize] as f32
-    } else if is(CUDNN_POINTWISE_CMP_GE) {
-        f32::from(x(0) >= x(1))
-    } else if is(CUDNN_POINTWISE_BINARY_SELECT) {
-        // The operation takes its first input where the third is true.
-        if x(2) != 0.0 { x(0) } else { x(1) }
     } else {
         f32::NAN
     }

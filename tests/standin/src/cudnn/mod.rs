@@ -15,10 +15,14 @@ use descriptor::{DESCRIPTORS, Descriptor, NOT_SUPPORTED};
 use crate::call::{c_functions, put};
 use crate::handles::Handles;
 use crate::report::lock;
+use crate::settings::settings;
 use crate::stream::Stream;
 
-/// 9.28.1.
-const VERSION: [c_int; 3] = [9, 28, 1];
+/// Returns major, minor and patch of the version.
+fn version() -> [c_int; 3] {
+    let number = settings().cudnn as c_int;
+    [number / 10_000, number / 100 % 100, number % 100]
+}
 
 /// A handle: the stream that it enqueues on.
 struct Handle(Mutex<Option<Arc<Stream>>>);
@@ -27,7 +31,7 @@ static HANDLES: Handles<Handle> = Handles::new("handle of cuDNN");
 
 #[unsafe(no_mangle)]
 extern "C" fn cudnnGetVersion() -> usize {
-    (VERSION[0] * 10_000 + VERSION[1] * 100 + VERSION[2]) as usize
+    settings().cudnn as usize
 }
 
 #[unsafe(no_mangle)]
@@ -45,7 +49,7 @@ unsafe extern "C" fn cudnnGetLastErrorString(text: *mut c_char, length: usize) {
 
 c_functions! {
     fn cudnnGetProperty(which: c_int, value: *mut c_int) {
-        put(value, VERSION[which.clamp(0, 2) as usize]);
+        put(value, version()[which.clamp(0, 2) as usize]);
     }
 
     fn cudnnCreate(handle: *mut usize) {
@@ -91,7 +95,7 @@ c_functions! {
         unsafe { DESCRIPTORS.get(descriptor)?.get(name, most as usize, count, at) }?;
     }
 
-    fn cudnnBackendFinalize(descriptor: *mut c_void) {
+    fn cudnnBackendFinalize(descriptor: *mut c_void) ["{}", descriptor::word(descriptor)] {
         DESCRIPTORS.get(descriptor)?.finalize()?;
     }
 

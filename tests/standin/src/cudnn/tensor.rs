@@ -13,8 +13,7 @@ pub enum Element {
     Float32,
     Float16,
     Bfloat16,
-    /// Indices and truth values.
-    Exact,
+    Int32,
 }
 
 impl Element {
@@ -26,8 +25,8 @@ impl Element {
             Ok(Element::Float16)
         } else if is(CUDNN_DATA_BFLOAT16) {
             Ok(Element::Bfloat16)
-        } else if is(CUDNN_DATA_INT32) || is(CUDNN_DATA_BOOLEAN) {
-            Ok(Element::Exact)
+        } else if is(CUDNN_DATA_INT32) {
+            Ok(Element::Int32)
         } else {
             Err(wrong(BAD_PARAM, format!("data type {number}")))
         }
@@ -37,7 +36,7 @@ impl Element {
     pub fn bytes(self) -> u64 {
         match self {
             Element::Float16 | Element::Bfloat16 => 2,
-            Element::Float32 | Element::Exact => 4,
+            Element::Float32 | Element::Int32 => 4,
         }
     }
 
@@ -46,7 +45,7 @@ impl Element {
         match self {
             Element::Float16 => f16::from_f32(value).to_f32(),
             Element::Bfloat16 => bf16::from_f32(value).to_f32(),
-            Element::Float32 | Element::Exact => value,
+            Element::Float32 | Element::Int32 => value,
         }
     }
 
@@ -58,7 +57,8 @@ impl Element {
         // SAFETY: the caller guarantees the element.
         unsafe {
             match self {
-                Element::Float32 | Element::Exact => (at as *const f32).read_unaligned(),
+                Element::Float32 => (at as *const f32).read_unaligned(),
+                Element::Int32 => (at as *const i32).read_unaligned() as f32,
                 Element::Float16 => (at as *const f16).read_unaligned().to_f32(),
                 Element::Bfloat16 => (at as *const bf16).read_unaligned().to_f32(),
             }
@@ -73,7 +73,8 @@ impl Element {
         // SAFETY: the caller guarantees the element.
         unsafe {
             match self {
-                Element::Float32 | Element::Exact => (at as *mut f32).write_unaligned(value),
+                Element::Float32 => (at as *mut f32).write_unaligned(value),
+                Element::Int32 => (at as *mut i32).write_unaligned(value as i32),
                 Element::Float16 => (at as *mut f16).write_unaligned(f16::from_f32(value)),
                 Element::Bfloat16 => (at as *mut bf16).write_unaligned(bf16::from_f32(value)),
             }

@@ -1,0 +1,41 @@
+//! The side that travels in the backward pass, where the caller leaves it.
+
+use super::machine::Machine;
+use crate::cuda::served::ServedTiles;
+use crate::error::Result;
+use crate::problem::{Pass, Problem, Travels};
+use crate::schedule::ring;
+
+/// Ranks that say what a ring of any length has cuDNN compute: all have tiles of the same kinds.
+const FEW: usize = 8;
+
+/// Returns what `predict` predicts of a pass. It gets the side that travels, or `None` for the side
+/// that costs fewer bytes.
+///
+/// Where the caller leaves the side, and cuDNN computes gradients if keys travel, that is the side
+/// with which the pass takes fewer seconds. Queries may cost fewer bytes, but only this library's
+/// slower kernels compute then.
+pub(super) fn with_side<R>(
+    (problem, pass, travels): (&Problem, Pass, Option<Travels>),
+    machine: &Machine,
+    seconds: fn(&R) -> f64,
+    predict: impl Fn(Option<Travels>) -> Result<R>,
+) -> Result<R> {
+    if travels.is_some() || pass == Pass::Forward || !library_computes(problem, machine) {
+        return predict(travels);
+    }
+    let [keys, queries] = [Travels::Keys, Travels::Queries].map(|side| predict(Some(side)));
+    let (keys, queries) = (keys?, queries?);
+    Ok(if seconds(&queries) < seconds(&keys) { queries } else { keys })
+}
+
+/// Whether cuDNN computes gradients of a ring in which keys travel.
+fn library_computes(problem: &Problem, machine: &Machine) -> bool {
+    let Some(library) = machine.kernels.library else { return false };
+    let few = Problem { world_size: problem.world_size.min(FEW), ..problem.clone() };
+    ring(&few, Pass::Backward, Travels::Keys).iter().any(|schedule| {
+        let served = ServedTiles::of(&few, schedule, library.target);
+        let mut tiles = schedule.steps.iter().flat_map(|step| &step.tiles);
+        served.is_some_and(|served| tiles.any(|tile| served.has(tile)))
+    })
+}
