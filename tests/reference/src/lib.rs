@@ -5,7 +5,6 @@
 //! in row-major order, and rows stand in the order of the sequence.
 
 mod attention;
-pub mod delta;
 mod dropout;
 pub mod linear;
 mod real;

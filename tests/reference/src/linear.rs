@@ -26,14 +26,20 @@ pub struct Head {
 pub struct Results {
     /// Outputs `[tokens, v_dim]`.
     pub o: Vec<f64>,
+    /// Values u that tokens write, `[tokens, v_dim]`.
+    pub u: Vec<f64>,
     /// The state after the last token, `[k_dim, v_dim]`.
     pub after: Vec<f64>,
     /// Gradient of q.
     pub dq: Vec<f64>,
     /// Gradient of k.
     pub dk: Vec<f64>,
+    /// The part of dk that comes from the states that keys add to, D u.
+    pub dk_of_states: Vec<f64>,
     /// Gradient of v.
     pub dv: Vec<f64>,
+    /// Gradient of u.
+    pub du: Vec<f64>,
     /// Gradient of the natural logarithm of each decay.
     pub dlog_decay: Vec<f64>,
     /// Gradient of β; zeros without the delta rule.
@@ -56,7 +62,7 @@ impl Head {
         let Head { dims: [k_dim, v_dim], ref q, ref dout, .. } = *self;
         let tokens = q.len() / k_dim;
         let zeros = |dim: usize| vec![0.0; tokens * dim];
-        let (mut o, mut dq) = (zeros(v_dim), zeros(k_dim));
+        let (mut o, mut written, mut dq) = (zeros(v_dim), vec![], zeros(k_dim));
         let mut states = vec![before.to_vec()];
         for t in 0..tokens {
             let (mut state, k) = (self.faded(t, &states[t]), self.key(t));
@@ -67,15 +73,19 @@ impl Head {
                 o[column] += q[row] * *x;
                 dq[row] += *x * dout[column];
             }
+            written.extend(u);
             states.push(state);
         }
         let after = states.pop().expect("the state before the first token at least");
         let mut results = Results {
             o,
+            u: written,
             after,
             dq,
             dk: zeros(k_dim),
+            dk_of_states: zeros(k_dim),
             dv: zeros(v_dim),
+            du: zeros(v_dim),
             dlog_decay: vec![0.0; self.decays.len()],
             dbeta: zeros(1),
             dbefore: dafter.to_vec(),
@@ -92,17 +102,19 @@ impl Head {
         let Head { dims: [k_dim, v_dim], ref q, ref dout, ref beta, .. } = *self;
         let (faded, k) = (self.faded(t, before), self.key(t));
         let (error, u) = self.written(t, &faded);
-        let Results { dk, dv, dlog_decay, dbeta, dbefore, .. } = results;
-        let mut du = vec![0.0; v_dim];
+        let Results { dk, dk_of_states, dv, du, dlog_decay, dbeta, dbefore, .. } = results;
+        let du = &mut du[t * v_dim..][..v_dim];
         for (i, d) in dbefore.iter_mut().enumerate() {
             let (row, column) = (i / v_dim, i % v_dim);
             *d += q[t * k_dim + row] * dout[t * v_dim + column];
-            dk[t * k_dim + row] += *d * u[column];
+            dk_of_states[t * k_dim + row] += *d * u[column];
             du[column] += *d * k[row];
         }
         let rate = beta.as_ref().map_or(1.0, |beta| beta[t]);
         let dv = &mut dv[t * v_dim..][..v_dim];
-        dv.iter_mut().zip(&du).for_each(|(dv, du)| *dv = rate * du);
+        dv.iter_mut().zip(&*du).for_each(|(dv, du)| *dv = rate * du);
+        let of_keys = t * k_dim..(t + 1) * k_dim;
+        dk[of_keys.clone()].copy_from_slice(&dk_of_states[of_keys]);
         dbeta[t] = du.iter().zip(&error).map(|(du, error)| du * error).sum();
         for (i, d) in dbefore.iter_mut().enumerate() {
             let (row, column) = (i / v_dim, i % v_dim);

@@ -4,8 +4,7 @@ use std::ops::Range;
 
 use burst_attention_kernels::instances::{Element, Target};
 use burst_attention_kernels::launch::{LINEAR_TILE, MAX_VIEW_BYTES};
-use burst_attention_reference::delta::{DeltaHead, DeltaResults};
-use burst_attention_reference::linear::{Head, add_rows, rows_of};
+use burst_attention_reference::linear::{Head, Results, add_rows, rows_of};
 
 use crate::case::{Random, round};
 use crate::linear::case::{Decays, FORGOTTEN};
@@ -193,15 +192,15 @@ impl Case {
         let start: Vec<f64> =
             inputs.before[place..][..state].iter().map(|&x| f64::from(x)).collect();
         let head = self.head(inputs, (b, h), tokens.clone());
-        let DeltaResults { u, dy, dk_of_states: dk, .. } = head.recurrence(&start, &start);
+        let Results { u, du, dk_of_states: dk, .. } = head.recurrence(&start, &start);
         let add = |array: &mut Vec<f64>, dim, terms: &[f64]| {
             add_rows(array, [rows, heads, dim], (b, h), tokens.clone(), terms);
         };
         add(&mut exact.u, value_dim, &u);
-        add(&mut exact.dy, value_dim, &dy);
+        add(&mut exact.dy, value_dim, &du);
         add(&mut exact.dk, head_dim, &dk);
         add(&mut exact.inverse, LINEAR_TILE, &inverses(&head));
-        for (i, (dk, k)) in dk.iter().zip(&head.head.k).enumerate() {
+        for (i, (dk, k)) in dk.iter().zip(&head.k).enumerate() {
             exact.dots[(b * heads + h) * rows + tokens.start + i / head_dim] += dk * k;
         }
         let zeros = vec![0.0; state];
@@ -211,9 +210,9 @@ impl Case {
             .map(|i| if i / head_dim == i % head_dim { 1.0 } else { 0.0 })
             .collect();
         let mut of_identity = head;
-        of_identity.head.dims = [head_dim; 2];
-        of_identity.head.v = nothing.clone();
-        of_identity.head.dout = nothing;
+        of_identity.dims = [head_dim; 2];
+        of_identity.v = nothing.clone();
+        of_identity.dout = nothing;
         let transfer = of_identity.recurrence(&identity, &identity);
         exact.states[0].extend(from_zero.after);
         exact.states[1].extend(transfer.after);
@@ -221,26 +220,27 @@ impl Case {
         exact.gradients[1].extend(transfer.dbefore);
     }
 
-    fn head(&self, inputs: &Inputs, (b, h): (usize, usize), tokens: Range<usize>) -> DeltaHead {
+    fn head(&self, inputs: &Inputs, (b, h): (usize, usize), tokens: Range<usize>) -> Head {
         let Case { rows, heads, head_dim, value_dim, .. } = *self;
         let of =
             |array: &[f32], dim: usize| rows_of(array, [rows, heads, dim], (b, h), tokens.clone());
         let decay = |log: f64| if log <= f64::from(FORGOTTEN) { 0.0 } else { log.exp2() };
-        let head = Head {
+        Head {
             dims: [head_dim, value_dim],
             q: of(&inputs.q, head_dim),
             k: of(&inputs.k, head_dim),
             v: of(&inputs.v, value_dim),
             dout: of(&inputs.dout, value_dim),
             decays: of(&inputs.logs, 1).into_iter().map(decay).collect(),
-        };
-        DeltaHead { head, rates: of(&inputs.rates, 1) }
+            beta: Some(of(&inputs.rates, 1)),
+        }
     }
 }
 
 /// Returns the rows of the inverses of tiles: column j of a tile's inverse is what a value of 1 of
 /// token j alone gives, from a state of zeros, if all rates stood on the left side.
-fn inverses(DeltaHead { head, rates }: &DeltaHead) -> Vec<f64> {
+fn inverses(head: &Head) -> Vec<f64> {
+    let rates = head.beta.as_deref().unwrap_or_default();
     let (tokens, dim) = (rates.len(), head.dims[0]);
     let mut rows = vec![0.0; tokens * LINEAR_TILE];
     for t in 0..tokens {
