@@ -25,6 +25,8 @@ from linear_cases import (
 from linear_reference import recurrence
 from long import some
 
+pytestmark = pytest.mark.needs("products")
+
 KINDS = {"heads": (False, 1), "channels": (True, 1), "negative eigenvalues": (False, 2)}
 """Whether there are decays of channels, and the largest β."""
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
-from burst_attention._linear import gpu, gpu_delta
+from burst_attention._linear import gpu, gpu_delta, states
+from burst_attention._linear.states import Matrix, apply
 from linear_reference import recurrence
 from test_linear_cuda import SLACK, TILE, exactly, in_parts, rounded, stand_in
 
@@ -176,7 +177,7 @@ def results(arrays, *, split=None, has_documents=False):
     starts = [first]
     for columns, _ in lefts:
         transfer, state = columns[..., :k_dim], columns[..., k_dim:]
-        starts.append(gpu_delta.product(transfer, starts[-1]) + state)
+        starts.append(apply(Matrix(transfer), starts[-1]) + state)
     ahead = [
         gpu_delta.forward(has_documents, (*x, start), again)
         for x, start, (_, again) in zip(own, starts, lefts, strict=False)
@@ -186,10 +187,10 @@ def results(arrays, *, split=None, has_documents=False):
         here = dout[:, spans[n]]
         left, again = gpu_delta.grad_left(has_documents, *own[n][:2], here, *own[n][3:])
         # One device begins from its first state, the other from the states of all parts.
-        states = ahead[n][2] if n else starts[0]
-        backs.append(gpu_delta.backward(has_documents, (*own[n], states, here, d), again))
+        kept = ahead[n][2] if n else starts[0]
+        backs.append(gpu_delta.backward(has_documents, (*own[n], kept, here, d), again))
         transfer = lefts[n][0][..., :k_dim].swapaxes(-1, -2)
-        d = gpu_delta.product(transfer, d) + left
+        d = apply(Matrix(transfer), d) + left
     gradients = [
         jnp.concatenate(x[::-1], axis=1) for x in zip(*(y[:5] for y in backs), strict=True)
     ]
@@ -268,9 +269,12 @@ def test_what_is_not_finite_stays_in_its_document(kernels, monkeypatch, name):
 )
 def test_the_kernels_themselves_are_the_recurrence(monkeypatch, dtype, own_heads, has_documents):
     """Under XLA's runtime, on the interpreter, in parts of two tiles."""
+
     # The stand-in has no matrix products of XLA.
-    summed = lambda a, b: (a[..., None] * b[..., None, :, :]).sum(axis=-2)
-    monkeypatch.setattr(gpu_delta, "product", summed)
+    def summed(a, b):
+        return (a[..., None] * b[..., None, :, :]).sum(axis=-2)
+
+    monkeypatch.setattr(states, "product", summed)
     monkeypatch.setattr(gpu, "part_rows", lambda batch, tokens, heads: 2 * TILE)
     arrays = inputs(170, own_heads, 16, 24, dtype)
     arrays[3][:, 100 if has_documents else ()] = -np.inf

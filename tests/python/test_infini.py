@@ -13,6 +13,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from linear_cases import limit
 
+pytestmark = pytest.mark.needs("products")
+
 X = P(None, "context")
 SEGMENT = 24
 

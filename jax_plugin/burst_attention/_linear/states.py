@@ -64,10 +64,17 @@ def apply(
     if isinstance(transfer, Matrix):
         is_read = (transfer.matrix != 0).any(axis=-2)[..., None]
         read = jnp.where(is_read, state, 0)
-        return jnp.matmul(transfer.matrix, read, precision="highest")
+        return product(transfer.matrix, read)
     missing = state.ndim - transfer.logs.ndim
     logs = jnp.expand_dims(transfer.logs, range(-missing, 0))
     return jnp.where(jnp.isneginf(logs), 0, exp(logs) * state)
+
+
+def product(
+    a: Float32[Array, "*#leading rows k_dim"], b: Float32[Array, "*#leading k_dim columns"]
+) -> Float32[Array, "*#leading rows columns"]:
+    """Returns products of small matrices."""
+    return jnp.matmul(a, b, precision="highest")
 
 
 def compose(first: Transfer, then: Transfer) -> Transfer:
