@@ -212,13 +212,13 @@ kernels! {
     /// delta rule.
     DeltaRuleGrad => KernelSpec {
         role: Role::Linear,
-        tile: tiles::linear,
+        tile: tiles::delta_grad,
         ..KernelSpec::rows("delta_rule_grad", "delta_rule", record::DELTA_RULE_GRAD)
     };
     /// Computes the gradient of keys from gradients of states, in the delta rule.
     DeltaRuleKeys => KernelSpec {
         role: Role::Linear,
-        tile: tiles::linear,
+        tile: tiles::delta_keys,
         ..KernelSpec::rows("delta_rule_keys", "delta_keys", record::DELTA_RULE_KEYS)
     };
     /// Computes the pieces of decode.

@@ -119,9 +119,28 @@ pub(crate) fn linear(_: Variant, target: Target, width: i32) -> TileShape {
     tile(64, 64, if width > most { 8 } else { 4 })
 }
 
-/// Tiles of the delta rule's inverses.
-pub(crate) fn delta_inverse(_: Variant, _: Target, _: i32) -> TileShape {
-    TileShape { blocks: 2, ..tile(64, 64, 4) }
+/// Tiles of the delta rule's inverses. Where that does not spill, two blocks share a multiprocessor:
+/// one computes while the other waits.
+pub(crate) fn delta_inverse(_: Variant, target: Target, width: i32) -> TileShape {
+    let blocks = match (target, width) {
+        (Sm120, _) | (Sm90, 256) => 1,
+        _ => 2,
+    };
+    TileShape { blocks, ..tile(64, 64, 4) }
+}
+
+/// Tiles of the delta rule's gradients of values.
+pub(crate) fn delta_grad(variant: Variant, target: Target, width: i32) -> TileShape {
+    if target == Sm120 { tile(64, 64, 8) } else { linear(variant, target, width) }
+}
+
+/// Tiles of the delta rule's gradients of keys.
+pub(crate) fn delta_keys(variant: Variant, target: Target, width: i32) -> TileShape {
+    match target {
+        Sm80 => tile(64, 64, 4),
+        Sm90 => linear(variant, target, width),
+        _ => tile(64, 64, 8),
+    }
 }
 
 /// Tiles of decode: as few rows as a matrix product takes, unless a unit has many or tiles are wide.

@@ -141,11 +141,14 @@ pub mod delta_inverse {
             let t: Tile<f32, { [BM, BM] }> = convert_tile(t);
             let t: Tile<f32, { [BM, BM] }> = with_diagonal::<BM>(1.0f32, t);
             let t: Tile<E, { [BM, BM] }> = convert_tile(t);
-            let t: Tile<E, { [BM, BM] }> = joined::<E, BM>(high, 2i32, t);
-            let t: Tile<E, { [BM, BM] }> = joined::<E, BM>(high, 4i32, t);
-            let t: Tile<E, { [BM, BM] }> = joined::<E, BM>(high, 8i32, t);
-            let t: Tile<E, { [BM, BM] }> = joined::<E, BM>(high, 16i32, t);
-            let t: Tile<E, { [BM, BM] }> = joined::<E, BM>(high, 32i32, t);
+            let mut t: Tile<E, { [BM, BM] }> = t;
+            let mut m: i32 = 2i32;
+            // The compiler does not know that this is 5. Otherwise it would unroll the loop, and spill.
+            let levels: i32 = 5i32 + min(i, 0i32);
+            for _level in 0i32..levels {
+                t = joined::<E, BM>(high, m, t);
+                m = 2i32 * m;
+            }
             let written: Tile<E, { [BM, BM] }> = refined::<E, BM>(high, low, t);
             unsafe { write(&inverse_view, written, b, i, h) };
         }

@@ -388,11 +388,11 @@ fn every_mistake_is_found() {
         ("inverse: no mask", check_inverse, same, Change::Module(|m| reroute_all(m, Select, 2, 1))),
         ("inverse: no quarter", check_inverse, same, Change::Module(|m| reroute_all(m, Select, 1, 2))),
         ("inverse: a product the other way", check_inverse, alike, Change::Module(|m| {
-            let product = find(m, MmaF)[10];
+            let product = find(m, MmaF)[2];
             m.op_mut(product).operands.swap(0, 1);
         })),
         ("inverse: no correction", check_inverse, alike, Change::Module(|m| {
-            let [first, last] = [find(m, MmaF)[11], find(m, MmaF)[13]];
+            let [first, last] = [find(m, MmaF)[3], find(m, MmaF)[5]];
             let rough = m.op(first).operands[2];
             m.op_mut(last).operands[1] = m.op(last).operands[0];
             m.op_mut(last).operands[2] = rough;
