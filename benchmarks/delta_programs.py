@@ -102,7 +102,8 @@ def memory_alone(*arrays: jax.Array) -> jax.Array:
     added = jnp.einsum("bnshk,bnshv->bnhkv", keys, ones)
     before = jnp.cumsum(added, axis=1) - added
     found = jnp.einsum("bnshk,bnhkv->bnshv", features, before)
-    out = found[..., :-1] / jnp.maximum(found[..., -1:], 1e-30)
+    known = found[..., -1:]
+    out = found[..., :-1] / jnp.where(known == 0, 1, known)
     return out.reshape(batch, length, heads, dim)
 
 

@@ -194,7 +194,9 @@ def plain_infini(
         m, z = (jnp.repeat(x, heads // kv_heads, axis=1) for x in memory)
         features, keys = jax.nn.elu(q) + 1, jax.nn.elu(k) + 1
         found = jnp.einsum("bshk,bhkv->bshv", features, m)
-        found /= jnp.maximum(jnp.einsum("bshk,bhk->bsh", features, z), 1e-30)[..., None]
+        known = jnp.einsum("bshk,bhk->bsh", features, z)[..., None]
+        # The first segment has no memory.
+        found /= jnp.where(known == 0, 1, known)
         added = jnp.einsum("bshk,bshv->bhkv", keys, v), keys.sum(1)
         memory = memory[0] + added[0], memory[1] + added[1]
         return memory, weight * found + (1 - weight) * local

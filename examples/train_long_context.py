@@ -196,7 +196,8 @@ def check_first_step(
         f"{plain:.6f}; relative difference of loss {loss_difference:.1e}, of gradient "
         f"{gradient_difference:.1e}"
     )
-    if not max(loss_difference, gradient_difference) <= TOLERANCE[dtype]:
+    # A difference that is NaN is not within the tolerance.
+    if not all(x <= TOLERANCE[dtype] for x in (loss_difference, gradient_difference)):
         raise SystemExit(f"expected differences of at most {TOLERANCE[dtype]:.0e} in {dtype}")
 
 
