@@ -15,21 +15,25 @@ const GRADIENTS: f64 = 1e-5;
 fn cases() -> Vec<(Case, Isa)> {
     let case = Case { beta: 2.0, heads: [4, 2, 2], ..CASE };
     let logs = [Logs::Random, Logs::Of(1.0), Logs::Sometimes(70, f32::NEG_INFINITY)];
-    let cases = logs.map(|logs| Case { logs, ..case });
+    let cases = logs
+        .into_iter()
+        .flat_map(|logs| [false, true].map(|by_channel| Case { logs, by_channel, ..case }));
     let isas = Isa::available();
-    cases.into_iter().flat_map(|case| isas.iter().map(move |isa| (case, *isa))).collect()
+    cases.flat_map(|case| isas.iter().map(move |isa| (case, *isa))).collect()
 }
 
 #[test]
 fn thousands_of_tokens_keep_their_digits() {
     for (logs, beta) in [(Logs::Of(0.999), 1.0), (Logs::Of(1.0), 2.0), (Logs::Random, 2.0)] {
         let case = Case { batch: 1, tokens: 4096, heads: [1; 3], dims: [32, 24], ..CASE };
-        let data = Data::new(Case { logs, beta, ..case });
-        data.run((Isa::best(), &pool(2)));
-        for ((name, got), want) in NAMES.iter().zip(&data.results).zip(recurrence(&data)) {
-            let bound = if ["o", "after"].contains(name) { VALUES } else { GRADIENTS };
-            let error = error(&got.values(), &want);
-            assert!(error <= bound, "{name} is off by {error:e}, {:?}", data.case);
+        for by_channel in [false, true] {
+            let data = Data::new(Case { logs, beta, by_channel, ..case });
+            data.run((Isa::best(), &pool(2)));
+            for ((name, got), want) in NAMES.iter().zip(&data.results).zip(recurrence(&data)) {
+                let bound = if ["o", "after"].contains(name) { VALUES } else { GRADIENTS };
+                let error = error(&got.values(), &want);
+                assert!(error <= bound, "{name} is off by {error:e}, {:?}", data.case);
+            }
         }
     }
 }

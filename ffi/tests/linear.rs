@@ -144,6 +144,24 @@ fn the_delta_rule_computes() {
     assert_eq!(first(&gradient.rets[0]), first(&backward.rets[5]));
 }
 
+/// Decays of each channel have the results of decays of each head, if all are alike.
+#[test]
+fn each_channel_may_have_a_decay() {
+    let channels = [&ROWS[..], &[8]].concat();
+    for call in linear_calls().into_iter().chain(delta_calls()) {
+        let mut by_channel = call.clone();
+        let at = call.args.iter().position(|array| array.dims == ROWS).expect("log decays");
+        by_channel.args[at] = floats(&channels, 0.0);
+        by_channel.rets = call.rets.iter().map(|result| floats(&result.dims, f32::NAN)).collect();
+        if by_channel.rets.len() > 2 {
+            by_channel.rets[3] = floats(&channels, f32::NAN);
+        }
+        assert_eq!([call.run(), by_channel.run()], [Ok(()), Ok(())]);
+        assert_eq!(first(&call.rets[0]), first(&by_channel.rets[0]));
+        call.refused(|call| call.args[at] = floats(&[2, 1, 3, 4, 16], 0.0), "[2, 1, 3, 4, 8]");
+    }
+}
+
 #[test]
 fn wrong_shapes_and_types_are_refused() {
     let [linear, ..] = linear_calls();

@@ -34,9 +34,9 @@ impl Matrix {
         unsafe { self.at.write_bytes(0, rows * self.row) }
     }
 
-    /// Returns the matrix from a column on.
-    pub fn from_column(self, column: usize) -> Matrix {
-        Matrix { at: self.at.wrapping_add(column), ..self }
+    /// Returns the matrix from a column on, with rows as far apart.
+    pub fn skip_columns(self, columns: usize) -> Matrix {
+        Matrix { at: self.at.wrapping_add(columns), ..self }
     }
 
     /// Returns the matrix as the left side of a product.

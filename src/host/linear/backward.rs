@@ -4,10 +4,9 @@ use std::ops::Range;
 
 use super::BackwardIo;
 use super::gradients::{AllGradients, GradientSteps};
-use super::sequence::run;
+use super::sequence::{Workers, run};
 use super::states::StateSteps;
-use super::steps::{Chunks, States, load_state, padded, store_state, take_states};
-use crate::host::isa::Isa;
+use super::steps::{Chunks, States, copy_state, load_state, padded, store_state, take_states};
 use crate::host::matmul::Matrix;
 use crate::host::scratch::Scratch;
 
@@ -49,7 +48,7 @@ struct HeadStates {
 }
 
 /// Computes the gradients of the heads of a group in a batch entry.
-pub(super) fn group(isa: Isa, io: &BackwardIo, (batch, group): (usize, usize)) {
+pub(super) fn group(workers: Workers, io: &BackwardIo, (batch, group): (usize, usize)) {
     let size = io.log_decay.heads / groups(io);
     let heads = group * size..(group + 1) * size;
     let all = Chunks::all(io.q.rows.len(), true);
@@ -70,7 +69,7 @@ pub(super) fn group(isa: Isa, io: &BackwardIo, (batch, group): (usize, usize)) {
         // SAFETY: the states are this task's. The caller of `backward` guarantees that the arrays
         // have the rows that the problem asks for, and that this call alone uses the results. This
         // task alone uses the results of its heads.
-        unsafe { Group { isa, io, heads, all, part, parts }.gradients() }
+        unsafe { Group { workers, io, heads, all, part, parts }.gradients() }
     });
 }
 
@@ -79,7 +78,7 @@ pub(super) fn group(isa: Isa, io: &BackwardIo, (batch, group): (usize, usize)) {
 /// Every method relies on what [`group`] guarantees: the states are this task's, the arrays have the
 /// rows of all chunks, and the results of the group's heads are this task's.
 struct Group<'a> {
-    isa: Isa,
+    workers: Workers,
     io: &'a BackwardIo,
     heads: Vec<HeadStates>,
     all: Chunks,
@@ -104,7 +103,7 @@ impl Group<'_> {
                 load_state(&io.before, *head, parts.first);
                 for index in 1..self.parts {
                     let (from, to) = (parts.before(index - 1), parts.before(index));
-                    copy(from, to, parts.step);
+                    copy_state(from, to, parts.step);
                     let states = States { first: to, step: 0 };
                     self.states(*head, (index - 1) * part..index * part, states);
                 }
@@ -113,7 +112,7 @@ impl Group<'_> {
             for index in (0..self.parts).rev() {
                 let numbers = index * part..count.min((index + 1) * part);
                 for HeadStates { head, parts, chunks, .. } in &self.heads {
-                    copy(parts.before(index), chunks.first, parts.step);
+                    copy_state(parts.before(index), chunks.first, parts.step);
                     let all_but_last = numbers.start..numbers.end.max(1) - 1;
                     self.states(*head, all_but_last, *chunks);
                 }
@@ -146,7 +145,7 @@ impl Group<'_> {
         };
         let chunks = Chunks { numbers, ..self.all.clone() };
         // SAFETY: the caller guarantees the states and the arrays.
-        unsafe { run(self.isa, &steps, &chunks, &gradients) }
+        unsafe { run(self.workers, &steps, &chunks, &gradients) }
     }
 
     /// Passes the state of a head over some chunks.
@@ -159,15 +158,6 @@ impl Group<'_> {
         let steps = StateSteps { outputs, k, scale: 1.0, v, log_decay, beta, head, zeros: 0 };
         let chunks = Chunks { numbers, backward: false, ..self.all.clone() };
         // SAFETY: the caller guarantees the states and the arrays.
-        unsafe { run(self.isa, &steps, &chunks, &[states]) }
+        unsafe { run(self.workers, &steps, &chunks, &[states]) }
     }
-}
-
-/// Copies a state of a number of rows.
-///
-/// # Safety
-/// The caller guarantees that both states are this thread's, and differ.
-unsafe fn copy(from: Matrix, to: Matrix, rows: usize) {
-    // SAFETY: the caller guarantees both states.
-    unsafe { to.at.copy_from_nonoverlapping(from.at, rows * from.row) }
 }

@@ -43,13 +43,13 @@ impl HeadDecays {
         let mut decays =
             HeadDecays { high: zeros, low: zeros, from_start: nothing, to_end: nothing };
         let (mut sums, mut sum) = ([0.0f64; CHUNK], 0.0f64);
-        for i in 0..rows.len() {
+        for (i, at) in sums[..rows.len()].iter_mut().enumerate() {
             let log = f64::from(log(i)) * std::f64::consts::LOG2_E;
             sum = match runs.resets(i) {
                 true => 0.0,
                 false => sum + if log < LEAST { LEAST } else { log },
             };
-            sums[i] = sum;
+            *at = sum;
             decays.high[i] = sum as f32;
             decays.low[i] = (sum - f64::from(sum as f32)) as f32;
         }

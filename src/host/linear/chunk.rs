@@ -91,7 +91,7 @@ unsafe fn product_in_parts<S: Simd>(
     depth: Depth<'_>,
     write: Write,
 ) {
-    let (b, c) = (b.from_column(columns.start), c.from_column(columns.start));
+    let (b, c) = (b.skip_columns(columns.start), c.skip_columns(columns.start));
     let write = match write {
         Write::Onto(from, factors) => Write::Onto(from.wrapping_add(columns.start), factors),
         write => write,

@@ -97,7 +97,7 @@ impl Block<'_> {
     unsafe fn columns<S: Simd, const N: usize>(&self, simd: S, column: &mut usize) {
         let Equations { runs, minus_b, beta, e, x, backward, .. } = *self.of;
         let Range { start, end } = self.rows;
-        let (e, x) = (e.from_column(*column), x.from_column(*column));
+        let (e, x) = (e.skip_columns(*column), x.skip_columns(*column));
         for step in 0..end - start {
             let row = if backward { end - 1 - step } else { start + step };
             let (others, first, stride) = match backward {

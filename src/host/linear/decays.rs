@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::by_channel::ChannelDecays;
 use super::by_head::HeadDecays;
 use super::chunk::CHUNK;
 use super::prefetch::Prefetch;
@@ -24,12 +25,21 @@ pub(super) struct DecayScratch {
     pub carry: *mut f32,
     /// Number of floats of a row of keys.
     pub width: usize,
+    /// Memory for decays of each channel.
+    by_channel: Option<ChannelDecays>,
+}
+
+/// Whether log decays have a number for each channel of keys.
+pub(super) fn by_channel(log_decay: &HostArray) -> bool {
+    log_decay.dim > 1
 }
 
 impl DecayScratch {
     /// Takes the scratch for rows of `width` floats.
-    pub fn take(take: &mut Take<'_>, width: usize) -> DecayScratch {
-        DecayScratch { carry: take(1, width).at, width }
+    pub fn take(take: &mut Take<'_>, log_decay: &HostArray, width: usize) -> DecayScratch {
+        let carry = take(1, width).at;
+        let by_channel = by_channel(log_decay).then(|| ChannelDecays::take(take, width));
+        DecayScratch { carry, width, by_channel }
     }
 }
 
@@ -53,14 +63,15 @@ impl Pairs {
     }
 }
 
-/// Sums for the gradients of decays. A row holds a vector for each token, whose lanes are yet to be
-/// added.
+/// Sums for the gradients of decays, a row for each token. With decays of each channel, a row has a
+/// sum for each; otherwise it holds a vector whose lanes are yet to be added.
 pub(super) struct Terms {
     /// What a token receives from before: its decay and all before it scale this.
     pub by_row: Matrix,
     /// What a token gives to the state after the chunk.
     pub by_key: Matrix,
-    /// What a token gives to later tokens of the chunk.
+    /// What a token gives to later tokens of the chunk. With decays of each channel, `by_row` holds
+    /// the difference.
     pub by_column: [f32; CHUNK],
 }
 
@@ -74,8 +85,15 @@ pub(super) enum Side {
 /// The decays of a chunk.
 pub(super) struct Decays {
     pub runs: Runs,
-    of: HeadDecays,
+    of: Kind,
     carry: *const f32,
+}
+
+/// A chunk has one of either; a pointer to the larger would cost more than its room.
+#[expect(clippy::large_enum_variant)]
+enum Kind {
+    Head(HeadDecays),
+    Channel(ChannelDecays),
 }
 
 impl Decays {
@@ -92,9 +110,19 @@ impl Decays {
         rows: &Range<usize>,
         scratch: &DecayScratch,
     ) -> Decays {
-        assert_eq!(array.dim, 1, "log decays must have one number for each token and head");
         // SAFETY: the caller guarantees the rows and the scratch.
-        let (runs, of) = unsafe { HeadDecays::read(simd, array, head, rows, scratch) };
+        let (runs, of) = unsafe {
+            match scratch.by_channel {
+                Some(decays) => {
+                    let runs = decays.read(simd, array, head, rows, scratch.carry);
+                    (runs, Kind::Channel(decays))
+                }
+                None => {
+                    let (runs, decays) = HeadDecays::read(simd, array, head, rows, scratch);
+                    (runs, Kind::Head(decays))
+                }
+            }
+        };
         Decays { runs, of, carry: scratch.carry }
     }
 
@@ -126,7 +154,12 @@ impl Decays {
         dim: usize,
     ) {
         // SAFETY: the caller guarantees the matrices.
-        unsafe { self.of.scores(simd, prefetch, &self.runs, pairs, columns, dim) }
+        unsafe {
+            match &self.of {
+                Kind::Head(of) => of.scores(simd, prefetch, &self.runs, pairs, columns, dim),
+                Kind::Channel(of) => of.scores(simd, prefetch, &self.runs, pairs),
+            }
+        }
     }
 
     /// Adds the gradients of both sides of `pairs` from the gradient of a bᵀ ∘ decay / sign, which
@@ -148,7 +181,12 @@ impl Decays {
         terms: &mut Terms,
     ) {
         // SAFETY: the caller guarantees the matrices.
-        unsafe { self.of.gradients(simd, prefetch, &self.runs, pairs, sides, terms) }
+        unsafe {
+            match &self.of {
+                Kind::Head(of) => of.gradients(simd, prefetch, &self.runs, pairs, sides, terms),
+                Kind::Channel(of) => of.gradients(simd, prefetch, &self.runs, pairs, sides, terms),
+            }
+        }
     }
 
     /// Writes factor · x ∘ decay, or adds it if `add`: the decay from the start of the chunk to each
@@ -166,21 +204,43 @@ impl Decays {
         (from, to): (Matrix, Matrix),
         (factor, add): (f32, bool),
     ) {
-        let (rows, factors) = match side {
-            Side::Start => (self.runs.first(), &self.of.from_start),
-            Side::End => (self.runs.last(), &self.of.to_end),
+        let rows = match side {
+            Side::Start => self.runs.first(),
+            Side::End => self.runs.last(),
         };
         // SAFETY: the caller guarantees the rows.
         unsafe {
             for row in rows {
-                let factor = simd.splat(factors[row] * factor);
+                let (factors, step) = self.factors(side, row);
+                let sign = simd.splat(factor);
+                let of_row = simd.mul(simd.splat(*factors), sign);
                 for d in (0..to.row).step_by(S::LANES) {
                     let at = to.at.add(row * to.row + d);
+                    let factor = match step {
+                        0 => of_row,
+                        _ => simd.mul(simd.load(factors.add(d)), sign),
+                    };
                     let x = simd.mul(simd.load(from.at.add(row * from.row + d)), factor);
                     simd.store(at, if add { simd.add(simd.load(at), x) } else { x });
                 }
             }
         }
+    }
+
+    /// Returns the decays of a token on a side: one, or with a step of 1 one for each channel.
+    #[inline(always)]
+    fn factors(&self, side: Side, token: usize) -> (*const f32, usize) {
+        match (&self.of, side) {
+            (Kind::Head(of), Side::Start) => (&raw const of.from_start[token], 0),
+            (Kind::Head(of), Side::End) => (&raw const of.to_end[token], 0),
+            (Kind::Channel(of), Side::Start) => (of.from_start.skip(token).at, 1),
+            (Kind::Channel(of), Side::End) => (of.to_end.skip(token).at, 1),
+        }
+    }
+
+    /// Whether there is a decay for each channel.
+    pub fn by_channel(&self) -> bool {
+        matches!(self.of, Kind::Channel(_))
     }
 
     /// Adds a ∘ b of some rows to the sums of their tokens. A row has as many floats as in `a`.
@@ -195,6 +255,7 @@ impl Decays {
         rows: Range<usize>,
         sums: Matrix,
     ) {
+        let by_channel = self.by_channel();
         for row in rows {
             // SAFETY: the caller guarantees that all three have the row.
             unsafe {
@@ -202,9 +263,16 @@ impl Decays {
                 let mut dot = simd.load(at);
                 for d in (0..a.row).step_by(S::LANES) {
                     let (a, b) = (a.at.add(row * a.row + d), b.at.add(row * b.row + d));
-                    dot = simd.mul_add(simd.load(a), simd.load(b), dot);
+                    let (a, b) = (simd.load(a), simd.load(b));
+                    if by_channel {
+                        simd.store(at.add(d), simd.mul_add(a, b, simd.load(at.add(d))));
+                    } else {
+                        dot = simd.mul_add(a, b, dot);
+                    }
                 }
-                simd.store(at, dot);
+                if !by_channel {
+                    simd.store(at, dot);
+                }
             }
         }
     }

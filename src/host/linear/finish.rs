@@ -2,11 +2,13 @@
 
 use super::BackwardIo;
 use super::chunk::{CHUNK, product_and_zeros, scale_all, scores, store, transpose};
-use super::decays::{Pairs, Side, Take, Terms};
+use super::decay_gradients::DecayGradients;
+use super::decays::{Pairs, Side, Take, Terms, by_channel};
 use super::gradients::{GradientSteps, Parts};
 use super::head_of;
 use super::prefetch::Prefetch;
-use super::steps::{Chunk, Slot};
+use super::steps::{Chunk, Slot, padded};
+use crate::host::array::HostArray;
 use crate::host::matmul::Matrix;
 use crate::host::pack::dot;
 use crate::host::simd::Simd;
@@ -28,14 +30,20 @@ pub(super) struct Sums {
 
 impl Sums {
     /// Takes memory for `rows` rows of keys and values of two widths.
-    pub fn take(take: &mut Take<'_>, rows: usize, [kw, vw]: [usize; 2]) -> Sums {
+    pub fn take(
+        take: &mut Take<'_>,
+        log_decay: &HostArray,
+        rows: usize,
+        [kw, vw]: [usize; 2],
+    ) -> Sums {
+        let of_terms = if by_channel(log_decay) { kw } else { padded(1) };
         let width = |columns: usize| if rows > 0 { columns } else { 0 };
         Sums {
             states: [take(width(vw), kw), take(width(vw), kw)],
             own: [kw, kw, vw].map(|width| take(rows, width)),
             shared: [kw, kw, vw].map(|width| take(rows, width)),
             taken: take(rows, kw),
-            terms: [take(rows, 16), take(rows, 16)],
+            terms: [take(rows, of_terms), take(rows, of_terms)],
         }
     }
 }
@@ -97,7 +105,14 @@ impl Finish<'_> {
             if steps.beta.is_some() {
                 self.through_keys(simd, prefetch, (dk, columns), &mut terms);
             }
-            self.decay_gradients(simd, &terms);
+            DecayGradients {
+                of: (&io.log_decay, &io.dlog_decay, steps.head(member)),
+                decays,
+                rows: &chunk.rows,
+                terms: &terms,
+                columns: (sums.states, v_dim),
+            }
+            .compute(simd);
             self.collect(simd, begins, [dq, dk]);
         }
     }
@@ -169,56 +184,6 @@ impl Finish<'_> {
             }
         }
     }
-
-    /// Computes the gradients of the log decays.
-    ///
-    /// A token's log decay scales what earlier tokens and the state before the chunk give to this
-    /// token and to later tokens. Its gradient is a sum, in float64, of
-    ///
-    /// - pairs of tokens of the chunk: the sums of P ∘ dP and B ∘ dB by rows less the sums by
-    ///   columns, from the token on, without the diagonal, which no decay scales,
-    /// - the state before the chunk with queries, and with keys that the delta rule takes from it,
-    ///   from the token on,
-    /// - keys before the token with the gradient of the state after the chunk,
-    /// - the state before with the gradient of the state after.
-    ///
-    /// No term is a small difference of large sums, and errors do not add up over chunks.
-    ///
-    /// # Safety
-    /// The caller guarantees what [`Finish::all`] asks for.
-    #[inline(always)]
-    unsafe fn decay_gradients<S: Simd>(&self, simd: S, terms: &Terms) {
-        let Finish { steps, io, chunk, slot, sums, .. } = self;
-        let (decays, (batch, head)) = (slot.decays(), steps.head(chunk.member));
-        let (count, [state, d]) = (chunk.rows.len(), sums.states);
-        let (mut rows, mut keys) = ([0.0; CHUNK], [0.0; CHUNK]);
-        // SAFETY: the caller guarantees the memory, which has a vector for each row of a chunk, and
-        // the rows of the arrays.
-        unsafe {
-            let crossing = decays.carry().map_or(0.0, |carry| {
-                f64::from(*carry) * f64::from(dot(simd, state.at, d.at, io.v.dim * d.row))
-            });
-            add_lanes(simd, terms.by_row, count, &mut rows);
-            add_lanes(simd, terms.by_key, count, &mut keys);
-            let (mut before, mut sum) = ([0.0; CHUNK], crossing);
-            for (before, key) in before.iter_mut().zip(&keys[..count]) {
-                *before = sum;
-                sum += f64::from(*key);
-            }
-            let mut sum = 0.0;
-            for (i, row) in chunk.rows.clone().enumerate().rev() {
-                sum += f64::from(rows[i]) - f64::from(terms.by_column[i]);
-                let target = io.dlog_decay.row(batch, row, head).cast::<f32>();
-                if decays.runs.resets(i) {
-                    // Nothing passes a reset, and the sum over pairs of the run before starts anew.
-                    *target = 0.0;
-                    sum = 0.0;
-                } else {
-                    *target = (sum + before[i]) as f32;
-                }
-            }
-        }
-    }
 }
 
 /// Adds a += b.
@@ -235,26 +200,6 @@ unsafe fn add_rows<S: Simd>(simd: S, a: Matrix, b: Matrix, rows: usize) {
                 let (a, b) = (a.at.add(row * a.row + d), b.at.add(row * b.row + d));
                 simd.store(a, simd.add(simd.load(a), simd.load(b)));
             }
-        }
-    }
-}
-
-/// Writes the sum of the lanes of each row's vector.
-///
-/// # Safety
-/// The caller guarantees that `sums` have a vector for each row of a chunk.
-#[inline(always)]
-unsafe fn add_lanes<S: Simd>(simd: S, sums: Matrix, count: usize, to: &mut [f32; CHUNK]) {
-    let mut columns = [0.0f32; 16 * 16];
-    for first in (0..count).step_by(S::LANES) {
-        // SAFETY: no vector has more than 16 lanes, and a chunk is a multiple of the lanes.
-        unsafe {
-            simd.transpose(sums.at.add(first * sums.row), sums.row, columns.as_mut_ptr(), S::LANES);
-            let mut total = simd.zero();
-            for lane in 0..S::LANES {
-                total = simd.add(total, simd.load(columns.as_ptr().add(lane * S::LANES)));
-            }
-            simd.store(to.as_mut_ptr().add(first), total);
         }
     }
 }

@@ -190,7 +190,7 @@ impl Steps for GradientSteps<'_> {
         let with_keys = if_any(self.k.is_some());
         let (corrected, all) = (if_any(self.beta.is_some()), if_any(self.all.is_some()));
         Parts {
-            decays: DecayScratch::take(take, kw),
+            decays: DecayScratch::take(take, self.log_decay, kw),
             q: take(CHUNK, kw),
             q_faded: take(CHUNK, kw),
             k: take(with_keys, kw),
@@ -212,7 +212,7 @@ impl Steps for GradientSteps<'_> {
         let (kw, vw) = (padded(self.q.dim), padded(self.dout.dim));
         let columns = [take(kw, CHUNK), take(vw, CHUNK)];
         let rows = if self.all.is_some() { CHUNK } else { 0 };
-        Temporary { columns, sums: Sums::take(take, rows, [kw, vw]) }
+        Temporary { columns, sums: Sums::take(take, self.log_decay, rows, [kw, vw]) }
     }
 
     fn prefetch(&self, chunk: &Chunk) -> Prefetch {

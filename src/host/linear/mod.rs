@@ -1,26 +1,34 @@
-//! Linear attention with decay over the tokens of one rank, on the CPU.
+//! Linear attention with decay over the tokens of one rank, on the CPU, also with the delta rule.
 //!
 //! ```text
-//! S_t = λ_t S_(t−1) + k_t v_tᵀ;  o_t = scale · q_tᵀ S_t
+//! S_t = λ_t ∘ S_(t−1) + k_t u_tᵀ;  o_t = scale · q_tᵀ S_t
+//! u_t = v_t, or with the delta rule u_t = β_t (v_t − (λ_t ∘ S_(t−1))ᵀ k_t)
 //! ```
 //!
-//! Each head of decays has a state and outputs. An array of queries, keys or values may have fewer
-//! heads; each of these serves the same number of consecutive heads (see [`head_of`]).
+//! λ_t is a number, or a number for each row of S, a channel of keys. Each head of decays has a state
+//! and outputs. An array of queries, keys or values may have fewer heads; each of these serves the
+//! same number of consecutive heads (see [`head_of`]).
 //!
 //! A task takes the tokens of one head chunk by chunk and keeps one state S. Within a chunk,
 //! products of small matrices combine tokens with tokens. The state brings the part of all tokens
 //! before the chunk:
 //!
 //! ```text
-//! o = ((q kᵀ) ∘ λ^(a−b), a ≥ b) v + λ^(a) q S;   S = λ^(n) S + Σ_b λ^(n−b) k_b v_bᵀ
+//! o = ((q kᵀ) ∘ λ^(a−b), a ≥ b) u + λ^(a) q S;   S = λ^(n) S + Σ_b λ^(n−b) k_b u_bᵀ
 //! ```
 //!
 //! The exponents stand for sums of log decays. Source: Qin et al., Lightning Attention-2 and LASP.
+//! The delta rule corrects the values of a chunk by a triangular system of equations, and the rest
+//! is the same. Source: Yang et al., Parallelizing Linear Transformers with the Delta Rule.
+//!
+//! Passes are sequences of [`Steps`](steps::Steps): states and outputs forward, gradients backward.
 
 mod backward;
+mod by_channel;
 mod by_head;
 mod chunk;
 mod correct;
+mod decay_gradients;
 mod decays;
 mod finish;
 mod gradients;
@@ -30,6 +38,7 @@ mod runs;
 mod sequence;
 mod states;
 mod steps;
+mod windows;
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
@@ -37,7 +46,7 @@ use rayon::prelude::*;
 use super::array::HostArray;
 use super::isa::Isa;
 use gradients::GradientSteps;
-use sequence::pass_on;
+use sequence::{Workers, pass_on};
 use states::StateSteps;
 use steps::Chunks;
 
@@ -57,8 +66,8 @@ pub struct Scan<'a> {
     pub right: &'a HostArray,
     /// Factor on `left`.
     pub scale: f32,
-    /// Log decays, float32 `[batch, seq, heads, 1]`; −∞ for a token that sees no token before
-    /// itself.
+    /// Log decays, float32 `[batch, seq, heads, 1]`, or `[batch, seq, heads, k_dim]` with a decay for
+    /// each row of the state; −∞, in all rows, for a token that sees no token before itself.
     pub log_decay: &'a HostArray,
     /// Whether to go from the last token to the first.
     pub backward: bool,
@@ -166,16 +175,16 @@ pub struct BackwardIo {
 pub fn scan(device: Device<'_>, scan: &Scan<'_>) {
     let Scan { left, right, scale, log_decay, backward, out } = *scan;
     let chunks = Chunks::all(left.rows.len(), backward);
-    each(device, left.batch, log_decay.heads, |isa, head| {
+    each(device, left.batch, log_decay.heads, |workers, head| {
         if backward {
             let heads = (head.0, head.1..head.1 + 1);
             let (q, dout, k, beta, all) = (left, right, None, None, None);
             let steps = GradientSteps { q, k, scale, dout, log_decay, beta, heads, all };
-            pass_on(isa, &steps, &chunks, None, (out, head), |_| ());
+            pass_on(workers, &steps, &chunks, None, (out, head), |_| ());
         } else {
             let (k, v, outputs, beta) = (left, right, None, None);
             let steps = StateSteps { outputs, k, scale, v, log_decay, beta, head, zeros: 0 };
-            pass_on(isa, &steps, &chunks, None, (out, head), |_| ());
+            pass_on(workers, &steps, &chunks, None, (out, head), |_| ());
         }
     });
 }
@@ -187,10 +196,10 @@ pub fn scan(device: Device<'_>, scan: &Scan<'_>) {
 pub fn transfer(device: Device<'_>, transfer: &Transfer<'_>) {
     let Transfer { k, v, log_decay, beta, out } = *transfer;
     let chunks = Chunks::all(k.rows.len(), false);
-    each(device, k.batch, log_decay.heads, |isa, head| {
+    each(device, k.batch, log_decay.heads, |workers, head| {
         let (beta, zeros) = (Some(beta), k.dim);
         let steps = StateSteps { outputs: None, k, scale: 1.0, v, log_decay, beta, head, zeros };
-        pass_on(isa, &steps, &chunks, None, (out, head), |state| {
+        pass_on(workers, &steps, &chunks, None, (out, head), |state| {
             for row in 0..k.dim {
                 // SAFETY: the state has `k.dim` rows and at least as many columns.
                 unsafe { *state.at.add(row * state.row + row) = 1.0 }
@@ -206,10 +215,10 @@ pub fn transfer(device: Device<'_>, transfer: &Transfer<'_>) {
 pub fn state_gradient(device: Device<'_>, gradient: &StateGradient<'_>) {
     let StateGradient { q, k, scale, dout, log_decay, beta, out } = *gradient;
     let chunks = Chunks::all(q.rows.len(), true);
-    each(device, q.batch, log_decay.heads, |isa, head| {
+    each(device, q.batch, log_decay.heads, |workers, head| {
         let (heads, k, beta) = ((head.0, head.1..head.1 + 1), Some(k), Some(beta));
         let steps = GradientSteps { q, k, scale, dout, log_decay, beta, heads, all: None };
-        pass_on(isa, &steps, &chunks, None, (out, head), |_| ());
+        pass_on(workers, &steps, &chunks, None, (out, head), |_| ());
     });
 }
 
@@ -220,11 +229,11 @@ pub fn state_gradient(device: Device<'_>, gradient: &StateGradient<'_>) {
 pub fn forward(device: Device<'_>, io: &ForwardIo) {
     large_pages::ask_for(&io.o);
     let chunks = Chunks::all(io.q.rows.len(), false);
-    each(device, io.q.batch, io.log_decay.heads, |isa, head| {
+    each(device, io.q.batch, io.log_decay.heads, |workers, head| {
         let ForwardIo { q, k, v, scale, log_decay, beta, before, o, after } = io;
         let (outputs, beta) = (Some((q, *scale, o)), beta.as_ref());
         let steps = StateSteps { outputs, k, scale: 1.0, v, log_decay, beta, head, zeros: 0 };
-        pass_on(isa, &steps, &chunks, Some(before), (after, head), |_| ());
+        pass_on(workers, &steps, &chunks, Some(before), (after, head), |_| ());
     });
 }
 
@@ -236,11 +245,15 @@ pub fn forward(device: Device<'_>, io: &ForwardIo) {
 /// d log λ_t = λ_t ⟨S_(t−1), D_t + q_t dout_tᵀ⟩
 /// ```
 ///
+/// [`GradientSteps`] has the terms of the delta rule.
+///
 /// # Panics
 /// If the CPU lacks the instruction set.
 pub fn backward(device: Device<'_>, io: &BackwardIo) {
     [&io.dq, &io.dk, &io.dv].into_iter().for_each(large_pages::ask_for);
-    each(device, io.q.batch, backward::groups(io), |isa, group| backward::group(isa, io, group));
+    each(device, io.q.batch, backward::groups(io), |workers, group| {
+        backward::group(workers, io, group)
+    });
 }
 
 /// Returns the batch entry and the head of an array that a head of decays uses.
@@ -252,16 +265,17 @@ fn head_of(
     (batch, head * array.heads / log_decay.heads)
 }
 
-/// Calls `work` for each head of each batch entry, in parallel.
+/// Calls `work` for each head of each batch entry, in parallel. If these are fewer than the threads,
+/// the threads share the chunks of each.
 fn each(
     (isa, pool): Device<'_>,
     batches: usize,
     heads: usize,
-    work: impl Fn(Isa, (usize, usize)) + Sync,
+    work: impl Fn(Workers, (usize, usize)) + Sync,
 ) {
+    let (count, threads) = (batches * heads, pool.current_num_threads());
+    let workers = Workers { isa, threads: if count < threads { threads } else { 1 } };
     pool.install(|| {
-        (0..batches * heads)
-            .into_par_iter()
-            .for_each(|index| work(isa, (index / heads, index % heads)));
+        (0..count).into_par_iter().for_each(|index| work(workers, (index / heads, index % heads)));
     });
 }

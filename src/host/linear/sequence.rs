@@ -1,17 +1,31 @@
-//! Takes the steps of the chunks of a sequence.
+//! Takes the steps of the chunks of a sequence, on one thread or on all workers.
+//!
+//! If there are fewer heads than workers, the workers share the chunks of each head. A window is some
+//! consecutive chunks. The workers prepare its chunks in parallel. Then the state passes over the
+//! window; the workers share its columns, which do not depend on each other. At last they finish the
+//! chunks in parallel. Every number is computed as on one thread, so results have the same bits.
 
 use super::prefetch::Prefetch;
 use super::steps::{Chunk, Chunks, Slot, States, Steps, load_state, store_state, take_states};
+use super::windows;
 use crate::host::array::HostArray;
 use crate::host::isa::Isa;
 use crate::host::matmul::Matrix;
 use crate::host::scratch::{InScratch, Scratch, ScratchTask};
 use crate::host::simd::Simd;
 
+/// Who takes the steps.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Workers {
+    pub isa: Isa,
+    /// Number of threads that share the chunks of a head.
+    pub threads: usize,
+}
+
 /// Passes a head's state over all chunks and stores the last one, from the state in `before`, or
 /// else from a state that `first` writes over zeros.
 pub(super) fn pass_on(
-    isa: Isa,
+    workers: Workers,
     steps: &impl Steps,
     chunks: &Chunks,
     before: Option<&HostArray>,
@@ -32,7 +46,7 @@ pub(super) fn pass_on(
                 None => state.first.clear(state.step),
             }
             first(state.first);
-            run(isa, steps, chunks, &[States { step: 0, ..state }]);
+            run(workers, steps, chunks, &[States { step: 0, ..state }]);
             store_state(state.first, after, head);
         }
     });
@@ -42,8 +56,18 @@ pub(super) fn pass_on(
 ///
 /// # Safety
 /// The caller guarantees the states, and the arrays as [`Steps`] says.
-pub(super) unsafe fn run<T: Steps>(isa: Isa, steps: &T, chunks: &Chunks, states: &[States]) {
-    isa.run(InScratch(Alone { steps, chunks, states }));
+pub(super) unsafe fn run<T: Steps>(
+    Workers { isa, threads }: Workers,
+    steps: &T,
+    chunks: &Chunks,
+    states: &[States],
+) {
+    if threads > 1 && chunks.numbers.len() > 1 {
+        // SAFETY: the caller guarantees the states and the arrays.
+        unsafe { windows::run(Workers { isa, threads }, steps, chunks, states) }
+    } else {
+        isa.run(InScratch(Alone { steps, chunks, states }));
+    }
 }
 
 /// All steps of some chunks, on one thread.

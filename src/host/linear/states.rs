@@ -88,7 +88,7 @@ impl StateSteps<'_> {
                 rows.pack(simd, to);
             } else {
                 to.clear(rows.rows.len());
-                rows.copy(simd, to.from_column(self.zeros));
+                rows.copy(simd, to.skip_columns(self.zeros));
             }
         }
     }
@@ -111,7 +111,7 @@ impl Steps for StateSteps<'_> {
         let with_queries = CHUNK * usize::from(self.outputs.is_some());
         let corrected = CHUNK * usize::from(self.beta.is_some());
         Parts {
-            decays: DecayScratch::take(take, kw),
+            decays: DecayScratch::take(take, self.log_decay, kw),
             q: take(with_queries, kw),
             k: take(CHUNK, kw),
             minus_k: take(corrected, kw),

@@ -111,6 +111,15 @@ pub(super) unsafe fn store_state(from: Matrix, array: &HostArray, (batch, head):
     }
 }
 
+/// Copies a state of a number of rows to another.
+///
+/// # Safety
+/// The caller guarantees that both states are this thread's, and differ.
+pub(super) unsafe fn copy_state(from: Matrix, to: Matrix, rows: usize) {
+    // SAFETY: the caller guarantees both states.
+    unsafe { to.at.copy_from_nonoverlapping(from.at, rows * from.row) }
+}
+
 /// Memory for a chunk of a head, and its decays.
 pub(super) struct Slot<P> {
     pub parts: P,
