@@ -131,14 +131,19 @@ pub(crate) fn delta_inverse(_: Variant, target: Target, width: i32) -> TileShape
 
 /// Tiles of the delta rule's gradients of values.
 pub(crate) fn delta_grad(variant: Variant, target: Target, width: i32) -> TileShape {
-    if target == Sm120 { tile(64, 64, 8) } else { linear(variant, target, width) }
+    match (target, width) {
+        (Sm120, 256) => tile(64, 16, 8),
+        (Sm80 | Sm120, 128 | 256) => tile(64, 32, 8),
+        (Sm120, _) => tile(64, 64, 8),
+        _ => linear(variant, target, width),
+    }
 }
 
 /// Tiles of the delta rule's gradients of keys.
 pub(crate) fn delta_keys(variant: Variant, target: Target, width: i32) -> TileShape {
-    match target {
-        Sm80 => tile(64, 64, 4),
-        Sm90 => linear(variant, target, width),
+    match (target, width) {
+        (Sm80, 64) => tile(64, 64, 4),
+        (Sm90, _) => linear(variant, target, width),
         _ => tile(64, 64, 8),
     }
 }

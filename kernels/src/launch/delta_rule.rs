@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use super::linear::{LinearJob, LinearState, Part, column_tiles};
+use super::linear::{LinearJob, LinearState, Part};
 use super::lower::launches;
 use crate::element::Element;
 use crate::kernel::Kernel;
@@ -132,13 +132,6 @@ impl DeltaTokens {
         self.linear().padded_rows()
     }
 
-    /// Returns the tiles of columns of states, and of transfers.
-    fn columns(&self) -> [usize; 2] {
-        let of = |dim| column_tiles(self.head_dim.max(self.value_dim), dim);
-        // Sizes without tiles are refused before any launch.
-        [self.value_dim, self.head_dim].map(|dim| of(dim).unwrap_or(1))
-    }
-
     fn linear(&self) -> LinearState {
         let DeltaTokens { batch, rows, heads, head_dim, value_dim, element, k, sums, .. } = *self;
         LinearState {
@@ -157,7 +150,7 @@ impl DeltaTokens {
         }
     }
 
-    fn job(&self, kernel: Kernel, columns: usize, others: &[(Operand, u64)]) -> LinearJob {
+    fn job(&self, kernel: Kernel, columns: &[usize], others: &[(Operand, u64)]) -> LinearJob {
         let keys = [(Operand::K, self.k), (Operand::Sums, self.sums)];
         LinearJob::new(kernel, self.linear(), (self.heads, columns), &[&keys, others].concat())
     }
@@ -172,22 +165,22 @@ impl DeltaTokens {
         results: DeltaResults,
         others: &[(Operand, u64)],
     ) -> LinearJob {
-        let [of_states, of_transfers] = self.columns();
+        let (of_states, of_transfers) = (self.value_dim, self.head_dim);
         let (columns, addresses) = match results {
-            DeltaResults::Tokens { before, values } => (of_states, [before, values, 0, 0]),
+            DeltaResults::Tokens { before, values } => (vec![of_states], [before, values, 0, 0]),
             DeltaResults::Parts { state, transfer } => {
-                (of_states + of_transfers, [0, 0, state, transfer])
+                (vec![of_states, of_transfers], [0, 0, state, transfer])
             }
         };
         let operands = [Operand::Before, values, Operand::State, Operand::Transfer];
         let found: Vec<_> = operands.into_iter().zip(addresses).collect();
-        self.job(kernel, columns, &[&self.solved()[..], others, &found].concat())
+        self.job(kernel, &columns, &[&self.solved()[..], others, &found].concat())
     }
 }
 
 impl DeltaInverse {
     fn job(&self) -> LinearJob {
-        self.tokens.job(Kernel::DeltaRuleInverse, 1, &self.tokens.solved())
+        self.tokens.job(Kernel::DeltaRuleInverse, &[], &self.tokens.solved())
     }
 }
 
@@ -217,7 +210,7 @@ impl DeltaKeys {
             (Operand::Dk, dk),
             (Operand::Dots, dots),
         ];
-        self.tokens.job(Kernel::DeltaRuleKeys, self.tokens.columns()[1], &arrays)
+        self.tokens.job(Kernel::DeltaRuleKeys, &[self.tokens.head_dim], &arrays)
     }
 }
 

@@ -120,13 +120,8 @@ impl LinearState {
     }
 
     fn job(&self) -> LinearJob {
-        let shape = (self.kv_heads, self.columns());
+        let shape = (self.kv_heads, &[self.value_dim][..]);
         LinearJob::new(Kernel::LinearState, *self, shape, &self.arrays())
-    }
-
-    fn columns(&self) -> usize {
-        // Sizes without tiles are refused before any launch.
-        column_tiles(self.head_dim, self.value_dim).unwrap_or(1)
     }
 }
 
@@ -137,7 +132,7 @@ impl LinearAttend {
         let (q, o) = ((Operand::Q, self.q), (Operand::O, self.o));
         let (other, dots) = ((Operand::Other, other), (Operand::Dots, dots));
         let arrays = [q, k, v, sums, state, other, o, dots];
-        let shape = (self.q_heads, self.tokens.columns());
+        let shape = (self.q_heads, &[self.tokens.value_dim][..]);
         let job = LinearJob::new(Kernel::LinearAttend, self.tokens, shape, &arrays);
         LinearJob { strict: self.strict, ..job }
     }
@@ -158,8 +153,8 @@ pub(super) struct LinearJob {
     tokens: LinearState,
     q_heads: usize,
     strict: bool,
-    /// Tiles of columns that blocks share.
-    columns: usize,
+    /// Columns of arrays, whose tiles blocks share.
+    columns: Vec<usize>,
     arrays: Vec<Array>,
 }
 
@@ -171,14 +166,14 @@ struct PartCut {
 }
 
 impl LinearJob {
-    /// Returns a job with a number of heads of queries, and of tiles of columns.
+    /// Returns a job with a number of heads of queries, and columns whose tiles blocks share.
     pub fn new(
         kernel: Kernel,
         tokens: LinearState,
-        (q_heads, columns): (usize, usize),
+        (q_heads, columns): (usize, &[usize]),
         arrays: &[(Operand, u64)],
     ) -> LinearJob {
-        let (strict, of_arrays) = (false, Vec::new());
+        let (strict, of_arrays, columns) = (false, Vec::new(), columns.to_vec());
         let mut job = LinearJob { kernel, tokens, q_heads, strict, columns, arrays: of_arrays };
         job.arrays = arrays.iter().map(|&(operand, address)| job.array(operand, address)).collect();
         job
@@ -202,9 +197,9 @@ impl LinearJob {
         };
         let launch = |cut: PartCut| {
             let value = |argument| self.value(argument, &cut);
-            Launch::new(instance, self.blocks(&cut) as u32, value)
+            Launch::new(instance, self.blocks(&cut, instance) as u32, value)
         };
-        self.cuts(limit)?.into_iter().map(launch).collect()
+        self.cuts(limit, instance)?.into_iter().map(launch).collect()
     }
 
     fn check(&self) -> Result<(), LaunchError> {
@@ -221,16 +216,16 @@ impl LinearJob {
 
     /// Returns one cut of all entries; or, where the limit is too small, cuts of one entry each
     /// with as many parts as are within the limit.
-    fn cuts(&self, limit: u64) -> Result<Vec<PartCut>, LaunchError> {
+    fn cuts(&self, limit: u64, instance: Instance) -> Result<Vec<PartCut>, LaunchError> {
         let (batch, parts) = (self.tokens.batch, self.tokens.parts());
         let all = PartCut { batch: 0..batch, parts: 0..parts };
-        if self.excess(&all, limit).is_none() {
+        if self.excess(&all, limit, instance).is_none() {
             return Ok(vec![all]);
         }
         let first = |parts| PartCut { batch: 0..1, parts: 0..parts };
-        let fits = |&count: &usize| self.excess(&first(count), limit).is_none();
+        let fits = |&count: &usize| self.excess(&first(count), limit, instance).is_none();
         let Some(most) = (1..=parts).rev().find(fits) else {
-            let (name, bytes) = self.excess(&first(1), limit).unwrap_or_default();
+            let (name, bytes) = self.excess(&first(1), limit, instance).unwrap_or_default();
             let rows = self.tokens.part.rows.min(self.tokens.rows);
             return Err(LaunchError::TooLarge { name, rows, bytes, limit });
         };
@@ -243,18 +238,25 @@ impl LinearJob {
     }
 
     /// Returns the name and bytes of an array that is too long, or the number of too many blocks.
-    fn excess(&self, cut: &PartCut, limit: u64) -> Option<(&'static str, u128)> {
+    fn excess(
+        &self,
+        cut: &PartCut,
+        limit: u64,
+        instance: Instance,
+    ) -> Option<(&'static str, u128)> {
         let mut given = self.arrays.iter().filter(|array| array.is_given());
         let too_long = given.find_map(|array| {
             let span = array.span(cut.batch.len(), self.rows(array.counts, cut).len());
             (span >= u128::from(limit)).then_some((array.name, span))
         });
-        let blocks = self.blocks(cut);
+        let blocks = self.blocks(cut, instance);
         too_long.or((blocks > i32::MAX as u128).then_some(("blocks", blocks)))
     }
 
-    fn blocks(&self, cut: &PartCut) -> u128 {
-        let counts = [self.tokens.heads, cut.batch.len(), cut.parts.len(), self.columns];
+    fn blocks(&self, cut: &PartCut, instance: Instance) -> u128 {
+        let of_columns = |dim: &usize| dim.div_ceil(instance.tile().keys as usize);
+        let columns: usize = self.columns.iter().map(of_columns).sum();
+        let counts = [self.tokens.heads, cut.batch.len(), cut.parts.len(), columns.max(1)];
         counts.iter().map(|&count| count as u128).product()
     }
 
@@ -280,7 +282,12 @@ impl LinearJob {
             Size::Heads => tokens.heads,
             Size::KvHeads => tokens.kv_heads,
             Size::QHeads => self.q_heads,
-            Size::DotHeads => tokens.heads * self.columns,
+            Size::DotHeads => {
+                let tiles = |&dim: &usize| column_tiles(tokens.head_dim.max(dim), dim);
+                // Sizes without tiles are refused before any launch.
+                let tiles = self.columns.iter().map(|dim| tiles(dim).unwrap_or(1));
+                tokens.heads * tiles.sum::<usize>()
+            }
             Size::HeadDim => tokens.head_dim,
             Size::ValueDim => tokens.value_dim,
             other => unreachable!("linear attention has no {other:?}"),

@@ -101,6 +101,8 @@ pub mod delta_keys {
             let tb: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&sums_view, b, i, h);
             let fade: Tile<f32, { [BM, 1] }> = fading::<BM>(tb, total, 1i32);
 
+            let kept: Tile<f32, { [BM, BN] }> =
+                attended::<E, BM, DT, BN>(tu, tdo, tq, tb, total, 1i32, 0i32, bounded, s);
             let pairs: Tile<f32, { [BM, BM] }> = product(tu, tdv);
             let left: Tile<f32, { [BM, BM] }> = between::<BM>(tb, 1i32, 1i32);
             let taken: Tile<f32, { [BM, BM] }> = weighed(negf(pairs), left);
@@ -109,8 +111,6 @@ pub mod delta_keys {
             let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
             let lost: Tile<f32, { [BM, BN] }> = mma(taken, tk, zero);
             let lost: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(unit, bounded, lost);
-            let kept: Tile<f32, { [BM, BN] }> =
-                attended::<E, BM, DT, BN>(tu, tdo, tq, tb, total, 1i32, 0i32, bounded, s);
             let out: Tile<f32, { [BM, BN] }> = sum::<BM, BN>(kept, lost);
 
             let written: Tile<E, { [BM, BN] }> = convert_tile(out);

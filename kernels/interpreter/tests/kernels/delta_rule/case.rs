@@ -87,9 +87,9 @@ impl Case {
     }
 
     /// Returns the error that results may have, in roundings. Rates above 1 turn states round instead
-    /// of taking from them, and keys that are alike make large terms cancel.
+    /// of taking from them. Keys that are alike, or of few columns, make large terms cancel.
     pub fn bounds(&self) -> f64 {
-        if self.rate > 1.0 || self.alike > 0.0 { 4.0 } else { 2.5 }
+        if self.rate > 1.0 || self.alike > 0.0 || self.head_dim < 16 { 4.0 } else { 2.5 }
     }
 
     pub fn padded(&self) -> usize {

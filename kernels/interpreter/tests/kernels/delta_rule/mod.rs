@@ -2,7 +2,7 @@
 
 mod case;
 
-use burst_attention_kernels::instances::Element;
+use burst_attention_kernels::instances::{Element, Target};
 use burst_attention_kernels::launch::{
     DeltaGrad, DeltaInverse, DeltaKeys, DeltaResults, DeltaState, DeltaTokens, LINEAR_TILE, Launch,
     LaunchError, column_tiles,
@@ -346,10 +346,11 @@ fn a_reset_at_a_tile_stops_what_is_not_finite() {
 fn columns_of_any_width_and_of_several_tiles() {
     let small = Case { batch: 1, heads: 2, rows: 70, ..CASE };
     let dims = [(64, 64), (128, 128), (96, 200), (256, 8), (8, 256)];
-    check_all(
-        &dims.map(|(head_dim, value_dim)| Case { head_dim, value_dim, ..small }),
-        Change::None,
-    );
+    let cases = dims.map(|(head_dim, value_dim)| Case { head_dim, value_dim, ..small });
+    check_all(&cases, Change::None);
+    // Tiles of fewer columns.
+    let wide = Case { head_dim: 96, value_dim: 200, ..small };
+    check_all(&[Target::Sm80, Target::Sm120].map(|target| Case { target, ..wide }), Change::None);
 }
 
 #[test]
