@@ -138,12 +138,12 @@ def backward(has_documents: bool, operands: Arrays, again: Again | None) -> Arra
     u = _corrected(tokens, inverse, values, before)
     dy = _changes(tokens, inverse, (queries, given_dout), d)
     rate = (finite(beta) if has_documents else beta)[..., None]
-    dv = (rate * dy).astype(dy.dtype)
+    dv = (rate * dy.astype(jnp.float32)).astype(dy.dtype)
     turned = before.swapaxes(3, 4)
     dq, of_queries = gpu.attended("dq", parts, (given_dout, u, tokens.k, turned), queries)
     seen, of_seen = gpu.attended("seen", parts, (dy, u, tokens.k, turned), tokens.k, strict=True)
     dk, of_keys = _keys(tokens, (queries, u, given_dout, dv, d.swapaxes(3, 4)))
-    dk = (dk - rate * seen).astype(dk.dtype)
+    dk = (dk.astype(jnp.float32) - rate * seen.astype(jnp.float32)).astype(dk.dtype)
     of_values = jnp.einsum("bshv,bshv->bhs", dy, values, preferred_element_type=jnp.float32)
     dbeta = of_values - of_seen
     dots = of_queries - rate[..., 0].swapaxes(1, 2) * of_seen - of_keys
@@ -189,10 +189,10 @@ def _reached_from(
 
 def _with_nan(begins: Begins, ends: Bool[Array, "batch parts heads"]) -> Begins:
     """Returns ``begins`` with NaN in M behind parts that a spoilt token leaves."""
-    k_dim, columns = begins.shape[-2:]
-    of_state = np.arange(columns) >= k_dim
+    k_dim = begins.shape[3]
     ends = jnp.pad(ends, [(0, 0), (1, 0), (0, 0)])[..., None, None]
-    return jnp.where(ends & of_state, jnp.nan, begins)
+    states = jnp.where(ends, jnp.nan, begins[..., k_dim:])
+    return jnp.concatenate([begins[..., :k_dim], states], axis=4)
 
 
 def _between(states: States, transfers: Transfers, *, back: bool) -> Begins:
