@@ -98,8 +98,8 @@ impl Group<'_> {
         // SAFETY: the caller guarantees the states and the arrays.
         unsafe {
             for HeadStates { head, d, parts, chunks } in &self.heads {
-                chunks.first.clear(part * chunks.step);
-                parts.first.clear(self.parts * parts.step);
+                chunks.clear_padding(part, io.k.dim);
+                parts.clear_padding(self.parts, io.k.dim);
                 load_state(&io.before, *head, parts.first);
                 for index in 1..self.parts {
                     let (from, to) = (parts.before(index - 1), parts.before(index));

@@ -106,44 +106,61 @@ impl ChannelDecays {
         runs
     }
 
-    /// Computes all factors from the sums.
+    /// Computes the factors from the sums, but for those between tokens.
     ///
     /// # Safety
     /// The caller guarantees the memory of `count` tokens.
     #[inline(always)]
     unsafe fn powers<S: Simd>(&self, simd: S, count: usize, carry: *mut f32) {
-        let Matrix { row: width, .. } = self.own;
-        for i in 0..count {
-            for d in (0..width).step_by(S::LANES) {
-                // SAFETY: the caller guarantees the memory.
-                unsafe {
-                    let [high, low] = self.sums;
-                    let at = i * width + d;
-                    let (high, low) = (high.at.add(d), low.at.add(d));
-                    let last = (count - 1) * width;
-                    let (last_high, last_low) =
-                        (simd.load(high.add(last)), simd.load(low.add(last)));
-                    let (h, l) = (simd.load(high.add(i * width)), simd.load(low.add(i * width)));
-                    let own = self.own.at.add(at);
-                    simd.store(own, simd.exp2(simd.load(own)));
-                    let start = simd.exp2(h);
-                    simd.store(self.from_start.at.add(at), start);
-                    if i + 1 == count {
-                        simd.store(carry.add(d), start);
-                    }
-                    let left = simd.add(simd.sub(last_high, h), simd.sub(last_low, l));
-                    simd.store(self.to_end.at.add(at), simd.exp2(left));
-                    for (half, factors) in HALVES.into_iter().zip(self.factors) {
-                        let middle = i / (2 * half) * (2 * half) + half - 1;
-                        let from = middle.min(count - 1) * width;
-                        let sign = simd.splat(if i > middle { 1.0 } else { -1.0 });
-                        let more = simd.sub(h, simd.load(high.add(from)));
-                        let left = simd.add(more, simd.sub(l, simd.load(low.add(from))));
-                        simd.store(factors.at.add(at), simd.exp2(simd.mul(left, sign)));
-                    }
+        let (width, [high, low]) = (self.own.row, self.sums);
+        let last = (count - 1) * width;
+        for (i, d) in self.vectors::<S>(count) {
+            let at = i * width + d;
+            // SAFETY: the caller guarantees the memory.
+            unsafe {
+                let (h, l) = (simd.load(high.at.add(at)), simd.load(low.at.add(at)));
+                let start = simd.exp2(h);
+                simd.store(self.from_start.at.add(at), start);
+                if i + 1 == count {
+                    simd.store(carry.add(d), start);
+                }
+                let more = simd.sub(simd.load(high.at.add(last + d)), h);
+                let left = simd.add(more, simd.sub(simd.load(low.at.add(last + d)), l));
+                simd.store(self.to_end.at.add(at), simd.exp2(left));
+            }
+        }
+    }
+
+    /// Computes the factors between tokens.
+    ///
+    /// # Safety
+    /// The caller guarantees the memory of `count` tokens.
+    #[inline(always)]
+    pub unsafe fn pair<S: Simd>(&self, simd: S, count: usize) {
+        let (width, [high, low]) = (self.own.row, self.sums);
+        for (i, d) in self.vectors::<S>(count) {
+            let at = i * width + d;
+            // SAFETY: the caller guarantees the memory.
+            unsafe {
+                let own = self.own.at.add(at);
+                simd.store(own, simd.exp2(simd.load(own)));
+                let (h, l) = (simd.load(high.at.add(at)), simd.load(low.at.add(at)));
+                for (half, factors) in HALVES.into_iter().zip(self.factors) {
+                    let middle = i / (2 * half) * (2 * half) + half - 1;
+                    let from = middle.min(count - 1) * width + d;
+                    let sign = simd.splat(if i > middle { 1.0 } else { -1.0 });
+                    let more = simd.sub(h, simd.load(high.at.add(from)));
+                    let left = simd.add(more, simd.sub(l, simd.load(low.at.add(from))));
+                    simd.store(factors.at.add(at), simd.exp2(simd.mul(left, sign)));
                 }
             }
         }
+    }
+
+    /// Returns the token and the first channel of each vector of a matrix.
+    fn vectors<S: Simd>(&self, count: usize) -> impl Iterator<Item = (usize, usize)> + use<S> {
+        let width = self.own.row;
+        (0..count).flat_map(move |i| (0..width).step_by(S::LANES).map(move |d| (i, d)))
     }
 
     /// Writes rows of b of each earlier half, and rows of a of each later half, times their factors.

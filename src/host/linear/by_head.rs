@@ -16,6 +16,9 @@ use crate::host::simd::Simd;
 pub(super) struct HeadDecays {
     high: [f32; CHUNK],
     low: [f32; CHUNK],
+    /// The part of each token that is left at each token of its run, once [`HeadDecays::pair`] has
+    /// written it.
+    between: Matrix,
     /// The part of the state before the chunk that is left at each token; 0 from a reset on.
     pub from_start: [f32; CHUNK],
     /// The part of each token that is left in the state after the chunk; 0 before a reset.
@@ -40,8 +43,13 @@ impl HeadDecays {
         let log = |i| unsafe { *array.row(batch, rows.start + i, head).cast::<f32>() };
         let runs = Runs::new(rows.len(), |i| log(i) == f32::NEG_INFINITY);
         let (zeros, nothing) = ([0.0; CHUNK], [f32::NEG_INFINITY; CHUNK]);
-        let mut decays =
-            HeadDecays { high: zeros, low: zeros, from_start: nothing, to_end: nothing };
+        let mut decays = HeadDecays {
+            high: zeros,
+            low: zeros,
+            between: scratch.between,
+            from_start: nothing,
+            to_end: nothing,
+        };
         let (mut sums, mut sum) = ([0.0f64; CHUNK], 0.0f64);
         for (i, at) in sums[..rows.len()].iter_mut().enumerate() {
             let log = f64::from(log(i)) * std::f64::consts::LOG2_E;
@@ -75,6 +83,27 @@ impl HeadDecays {
         (runs, decays)
     }
 
+    /// Computes the decays between tokens, on and below the diagonal.
+    ///
+    /// # Safety
+    /// The caller guarantees that the scratch of the decays is this thread's.
+    #[inline(always)]
+    pub unsafe fn pair<S: Simd>(&self, simd: S, count: usize) {
+        for row in 0..count {
+            let (high, low) = (simd.splat(self.high[row]), simd.splat(self.low[row]));
+            for column in (0..row + 1).step_by(S::LANES) {
+                // SAFETY: both arrays have CHUNK floats. CHUNK and the column are multiples of the
+                // lanes. The caller guarantees the scratch.
+                unsafe {
+                    let high = simd.sub(high, simd.load(self.high.as_ptr().add(column)));
+                    let low = simd.sub(low, simd.load(self.low.as_ptr().add(column)));
+                    let to = self.between.at.add(row * CHUNK + column);
+                    simd.store(to, simd.exp2(simd.add(high, low)));
+                }
+            }
+        }
+    }
+
     /// Computes the products of `pairs` with decay, below the diagonal and, unless they are strict,
     /// on it, and writes 0 elsewhere. The rows of `pairs.b` come as `columns` too.
     ///
@@ -95,14 +124,16 @@ impl HeadDecays {
             scores(simd, prefetch, (pairs.a, columns), pairs.p, (runs.count(), dim));
             for row in 0..runs.count() {
                 for column in (0..runs.count()).step_by(S::LANES) {
-                    let at = pairs.p.at.add(row * pairs.p.row + column);
+                    let at = row * CHUNK + column;
+                    let p = pairs.p.at.add(at);
                     if column > row {
-                        simd.store(at, simd.zero());
+                        simd.store(p, simd.zero());
                         continue;
                     }
-                    let left = simd.mul(self.between(simd, row, column), simd.splat(pairs.sign));
-                    let x = simd.mul(simd.load(at), left);
-                    simd.store(at, runs.seen(simd, (row, column), pairs.end(row), x));
+                    let left = simd.load(self.between.at.add(at));
+                    let left = simd.mul(left, simd.splat(pairs.sign));
+                    let x = simd.mul(simd.load(p), left);
+                    simd.store(p, runs.seen(simd, (row, column), pairs.end(row), x));
                 }
             }
         }
@@ -159,13 +190,14 @@ impl HeadDecays {
             for row in 0..runs.count() {
                 let mut sums = simd.zero();
                 for column in (0..runs.count()).step_by(S::LANES) {
-                    let at = row * p.row + column;
+                    let at = row * CHUNK + column;
                     let (p, dp) = (p.at.add(at), dp.at.add(at));
                     if column > row {
                         simd.store(dp, simd.zero());
                         continue;
                     }
-                    let left = simd.mul(self.between(simd, row, column), simd.splat(sign));
+                    let left = simd.load(self.between.at.add(at));
+                    let left = simd.mul(left, simd.splat(sign));
                     let (x, dx) = (simd.load(p), simd.load(dp));
                     let both = runs.seen(simd, (row, column), row, simd.mul(x, dx));
                     sums = simd.add(sums, both);
@@ -177,18 +209,6 @@ impl HeadDecays {
                 let at = terms.by_row.at.add(row * terms.by_row.row);
                 simd.store(at, simd.add(simd.load(at), sums));
             }
-        }
-    }
-
-    /// Returns the parts of the tokens from `column` on that are left at token `row`.
-    #[inline(always)]
-    fn between<S: Simd>(&self, simd: S, row: usize, column: usize) -> S::Vector {
-        let (high, low) = (simd.splat(self.high[row]), simd.splat(self.low[row]));
-        // SAFETY: both arrays have CHUNK floats. CHUNK and the column are multiples of the lanes.
-        unsafe {
-            let high = simd.sub(high, simd.load(self.high.as_ptr().add(column)));
-            let low = simd.sub(low, simd.load(self.low.as_ptr().add(column)));
-            simd.exp2(simd.add(high, low))
         }
     }
 }

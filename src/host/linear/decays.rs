@@ -25,6 +25,8 @@ pub(super) struct DecayScratch {
     pub carry: *mut f32,
     /// Number of floats of a row of keys.
     pub width: usize,
+    /// Memory for the decays between tokens, one for each pair.
+    pub between: Matrix,
     /// Memory for decays of each channel.
     by_channel: Option<ChannelDecays>,
 }
@@ -38,8 +40,10 @@ impl DecayScratch {
     /// Takes the scratch for rows of `width` floats.
     pub fn take(take: &mut Take<'_>, log_decay: &HostArray, width: usize) -> DecayScratch {
         let carry = take(1, width).at;
-        let by_channel = by_channel(log_decay).then(|| ChannelDecays::take(take, width));
-        DecayScratch { carry, width, by_channel }
+        let of_channels = by_channel(log_decay);
+        let between = take(if of_channels { 0 } else { CHUNK }, CHUNK);
+        let by_channel = of_channels.then(|| ChannelDecays::take(take, width));
+        DecayScratch { carry, width, between, by_channel }
     }
 }
 
@@ -137,6 +141,21 @@ impl Decays {
     /// that is left, plus what the chunk adds.
     pub fn onto(&self, state: *const f32) -> Write {
         self.carry().map_or(Write::Set, |carry| Write::Onto(state, carry))
+    }
+
+    /// Computes the decays between tokens, which [`Decays::scores`] and [`Decays::gradients`] read.
+    ///
+    /// # Safety
+    /// The caller guarantees that the scratch of the decays is this thread's.
+    #[inline(always)]
+    pub unsafe fn pair<S: Simd>(&self, simd: S) {
+        // SAFETY: the caller guarantees the scratch.
+        unsafe {
+            match &self.of {
+                Kind::Head(of) => of.pair(simd, self.runs.count()),
+                Kind::Channel(of) => of.pair(simd, self.runs.count()),
+            }
+        }
     }
 
     /// Computes the products of `pairs`, and writes 0 where a token receives nothing. The rows of

@@ -254,6 +254,7 @@ impl Steps for GradientSteps<'_> {
             decays.fade(simd, Side::Start, (q, q_faded), (1.0, false));
             if self.k.is_some() {
                 self.pack_shared(simd, chunk, slot, columns);
+                decays.pair(simd);
                 let pairs = Pairs { a: q, b: k, p, sign: 1.0, strict: false };
                 decays.scores(simd, prefetch, &pairs, columns[0], self.q.dim);
                 decays.fade(simd, Side::End, (k, k_faded), (1.0, false));

@@ -160,6 +160,7 @@ impl Steps for StateSteps<'_> {
             self.pack_values(simd, rows, if self.beta.is_some() { e } else { u });
             if self.outputs.is_some() || self.beta.is_some() {
                 transpose(simd, k, (count, k.row), temporary.columns);
+                decays.pair(simd);
             }
             if let Some((queries, scale, _)) = self.outputs {
                 let (array, head) = self.own(queries);

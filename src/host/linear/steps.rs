@@ -67,14 +67,25 @@ pub(super) struct States {
 unsafe impl Sync for States {}
 
 impl States {
+    /// Fills the rows of `count` states from row `rows` on with zeros. Steps write all others.
+    ///
+    /// # Safety
+    /// The caller guarantees that the states are there and are this thread's.
+    pub unsafe fn clear_padding(&self, count: usize, rows: usize) {
+        for place in 0..count {
+            // SAFETY: the caller guarantees the states.
+            unsafe { self.before(place).skip(rows).clear(self.step - rows) }
+        }
+    }
+
     /// Returns the state before the chunk at a place in the order.
     pub fn before(&self, place: usize) -> Matrix {
         self.first.skip(place * self.step)
     }
 }
 
-/// Takes memory for a number of states of these rows and columns. Whoever uses the states fills with
-/// zeros what only fills up vectors.
+/// Takes memory for a number of states of these rows and columns. Whoever uses the states calls
+/// [`States::clear_padding`].
 pub(super) fn take_states(
     take: &mut Take<'_>,
     count: usize,

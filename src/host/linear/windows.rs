@@ -65,7 +65,7 @@ pub(super) unsafe fn run<T: Steps>(
         // SAFETY: the memory is this call's. The caller guarantees the states and the arrays.
         unsafe {
             for own in &own {
-                own.first.clear((count + 1) * own.step);
+                own.clear_padding(count + 1, steps.state()[0]);
             }
             for first in (0..all).step_by(count) {
                 let places = first..all.min(first + count);
