@@ -65,9 +65,13 @@ impl DecayGradients<'_> {
         let (mut rows, mut keys) = ([0.0; CHUNK], [0.0; CHUNK]);
         // SAFETY: the caller guarantees the arrays, and matrices with a vector for each token.
         unsafe {
-            let crossing = self.decays.carry().map_or(0.0, |carry| {
-                f64::from(*carry) * f64::from(dot(simd, state.at, d.at, len * d.row))
-            });
+            // A closure would be compiled without the instructions of `S`.
+            let crossing = match self.decays.carry() {
+                Some(carry) => {
+                    f64::from(*carry) * f64::from(dot(simd, state.at, d.at, len * d.row))
+                }
+                None => 0.0,
+            };
             add_lanes(simd, self.terms.by_row, count, &mut rows);
             add_lanes(simd, self.terms.by_key, count, &mut keys);
             let differences = |i: usize| f64::from(rows[i]) - f64::from(self.terms.by_column[i]);
