@@ -216,7 +216,8 @@ def _between(states: States, transfers: Transfers, *, back: bool) -> Begins:
         return after.at[..., k_dim:].add(then[..., k_dim:])
 
     sums = lax.associative_scan(combine, columns, axis=1)
-    begin = jnp.broadcast_to(jnp.eye(*columns.shape[3:], dtype=jnp.float32), sums[:, :1].shape)
+    one = jnp.eye(k_dim, columns.shape[4], dtype=jnp.float32)
+    begin = jnp.broadcast_to(one, sums[:, :1].shape)
     return jnp.concatenate([vary_like(sums, begin), sums], axis=1)
 
 
@@ -286,7 +287,8 @@ def _keys(
 ) -> tuple[Float[Array, "batch seq heads k_dim"], Float32[Array, "batch heads seq"]]:
     """Returns the gradients that keys get from states they add to, and their products with keys."""
     k, parts = tokens.k, tokens.parts
-    (batch, seq, heads, k_dim), columns = k.shape, -(-k.shape[3] // gpu.COLUMNS)
+    batch, seq, heads, k_dim = k.shape
+    columns = -(-k_dim // gpu.COLUMNS)
     rows = (batch, heads * columns, parts.sums.shape[2])
     shapes = [_like(k), jax.ShapeDtypeStruct(rows, jnp.float32)]
     dk, dots = _call("keys", "", parts, (k, parts.sums, *given), shapes)
