@@ -133,7 +133,7 @@ pub(crate) fn delta_inverse(_: Variant, target: Target, width: i32) -> TileShape
 pub(crate) fn delta_grad(variant: Variant, target: Target, width: i32) -> TileShape {
     match (target, width) {
         (Sm120, 256) => tile(64, 16, 8),
-        (Sm80 | Sm120, 128 | 256) => tile(64, 32, 8),
+        (Sm80, _) | (Sm120, 128) => tile(64, 32, 8),
         (Sm120, _) => tile(64, 64, 8),
         _ => linear(variant, target, width),
     }
@@ -143,6 +143,7 @@ pub(crate) fn delta_grad(variant: Variant, target: Target, width: i32) -> TileSh
 pub(crate) fn delta_keys(variant: Variant, target: Target, width: i32) -> TileShape {
     match (target, width) {
         (Sm80, 64) => tile(64, 64, 4),
+        (Sm80, 256) => tile(64, 64, 16),
         (Sm90, _) => linear(variant, target, width),
         _ => tile(64, 64, 8),
     }

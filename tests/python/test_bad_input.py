@@ -209,19 +209,17 @@ def abstract_mesh(platform, kind):
 
 
 @pytest.mark.parametrize(
-    ("platform", "kind", "name"),
-    [("tpu", "TPU v5e", "tpu"), ("gpu", "AMD Instinct MI300X", "rocm"), ("rocm", "gfx942", "rocm")],
+    ("platform", "kind"),
+    [("tpu", "TPU v5e"), ("gpu", "AMD Instinct MI300X"), ("rocm", "gfx942")],
 )
-def test_linear_attention_on_other_platforms(platform, kind, name):
-    words = f"runs on CPU devices and NVIDIA GPUs, got a mesh of {name} devices; make the mesh of"
+def test_linear_attention_is_plain_jax_on_other_platforms(platform, kind):
     local = jax.shard_map(
         lambda *x: ba.linear_attention(*x, axis_name="context"),
         mesh=abstract_mesh(platform, kind),
         in_specs=P(None, "context"),
         out_specs=P(None, "context"),
     )
-    with pytest.raises(NotImplementedError, match=words):
-        jax.jit(local).trace(*qkv(dtype="bfloat16"))
+    assert "ffi_call" not in str(jax.make_jaxpr(local)(*qkv(dtype="bfloat16")))
 
 
 def test_second_derivative():

@@ -15,6 +15,7 @@ import ring
 import several
 from burst_attention import _confirmed
 from burst_attention._linear import checks, plain
+from burst_attention._linear.states import Operands
 from jax.sharding import PartitionSpec as P
 from linear_cases import assert_right, found, inputs
 from test_cuda_lowering import KNOWN, abstract_mesh, calls, lowered, shapes, with_gradient
@@ -111,7 +112,7 @@ def test_plain_linear_attention_passes_nothing_over_a_decay_of_zero():
     v = np.array([np.inf, 1, 2, 3], np.float32)[None, :, None, None]
     logs = np.array([0, 0, -np.inf, 0], np.float32)[None, :, None]
     operands = map(jnp.asarray, (q, q, v, logs, np.zeros((1, 1, 2, 1), np.float32)))
-    out, state = plain.forward(1.0, tuple(operands))
+    out, state = plain.forward(1.0, Operands(*operands, beta=None))
     assert np.isfinite(np.asarray(out)[0, 2:]).all()
     assert np.array_equal(np.asarray(state)[0, 0, :, 0], [5, 5])
 

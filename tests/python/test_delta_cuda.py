@@ -262,6 +262,11 @@ def test_what_is_not_finite_stays_in_its_document(kernels, monkeypatch, name):
         np.testing.assert_allclose(got[key][rows], want[key][rows], atol=1e-3, err_msg=key)
 
 
+def summed(a, b):
+    """Returns products of matrices without XLA's matrix products, which the stand-in lacks."""
+    return (a[..., None] * b[..., None, :, :]).sum(axis=-2)
+
+
 @pytest.mark.needs("standin")
 @pytest.mark.parametrize(
     ("dtype", "own_heads", "has_documents"),
@@ -269,11 +274,6 @@ def test_what_is_not_finite_stays_in_its_document(kernels, monkeypatch, name):
 )
 def test_the_kernels_themselves_are_the_recurrence(monkeypatch, dtype, own_heads, has_documents):
     """Under XLA's runtime, on the interpreter, in parts of two tiles."""
-
-    # The stand-in has no matrix products of XLA.
-    def summed(a, b):
-        return (a[..., None] * b[..., None, :, :]).sum(axis=-2)
-
     monkeypatch.setattr(states, "product", summed)
     monkeypatch.setattr(gpu, "part_rows", lambda batch, tokens, heads: 2 * TILE)
     arrays = inputs(170, own_heads, 16, 24, dtype)

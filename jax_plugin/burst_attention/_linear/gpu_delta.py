@@ -275,7 +275,8 @@ def _keys(
 ) -> tuple[Float[Array, "batch seq heads k_dim"], Float32[Array, "batch heads seq"]]:
     """Returns the gradients that keys get from states they add to, and their products with keys."""
     k, parts = tokens.k, tokens.parts
-    (batch, seq, heads, _), columns = k.shape, -(-k.shape[3] // gpu.COLUMNS)
+    batch, seq, heads, k_dim = k.shape
+    columns = -(-k_dim // gpu.COLUMNS)
     rows = (batch, heads * columns, parts.sums.shape[2])
     shapes = [_like(k), jax.ShapeDtypeStruct(rows, jnp.float32)]
     dk, dots = _call("keys", "", parts, (k, parts.sums, *given), shapes)

@@ -19,14 +19,6 @@ pub mod delta_keys {
     };
     use cutile::core::*;
 
-    /// Returns the sum of two tiles.
-    pub fn sum<const R: i32, const C: i32>(
-        a: Tile<f32, { [R, C] }>,
-        b: Tile<f32, { [R, C] }>,
-    ) -> Tile<f32, { [R, C] }> {
-        a + b
-    }
-
     /// Computes dk and its products by row with k, for each tile of k's columns.
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn delta_rule_keys<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
@@ -99,24 +91,28 @@ pub mod delta_keys {
             let tk: Tile<E, { [BM, BN] }> = stream_columns(&k_part, b, i, h, c);
             let total: Tile<f32, { [1, 1] }> = total_of::<BM>(&sums_view, b, h, i);
             let tb: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&sums_view, b, i, h);
-            let fade: Tile<f32, { [BM, 1] }> = fading::<BM>(tb, total, 1i32);
 
-            let kept: Tile<f32, { [BM, BN] }> =
-                attended::<E, BM, DT, BN>(tu, tdo, tq, tb, total, 1i32, 0i32, bounded, s);
             let pairs: Tile<f32, { [BM, BM] }> = product(tu, tdv);
             let left: Tile<f32, { [BM, BM] }> = between::<BM>(tb, 1i32, 1i32);
             let taken: Tile<f32, { [BM, BM] }> = weighed(negf(pairs), left);
             let unit: Tile<f32, { [1, 1] }> = bound_of(taken, bounded);
             let taken: Tile<E, { [BM, BM] }> = narrow(taken, unit, bounded);
-            let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
-            let lost: Tile<f32, { [BM, BN] }> = mma(taken, tk, zero);
-            let lost: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(unit, bounded, lost);
-            let out: Tile<f32, { [BM, BN] }> = sum::<BM, BN>(kept, lost);
+            let kept: Tile<f32, { [BM, BN] }> =
+                attended::<E, BM, DT, BN>(tu, tdo, tq, tb, total, 1i32, 0i32, bounded, s);
+            let mut share: Tile<f32, { [1, 1] }> = unit;
+            if bounded == 1i32 {
+                let one: Tile<f32, { [1, 1] }> = constant(1.0f32, const_shape![1, 1]);
+                share = true_div(one, unit);
+            }
+            let kept: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(share, bounded, kept);
+            let out: Tile<f32, { [BM, BN] }> = mma(taken, tk, kept);
+            let out: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(unit, bounded, out);
 
             let written: Tile<E, { [BM, BN] }> = convert_tile(out);
             unsafe { write_columns(&dk_view, written, b, i, h, c) };
             let dot: Tile<f32, { [BM, 1] }> = dots_of(tk, out);
             unsafe { write_statistics(&dots_view, dot, b, i, h * columns + c) };
+            let fade: Tile<f32, { [BM, 1] }> = fading::<BM>(tb, total, 1i32);
             let tq: Tile<f32, { [BM, BN] }> = convert_tile(tq);
             let tk: Tile<f32, { [BM, BN] }> = convert_tile(tk);
             s = advance::<E, BM, DT, BN>(s, tdo, tq, fade, total);
