@@ -72,7 +72,7 @@ def delta_attention(
     A token writes only the part of its value that its key does not find in the state yet. Without
     ``log_decay`` this is DeltaNet (Yang et al. 2024); with a decay of each head and token, Gated
     DeltaNet; with decays of channels, Kimi Delta Attention. Such layers give keys of unit norm and
-    β in (0, 1), or (0, 2) for negative eigenvalues. With larger β · |k|² the state grows.
+    β in (0, 1), or (0, 2) for negative eigenvalues. With larger β · kᵀk the state grows.
 
     Inside ``jax.shard_map`` along ``axis_name``, arrays are this device's shards. Everywhere else
     they are global arrays, as in `linear_attention`. Heads are shared as there.
