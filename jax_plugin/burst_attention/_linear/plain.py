@@ -6,7 +6,7 @@
 is β_t (v_t − (α_t ∘ S_(t−1))ᵀ k_t): the part of v_t that k_t does not find in the state.
 
 It is slow. GPUs take it where they have no kernels, and where their kernels were found wrong.
-Backward, it keeps a state for every `CHUNK` tokens and computes the others again.
+Backward, it keeps one state for every `CHUNK` tokens and computes all other states again.
 """
 
 from collections.abc import Callable
