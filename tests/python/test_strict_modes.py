@@ -143,7 +143,10 @@ class Limit:
 LIMITS = [
     Limit(
         *("leaks", collective_of_a_residual, Exception, "Leaked trace"),
-        ("ulysses", "hybrid", "in sequence, striped", "linear state", "linear unordered"),
+        (
+            *("ulysses", "hybrid", "in sequence, striped", "linear state", "linear unordered"),
+            *("infini", "infini global"),
+        ),
     ),
     Limit(
         *("transfers", lambda x: x * 2, jax.errors.JaxRuntimeError, "Disallowed host-to-device"),
