@@ -151,7 +151,8 @@ pub(crate) fn delta_keys(variant: Variant, target: Target, width: i32) -> TileSh
 
 /// Tiles of decode: as few rows as a matrix product takes, unless a unit has many or tiles are wide.
 /// With short pages a block takes four tiles of keys at once, but one where that spills. Two blocks
-/// share a multiprocessor where neither spills: one computes while the other waits for keys.
+/// share a multiprocessor where neither spills: one computes while the other waits for keys. From
+/// sm_90 on, where warps trade registers, the warps of two blocks would wait for more than there are.
 pub(crate) fn decode(variant: Variant, target: Target, width: i32) -> TileShape {
     let many = variant.many_rows;
     let short = variant.short_pages;
@@ -165,7 +166,6 @@ pub(crate) fn decode(variant: Variant, target: Target, width: i32) -> TileShape 
     let blocks = match (target, width) {
         _ if many => 1,
         (Sm80, 64 | 128) => 2,
-        (_, 64) if !short => 2,
         _ => 1,
     };
     let keys = match (target, width) {

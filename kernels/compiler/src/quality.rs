@@ -22,6 +22,9 @@ const MODELLED: &str = include_str!("../../loops.tsv");
 /// on other targets than sm_90.
 pub const SPILLS: u32 = 420;
 
+/// Registers that a warp which loads keeps, where warps trade registers.
+const LEFT: u32 = 32;
+
 /// Bytes of stack of a thread that reads an image: the default of threads.
 const STACK: usize = 2 << 20;
 
@@ -188,6 +191,14 @@ pub fn faults(Report { instance, quality, .. }: &Report) -> Vec<String> {
         _ => SPILLS,
     };
     expect(spills <= allowed, format!("expected at most {allowed} spills, found {spills}"));
+    if let Some(awaited) = quality.awaited {
+        // A warp that waits for more registers than the others can leave waits for ever.
+        let warps = quality.pool / quality.registers;
+        let computing = instance.tile().warps as u32;
+        let needed = awaited * computing + LEFT * warps.saturating_sub(computing);
+        let pool = quality.pool;
+        expect(needed <= pool, format!("its warps wait for {needed} registers, and have {pool}"));
+    }
     if !instance.kernel.has_products() {
         return faults;
     }

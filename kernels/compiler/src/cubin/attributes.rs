@@ -10,6 +10,8 @@ const SIZED: u8 = 4;
 
 /// Attributes of `.nv.info` and `.nv.info.<entry>` (`EIATTR_…` in the output of `cuobjdump -elf`).
 pub(super) mod info {
+    /// Threads of a block, where every launch has the same number.
+    pub(in super::super) const REQNTID: u8 = 0x10;
     pub(in super::super) const FRAME_SIZE: u8 = 0x11;
     pub(in super::super) const KPARAM_INFO: u8 = 0x17;
     pub(in super::super) const CBANK_PARAM_SIZE: u8 = 0x19;

@@ -34,6 +34,8 @@ pub struct KernelInfo {
     pub name: String,
     /// Registers of a thread at launch.
     pub registers: u32,
+    /// Threads of a block; 0 where the launch decides.
+    pub threads: u32,
     /// Bytes of a thread's stack that the kernel itself uses; spilled registers lie there.
     pub frame: u32,
     /// Bytes of static shared memory.
@@ -94,9 +96,12 @@ fn kernel(elf: &Elf<'_>, index: usize, name: &str) -> Result<KernelInfo, Error> 
         own.iter().filter_map(|a| parameter(a).transpose()).collect::<Result<_, _>>()?;
     parameters.sort_unstable_by_key(|parameter: &Parameter| parameter.ordinal);
     check_parameters(&parameters, bytes)?;
+    let threads = own.iter().find(|a| a.code == info::REQNTID).map(Attribute::words);
+    let [x, y, z] = threads.transpose()?.unwrap_or_default();
     Ok(KernelInfo {
         name: name.into(),
         registers: of_function(info::REGCOUNT, "EIATTR_REGCOUNT")?,
+        threads: x * y * z,
         frame: of_function(info::FRAME_SIZE, "EIATTR_FRAME_SIZE")?,
         shared,
         parameters,
@@ -189,6 +194,7 @@ mod tests {
         let expected = KernelInfo {
             name: "forward_entry".into(),
             registers: 168,
+            threads: 384,
             frame: 16,
             shared: 231_104,
             parameters: vec![

@@ -5,6 +5,9 @@ use super::flow::{Loop, loops};
 use super::order::{is_exponential, is_matrix};
 use super::{Cubin, Error, EventOrder, Instruction, Listing};
 
+/// Threads of a warp.
+const LANES: u32 = 32;
+
 /// Numbers of instructions of each kind in a piece of code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counts {
@@ -78,6 +81,10 @@ pub struct Quality {
     pub target: String,
     /// Registers of a thread at launch.
     pub registers: u32,
+    /// Registers of all warps of a block at launch, for a lane.
+    pub pool: u32,
+    /// Registers that a warp which computes waits for, if warps trade registers.
+    pub awaited: Option<u32>,
     /// Bytes of static shared memory.
     pub shared: u64,
     /// Bytes of a thread's stack.
@@ -109,6 +116,8 @@ impl Quality {
             name: name.into(),
             target: cubin.architecture.to_string(),
             registers: kernel.registers,
+            pool: kernel.registers * (kernel.threads / LANES),
+            awaited: listing.instructions.iter().filter_map(awaited).max(),
             shared: kernel.shared,
             stack: kernel.frame,
             total: Counts::of(listing.instructions.iter()),
@@ -132,6 +141,13 @@ impl Quality {
     }
 }
 
+/// Returns the registers that an instruction waits for: `USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xe8`.
+fn awaited(instruction: &Instruction) -> Option<u32> {
+    let trades = instruction.opcode.starts_with("USETMAXREG.TRY_ALLOC");
+    let count = instruction.operand_list().last().filter(|_| trades)?;
+    u32::from_str_radix(count.trim_start_matches("0x"), 16).ok()
+}
+
 fn loop_quality(listing: &Listing, loops: &[Loop], index: usize) -> LoopQuality {
     let own = loops[index].own(index, loops);
     let instructions: Vec<_> = own.iter().map(|&at| &listing.instructions[at]).collect();
@@ -151,6 +167,7 @@ mod tests {
     const KERNEL: &str = "        .type           forward_entry,@function
 forward_entry:
         /*0000*/                   STL [R1], R2 ;
+        /*0008*/                   USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xe8 ;
         /*0010*/               @P0 BRA `(.L_consumer) ;
 .L_producer:
         /*0020*/                   UTMALDG.3D [UR24], [UR14], desc[URZ] ;
@@ -211,6 +228,7 @@ forward_entry:
         assert_eq!(quality.in_loops(|counts| counts.spill_stores), 0);
         assert_eq!((quality.registers, quality.shared, quality.stack), (168, 231_104, 16));
         assert_eq!((quality.main_loops().count(), quality.attention_loops().count()), (1, 1));
+        assert_eq!((quality.pool, quality.awaited), (12 * 168, Some(232)));
     }
 
     #[test]
