@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import ring
 from burst_attention._decode import calls
 from burst_attention._decode.work import Operands, Work
 from decode_cases import (
@@ -21,7 +22,7 @@ from decode_cases import (
     problem,
 )
 from decode_reference import dense
-from jax.sharding import AxisType
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from long import some, spread, with_plain
 from test_plain import mesh_of
@@ -74,7 +75,7 @@ def test_heads_and_types(shape, dtype, implementation):
 
 def test_axes_of_nodes_and_of_batch_and_heads():
     """Two axes hold the sequence, and another axis the heads, each half with its own slopes."""
-    mesh = jax.make_mesh((2, 2, 2), ("tensor", "node", "gpu"), axis_types=(AxisType.Auto,) * 3)
+    mesh = Mesh(ring.devices(2, 2, 2), ("tensor", "node", "gpu"))
     case = problem(Sharding(4, capacity=16), RAGGED, 2, slopes=SLOPES)
     caches = [case.sharding.dealt(x) for x in (case.k, case.v)]
 
@@ -102,6 +103,7 @@ def test_a_mesh_that_tracks_no_types_and_64_bits():
         assert np.array_equal(x, y)
 
 
+@pytest.mark.needs("float32")
 def test_calls_may_be_mapped():
     case = problem(Sharding(1), RAGGED, 2)
     each = [x[:, None] for x in (case.q, case.k, case.v, case.lengths)]
@@ -162,6 +164,7 @@ def test_without_an_axis_a_device_has_whole_sequences():
     assert np.array_equal(found, decode(case)[0])
 
 
+@pytest.mark.needs("float32")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("world", [1, 4, 16])
 def test_errors_do_not_grow_with_ranks(world, implementation):
@@ -185,6 +188,7 @@ def test_errors_do_not_grow_with_ranks(world, implementation):
     check(ba.merge_attention(*parts), dense(case.q, case.k, case.v, case.lengths))
 
 
+@pytest.mark.needs("float32")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_lengths_and_pages_out_of_range_are_defined(implementation):
     """Keys beyond the capacity and on pages that do not exist are hidden. Positions stay."""

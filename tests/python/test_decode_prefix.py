@@ -129,7 +129,7 @@ def of_no_prefix(own, prefixes, rows, **options):
     if sharding.page:
         *caches, table = sharding.paged(own.lengths, *(sharding.dealt(x) for x in caches))
         specs = P("context")
-    prefix = np.zeros((prefixes, rows, 2, 16), np.float32)
+    prefix = np.zeros((prefixes, rows, 2, 16), own.k.dtype)
 
     def local(q, prefix, k, v, table, lengths):
         return ba.shared_prefix_attention(

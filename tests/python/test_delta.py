@@ -131,7 +131,7 @@ def test_a_sequence_can_be_continued(channels):
     """A piece of global arrays, then single tokens, continue with the state of the piece before."""
     (q, k, v, logs, first, *_), beta = delta_inputs(4, 24, 4, 2, 16, 8, None, channels, 1)
     want = recurrence(q, k, v, logs, first, 0 * v.repeat(2, 2), 0 * first, beta=beta)
-    mesh = jax.make_mesh((4,), ("context",), (AxisType.Explicit,), devices=jax.devices()[:4])
+    mesh = jax.make_mesh((4,), ("context",), (AxisType.Explicit,), devices=ring.devices(4))
     place = jax.NamedSharding(mesh, X)
     piece = [jax.device_put(x[:, :64], place) for x in (q, k, v, beta, logs)]
     out, state = ba.delta_attention(*piece, initial_state=first, return_state=True)

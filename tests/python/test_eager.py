@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import platforms
 import pytest
+import ring
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,7 +22,7 @@ TRACES = "/jax/core/compile/jaxpr_trace_duration"
 
 def placed(kind):
     """Returns a mesh of eight devices and an array of 64 tokens on it."""
-    mesh = jax.make_mesh((8,), ("context",), (kind,), devices=jax.devices()[:8])
+    mesh = jax.make_mesh((8,), ("context",), (kind,), devices=ring.devices(8))
     x = np.random.default_rng(0).standard_normal((1, 64, 8, 16)).astype("float32")
     return mesh, jax.device_put(jnp.asarray(x, DTYPE), NamedSharding(mesh, SPEC))
 

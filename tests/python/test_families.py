@@ -76,7 +76,7 @@ def test_every_feature_with_every_schedule(choice, schedule):
 @pytest.mark.needs("products")
 def test_double_rings_on_global_arrays_and_positions():
     """The call takes both axes from the arrays, and positions count over both."""
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), PAIR, axis_types=(AxisType.Explicit,) * 2)
+    mesh = Mesh(ring.devices(4, 2), PAIR, axis_types=(AxisType.Explicit,) * 2)
     q, k, v = ring.normal(3, *[(1, 64, 2, 32)] * 3)
     stored = ring.stored("zigzag", 8, q, k, v)
     spec = NamedSharding(mesh, P(None, PAIR))

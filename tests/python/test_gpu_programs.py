@@ -67,7 +67,7 @@ def test_rings_of_two_meshes_in_flight():
     one = Problem(mesh=(1, 4, 1), causal=True, batch=1, q_len=32, kv_len=32)
     arrays = one.arrays()
     q, k, v = (arrays[name] for name in "qkv")
-    devices = np.array(jax.devices()[:4])
+    devices = ring.devices(4)
     meshes = [Mesh(order, ("context",)) for order in (devices, devices[::-1])]
     spec = P(None, "context")
 

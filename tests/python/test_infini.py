@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
-from jax.sharding import AxisType
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from linear_cases import limit
 
-pytestmark = pytest.mark.needs("products")
+pytestmark = pytest.mark.needs("products", "float32")
 
 X = P(None, "context")
 SEGMENT = 24
@@ -96,7 +96,7 @@ def test_a_text_goes_through_in_pieces_and_the_last_may_be_short(update):
     q, k, v, gate, m, z = inputs(4, segments=3)
     rows = [x[:, : 8 * SEGMENT + 10] for x in (q, k, v)]
     want = reference(*map(np.float64, (*rows, gate, 0 * m, 0 * z)), SEGMENT, update)
-    mesh = jax.make_mesh((2, 4), ("data", "context"), (AxisType.Auto,) * 2)
+    mesh = Mesh(ring.devices(2, 4), ("data", "context"))
     run = partial(ba.infini_attention, segment_size=SEGMENT, update=update, mesh=mesh)
     outs, memory = [], None
     for start, spec in (
@@ -113,9 +113,7 @@ def test_a_text_goes_through_in_pieces_and_the_last_may_be_short(update):
 def test_heads_are_sharded_and_few_heads_of_keys_whole():
     q, k, v, gate, m, z = inputs(2, heads=4, kv_heads=1)
     want = reference(*map(np.float64, (q, k, v, gate, m, z)), SEGMENT, "delta")
-    mesh = jax.make_mesh(
-        (2, 2), ("context", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices()[:4]
-    )
+    mesh = Mesh(ring.devices(2, 2), ("context", "tensor"))
     out, memory = ba.infini_attention(
         q,
         k,

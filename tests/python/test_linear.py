@@ -242,9 +242,7 @@ def test_without_order_every_token_sees_all():
 
 def test_a_pair_of_axes_is_one_line_of_ranks():
     arrays = inputs(8, 40, 2, 1, 16, 16, 0.98)
-    mesh = Mesh(
-        np.array(jax.devices()).reshape(2, 4), ("node", "gpu"), axis_types=(AxisType.Auto,) * 2
-    )
+    mesh = Mesh(ring.devices(2, 4), ("node", "gpu"), axis_types=(AxisType.Auto,) * 2)
     for method in ("ring", "all_gather"):
         assert_right(found(mesh, arrays, axes=("node", "gpu"), method=method), arrays)
 

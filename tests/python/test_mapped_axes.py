@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import platforms
 import pytest
+import ring
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 DTYPE = platforms.dtype("float32")
@@ -107,9 +108,9 @@ def decoded(a):
 
 def mesh(kind):
     if kind is None:
-        devices, types = jax.devices()[:RANKS], (AxisType.Auto,)
+        devices, types = ring.devices(RANKS), (AxisType.Auto,)
         return jax.make_mesh((RANKS,), ("context",), types, devices=devices)
-    return jax.make_mesh((STAGES, RANKS), ("stage", "context"), (kind,) * 2)
+    return Mesh(ring.devices(STAGES, RANKS), ("stage", "context"), (kind,) * 2)
 
 
 def placed(arrays, kind):

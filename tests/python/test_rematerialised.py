@@ -7,7 +7,6 @@ from collections import Counter
 import burst_attention as ba
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import ring
 from burst_attention import _ffi
@@ -64,7 +63,7 @@ def model(place, wrap, mesh=None):
     options = PLACES[place]
     axis = options.get("axis_name", "context")
     if mesh is None:
-        devices = np.array(jax.devices()[:RANKS])
+        devices = ring.devices(RANKS)
         mesh = (
             Mesh(devices, ("context",)) if axis == "context" else Mesh(devices.reshape(2, 2), PAIR)
         )
