@@ -31,7 +31,7 @@ KINDS = {"heads": (False, 1), "channels": (True, 1), "negative eigenvalues": (Fa
 """Whether there are decays of channels, and the largest β."""
 
 
-@pytest.mark.parametrize("method", some(["all_gather", "ring"]))
+@pytest.mark.parametrize("method", some(["in_turn", "all_gather", "ring"]))
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("shape", CASES, ids=lambda shape: "-".join(map(str, shape)))
 def test_it_is_the_recurrence(shape, kind, method):
@@ -39,7 +39,7 @@ def test_it_is_the_recurrence(shape, kind, method):
     assert_right(found(ring.line(shape[0]), arrays, beta=beta, method=method), arrays, beta=beta)
 
 
-@pytest.mark.parametrize("method", ["all_gather", "ring"])
+@pytest.mark.parametrize("method", ["all_gather", "ring", "in_turn"])
 def test_linear_attention_takes_decays_of_channels(method):
     arrays, _ = delta_inputs(4, 100, 4, 2, 24, 16, None, True, 1)
     assert_right(found(ring.line(4), arrays, method=method), arrays)
@@ -82,7 +82,7 @@ def test_equal_keys_do_not_lose_digits():
 
 
 @pytest.mark.parametrize("by", ["segment_ids", "log_decay"])
-@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("method", ["ring", "all_gather", "in_turn"])
 def test_what_is_not_finite_stays_in_its_document(method, by):
     beta = np.full((2, 240, 2), 0.5, np.float32)
     assert_documents_are_apart(4, method, by, beta)
@@ -167,7 +167,8 @@ def moved(method, tokens):
 def test_what_travels_does_not_grow_with_length(tokens):
     """Each rank sends one state each way, and for all_gather one matrix each way too."""
     state, matrix = 2 * 4 * 16 * 32, 2 * 4 * 16 * 16
-    assert moved("ring", tokens) == [("collective_permute", state)] * 14
+    for method in ("ring", "in_turn"):
+        assert moved(method, tokens) == [("collective_permute", state)] * 14
     gathered = sorted([("all_gather", 8 * matrix), ("all_gather", 8 * state)] * 2)
     assert moved("all_gather", tokens) == gathered
 
