@@ -309,7 +309,8 @@ def test_rematerialised_layers_that_keep_it_run_it_once():
 
     def gradients(policy):
         def local(x, k, v, logs):
-            attend = partial(ba.linear_attention, axis_name="context", log_decay=logs)
+            options = {"axis_name": "context", "log_decay": logs, "method": "ring"}
+            attend = partial(ba.linear_attention, **options)
             layer = lambda x, _: (jnp.tanh(attend(x, k, v)), None)  # noqa: E731
             x, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy), x, length=3)
             return jax.lax.psum(jnp.sum(x**2), "context")
@@ -359,7 +360,9 @@ def test_bad_input():
     )
     refused(ValueError, "decay must be None with is_causal=False", decay=heads, is_causal=False)
     refused(NotImplementedError, "layout must be 'contiguous'.*from_layout", layout="zigzag")
-    refused(ValueError, "method must be one of 'auto', 'ring', 'all_gather' or 'in_turn'", method="tree")
+    refused(
+        ValueError, "method must be one of 'auto', 'ring', 'all_gather' or 'in_turn'", method="tree"
+    )
     refused(
         TypeError,
         "segment_ids must have an integer type, .* got float64",

@@ -41,8 +41,9 @@ def test_the_scale_is_not_rounded_to_16_bits():
 @pytest.mark.needs("host")
 def test_no_head_is_repeated_in_memory():
     q, k, v, logs, *_ = grouped(2, 16, (1, 1, 4), 8, 16)
+    attend = partial(ba.linear_attention, axis_name="context", method="ring")
     function = jax.shard_map(
-        lambda q, k, v, logs: ba.linear_attention(q, k, v, axis_name="context", log_decay=logs),
+        lambda q, k, v, logs: attend(q, k, v, log_decay=logs),
         mesh=ring.line(2),
         in_specs=(X,) * 4,
         out_specs=X,

@@ -1,8 +1,8 @@
 """How ranks compute in turn: each begins with the state that the rank before it has left.
 
-Where the devices of all ranks share the cores of one process, ranks that wait for each other lose no
-time, and no rank computes what its tokens would do to a state that it does not have yet. With the
-delta rule that takes as long as half of both passes.
+Where the devices of all ranks share the cores of one process, ranks that wait for each other lose
+no time, and no rank computes what its tokens would do to a state that it does not have yet. With
+the delta rule that takes half as long as both passes.
 """
 
 import os
