@@ -158,7 +158,7 @@ def remembered(recurrence: str, name: str, length: int) -> dict[str, Any]:
     command = [sys.executable, str(HERE / "linear_memory.py"), name, str(length)]
     command += ["--heads", str(REMEMBERED_HEADS), "--recurrence", recurrence]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    row = {"recurrence": recurrence, "name": name, "length": length}
+    row: dict[str, Any] = {"recurrence": recurrence, "name": name, "length": length}
     row |= json.loads(output.splitlines()[-1])
     planned, seen = row["planned_bytes"] / MEBI, row.get("extra_bytes")
     words = "too much for this machine" if seen is None else f"{seen / MEBI:10,.1f} MiB"
