@@ -19,15 +19,18 @@ from typing import Any
 import delta_programs
 import jax
 import machine
+from linear_memory import RECURRENCES, SHARDED
 from linear_programs import CHUNKED, DEVICES, HEAD_DIM, LINEAR, OURS, SIZES, Program, Recurrence
+from linear_workers import speedup
 from timing import alternate
 
 HERE = Path(__file__).parent
-SHARDED = f"ours, {DEVICES} devices"
 SHORT, TOKENS, LONG = 32_768, 2_048, SIZES["lengths"]
 REMEMBERED = (65_536, 262_144, 1_048_576)
 """Lengths for the measurement of memory. With few heads the longest one fits."""
 REMEMBERED_HEADS = 2
+ONE_HEAD = 65_536
+"""Tokens of one head for the measurement of workers."""
 MEBI = 2**20
 Seconds = dict[str, dict[str, float]]
 
@@ -139,18 +142,39 @@ def growth(flags: argparse.Namespace, scale: int, fastest: str) -> dict[str, Any
 def memory(scale: int, fastest: str) -> list[dict[str, Any]]:
     """Measures the bytes besides arguments and results, each in a process of its own."""
     print(f"memory besides arguments and results, {REMEMBERED_HEADS} heads: planned, measured")
-    rows = []
-    for name in (SHARDED, fastest, f"{fastest}, remat"):
-        for length in (length // scale for length in REMEMBERED):
-            command = [sys.executable, str(HERE / "linear_memory.py"), name, str(length)]
-            command += ["--heads", str(REMEMBERED_HEADS)]
-            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            row = {"name": name, "length": length} | json.loads(output.splitlines()[-1])
-            planned, seen = row["planned_bytes"] / MEBI, row.get("extra_bytes")
-            words = "too much for this machine" if seen is None else f"{seen / MEBI:10,.1f} MiB"
-            print(f"  {f'{name}, S {length}':<44} {planned:10,.1f} MiB {words}", flush=True)
-            rows.append(row)
-    return rows
+    names, lengths = (SHARDED, fastest, f"{fastest}, remat"), [x // scale for x in REMEMBERED]
+    return [remembered("linear", name, length) for name in names for length in lengths]
+
+
+def memory_of_others(scale: int) -> list[dict[str, Any]]:
+    """Measures the bytes of ours besides arguments and results, for the other recurrences."""
+    lengths = [length // scale for length in LONG]
+    others = [name for name in RECURRENCES if name != "linear"]
+    return [remembered(name, SHARDED, length) for name in others for length in lengths]
+
+
+def remembered(recurrence: str, name: str, length: int) -> dict[str, Any]:
+    """Measures, prints and returns the bytes of one program in a process of its own."""
+    command = [sys.executable, str(HERE / "linear_memory.py"), name, str(length)]
+    command += ["--heads", str(REMEMBERED_HEADS), "--recurrence", recurrence]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    row: dict[str, Any] = {"recurrence": recurrence, "name": name, "length": length}
+    row |= json.loads(output.splitlines()[-1])
+    planned, seen = row["planned_bytes"] / MEBI, row.get("extra_bytes")
+    words = "too much for this machine" if seen is None else f"{seen / MEBI:10,.1f} MiB"
+    print(f"  {f'{recurrence}: {name}, S {length}':<60} {planned:10,.1f} MiB {words}", flush=True)
+    return row
+
+
+def workers(flags: argparse.Namespace, scale: int) -> dict[str, Any]:
+    """Times one head on one worker and on all, which share its chunks."""
+    print(f"one head on one worker and on {machine.cores()}")
+    found = {}
+    for name in ("linear", "delta", "delta of channels"):
+        found[name] = speedup(name, ONE_HEAD // scale, 3 if flags.quick else 15)
+        words = said(found[name]["one_to_all"])
+        print(f"  {name}: one worker takes {words} the time of all", flush=True)
+    return found
 
 
 def bench(flags: argparse.Namespace) -> dict[str, Any]:
@@ -166,6 +190,8 @@ def bench(flags: argparse.Namespace) -> dict[str, Any]:
         | {
             "memory_heads": REMEMBERED_HEADS,
             "memory": memory(scale, fastest),
+            "memory_of_others": memory_of_others(scale),
+            "workers": workers(flags, scale),
         }
     )
 

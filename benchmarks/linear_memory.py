@@ -1,4 +1,4 @@
-"""Memory of a linear attention in a process of its own: `linear_memory.py NAME LENGTH` prints JSON.
+"""Memory of a recurrence in a process of its own: `linear_memory.py NAME LENGTH` prints JSON.
 
 `planned_bytes` is the memory that XLA plans besides arguments and results. `extra_bytes` is the
 rise of resident memory during the first call, above the arguments and without the results. It
@@ -8,12 +8,22 @@ machine has too little memory.
 
 import argparse
 import json
+from functools import partial
 from typing import Any
 
+import delta_programs
 import jax
 import machine
-from linear_programs import CONTENDERS, DEVICES, Program
+from linear_programs import DEVICES, LINEAR, Program, Recurrence
 from resident import growth
+
+SHARDED = f"ours, {DEVICES} devices"
+RECURRENCES = {
+    "linear": LINEAR,
+    "delta": Recurrence(delta_programs.OURS, delta=True),
+    "delta of channels": Recurrence(delta_programs.OURS, channels=True, delta=True),
+    "infini": Recurrence({SHARDED: (partial(delta_programs.infini, DEVICES), DEVICES)}),
+}
 
 
 def measure(program: Program) -> dict[str, Any]:
@@ -29,13 +39,15 @@ def measure(program: Program) -> dict[str, Any]:
 def main() -> None:
     """Measures the program that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", choices=[*CONTENDERS])
+    parser.add_argument("name")
     parser.add_argument("length", type=int)
     parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--recurrence", choices=[*RECURRENCES], default="linear")
     flags = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    print(json.dumps(measure(Program(flags.name, flags.length, flags.heads))))
+    recurrence = RECURRENCES[flags.recurrence]
+    print(json.dumps(measure(Program(flags.name, flags.length, flags.heads, recurrence))))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import decode_cases
+import infini_cases
 import jax
 import linear_cases
 import numpy as np
@@ -23,16 +24,44 @@ class LinearProblem:
     method: str
     outer: int = 1
     dtype: str = "float32"
+    delta: bool = False
+    """Whether the recurrence is that of the delta rule."""
 
     def arrays(self):
-        """Returns the arrays of `linear_cases.inputs`."""
-        return linear_cases.inputs(self.ranks, 70, 4, 2, 16, 24, None, self.dtype)
+        """Returns the arrays of `linear_cases.inputs`, and the delta rule's β or None."""
+        if self.delta:
+            return linear_cases.delta_inputs(self.ranks, 70, 4, 2, 16, 24, None, False, 1)
+        return linear_cases.inputs(self.ranks, 70, 4, 2, 16, 24, None, self.dtype), None
+
+    def found(self, given):
+        """Returns results and all gradients by name, on the host."""
+        arrays, beta = given
+        devices = np.array(jax.devices()).reshape(self.outer, -1)
+        mesh = Mesh(devices, PAIR, axis_types=(AxisType.Auto,) * 2)
+        return linear_cases.found(mesh, arrays, axes=PAIR, beta=beta, method=self.method)
+
+
+@dataclass(frozen=True)
+class InfiniProblem:
+    """Infini-attention of all ranks, from a memory."""
+
+    ranks: int
+    update: str
+    dtype: str = "float32"
+
+    def arrays(self):
+        """Returns q, k, v, gate, M and z."""
+        return infini_cases.inputs(self.ranks)
 
     def found(self, arrays):
         """Returns results and all gradients by name, on the host."""
-        devices = np.array(jax.devices()).reshape(self.outer, -1)
-        mesh = Mesh(devices, PAIR, axis_types=(AxisType.Auto,) * 2)
-        return linear_cases.found(mesh, arrays, axes=PAIR, method=self.method)
+        function = infini_cases.sharded(ring.line(self.ranks), update=self.update)
+        shapes = [arrays[i].shape for i in (2, 4, 5)]
+        shapes[0] = (*arrays[0].shape[:3], shapes[0][3])
+        cotangents = ring.normal(5, *shapes, dtype=np.float32)
+        results, gradients = ring.gradients(function)(arrays, tuple(cotangents))
+        names = ("o", "m", "z", "dq", "dk", "dv", "dgate", "dm", "dz")
+        return dict(zip(names, map(ring.on_host, results + gradients), strict=True))
 
 
 @dataclass(frozen=True)
@@ -56,8 +85,9 @@ class DecodeProblem:
 def cases(ranks):
     """Returns the problems for a number of ranks: 2, 4 or 8."""
     decoding = (DecodeProblem(ranks), DecodeProblem(ranks, page=8, dtype="bfloat16"))
+    infini = (InfiniProblem(ranks, update="delta"),)
     if "products" in platforms.current().lacks:
-        decoding = ()
+        decoding = infini = ()
     line, half = {"mesh": (1, ranks, 1), "q_len": 64, "kv_len": 64}, ranks // 2
     return (
         Problem(**line, causal=True, layout="zigzag", sinks=True),
@@ -86,5 +116,9 @@ def cases(ranks):
         LinearProblem(ranks, method="all_gather", dtype="bfloat16"),
         LinearProblem(ranks, method="ring", outer=2),
         LinearProblem(ranks, method="all_gather", outer=2),
+        LinearProblem(ranks, method="in_turn"),
+        LinearProblem(ranks, method="ring", outer=2, delta=True),
+        LinearProblem(ranks, method="all_gather", delta=True),
+        *infini,
         *decoding,
     )

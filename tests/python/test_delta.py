@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ring
 from burst_attention._linear import checks
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from linear_cases import (
     CASES,
@@ -31,7 +31,7 @@ KINDS = {"heads": (False, 1), "channels": (True, 1), "negative eigenvalues": (Fa
 """Whether there are decays of channels, and the largest β."""
 
 
-@pytest.mark.parametrize("method", some(["all_gather", "ring"]))
+@pytest.mark.parametrize("method", some(["in_turn", "all_gather", "ring"]))
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("shape", CASES, ids=lambda shape: "-".join(map(str, shape)))
 def test_it_is_the_recurrence(shape, kind, method):
@@ -39,7 +39,7 @@ def test_it_is_the_recurrence(shape, kind, method):
     assert_right(found(ring.line(shape[0]), arrays, beta=beta, method=method), arrays, beta=beta)
 
 
-@pytest.mark.parametrize("method", ["all_gather", "ring"])
+@pytest.mark.parametrize("method", ["all_gather", "ring", "in_turn"])
 def test_linear_attention_takes_decays_of_channels(method):
     arrays, _ = delta_inputs(4, 100, 4, 2, 24, 16, None, True, 1)
     assert_right(found(ring.line(4), arrays, method=method), arrays)
@@ -82,7 +82,7 @@ def test_equal_keys_do_not_lose_digits():
 
 
 @pytest.mark.parametrize("by", ["segment_ids", "log_decay"])
-@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("method", ["ring", "all_gather", "in_turn"])
 def test_what_is_not_finite_stays_in_its_document(method, by):
     beta = np.full((2, 240, 2), 0.5, np.float32)
     assert_documents_are_apart(4, method, by, beta)
@@ -167,7 +167,8 @@ def moved(method, tokens):
 def test_what_travels_does_not_grow_with_length(tokens):
     """Each rank sends one state each way, and for all_gather one matrix each way too."""
     state, matrix = 2 * 4 * 16 * 32, 2 * 4 * 16 * 16
-    assert moved("ring", tokens) == [("collective_permute", state)] * 14
+    for method in ("ring", "in_turn"):
+        assert moved(method, tokens) == [("collective_permute", state)] * 14
     gathered = sorted([("all_gather", 8 * matrix), ("all_gather", 8 * state)] * 2)
     assert moved("all_gather", tokens) == gathered
 
@@ -192,9 +193,9 @@ def test_transforms():
 def test_rematerialised_layers_that_keep_it_run_it_once():
     (q, k, v, logs, *_), beta = delta_inputs(4, 48, 2, 2, 16, 16, 0.9, False, 1)
 
-    def gradients(policy):
+    def gradients(policy, method):
         def local(x, k, v, beta, logs):
-            attend = partial(ba.delta_attention, axis_name="context")
+            attend = partial(ba.delta_attention, axis_name="context", method=method)
             layer = lambda x, _: (jnp.tanh(attend(x, k, v, beta, logs)), None)  # noqa: E731
             x, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy), x, length=3)
             return jax.lax.psum(jnp.sum(x**2), "context")
@@ -205,11 +206,41 @@ def test_rematerialised_layers_that_keep_it_run_it_once():
         calls = re.findall(r'custom_call_target="burst_attention_delta_(\w+)"', program.as_text())
         return sorted(calls), program(*given)
 
-    (kept, one), (again, other) = gradients(ba.save_attention), gradients(None)
+    (kept, one), (again, other) = (gradients(x, "ring") for x in (ba.save_attention, None))
     assert kept == ["backward", "forward", "grad_state", "state"]
     assert again == ["backward", "forward", "forward", "grad_state", "state", "state"]
-    for x, y in zip(one, other, strict=True):
+    in_turn, another = gradients(ba.save_attention, "in_turn")
+    assert in_turn == ["backward"] * 4 + ["forward"] * 4
+    for x, y, z in zip(one, other, another, strict=True):
         assert np.allclose(x, y, limit(1e-5), limit(1e-5) * np.abs(y).max())
+        assert np.allclose(z, y, limit(1e-5), limit(1e-5) * np.abs(y).max())
+
+
+@pytest.mark.needs("host")
+def test_devices_that_share_their_cores_compute_in_turn(monkeypatch):
+    """Not so if one device has too few heads for all cores, or there are other processes."""
+
+    def exchanges(heads):
+        (q, k, v, logs, *_), beta = delta_inputs(4, 8, heads, heads, 8, 8, 0.9, False, 1)
+        attend = partial(ba.delta_attention, axis_name="context")
+        function = jax.shard_map(attend, mesh=ring.line(4), in_specs=(X,) * 5, out_specs=X)
+        text = str(jax.make_jaxpr(function)(q, k, v, beta, logs))
+        return text.count("all_gather["), text.count("ppermute[")
+
+    # There are two sequences.
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
+    assert exchanges(2) == (0, 3)
+    assert exchanges(1) == (2, 0)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert exchanges(2) == (2, 0)
+
+
+def test_a_pair_of_axes_is_one_line_of_ranks():
+    arrays, beta = delta_inputs(8, 20, 2, 1, 16, 16, 0.98, False, 1)
+    mesh = Mesh(ring.devices(2, 4), ("node", "gpu"), axis_types=(AxisType.Auto,) * 2)
+    for method in ("ring", "all_gather", "in_turn"):
+        got = found(mesh, arrays, axes=("node", "gpu"), beta=beta, method=method)
+        assert_right(got, arrays, beta=beta)
 
 
 @pytest.mark.long

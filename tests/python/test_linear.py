@@ -26,7 +26,7 @@ from linear_reference import recurrence
 from long import some
 
 
-@pytest.mark.parametrize("method", some(["ring", "all_gather"]))
+@pytest.mark.parametrize("method", some(["in_turn", "ring", "all_gather"]))
 @pytest.mark.parametrize("shape", CASES, ids=lambda shape: "-".join(map(str, shape)))
 def test_it_is_the_recurrence(shape, method):
     arrays = inputs(*shape)
@@ -116,7 +116,7 @@ def test_documents_begin_anew_and_padding_leaves_nothing():
 @pytest.mark.parametrize(
     "by", ["segment_ids", pytest.param("log_decay", marks=pytest.mark.needs("host"))]
 )
-@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("method", ["ring", "all_gather", "in_turn"])
 def test_what_is_not_finite_stays_in_its_document(method, by):
     assert_documents_are_apart(4, method, by)
 
@@ -243,7 +243,7 @@ def test_without_order_every_token_sees_all():
 def test_a_pair_of_axes_is_one_line_of_ranks():
     arrays = inputs(8, 40, 2, 1, 16, 16, 0.98)
     mesh = Mesh(ring.devices(2, 4), ("node", "gpu"), axis_types=(AxisType.Auto,) * 2)
-    for method in ("ring", "all_gather"):
+    for method in ("ring", "all_gather", "in_turn"):
         assert_right(found(mesh, arrays, axes=("node", "gpu"), method=method), arrays)
 
 
@@ -271,7 +271,8 @@ def moved(method, tokens):
 def test_what_travels_does_not_grow_with_length(tokens):
     """Each rank sends one state, and for all_gather the sums of its log decays too."""
     state, decays = 2 * 4 * 16 * 32, 2 * 4
-    assert moved("ring", tokens) == [("collective_permute", state)] * 7
+    for method in ("ring", "in_turn"):
+        assert moved(method, tokens) == [("collective_permute", state)] * 7
     assert moved("all_gather", tokens) == [("all_gather", 8 * decays), ("all_gather", 8 * state)]
 
 
@@ -306,7 +307,8 @@ def test_rematerialised_layers_that_keep_it_run_it_once():
 
     def gradients(policy):
         def local(x, k, v, logs):
-            attend = partial(ba.linear_attention, axis_name="context", log_decay=logs)
+            options = {"axis_name": "context", "log_decay": logs, "method": "ring"}
+            attend = partial(ba.linear_attention, **options)
             layer = lambda x, _: (jnp.tanh(attend(x, k, v)), None)  # noqa: E731
             x, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy), x, length=3)
             return jax.lax.psum(jnp.sum(x**2), "context")
@@ -356,7 +358,9 @@ def test_bad_input():
     )
     refused(ValueError, "decay must be None with is_causal=False", decay=heads, is_causal=False)
     refused(NotImplementedError, "layout must be 'contiguous'.*from_layout", layout="zigzag")
-    refused(ValueError, "method must be one of 'auto', 'ring' or 'all_gather'", method="tree")
+    refused(
+        ValueError, "method must be one of 'auto', 'ring', 'all_gather' or 'in_turn'", method="tree"
+    )
     refused(
         TypeError,
         "segment_ids must have an integer type, .* got float64",

@@ -25,7 +25,7 @@ HEADS = case_list.of("linear", "own_heads")
 
 
 @pytest.mark.parametrize("own_heads", some(HEADS, 2), ids=str)
-@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("method", ["ring", "all_gather", "in_turn"])
 def test_heads_are_shared_and_queries_scaled(own_heads, method):
     arrays = grouped(4, 70, own_heads, 16, 24)
     got = found(ring.line(4), arrays, method=method, scale=SCALE)
@@ -41,8 +41,9 @@ def test_the_scale_is_not_rounded_to_16_bits():
 @pytest.mark.needs("host")
 def test_no_head_is_repeated_in_memory():
     q, k, v, logs, *_ = grouped(2, 16, (1, 1, 4), 8, 16)
+    attend = partial(ba.linear_attention, axis_name="context", method="ring")
     function = jax.shard_map(
-        lambda q, k, v, logs: ba.linear_attention(q, k, v, axis_name="context", log_decay=logs),
+        lambda q, k, v, logs: attend(q, k, v, log_decay=logs),
         mesh=ring.line(2),
         in_specs=(X,) * 4,
         out_specs=X,
@@ -211,7 +212,7 @@ def of_shards(return_state, check_vma=True, world=4, **options):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("method", ["ring", "all_gather", "in_turn"])
 @pytest.mark.parametrize("world", some([4, 1]))
 def test_a_replicated_state_is_whole(world, method, check_vma):
     *primals, dout, dlast = arrays = inputs(world, 50, 2, 1, 16, 8, 0.95)
@@ -229,7 +230,7 @@ def test_without_replicated_the_state_varies():
     assert np.array_equal(of_shards("replicated", world=2)(q, k, v, logs, first)[1], first)
 
 
-@pytest.mark.parametrize(("method", "more"), [("ring", 0), ("all_gather", 1)])
+@pytest.mark.parametrize(("method", "more"), [("ring", 0), ("in_turn", 0), ("all_gather", 1)])
 def test_what_a_replicated_state_costs(method, more):
     primals = inputs(4, 16, 2, 1, 16, 8, 0.95)[:5]
 

@@ -11,6 +11,7 @@ from functools import cache
 
 import bounds
 import decode_cases
+import infini_cases
 import jax
 import jax.numpy as jnp
 import linear_cases
@@ -21,7 +22,7 @@ import ring
 import several
 from decode_reference import dense
 from features import Problem
-from several_cases import DecodeProblem, cases
+from several_cases import DecodeProblem, InfiniProblem, cases
 
 SPLITS = {
     "cpu": [(2, 4), (4, 2)],
@@ -59,7 +60,7 @@ def of_one_process(ranks):
 def assert_equals_one_process(one, got, expected):
     """Asserts that several processes give the results of one process."""
     for name, x in expected.items():
-        if isinstance(one, Problem | DecodeProblem) or name in SUMMED:
+        if isinstance(one, Problem | DecodeProblem | InfiniProblem) or name in SUMMED:
             assert_close(got[name], x, (one, name))
         else:
             assert np.array_equal(got[name], x), (one, name)
@@ -73,8 +74,13 @@ def assert_right(one, got):
     elif isinstance(one, DecodeProblem):
         exact = dense(arrays.q, arrays.k, arrays.v, arrays.lengths)
         decode_cases.check((got["o"], got["lse"]), exact)
+    elif isinstance(one, InfiniProblem):
+        exact = map(np.float64, arrays)
+        want = infini_cases.reference(*exact, infini_cases.SEGMENT, one.update)
+        infini_cases.near([got[name] for name in ("o", "m", "z")], want, 2e-6)
     else:
-        linear_cases.assert_right(got, arrays, one.dtype)
+        arrays, beta = arrays
+        linear_cases.assert_right(got, arrays, one.dtype, beta=beta)
 
 
 @pytest.mark.parametrize(("processes", "devices"), SPLITS[platforms.current().name])

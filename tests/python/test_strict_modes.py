@@ -141,6 +141,7 @@ class Limit:
 
 
 LIMITS = [
+    # Of "infini global" JAX raises a TypeError: printing the leak, it fails on a zero tangent.
     Limit(
         *("leaks", collective_of_a_residual, Exception, "Leaked trace"),
         (

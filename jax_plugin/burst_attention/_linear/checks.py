@@ -13,7 +13,7 @@ from burst_attention import _checks, _confirmed, _mesh
 from burst_attention._attention.arguments import cast
 from burst_attention._types import LAYOUTS, AnyMesh
 
-Method: TypeAlias = Literal["auto", "ring", "all_gather"]
+Method: TypeAlias = Literal["auto", "ring", "all_gather", "in_turn"]
 """How the states of linear attention travel."""
 METHODS: tuple[Method, ...] = get_args(Method)
 ReturnState: TypeAlias = bool | Literal["replicated"]

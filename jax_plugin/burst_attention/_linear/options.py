@@ -33,8 +33,10 @@ class SequenceOptions(TypedDict, total=False):
         rank; default 0. With segment_ids it is the state that the first token's segment begins
         with.
       method: how states travel. ``ring``: from rank to rank; ranks are serial in one small update.
-        ``all_gather``: all in one exchange. ``auto``: ``all_gather`` where all ranks' states, and
-        what turns one into the next, take up no more than 256 MiB, else ``ring``.
+        ``all_gather``: all in one exchange. ``in_turn``: ranks compute one after the other, which
+        takes the least work in all. ``auto``: ``in_turn`` on CPU devices of one process if the
+        heads of a device use all its cores; else ``all_gather`` where all ranks' states, and what
+        turns one into the next, take up no more than 256 MiB, else ``ring``.
       layout: must be ``contiguous``: a state is passed on in the order of the sequence, and every
         rank has equal work.
     """

@@ -15,7 +15,7 @@ from burst_attention import _mesh
 from burst_attention._batching import over_batch, spread
 from burst_attention._checkpoint import OUT_NAME, STATE_NAME
 from burst_attention._derivatives import refuse_second
-from burst_attention._linear import calls, checks, states
+from burst_attention._linear import calls, checks, states, turns
 from burst_attention._linear.checks import Inputs, Settings
 from burst_attention._linear.states import Call, Logs, Matrix, Operands, State, Transfer
 from burst_attention._mesh import vary_like, vary_together
@@ -57,7 +57,7 @@ def attend(axes: Axes, settings: Settings, inputs: Inputs) -> Results:
         out = _without(padding, out)
     if settings.return_state == "replicated":
         return out, of_last_rank(call, last)
-    if settings.return_state and call.method == "ring":
+    if settings.return_state and call.method != "all_gather":
         last = vary_like(q, of_last_rank(call, last))
     return out, last if settings.return_state else None
 
@@ -73,7 +73,10 @@ def _prepared(
     operands, ids = spread(vary_together(axes, (operands, ids)))
     size, platform = _mesh.axes_size(mesh, axes), checks.platform(mesh, q.dtype)
     travelling = first.size * (1 if beta is None else 1 + q.shape[3] / v.shape[3])
-    method = states.chosen(settings.method, size, round(travelling))
+    method = settings.method
+    if method == "auto" and turns.share_cores(platform, logs.shape[0] * logs.shape[2]):
+        method = "in_turn"
+    method = states.chosen(method, size, round(travelling))
     call = Call(axes, size, method, platform, logs.ndim == 3, ids is not None, settings.scale)
     return call, operands, ids
 
@@ -133,7 +136,8 @@ def _without_order(
 def _attend(call: Call, operands: Operands) -> Pair:
     """Returns the outputs of this rank's tokens, and the state after the tokens of all ranks.
 
-    With the method ``ring`` only the last rank has the state after all tokens.
+    Only with the method ``all_gather`` every rank has the state after all tokens, and else the last
+    one.
     """
     return _forward_rule(call, operands)[0]
 
@@ -162,6 +166,13 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, State, Again]:
         out, last, kept = calls.forward(call, operands, None)
         return out, last, (kept, None)
     q, k, v, logs, first, beta = operands
+    if call.method == "in_turn":
+
+        def results(first: State) -> tuple[jax.Array, State, jax.Array]:
+            return calls.forward(call, operands._replace(first=first), None)
+
+        out, last, kept = turns.in_turn(call.axes, first, results, lambda results: results[1])
+        return out, last, (kept, None)
     transfer, left, again = calls.left(call, k, v, logs, beta)
     start, last = vary_like(q, states.before(call, first, transfer, left))
     out, _, kept = calls.forward(call, operands._replace(first=start), again)
@@ -183,10 +194,18 @@ def _backward(call: Call, residuals: Kept, cotangents: Pair) -> Operands:
     if call.method == "all_gather":
         # Every rank returned the last state, so its gradient is the sum of all ranks' gradients.
         dlast = vary_like(operands.q, lax.psum(dlast, call.axes))
-    left, again = calls.grad_left(call, operands, dout)
-    back = states.turned(states.total(operands.logs) if transfer is None else transfer)
-    dafter, dfirst = vary_like(operands.q, states.before(call, dlast, back, left, back=True))
-    gradients = calls.backward(call, operands, dout, dafter, again)
+    if call.method == "in_turn":
+
+        def results(dafter: State) -> Operands:
+            return calls.backward(call, operands, dout, dafter, None)
+
+        gradients = turns.in_turn(call.axes, dlast, results, lambda own: own.first, back=True)
+        dfirst = gradients.first
+    else:
+        left, again = calls.grad_left(call, operands, dout)
+        back = states.turned(states.total(operands.logs) if transfer is None else transfer)
+        dafter, dfirst = vary_like(operands.q, states.before(call, dlast, back, left, back=True))
+        gradients = calls.backward(call, operands, dout, dafter, again)
     # Every rank got the first state, but only rank 0 uses it.
     is_first = lax.axis_index(call.axes) == 0
     return gradients._replace(first=jnp.where(is_first, dfirst, 0))

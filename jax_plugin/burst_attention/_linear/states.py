@@ -122,7 +122,7 @@ class Call(NamedTuple):
     """Mesh axes of the sequence."""
     world_size: int
     method: Method
-    """``ring`` or ``all_gather``."""
+    """``ring``, ``all_gather`` or ``in_turn``."""
     platform: str | None
     """``cpu`` or ``cuda``; None where only lowering will tell."""
     has_kernels: bool

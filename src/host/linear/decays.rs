@@ -138,9 +138,10 @@ impl Decays {
     }
 
     /// Returns how a product writes the state on the other side of the chunk: the part of `state`
-    /// that is left, plus what the chunk adds.
-    pub fn onto(&self, state: *const f32) -> Write {
-        self.carry().map_or(Write::Set, |carry| Write::Onto(state, carry))
+    /// that is left, plus what the chunk adds; without `state` what the chunk adds alone.
+    pub fn onto(&self, state: Option<Matrix>) -> Write {
+        let left = state.zip(self.carry());
+        left.map_or(Write::Set, |(state, carry)| Write::Onto(state.at, carry))
     }
 
     /// Computes the decays between tokens, which [`Decays::scores`] and [`Decays::gradients`] read.

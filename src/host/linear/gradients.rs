@@ -184,6 +184,10 @@ impl Steps for GradientSteps<'_> {
         [self.q.dim, padded(self.dout.dim)]
     }
 
+    fn corrects(&self) -> bool {
+        self.beta.is_some()
+    }
+
     fn take_parts(&self, take: &mut Take<'_>) -> Parts {
         let (kw, vw) = (padded(self.q.dim), padded(self.dout.dim));
         let if_any = |condition| CHUNK * usize::from(condition);
@@ -321,13 +325,13 @@ impl Steps for GradientSteps<'_> {
         simd: S,
         prefetch: &mut Prefetch,
         slot: &Slot<Parts>,
-        (before, after): (Matrix, Matrix),
+        (before, after): (Option<Matrix>, Matrix),
         columns: Range<usize>,
     ) {
         let Parts { q_faded, dout, minus_k, dv, .. } = slot.parts;
         let decays = slot.decays();
         let size = (0..self.q.dim, columns, decays.runs.first());
-        let (sides, write) = ((q_faded.transposed(), dout), decays.onto(before.at));
+        let (sides, write) = ((q_faded.transposed(), dout), decays.onto(before));
         // SAFETY: the caller guarantees the memory.
         unsafe {
             product(simd, prefetch, sides, after, size.clone(), write);

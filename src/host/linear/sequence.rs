@@ -3,7 +3,9 @@
 //! If there are fewer heads than workers, the workers share the chunks of each head. A window is some
 //! consecutive chunks. The workers prepare its chunks in parallel. Then the state passes over the
 //! window; the workers share its columns, which do not depend on each other. At last they finish the
-//! chunks in parallel. Every number is computed as on one thread, so results have the same bits.
+//! chunks in parallel, and prepare those of the next window. Without the delta rule, what a chunk adds
+//! to the state is computed while chunks are prepared, and the pass only adds states. Every number is
+//! computed as on one thread, so results have the same bits.
 
 use super::prefetch::Prefetch;
 use super::steps::{Chunk, Chunks, Slot, States, Steps, load_state, store_state, take_states};
@@ -106,7 +108,7 @@ impl<T: Steps> ScratchTask for Alone<'_, T> {
                 steps.prepare(simd, prefetch, &chunk, &mut slot, temporary);
                 steps.correct(simd, prefetch, &slot, before, columns.clone());
                 steps.finish(simd, prefetch, &chunk, (&mut slot, temporary), before);
-                steps.update(simd, prefetch, &slot, (before, after), columns.clone());
+                steps.update(simd, prefetch, &slot, (Some(before), after), columns.clone());
             }
         }
         simd.fence();

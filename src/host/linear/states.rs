@@ -106,6 +106,10 @@ impl Steps for StateSteps<'_> {
         [self.k.dim, padded(self.zeros + self.v.dim)]
     }
 
+    fn corrects(&self) -> bool {
+        self.beta.is_some()
+    }
+
     fn take_parts(&self, take: &mut Take<'_>) -> Parts {
         let (kw, vw) = (padded(self.k.dim), self.state()[1]);
         let with_queries = CHUNK * usize::from(self.outputs.is_some());
@@ -234,11 +238,11 @@ impl Steps for StateSteps<'_> {
         simd: S,
         prefetch: &mut Prefetch,
         slot: &Slot<Parts>,
-        (before, after): (Matrix, Matrix),
+        (before, after): (Option<Matrix>, Matrix),
         columns: Range<usize>,
     ) {
         let (Parts { k, u, .. }, decays) = (slot.parts, slot.decays());
-        let (size, write) = ((0..self.k.dim, columns, decays.runs.last()), decays.onto(before.at));
+        let (size, write) = ((0..self.k.dim, columns, decays.runs.last()), decays.onto(before));
         // SAFETY: the caller guarantees the memory.
         unsafe { product(simd, prefetch, (k.transposed(), u), after, size, write) }
     }

@@ -165,6 +165,9 @@ pub(super) trait Steps: Sync {
 
     /// Returns the number of heads, each with a state of its own.
     fn members(&self) -> usize;
+    /// Whether what a chunk adds to the state depends on the state before. Otherwise `update` can
+    /// come before `correct`.
+    fn corrects(&self) -> bool;
     /// Takes the memory of a chunk.
     fn take_parts(&self, take: &mut Take<'_>) -> Self::Parts;
     /// Takes temporary memory.
@@ -214,7 +217,7 @@ pub(super) trait Steps: Sync {
     );
 
     /// Computes some columns of the state after the chunk, the second of the states, from the state
-    /// before, which may be the same memory.
+    /// before, which may be the same memory; without it what the chunk adds.
     ///
     /// # Safety
     /// The caller guarantees the memory and the arrays, as [`Steps`] says.
@@ -223,7 +226,7 @@ pub(super) trait Steps: Sync {
         simd: S,
         prefetch: &mut Prefetch,
         slot: &Slot<Self::Parts>,
-        states: (Matrix, Matrix),
+        states: (Option<Matrix>, Matrix),
         columns: Range<usize>,
     );
 }
