@@ -11,7 +11,7 @@ use burst_attention::schedule::Family;
 use burst_attention_kernels::backend::{
     BACKENDS, Backend, Computation, Kernels, LibraryCall, Reason, tile,
 };
-use burst_attention_kernels::instances::{Element, Target};
+use burst_attention_kernels::instances::Target;
 use burst_attention_kernels::launch::{Features as LaunchFeatures, Forward, Rows, TileOperation};
 use burst_attention_recorder::{Operation, Program, check, replay};
 use common::devices::{Devices, in_bfloat16};
