@@ -5,7 +5,9 @@
 
 use burst_attention::Pass;
 
-use crate::cuda::LinearKind::{Attend, DeltaGrad, DeltaInverse, DeltaKeys, DeltaState, State};
+use crate::cuda::LinearKind::{
+    Attend, DeltaGrad, DeltaInverse, DeltaKeys, DeltaState, Pairs, State,
+};
 use crate::cuda::Spread::{Devices, Virtual};
 use crate::cuda::Stage::{Execute, Initialize, Prepare};
 use crate::cuda::{self, Platform, run, run_decode, run_linear};
@@ -74,6 +76,10 @@ handlers! {
         run_linear, Attend, Initialize, HERE;
     burst_attention_linear_attend_cuda_execute =>
         run_linear, Attend, Execute, HERE;
+    burst_attention_linear_pairs_cuda_initialize =>
+        run_linear, Pairs, Initialize, HERE;
+    burst_attention_linear_pairs_cuda_execute =>
+        run_linear, Pairs, Execute, HERE;
 
     burst_attention_delta_inverse_cuda_initialize =>
         run_linear, DeltaInverse, Initialize, HERE;

@@ -25,7 +25,7 @@ DELTA = {
     name: f"burst_attention_delta_{name}" for name in ("state", "grad_state", "forward", "backward")
 }
 """The calls of the delta rule on CPU devices."""
-LINEAR_KERNELS = {name: f"burst_attention_linear_{name}" for name in ("parts", "attend")}
+LINEAR_KERNELS = {name: f"burst_attention_linear_{name}" for name in ("parts", "attend", "pairs")}
 """The calls of linear attention on GPUs."""
 DELTA_KERNELS = {
     name: f"burst_attention_delta_{name}" for name in ("inverse", "parts", "grad_parts", "keys")

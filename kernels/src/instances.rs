@@ -8,7 +8,10 @@ use crate::kernel::{Generic, Role};
 pub use crate::target::Target;
 use crate::tiles::{ROW_BLOCKS, has_one_loop, page_tile, sum_parts};
 pub use crate::tiles::{TileShape, WIDTHS, width_of};
-use crate::variant::{FeatureSet, Variant};
+use crate::variant::{Decays, FeatureSet, Variant};
+
+/// The widest tiles of kernels for decays of channels.
+pub const CHANNEL_WIDTH: i32 = 128;
 
 /// One image: a kernel in one variant, for one element type, tile width and target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -60,12 +63,20 @@ impl Instance {
         Kernel::ALL.into_iter().flat_map(of_kernel).filter(Instance::exists)
     }
 
+    /// Whether there is an image of the kernel's variant.
+    pub(crate) fn is_made(&self) -> bool {
+        self.kernel.spec().variants.contains(&self.variant) && self.exists()
+    }
+
     /// Whether the image exists. In softmax attention over pairs of tiles, the variant with the
     /// window alone and those with all features have images everywhere. The other variants have
     /// images where models use them most: up to 128 columns, on Hopper and its successors in data
     /// centers, in bfloat16 except for the fused backward pass.
     fn exists(&self) -> bool {
         let Instance { kernel, variant, element, width, target } = *self;
+        if variant.decays != Decays::Heads {
+            return width <= CHANNEL_WIDTH;
+        }
         // Wider tiles always have many rows.
         if variant.many_rows || variant.short_pages {
             return width <= 128;
@@ -123,6 +134,7 @@ impl Instance {
             Generic::Parts => vec![keys / sum_parts(width), sum_parts(width)],
             Generic::PageTile => vec![page_tile(variant, width).min(keys)],
             Generic::Fused => vec![variant.fused.into()],
+            Generic::Decays => vec![variant.decays as i32],
             Generic::Blocks => vec![ROW_BLOCKS, ROW_BLOCKS * 64],
             Generic::Features => {
                 let one_loop = kernel.spec().role == Role::Keys && has_one_loop(target, width);

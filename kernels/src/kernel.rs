@@ -36,6 +36,8 @@ pub enum Generic {
     PageTile,
     /// Whether the kernel adds to dq.
     Fused,
+    /// What has a decay.
+    Decays,
     /// The mode of the window, and then the mode of each other feature.
     Features,
     /// Blocks of rows that the kernel compares at once, and their rows together.
@@ -83,6 +85,9 @@ impl KernelSpec {
         }
     }
 }
+
+/// Generics of kernels of linear attention with decays of more than one kind.
+const OF_DECAYS: &[Generic] = &[Generic::Element, Generic::Tile, Generic::Decays];
 
 /// Variants that models use.
 const PASS: &[Variant] = KEY_PASS.split_at(8).0;
@@ -187,14 +192,25 @@ kernels! {
     /// Computes the states that parts of a sequence leave, in linear attention.
     LinearState => KernelSpec {
         role: Role::Linear,
+        generics: OF_DECAYS,
+        variants: &[Variant::PLAIN, Variant::KEY_CHANNELS],
         tile: tiles::linear,
         ..KernelSpec::rows("linear_state", "linear", record::LINEAR_STATE)
     };
     /// Computes the outputs of tokens from these states, in linear attention.
     LinearAttend => KernelSpec {
         role: Role::Linear,
+        generics: OF_DECAYS,
+        variants: &[Variant::PLAIN, Variant::KEY_CHANNELS, Variant::VALUE_CHANNELS],
         tile: tiles::linear,
         ..KernelSpec::rows("linear_attend", "linear", record::LINEAR_ATTEND)
+    };
+    /// Computes the pairs of each tile under decays of channels, in linear attention.
+    ChannelPairs => KernelSpec {
+        role: Role::Linear,
+        variants: &[Variant::KEY_CHANNELS],
+        tile: tiles::channel_pairs,
+        ..KernelSpec::rows("channel_pairs", "channels", record::CHANNEL_PAIRS)
     };
     /// Computes the inverse of each tile, in the delta rule.
     DeltaRuleInverse => KernelSpec {

@@ -3,7 +3,7 @@
 //! outcome.
 
 use crate::target::Target::{self, Sm80, Sm90, Sm100, Sm103, Sm120};
-use crate::variant::{FeatureSet, Variant};
+use crate::variant::{Decays, FeatureSet, Variant};
 
 /// Columns that a tile can hold. A launch takes the narrowest tile that holds all columns of its
 /// arrays.
@@ -110,13 +110,27 @@ pub(crate) fn query_grads(variant: Variant, target: Target, width: i32) -> TileS
 /// Tiles of linear attention. A block keeps a state of `width` rows and a tile's columns, which are
 /// the same on all targets: callers make room for a row of products of each. Four warps do up to
 /// the width where the compiler begins to spill.
-pub(crate) fn linear(_: Variant, target: Target, width: i32) -> TileShape {
+pub(crate) fn linear(variant: Variant, target: Target, width: i32) -> TileShape {
+    if variant.decays == Decays::ValueChannels {
+        return match (target, width) {
+            (Sm90 | Sm120, 64) => tile(64, 64, 8),
+            (Sm90 | Sm120, _) => tile(64, 32, 4),
+            (Sm80, _) => tile(64, 32, 8),
+            (_, 64) => tile(64, 16, 4),
+            _ => tile(64, 32, 8),
+        };
+    }
     let most = match target {
         Sm80 => 0,
         Sm120 => 64,
         _ => 128,
     };
     tile(64, 64, if width > most { 8 } else { 4 })
+}
+
+/// Tiles of pairs under decays of channels.
+pub(crate) fn channel_pairs(_: Variant, target: Target, _: i32) -> TileShape {
+    tile(64, 64, if target == Sm90 { 4 } else { 8 })
 }
 
 /// Tiles of the delta rule's inverses. Where that does not spill, two blocks share a multiprocessor:

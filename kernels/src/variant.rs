@@ -2,7 +2,22 @@
 
 use std::fmt;
 
+use serde::Deserialize;
+
 pub use crate::features::FeatureSet;
+
+/// What has a decay of its own in linear attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Decays {
+    /// Each head.
+    #[default]
+    Heads,
+    /// Each column of keys, and so each row of a state.
+    KeyChannels,
+    /// Each column of values, and so each column of a state.
+    ValueChannels,
+}
 
 /// What an image of a kernel is made for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
@@ -17,6 +32,8 @@ pub struct Variant {
     pub many_rows: bool,
     /// Whether decode takes pages that are shorter than a tile of keys.
     pub short_pages: bool,
+    /// What has a decay in linear attention.
+    pub decays: Decays,
 }
 
 impl Variant {
@@ -27,6 +44,7 @@ impl Variant {
         fused: false,
         many_rows: false,
         short_pages: false,
+        decays: Decays::Heads,
     };
     /// A window.
     pub const WINDOW: Variant = Variant { window: true, ..Variant::PLAIN };
@@ -36,6 +54,10 @@ impl Variant {
     pub const MANY_ROWS: Variant = Variant { many_rows: true, ..Variant::PLAIN };
     /// Decode with short pages.
     pub const SHORT_PAGES: Variant = Variant { short_pages: true, ..Variant::PLAIN };
+    /// Linear attention with decays of columns of keys.
+    pub const KEY_CHANNELS: Variant = Variant::PLAIN.of_decays(Decays::KeyChannels);
+    /// Linear attention with decays of columns of values.
+    pub const VALUE_CHANNELS: Variant = Variant::PLAIN.of_decays(Decays::ValueChannels);
     /// A window and all features. A launch says which of them are on, so these images serve every
     /// set that has no images of its own; they are the slowest.
     pub const GENERAL: Variant = Variant::WINDOW.with(FeatureSet::ALL);
@@ -45,6 +67,11 @@ impl Variant {
     /// Returns the variant with more features.
     pub const fn with(self, features: FeatureSet) -> Variant {
         Variant { features: self.features.and(features), ..self }
+    }
+
+    /// Returns the variant with other decays.
+    pub const fn of_decays(self, decays: Decays) -> Variant {
+        Variant { decays, ..self }
     }
 
     /// Whether the code has all of `features`.
@@ -103,6 +130,8 @@ impl fmt::Display for Variant {
             (has(FeatureSet::SLOPES), "_slopes"),
             (self.many_rows, "_many_rows"),
             (self.short_pages, "_short_pages"),
+            (self.decays == Decays::KeyChannels, "_key_channels"),
+            (self.decays == Decays::ValueChannels, "_value_channels"),
         ];
         names.into_iter().filter(|(is_on, _)| *is_on).try_for_each(|(_, name)| f.write_str(name))
     }

@@ -71,8 +71,9 @@ def weighed(weights, x):
     return jnp.where(jnp.abs(weights) < 2.0**-126, 0, weights * x)
 
 
-def stand_in(name, label, parts, operands, shapes, back, strict=False, narrow=exactly):
-    """The formulas of `kernels/compiler/src/device/linear.rs`."""
+def stand_in(name, label, parts, operands, shapes, back, strict=False, decays=0, narrow=exactly):
+    """The formulas of `kernels/compiler/src/device/linear.rs`, with decays of heads."""
+    assert decays == gpu.HEADS
     rows = parts.rows
     *queries, k, v, sums = operands[: 3 if name == "parts" else 4]
     heads, count = sums.shape[1], parts.totals.shape[2]

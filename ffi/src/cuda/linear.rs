@@ -3,8 +3,9 @@
 use burst_attention::Dtype;
 use burst_attention_kernels::instances::Element;
 use burst_attention_kernels::launch::{
-    LINEAR_TILE, LinearAttend, LinearState, Part, TileOperation, column_tiles,
+    ChannelPairs, LINEAR_TILE, LinearAttend, LinearState, Part, TileOperation, column_tiles,
 };
+use burst_attention_kernels::variant::Decays;
 
 use super::delta;
 use super::explain::explain;
@@ -17,6 +18,9 @@ use crate::frame::CallFrame;
 use crate::shapes::split;
 use crate::{handler, sys};
 
+/// Levels of blocks in which the tokens of a tile meet, where channels have decays.
+const LEVELS: usize = 6;
+
 /// The computation of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LinearKind {
@@ -24,6 +28,8 @@ pub enum LinearKind {
     State,
     /// The outputs of the tokens.
     Attend,
+    /// The pairs of tiles under decays of channels.
+    Pairs,
     /// The inverses of tiles, in the delta rule.
     DeltaInverse,
     /// What parts of the tokens do to states, or corrected values, in the delta rule.
@@ -70,7 +76,16 @@ fn decode(frame: &CallFrame<'_>, kind: LinearKind) -> Result<Option<TileOperatio
     let Some(part_rows) = part_rows.filter(|n| *n > 0 && n.is_multiple_of(LINEAR_TILE)) else {
         return Err(Error::mismatch("part_rows", format!("a multiple of {LINEAR_TILE}"), rows));
     };
-    let part = || Ok::<_, Error>(Part { rows: part_rows, reverse: attributes.get("reverse")? });
+    let part = || {
+        let part = Part { rows: part_rows, reverse: attributes.get("reverse")? };
+        let decays = match attributes.get::<i64>("decays")? {
+            0 => Decays::Heads,
+            1 => Decays::KeyChannels,
+            2 => Decays::ValueChannels,
+            other => return Err(Error::mismatch("decays", "0, 1 or 2", other)),
+        };
+        Ok((part, decays))
+    };
     let has_tokens = |tokens: &LinearState| tokens.batch > 0 && tokens.rows > 0;
     Ok(match kind {
         LinearKind::State => {
@@ -83,6 +98,10 @@ fn decode(frame: &CallFrame<'_>, kind: LinearKind) -> Result<Option<TileOperatio
             let outputs = attend(part()?, frame)?;
             has_tokens(&outputs.tokens).then_some(outputs.into())
         }
+        LinearKind::Pairs => {
+            let pairs = pairs(part_rows, frame)?;
+            has_tokens(&pairs.tokens).then_some(pairs.into())
+        }
         LinearKind::DeltaInverse => delta::inverse(part_rows, frame)?,
         LinearKind::DeltaState => delta::state(part_rows, frame)?,
         LinearKind::DeltaGrad => delta::grad(part_rows, frame)?,
@@ -90,34 +109,53 @@ fn decode(frame: &CallFrame<'_>, kind: LinearKind) -> Result<Option<TileOperatio
     })
 }
 
-fn attend(part: Part, frame: &CallFrame<'_>) -> Result<LinearAttend> {
+fn attend(part: (Part, Decays), frame: &CallFrame<'_>) -> Result<LinearAttend> {
     let (arguments, results) = (frame.all_arguments()?, frame.all_results()?);
-    let ([q, k, v, sums, state], o, products) = match (arguments.as_slice(), results.as_slice()) {
-        ([q, k, v, sums, state], [o]) => ([q, k, v, sums, state], o, None),
-        ([q, k, v, sums, state, other], [o, dots]) => {
-            ([q, k, v, sums, state], o, Some((other, dots)))
+    let ([q, k, v, sums, state, others @ ..], [o, dots @ ..]) =
+        (arguments.as_slice(), results.as_slice())
+    else {
+        return Err(wrong_counts(&arguments, &results));
+    };
+    let (other, pairs, levels) = match (part.1, others, dots) {
+        (Decays::Heads, [], []) => (None, None, None),
+        (Decays::Heads, [other], [_]) => (Some(other), None, None),
+        (Decays::KeyChannels, [pairs], []) => (None, Some(pairs), None),
+        (Decays::ValueChannels, [other, levels @ ..], [_]) if levels.len() == 2 => {
+            (Some(other), None, Some(levels))
         }
-        _ => {
-            let got = format!("{} and {}", arguments.len(), results.len());
-            return Err(Error::mismatch("operands and results", "5 and 1, or 6 and 2", got));
-        }
+        _ => return Err(wrong_counts(&arguments, &results)),
     };
     let (tokens, dtype) = tokens(part, [k, v, sums, state])?;
-    let LinearState { rows, heads, head_dim, value_dim, .. } = tokens;
+    let LinearState { rows, heads, head_dim, value_dim, decays, .. } = tokens;
     let (outer, [_, q_heads, _]) = split("query", q)?;
     let like = |name: &str, buffer: &Buffer, dtype: Dtype, inner: &[usize]| {
         buffer.address(name, dtype.into(), &[outer, inner].concat())
     };
-    let dots = products.map(|(other, dots)| -> Result<_> {
-        let columns = column_tiles(head_dim, value_dim);
-        let columns = columns.unwrap_or_else(|| unreachable!("sizes were checked"));
-        let of_columns = [heads * columns, tokens.padded_rows()];
+    let of_dots = match decays {
+        Decays::ValueChannels => vec![tokens.padded_rows(), heads, value_dim],
+        _ => {
+            let columns = column_tiles(head_dim, value_dim);
+            let columns = columns.unwrap_or_else(|| unreachable!("sizes were checked"));
+            vec![heads * columns, tokens.padded_rows()]
+        }
+    };
+    let dots = other.zip(dots.first()).map(|(other, dots)| -> Result<_> {
         let other = like("other", other, dtype, &[rows, q_heads, value_dim])?;
-        Ok((other, like("dots", dots, Dtype::F32, &of_columns)?))
+        Ok((other, like("dots", dots, Dtype::F32, &of_dots)?))
     });
+    let of_pairs = [tokens.padded_rows(), heads, LINEAR_TILE];
+    let pairs = pairs.map_or(Ok(0), |pairs| like("pairs", pairs, Dtype::F32, &of_pairs))?;
+    let of_levels = [rows, LEVELS, heads, value_dim];
+    let level = |buffer| like("levels", buffer, dtype, &of_levels);
+    let levels = match levels {
+        Some([met, fades]) => [level(met)?, level(fades)?],
+        _ => [0; 2],
+    };
     Ok(LinearAttend {
         tokens,
         q_heads,
+        pairs,
+        levels,
         dots: dots.transpose()?,
         strict: frame.attributes()?.get("strict")?,
         q: like("query", q, dtype, &[rows, q_heads, head_dim])?,
@@ -125,9 +163,53 @@ fn attend(part: Part, frame: &CallFrame<'_>) -> Result<LinearAttend> {
     })
 }
 
+fn wrong_counts(arguments: &[Buffer], results: &[Buffer]) -> Error {
+    let got = format!("{} and {}", arguments.len(), results.len());
+    let expected = "5 and 1, or 6 and 2; with decays of channels 6 and 1, or 8 and 2";
+    Error::mismatch("operands and results", expected, got)
+}
+
+fn pairs(part_rows: usize, frame: &CallFrame<'_>) -> Result<ChannelPairs> {
+    let [q, k, met] = frame.arguments()?;
+    let [pairs] = frame.results()?;
+    let (outer, [rows, heads, head_dim]) = split("key", &k)?;
+    let (element, dtype) = activation(&k)?;
+    check_columns(head_dim, head_dim)?;
+    let tokens = LinearState {
+        batch: outer.iter().product(),
+        rows,
+        heads,
+        kv_heads: heads,
+        head_dim,
+        // The call has no values.
+        value_dim: head_dim,
+        element,
+        part: Part { rows: part_rows, reverse: false },
+        decays: Decays::KeyChannels,
+        k: k.address("key", dtype.into(), &k.dims)?,
+        v: 0,
+        sums: 0,
+        state: 0,
+    };
+    let of_pairs = [outer, &[tokens.padded_rows(), heads, LINEAR_TILE]].concat();
+    Ok(ChannelPairs {
+        tokens,
+        q: q.address("query", dtype.into(), &k.dims)?,
+        met: met.address(
+            "met",
+            dtype.into(),
+            &[outer, &[rows, LEVELS, heads, head_dim]].concat(),
+        )?,
+        pairs: pairs.address("pairs", Dtype::F32.into(), &of_pairs)?,
+    })
+}
+
 /// Reads the operands that both computations have, and the type of the activations. Leading
 /// dimensions are folded into the batch.
-fn tokens(part: Part, [k, v, sums, state]: [&Buffer; 4]) -> Result<(LinearState, Dtype)> {
+fn tokens(
+    (part, decays): (Part, Decays),
+    [k, v, sums, state]: [&Buffer; 4],
+) -> Result<(LinearState, Dtype)> {
     let (outer, [rows, kv_heads, head_dim]) = split("key", k)?;
     let (_, [_, _, value_dim]) = split("value", v)?;
     let (element, dtype) = activation(k)?;
@@ -150,12 +232,18 @@ fn tokens(part: Part, [k, v, sums, state]: [&Buffer; 4]) -> Result<(LinearState,
         value_dim,
         element,
         part,
+        decays,
         k: k.address("key", dtype.into(), &k.dims)?,
         v: v.address("value", dtype.into(), &[outer, &[rows, kv_heads, value_dim]].concat())?,
         sums: 0,
         state: 0,
     };
-    let padded = [outer, &[heads, call.padded_rows()]].concat();
+    let of_sums = match decays {
+        Decays::Heads => vec![heads, call.padded_rows()],
+        Decays::KeyChannels => vec![call.padded_rows(), heads, head_dim],
+        Decays::ValueChannels => vec![call.padded_rows(), heads, value_dim],
+    };
+    let padded = [outer, of_sums.as_slice()].concat();
     let states = [outer, &[call.parts(), heads, head_dim, value_dim]].concat();
     let sums = sums.address("sums", Dtype::F32.into(), &padded)?;
     let state = state.address("state", Dtype::F32.into(), &states)?;

@@ -24,8 +24,13 @@ fn attend(
     let rows = FakeAttribute::Scalar(sys::XLA_FFI_DataType_S64, 64i64.to_ne_bytes().into());
     let reverse = FakeAttribute::Scalar(sys::XLA_FFI_DataType_PRED, vec![0]);
     let strict = FakeAttribute::Scalar(sys::XLA_FFI_DataType_PRED, vec![0]);
-    let attributes =
-        vec![("part_rows".into(), rows), ("reverse".into(), reverse), ("strict".into(), strict)];
+    let decays = FakeAttribute::Scalar(sys::XLA_FFI_DataType_S64, 0i64.to_ne_bytes().into());
+    let attributes = vec![
+        ("part_rows".into(), rows),
+        ("reverse".into(), reverse),
+        ("strict".into(), strict),
+        ("decays".into(), decays),
+    ];
     let mut frame = FakeFrame::new(args, rets, attributes, &runtime);
     frame.raw.stage = number(stage);
     // SAFETY: `FakeFrame` makes a frame as the header says, which lives for the call. The recorder
@@ -66,7 +71,10 @@ fn arrays_of_wrong_shapes_and_types_are_refused() {
     refused(&|_, rets| rets[1].dims[1] = 8, "shape of dots must be [2, 4, 192]");
     let words = "dtype of key must be bfloat16 or float16, got float32";
     refused(&|args, _| args[1].dtype = F32, words);
-    refused(&|_, rets| drop(rets.pop()), "5 and 1, or 6 and 2, got 6 and 1");
+    refused(
+        &|_, rets| drop(rets.pop()),
+        "5 and 1, or 6 and 2; with decays of channels 6 and 1, or 8 and 2, got 6 and 1",
+    );
     let null =
         refused(&|args, _| args[0].data = ptr::null_mut(), "must be the address of an array");
     device.told_of(&null);

@@ -14,9 +14,11 @@ Values that are not finite do not pass a log decay of −∞, unless one tile of
 With documents they do not pass there either: kernels get finite operands only (see `isolation`).
 
 The kernels take k and v of one number of heads. So XLA repeats heads where these numbers differ,
-and in the backward pass the heads of q.
+and in the backward pass the heads of q. With decays of channels it repeats all heads, and computes
+what the kernels take instead of log decays (see `channels`).
 """
 
+from functools import partial
 from math import lcm, log2
 from typing import NamedTuple, TypeAlias
 
@@ -27,18 +29,18 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32
 
 from burst_attention import _ffi
+from burst_attention._linear import channels
+from burst_attention._linear.channels import TILE, Channels
 from burst_attention._linear.isolation import finite, poisoned, reached, spoilt
 from burst_attention._linear.states import Decay, Logs, State, Transfer, apply, compose
 from burst_attention._mesh import vary_like
 from burst_attention._types import Arrays
 
-Totals: TypeAlias = Float32[Array, "batch heads parts"]
+Totals: TypeAlias = Float32[Array, "batch heads parts"] | Float32[Array, "batch heads parts k_dim"]
+Dots: TypeAlias = Float32[Array, "batch heads seq"] | Float32[Array, "batch heads seq k_dim"]
 States: TypeAlias = Float32[Array, "batch parts heads k_dim v_dim"]
 Begins: TypeAlias = Float32[Array, "batch parts+1 heads k_dim v_dim"]
 """States where each part begins, and after the last part."""
-
-TILE = 64
-"""Tokens of the kernels' tiles: sums of log decays begin anew with each tile."""
 
 BLOCKS = 256
 """Parts over all heads: about two for each multiprocessor of an H100, H200 or B200, whose numbers
@@ -50,6 +52,9 @@ SHORTEST = 256
 COLUMNS = 64
 """Value columns of a block."""
 
+HEADS, KEYS, VALUES = range(3)
+"""What has a decay in a call of kernels: heads, columns of keys, or columns of values."""
+
 LOWEST = -150.0
 """2 to this power is 0 in float32: a token with this log decay sees no token before it."""
 
@@ -59,12 +64,14 @@ class Cut(NamedTuple):
 
     rows: int
     """Tokens of a part."""
-    sums: Float32[Array, "batch heads padded_tokens"]
+    sums: Float32[Array, "batch heads padded"] | Float32[Array, "batch padded heads k_dim"]
     """Sums of log decays in base 2 since each tile began."""
     totals: Totals
     """Sums of log decays in base 2 over each part; −∞ with a reset among them."""
     resets: Bool[Array, "batch seq heads"]
-    """Whether a log decay is −∞."""
+    """Whether a log decay is −∞, of all channels."""
+    channels: Channels | None
+    """What kernels take of decays of channels."""
 
 
 def scaled(x: Float[Array, "batch seq _ dim"], scale: float) -> Float[Array, "batch seq _ dim"]:
@@ -77,9 +84,9 @@ def of_heads(x: Float[Array, "batch seq _ dim"], heads: int) -> Float[Array, "ba
     return x if x.shape[2] == heads else jnp.repeat(x, heads // x.shape[2], axis=2)
 
 
-def _paired(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _paired(k: jax.Array, v: jax.Array, logs: Logs) -> tuple[jax.Array, jax.Array]:
     """Returns k and v with one number of heads, as kernels take them."""
-    heads = lcm(k.shape[2], v.shape[2])
+    heads = lcm(k.shape[2], v.shape[2]) if logs.ndim == 3 else logs.shape[2]
     return of_heads(k, heads), of_heads(v, heads)
 
 
@@ -91,19 +98,32 @@ def part_rows(batch: int, tokens: int, heads: int) -> int:
 
 def cut(logs: Logs, has_documents: bool) -> Cut:
     """Returns how tokens with these log decays are cut."""
-    batch, tokens, heads = logs.shape
+    batch, tokens, heads = logs.shape[:3]
+    rows = part_rows(batch, tokens, heads)
+    found = _cut(logs.reshape(batch, tokens, -1), rows, has_documents)
+    if logs.ndim == 3:
+        return found
+    sums = found.sums.reshape(batch, heads, -1, found.sums.shape[2]).transpose(0, 3, 1, 2)
+    totals = found.totals.reshape(batch, heads, -1, found.totals.shape[2]).swapaxes(2, 3)
+    stops = found.resets.reshape(logs.shape)
+    return Cut(rows, sums, totals, stops.all(axis=3), channels.of_sums(sums, stops))
+
+
+def _cut(logs: Float32[Array, "batch seq columns"], rows: int, has_documents: bool) -> Cut:
+    """Returns how tokens are cut into parts of ``rows`` tokens, if each column were a head."""
+    batch, tokens, columns = logs.shape
     resets = jnp.isneginf(logs)
     logs = jnp.where(resets, LOWEST, finite(logs) if has_documents else logs)
-    rows = part_rows(batch, tokens, heads)
     in_base_2 = jnp.maximum(logs * log2(jnp.e), LOWEST).swapaxes(1, 2)
     padded = jnp.pad(in_base_2, [(0, 0), (0, 0), (0, -tokens % TILE)])
-    sums = jnp.cumsum(padded.reshape(batch, heads, -1, TILE), axis=3)
+    sums = jnp.cumsum(padded.reshape(batch, columns, -1, TILE), axis=3)
     tiles = sums[..., -1]
     whole = jnp.pad(tiles, [(0, 0), (0, 0), (0, -tiles.shape[2] % (rows // TILE))])
-    totals = whole.reshape(batch, heads, -1, rows // TILE).sum(axis=3)
+    totals = whole.reshape(batch, columns, -1, rows // TILE).sum(axis=3)
     ends = jnp.pad(resets, [(0, 0), (0, -tokens % rows), (0, 0)])
-    ends = ends.reshape(batch, -1, rows, heads).any(axis=2).swapaxes(1, 2)
-    return Cut(rows, sums.reshape(batch, heads, -1), jnp.where(ends, -jnp.inf, totals), resets)
+    ends = ends.reshape(batch, -1, rows, columns).any(axis=2).swapaxes(1, 2)
+    totals = jnp.where(ends, -jnp.inf, totals)
+    return Cut(rows, sums.reshape(batch, columns, -1), totals, resets, None)
 
 
 def between(totals: Totals, left: States, back: bool) -> Begins:
@@ -114,7 +134,7 @@ def between(totals: Totals, left: States, back: bool) -> Begins:
     With ``back`` p counts from the last part.
     """
     if back:
-        totals, left = totals[..., ::-1], left[:, ::-1]
+        totals, left = totals[:, :, ::-1], left[:, ::-1]
 
     def combine(
         first: tuple[Transfer, jax.Array], then: tuple[Transfer, jax.Array]
@@ -128,8 +148,9 @@ def between(totals: Totals, left: States, back: bool) -> Begins:
 def states_from(totals: Totals, zero: Begins, start: State, back: bool) -> Begins:
     """Returns the states of `between`, but from ``start``; ``zero`` is the result of `between`."""
     if back:
-        totals = totals[..., ::-1]
-    before = jnp.pad(jnp.cumsum(totals, axis=2), [(0, 0), (0, 0), (1, 0)])
+        totals = totals[:, :, ::-1]
+    padding = [(0, 0), (0, 0), (1, 0), (0, 0)][: totals.ndim]
+    before = jnp.pad(jnp.cumsum(totals, axis=2), padding)
     return zero + apply(Decay(before.swapaxes(1, 2)), start[:, None], jnp.exp2)
 
 
@@ -138,7 +159,7 @@ def left(
 ) -> tuple[State, jax.Array]:
     """Returns the state that all tokens leave, and the result of `between` for their parts."""
     parts = cut(logs, has_documents)
-    keys, values = kernel_rows(has_documents, *_paired(k, v))
+    keys, values = kernel_rows(has_documents, *_paired(k, v, logs))
     zero = between(parts.totals, _parts(parts, keys, values, back), back)
     if has_documents:
         came = reached(spoilt(logs, k, v), parts.resets, back=back)
@@ -176,7 +197,9 @@ def forward(
     if zero is None:
         _, zero = left(has_documents, k, v, logs)
     states = states_from(parts.totals, zero, start, back=False)
-    queries, keys, values = kernel_rows(has_documents, q, *_paired(k, v))
+    q_heads = logs.shape[2] if parts.channels else q.shape[2]
+    paired = (of_heads(q, q_heads), *_paired(k, v, logs))
+    queries, keys, values = kernel_rows(has_documents, *paired)
     given = (queries, keys, values, states[:, :-1])
     out, _ = attended("out", parts, given, None, back=False)
     if has_documents:
@@ -200,7 +223,7 @@ def backward(has_documents: bool, operands: Arrays, zero: jax.Array | None) -> A
     if zero is None:
         _, zero = left(has_documents, q, dout, logs, back=True)
     own_heads, all_heads = [x.shape[2] for x in (q, k, v)], logs.shape[2]
-    paired = (of_heads(q, all_heads), *_paired(k, v), dout)
+    paired = (of_heads(q, all_heads), *_paired(k, v, logs), dout)
     q, k, v, dout = kernel_rows(has_documents, *paired)
     behind = states_from(parts.totals, zero, dafter, back=True)
     d = behind[:, -2::-1]
@@ -212,7 +235,7 @@ def backward(has_documents: bool, operands: Arrays, zero: jax.Array | None) -> A
     dots = of_queries - of_keys
     if has_documents:
         gradients, dots = _spread(parts, operands, gradients, dots)
-    dlogs = decay_gradients(parts, dots, crossings(states[:, 1:], d, q.dtype))
+    dlogs = decay_gradients(parts, dots, crossings(parts, states[:, 1:], d, q.dtype))
     groups = (all_heads // own for own in own_heads)
     dq, dk, dv = (of_group(x, group) for x, group in zip(gradients, groups, strict=True))
     return dq, dk, dv, dlogs, behind[:, -1]
@@ -228,18 +251,25 @@ def _spread(
     to_queries = from_keys | spoilt(logs, dout)
     to_keys, to_values = (from_queries | spoilt(logs, x) for x in (v, k))
     found = tuple(map(poisoned, gradients, (to_queries, to_keys, to_values)))
-    return found, jnp.where((to_queries | to_keys).swapaxes(1, 2), jnp.nan, dots)
+    return found, with_nan(dots, to_queries | to_keys)
 
 
-def crossings(states: States, d: States, dtype: np.dtype) -> Totals:
-    """Returns ⟨S, D⟩ of the states after parts.
+def with_nan(dots: Dots, where: Bool[Array, "batch seq heads"]) -> Dots:
+    """Returns products with NaN for some tokens."""
+    where = where.swapaxes(1, 2)
+    return jnp.where(jnp.expand_dims(where, range(3, dots.ndim)), jnp.nan, dots)
+
+
+def crossings(parts: Cut, states: States, d: States, dtype: np.dtype) -> Totals:
+    """Returns ⟨S, D⟩ of the states after parts, or of each row of the states.
 
     D is rounded as in the kernel for dk, so that terms cancel exactly under a strong decay.
     """
     largest = jnp.max(jnp.abs(d), axis=(3, 4), keepdims=True)
     bound = jnp.maximum(1, largest * 2.0**-15) if dtype == jnp.float16 else 1
     narrowed = (d / bound).astype(dtype).astype(d.dtype) * bound
-    return jnp.einsum("bphkv,bphkv->bhp", states, narrowed, precision="highest")
+    products = "bphkv,bphkv->" + ("bhpk" if parts.channels else "bhp")
+    return jnp.einsum(products, states, narrowed, precision="highest")
 
 
 def of_group(gradient: jax.Array, group: int) -> jax.Array:
@@ -251,16 +281,28 @@ def of_group(gradient: jax.Array, group: int) -> jax.Array:
     return by_head.sum(axis=3, dtype=jnp.float32).astype(gradient.dtype)
 
 
-def decay_gradients(
-    parts: Cut, of_tokens: Float32[Array, "batch heads seq"], crossing: Totals
-) -> Logs:
+def decay_gradients(parts: Cut, of_tokens: Dots, crossing: Totals) -> Logs:
     """Returns the gradient of the log decays.
 
     d log λ_t = Σ_(s≥t) (q_s·dq_s − k_s·dk_s) within a part and a run, and ⟨S, D⟩ at its end.
-    ``of_tokens`` are these differences, ``crossing`` the products ⟨S, D⟩.
+    ``of_tokens`` are these differences, ``crossing`` the products ⟨S, D⟩. Decays of channels have
+    differences and products of their own.
     """
-    rows, (batch, tokens, heads) = parts.rows, parts.resets.shape
-    resets = parts.resets.swapaxes(1, 2)
+    if parts.channels is None:
+        return _decay_gradients(parts.rows, parts.resets, of_tokens, crossing)
+    of_channel = jax.vmap(partial(_decay_gradients, parts.rows), in_axes=-1, out_axes=-1)
+    gradient: Logs = of_channel(parts.channels.stops, of_tokens, crossing)
+    return gradient
+
+
+def _decay_gradients(
+    rows: int,
+    resets: Bool[Array, "batch seq heads"],
+    of_tokens: Float32[Array, "batch heads seq"],
+    crossing: Float32[Array, "batch heads parts"],
+) -> Float32[Array, "batch seq heads"]:
+    batch, tokens, heads = resets.shape
+    resets = resets.swapaxes(1, 2)
     missing = crossing.shape[2] * rows - tokens
     padding = [(0, 0), (0, 0), (0, missing)]
     terms = jnp.pad(of_tokens, padding).reshape(batch, heads, -1, rows)
@@ -286,11 +328,14 @@ def _parts(
     back: bool,
 ) -> States:
     """Returns the state that each part leaves, from a state of zeros."""
-    batch, heads, count = parts.totals.shape
+    batch, heads, count = parts.totals.shape[:3]
+    if parts.channels:
+        k = channels.faded(k, parts.channels.from_start if back else parts.channels.to_end)
     shape = (batch, count, heads, k.shape[3], v.shape[3])
     result = jax.ShapeDtypeStruct(shape, jnp.float32)
     label = "backward" if back else "forward"
-    (state,) = _call("parts", label, parts, (k, v, parts.sums), [result], back)
+    decays = KEYS if parts.channels else HEADS
+    (state,) = _call("parts", label, parts, (k, v, parts.sums), [result], back, decays=decays)
     return state
 
 
@@ -302,15 +347,17 @@ def attended(
     *,
     back: bool = False,
     strict: bool = False,
-) -> tuple[Float[Array, "batch seq heads v_dim"], Float32[Array, "batch heads seq"]]:
+) -> tuple[Float[Array, "batch seq heads v_dim"], Dots]:
     """Returns the results of q, k, v and states, and their products with ``other`` by row.
 
     Without ``other`` the products are zeros. With ``strict`` a token's own key and value give it
-    nothing.
+    nothing. With decays of channels the products are those of each channel.
     """
     q, k, v, states = operands
-    batch, tokens, heads = q.shape[0], q.shape[1], parts.sums.shape[1]
+    batch, tokens, heads = q.shape[0], q.shape[1], parts.totals.shape[1]
     results = [jax.ShapeDtypeStruct((batch, tokens, heads, v.shape[3]), q.dtype)]
+    if parts.channels:
+        return _attended_in_channels(label, parts, operands, other, results, back, strict)
     given: Arrays = (q, k, v, parts.sums, states)
     if other is None:
         (out,) = _call("attend", label, parts, given, results, back, strict)
@@ -322,18 +369,63 @@ def attended(
     return out, dots.reshape(batch, heads, columns, -1).sum(axis=2)[..., :tokens]
 
 
+def _attended_in_channels(
+    label: str,
+    parts: Cut,
+    operands: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    other: jax.Array | None,
+    results: list[jax.ShapeDtypeStruct],
+    back: bool,
+    strict: bool,
+) -> tuple[Float[Array, "batch seq heads v_dim"], Float32[Array, "batch heads seq v_dim"]]:
+    """Returns the results of `attended` with decays of channels.
+
+    Without ``other`` q and k have the channels. Otherwise the values have them, and the products
+    are those of all elements, without what a token's own key and value give it.
+    """
+    q, k, v, states = operands
+    of = parts.channels
+    assert of is not None
+    if other is None:
+        pairs = pairs_of(parts, k, q) if back else pairs_of(parts, q, k)
+        pairs = channels.turned(pairs) if back else pairs
+        received, left = (of.to_end, of.from_start) if back else (of.from_start, of.to_end)
+        rows = (channels.faded(q, received), channels.faded(k, left), v)
+        given = (*rows, parts.sums, states, pairs)
+        (out,) = _call("attend", label, parts, given, results, back, strict, KEYS)
+        return out, jnp.zeros((*parts.totals.shape[:2], *out.shape[1::2]), jnp.float32)
+    met = channels.met(of, v, other) if back else channels.met(of, other, v)
+    given = (q, k, v, parts.sums, states, other, met, of.to_middle.astype(q.dtype))
+    results.append(jax.ShapeDtypeStruct((*parts.sums.shape[:3], v.shape[3]), jnp.float32))
+    out, dots = _call("attend", label, parts, given, results, back, strict, VALUES)
+    return out, dots.swapaxes(1, 2)[:, :, : q.shape[1]]
+
+
+def pairs_of(
+    parts: Cut, q: Float[Array, "batch seq heads k_dim"], k: Float[Array, "batch seq heads k_dim"]
+) -> Float32[Array, "batch padded_seq heads tile"]:
+    """Returns the products of queries with keys of their tile under decays of channels."""
+    assert parts.channels is not None
+    shape = jax.ShapeDtypeStruct((*parts.sums.shape[:3], TILE), jnp.float32)
+    operands = (q, k, channels.met(parts.channels, q, k))
+    return _call("pairs", "", parts, operands, [shape])[0]
+
+
 def _call(
     name: str,
     label: str,
     parts: Cut,
     operands: Arrays,
     shapes: list[jax.ShapeDtypeStruct],
-    back: bool,
+    back: bool = False,
     strict: bool = False,
+    decays: int = HEADS,
 ) -> Arrays:
-    attributes = {"part_rows": np.int64(parts.rows), "reverse": np.bool_(back)}
+    attributes: _ffi.Attributes = {"part_rows": np.int64(parts.rows)}
+    if name != "pairs":
+        attributes |= {"reverse": np.bool_(back), "decays": np.int64(decays)}
     if name == "attend":
-        attributes["strict"] = np.bool_(strict)
+        attributes |= {"strict": np.bool_(strict)}
     target = _ffi.LINEAR_KERNELS[name]
     outputs = _ffi.call(target, shapes, operands, attributes, label=label)
     return vary_like(operands[0], outputs)

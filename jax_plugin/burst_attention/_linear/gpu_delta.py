@@ -131,7 +131,7 @@ def backward(has_documents: bool, operands: Arrays, again: Again | None) -> Arra
     parts, inverse = tokens.parts, again.inverse
     behind = _states_from(again.begins, dafter)
     before, d = states[:, :-1], behind[:, -2::-1]
-    crossing = gpu.crossings(states[:, 1:], d, q.dtype)
+    crossing = gpu.crossings(parts, states[:, 1:], d, q.dtype)
     if has_documents:
         before, d = finite(before), finite(d)
     queries, values, given_dout = _of_heads(has_documents, logs, q, v, dout)

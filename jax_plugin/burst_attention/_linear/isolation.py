@@ -15,13 +15,15 @@ def finite(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def spoilt(
-    logs: Float32[Array, "batch seq heads"], *rows: Float[Array, "batch seq _ _"]
+    logs: Float32[Array, "batch seq heads"] | Float32[Array, "batch seq heads k_dim"],
+    *rows: Float[Array, "batch seq _ _"],
 ) -> Bool[Array, "batch seq heads"]:
     """Returns which tokens have NaN or infinities in their rows, or a log decay of NaN or ∞.
 
     The number of heads of ``rows`` divides heads.
     """
-    heads, found = logs.shape[2], ~(logs < jnp.inf)
+    heads, is_right = logs.shape[2], logs < jnp.inf
+    found = ~(is_right if logs.ndim == 3 else is_right.all(axis=3))
     for x in rows:
         found |= jnp.repeat(~jnp.isfinite(x).all(axis=3), heads // x.shape[2], axis=2)
     return found

@@ -29,6 +29,10 @@ Kept: TypeAlias = tuple[Operands, Transfer | None]
 """The operands, with the states of `Again` in place of the first state, and its transfer."""
 
 
+WIDEST = 128
+"""The most columns of keys and values for which GPUs have kernels with decays of channels."""
+
+
 def attend(axes: Axes, settings: Settings, inputs: Inputs) -> Results:
     """Returns the outputs of this device's tokens, and the state after all tokens if asked for.
 
@@ -77,7 +81,8 @@ def _prepared(
     if method == "auto" and turns.share_cores(platform, logs.shape[0] * logs.shape[2]):
         method = "in_turn"
     method = states.chosen(method, size, round(travelling))
-    call = Call(axes, size, method, platform, logs.ndim == 3, ids is not None, settings.scale)
+    has_kernels = logs.ndim == 3 or (beta is None and max(*q.shape[3:], *v.shape[3:]) <= WIDEST)
+    call = Call(axes, size, method, platform, has_kernels, ids is not None, settings.scale)
     return call, operands, ids
 
 

@@ -3,7 +3,7 @@
 use burst_attention_kernels::instances::{Element, Instance, Kernel, Target};
 use burst_attention_kernels::record::{Access, Argument, Kind, Meaning, Size, View};
 
-const SOURCES: [&str; 13] = [
+const SOURCES: [&str; 14] = [
     include_str!("../src/device/forward.rs"),
     include_str!("../src/device/backward_keys.rs"),
     include_str!("../src/device/backward_queries.rs"),
@@ -12,6 +12,7 @@ const SOURCES: [&str; 13] = [
     include_str!("../src/device/rows.rs"),
     include_str!("../src/device/combine_softmax.rs"),
     include_str!("../src/device/linear.rs"),
+    include_str!("../src/device/channels.rs"),
     include_str!("../src/device/delta_inverse.rs"),
     include_str!("../src/device/delta_rule.rs"),
     include_str!("../src/device/delta_keys.rs"),

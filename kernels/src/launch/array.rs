@@ -156,7 +156,10 @@ impl Array {
     /// Returns the batch stride for a launch over `rows` rows of `batch`. The stride of a single
     /// entry may be any, even beyond 32 bits, so the kernel gets a stride that fits.
     fn stride(&self, batch: &Range<usize>, rows: &Range<usize>) -> u64 {
-        if batch.len() == 1 { self.extent(rows.len()) as u64 } else { self.batch_stride }
+        let stride =
+            if batch.len() == 1 { self.extent(rows.len()) as u64 } else { self.batch_stride };
+        // The stride of an array that is not given must only fit its argument.
+        if self.is_given() { stride } else { stride.min(1 << 30) }
     }
 }
 

@@ -7,6 +7,7 @@ use super::lower::launches;
 use crate::element::Element;
 use crate::kernel::Kernel;
 use crate::record::Operand;
+use crate::variant::Decays;
 
 /// The tokens of a call, with what all kernels of the delta rule read. Arrays are row-major without
 /// gaps, and all have as many heads.
@@ -143,6 +144,7 @@ impl DeltaTokens {
             value_dim,
             element,
             part: Part { rows: self.part_rows, reverse: false },
+            decays: Decays::Heads,
             k,
             v: 0,
             sums,

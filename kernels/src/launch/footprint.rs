@@ -7,6 +7,7 @@ use super::array::{Array, resident_side, side};
 use crate::instances::Instance;
 use crate::place::Statistics;
 use crate::record::{Access, Argument, Meaning, Size, Value};
+use crate::variant::{Decays, Variant};
 
 /// The part of an array that a launch may touch, and what it does with it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -60,7 +61,7 @@ impl Launch {
         if argument.flag.is_some_and(|array| !self.is_on(Meaning::Has(array))) {
             return (false, false);
         }
-        let kernel = self.instance().kernel;
+        let Instance { kernel, variant: Variant { fused, decays, .. }, .. } = self.instance();
         // The kernels read arrays of features where something is streamed.
         let is_resident = side(kernel, &view) == resident_side(kernel) && argument.flag.is_none();
         let limits = self.integer(Meaning::Lower).zip(self.integer(Meaning::Upper));
@@ -70,9 +71,11 @@ impl Launch {
             Access::Out => (false, true),
             Access::Update => (true, true),
             Access::FusedAdd => {
-                let adds = is_met && self.instance().variant.fused;
+                let adds = is_met && fused;
                 (adds, adds)
             }
+            Access::KeyChannelsIn => (decays == Decays::KeyChannels, false),
+            Access::ValueChannelsIn => (decays == Decays::ValueChannels, false),
             Access::LastOut => (false, self.is_on(Meaning::Last)),
             Access::Carry => (!self.is_on(Meaning::First), !self.is_on(Meaning::Last)),
         }

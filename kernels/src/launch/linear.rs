@@ -11,13 +11,13 @@ use super::check::{check_columns, check_sharing};
 use super::lower::launches;
 use crate::element::Element;
 use crate::error::LaunchError;
-use crate::instances::Instance;
+use crate::instances::{CHANNEL_WIDTH, Instance};
 use crate::kernel::Kernel;
 use crate::place::Statistics;
 use crate::record::{Argument, Meaning, Operand, Size, Value};
 use crate::target::Target;
 use crate::tiles::width_of;
-use crate::variant::Variant;
+use crate::variant::{Decays, Variant};
 
 /// Tokens of a tile; sums of log decays begin anew with each tile.
 pub const LINEAR_TILE: usize = 64;
@@ -40,7 +40,8 @@ pub struct Part {
 /// ```
 ///
 /// The sums go over the tokens of a part; b_j is the sum of log decays, in base 2, since the start
-/// of the part.
+/// of the part. With decays of columns of k, k has its decays to the end of each tile, in reverse
+/// from its beginning.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LinearState {
@@ -64,8 +65,12 @@ pub struct LinearState {
     pub k: u64,
     /// Values `[batch, rows, kv_heads, value_dim]`.
     pub v: u64,
-    /// Float32 `[batch, heads, padded rows]`: sums of log decays from each tile's first token on,
-    /// in base 2. Behind the last token its sum is repeated.
+    /// What has a decay: heads, columns of k, or for outputs columns of v.
+    #[serde(default)]
+    pub decays: Decays,
+    /// Float32 `[batch, heads, padded rows]`, of channels `[batch, padded rows, heads, columns]`:
+    /// sums of log decays from each tile's first token on, in base 2. Behind the last token its sum
+    /// is repeated.
     pub sums: u64,
     /// Result, float32 `[batch, parts, heads, head_dim, value_dim]`.
     pub state: u64,
@@ -77,6 +82,10 @@ pub struct LinearState {
 /// o_i = Σ_(j≤i) 2^(b_i−b_j) (q_i·k_j) v_j + 2^(b_i) Sᵀ q_i
 /// reverse: o_i = Σ_(j≥i) 2^(b_j−b_i) (q_i·k_j) v_j + 2^(b_n−b_i) Sᵀ q_i
 /// ```
+///
+/// With decays of columns of k, q and k have their decays from the beginning and to the end of each
+/// tile, in reverse to the end and from the beginning. With decays of columns of v, b is a vector
+/// over these.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LinearAttend {
@@ -89,8 +98,20 @@ pub struct LinearAttend {
     pub q: u64,
     /// Result `[batch, rows, heads, value_dim]`.
     pub o: u64,
+    /// With decays of columns of k, float32 `[batch, padded rows, heads, 64]`: the result of
+    /// [`ChannelPairs`], in reverse with each tile transposed.
+    #[serde(default)]
+    pub pairs: u64,
+    /// With decays of columns of v, two arrays `[batch, rows, 6, heads, value_dim]`. The second holds
+    /// decays in levels of blocks of m = 1, 2, 4 … 32 tokens: those between a token and the end of
+    /// the even block of its pair of blocks. The first holds with these decays the rows of `dots`'
+    /// first array in odd blocks and values in even blocks, in reverse the other way.
+    #[serde(default)]
+    pub levels: [u64; 2],
     /// An array `[batch, rows, q_heads, value_dim]`, and a float32 result `[batch, heads · tiles,
-    /// padded rows]`: the products by row of this array with o, for each tile of columns.
+    /// padded rows]`: the products by row of this array with o, for each tile of columns. With decays
+    /// of columns of v the result is `[batch, padded rows, heads, value_dim]`: the products of all
+    /// elements, without what a token's own key and value give it.
     pub dots: Option<(u64, u64)>,
     /// Whether a token's own key and value give it nothing.
     pub strict: bool,
@@ -111,7 +132,8 @@ impl LinearState {
     /// not take them.
     pub fn instance(&self, kernel: Kernel, target: Target) -> Option<Instance> {
         let width = width_of(self.head_dim.max(self.value_dim))?;
-        Some(Instance::plain(kernel, self.element, width, target))
+        let plain = Instance::plain(kernel, self.element, width, target);
+        Some(Instance { variant: Variant::PLAIN.of_decays(self.decays), ..plain })
     }
 
     fn arrays(&self) -> [(Operand, u64); 4] {
@@ -131,14 +153,45 @@ impl LinearAttend {
         let [k, v, sums, state] = self.tokens.arrays();
         let (q, o) = ((Operand::Q, self.q), (Operand::O, self.o));
         let (other, dots) = ((Operand::Other, other), (Operand::Dots, dots));
-        let arrays = [q, k, v, sums, state, other, o, dots];
+        let pairs = (Operand::Pairs, self.pairs);
+        let [met, fades] = self.levels;
+        let (met, fades) = ((Operand::Met, met), (Operand::Fades, fades));
+        let arrays = [q, k, v, pairs, met, fades, sums, state, other, o, dots];
         let shape = (self.q_heads, &[self.tokens.value_dim][..]);
         let job = LinearJob::new(Kernel::LinearAttend, self.tokens, shape, &arrays);
         LinearJob { strict: self.strict, ..job }
     }
 }
 
-launches!(LinearState, LinearAttend);
+/// Computes the pairs of each tile under decays of channels.
+///
+/// ```text
+/// pairs_ij = Σ_d q_id k_jd 2^(b_id − b_jd), j ≤ i
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ChannelPairs {
+    /// Sizes, and keys `[batch, rows, heads, head_dim]`. The other arrays are left alone.
+    pub tokens: LinearState,
+    /// Queries, laid out like keys.
+    pub q: u64,
+    /// Queries and keys with decays, as [`LinearAttend::levels`] has them.
+    pub met: u64,
+    /// Float32 result `[batch, padded rows, heads, 64]`: row i has the pairs of token i with the
+    /// tokens of its tile.
+    pub pairs: u64,
+}
+
+impl ChannelPairs {
+    fn job(&self) -> LinearJob {
+        let [k, ..] = self.tokens.arrays();
+        let pairs = (Operand::Pairs, self.pairs);
+        let arrays = [(Operand::Q, self.q), k, (Operand::Met, self.met), pairs];
+        LinearJob::new(Kernel::ChannelPairs, self.tokens, (self.tokens.heads, &[]), &arrays)
+    }
+}
+
+launches!(LinearState, LinearAttend, ChannelPairs);
 
 /// Returns the tiles of `value_dim` columns on any target: `dots` has a row for each.
 pub fn column_tiles(head_dim: usize, value_dim: usize) -> Option<usize> {
@@ -183,7 +236,7 @@ impl LinearJob {
         let head_stride = self.tokens.padded_rows() as u64;
         let at = Statistics { address, batch_stride: 0, head_stride };
         let size = |size| self.size(size);
-        let image = (self.kernel, Variant::PLAIN);
+        let image = (self.kernel, Variant::PLAIN.of_decays(self.tokens.decays));
         Array::new(image, operand, self.tokens.element, size, at).contiguous(size)
     }
 
@@ -195,6 +248,10 @@ impl LinearJob {
         let Some(instance) = self.tokens.instance(self.kernel, target) else {
             unreachable!("a tile holds all columns that were accepted");
         };
+        if !instance.is_made() {
+            let expected = format!("at most {CHANNEL_WIDTH} columns where channels have decays");
+            return Err(LaunchError::invalid("columns", expected, instance.width));
+        }
         let launch = |cut: PartCut| {
             let value = |argument| self.value(argument, &cut);
             Launch::new(instance, self.blocks(&cut, instance) as u32, value)

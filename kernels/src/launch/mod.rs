@@ -116,6 +116,8 @@ operations! {
     LinearState = "linear_state",
     /// The outputs of linear attention.
     LinearAttend = "linear_attend",
+    /// The pairs of tiles under decays of channels.
+    ChannelPairs = "channel_pairs",
     /// The inverses of the delta rule.
     DeltaInverse = "delta_inverse",
     /// The states or the corrected values of the delta rule.
@@ -247,7 +249,7 @@ impl Launch {
     /// Returns the reason why a launch needs an array, for the error that the array is missing.
     fn why_used(&self, argument: &Argument) -> String {
         match argument.access {
-            Access::In => "it is read".to_owned(),
+            Access::In | Access::KeyChannelsIn | Access::ValueChannelsIn => "it is read".to_owned(),
             Access::Out => "it is written".to_owned(),
             Access::Update | Access::FusedAdd => "it is read and written".to_owned(),
             Access::LastOut => "the last launch of these rows writes it".to_owned(),

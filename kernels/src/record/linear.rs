@@ -5,7 +5,7 @@ use super::{Access, Argument, Kind, Meaning, Operand, Size, View, count, joined}
 const STATE_ARRAYS: &[Argument] = &arguments! {
     k: Activations(K)[QLen, KvHeads, HeadDim] / 16, "keys, or in reverse queries [batch, rows, kv_heads, head_dim]";
     v: Activations(V)[QLen, KvHeads, ValueDim] / 16, "values, or in reverse gradients of the output [batch, rows, kv_heads, value_dim]";
-    sums: Float32s(Sums)[Heads, PaddedRows; Sums, Sums] / 16, "sums of log decays since the start of a tile, in base 2 [batch, heads, padded_rows]";
+    sums: Float32s(Sums)[Heads, PaddedRows; Sums, Sums] / 16, "sums of log decays since the start of a tile, in base 2 [batch, heads, padded_rows]; of channels [batch, padded_rows, heads, columns]";
     state: Float32s(State)[Parts, Heads, HeadDim, ValueDim] Out / 16, "the state that each part leaves [batch, parts, heads, head_dim, value_dim]";
 };
 
@@ -52,11 +52,14 @@ const ATTEND_ARRAYS: &[Argument] = &arguments! {
     q: Activations(Q)[QLen, QHeads, HeadDim] / 16, "queries [batch, rows, q_heads, head_dim]";
     k: Activations(K)[QLen, KvHeads, HeadDim] / 16, "keys [batch, rows, kv_heads, head_dim]";
     v: Activations(V)[QLen, KvHeads, ValueDim] / 16, "values [batch, rows, kv_heads, value_dim]";
-    sums: Float32s(Sums)[Heads, PaddedRows; Sums, Sums] / 16, "sums of log decays since the start of a tile, in base 2 [batch, heads, padded_rows]";
+    pairs: Float32s(Pairs)[PaddedRows, Heads, SixtyFour] KeyChannelsIn / 16, "products of queries with the keys of their tile under decays of channels, 0 where a query does not see a key [batch, padded_rows, heads, 64]";
+    met: Activations(Met)[QLen, Six, Heads, ValueDim] ValueChannelsIn / 16, "for each level of blocks of 1, 2 … 32 tokens, rows of other (in reverse values) of odd blocks and values (in reverse rows of other) of even blocks, with decays between them and the end of the even block [batch, rows, 6, heads, value_dim]";
+    fades: Activations(Fades)[QLen, Six, Heads, ValueDim; Met] ValueChannelsIn / 16, "these decays, laid out like met";
+    sums: Float32s(Sums)[Heads, PaddedRows; Sums, Sums] / 16, "sums of log decays since the start of a tile, in base 2 [batch, heads, padded_rows]; of channels [batch, padded_rows, heads, columns]";
     state: Float32s(State)[Parts, Heads, HeadDim, ValueDim] / 16, "the state where each part begins [batch, parts, heads, head_dim, value_dim]";
     other: Activations(Other)[QLen, QHeads, ValueDim] In(Dots) / 16, "factor of the products by row [batch, rows, q_heads, value_dim]; read if has_other";
     o: Activations(O)[QLen, Heads, ValueDim] Out / 16, "result [batch, rows, heads, value_dim]";
-    dots: Float32s(Dots)[DotHeads, PaddedRows; Dots, Sums] Out(Dots) / 16, "rowsum(o ∘ other) of each tile of columns [batch, heads · tiles, padded_rows]; written if has_dots";
+    dots: Float32s(Dots)[DotHeads, PaddedRows; Dots, Sums] Out(Dots) / 16, "rowsum(o ∘ other) of each tile of columns [batch, heads · tiles, padded_rows]; of channels o ∘ other without a token's own part [batch, padded_rows, heads, value_dim]; written if has_dots";
 };
 
 const ATTEND_HEADS: &[Argument] = &arguments! {
@@ -69,6 +72,8 @@ const ATTEND_STRIDES: &[Argument] = &arguments! {
     q_batch_stride: I32(BatchStride(Q)) / 8, "elements between batch entries of q";
     k_batch_stride: I32(BatchStride(K)) / 8, "elements between batch entries of k";
     v_batch_stride: I32(BatchStride(V)) / 8, "elements between batch entries of v";
+    pairs_batch_stride: I32(BatchStride(Pairs)) / 16, "elements between batch entries of pairs";
+    met_batch_stride: I32(BatchStride(Met)) / 8, "elements between batch entries of met and fades";
     other_batch_stride: I32(BatchStride(Other)) / 8, "elements between batch entries of other";
     o_batch_stride: I32(BatchStride(O)) / 8, "elements between batch entries of o";
     dots_batch_stride: I32(BatchStride(Dots)) / 16, "elements between batch entries of dots";
@@ -116,9 +121,26 @@ pub const LINEAR_ATTEND: &[Argument] = record!(
     ATTEND_FLAGS
 );
 
+const PAIRS_ARRAYS: &[Argument] = &arguments! {
+    q: Activations(Q)[QLen, Heads, HeadDim] / 16, "queries [batch, rows, heads, head_dim]";
+    k: Activations(K)[QLen, Heads, HeadDim; Q] / 16, "keys, laid out like q";
+    met: Activations(Met)[QLen, Six, Heads, HeadDim] / 16, "for each level of blocks of 1, 2 … 32 tokens, queries of odd blocks and keys of even blocks, with decays between them and the end of the even block [batch, rows, 6, heads, head_dim]";
+    pairs: Float32s(Pairs)[PaddedRows, Heads, SixtyFour] Out / 16, "products of queries with the keys of their tile under decays of channels, 0 where a query does not see a key [batch, padded_rows, heads, 64]";
+};
+
+const PAIRS_STRIDES: &[Argument] = &arguments! {
+    q_batch_stride: I32(BatchStride(Q)) / 8, "elements between batch entries of q and k";
+    met_batch_stride: I32(BatchStride(Met)) / 8, "elements between batch entries of met";
+    pairs_batch_stride: I32(BatchStride(Pairs)) / 16, "elements between batch entries of pairs";
+};
+
+/// Arguments of `channel_pairs`.
+pub const CHANNEL_PAIRS: &[Argument] =
+    record!(PAIRS_ARRAYS, ROWS, KEY_COLUMNS, PAIRS_STRIDES, CUTS);
+
 const INVERSE_ARRAYS: &[Argument] = &arguments! {
     k: Activations(K)[QLen, Heads, HeadDim] / 16, "keys [batch, rows, heads, head_dim]";
-    sums: Float32s(Sums)[Heads, PaddedRows; Sums, Sums] / 16, "sums of log decays since the start of a tile, in base 2 [batch, heads, padded_rows]";
+    sums: Float32s(Sums)[Heads, PaddedRows; Sums, Sums] / 16, "sums of log decays since the start of a tile, in base 2 [batch, heads, padded_rows]; of channels [batch, padded_rows, heads, columns]";
     beta: Float32s(Beta)[Heads, PaddedRows; Sums, Sums] / 16, "rates [batch, heads, padded_rows]; 0 behind the last token";
     inverse: Activations(Inverse)[QLen, Heads, SixtyFour] Out / 16, "rows of the inverses of tiles [batch, rows, heads, 64]";
 };
@@ -138,7 +160,7 @@ pub const DELTA_RULE_INVERSE: &[Argument] =
 
 const SOLVED: &[Argument] = &arguments! {
     inverse: Activations(Inverse)[QLen, Heads, SixtyFour] / 16, "rows of the inverses of tiles [batch, rows, heads, 64]";
-    sums: Float32s(Sums)[Heads, PaddedRows; Sums, Sums] / 16, "sums of log decays since the start of a tile, in base 2 [batch, heads, padded_rows]";
+    sums: Float32s(Sums)[Heads, PaddedRows; Sums, Sums] / 16, "sums of log decays since the start of a tile, in base 2 [batch, heads, padded_rows]; of channels [batch, padded_rows, heads, columns]";
     beta: Float32s(Beta)[Heads, PaddedRows; Sums, Sums] / 16, "rates [batch, heads, padded_rows]; 0 behind the last token";
 };
 
@@ -241,7 +263,7 @@ const KEYS_ARRAYS: &[Argument] = &arguments! {
     q: Activations(Q)[QLen, Heads, HeadDim] / 16, "queries [batch, rows, heads, head_dim]";
     dv: Activations(Dv)[QLen, Heads, ValueDim; Corrected] / 16, "gradient of values, laid out like u";
     k: Activations(K)[QLen, Heads, HeadDim; Q] / 16, "keys, laid out like q";
-    sums: Float32s(Sums)[Heads, PaddedRows; Sums, Sums] / 16, "sums of log decays since the start of a tile, in base 2 [batch, heads, padded_rows]";
+    sums: Float32s(Sums)[Heads, PaddedRows; Sums, Sums] / 16, "sums of log decays since the start of a tile, in base 2 [batch, heads, padded_rows]; of channels [batch, padded_rows, heads, columns]";
     turned: Float32s(Turned)[Parts, Heads, ValueDim, HeadDim] / 16, "the turned gradient of the state behind each part [batch, parts, heads, value_dim, head_dim]";
     dk: Activations(Dk)[QLen, Heads, HeadDim; Q] Out / 16, "gradient of keys, laid out like q";
     dots: Float32s(Dots)[DotHeads, PaddedRows; Dots, Sums] Out / 16, "rowsum(dk ∘ k) of each tile of columns [batch, heads · tiles, padded_rows]";

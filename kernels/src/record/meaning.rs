@@ -89,6 +89,12 @@ pub enum Operand {
     Arrived,
     /// Sums of log decays.
     Sums,
+    /// Products of queries with keys under decays of channels.
+    Pairs,
+    /// Queries and keys with their decays to the middle of pairs of blocks.
+    Met,
+    /// Decays to the middle of pairs of blocks.
+    Fades,
     /// States of linear attention.
     State,
     /// States that parts of the tokens begin with; gradients of the states behind them.

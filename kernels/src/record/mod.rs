@@ -10,7 +10,7 @@ pub use meaning::{Meaning, Operand, Size};
 use serde::Serialize;
 
 use crate::element::Element;
-use crate::variant::{FeatureSet, Variant};
+use crate::variant::{Decays, FeatureSet, Variant};
 
 /// Type of a kernel's argument.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,6 +62,10 @@ pub enum Access {
     /// A fused image adds to the array, several blocks to an element, in any order. Other images
     /// leave it alone.
     FusedAdd,
+    /// An image for decays of columns of keys reads the array. Other images leave it alone.
+    KeyChannelsIn,
+    /// An image for decays of columns of values reads the array. Other images leave it alone.
+    ValueChannelsIn,
     /// The kernel writes the array if `last` is 1, and otherwise leaves it alone.
     LastOut,
     /// The kernel reads the array unless `first` is 1, and writes it unless `last` is 1; with both
@@ -118,8 +122,12 @@ pub struct Argument {
 
 impl Argument {
     /// Returns the kernel's view of a pointer's array in an image of a variant. Where masks are
-    /// data, packed rows and runs take the place of segments and ranges.
+    /// data, packed rows and runs take the place of segments and ranges. Where channels have decays,
+    /// sums of log decays and products are those of channels.
     pub fn view_of(&self, variant: Variant) -> Option<View> {
+        if let Some(dims) = self.of_channels(variant.decays) {
+            return self.view.map(|view| View { dims, head_stride: None, ..view });
+        }
         let dims: &[Size] = match self.meaning {
             _ if !variant.has(FeatureSet::VISIBLE) => return self.view,
             Meaning::Address(Operand::QSegments) => &[Size::QLen, Size::Six],
@@ -128,6 +136,21 @@ impl Argument {
             _ => return self.view,
         };
         self.view.map(|view| View { dims, ..view })
+    }
+}
+
+impl Argument {
+    /// Returns the dimensions of an array of channels in an image for decays of channels.
+    fn of_channels(&self, decays: Decays) -> Option<&'static [Size]> {
+        use Size::{HeadDim, Heads, PaddedRows, ValueDim};
+        let Meaning::Address(operand) = self.meaning else { return None };
+        Some(match (decays, operand) {
+            (Decays::KeyChannels, Operand::Sums) => &[PaddedRows, Heads, HeadDim],
+            (Decays::ValueChannels, Operand::Sums | Operand::Dots) => {
+                &[PaddedRows, Heads, ValueDim]
+            }
+            _ => return None,
+        })
     }
 }
 

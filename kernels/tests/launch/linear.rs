@@ -5,6 +5,7 @@ use burst_attention_kernels::launch::{
     LINEAR_TILE, Launch, LaunchError, LinearAttend, LinearState, MAX_VIEW_BYTES, Part, column_tiles,
 };
 use burst_attention_kernels::record::Value;
+use burst_attention_kernels::variant::Decays;
 
 use crate::random::Random;
 use crate::trial::integer;
@@ -27,6 +28,7 @@ fn state(
         value_dim: dims.1,
         element: Element::Bf16,
         part: Part { rows: part, reverse: false },
+        decays: Decays::Heads,
         k: AT[0],
         v: AT[1],
         sums: AT[2],
@@ -36,7 +38,16 @@ fn state(
 
 fn attend(tokens: LinearState) -> LinearAttend {
     let dots = Some((7 << 48, 8 << 48));
-    LinearAttend { tokens, q_heads: tokens.heads, q: 5 << 48, o: 6 << 48, dots, strict: false }
+    LinearAttend {
+        tokens,
+        q_heads: tokens.heads,
+        q: 5 << 48,
+        o: 6 << 48,
+        pairs: 0,
+        levels: [0; 2],
+        dots,
+        strict: false,
+    }
 }
 
 fn address(launch: &Launch, name: &str) -> u64 {

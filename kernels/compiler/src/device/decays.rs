@@ -35,16 +35,17 @@ pub mod decays {
     }
 
     /// Returns 2^(total − b), the weight of a token behind its tile; in reverse 2^(b), its weight
-    /// before the tile.
-    pub fn fading<const R: i32>(
-        sums: Tile<f32, { [R, 1] }>,
-        total: Tile<f32, { [1, 1] }>,
+    /// before the tile. There is one column, or one for each channel.
+    pub fn fading<const R: i32, const W: i32>(
+        sums: Tile<f32, { [R, W] }>,
+        total: Tile<f32, { [1, W] }>,
         reverse: i32,
-    ) -> Tile<f32, { [R, 1] }> {
-        let end: Tile<f32, { [1, 1] }> = total * factor(1i32 - reverse);
-        let end: Tile<f32, { [R, 1] }> = end.broadcast(const_shape![R, 1]);
+    ) -> Tile<f32, { [R, W] }> {
+        let ahead: Tile<f32, { [1, 1] }> = factor(1i32 - reverse);
+        let end: Tile<f32, { [1, W] }> = total * ahead.broadcast(const_shape![1, W]);
+        let end: Tile<f32, { [R, W] }> = end.broadcast(const_shape![R, W]);
         let sign: Tile<f32, { [1, 1] }> = factor(1i32 - 2i32 * reverse);
-        let between: Tile<f32, { [R, 1] }> = end - sums * sign.broadcast(const_shape![R, 1]);
+        let between: Tile<f32, { [R, W] }> = end - sums * sign.broadcast(const_shape![R, W]);
         exp2(between, ftz::Enabled)
     }
 
@@ -61,6 +62,15 @@ pub mod decays {
         let direction: i32 = 1i32 - 2i32 * reverse;
         let sign: Tile<f32, { [1, 1] }> = factor(direction);
         let left: Tile<f32, { [R, R] }> = (rows - columns) * sign.broadcast(const_shape![R, R]);
+        let seen: Tile<bool, { [R, R] }> = seen_of::<R>(reverse, strict);
+        let hidden: Tile<f32, { [R, R] }> = constant(f32::NEG_INFINITY, const_shape![R, R]);
+        let left: Tile<f32, { [R, R] }> = select(seen, left, hidden);
+        exp2(left, ftz::Enabled)
+    }
+
+    /// Returns the pairs of a tile whose row sees its column: j ≤ i, or in reverse j ≥ i.
+    pub fn seen_of<const R: i32>(reverse: i32, strict: i32) -> Tile<bool, { [R, R] }> {
+        let direction: i32 = 1i32 - 2i32 * reverse;
         let positions: Tile<i32, { [R] }> = iota(const_shape![R]);
         let own: i32 = strict * direction;
         let own: Tile<i32, { [R] }> = own.broadcast(const_shape![R]);
@@ -72,10 +82,16 @@ pub mod decays {
         let direction: Tile<i32, { [R, R] }> = direction.broadcast(const_shape![R, R]);
         let ahead: Tile<i32, { [R, R] }> = (column - row) * direction;
         let zero: Tile<i32, { [R, R] }> = constant(0i32, const_shape![R, R]);
-        let seen: Tile<bool, { [R, R] }> = le_tile(ahead, zero);
-        let hidden: Tile<f32, { [R, R] }> = constant(f32::NEG_INFINITY, const_shape![R, R]);
-        let left: Tile<f32, { [R, R] }> = select(seen, left, hidden);
-        exp2(left, ftz::Enabled)
+        le_tile(ahead, zero)
+    }
+
+    /// Returns pairs of a tile, and 0 where the row does not see the column.
+    pub fn visible_pairs<const R: i32>(
+        x: Tile<f32, { [R, R] }>,
+        reverse: i32,
+    ) -> Tile<f32, { [R, R] }> {
+        let zero: Tile<f32, { [R, R] }> = constant(0.0f32, const_shape![R, R]);
+        select(seen_of::<R>(reverse, 0i32), x, zero)
     }
 
     /// Returns weight ∘ x, and 0 where the weight is 0, whatever x is there.
@@ -122,6 +138,15 @@ pub mod decays {
         convert_tile(scaled)
     }
 
+    /// Returns what rounding to `high` has taken from `x`, rounded.
+    pub fn remainder<E: ElementType, const R: i32, const C: i32>(
+        high: Tile<E, { [R, C] }>,
+        x: Tile<f32, { [R, C] }>,
+    ) -> Tile<E, { [R, C] }> {
+        let high: Tile<f32, { [R, C] }> = convert_tile(high);
+        convert_tile(x - high)
+    }
+
     /// Returns x · bound of a product whose operand was divided by `bound`.
     pub fn widened<const R: i32, const C: i32>(
         bound: Tile<f32, { [1, 1] }>,
@@ -136,11 +161,11 @@ pub mod decays {
     }
 
     /// Returns S + kᵀ (fade ∘ v).
-    pub fn gathered<E: ElementType, const R: i32, const DT: i32, const C: i32>(
+    pub fn gathered<E: ElementType, const R: i32, const DT: i32, const C: i32, const W: i32>(
         state: Tile<f32, { [DT, C] }>,
         k: Tile<E, { [R, DT] }>,
         v: Tile<f32, { [R, C] }>,
-        fade: Tile<f32, { [R, 1] }>,
+        fade: Tile<f32, { [R, W] }>,
     ) -> Tile<f32, { [DT, C] }> {
         let faded: Tile<f32, { [R, C] }> = v * fade.broadcast(const_shape![R, C]);
         let faded: Tile<E, { [R, C] }> = convert_tile(faded);
@@ -149,26 +174,33 @@ pub mod decays {
         mma(k, faded, state)
     }
 
-    /// Returns S = 2^(total) S + kᵀ (fade ∘ v).
-    pub fn advance<E: ElementType, const R: i32, const DT: i32, const C: i32>(
+    /// Returns S = 2^(total) ∘ S + kᵀ (fade ∘ v). The total is one number, or one for each row or
+    /// column of S.
+    pub fn advance<
+        E: ElementType,
+        const R: i32,
+        const DT: i32,
+        const C: i32,
+        const W: i32,
+        const A: i32,
+        const B: i32,
+    >(
         state: Tile<f32, { [DT, C] }>,
         k: Tile<E, { [R, DT] }>,
         v: Tile<f32, { [R, C] }>,
-        fade: Tile<f32, { [R, 1] }>,
-        total: Tile<f32, { [1, 1] }>,
+        fade: Tile<f32, { [R, W] }>,
+        total: Tile<f32, { [A, B] }>,
     ) -> Tile<f32, { [DT, C] }> {
-        let carry: Tile<f32, { [1, 1] }> = exp2(total, ftz::Enabled);
+        let carry: Tile<f32, { [A, B] }> = exp2(total, ftz::Enabled);
         let carried: Tile<f32, { [DT, C] }> = weighed(state, carry.broadcast(const_shape![DT, C]));
-        gathered::<E, R, DT, C>(carried, k, v, fade)
+        gathered::<E, R, DT, C, W>(carried, k, v, fade)
     }
 
-    /// Returns 2^(b) ∘ (q S) / unit, with S before the tile, in reverse 2^(total − b) ∘ (q S) / unit;
-    /// 0 where the power is 0, whatever the state is.
-    pub fn crossed<E: ElementType, const R: i32, const DT: i32, const C: i32>(
+    /// Returns received ∘ (q S) / unit, with S before the tile, in reverse behind it; 0 where
+    /// `received` is 0, whatever the state is.
+    pub fn crossed<E: ElementType, const R: i32, const DT: i32, const C: i32, const W: i32>(
         q: Tile<E, { [R, DT] }>,
-        sums: Tile<f32, { [R, 1] }>,
-        total: Tile<f32, { [1, 1] }>,
-        reverse: i32,
+        received: Tile<f32, { [R, W] }>,
         unit: Tile<f32, { [1, 1] }>,
         bounded: i32,
         state: Tile<f32, { [DT, C] }>,
@@ -182,7 +214,6 @@ pub mod decays {
             relative = true_div(bound, unit);
         }
         let crossing: Tile<f32, { [R, C] }> = widened::<R, C>(relative, bounded, crossing);
-        let received: Tile<f32, { [R, 1] }> = fading::<R>(sums, total, 1i32 - reverse);
         weighed::<R, C>(crossing, received.broadcast(const_shape![R, C]))
     }
 
@@ -202,10 +233,23 @@ pub mod decays {
         let pairs: Tile<f32, { [R, R] }> = product(q, k);
         let left: Tile<f32, { [R, R] }> = between::<R>(sums, reverse, strict);
         let faded: Tile<f32, { [R, R] }> = weighed(pairs, left);
-        let unit: Tile<f32, { [1, 1] }> = bound_of(faded, bounded);
-        let weights: Tile<E, { [R, R] }> = narrow(faded, unit, bounded);
+        let received: Tile<f32, { [R, 1] }> = fading::<R, 1>(sums, total, 1i32 - reverse);
+        summed::<E, R, DT, C>(faded, q, received, v, bounded, state)
+    }
+
+    /// Returns pairs v + received ∘ (q S).
+    pub fn summed<E: ElementType, const R: i32, const DT: i32, const C: i32>(
+        pairs: Tile<f32, { [R, R] }>,
+        q: Tile<E, { [R, DT] }>,
+        received: Tile<f32, { [R, 1] }>,
+        v: Tile<E, { [R, C] }>,
+        bounded: i32,
+        state: Tile<f32, { [DT, C] }>,
+    ) -> Tile<f32, { [R, C] }> {
+        let unit: Tile<f32, { [1, 1] }> = bound_of(pairs, bounded);
+        let weights: Tile<E, { [R, R] }> = narrow(pairs, unit, bounded);
         let crossing: Tile<f32, { [R, C] }> =
-            crossed::<E, R, DT, C>(q, sums, total, reverse, unit, bounded, state);
+            crossed::<E, R, DT, C, 1>(q, received, unit, bounded, state);
         let out: Tile<f32, { [R, C] }> = mma(weights, v, crossing);
         widened::<R, C>(unit, bounded, out)
     }
@@ -215,6 +259,7 @@ pub mod decays {
         let first: i32 = part * part_tiles;
         (first, min(part_tiles, ceil_div(rows, R) - first))
     }
+
     /// Returns the products by row of two tiles.
     pub fn dots_of<E: ElementType, const R: i32, const C: i32>(
         x: Tile<E, { [R, C] }>,

@@ -4,7 +4,7 @@
 pub mod delta_inverse {
     use super::super::common::common::{product, read_statistics, rows_view, statistics_view};
     use super::super::common::common::{stream, write};
-    use super::super::decays::decays::{between, share_of, tiles_of, weighed};
+    use super::super::decays::decays::{between, remainder, share_of, tiles_of, weighed};
     use cutile::core::*;
 
     /// Returns `x` in the lower left quarter of each diagonal block of 2m rows, and otherwise 0.
@@ -61,15 +61,6 @@ pub mod delta_inverse {
         let whole: Tile<f32, { [R, R] }> = convert_tile(t);
         let whole: Tile<f32, { [R, R] }> = mma(t, moved, whole);
         convert_tile(whole)
-    }
-
-    /// Returns what rounding to `high` has taken from `x`, rounded.
-    pub fn remainder<E: ElementType, const R: i32>(
-        high: Tile<E, { [R, R] }>,
-        x: Tile<f32, { [R, R] }>,
-    ) -> Tile<E, { [R, R] }> {
-        let high: Tile<f32, { [R, R] }> = convert_tile(high);
-        convert_tile(x - high)
     }
 
     /// Returns one step of Newton's method for the inverse T of I + A, where `high` + `low` is −A.
@@ -133,7 +124,7 @@ pub mod delta_inverse {
             let rate: Tile<f32, { [BM, BM] }> = negf(rate).broadcast(const_shape![BM, BM]);
             let negative: Tile<f32, { [BM, BM] }> = weighed(pairs, rate);
             let high: Tile<E, { [BM, BM] }> = convert_tile(negative);
-            let low: Tile<E, { [BM, BM] }> = remainder::<E, BM>(high, negative);
+            let low: Tile<E, { [BM, BM] }> = remainder::<E, BM, BM>(high, negative);
 
             // Substitution by blocks, from blocks of one row to one block. Rounding errors of the
             // blocks add up, and one step of Newton's method takes them away.

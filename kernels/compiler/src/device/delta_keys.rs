@@ -112,11 +112,11 @@ pub mod delta_keys {
             unsafe { write_columns(&dk_view, written, b, i, h, c) };
             let dot: Tile<f32, { [BM, 1] }> = dots_of(tk, out);
             unsafe { write_statistics(&dots_view, dot, b, i, h * columns + c) };
-            let fade: Tile<f32, { [BM, 1] }> = fading::<BM>(tb, total, 1i32);
+            let fade: Tile<f32, { [BM, 1] }> = fading::<BM, 1>(tb, total, 1i32);
             let tq: Tile<f32, { [BM, BN] }> = convert_tile(tq);
             let tk: Tile<f32, { [BM, BN] }> = convert_tile(tk);
-            s = advance::<E, BM, DT, BN>(s, tdo, tq, fade, total);
-            s = gathered::<E, BM, DT, BN>(s, tdv, tk, negf(fade));
+            s = advance::<E, BM, DT, BN, 1, 1, 1>(s, tdo, tq, fade, total);
+            s = gathered::<E, BM, DT, BN, 1>(s, tdv, tk, negf(fade));
         }
     }
 }

@@ -257,16 +257,17 @@ pub mod delta_rule {
             let tb: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&sums_view, b, i, h);
             let rate: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&beta_view, b, i, h);
 
+            let received: Tile<f32, { [BM, 1] }> = fading::<BM, 1>(tb, total, 1i32);
             let known: Tile<f32, { [BM, BN] }> =
-                crossed::<E, BM, DT, BN>(tk, tb, total, 0i32, one, bounded, s);
+                crossed::<E, BM, DT, BN, 1>(tk, received, one, bounded, s);
             let y: Tile<E, { [BM, BN] }> = missing::<E, BM, BN>(tv, rate, known);
             let values: Tile<f32, { [BM, BN] }> = mma(tt, y, zero);
             if has_u == 1i32 {
                 let written: Tile<E, { [BM, BN] }> = convert_tile(values);
                 unsafe { write_columns(&u_view, written, b, i, h, c) };
             }
-            let fade: Tile<f32, { [BM, 1] }> = fading::<BM>(tb, total, 0i32);
-            s = advance::<E, BM, DT, BN>(s, tk, values, fade, total);
+            let fade: Tile<f32, { [BM, 1] }> = fading::<BM, 1>(tb, total, 0i32);
+            s = advance::<E, BM, DT, BN, 1, 1, 1>(s, tk, values, fade, total);
         }
         unsafe { left::<DT, BN>(s, state, transfer, cut, place) };
     }
@@ -370,10 +371,10 @@ pub mod delta_rule {
                 unsafe { write_columns(&dy_view, written, b, i, h, c) };
             }
             let dv: Tile<f32, { [BM, BN] }> = change * rate.broadcast(const_shape![BM, BN]);
-            let fade: Tile<f32, { [BM, 1] }> = fading::<BM>(tb, total, 1i32);
+            let fade: Tile<f32, { [BM, 1] }> = fading::<BM, 1>(tb, total, 1i32);
             let tdo: Tile<f32, { [BM, BN] }> = convert_tile(tdo);
-            s = advance::<E, BM, DT, BN>(s, tq, tdo, fade, total);
-            s = gathered::<E, BM, DT, BN>(s, tk, dv, negf(fade));
+            s = advance::<E, BM, DT, BN, 1, 1, 1>(s, tq, tdo, fade, total);
+            s = gathered::<E, BM, DT, BN, 1>(s, tk, dv, negf(fade));
         }
         unsafe { left::<DT, BN>(s, state, transfer, cut, place) };
     }

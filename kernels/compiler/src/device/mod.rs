@@ -37,6 +37,7 @@ use cutile_compiler::ast::Module;
 
 pub mod backward_keys;
 pub mod backward_queries;
+pub mod channels;
 pub mod combine_softmax;
 pub mod common;
 pub mod decays;
@@ -70,6 +71,6 @@ pub(crate) fn source(module: &str) -> fn() -> Module {
             }
         };
     }
-    among!(forward backward_keys backward_queries segments masks rows combine_softmax linear delta_inverse
-           delta_rule delta_keys decode decode_merge)
+    among!(forward backward_keys backward_queries segments masks rows combine_softmax linear channels
+           delta_inverse delta_rule delta_keys decode decode_merge)
 }

@@ -13,6 +13,12 @@ pub mod modes {
     pub const PACKED: i32 = 3;
     /// A mode of the window: one loop visits all tiles and masks them.
     pub const ONE_LOOP: i32 = 2;
+    /// A mode of decays: each head has a decay.
+    pub const OF_HEADS: i32 = 0;
+    /// A mode of decays: each channel of keys has a decay, and arrays bring what follows from it.
+    pub const OF_KEYS: i32 = 1;
+    /// A mode of decays: each column of values has a decay.
+    pub const OF_VALUES: i32 = 2;
     /// How the band cuts a tile above: by its upper limit, and where the columns end.
     pub const LIMIT_AND_END: i32 = 2;
 

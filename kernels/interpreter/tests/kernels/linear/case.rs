@@ -6,6 +6,7 @@ use burst_attention_kernels::instances::{Element, Target};
 use burst_attention_kernels::launch::{
     LINEAR_TILE, LinearState, MAX_VIEW_BYTES, Part, column_tiles,
 };
+use burst_attention_kernels::variant;
 use burst_attention_reference::linear::{Head, add_rows, rows_of};
 
 use crate::case::{Random, round};
@@ -157,6 +158,7 @@ impl Case {
             value_dim: self.value_dim,
             element: self.element,
             part: Part { rows: self.part, reverse: self.reverse },
+            decays: variant::Decays::Heads,
             k: at(k),
             v: at(v),
             sums: at(sums),

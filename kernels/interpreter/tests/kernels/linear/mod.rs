@@ -1,6 +1,7 @@
 //! Linear attention: `linear_state` and `linear_attend` against the recurrence.
 
 pub mod case;
+mod channels;
 
 use burst_attention_kernels::instances::Element;
 use burst_attention_kernels::launch::{LinearAttend, column_tiles};
@@ -84,6 +85,8 @@ fn attend(case: &Case, change: Change) -> Result<Vec<Vec<f32>>, String> {
             q_heads: case.q_heads,
             q: at(q),
             o: at(o),
+            pairs: 0,
+            levels: [0; 2],
             dots: Some((at(other), at(dots))),
             strict: case.strict,
         };
