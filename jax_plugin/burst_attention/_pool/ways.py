@@ -13,7 +13,7 @@ processes outside of programs.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -102,8 +102,7 @@ def same_places(source: Sharding, target: Sharding) -> NamedSharding | None:
 
 def cross(arrays: Sequence[jax.Array], ways: Sequence[Way]) -> list[jax.Array]:
     """Sends arrays along their ways. Returns at once where JAX copies without the host."""
-    if any(each.gathered is not None for each in ways):
-        arrays = _gathered(tuple(each.gathered for each in ways))(*arrays)
+    arrays = _all_gathered(arrays, ways)
     leaving = [
         x if way.is_direct else x.addressable_data(0) for x, way in zip(arrays, ways, strict=True)
     ]
@@ -138,21 +137,30 @@ def put(given: Sequence[object], whole: NamedSharding) -> list[jax.Array]:
 def _whole_on_one(x: jax.Array) -> jax.Array:
     """Returns a copy of an array on one of its devices."""
     if not x.is_fully_replicated:
-        (x,) = _gathered((_whole_like(x.sharding),))(x)
+        (x,) = _resharding((_whole_like(x.sharding),))(x)
     return x.addressable_data(0)
 
 
+def _all_gathered(arrays: Sequence[jax.Array], ways: Sequence[Way]) -> Sequence[jax.Array]:
+    """Returns arrays of which those are gathered whose ways say so, by one program."""
+    to = tuple(way.gathered for way in ways if way.gathered is not None)
+    if not to:
+        return arrays
+    cut = [x for x, way in zip(arrays, ways, strict=True) if way.gathered is not None]
+    found = iter(_resharding(to)(*cut))
+    return [
+        x if way.gathered is None else next(found) for x, way in zip(arrays, ways, strict=True)
+    ]
+
+
 @cache
-def _gathered(shardings: tuple[Sharding | None, ...]):  # type: ignore[no-untyped-def]
-    """Returns the program that brings arrays into shardings on the devices that they are on."""
+def _resharding(to: tuple[Sharding, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns the program that gives arrays other shardings on the same devices."""
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(
-            x if to is None else jax.device_put(x, to)
-            for x, to in zip(arrays, shardings, strict=True)
-        )
+        return arrays
 
-    return jax.jit(run)
+    return jax.jit(run, out_shardings=to)
 
 
 def _spread(x: jax.Array, target: Sharding) -> jax.Array:
@@ -162,4 +170,4 @@ def _spread(x: jax.Array, target: Sharding) -> jax.Array:
     whole = NamedSharding(target.mesh, P())
     copies = jax.device_put([x] * len(own), own)
     found = jax.make_array_from_single_device_arrays(x.shape, whole, copies)
-    return found if target.is_fully_replicated else _gathered((target,))(found)[0]
+    return found if target.is_fully_replicated else _resharding((target,))(found)[0]
