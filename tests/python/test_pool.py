@@ -151,7 +151,11 @@ def test_a_prompt_in_chunks_is_attention_over_all_tokens(layout, page, spec, win
         ]
         call = there.attend if size == 1 else there.prefill
         results, caches = call(
-            caches, *put(model(2), spec if size > 1 else P(), *new), end, query_lengths=count, **options
+            caches,
+            *put(model(2), spec if size > 1 else P(), *new),
+            end,
+            query_lengths=count,
+            **options,
         )
         for b, c in enumerate(count):
             outs[b].append([np.asarray(x)[b, :c] for x in results])
@@ -167,7 +171,9 @@ def test_a_prompt_in_chunks_is_attention_over_all_tokens(layout, page, spec, win
 
 def test_a_thousand_steps_trace_once_and_write_in_place(monkeypatch):
     traced, append = [], programs.append_to_cache
-    monkeypatch.setattr(programs, "append_to_cache", lambda *x, **y: traced.append(1) or append(*x, **y))
+    monkeypatch.setattr(
+        programs, "append_to_cache", lambda *x, **y: traced.append(1) or append(*x, **y)
+    )
     there, mesh = pool(2, interleave=2), model(1)
     tokens = put(mesh, P(), *ring.normal(0, *[(2, 1, 1, 8)] * 3))
     caches = there.init(batch=2, positions=1000, kv_heads=1, head_dim=8, dtype=tokens[0].dtype)
@@ -224,9 +230,7 @@ def test_nothing_passes_through_the_host(monkeypatch):
     there = pool(2)
     init = partial(there.init, batch=4, positions=8, kv_heads=4, head_dim=8)
     given = ring.normal(0, *[(4, 1, 4, 8)] * 3)
-    cases = [
-        put(model(count), spec, *given) for count in (1, 2, 4) for spec in (P(), P("tensor"))
-    ]
+    cases = [put(model(count), spec, *given) for count in (1, 2, 4) for spec in (P(), P("tensor"))]
     kept = [init(dtype=given[0].dtype) for _ in cases]
     lengths = there.put(np.ones(4, np.int32))
 
@@ -263,7 +267,10 @@ def test_two_batches_over_one_pool_are_each_alone():
     double = jax.jit(lambda x: 2 * x)
 
     def step(tokens):
-        caches, out = there.init(batch=1, positions=6, kv_heads=2, head_dim=8, dtype=tokens[0].dtype), 0
+        caches, out = (
+            there.init(batch=1, positions=6, kv_heads=2, head_dim=8, dtype=tokens[0].dtype),
+            0,
+        )
         for length in range(1, 4):
             pending, caches = there.send(caches, *tokens, np.array([length]))
             yield

@@ -1,18 +1,17 @@
 """Checks of what a pool is made of and of what its calls get."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from burst_attention import _checks, _mesh
 from burst_attention._checks import describe, listed
 from burst_attention._pool.programs import Place
-from burst_attention._types import Axes
+from burst_attention._types import Arrays, Axes
 
-Method = Literal["send", "prefill"]
 ARRAYS = (
     *("query_lengths", "page_table", "sinks", "alibi_slopes"),
     *("prefix_of", "prefix_lengths"),
@@ -26,6 +25,14 @@ OF_PREFIX = ("prefix", "prefix_of", "prefix_lengths")
 KEPT = "arrays on the pool's devices, as CachePool.init returns them"
 OF_POOL = ("axis_name", "layout", "interleave")
 """Options of `decode_attention` that a pool has."""
+
+
+class Tokens(NamedTuple):
+    """What the type of query, key or value says, and where the array is."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: Sharding
 
 
 def mesh(devices: object, axis_name: object) -> tuple[Mesh, Axes]:
@@ -101,17 +108,17 @@ class Options(NamedTuple):
     """Options that are compiled into the program, by their names."""
     data: dict[str, object]
     """Options that are arrays."""
-    prefix: tuple[jax.Array, ...]
-    """Caches of shared prefixes."""
+    prefix: Any
+    """Caches of shared prefixes, or None."""
     with_lse: bool
 
 
-def options(name: Method, given: Mapping[str, Any]) -> Options:
+def options(is_prefill: bool, given: Mapping[str, Any]) -> Options:
     """Returns the keyword arguments of a method."""
     for each in given:
         if each in OF_POOL:
             raise TypeError(f"{each} is the pool's: give it to CachePool, and leave it out here")
-        if name == "prefill" and each not in OF_PREFILL:
+        if is_prefill and each not in OF_PREFILL:
             raise TypeError(
                 f"CachePool.prefill() got an unexpected keyword argument {each!r}; it takes "
                 f"{', '.join(OF_PREFILL)}"
@@ -122,52 +129,50 @@ def options(name: Method, given: Mapping[str, Any]) -> Options:
         raise TypeError(
             f"shared prefixes need {', '.join(OF_PREFIX)} together, got {' and '.join(prefixes)}"
         )
-    prefix = rest.pop("prefix", ())
+    prefix = rest.pop("prefix", None)
     with_lse = _checks.flag("return_residual", rest.pop("return_residual", False))
     data = {each: rest.pop(each) for each in ARRAYS if each in rest}
     static = tuple(sorted((each, _static(each, x)) for each, x in rest.items()))
-    return Options(static, data, tuple(prefix), with_lse)
+    return Options(static, data, prefix, with_lse)
 
 
 def _static(name: str, value: Any) -> Any:
     """Returns an option that is compiled into the program, as a key of programs."""
-    if isinstance(value, list):
-        return tuple(value)
-    if isinstance(value, jax.Array | np.ndarray):
+    found = tuple(value) if isinstance(value, list) else value
+    try:
+        hash(found)
+    except TypeError:
         raise TypeError(
             f"{name} must be a Python value, since it is compiled into the program, got "
             f"{describe(value)}"
-        )
-    return value
+        ) from None
+    return found
 
 
-def caches(place: Place, cache: object, prefix: tuple[object, ...]) -> None:
+def caches(place: Place, given: object, is_paged: bool, name: str = "cache") -> None:
     """Raises for caches that are not on the pool's devices."""
-    for name, given in {"cache": cache, "prefix": prefix or None}.items():
-        if given is None and name == "prefix":
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise TypeError(
+            f"{name} must be a pair (key_cache, value_cache), as CachePool.init returns it, got "
+            f"{describe(given)}"
+        )
+    expected = place.cache(is_paged)
+    for x in given:
+        if x is None:
             continue
-        if not isinstance(given, tuple | list) or len(given) != 2:
-            raise TypeError(
-                f"{name} must be a pair (key_cache, value_cache), as CachePool.init returns it, got "
-                f"{describe(given)}"
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+            raise TypeError(f"{name} must have {KEPT}, got {describe(x)}")
+        if x.is_deleted():
+            raise ValueError(
+                f"{name} was donated to an earlier call, which wrote new tokens in place; use the "
+                "cache that this call returned"
             )
-        for x in given:
-            if x is None:
-                continue
-            if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
-                raise TypeError(f"{name} must have {KEPT}, got {describe(x)}")
-            if x.is_deleted():
-                raise ValueError(
-                    f"{name} was donated to an earlier call, which wrote new tokens in place; use "
-                    "the cache that this call returned"
-                )
-            if x.sharding.device_set != place.whole.device_set:
-                raise ValueError(f"{name} must have {KEPT}, got an array on {_devices_of(x)}")
+        if x.sharding != expected and x.sharding.device_set != expected.device_set:
+            raise ValueError(f"{name} must have {KEPT}, got an array on {_named(x.sharding)}")
 
 
-def tokens(place: Place, given: Sequence[object]) -> None:
-    """Raises for new tokens that are not on the devices of one model."""
-    first: jax.Array | None = None
+def tokens(given: Sequence[object]) -> Arrays:
+    """Returns query, key and, if there is one, value."""
     for name, x in zip(("query", "key", "value"), given, strict=True):
         if x is None and name == "value":
             continue
@@ -182,21 +187,26 @@ def tokens(place: Place, given: Sequence[object]) -> None:
                 f"{name} must be an array of JAX on the model's devices, got {describe(x)}; use "
                 "jax.device_put"
             )
-        first = x if first is None else first
-        if x.sharding.device_set != first.sharding.device_set:
+    return tuple(x for x in given if isinstance(x, jax.Array))
+
+
+def token_types(place: Place, given: Sequence[Tokens]) -> None:
+    """Raises for new tokens that do not go together, or can't reach the pool."""
+    query = given[0]
+    for name, x in zip(("query", "key", "value"), given, strict=False):
+        alike = x.dtype == query.dtype and x.shape[:2] == query.shape[:2]
+        if len(x.shape) != 4 or not alike:
             raise ValueError(
-                f"query and {name} must be on the same devices, got {_devices_of(first)} and "
-                f"{_devices_of(x)}"
+                "query, key and value must have shape [batch, T, heads, head_dim] and one batch, T "
+                f"and dtype, got query {list(query.shape)} {query.dtype} and {name} "
+                f"{list(x.shape)} {x.dtype}"
             )
-    assert first is not None
-    _check_processes(first, place)
-
-
-def _check_processes(query: jax.Array, place: Place) -> None:
-    """Raises where a process has devices of the model or of the pool alone."""
-    if jax.process_count() == 1:
-        return
-    model, pool = ({x.process_index for x in each} for each in (query.sharding.device_set, place.whole.device_set))
+        if x.sharding.device_set != query.sharding.device_set:
+            raise ValueError(
+                f"query and {name} must be on the same devices, got {_named(query.sharding)} and "
+                f"{_named(x.sharding)}"
+            )
+    model, pool = (_processes(x) for x in (query.sharding, place.whole))
     if model != pool:
         raise NotImplementedError(
             "each process that has devices of the model must have devices of the pool too, since "
@@ -206,5 +216,13 @@ def _check_processes(query: jax.Array, place: Place) -> None:
         )
 
 
-def _devices_of(x: jax.Array) -> str:
-    return str(sorted(x.sharding.device_set, key=lambda device: device.id))
+def _processes(sharding: Sharding) -> set[int]:
+    """Returns the processes that have devices of a sharding."""
+    devices: set[Any] = sharding.device_set
+    return {device.process_index for device in devices}
+
+
+def _named(sharding: Sharding) -> str:
+    """Returns the devices of a sharding in the words of an error."""
+    devices: list[Any] = list(sharding.device_set)
+    return str(sorted(devices, key=lambda device: device.id))

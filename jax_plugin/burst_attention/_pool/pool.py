@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh
 
 from burst_attention import _checks, _mesh
 from burst_attention._decode.options import CACHE_LAYOUTS, CacheLayout
 from burst_attention._pool import checks, ways
-from burst_attention._pool.programs import Cache, Call, Place, program
+from burst_attention._pool.plan import Request, plan, tokens_of
+from burst_attention._pool.programs import Cache, Place
 from burst_attention._pool.ways import Way
 from burst_attention._types import Axes
 
@@ -25,7 +25,7 @@ class Pending(NamedTuple):
 
     def receive(self) -> Any:
         """Returns out, or (out, lse), on the model's devices, sharded as query was."""
-        found = ways.cross(self.results, self.ways)
+        found = ways.cross(ways.leave(self.results, self.ways), self.ways)
         return found[0] if len(found) == 1 else tuple(found)
 
 
@@ -209,7 +209,7 @@ class CachePool:
         Returns:
           ``(pending, cache)``. ``pending.receive()`` returns what `attend` returns first.
         """
-        return self._run("send", cache, (query, key, value), lengths, options)
+        return self._run(False, cache, (query, key, value), lengths, options)
 
     def prefill(
         self,
@@ -244,40 +244,28 @@ class CachePool:
         Raises:
           ValueError, TypeError, NotImplementedError: before the devices compute, with the way out.
         """
-        pending, cache = self._run("prefill", cache, (query, key, value), lengths, options)
+        pending, cache = self._run(True, cache, (query, key, value), lengths, options)
         return pending.receive(), cache
 
     def _run(
         self,
-        name: checks.Method,
+        is_prefill: bool,
         cache: Cache,
-        tokens: tuple[jax.Array, jax.Array, jax.Array | None],
+        tokens: tuple[object, object, object],
         lengths: object,
         options: dict[str, Any],
     ) -> tuple[Pending, Cache]:
         """Sends tokens to the pool and starts its program."""
-        place, is_prefill = self._place, name == "prefill"
-        static, data, prefix, with_lse = checks.options(name, options)
-        checks.caches(place, cache, prefix)
-        checks.tokens(place, tokens)
-        query = tokens[0]
-        landing = place.tokens(query.shape[1]) if is_prefill else place.whole
-        given = [x for x in tokens if x is not None]
-        sent = ways.cross(given, [ways.way(x.sharding, landing) for x in given])
-        lengths, *arrays = ways.put([lengths, *data.values()], place.whole)
-        targets = _result_shardings(query, with_lse)
-        leaving, back = zip(*(ways.way_back(x, place.whole) for x in targets), strict=True)
-        call = Call(place, is_prefill, "page_table" in data, with_lse, static, leaving)
+        place = self._place
+        static, data, prefix, with_lse = checks.options(is_prefill, options)
+        checks.caches(place, cache, "page_table" in data)
+        if prefix is not None:
+            checks.caches(place, prefix, False, "prefix")
+        given = checks.tokens(tokens)
+        request = Request(place, is_prefill, static, with_lse, tuple(data), tokens_of(given))
+        how = plan(request)
+        sent = how.send(given)
+        sizes, *arrays = ways.put([lengths, *data.values()], place.whole)
         named = dict(zip(data, arrays, strict=True))
-        results, cache = program(call)(tuple(cache), (*sent, *tokens[len(sent) :]), lengths, named, prefix)
-        return Pending(results, back), cache
-
-
-def _result_shardings(query: jax.Array, with_lse: bool) -> tuple[Sharding, ...]:
-    """Returns the shardings of out and lse on the model's devices."""
-    first = query.sharding
-    if not with_lse:
-        return (first,)
-    if isinstance(first, NamedSharding):
-        return first, NamedSharding(first.mesh, P(*first.spec[:3]))
-    return first, first
+        results, cache = how.run(tuple(cache), sent, sizes, named, tuple(prefix or ()))
+        return Pending(results, how.back), cache

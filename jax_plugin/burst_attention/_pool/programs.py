@@ -1,6 +1,6 @@
 """The programs of a pool's devices: new tokens enter the caches, and attend over them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int32
 
 from burst_attention._attention.arguments import MAX_INT32
 from burst_attention._attention.options import NO_LIMIT, check_options
@@ -19,11 +20,12 @@ from burst_attention._decode.geometry import Geometry
 from burst_attention._decode.options import CacheLayout
 from burst_attention._decode.prefix import shared_prefix_attention
 from burst_attention._mesh import axis_name_of
-from burst_attention._types import Axes
+from burst_attention._pool import ways
+from burst_attention._types import Arrays, Axes
 
-Cache: TypeAlias = tuple[jax.Array, jax.Array | None]
-"""Keys and values of a layer; of latents, keys alone."""
-Data: TypeAlias = dict[str, jax.Array]
+Cache: TypeAlias = tuple[jax.Array, Any]
+"""Keys and values of a layer; None in place of values where keys hold them."""
+Data: TypeAlias = dict[str, Any]
 """Arrays of a call besides tokens and caches, by the names of their options."""
 
 
@@ -56,7 +58,9 @@ class Place(NamedTuple):
 
     def tokens(self, count: int) -> NamedSharding:
         """Returns the sharding in which a chunk of a prompt lands."""
-        return self.whole if count % self.mesh.size else NamedSharding(self.mesh, P(None, self.axes))
+        return (
+            self.whole if count % self.mesh.size else NamedSharding(self.mesh, P(None, self.axes))
+        )
 
 
 class Call(NamedTuple):
@@ -68,127 +72,156 @@ class Call(NamedTuple):
     with_lse: bool
     options: tuple[tuple[str, Any], ...]
     """Options that are no arrays."""
+    packed: tuple[tuple[int, int], ...]
+    """Heads and dim of query, key and value where they come packed, as `ways.packed` says, for new
+    tokens to the first device alone. Empty where each of them comes by itself."""
     results: tuple[Sharding, ...]
     """Shardings of out and, if asked for, lse, as they leave the pool."""
 
 
 @cache
-def program(call: Call) -> Callable[..., tuple[tuple[jax.Array, ...], Cache]]:
+def program(call: Call) -> Callable[..., tuple[Arrays, Cache]]:
     """Returns the program of a call.
 
     It maps caches, tokens, lengths, data and the caches of prefixes to out and, if asked for, lse,
     and to the caches, in place of those that it got.
     """
     place = call.place
-    caches, tokens = place.spec(call.is_paged), P(None, place.axes) if call.is_prefill else P()
+    caches, cut = place.spec(call.is_paged), P(None, place.axes)
+    out = cut if call.is_prefill else P()
+    tokens_spec = P(place.axes) if call.packed and not call.is_prefill else out
     local = jax.shard_map(
         partial(_prefill if call.is_prefill else _step, call),
         mesh=place.mesh,
-        in_specs=(caches, tokens, P(), P(), place.spec(False)),
-        out_specs=(tokens, caches),
+        in_specs=(caches, tokens_spec, P(), P(), cut),
+        out_specs=(out, caches),
     )
 
     def run(
-        cache: Cache,
-        tokens: tuple[jax.Array, ...],
-        lengths: jax.Array,
-        data: Data,
-        prefix: tuple[jax.Array, ...],
-    ) -> tuple[tuple[jax.Array, ...], Cache]:
+        cache: Cache, tokens: Arrays, lengths: jax.Array, data: Data, prefix: Arrays
+    ) -> tuple[Arrays, Cache]:
         if not call.is_prefill:
-            return local(cache, tokens, lengths, data, prefix)
-        count = tokens[0].shape[1]
+            results, cache = local(cache, tokens, lengths, data, prefix)
+            return results, cache
         # Tokens beyond those in use see nothing, and nothing is written for them.
-        data = {"query_lengths": jnp.full(lengths.shape, count, jnp.int32)} | data
-        results, cache = local(cache, _padded(tokens, place.mesh.size), lengths, data, prefix)
+        count = tokens[0].shape[1]
+        in_use = jnp.minimum(data.get("query_lengths", count), count)
+        data = data | {"query_lengths": jnp.broadcast_to(in_use, lengths.shape)}
+        padded = _padded(tokens, place.mesh.size)
+        results, cache = local(cache, padded, lengths, data, prefix)
         return tuple(x[:, :count] for x in results), cache
 
     shardings = (call.results, place.cache(call.is_paged))
     return jax.jit(run, donate_argnums=0, out_shardings=shardings)
 
 
-def _padded(tokens: tuple[jax.Array, ...], ranks: int) -> tuple[jax.Array, ...]:
+def _padded(tokens: Arrays, ranks: int) -> Arrays:
     """Returns arrays of tokens with zeros at the end, so that ranks have equally many."""
-
-    def padded(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, [(0, 0), (0, -x.shape[1] % ranks), *[(0, 0)] * (x.ndim - 2)])
-
-    return jax.tree.map(padded, tokens)
+    return tuple(
+        jnp.pad(x, [(0, 0), (0, -x.shape[1] % ranks), *[(0, 0)] * (x.ndim - 2)]) for x in tokens
+    )
 
 
 def _step(
-    call: Call,
-    cache: Cache,
-    tokens: tuple[jax.Array, ...],
-    lengths: jax.Array,
-    data: Data,
-    prefix: tuple[jax.Array, ...],
-) -> tuple[tuple[jax.Array, ...], Cache]:
+    call: Call, cache: Cache, tokens: Arrays, lengths: jax.Array, data: Data, prefix: Arrays
+) -> tuple[Arrays, Cache]:
     """Appends new tokens on one device, and attends over its rows and those of all others."""
-    query, *new = tokens
-    place = call.place.options
-    cache = append_to_cache(*cache, *new, lengths, **place, **_of_tokens(data))
-    attend = partial(shared_prefix_attention, query, *prefix) if prefix else partial(
-        decode_attention, query
-    )
-    options = dict(call.options) | data | place
-    results = attend(*cache, lengths, return_residual=call.with_lse, **options)
-    return results if call.with_lse else (results,), cache
+    if call.packed:
+        tokens = (jax.lax.all_gather(tokens[0], call.place.axes, to="invarying")[0],)
+    query, key, value = _each(call, tokens)
+    keys, values = _appended(call, cache, (key, value), lengths, data)
+    options: dict[str, Any] = dict(call.options) | data | call.place.options
+    options["return_residual"] = call.with_lse
+    if prefix:
+        first, second = prefix
+        results = shared_prefix_attention(query, first, second, keys, values, lengths, **options)
+    else:
+        results = decode_attention(query, keys, values, lengths, **options)
+    return results if isinstance(results, tuple) else (results,), (keys, values)
 
 
-def _of_tokens(data: Mapping[str, jax.Array]) -> Data:
-    """Returns the arrays that say where new tokens go."""
-    return {name: x for name, x in data.items() if name in ("query_lengths", "page_table")}
+def _each(call: Call, tokens: Arrays) -> tuple[jax.Array, jax.Array, Any]:
+    """Returns query, key and value, None where there is no value."""
+    found = ways.unpacked(tokens[0], call.packed) if call.packed else tokens
+    query, key, value = (*found, None)[:3]
+    assert query is not None
+    assert key is not None
+    return query, key, value
+
+
+def _appended(
+    call: Call, cache: Cache, new: tuple[jax.Array, Any], lengths: jax.Array, data: Data
+) -> Cache:
+    """Returns caches with new tokens, which are the same on all devices."""
+    (key_cache, value_cache), (key, value) = cache, new
+    where: dict[str, Any] = {x: data[x] for x in ("query_lengths", "page_table") if x in data}
+    where |= call.place.options
+    return append_to_cache(key_cache, value_cache, key, value, lengths, **where)
 
 
 def _prefill(
-    call: Call,
-    cache: Cache,
-    tokens: tuple[jax.Array, ...],
-    lengths: jax.Array,
-    data: Data,
-    prefix: tuple[()],
-) -> tuple[tuple[jax.Array, ...], Cache]:
-    """Appends a chunk of a prompt on one device, whose part of the queries attends to all rows.
-
-    A row of the cache is visible from its own position on, up to the end of a window, if its
-    sequence reaches it.
-    """
-    query, *new = tokens
-    place = arguments.ranks("CachePool.prefill", axis_name_of(call.place.axes))
-    gather = partial(jax.lax.all_gather, axis_name=place.axes, axis=1, tiled=True, to="invarying")
-    placed = call.place.options
-    cache = append_to_cache(*cache, *map(gather, new), lengths, **placed, **_of_tokens(data))
-    named = dict(zip(arguments.CACHE_NAMES, cache, strict=True))
-    layout = (call.place.layout, call.place.interleave)
-    held = arguments.caches(query, named, data.get("page_table"), place, *layout)
+    call: Call, cache: Cache, tokens: Arrays, lengths: jax.Array, data: Data, prefix: Arrays
+) -> tuple[Arrays, Cache]:
+    """Appends a chunk of a prompt on one device, whose part of the queries attends to all rows."""
+    query, *new = _each(call, tokens)
+    axis_name = axis_name_of(call.place.axes)
+    ranks, count = arguments.ranks("CachePool.prefill", axis_name), query.shape[1]
+    gather = partial(jax.lax.all_gather, axis_name=ranks.axes, axis=1, tiled=True, to="invarying")
+    key, value = map(gather, new)
+    cache = _appended(call, cache, (key, value), lengths, data)
+    held = _held(call, query, cache, data, ranks)
+    found = arguments.sequences(lengths, data["query_lengths"], *key.shape[:2])
+    index = ranks.rank() * count + jnp.arange(count, dtype=jnp.int32)[None]
+    positions = jnp.where(index < found.counts[:, None], found.starts[:, None] + index, -1)
+    options: dict[str, Any] = dict(call.options)
+    start, stop = _visible(options.pop("local_window_size", None), held, ranks, found)
+    options |= {x: data[x] for x in ("sinks", "alibi_slopes") if x in data}
     keys, values = (_rows(x, held, call.is_paged) for x in held[:2])
-    options = dict(call.options)
-    left, _ = check_options("CachePool.prefill", options).local_window_size or (NO_LIMIT, NO_LIMIT)
-    options.pop("local_window_size", None)
-    geometry = Geometry(held.interleave, place.world_size, held.capacity)
-    at = geometry.positions(jnp.arange(held.capacity, dtype=jnp.int32), place.rank())[None]
-    count = query.shape[1]
-    found = arguments.sequences(
-        lengths, data["query_lengths"], query.shape[0], count * place.world_size
-    )
-    pages = held.key.shape[0]
-    exists = jnp.repeat((held.page_table >= 0) & (held.page_table < pages), held.key.shape[1], 1)
-    end = MAX_INT32 if left == NO_LIMIT else jnp.minimum(at, MAX_INT32 - left - 1) + left + 1
-    stop = jnp.where(exists & (at < found.lengths[:, None]), end, at)
-    index = place.rank() * count + jnp.arange(count, dtype=jnp.int32)[None]
-    positions = found.starts[:, None] + index
     results = attention(
-        *(query, keys, values),
-        axis_name=placed["axis_name"],
-        query_positions=jnp.where(index < found.counts[:, None], positions, -1),
-        key_positions=jnp.broadcast_to(at, stop.shape),
-        visible=(jnp.broadcast_to(at, stop.shape), stop),
+        query,
+        keys,
+        values,
+        axis_name=axis_name,
+        query_positions=positions,
+        key_positions=start,
+        visible=(start, stop),
         return_residual=call.with_lse,
         **options,
-        **{name: data[name] for name in ("sinks", "alibi_slopes") if name in data},
     )
-    return results if call.with_lse else (results,), cache
+    return results if isinstance(results, tuple) else (results,), cache
+
+
+def _held(
+    call: Call, query: jax.Array, cache: Cache, data: Data, ranks: arguments.Ranks
+) -> arguments.Caches:
+    """Returns this device's caches, and the pages of each sequence."""
+    named = dict(zip(arguments.CACHE_NAMES, cache, strict=True))
+    place = call.place
+    table = data.get("page_table")
+    return arguments.caches(query, named, table, ranks, place.layout, place.interleave)
+
+
+def _visible(
+    window: object, held: arguments.Caches, ranks: arguments.Ranks, found: arguments.Sequences
+) -> tuple[Int32[Array, "batch rows"], Int32[Array, "batch rows"]]:
+    """Returns the positions of queries that see each row, from start up to, but without, stop.
+
+    A row is visible from its own position on, up to the end of a window, if its sequence has it.
+    """
+    options = check_options("CachePool.prefill", {"local_window_size": window} if window else {})
+    left, _ = options.local_window_size or (NO_LIMIT, NO_LIMIT)
+    geometry = Geometry(held.interleave, ranks.world_size, held.capacity)
+    rows = jnp.arange(held.capacity, dtype=jnp.int32)
+    start = jnp.broadcast_to(
+        geometry.positions(rows, ranks.rank()), (len(found.lengths), len(rows))
+    )
+    stop = jnp.int32(MAX_INT32)
+    if left != NO_LIMIT:
+        reach = min(left, MAX_INT32 - 1) + 1
+        stop = jnp.minimum(start, MAX_INT32 - reach) + reach
+    table, (pages, page) = held.page_table, held.key.shape[:2]
+    exists = jnp.repeat((table >= 0) & (table < pages), page, axis=1)
+    return start, jnp.where(exists & (start < found.lengths[:, None]), stop, start)
 
 
 def _rows(x: jax.Array, held: arguments.Caches, is_paged: bool) -> jax.Array:

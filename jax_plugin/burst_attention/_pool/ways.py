@@ -10,19 +10,26 @@ crosses once, however many devices hold copies of it:
 
 Each process sends from its own devices to its own devices, since JAX copies nothing between
 processes outside of programs.
+
+A call of ``jax.device_put`` takes more time than a small copy, so there are few of them: query, key
+and value cross as one array, and new tokens reach the pool's other devices within its program.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
 from burst_attention._mesh import names_of
+from burst_attention._types import Axes
 
 
 class Way(NamedTuple):
@@ -35,10 +42,8 @@ class Way(NamedTuple):
     landing: Sharding
     """On the other devices, at the end."""
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether every device sends a shard of its own."""
-        return self.gathered is None and self.crossing is self.landing
+    is_direct: bool = False
+    """Whether every device sends a shard of its own."""
 
 
 def local_devices(sharding: Sharding) -> list[jax.Device]:
@@ -52,12 +57,16 @@ def local_devices(sharding: Sharding) -> list[jax.Device]:
 @cache
 def way(source: Sharding, target: Sharding) -> Way:
     """Returns the way of an array, whose sharding is ``target`` at the end if it crosses whole."""
-    landing_device = SingleDeviceSharding(local_devices(target)[0])
     if source.is_fully_replicated:
-        return Way(None, landing_device, target)
+        return Way(None, _first(target), target)
     if matched := same_places(source, target):
-        return Way(None, matched, matched)
-    return Way(_whole_like(source), landing_device, target)
+        return Way(None, matched, matched, is_direct=True)
+    return Way(_whole_like(source), _first(target), target)
+
+
+def _first(target: Sharding) -> Sharding:
+    """Returns the sharding of arrays on one device of ``target``, itself where it has no other."""
+    return target if target.num_devices == 1 else SingleDeviceSharding(local_devices(target)[0])
 
 
 def _whole_like(source: Sharding) -> NamedSharding:
@@ -77,8 +86,8 @@ def way_back(target: Sharding, home: Sharding) -> tuple[Sharding, Way]:
     ``home`` is the sharding of an array that is whole on every device of the pool.
     """
     if not target.is_fully_replicated and (matched := same_places(target, home)):
-        return matched, Way(None, target, target)
-    return home, Way(None, SingleDeviceSharding(local_devices(target)[0]), target)
+        return matched, Way(None, target, target, is_direct=True)
+    return home, Way(None, _first(target), target)
 
 
 def same_places(source: Sharding, target: Sharding) -> NamedSharding | None:
@@ -100,17 +109,37 @@ def same_places(source: Sharding, target: Sharding) -> NamedSharding | None:
     return NamedSharding(view, source.spec)
 
 
-def cross(arrays: Sequence[jax.Array], ways: Sequence[Way]) -> list[jax.Array]:
-    """Sends arrays along their ways. Returns at once where JAX copies without the host."""
+def leave(arrays: Sequence[jax.Array], ways: Sequence[Way]) -> list[jax.Array]:
+    """Returns what of each array is to cross, where it comes from."""
     arrays = _all_gathered(arrays, ways)
-    leaving = [
+    return [
         x if way.is_direct else x.addressable_data(0) for x, way in zip(arrays, ways, strict=True)
     ]
+
+
+@jax.jit
+def packed(*tokens: jax.Array) -> jax.Array:
+    """Returns arrays ``[batch, T, heads, dim]`` side by side, ``[batch, T, columns]``."""
+    return jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in tokens], axis=2)
+
+
+def unpacked(
+    tokens: jax.Array, heads: Sequence[tuple[int, int]]
+) -> list[Float[Array, "batch T heads dim"]]:
+    """Inverts `packed`, given heads and dim of each array."""
+    ends = list(accumulate(count * dim for count, dim in heads))
+    parts = jnp.split(tokens, ends[:-1], axis=2)
+    return [x.reshape(*x.shape[:2], *each) for x, each in zip(parts, heads, strict=True)]
+
+
+def cross(leaving: list[jax.Array], ways: Sequence[Way]) -> list[jax.Array]:
+    """Sends what `leave` returned. Returns at once where JAX copies without the host."""
     arrived = send(leaving, [each.crossing for each in ways])
     if all(each.crossing is each.landing for each in ways):
         return arrived
     if all(each.landing.is_fully_addressable for each in ways):
-        return jax.device_put(arrived, [each.landing for each in ways])
+        found: list[jax.Array] = jax.device_put(arrived, [each.landing for each in ways])
+        return found
     return [_spread(x, each.landing) for x, each in zip(arrived, ways, strict=True)]
 
 
@@ -120,22 +149,49 @@ def send(arrays: list[jax.Array], shardings: list[Sharding]) -> list[jax.Array]:
     return found
 
 
+def to_first(x: Float[Array, "batch T columns"], mesh: Mesh, axes: Axes) -> jax.Array:
+    """Sends an array to the first device of a mesh, in each process to the first one of its own.
+
+    Returns an array ``[devices · batch, T, columns]``, sharded along its first dimension. The
+    devices that get nothing have zeros.
+    """
+    target = NamedSharding(mesh, P(axes))
+    if target.num_devices == 1:
+        return send([x], [target])[0]
+    (first, *others) = local_devices(target)
+    arrived = send([x], [SingleDeviceSharding(first)])[0]
+    shape = (target.num_devices * x.shape[0], *x.shape[1:])
+    shards = [arrived, *_zeros(x.shape, str(x.dtype), tuple(others))]
+    return jax.make_array_from_single_device_arrays(shape, target, shards)
+
+
+@lru_cache(maxsize=64)
+def _zeros(shape: tuple[int, ...], dtype: str, devices: tuple[jax.Device, ...]) -> list[jax.Array]:
+    """Returns an array of zeros on each device."""
+    zeros = np.zeros(shape, jnp.dtype(dtype))
+    return [jax.device_put(zeros, device) for device in devices]
+
+
 def put(given: Sequence[object], whole: NamedSharding) -> list[jax.Array]:
     """Returns arrays that are whole on every device of the sharding ``whole``."""
-    arrays = [x if isinstance(x, jax.Array) else np.asarray(x) for x in given]
-    away = [x for x in arrays if not isinstance(x, jax.Array) or x.sharding != whole]
-    if not away:
-        return arrays
-    ones = [x if isinstance(x, np.ndarray) else _whole_on_one(x) for x in away]
-    if whole.is_fully_addressable:
-        moved = iter(jax.device_put(ones, whole))
-    else:
-        moved = iter([_spread(x, whole) for x in ones])
-    return [x if isinstance(x, jax.Array) and x.sharding == whole else next(moved) for x in arrays]
+    found = {
+        at: x for at, x in enumerate(given) if isinstance(x, jax.Array) and x.sharding == whole
+    }
+    away = [at for at in range(len(given)) if at not in found]
+    if away:
+        ones = [_whole_on_one(given[at]) for at in away]
+        if whole.is_fully_addressable:
+            moved = jax.device_put(ones, whole)
+        else:
+            moved = [_spread(x, whole) for x in ones]
+        found.update(zip(away, moved, strict=True))
+    return [found[at] for at in range(len(given))]
 
 
-def _whole_on_one(x: jax.Array) -> jax.Array:
-    """Returns a copy of an array on one of its devices."""
+def _whole_on_one(x: object) -> jax.Array | np.ndarray:
+    """Returns a copy of an array on one of its devices, or on the host if it is there."""
+    if not isinstance(x, jax.Array):
+        return np.asarray(x)
     if not x.is_fully_replicated:
         (x,) = _resharding((_whole_like(x.sharding),))(x)
     return x.addressable_data(0)
@@ -148,9 +204,7 @@ def _all_gathered(arrays: Sequence[jax.Array], ways: Sequence[Way]) -> Sequence[
         return arrays
     cut = [x for x, way in zip(arrays, ways, strict=True) if way.gathered is not None]
     found = iter(_resharding(to)(*cut))
-    return [
-        x if way.gathered is None else next(found) for x, way in zip(arrays, ways, strict=True)
-    ]
+    return [x if way.gathered is None else next(found) for x, way in zip(arrays, ways, strict=True)]
 
 
 @cache
@@ -163,7 +217,7 @@ def _resharding(to: tuple[Sharding, ...]) -> Callable[..., tuple[jax.Array, ...]
     return jax.jit(run, out_shardings=to)
 
 
-def _spread(x: jax.Array, target: Sharding) -> jax.Array:
+def _spread(x: jax.Array | np.ndarray, target: Sharding) -> jax.Array:
     """Returns an array of the devices of all processes, each of which has its own copy of ``x``."""
     own = local_devices(target)
     assert isinstance(target, NamedSharding)
