@@ -149,6 +149,7 @@ test-standin: standin-package  ## run some Python tests on GPUs that are not her
 	$(SAY) "Python: pytest on GPUs that are not there, over a driver of our own"
 	@$(PY) -m pytest --platform=standin tests/python/test_standin.py \
 	    tests/python/test_decode_kernels.py \
+	    tests/python/test_pool_gpu.py \
 	    tests/python/test_gpu_programs.py $(PYTEST)
 
 test-standin-full: standin-package  ## run all Python tests on GPUs that are not here

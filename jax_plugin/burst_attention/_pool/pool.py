@@ -258,10 +258,10 @@ class CachePool:
         """Sends tokens to the pool and starts its program."""
         place = self._place
         static, data, prefix, with_lse = checks.options(is_prefill, options)
+        given = checks.tokens(tokens)
         checks.caches(place, cache, "page_table" in data)
         if prefix is not None:
             checks.caches(place, prefix, False, "prefix")
-        given = checks.tokens(tokens)
         request = Request(place, is_prefill, static, with_lse, tuple(data), tokens_of(given))
         how = plan(request)
         sent = how.send(given)
