@@ -22,9 +22,9 @@ def init(**options):
     return pool(2).init(**(SIZES | ROWS | options))
 
 
-def tokens(count=1, heads=(4, 2, 2), dtype="float32", spec=P(), devices=1):
+def tokens(count=1, heads=(4, 2, 2), dtype="float32", devices=1):
     shapes = [(2, count, n, 8) for n in heads]
-    return put(model(devices), spec, *(np.ones(shape, dtype) for shape in shapes))
+    return put(model(devices), P(), *(np.ones(shape, dtype) for shape in shapes))
 
 
 def attend(*given, cache=None, lengths=N, method="attend", there=None, **options):

@@ -14,7 +14,10 @@ pytestmark = pytest.mark.needs("gpu")
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_host_attends_for_gpus(count):
     there = ba.CachePool(jax.devices("cpu"))
-    tokens, lengths = ring.normal(0, *[(2, 2, n, 16) for n in (4, 2, 2)]), np.array([5, 2], np.int32)
+    tokens, lengths = (
+        ring.normal(0, *[(2, 2, n, 16) for n in (4, 2, 2)]),
+        np.array([5, 2], np.int32),
+    )
     init = {"batch": 2, "positions": 8, "kv_heads": 2, "head_dim": 16}
     expected = reference(there)(there.init(**init), tokens, lengths, {}, ())
     for spec in (P(), P(None, None, "tensor")):
