@@ -30,22 +30,18 @@ class Request(NamedTuple):
 class Plan(NamedTuple):
     """The ways of tokens to a pool, the program there, and the ways of results back."""
 
-    place: Place
     there: tuple[Way, ...]
-    packed: tuple[tuple[int, int], ...]
+    is_packed: bool
+    """Whether query, key and value cross as one array."""
     run: Callable[..., Any]
     back: tuple[Way, ...]
-    is_prefill: bool
 
     def send(self, tokens: Arrays) -> Arrays:
         """Returns tokens as the pool's program takes them."""
         leaving = ways.leave(tokens, self.there)
-        if not self.packed:
+        if not self.is_packed:
             return tuple(ways.cross(leaving, self.there))
-        packed = ways.packed(*leaving)
-        if self.is_prefill:
-            return tuple(ways.cross([packed], self.there[:1]))
-        return (ways.to_first(packed, self.place.mesh, self.place.axes),)
+        return tuple(ways.cross([ways.packed(*leaving)], self.there[:1]))
 
 
 @lru_cache(maxsize=4096)
@@ -65,7 +61,7 @@ def plan(request: Request) -> Plan:
     targets = _result_shardings(query.sharding, with_lse)
     leaving, back = zip(*(ways.way_back(x, place.whole) for x in targets), strict=True)
     call = Call(place, is_prefill, "page_table" in data, with_lse, static, packed, leaving)
-    return Plan(place, there, packed, program(call), back, is_prefill)
+    return Plan(there, is_packed, program(call), back)
 
 
 def _result_shardings(query: Sharding, with_lse: bool) -> tuple[Sharding, ...]:

@@ -73,8 +73,8 @@ class Call(NamedTuple):
     options: tuple[tuple[str, Any], ...]
     """Options that are no arrays."""
     packed: tuple[tuple[int, int], ...]
-    """Heads and dim of query, key and value where they come packed, as `ways.packed` says, for new
-    tokens to the first device alone. Empty where each of them comes by itself."""
+    """Heads and dim of query, key and value where they come as one array, which `ways.packed`
+    makes; empty where each comes by itself."""
     results: tuple[Sharding, ...]
     """Shardings of out and, if asked for, lse, as they leave the pool."""
 
@@ -89,11 +89,10 @@ def program(call: Call) -> Callable[..., tuple[Arrays, Cache]]:
     place = call.place
     caches, cut = place.spec(call.is_paged), P(None, place.axes)
     out = cut if call.is_prefill else P()
-    tokens_spec = P(place.axes) if call.packed and not call.is_prefill else out
     local = jax.shard_map(
         partial(_prefill if call.is_prefill else _step, call),
         mesh=place.mesh,
-        in_specs=(caches, tokens_spec, P(), P(), cut),
+        in_specs=(caches, out, P(), P(), cut),
         out_specs=(out, caches),
     )
 
@@ -126,8 +125,6 @@ def _step(
     call: Call, cache: Cache, tokens: Arrays, lengths: jax.Array, data: Data, prefix: Arrays
 ) -> tuple[Arrays, Cache]:
     """Appends new tokens on one device, and attends over its rows and those of all others."""
-    if call.packed:
-        tokens = (jax.lax.all_gather(tokens[0], call.place.axes, to="invarying")[0],)
     query, key, value = _each(call, tokens)
     keys, values = _appended(call, cache, (key, value), lengths, data)
     options: dict[str, Any] = dict(call.options) | data | call.place.options

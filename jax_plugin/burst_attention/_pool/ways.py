@@ -11,13 +11,13 @@ crosses once, however many devices hold copies of it:
 Each process sends from its own devices to its own devices, since JAX copies nothing between
 processes outside of programs.
 
-A call of ``jax.device_put`` takes more time than a small copy, so there are few of them: query, key
-and value cross as one array, and new tokens reach the pool's other devices within its program.
+A call of ``jax.device_put`` takes more time than a small copy, so query, key and value cross as one
+array.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -29,7 +29,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from burst_attention._mesh import names_of
-from burst_attention._types import Axes
 
 
 class Way(NamedTuple):
@@ -147,29 +146,6 @@ def send(arrays: list[jax.Array], shardings: list[Sharding]) -> list[jax.Array]:
     """Copies arrays to the other set of devices. Everything that crosses passes through here."""
     found: list[jax.Array] = jax.device_put(arrays, shardings)
     return found
-
-
-def to_first(x: Float[Array, "batch T columns"], mesh: Mesh, axes: Axes) -> jax.Array:
-    """Sends an array to the first device of a mesh, in each process to the first one of its own.
-
-    Returns an array ``[devices · batch, T, columns]``, sharded along its first dimension. The
-    devices that get nothing have zeros.
-    """
-    target = NamedSharding(mesh, P(axes))
-    if target.num_devices == 1:
-        return send([x], [target])[0]
-    (first, *others) = local_devices(target)
-    arrived = send([x], [SingleDeviceSharding(first)])[0]
-    shape = (target.num_devices * x.shape[0], *x.shape[1:])
-    shards = [arrived, *_zeros(x.shape, str(x.dtype), tuple(others))]
-    return jax.make_array_from_single_device_arrays(shape, target, shards)
-
-
-@lru_cache(maxsize=64)
-def _zeros(shape: tuple[int, ...], dtype: str, devices: tuple[jax.Device, ...]) -> list[jax.Array]:
-    """Returns an array of zeros on each device."""
-    zeros = np.zeros(shape, jnp.dtype(dtype))
-    return [jax.device_put(zeros, device) for device in devices]
 
 
 def put(given: Sequence[object], whole: NamedSharding) -> list[jax.Array]:
