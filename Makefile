@@ -258,6 +258,9 @@ decode-bench: build  ## measure decoding against the roof, jax.nn and torch
 	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/decode.py \
 	    --peak $(BUILD)/release/burst-attention-peak $(BENCH)
 
+offload-bench: build  ## measure caches on other devices, and draw two batches in turn
+	@PYTHONPATH=jax_plugin $(PY) benchmarks/offload.py $(BENCH)
+
 claims: build baselines  ## predict the claims of publications: docs/claims.md, studies/results/claims.json
 	@PYTHONPATH=jax_plugin $(PY) studies/claims.py
 

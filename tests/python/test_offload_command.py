@@ -6,6 +6,7 @@ from dataclasses import replace
 import commands
 import pytest
 from burst_attention._cli.offload_time import Decoder, Device, Link, cost, offloaded, together
+from test_documents import DOCS, blocks
 
 pytestmark = pytest.mark.needs("text")
 
@@ -65,6 +66,15 @@ def test_the_table_of_the_paper(offload):
     rows = [line.split() for line in text.splitlines() if "RTX 4090  " in line]
     assert [row[7] for row in rows] == ["0.58", "1.35", "0.59", "1.32"]
     assert {row[-1] for row in rows} == {"model"}
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_the_page_has_what_the_commands_print(offload, which):
+    page = DOCS / "offloading.md"
+    command = blocks(page, "sh")[which].replace("\\\n", "")
+    printed = offload(" ".join(command.split()[4:]))
+    shown = [x for x in blocks(page, "text") if "× alone" in x][which]
+    assert printed.partition("\n")[2].strip() == shown.strip()
 
 
 def test_json_and_devices_of_ones_own(offload):

@@ -11,8 +11,10 @@ from burst_attention._cli.problem import count
 EPILOG = """\
 Everything follows from bytes and rates: linear layers read the weights, or multiply at --share of
 the peak; attention reads the cache; q, k, v and the output of each layer cross the link. Two halves
-of the requests take turns. Each side holds as many requests as its memory does. Prices are of
-devices alone, and assumptions. Nothing is measured.
+of the requests take turns. The pool holds as many requests as its memory does. A step is bound by
+the model, the link or the pool, or by the latency of one half's way through all three. "Alone" are
+as many GPUs as --gpus, twice or four times as many, whichever give most tokens per second for their
+price, or for each GPU without a price. Prices are of devices alone, and assumptions.
 
 examples:
   python -m burst_attention offload --model llama-65b --gpus 2xa100 --pool 8,16,32xrtx-4090
