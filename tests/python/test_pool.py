@@ -13,11 +13,17 @@ from decode_cases import SINKS, SLOPES, Sharding, check, problem
 from decode_reference import dense
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from long import some
 
 pytestmark = pytest.mark.needs("products")
 
 HEADS, DIM = 12, 8
 """Heads of queries and keys, which 1 to 4 devices divide."""
+
+
+def some_of(cases, count):
+    """Returns cases of several values, all but the first ``count`` of them marked as long."""
+    return [*cases[:count], *(pytest.param(*x, marks=pytest.mark.long) for x in cases[count:])]
 
 
 def model(count, axis_type=AxisType.Auto):
@@ -64,7 +70,7 @@ def equal(found, expected):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-@pytest.mark.parametrize("holders", [1, 2, 3, 4])
+@pytest.mark.parametrize("holders", some([4, 3, 2, 1], 2))
 def test_bits_are_those_of_the_pools_mesh(holders):
     """For models of 1 to 4 devices, with whole tokens and with their heads sharded."""
     there = pool(holders)
@@ -86,11 +92,10 @@ def test_bits_are_those_of_the_pools_mesh(holders):
             equal(found, caches)
 
 
-@pytest.mark.parametrize("spec", [P(), P("tensor"), P(None, None, "tensor")])
-@pytest.mark.parametrize("mesh", [Mesh, jax.make_mesh])
-def test_pages_and_options(mesh, spec):
+@pytest.mark.parametrize("spec", some([P(None, None, "tensor"), P("tensor"), P()]))
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
+def test_pages_and_options(types, spec):
     """Ragged tokens and lengths, every option; the model's axes Auto or Explicit."""
-    types = AxisType.Explicit if mesh is jax.make_mesh else AxisType.Auto
     sharding = Sharding(2, page=4, capacity=16)
     case = problem(
         sharding, [9, 0, 1, 30], 3, counts=np.array([3, 2, 1, 0]), window=20, soft_cap=3.0,
@@ -127,10 +132,19 @@ def test_prefixes():
 
 
 @pytest.mark.parametrize(
-    ("layout", "page", "spec"),
-    [("contiguous", None, P()), ("striped", None, P(None, "tensor")), ("striped", 4, P("tensor"))],
+    ("layout", "page", "spec", "window"),
+    some_of(
+        [
+            ("striped", 4, P("tensor"), 6),
+            ("contiguous", None, P(), None),
+            ("striped", None, P(None, "tensor"), None),
+            ("striped", 4, P("tensor"), None),
+            ("contiguous", None, P(), 6),
+            ("striped", None, P(None, "tensor"), 6),
+        ],
+        3,
+    ),
 )
-@pytest.mark.parametrize("window", [None, 6])
 def test_a_prompt_in_chunks_is_attention_over_all_tokens(layout, page, spec, window):
     """Chunks of 10 and 6 tokens, the last one not full in each sequence; then one token."""
     there, ends = pool(2, layout=layout), np.array([[10, 10], [16, 12], [17, 13]], np.int32)
@@ -204,13 +218,16 @@ def sent(monkeypatch):
 
 @pytest.mark.parametrize(
     ("count", "holders", "spec"),
-    [
-        (1, 4, P()),
-        (4, 4, P()),
-        (4, 4, P(None, None, "tensor")),
-        (4, 2, P("tensor")),
-        (2, 3, P(None, None, "tensor")),
-    ],
+    some_of(
+        [
+            (4, 4, P(None, None, "tensor")),
+            (4, 2, P("tensor")),
+            (1, 4, P()),
+            (4, 4, P()),
+            (2, 3, P(None, None, "tensor")),
+        ],
+        3,
+    ),
 )
 def test_query_key_value_and_out_cross_once(sent, count, holders, spec):
     there, (heads, kv_heads, dim, value_dim) = pool(holders), (8, 4, 16, 24)
