@@ -98,6 +98,11 @@ BAD = {
         TypeError,
         "query must be an array of JAX on the model's devices, got",
     ),
+    "no value": (
+        lambda: attend(*tokens()[:2], None, method="prefill"),
+        TypeError,
+        "value must be an array of JAX on the model's devices, got None (NoneType)",
+    ),
     "three dimensions": (
         lambda: attend(*(x[0] for x in tokens())),
         ValueError,

@@ -70,6 +70,21 @@ def equal(found, expected):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
+@pytest.fixture
+def sent(monkeypatch):
+    """Returns the bytes of each array that crosses."""
+    found, send = [], ways.send
+
+    def counting(arrays, shardings):
+        # The devices of each shard on the other side hold one copy of it.
+        arrived = send(arrays, shardings)
+        found.extend(sum(shard.data.nbytes for shard in x.addressable_shards) for x in arrived)
+        return arrived
+
+    monkeypatch.setattr(ways, "send", counting)
+    return found
+
+
 @pytest.mark.parametrize("holders", some([4, 3, 2, 1], 2))
 def test_bits_are_those_of_the_pools_mesh(holders):
     """For models of 1 to 4 devices, with whole tokens and with their heads sharded."""
@@ -116,6 +131,17 @@ def test_pages_and_options(types, spec):
     (out, lse), found = there.attend(tuple(caches), *tokens, case.lengths, **data, **names)
     assert (out.sharding, lse.sharding) == (tokens[0].sharding,) * 2
     equal(((out, lse), found), expected)
+
+
+def test_few_key_heads_are_whole_beside_sharded_queries(sent):
+    there, mesh = pool(4), model(4)
+    given = ring.normal(0, (2, 1, 4, 8), *[(2, 1, 2, 8)] * 2)
+    specs, lengths = (P(None, None, "tensor"), P(), P()), np.array([3, 1])
+    init = partial(there.init, batch=2, positions=4, kv_heads=2, head_dim=8, dtype=given[0].dtype)
+    tokens = [put(mesh, spec, x)[0] for x, spec in zip(given, specs, strict=True)]
+    found = there.attend(init(), *tokens, lengths)
+    equal(found, reference(there)(init(), given, lengths, {}, ()))
+    assert sum(sent) == sum(x.nbytes for x in (given[0], *given))
 
 
 def test_prefixes():
@@ -199,21 +225,6 @@ def test_a_thousand_steps_trace_once_and_write_in_place(monkeypatch):
     assert all(x.is_deleted() for x in old)
     assert places == [x.data.unsafe_buffer_pointer() for x in caches[0].addressable_shards]
     assert np.array_equal(np.asarray(caches[0])[0], np.broadcast_to(tokens[1][0], (1000, 1, 8)))
-
-
-@pytest.fixture
-def sent(monkeypatch):
-    """Returns the bytes of each array that crosses."""
-    found, send = [], ways.send
-
-    def counting(arrays, shardings):
-        # The devices of each shard on the other side hold one copy of it.
-        arrived = send(arrays, shardings)
-        found.extend(sum(shard.data.nbytes for shard in x.addressable_shards) for x in arrived)
-        return arrived
-
-    monkeypatch.setattr(ways, "send", counting)
-    return found
 
 
 @pytest.mark.parametrize(

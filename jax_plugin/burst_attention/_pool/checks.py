@@ -171,10 +171,10 @@ def caches(place: Place, given: object, is_paged: bool, name: str = "cache") -> 
             raise ValueError(f"{name} must have {KEPT}, got an array on {_named(x.sharding)}")
 
 
-def tokens(given: Sequence[object]) -> Arrays:
-    """Returns query, key and, if there is one, value."""
+def tokens(given: Sequence[object], is_prefill: bool) -> Arrays:
+    """Returns query, key and, if there is one, value: `decode_attention` says where there is none."""
     for name, x in zip(("query", "key", "value"), given, strict=True):
-        if x is None and name == "value":
+        if x is None and name == "value" and not is_prefill:
             continue
         if isinstance(x, jax.core.Tracer):
             raise TypeError(

@@ -258,7 +258,7 @@ class CachePool:
         """Sends tokens to the pool and starts its program."""
         place = self._place
         static, data, prefix, with_lse = checks.options(is_prefill, options)
-        given = checks.tokens(tokens)
+        given = checks.tokens(tokens, is_prefill)
         checks.caches(place, cache, "page_table" in data)
         if prefix is not None:
             checks.caches(place, prefix, False, "prefix")
