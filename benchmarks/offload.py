@@ -33,7 +33,7 @@ LAYERS = 16
 BATCH, HEADS, KV_HEADS, DIM = 4, 32, 8, 128
 WORLDS = ((1, 1), (1, 4), (4, 4))
 """Devices of the model and of the pool."""
-HIDDEN, ROWS = 4096, 64
+HIDDEN, ROWS = 4096, 32
 """Columns and rows of the products of the small model, which make it as slow as the pool."""
 Spans = list[tuple[float, float]]
 """Beginning and end of what a set of devices does, in seconds."""
