@@ -172,7 +172,7 @@ def caches(place: Place, given: object, is_paged: bool, name: str = "cache") -> 
 
 
 def tokens(given: Sequence[object], is_prefill: bool) -> Arrays:
-    """Returns query, key and, if there is one, value: `decode_attention` says where there is none."""
+    """Returns query, key and value; caches of keys alone have none."""
     for name, x in zip(("query", "key", "value"), given, strict=True):
         if x is None and name == "value" and not is_prefill:
             continue
