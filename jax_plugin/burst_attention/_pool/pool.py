@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
 from burst_attention import _checks, _mesh
 from burst_attention._decode.options import CACHE_LAYOUTS, CacheLayout
 from burst_attention._pool import checks, ways
 from burst_attention._pool.plan import Request, plan, tokens_of
-from burst_attention._pool.programs import Cache, Place
+from burst_attention._pool.programs import Cache, Place, empty
 from burst_attention._pool.ways import Way
 from burst_attention._types import Axes
 
@@ -146,7 +145,7 @@ class CachePool:
         for name, dim in zip(("head_dim", "value_dim"), dims, strict=True):
             _checks.head_dim(name, _checks.integer(name, dim))
         sharding = self._place.cache(is_paged)
-        keys, values = (jnp.zeros((*shape, heads, dim), found, device=sharding) for dim in dims)
+        keys, values = (empty((*shape, heads, dim), str(found), sharding)() for dim in dims)
         return keys, values
 
     def put(self, x: object) -> jax.Array:

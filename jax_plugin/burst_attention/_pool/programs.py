@@ -80,6 +80,12 @@ class Call(NamedTuple):
 
 
 @cache
+def empty(shape: tuple[int, ...], dtype: str, sharding: Sharding) -> Callable[[], jax.Array]:
+    """Returns the program that makes an array of zeros, without a transfer from the host."""
+    return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)
+
+
+@cache
 def program(call: Call) -> Callable[..., tuple[Arrays, Cache]]:
     """Returns the program of a call.
 
