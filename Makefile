@@ -13,9 +13,10 @@ PACKAGE := jax_plugin/burst_attention
 LIBRARY := $(PACKAGE)/libburst_attention_ffi.so
 IMAGES := $(PACKAGE)/images
 PYTHON_BENCH := $(PY)
-# HOST, TARGETS, TARGET and ATTENTION count on the command line only, because some shells have variables
+# HOST, TARGETS, TARGET, ATTENTION and POOL count on the command line only, because some shells have variables
 # of such names.
 ATTENTION :=
+POOL :=
 HOST :=
 TARGETS :=
 TARGET :=
@@ -80,10 +81,10 @@ demo: build  ## train a transformer over 8 devices; ATTENTION=linear, delta or i
 	$(SAY) "demo: training over 8 CPU devices"
 	@$(PY) examples/train_long_context.py $(if $(ATTENTION),--attention $(ATTENTION)) $(DEMO)
 
-demo-generate: build  ## generate text with a cache sharded over 8 devices; trains first if needed
+demo-generate: build  ## generate text with a cache sharded over 8 devices, or POOL=4 others than the model's 4; trains first if needed
 	@test -e out/checkpoint.npz || $(MAKE) demo
-	$(SAY) "demo: generating with a cache over 8 CPU devices"
-	@$(PY) examples/generate.py $(GENERATE)
+	$(SAY) "demo: generating with a cache over $(or $(POOL),8) CPU devices"
+	@$(PY) examples/generate.py $(if $(POOL),--devices 4 --pool $(POOL)) $(GENERATE)
 
 demo-windows: build  ## train window and global layers on packed documents; flags in WINDOWS="..."
 	$(SAY) "demo: packed documents over 2 x 4 CPU devices"
@@ -149,6 +150,7 @@ test-standin: standin-package  ## run some Python tests on GPUs that are not her
 	$(SAY) "Python: pytest on GPUs that are not there, over a driver of our own"
 	@$(PY) -m pytest --platform=standin tests/python/test_standin.py \
 	    tests/python/test_decode_kernels.py \
+	    tests/python/test_pool_gpu.py \
 	    tests/python/test_gpu_programs.py $(PYTEST)
 
 test-standin-full: standin-package  ## run all Python tests on GPUs that are not here
@@ -255,6 +257,9 @@ decode-bench: build  ## measure decoding against the roof, jax.nn and torch
 	@cargo build --quiet --release -p burst-attention-peak
 	@PYTHONPATH=jax_plugin $(PYTHON_BENCH) benchmarks/decode.py \
 	    --peak $(BUILD)/release/burst-attention-peak $(BENCH)
+
+offload-bench: build  ## measure caches on other devices, and draw two batches in turn
+	@PYTHONPATH=jax_plugin $(PY) benchmarks/offload.py $(BENCH)
 
 claims: build baselines  ## predict the claims of publications: docs/claims.md, studies/results/claims.json
 	@PYTHONPATH=jax_plugin $(PY) studies/claims.py

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import burst_attention as ba
 import jax
@@ -131,6 +132,10 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, positions: jax.Array | None, attend: Attend) -> jax.Array:
         """Maps `x [batch, seq, width]` to the same shape; without positions it rotates nothing."""
+        return self.after(x, attend(*self.before(x, positions)))
+
+    def before(self, x: jax.Array, positions: jax.Array | None) -> tuple[Any, ...]:
+        """Returns what attention takes: query, key, value and gates."""
 
         def heads(y: jax.Array) -> jax.Array:
             return y.reshape(*y.shape[:2], -1, self.head_dim)
@@ -140,8 +145,11 @@ class Block(nnx.Module):
         if self.rotary and positions is not None:
             query, key = rotate(query, positions), rotate(key, positions)
         gates = [self.gates[name](y) if name in GATES else positions for name in self.names]
-        y = attend(query, key, heads(self.value(y)), *gates)
-        x = x + self.out(y.reshape(*y.shape[:2], -1))
+        return query, key, heads(self.value(y)), *gates
+
+    def after(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        """Returns the block's result, given that of attention."""
+        x = x + self.out(attended.reshape(*attended.shape[:2], -1))
         y = self.norm_hidden(x)
         return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
 

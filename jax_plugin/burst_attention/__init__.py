@@ -27,6 +27,8 @@ from burst_attention._linear.delta import delta_attention, delta_attention_step
 from burst_attention._linear.step import linear_attention_step
 from burst_attention._nccl import order_launches
 from burst_attention._padding import pad_sequence, segment_ids_from_cu_seqlens
+from burst_attention._pool.alternate import alternate
+from burst_attention._pool.pool import CachePool
 from burst_attention._shift import shift
 from burst_attention._trace import trace
 from burst_attention._version import __version__
@@ -36,10 +38,12 @@ order_launches()
 __all__ = [
     "AttentionFlops",
     "BalancedDocuments",
+    "CachePool",
     "Links",
     "ScheduleCandidate",
     "ScheduleChoice",
     "__version__",
+    "alternate",
     "append_to_cache",
     "attention",
     "attention_flops",

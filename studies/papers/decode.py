@@ -9,31 +9,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ELEMENT = 2
-"""Bytes of an element of keys and values."""
+from burst_attention._cli.offload_time import ELEMENT, Decoder, Device
+
 LAUNCH = 5e-6
 """Seconds of a kernel besides its reading."""
 
 
 @dataclass(frozen=True)
-class Gpu:
+class Gpu(Device):
     """A GPU as its specification has it."""
 
-    name: str
-    multiprocessors: int
-    bandwidth: float
-    """Bytes per second of its memory."""
-    peak: float
-    """16-bit FLOP/s."""
-    memory: float
-    """Bytes."""
-    dollars: float = 0.0
+    multiprocessors: int = 0
 
 
-A100 = Gpu("A100 80 GB", 108, 2.039e12, 312e12, 80e9, 15_000)
-H200 = Gpu("H200", 132, 4.8e12, 989e12, 141e9)
-A40 = Gpu("A40", 84, 696e9, 150e12, 48e9)
-RTX_4090 = Gpu("RTX 4090", 128, 1.008e12, 165e12, 24e9, 1_600)
+A100 = Gpu("A100 80 GB", 2.039e12, 312e12, 80e9, 15e3, multiprocessors=108)
+H200 = Gpu("H200", 4.8e12, 989e12, 141e9, multiprocessors=132)
+A40 = Gpu("A40", 696e9, 150e12, 48e9, multiprocessors=84)
+RTX_4090 = Gpu("RTX 4090", 1.008e12, 165e12, 24e9, 1.6e3, multiprocessors=128)
 
 
 @dataclass(frozen=True)
@@ -128,72 +120,7 @@ def prefix(
     return [apart, once]
 
 
-@dataclass(frozen=True)
-class Decoder:
-    """A model that decodes with weights and cache in 16 bits."""
-
-    layers: int
-    heads: int
-    head_dim: int
-    parameters: float
-
-    @property
-    def weights(self) -> float:
-        """Returns the bytes of the weights."""
-        return ELEMENT * self.parameters
-
-    @property
-    def token(self) -> int:
-        """Returns the bytes of a token in the cache, all layers together."""
-        return self.layers * 2 * self.heads * self.head_dim * ELEMENT
-
-    def linear_seconds(self, gpu: Gpu, gpus: int, batch: float, share: float) -> float:
-        """Returns the seconds of linear layers: reading weights, or at ``share`` of the peak."""
-        products = 2 * self.parameters * batch / (share * gpu.peak)
-        return max(self.weights / gpu.bandwidth, products) / gpus
-
-
 LLAMA_65B = Decoder(layers=80, heads=64, head_dim=128, parameters=65.2e9)
-LATENCY, PORT = 20e-6, 12.5e9
-"""Seconds of a message, and bytes per second of a GPU with weights, to devices with the cache."""
-
-
-def together(model: Decoder, gpu: Gpu, gpus: int, context: int, share: float) -> float:
-    """Returns tokens per second of GPUs that hold weights and cache; 0 where no request fits."""
-    room = gpus * gpu.memory - model.weights
-    batch = math.floor(room / (context * model.token))
-    if batch < 1:
-        return 0.0
-    read = batch * context * model.token / (gpus * gpu.bandwidth)
-    return batch / (model.linear_seconds(gpu, gpus, batch, share) + read)
-
-
-def offloaded(
-    model: Decoder, gpus: tuple[Gpu, int], holders: tuple[Gpu, int], context: int, share: float
-) -> float:
-    """Returns tokens per second where `holders` hold the cache and compute attention.
-
-    In each layer q, k and v of each request go to the holders, and the output comes back. Two
-    halves of the requests take turns. A step takes as long as GPUs, link or holders work for both
-    halves, or as all three work for one half.
-    """
-    (gpu, count), (holder, holding) = gpus, holders
-    batch = math.floor(holding * holder.memory / (context * model.token))
-    if batch < 2:
-        return 0.0
-    half = batch / 2
-    moved = half * model.layers * 4 * model.heads * model.head_dim * ELEMENT
-    parts = [
-        model.linear_seconds(gpu, count, half, share),
-        half * context * model.token / (holding * holder.bandwidth),
-        moved / (count * PORT),
-    ]
-    return batch / max(2 * max(parts), sum(parts) + 2 * model.layers * LATENCY)
-
-
-def cost(gpus: Sequence[tuple[Gpu, int]]) -> float:
-    """Returns the price of GPUs in dollars."""
-    return sum(gpu.dollars * count for gpu, count in gpus)
 
 
 def sharded_cache(

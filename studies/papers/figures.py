@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 
+from burst_attention._cli.offload_time import cost, offloaded, together
+
 from papers import decode, step
 from papers.claims import DENSE, PREFIXES, RELAY_MEASURED
 from papers.step import LLAMA_7B, LLAMA_33_HEADS, TNL_1B, Machine, Method, Model
@@ -163,14 +165,13 @@ def throughput_per_dollar(
     """Returns tokens per second and dollar of the best `SERVERS`, and with each of ``holders``."""
     gpu, holder, model = decode.A100, decode.RTX_4090, decode.LLAMA_65B
     alone = max(
-        decode.together(model, gpu, count, context, DENSE) / decode.cost([(gpu, count)])
-        for count in SERVERS
+        together(model, gpu, count, context, DENSE) / cost([(gpu, count)]) for count in SERVERS
     )
-    apart = [
-        decode.offloaded(model, (gpu, 2), (holder, count), context, DENSE)
-        / decode.cost([(gpu, 2), (holder, count)])
-        for count in holders
-    ]
+    apart = []
+    for count in holders:
+        step = offloaded(model, (gpu, 2), (holder, count), context, DENSE)
+        rate = step.rate if step else 0.0
+        apart.append(rate / cost([(gpu, 2), (holder, count)]))
     return alone, apart
 
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from burst_attention._cli.offload_time import cost, together
+
 from papers import decode, figures, step
 from papers.claims import DENSE
 from papers.figures import PAPERS, K
@@ -91,8 +93,8 @@ def _splits() -> str:
 
 def _lamina() -> str:
     context = 8 * K
-    alone = decode.together(decode.LLAMA_65B, decode.A100, 2, context, DENSE)
-    alone /= decode.cost([(decode.A100, 2)])
+    alone = together(decode.LLAMA_65B, decode.A100, 2, context, DENSE)
+    alone /= cost([(decode.A100, 2)])
     apart = max(figures.throughput_per_dollar(context)[1])
     return (
         "In the range of the claim, whose upper end depends on what is compared: with 8 A100 the "

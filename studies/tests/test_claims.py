@@ -128,23 +128,6 @@ def test_a_shared_prefix_is_read_once():
     )
 
 
-def test_decoding_apart_from_the_weights_by_hand():
-    """A token has 2·2·4·8·2 = 256 bytes in the cache, the weights 0.2 GB."""
-    model = decode.Decoder(layers=2, heads=4, head_dim=8, parameters=1e8)
-    assert model.token == 256
-    # 0.8 GB have room for 31 requests of 100,000 tokens. Weights take 0.2 s, the cache 0.7936 s.
-    assert decode.together(model, GPU, 1, 100_000, 1.0) == pytest.approx(31 / (0.2 + 0.7936))
-    assert decode.together(model, replace(GPU, memory=1e8), 1, 10, 1.0) == 0
-    # 39 requests fit 1 GB. Half of them take 0.2 s for the weights and 0.4992 s for the cache.
-    found = decode.offloaded(model, (GPU, 1), (GPU, 1), 100_000, 1.0)
-    assert found == pytest.approx(39 / (2 * 0.4992))
-    # With fast holders one half after the other waits for weights.
-    fast = replace(GPU, bandwidth=1e12)
-    assert decode.offloaded(model, (GPU, 1), (fast, 1), 100_000, 1.0) == pytest.approx(39 / 0.4)
-    assert decode.offloaded(model, (GPU, 1), (fast, 1), 10**7, 1.0) == 0
-    assert decode.cost([(GPU, 2), (GPU, 1)]) == 6
-
-
 def test_more_ranks_than_key_heads_read_the_same_keys():
     times = [decode.sharded_cache(GPU, (0.0, math.inf), p, 4, 1000, (8, 2)) for p in (1, 2, 4)]
     row = 4 * 1000 * 2 * 128 * 2 / 1e9

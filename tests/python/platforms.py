@@ -77,6 +77,9 @@ class Platform:
         if self.name != "cpu":
             # The suite is the check.
             os.environ.setdefault("BURST_ATTENTION_CHECK", "ignore")
+            # A pool of caches is sharded over the host's devices.
+            flags = "--xla_force_host_platform_device_count=3"
+            os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
         if self.name == "cuda":
             # The machine's other processes, such as the suite's other workers, need memory too.
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -97,6 +97,27 @@ def verdicts(silent=""):
         print(json.dumps(_confirmed._of_all_processes([own])[0]), flush=True)
 
 
+def pool(folder):
+    """Prefills and decodes with caches on the second half of each process's devices.
+
+    The first process writes the results. A pool of the first process alone is an error.
+    """
+    import burst_attention as ba
+    import jax
+    import numpy as np
+    from several_cases import PoolProblem
+
+    case = PoolProblem(jax.device_count())
+    found = case.found(case.arrays())
+    if jax.process_index() == 0:
+        np.savez(Path(folder) / "pool.npz", **found)
+    first = [x for x in jax.devices() if x.process_index == 0]
+    try:
+        case.found(case.arrays(), ba.CachePool(first[len(first) // 2 :]))
+    except NotImplementedError as error:
+        print(error, flush=True)
+
+
 if __name__ == "__main__":
     rank, processes, port = map(int, sys.argv[1:4])
     import jax
@@ -104,4 +125,4 @@ if __name__ == "__main__":
     jax.distributed.initialize(
         f"localhost:{port}", processes, rank, heartbeat_timeout_seconds=HEARTBEAT_SECONDS
     )
-    {"solve": solve, "die": die, "verdicts": verdicts}[sys.argv[4]](*sys.argv[5:])
+    {"solve": solve, "die": die, "verdicts": verdicts, "pool": pool}[sys.argv[4]](*sys.argv[5:])

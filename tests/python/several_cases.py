@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import burst_attention as ba
 import decode_cases
 import infini_cases
 import jax
@@ -11,6 +12,7 @@ import platforms
 import ring
 from features import PAIR, Problem
 from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,35 @@ class DecodeProblem:
     def found(self, arrays):
         """Returns out and lse by name, on the host."""
         return dict(zip(("o", "lse"), map(ring.on_host, decode_cases.decode(arrays)), strict=True))
+
+
+@dataclass(frozen=True)
+class PoolProblem:
+    """A prompt and a token over a pool: the second half of each process's devices."""
+
+    ranks: int
+
+    def arrays(self):
+        """Returns query, key and value of seven tokens."""
+        return ring.normal(0, *[(2, 7, heads, 16) for heads in (4, 2, 2)])
+
+    def found(self, arrays, there=None):
+        """Returns what the prompt and the last token gave, on the host.
+
+        ``there`` is another pool than the second half of each process's devices.
+        """
+        devices = np.array(jax.devices()).reshape(jax.process_count(), 2, -1)
+        mesh = Mesh(devices[:, 0].ravel(), ("tensor",), axis_types=(AxisType.Auto,))
+        there = there or ba.CachePool(list(devices[:, 1].ravel()))
+        caches = there.init(batch=2, positions=9, kv_heads=2, head_dim=16, dtype=arrays[0].dtype)
+        options, found = {"implementation": "xla", "return_residual": True}, {}
+        for name, part in {"prompt": slice(6), "token": slice(6, 7)}.items():
+            tokens = ring.put(mesh, *(x[:, part] for x in arrays), spec=P(None, None, None, None))
+            call = there.prefill if name == "prompt" else there.attend
+            lengths = np.full(2, part.stop, np.int32)
+            (out, lse), caches = call(caches, *tokens, lengths, **options)
+            found |= {name: ring.on_host(out), f"{name} lse": ring.on_host(lse)}
+        return found
 
 
 def cases(ranks):

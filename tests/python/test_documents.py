@@ -18,7 +18,7 @@ pytestmark = pytest.mark.needs("text")
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md"))]
-RUNNING = ("guide", "masks", "decode", "linear-attention", "simulator")
+RUNNING = ("guide", "masks", "decode", "offloading", "linear-attention", "simulator")
 RUN = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in RUNNING)]
 
 

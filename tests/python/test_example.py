@@ -69,12 +69,20 @@ def test_a_trained_model_generates(tmp_path):
     assert "the same 32 tokens as full attention without a cache" in ended.stdout
     assert re.search(r"[\d,]+ tokens per second, 2 samples at once", ended.stdout)
     assert len(ended.stdout.split("--- sample 1, temperature 0.7\n")[1]) > 20
+    # With the caches on other devices the texts are the same.
+    options = ("--checkpoint", checkpoint, "--devices", "2", "--pool", "4", *sizes)
+    pooled = example(*options, program="generate")
+    assert pooled.returncode == 0, pooled.stderr
+    assert "cache over 4 other devices" in pooled.stdout
+    texts = [x.stdout[x.stdout.index("--- the prompt ends") :] for x in (ended, pooled)]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--pool", "3"), "--pool: expected 0 or a divisor of --prompt 4096, got 3"),
         (("--chunk", "100"), "--chunk 100 can't be cut for 8 devices"),
         (("--prompt", "100"), "--prompt 100 can't be cut into chunks of 1024"),
         (("--tokens", "17"), "--tokens: expected a multiple of 16, got 17"),

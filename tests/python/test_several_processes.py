@@ -22,7 +22,7 @@ import ring
 import several
 from decode_reference import dense
 from features import Problem
-from several_cases import DecodeProblem, InfiniProblem, cases
+from several_cases import DecodeProblem, InfiniProblem, PoolProblem, cases
 
 SPLITS = {
     "cpu": [(2, 4), (4, 2)],
@@ -81,6 +81,23 @@ def assert_right(one, got):
     else:
         arrays, beta = arrays
         linear_cases.assert_right(got, arrays, one.dtype, beta=beta)
+
+
+@pytest.mark.needs("host")
+def test_a_pool_has_devices_of_each_process(tmp_path):
+    started = several.start("pool", 2, 4, tmp_path)
+    printed = several.outputs(started, SECONDS)
+    assert [process.returncode for process in started] == [0, 0], "\n".join(printed)
+    for text in printed:
+        assert (
+            "got a model in processes [0, 1] and a pool in processes [0]; take devices of" in text
+        )
+    case = PoolProblem(8)
+    expected = case.found(case.arrays())
+    with np.load(tmp_path / "pool.npz") as found:
+        assert set(found) == set(expected)
+        for name, x in expected.items():
+            assert_close(found[name], x, name)
 
 
 @pytest.mark.parametrize(("processes", "devices"), SPLITS[platforms.current().name])

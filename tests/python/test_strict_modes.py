@@ -10,6 +10,7 @@ from pathlib import Path
 import burst_attention as ba
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import ring
 import tour
@@ -17,6 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
+from long import some
 from test_cuda_lowering import GPU, abstract_mesh
 
 pytestmark = pytest.mark.needs("float32")
@@ -221,6 +223,30 @@ def test_no_call_keeps_traced_arrays():
     """If one does, JAX may look for the reason until the test's time is over."""
     mesh = device_mesh(AxisType.Explicit).abstract_mesh
     assert traced(["leaks"], mesh, named(["causal", "global", "linear ring", "decode"])) == {}
+
+
+@pytest.mark.parametrize("names", some([STRICT, RUN]))
+def test_pools(names):
+    """Pools run their programs themselves. Slices of the arrays move integers to a device."""
+    devices = ring.devices(4)
+    given = ring.normal(0, *[(2, 6, heads, 16) for heads in (4, 2, 2)])
+    expected = tour.pooled(given, devices)
+    with modes(*(name for name in names if name != "transfers")):
+        found = tour.pooled(given, devices)
+    for x, y in zip(found, expected, strict=True):
+        assert bool((x == y).all())
+
+
+def test_a_pool_makes_no_implicit_transfers():
+    devices = ring.devices(4)
+    given = ring.normal(0, *[(2, 1, heads, 16) for heads in (4, 2, 2)])
+    mesh, pool = Mesh(devices[:1], ("tensor",)), ba.CachePool(list(devices[2:]))
+    tokens = ring.put(mesh, *given, spec=P(None, None, None, None))
+    with modes("transfers"):
+        sizes = {"kv_heads": 2, "head_dim": 16, "dtype": given[0].dtype}
+        caches = pool.init(batch=2, positions=8, **sizes)
+        out, caches = pool.attend(caches, *tokens, np.array([3, 1]))
+        jax.block_until_ready(pool.prefill(caches, *tokens, np.array([4, 2])))
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import ring
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 AXES = ("data", "context")
@@ -339,6 +340,30 @@ FEATURES = {
     "residual": ((), {"residual_dtype": "float32"}),
 }
 """The arrays and options of each feature. Where a query sees no key, its lse is left out."""
+
+
+def pooled(given, devices):
+    """Decodes with the caches on other devices: a prompt of pages, then two batches in turn.
+
+    No call of the tour can hold this, since it can't be traced. The model has two devices.
+    """
+    mesh, pool = Mesh(devices[:2], ("tensor",)), ba.CachePool(list(devices[2:]))
+    tokens = [jax.device_put(x, jax.NamedSharding(mesh, P(None, None, "tensor"))) for x in given]
+    table, options = np.arange(8, dtype=np.int32).reshape(2, 4), {"local_window_size": 3}
+    data = {"page_table": table, "sinks": np.ones(4), "alibi_slopes": np.ones(4)}
+
+    def step(length):
+        caches = pool.init(kv_heads=2, head_dim=16, dtype=given[0].dtype, pages=8, page=4)
+        prompt = [x[:, :length] for x in tokens]
+        _, caches = pool.prefill(caches, *prompt, np.full(2, length), **data, **options)
+        token = [x[:, length : length + 1] for x in tokens]
+        lengths = np.full(2, length + 1)
+        pending, caches = pool.send(caches, *token, lengths, **data, **options)
+        yield
+        return pending.receive()
+
+    return ba.alternate(step, (4, 5))
+
 
 LONG_CALLS = [
     attention(f"plain JAX, {name}", *names, implementation="xla", **options)

@@ -1,0 +1,1 @@
+"""Caches on devices apart from those of the model."""

@@ -1,0 +1,235 @@
+"""The programs of a pool's devices: new tokens enter the caches, and attend over them."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int32
+
+from burst_attention._attention.arguments import MAX_INT32
+from burst_attention._attention.options import NO_LIMIT, check_options
+from burst_attention._attention.shards import attention
+from burst_attention._decode import arguments
+from burst_attention._decode.append import append_to_cache
+from burst_attention._decode.attention import decode_attention
+from burst_attention._decode.geometry import Geometry
+from burst_attention._decode.options import CacheLayout
+from burst_attention._decode.prefix import shared_prefix_attention
+from burst_attention._mesh import axis_name_of
+from burst_attention._pool import ways
+from burst_attention._types import Arrays, Axes
+
+Cache: TypeAlias = tuple[jax.Array, Any]
+"""Keys and values of a layer; None in place of values where keys hold them."""
+Data: TypeAlias = dict[str, Any]
+"""Arrays of a call besides tokens and caches, by the names of their options."""
+
+
+class Place(NamedTuple):
+    """The devices of a pool, and how sequences lie on them."""
+
+    mesh: Mesh
+    axes: Axes
+    layout: CacheLayout
+    interleave: int | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Returns the arguments of calls on one device that say it."""
+        named = {"axis_name": axis_name_of(self.axes), "layout": self.layout}
+        return named | {"interleave": self.interleave}
+
+    def spec(self, is_paged: bool) -> P:
+        """Returns how caches of rows or of pages are cut."""
+        return P(self.axes) if is_paged else P(None, self.axes)
+
+    def cache(self, is_paged: bool) -> NamedSharding:
+        """Returns the sharding of caches."""
+        return NamedSharding(self.mesh, self.spec(is_paged))
+
+    @property
+    def whole(self) -> NamedSharding:
+        """Returns the sharding of arrays that every device has."""
+        return NamedSharding(self.mesh, P())
+
+    def tokens(self, count: int) -> NamedSharding:
+        """Returns the sharding in which a chunk of a prompt lands."""
+        return (
+            self.whole if count % self.mesh.size else NamedSharding(self.mesh, P(None, self.axes))
+        )
+
+
+class Call(NamedTuple):
+    """Everything static about a call."""
+
+    place: Place
+    is_prefill: bool
+    is_paged: bool
+    with_lse: bool
+    options: tuple[tuple[str, Any], ...]
+    """Options that are no arrays."""
+    packed: tuple[tuple[int, int], ...]
+    """Heads and dim of query, key and value where they come as one array, which `ways.packed`
+    makes; empty where each comes by itself."""
+    results: tuple[Sharding, ...]
+    """Shardings of out and, if asked for, lse, as they leave the pool."""
+
+
+@cache
+def empty(shape: tuple[int, ...], dtype: str, sharding: Sharding) -> Callable[[], jax.Array]:
+    """Returns the program that makes an array of zeros, without a transfer from the host."""
+    return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)
+
+
+@cache
+def program(call: Call) -> Callable[..., tuple[Arrays, Cache]]:
+    """Returns the program of a call.
+
+    It maps caches, tokens, lengths, data and the caches of prefixes to out and, if asked for, lse,
+    and to the caches, in place of those that it got.
+    """
+    place = call.place
+    caches, cut = place.spec(call.is_paged), P(None, place.axes)
+    out = cut if call.is_prefill else P()
+    local = jax.shard_map(
+        partial(_prefill if call.is_prefill else _step, call),
+        mesh=place.mesh,
+        in_specs=(caches, out, P(), P(), cut),
+        out_specs=(out, caches),
+    )
+
+    def run(
+        cache: Cache, tokens: Arrays, lengths: jax.Array, data: Data, prefix: Arrays
+    ) -> tuple[Arrays, Cache]:
+        if not call.is_prefill:
+            results, cache = local(cache, tokens, lengths, data, prefix)
+            return results, cache
+        # Tokens beyond those in use see nothing, and nothing is written for them.
+        count = tokens[0].shape[1]
+        in_use = jnp.minimum(data.get("query_lengths", count), count)
+        data = data | {"query_lengths": jnp.broadcast_to(in_use, lengths.shape)}
+        padded = _padded(tokens, place.mesh.size)
+        results, cache = local(cache, padded, lengths, data, prefix)
+        return tuple(x[:, :count] for x in results), cache
+
+    shardings = (call.results, place.cache(call.is_paged))
+    return jax.jit(run, donate_argnums=0, out_shardings=shardings)
+
+
+def _padded(tokens: Arrays, ranks: int) -> Arrays:
+    """Returns arrays of tokens with zeros at the end, so that ranks have equally many."""
+    return tuple(
+        jnp.pad(x, [(0, 0), (0, -x.shape[1] % ranks), *[(0, 0)] * (x.ndim - 2)]) for x in tokens
+    )
+
+
+def _step(
+    call: Call, cache: Cache, tokens: Arrays, lengths: jax.Array, data: Data, prefix: Arrays
+) -> tuple[Arrays, Cache]:
+    """Appends new tokens on one device, and attends over its rows and those of all others."""
+    query, key, value = _each(call, tokens)
+    keys, values = _appended(call, cache, (key, value), lengths, data)
+    options: dict[str, Any] = dict(call.options) | data | call.place.options
+    options["return_residual"] = call.with_lse
+    if prefix:
+        first, second = prefix
+        results = shared_prefix_attention(query, first, second, keys, values, lengths, **options)
+    else:
+        results = decode_attention(query, keys, values, lengths, **options)
+    return results if isinstance(results, tuple) else (results,), (keys, values)
+
+
+def _each(call: Call, tokens: Arrays) -> tuple[jax.Array, jax.Array, Any]:
+    """Returns query, key and value, None where there is no value."""
+    found = ways.unpacked(tokens[0], call.packed) if call.packed else tokens
+    query, key, value = (*found, None)[:3]
+    assert query is not None
+    assert key is not None
+    return query, key, value
+
+
+def _appended(
+    call: Call, cache: Cache, new: tuple[jax.Array, Any], lengths: jax.Array, data: Data
+) -> Cache:
+    """Returns caches with new tokens, which are the same on all devices."""
+    (key_cache, value_cache), (key, value) = cache, new
+    where: dict[str, Any] = {x: data[x] for x in ("query_lengths", "page_table") if x in data}
+    where |= call.place.options
+    return append_to_cache(key_cache, value_cache, key, value, lengths, **where)
+
+
+def _prefill(
+    call: Call, cache: Cache, tokens: Arrays, lengths: jax.Array, data: Data, prefix: Arrays
+) -> tuple[Arrays, Cache]:
+    """Appends a chunk of a prompt on one device, whose part of the queries attends to all rows."""
+    query, *new = _each(call, tokens)
+    axis_name = axis_name_of(call.place.axes)
+    ranks, count = arguments.ranks("CachePool.prefill", axis_name), query.shape[1]
+    gather = partial(jax.lax.all_gather, axis_name=ranks.axes, axis=1, tiled=True, to="invarying")
+    key, value = map(gather, new)
+    cache = _appended(call, cache, (key, value), lengths, data)
+    held = _held(call, query, cache, data, ranks)
+    found = arguments.sequences(lengths, data["query_lengths"], *key.shape[:2])
+    index = ranks.rank() * count + jnp.arange(count, dtype=jnp.int32)[None]
+    positions = jnp.where(index < found.counts[:, None], found.starts[:, None] + index, -1)
+    options: dict[str, Any] = dict(call.options)
+    start, stop = _visible(options.pop("local_window_size", None), held, ranks, found)
+    options |= {x: data[x] for x in ("sinks", "alibi_slopes") if x in data}
+    keys, values = (_rows(x, held, call.is_paged) for x in held[:2])
+    results = attention(
+        query,
+        keys,
+        values,
+        axis_name=axis_name,
+        query_positions=positions,
+        key_positions=start,
+        visible=(start, stop),
+        return_residual=call.with_lse,
+        **options,
+    )
+    return results if isinstance(results, tuple) else (results,), cache
+
+
+def _held(
+    call: Call, query: jax.Array, cache: Cache, data: Data, ranks: arguments.Ranks
+) -> arguments.Caches:
+    """Returns this device's caches, and the pages of each sequence."""
+    named = dict(zip(arguments.CACHE_NAMES, cache, strict=True))
+    place = call.place
+    table = data.get("page_table")
+    return arguments.caches(query, named, table, ranks, place.layout, place.interleave)
+
+
+def _visible(
+    window: object, held: arguments.Caches, ranks: arguments.Ranks, found: arguments.Sequences
+) -> tuple[Int32[Array, "batch rows"], Int32[Array, "batch rows"]]:
+    """Returns the positions of queries that see each row, from start up to, but without, stop.
+
+    A row is visible from its own position on, up to the end of a window, if its sequence has it.
+    """
+    options = check_options("CachePool.prefill", {"local_window_size": window} if window else {})
+    left, _ = options.local_window_size or (NO_LIMIT, NO_LIMIT)
+    geometry = Geometry(held.interleave, ranks.world_size, held.capacity)
+    rows = jnp.arange(held.capacity, dtype=jnp.int32)
+    start = jnp.broadcast_to(
+        geometry.positions(rows, ranks.rank()), (len(found.lengths), len(rows))
+    )
+    stop = jnp.int32(MAX_INT32)
+    if left != NO_LIMIT:
+        reach = min(left, MAX_INT32 - 1) + 1
+        stop = jnp.minimum(start, MAX_INT32 - reach) + reach
+    table, (pages, page) = held.page_table, held.key.shape[:2]
+    exists = jnp.repeat((table >= 0) & (table < pages), page, axis=1)
+    return start, jnp.where(exists & (start < found.lengths[:, None]), stop, start)
+
+
+def _rows(x: jax.Array, held: arguments.Caches, is_paged: bool) -> jax.Array:
+    """Returns the rows of each sequence, copied out of pages."""
+    if not is_paged:
+        return x
+    pages = jnp.take(x, held.page_table, axis=0, mode="clip")
+    return pages.reshape(pages.shape[0], held.capacity, *x.shape[2:])
