@@ -69,10 +69,10 @@ def shapes() -> list[Shape]:
     """Returns all timed problems, the most important first."""
     found = [
         Shape(seq * 1024, dim, heads, kv_heads, causal)
+        for seq in (8, 16, 2, 4, 32)
         for dim in (128, 64, 256)
         for heads, kv_heads in (((32, 32), (32, 8)) if dim < 256 else ((16, 16), (16, 4)))
         for causal in (True, False)
-        for seq in (8, 2, 4, 16, 32)
     ]
     grouped = [shape for shape in found if shape.heads != shape.kv_heads]
     # Grouped heads of D 128 come before other widths, grouped heads of other widths at the end.
