@@ -73,7 +73,7 @@ pub(super) unsafe fn run<T: Steps>(
             };
             let states = states.iter().zip(own).map(between).collect();
             let places = first..all.min(first + count);
-            (first < all).then(|| Window { workers, steps, chunks, places, states })
+            (first < all).then_some(Window { workers, steps, chunks, places, states })
         };
         let overwritten = |index: &usize| states[*index].step == 0;
         // SAFETY: the memory is this call's. The caller guarantees the states and the arrays.

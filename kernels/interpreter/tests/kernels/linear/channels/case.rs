@@ -135,11 +135,11 @@ impl Case {
     }
 
     /// Returns rows with their decays from the start of tiles, or to the end.
-    pub fn from_start(&self, inputs: &Inputs, x: &[f32]) -> Vec<f32> {
+    pub fn faded_from_start(&self, inputs: &Inputs, x: &[f32]) -> Vec<f32> {
         self.faded(x, &self.of_tiles(inputs, |sums, i| sums[i].exp2()))
     }
 
-    pub fn to_end(&self, inputs: &Inputs, x: &[f32]) -> Vec<f32> {
+    pub fn faded_to_end(&self, inputs: &Inputs, x: &[f32]) -> Vec<f32> {
         self.faded(x, &self.of_tiles(inputs, |sums, i| (sums[LINEAR_TILE - 1] - sums[i]).exp2()))
     }
 

@@ -63,8 +63,12 @@ impl Arrays<'_> {
     fn keyed(&self) -> [Vec<f32>; 2] {
         let (case, inputs, Inputs { q, k, .. }) = (self.case, self.inputs, self.inputs);
         match (case.of, case.reverse) {
-            (Of::KeyChannels, false) => [case.from_start(inputs, q), case.to_end(inputs, k)],
-            (Of::KeyChannels, true) => [case.to_end(inputs, q), case.from_start(inputs, k)],
+            (Of::KeyChannels, false) => {
+                [case.faded_from_start(inputs, q), case.faded_to_end(inputs, k)]
+            }
+            (Of::KeyChannels, true) => {
+                [case.faded_to_end(inputs, q), case.faded_from_start(inputs, k)]
+            }
             _ => [q.clone(), k.clone()],
         }
     }
