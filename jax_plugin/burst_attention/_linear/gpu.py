@@ -395,9 +395,9 @@ def _attended_in_channels(
         (out,) = _call("attend", label, parts, given, results, back, strict, KEYS)
         return out, jnp.zeros((*parts.totals.shape[:2], *out.shape[1::2]), jnp.float32)
     met = channels.met(of, v, other) if back else channels.met(of, other, v)
-    given = (q, k, v, parts.sums, states, other, met, of.to_middle.astype(q.dtype))
+    theirs = (q, k, v, parts.sums, states, other, met, of.to_middle.astype(q.dtype))
     results.append(jax.ShapeDtypeStruct((*parts.sums.shape[:3], v.shape[3]), jnp.float32))
-    out, dots = _call("attend", label, parts, given, results, back, strict, VALUES)
+    out, dots = _call("attend", label, parts, theirs, results, back, strict, VALUES)
     return out, dots.swapaxes(1, 2)[:, :, : q.shape[1]]
 
 

@@ -27,7 +27,8 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from burst_attention import _ffi
 from burst_attention._linear import gpu
-from burst_attention._linear.gpu import TILE, Cut, States, cut
+from burst_attention._linear.channels import TILE
+from burst_attention._linear.gpu import Cut, States, cut
 from burst_attention._linear.isolation import finite, poisoned, reached, spoilt
 from burst_attention._linear.states import Betas, Logs, Matrix, State, apply, identity
 from burst_attention._mesh import vary_like
