@@ -217,9 +217,7 @@ def grouped_heads(heads: int, kv_heads: int) -> None:
         )
 
 
-def head_dim(
-    name: str, dim: int, any_head_dim: bool = False, most: int = MAX_HEAD_DIM
-) -> None:
+def head_dim(name: str, dim: int, any_head_dim: bool = False, most: int = MAX_HEAD_DIM) -> None:
     """Raises for a head dimension that nothing computes."""
     if not 1 <= dim <= most or (dim % HEAD_DIM_MULTIPLE and not any_head_dim):
         expected = (

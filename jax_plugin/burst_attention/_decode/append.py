@@ -83,10 +83,10 @@ def append_to_cache(
     """
     place = arguments.ranks("append_to_cache", axis_name)
     if (value_cache is None) != (value is None):
-        expected, other = ("value", "value_cache")[:: 1 if value_cache is None else -1]
+        missing = "value_cache" if value_cache is None else "value"
         raise ValueError(
-            f"value_cache and value must both be arrays or both be None, got {other} None and "
-            f"{expected} an array; where the values are columns of the keys, both are None"
+            "value_cache and value must both be arrays or both be None, got None for "
+            f"{missing} alone; where the values are columns of the keys, both are None"
         )
     new = {"key": arguments.new_tokens("key", key)}
     if value is not None:

@@ -349,7 +349,11 @@ def _values_in_keys(cache: Caches, value_dim: object) -> int:
             "the values, as in value_dim=512 for latents; or give a value_cache"
         )
     dim, columns = _checks.integer("value_dim", value_dim), cache.key.shape[3]
-    _checks.head_dim("value_dim", dim, most=columns)
+    if not 8 <= dim <= columns or dim % 8:
+        raise ValueError(
+            f"value_dim must be a multiple of 8 from 8 to {columns}, that of head_dim, got {dim}; "
+            "it counts the first columns of key_cache, which are the values"
+        )
     return dim
 
 

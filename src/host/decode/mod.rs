@@ -90,7 +90,7 @@ impl DecodeIo<'_> {
 
     /// Whether the values are the first columns of the keys.
     fn values_in_keys(&self) -> bool {
-        self.v.ptr == self.k.ptr
+        self.v.ptr == self.k.ptr && self.v.row_stride == self.k.row_stride
     }
 
     /// Returns the query heads that share a head of keys.
