@@ -116,7 +116,10 @@ fn values_are_the_first_columns_of_keys_without_a_cache_of_their_own() {
     assert_eq!(unsafe { *o.cast::<[f32; 8]>() }, [4.5; 8], "two heads of four columns");
     let refused =
         |change: &dyn Fn(&mut Call), words: &str| refused(Call::without_values(), change, words);
-    refused(&|call| call.rets[0].dims[3] = 16, "columns of o must be at most those of key_cache (8)");
+    refused(
+        &|call| call.rets[0].dims[3] = 16,
+        "columns of o must be at most those of key_cache (8)",
+    );
     refused(&|call| drop(call.args.pop()), "operands must be 8, or 9 with slopes, got 7");
 }
 

@@ -94,9 +94,10 @@ def append_to_cache(
     named = {"key_cache": key_cache, "value_cache": value_cache}
     cache = arguments.caches(new["key"], named, page_table, place, layout, interleave)
     batch, tokens = new["key"].shape[:2]
-    for name, x in new.items():
-        title = f"{name}_cache"
-        arguments.check_new(name, x, (batch, tokens), title, named[title])
+    values = new.get("value")
+    for name, x, held in (("key", new["key"], cache.key), ("value", values, cache.value)):
+        if x is not None and held is not None:
+            arguments.check_new(name, x, (batch, tokens), f"{name}_cache", held)
     found = arguments.sequences(lengths, query_lengths, batch, tokens)
     place.check_same(**new, lengths=found.lengths, query_lengths=found.counts)
     index = jnp.arange(tokens, dtype=jnp.int32)[None]
@@ -109,7 +110,7 @@ def append_to_cache(
     written = in_use & (owner == place.rank()) & (row < cache.capacity) & (ids >= 0)
     # A token without a place goes beyond the last page, where nothing is written.
     target = (jnp.where(written, ids, pages), row % max(page, 1))
-    arrays = (cache.key, cache.value, new["key"], new.get("value"), target)
+    arrays = (cache.key, cache.value, new["key"], values, target)
     keys, values, key, value, target = vary_together(place.axes, arrays) if place.axes else arrays
     keys = keys.at[target].set(key, mode="drop")
     return keys, None if values is None else values.at[target].set(value, mode="drop")

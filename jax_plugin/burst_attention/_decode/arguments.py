@@ -339,8 +339,8 @@ def _values_in_keys(cache: Caches, value_dim: object) -> int:
         if value_dim is not None:
             raise ValueError(
                 "value_dim says how many columns of the keys are the values, so it needs "
-                f"value_cache None, got an array of shape {cache.value.shape}; leave value_dim out, "
-                "since value_cache has its own last dimension"
+                f"value_cache None, got an array of shape {cache.value.shape}; leave value_dim "
+                "out, since value_cache has its own last dimension"
             )
         return 0
     if value_dim is None:

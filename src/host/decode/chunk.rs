@@ -224,8 +224,7 @@ impl ChunkTask<'_> {
         };
         let per_head = self.blocks_per_head(queries.len());
         let mut seen = vec![[0; ROWS]; per_head];
-        let [key_bytes, value_bytes] =
-            [&io.k, &io.v].map(|array| array.dim * array.dtype.bytes());
+        let [key_bytes, value_bytes] = [&io.k, &io.v].map(|array| array.dim * array.dtype.bytes());
         let read = [key_bytes, if io.values_in_keys() { 0 } else { value_bytes }];
         let copies = per_head >= COPY_FROM || !whole_loads(io, S::LANES);
         let first = self.chunk.start.max(start / TILE * TILE);
