@@ -49,12 +49,12 @@ impl Call {
         let rets = vec![floats(&[1, 1, 2, 4], &|_| f32::NAN), floats(&[1, 1, 2], &|_| f32::NAN)];
         let float = |value: f32| FakeAttribute::Scalar(F32, value.to_ne_bytes().into());
         let attributes = vec![
+            ("values_in_keys".into(), int(0)),
             ("scale".into(), float(1.0)),
             ("soft_cap".into(), float(0.0)),
             ("window".into(), int(-1)),
             ("interleave".into(), int(2)),
             ("world_size".into(), int(2)),
-            ("values_in_keys".into(), int(0)),
         ];
         Call { handler: burst_attention_decode_execute, args, rets, attributes }
     }
@@ -66,8 +66,7 @@ impl Call {
         call.args[0] = floats(&[1, 1, 2, 8], &|_| 0.0);
         call.args.remove(2);
         call.args.pop();
-        call.attributes.pop();
-        call.attributes.push(("values_in_keys".into(), int(1)));
+        call.attributes[0].1 = int(1);
         call
     }
 
