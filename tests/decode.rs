@@ -57,6 +57,20 @@ fn all_element_types_agree() {
     }
 }
 
+/// Few rows read the cache, and many rows read copies. Some rows consist of whole loads.
+#[test]
+fn values_in_the_first_columns_of_keys_agree() {
+    for heads in [[1, 1], [4, 2], [12, 4], [128, 1], [48, 2]] {
+        for dims in [[16, 8], [40, 24], [96, 64], [64, 64], [100, 20]] {
+            let types = [Dtype::F32, Dtype::Bf16, Dtype::F16];
+            let case = Case { values_in_keys: true, queries: [2, 1], heads, dims, ..CASE };
+            check(types.map(|dtype| Case { dtype, ..case }));
+        }
+    }
+    let latents = Case { values_in_keys: true, heads: [128, 1], dims: [576, 512], ..CASE };
+    check([Dtype::F32, Dtype::Bf16].map(|dtype| Case { dtype, queries: [2, 2], ..latents }));
+}
+
 /// Sources of several chunks, whose partial results are merged.
 #[test]
 fn long_sources_agree() {

@@ -26,8 +26,11 @@ use crate::sys;
 pub(crate) unsafe fn execute(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_FFI_Error {
     let body = |frame: &mut CallFrame<'_>| {
         let Executor { isa, pool } = Executor::global()?;
-        let arrays = Arrays::read(DeviceKind::Host, frame.all_arguments()?, frame.results()?)?;
-        partial((*isa, pool), &decode(&arrays, &frame.attributes()?)?);
+        let attributes = frame.attributes()?;
+        let has_values = number("values_in_keys", &attributes, 0..=1)? == 0;
+        let operands = frame.all_arguments()?;
+        let arrays = Arrays::read(DeviceKind::Host, has_values, operands, frame.results()?)?;
+        partial((*isa, pool), &decode(&arrays, &attributes)?);
         Ok(())
     };
     // SAFETY: the caller guarantees what `guard_stage` demands of the frame.
@@ -70,10 +73,21 @@ fn decode<'a>(arrays: &'a Arrays, attributes: &Attributes<'_>) -> Result<DecodeI
     if !(0..world_size).contains(&rank) {
         return Err(Error::mismatch("rank", format!("from 0 to {}", world_size - 1), rank));
     }
+    let k = arrays.host("key_cache")?;
+    let v = if arrays.has("value_cache") {
+        arrays.host("value_cache")?
+    } else {
+        let value_dim = arrays.length(Size::ValueDim);
+        if value_dim > k.dim {
+            let expected = format!("at most those of key_cache ({})", k.dim);
+            return Err(Error::mismatch("columns of o", expected, value_dim));
+        }
+        k.first_columns(value_dim)
+    };
     Ok(DecodeIo {
         q: arrays.host("query")?,
-        k: arrays.host("key_cache")?,
-        v: arrays.host("value_cache")?,
+        k,
+        v,
         page_table: arrays.values("page_table")?,
         pages_per_source: arrays.length(Size::SourcePages),
         source: arrays.values("source")?,

@@ -49,6 +49,7 @@ impl Call {
         let rets = vec![floats(&[1, 1, 2, 4], &|_| f32::NAN), floats(&[1, 1, 2], &|_| f32::NAN)];
         let float = |value: f32| FakeAttribute::Scalar(F32, value.to_ne_bytes().into());
         let attributes = vec![
+            ("values_in_keys".into(), int(0)),
             ("scale".into(), float(1.0)),
             ("soft_cap".into(), float(0.0)),
             ("window".into(), int(-1)),
@@ -56,6 +57,17 @@ impl Call {
             ("world_size".into(), int(2)),
         ];
         Call { handler: burst_attention_decode_execute, args, rets, attributes }
+    }
+
+    /// The same call without a cache of values, and without slopes.
+    fn without_values() -> Call {
+        let mut call = Call::new();
+        call.args[1] = floats(&[3, 2, 1, 8], &|i| if i % 8 < 4 { (i / 8) as f32 } else { 0.5 });
+        call.args[0] = floats(&[1, 1, 2, 8], &|_| 0.0);
+        call.args.remove(2);
+        call.args.pop();
+        call.attributes[0].1 = int(1);
+        call
     }
 
     /// A merge of two parts of one row, whose out are 0 and 1 and whose lse are 1 and 2.
@@ -91,6 +103,23 @@ fn a_call_computes_the_partial_result_of_its_rank() {
     assert_eq!(call.run(), None);
     // SAFETY: the call has ended, and its memory is never freed.
     assert_eq!(unsafe { *o }, 4.5, "the mean of two values with equal scores");
+}
+
+/// The values are the first four columns of the keys in rows 4 and 5.
+#[test]
+fn values_are_the_first_columns_of_keys_without_a_cache_of_their_own() {
+    let call = Call::without_values();
+    let o = call.result();
+    assert_eq!(call.run(), None);
+    // SAFETY: the call has ended, and its memory is never freed.
+    assert_eq!(unsafe { *o.cast::<[f32; 8]>() }, [4.5; 8], "two heads of four columns");
+    let refused =
+        |change: &dyn Fn(&mut Call), words: &str| refused(Call::without_values(), change, words);
+    refused(
+        &|call| call.rets[0].dims[3] = 16,
+        "columns of o must be at most those of key_cache (8)",
+    );
+    refused(&|call| drop(call.args.pop()), "operands must be 8, or 9 with slopes, got 7");
 }
 
 #[test]
@@ -147,6 +176,7 @@ fn wrong_calls_are_refused_with_what_was_expected() {
         ("window", -2, "window must be from -1"),
         ("interleave", 0, "interleave must be from 1"),
         ("world_size", 0, "world_size must be from 1 to 65536"),
+        ("values_in_keys", 2, "values_in_keys must be from 0 to 1"),
     ] {
         let change = |call: &mut Call| {
             call.attributes.retain(|(entry, _)| entry != name);

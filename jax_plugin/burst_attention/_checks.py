@@ -217,16 +217,16 @@ def grouped_heads(heads: int, kv_heads: int) -> None:
         )
 
 
-def head_dim(name: str, dim: int, any_head_dim: bool = False) -> None:
-    """Raises for a head dimension that no kernel computes."""
-    if not 1 <= dim <= MAX_HEAD_DIM or (dim % HEAD_DIM_MULTIPLE and not any_head_dim):
+def head_dim(name: str, dim: int, any_head_dim: bool = False, most: int = MAX_HEAD_DIM) -> None:
+    """Raises for a head dimension that nothing computes."""
+    if not 1 <= dim <= most or (dim % HEAD_DIM_MULTIPLE and not any_head_dim):
         expected = (
             "from 1"
             if any_head_dim
             else f"a multiple of {HEAD_DIM_MULTIPLE} from {HEAD_DIM_MULTIPLE}"
         )
-        instead = "; pad it with zeros" if 0 < dim < MAX_HEAD_DIM else ""
-        raise ValueError(f"{name} must be {expected} to {MAX_HEAD_DIM}, got {dim}{instead}")
+        instead = "; pad it with zeros" if 0 < dim < most else ""
+        raise ValueError(f"{name} must be {expected} to {most}, got {dim}{instead}")
 
 
 def _cast(dtype: np.dtype) -> str:

@@ -135,6 +135,15 @@ impl HostArray {
         HostArray { ptr, rows, ..self.clone() }
     }
 
+    /// Returns a view of the first `dim` elements of the last axis.
+    ///
+    /// # Panics
+    /// If the view has fewer.
+    pub fn first_columns(&self, dim: usize) -> HostArray {
+        assert!(dim <= self.dim, "columns in the view");
+        HostArray { dim, ..self.clone() }
+    }
+
     /// Returns the bytes of data in `rows`, without gaps.
     pub fn bytes(&self, rows: &Range<usize>) -> usize {
         self.batch * rows.len() * self.heads * self.dim * self.dtype.bytes()

@@ -18,6 +18,8 @@ pub struct Case {
     /// Dims of keys and values.
     pub dims: [usize; 2],
     pub dtype: Dtype,
+    /// Whether the values are the first columns of the keys.
+    pub values_in_keys: bool,
     pub sources: usize,
     /// Rows of a page, and pages of a source.
     pub pages: [usize; 2],
@@ -33,6 +35,7 @@ pub const CASE: Case = Case {
     heads: [4, 2],
     dims: [16, 32],
     dtype: Dtype::F32,
+    values_in_keys: false,
     sources: 3,
     pages: [16, 5],
     interleave: 1,
@@ -111,6 +114,7 @@ impl Data {
         let Case { pages, interleave, rank, soft_cap, window, .. } = self.case;
         let [q, k, v, o, lse]: [HostArray; 5] =
             [&self.q, &self.k, &self.v, &self.o, &self.lse].map(Array::view);
+        let v = if self.case.values_in_keys { k.first_columns(self.case.dims[1]) } else { v };
         let io = DecodeIo {
             q,
             k,
@@ -166,6 +170,7 @@ impl Data {
             self.case;
         let (mut outputs, mut sums) = (Vec::new(), Vec::new());
         let cap = f64::from(soft_cap);
+        let values = if self.case.values_in_keys { &self.k } else { &self.v };
         for (entry, t) in (0..batch).flat_map(|entry| (0..len).map(move |t| (entry, t))) {
             let seen = self.seen(entry, t);
             for head in 0..heads {
@@ -191,7 +196,7 @@ impl Data {
                 outputs.extend((0..dims[1]).map(|d| {
                     let weighted = seen.iter().zip(&scores).map(|(row, s)| {
                         let [page, at] = at(*row);
-                        (s - most).exp() / sum * self.v.at([page, at, kv_head, d])
+                        (s - most).exp() / sum * values.at([page, at, kv_head, d])
                     });
                     weighted.sum::<f64>()
                 }));

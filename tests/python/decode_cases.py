@@ -1,6 +1,6 @@
 """Sharded caches: their arrays, calls over a mesh, and bounds on the errors of results."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import burst_attention as ba
 import case_list
@@ -106,13 +106,21 @@ class Problem:
     v: np.ndarray
     features: dict = field(default_factory=dict)
     """Arguments of `decode_reference.dense` besides the arrays."""
+    values_in_keys: bool = False
+    """Whether the values are the first columns of the keys, so that calls get None for them."""
+
+    @property
+    def caches(self):
+        """The caches that a call gets: those of all ranks, side by side."""
+        return [self.sharding.dealt(x) for x in (self.k, self.v)[: 1 if self.values_in_keys else 2]]
 
     @property
     def options(self):
         """The features as arguments of a call."""
         names = {"window": "local_window_size", "soft_cap": "logits_soft_cap"}
         names |= {"slopes": "alibi_slopes", "counts": "query_lengths"}
-        return {names.get(name, name): x for name, x in self.features.items()}
+        found = {names.get(name, name): x for name, x in self.features.items()}
+        return found | ({"value_dim": self.v.shape[3]} if self.values_in_keys else {})
 
 
 def problem(sharding, lengths, tokens, heads=(4, 2), dims=(16, 16), dtype="float32", **features):
@@ -131,10 +139,16 @@ def problem(sharding, lengths, tokens, heads=(4, 2), dims=(16, 16), dtype="float
     return Problem(sharding, lengths, q, k, v, features)
 
 
+def latents(*arguments, **options):
+    """Returns a problem whose values are the first columns of its keys."""
+    case = problem(*arguments, **options)
+    return replace(case, v=case.k[..., : case.v.shape[3]].copy(), values_in_keys=True)
+
+
 def decode(case, check_vma=True, **options):
     """Returns o and lse of a problem from `decode_attention` on a mesh."""
     sharding = case.sharding
-    caches = [sharding.dealt(x) for x in (case.k, case.v)]
+    caches = case.caches
     specs, table = SHARDED, None
     if sharding.page:
         *caches, table = sharding.paged(case.lengths, *caches)
@@ -160,7 +174,8 @@ def decode(case, check_vma=True, **options):
         out_specs=WHOLE,
         check_vma=check_vma,
     )
-    return jax.jit(run)(case.q, *caches, table, case.lengths, arrays)
+    k, v = caches[0], None if case.values_in_keys else caches[1]
+    return jax.jit(run)(case.q, k, v, table, case.lengths, arrays)
 
 
 def check(found, expected):

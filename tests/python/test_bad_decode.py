@@ -79,7 +79,44 @@ BAD = {
     "head_dim 12": (
         lambda: decode(q=np.ones((2, 1, 4, 12), np.float32), k=np.ones((2, 4, 2, 12), np.float32)),
         ValueError,
-        "head_dim must be a multiple of 8 from 8 to 256, got 12; pad it with zeros",
+        "head_dim must be a multiple of 8 from 8 to 576, got 12; pad it with zeros",
+    ),
+    "head_dim 584": (
+        lambda: decode(
+            q=np.ones((2, 1, 4, 584), np.float32), k=np.ones((2, 4, 2, 584), np.float32)
+        ),
+        ValueError,
+        "head_dim must be a multiple of 8 from 8 to 576, got 584",
+    ),
+    "no values": (
+        lambda: ba.decode_attention(Q, CACHE, None, N),
+        ValueError,
+        "value_cache None needs value_dim, the number of first columns of key_cache that are the",
+    ),
+    "value_dim and values": (
+        lambda: decode(value_dim=8),
+        ValueError,
+        "needs value_cache None, got an array of shape (2, 16, 2, 8); leave value_dim out",
+    ),
+    "more values than keys": (
+        lambda: ba.decode_attention(Q, CACHE, None, N, value_dim=16),
+        ValueError,
+        "value_dim must be a multiple of 8 from 8 to 8, that of head_dim, got 16",
+    ),
+    "value_dim 4": (
+        lambda: ba.decode_attention(Q, CACHE, None, N, value_dim=4),
+        ValueError,
+        "value_dim must be a multiple of 8 from 8 to 8, that of head_dim, got 4",
+    ),
+    "value_dim 8.0": (
+        lambda: ba.decode_attention(Q, CACHE, None, N, value_dim=8.0),
+        TypeError,
+        "value_dim must be an int, got 8.0",
+    ),
+    "another dtype of latents": (
+        lambda: ba.decode_attention(Q.astype(np.float16), CACHE, None, N, value_dim=8),
+        TypeError,
+        "query or new tokens and key_cache must have one dtype, got float16 and float32; cast",
     ),
     "head_dims": (
         lambda: decode(k=np.ones((2, 16, 2, 16), np.float32)),
@@ -196,6 +233,30 @@ BAD = {
         lambda: append(value=NEW.astype(np.float16)),
         ValueError,
         "value must have shape (2, 1, 2, 8) and dtype float32, as value_cache has, got",
+    ),
+    "new values without a cache": (
+        lambda: ba.append_to_cache(CACHE, None, NEW, NEW, N),
+        ValueError,
+        "value_cache and value must both be arrays or both be None, got None for value_cache alone",
+    ),
+    "a cache without new values": (
+        lambda: append(value=None),
+        ValueError,
+        "must both be arrays or both be None, got None for value alone",
+    ),
+    "values of prefixes alone": (
+        lambda: ba.shared_prefix_attention(
+            *(Q, PREFIX, PREFIX, CACHE, None, N), prefix_of=N, prefix_lengths=SIZES, value_dim=8
+        ),
+        ValueError,
+        "got None for value_cache alone; give an array, or None for prefix_value too",
+    ),
+    "own values alone": (
+        lambda: ba.shared_prefix_attention(
+            *(Q, PREFIX, None, CACHE, CACHE, N), prefix_of=N, prefix_lengths=SIZES
+        ),
+        ValueError,
+        "got None for prefix_value alone; give an array, or None for value_cache too",
     ),
     "append outside of a mesh": (
         lambda: append(axis_name="context"),

@@ -112,17 +112,22 @@ def test_calls_may_be_mapped():
     assert np.abs(found - exact).max() <= FLOAT32_LIMIT * np.abs(exact).max()
 
 
-def lowered(platform, dtype="bfloat16", **options):
-    """Returns the program of a step for the devices of a platform, which the mesh tells."""
+def lowered(platform, dtype="bfloat16", dim=8, **options):
+    """Returns the program of a step for the devices of a platform, which the mesh tells.
+
+    With value_dim the values are columns of the keys.
+    """
     mesh = mesh_of(platform)
     cache = P(None, "context")
     run = jax.shard_map(
-        lambda *x: ba.decode_attention(*x, axis_name="context", **options),
+        lambda q, k, v, n: ba.decode_attention(
+            *(q, k, None if "value_dim" in options else v, n), axis_name="context", **options
+        ),
         mesh=mesh,
         in_specs=(P(), cache, cache, P()),
         out_specs=P(),
     )
-    shapes = [((2, 1, 4, 8), dtype), *[((2, 64, 2, 8), dtype)] * 2, ((2,), "int32")]
+    shapes = [((2, 1, 4, dim), dtype), *[((2, 64, 2, dim), dtype)] * 2, ((2,), "int32")]
     traced = jax.jit(run).trace(*(jax.ShapeDtypeStruct(*x) for x in shapes))
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
@@ -142,6 +147,8 @@ def test_plain_jax_decodes_where_the_library_does_not():
         ("cuda", "float32", {}, "decoding with float32 on NVIDIA GPUs, so plain JAX computes it"),
         ("cuda", "float16", {"scale": -0.5}, "decoding with scale -0.5 on NVIDIA GPUs"),
         ("cuda", "bfloat16", {"logits_soft_cap": 1e-4}, "with logits_soft_cap 0.0001 on NVIDIA"),
+        ("cuda", "bfloat16", {"dim": 264}, "decoding with head_dim 264 on NVIDIA GPUs"),
+        ("cuda", "float16", {"value_dim": 8}, "with values in the first columns of the keys on"),
         ("rocm", "bfloat16", {}, "decoding on GPUs that are not NVIDIA's, so plain JAX"),
     ],
 )

@@ -46,11 +46,11 @@ def both(prefixes, own):
 def shared(prefixes, own, **options):
     """Returns o and lse of `shared_prefix_attention` on a mesh."""
     sharding, table, cache = own.sharding, None, SHARDED
-    k, v = (sharding.dealt(x) for x in (own.k, own.v))
+    caches = own.caches
     if sharding.page:
-        k, v, table = sharding.paged(own.lengths, k, v)
+        *caches, table = sharding.paged(own.lengths, *caches)
         cache = P("context")
-    arrays = [prefixes.sharding.dealt(x) for x in (prefixes.k, prefixes.v)]
+    k, v, *arrays = (x for held in (caches, prefixes.caches) for x in (*held, None)[:2])
 
     def local(q, prefix_key, prefix_value, k, v, table, lengths, of, sizes):
         return ba.shared_prefix_attention(

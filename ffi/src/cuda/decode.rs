@@ -55,7 +55,7 @@ pub unsafe fn run_decode(
 /// Reads a call with its memory. The device decides the number of runs later.
 fn decode(frame: &CallFrame<'_>) -> Result<Decode> {
     let [o, lse, workspace] = frame.results()?;
-    let arrays = Arrays::read(DeviceKind::Cuda, frame.all_arguments()?, [o, lse])?;
+    let arrays = Arrays::read(DeviceKind::Cuda, true, frame.all_arguments()?, [o, lse])?;
     let element = match arrays.activation().activation() {
         Some(Dtype::Bf16) => Element::Bf16,
         Some(Dtype::F16) => Element::F16,

@@ -16,6 +16,9 @@ use crate::error::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Role {
     Operand,
+    /// An operand of calls whose values are an array of their own. Other calls find the values in
+    /// the first columns of the keys.
+    OwnValues,
     /// An operand of calls with slopes.
     OfSlopes,
     Result,
@@ -53,7 +56,7 @@ macro_rules! rows {
 const ROWS: &[Row] = rows! {
     "query": [Batch, QLen, Heads, HeadDim], [Units, KvHeads, QLen, HeadDim], Activation, Operand;
     "key_cache": KEYS, KEYS, Activation, Operand;
-    "value_cache": VALUES, VALUES, Activation, Operand;
+    "value_cache": VALUES, VALUES, Activation, OwnValues;
     "page_table": TABLE, TABLE, Int32, Operand;
     "source": [Batch], -, Int32, Operand;
     "lengths": [Batch], -, Int32, Operand;
@@ -68,16 +71,14 @@ const ROWS: &[Row] = rows! {
     "lse": [Batch, QLen, Heads], [Units, KvHeads, QLen], Float32, Result;
 };
 
-/// Returns the rows of a role, with their lengths on a platform.
-fn rows(kind: DeviceKind, role: Role) -> impl Iterator<Item = (&'static Row, &'static [Size])> {
-    let rows = ROWS.iter().filter(move |row| row.role == role);
-    rows.filter_map(move |row| Some((row, row.dims[kind as usize]?)))
+/// Returns the rows of a platform, with their lengths.
+fn rows(kind: DeviceKind) -> impl Iterator<Item = (&'static Row, &'static [Size])> {
+    ROWS.iter().filter_map(move |row| Some((row, row.dims[kind as usize]?)))
 }
 
 /// Returns the names of all arrays of a platform, in order.
 pub(crate) fn names(kind: DeviceKind) -> impl Iterator<Item = &'static str> {
-    let roles = [Role::Operand, Role::OfSlopes, Role::Result].into_iter();
-    roles.flat_map(move |role| rows(kind, role)).map(|(row, _)| row.name)
+    rows(kind).map(|(row, _)| row.name)
 }
 
 /// The arrays of a call.
@@ -86,16 +87,27 @@ pub(crate) struct Arrays(Vec<(&'static Row, &'static [Size], Buffer)>);
 
 impl Arrays {
     /// Pairs the arrays of a call with their rows. The other functions check types and lengths.
-    pub fn read(kind: DeviceKind, given: Vec<Buffer>, results: [Buffer; 2]) -> Result<Arrays> {
-        let of = |role| rows(kind, role);
-        let least = of(Role::Operand).count();
-        let most = least + of(Role::OfSlopes).count();
+    pub fn read(
+        kind: DeviceKind,
+        has_values: bool,
+        given: Vec<Buffer>,
+        results: [Buffer; 2],
+    ) -> Result<Arrays> {
+        let count = |role| rows(kind).filter(|(row, _)| row.role == role).count();
+        let values = if has_values { count(Role::OwnValues) } else { 0 };
+        let least = count(Role::Operand) + values;
+        let most = least + count(Role::OfSlopes);
         if ![least, most].contains(&given.len()) {
             let expected = format!("{least}, or {most} with slopes");
             return Err(Error::mismatch("number of operands", expected, given.len()));
         }
-        let operands = of(Role::Operand).chain(of(Role::OfSlopes)).zip(given);
-        let all = operands.chain(of(Role::Result).zip(results));
+        let has = |role| match role {
+            Role::OwnValues => has_values,
+            Role::OfSlopes => given.len() == most,
+            Role::Operand | Role::Result => true,
+        };
+        let present: Vec<_> = rows(kind).filter(|(row, _)| has(row.role)).collect();
+        let all = present.into_iter().zip(given.into_iter().chain(results));
         let arrays: Vec<_> = all.map(|((row, dims), buffer)| (row, dims, buffer)).collect();
         for (row, dims, buffer) in &arrays {
             if dims.len() != buffer.dims.len() {

@@ -1,5 +1,7 @@
 """Writes new tokens into a sharded cache."""
 
+from typing import TypedDict, Unpack, overload
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -7,24 +9,47 @@ from jaxtyping import Array, Float, Int
 from burst_attention._attention.options import AnyArray
 from burst_attention._decode import arguments
 from burst_attention._decode.geometry import Geometry
-from burst_attention._decode.options import CacheLayout
+from burst_attention._decode.options import CacheLayout, Integers
 from burst_attention._mesh import vary_together
-from burst_attention._types import Axes
+from burst_attention._types import Axes, X
+
+
+class _Options(TypedDict, total=False):
+    query_lengths: Integers | None
+    axis_name: str | Axes | None
+    layout: CacheLayout
+    interleave: int | None
+    page_table: Int[AnyArray, "batch pages_per_sequence"] | None
+
+
+@overload
+def append_to_cache(
+    key_cache: X, value_cache: X, key: X, value: X, lengths: Integers, **options: Unpack[_Options]
+) -> tuple[X, X]: ...
+@overload
+def append_to_cache(
+    key_cache: X,
+    value_cache: None,
+    key: X,
+    value: None,
+    lengths: Integers,
+    **options: Unpack[_Options],
+) -> tuple[X, None]: ...
 
 
 def append_to_cache(
     key_cache: Float[Array, "batch capacity kv_heads head_dim"],
-    value_cache: Float[Array, "batch capacity kv_heads value_dim"],
+    value_cache: Float[Array, "batch capacity kv_heads value_dim"] | None,
     key: Float[Array, "batch T kv_heads head_dim"],
-    value: Float[Array, "batch T kv_heads value_dim"],
-    lengths: Int[AnyArray, " batch"],
+    value: Float[Array, "batch T kv_heads value_dim"] | None,
+    lengths: Integers,
     *,
-    query_lengths: Int[AnyArray, " batch"] | None = None,
+    query_lengths: Integers | None = None,
     axis_name: str | Axes | None = None,
     layout: CacheLayout = "striped",
     interleave: int | None = None,
     page_table: Int[AnyArray, "batch pages_per_sequence"] | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Writes the keys and values of new tokens into a cache that is sharded across devices.
 
     Token t of entry b goes to position lengths[b] − query_lengths[b] + t, at which
@@ -42,25 +67,37 @@ def append_to_cache(
     Args:
       key_cache: ``[batch, capacity, kv_heads, head_dim]``, this device's rows, or with
         ``page_table`` ``[pages, page, kv_heads, head_dim]``.
-      value_cache: as key_cache, with a value_dim of its own.
+      value_cache: as key_cache, with a value_dim of its own; None where the values are columns of
+        the keys, as those of latents are.
       key: ``[batch, T, kv_heads, head_dim]``, new tokens, of the cache's dtype and the same on all
         devices along ``axis_name``. T is any number.
-      value: ``[batch, T, kv_heads, value_dim]``.
+      value: ``[batch, T, kv_heads, value_dim]``; None with value_cache None.
       lengths, query_lengths, axis_name, layout, interleave, page_table: as in `decode_attention`.
 
     Returns:
-      ``(key_cache, value_cache)``, varying over ``axis_name`` as caches do.
+      ``(key_cache, value_cache)``, varying over ``axis_name`` as caches do; value_cache None
+      stays None.
 
     Raises:
       ValueError, TypeError: while tracing, with the way out.
     """
     place = arguments.ranks("append_to_cache", axis_name)
-    new = {"key": arguments.new_tokens("key", key), "value": arguments.new_tokens("value", value)}
+    if (value_cache is None) != (value is None):
+        missing = "value_cache" if value_cache is None else "value"
+        raise ValueError(
+            "value_cache and value must both be arrays or both be None, got None for "
+            f"{missing} alone; where the values are columns of the keys, both are None"
+        )
+    new = {"key": arguments.new_tokens("key", key)}
+    if value is not None:
+        new["value"] = arguments.new_tokens("value", value)
     named = {"key_cache": key_cache, "value_cache": value_cache}
     cache = arguments.caches(new["key"], named, page_table, place, layout, interleave)
     batch, tokens = new["key"].shape[:2]
-    for (name, x), (title, held) in zip(new.items(), named.items(), strict=True):
-        arguments.check_new(name, x, (batch, tokens), title, held)
+    values = new.get("value")
+    for name, x, held in (("key", new["key"], cache.key), ("value", values, cache.value)):
+        if x is not None and held is not None:
+            arguments.check_new(name, x, (batch, tokens), f"{name}_cache", held)
     found = arguments.sequences(lengths, query_lengths, batch, tokens)
     place.check_same(**new, lengths=found.lengths, query_lengths=found.counts)
     index = jnp.arange(tokens, dtype=jnp.int32)[None]
@@ -73,6 +110,7 @@ def append_to_cache(
     written = in_use & (owner == place.rank()) & (row < cache.capacity) & (ids >= 0)
     # A token without a place goes beyond the last page, where nothing is written.
     target = (jnp.where(written, ids, pages), row % max(page, 1))
-    arrays = (cache.key, cache.value, new["key"], new["value"], target)
+    arrays = (cache.key, cache.value, new["key"], values, target)
     keys, values, key, value, target = vary_together(place.axes, arrays) if place.axes else arrays
-    return keys.at[target].set(key, mode="drop"), values.at[target].set(value, mode="drop")
+    keys = keys.at[target].set(key, mode="drop")
+    return keys, None if values is None else values.at[target].set(value, mode="drop")

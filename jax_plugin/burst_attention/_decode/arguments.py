@@ -1,6 +1,6 @@
 """Checks of the arguments of decoding."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,6 +20,8 @@ from burst_attention._types import ArrayType, Axes
 
 MOST_QUERIES = 16
 """The most new tokens of a sequence in a call."""
+MOST_COLUMNS = 576
+"""The most columns of keys and values: those of a latent with its rotary part."""
 CACHE, PAGES = "[batch, capacity, kv_heads, head_dim]", "[pages, page, kv_heads, head_dim]"
 CACHE_NAMES = ("key_cache", "value_cache")
 PREFIXES = "[prefixes, capacity, kv_heads, head_dim]"
@@ -51,7 +53,8 @@ class Caches(NamedTuple):
     """Keys and values of several sequences on one rank, and the pages that hold each of them."""
 
     key: Float[Array, "pages page kv_heads head_dim"]
-    value: Float[Array, "pages page kv_heads value_dim"]
+    value: Float[Array, "pages page kv_heads value_dim"] | None
+    """None where the values are the first columns of the keys."""
     page_table: Int32[Array, "sources columns"]
     interleave: int
 
@@ -88,18 +91,25 @@ def caches(
 ) -> Caches:
     """Returns the caches of keys and of values, given by their names, of ``like``'s dtype.
 
-    ``like`` has the batch. ``words`` say what dimensions unpaged caches have.
+    ``like`` has the batch. ``words`` say what dimensions unpaged caches have. Without a cache of
+    values the values are the first columns of the keys.
     """
     words = words if page_table is None else PAGES
-    k, v = (_checks.as_array(_checks.activation(name, x, words)) for name, x in named.items())
     first, second = named
-    check_local(**{"new tokens": like, first: k, second: v})
-    if not like.dtype == k.dtype == v.dtype:
+
+    def checked(name: str) -> jax.Array:
+        return _checks.as_array(_checks.activation(name, named[name], words))
+
+    k, v = checked(first), None if named[second] is None else checked(second)
+    given = {"query or new tokens": like, first: k} | ({} if v is None else {second: v})
+    check_local(**given)
+    if len({x.dtype for x in given.values()}) > 1:
         raise TypeError(
-            f"query or new tokens, {first} and {second} must have one dtype, got {like.dtype}, "
-            f"{k.dtype} and {v.dtype}; cast the new tokens to the caches' dtype"
+            f"{_listed(list(given))} must have one dtype, got "
+            f"{_listed([str(x.dtype) for x in given.values()])}; cast the new tokens to the "
+            "caches' dtype"
         )
-    if k.shape[:3] != v.shape[:3]:
+    if v is not None and k.shape[:3] != v.shape[:3]:
         raise ValueError(
             f"{first} and {second} must have one shape but for their last dimension, got "
             f"{k.shape} and {v.shape}"
@@ -114,6 +124,10 @@ def caches(
             f"{capacity} on each of {place.world_size}"
         )
     return Caches(k, v, table, _interleave(kind, interleave, capacity, pages, first))
+
+
+def _listed(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def check_local(**arrays: jax.Array) -> None:
@@ -176,8 +190,9 @@ def _interleave(
 
 def check_heads(query: jax.Array, cache: Caches, names: tuple[str, str]) -> None:
     """Raises for head dimensions and numbers of heads that do not go together."""
-    _checks.head_dim("head_dim", query.shape[3])
-    _checks.head_dim(f"head_dim of {names[1]}", cache.value.shape[3])
+    _checks.head_dim("head_dim", query.shape[3], most=MOST_COLUMNS)
+    if cache.value is not None:
+        _checks.head_dim(f"head_dim of {names[1]}", cache.value.shape[3], most=MOST_COLUMNS)
     if query.shape[3] != cache.key.shape[3]:
         raise ValueError(
             f"query and {names[0]} must have one head_dim, got {query.shape[3]} and "
@@ -188,8 +203,21 @@ def check_heads(query: jax.Array, cache: Caches, names: tuple[str, str]) -> None
 
 def check_prefixes(prefixes: Caches, cache: Caches) -> None:
     """Raises for prefixes whose heads are not those of the caches."""
-    for which in ("key", "value"):
-        expected, found = getattr(cache, which).shape[2:], getattr(prefixes, which).shape[2:]
+    for which, x, own in (
+        ("key", prefixes.key, cache.key),
+        ("value", prefixes.value, cache.value),
+    ):
+        if (x is None) != (own is None):
+            held, missing = f"prefix_{which}", f"{which}_cache"
+            if x is None:
+                held, missing = missing, held
+            raise ValueError(
+                f"prefix_{which} and {which}_cache must both be arrays, or both be None with "
+                f"value_dim, got None for {missing} alone; give an array, or None for {held} too"
+            )
+        if x is None or own is None:
+            continue
+        expected, found = own.shape[2:], x.shape[2:]
         if expected != found:
             raise ValueError(
                 f"prefix_{which} must have the heads and the head_dim of {which}_cache, "
@@ -278,12 +306,12 @@ def check_call(
     place.check_same(query=q, lengths=tokens.lengths, query_lengths=tokens.counts)
     place.check_same(sinks=sinks, alibi_slopes=slopes)
     with_lse = _checks.flag("return_residual", return_residual)
-    work = _work(caller, q, cache.interleave, place.world_size, given)
+    work = _work(caller, q, cache, place.world_size, given)
     return Checked(caller, place, q, cache, tokens, work, sinks, slopes, with_lse)
 
 
 def _work(
-    caller: str, query: jax.Array, interleave: int, world_size: int, given: Mapping[str, object]
+    caller: str, query: jax.Array, cache: Caches, world_size: int, given: Mapping[str, object]
 ) -> Work:
     """Returns what is static about the work of a call."""
     names = ("scale", "local_window_size", "logits_soft_cap", "implementation")
@@ -291,17 +319,42 @@ def _work(
     check_soft_cap(options.logits_soft_cap, options.implementation)
     scale = options.softmax_scale(query.shape[3])
     if options.implementation is None:
-        _warn_on_gpus(gpu.lacks(query.dtype, scale, options.logits_soft_cap))
+        _warn_on_gpus(gpu.lacks(query, cache.value, scale, options.logits_soft_cap))
     left, _ = options.local_window_size or (NO_LIMIT, NO_LIMIT)
     return Work(
         scale=scale,
         soft_cap=options.logits_soft_cap or 0.0,
         window=-1 if left == NO_LIMIT else min(left, MAX_INT32),
-        interleave=interleave,
+        interleave=cache.interleave,
         world_size=world_size,
         split=_checks.choice("split", given["split"], SPLITS),
         implementation=options.implementation,
+        values_in_keys=_values_in_keys(cache, given["value_dim"]),
     )
+
+
+def _values_in_keys(cache: Caches, value_dim: object) -> int:
+    """Returns how many first columns of the keys are the values; 0 with values of their own."""
+    if cache.value is not None:
+        if value_dim is not None:
+            raise ValueError(
+                "value_dim says how many columns of the keys are the values, so it needs "
+                f"value_cache None, got an array of shape {cache.value.shape}; leave value_dim "
+                "out, since value_cache has its own last dimension"
+            )
+        return 0
+    if value_dim is None:
+        raise ValueError(
+            "value_cache None needs value_dim, the number of first columns of key_cache that are "
+            "the values, as in value_dim=512 for latents; or give a value_cache"
+        )
+    dim, columns = _checks.integer("value_dim", value_dim), cache.key.shape[3]
+    if not 8 <= dim <= columns or dim % 8:
+        raise ValueError(
+            f"value_dim must be a multiple of 8 from 8 to {columns}, that of head_dim, got {dim}; "
+            "it counts the first columns of key_cache, which are the values"
+        )
+    return dim
 
 
 def _warn_on_gpus(lacking: str | None) -> None:

@@ -24,15 +24,15 @@ class _Either(DecodeOptions, Either): ...
 
 @overload
 def decode_attention(
-    query: X, key_cache: X, value_cache: X, lengths: Integers, **options: Unpack[_Alone]
+    query: X, key_cache: X, value_cache: X | None, lengths: Integers, **options: Unpack[_Alone]
 ) -> X: ...
 @overload
 def decode_attention(
-    query: X, key_cache: X, value_cache: X, lengths: Integers, **options: Unpack[_WithLse]
+    query: X, key_cache: X, value_cache: X | None, lengths: Integers, **options: Unpack[_WithLse]
 ) -> tuple[X, X]: ...
 @overload
 def decode_attention(
-    query: X, key_cache: X, value_cache: X, lengths: Integers, **options: Unpack[_Either]
+    query: X, key_cache: X, value_cache: X | None, lengths: Integers, **options: Unpack[_Either]
 ) -> X | tuple[X, X]: ...
 
 
@@ -40,7 +40,7 @@ def decode_attention(
 def decode_attention(
     query: Float[Array, "batch T heads head_dim"],
     key_cache: Float[Array, "batch capacity kv_heads head_dim"],
-    value_cache: Float[Array, "batch capacity kv_heads value_dim"],
+    value_cache: Float[Array, "batch capacity kv_heads value_dim"] | None,
     lengths: Integers,
     *,
     return_residual: bool = False,
@@ -69,10 +69,12 @@ def decode_attention(
     Args:
       query: ``[batch, T, heads, head_dim]``, T from 1 to 16 new tokens of each sequence, the same
         on all devices along ``axis_name``. bfloat16, float16 or float32; head_dim a multiple of 8
-        up to 256.
+        up to 576.
       key_cache: ``[batch, capacity, kv_heads, head_dim]``, this device's rows, of query's dtype;
         kv_heads divides heads. With ``page_table``: ``[pages, page, kv_heads, head_dim]``.
-      value_cache: as key_cache, with a value_dim of its own, a multiple of 8 up to 256.
+      value_cache: as key_cache, with a value_dim of its own, a multiple of 8 up to 576. With
+        None the values are the first ``value_dim`` columns of the keys, which are read once: so
+        multi-head latent attention decodes over latents, with one key head.
       lengths: integers ``[batch]``, the tokens of each whole sequence, new ones included. 0 or less
         is an empty slot. A length beyond the capacity of all ranks is no error: the query stands at
         the position that its length says, and sees the keys that the caches have room for.

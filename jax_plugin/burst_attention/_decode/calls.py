@@ -23,9 +23,9 @@ def partial(work: Work, operands: Operands) -> Pair:
 
 def _implemented(work: Work, operands: Operands) -> Pair:
     """Returns the partial of the implementation that serves the platform of the lowering."""
-    query, keys, values = operands[:3]
+    query, keys = operands[:2]
     if query.size == 0 or keys.size == 0 or operands.page_table.size == 0:
-        o = jnp.zeros((*query.shape[:3], values.shape[3]), jnp.float32)
+        o = jnp.zeros((*query.shape[:3], work.value_dim(operands)), jnp.float32)
         return vary_like(operands, (o, jnp.full(o.shape[:3], -jnp.inf, jnp.float32)))
     platform = _mesh.platform(jax.sharding.get_abstract_mesh())
     if work.implementation == "xla" or _confirmed.refuted("decode_attention", platform):
@@ -38,8 +38,8 @@ def _implemented(work: Work, operands: Operands) -> Pair:
 
 
 def _cpu(work: Work, operands: Operands) -> Pair:
-    query, _, values = operands[:3]
-    shapes = ((*query.shape[:3], values.shape[3]), query.shape[:3])
+    query = operands.query
+    shapes = ((*query.shape[:3], work.value_dim(operands)), query.shape[:3])
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     attributes: _ffi.Attributes = {
         "scale": np.float32(work.scale),
@@ -47,6 +47,7 @@ def _cpu(work: Work, operands: Operands) -> Pair:
         "window": np.int64(work.window),
         "interleave": np.int64(work.interleave),
         "world_size": np.int64(work.world_size),
+        "values_in_keys": np.int64(operands.value_cache is None),
     }
     given = tuple(x for x in operands if x is not None)
     o, lse = _ffi.call(_ffi.DECODE, results, given, attributes)

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from burst_attention import _ffi
+from burst_attention import _checks, _ffi
 from burst_attention._attention.implementation import SOFT_CAPS
 from burst_attention._decode import plain
 from burst_attention._decode.merge import Pair
 from burst_attention._decode.work import Operands, Work
 from burst_attention._mesh import vary_like
-from burst_attention._types import Arrays
+from burst_attention._types import Arrays, ArrayType
 
 DECODE = _ffi.interface()["decode"]
 """The arrays of the call, and the sizes by which the kernels cut queries and keys."""
@@ -55,11 +55,18 @@ class Units(NamedTuple):
     source: Int32[Array, " units"]
 
 
-def lacks(dtype: np.dtype, scale: float, soft_cap: float | None) -> str | None:
+def lacks(
+    query: ArrayType, values: ArrayType | None, scale: float, soft_cap: float | None
+) -> str | None:
     """Returns what the kernels have no images or no range for, so that plain JAX computes it."""
     least, most = SOFT_CAPS["cuda"]
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        return str(dtype)
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return str(query.dtype)
+    if values is None:
+        return "values in the first columns of the keys"
+    for name, x in (("head_dim", query), ("value_dim", values)):
+        if x.shape[3] > _checks.MAX_HEAD_DIM:
+            return f"{name} {x.shape[3]}"
     if scale <= 0:
         return f"scale {scale:g}"
     return f"logits_soft_cap {soft_cap:g}" if soft_cap and not least <= soft_cap <= most else None
@@ -67,8 +74,8 @@ def lacks(dtype: np.dtype, scale: float, soft_cap: float | None) -> str | None:
 
 def partial(work: Work, operands: Operands) -> Pair:
     """Returns o ``[batch, queries, heads, value_dim]`` and lse of this rank's keys, float32."""
-    query, keys = operands[:2]
-    if lacks(query.dtype, work.scale, work.soft_cap):
+    query, keys, values = operands[:3]
+    if lacks(query, values, work.scale, work.soft_cap):
         return plain.partial(work, operands)
     capacity = operands.page_table.shape[1] * keys.shape[1]
     begins, ends = intervals(work, operands, capacity)
@@ -125,7 +132,7 @@ def with_even_pages(operands: Operands) -> Operands:
 
     Several pages of a source must have a power of two of rows, and no page may be too large.
     """
-    keys, values, table = operands.key_cache, operands.value_cache, operands.page_table
+    keys, values, table = operands.key_cache, operands.values, operands.page_table
     pages, page, heads, dim = keys.shape
     even = page & -page
     is_large = page * heads * max(dim, values.shape[3]) >= DECODE["page_elements"]
@@ -176,7 +183,7 @@ def units_of(operands: Operands, size: int) -> Units:
 def tiles(work: Work, operands: Operands, rows: int) -> Tiles:
     """Returns how the kernels cut units of ``rows`` rows."""
     page, dims = operands.key_cache.shape[1], (operands.query.shape[3],)
-    columns, is_wide = operands.page_table.shape[1], max(*dims, operands.value_cache.shape[3]) > 128
+    columns, is_wide = operands.page_table.shape[1], max(*dims, operands.values.shape[3]) > 128
     keys = 32 if is_wide else 64
     is_short = columns > 1 and page < keys and not is_wide
     step, keys = (4, 16) if is_short else (1, keys)

@@ -32,6 +32,8 @@ class DecodeOptions(TypedDict, total=False):
         count as hidden.
       query_lengths: integers ``[batch]``, the new tokens in use; default: all T. Less than 0 counts
         as 0, more than T as T.
+      value_dim: with value_cache None, how many first columns of the keys are the values; a
+        multiple of 8.
       scale: factor on q·k, a Python number; default head_dim ** -0.5.
       local_window_size: left, or (left, right): a query sees ``left`` positions before its own.
         None or −1 in a pair leaves the side open. As with ``is_causal`` in `attention`, ``right``
@@ -51,6 +53,7 @@ class DecodeOptions(TypedDict, total=False):
     interleave: int | None
     page_table: Int[AnyArray, "batch pages_per_sequence"] | None
     query_lengths: Integers | None
+    value_dim: int | None
     scale: float | None
     local_window_size: int | tuple[int | None, int | None] | None
     logits_soft_cap: float | None

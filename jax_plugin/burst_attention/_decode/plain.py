@@ -54,22 +54,22 @@ def partial(work: Work, operands: Operands) -> Pair:
 
 def _of_entry(work: Work, operands: Operands, entry: Entry) -> Pair:
     """Returns o and lse of one entry."""
-    rank, value = operands.rank, operands.value_cache
+    rank, (_, page, kv_heads, _) = operands.rank, operands.key_cache.shape
     queries, heads, _ = entry.query.shape
     of_queries = entry.start + jnp.arange(queries, dtype=jnp.int32)
     in_use = (jnp.arange(queries, dtype=jnp.int32) < entry.queries_in_use) & (of_queries >= 0)
     sources, columns = operands.page_table.shape
     in_use &= (entry.source >= 0) & (entry.source < sources)
-    geometry = work.geometry(columns * value.shape[1])
+    geometry = work.geometry(columns * page)
     first = jnp.maximum(entry.start, 0)
     begin = jnp.int32(0)
     if work.window >= 0:
         begin = geometry.rows_before(jnp.maximum(first - work.window, 0), rank)
     last = jnp.max(jnp.where(in_use, of_queries, -1))
     stop = geometry.rows_before(jnp.clip(jnp.minimum(entry.length, last + 1), 0), rank)
-    shape = (value.shape[2], heads // value.shape[2], queries)
+    shape = (kv_heads, heads // kv_heads, queries)
     zeros, blind = jnp.zeros(shape, jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32)
-    softmax = Softmax(jnp.zeros((*shape, value.shape[3]), jnp.float32), blind, zeros)
+    softmax = Softmax(jnp.zeros((*shape, work.value_dim(operands)), jnp.float32), blind, zeros)
     rows = min(ROWS, geometry.capacity)
 
     def fold(chunk: Int32[Array, ""], softmax: Softmax) -> Softmax:
@@ -79,7 +79,7 @@ def _of_entry(work: Work, operands: Operands, entry: Entry) -> Pair:
         visible &= ((own < stop) & (own >= begin))[None]
         if work.window >= 0:
             visible &= of_queries[:, None] - positions <= work.window
-        k, v, visible = _gathered(operands, entry.source, own, visible)
+        k, v, visible = _gathered(work, operands, entry.source, own, visible)
         distances = (positions - of_queries[:, None]).astype(jnp.float32)
         return _folded(softmax, _scores(work, operands.slopes, entry, k, distances, visible), v)
 
@@ -94,6 +94,7 @@ def _of_entry(work: Work, operands: Operands, entry: Entry) -> Pair:
 
 
 def _gathered(
+    work: Work,
     operands: Operands,
     source: Int32[Array, ""],
     rows: Int32[Array, " rows"],
@@ -107,13 +108,17 @@ def _gathered(
 
     Values that no query sees are 0, since a weight of 0 does not stop NaN.
     """
-    keys, values, table = operands.key_cache, operands.value_cache, operands.page_table
+    keys, table = operands.key_cache, operands.page_table
     pages, page = keys.shape[:2]
     ids = table.at[source, rows // page].get(mode="clip")
     visible = visible & ((ids >= 0) & (ids < pages))[None]
     seen = visible.any(0)
     index = (jnp.where(seen, ids, 0), rows % page)
-    k, v = (x.at[index].get(mode="promise_in_bounds") for x in (keys, values))
+    k = keys.at[index].get(mode="promise_in_bounds")
+    if operands.value_cache is None:
+        v = k[..., : work.values_in_keys]
+    else:
+        v = operands.value_cache.at[index].get(mode="promise_in_bounds")
     return k, jnp.where(seen[:, None, None], v, 0), visible
 
 

@@ -35,9 +35,9 @@ class _Either(_Options, Either): ...
 def shared_prefix_attention(
     query: X,
     prefix_key: X,
-    prefix_value: X,
+    prefix_value: X | None,
     key_cache: X,
-    value_cache: X,
+    value_cache: X | None,
     lengths: Integers,
     **options: Unpack[_Alone],
 ) -> X: ...
@@ -45,9 +45,9 @@ def shared_prefix_attention(
 def shared_prefix_attention(
     query: X,
     prefix_key: X,
-    prefix_value: X,
+    prefix_value: X | None,
     key_cache: X,
-    value_cache: X,
+    value_cache: X | None,
     lengths: Integers,
     **options: Unpack[_WithLse],
 ) -> tuple[X, X]: ...
@@ -55,9 +55,9 @@ def shared_prefix_attention(
 def shared_prefix_attention(
     query: X,
     prefix_key: X,
-    prefix_value: X,
+    prefix_value: X | None,
     key_cache: X,
-    value_cache: X,
+    value_cache: X | None,
     lengths: Integers,
     **options: Unpack[_Either],
 ) -> X | tuple[X, X]: ...
@@ -67,9 +67,9 @@ def shared_prefix_attention(
 def shared_prefix_attention(
     query: Float[Array, "batch T heads head_dim"],
     prefix_key: Float[Array, "prefixes prefix_capacity kv_heads head_dim"],
-    prefix_value: Float[Array, "prefixes prefix_capacity kv_heads value_dim"],
+    prefix_value: Float[Array, "prefixes prefix_capacity kv_heads value_dim"] | None,
     key_cache: Float[Array, "batch capacity kv_heads head_dim"],
-    value_cache: Float[Array, "batch capacity kv_heads value_dim"],
+    value_cache: Float[Array, "batch capacity kv_heads value_dim"] | None,
     lengths: Integers,
     *,
     prefix_of: Integers,
@@ -93,9 +93,10 @@ def shared_prefix_attention(
       query: ``[batch, T, heads, head_dim]``, as in `decode_attention`.
       prefix_key: ``[prefixes, prefix_capacity, kv_heads, head_dim]``, this device's rows of each
         prefix, sharded as the caches are: in the same layout with the same interleave.
-      prefix_value: ``[prefixes, prefix_capacity, kv_heads, value_dim]``.
+      prefix_value: ``[prefixes, prefix_capacity, kv_heads, value_dim]``; None with value_cache
+        None.
       key_cache: each request's own keys, as in `decode_attention`.
-      value_cache: each request's own values.
+      value_cache: each request's own values; None with ``value_dim``, as in `decode_attention`.
       lengths: integers ``[batch]``, the tokens of each request after its prefix, new ones included.
         0 or less is an empty slot.
       prefix_of: integers ``[batch]``, the prefix of each request. −1, or an index that no prefix

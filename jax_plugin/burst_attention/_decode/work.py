@@ -27,10 +27,16 @@ class Work:
     implementation: Literal["xla"] | None
     shares_sources: bool = False
     """Whether several entries may read one source."""
+    values_in_keys: int = 0
+    """How many first columns of the keys are the values; 0 for values of their own."""
 
     def on_prefixes(self, interleave: int) -> "Work":
         """Returns the same work on shared prefixes, with their interleave."""
         return replace(self, interleave=interleave, shares_sources=True)
+
+    def value_dim(self, operands: "Operands") -> int:
+        """Returns the columns of values and results."""
+        return self.values_in_keys or operands.values.shape[3]
 
     def geometry(self, capacity: int) -> Geometry:
         """Returns where positions are, with a number of rows of a source on each rank."""
@@ -53,7 +59,8 @@ class Operands(NamedTuple):
 
     query: Float[Array, "batch queries heads head_dim"]
     key_cache: Float[Array, "pages page kv_heads head_dim"]
-    value_cache: Float[Array, "pages page kv_heads value_dim"]
+    value_cache: Float[Array, "pages page kv_heads value_dim"] | None
+    """None where the values are the first columns of the keys."""
     page_table: Int32[Array, "sources columns"]
     """The pages of each source, a sequence or a shared prefix."""
     source: Int32[Array, " batch"]
@@ -67,3 +74,8 @@ class Operands(NamedTuple):
     rank: Int32[Array, ""]
     slopes: Float32[Array, " heads"] | None
     """ALiBi slopes."""
+
+    @property
+    def values(self) -> Float[Array, "pages page kv_heads columns"]:
+        """The array whose first columns are the values."""
+        return self.key_cache if self.value_cache is None else self.value_cache

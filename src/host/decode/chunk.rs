@@ -66,6 +66,11 @@ impl<'a> ChunkTask<'a> {
         (queries * self.io.group()).div_ceil(ROWS)
     }
 
+    /// Returns the bytes from a head to the next one, in keys and in values.
+    fn skips(&self) -> [usize; 2] {
+        [&self.io.k, &self.io.v].map(|array| array.head_stride * array.dtype.bytes())
+    }
+
     /// Returns the query and the head of a row.
     fn row<'q>(&self, queries: &[&'q Query], head: usize, row: usize) -> (&'q Query, usize) {
         let group = self.io.group();
@@ -219,7 +224,8 @@ impl ChunkTask<'_> {
         };
         let per_head = self.blocks_per_head(queries.len());
         let mut seen = vec![[0; ROWS]; per_head];
-        let bytes = [&io.k, &io.v].map(|array| array.dim * array.dtype.bytes());
+        let [key_bytes, value_bytes] = [&io.k, &io.v].map(|array| array.dim * array.dtype.bytes());
+        let read = [key_bytes, if io.values_in_keys() { 0 } else { value_bytes }];
         let copies = per_head >= COPY_FROM || !whole_loads(io, S::LANES);
         let first = self.chunk.start.max(start / TILE * TILE);
         let mut next = find(first);
@@ -238,11 +244,11 @@ impl ChunkTask<'_> {
                     seen: &seen,
                     keys: &tile.keys,
                     values: &tile.values,
-                    skips: bytes,
+                    skips: self.skips(),
                     cap: (io.soft_cap > 0.0).then(|| SoftCap::new(io.soft_cap)),
                     has_slopes: self.slopes.is_some(),
                     by_quad: !copies,
-                    ahead: Ahead { tiles: [&tile, &next], bytes },
+                    ahead: Ahead { tiles: [&tile, &next], skips: self.skips(), bytes: read },
                 };
                 if copies {
                     self.copy::<S, E>(simd, scratch, blocks);
@@ -295,10 +301,11 @@ impl ChunkTask<'_> {
     ) {
         let sides =
             [(&self.io.k, blocks.keys, scratch.keys), (&self.io.v, blocks.values, scratch.values)];
+        let count = if self.io.values_in_keys() { 1 } else { 2 };
         for head in 0..self.part.kv_heads.len() {
             let mut copies = [[std::ptr::null(); TILE]; 2];
-            for ((array, rows, to), copies) in sides.iter().zip(&mut copies) {
-                let skip = head * array.dim * array.dtype.bytes();
+            for (side, copies) in copies[..count].iter_mut().enumerate() {
+                let ((array, rows, to), skip) = (sides[side], head * self.skips()[side]);
                 for (row, copy) in copies.iter_mut().enumerate() {
                     let (from, to) = (rows[row].wrapping_add(skip), to.skip(row));
                     // SAFETY: the caller guarantees the tile's rows. The scratch has one for each.
@@ -306,7 +313,7 @@ impl ChunkTask<'_> {
                     *copy = to.at.cast_const().cast();
                 }
             }
-            let [keys, values] = &copies;
+            let [keys, values] = [&copies[0], &copies[count - 1]];
             let first = head * blocks.per_head;
             let of_head = first..first + blocks.per_head;
             // SAFETY: the caller guarantees the state.

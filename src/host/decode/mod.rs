@@ -46,7 +46,8 @@ pub struct DecodeIo<'a> {
     pub q: HostArray,
     /// Keys `[pages, page, kv_heads, dim]`, of the queries' type.
     pub k: HostArray,
-    /// Values `[pages, page, kv_heads, value_dim]`, of the queries' type.
+    /// Values `[pages, page, kv_heads, value_dim]`, of the queries' type. They may be the first
+    /// columns of the keys, and are then read once, with them.
     pub v: HostArray,
     /// The pages of each source, `[sources, pages_per_source]`. The rows of a page out of range are
     /// hidden.
@@ -85,6 +86,11 @@ impl DecodeIo<'_> {
     /// Returns the rows that each source has room for on this rank.
     fn capacity(&self) -> usize {
         self.pages_per_source * self.k.rows.len()
+    }
+
+    /// Whether the values are the first columns of the keys.
+    fn values_in_keys(&self) -> bool {
+        self.v.ptr == self.k.ptr && self.v.row_stride == self.k.row_stride
     }
 
     /// Returns the query heads that share a head of keys.

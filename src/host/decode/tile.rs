@@ -96,7 +96,9 @@ impl Tile {
 pub(super) struct Ahead<'a> {
     /// This tile and the next one.
     pub tiles: [&'a Tile; 2],
-    /// Bytes of a head in a row of keys and in a row of values. Heads are adjacent.
+    /// Bytes from a head to the next one, in keys and in values.
+    pub skips: [usize; 2],
+    /// Bytes of a head to ask for, in a row of keys and in a row of values.
     pub bytes: [usize; 2],
 }
 
@@ -107,11 +109,10 @@ impl Ahead<'_> {
     pub fn fetch<S: Simd>(&self, simd: S, quad: usize, head: usize) {
         let (side, first) = (quad / QUADS, quad % QUADS * QUAD);
         let Tile { keys, values, .. } = self.tiles[side / 2 % 2];
-        let (rows, bytes) =
-            if side % 2 == 0 { (keys, self.bytes[0]) } else { (values, self.bytes[1]) };
+        let (rows, of) = if side % 2 == 0 { (keys, 0) } else { (values, 1) };
         for row in &rows[first..first + QUAD] {
-            for skip in (0..bytes).step_by(LINE) {
-                simd.prefetch_far(row.wrapping_add(head * bytes + skip));
+            for skip in (0..self.bytes[of]).step_by(LINE) {
+                simd.prefetch_far(row.wrapping_add(head * self.skips[of] + skip));
             }
         }
     }
