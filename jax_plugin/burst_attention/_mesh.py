@@ -198,7 +198,7 @@ def vary_over(axes: Set[str], inputs: Inputs) -> Inputs:
 
 
 def send_on(arrays: Inputs, axes: Axes, size: int) -> Inputs:
-    """Sends arrays to the next of ``size`` ranks along ``axes``, and returns the previous rank's."""
+    """Sends arrays to the next of ``size`` ranks, and returns the arrays of the rank before."""
     if size == 1:
         return arrays
     pairs = [(rank, (rank + 1) % size) for rank in range(size)]

@@ -174,7 +174,8 @@ def prepared(
     _check_same_on_ring(features, axes)
     features = padding_as_ids(features, qkv, options, ring.positions)
     features = visibility.completed(ring, qkv, features)
-    options, offset_axes = ring.options, ()
+    options = ring.options
+    offset_axes: Axes = ()
     if features.dropout is not None:
         offset_axes = options.batch_axis + options.head_axis
     # Before the custom_vjp: the transpose of this cast sums the gradients of an input that several

@@ -3,7 +3,6 @@
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from burst_attention import _checks, _mesh

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from burst_attention._attention.vjp import Results
 from burst_attention._checkpoint import LSE_NAME, OUT_NAME
-from burst_attention._decode.merge import merged
+from burst_attention._decode.merge import Pair, merged
 from burst_attention._latent.tiles import (
     Call,
     Chunk,
     Gradients,
     Inputs,
-    Results,
     Tile,
     floats,
     gradients_of,
@@ -76,18 +76,20 @@ def _backward_rule(call: Call, residuals: Residuals, cotangents: Results) -> tup
 latent_ring.defvjp(_forward_rule, _backward_rule)
 
 
-def _results(call: Call, inputs: Inputs) -> Results:
+def _results(call: Call, inputs: Inputs) -> Pair:
     """Returns out, float32, and lse of one rank."""
 
-    def step(tile: Tile, state: Results | None) -> Results:
+    def step(tile: Tile, state: Pair | None) -> Pair:
         if state is None:
             return tile.forward()
         return _if_seen(tile, lambda state: _merge(state, tile.forward()), state)
 
-    return _around(call, inputs, step, None)
+    found = _around(call, inputs, step, None)
+    assert found is not None
+    return found
 
 
-def _merge(a: Results, b: Results) -> Results:
+def _merge(a: Pair, b: Pair) -> Pair:
     """Returns the results over the keys of two parts."""
     outs, logs = zip(a, b, strict=True)
     return merged(jnp.stack(outs), jnp.stack(logs))

@@ -10,13 +10,16 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from burst_attention import _checks
 from burst_attention._attention import calls, shards, vjp
+from burst_attention._attention.arguments import MAX_INT32
 from burst_attention._attention.features import Features
 from burst_attention._attention.options import NO_LIMIT, Options
+from burst_attention._attention.ring import Ring
 from burst_attention._checks import HEAD_DIM_MULTIPLE, describe
+from burst_attention._decode.merge import Pair
 from burst_attention._layouts import positions_of
 from burst_attention._mesh import vary_like
 from burst_attention._padding import padded_to
@@ -26,9 +29,6 @@ Tree: TypeAlias = Any
 """Arrays in any tree, as the user has them."""
 Expand: TypeAlias = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
 """Returns key and value of latents, from parameters and latents."""
-Results: TypeAlias = tuple[
-    Float32[Array, "batch seq heads value_dim"], Float32[Array, "batch seq heads"]
-]
 Gradients: TypeAlias = tuple[jax.Array, list[jax.Array], list[jax.Array]]
 """The gradients of query, of the parameters and of the latents that are floats."""
 
@@ -100,7 +100,7 @@ class Tile:
         (first, last), (first_key, last_key) = map(_bounds, (self.inputs.ids, self.chunk.ids))
         return sees.any() & ((first <= last_key) & (first_key <= last)).any()
 
-    def forward(self) -> Results:
+    def forward(self) -> Pair:
         """Returns o and lse of the queries over the chunk's keys."""
         key, value = self._expanded(self.inputs.params, self.chunk.latent)
         ring, qkv, features = self._prepared(key, value)
@@ -149,9 +149,7 @@ class Tile:
         key, value = vary_like(query, (key, value))
         return key, value
 
-    def _prepared(
-        self, key: jax.Array, value: jax.Array
-    ) -> tuple[shards.Ring, vjp.Qkv, Features]:
+    def _prepared(self, key: jax.Array, value: jax.Array) -> tuple[Ring, vjp.Qkv, Features]:
         """Returns the tile as a ring of one device, with arrays as kernels take them."""
         call, query = self.call, self.inputs.query
         options, features = self._mask()
@@ -165,7 +163,8 @@ class Tile:
         """Returns the tile's options, and the positions of its rows if they are data."""
         whole = self.call.options
         options = replace(whole, layout="contiguous")
-        is_windowed, is_contiguous = whole.local_window_size is not None, whole.layout == "contiguous"
+        is_windowed = whole.local_window_size is not None
+        is_contiguous = whole.layout == "contiguous"
         # Rows of one shard are in the order of their positions.
         if whole.sides == (NO_LIMIT, NO_LIMIT) or (
             self.is_own and (is_contiguous or not is_windowed)
@@ -175,9 +174,7 @@ class Tile:
             # Of another rank's tokens a query sees all, or none and the tile is left out.
             return replace(options, is_causal=False), Features()
         batch = self.inputs.query.shape[0]
-        queries, keys = (
-            jnp.broadcast_to(x, (batch, x.shape[0])) for x in self._positions()
-        )
+        queries, keys = (jnp.broadcast_to(x, (batch, x.shape[0])) for x in self._positions())
         return options, Features(query_positions=queries, key_positions=keys)
 
     def _positions(self) -> tuple[Int32[Array, " seq"], Int32[Array, " seq"]]:
@@ -225,5 +222,4 @@ def _bounds(
     ids: Int32[Array, "batch seq"],
 ) -> tuple[Int32[Array, " batch"], Int32[Array, " batch"]]:
     """Returns the least and the greatest id of each batch entry, without padding."""
-    greatest = jnp.iinfo(jnp.int32).max
-    return jnp.where(ids < 0, greatest, ids).min(1), ids.max(1)
+    return jnp.where(ids < 0, MAX_INT32, ids).min(1), ids.max(1)
