@@ -21,6 +21,7 @@ from burst_attention._decode.merge import merge_attention
 from burst_attention._decode.prefix import shared_prefix_attention
 from burst_attention._flax import flax_attention_fn
 from burst_attention._infini.attention import infini_attention
+from burst_attention._latent.attention import latent_attention
 from burst_attention._layouts import from_layout, layout_positions, local_positions, to_layout
 from burst_attention._linear.attention import linear_attention
 from burst_attention._linear.delta import delta_attention, delta_attention_step
@@ -56,6 +57,7 @@ __all__ = [
     "flax_attention_fn",
     "from_layout",
     "infini_attention",
+    "latent_attention",
     "layout_positions",
     "linear_attention",
     "linear_attention_step",

@@ -195,3 +195,11 @@ def vary_over(axes: Set[str], inputs: Inputs) -> Inputs:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, inputs)
+
+
+def send_on(arrays: Inputs, axes: Axes, size: int) -> Inputs:
+    """Sends arrays to the next of ``size`` ranks, and returns the arrays of the rank before."""
+    if size == 1:
+        return arrays
+    pairs = [(rank, (rank + 1) % size) for rank in range(size)]
+    return jax.tree.map(lambda x: lax.ppermute(x, axes, pairs), arrays)

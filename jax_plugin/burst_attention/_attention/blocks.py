@@ -23,7 +23,7 @@ from burst_attention._attention.features import Features
 from burst_attention._attention.options import NO_LIMIT
 from burst_attention._attention.ring import Ring
 from burst_attention._layouts import positions_of
-from burst_attention._mesh import vary_like
+from burst_attention._mesh import send_on, vary_like
 from burst_attention._types import Arrays
 
 Tree = TypeVar("Tree")
@@ -211,11 +211,7 @@ class Work:
 
     def send_on(self, arrays: Tree) -> Tree:
         """Sends arrays to the next rank and returns the arrays of the rank before."""
-        size = self.ring.world_size
-        if size == 1:
-            return arrays
-        pairs = [(rank, (rank + 1) % size) for rank in range(size)]
-        return jax.tree.map(lambda x: lax.ppermute(x, self.ring.axes, pairs), arrays)
+        return send_on(arrays, self.ring.axes, self.ring.world_size)
 
     def merge_rows(
         self, x: Float32[Array, "blocks batch rows kv_heads group *rest"]

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from burst_attention import _confirmed, _ffi
 from burst_attention._attention import choice, implementation, plain
 from burst_attention._attention.features import Feature, Features, lengths
-from burst_attention._attention.options import NO_LIMIT
+from burst_attention._attention.options import NO_LIMIT, Window
 from burst_attention._attention.ring import Ring
 from burst_attention._ffi import Attributes
 from burst_attention._mesh import rank_and_ring, vary_like
@@ -179,10 +179,14 @@ def residual_dtype(ring: Ring, q: jax.Array, k: jax.Array) -> jnp.dtype:
 
     It is q's dtype, or float32 where the caller asks for it and for short sequences.
     """
-    keys, (left, right) = ring.world_size * k.shape[1], ring.window
-    short_window = NO_LIMIT not in (left, right) and left + right < SHORT_WINDOW
+    return kept_dtype(q.dtype, ring.world_size * k.shape[1], ring.window, ring.keeps_float32)
+
+
+def kept_dtype(dtype: jnp.dtype, keys: int, window: Window, keeps_float32: bool) -> jnp.dtype:
+    """Returns the dtype of the o that the backward pass gets, for ``keys`` of a whole sequence."""
+    short_window = NO_LIMIT not in window and sum(window) < SHORT_WINDOW
     is_short = keys <= SHORT_SEQUENCE or short_window
-    return jnp.dtype(jnp.float32) if is_short or ring.keeps_float32 else q.dtype
+    return jnp.dtype(jnp.float32) if is_short or keeps_float32 else dtype
 
 
 def _o_dtype(ring: Ring, qkv: Arrays, features: Features) -> jnp.dtype:

@@ -18,7 +18,7 @@ from burst_attention._attention.options import (
 )
 from burst_attention._attention.padding import pad_head_dims, padding_as_ids
 from burst_attention._attention.ring import Ring, ring_along
-from burst_attention._attention.vjp import Qkv, Results, ring_attention
+from burst_attention._attention.vjp import Qkv, ring_attention
 from burst_attention._batching import spread
 from burst_attention._mesh import axis_name_of, ring_axes, vary_like, vary_together, varying_axes
 from burst_attention._signatures import Alone, Either, WithLse
@@ -155,31 +155,34 @@ def attend(
     Without ``with_lse``, nothing may follow from lse: its gradient counts as zero.
     """
     value_dim = qkv[2].shape[3]
+    ring, qkv, features = prepared(axes, options, qkv, features, with_lse)
+    if qkv[0].size == 0 or qkv[1].size == 0:
+        out, lse = _empty_result(qkv, features)
+    elif ring.schedule in heads.SCHEDULES:
+        out, lse = heads.scattered(ring, qkv, features)
+    else:
+        out, lse = ring_attention(ring, qkv, features)
+    return out[..., :value_dim], lse
+
+
+def prepared(
+    axes: Axes, options: Options, qkv: Qkv, features: Features, with_lse: bool
+) -> tuple[Ring, Qkv, Features]:
+    """Returns the ring of a call, and its arrays as kernels take them."""
     options, qkv = pad_head_dims(options, qkv)
     ring = ring_along(axes, options, qkv, features, with_lse)
     _check_same_on_ring(features, axes)
     features = padding_as_ids(features, qkv, options, ring.positions)
     features = visibility.completed(ring, qkv, features)
-    out, lse = _attend(ring, qkv, features)
-    return out[..., :value_dim], lse
-
-
-def _attend(ring: Ring, qkv: Qkv, features: Features) -> Results:
-    """Returns out and lse of this device's queries, from arrays as kernels take them."""
-    options, axes = ring.options, ring.axes
+    options = ring.options
     offset_axes: Axes = ()
     if features.dropout is not None:
         offset_axes = options.batch_axis + options.head_axis
     # Before the custom_vjp: the transpose of this cast sums the gradients of an input that several
     # devices share. Inside, the types of the backward rule would not match.
     qkv, features = spread(vary_together(axes + offset_axes, (qkv, features)))
-    if qkv[0].size == 0 or qkv[1].size == 0:
-        return _empty_result(qkv, features)
     batch, _, count, _ = qkv[0].shape
-    features = as_operands(features, batch, count, options.batch_axis, options.head_axis)
-    if ring.schedule in heads.SCHEDULES:
-        return heads.scattered(ring, qkv, features)
-    return ring_attention(ring, qkv, features)
+    return ring, qkv, as_operands(features, batch, count, options.batch_axis, options.head_axis)
 
 
 def _check_same_on_ring(features: Features, axes: Axes) -> None:
@@ -195,6 +198,6 @@ def _check_same_on_ring(features: Features, axes: Axes) -> None:
 def _empty_result(qkv: Qkv, features: Features) -> tuple[jax.Array, jax.Array]:
     """Returns out and lse where there is no batch entry, query or key, so no device computes."""
     q, _, v = qkv
-    lse = jnp.float32(-jnp.inf) if features.sinks is None else features.sinks
+    lse = jnp.float32(-jnp.inf) if features.sinks is None else features.sinks[:, None]
     out = jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
     return vary_like(q, (out, jnp.broadcast_to(lse, q.shape[:3])))

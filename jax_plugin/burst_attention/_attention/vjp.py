@@ -29,12 +29,12 @@ Residuals: TypeAlias = tuple[Qkv, Features, jax.Array, jax.Array]
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ring_attention(ring: Ring, qkv: Qkv, features: Features) -> Results:
     """Returns out and lse of one rank. All inputs vary over the same mesh axes."""
-    o, lse = _results(ring, qkv, features)
+    o, lse = results(ring, qkv, features)
     return o.astype(qkv[0].dtype), lse
 
 
 def _forward_rule(ring: Ring, qkv: Qkv, features: Features) -> tuple[Results, Residuals]:
-    o, lse = _results(ring, qkv, features)
+    o, lse = results(ring, qkv, features)
     # The names stand here, not at the caller: a policy can only keep what residuals consist of.
     o, lse = checkpoint_name(o, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return (o.astype(qkv[0].dtype), lse), (qkv, features, o, lse)
@@ -42,14 +42,13 @@ def _forward_rule(ring: Ring, qkv: Qkv, features: Features) -> tuple[Results, Re
 
 def _backward_rule(ring: Ring, residuals: Residuals, cotangents: Results) -> tuple[Qkv, Features]:
     qkv, features, o, lse = residuals
-    results = (o, lse, *cotangents)
-    dq, dk, dv, *others = _gradients(ring, qkv, features, results)
+    dq, dk, dv, *others = gradients(ring, qkv, features, (o, lse, *cotangents))
     names = [row.name for row, _ in features.differentiable()]
     return (dq, dk, dv), Features(**dict(zip(names, others, strict=True)))
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _results(ring: Ring, qkv: Qkv, features: Features) -> Results:
+def results(ring: Ring, qkv: Qkv, features: Features) -> Results:
     """Returns o in the dtype that the backward pass gets, and lse, of one rank over all keys::
 
     s = softmax_scale · q kᵀ;  capped: soft_cap · tanh(s / soft_cap)
@@ -60,7 +59,7 @@ def _results(ring: Ring, qkv: Qkv, features: Features) -> Results:
 
 
 def _forward(ring: Ring, qkv: Qkv, features: Features) -> Results:
-    """Computes `_results`."""
+    """Computes `results`."""
     o, lse = calls.forward(ring, qkv, features)
     if features.sinks is not None:
         o, lse = sinks.join(o, lse, features.sinks)
@@ -68,18 +67,18 @@ def _forward(ring: Ring, qkv: Qkv, features: Features) -> Results:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _gradients(ring: Ring, qkv: Qkv, features: Features, results: Arrays) -> Arrays:
+def gradients(ring: Ring, qkv: Qkv, features: Features, found: Arrays) -> Arrays:
     """Returns dq, dk, dv and the gradients of features of one rank from o, lse, dout, dlse::
 
     delta = rowsum(dout ∘ o) − dlse;  ds = p ∘ (dropped(dout vᵀ) − delta)
     dslope = Σ ds · (key position − query position);  capped: ds ∘= 1 − tanh²
     dv = dropped(p)ᵀ dout;  dk = softmax_scale · dsᵀ q;  dq = softmax_scale · ds k
     """
-    return over_batch(partial(_backward, ring), qkv, features, results)
+    return over_batch(partial(_backward, ring), qkv, features, found)
 
 
 def _backward(ring: Ring, qkv: Qkv, features: Features, results: Arrays) -> Arrays:
-    """Computes `_gradients`."""
+    """Computes `gradients`."""
     # The ring gets results that sinks have joined. Differentiating the factor of the sinks instead
     # would round its product with dout to 16 bits once more: the errors of dq, dk and dv would be
     # 1.4 times the errors of rounding.
@@ -91,5 +90,5 @@ def _backward(ring: Ring, qkv: Qkv, features: Features, results: Arrays) -> Arra
 
 ring_attention.defvjp(_forward_rule, _backward_rule)
 # Deriving a rule itself is a second derivative.
-_results.defjvp(refuse_second)
-_gradients.defjvp(refuse_second)
+results.defjvp(refuse_second)
+gradients.defjvp(refuse_second)

@@ -1,0 +1,1 @@
+"""Attention whose latents travel."""

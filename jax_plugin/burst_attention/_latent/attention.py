@@ -1,0 +1,142 @@
+"""Attention over latents that travel: keys and values are expanded where they are needed."""
+
+from typing import Any, Literal
+
+import jax
+from jaxtyping import Array, Float, Int, PyTree, Shaped
+
+from burst_attention import _checks, _mesh
+from burst_attention._attention.features import check_features
+from burst_attention._attention.options import AnyArray, Implementation, Kernels, check_options
+from burst_attention._batching import spread
+from burst_attention._latent.ring import latent_ring
+from burst_attention._latent.tiles import Call, Chunk, Expand, Inputs
+from burst_attention._types import Axes, Layout
+
+CALLER = "latent_attention"
+
+
+def latent_attention(
+    query: Float[Array, "batch seq heads head_dim"],
+    latent: PyTree[Shaped[Array, "batch seq ..."]],
+    expand: Expand,
+    params: PyTree[Shaped[Array, "..."]],
+    *,
+    axis_name: str | Axes,
+    is_causal: bool = False,
+    scale: float | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    segment_ids: Int[AnyArray, "batch seq"] | None = None,
+    logits_soft_cap: float | None = None,
+    layout: Layout = "contiguous",
+    kernels: Kernels = "auto",
+    residual_dtype: Literal["float32"] | None = None,
+    implementation: Implementation | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Attention of this device's queries over keys and values that are expanded from latents.
+
+    Works inside ``jax.shard_map``. The result is that of::
+
+        key, value = expand(params, latent)
+        out = ba.attention(query, key, value, axis_name=axis_name, ...)
+
+    But the latents go round the ring, and each device expands the chunks that arrive, one at a
+    time. So the ring sends the bytes of latents, and no device holds the keys and values of more
+    than one chunk. Multi-head latent attention has 576 numbers for a token, from which it expands
+    tens of thousands (docs/latents.md). The price is that every device expands every chunk that one
+    of its queries sees, and again in the backward pass.
+
+    The gradients of a chunk of latents follow the chunk, in float32. Sums over chunks are float32
+    for the gradients of query and params too. Reverse-mode derivatives with respect to the floats
+    of query, latent and params, and with respect to both results; second derivatives and forward
+    mode are errors. A chunk that no query of this device sees is not expanded.
+
+    Args:
+      query: ``[batch, seq, heads, head_dim]``, this device's part of the sequence. bfloat16,
+        float16 or float32; head_dim up to 256.
+      latent: an array, or a tree of arrays, each ``[batch, seq, ...]`` with the tokens of query, of
+        any type. All of them travel. What the expansion needs of a token belongs here, such as its
+        position, or a part of its key to which rotary embeddings are applied already.
+      expand: a function ``expand(params, latent) -> (key, value)`` of JAX, with key ``[batch, seq,
+        kv_heads, head_dim]`` and value ``[batch, seq, kv_heads, value_dim]`` in query's dtype. It
+        gets one chunk of latents at a time and treats tokens one by one. It must not exchange data
+        along ``axis_name``, since devices expand different chunks, and must not use traced arrays
+        of its surroundings: they get no gradient.
+      params: a tree of arrays that ``expand`` gets, such as the projections; the same on all
+        devices of a ring. Where ``check_vma=False`` and ``jax.grad`` stand inside the
+        ``shard_map``, each device gets only its own part of their gradient: sum it with
+        ``lax.psum``.
+      axis_name: mesh axis along which the sequence is sharded, or a pair (outer, inner).
+      is_causal: as in `attention`.
+      scale: factor on q·k, default head_dim ** -0.5.
+      local_window_size: as in `attention`.
+      segment_ids: integers ``[batch, seq]`` in the order of ``layout``. They travel too.
+      logits_soft_cap: as in `attention`.
+      layout: ``contiguous``, ``zigzag`` or ``striped``. ``zigzag`` balances causal work.
+      kernels: as in `attention`.
+      residual_dtype: as in `attention`.
+      implementation: as in `attention`.
+      return_residual: whether to also return lse.
+
+    Returns:
+      ``out``, ``[batch, seq, heads, value_dim]`` in query's dtype; with ``return_residual=True``
+      ``(out, lse)``, lse float32 ``[batch, seq, heads]``.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: while tracing, with the way out.
+    """
+    options = check_options(
+        CALLER,
+        {
+            "is_causal": is_causal,
+            "scale": scale,
+            "local_window_size": local_window_size,
+            "logits_soft_cap": logits_soft_cap,
+            "layout": layout,
+            "kernels": kernels,
+            "residual_dtype": residual_dtype,
+            "implementation": implementation,
+        },
+    )
+    with_lse = _checks.flag("return_residual", return_residual)
+    if not callable(expand):
+        raise TypeError(
+            "expand must be a function expand(params, latent) -> (key, value), got "
+            f"{_checks.describe(expand)}"
+        )
+    inputs = _inputs(query, latent, params, segment_ids)
+    _checks.shard_length("query", inputs.query.shape[1], options.layout)
+    axes = _mesh.ring_axes(axis_name)
+    instead = "put the call into jax.shard_map, with specs for the axes of the sequence"
+    mesh = _mesh.ring_mesh(axes, CALLER, instead)
+    _mesh.all_axes_manual(mesh, inputs.query, globally="")
+    call = Call(expand, options, axes, _mesh.axes_size(mesh, axes), with_lse)
+    # Before the custom_vjp: the transpose of this cast sums the gradients of params.
+    out, lse = latent_ring(call, spread(_mesh.vary_together(axes, inputs)))
+    return (out, lse) if with_lse else out
+
+
+def _inputs(query: object, latent: Any, params: Any, segment_ids: object) -> Inputs:
+    """Returns the arrays of a call, checked."""
+    q = _checks.as_array(_checks.activation("query", query, "[batch, seq, heads, head_dim]"))
+    if q.size == 0:
+        raise ValueError(f"query must have batch entries, tokens and heads, got shape {q.shape}")
+    latent, params = (
+        jax.tree.map(lambda x, name=name: _checks.as_array(_checks.array_type(name, x)), tree)
+        for name, tree in (("an array of latent", latent), ("an array of params", params))
+    )
+    rows = q.shape[:2]
+    found = [x.shape for x in jax.tree.leaves(latent)]
+    if not found or any(shape[:2] != rows for shape in found):
+        raise ValueError(
+            f"latent must consist of arrays [batch, seq, ...] that begin with {rows} as query "
+            f"does, got {_checks.shown(found)}"
+        )
+    if isinstance(segment_ids, tuple | list):
+        raise TypeError(
+            "segment_ids must be one array [batch, seq]: queries and keys are the same tokens, got "
+            f"a {type(segment_ids).__name__}"
+        )
+    ids = check_features({"segment_ids": segment_ids}, q, q, 0.0)
+    return Inputs(q, Chunk(latent, ids.key_segment_ids), params, ids.query_segment_ids)
