@@ -7,6 +7,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from burst_attention import _checks, _mesh
+from burst_attention._decode.arguments import MOST_COLUMNS
 from burst_attention._decode.options import CACHE_LAYOUTS, CacheLayout
 from burst_attention._pool import checks, ways
 from burst_attention._pool.plan import Request, plan, tokens_of
@@ -143,7 +144,7 @@ class CachePool:
         dims = (head_dim, head_dim if value_dim is None else value_dim)
         found = checks.dtype(dtype)
         for name, dim in zip(("head_dim", "value_dim"), dims, strict=True):
-            _checks.head_dim(name, _checks.integer(name, dim))
+            _checks.head_dim(name, _checks.integer(name, dim), most=MOST_COLUMNS)
         sharding = self._place.cache(is_paged)
         keys, values = (empty((*shape, heads, dim), str(found), sharding)() for dim in dims)
         return keys, values
