@@ -58,16 +58,19 @@ fn one_workspace_is_large_enough_on_every_target() {
     }
 }
 
-/// An H100 has 132 multiprocessors. Two blocks of narrow tiles share one.
+/// An H100 has 132 multiprocessors, and an A100 108, which two blocks of narrow tiles share.
 #[test]
 fn pieces_of_few_pairs_run_at_once() {
-    let slots = |units, dim| {
+    let slots = |units, dim, target| {
         let call = decode(units, 4, dim, 64, Split::Runs(1));
-        Decode { split: Split::Runs(call.runs(Target::Sm90)), ..call }.slots(Target::Sm90)
+        Decode { split: Split::Runs(call.runs(target)), ..call }.slots(target)
     };
-    assert_eq!([slots(1, 128), slots(8, 128), slots(16, 64)], [132, 132, 264]);
+    let on_h100 = |units, dim| slots(units, dim, Target::Sm90);
+    assert_eq!([on_h100(1, 128), on_h100(8, 128), on_h100(8, 64)], [132; 3]);
+    assert_eq!(slots(8, 64, Target::Sm80), 216);
     // More pairs are cut into short pieces instead.
-    assert_eq!([slots(9, 128), slots(17, 64)], [264 + 72, 528 + 136]);
+    assert_eq!([on_h100(9, 128), on_h100(17, 64)], [264 + 72, 264 + 136]);
+    assert_eq!(slots(17, 64, Target::Sm80), 432 + 136);
 }
 
 #[test]

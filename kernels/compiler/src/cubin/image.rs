@@ -101,7 +101,7 @@ fn kernel(elf: &Elf<'_>, index: usize, name: &str) -> Result<KernelInfo, Error> 
     Ok(KernelInfo {
         name: name.into(),
         registers: of_function(info::REGCOUNT, "EIATTR_REGCOUNT")?,
-        threads: x * y * z,
+        threads: x.saturating_mul(y).saturating_mul(z),
         frame: of_function(info::FRAME_SIZE, "EIATTR_FRAME_SIZE")?,
         shared,
         parameters,

@@ -116,7 +116,7 @@ impl Quality {
             name: name.into(),
             target: cubin.architecture.to_string(),
             registers: kernel.registers,
-            pool: kernel.registers * (kernel.threads / LANES),
+            pool: kernel.registers.saturating_mul(kernel.threads / LANES),
             awaited: listing.instructions.iter().filter_map(awaited).max(),
             shared: kernel.shared,
             stack: kernel.frame,
