@@ -255,7 +255,8 @@ def test_shapes_begin_with_the_one_that_decides():
     shapes = speed.shapes()
     assert [shape.decides for shape in shapes] == [True] + [False] * 59
     assert shapes[0].name == "D128 causal 8K 32:32"
-    assert {shape.dim for shape in shapes[:20]} == {128}
+    assert {shape.seq for shape in shapes[:8]} == {8192}
+    assert {shape.dim for shape in shapes[:8]} == {64, 128, 256}
     assert len({shape.name for shape in shapes}) == 60
     assert shapes[0].flop("forward") == 2.0 * 4 * 8192**2 * 32 * 128
     assert shapes[0].flop("backward") == 2.5 * shapes[0].flop("forward")

@@ -181,6 +181,17 @@ def attention(name, *names, axis_name="context", **options):
     return in_shards(name, local, specs_of((*QKV, *names), rows), out_specs)
 
 
+def made(gate, latent):
+    """Returns the keys and values of a chunk of latents."""
+    key, value = latent
+    return key * gate[None, None, : key.shape[2], None].astype(key.dtype), value
+
+
+def of_latents(query, key, value, gate):
+    """Returns attention over keys and values that are made of latents."""
+    return ba.latent_attention(query, (key, value), made, gate, axis_name="context")
+
+
 def linear(name, *names, **options):
     """Returns a call of `linear_attention` on shards."""
     local = partial(ba.linear_attention, axis_name="context", **options)
@@ -419,6 +430,7 @@ CALLS = [
     globally(
         "infini global", partial(ba.infini_attention, spec=ROWS, segment_size=8), *QKV, "gate"
     ),
+    in_shards("latents", of_latents, specs_of((*QKV, "gate")), ROWS),
     decode("decode", ba.decode_attention, CACHES, "lengths", "sinks", "alibi_slopes"),
     decode(
         *("decode plain", ba.decode_attention, CACHES, "lengths", "sinks", "alibi_slopes"),

@@ -167,8 +167,8 @@ def attend(
 
 def prepared(
     axes: Axes, options: Options, qkv: Qkv, features: Features, with_lse: bool
-) -> tuple[Ring, Qkv, Features]:
-    """Returns the ring of a call, and its arrays as kernels take them."""
+) -> tuple[Ring, tuple[jax.Array, jax.Array, jax.Array], Features]:
+    """Returns the ring of a call, and its arrays as kernels take them, with padded columns."""
     options, qkv = pad_head_dims(options, qkv)
     ring = ring_along(axes, options, qkv, features, with_lse)
     _check_same_on_ring(features, axes)

@@ -228,7 +228,7 @@ def gradients_of(tree: Tree, found: list[jax.Array]) -> Tree:
 
 def sum_dtype(x: jax.Array) -> jnp.dtype:
     """Returns the type in which gradients of an array are summed."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+    return x.dtype if x.dtype.itemsize > 4 else jnp.dtype(jnp.float32)
 
 
 def _bounds(
