@@ -179,7 +179,12 @@ def _prefill(
     options: dict[str, Any] = dict(call.options)
     start, stop = _visible(options.pop("local_window_size", None), held, ranks, found)
     options |= {x: data[x] for x in ("sinks", "alibi_slopes") if x in data}
-    keys, values = (_rows(x, held, call.is_paged) for x in held[:2])
+    if held.value is None:
+        raise NotImplementedError(
+            "CachePool.prefill takes caches of keys and of values, got None for the values; append "
+            "latents with CachePool.attend"
+        )
+    keys, values = (_rows(x, held, call.is_paged) for x in (held.key, held.value))
     results = attention(
         query,
         keys,
