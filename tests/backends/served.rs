@@ -1,4 +1,4 @@
-//! Rings whose tiles cuDNN serves, and what it refuses.
+//! cuDNN serves the tiles of some rings, and refuses those of others.
 
 use burst_attention::cuda::call::Call;
 use burst_attention::problem::{Features, Order, Pass, Problem, Travels};

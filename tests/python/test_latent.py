@@ -172,7 +172,7 @@ def equations(jaxpr, times=1):
 
 
 def sent(function, *arguments):
-    """Returns the bytes that each rank sends, and the shapes of what it sends."""
+    """Returns the bytes that each rank sends, and the shapes of the arrays it sends."""
     found, shapes = 0, set()
     for equation, times in equations(jax.make_jaxpr(function)(*arguments).jaxpr):
         assert equation.primitive.name not in ("all_gather", "all_to_all", "reduce_scatter")

@@ -192,7 +192,7 @@ pub fn faults(Report { instance, quality, .. }: &Report) -> Vec<String> {
     };
     expect(spills <= allowed, format!("expected at most {allowed} spills, found {spills}"));
     if let Some(awaited) = quality.awaited {
-        // A warp that waits for more registers than the others can leave waits for ever.
+        // No warp leaves more registers than it has, so a block that waits for more hangs.
         let warps = quality.pool / quality.registers;
         let computing = instance.tile().warps as u32;
         let needed = awaited * computing + LEFT * warps.saturating_sub(computing);
