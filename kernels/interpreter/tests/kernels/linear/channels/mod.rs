@@ -283,9 +283,11 @@ fn tokens_get_what_the_recurrence_gives_them() {
 #[test]
 #[ignore = "takes long: make test-full"]
 fn columns_of_any_width_on_all_targets() {
+    // The state of few channels is many tokens', so that their roundings average.
+    let slow = Case { decays: Decays::Random(0.3), rows: 70, batch: 1, heads: 1, ..KEYS };
     for target in Target::ALL {
         for (head_dim, value_dim) in [(64, 64), (128, 72), (8, 128)] {
-            let case = Case { target, head_dim, value_dim, rows: 70, batch: 1, heads: 1, ..KEYS };
+            let case = Case { target, head_dim, value_dim, ..slow };
             check_all(&all_kinds(case), Change::None);
         }
     }
