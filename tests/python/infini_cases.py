@@ -60,7 +60,7 @@ def sharded(mesh, **options):
         return out, m, z
 
     specs = (X, X, X, P(), P(), P())
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(X, P(), P()))
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(X, P(), P())))
 
 
 def near(got, want, bound):
