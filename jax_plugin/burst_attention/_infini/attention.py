@@ -17,7 +17,8 @@ from burst_attention._attention.arguments import cast
 from burst_attention._attention.options import AnyArray, check_options
 from burst_attention._attention.placement import checked_spec, find_mesh, find_placement
 from burst_attention._batching import explained_vmaps
-from burst_attention._infini.shards import FeatureMap, Inputs, Memory, Settings, Update, attend
+from burst_attention._infini.segments import FeatureMap, Memory, Settings, Update
+from burst_attention._infini.shards import Inputs, attend
 from burst_attention._linear.checks import no_placement
 from burst_attention._types import AnyMesh, Axes, Three
 
@@ -141,7 +142,7 @@ def _inputs(qkv: Three, gate: object, memory: object, local: Sequence[object]) -
             f"{_checks.describe(memory)}"
         )
     local_q, local_k = (
-        like
+        None
         if x is None
         else _checks.shaped(f"local_{name}", x, str(like.dtype), like.shape, words)
         for name, x, like, words in zip(
