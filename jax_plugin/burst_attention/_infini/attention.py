@@ -89,7 +89,7 @@ def infini_attention(
       memory: M, floats ``[batch, kv_heads, head_dim, value_dim]``, and z, floats ``[batch,
         kv_heads, head_dim]``, of the text before, the same on every rank; default zeros.
       feature_map: σ: ``elu`` for ELU + 1, or a function of float32 arrays whose results are not
-        negative.
+        negative. Traced arrays that it takes from its surroundings get no gradient.
       scale: factor on the scores of the softmax, default head_dim ** -0.5.
       local_query, local_key: query and key of the softmax attention, such as with rotary
         embeddings, which the memory must not have; default: query and key.
