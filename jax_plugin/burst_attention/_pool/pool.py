@@ -156,9 +156,9 @@ class CachePool:
                     "caches of latents have no array of values, so init takes no value_dim, got "
                     f"{value_dim}; give value_dim to the calls"
                 )
-            dims = dims[:1]
-        keys, *values = (empty((*shape, heads, dim), str(found), sharding)() for dim in dims)
-        return keys, values[0] if values else None
+            return empty((*shape, heads, head_dim), str(found), sharding)(), None
+        keys, values = (empty((*shape, heads, dim), str(found), sharding)() for dim in dims)
+        return keys, values
 
     def put(self, x: object) -> jax.Array:
         """Returns an array that every device of the pool has, such as lengths or a page table.

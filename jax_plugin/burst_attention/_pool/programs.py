@@ -167,11 +167,11 @@ def _prefill(
     call: Call, cache: Cache, tokens: Arrays, lengths: jax.Array, data: Data, prefix: Arrays
 ) -> tuple[Arrays, Cache]:
     """Appends a chunk of a prompt on one device, whose part of the queries attends to all rows."""
-    query, *new = _each(call, tokens)
+    query, key, value = _each(call, tokens)
     axis_name = axis_name_of(call.place.axes)
     ranks, count = arguments.ranks("CachePool.prefill", axis_name), query.shape[1]
     gather = partial(jax.lax.all_gather, axis_name=ranks.axes, axis=1, tiled=True, to="invarying")
-    key, value = (None if x is None else gather(x) for x in new)
+    key, value = gather(key), None if value is None else gather(value)
     cache = _appended(call, cache, (key, value), lengths, data)
     held = _held(call, query, cache, data, ranks)
     found = arguments.sequences(lengths, data["query_lengths"], *key.shape[:2])
