@@ -43,31 +43,6 @@ def over_batch(function: Callable[..., Results], *operands: object) -> Results:
     return _mapped(function, operands, _in_batch)
 
 
-def differentiable(function: Callable[..., Results]) -> Callable[..., Results]:
-    """Returns a function with the ``vmap`` of `over_batch`, and reverse-mode derivatives.
-
-    The backward pass computes the function again.
-    """
-
-    @jax.custom_vjp
-    def call(*operands: object) -> Results:
-        return over_batch(function, *operands)
-
-    def forward(*operands: object) -> tuple[Results, tuple[object, ...]]:
-        return call(*operands), operands
-
-    def backward(operands: tuple[object, ...], cotangents: Results) -> tuple[object, ...]:
-        def pulled(operands: tuple[object, ...], cotangents: Results) -> tuple[object, ...]:
-            results, pullback = jax.vjp(function, *operands)
-            gradients: tuple[object, ...] = pullback(vary_like(results, cotangents))
-            return gradients
-
-        return over_batch(pulled, operands, cotangents)
-
-    call.defvjp(forward, backward)
-    return call
-
-
 def one_by_one(function: Callable[..., Results], *operands: object) -> Results:
     """Returns ``function(*operands)``, whose ``vmap`` computes one entry after the other."""
     return _mapped(function, operands, _in_turn)

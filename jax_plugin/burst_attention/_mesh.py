@@ -197,9 +197,9 @@ def vary_over(axes: Set[str], inputs: Inputs) -> Inputs:
     return jax.tree.map(cast, inputs)
 
 
-def send_on(arrays: Inputs, axes: Axes, size: int) -> Inputs:
-    """Sends arrays to the next of ``size`` ranks, and returns the arrays of the rank before."""
-    if size == 1:
+def send_on(arrays: Inputs, axes: Axes, size: int, hops: int = 1) -> Inputs:
+    """Sends arrays some ranks on, of ``size`` ranks, and returns the arrays that arrive."""
+    if hops % size == 0:
         return arrays
-    pairs = [(rank, (rank + 1) % size) for rank in range(size)]
+    pairs = [(rank, (rank + hops) % size) for rank in range(size)]
     return jax.tree.map(lambda x: lax.ppermute(x, axes, pairs), arrays)

@@ -22,8 +22,8 @@ def init(**options):
     return pool(2).init(**(SIZES | ROWS | options))
 
 
-def tokens(count=1, heads=(4, 2, 2), dtype="float32", devices=1):
-    shapes = [(2, count, n, 8) for n in heads]
+def tokens(count=1, heads=(4, 2, 2), dtype="float32", devices=1, dim=8):
+    shapes = [(2, count, n, dim) for n in heads]
     return put(model(devices), P(), *(np.ones(shape, dtype) for shape in shapes))
 
 
@@ -100,8 +100,24 @@ BAD = {
     ),
     "no value": (
         lambda: attend(*tokens()[:2], None, method="prefill"),
+        ValueError,
+        "value_cache and value must both be arrays or both be None, got None for value alone",
+    ),
+    "latents with a width of values": (
+        lambda: init(latents=True, value_dim=8),
         TypeError,
-        "value must be an array of JAX on the model's devices, got None (NoneType)",
+        "caches of latents have no array of values, so init takes no value_dim, got 8; give",
+    ),
+    "latents that no ring takes": (
+        lambda: attend(
+            *tokens(heads=(4, 2), dim=264),
+            None,
+            method="prefill",
+            cache=init(head_dim=264, latents=True),
+            value_dim=8,
+        ),
+        NotImplementedError,
+        "CachePool.prefill takes latents of up to 256 columns, got 264; append wider ones with",
     ),
     "three dimensions": (
         lambda: attend(*(x[0] for x in tokens())),

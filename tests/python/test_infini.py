@@ -136,6 +136,21 @@ def test_what_travels_does_not_grow_with_length(update, segments):
     assert sizes == sorted(8 * x for x in ([m + z] if update == "linear" else [z, matrix, m]))
 
 
+@pytest.mark.parametrize("update", ["linear", pytest.param("delta", marks=pytest.mark.long)])
+def test_memory_does_not_grow_with_length(update):
+    """Beyond arguments and results a device needs the arrays of one group of segments."""
+    needed = []
+    for tokens in (2 * 8_192, 2 * 32_768):
+        rows = jax.ShapeDtypeStruct((1, tokens, 2, 16), jnp.bfloat16)
+        shapes = (2,), (1, 2, 16, 16), (1, 2, 16)
+        gate, m, z = (jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes)
+        function = sharded(ring.line(2), update=update, segment_size=2_048)
+        run = ring.gradients(function)
+        compiled = run.lower((rows, rows, rows, gate, m, z), (rows, m, z)).compile()
+        needed.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert needed[1] <= 1.1 * needed[0]
+
+
 def test_vmap_and_remat():
     q, k, v, gate, m, z = inputs(2)
     function = sharded(ring.line(2), update="delta")

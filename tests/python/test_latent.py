@@ -140,6 +140,7 @@ CASES = [
     (2, "zigzag", "segments"),
     (4, "striped", "window"),
     (1, "contiguous", "soft-cap"),
+    (4, "contiguous", "causal-window"),
 ]
 LAYOUTS = [(1, "contiguous"), (2, "zigzag"), (4, "contiguous"), (4, "striped"), (4, "zigzag")]
 OTHERS = [(*x, mask) for x in LAYOUTS for mask in MASKS if (*x, mask) not in CASES]
@@ -196,6 +197,18 @@ def test_latents_alone_travel(size):
     assert both == 2 * forward + hops * rows * (COLUMNS + ROPE) * 4
     travelling = {x.shape[1:] for x in latent.values()}
     assert {x[2:] for x in shapes | gradient_shapes} <= {x[1:] for x in travelling}
+
+
+@pytest.mark.parametrize(("window", "hops"), [(0, 0), (1, 1), (12, 1), (13, 2), (40, 3)])
+def test_a_causal_window_ends_the_ring(window, hops):
+    """Latents travel as far as a query sees them, and their gradients come home at once."""
+    query, latent, params, dout, dlse = inputs(48)
+    function = sharded(ring.line(4), is_causal=True, local_window_size=(window, 0))
+    bytes_of_chunk = 2 * 12 * (COLUMNS + ROPE) * 4
+    assert sent(function, query, latent, params)[0] == hops * bytes_of_chunk
+    both, _ = sent(ring.gradients(function), (query, latent, params), (dout, dlse))
+    way_home = 1 if hops else 0
+    assert both == (2 * hops + hops + way_home) * bytes_of_chunk
 
 
 def test_memory_does_not_hold_the_whole_expansion():

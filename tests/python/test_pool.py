@@ -133,6 +133,35 @@ def test_pages_and_options(types, spec):
     equal(((out, lse), found), expected)
 
 
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_latents_have_one_array(is_paged):
+    """A step and a chunk of a prompt give the bits of caches that hold the values too."""
+    there, sizes = pool(2), [np.array(x, np.int32) for x in ([20, 17], [21, 18])]
+    shape = {"pages": 6, "page": 4} if is_paged else {"batch": 2, "positions": 24}
+    data = {"page_table": np.array([[4, 0, 2, 6, 7, 8], [1, 5, 3, 9, 10, 11]])} if is_paged else {}
+    init = partial(there.init, kv_heads=1, head_dim=24, dtype=np.float32, **shape)
+    found, expected = init(latents=True), init(value_dim=16)
+    assert found[1] is None
+    steps = [
+        ring.normal(i, (2, n, 4, 24), (2, n, 1, 24), dtype=np.float32) for i, n in ((0, 20), (1, 1))
+    ]
+    step = reference(there, is_paged, value_dim=16)
+    for (query, key), size in zip(steps, sizes, strict=True):
+        q, k, v = put(model(2), P(), query, key, key[..., :16])
+        if q.shape[1] == 1:
+            same_cache = jnp.copy(found[0]), None
+            same, _ = step(same_cache, (query, key, None), size, data, ())
+            out, found = there.attend(found, q, k, None, size, value_dim=16, **data)
+            equal(out, same)
+            want, expected = there.attend(expected, q, k, v, size, **data)
+            np.testing.assert_allclose(np.asarray(out), np.asarray(want), rtol=1e-5, atol=1e-6)
+        else:
+            out, found = there.prefill(found, q, k, None, size, value_dim=16, **data)
+            want, expected = there.prefill(expected, q, k, v, size, **data)
+            equal(out, want)
+        equal(found[0], expected[0])
+
+
 def test_few_key_heads_are_whole_beside_sharded_queries(sent):
     there, mesh = pool(4), model(4)
     given = ring.normal(0, (2, 1, 4, 8), *[(2, 1, 2, 8)] * 2)

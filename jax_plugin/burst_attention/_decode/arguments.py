@@ -329,11 +329,11 @@ def _work(
         world_size=world_size,
         split=_checks.choice("split", given["split"], SPLITS),
         implementation=options.implementation,
-        values_in_keys=_values_in_keys(cache, given["value_dim"]),
+        values_in_keys=values_in_keys(cache, given["value_dim"]),
     )
 
 
-def _values_in_keys(cache: Caches, value_dim: object) -> int:
+def values_in_keys(cache: Caches, value_dim: object) -> int:
     """Returns how many first columns of the keys are the values; 0 with values of their own."""
     if cache.value is not None:
         if value_dim is not None:

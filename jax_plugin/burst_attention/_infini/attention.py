@@ -17,7 +17,8 @@ from burst_attention._attention.arguments import cast
 from burst_attention._attention.options import AnyArray, check_options
 from burst_attention._attention.placement import checked_spec, find_mesh, find_placement
 from burst_attention._batching import explained_vmaps
-from burst_attention._infini.shards import FeatureMap, Inputs, Memory, Settings, Update, attend
+from burst_attention._infini.segments import FeatureMap, Memory, Settings, Update
+from burst_attention._infini.shards import Inputs, attend
 from burst_attention._linear.checks import no_placement
 from burst_attention._types import AnyMesh, Axes, Three
 
@@ -88,7 +89,7 @@ def infini_attention(
       memory: M, floats ``[batch, kv_heads, head_dim, value_dim]``, and z, floats ``[batch,
         kv_heads, head_dim]``, of the text before, the same on every rank; default zeros.
       feature_map: σ: ``elu`` for ELU + 1, or a function of float32 arrays whose results are not
-        negative.
+        negative. Traced arrays that it takes from its surroundings get no gradient.
       scale: factor on the scores of the softmax, default head_dim ** -0.5.
       local_query, local_key: query and key of the softmax attention, such as with rotary
         embeddings, which the memory must not have; default: query and key.
@@ -141,7 +142,7 @@ def _inputs(qkv: Three, gate: object, memory: object, local: Sequence[object]) -
             f"{_checks.describe(memory)}"
         )
     local_q, local_k = (
-        like
+        None
         if x is None
         else _checks.shaped(f"local_{name}", x, str(like.dtype), like.shape, words)
         for name, x, like, words in zip(

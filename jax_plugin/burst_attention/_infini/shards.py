@@ -1,12 +1,12 @@
-"""Infini-attention of one device's tokens: the memory of segments, and what tokens find in it.
+"""Infini-attention of one device's tokens in a whole, sharded sequence.
 
-Between segments there are a few products of small matrices, which XLA computes. Segments do not
-cross ranks, so the softmax attention needs no exchange.
+Segments do not cross ranks, so the softmax attention needs no exchange. Ranks exchange what their
+tokens do to the memory, forward, and what they do to its gradient, backward.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,36 +15,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32
 
 from burst_attention import _mesh
-from burst_attention._attention import shards
-from burst_attention._attention.features import Features
-from burst_attention._attention.options import Options
-from burst_attention._batching import differentiable, spread
-from burst_attention._checkpoint import STATE_NAME
+from burst_attention._batching import over_batch, spread
+from burst_attention._checkpoint import OUT_NAME, STATE_NAME
+from burst_attention._derivatives import refuse_second
+from burst_attention._infini.segments import Gates, Memory, Rows, Segments, Settings
+from burst_attention._infini.sweeps import Plan, Starts, plan_of
 from burst_attention._linear import states
 from burst_attention._linear.shards import of_last_rank
-from burst_attention._linear.states import Call, Matrix, State, Transfer
+from burst_attention._linear.states import Call, Matrix, State
 from burst_attention._mesh import vary_like, vary_together
 from burst_attention._types import Axes
-
-Update: TypeAlias = Literal["linear", "delta"]
-"""How a segment changes the memory."""
-FeatureMap: TypeAlias = Literal["elu"] | Callable[[jax.Array], jax.Array]
-"""σ, the function of queries and keys."""
-Memory: TypeAlias = tuple[
-    Float32[Array, "batch kv_heads head_dim value_dim"], Float32[Array, "batch kv_heads head_dim"]
-]
-Sums: TypeAlias = Float32[Array, "batch segments kv_heads head_dim columns"]
-Transfers: TypeAlias = Float32[Array, "batch segments kv_heads head_dim head_dim"] | None
-
-
-class Settings(NamedTuple):
-    """The arguments of a call that are no arrays, checked."""
-
-    segment_size: int
-    update: Update
-    feature_map: FeatureMap
-    options: Options
-    """The options of the softmax attention."""
 
 
 class Inputs(NamedTuple):
@@ -56,8 +36,29 @@ class Inputs(NamedTuple):
     gate: Float32[Array, " heads"]
     m: Float32[Array, "batch kv_heads head_dim value_dim"]
     z: Float32[Array, "batch kv_heads head_dim"]
-    local_query: Float[Array, "batch seq heads head_dim"]
-    local_key: Float[Array, "batch seq kv_heads head_dim"]
+    local_query: Float[Array, "batch seq heads head_dim"] | None
+    local_key: Float[Array, "batch seq kv_heads head_dim"] | None
+
+
+class Operands(NamedTuple):
+    """The arrays of a recurrence, or their gradients."""
+
+    rows: Rows
+    gate: Gates
+    memory: Memory
+    """The memory before the first token of all ranks."""
+
+
+class Ranks(NamedTuple):
+    """What is static about a recurrence."""
+
+    call: Call
+    plan: Plan
+
+
+Results: TypeAlias = tuple[Float[Array, "batch seq heads value_dim"], Memory]
+Kept: TypeAlias = tuple[Starts, Matrix | None]
+"""The memories before this rank's windows, and what its tokens do to the M before them."""
 
 
 def attend(
@@ -75,18 +76,15 @@ def attend(
     inputs = spread(vary_together(axes, inputs))
     q, k, v, gate, m, z, local_q, local_k = inputs
     call = _call(axes, m)
-    segment = _segment(settings.segment_size, q.shape[1], call.world_size)
-    before, after = _memories(call, settings, segment, k, v, (m, z))
-    found = _retrieved(settings, segment, q, *map(own_heads, before))
-    # Segments are sequences of a batch, each on one device.
-    query, key, value = (
-        x.reshape(-1, segment, *x.shape[2:]) for x in (local_q, own_heads(local_k), own_heads(v))
-    )
-    out, _ = shards.attend((), settings.options, (query, key, value), Features(), False)
-    weight = jax.nn.sigmoid(gate)[None, None, :, None]
-    mixed = weight * found + (1 - weight) * out.reshape(found.shape).astype(jnp.float32)
+    segments = Segments(settings, _segment(settings, q.shape[1], call.world_size), own_heads)
+    if q.size == 0:
+        out, after = vary_like(q, jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)), (m, z)
+    else:
+        gates = jnp.broadcast_to(gate, (q.shape[0], *gate.shape))
+        operands = Operands(Rows(q, k, v, local_q, local_k), gates, (m, z))
+        out, after = _attend(Ranks(call, plan_of(segments, q.shape[1])), operands)
     one_of_all = partial(of_last_rank, call._replace(axes=axes + whole))
-    return mixed.astype(q.dtype), (one_of_all(after[0]), one_of_all(after[1]))
+    return out, (one_of_all(after[0]), one_of_all(after[1]))
 
 
 def _call(axes: Axes, m: State) -> Call:
@@ -97,8 +95,9 @@ def _call(axes: Axes, m: State) -> Call:
     return Call(axes, size, method, None, has_kernels=False, has_documents=False, scale=1.0)
 
 
-def _segment(size: int, tokens: int, world_size: int) -> int:
+def _segment(settings: Settings, tokens: int, world_size: int) -> int:
     """Returns the tokens of this call's segments."""
+    size = settings.segment_size
     if tokens % size == 0:
         return size
     if world_size == 1 and tokens < size:
@@ -109,101 +108,128 @@ def _segment(size: int, tokens: int, world_size: int) -> int:
     )
 
 
-def _memories(
-    call: Call, settings: Settings, segment: int, k: jax.Array, v: jax.Array, memory: Memory
-) -> tuple[tuple[Sums, jax.Array], Memory]:
-    """Returns M and z before each segment, and after all tokens of this rank or of all ranks."""
-    keys, values = (x.reshape(x.shape[0], -1, segment, *x.shape[2:]) for x in (k, v))
-    features = _features(settings, keys)
-    sums = jnp.sum(features, axis=2, dtype=jnp.float32)[..., None]
-    added = _product("bnshk,bnshv->bnhkv", features.astype(v.dtype), values)
-    (m, z), before = memory, partial(_before_segments, call)
-    if settings.update == "linear":
-        # z is a column of the memory: the sum of values of 1.
-        both = jnp.concatenate([m, z[..., None]], axis=3)
-        found, last = before(both, None, jnp.concatenate([added, sums], axis=4))
-        return (found[..., :-1], found[..., -1]), (last[..., :-1], last[..., -1])
-    zs, last_z = before(z[..., None], None, sums)
-    weight = _inverse(_product("bnshk,bnhkv->bnshv", features, zs))
-    weighed = (weight * features).astype(v.dtype)
-    taken = _product("bnshk,bnshj->bnhkj", features.astype(v.dtype), weighed)
-    transfers = states.identity(taken) - taken
-    ms, last_m = before(m, transfers, added)
-    return (ms, zs[..., 0]), (last_m, last_z[..., 0])
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(ranks: Ranks, operands: Operands) -> Results:
+    """Returns the outputs of this rank's tokens, and the memory after the tokens of all ranks.
 
-
-def _before_segments(
-    call: Call, first: State, transfers: Transfers, added: Sums
-) -> tuple[Sums, State]:
-    """Returns the state before each of this rank's segments, and the state after all segments.
-
-    A segment turns a state S into T S + M: T is ``transfers``, or 1 for None, and M is ``added``.
+    Only with the method ``all_gather`` every rank has that memory, and else the last one.
     """
+    return _forward_rule(ranks, operands)[0]
 
-    passed_on = differentiable(_passed_on)
+
+def _forward_rule(ranks: Ranks, operands: Operands) -> tuple[Results, tuple[Operands, Kept]]:
+    out, last, kept = _results(ranks, operands)
+    # A rematerialised layer that keeps these results repeats nothing of the forward pass.
+    out = checkpoint_name(out, OUT_NAME)
+    last, kept = jax.tree.map(lambda x: checkpoint_name(x, STATE_NAME), (last, kept))
+    return (out, last), (operands, kept)
+
+
+def _backward_rule(
+    ranks: Ranks, residuals: tuple[Operands, Kept], cotangents: Results
+) -> tuple[Operands]:
+    return (_gradients(ranks, residuals, cotangents),)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _results(ranks: Ranks, operands: Operands) -> tuple[jax.Array, Memory, Kept]:
+    """Returns outputs, the memory after all ranks' tokens, and what the backward pass needs."""
+    return over_batch(partial(_forward, ranks), operands)
+
+
+def _forward(ranks: Ranks, operands: Operands) -> tuple[jax.Array, Memory, Kept]:
+    """Computes `_results`."""
+    (call, plan), (rows, gate, memory) = ranks, operands
     if call.world_size == 1:
-        return passed_on(first, transfers, added)
-    transfer: Transfer = None
-    columns, k_dim = added, first.shape[2]
-    start = vary_like(added, jnp.zeros_like(first))
-    if transfers is not None:
-        # What all segments do to a state: the state of columns that begin with the identity.
-        padding = [(0, 0)] * 4 + [(k_dim, 0)]
-        columns, start = jnp.pad(added, padding), states.identity(jnp.pad(start, padding[1:]))
-    _, left = passed_on(start, transfers, columns)
-    if transfers is not None:
-        transfer, left = Matrix(left[..., :k_dim]), left[..., k_dim:]
-    first, last = differentiable(partial(states.before, call))(first, transfer, left)
-    found, _ = passed_on(checkpoint_name(first, STATE_NAME), transfers, added)
-    return found, last
+        out, last, starts = plan.forward(memory, rows, gate)
+        return out, last, (starts, None)
+    exchanged = _linear_before if plan.segments.settings.update == "linear" else _delta_before
+    first, last, transfer = exchanged(ranks, rows, memory)
+    out, _, starts = plan.forward(first, rows, gate)
+    return out, vary_like(rows, last), (starts, transfer)
 
 
-def _passed_on(first: State, transfers: Transfers, added: Sums) -> tuple[Sums, State]:
-    """Returns the state before each segment of one rank, and the state after them."""
-
-    def step(state: State, segment: tuple[jax.Array | None, jax.Array]) -> tuple[State, State]:
-        transfer, more = segment
-        kept = state if transfer is None else states.apply(Matrix(transfer), state)
-        return kept + more, state
-
-    by_segment = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (transfers, added))
-    last, found = lax.scan(step, first, by_segment)
-    return jnp.moveaxis(found, 0, 1), last
+def _linear_before(ranks: Ranks, rows: Rows, memory: Memory) -> tuple[Memory, Memory, None]:
+    """Returns the memory before this rank's tokens, after all ranks' tokens, and no transfer."""
+    left = ranks.plan.after(jax.tree.map(jnp.zeros_like, memory), rows)
+    found = states.before(ranks.call, *vary_like(rows, (_joined(memory), None, _joined(left))))
+    first, last = map(_parted, found)
+    return first, last, None
 
 
-def _retrieved(
-    settings: Settings,
-    segment: int,
-    q: jax.Array,
-    m: Float32[Array, "batch segments kv_heads head_dim value_dim"],
-    z: Float32[Array, "batch segments kv_heads head_dim"],
-) -> Float32[Array, "batch seq heads value_dim"]:
-    """Returns what queries find in the memory before their segment."""
-    batch, tokens, heads, dim = q.shape
-    queries = q.reshape(batch, -1, segment, m.shape[2], heads // m.shape[2], dim)
-    features = _features(settings, queries)
-    found = _product("bnshgk,bnhkv->bnshgv", features.astype(q.dtype), m.astype(q.dtype))
-    inverse = _inverse(_product("bnshgk,bnhkv->bnshgv", features, z[..., None]))
-    return (inverse * found).reshape(batch, tokens, heads, m.shape[4])
+def _delta_before(ranks: Ranks, rows: Rows, memory: Memory) -> tuple[Memory, Memory, Matrix]:
+    """Returns the memory before this rank's tokens, after all ranks' tokens, and its transfer."""
+    (call, plan), (m, z) = ranks, vary_like(rows, memory)
+    sums = plan.segments.sums(rows.key)[..., None]
+    first_z, last_z = (x[..., 0] for x in states.before(call, z[..., None], None, sums))
+    # What all segments do to a state: the state of columns that begin with the identity.
+    k_dim = m.shape[2]
+    columns = jnp.pad(jnp.zeros_like(m), [(0, 0)] * 3 + [(k_dim, 0)])
+    left, _ = plan.after((states.identity(columns), first_z), rows)
+    transfer = Matrix(left[..., :k_dim])
+    first_m, last_m = states.before(call, m, transfer, left[..., k_dim:])
+    return (first_m, first_z), (last_m, last_z), transfer
 
 
-def _features(settings: Settings, x: jax.Array) -> jax.Array:
-    """Returns σ of queries or keys, float32."""
-    x = x.astype(jnp.float32)
-    return jax.nn.elu(x) + 1 if settings.feature_map == "elu" else settings.feature_map(x)
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gradients(ranks: Ranks, residuals: tuple[Operands, Kept], cotangents: Results) -> Operands:
+    """Returns the gradients of the operands. Ranks follow each other from the last to the first."""
+    return over_batch(partial(_backward, ranks), residuals, cotangents)
 
 
-def _product(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns a product with sums in float32.
+def _backward(ranks: Ranks, residuals: tuple[Operands, Kept], cotangents: Results) -> Operands:
+    """Computes `_gradients`."""
+    (call, plan), (operands, (starts, transfer)), (dout, dlast) = ranks, residuals, cotangents
+    rows, gate, _ = operands
+    dlast = vary_like((rows, dout), dlast)
+    if call.world_size == 1:
+        dfirst, dgate, drows = plan.backward(starts, rows, gate, dout, dlast)
+        return Operands(drows, dgate, dfirst)
+    if call.method == "all_gather":
+        # Every rank returned the last memory, so its gradient is the sum of all ranks' gradients.
+        dlast = vary_like(rows, lax.psum(dlast, call.axes))
 
-    Factors of 16 bits are exact in float32, and in the types by which GPUs multiply float32. XLA's
-    CPU compiler does not take them as they are.
+    def left(dafter: Memory) -> Memory:
+        return plan.memory_back(starts, rows, gate, dout, dafter)
+
+    dafter, dfirst = _after_ranks(call, transfer, left, dlast)
+    _, dgate, drows = plan.backward(starts, rows, gate, dout, dafter)
+    # Every rank got the first memory, but only rank 0 uses it.
+    is_first = lax.axis_index(call.axes) == 0
+    dfirst = jax.tree.map(lambda x: jnp.where(is_first, x, 0), vary_like(rows, dfirst))
+    return Operands(drows, dgate, dfirst)
+
+
+def _after_ranks(
+    call: Call, transfer: Matrix | None, left: Callable[[Memory], Memory], dlast: Memory
+) -> tuple[Memory, Memory]:
+    """Returns the gradients of the memory after this rank's tokens, and of the first memory.
+
+    ``left`` returns the gradient of the memory before this rank's tokens.
     """
-    exact = jnp.float32 in (a.dtype, b.dtype)
-    precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
-    return jnp.einsum(formula, *(x.astype(jnp.float32) for x in (a, b)), precision=precision)
+    none = jax.tree.map(jnp.zeros_like, dlast)
+    before = partial(states.before, call, back=True)
+    if transfer is None:
+        after, first = map(_parted, before(_joined(dlast), None, _joined(left(none))))
+        return after, first
+    # The gradient of z depends on that of M, as what a segment takes from M depends on z.
+    after_m, first_m = before(dlast[0], states.turned(transfer), left(none)[0])
+    after_z, first_z = (
+        x[..., 0] for x in before(dlast[1][..., None], None, left((after_m, none[1]))[1][..., None])
+    )
+    return (after_m, after_z), (first_m, first_z)
 
 
-def _inverse(x: jax.Array) -> jax.Array:
-    """Returns 1 / x, and 0 where x is 0: there the memory is empty."""
-    return jnp.where(x == 0, 0, 1 / jnp.where(x == 0, 1, x))
+def _joined(memory: Memory) -> State:
+    """Returns M with z as one more column: the sum of values of 1."""
+    m, z = memory
+    return jnp.concatenate([m, z[..., None]], axis=3)
+
+
+def _parted(state: State) -> Memory:
+    return state[..., :-1], state[..., -1]
+
+
+_attend.defvjp(_forward_rule, _backward_rule)
+_results.defjvp(refuse_second)
+_gradients.defjvp(refuse_second)

@@ -1,7 +1,8 @@
 """The ring of latents, forward and backward.
 
 A chunk goes round the ring while ranks compute with the chunk before it. In the backward pass the
-float32 sums of a chunk's gradients follow the chunk, one step behind, and then go home::
+float32 sums of a chunk's gradients follow the chunk, one step behind, and then go home. The ring
+ends with the last hop after which a rank sees a chunk::
 
     forward    (o, lse) = merge over chunks of tile(q, expand(params, latent))
     backward   dq, dk, dv of each tile from o, lse, dout and dlse over all keys
@@ -68,7 +69,7 @@ def _backward_rule(call: Call, residuals: Residuals, cotangents: Results) -> tup
     arrays = (inputs.query, *(floats(x)[0] for x in (inputs.params, inputs.chunk.latent)))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x)), arrays)
     dq, dparams, sums = _around(call, inputs, step, vary_like(inputs.query, zeros))
-    chunk = Chunk(gradients_of(inputs.chunk.latent, _send_on(call, sums)), None)
+    chunk = Chunk(gradients_of(inputs.chunk.latent, _send_home(call, inputs, sums)), None)
     dparams = gradients_of(inputs.params, dparams)
     return (Inputs(dq.astype(inputs.query.dtype), chunk, dparams, None),)
 
@@ -107,12 +108,13 @@ def _around(call: Call, inputs: Inputs, step: Step[State], state: State) -> Stat
 
     A loop bounds the chunks that live at a time, however early the compiler could exchange them.
     """
-    last = call.world_size - 1
+    last = _last_hop(call, inputs)
+    own = Tile(call, inputs, inputs.chunk, 0, True)
+    if last == 0:
+        return step(own, state)
     # Before the step: the exchange of the next chunk runs during the step's products.
     following = _send_on(call, inputs.chunk)
-    state = step(Tile(call, inputs, inputs.chunk, 0, True), state)
-    if last == 0:
-        return state
+    state = step(own, state)
 
     def body(carry: tuple[Chunk, State], hop: jax.Array) -> tuple[tuple[Chunk, State], None]:
         chunk, state = carry
@@ -124,6 +126,15 @@ def _around(call: Call, inputs: Inputs, step: Step[State], state: State) -> Stat
     return step(Tile(call, inputs, chunk, last, False), state)
 
 
+def _last_hop(call: Call, inputs: Inputs) -> int:
+    return call.last_hop(inputs.query.shape[1])
+
+
 def _send_on(call: Call, arrays: State) -> State:
     """Sends arrays to the next rank and returns the arrays of the rank before."""
     return send_on(arrays, call.axes, call.world_size)
+
+
+def _send_home(call: Call, inputs: Inputs, arrays: State) -> State:
+    """Sends what followed a chunk to the chunk's rank, and returns what followed this rank's."""
+    return send_on(arrays, call.axes, call.world_size, -_last_hop(call, inputs))

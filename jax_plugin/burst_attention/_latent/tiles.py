@@ -69,6 +69,19 @@ class Call:
         is_asked = self.options.residual_dtype is not None
         return calls.kept_dtype(query.dtype, keys, self.options.window(keys), is_asked)
 
+    def last_hop(self, rows: int) -> int:
+        """Returns the number of hops that bring chunks of which a query of some rank sees a key.
+
+        Chunks go up from rank to rank, so only a window to the left alone, of shards that are
+        consecutive parts, lets the last hops out.
+        """
+        left, right = self.options.sides
+        whole = self.world_size - 1
+        if left == NO_LIMIT or right != 0 or self.options.layout != "contiguous":
+            return whole
+        # After h hops the last key is (h - 1) · rows + 1 positions before the first query.
+        return min(whole, (left - 1) // rows + 1)
+
     def positions(self, rank: Int32[Array, ""], rows: int) -> Int32[Array, " rows"]:
         """Returns the positions of a rank's rows."""
         local = jnp.arange(rows, dtype=jnp.int32)

@@ -19,7 +19,7 @@ ARRAYS = (
 """Options that are arrays."""
 OF_PREFILL = (
     *("page_table", "query_lengths", "scale", "local_window_size", "logits_soft_cap"),
-    *("sinks", "alibi_slopes", "implementation", "return_residual"),
+    *("sinks", "alibi_slopes", "value_dim", "implementation", "return_residual"),
 )
 OF_PREFIX = ("prefix", "prefix_of", "prefix_lengths")
 KEPT = "arrays on the pool's devices, as CachePool.init returns them"
@@ -171,10 +171,10 @@ def caches(place: Place, given: object, is_paged: bool, name: str = "cache") -> 
             raise ValueError(f"{name} must have {KEPT}, got an array on {_named(x.sharding)}")
 
 
-def tokens(given: Sequence[object], is_prefill: bool) -> Arrays:
+def tokens(given: Sequence[object]) -> Arrays:
     """Returns query, key and value; caches of keys alone have none."""
     for name, x in zip(("query", "key", "value"), given, strict=True):
-        if x is None and name == "value" and not is_prefill:
+        if x is None and name == "value":
             continue
         if isinstance(x, jax.core.Tracer):
             raise TypeError(

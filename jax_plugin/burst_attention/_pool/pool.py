@@ -112,6 +112,7 @@ class CachePool:
         positions: int | None = None,
         pages: int | None = None,
         page: int | None = None,
+        latents: bool = False,
     ) -> Cache:
         """Makes empty caches of a layer.
 
@@ -130,6 +131,9 @@ class CachePool:
             of ``interleave``.
           pages: number of pages on each device.
           page: rows of a page.
+          latents: whether the values are the first columns of the keys, as latents have them. There
+            is one array, with None in place of values. Calls then take ``value_dim``, and None in
+            place of new values.
 
         Returns:
           ``(key_cache, value_cache)`` on the pool's devices, all zeros:
@@ -146,6 +150,13 @@ class CachePool:
         for name, dim in zip(("head_dim", "value_dim"), dims, strict=True):
             _checks.head_dim(name, _checks.integer(name, dim), most=MOST_COLUMNS)
         sharding = self._place.cache(is_paged)
+        if _checks.flag("latents", latents):
+            if value_dim is not None:
+                raise TypeError(
+                    "caches of latents have no array of values, so init takes no value_dim, got "
+                    f"{value_dim}; give value_dim to the calls"
+                )
+            return empty((*shape, heads, head_dim), str(found), sharding)(), None
         keys, values = (empty((*shape, heads, dim), str(found), sharding)() for dim in dims)
         return keys, values
 
@@ -178,7 +189,7 @@ class CachePool:
             each device of the pool, crosses as it is; another one is gathered first, on the
             model's devices.
           key: ``[batch, T, kv_heads, head_dim]``.
-          value: ``[batch, T, kv_heads, value_dim]``.
+          value: ``[batch, T, kv_heads, value_dim]``; None for caches of latents.
           lengths: integers ``[batch]``, the tokens of each whole sequence, new ones included.
           **options: those of `decode_attention`, ``page_table`` among them, which all devices of
             the pool share; axis_name, layout and interleave are the pool's. ``prefix`` takes the
@@ -231,10 +242,11 @@ class CachePool:
           query: ``[batch, T, heads, head_dim]`` on the model's devices, T any number. Query t
             stands at position lengths − query_lengths + t.
           key: ``[batch, T, kv_heads, head_dim]``.
-          value: ``[batch, T, kv_heads, value_dim]``.
+          value: ``[batch, T, kv_heads, value_dim]``; None for caches of latents, of at most 256
+            columns.
           lengths: integers ``[batch]``, the tokens of each whole sequence, the chunk included.
           **options: ``page_table``, ``query_lengths``, ``scale``, ``local_window_size``,
-            ``logits_soft_cap``, ``sinks``, ``alibi_slopes``, ``implementation`` and
+            ``logits_soft_cap``, ``sinks``, ``alibi_slopes``, ``value_dim``, ``implementation`` and
             ``return_residual`` of `decode_attention`.
 
         Returns:
@@ -258,7 +270,7 @@ class CachePool:
         """Sends tokens to the pool and starts its program."""
         place = self._place
         static, data, prefix, with_lse = checks.options(is_prefill, options)
-        given = checks.tokens(tokens, is_prefill)
+        given = checks.tokens(tokens)
         checks.caches(place, cache, "page_table" in data)
         if prefix is not None:
             checks.caches(place, prefix, False, "prefix")

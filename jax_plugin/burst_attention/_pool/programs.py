@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int32
 
+from burst_attention import _checks
 from burst_attention._attention.arguments import MAX_INT32
 from burst_attention._attention.options import NO_LIMIT, check_options
 from burst_attention._attention.shards import attention
@@ -166,11 +167,11 @@ def _prefill(
     call: Call, cache: Cache, tokens: Arrays, lengths: jax.Array, data: Data, prefix: Arrays
 ) -> tuple[Arrays, Cache]:
     """Appends a chunk of a prompt on one device, whose part of the queries attends to all rows."""
-    query, *new = _each(call, tokens)
+    query, key, value = _each(call, tokens)
     axis_name = axis_name_of(call.place.axes)
     ranks, count = arguments.ranks("CachePool.prefill", axis_name), query.shape[1]
     gather = partial(jax.lax.all_gather, axis_name=ranks.axes, axis=1, tiled=True, to="invarying")
-    key, value = map(gather, new)
+    key, value = gather(key), None if value is None else gather(value)
     cache = _appended(call, cache, (key, value), lengths, data)
     held = _held(call, query, cache, data, ranks)
     found = arguments.sequences(lengths, data["query_lengths"], *key.shape[:2])
@@ -179,12 +180,18 @@ def _prefill(
     options: dict[str, Any] = dict(call.options)
     start, stop = _visible(options.pop("local_window_size", None), held, ranks, found)
     options |= {x: data[x] for x in ("sinks", "alibi_slopes") if x in data}
+    value_dim = arguments.values_in_keys(held, options.pop("value_dim", None))
+    keys = _rows(held.key, held, call.is_paged)
     if held.value is None:
-        raise NotImplementedError(
-            "CachePool.prefill takes caches of keys and of values, got None for the values; append "
-            "latents with CachePool.attend"
-        )
-    keys, values = (_rows(x, held, call.is_paged) for x in (held.key, held.value))
+        if keys.shape[3] > _checks.MAX_HEAD_DIM:
+            raise NotImplementedError(
+                f"CachePool.prefill takes latents of up to {_checks.MAX_HEAD_DIM} columns, got "
+                f"{keys.shape[3]}; append wider ones with CachePool.attend, up to "
+                f"{arguments.MOST_QUERIES} tokens at a time"
+            )
+        values = keys[..., :value_dim]
+    else:
+        values = _rows(held.value, held, call.is_paged)
     results = attention(
         query,
         keys,
