@@ -135,9 +135,10 @@ pub(crate) fn channel_pairs(_: Variant, target: Target, _: i32) -> TileShape {
 
 /// Tiles of the delta rule's inverses. Where that does not spill, two blocks share a multiprocessor:
 /// one computes while the other waits.
-pub(crate) fn delta_inverse(_: Variant, target: Target, width: i32) -> TileShape {
+pub(crate) fn delta_inverse(variant: Variant, target: Target, width: i32) -> TileShape {
     let blocks = match (target, width) {
         (Sm120, _) | (Sm90, 256) => 1,
+        (Sm90, _) if variant.decays == Decays::KeyChannels => 1,
         _ => 2,
     };
     TileShape { blocks, ..tile(64, 64, 4) }
@@ -155,6 +156,9 @@ pub(crate) fn delta_grad(variant: Variant, target: Target, width: i32) -> TileSh
 
 /// Tiles of the delta rule's gradients of keys.
 pub(crate) fn delta_keys(variant: Variant, target: Target, width: i32) -> TileShape {
+    if variant.decays == Decays::KeyChannels {
+        return linear(Variant::VALUE_CHANNELS, target, width);
+    }
     match (target, width) {
         (Sm80, 64) => tile(64, 64, 4),
         (Sm80, 256) => tile(64, 64, 16),

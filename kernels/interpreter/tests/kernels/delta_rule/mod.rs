@@ -113,6 +113,26 @@ fn tokens_get_what_the_recurrence_gives_them() {
     check_all(&cases, Change::None);
 }
 
+/// Channels whose log decays are e⁻²⁰ a token or nothing, and resets.
+#[test]
+fn channels_have_decays_of_their_own() {
+    let of_channels = Case { of_channels: true, decays: Decays::Random(3.0), ..CASE };
+    let slow = Decays::Random(0.02);
+    let cases = [
+        of_channels,
+        Case { rows: 1, ..of_channels },
+        Case { rows: 201, element: Element::F16, decays: slow, batch: 1, ..of_channels },
+        Case { decays: Decays::All(-28.9), batch: 1, ..of_channels },
+        Case { decays: Decays::Random(60.0), batch: 1, heads: 1, ..of_channels },
+        Case { decays: Decays::Resets(7), batch: 1, ..of_channels },
+        Case { rate: 2.0, decays: slow, batch: 1, ..of_channels },
+        Case { alike: 0.7, decays: slow, batch: 1, ..of_channels },
+        Case { limit: 80_000, rows: 300, part: 64, batch: 1, ..of_channels },
+    ];
+    check_all(&cases, Change::None);
+    check_all(&[of_channels], Change::Before(suffices));
+}
+
 /// Tokens before a reset at the beginning of a tile change no bit behind it, even with NaN or with a
 /// state of NaN.
 #[test]
