@@ -174,7 +174,7 @@ impl<'a, const N: usize> Operands<'a, N> {
     fn exactly<const M: usize>(&self) -> Result<&'a [Buffer; M]> {
         <&[Buffer; M]>::try_from(self.own).map_err(|_| {
             let expected = M + self.all.len() - self.own.len();
-            Error::mismatch("operands", expected, self.all.len())
+            Error::mismatch("operands", expected.to_string(), self.all.len())
         })
     }
 }

@@ -82,7 +82,9 @@ fn decode(frame: &CallFrame<'_>, kind: LinearKind) -> Result<Option<TileOperatio
         2 => Ok(Decays::ValueChannels),
         other => Err(Error::mismatch("decays", "0, 1 or 2", other)),
     };
-    let part = || Ok((Part { rows: part_rows, reverse: attributes.get("reverse")? }, decays()?));
+    let part = || -> Result<_> {
+        Ok((Part { rows: part_rows, reverse: attributes.get("reverse")? }, decays()?))
+    };
     let of_delta = || match decays()? {
         Decays::ValueChannels => Err(Error::mismatch("decays of the delta rule", "0 or 1", 2)),
         decays => Ok((part_rows, decays)),

@@ -5,7 +5,7 @@ pub mod delta_inverse {
     use super::super::common::common::{product, read_statistics, rows_view, statistics_view};
     use super::super::common::common::{stream, write};
     use super::super::decays::decays::{between, remainder, share_of, tiles_of, weighed};
-    use super::super::modes::modes::OF_HEADS;
+    use super::super::modes::modes::{OF_HEADS, OF_KEYS};
     use cutile::core::*;
 
     /// Returns `x` in the lower left quarter of each diagonal block of 2m rows, and otherwise 0.
@@ -134,7 +134,8 @@ pub mod delta_inverse {
                 let all: Tile<f32, { [BM, BM] }> = product(tk, tk);
                 let left: Tile<f32, { [BM, BM] }> = between::<BM>(tb, 0i32, 1i32);
                 met = weighed(all, left);
-            } else {
+            }
+            if DECAYS == OF_KEYS {
                 let entry: i32 = pairs_batch_stride;
                 let pairs_view = unsafe { rows_view(pairs, batch, padded_rows, heads, BM, entry) };
                 let pairs_part = pairs_view.partition(const_shape![1, BM, 1, BM]);

@@ -25,12 +25,12 @@
 
 #[cutile::module]
 pub mod delta_rule {
+    use super::super::channels::channels::last_of;
     use super::super::common::common::{read_statistics, rows_view, statistics_view};
     use super::super::common::common::{stream, stream_columns, write_columns};
-    use super::super::channels::channels::last_of;
     use super::super::decays::decays::{advance, attended, crossed, factor, fading, gathered};
     use super::super::decays::decays::{share_of, summed, tiles_of, total_of};
-    use super::super::modes::modes::OF_HEADS;
+    use super::super::modes::modes::{OF_HEADS, OF_KEYS};
     use cutile::core::*;
 
     /// Returns the columns of a tile of the identity, or 0 without `is_transfer`.
@@ -414,7 +414,8 @@ pub mod delta_rule {
                 total = total_of::<BM>(&sums_view, b, h, i);
                 tb = read_statistics::<BM>(&sums_view, b, i, h);
                 du = attended::<E, BM, DT, BN>(tk, tq, tdo, tb, total, 1i32, 0i32, bounded, s);
-            } else {
+            }
+            if DECAYS == OF_KEYS {
                 let entry: i32 = pairs_batch_stride;
                 let pairs_view = unsafe { rows_view(pairs, batch, padded_rows, heads, BM, entry) };
                 let pairs_part = pairs_view.partition(const_shape![1, BM, 1, BM]);
