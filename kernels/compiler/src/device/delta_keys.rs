@@ -8,6 +8,7 @@
 //!
 //! A block goes back through the tiles of a part, as `linear_attend` in reverse, with the turned
 //! state Dᵀ. Queries with dout are the tokens that it adds, keys with dv those that it takes away.
+//! Where channels have decays, tokens meet in levels of blocks (`channels.rs`).
 
 #[cutile::module]
 pub mod delta_keys {

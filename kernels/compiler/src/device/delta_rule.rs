@@ -20,6 +20,10 @@
 //! values of tokens. What a part does to a state is affine: the columns of the transfer are what it
 //! makes of the columns of the identity, with values of 0. `delta_keys.rs` has the gradient of keys.
 //!
+//! With decays of channels of keys, b_i is a vector over them. Then queries and keys come with their
+//! decays from the beginning of their tile, `kh` are keys with those to its end, and `channel_pairs`
+//! gives the products of keys for A, and those of queries with keys.
+//!
 //! A token or a state that is not finite reaches all of its tile. Behind the tile a reset ends it
 //! only going forward, and only a reset at the beginning of a later tile.
 
