@@ -150,7 +150,7 @@ pub(crate) fn delta_inverse(variant: Variant, target: Target, width: i32) -> Til
 pub(crate) fn delta_grad(variant: Variant, target: Target, width: i32) -> TileShape {
     match (target, width) {
         (Sm120, 256) => tile(64, 16, 8),
-        (Sm80, 128) if variant.decays == Decays::KeyChannels => tile(64, 32, 16),
+        (Sm80, 128) if variant.decays == Decays::KeyChannels => tile(64, 16, 8),
         (Sm80, _) | (Sm120, 128) => tile(64, 32, 8),
         (Sm120, _) => tile(64, 64, 8),
         _ => linear(variant, target, width),
@@ -161,7 +161,6 @@ pub(crate) fn delta_grad(variant: Variant, target: Target, width: i32) -> TileSh
 pub(crate) fn delta_keys(variant: Variant, target: Target, width: i32) -> TileShape {
     if variant.decays == Decays::KeyChannels {
         return match (target, width) {
-            (Sm80, 128) => tile(64, 32, 16),
             (Sm80, _) | (Sm120, 128) => tile(64, 16, 8),
             _ => linear(Variant::VALUE_CHANNELS, target, width),
         };
