@@ -1,4 +1,4 @@
-"""The delta rule with decays of channels on GPUs, without a GPU: the code around the kernels is right.
+"""Decays of channels in the delta rule on GPUs, without a GPU: the code around the kernels is right.
 
 The kernels' formulas, written out, stand in for the kernels, as in `test_delta_cuda` and
 `test_channels_cuda`. On an interpreter the tests in `kernels/interpreter/tests/kernels/delta_rule`
@@ -85,12 +85,12 @@ def keys(tiles, rows, operands, shapes, narrow):
         crossing = jnp.exp2(total - sums) * product("bphiv,bphvk->bphik", u, narrow(state))
         dk, dots = crossing, crossing * k
         dk += product("bphij,bphjk->bphik", jnp.eye(TILE) * kept, q)
-        for weights, met in ((kept, met), (taken, keys_met)):
+        for weights, rows_met in ((kept, met), (taken, keys_met)):
             for level, m in enumerate(LEVELS):
                 seen = jnp.where(quarter(m).T, weights, 0)
-                part = product("bphij,bphjk->bphik", seen, met[level])
+                part = product("bphij,bphjk->bphik", seen, rows_met[level])
                 dk += part * fades[level]
-                dots += part * met[level]
+                dots += part * rows_met[level]
         fade = jnp.exp2(sums)
         gained = product("bphiv,bphik->bphvk", dout, narrow(fade * q))
         gained -= product("bphiv,bphik->bphvk", dv, narrow(fade * k))
