@@ -1,4 +1,4 @@
-"""Decays of channels in the delta rule on GPUs, without a GPU: the code around the kernels is right.
+"""Decays of channels in the delta rule on GPUs, without a GPU: what surrounds the kernels is right.
 
 The kernels' formulas, written out, stand in for the kernels, as in `test_delta_cuda` and
 `test_channels_cuda`. On an interpreter the tests in `kernels/interpreter/tests/kernels/delta_rule`
