@@ -89,6 +89,9 @@ impl KernelSpec {
 /// Generics of kernels of linear attention with decays of more than one kind.
 const OF_DECAYS: &[Generic] = &[Generic::Element, Generic::Tile, Generic::Decays];
 
+/// Variants for decays of heads, and of columns of keys.
+const OF_HEADS_OR_KEYS: &[Variant] = &[Variant::PLAIN, Variant::KEY_CHANNELS];
+
 /// Variants that models use.
 const PASS: &[Variant] = KEY_PASS.split_at(8).0;
 
@@ -193,7 +196,7 @@ kernels! {
     LinearState => KernelSpec {
         role: Role::Linear,
         generics: OF_DECAYS,
-        variants: &[Variant::PLAIN, Variant::KEY_CHANNELS],
+        variants: OF_HEADS_OR_KEYS,
         tile: tiles::linear,
         ..KernelSpec::rows("linear_state", "linear", record::LINEAR_STATE)
     };
@@ -215,12 +218,16 @@ kernels! {
     /// Computes the inverse of each tile, in the delta rule.
     DeltaRuleInverse => KernelSpec {
         role: Role::Linear,
+        generics: OF_DECAYS,
+        variants: OF_HEADS_OR_KEYS,
         tile: tiles::delta_inverse,
         ..KernelSpec::rows("delta_rule_inverse", "delta_inverse", record::DELTA_RULE_INVERSE)
     };
     /// Computes what parts of a sequence do to states, or corrected values, in the delta rule.
     DeltaRuleState => KernelSpec {
         role: Role::Linear,
+        generics: OF_DECAYS,
+        variants: OF_HEADS_OR_KEYS,
         tile: tiles::linear,
         ..KernelSpec::rows("delta_rule_state", "delta_rule", record::DELTA_RULE_STATE)
     };
@@ -228,12 +235,16 @@ kernels! {
     /// delta rule.
     DeltaRuleGrad => KernelSpec {
         role: Role::Linear,
+        generics: OF_DECAYS,
+        variants: OF_HEADS_OR_KEYS,
         tile: tiles::delta_grad,
         ..KernelSpec::rows("delta_rule_grad", "delta_rule", record::DELTA_RULE_GRAD)
     };
     /// Computes the gradient of keys from gradients of states, in the delta rule.
     DeltaRuleKeys => KernelSpec {
         role: Role::Linear,
+        generics: OF_DECAYS,
+        variants: OF_HEADS_OR_KEYS,
         tile: tiles::delta_keys,
         ..KernelSpec::rows("delta_rule_keys", "delta_keys", record::DELTA_RULE_KEYS)
     };

@@ -135,18 +135,22 @@ pub(crate) fn channel_pairs(_: Variant, target: Target, _: i32) -> TileShape {
 
 /// Tiles of the delta rule's inverses. Where that does not spill, two blocks share a multiprocessor:
 /// one computes while the other waits.
-pub(crate) fn delta_inverse(_: Variant, target: Target, width: i32) -> TileShape {
+pub(crate) fn delta_inverse(variant: Variant, target: Target, width: i32) -> TileShape {
+    let of_channels = variant.decays == Decays::KeyChannels;
     let blocks = match (target, width) {
         (Sm120, _) | (Sm90, 256) => 1,
+        (Sm80 | Sm90, _) if of_channels => 1,
         _ => 2,
     };
-    TileShape { blocks, ..tile(64, 64, 4) }
+    let warps = if of_channels && target == Sm120 { 8 } else { 4 };
+    TileShape { blocks, ..tile(64, 64, warps) }
 }
 
 /// Tiles of the delta rule's gradients of values.
 pub(crate) fn delta_grad(variant: Variant, target: Target, width: i32) -> TileShape {
     match (target, width) {
         (Sm120, 256) => tile(64, 16, 8),
+        (Sm80, 128) if variant.decays == Decays::KeyChannels => tile(64, 16, 8),
         (Sm80, _) | (Sm120, 128) => tile(64, 32, 8),
         (Sm120, _) => tile(64, 64, 8),
         _ => linear(variant, target, width),
@@ -155,6 +159,12 @@ pub(crate) fn delta_grad(variant: Variant, target: Target, width: i32) -> TileSh
 
 /// Tiles of the delta rule's gradients of keys.
 pub(crate) fn delta_keys(variant: Variant, target: Target, width: i32) -> TileShape {
+    if variant.decays == Decays::KeyChannels {
+        return match (target, width) {
+            (Sm80, _) | (Sm120, 128) => tile(64, 16, 8),
+            _ => linear(Variant::VALUE_CHANNELS, target, width),
+        };
+    }
     match (target, width) {
         (Sm80, 64) => tile(64, 64, 4),
         (Sm80, 256) => tile(64, 64, 16),

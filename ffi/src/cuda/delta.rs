@@ -1,23 +1,25 @@
 //! Calls of the delta rule on a GPU, as `linear` runs them.
 //!
-//! All arrays of a call have the same heads. The operands and results of each call, in order:
+//! All arrays of a call have the same heads. The operands and results of each call, in order, those
+//! in brackets with decays of channels:
 //!
 //! | call | operands | results |
 //! |---|---|---|
-//! | inverse | k, sums, beta | inverse |
-//! | state | k, inverse, sums, beta, v | state, transfer |
-//! | state | k, inverse, sums, beta, v, before | u |
-//! | grad | k, inverse, sums, beta, q, dout | state, transfer |
-//! | grad | k, inverse, sums, beta, q, dout, behind | dy |
-//! | keys | k, sums, q, u, dout, dv, turned | dk, dots |
+//! | inverse | k, sums, beta, \[pairs] | inverse |
+//! | state | k, inverse, sums, beta, v, \[kh] | state, transfer |
+//! | state | k, inverse, sums, beta, v, before, \[kh] | u |
+//! | grad | k, inverse, sums, beta, q, dout, \[kh, pairs] | state, transfer |
+//! | grad | k, inverse, sums, beta, q, dout, behind, \[kh, pairs] | dy |
+//! | keys | k, sums, q, u, dout, dv, turned, \[met, keys_met, fades] | dk, dots |
 
 use burst_attention::Dtype;
 use burst_attention_kernels::launch::{
     DeltaGrad, DeltaInverse, DeltaKeys, DeltaResults, DeltaState, DeltaTokens, LINEAR_TILE,
     TileOperation, column_tiles,
 };
+use burst_attention_kernels::variant::Decays;
 
-use super::linear::{activation, check_columns};
+use super::linear::{LEVELS, activation, check_columns};
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::frame::CallFrame;
@@ -35,7 +37,12 @@ struct Call<'a> {
 
 impl<'a> Call<'a> {
     /// Reads keys and sums, of a call whose values have `value_dim` columns.
-    fn new(part_rows: usize, k: &'a Buffer, sums: &Buffer, value_dim: usize) -> Result<Call<'a>> {
+    fn new(
+        (part_rows, decays): (usize, Decays),
+        k: &'a Buffer,
+        sums: &Buffer,
+        value_dim: usize,
+    ) -> Result<Call<'a>> {
         let (outer, [rows, heads, head_dim]) = split("key", k)?;
         let (element, dtype) = activation(k)?;
         check_columns(head_dim, value_dim)?;
@@ -49,13 +56,17 @@ impl<'a> Call<'a> {
             value_dim,
             element,
             part_rows,
+            decays,
             k: address,
             sums: 0,
             beta: 0,
             inverse: 0,
         };
         let mut call = Call { tokens, dtype, outer };
-        call.tokens.sums = call.statistics("sums", sums, heads)?;
+        call.tokens.sums = match decays {
+            Decays::Heads => call.statistics("sums", sums, heads)?,
+            _ => call.padded("sums", sums, head_dim)?,
+        };
         Ok(call)
     }
 
@@ -76,6 +87,29 @@ impl<'a> Call<'a> {
     fn statistics(&self, name: &str, buffer: &Buffer, heads: usize) -> Result<u64> {
         let dims = [self.outer, &[heads, self.tokens.padded_rows()]].concat();
         buffer.address(name, Dtype::F32.into(), &dims)
+    }
+
+    /// Returns the address of rows of all heads up to the end of a tile.
+    fn padded(&self, name: &str, buffer: &Buffer, dim: usize) -> Result<u64> {
+        let dims = [self.outer, &[self.tokens.padded_rows(), self.tokens.heads, dim]].concat();
+        buffer.address(name, Dtype::F32.into(), &dims)
+    }
+
+    /// Returns the address of the products of a tile's rows.
+    fn pairs(&self, buffer: &Buffer) -> Result<u64> {
+        self.padded("pairs", buffer, LINEAR_TILE)
+    }
+
+    /// Returns the address of keys with their decays to the end of a tile.
+    fn kh(&self, buffer: &Buffer) -> Result<u64> {
+        self.rows("kh", buffer, self.tokens.head_dim)
+    }
+
+    /// Returns the address of rows of all levels.
+    fn level(&self, name: &str, buffer: &Buffer) -> Result<u64> {
+        let DeltaTokens { rows, heads, head_dim, .. } = self.tokens;
+        let dims = [self.outer, &[rows, LEVELS, heads, head_dim]].concat();
+        buffer.address(name, self.dtype.into(), &dims)
     }
 
     /// Returns the address of a state for each part.
@@ -109,61 +143,110 @@ impl<'a> Call<'a> {
     }
 }
 
-fn wrong_count(expected: &str, arguments: &[Buffer]) -> Error {
-    Error::mismatch("operands", expected, arguments.len())
+/// The operands of a call: those of any decays, and those that decays of channels bring.
+struct Operands<'a, const N: usize> {
+    all: &'a [Buffer],
+    own: &'a [Buffer],
+    of_channels: Option<&'a [Buffer; N]>,
 }
 
-pub(super) fn inverse(part_rows: usize, frame: &CallFrame<'_>) -> Decoded {
-    let [k, sums, beta] = frame.arguments()?;
+impl<'a, const N: usize> Operands<'a, N> {
+    fn new(decays: Decays, all: &'a [Buffer]) -> Operands<'a, N> {
+        let found = (decays != Decays::Heads).then(|| all.split_last_chunk()).flatten();
+        let (own, of_channels) = found.map_or((all, None), |(own, found)| (own, Some(found)));
+        Operands { all, own, of_channels }
+    }
+
+    /// Returns the first operands, of which there must be `M`, and the state of parts behind them.
+    fn with_state<const M: usize>(&self) -> Result<(&'a [Buffer; M], Option<&'a Buffer>)> {
+        match self.own.split_first_chunk() {
+            Some((first, [])) => Ok((first, None)),
+            Some((first, [state])) => Ok((first, Some(state))),
+            _ => {
+                let least = M + self.all.len() - self.own.len();
+                let expected = format!("{least} or {}", least + 1);
+                Err(Error::mismatch("operands", expected, self.all.len()))
+            }
+        }
+    }
+
+    /// Returns the operands that decays of channels do not bring, of which there must be `M`.
+    fn exactly<const M: usize>(&self) -> Result<&'a [Buffer; M]> {
+        <&[Buffer; M]>::try_from(self.own).map_err(|_| {
+            let expected = M + self.all.len() - self.own.len();
+            Error::mismatch("operands", expected.to_string(), self.all.len())
+        })
+    }
+}
+
+pub(super) fn inverse(of: (usize, Decays), frame: &CallFrame<'_>) -> Decoded {
+    let arguments = frame.all_arguments()?;
+    let operands = Operands::new(of.1, &arguments);
+    let [k, sums, beta] = operands.exactly()?;
     let [inverse] = frame.results()?;
     // The call has no values.
-    let (_, [.., head_dim]) = split("key", &k)?;
-    let call = Call::new(part_rows, &k, &sums, head_dim)?.solved(&beta, &inverse)?;
-    Ok(call.operation(DeltaInverse { tokens: call.tokens }))
+    let (_, [.., head_dim]) = split("key", k)?;
+    let call = Call::new(of, k, sums, head_dim)?.solved(beta, &inverse)?;
+    let pairs = operands.of_channels.map_or(Ok(0), |[pairs]| call.pairs(pairs))?;
+    Ok(call.operation(DeltaInverse { tokens: call.tokens, pairs }))
 }
 
-pub(super) fn state(part_rows: usize, frame: &CallFrame<'_>) -> Decoded {
+pub(super) fn state(of: (usize, Decays), frame: &CallFrame<'_>) -> Decoded {
     let (arguments, results) = (frame.all_arguments()?, frame.all_results()?);
-    let [k, inverse, sums, beta, v, before @ ..] = arguments.as_slice() else {
-        return Err(wrong_count("5 or 6", &arguments));
-    };
+    let operands = Operands::new(of.1, &arguments);
+    let ([k, inverse, sums, beta, v], before) = operands.with_state()?;
     let (_, [.., value_dim]) = split("value", v)?;
-    let call = Call::new(part_rows, k, sums, value_dim)?.solved(beta, inverse)?;
-    let results = call.results(before.first(), &results)?;
+    let call = Call::new(of, k, sums, value_dim)?.solved(beta, inverse)?;
+    let results = call.results(before, &results)?;
     let v = call.rows("value", v, value_dim)?;
-    Ok(call.operation(DeltaState { tokens: call.tokens, v, results }))
+    let kh = operands.of_channels.map_or(Ok(0), |[kh]| call.kh(kh))?;
+    Ok(call.operation(DeltaState { tokens: call.tokens, kh, v, results }))
 }
 
-pub(super) fn grad(part_rows: usize, frame: &CallFrame<'_>) -> Decoded {
+pub(super) fn grad(of: (usize, Decays), frame: &CallFrame<'_>) -> Decoded {
     let (arguments, results) = (frame.all_arguments()?, frame.all_results()?);
-    let [k, inverse, sums, beta, q, dout, behind @ ..] = arguments.as_slice() else {
-        return Err(wrong_count("6 or 7", &arguments));
-    };
+    let operands = Operands::new(of.1, &arguments);
+    let ([k, inverse, sums, beta, q, dout], behind) = operands.with_state()?;
     let (_, [.., value_dim]) = split("dout", dout)?;
-    let call = Call::new(part_rows, k, sums, value_dim)?.solved(beta, inverse)?;
-    let results = call.results(behind.first(), &results)?;
+    let call = Call::new(of, k, sums, value_dim)?.solved(beta, inverse)?;
+    let results = call.results(behind, &results)?;
     let q = call.rows("query", q, call.tokens.head_dim)?;
     let dout = call.rows("dout", dout, value_dim)?;
-    Ok(call.operation(DeltaGrad { tokens: call.tokens, q, dout, results }))
+    let (kh, pairs) = match operands.of_channels {
+        Some([kh, pairs]) => (call.kh(kh)?, call.pairs(pairs)?),
+        None => (0, 0),
+    };
+    Ok(call.operation(DeltaGrad { tokens: call.tokens, q, kh, dout, pairs, results }))
 }
 
-pub(super) fn keys(part_rows: usize, frame: &CallFrame<'_>) -> Decoded {
-    let [k, sums, q, u, dout, dv, turned] = frame.arguments()?;
+pub(super) fn keys(of: (usize, Decays), frame: &CallFrame<'_>) -> Decoded {
+    let arguments = frame.all_arguments()?;
+    let operands = Operands::new(of.1, &arguments);
+    let [k, sums, q, u, dout, dv, turned] = operands.exactly()?;
     let [dk, dots] = frame.results()?;
-    let (_, [.., value_dim]) = split("u", &u)?;
-    let call = Call::new(part_rows, &k, &sums, value_dim)?;
+    let (_, [.., value_dim]) = split("u", u)?;
+    let call = Call::new(of, k, sums, value_dim)?;
     let DeltaTokens { heads, head_dim, .. } = call.tokens;
     let columns = column_tiles(head_dim.max(value_dim), head_dim);
     let columns = columns.unwrap_or_else(|| unreachable!("sizes were checked"));
+    let (levels, dots) = match operands.of_channels {
+        Some([met, keys_met, fades]) => {
+            let all = [("met", met), ("keys_met", keys_met), ("fades", fades)];
+            let [met, keys_met, fades] = all.map(|(name, buffer)| call.level(name, buffer));
+            ([met?, keys_met?, fades?], call.padded("dots", &dots, head_dim)?)
+        }
+        None => ([0; 3], call.statistics("dots", &dots, heads * columns)?),
+    };
     let description = DeltaKeys {
         tokens: call.tokens,
-        q: call.rows("query", &q, head_dim)?,
-        u: call.rows("u", &u, value_dim)?,
-        dout: call.rows("dout", &dout, value_dim)?,
-        dv: call.rows("dv", &dv, value_dim)?,
-        turned: call.states("turned", &turned, [value_dim, head_dim])?,
+        q: call.rows("query", q, head_dim)?,
+        u: call.rows("u", u, value_dim)?,
+        dout: call.rows("dout", dout, value_dim)?,
+        dv: call.rows("dv", dv, value_dim)?,
+        turned: call.states("turned", turned, [value_dim, head_dim])?,
+        levels,
         dk: call.rows("dk", &dk, head_dim)?,
-        dots: call.statistics("dots", &dots, heads * columns)?,
+        dots,
     };
     Ok(call.operation(description))
 }

@@ -19,7 +19,7 @@ use crate::shapes::split;
 use crate::{handler, sys};
 
 /// Levels of blocks in which the tokens of a tile meet, where channels have decays.
-const LEVELS: usize = 6;
+pub(super) const LEVELS: usize = 6;
 
 /// The computation of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,15 +76,18 @@ fn decode(frame: &CallFrame<'_>, kind: LinearKind) -> Result<Option<TileOperatio
     let Some(part_rows) = part_rows.filter(|n| *n > 0 && n.is_multiple_of(LINEAR_TILE)) else {
         return Err(Error::mismatch("part_rows", format!("a multiple of {LINEAR_TILE}"), rows));
     };
-    let part = || {
-        let part = Part { rows: part_rows, reverse: attributes.get("reverse")? };
-        let decays = match attributes.get::<i64>("decays")? {
-            0 => Decays::Heads,
-            1 => Decays::KeyChannels,
-            2 => Decays::ValueChannels,
-            other => return Err(Error::mismatch("decays", "0, 1 or 2", other)),
-        };
-        Ok((part, decays))
+    let decays = || match attributes.get::<i64>("decays")? {
+        0 => Ok(Decays::Heads),
+        1 => Ok(Decays::KeyChannels),
+        2 => Ok(Decays::ValueChannels),
+        other => Err(Error::mismatch("decays", "0, 1 or 2", other)),
+    };
+    let part = || -> Result<_> {
+        Ok((Part { rows: part_rows, reverse: attributes.get("reverse")? }, decays()?))
+    };
+    let of_delta = || match decays()? {
+        Decays::ValueChannels => Err(Error::mismatch("decays of the delta rule", "0 or 1", 2)),
+        decays => Ok((part_rows, decays)),
     };
     let has_tokens = |tokens: &LinearState| tokens.batch > 0 && tokens.rows > 0;
     Ok(match kind {
@@ -102,10 +105,10 @@ fn decode(frame: &CallFrame<'_>, kind: LinearKind) -> Result<Option<TileOperatio
             let pairs = pairs(part_rows, frame)?;
             has_tokens(&pairs.tokens).then_some(pairs.into())
         }
-        LinearKind::DeltaInverse => delta::inverse(part_rows, frame)?,
-        LinearKind::DeltaState => delta::state(part_rows, frame)?,
-        LinearKind::DeltaGrad => delta::grad(part_rows, frame)?,
-        LinearKind::DeltaKeys => delta::keys(part_rows, frame)?,
+        LinearKind::DeltaInverse => delta::inverse(of_delta()?, frame)?,
+        LinearKind::DeltaState => delta::state(of_delta()?, frame)?,
+        LinearKind::DeltaGrad => delta::grad(of_delta()?, frame)?,
+        LinearKind::DeltaKeys => delta::keys(of_delta()?, frame)?,
     })
 }
 

@@ -13,10 +13,21 @@ use crate::calls::{Device, number};
 const BF16: u32 = sys::XLA_FFI_DataType_BF16;
 const F32: u32 = sys::XLA_FFI_DataType_F32;
 
-/// Runs a stage of the call that computes outputs.
+/// Runs a stage of the call that computes outputs with decays of heads.
 fn attend(
     device: &Device,
     stage: Stage,
+    args: &[FakeBuffer],
+    rets: &[FakeBuffer],
+) -> Result<(), String> {
+    run(device, stage, (LinearKind::Attend, 0), args, rets)
+}
+
+/// Runs a stage of a call of a kind, with what has a decay.
+fn run(
+    device: &Device,
+    stage: Stage,
+    (kind, decays): (LinearKind, i64),
     args: &[FakeBuffer],
     rets: &[FakeBuffer],
 ) -> Result<(), String> {
@@ -24,7 +35,7 @@ fn attend(
     let rows = FakeAttribute::Scalar(sys::XLA_FFI_DataType_S64, 64i64.to_ne_bytes().into());
     let reverse = FakeAttribute::Scalar(sys::XLA_FFI_DataType_PRED, vec![0]);
     let strict = FakeAttribute::Scalar(sys::XLA_FFI_DataType_PRED, vec![0]);
-    let decays = FakeAttribute::Scalar(sys::XLA_FFI_DataType_S64, 0i64.to_ne_bytes().into());
+    let decays = FakeAttribute::Scalar(sys::XLA_FFI_DataType_S64, decays.to_ne_bytes().into());
     let attributes = vec![
         ("part_rows".into(), rows),
         ("reverse".into(), reverse),
@@ -35,8 +46,7 @@ fn attend(
     frame.raw.stage = number(stage);
     // SAFETY: `FakeFrame` makes a frame as the header says, which lives for the call. The recorder
     // keeps addresses and follows none of them.
-    let error =
-        unsafe { run_linear(frame.address(), LinearKind::Attend, stage, || Ok(device.platform)) };
+    let error = unsafe { run_linear(frame.address(), kind, stage, || Ok(device.platform)) };
     take_error(error).map_or(Ok(()), |(_, message)| Err(message))
 }
 
@@ -78,4 +88,60 @@ fn arrays_of_wrong_shapes_and_types_are_refused() {
     let null =
         refused(&|args, _| args[0].data = ptr::null_mut(), "must be the address of an array");
     device.told_of(&null);
+}
+
+/// A call with decays of channels must bring what its kernel reads in place of decays.
+#[test]
+fn arrays_of_channels_of_wrong_shapes_are_refused() {
+    let device = Device::new(0, 1);
+    let array = |dtype, dims: &[i64], n: usize| {
+        FakeBuffer::new(dtype, dims, ptr::without_provenance_mut(n << 20))
+    };
+    let keys = |n| array(BF16, &[2, 150, 4, 16], n);
+    let values = |n| array(BF16, &[2, 150, 4, 24], n);
+    let states = array(F32, &[2, 3, 4, 16, 24], 4);
+    let sums = |dim| array(F32, &[2, 192, 4, dim], 5);
+    let level = |dim, n| array(BF16, &[2, 150, 6, 4, dim], n);
+    let pairs = || array(F32, &[2, 192, 4, 64], 6);
+    let rows = || vec![keys(1), keys(2), values(3)];
+    let of_keys = [rows(), vec![sums(16), states.clone(), pairs()]].concat();
+    let of_values = vec![sums(24), states.clone(), values(7), level(24, 8), level(24, 9)];
+    let of_values = [rows(), of_values].concat();
+    let dots = array(F32, &[2, 192, 4, 24], 11);
+    let parts = vec![keys(2), values(3), sums(16)];
+    type Call = ((LinearKind, i64), Vec<FakeBuffer>, Vec<FakeBuffer>);
+    let calls: [Call; 4] = [
+        ((LinearKind::Attend, 1), of_keys, vec![values(10)]),
+        ((LinearKind::Attend, 2), of_values, vec![values(10), dots]),
+        ((LinearKind::Pairs, 0), vec![keys(1), keys(2), level(16, 8)], vec![pairs()]),
+        ((LinearKind::State, 1), parts, vec![states]),
+    ];
+    for (kind, args, rets) in &calls {
+        assert_eq!(run(&device, Stage::Initialize, *kind, args, rets), Ok(()), "{kind:?}");
+        assert_eq!(run(&device, Stage::Execute, *kind, args, rets), Ok(()), "{kind:?}");
+    }
+    let refused = |n: usize, change: &dyn Fn(&mut Call), words: &str| {
+        let mut call = calls[n].clone();
+        change(&mut call);
+        let (kind, args, rets) = &call;
+        let error = run(&device, Stage::Initialize, *kind, args, rets).expect_err("refused");
+        assert!(error.contains(words), "{words} in {error}");
+    };
+    let counts = "5 and 1, or 6 and 2; with decays of channels 6 and 1, or 8 and 2";
+    refused(0, &|call| call.0.1 = 3, "decays must be 0, 1 or 2, got 3");
+    refused(0, &|call| call.0.1 = 0, counts);
+    refused(0, &|call| call.0.1 = 2, counts);
+    refused(0, &|call| drop(call.1.pop()), counts);
+    refused(0, &|call| call.1[3].dims = vec![2, 4, 192], "shape of sums must be [2, 192, 4, 16]");
+    refused(0, &|call| call.1[5].dims[1] = 150, "shape of pairs must be [2, 192, 4, 64]");
+    refused(0, &|call| call.1[5].dtype = BF16, "dtype of pairs must be float32");
+    refused(1, &|call| drop(call.1.pop()), counts);
+    refused(1, &|call| call.1[3].dims[3] = 16, "shape of sums must be [2, 192, 4, 24]");
+    refused(1, &|call| call.1[6].dims[2] = 5, "shape of levels must be [2, 150, 6, 4, 24]");
+    refused(1, &|call| call.1[7].dtype = F32, "dtype of levels must be bfloat16");
+    refused(1, &|call| call.2[1].dims = vec![2, 4, 192], "shape of dots must be [2, 192, 4, 24]");
+    refused(2, &|call| call.1[0].dims[3] = 8, "shape of query must be [2, 150, 4, 16]");
+    refused(2, &|call| call.1[2].dims[4] = 24, "shape of met must be [2, 150, 6, 4, 16]");
+    refused(2, &|call| call.2[0].dims[3] = 16, "shape of pairs must be [2, 192, 4, 64]");
+    refused(3, &|call| call.1[2].dims[3] = 24, "shape of sums must be [2, 192, 4, 16]");
 }

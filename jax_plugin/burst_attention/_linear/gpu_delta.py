@@ -12,6 +12,8 @@ before it into A S + M. A kernel computes A and M of all parts at once, and prod
 matrices give the state where each part begins. One more kernel inverts a triangular matrix for each
 tile of tokens, which needs no state. `kernels/compiler/src/device/delta_rule.rs` has the formulas.
 
+With decays of channels XLA computes what the kernels take instead of log decays (see `channels`).
+
 The kernels take arrays of one number of heads, so XLA repeats heads where numbers differ. With
 documents kernels get finite operands only (see `isolation`). Without documents a value that is not
 finite may pass a log decay of −∞.
@@ -26,9 +28,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32
 
 from burst_attention import _ffi
-from burst_attention._linear import gpu
+from burst_attention._linear import channels, gpu
 from burst_attention._linear.channels import TILE
-from burst_attention._linear.gpu import Cut, States, cut
+from burst_attention._linear.gpu import Cut, Dots, States, cut
 from burst_attention._linear.isolation import finite, poisoned, reached, spoilt
 from burst_attention._linear.states import Betas, Logs, Matrix, State, apply, identity
 from burst_attention._mesh import vary_like
@@ -146,8 +148,12 @@ def backward(has_documents: bool, operands: Arrays, again: Again | None) -> Arra
     dk, of_keys = _keys(tokens, (queries, u, given_dout, dv, d.swapaxes(3, 4)))
     dk = (dk.astype(jnp.float32) - rate * seen.astype(jnp.float32)).astype(dk.dtype)
     of_values = jnp.einsum("bshv,bshv->bhs", dy, values, preferred_element_type=jnp.float32)
-    dbeta = of_values - of_seen
-    dots = of_queries - rate[..., 0].swapaxes(1, 2) * of_seen - of_keys
+    rates = rate.swapaxes(1, 2)
+    if parts.channels:
+        dbeta = of_values - of_seen.sum(axis=3)
+    else:
+        dbeta, rates = of_values - of_seen, rates[..., 0]
+    dots = of_queries - rates * of_seen - of_keys
     gradients: Arrays = (dq, dk, dv, dbeta.swapaxes(1, 2)[..., None])
     if has_documents:
         gradients, dots = _spread(parts, operands, states[:, 0], gradients, dots)
@@ -230,14 +236,15 @@ def _spread(
     to_queries, to_keys = earlier | spoilt(logs, dout), earlier | later
     reaches = (to_queries, to_keys, later, to_keys)
     found = tuple(map(poisoned, gradients, reaches))
-    return found, jnp.where((to_queries | to_keys).swapaxes(1, 2), jnp.nan, dots)
+    return found, gpu.with_nan(dots, to_queries | to_keys)
 
 
 def _inverse(tokens: _Tokens) -> Float[Array, "batch seq heads tile"]:
     """Returns the rows of the inverses of all tiles."""
-    shape = jax.ShapeDtypeStruct((*tokens.k.shape[:3], TILE), tokens.k.dtype)
-    operands = (tokens.k, tokens.parts.sums, tokens.beta)
-    return _call("inverse", "", tokens.parts, operands, [shape])[0]
+    k, parts = tokens.k, tokens.parts
+    shape = jax.ShapeDtypeStruct((*k.shape[:3], TILE), k.dtype)
+    pairs = (gpu.pairs_of(parts, k, k),) if parts.channels else ()
+    return _call("inverse", "", parts, (k, parts.sums, tokens.beta, *pairs), [shape])[0]
 
 
 def _states(
@@ -245,13 +252,12 @@ def _states(
 ) -> tuple[States, Transfers]:
     """Returns M and A of each part; of the gradient of the state for ``grad_parts``."""
     parts, k_dim = tokens.parts, tokens.k.shape[3]
-    batch, heads, count = parts.totals.shape
+    batch, heads, count = parts.totals.shape[:3]
     shapes = [
         jax.ShapeDtypeStruct((batch, count, heads, k_dim, columns), jnp.float32)
         for columns in (given[-1].shape[3], k_dim)
     ]
-    operands = (tokens.k, inverse, parts.sums, tokens.beta, *given)
-    states, transfers = _call(name, label, parts, operands, shapes)
+    states, transfers = _pass(name, label, tokens, inverse, given, (), shapes)
     return states, transfers
 
 
@@ -259,28 +265,57 @@ def _corrected(
     tokens: _Tokens, inverse: jax.Array, v: jax.Array, before: States
 ) -> Float[Array, "batch seq heads v_dim"]:
     """Returns the corrected values of all tokens, from the state before each part."""
-    operands = (tokens.k, inverse, tokens.parts.sums, tokens.beta, v, before)
-    return _call("parts", "values", tokens.parts, operands, [_like(v)])[0]
+    return _pass("parts", "values", tokens, inverse, (v,), (before,), [_like(v)])[0]
 
 
 def _changes(
     tokens: _Tokens, inverse: jax.Array, given: Arrays, behind: States
 ) -> Float[Array, "batch seq heads v_dim"]:
     """Returns dy of all tokens, from the gradient of the state behind each part."""
-    operands = (tokens.k, inverse, tokens.parts.sums, tokens.beta, *given, behind)
-    return _call("grad_parts", "values", tokens.parts, operands, [_like(given[1])])[0]
+    return _pass("grad_parts", "values", tokens, inverse, given, (behind,), [_like(given[1])])[0]
 
 
-def _keys(
-    tokens: _Tokens, given: Arrays
-) -> tuple[Float[Array, "batch seq heads k_dim"], Float32[Array, "batch heads seq"]]:
-    """Returns the gradients that keys get from states they add to, and their products with keys."""
-    k, parts = tokens.k, tokens.parts
+def _pass(
+    name: str,
+    label: str,
+    tokens: _Tokens,
+    inverse: jax.Array,
+    given: Arrays,
+    states: Arrays,
+    shapes: list[jax.ShapeDtypeStruct],
+) -> Arrays:
+    """Calls a kernel that goes through parts, with what decays of channels bring."""
+    k, parts, of = tokens.k, tokens.parts, tokens.parts.channels
+    brought: Arrays = ()
+    if of:
+        brought = (channels.faded(k, of.to_end),)
+        if name == "grad_parts":
+            q, dout = given
+            brought = (*brought, channels.turned(gpu.pairs_of(parts, q, k)))
+            given = (channels.faded(q, of.from_start), dout)
+        k = channels.faded(k, of.from_start)
+    operands = (k, inverse, parts.sums, tokens.beta, *given, *states, *brought)
+    return _call(name, label, parts, operands, shapes)
+
+
+def _keys(tokens: _Tokens, given: Arrays) -> tuple[Float[Array, "batch seq heads k_dim"], Dots]:
+    """Returns the gradients that keys get from states they add to, and their products with keys.
+
+    With decays of channels the products are those of each channel, as in `gpu.attended`.
+    """
+    k, parts, of = tokens.k, tokens.parts, tokens.parts.channels
+    operands = (k, parts.sums, *given)
+    if of:
+        levels = channels.met(of, given[0], k), channels.met(of, k, k)
+        operands = (*operands, *levels, of.to_middle.astype(k.dtype))
+        shapes = [_like(k), jax.ShapeDtypeStruct(parts.sums.shape, jnp.float32)]
+        dk, dots = _call("keys", "", parts, operands, shapes)
+        return dk, dots.swapaxes(1, 2)[:, :, : k.shape[1]]
     batch, seq, heads, k_dim = k.shape
     columns = -(-k_dim // gpu.COLUMNS)
     rows = (batch, heads * columns, parts.sums.shape[2])
     shapes = [_like(k), jax.ShapeDtypeStruct(rows, jnp.float32)]
-    dk, dots = _call("keys", "", parts, (k, parts.sums, *given), shapes)
+    dk, dots = _call("keys", "", parts, operands, shapes)
     return dk, dots.reshape(batch, heads, columns, -1).sum(axis=2)[..., :seq]
 
 
@@ -291,6 +326,7 @@ def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
 def _call(
     name: str, label: str, parts: Cut, operands: Arrays, shapes: list[jax.ShapeDtypeStruct]
 ) -> Arrays:
-    attributes: _ffi.Attributes = {"part_rows": np.int64(parts.rows)}
+    decays = np.int64(gpu.KEYS if parts.channels else gpu.HEADS)
+    attributes: _ffi.Attributes = {"part_rows": np.int64(parts.rows), "decays": decays}
     outputs = _ffi.call(_ffi.DELTA_KERNELS[name], shapes, operands, attributes, label=label)
     return vary_like(operands[0], outputs)

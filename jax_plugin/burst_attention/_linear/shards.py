@@ -81,7 +81,7 @@ def _prepared(
     if method == "auto" and turns.share_cores(platform, logs.shape[0] * logs.shape[2]):
         method = "in_turn"
     method = states.chosen(method, size, round(travelling))
-    has_kernels = logs.ndim == 3 or (beta is None and max(*q.shape[3:], *v.shape[3:]) <= WIDEST)
+    has_kernels = logs.ndim == 3 or max(*q.shape[3:], *v.shape[3:]) <= WIDEST
     call = Call(axes, size, method, platform, has_kernels, ids is not None, settings.scale)
     return call, operands, ids
 

@@ -28,10 +28,15 @@ pub struct DeltaTokens {
     pub element: Element,
     /// Tokens of a part, a multiple of the tile; the last part may have fewer.
     pub part_rows: usize,
-    /// Keys `[batch, rows, heads, head_dim]`.
+    /// What has a decay: heads, or columns of k.
+    #[serde(default)]
+    pub decays: Decays,
+    /// Keys `[batch, rows, heads, head_dim]`. With decays of columns of k, keys and queries have
+    /// their decays from the beginning of each tile, except in the kernel of keys.
     pub k: u64,
-    /// Float32 `[batch, heads, padded rows]`: sums of log decays from each tile's first token on,
-    /// in base 2. Behind the last token its sum is repeated.
+    /// Float32 `[batch, heads, padded rows]`, of columns `[batch, padded rows, heads, head_dim]`:
+    /// sums of log decays from each tile's first token on, in base 2. Behind the last token its sum
+    /// is repeated.
     pub sums: u64,
     /// Float32 `[batch, heads, padded rows]`: rates. Behind the last token they are 0. The kernel of
     /// keys does not read them.
@@ -47,6 +52,12 @@ pub struct DeltaTokens {
 pub struct DeltaInverse {
     /// The tokens, and where the result lies.
     pub tokens: DeltaTokens,
+    /// With decays of columns of k, float32 `[batch, padded rows, heads, 64]`: the result of
+    /// [`ChannelPairs`] for keys in place of queries. Then k and the sums are left alone.
+    ///
+    /// [`ChannelPairs`]: super::ChannelPairs
+    #[serde(default)]
+    pub pairs: u64,
 }
 
 /// The results of a pass over the tiles of parts.
@@ -78,6 +89,9 @@ pub enum DeltaResults {
 pub struct DeltaState {
     /// The tokens.
     pub tokens: DeltaTokens,
+    /// With decays of columns of k, keys with their decays to the end of each tile.
+    #[serde(default)]
+    pub kh: u64,
     /// Values `[batch, rows, heads, value_dim]`.
     pub v: u64,
     /// What to compute.
@@ -92,8 +106,17 @@ pub struct DeltaGrad {
     pub tokens: DeltaTokens,
     /// Queries `[batch, rows, heads, head_dim]`.
     pub q: u64,
+    /// With decays of columns of k, keys with their decays to the end of each tile.
+    #[serde(default)]
+    pub kh: u64,
     /// Gradients of the output `[batch, rows, heads, value_dim]`.
     pub dout: u64,
+    /// With decays of columns of k, float32 `[batch, padded rows, heads, 64]`: the result of
+    /// [`ChannelPairs`] with each tile transposed.
+    ///
+    /// [`ChannelPairs`]: super::ChannelPairs
+    #[serde(default)]
+    pub pairs: u64,
     /// What to compute.
     pub results: DeltaResults,
 }
@@ -115,10 +138,18 @@ pub struct DeltaKeys {
     /// Float32 `[batch, parts, heads, value_dim, head_dim]`: the turned gradient of the state behind
     /// each part.
     pub turned: u64,
+    /// With decays of columns of k, three arrays `[batch, rows, 6, heads, head_dim]`, as
+    /// [`LinearAttend::levels`] has them: queries of odd blocks and keys of even blocks, keys of both,
+    /// and the decays.
+    ///
+    /// [`LinearAttend::levels`]: super::LinearAttend::levels
+    #[serde(default)]
+    pub levels: [u64; 3],
     /// Result `[batch, rows, heads, head_dim]`.
     pub dk: u64,
     /// Float32 result `[batch, heads · tiles, padded rows]`: the products by row of dk with k, for
-    /// each tile of columns of k.
+    /// each tile of columns of k. With decays of these columns it is `[batch, padded rows, heads,
+    /// head_dim]`: the products of all elements, without what a token's own query gives it.
     pub dots: u64,
 }
 
@@ -144,7 +175,7 @@ impl DeltaTokens {
             value_dim,
             element,
             part: Part { rows: self.part_rows, reverse: false },
-            decays: Decays::Heads,
+            decays: self.decays,
             k,
             v: 0,
             sums,
@@ -182,27 +213,38 @@ impl DeltaTokens {
 
 impl DeltaInverse {
     fn job(&self) -> LinearJob {
-        self.tokens.job(Kernel::DeltaRuleInverse, &[], &self.tokens.solved())
+        let pairs = (Operand::Pairs, self.pairs);
+        let others = [&self.tokens.solved()[..], &[pairs]].concat();
+        self.tokens.job(Kernel::DeltaRuleInverse, &[], &others)
     }
 }
 
 impl DeltaState {
     fn job(&self) -> LinearJob {
         let pass = (Kernel::DeltaRuleState, Operand::Corrected);
-        self.tokens.pass(pass, self.results, &[(Operand::V, self.v)])
+        let others = [(Operand::KeysToEnd, self.kh), (Operand::V, self.v)];
+        self.tokens.pass(pass, self.results, &others)
     }
 }
 
 impl DeltaGrad {
     fn job(&self) -> LinearJob {
         let pass = (Kernel::DeltaRuleGrad, Operand::Dy);
-        self.tokens.pass(pass, self.results, &[(Operand::Q, self.q), (Operand::Dout, self.dout)])
+        let DeltaGrad { q, kh, dout, pairs, .. } = *self;
+        let others = [
+            (Operand::Q, q),
+            (Operand::KeysToEnd, kh),
+            (Operand::Dout, dout),
+            (Operand::Pairs, pairs),
+        ];
+        self.tokens.pass(pass, self.results, &others)
     }
 }
 
 impl DeltaKeys {
     fn job(&self) -> LinearJob {
-        let DeltaKeys { q, u, dout, dv, turned, dk, dots, .. } = *self;
+        let DeltaKeys { q, u, dout, dv, turned, levels, dk, dots, .. } = *self;
+        let [met, keys_met, fades] = levels;
         let arrays = [
             (Operand::Q, q),
             (Operand::Corrected, u),
@@ -210,7 +252,10 @@ impl DeltaKeys {
             (Operand::Dv, dv),
             (Operand::Turned, turned),
             (Operand::Dk, dk),
-            (Operand::Dots, dots),
+            (Operand::KeyDots, dots),
+            (Operand::Met, met),
+            (Operand::KeysMet, keys_met),
+            (Operand::Fades, fades),
         ];
         self.tokens.job(Kernel::DeltaRuleKeys, &[self.tokens.head_dim], &arrays)
     }

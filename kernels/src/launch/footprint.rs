@@ -74,6 +74,7 @@ impl Launch {
                 let adds = is_met && fused;
                 (adds, adds)
             }
+            Access::HeadsIn => (decays == Decays::Heads, false),
             Access::KeyChannelsIn => (decays == Decays::KeyChannels, false),
             Access::ValueChannelsIn => (decays == Decays::ValueChannels, false),
             Access::LastOut => (false, self.is_on(Meaning::Last)),

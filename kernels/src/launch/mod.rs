@@ -249,7 +249,9 @@ impl Launch {
     /// Returns the reason why a launch needs an array, for the error that the array is missing.
     fn why_used(&self, argument: &Argument) -> String {
         match argument.access {
-            Access::In | Access::KeyChannelsIn | Access::ValueChannelsIn => "it is read".to_owned(),
+            Access::In | Access::HeadsIn | Access::KeyChannelsIn | Access::ValueChannelsIn => {
+                "it is read".to_owned()
+            }
             Access::Out => "it is written".to_owned(),
             Access::Update | Access::FusedAdd => "it is read and written".to_owned(),
             Access::LastOut => "the last launch of these rows writes it".to_owned(),

@@ -139,9 +139,10 @@ pub const CHANNEL_PAIRS: &[Argument] =
     record!(PAIRS_ARRAYS, ROWS, KEY_COLUMNS, PAIRS_STRIDES, CUTS);
 
 const INVERSE_ARRAYS: &[Argument] = &arguments! {
-    k: Activations(K)[QLen, Heads, HeadDim] / 16, "keys [batch, rows, heads, head_dim]";
-    sums: Float32s(Sums)[Heads, PaddedRows; Sums, Sums] / 16, "sums of log decays since the start of a tile, in base 2 [batch, heads, padded_rows]; of channels [batch, padded_rows, heads, columns]";
-    beta: Float32s(Beta)[Heads, PaddedRows; Sums, Sums] / 16, "rates [batch, heads, padded_rows]; 0 behind the last token";
+    k: Activations(K)[QLen, Heads, HeadDim] HeadsIn / 16, "keys [batch, rows, heads, head_dim]";
+    pairs: Float32s(Pairs)[PaddedRows, Heads, SixtyFour] KeyChannelsIn / 16, "products of keys with the keys of their tile under decays of channels, 0 where a key comes later [batch, padded_rows, heads, 64]";
+    sums: Float32s(Sums)[Heads, PaddedRows; Sums, Sums] HeadsIn / 16, "sums of log decays since the start of a tile, in base 2 [batch, heads, padded_rows]";
+    beta: Float32s(Beta)[Heads, PaddedRows; Beta, Sums] / 16, "rates [batch, heads, padded_rows]; 0 behind the last token";
     inverse: Activations(Inverse)[QLen, Heads, SixtyFour] Out / 16, "rows of the inverses of tiles [batch, rows, heads, 64]";
 };
 
@@ -151,28 +152,36 @@ const KEY_COLUMNS: &[Argument] = &arguments! {
 
 const INVERSE_STRIDES: &[Argument] = &arguments! {
     k_batch_stride: I32(BatchStride(K)) / 8, "elements between batch entries of k";
+    pairs_batch_stride: I32(BatchStride(Pairs)) / 16, "elements between batch entries of pairs";
     inverse_batch_stride: I32(BatchStride(Inverse)) / 8, "elements between batch entries of inverse";
+};
+
+const BETA_STRIDE: &[Argument] = &arguments! {
+    beta_batch_stride: I32(BatchStride(Beta)) / 16, "elements between batch entries of beta, whose heads are as far apart as those of sums of heads";
 };
 
 /// Arguments of `delta_rule_inverse`.
 pub const DELTA_RULE_INVERSE: &[Argument] =
-    record!(INVERSE_ARRAYS, ROWS, KEY_COLUMNS, INVERSE_STRIDES, SUMS_STRIDES, CUTS);
+    record!(INVERSE_ARRAYS, ROWS, KEY_COLUMNS, INVERSE_STRIDES, SUMS_STRIDES, BETA_STRIDE, CUTS);
 
 const SOLVED: &[Argument] = &arguments! {
     inverse: Activations(Inverse)[QLen, Heads, SixtyFour] / 16, "rows of the inverses of tiles [batch, rows, heads, 64]";
     sums: Float32s(Sums)[Heads, PaddedRows; Sums, Sums] / 16, "sums of log decays since the start of a tile, in base 2 [batch, heads, padded_rows]; of channels [batch, padded_rows, heads, columns]";
-    beta: Float32s(Beta)[Heads, PaddedRows; Sums, Sums] / 16, "rates [batch, heads, padded_rows]; 0 behind the last token";
+    beta: Float32s(Beta)[Heads, PaddedRows; Beta, Sums] / 16, "rates [batch, heads, padded_rows]; 0 behind the last token";
 };
 
 const TOKEN_VALUES: &[Argument] = &arguments! {
-    k: Activations(K)[QLen, Heads, HeadDim] / 16, "keys [batch, rows, heads, head_dim]";
+    k: Activations(K)[QLen, Heads, HeadDim] / 16, "keys, with decays of channels those from the start of their tile [batch, rows, heads, head_dim]";
+    kh: Activations(KeysToEnd)[QLen, Heads, HeadDim; K] KeyChannelsIn / 16, "keys with decays of channels to the end of their tile, laid out like k";
     v: Activations(V)[QLen, Heads, ValueDim] / 16, "values [batch, rows, heads, value_dim]";
 };
 
 const TOKEN_GRADIENTS: &[Argument] = &arguments! {
-    q: Activations(Q)[QLen, Heads, HeadDim] / 16, "queries [batch, rows, heads, head_dim]";
-    k: Activations(K)[QLen, Heads, HeadDim] / 16, "keys [batch, rows, heads, head_dim]";
+    q: Activations(Q)[QLen, Heads, HeadDim] / 16, "queries, with decays of channels those from the start of their tile [batch, rows, heads, head_dim]";
+    k: Activations(K)[QLen, Heads, HeadDim] / 16, "keys, with decays of channels those from the start of their tile [batch, rows, heads, head_dim]";
+    kh: Activations(KeysToEnd)[QLen, Heads, HeadDim; K] KeyChannelsIn / 16, "keys with decays of channels to the end of their tile, laid out like k";
     dout: Activations(Dout)[QLen, Heads, ValueDim] / 16, "gradients of the output [batch, rows, heads, value_dim]";
+    pairs: Float32s(Pairs)[PaddedRows, Heads, SixtyFour] KeyChannelsIn / 16, "products of keys with the queries of their tile under decays of channels, 0 where a query comes earlier [batch, padded_rows, heads, 64]";
 };
 
 const CORRECTED: &[Argument] = &arguments! {
@@ -201,6 +210,7 @@ const GRADIENT_STRIDES: &[Argument] = &arguments! {
     q_batch_stride: I32(BatchStride(Q)) / 8, "elements between batch entries of q";
     k_batch_stride: I32(BatchStride(K)) / 8, "elements between batch entries of k";
     dout_batch_stride: I32(BatchStride(Dout)) / 8, "elements between batch entries of dout";
+    pairs_batch_stride: I32(BatchStride(Pairs)) / 16, "elements between batch entries of pairs";
     inverse_batch_stride: I32(BatchStride(Inverse)) / 8, "elements between batch entries of inverse";
     dy_batch_stride: I32(BatchStride(Dy)) / 8, "elements between batch entries of dy";
 };
@@ -231,6 +241,7 @@ pub const DELTA_RULE_STATE: &[Argument] = record!(
     COLUMNS,
     VALUE_STRIDES,
     SUMS_STRIDES,
+    BETA_STRIDE,
     STATE_STRIDES,
     TRANSFER_STRIDE,
     CUTS,
@@ -249,6 +260,7 @@ pub const DELTA_RULE_GRAD: &[Argument] = record!(
     COLUMNS,
     GRADIENT_STRIDES,
     SUMS_STRIDES,
+    BETA_STRIDE,
     STATE_STRIDES,
     TRANSFER_STRIDE,
     CUTS,
@@ -263,10 +275,13 @@ const KEYS_ARRAYS: &[Argument] = &arguments! {
     q: Activations(Q)[QLen, Heads, HeadDim] / 16, "queries [batch, rows, heads, head_dim]";
     dv: Activations(Dv)[QLen, Heads, ValueDim; Corrected] / 16, "gradient of values, laid out like u";
     k: Activations(K)[QLen, Heads, HeadDim; Q] / 16, "keys, laid out like q";
+    met: Activations(Met)[QLen, Six, Heads, HeadDim] KeyChannelsIn / 16, "for each level of blocks of 1, 2 … 32 tokens, queries of odd blocks and keys of even blocks, with decays between them and the end of the even block [batch, rows, 6, heads, head_dim]";
+    keys_met: Activations(KeysMet)[QLen, Six, Heads, HeadDim; Met] KeyChannelsIn / 16, "keys with these decays, laid out like met";
+    fades: Activations(Fades)[QLen, Six, Heads, HeadDim; Met] KeyChannelsIn / 16, "these decays, laid out like met";
     sums: Float32s(Sums)[Heads, PaddedRows; Sums, Sums] / 16, "sums of log decays since the start of a tile, in base 2 [batch, heads, padded_rows]; of channels [batch, padded_rows, heads, columns]";
     turned: Float32s(Turned)[Parts, Heads, ValueDim, HeadDim] / 16, "the turned gradient of the state behind each part [batch, parts, heads, value_dim, head_dim]";
     dk: Activations(Dk)[QLen, Heads, HeadDim; Q] Out / 16, "gradient of keys, laid out like q";
-    dots: Float32s(Dots)[DotHeads, PaddedRows; Dots, Sums] Out / 16, "rowsum(dk ∘ k) of each tile of columns [batch, heads · tiles, padded_rows]";
+    key_dots: Float32s(KeyDots)[DotHeads, PaddedRows; KeyDots, Sums] Out / 16, "rowsum(dk ∘ k) of each tile of columns [batch, heads · tiles, padded_rows]; of channels dk ∘ k without a token's own part [batch, padded_rows, heads, head_dim]";
 };
 
 const DOT_HEADS: &[Argument] = &arguments! {
@@ -276,7 +291,8 @@ const DOT_HEADS: &[Argument] = &arguments! {
 const KEYS_STRIDES: &[Argument] = &arguments! {
     u_batch_stride: I32(BatchStride(Corrected)) / 8, "elements between batch entries of u, dout and dv";
     q_batch_stride: I32(BatchStride(Q)) / 8, "elements between batch entries of q, k and dk";
-    dots_batch_stride: I32(BatchStride(Dots)) / 16, "elements between batch entries of dots";
+    met_batch_stride: I32(BatchStride(Met)) / 8, "elements between batch entries of met, keys_met and fades";
+    key_dots_batch_stride: I32(BatchStride(KeyDots)) / 16, "elements between batch entries of key_dots";
 };
 
 /// Arguments of `delta_rule_keys`.

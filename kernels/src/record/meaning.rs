@@ -93,8 +93,12 @@ pub enum Operand {
     Pairs,
     /// Queries and keys with their decays to the middle of pairs of blocks.
     Met,
+    /// Keys with their decays to the middle of pairs of blocks.
+    KeysMet,
     /// Decays to the middle of pairs of blocks.
     Fades,
+    /// Keys with their decays to the end of their tile.
+    KeysToEnd,
     /// States of linear attention.
     State,
     /// States that parts of the tokens begin with; gradients of the states behind them.
@@ -115,6 +119,8 @@ pub enum Operand {
     Other,
     /// Products by row.
     Dots,
+    /// Products by row of the gradient of keys with keys.
+    KeyDots,
     /// Ids of the pages of each source.
     PageTable,
     /// Slices, tiles and source of each unit.

@@ -62,6 +62,8 @@ pub enum Access {
     /// A fused image adds to the array, several blocks to an element, in any order. Other images
     /// leave it alone.
     FusedAdd,
+    /// An image for decays of heads reads the array. Other images leave it alone.
+    HeadsIn,
     /// An image for decays of columns of keys reads the array. Other images leave it alone.
     KeyChannelsIn,
     /// An image for decays of columns of values reads the array. Other images leave it alone.
@@ -145,7 +147,9 @@ impl Argument {
         use Size::{HeadDim, Heads, PaddedRows, ValueDim};
         let Meaning::Address(operand) = self.meaning else { return None };
         Some(match (decays, operand) {
-            (Decays::KeyChannels, Operand::Sums) => &[PaddedRows, Heads, HeadDim],
+            (Decays::KeyChannels, Operand::Sums | Operand::KeyDots) => {
+                &[PaddedRows, Heads, HeadDim]
+            }
             (Decays::ValueChannels, Operand::Sums | Operand::Dots) => {
                 &[PaddedRows, Heads, ValueDim]
             }

@@ -6,6 +6,7 @@ use burst_attention_kernels::launch::{
     LaunchError, TileOperation,
 };
 use burst_attention_kernels::record::Value;
+use burst_attention_kernels::variant::Decays;
 
 use crate::random::Random;
 use crate::trial::integer;
@@ -19,6 +20,7 @@ fn tokens(batch: usize, rows: usize, part_rows: usize, dims: (usize, usize)) -> 
         value_dim: dims.1,
         element: Element::Bf16,
         part_rows,
+        decays: Decays::Heads,
         k: 1 << 48,
         sums: 2 << 48,
         beta: 3 << 48,
@@ -32,16 +34,19 @@ fn operations(tokens: DeltaTokens) -> [TileOperation; 6] {
     let of_tokens = DeltaResults::Tokens { before: at(5), values: at(6) };
     let of_parts = DeltaResults::Parts { state: at(7), transfer: at(8) };
     let (q, u, dout, dv) = (at(9), at(10), at(11), at(12));
-    let state = |results| DeltaState { tokens, v: at(13), results }.into();
-    let grad = |results| DeltaGrad { tokens, q, dout, results }.into();
+    let of_channels = |n| if tokens.decays == Decays::Heads { 0 } else { at(n) };
+    let (kh, pairs) = (of_channels(17), of_channels(18));
+    let levels = [19, 20, 21].map(of_channels);
+    let state = |results| DeltaState { tokens, kh, v: at(13), results }.into();
+    let grad = |results| DeltaGrad { tokens, q, kh, dout, pairs, results }.into();
     let (turned, dk, dots) = (at(14), at(15), at(16));
     [
-        DeltaInverse { tokens }.into(),
+        DeltaInverse { tokens, pairs }.into(),
         state(of_tokens),
         state(of_parts),
         grad(of_tokens),
         grad(of_parts),
-        DeltaKeys { tokens, q, u, dout, dv, turned, dk, dots }.into(),
+        DeltaKeys { tokens, q, u, dout, dv, turned, levels, dk, dots }.into(),
     ]
 }
 
@@ -90,10 +95,16 @@ fn launches_compute_every_part_once() {
     for _ in 0..100 {
         let dims = (8 * (1 + random.below(32)), 8 * (1 + random.below(32)));
         let part = LINEAR_TILE * (1 + random.below(4));
+        let decays = random.of(&[Decays::Heads, Decays::KeyChannels]);
+        let most = if decays == Decays::Heads { 256 } else { 128 };
+        let dims = (dims.0.min(most), dims.1.min(most));
         let tokens = tokens(1 + random.below(3), 1 + random.below(1500), part, dims);
+        let tokens = DeltaTokens { decays, ..tokens };
         let widest = dims.0.max(dims.1);
         let least = 12 * (part * widest.max(LINEAR_TILE) + 2 * tokens.padded_rows() * 4);
         let least = least.max(12 * widest * widest) + 1024;
+        // Arrays of levels have six rows for each token.
+        let least = if decays == Decays::Heads { least } else { 6 * least };
         let limit = (least * (1 + random.below(6))) as u64;
         let target = random.of(&Target::ALL);
         for operation in operations(tokens) {
@@ -139,4 +150,45 @@ fn what_kernels_cannot_do_is_refused() {
     refused(DeltaTokens { part_rows: 100, ..tokens }, "rows of a part must be a multiple of 64");
     refused(DeltaTokens { k: 0, ..tokens }, "must be the address of an array");
     refused(DeltaTokens { k: tokens.k + 8, ..tokens }, "k must be a multiple of 16 bytes");
+}
+
+/// What decays of channels bring must be there, and tiles must hold its columns.
+#[test]
+fn channels_without_their_arrays_are_refused() {
+    let of_channels =
+        |dims| DeltaTokens { decays: Decays::KeyChannels, ..tokens(1, 100, 64, dims) };
+    let tokens = of_channels((64, 64));
+    let results = DeltaResults::Tokens { before: 5 << 48, values: 6 << 48 };
+    let [q, dout, v, kh, pairs] = [9, 11, 13, 17, 18].map(|n: u64| n << 48);
+    let refused = |launches: Result<Vec<Launch>, LaunchError>, words: &str| {
+        let error = launches.expect_err("refused").to_string();
+        assert!(error.contains(words), "{words} in {error}");
+    };
+    let target = Target::Sm90;
+    let words = "pairs of delta_rule_inverse must be the address of an array";
+    refused(DeltaInverse { tokens, pairs: 0 }.launches(target), words);
+    let words = "kh of delta_rule_state must be the address of an array";
+    refused(DeltaState { tokens, kh: 0, v, results }.launches(target), words);
+    let grad = DeltaGrad { tokens, q, kh, dout, pairs, results };
+    let words = "kh of delta_rule_grad must be the address of an array";
+    refused(DeltaGrad { kh: 0, ..grad }.launches(target), words);
+    let words = "pairs of delta_rule_grad must be the address of an array";
+    refused(DeltaGrad { pairs: 0, ..grad }.launches(target), words);
+    refused(
+        DeltaGrad { pairs: pairs + 8, ..grad }.launches(target),
+        "pairs must be a multiple of 16 bytes",
+    );
+    let TileOperation::DeltaKeys(keys) = operations(tokens)[5] else { panic!("no keys") };
+    for (n, name) in ["met", "keys_met", "fades"].into_iter().enumerate() {
+        let mut keys = keys;
+        keys.levels[n] = 0;
+        let words = format!("{name} of delta_rule_keys must be the address of an array");
+        refused(keys.launches(target), &words);
+    }
+    for operation in operations(of_channels((136, 64))) {
+        refused(operation.launches(target), "at most 128 columns where channels have decays");
+    }
+    // The kernel of inverses reads pairs in place of keys and sums.
+    let without = DeltaTokens { k: 0, sums: 0, ..tokens };
+    assert!(DeltaInverse { tokens: without, pairs }.launches(target).is_ok());
 }

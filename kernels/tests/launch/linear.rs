@@ -2,7 +2,8 @@
 
 use burst_attention_kernels::instances::{Element, Target};
 use burst_attention_kernels::launch::{
-    LINEAR_TILE, Launch, LaunchError, LinearAttend, LinearState, MAX_VIEW_BYTES, Part, column_tiles,
+    ChannelPairs, LINEAR_TILE, Launch, LaunchError, LinearAttend, LinearState, MAX_VIEW_BYTES,
+    Part, column_tiles,
 };
 use burst_attention_kernels::record::Value;
 use burst_attention_kernels::variant::Decays;
@@ -161,4 +162,36 @@ fn what_kernels_cannot_do_is_refused() {
     refused(LinearState { v: AT[1] + 8, ..tokens }, "v must be a multiple of 16 bytes");
     let large = tokens.launches_within(Target::Sm90, 1000).expect_err("not even one part fits");
     assert!(matches!(large, LaunchError::TooLarge { .. }), "{large}");
+}
+
+/// What decays of channels bring must be there.
+#[test]
+fn channels_without_their_arrays_are_refused() {
+    let at = |n: u64| n << 48;
+    let tokens = LinearState { kv_heads: 4, ..state(1, 100, 64, 4, (64, 64)) };
+    let of = |decays| LinearState { decays, ..tokens };
+    let refused = |launches: Result<Vec<Launch>, LaunchError>, words: &str| {
+        let error = launches.expect_err("refused").to_string();
+        assert!(error.contains(words), "{words} in {error}");
+    };
+    let keys = LinearAttend { pairs: at(9), dots: None, ..attend(of(Decays::KeyChannels)) };
+    assert!(keys.launches(Target::Sm90).is_ok());
+    let words = "pairs of linear_attend must be the address of an array";
+    refused(LinearAttend { pairs: 0, ..keys }.launches(Target::Sm90), words);
+    let words = "pairs must be a multiple of 16 bytes";
+    refused(LinearAttend { pairs: at(9) + 8, ..keys }.launches(Target::Sm90), words);
+    let values = LinearAttend { levels: [at(9), at(10)], ..attend(of(Decays::ValueChannels)) };
+    assert!(values.launches(Target::Sm90).is_ok());
+    let words = "met of linear_attend must be the address of an array";
+    refused(LinearAttend { levels: [0, at(10)], ..values }.launches(Target::Sm90), words);
+    let words = "fades of linear_attend must be the address of an array";
+    refused(LinearAttend { levels: [at(9), 0], ..values }.launches(Target::Sm90), words);
+    let tokens = of(Decays::KeyChannels);
+    let pairs = ChannelPairs { tokens, q: at(5), met: at(9), pairs: at(10) };
+    assert!(pairs.launches(Target::Sm90).is_ok());
+    let words = "met of channel_pairs must be the address of an array";
+    refused(ChannelPairs { met: 0, ..pairs }.launches(Target::Sm90), words);
+    let words = "at most 128 columns where channels have decays";
+    let wide = LinearState { head_dim: 136, ..tokens };
+    refused(ChannelPairs { tokens: wide, ..pairs }.launches(Target::Sm90), words);
 }

@@ -5,6 +5,7 @@ pub mod delta_inverse {
     use super::super::common::common::{product, read_statistics, rows_view, statistics_view};
     use super::super::common::common::{stream, write};
     use super::super::decays::decays::{between, remainder, share_of, tiles_of, weighed};
+    use super::super::modes::modes::{OF_HEADS, OF_KEYS};
     use cutile::core::*;
 
     /// Returns `x` in the lower left quarter of each diagonal block of 2m rows, and otherwise 0.
@@ -79,10 +80,18 @@ pub mod delta_inverse {
         convert_tile(better)
     }
 
-    /// Computes the inverse of I + A for each tile of tokens.
+    /// Computes the inverse of I + A for each tile of tokens. Where channels have decays, `pairs` has
+    /// the products of keys under them.
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn delta_rule_inverse<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
+    unsafe fn delta_rule_inverse<
+        E: ElementType,
+        const BM: i32,
+        const BN: i32,
+        const DT: i32,
+        const DECAYS: i32,
+    >(
         k: *mut E,
+        pairs: *mut f32,
         sums: *mut f32,
         beta: *mut f32,
         inverse: *mut E,
@@ -92,9 +101,11 @@ pub mod delta_inverse {
         heads: i32,
         head_dim: i32,
         k_batch_stride: i32,
+        pairs_batch_stride: i32,
         inverse_batch_stride: i32,
         sums_batch_stride: i32,
         sums_head_stride: i32,
+        beta_batch_stride: i32,
         parts: i32,
         part_tiles: i32,
     ) {
@@ -103,26 +114,36 @@ pub mod delta_inverse {
         let b: i32 = share.0 / heads;
         let h: i32 = share.0 - b * heads;
 
-        let k_view = unsafe { rows_view(k, batch, rows, heads, head_dim, k_batch_stride) };
         let inverse_view =
             unsafe { rows_view(inverse, batch, rows, heads, BM, inverse_batch_stride) };
-        let sums_view = unsafe {
-            statistics_view(sums, batch, heads, padded_rows, sums_batch_stride, sums_head_stride)
-        };
         let beta_view = unsafe {
-            statistics_view(beta, batch, heads, padded_rows, sums_batch_stride, sums_head_stride)
+            statistics_view(beta, batch, heads, padded_rows, beta_batch_stride, sums_head_stride)
         };
-        let k_part = k_view.partition(const_shape![1, BM, 1, DT]);
         let tiles = tiles_of::<BM>(share.1, part_tiles, rows);
         for i in tiles.0..tiles.0 + tiles.1 {
-            let tk: Tile<E, { [BM, DT] }> = stream(&k_part, b, i, h);
-            let tb: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&sums_view, b, i, h);
             let rate: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&beta_view, b, i, h);
-            let pairs: Tile<f32, { [BM, BM] }> = product(tk, tk);
-            let left: Tile<f32, { [BM, BM] }> = between::<BM>(tb, 0i32, 1i32);
-            let pairs: Tile<f32, { [BM, BM] }> = weighed(pairs, left);
+            let mut met: Tile<f32, { [BM, BM] }> = constant(0.0f32, const_shape![BM, BM]);
+            if DECAYS == OF_HEADS {
+                let k_view = unsafe { rows_view(k, batch, rows, heads, head_dim, k_batch_stride) };
+                let (entry, head) = (sums_batch_stride, sums_head_stride);
+                let sums_view =
+                    unsafe { statistics_view(sums, batch, heads, padded_rows, entry, head) };
+                let k_part = k_view.partition(const_shape![1, BM, 1, DT]);
+                let tk: Tile<E, { [BM, DT] }> = stream(&k_part, b, i, h);
+                let tb: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&sums_view, b, i, h);
+                let all: Tile<f32, { [BM, BM] }> = product(tk, tk);
+                let left: Tile<f32, { [BM, BM] }> = between::<BM>(tb, 0i32, 1i32);
+                met = weighed(all, left);
+            }
+            if DECAYS == OF_KEYS {
+                let entry: i32 = pairs_batch_stride;
+                let pairs_view = unsafe { rows_view(pairs, batch, padded_rows, heads, BM, entry) };
+                let pairs_part = pairs_view.partition(const_shape![1, BM, 1, BM]);
+                let all: Tile<f32, { [BM, BM] }> = stream(&pairs_part, b, i, h);
+                met = with_diagonal::<BM>(0.0f32, all);
+            }
             let rate: Tile<f32, { [BM, BM] }> = negf(rate).broadcast(const_shape![BM, BM]);
-            let negative: Tile<f32, { [BM, BM] }> = weighed(pairs, rate);
+            let negative: Tile<f32, { [BM, BM] }> = weighed(met, rate);
             let high: Tile<E, { [BM, BM] }> = convert_tile(negative);
             let low: Tile<E, { [BM, BM] }> = remainder::<E, BM, BM>(high, negative);
 

@@ -8,29 +8,66 @@
 //!
 //! A block goes back through the tiles of a part, as `linear_attend` in reverse, with the turned
 //! state Dᵀ. Queries with dout are the tokens that it adds, keys with dv those that it takes away.
+//! Where channels have decays, tokens meet in levels of blocks (`channels.rs`).
 
 #[cutile::module]
 pub mod delta_keys {
+    use super::super::channels::channels::{
+        Place, Terms, attended_in_channels, last_of, level_heads, plus_product, spread,
+    };
     use super::super::common::common::{product, read_statistics, rows_view, statistics_view};
     use super::super::common::common::{stream, stream_columns, write_columns, write_statistics};
     use super::super::decays::decays::{advance, attended, between, bound_of, dots_of, fading};
     use super::super::decays::decays::{
-        gathered, narrow, share_of, tiles_of, total_of, weighed, widened,
+        gathered, narrow, share_of, tiles_of, total_of, visible_pairs, weighed, widened,
     };
+    use super::super::modes::modes::OF_HEADS;
     use cutile::core::*;
 
-    /// Computes dk and its products by row with k, for each tile of k's columns.
+    /// Returns what keys with dv take from a tile's dk, and the products of this with k, where
+    /// channels have decays.
+    pub fn taken_in_channels<E: ElementType, const BM: i32, const DT: i32, const BN: i32>(
+        u: Tile<E, { [BM, DT] }>,
+        dv: Tile<E, { [BM, DT] }>,
+        met: &Partition<E, { [1, BM, 1, BN] }>,
+        fades: &Partition<E, { [1, BM, 1, BN] }>,
+        place: Place,
+        bounded: i32,
+        zero: Tile<f32, { [BM, BN] }>,
+    ) -> Terms<BM, BN> {
+        let pairs: Tile<f32, { [BM, BM] }> = product(u, dv);
+        let pairs: Tile<f32, { [BM, BM] }> = visible_pairs::<BM>(negf(pairs), 1i32);
+        let unit: Tile<f32, { [1, 1] }> = bound_of(pairs, bounded);
+        let weights: Tile<E, { [BM, BM] }> = narrow(pairs, unit, bounded);
+        let terms: Terms<BM, BN> = Terms::<BM, BN> { dots: zero, out: zero };
+        let terms: Terms<BM, BN> = spread(met, fades, place, 1i32, terms, weights, zero);
+        let out: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(unit, bounded, terms.out);
+        let dots: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(unit, bounded, terms.dots);
+        Terms::<BM, BN> { dots, out }
+    }
+
+    /// Computes dk and its products by row with k, for each tile of k's columns. Where channels have
+    /// decays, these are products of all elements, without what a token's own query gives it.
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn delta_rule_keys<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
+    unsafe fn delta_rule_keys<
+        E: ElementType,
+        const BM: i32,
+        const BN: i32,
+        const DT: i32,
+        const DECAYS: i32,
+    >(
         u: *mut E,
         dout: *mut E,
         q: *mut E,
         dv: *mut E,
         k: *mut E,
+        met: *mut E,
+        keys_met: *mut E,
+        fades: *mut E,
         sums: *mut f32,
         turned: *mut f32,
         dk: *mut E,
-        dots: *mut f32,
+        key_dots: *mut f32,
         batch: i32,
         rows: i32,
         padded_rows: i32,
@@ -40,7 +77,8 @@ pub mod delta_keys {
         value_dim: i32,
         u_batch_stride: i32,
         q_batch_stride: i32,
-        dots_batch_stride: i32,
+        met_batch_stride: i32,
+        key_dots_batch_stride: i32,
         sums_batch_stride: i32,
         sums_head_stride: i32,
         state_stride: i32,
@@ -61,13 +99,6 @@ pub mod delta_keys {
         let q_view = unsafe { rows_view(q, batch, rows, heads, head_dim, q_batch_stride) };
         let k_view = unsafe { rows_view(k, batch, rows, heads, head_dim, q_batch_stride) };
         let dk_view = unsafe { rows_view(dk, batch, rows, heads, head_dim, q_batch_stride) };
-        let sums_view = unsafe {
-            statistics_view(sums, batch, heads, padded_rows, sums_batch_stride, sums_head_stride)
-        };
-        let dots_view = unsafe {
-            let (entry, head) = (dots_batch_stride, sums_head_stride);
-            statistics_view(dots, batch, dot_heads, padded_rows, entry, head)
-        };
         let states: i32 = batch * parts * heads;
         let turned_view =
             unsafe { rows_view(turned, states, value_dim, 1i32, head_dim, state_stride) };
@@ -89,34 +120,94 @@ pub mod delta_keys {
             let tdv: Tile<E, { [BM, DT] }> = stream(&dv_part, b, i, h);
             let tq: Tile<E, { [BM, BN] }> = stream_columns(&q_part, b, i, h, c);
             let tk: Tile<E, { [BM, BN] }> = stream_columns(&k_part, b, i, h, c);
-            let total: Tile<f32, { [1, 1] }> = total_of::<BM>(&sums_view, b, h, i);
-            let tb: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&sums_view, b, i, h);
+            if DECAYS == OF_HEADS {
+                let (entry, head) = (sums_batch_stride, sums_head_stride);
+                let sums_view =
+                    unsafe { statistics_view(sums, batch, heads, padded_rows, entry, head) };
+                let total: Tile<f32, { [1, 1] }> = total_of::<BM>(&sums_view, b, h, i);
+                let tb: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&sums_view, b, i, h);
 
-            let pairs: Tile<f32, { [BM, BM] }> = product(tu, tdv);
-            let left: Tile<f32, { [BM, BM] }> = between::<BM>(tb, 1i32, 1i32);
-            let taken: Tile<f32, { [BM, BM] }> = weighed(negf(pairs), left);
-            let unit: Tile<f32, { [1, 1] }> = bound_of(taken, bounded);
-            let taken: Tile<E, { [BM, BM] }> = narrow(taken, unit, bounded);
-            let kept: Tile<f32, { [BM, BN] }> =
-                attended::<E, BM, DT, BN>(tu, tdo, tq, tb, total, 1i32, 0i32, bounded, s);
-            let mut share: Tile<f32, { [1, 1] }> = unit;
-            if bounded == 1i32 {
-                let one: Tile<f32, { [1, 1] }> = constant(1.0f32, const_shape![1, 1]);
-                share = true_div(one, unit);
+                let pairs: Tile<f32, { [BM, BM] }> = product(tu, tdv);
+                let left: Tile<f32, { [BM, BM] }> = between::<BM>(tb, 1i32, 1i32);
+                let taken: Tile<f32, { [BM, BM] }> = weighed(negf(pairs), left);
+                let unit: Tile<f32, { [1, 1] }> = bound_of(taken, bounded);
+                let taken: Tile<E, { [BM, BM] }> = narrow(taken, unit, bounded);
+                let kept: Tile<f32, { [BM, BN] }> =
+                    attended::<E, BM, DT, BN>(tu, tdo, tq, tb, total, 1i32, 0i32, bounded, s);
+                let mut share: Tile<f32, { [1, 1] }> = unit;
+                if bounded == 1i32 {
+                    let one: Tile<f32, { [1, 1] }> = constant(1.0f32, const_shape![1, 1]);
+                    share = true_div(one, unit);
+                }
+                let kept: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(share, bounded, kept);
+                let out: Tile<f32, { [BM, BN] }> = mma(taken, tk, kept);
+                let out: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(unit, bounded, out);
+
+                let written: Tile<E, { [BM, BN] }> = convert_tile(out);
+                unsafe { write_columns(&dk_view, written, b, i, h, c) };
+                let dot: Tile<f32, { [BM, 1] }> = dots_of(tk, out);
+                let dots_view = unsafe {
+                    let (entry, head) = (key_dots_batch_stride, sums_head_stride);
+                    statistics_view(key_dots, batch, dot_heads, padded_rows, entry, head)
+                };
+                unsafe { write_statistics(&dots_view, dot, b, i, h * columns + c) };
+                let fade: Tile<f32, { [BM, 1] }> = fading::<BM, 1>(tb, total, 1i32);
+                let tq: Tile<f32, { [BM, BN] }> = convert_tile(tq);
+                let tk: Tile<f32, { [BM, BN] }> = convert_tile(tk);
+                s = advance::<E, BM, DT, BN, 1, 1, 1>(s, tdo, tq, fade, total);
+                s = gathered::<E, BM, DT, BN, 1>(s, tdv, tk, negf(fade));
+            } else {
+                let entry: i32 = sums_batch_stride;
+                let sums_view =
+                    unsafe { rows_view(sums, batch, padded_rows, heads, head_dim, entry) };
+                let sums_part = sums_view.partition(const_shape![1, BM, 1, BN]);
+                let own: Tile<f32, { [BM, BN] }> = stream_columns(&sums_part, b, i, h, c);
+                let total: Tile<f32, { [1, BN] }> = last_of::<BM, BN>(&sums_view, b, i, h, c);
+                let of_levels: i32 = level_heads(heads);
+                let entry: i32 = met_batch_stride;
+                let met_view = unsafe { rows_view(met, batch, rows, of_levels, head_dim, entry) };
+                let keys_view =
+                    unsafe { rows_view(keys_met, batch, rows, of_levels, head_dim, entry) };
+                let fades_view =
+                    unsafe { rows_view(fades, batch, rows, of_levels, head_dim, entry) };
+                let met_part = met_view.partition(const_shape![1, BM, 1, BN]);
+                let keys_part = keys_view.partition(const_shape![1, BM, 1, BN]);
+                let fades_part = fades_view.partition(const_shape![1, BM, 1, BN]);
+
+                let place: Place = Place { entry: b, tile: i, heads, head: h, column: c };
+                let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
+                let taken: Terms<BM, BN> =
+                    taken_in_channels(tu, tdv, &keys_part, &fades_part, place, bounded, zero);
+                let received: Tile<f32, { [BM, BN] }> = fading::<BM, BN>(own, total, 0i32);
+                let kept: Terms<BM, BN> = attended_in_channels(
+                    tu,
+                    tdo,
+                    &met_part,
+                    &fades_part,
+                    place,
+                    1i32,
+                    0i32,
+                    bounded,
+                    s,
+                    received,
+                    tk,
+                    tq,
+                );
+                let one: Tile<f32, { [BM, BN] }> = constant(1.0f32, const_shape![BM, BN]);
+                let out: Tile<f32, { [BM, BN] }> = plus_product(kept.out, taken.out, one);
+                let dot: Tile<f32, { [BM, BN] }> = plus_product(kept.dots, taken.dots, one);
+                let written: Tile<E, { [BM, BN] }> = convert_tile(out);
+                unsafe { write_columns(&dk_view, written, b, i, h, c) };
+                let entry: i32 = key_dots_batch_stride;
+                let dots_view =
+                    unsafe { rows_view(key_dots, batch, padded_rows, heads, head_dim, entry) };
+                unsafe { write_columns(&dots_view, dot, b, i, h, c) };
+                let fade: Tile<f32, { [BM, BN] }> = fading::<BM, BN>(own, total, 1i32);
+                let tq: Tile<f32, { [BM, BN] }> = convert_tile(tq);
+                let tk: Tile<f32, { [BM, BN] }> = convert_tile(tk);
+                s = advance::<E, BM, DT, BN, BN, 1, BN>(s, tdo, tq, fade, total);
+                s = gathered::<E, BM, DT, BN, BN>(s, tdv, tk, negf(fade));
             }
-            let kept: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(share, bounded, kept);
-            let out: Tile<f32, { [BM, BN] }> = mma(taken, tk, kept);
-            let out: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(unit, bounded, out);
-
-            let written: Tile<E, { [BM, BN] }> = convert_tile(out);
-            unsafe { write_columns(&dk_view, written, b, i, h, c) };
-            let dot: Tile<f32, { [BM, 1] }> = dots_of(tk, out);
-            unsafe { write_statistics(&dots_view, dot, b, i, h * columns + c) };
-            let fade: Tile<f32, { [BM, 1] }> = fading::<BM, 1>(tb, total, 1i32);
-            let tq: Tile<f32, { [BM, BN] }> = convert_tile(tq);
-            let tk: Tile<f32, { [BM, BN] }> = convert_tile(tk);
-            s = advance::<E, BM, DT, BN, 1, 1, 1>(s, tdo, tq, fade, total);
-            s = gathered::<E, BM, DT, BN, 1>(s, tdv, tk, negf(fade));
         }
     }
 }

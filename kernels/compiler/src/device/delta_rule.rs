@@ -20,15 +20,21 @@
 //! values of tokens. What a part does to a state is affine: the columns of the transfer are what it
 //! makes of the columns of the identity, with values of 0. `delta_keys.rs` has the gradient of keys.
 //!
+//! With decays of channels of keys, b_i is a vector over them. Then queries and keys come with their
+//! decays from the beginning of their tile, `kh` are keys with those to its end, and `channel_pairs`
+//! gives the products of keys for A, and those of queries with keys.
+//!
 //! A token or a state that is not finite reaches all of its tile. Behind the tile a reset ends it
 //! only going forward, and only a reset at the beginning of a later tile.
 
 #[cutile::module]
 pub mod delta_rule {
+    use super::super::channels::channels::last_of;
     use super::super::common::common::{read_statistics, rows_view, statistics_view};
     use super::super::common::common::{stream, stream_columns, write_columns};
     use super::super::decays::decays::{advance, attended, crossed, factor, fading, gathered};
-    use super::super::decays::decays::{share_of, tiles_of, total_of};
+    use super::super::decays::decays::{share_of, summed, tiles_of, total_of};
+    use super::super::modes::modes::{OF_HEADS, OF_KEYS};
     use cutile::core::*;
 
     /// Returns the columns of a tile of the identity, or 0 without `is_transfer`.
@@ -84,7 +90,7 @@ pub mod delta_rule {
     /// A block's work: entry, head, part, number of the state, tile of columns, and whether these
     /// are columns of the transfer.
     #[derive(Clone, Copy)]
-    pub struct Place {
+    pub struct Work {
         pub b: i32,
         pub h: i32,
         pub part: i32,
@@ -94,7 +100,7 @@ pub mod delta_rule {
     }
 
     /// Returns a block's work. The columns of the transfer come first.
-    pub fn place_of<const C: i32>(cut: Cut) -> Place {
+    pub fn work_of<const C: i32>(cut: Cut) -> Work {
         let pid = get_tile_block_id();
         let of_transfer: i32 = ceil_div(cut.head_dim, C) * cut.has_transfer;
         let share = share_of(pid.0, cut.parts, of_transfer + ceil_div(cut.value_dim, C));
@@ -103,7 +109,7 @@ pub mod delta_rule {
         let b: i32 = share.0 / cut.heads;
         let h: i32 = share.0 - b * cut.heads;
         let n: i32 = (b * cut.parts + share.1) * cut.heads + h;
-        Place { b, h, part: share.1, n, column, is_transfer }
+        Work { b, h, part: share.1, n, column, is_transfer }
     }
 
     /// Returns a view of `[batch, rows, heads, dim]` at `base`.
@@ -127,19 +133,34 @@ pub mod delta_rule {
         unsafe { rows_view(base, states, cut.head_dim, 1i32, dim, stride) }
     }
 
+    /// Returns b of a tile's last token, one for each channel.
+    pub unsafe fn totals_of<const R: i32, const W: i32>(
+        sums: *mut f32,
+        cut: Cut,
+        entry: i32,
+        batch: i32,
+        tile: i32,
+        head: i32,
+    ) -> Tile<f32, { [W, 1] }> {
+        let view =
+            unsafe { rows_view(sums, cut.batch, cut.padded_rows, cut.heads, cut.head_dim, entry) };
+        let total: Tile<f32, { [1, W] }> = last_of::<R, W>(&view, batch, tile, head, 0i32);
+        total.reshape(const_shape![W, 1])
+    }
+
     /// Returns the state that a block begins with: the state given, zeros, or the columns of the
     /// identity.
     pub unsafe fn begun<const R: i32, const C: i32>(
         shape: Shape<{ [R, C] }>,
         before: *mut f32,
         cut: Cut,
-        place: Place,
+        work: Work,
     ) -> Tile<f32, { [R, C] }> {
-        let mut s: Tile<f32, { [R, C] }> = start::<R, C>(shape, place.column, place.is_transfer);
+        let mut s: Tile<f32, { [R, C] }> = start::<R, C>(shape, work.column, work.is_transfer);
         if cut.has_values == 1i32 {
             let view = unsafe { states_of(before, cut, cut.value_dim, cut.state_stride) };
             let loaded: Tile<f32, { [1, R, 1, C] }> =
-                view.partition(const_shape![1, R, 1, C]).load([place.n, 0i32, 0i32, place.column]);
+                view.partition(const_shape![1, R, 1, C]).load([work.n, 0i32, 0i32, work.column]);
             s = loaded.reshape(shape);
         }
         s
@@ -151,15 +172,15 @@ pub mod delta_rule {
         state: *mut f32,
         transfer: *mut f32,
         cut: Cut,
-        place: Place,
+        work: Work,
     ) {
-        if cut.has_transfer * place.is_transfer == 1i32 {
+        if cut.has_transfer * work.is_transfer == 1i32 {
             let view = unsafe { states_of(transfer, cut, cut.head_dim, cut.transfer_stride) };
-            unsafe { write_columns(&view, s, place.n, 0i32, 0i32, place.column) };
+            unsafe { write_columns(&view, s, work.n, 0i32, 0i32, work.column) };
         }
-        if cut.has_transfer * (1i32 - place.is_transfer) == 1i32 {
+        if cut.has_transfer * (1i32 - work.is_transfer) == 1i32 {
             let view = unsafe { states_of(state, cut, cut.value_dim, cut.state_stride) };
-            unsafe { write_columns(&view, s, place.n, 0i32, 0i32, place.column) };
+            unsafe { write_columns(&view, s, work.n, 0i32, 0i32, work.column) };
         }
     }
 
@@ -178,8 +199,15 @@ pub mod delta_rule {
     /// the part, and computes the corrected values. With `has_transfer` it computes the state that a
     /// part leaves from a state of zeros, and the transfer of any state.
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn delta_rule_state<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
+    unsafe fn delta_rule_state<
+        E: ElementType,
+        const BM: i32,
+        const BN: i32,
+        const DT: i32,
+        const DECAYS: i32,
+    >(
         k: *mut E,
+        kh: *mut E,
         v: *mut E,
         inverse: *mut E,
         sums: *mut f32,
@@ -200,6 +228,7 @@ pub mod delta_rule {
         u_batch_stride: i32,
         sums_batch_stride: i32,
         sums_head_stride: i32,
+        beta_batch_stride: i32,
         state_stride: i32,
         transfer_stride: i32,
         parts: i32,
@@ -222,42 +251,48 @@ pub mod delta_rule {
             has_values: has_u,
             has_transfer,
         };
-        let place: Place = place_of::<BN>(cut);
-        let b: i32 = place.b;
-        let h: i32 = place.h;
-        let is_transfer: i32 = place.is_transfer;
-        let c: i32 = place.column;
+        let work: Work = work_of::<BN>(cut);
+        let b: i32 = work.b;
+        let h: i32 = work.h;
+        let is_transfer: i32 = work.is_transfer;
+        let c: i32 = work.column;
         let cv: i32 = c * (1i32 - is_transfer);
 
         let k_view = unsafe { token_rows(k, cut, head_dim, k_batch_stride) };
         let v_view = unsafe { token_rows(v, cut, value_dim, v_batch_stride) };
         let inverse_view = unsafe { token_rows(inverse, cut, BM, inverse_batch_stride) };
         let u_view = unsafe { token_rows(u, cut, value_dim, u_batch_stride) };
-        let sums_view = unsafe {
-            statistics_view(sums, batch, heads, padded_rows, sums_batch_stride, sums_head_stride)
-        };
         let beta_view = unsafe {
-            statistics_view(beta, batch, heads, padded_rows, sums_batch_stride, sums_head_stride)
+            statistics_view(beta, batch, heads, padded_rows, beta_batch_stride, sums_head_stride)
         };
         let k_part = k_view.partition(const_shape![1, BM, 1, DT]);
         let v_part = v_view.partition(const_shape![1, BM, 1, BN]);
         let inverse_part = inverse_view.partition(const_shape![1, BM, 1, BM]);
 
         let mut s: Tile<f32, { [DT, BN] }> =
-            unsafe { begun::<DT, BN>(const_shape![DT, BN], before, cut, place) };
+            unsafe { begun::<DT, BN>(const_shape![DT, BN], before, cut, work) };
         let one: Tile<f32, { [1, 1] }> = factor(1i32);
+        let whole: Tile<f32, { [BM, 1] }> = constant(1.0f32, const_shape![BM, 1]);
         let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
-        let tiles = tiles_of::<BM>(place.part, part_tiles, rows);
+        let tiles = tiles_of::<BM>(work.part, part_tiles, rows);
         for i in tiles.0..tiles.0 + tiles.1 {
             let tk: Tile<E, { [BM, DT] }> = stream(&k_part, b, i, h);
             let tv: Tile<E, { [BM, BN] }> = stream_columns(&v_part, b, i, h, cv);
             let tv: Tile<E, { [BM, BN] }> = unless_transfer(tv, is_transfer);
             let tt: Tile<E, { [BM, BM] }> = stream(&inverse_part, b, i, h);
-            let total: Tile<f32, { [1, 1] }> = total_of::<BM>(&sums_view, b, h, i);
-            let tb: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&sums_view, b, i, h);
             let rate: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&beta_view, b, i, h);
-
-            let received: Tile<f32, { [BM, 1] }> = fading::<BM, 1>(tb, total, 1i32);
+            let mut total: Tile<f32, { [1, 1] }> = one;
+            let mut received: Tile<f32, { [BM, 1] }> = whole;
+            let mut fade: Tile<f32, { [BM, 1] }> = whole;
+            if DECAYS == OF_HEADS {
+                let (entry, head) = (sums_batch_stride, sums_head_stride);
+                let sums_view =
+                    unsafe { statistics_view(sums, batch, heads, padded_rows, entry, head) };
+                total = total_of::<BM>(&sums_view, b, h, i);
+                let tb: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&sums_view, b, i, h);
+                received = fading::<BM, 1>(tb, total, 1i32);
+                fade = fading::<BM, 1>(tb, total, 0i32);
+            }
             let known: Tile<f32, { [BM, BN] }> =
                 crossed::<E, BM, DT, BN, 1>(tk, received, one, bounded, s);
             let y: Tile<E, { [BM, BN] }> = missing::<E, BM, BN>(tv, rate, known);
@@ -266,20 +301,36 @@ pub mod delta_rule {
                 let written: Tile<E, { [BM, BN] }> = convert_tile(values);
                 unsafe { write_columns(&u_view, written, b, i, h, c) };
             }
-            let fade: Tile<f32, { [BM, 1] }> = fading::<BM, 1>(tb, total, 0i32);
-            s = advance::<E, BM, DT, BN, 1, 1, 1>(s, tk, values, fade, total);
+            if DECAYS == OF_HEADS {
+                s = advance::<E, BM, DT, BN, 1, 1, 1>(s, tk, values, fade, total);
+            } else {
+                let totals: Tile<f32, { [DT, 1] }> =
+                    unsafe { totals_of::<BM, DT>(sums, cut, sums_batch_stride, b, i, h) };
+                let kh_view = unsafe { token_rows(kh, cut, head_dim, k_batch_stride) };
+                let kh_part = kh_view.partition(const_shape![1, BM, 1, DT]);
+                let tkh: Tile<E, { [BM, DT] }> = stream(&kh_part, b, i, h);
+                s = advance::<E, BM, DT, BN, 1, DT, 1>(s, tkh, values, fade, totals);
+            }
         }
-        unsafe { left::<DT, BN>(s, state, transfer, cut, place) };
+        unsafe { left::<DT, BN>(s, state, transfer, cut, work) };
     }
 
     /// Goes back through the tiles of each part. Without `has_transfer` it begins with the gradient
     /// of the state behind the part, and computes dY. With `has_transfer` it computes the gradient of
     /// the state before a part, from one of zeros behind it, and the transfer of any gradient.
     #[cutile::entry(unchecked_accesses = true)]
-    unsafe fn delta_rule_grad<E: ElementType, const BM: i32, const BN: i32, const DT: i32>(
+    unsafe fn delta_rule_grad<
+        E: ElementType,
+        const BM: i32,
+        const BN: i32,
+        const DT: i32,
+        const DECAYS: i32,
+    >(
         q: *mut E,
         k: *mut E,
+        kh: *mut E,
         dout: *mut E,
+        pairs: *mut f32,
         inverse: *mut E,
         sums: *mut f32,
         beta: *mut f32,
@@ -296,10 +347,12 @@ pub mod delta_rule {
         q_batch_stride: i32,
         k_batch_stride: i32,
         dout_batch_stride: i32,
+        pairs_batch_stride: i32,
         inverse_batch_stride: i32,
         dy_batch_stride: i32,
         sums_batch_stride: i32,
         sums_head_stride: i32,
+        beta_batch_stride: i32,
         state_stride: i32,
         transfer_stride: i32,
         parts: i32,
@@ -322,11 +375,11 @@ pub mod delta_rule {
             has_values: has_dy,
             has_transfer,
         };
-        let place: Place = place_of::<BN>(cut);
-        let b: i32 = place.b;
-        let h: i32 = place.h;
-        let is_transfer: i32 = place.is_transfer;
-        let c: i32 = place.column;
+        let work: Work = work_of::<BN>(cut);
+        let b: i32 = work.b;
+        let h: i32 = work.h;
+        let is_transfer: i32 = work.is_transfer;
+        let c: i32 = work.column;
         let cv: i32 = c * (1i32 - is_transfer);
 
         let q_view = unsafe { token_rows(q, cut, head_dim, q_batch_stride) };
@@ -334,11 +387,8 @@ pub mod delta_rule {
         let dout_view = unsafe { token_rows(dout, cut, value_dim, dout_batch_stride) };
         let inverse_view = unsafe { token_rows(inverse, cut, BM, inverse_batch_stride) };
         let dy_view = unsafe { token_rows(dy, cut, value_dim, dy_batch_stride) };
-        let sums_view = unsafe {
-            statistics_view(sums, batch, heads, padded_rows, sums_batch_stride, sums_head_stride)
-        };
         let beta_view = unsafe {
-            statistics_view(beta, batch, heads, padded_rows, sums_batch_stride, sums_head_stride)
+            statistics_view(beta, batch, heads, padded_rows, beta_batch_stride, sums_head_stride)
         };
         let q_part = q_view.partition(const_shape![1, BM, 1, DT]);
         let k_part = k_view.partition(const_shape![1, BM, 1, DT]);
@@ -346,9 +396,11 @@ pub mod delta_rule {
         let inverse_part = inverse_view.partition(const_shape![1, BM, 1, BM]);
 
         let mut s: Tile<f32, { [DT, BN] }> =
-            unsafe { begun::<DT, BN>(const_shape![DT, BN], before, cut, place) };
+            unsafe { begun::<DT, BN>(const_shape![DT, BN], before, cut, work) };
+        let one: Tile<f32, { [1, 1] }> = factor(1i32);
+        let whole: Tile<f32, { [BM, 1] }> = constant(1.0f32, const_shape![BM, 1]);
         let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
-        let tiles = tiles_of::<BM>(place.part, part_tiles, rows);
+        let tiles = tiles_of::<BM>(work.part, part_tiles, rows);
         for back in 0i32..tiles.1 {
             let i: i32 = tiles.0 + tiles.1 - 1i32 - back;
             let tq: Tile<E, { [BM, DT] }> = stream(&q_part, b, i, h);
@@ -356,12 +408,28 @@ pub mod delta_rule {
             let tdo: Tile<E, { [BM, BN] }> = stream_columns(&dout_part, b, i, h, cv);
             let tdo: Tile<E, { [BM, BN] }> = unless_transfer(tdo, is_transfer);
             let tt: Tile<E, { [BM, BM] }> = stream(&inverse_part, b, i, h);
-            let total: Tile<f32, { [1, 1] }> = total_of::<BM>(&sums_view, b, h, i);
-            let tb: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&sums_view, b, i, h);
+            let mut total: Tile<f32, { [1, 1] }> = one;
+            let mut tb: Tile<f32, { [BM, 1] }> = whole;
+            let mut du: Tile<f32, { [BM, BN] }> = zero;
+            if DECAYS == OF_HEADS {
+                let (entry, head) = (sums_batch_stride, sums_head_stride);
+                let sums_view =
+                    unsafe { statistics_view(sums, batch, heads, padded_rows, entry, head) };
+                total = total_of::<BM>(&sums_view, b, h, i);
+                tb = read_statistics::<BM>(&sums_view, b, i, h);
+                du = attended::<E, BM, DT, BN>(tk, tq, tdo, tb, total, 1i32, 0i32, bounded, s);
+            }
+            if DECAYS == OF_KEYS {
+                let entry: i32 = pairs_batch_stride;
+                let pairs_view = unsafe { rows_view(pairs, batch, padded_rows, heads, BM, entry) };
+                let pairs_part = pairs_view.partition(const_shape![1, BM, 1, BM]);
+                let seen: Tile<f32, { [BM, BM] }> = stream(&pairs_part, b, i, h);
+                let kh_view = unsafe { token_rows(kh, cut, head_dim, k_batch_stride) };
+                let kh_part = kh_view.partition(const_shape![1, BM, 1, DT]);
+                let tkh: Tile<E, { [BM, DT] }> = stream(&kh_part, b, i, h);
+                du = summed::<E, BM, DT, BN>(seen, tkh, whole, tdo, bounded, s);
+            }
             let rate: Tile<f32, { [BM, 1] }> = read_statistics::<BM>(&beta_view, b, i, h);
-
-            let du: Tile<f32, { [BM, BN] }> =
-                attended::<E, BM, DT, BN>(tk, tq, tdo, tb, total, 1i32, 0i32, bounded, s);
             let du: Tile<E, { [BM, BN] }> = convert_tile(du);
             let transpose: Array<{ [1, 0] }> = Array::<{ [1, 0] }> { dims: &[1i32, 0i32] };
             let tt: Tile<E, { [BM, BM] }> = permute(tt, transpose);
@@ -371,11 +439,18 @@ pub mod delta_rule {
                 unsafe { write_columns(&dy_view, written, b, i, h, c) };
             }
             let dv: Tile<f32, { [BM, BN] }> = change * rate.broadcast(const_shape![BM, BN]);
-            let fade: Tile<f32, { [BM, 1] }> = fading::<BM, 1>(tb, total, 1i32);
+            let mut fade: Tile<f32, { [BM, 1] }> = whole;
             let tdo: Tile<f32, { [BM, BN] }> = convert_tile(tdo);
-            s = advance::<E, BM, DT, BN, 1, 1, 1>(s, tq, tdo, fade, total);
+            if DECAYS == OF_HEADS {
+                fade = fading::<BM, 1>(tb, total, 1i32);
+                s = advance::<E, BM, DT, BN, 1, 1, 1>(s, tq, tdo, fade, total);
+            } else {
+                let totals: Tile<f32, { [DT, 1] }> =
+                    unsafe { totals_of::<BM, DT>(sums, cut, sums_batch_stride, b, i, h) };
+                s = advance::<E, BM, DT, BN, 1, DT, 1>(s, tq, tdo, fade, totals);
+            }
             s = gathered::<E, BM, DT, BN, 1>(s, tk, dv, negf(fade));
         }
-        unsafe { left::<DT, BN>(s, state, transfer, cut, place) };
+        unsafe { left::<DT, BN>(s, state, transfer, cut, work) };
     }
 }

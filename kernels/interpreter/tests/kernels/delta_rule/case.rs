@@ -8,6 +8,7 @@ use burst_attention_reference::linear::{Head, Results, add_rows, rows_of};
 
 use crate::case::{Random, round};
 use crate::linear::case::{Decays, FORGOTTEN};
+use crate::linear::channels::case as channels;
 
 /// A case.
 #[derive(Debug, Clone, Copy)]
@@ -21,6 +22,8 @@ pub struct Case {
     pub value_dim: usize,
     pub part: usize,
     pub decays: Decays,
+    /// Whether each column of keys has a decay.
+    pub of_channels: bool,
     /// The largest rate.
     pub rate: f32,
     /// How much of all keys is one direction, from 0 to 1.
@@ -46,6 +49,7 @@ pub const CASE: Case = Case {
     value_dim: 24,
     part: 128,
     decays: Decays::All(-0.015),
+    of_channels: false,
     rate: 1.0,
     alike: 0.0,
     key: 1.0,
@@ -55,8 +59,8 @@ pub const CASE: Case = Case {
     limit: MAX_VIEW_BYTES,
 };
 
-/// Arrays `[batch, rows, heads, dim]`, log decays and rates `[batch, rows, heads]`, and states before
-/// parts `[batch, parts, heads, head_dim, value_dim]`.
+/// Arrays `[batch, rows, heads, dim]`, rates `[batch, rows, heads]`, log decays like rates or like
+/// keys, and states before parts `[batch, parts, heads, head_dim, value_dim]`.
 pub struct Inputs {
     pub q: Vec<f32>,
     pub k: Vec<f32>,
@@ -74,7 +78,8 @@ pub struct Exact {
     pub u: Vec<f64>,
     pub dy: Vec<f64>,
     pub dk: Vec<f64>,
-    /// The products by row of dk with k `[batch, heads, rows]`.
+    /// The products by row of dk with k `[batch, heads, rows]`; of channels those of all elements,
+    /// without a token's own part `[batch, rows, heads, head_dim]`.
     pub dots: Vec<f64>,
     /// States, and transfers, after parts; gradients before them.
     pub states: [Vec<f64>; 2],
@@ -90,6 +95,11 @@ impl Case {
     /// of taking from them. Keys that are alike, or of few columns, make large terms cancel.
     pub fn bounds(&self) -> f64 {
         if self.rate > 1.0 || self.alike > 0.0 || self.head_dim < 16 { 4.0 } else { 2.5 }
+    }
+
+    /// Returns the log decays of a token and head.
+    fn each(&self) -> usize {
+        if self.of_channels { self.head_dim } else { 1 }
     }
 
     pub fn padded(&self) -> usize {
@@ -112,7 +122,9 @@ impl Case {
         let log = |at: usize, random: &mut Random| match self.decays {
             Decays::All(log) => log,
             Decays::Random(most) => -most * random.normal().abs().min(2.0) / 2.0,
-            Decays::Resets(every) if (at / self.heads) % every == every - 1 => FORGOTTEN,
+            Decays::Resets(every) if (at / self.heads / self.each()) % every == every - 1 => {
+                FORGOTTEN
+            }
             Decays::Resets(_) => 0.0,
         };
         let states = self.batch * self.parts() * self.heads * self.head_dim * self.value_dim;
@@ -121,7 +133,7 @@ impl Case {
             k: keys,
             v: random.tensor(tokens * self.value_dim, to),
             dout: random.tensor(tokens * self.value_dim, to),
-            logs: (0..tokens).map(|at| log(at, &mut random)).collect(),
+            logs: (0..tokens * self.each()).map(|at| log(at, &mut random)).collect(),
             rates: random.tensor(tokens, |x| self.rate * (0.2 + 0.4 * x.abs()).min(1.0)),
             before: random.tensor(states, |x| x * self.start),
         };
@@ -154,7 +166,34 @@ impl Case {
     }
 
     pub fn sums(&self, inputs: &Inputs) -> Vec<f32> {
+        if self.of_channels {
+            let (of, logs) = self.channels(inputs);
+            return of.of_tiles(&logs, |sums, i| sums[i]);
+        }
         self.statistics(|sum, at| sum + at.map_or(0.0, |at| inputs.logs[at]))
+    }
+
+    /// Returns the case of decays of channels with these tokens, and its inputs, of which it has the
+    /// log decays alone.
+    pub fn channels(&self, inputs: &Inputs) -> (channels::Case, channels::Inputs) {
+        let Case { element, batch, rows, heads, head_dim, part, .. } = *self;
+        let case = channels::Case { element, batch, rows, heads, head_dim, part, ..channels::KEYS };
+        let [q, k, v, other, before] = [(); 5].map(|()| vec![]);
+        (case, channels::Inputs { q, k, v, other, logs: inputs.logs.clone(), before })
+    }
+
+    /// Returns the pairs of queries and keys under decays of channels.
+    pub fn pairs(&self, inputs: &Inputs, q: &[f32]) -> Vec<f32> {
+        let Case { batch, rows, heads, head_dim, .. } = *self;
+        let mut pairs = vec![0.0; batch * self.padded() * heads * LINEAR_TILE];
+        for (b, h) in (0..batch).flat_map(|b| (0..heads).map(move |h| (b, h))) {
+            let head = self.head(inputs, (b, h), 0..rows);
+            let q = rows_of(q, [rows, heads, head_dim], (b, h), 0..rows);
+            let found = self.channels(inputs).0.exact_pairs(&q, &head.k, &head.decays);
+            let shape = [self.padded(), heads, LINEAR_TILE];
+            add_rows(&mut pairs, shape, (b, h), 0..rows, &found);
+        }
+        pairs.into_iter().map(|pair| pair as f32).collect()
     }
 
     pub fn rates(&self, inputs: &Inputs) -> Vec<f32> {
@@ -166,7 +205,7 @@ impl Case {
         let Case { batch, rows, heads, head_dim, value_dim, part, .. } = *self;
         let zeros = |dim: usize| vec![0.0; batch * rows * heads * dim];
         let [u, dy] = [zeros(value_dim), zeros(value_dim)];
-        let (inverse, dots) = (zeros(LINEAR_TILE), zeros(1));
+        let (inverse, dots) = (zeros(LINEAR_TILE), zeros(self.each()));
         let mut exact = Exact { inverse, u, dy, dk: zeros(head_dim), dots, ..Exact::default() };
         for b in 0..batch {
             for at in 0..self.parts() {
@@ -201,7 +240,15 @@ impl Case {
         add(&mut exact.dk, head_dim, &dk);
         add(&mut exact.inverse, LINEAR_TILE, &inverses(&head));
         for (i, (dk, k)) in dk.iter().zip(&head.k).enumerate() {
-            exact.dots[(b * heads + h) * rows + tokens.start + i / head_dim] += dk * k;
+            let (t, column) = (i / head_dim, i % head_dim);
+            if self.of_channels {
+                let row = (b * rows + tokens.start + t) * heads + h;
+                let of_token = t * value_dim..(t + 1) * value_dim;
+                let score: f64 = of_token.map(|at| u[at] * head.dout[at]).sum();
+                exact.dots[row * head_dim + column] = (dk - score * head.q[i]) * k;
+            } else {
+                exact.dots[(b * heads + h) * rows + tokens.start + t] += dk * k;
+            }
         }
         let zeros = vec![0.0; state];
         let from_zero = head.recurrence(&zeros, &zeros);
@@ -231,7 +278,7 @@ impl Case {
             k: of(&inputs.k, head_dim),
             v: of(&inputs.v, value_dim),
             dout: of(&inputs.dout, value_dim),
-            decays: of(&inputs.logs, 1).into_iter().map(decay).collect(),
+            decays: of(&inputs.logs, self.each()).into_iter().map(decay).collect(),
             beta: Some(of(&inputs.rates, 1)),
         }
     }
@@ -246,11 +293,13 @@ fn inverses(head: &Head) -> Vec<f64> {
     for t in 0..tokens {
         let first = t / LINEAR_TILE * LINEAR_TILE;
         rows[t * LINEAR_TILE + t - first] = 1.0;
-        let mut decay = 1.0;
+        let mut decays = vec![1.0; dim];
         for s in (first..t).rev() {
-            decay *= head.decays[s + 1];
-            let pair = |i: usize| head.k[t * dim + i] * head.k[s * dim + i];
-            let weight = rates[t] * decay * (0..dim).map(pair).sum::<f64>();
+            let each = head.decays.len() / tokens;
+            let decay = |i: usize| head.decays[(s + 1) * each + i % each];
+            decays.iter_mut().enumerate().for_each(|(i, x)| *x *= decay(i));
+            let pair = |i: usize| decays[i] * head.k[t * dim + i] * head.k[s * dim + i];
+            let weight = rates[t] * (0..dim).map(pair).sum::<f64>();
             for j in 0..=s - first {
                 rows[t * LINEAR_TILE + j] -= weight * rows[s * LINEAR_TILE + j];
             }

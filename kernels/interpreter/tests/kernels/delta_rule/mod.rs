@@ -113,6 +113,26 @@ fn tokens_get_what_the_recurrence_gives_them() {
     check_all(&cases, Change::None);
 }
 
+/// Decays from almost none to e⁻²⁰ a token, and resets.
+#[test]
+fn channels_have_decays_of_their_own() {
+    let of_channels = Case { of_channels: true, decays: Decays::Random(3.0), ..CASE };
+    let slow = Decays::Random(0.02);
+    let cases = [
+        of_channels,
+        Case { rows: 1, ..of_channels },
+        Case { rows: 201, element: Element::F16, decays: slow, batch: 1, ..of_channels },
+        Case { decays: Decays::All(-28.9), batch: 1, ..of_channels },
+        Case { decays: Decays::Random(60.0), batch: 1, heads: 1, ..of_channels },
+        Case { decays: Decays::Resets(7), batch: 1, ..of_channels },
+        Case { rate: 2.0, decays: slow, batch: 1, ..of_channels },
+        Case { alike: 0.7, decays: slow, batch: 1, ..of_channels },
+        Case { limit: 80_000, rows: 300, part: 64, batch: 1, ..of_channels },
+    ];
+    check_all(&cases, Change::None);
+    check_all(&[of_channels], Change::Before(suffices));
+}
+
 /// Tokens before a reset at the beginning of a tile change no bit behind it, even with NaN or with a
 /// state of NaN.
 #[test]
@@ -172,9 +192,10 @@ fn every_mistake_is_found() {
     let even = Case { value_dim: 16, ..same };
     let alike = Case { alike: 0.7, rate: 2.0, ..same };
     let short = Case { part: 64, ..same };
+    let channels = Case { of_channels: true, decays: Decays::Random(1.0), ..CASE };
     type Mutant = (&'static str, Check, Case, Change);
     #[rustfmt::skip]
-    let mutants: [Mutant; 22] = [
+    let mutants: [Mutant; 31] = [
         ("inverse: decays and rates swapped", check_inverse, same, Change::Launch(|l| swap(l, "sums", "beta"))),
         ("inverse: a token too few", check_inverse, same, Change::Launch(|l| force(l, "rows", 149))),
         ("inverse: no mask", check_inverse, same, Change::Module(|m| reroute_all(m, Select, 2, 1))),
@@ -204,6 +225,18 @@ fn every_mistake_is_found() {
         ("keys: dout and dv swapped", check_keys, same, Change::Launch(|l| swap(l, "dout", "dv"))),
         ("keys: q and k swapped", check_keys, same, Change::Launch(|l| swap(l, "q", "k"))),
         ("keys: no mask", check_keys, same, Change::Module(|m| reroute_all(m, Select, 2, 1))),
+        ("channels: inverse with its diagonal", check_inverse, channels, Change::Module(|m| {
+            let diagonal = find(m, Select)[0];
+            m.op_mut(diagonal).operands.swap(1, 2);
+        })),
+        ("channels: pairs and rates swapped", check_inverse, channels, Change::Launch(|l| swap(l, "pairs", "beta"))),
+        ("channels: state with k in place of kh", check_states, channels, Change::Launch(|l| swap(l, "k", "kh"))),
+        ("channels: totals of another tile", check_states, channels, Change::Launch(|l| force(l, "sums_batch_stride", 64))),
+        ("channels: grad with k in place of kh", check_changes, channels, Change::Launch(|l| swap(l, "k", "kh"))),
+        ("channels: grad with q and k swapped", check_gradients, channels, Change::Launch(|l| swap(l, "q", "k"))),
+        ("channels: keys meet queries", check_keys, channels, Change::Launch(|l| swap(l, "met", "keys_met"))),
+        ("channels: what meets and decays swapped", check_keys, channels, Change::Launch(|l| swap(l, "met", "fades"))),
+        ("channels: dout and dv swapped", check_keys, channels, Change::Launch(|l| swap(l, "dout", "dv"))),
         ("keys: state of another part", check_keys, short, Change::Launch(|l| force(l, "part_tiles", 2))),
     ];
     let mut missed = vec![];

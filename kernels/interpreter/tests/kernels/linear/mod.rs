@@ -1,7 +1,7 @@
 //! Linear attention: `linear_state` and `linear_attend` against the recurrence.
 
 pub mod case;
-mod channels;
+pub mod channels;
 
 use burst_attention_kernels::instances::Element;
 use burst_attention_kernels::launch::{LinearAttend, column_tiles};

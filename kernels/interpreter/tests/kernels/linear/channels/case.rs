@@ -275,3 +275,14 @@ impl Case {
         pairs
     }
 }
+
+/// Returns pairs `[batch, padded rows, heads, 64]` with rows and columns of tiles exchanged.
+pub fn turned(pairs: &[f32], heads: usize) -> Vec<f32> {
+    let turned = (0..pairs.len()).map(|at| {
+        let (row, head, column) =
+            (at / LINEAR_TILE / heads, at / LINEAR_TILE % heads, at % LINEAR_TILE);
+        let from = row / LINEAR_TILE * LINEAR_TILE + column;
+        pairs[(from * heads + head) * LINEAR_TILE + row % LINEAR_TILE]
+    });
+    turned.collect()
+}

@@ -1,7 +1,7 @@
 //! Decays of channels: `channel_pairs`, and the images of linear attention for them, against the
 //! recurrence.
 
-mod case;
+pub mod case;
 
 use burst_attention_kernels::instances::{Element, Target};
 use burst_attention_kernels::launch::{
@@ -10,7 +10,7 @@ use burst_attention_kernels::launch::{
 use burst_attention_kernels::variant::Decays as Of;
 use cutile_ir::bytecode::Opcode::Select;
 
-use self::case::{Case, Exact, Inputs, KEYS, VALUES};
+use self::case::{Case, Exact, Inputs, KEYS, VALUES, turned};
 use super::case::Decays;
 use super::{near, rounding, twice};
 use crate::footprints::suffices;
@@ -95,15 +95,8 @@ impl Arrays<'_> {
 
     /// Returns the pairs of the reference, in reverse with tiles turned.
     fn pairs(&self) -> Vec<f32> {
-        let (heads, pairs) = (self.case.heads, &self.exact.pairs);
-        let turned = (0..pairs.len()).map(|at| {
-            let (row, head, column) =
-                (at / LINEAR_TILE / heads, at / LINEAR_TILE % heads, at % LINEAR_TILE);
-            let from = row / LINEAR_TILE * LINEAR_TILE + column;
-            let place = (from * heads + head) * LINEAR_TILE + row % LINEAR_TILE;
-            pairs[if self.case.reverse { place } else { at }] as f32
-        });
-        turned.collect()
+        let pairs: Vec<f32> = self.exact.pairs.iter().map(|&pair| pair as f32).collect();
+        if self.case.reverse { turned(&pairs, self.case.heads) } else { pairs }
     }
 }
 
