@@ -22,7 +22,6 @@ mod chunk;
 mod element;
 mod merge;
 mod online;
-mod pairs;
 mod parts;
 mod plan;
 mod row_blocks;
