@@ -176,6 +176,7 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, State, Again]:
         def results(first: State) -> tuple[jax.Array, State, jax.Array]:
             return calls.forward(call, operands._replace(first=first), None)
 
+        first = _with_workers(call, operands, first)
         out, last, kept = turns.in_turn(call.axes, first, results, lambda results: results[1])
         return out, last, (kept, None)
     transfer, left, again = calls.left(call, k, v, logs, beta)
@@ -183,6 +184,21 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, State, Again]:
     out, _, kept = calls.forward(call, operands._replace(first=start), again)
     # The transfer of decays is a sum, so it is not kept.
     return out, last, (kept, transfer if isinstance(transfer, Matrix) else None)
+
+
+def _with_workers(call: Call, operands: Operands, state: State) -> State:
+    """Returns ``state``, once this rank has the library's compute workers.
+
+    The library starts them in the first call of a process. If it can't, a rank that fails in its
+    turn would leave the others waiting. So each rank asks for what no tokens leave, which is 0.
+    """
+    if call.platform != "cpu":
+        return state
+    _, k, v, logs, _, beta = operands
+    nothing = calls.left(
+        call, k[:, :0], v[:, :0], logs[:, :0], None if beta is None else beta[:, :0]
+    )
+    return state + nothing[1]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -204,6 +220,7 @@ def _backward(call: Call, residuals: Kept, cotangents: Pair) -> Operands:
         def results(dafter: State) -> Operands:
             return calls.backward(call, operands, dout, dafter, None)
 
+        dlast = _with_workers(call, operands, dlast)
         gradients = turns.in_turn(call.axes, dlast, results, lambda own: own.first, back=True)
         dfirst = gradients.first
     else:
