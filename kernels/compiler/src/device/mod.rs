@@ -45,6 +45,7 @@ pub mod decode;
 pub mod decode_merge;
 pub mod delta_inverse;
 pub mod delta_keys;
+pub mod delta_parts;
 pub mod delta_rule;
 pub mod dropout;
 pub mod forward;
