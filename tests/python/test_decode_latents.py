@@ -95,7 +95,7 @@ def test_prefixes(sharding, implementation):
     "sharding", [Sharding(4, interleave=2, capacity=8), Sharding(2, page=4, capacity=16)], ids=str
 )
 def test_append_writes_one_cache(sharding):
-    """Without values, the cache of keys gets the same bytes as beside a cache of values."""
+    """A call without values writes the keys that a call with values writes."""
     key, held = ring.normal(0, (5, 3, 1, 24), (5, 32, 1, 24), dtype="bfloat16")
     cache, table, spec = sharding.dealt(held), None, SHARDED
     if sharding.page:
