@@ -64,7 +64,7 @@ def of_sums(
 
 def faded(x: Float[Array, "*shape"], decays: Float32[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Returns ``x`` with decays, rounded; 0 where a decay is 0, whatever ``x`` is."""
-    return jnp.where(decays == 0, 0, decays * x).astype(x.dtype)
+    return jnp.where(decays == 0, 0, decays * x.astype(decays.dtype)).astype(x.dtype)
 
 
 def met(
