@@ -116,9 +116,13 @@ class PoolProblem:
 def cases(ranks):
     """Returns the problems for a number of ranks: 2, 4 or 8."""
     decoding = (DecodeProblem(ranks), DecodeProblem(ranks, page=8, dtype="bfloat16"))
-    infini = (InfiniProblem(ranks, update="delta"),)
+    of_products = (
+        LinearProblem(ranks, method="ring", outer=2, delta=True),
+        LinearProblem(ranks, method="all_gather", delta=True),
+        InfiniProblem(ranks, update="delta"),
+    )
     if "products" in platforms.current().lacks:
-        decoding = infini = ()
+        decoding = of_products = ()
     line, half = {"mesh": (1, ranks, 1), "q_len": 64, "kv_len": 64}, ranks // 2
     return (
         Problem(**line, causal=True, layout="zigzag", sinks=True),
@@ -148,8 +152,6 @@ def cases(ranks):
         LinearProblem(ranks, method="ring", outer=2),
         LinearProblem(ranks, method="all_gather", outer=2),
         LinearProblem(ranks, method="in_turn"),
-        LinearProblem(ranks, method="ring", outer=2, delta=True),
-        LinearProblem(ranks, method="all_gather", delta=True),
-        *infini,
+        *of_products,
         *decoding,
     )
