@@ -2,10 +2,11 @@
 //!
 //! If there are fewer heads than workers, the workers share the chunks of each head. A window is some
 //! consecutive chunks. The workers prepare its chunks in parallel. Then the state passes over the
-//! window; the workers share its columns, which do not depend on each other. At last they finish the
-//! chunks in parallel, and prepare those of the next window. Without the delta rule, what a chunk adds
-//! to the state is computed while chunks are prepared, and the pass only adds states. Every number is
-//! computed as on one thread, so results have the same bits.
+//! window, in one task or in one for each of some columns, which do not depend on each other. Then
+//! the workers finish the chunks in parallel. While one window's state passes, the chunks of the
+//! window before are finished and those of the window after are prepared. Without the delta rule, what
+//! a chunk adds to the state is computed while chunks are prepared, and the pass only adds states.
+//! Every number is computed as on one thread, so results have the same bits.
 
 use super::prefetch::Prefetch;
 use super::steps::{Chunk, Chunks, Slot, States, Steps, load_state, store_state, take_states};

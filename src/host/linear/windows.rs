@@ -1,4 +1,8 @@
 //! The chunks of a head, shared by all workers: windows of chunks.
+//!
+//! While the state passes over a window, other workers finish the window before and prepare the one
+//! after it. With two workers this takes 0.8 of the time of both in turn (the delta rule, one head,
+//! 65,536 tokens).
 
 use std::ops::Range;
 
@@ -14,11 +18,13 @@ use crate::host::simd::{Simd, Task};
 /// Most floats of the chunks of a window.
 const FLOATS: usize = 1 << 20;
 /// Most chunks of a window for each worker, without the delta rule and with it. The workers wait for
-/// each other twice a window. With the rule each worker reads all chunks of a window, and 8 chunks
-/// take 5 % longer than 4; without it 4 chunks take 3 to 10 % longer than 8.
+/// each other once a window. With the rule none of 2, 8 and 12 chunks was faster than 4.
 const CHUNKS: [usize; 2] = [8, 4];
 /// Columns of a state that a worker takes at least: the lanes of the longest vectors.
 const COLUMNS: usize = 16;
+/// Columns of a state that a worker takes at least while others are busy with the windows beside:
+/// products of fewer columns are slower, and each worker reads all chunks.
+const FULL: usize = 64;
 
 /// A value that threads share. It holds pointers to scratch memory.
 #[repr(transparent)]
@@ -30,12 +36,13 @@ unsafe impl<T> Send for Shared<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Shared<T> {}
 
-/// The memory of a window.
+/// The memory of windows.
 struct Memory<P> {
-    /// The states between chunks, of each member, for one window and the next in turns.
-    states: [Vec<States>; 2],
-    /// The members of the first chunk, then those of the second, and so on.
-    slots: Vec<Shared<Slot<P>>>,
+    /// The states between chunks, of each member, for three windows in turns.
+    states: [Vec<States>; 3],
+    /// The slots of two windows in turns: the members of the first chunk, then those of the second,
+    /// and so on.
+    slots: [Vec<Shared<Slot<P>>>; 2],
 }
 
 /// Takes all steps of some chunks, with the results of [`run`](super::sequence::run).
@@ -49,24 +56,18 @@ pub(super) unsafe fn run<T: Steps>(
     states: &[States],
 ) {
     let (members, all) = (steps.members(), chunks.numbers.len());
-    let mut floats = 0;
-    steps.take_parts(&mut |rows, row| {
-        floats += rows * row;
-        Matrix { at: std::ptr::null_mut(), row }
-    });
-    let most = (FLOATS / (floats * members).max(1)).max(workers.threads);
-    let each = CHUNKS[usize::from(steps.corrects())];
-    let count = most.min(each * workers.threads).min(all);
+    let count = window_chunks(workers.threads, steps, all);
     let lay_out = |scratch: &mut Scratch| {
         let mut take = |rows, row| Matrix::take(scratch, (rows, row));
         let mut own = |_| take_states(&mut take, count + 1, steps.state());
-        let states = [(); 2].map(|()| (0..members).map(&mut own).collect());
+        let states = [(); 3].map(|()| (0..members).map(&mut own).collect());
         let mut slot = || Slot { parts: steps.take_parts(&mut take), decays: None, fresh: true };
-        Memory { states, slots: (0..count * members).map(|_| Shared(slot())).collect() }
+        let slots = [(); 2].map(|()| (0..count * members).map(|_| Shared(slot())).collect());
+        Memory { states, slots }
     };
-    Scratch::with(lay_out, |Memory { states: own, mut slots }| {
+    Scratch::with(lay_out, |Memory { states: own, slots: [mut slots, mut others] }| {
         let window = |number: usize| {
-            let (first, own) = (number * count, &own[number % 2]);
+            let (first, own) = (number * count, &own[number % 3]);
             let between = |(given, own): (&States, &States)| match given.step {
                 0 => *own,
                 step => States { first: given.before(first), step },
@@ -76,35 +77,51 @@ pub(super) unsafe fn run<T: Steps>(
             (first < all).then_some(Window { workers, steps, chunks, places, states })
         };
         let overwritten = |index: &usize| states[*index].step == 0;
-        // SAFETY: the memory is this call's. The caller guarantees the states and the arrays.
+        // SAFETY: the memory is this call's. The caller guarantees the states and the arrays. Two
+        // windows in turn have slots of their own, and three have states of their own.
         unsafe {
             for own in own.iter().flatten() {
                 own.clear_padding(count + 1, steps.state()[0]);
             }
-            let (mut number, mut now) = (0, window(0));
-            if let Some(first) = &now {
-                for index in (0..members).filter(overwritten) {
-                    copy_state(states[index].first, first.states[index].first, own[0][index].step);
-                }
-                turn(&mut slots, None, now.as_ref());
+            let (mut number, mut last, mut now) = (0, None, window(0));
+            for (index, states) in states.iter().enumerate().filter(|(index, _)| overwritten(index))
+            {
+                copy_state(states.first, own[0][index].first, own[0][index].step);
             }
-            while let Some(window_now) = now {
-                window_now.pass(&slots);
+            turn(&mut slots, None, now.as_ref());
+            while let Some(this) = now {
                 number += 1;
                 let next = window(number);
+                rayon::join(
+                    || this.pass(&slots),
+                    || turn(&mut others, last.as_ref(), next.as_ref()),
+                );
                 for index in (0..members).filter(overwritten) {
-                    let last = window_now.states[index].before(window_now.places.len());
+                    let end = this.states[index].before(this.places.len());
                     let to = next.as_ref().map_or(states[index].first, |x| x.states[index].first);
-                    copy_state(last, to, own[0][index].step);
+                    copy_state(end, to, own[0][index].step);
                 }
-                turn(&mut slots, Some(&window_now), next.as_ref());
-                now = next;
+                std::mem::swap(&mut slots, &mut others);
+                (last, now) = (Some(this), next);
             }
+            turn(&mut others, last.as_ref(), None);
         }
     });
 }
 
-/// Finishes the chunks of a window, and prepares those of the next one in the same slots.
+/// Returns the number of chunks of a window.
+fn window_chunks<T: Steps>(threads: usize, steps: &T, all: usize) -> usize {
+    let mut floats = 0;
+    steps.take_parts(&mut |rows, row| {
+        floats += rows * row;
+        Matrix { at: std::ptr::null_mut(), row }
+    });
+    let most = (FLOATS / (floats * steps.members()).max(1)).max(threads);
+    let each = CHUNKS[usize::from(steps.corrects())];
+    most.min(each * threads).min(all)
+}
+
+/// Finishes the chunks of a window, and prepares those of another in the same slots.
 ///
 /// # Safety
 /// The caller guarantees the memory and the arrays, as [`Window`] says.
@@ -114,7 +131,8 @@ unsafe fn turn<T: Steps>(
     next: Option<&Window<'_, T>>,
 ) {
     let Some(Window { workers: Workers { isa, .. }, steps, .. }) = last.or(next) else { return };
-    slots.par_chunks_mut(steps.members()).enumerate().for_each(|(place, slots)| {
+    let places = slots.par_chunks_mut(steps.members()).enumerate().with_max_len(1);
+    places.for_each(|(place, slots)| {
         // A shared slot is laid out as the slot.
         let slots = slots.as_mut_ptr().cast();
         if let Some(window) = last.filter(|window| place < window.places.len()) {
@@ -147,8 +165,9 @@ impl<T: Steps> Window<'_, T> {
     unsafe fn pass(&self, slots: &[Shared<Slot<T::Parts>>]) {
         let (isa, members) = (self.workers.isa, self.steps.members());
         let slots = &slots[..self.places.len() * members];
-        let vectors = self.steps.state()[1] / COLUMNS;
-        let parts = self.workers.threads.div_ceil(members);
+        let (columns, threads) = (self.steps.state()[1], self.workers.threads.div_ceil(members));
+        let parts = threads.min((threads / 2).max(columns / FULL)).max(1);
+        let vectors = columns / COLUMNS;
         let parts: Vec<_> = even_parts(vectors, vectors.div_ceil(parts).max(1)).collect();
         (0..members * parts.len()).into_par_iter().for_each(|index| {
             let (part, member) = (&parts[index % parts.len()], index / parts.len());
