@@ -5,7 +5,7 @@ The delta rule is linear attention with corrected values u. So tokens are cut in
 
     forward   u = corrected(k, v, S);  o = attend(q, k, u, S)
     backward  dy = gradients(q, k, dout, D);  dv = β dy;  dq = attend(dout, u, k, Sᵀ)
-              dk = keys(u, dout, q, dv, k, Dᵀ) − β attend(dy, u, k, Sᵀ, strict)
+              dk = keys(u, dout, q, dv, k, Dᵀ) − attend(dv, u, k, Sᵀ, strict)
 
 S is the state before each part and D the gradient of the state after it. A part turns the state
 before it into A S + M. A kernel computes A and M of all parts at once, and products of these small
@@ -42,6 +42,10 @@ Transfers: TypeAlias = Float32[Array, "batch parts heads k_dim k_dim"]
 """A of each part."""
 Begins: TypeAlias = Float32[Array, "batch begins heads k_dim columns"]
 """A and M of all parts before each part, and of all parts."""
+
+
+LEAST_RATE = 2.0**-6
+"""The least β by which products with β dy may be divided: β dy keeps the digits of dy."""
 
 
 class Again(NamedTuple):
@@ -144,16 +148,20 @@ def backward(has_documents: bool, operands: Arrays, again: Again | None) -> Arra
     dv = (rate * dy.astype(jnp.float32)).astype(dy.dtype)
     turned = before.swapaxes(3, 4)
     dq, of_queries = gpu.attended("dq", parts, (given_dout, u, tokens.k, turned), queries)
-    seen, of_seen = gpu.attended("seen", parts, (dy, u, tokens.k, turned), tokens.k, strict=True)
+    # Products of β dy in `seen` and in `keys` cancel in dlogs, so both take it rounded once.
+    is_small = rate < LEAST_RATE
+    rest, own = jnp.where(is_small, rate, 1), jnp.where(is_small, 1, rate)
+    given = (jnp.where(is_small, dy, dv), u, tokens.k, turned)
+    seen, of_seen = gpu.attended("seen", parts, given, tokens.k, strict=True)
     dk, of_keys = _keys(tokens, (queries, u, given_dout, dv, d.swapaxes(3, 4)))
-    dk = (dk.astype(jnp.float32) - rate * seen.astype(jnp.float32)).astype(dk.dtype)
+    dk = (dk.astype(jnp.float32) - rest * seen.astype(jnp.float32)).astype(dk.dtype)
     of_values = jnp.einsum("bshv,bshv->bhs", dy, values, preferred_element_type=jnp.float32)
-    rates = rate.swapaxes(1, 2)
+    rest, own = rest.swapaxes(1, 2), own[..., 0].swapaxes(1, 2)
     if parts.channels:
-        dbeta = of_values - of_seen.sum(axis=3)
+        dbeta = of_values - of_seen.sum(axis=3) / own
     else:
-        dbeta, rates = of_values - of_seen, rates[..., 0]
-    dots = of_queries - rates * of_seen - of_keys
+        dbeta, rest = of_values - of_seen / own, rest[..., 0]
+    dots = of_queries - rest * of_seen - of_keys
     gradients: Arrays = (dq, dk, dv, dbeta.swapaxes(1, 2)[..., None])
     if has_documents:
         gradients, dots = _spread(parts, operands, states[:, 0], gradients, dots)
