@@ -17,6 +17,7 @@ import test_delta_cuda as delta_cuda
 from burst_attention._linear import checks, gpu, gpu_delta, states
 from linear_cases import assert_right, delta_inputs, found
 from linear_reference import recurrence
+from long import spread
 from test_channels_cuda import LEVELS, carried, level_tiles, quarter
 from test_delta_cuda import SPOILS, TILE, in_tiles, of_tiles, product, statistics, summed
 from test_linear_cuda import SLACK, exactly, rounded
@@ -162,7 +163,7 @@ def inputs(tokens, heads, k_dim, v_dim, dtype="float32"):
 
 
 @host
-@pytest.mark.parametrize("name", SPOILS)
+@pytest.mark.parametrize("name", spread(SPOILS, 4))
 def test_what_is_not_finite_stays_in_its_document(kernels, name):
     """In parts of two tiles, so that documents begin inside of parts and go through several."""
     arrays, begins = inputs(200, (1, 1, 1), 8, 8), [0, 40, 100, 150, 200]

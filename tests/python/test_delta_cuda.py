@@ -15,6 +15,7 @@ from burst_attention._linear import gpu, gpu_delta, states
 from burst_attention._linear.states import Matrix, apply
 from linear_cases import delta_limits
 from linear_reference import recurrence
+from long import spread
 from test_linear_cuda import SLACK, TILE, exactly, in_parts, rounded, stand_in
 
 product = partial(jnp.einsum, precision="highest")
@@ -242,7 +243,7 @@ SPOILS = ("q", "k", "v", "log_decay", "first", "dout", "dlast", "beta")
 
 
 @host
-@pytest.mark.parametrize("name", SPOILS)
+@pytest.mark.parametrize("name", spread(SPOILS, 4))
 def test_what_is_not_finite_stays_in_its_document(kernels, monkeypatch, name):
     """In parts of one tile, so that documents begin inside of parts and go through several."""
     monkeypatch.setattr(gpu, "part_rows", lambda batch, tokens, heads: TILE)

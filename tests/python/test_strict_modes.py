@@ -219,6 +219,7 @@ def test_plain_decoding_outside_of_programs_is_finite():
             decode(jnp.array([3, 0]), return_residual=True)
 
 
+@pytest.mark.long
 def test_no_call_keeps_traced_arrays():
     """If one does, JAX may look for the reason until the test's time is over."""
     mesh = device_mesh(AxisType.Explicit).abstract_mesh
