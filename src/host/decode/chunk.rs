@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::DecodeIo;
 use super::element::{Bf16, Element, F16, F32, whole_loads};
 use super::merge::{Partials, write};
+use super::pairs::{in_pairs, pair_values};
 use super::plan::{Part, Plan, Query, position};
 use super::row_blocks::{ROWS, RowBlocks, SCORES, State};
 use super::tile::{Ahead, QUAD, QUADS, Seen, TILE, Tile, row_of};
@@ -172,8 +173,13 @@ impl ChunkTask<'_> {
                     let (query, q_head) = self.row(queries, head, row);
                     let (entry, t) = query.at;
                     let to = q.skip(first * ROWS + row);
-                    self.load::<S, E>(simd, self.io.q.row(entry, t, q_head), self.io.q.dim, to);
-                    pack::scale(simd, to.at, to.row, self.io.scale);
+                    let from = self.io.q.row(entry, t, q_head).cast_const();
+                    if in_pairs(simd, self.io, COPY_FROM) {
+                        to.at.cast::<u16>().copy_from(from.cast(), self.io.q.dim);
+                    } else {
+                        self.load::<S, E>(simd, from, self.io.q.dim, to);
+                        pack::scale(simd, to.at, to.row, self.io.scale);
+                    }
                     if let Some(of_heads) = self.slopes {
                         let lanes = slopes.skip(first).at.add(row * QUAD);
                         (0..QUAD).for_each(|lane| *lanes.add(lane) = of_heads[q_head]);
@@ -250,7 +256,9 @@ impl ChunkTask<'_> {
                     by_quad: !copies,
                     ahead: Ahead { tiles: [&tile, &next], skips: self.skips(), bytes: read },
                 };
-                if copies {
+                if in_pairs(simd, io, COPY_FROM) {
+                    self.pair(simd, scratch, blocks);
+                } else if copies {
                     self.copy::<S, E>(simd, scratch, blocks);
                 } else {
                     blocks.compute::<S, E>(simd);
@@ -319,6 +327,32 @@ impl ChunkTask<'_> {
             // SAFETY: the caller guarantees the state.
             unsafe {
                 RowBlocks { blocks: of_head, keys, values, ..blocks }.compute::<S, F32>(simd);
+            }
+        }
+    }
+
+    /// Writes the values as pairs, head after head, before the products of each head.
+    ///
+    /// # Safety
+    /// The caller guarantees the scratch and what [`RowBlocks::compute_pairs`] asks for.
+    #[inline(always)]
+    unsafe fn pair<S: Simd>(&self, simd: S, scratch: ChunkScratch, blocks: RowBlocks<'_>) {
+        let skips = self.skips();
+        for head in 0..self.part.kv_heads.len() {
+            let keys = blocks.keys.map(|row| row.wrapping_add(head * skips[0]));
+            let mut values = blocks.values.map(|row| row.wrapping_add(head * skips[1]));
+            for (pair, rows) in values.as_chunks_mut().0.iter_mut().enumerate() {
+                let to = scratch.values.skip(pair);
+                // SAFETY: the caller guarantees the tile's rows. The scratch has one for each pair.
+                unsafe { pair_values::<S>(*rows, self.io.v.dim, to) }
+                rows.fill(to.at.cast_const().cast());
+            }
+            let first = head * blocks.per_head;
+            let of_head = first..first + blocks.per_head;
+            // SAFETY: the caller guarantees the state.
+            unsafe {
+                RowBlocks { blocks: of_head, keys: &keys, values: &values, ..blocks }
+                    .compute_pairs(simd, self.io.scale);
             }
         }
     }

@@ -22,6 +22,7 @@ mod chunk;
 mod element;
 mod merge;
 mod online;
+mod pairs;
 mod parts;
 mod plan;
 mod row_blocks;

@@ -15,7 +15,7 @@ pub(super) const ROWS: usize = 4;
 /// Scores of a row block and a quad of keys: those of a row are adjacent.
 pub(super) const SCORES: usize = ROWS * QUAD;
 /// Vectors of an output that are summed at a time.
-const COLUMNS: usize = 4;
+pub(super) const COLUMNS: usize = 4;
 /// Quads of values that are summed before the next row block's turn.
 const VALUE_QUADS: usize = 2;
 /// Quads between the prefetch of rows and their use.
@@ -148,7 +148,7 @@ impl RowBlocks<'_> {
     /// Asks for a row block's part of the rows of the next head, which may be the first head of the
     /// next tile.
     #[inline(always)]
-    fn fetch_next<S: Simd>(&self, simd: S, block: usize) {
+    pub(super) fn fetch_next<S: Simd>(&self, simd: S, block: usize) {
         let part = |end: usize| end * 2 * QUADS / self.per_head;
         for quad in part(block - self.blocks.start)..part(block - self.blocks.start + 1) {
             match self.blocks.end / self.per_head {

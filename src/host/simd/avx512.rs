@@ -1,6 +1,7 @@
 //! Vectors of 16 lanes with AVX-512.
 
 use std::arch::x86_64::*;
+use std::mem::transmute;
 
 use super::{Simd, Task};
 
@@ -10,6 +11,15 @@ instruction_set! {
 }
 
 impl Avx512 {
+    /// Runs a task in a function that may also multiply pairs.
+    ///
+    /// # Safety
+    /// The caller has made sure that the CPU has AVX-512 BF16. `self` proves the other instructions.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+    unsafe fn run_pairs<T: Task>(self, task: T) {
+        task.run(self);
+    }
+
     /// Returns four floats of the row at `from` and of the fourth, eighth and twelfth row after it.
     ///
     /// # Safety
@@ -49,6 +59,22 @@ impl Simd for Avx512 {
     type Vector = __m512;
 
     x86_methods!(_mm512_unpacklo_ps, _mm512_unpackhi_ps, _mm512_shuffle_ps);
+
+    #[inline(always)]
+    fn has_pairs(self) -> bool {
+        is_x86_feature_detected!("avx512bf16")
+    }
+
+    unsafe fn vectorize_pairs<T: Task>(self, task: T) {
+        // SAFETY: `self` proves most instructions, and the caller has made sure of the others.
+        unsafe { self.run_pairs(task) }
+    }
+
+    #[inline(always)]
+    unsafe fn add_pairs(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: the caller has made sure of the instruction. Both types are 512 bits.
+        unsafe { _mm512_dpbf16_ps(c, transmute(a), transmute(b)) }
+    }
 
     operations! {
         fn splat(x: f32) -> __m512 { _mm512_set1_ps(x) }

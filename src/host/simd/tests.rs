@@ -253,7 +253,8 @@ fn inside_keeps_the_lanes_of_its_range() {
     }
 }
 
-/// Pushes the sums of vectors, the largest lanes of quads, and the two bfloat16 of a lane.
+/// Pushes the sums of vectors, the largest lanes of quads, the two bfloat16 of a lane, and the sum of
+/// 1 and their squares, if the CPU has pairs.
 struct AcrossLanes<'a> {
     table: &'a [f32; 256],
     out: &'a mut Vec<[f32; 16]>,
@@ -269,11 +270,17 @@ impl Task for AcrossLanes<'_> {
             *row = unsafe { simd.load(self.table.as_ptr().add(16 * i)) };
         }
         let odd = simd.splat(f32::from_bits(0x4049_3fc0));
+        let mut pairs = simd.splat(13.113525);
+        if simd.has_pairs() {
+            // SAFETY: the CPU has pairs.
+            pairs = unsafe { simd.add_pairs(odd, odd, simd.splat(1.0)) };
+        }
         let found = [
             simd.sum_each(rows),
             simd.max_of_quads(rows[5]),
             simd.low_bf16(odd),
             simd.high_bf16(odd),
+            pairs,
         ];
         for x in found {
             let mut lanes = [0.0; 16];
@@ -299,6 +306,7 @@ fn operations_across_lanes_agree_with_their_definitions() {
             let most = quad.iter().copied().fold(f32::MIN, f32::max);
             assert_eq!(out[1][lane], most, "{isa}: the largest lane of {quad:?}");
             assert_eq!([out[2][lane], out[3][lane]], [1.5, 3.140625], "{isa}: bfloat16");
+            assert_eq!(out[4][lane], 13.113525, "{isa}: 1 + 1.5² + 3.140625²");
         }
     }
 }
