@@ -73,7 +73,9 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn add_pairs(self, a: __m512, b: __m512, c: __m512) -> __m512 {
         // SAFETY: the caller has made sure of the instruction. Both types are 512 bits.
-        unsafe { _mm512_dpbf16_ps(c, transmute(a), transmute(b)) }
+        unsafe {
+            _mm512_dpbf16_ps(c, transmute::<__m512, __m512bh>(a), transmute::<__m512, __m512bh>(b))
+        }
     }
 
     operations! {
