@@ -2,13 +2,14 @@
 
 use std::ops::Range;
 
-use super::DecodeIo;
 use super::element::{Bf16, Element, F16, F32, whole_loads};
+use super::lane::{Float, Lane, Pair, in_pairs};
+use super::many_rows::{lay_beside, pair_values, row_places};
 use super::merge::{Partials, write};
-use super::pairs::{in_pairs, pair_values};
 use super::plan::{Part, Plan, Query, position};
 use super::row_blocks::{ROWS, RowBlocks, SCORES, State};
 use super::tile::{Ahead, QUAD, QUADS, Seen, TILE, Tile, row_of};
+use super::{DecodeIo, MANY};
 use crate::host::matmul::Matrix;
 use crate::host::pack::{self, load_row};
 use crate::host::scratch::{Scratch, ScratchTask};
@@ -91,10 +92,11 @@ impl ScratchTask for ChunkTask<'_> {
         let mut take = |rows, row| Matrix::take(scratch, (rows, row));
         ChunkScratch {
             state: State {
-                q: take(blocks * ROWS, width),
+                q: take(heads * row_places(per_head), width),
                 o: take(blocks * ROWS, value_width),
                 m: take(blocks, SCORES),
                 l: take(blocks, SCORES),
+                rounded: take(blocks, SCORES),
                 alpha: take(blocks, SCORES),
                 scores: take(blocks * QUADS, SCORES),
                 slopes: take(blocks, SCORES),
@@ -103,7 +105,8 @@ impl ScratchTask for ChunkTask<'_> {
             },
             zeros: take(1, heads * width.max(value_width)),
             keys: take(TILE, width),
-            values: take(TILE, value_width),
+            // Rows whose distance is a power of two would share few places of the cache.
+            values: take(TILE, value_width + 16),
         }
     }
 
@@ -157,7 +160,7 @@ impl ChunkTask<'_> {
         scratch: ChunkScratch,
         queries: &[&Query],
     ) {
-        let State { q, o, m, l, slopes, .. } = scratch.state;
+        let State { q, o, m, l, rounded, slopes, .. } = scratch.state;
         let per_head = self.blocks_per_head(queries.len());
         // SAFETY: the caller guarantees the scratch and the queries.
         unsafe {
@@ -165,20 +168,29 @@ impl ChunkTask<'_> {
             for head in 0..self.part.kv_heads.len() {
                 let first = head * per_head;
                 o.skip(first * ROWS).clear(per_head * ROWS);
+                q.skip(head * row_places(per_head)).clear(row_places(per_head));
                 for lanes in (0..per_head * SCORES).step_by(S::LANES) {
                     simd.store(m.skip(first).at.add(lanes), simd.splat(f32::NEG_INFINITY));
                     simd.store(l.skip(first).at.add(lanes), simd.zero());
+                    simd.store(rounded.skip(first).at.add(lanes), simd.zero());
                 }
                 for row in 0..queries.len() * self.io.group() {
                     let (query, q_head) = self.row(queries, head, row);
                     let (entry, t) = query.at;
-                    let to = q.skip(first * ROWS + row);
                     let from = self.io.q.row(entry, t, q_head).cast_const();
-                    if in_pairs(simd, self.io, COPY_FROM) {
-                        to.at.cast::<u16>().copy_from(from.cast(), self.io.q.dim);
-                    } else {
+                    if self.io.group() < MANY {
+                        let to = q.skip(first * ROWS + row);
                         self.load::<S, E>(simd, from, self.io.q.dim, to);
                         pack::scale(simd, to.at, to.row, self.io.scale);
+                    } else {
+                        let to = q.skip(head * row_places(per_head)).at;
+                        let copy = scratch.keys;
+                        if in_pairs(simd, self.io) {
+                            lay_beside::<S>(from.cast(), q.row / Pair::ELEMENTS, (to, row));
+                        } else {
+                            self.load::<S, E>(simd, from, self.io.q.dim, copy);
+                            lay_beside::<S>(copy.at, q.row, (to, row));
+                        }
                     }
                     if let Some(of_heads) = self.slopes {
                         let lanes = slopes.skip(first).at.add(row * QUAD);
@@ -256,7 +268,7 @@ impl ChunkTask<'_> {
                     by_quad: !copies,
                     ahead: Ahead { tiles: [&tile, &next], skips: self.skips(), bytes: read },
                 };
-                if in_pairs(simd, io, COPY_FROM) {
+                if in_pairs(simd, io) {
                     self.pair(simd, scratch, blocks);
                 } else if copies {
                     self.copy::<S, E>(simd, scratch, blocks);
@@ -310,12 +322,18 @@ impl ChunkTask<'_> {
         let sides =
             [(&self.io.k, blocks.keys, scratch.keys), (&self.io.v, blocks.values, scratch.values)];
         let count = if self.io.values_in_keys() { 1 } else { 2 };
+        let many = self.io.group() >= MANY;
+        let in_place = many && E::DTYPE == Dtype::F32 && whole_loads(self.io, S::LANES);
         for head in 0..self.part.kv_heads.len() {
             let mut copies = [[std::ptr::null(); TILE]; 2];
             for (side, copies) in copies[..count].iter_mut().enumerate() {
                 let ((array, rows, to), skip) = (sides[side], head * self.skips()[side]);
                 for (row, copy) in copies.iter_mut().enumerate() {
                     let (from, to) = (rows[row].wrapping_add(skip), to.skip(row));
+                    if in_place {
+                        *copy = from;
+                        continue;
+                    }
                     // SAFETY: the caller guarantees the tile's rows. The scratch has one for each.
                     unsafe { self.load::<S, E>(simd, from, array.dim, to) }
                     *copy = to.at.cast_const().cast();
@@ -326,7 +344,12 @@ impl ChunkTask<'_> {
             let of_head = first..first + blocks.per_head;
             // SAFETY: the caller guarantees the state.
             unsafe {
-                RowBlocks { blocks: of_head, keys, values, ..blocks }.compute::<S, F32>(simd);
+                let blocks = RowBlocks { blocks: of_head, keys, values, ..blocks };
+                if many {
+                    blocks.compute_many::<S, Float>(simd, self.io.scale);
+                } else {
+                    blocks.compute::<S, F32>(simd);
+                }
             }
         }
     }
@@ -334,7 +357,7 @@ impl ChunkTask<'_> {
     /// Writes the values as pairs, head after head, before the products of each head.
     ///
     /// # Safety
-    /// The caller guarantees the scratch and what [`RowBlocks::compute_pairs`] asks for.
+    /// The caller guarantees the scratch and what [`RowBlocks::compute_many`] asks for.
     #[inline(always)]
     unsafe fn pair<S: Simd>(&self, simd: S, scratch: ChunkScratch, blocks: RowBlocks<'_>) {
         let skips = self.skips();
@@ -344,7 +367,7 @@ impl ChunkTask<'_> {
             for (pair, rows) in values.as_chunks_mut().0.iter_mut().enumerate() {
                 let to = scratch.values.skip(pair);
                 // SAFETY: the caller guarantees the tile's rows. The scratch has one for each pair.
-                unsafe { pair_values::<S>(*rows, self.io.v.dim, to) }
+                unsafe { pair_values(simd, *rows, self.io.v.dim, to) }
                 rows.fill(to.at.cast_const().cast());
             }
             let first = head * blocks.per_head;
@@ -352,7 +375,7 @@ impl ChunkTask<'_> {
             // SAFETY: the caller guarantees the state.
             unsafe {
                 RowBlocks { blocks: of_head, keys: &keys, values: &values, ..blocks }
-                    .compute_pairs(simd, self.io.scale);
+                    .compute_many::<S, Pair>(simd, self.io.scale);
             }
         }
     }
@@ -363,7 +386,7 @@ impl ChunkTask<'_> {
     /// The caller guarantees what [`ScratchTask::work`] asks for.
     #[inline(always)]
     unsafe fn end<S: Simd>(&self, simd: S, scratch: ChunkScratch, queries: &[&Query]) {
-        let State { o, m, l, .. } = scratch.state;
+        let State { o, m, l, rounded, .. } = scratch.state;
         let per_head = self.blocks_per_head(queries.len());
         for head in 0..self.part.kv_heads.len() {
             for row in 0..queries.len() * self.io.group() {
@@ -371,8 +394,15 @@ impl ChunkTask<'_> {
                 let at = head * per_head * ROWS + row;
                 // SAFETY: the caller guarantees the scratch, and that the results are this task's.
                 unsafe {
-                    let (m, l) = (m.at.add(at * QUAD), l.at.add(at * QUAD));
-                    let state = [*m, (*l + *l.add(1)) + (*l.add(2) + *l.add(3))];
+                    let sum = |lanes: *const f32| {
+                        (*lanes + *lanes.add(1)) + (*lanes.add(2) + *lanes.add(3))
+                    };
+                    let state = [*m.at.add(at * QUAD), sum(l.at.add(at * QUAD))];
+                    let rounded = sum(rounded.at.add(at * QUAD));
+                    if in_pairs(simd, self.io) && rounded > 0.0 {
+                        let o = o.skip(at);
+                        pack::scale(simd, o.at, o.row, state[1] / rounded);
+                    }
                     if query.chunks.len() == 1 {
                         write(simd, self.io, (query.at, q_head), o.skip(at), state);
                     } else {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::DecodeIo;
+use super::{DecodeIo, MANY};
 
 /// Most queries of a task, counted in rows: a query has a row for each head of its group. One query
 /// alone may have more rows.
@@ -93,7 +93,7 @@ impl Plan {
 /// a key. (Latents of 128 heads, 32,768 keys: chunks of 1024 keys took a sixth of the time to write
 /// and to merge, and chunks of 2048 half of that.)
 fn chunk_rows(io: &DecodeIo<'_>) -> usize {
-    let most = if io.group() < 16 { 1024 } else { 4096 };
+    let most = if io.group() < MANY { 1024 } else { 4096 };
     let least = (io.capacity() / 16).clamp(128, most).next_power_of_two();
     least * io.q.rows.len().div_ceil(4).next_power_of_two()
 }

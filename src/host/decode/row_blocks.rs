@@ -25,7 +25,8 @@ const DISTANCE: usize = 1;
 /// floats, each row of a row block has [`QUAD`].
 #[derive(Clone, Copy)]
 pub(super) struct State {
-    /// Queries, times the scale: the rows of each row block.
+    /// Queries, times the scale: the rows of each row block. Many rows lie side by side instead
+    /// ([`lay_beside`](super::many_rows::lay_beside)).
     pub q: Matrix,
     /// Σ e^(score − m) v: the rows of each row block.
     pub o: Matrix,
@@ -33,6 +34,8 @@ pub(super) struct State {
     pub m: Matrix,
     /// Sums of e^(score − m), each over every fourth key: [`SCORES`] floats for each row block.
     pub l: Matrix,
+    /// As `l`, of weights that are rounded to bfloat16; used with pairs alone.
+    pub rounded: Matrix,
     /// e^(old m − new m), the factor for sums that were made with the old m: [`SCORES`] floats for
     /// each row block.
     pub alpha: Matrix,
@@ -148,7 +151,7 @@ impl RowBlocks<'_> {
     /// Asks for a row block's part of the rows of the next head, which may be the first head of the
     /// next tile.
     #[inline(always)]
-    pub(super) fn fetch_next<S: Simd>(&self, simd: S, block: usize) {
+    fn fetch_next<S: Simd>(&self, simd: S, block: usize) {
         let part = |end: usize| end * 2 * QUADS / self.per_head;
         for quad in part(block - self.blocks.start)..part(block - self.blocks.start + 1) {
             match self.blocks.end / self.per_head {

@@ -95,6 +95,16 @@ impl Simd for Avx512 {
         fn high_bf16(x: __m512) -> __m512 {
             _mm512_and_ps(x, _mm512_castsi512_ps(_mm512_set1_epi32(0xffff_0000u32 as i32)))
         }
+        fn low_halves(a: __m512, b: __m512) -> __m512 {{
+            let (a, b) = (_mm512_castps_si512(a), _mm512_castps_si512(b));
+            let b = _mm512_slli_epi32::<16>(b);
+            _mm512_castsi512_ps(_mm512_mask_blend_epi16(0xaaaa_aaaa, a, b))
+        }}
+        fn high_halves(a: __m512, b: __m512) -> __m512 {{
+            let (a, b) = (_mm512_castps_si512(a), _mm512_castps_si512(b));
+            let a = _mm512_srli_epi32::<16>(a);
+            _mm512_castsi512_ps(_mm512_mask_blend_epi16(0xaaaa_aaaa, a, b))
+        }}
         fn inside(start: usize, end: usize, x: __m512, other: __m512) -> __m512 {
             _mm512_mask_mov_ps(other, lanes_below(end) & !lanes_below(start), x)
         }

@@ -112,6 +112,10 @@ pub(super) trait Simd: Copy {
     fn low_bf16(self, x: Self::Vector) -> Self::Vector;
     /// Returns the bfloat16 in the high half of each lane.
     fn high_bf16(self, x: Self::Vector) -> Self::Vector;
+    /// Returns the low halves of the lanes of `a`, with those of `b` above them.
+    fn low_halves(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    /// Returns the high halves of the lanes of `b`, with those of `a` below them.
+    fn high_halves(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
     /// Returns, in all four lanes of each quad of lanes, the largest of the four, none of which may be
     /// NaN.
     fn max_of_quads(self, x: Self::Vector) -> Self::Vector;
