@@ -118,7 +118,9 @@ fn many_rows_agree() {
 /// Sources of several chunks, whose partial results are merged.
 #[test]
 fn long_sources_agree() {
-    for (queries, heads) in [([2, 1], [4, 2]), ([2, 5], [8, 1]), ([1, 40], [2, 1]), ([2, 1], [16, 1])] {
+    for (queries, heads) in
+        [([2, 1], [4, 2]), ([2, 5], [8, 1]), ([1, 40], [2, 1]), ([2, 1], [16, 1])]
+    {
         let case = Case { queries, heads, sources: 2, pages: [64, 12], ..CASE };
         check([Dtype::F32, Dtype::Bf16].map(|dtype| Case { dtype, window: Some(300), ..case }));
         check([Case { rank: (1, 2), interleave: 64, ..case }]);

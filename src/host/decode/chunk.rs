@@ -3,15 +3,15 @@
 use std::ops::Range;
 
 use super::element::{Bf16, Element, F16, F32, whole_loads};
-use super::lane::{Float, Lane, Pair, in_pairs};
-use super::many_rows::{lay_beside, pair_values, row_places};
+use super::lane::{Lane, Pair, in_pairs};
+use super::many_rows::{lay_beside, row_places};
 use super::merge::{Partials, write};
 use super::plan::{Part, Plan, Query, position};
 use super::row_blocks::{ROWS, RowBlocks, SCORES, State};
 use super::tile::{Ahead, QUAD, QUADS, Seen, TILE, Tile, row_of};
 use super::{DecodeIo, MANY};
 use crate::host::matmul::Matrix;
-use crate::host::pack::{self, load_row};
+use crate::host::pack;
 use crate::host::scratch::{Scratch, ScratchTask};
 use crate::host::simd::Simd;
 use crate::host::softmax::SoftCap;
@@ -22,10 +22,10 @@ const COPY_FROM: usize = 3;
 
 /// A chunk of a source's rows in some heads, and the queries that read the source.
 pub(super) struct ChunkTask<'a> {
-    io: &'a DecodeIo<'a>,
+    pub io: &'a DecodeIo<'a>,
     partials: &'a Partials,
     queries: &'a [Query],
-    part: &'a Part,
+    pub part: &'a Part,
     /// Rows of the chunk.
     chunk: Range<usize>,
     /// The slopes of all heads, if some are not 0.
@@ -40,8 +40,8 @@ pub(super) struct ChunkScratch {
     /// A row of zeros, of any type.
     zeros: Matrix,
     /// Copies of a tile's keys and values.
-    keys: Matrix,
-    values: Matrix,
+    pub keys: Matrix,
+    pub values: Matrix,
 }
 
 impl<'a> ChunkTask<'a> {
@@ -69,7 +69,7 @@ impl<'a> ChunkTask<'a> {
     }
 
     /// Returns the bytes from a head to the next one, in keys and in values.
-    fn skips(&self) -> [usize; 2] {
+    pub(super) fn skips(&self) -> [usize; 2] {
         [&self.io.k, &self.io.v].map(|array| array.head_stride * array.dtype.bytes())
     }
 
@@ -201,27 +201,6 @@ impl ChunkTask<'_> {
         }
     }
 
-    /// Converts a row of `dim` elements to float32, with zeros behind them.
-    ///
-    /// # Safety
-    /// The caller guarantees that the row is readable, and that `to` has room for whole vectors.
-    #[inline(always)]
-    unsafe fn load<S: Simd, E: Element>(&self, simd: S, row: *const u8, dim: usize, to: Matrix) {
-        // SAFETY: the caller guarantees the row and the room for it.
-        unsafe {
-            if !whole_loads(self.io, S::LANES) {
-                load_row(simd, row, E::DTYPE, to.at, dim);
-                return to.at.add(dim).write_bytes(0, to.row - dim);
-            }
-            for load in 0..dim / (S::LANES * E::VECTORS) {
-                for part in 0..E::VECTORS {
-                    let to = to.at.add((load * E::VECTORS + part) * S::LANES);
-                    simd.store(to, E::load(simd, row, load, part));
-                }
-            }
-        }
-    }
-
     /// Goes through all tiles that a query sees.
     ///
     /// # Safety
@@ -304,78 +283,6 @@ impl ChunkTask<'_> {
                 let lanes = state.keys.skip(key / QUAD).at.wrapping_add(key % QUAD);
                 // SAFETY: the state has a lane for each key and row of a block.
                 (0..ROWS).for_each(|row| unsafe { *lanes.add(row * QUAD) = distance });
-            }
-        }
-    }
-
-    /// Copies keys and values to float32, head after head, before the products of each head.
-    ///
-    /// # Safety
-    /// The caller guarantees the scratch and what [`RowBlocks::compute`] asks for.
-    #[inline(always)]
-    unsafe fn copy<S: Simd, E: Element>(
-        &self,
-        simd: S,
-        scratch: ChunkScratch,
-        blocks: RowBlocks<'_>,
-    ) {
-        let sides =
-            [(&self.io.k, blocks.keys, scratch.keys), (&self.io.v, blocks.values, scratch.values)];
-        let count = if self.io.values_in_keys() { 1 } else { 2 };
-        let many = self.io.group() >= MANY;
-        let in_place = many && E::DTYPE == Dtype::F32 && whole_loads(self.io, S::LANES);
-        for head in 0..self.part.kv_heads.len() {
-            let mut copies = [[std::ptr::null(); TILE]; 2];
-            for (side, copies) in copies[..count].iter_mut().enumerate() {
-                let ((array, rows, to), skip) = (sides[side], head * self.skips()[side]);
-                for (row, copy) in copies.iter_mut().enumerate() {
-                    let (from, to) = (rows[row].wrapping_add(skip), to.skip(row));
-                    if in_place {
-                        *copy = from;
-                        continue;
-                    }
-                    // SAFETY: the caller guarantees the tile's rows. The scratch has one for each.
-                    unsafe { self.load::<S, E>(simd, from, array.dim, to) }
-                    *copy = to.at.cast_const().cast();
-                }
-            }
-            let [keys, values] = [&copies[0], &copies[count - 1]];
-            let first = head * blocks.per_head;
-            let of_head = first..first + blocks.per_head;
-            // SAFETY: the caller guarantees the state.
-            unsafe {
-                let blocks = RowBlocks { blocks: of_head, keys, values, ..blocks };
-                if many {
-                    blocks.compute_many::<S, Float>(simd, self.io.scale);
-                } else {
-                    blocks.compute::<S, F32>(simd);
-                }
-            }
-        }
-    }
-
-    /// Writes the values as pairs, head after head, before the products of each head.
-    ///
-    /// # Safety
-    /// The caller guarantees the scratch and what [`RowBlocks::compute_many`] asks for.
-    #[inline(always)]
-    unsafe fn pair<S: Simd>(&self, simd: S, scratch: ChunkScratch, blocks: RowBlocks<'_>) {
-        let skips = self.skips();
-        for head in 0..self.part.kv_heads.len() {
-            let keys = blocks.keys.map(|row| row.wrapping_add(head * skips[0]));
-            let mut values = blocks.values.map(|row| row.wrapping_add(head * skips[1]));
-            for (pair, rows) in values.as_chunks_mut().0.iter_mut().enumerate() {
-                let to = scratch.values.skip(pair);
-                // SAFETY: the caller guarantees the tile's rows. The scratch has one for each pair.
-                unsafe { pair_values(simd, *rows, self.io.v.dim, to) }
-                rows.fill(to.at.cast_const().cast());
-            }
-            let first = head * blocks.per_head;
-            let of_head = first..first + blocks.per_head;
-            // SAFETY: the caller guarantees the state.
-            unsafe {
-                RowBlocks { blocks: of_head, keys: &keys, values: &values, ..blocks }
-                    .compute_many::<S, Pair>(simd, self.io.scale);
             }
         }
     }

@@ -43,7 +43,7 @@ pub(super) unsafe fn lay_beside<S: Simd>(
     let to = to.wrapping_add(row / S::LANES * S::LANES * depth + row % S::LANES);
     for at in 0..depth {
         // SAFETY: the caller guarantees the lanes and the room for them.
-        unsafe { *to.add(at * S::LANES) = *from.add(at) };
+        unsafe { *to.add(at * S::LANES) = from.add(at).read_unaligned() };
     }
 }
 
@@ -54,12 +54,7 @@ pub(super) unsafe fn lay_beside<S: Simd>(
 /// The caller guarantees that both rows have `dim` elements, whole loads, and that `to` has as many
 /// floats.
 #[inline(always)]
-pub(super) unsafe fn pair_values<S: Simd>(
-    simd: S,
-    rows: [*const u8; 2],
-    dim: usize,
-    to: Matrix,
-) {
+pub(super) unsafe fn pair_values<S: Simd>(simd: S, rows: [*const u8; 2], dim: usize, to: Matrix) {
     for load in (0..dim / 2).step_by(S::LANES) {
         // SAFETY: the caller guarantees the rows and the room for the pairs.
         unsafe {
@@ -287,8 +282,12 @@ impl RowBlocks<'_> {
             for key in (0..TILE).step_by(L::ELEMENTS).filter(|_| !whole) {
                 match seen >> key & all {
                     0 => (),
-                    some => self
-                        .add_lanes::<S, L, R, N>(simd, &mut sums, (block, row, first), (key, some)),
+                    some => self.add_lanes::<S, L, R, N>(
+                        simd,
+                        &mut sums,
+                        (block, row, first),
+                        (key, some),
+                    ),
                 }
             }
             for (r, sums) in sums.iter().enumerate() {

@@ -19,6 +19,7 @@
 //! the number of threads.
 
 mod chunk;
+mod copies;
 mod element;
 mod lane;
 mod many_rows;

@@ -92,7 +92,21 @@ impl<E: Element> Task for Fold<'_, E> {
     }
 }
 
-impl RowBlocks<'_> {
+impl<'a> RowBlocks<'a> {
+    /// Returns the row blocks of one head, whose keys and values have addresses of their own.
+    #[inline(always)]
+    pub fn of_head<'b>(
+        &'b self,
+        head: usize,
+        [keys, values]: [&'b [*const u8; TILE]; 2],
+    ) -> RowBlocks<'b>
+    where
+        'a: 'b,
+    {
+        let first = head * self.per_head;
+        RowBlocks { blocks: first..first + self.per_head, keys, values, ..self.clone() }
+    }
+
     /// Folds the tile, in a function of its own.
     ///
     /// # Safety

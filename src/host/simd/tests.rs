@@ -354,9 +354,8 @@ fn operations_on_pairs_agree_with_scalar_arithmetic() {
         isa.run(Halves { sides, out: &mut out, lanes: &mut lanes });
         for lane in 0..lanes {
             let [[a, b], [c, d]] = sides.map(|side| side[lane]);
-            let bits = |low: bf16, high: bf16| {
-                u32::from(low.to_bits()) | u32::from(high.to_bits()) << 16
-            };
+            let bits =
+                |low: bf16, high: bf16| u32::from(low.to_bits()) | u32::from(high.to_bits()) << 16;
             assert_eq!(out[0][lane], bits(a, c), "{isa}: low halves of lane {lane}");
             assert_eq!(out[1][lane], bits(b, d), "{isa}: high halves of lane {lane}");
             let [a, b, c, d] = [a, b, c, d].map(bf16::to_f32);
