@@ -12,7 +12,7 @@ pub const ISA_VARIABLE: &str = "BURST_ATTENTION_ISA";
 /// A set of vector instructions that host kernels are compiled for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Isa {
-    /// AVX-512 (F, BW, DQ, VL): 16 float32 lanes.
+    /// AVX-512 (F, BW, DQ, VL): 16 float32 lanes. Where the CPU has BF16 too, decoding uses it.
     Avx512,
     /// AVX2, FMA and F16C: 8 float32 lanes.
     Avx2,

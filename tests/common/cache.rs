@@ -164,11 +164,12 @@ impl Data {
         (0..self.case.capacity()).filter(sees).collect()
     }
 
-    /// Returns the outputs and lse of all queries, in float64.
-    pub fn reference(&self) -> [Vec<f64>; 2] {
+    /// Returns the outputs and lse of all queries, and for each output the mean distance of the values
+    /// from it by the softmax's weights, in float64.
+    pub fn reference(&self) -> [Vec<f64>; 3] {
         let Case { queries: [batch, len], heads: [heads, kv_heads], dims, soft_cap, .. } =
             self.case;
-        let (mut outputs, mut sums) = (Vec::new(), Vec::new());
+        let [mut outputs, mut sums, mut spreads] = [const { Vec::new() }; 3];
         let cap = f64::from(soft_cap);
         let values = if self.case.values_in_keys { &self.k } else { &self.v };
         for (entry, t) in (0..batch).flat_map(|entry| (0..len).map(move |t| (entry, t))) {
@@ -193,16 +194,21 @@ impl Data {
                 let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let sum: f64 = scores.iter().map(|s| (s - most).exp()).sum();
                 sums.push(if seen.is_empty() { f64::NEG_INFINITY } else { most + sum.ln() });
-                outputs.extend((0..dims[1]).map(|d| {
-                    let weighted = seen.iter().zip(&scores).map(|(row, s)| {
-                        let [page, at] = at(*row);
-                        (s - most).exp() / sum * values.at([page, at, kv_head, d])
-                    });
-                    weighted.sum::<f64>()
-                }));
+                for d in 0..dims[1] {
+                    let mean = |of: &dyn Fn(f64) -> f64| -> f64 {
+                        let weighted = seen.iter().zip(&scores).map(|(row, s)| {
+                            let [page, at] = at(*row);
+                            (s - most).exp() / sum * of(values.at([page, at, kv_head, d]))
+                        });
+                        weighted.sum()
+                    };
+                    let output = mean(&|value| value);
+                    outputs.push(output);
+                    spreads.push(mean(&|value| (value - output).abs()));
+                }
             }
         }
-        [outputs, sums]
+        [outputs, sums, spreads]
     }
 
     /// Returns the bits of an entry's results.

@@ -74,6 +74,20 @@ def test_the_bits_of_a_sequence_are_its_own():
         np.testing.assert_array_equal(alone[0], out[b])
 
 
+@pytest.mark.needs("host")
+def test_a_key_that_is_not_finite_reaches_only_the_queries_that_see_it():
+    entry, (first, last), window = 3, (0, 63), 62
+    case = latents(Sharding(1), RAGGED, 2, *SHAPES[1], "bfloat16", window=window)
+    assert case.lengths[entry] == last + 1
+    clean, _ = decode(case)
+    for key, blind in ((first, 1), (last, 0)):
+        k = case.k.copy()
+        k[entry, key] = np.nan
+        found, _ = decode(replace(case, k=k))
+        np.testing.assert_array_equal(found[entry, blind], clean[entry, blind])
+        assert np.isnan(np.asarray(found[entry, 1 - blind], np.float32)).all()
+
+
 @pytest.mark.parametrize("implementation", CALL_FIRST)
 @pytest.mark.parametrize(
     "sharding", some([Sharding(2, page=4, capacity=8), Sharding(1, capacity=16)]), ids=str

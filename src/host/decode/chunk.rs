@@ -2,14 +2,16 @@
 
 use std::ops::Range;
 
-use super::DecodeIo;
 use super::element::{Bf16, Element, F16, F32, whole_loads};
+use super::lane::{Lane, Pair, in_pairs};
+use super::many_rows::{lay_beside, row_places};
 use super::merge::{Partials, write};
 use super::plan::{Part, Plan, Query, position};
 use super::row_blocks::{ROWS, RowBlocks, SCORES, State};
 use super::tile::{Ahead, QUAD, QUADS, Seen, TILE, Tile, row_of};
+use super::{DecodeIo, MANY};
 use crate::host::matmul::Matrix;
-use crate::host::pack::{self, load_row};
+use crate::host::pack;
 use crate::host::scratch::{Scratch, ScratchTask};
 use crate::host::simd::Simd;
 use crate::host::softmax::SoftCap;
@@ -20,10 +22,10 @@ const COPY_FROM: usize = 3;
 
 /// A chunk of a source's rows in some heads, and the queries that read the source.
 pub(super) struct ChunkTask<'a> {
-    io: &'a DecodeIo<'a>,
+    pub io: &'a DecodeIo<'a>,
     partials: &'a Partials,
     queries: &'a [Query],
-    part: &'a Part,
+    pub part: &'a Part,
     /// Rows of the chunk.
     chunk: Range<usize>,
     /// The slopes of all heads, if some are not 0.
@@ -38,8 +40,8 @@ pub(super) struct ChunkScratch {
     /// A row of zeros, of any type.
     zeros: Matrix,
     /// Copies of a tile's keys and values.
-    keys: Matrix,
-    values: Matrix,
+    pub keys: Matrix,
+    pub values: Matrix,
 }
 
 impl<'a> ChunkTask<'a> {
@@ -67,7 +69,7 @@ impl<'a> ChunkTask<'a> {
     }
 
     /// Returns the bytes from a head to the next one, in keys and in values.
-    fn skips(&self) -> [usize; 2] {
+    pub(super) fn skips(&self) -> [usize; 2] {
         [&self.io.k, &self.io.v].map(|array| array.head_stride * array.dtype.bytes())
     }
 
@@ -90,10 +92,11 @@ impl ScratchTask for ChunkTask<'_> {
         let mut take = |rows, row| Matrix::take(scratch, (rows, row));
         ChunkScratch {
             state: State {
-                q: take(blocks * ROWS, width),
+                q: take(heads * row_places(per_head), width),
                 o: take(blocks * ROWS, value_width),
                 m: take(blocks, SCORES),
                 l: take(blocks, SCORES),
+                rounded: take(blocks, SCORES),
                 alpha: take(blocks, SCORES),
                 scores: take(blocks * QUADS, SCORES),
                 slopes: take(blocks, SCORES),
@@ -102,7 +105,8 @@ impl ScratchTask for ChunkTask<'_> {
             },
             zeros: take(1, heads * width.max(value_width)),
             keys: take(TILE, width),
-            values: take(TILE, value_width),
+            // Rows whose distance is a power of two would share few places of the cache.
+            values: take(TILE, value_width + 16),
         }
     }
 
@@ -156,7 +160,7 @@ impl ChunkTask<'_> {
         scratch: ChunkScratch,
         queries: &[&Query],
     ) {
-        let State { q, o, m, l, slopes, .. } = scratch.state;
+        let State { q, o, m, l, rounded, slopes, .. } = scratch.state;
         let per_head = self.blocks_per_head(queries.len());
         // SAFETY: the caller guarantees the scratch and the queries.
         unsafe {
@@ -164,41 +168,34 @@ impl ChunkTask<'_> {
             for head in 0..self.part.kv_heads.len() {
                 let first = head * per_head;
                 o.skip(first * ROWS).clear(per_head * ROWS);
+                q.skip(head * row_places(per_head)).clear(row_places(per_head));
                 for lanes in (0..per_head * SCORES).step_by(S::LANES) {
                     simd.store(m.skip(first).at.add(lanes), simd.splat(f32::NEG_INFINITY));
                     simd.store(l.skip(first).at.add(lanes), simd.zero());
+                    simd.store(rounded.skip(first).at.add(lanes), simd.zero());
                 }
                 for row in 0..queries.len() * self.io.group() {
                     let (query, q_head) = self.row(queries, head, row);
                     let (entry, t) = query.at;
-                    let to = q.skip(first * ROWS + row);
-                    self.load::<S, E>(simd, self.io.q.row(entry, t, q_head), self.io.q.dim, to);
-                    pack::scale(simd, to.at, to.row, self.io.scale);
+                    let from = self.io.q.row(entry, t, q_head).cast_const();
+                    if self.io.group() < MANY {
+                        let to = q.skip(first * ROWS + row);
+                        self.load::<S, E>(simd, from, self.io.q.dim, to);
+                        pack::scale(simd, to.at, to.row, self.io.scale);
+                    } else {
+                        let to = q.skip(head * row_places(per_head)).at;
+                        let copy = scratch.keys;
+                        if in_pairs(simd, self.io) {
+                            lay_beside::<S>(from.cast(), q.row / Pair::ELEMENTS, (to, row));
+                        } else {
+                            self.load::<S, E>(simd, from, self.io.q.dim, copy);
+                            lay_beside::<S>(copy.at, q.row, (to, row));
+                        }
+                    }
                     if let Some(of_heads) = self.slopes {
                         let lanes = slopes.skip(first).at.add(row * QUAD);
                         (0..QUAD).for_each(|lane| *lanes.add(lane) = of_heads[q_head]);
                     }
-                }
-            }
-        }
-    }
-
-    /// Converts a row of `dim` elements to float32, with zeros behind them.
-    ///
-    /// # Safety
-    /// The caller guarantees that the row is readable, and that `to` has room for whole vectors.
-    #[inline(always)]
-    unsafe fn load<S: Simd, E: Element>(&self, simd: S, row: *const u8, dim: usize, to: Matrix) {
-        // SAFETY: the caller guarantees the row and the room for it.
-        unsafe {
-            if !whole_loads(self.io, S::LANES) {
-                load_row(simd, row, E::DTYPE, to.at, dim);
-                return to.at.add(dim).write_bytes(0, to.row - dim);
-            }
-            for load in 0..dim / (S::LANES * E::VECTORS) {
-                for part in 0..E::VECTORS {
-                    let to = to.at.add((load * E::VECTORS + part) * S::LANES);
-                    simd.store(to, E::load(simd, row, load, part));
                 }
             }
         }
@@ -250,7 +247,9 @@ impl ChunkTask<'_> {
                     by_quad: !copies,
                     ahead: Ahead { tiles: [&tile, &next], skips: self.skips(), bytes: read },
                 };
-                if copies {
+                if in_pairs(simd, io) {
+                    self.pair(simd, scratch, blocks);
+                } else if copies {
                     self.copy::<S, E>(simd, scratch, blocks);
                 } else {
                     blocks.compute::<S, E>(simd);
@@ -288,48 +287,13 @@ impl ChunkTask<'_> {
         }
     }
 
-    /// Copies keys and values to float32, head after head, before the products of each head.
-    ///
-    /// # Safety
-    /// The caller guarantees the scratch and what [`RowBlocks::compute`] asks for.
-    #[inline(always)]
-    unsafe fn copy<S: Simd, E: Element>(
-        &self,
-        simd: S,
-        scratch: ChunkScratch,
-        blocks: RowBlocks<'_>,
-    ) {
-        let sides =
-            [(&self.io.k, blocks.keys, scratch.keys), (&self.io.v, blocks.values, scratch.values)];
-        let count = if self.io.values_in_keys() { 1 } else { 2 };
-        for head in 0..self.part.kv_heads.len() {
-            let mut copies = [[std::ptr::null(); TILE]; 2];
-            for (side, copies) in copies[..count].iter_mut().enumerate() {
-                let ((array, rows, to), skip) = (sides[side], head * self.skips()[side]);
-                for (row, copy) in copies.iter_mut().enumerate() {
-                    let (from, to) = (rows[row].wrapping_add(skip), to.skip(row));
-                    // SAFETY: the caller guarantees the tile's rows. The scratch has one for each.
-                    unsafe { self.load::<S, E>(simd, from, array.dim, to) }
-                    *copy = to.at.cast_const().cast();
-                }
-            }
-            let [keys, values] = [&copies[0], &copies[count - 1]];
-            let first = head * blocks.per_head;
-            let of_head = first..first + blocks.per_head;
-            // SAFETY: the caller guarantees the state.
-            unsafe {
-                RowBlocks { blocks: of_head, keys, values, ..blocks }.compute::<S, F32>(simd);
-            }
-        }
-    }
-
     /// Writes the results, or the partial results of queries that see several chunks.
     ///
     /// # Safety
     /// The caller guarantees what [`ScratchTask::work`] asks for.
     #[inline(always)]
     unsafe fn end<S: Simd>(&self, simd: S, scratch: ChunkScratch, queries: &[&Query]) {
-        let State { o, m, l, .. } = scratch.state;
+        let State { o, m, l, rounded, .. } = scratch.state;
         let per_head = self.blocks_per_head(queries.len());
         for head in 0..self.part.kv_heads.len() {
             for row in 0..queries.len() * self.io.group() {
@@ -337,8 +301,15 @@ impl ChunkTask<'_> {
                 let at = head * per_head * ROWS + row;
                 // SAFETY: the caller guarantees the scratch, and that the results are this task's.
                 unsafe {
-                    let (m, l) = (m.at.add(at * QUAD), l.at.add(at * QUAD));
-                    let state = [*m, (*l + *l.add(1)) + (*l.add(2) + *l.add(3))];
+                    let sum = |lanes: *const f32| {
+                        (*lanes + *lanes.add(1)) + (*lanes.add(2) + *lanes.add(3))
+                    };
+                    let state = [*m.at.add(at * QUAD), sum(l.at.add(at * QUAD))];
+                    let rounded = sum(rounded.at.add(at * QUAD));
+                    if in_pairs(simd, self.io) && rounded > 0.0 {
+                        let o = o.skip(at);
+                        pack::scale(simd, o.at, o.row, state[1] / rounded);
+                    }
                     if query.chunks.len() == 1 {
                         write(simd, self.io, (query.at, q_head), o.skip(at), state);
                     } else {

@@ -19,7 +19,10 @@
 //! the number of threads.
 
 mod chunk;
+mod copies;
 mod element;
+mod lane;
+mod many_rows;
 mod merge;
 mod online;
 mod parts;
@@ -38,6 +41,10 @@ use self::plan::Plan;
 use super::array::HostArray;
 use super::isa::Isa;
 use super::scratch::InScratch;
+
+/// Query heads from which on the rows that share a head of keys are many. Then the CPU's products take
+/// the time, not the reads.
+const MANY: usize = 16;
 
 /// The arrays and numbers of a call.
 #[derive(Debug)]

@@ -15,7 +15,7 @@ pub(super) const ROWS: usize = 4;
 /// Scores of a row block and a quad of keys: those of a row are adjacent.
 pub(super) const SCORES: usize = ROWS * QUAD;
 /// Vectors of an output that are summed at a time.
-const COLUMNS: usize = 4;
+pub(super) const COLUMNS: usize = 4;
 /// Quads of values that are summed before the next row block's turn.
 const VALUE_QUADS: usize = 2;
 /// Quads between the prefetch of rows and their use.
@@ -25,7 +25,8 @@ const DISTANCE: usize = 1;
 /// floats, each row of a row block has [`QUAD`].
 #[derive(Clone, Copy)]
 pub(super) struct State {
-    /// Queries, times the scale: the rows of each row block.
+    /// Queries, times the scale: the rows of each row block. Many rows lie side by side instead
+    /// ([`lay_beside`](super::many_rows::lay_beside)).
     pub q: Matrix,
     /// Σ e^(score − m) v: the rows of each row block.
     pub o: Matrix,
@@ -33,6 +34,8 @@ pub(super) struct State {
     pub m: Matrix,
     /// Sums of e^(score − m), each over every fourth key: [`SCORES`] floats for each row block.
     pub l: Matrix,
+    /// As `l`, of weights that are rounded to bfloat16; used with pairs alone.
+    pub rounded: Matrix,
     /// e^(old m − new m), the factor for sums that were made with the old m: [`SCORES`] floats for
     /// each row block.
     pub alpha: Matrix,
@@ -89,7 +92,21 @@ impl<E: Element> Task for Fold<'_, E> {
     }
 }
 
-impl RowBlocks<'_> {
+impl<'a> RowBlocks<'a> {
+    /// Returns the row blocks of one head, whose keys and values have addresses of their own.
+    #[inline(always)]
+    pub fn of_head<'b>(
+        &'b self,
+        head: usize,
+        [keys, values]: [&'b [*const u8; TILE]; 2],
+    ) -> RowBlocks<'b>
+    where
+        'a: 'b,
+    {
+        let first = head * self.per_head;
+        RowBlocks { blocks: first..first + self.per_head, keys, values, ..self.clone() }
+    }
+
     /// Folds the tile, in a function of its own.
     ///
     /// # Safety

@@ -116,4 +116,17 @@ impl Ahead<'_> {
             }
         }
     }
+
+    /// Asks for some keys of one head of a tile, and for their values.
+    #[inline(always)]
+    pub fn fetch_rows<S: Simd>(&self, simd: S, (tile, head): (usize, usize), range: Range<usize>) {
+        let Tile { keys, values, .. } = self.tiles[tile];
+        for row in range {
+            for (of, rows) in [keys, values].iter().enumerate() {
+                for skip in (0..self.bytes[of]).step_by(LINE) {
+                    simd.prefetch_far(rows[row].wrapping_add(head * self.skips[of] + skip));
+                }
+            }
+        }
+    }
 }

@@ -64,6 +64,14 @@ impl Simd for Avx2 {
         fn high_bf16(x: __m256) -> __m256 {
             _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0xffff_0000u32 as i32)))
         }
+        fn low_halves(a: __m256, b: __m256) -> __m256 {{
+            let (a, b) = (_mm256_castps_si256(a), _mm256_castps_si256(b));
+            _mm256_castsi256_ps(_mm256_blend_epi16::<0xaa>(a, _mm256_slli_epi32::<16>(b)))
+        }}
+        fn high_halves(a: __m256, b: __m256) -> __m256 {{
+            let (a, b) = (_mm256_castps_si256(a), _mm256_castps_si256(b));
+            _mm256_castsi256_ps(_mm256_blend_epi16::<0xaa>(_mm256_srli_epi32::<16>(a), b))
+        }}
         fn inside(start: usize, end: usize, x: __m256, other: __m256) -> __m256 {{
             let lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
             let end = _mm256_set1_epi32(end.min(8) as i32);

@@ -1,6 +1,7 @@
 //! Vectors of 16 lanes with AVX-512.
 
 use std::arch::x86_64::*;
+use std::mem::transmute;
 
 use super::{Simd, Task};
 
@@ -10,6 +11,15 @@ instruction_set! {
 }
 
 impl Avx512 {
+    /// Runs a task in a function that may also multiply pairs.
+    ///
+    /// # Safety
+    /// The caller has made sure that the CPU has AVX-512 BF16. `self` proves the other instructions.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+    unsafe fn run_pairs<T: Task>(self, task: T) {
+        task.run(self);
+    }
+
     /// Returns four floats of the row at `from` and of the fourth, eighth and twelfth row after it.
     ///
     /// # Safety
@@ -50,6 +60,24 @@ impl Simd for Avx512 {
 
     x86_methods!(_mm512_unpacklo_ps, _mm512_unpackhi_ps, _mm512_shuffle_ps);
 
+    #[inline(always)]
+    fn has_pairs(self) -> bool {
+        is_x86_feature_detected!("avx512bf16")
+    }
+
+    unsafe fn vectorize_pairs<T: Task>(self, task: T) {
+        // SAFETY: `self` proves most instructions, and the caller has made sure of the others.
+        unsafe { self.run_pairs(task) }
+    }
+
+    #[inline(always)]
+    unsafe fn add_pairs(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        // SAFETY: the caller has made sure of the instruction. Both types are 512 bits.
+        unsafe {
+            _mm512_dpbf16_ps(c, transmute::<__m512, __m512bh>(a), transmute::<__m512, __m512bh>(b))
+        }
+    }
+
     operations! {
         fn splat(x: f32) -> __m512 { _mm512_set1_ps(x) }
         fn add(a: __m512, b: __m512) -> __m512 { _mm512_add_ps(a, b) }
@@ -67,6 +95,16 @@ impl Simd for Avx512 {
         fn high_bf16(x: __m512) -> __m512 {
             _mm512_and_ps(x, _mm512_castsi512_ps(_mm512_set1_epi32(0xffff_0000u32 as i32)))
         }
+        fn low_halves(a: __m512, b: __m512) -> __m512 {{
+            let (a, b) = (_mm512_castps_si512(a), _mm512_castps_si512(b));
+            let b = _mm512_slli_epi32::<16>(b);
+            _mm512_castsi512_ps(_mm512_mask_blend_epi16(0xaaaa_aaaa, a, b))
+        }}
+        fn high_halves(a: __m512, b: __m512) -> __m512 {{
+            let (a, b) = (_mm512_castps_si512(a), _mm512_castps_si512(b));
+            let a = _mm512_srli_epi32::<16>(a);
+            _mm512_castsi512_ps(_mm512_mask_blend_epi16(0xaaaa_aaaa, a, b))
+        }}
         fn inside(start: usize, end: usize, x: __m512, other: __m512) -> __m512 {
             _mm512_mask_mov_ps(other, lanes_below(end) & !lanes_below(start), x)
         }

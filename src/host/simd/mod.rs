@@ -42,6 +42,29 @@ pub(super) trait Simd: Copy {
     /// Runs `task` as a function of its own that may use the instructions.
     fn vectorize<T: Task>(self, task: T);
 
+    /// Whether the CPU has [`Simd::add_pairs`].
+    #[inline(always)]
+    fn has_pairs(self) -> bool {
+        false
+    }
+    /// Runs `task` as [`Simd::vectorize`] does, in a function that may use [`Simd::add_pairs`].
+    ///
+    /// # Safety
+    /// The caller has made sure that the CPU has pairs ([`Simd::has_pairs`]).
+    unsafe fn vectorize_pairs<T: Task>(self, task: T) {
+        self.vectorize(task);
+    }
+    /// Returns `a · b + c`, where each lane of a and b has two bfloat16, and the products of both are
+    /// added. Denormal elements count as 0.
+    ///
+    /// # Safety
+    /// The caller has made sure that the CPU has pairs ([`Simd::has_pairs`]).
+    #[inline(always)]
+    unsafe fn add_pairs(self, a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector {
+        _ = (a, b, c);
+        unreachable!("the caller asks Simd::has_pairs first")
+    }
+
     /// Returns a vector with `x` in all lanes.
     fn splat(self, x: f32) -> Self::Vector;
     /// Returns `a + b`.
@@ -89,6 +112,10 @@ pub(super) trait Simd: Copy {
     fn low_bf16(self, x: Self::Vector) -> Self::Vector;
     /// Returns the bfloat16 in the high half of each lane.
     fn high_bf16(self, x: Self::Vector) -> Self::Vector;
+    /// Returns the low halves of the lanes of `a`, with those of `b` above them.
+    fn low_halves(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    /// Returns the high halves of the lanes of `b`, with those of `a` below them.
+    fn high_halves(self, a: Self::Vector, b: Self::Vector) -> Self::Vector;
     /// Returns, in all four lanes of each quad of lanes, the largest of the four, none of which may be
     /// NaN.
     fn max_of_quads(self, x: Self::Vector) -> Self::Vector;

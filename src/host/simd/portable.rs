@@ -60,6 +60,12 @@ impl Simd for Portable {
         }}
         fn low_bf16(x: Vector) { cast(cast::<_, u32x8>(x) << 16) }
         fn high_bf16(x: Vector) { cast(cast::<_, u32x8>(x) & u32x8::splat(0xffff_0000)) }
+        fn low_halves(a: Vector, b: Vector) {
+            cast((cast::<_, u32x8>(a) & u32x8::splat(0xffff)) | (cast::<_, u32x8>(b) << 16))
+        }
+        fn high_halves(a: Vector, b: Vector) {
+            cast((cast::<_, u32x8>(a) >> 16) | (cast::<_, u32x8>(b) & u32x8::splat(0xffff_0000)))
+        }
         fn inside(start: usize, end: usize, x: Vector, other: Vector) {{
             let lanes = i32x8::new([0, 1, 2, 3, 4, 5, 6, 7]);
             let [start, end] = [start, end].map(|lane| i32x8::splat(lane.min(LANES) as i32));

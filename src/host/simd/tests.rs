@@ -310,3 +310,60 @@ fn only_instruction_sets_of_this_cpu_have_a_name() {
         assert_eq!(Isa::named(isa.name()), isa.is_available().then_some(isa));
     }
 }
+
+/// Pushes the low halves and the high halves of two vectors, and the products of their pairs plus
+/// their sum if the CPU has pairs.
+struct Halves<'a> {
+    sides: [[[bf16; 2]; 16]; 2],
+    out: &'a mut Vec<[u32; 16]>,
+    lanes: &'a mut usize,
+}
+
+impl Task for Halves<'_> {
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        // SAFETY: no vector has more than 16 lanes, and each side has as many.
+        let [a, b] = self.sides.each_ref().map(|side| unsafe { simd.load(side.as_ptr().cast()) });
+        let mut found = vec![simd.low_halves(a, b), simd.high_halves(a, b)];
+        if simd.has_pairs() {
+            // SAFETY: the CPU has pairs.
+            found.push(unsafe { simd.add_pairs(a, b, simd.splat(5.0)) });
+        }
+        for x in found {
+            let mut lanes = [0; 16];
+            // SAFETY: no vector has more than 16 lanes, so `lanes` has room.
+            unsafe { simd.store(lanes.as_mut_ptr().cast(), x) };
+            self.out.push(lanes);
+        }
+        *self.lanes = S::LANES;
+    }
+}
+
+#[test]
+fn operations_on_pairs_agree_with_scalar_arithmetic() {
+    // Whole numbers, so that every order of additions gives the same sum. The last lanes of AVX-512
+    // hold what is not finite.
+    let whole = |i: usize| bf16::from_f32(((i * 37) % 101) as f32 - 50.0);
+    let mut sides = [3, 7].map(|side| std::array::from_fn(|i| [whole(side * i), whole(side + i)]));
+    let infinite = [0.0, f32::INFINITY].map(bf16::from_f32);
+    sides[0][13] = infinite;
+    (sides[0][14], sides[1][14]) = (infinite, [bf16::ONE, bf16::ZERO]);
+    sides[1][15][0] = bf16::NAN;
+    for isa in Isa::available() {
+        let (mut out, mut lanes) = (vec![], 0);
+        isa.run(Halves { sides, out: &mut out, lanes: &mut lanes });
+        for lane in 0..lanes {
+            let [[a, b], [c, d]] = sides.map(|side| side[lane]);
+            let bits =
+                |low: bf16, high: bf16| u32::from(low.to_bits()) | u32::from(high.to_bits()) << 16;
+            assert_eq!(out[0][lane], bits(a, c), "{isa}: low halves of lane {lane}");
+            assert_eq!(out[1][lane], bits(b, d), "{isa}: high halves of lane {lane}");
+            let [a, b, c, d] = [a, b, c, d].map(bf16::to_f32);
+            let want = 5.0 + a * c + b * d;
+            if let Some(got) = out.get(2).map(|sums| f32::from_bits(sums[lane])) {
+                let right = got == want || got.is_nan() && want.is_nan();
+                assert!(right, "{isa}: {got} instead of 5 + {a} · {c} + {b} · {d}");
+            }
+        }
+    }
+}
