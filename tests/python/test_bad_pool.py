@@ -204,6 +204,17 @@ BAD = {
         TypeError,
         "shared prefixes need prefix, prefix_of, prefix_lengths together, got prefix",
     ),
+    "a prefix beside pages": (
+        lambda: attend(
+            cache=pool(2).init(**SIZES, pages=2, page=4),
+            page_table=TABLE,
+            prefix=init(),
+            prefix_of=N,
+            prefix_lengths=N,
+        ),
+        ValueError,
+        "make the pool with interleave=page",
+    ),
     "a prefix elsewhere": (
         lambda: attend(prefix=pool(1).init(**SIZES, **ROWS), prefix_of=N, prefix_lengths=N),
         ValueError,

@@ -173,17 +173,62 @@ def test_few_key_heads_are_whole_beside_sharded_queries(sent):
     assert sum(sent) == sum(x.nbytes for x in (given[0], *given))
 
 
-def test_prefixes():
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_prefixes(is_latent):
     there, (query, key, value) = pool(2), ring.normal(0, (4, 1, 4, 16), *[(4, 1, 2, 16)] * 2)
     prefix, caches = (
         tuple(put(there.mesh, P(None, "context"), *ring.normal(i, *[(n, 8, 2, 16)] * 2)))
         for i, n in enumerate((2, 4))
     )
+    given = {}
+    if is_latent:
+        prefix, caches, value, given = (prefix[0], None), (caches[0], None), None, {"value_dim": 8}
     data = {"prefix_of": np.array([0, 0, 1, -1]), "prefix_lengths": np.array([7, 5])}
-    lengths = np.array([3, 1, 0, 8])
-    expected = reference(there)(caches, (query, key, value), lengths, data, prefix)
-    tokens = put(model(3), P(), query, key, value)
-    equal(there.attend(caches, *tokens, lengths, prefix=prefix, **data), expected)
+    lengths, step = np.array([3, 1, 0, 8]), reference(there, **given)
+    expected = step(caches, (query, key, value), lengths, data, prefix)
+    tokens = [x if x is None else put(model(3), P(), x)[0] for x in (query, key, value)]
+    equal(there.attend(caches, *tokens, lengths, prefix=prefix, **data, **given), expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "page", "is_latent", "given"),
+    some_of(
+        [
+            ("striped", None, False, {"sinks": SINKS, "local_window_size": 9}),
+            ("contiguous", None, True, {"value_dim": 8}),
+            ("striped", 4, False, {"alibi_slopes": SLOPES}),
+        ],
+        2,
+    ),
+)
+def test_a_prompt_behind_a_prefix_is_a_prompt_that_begins_with_it(layout, page, is_latent, given):
+    there = pool(2, layout=layout, interleave=page)
+    sizes, counts = np.array([7, 12]), np.array([6, 3, 5, 4])
+    source = np.array([1, 0, -1, 1])
+    before = np.append(sizes, 0)[source]
+    new = ring.normal(0, *[(2, 12, heads, 16) for heads in (4, 2, 2)])
+    chunk = ring.normal(1, *[(4, 6, heads, 16) for heads in (4, 2, 2)])
+    if is_latent:
+        new[2] = chunk[2] = None
+    init = partial(there.init, kv_heads=2, head_dim=16, dtype=chunk[0].dtype, latents=is_latent)
+
+    def fill(cache, tokens, lengths, **options):
+        tokens = [x if x is None else put(model(2), P(), x)[0] for x in tokens]
+        return there.prefill(cache, *tokens, lengths, **given, **options)
+
+    # The prefixes in caches of their own, and in front of each sequence.
+    _, prefix = fill(init(batch=2, positions=16), new, sizes, query_lengths=sizes)
+    copies = [x if x is None else x[source] for x in new]
+    _, whole = fill(init(batch=4, positions=24), copies, before, query_lengths=before)
+    want, _ = fill(whole, chunk, before + counts, query_lengths=counts, return_residual=True)
+    shape = {"pages": 5, "page": page} if page else {"batch": 4, "positions": 8}
+    table = {"page_table": np.array([[3], [0], [4], [1]])} if page else {}
+    data = {"prefix": prefix, "prefix_of": source, "prefix_lengths": sizes, **table}
+    found, _ = fill(
+        init(**shape), chunk, counts, query_lengths=counts, return_residual=True, **data
+    )
+    for x, y in zip(found, want, strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

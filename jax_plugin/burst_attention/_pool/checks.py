@@ -17,11 +17,12 @@ ARRAYS = (
     *("prefix_of", "prefix_lengths"),
 )
 """Options that are arrays."""
+OF_PREFIX = ("prefix", "prefix_of", "prefix_lengths")
 OF_PREFILL = (
     *("page_table", "query_lengths", "scale", "local_window_size", "logits_soft_cap"),
     *("sinks", "alibi_slopes", "value_dim", "implementation", "return_residual"),
+    *OF_PREFIX,
 )
-OF_PREFIX = ("prefix", "prefix_of", "prefix_lengths")
 KEPT = "arrays on the pool's devices, as CachePool.init returns them"
 OF_POOL = ("axis_name", "layout", "interleave")
 """Options of `decode_attention` that a pool has."""
@@ -147,6 +148,16 @@ def _static(name: str, value: Any) -> Any:
             f"{describe(value)}"
         ) from None
     return found
+
+
+def prefixes(place: Place, given: object, is_paged: bool) -> None:
+    """Raises for caches of prefixes that are not on the pool's devices, or not cut as pages are."""
+    caches(place, given, False, "prefix")
+    if is_paged and place.layout == "striped" and place.interleave is None:
+        raise ValueError(
+            "whole pages go round the devices, so prefixes beside pages must be cut alike; make "
+            "the pool with interleave=page, and the prefixes in that pool"
+        )
 
 
 def caches(place: Place, given: object, is_paged: bool, name: str = "cache") -> None:

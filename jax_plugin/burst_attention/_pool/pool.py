@@ -119,7 +119,7 @@ class CachePool:
         With ``batch`` and ``positions`` each sequence has rows of its own, enough for
         ``positions`` tokens. With ``pages`` and ``page`` the caches are pages, which page tables
         give to sequences. Caches of shared prefixes are caches of rows whose ``batch`` is the
-        number of prefixes.
+        number of prefixes; beside pages the pool's interleave must be ``page``.
 
         Args:
           kv_heads: heads of keys and values.
@@ -234,8 +234,8 @@ class CachePool:
         """Appends a chunk of a prompt to a layer's caches and attends over them.
 
         Each device of the pool attends an equal part of the chunk's queries, in a ring over the
-        caches. Chunks of several lengths are programs of their own. Pages are copied into rows for
-        the call.
+        caches. Chunks of several lengths are programs of their own. Pages, and the prefix of each
+        sequence, are copied into rows for the call.
 
         Args:
           cache: as in `attend`.
@@ -247,7 +247,8 @@ class CachePool:
           lengths: integers ``[batch]``, the tokens of each whole sequence, the chunk included.
           **options: ``page_table``, ``query_lengths``, ``scale``, ``local_window_size``,
             ``logits_soft_cap``, ``sinks``, ``alibi_slopes``, ``value_dim``, ``implementation`` and
-            ``return_residual`` of `decode_attention`.
+            ``return_residual`` of `decode_attention`; ``prefix``, ``prefix_of`` and
+            ``prefix_lengths`` as in `attend`.
 
         Returns:
           ``(out, cache)`` or ``((out, lse), cache)``, as `attend`. Tokens beyond ``query_lengths``
@@ -273,7 +274,7 @@ class CachePool:
         given = checks.tokens(tokens)
         checks.caches(place, cache, "page_table" in data)
         if prefix is not None:
-            checks.caches(place, prefix, False, "prefix")
+            checks.prefixes(place, prefix, "page_table" in data)
         request = Request(place, is_prefill, static, with_lse, tuple(data), tokens_of(given))
         how = plan(request)
         sent = how.send(given)

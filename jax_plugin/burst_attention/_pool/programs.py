@@ -18,6 +18,7 @@ from burst_attention._decode import arguments
 from burst_attention._decode.append import append_to_cache
 from burst_attention._decode.attention import decode_attention
 from burst_attention._decode.geometry import Geometry
+from burst_attention._decode.merge import merge_attention
 from burst_attention._decode.options import CacheLayout
 from burst_attention._decode.prefix import shared_prefix_attention
 from burst_attention._mesh import axis_name_of
@@ -26,6 +27,8 @@ from burst_attention._types import Arrays, Axes
 
 Cache: TypeAlias = tuple[jax.Array, Any]
 """Keys and values of a layer; None in place of values where keys hold them."""
+Prefix: TypeAlias = Cache | tuple[()]
+"""The caches of shared prefixes, if there are some."""
 Data: TypeAlias = dict[str, Any]
 """Arrays of a call besides tokens and caches, by the names of their options."""
 
@@ -104,7 +107,7 @@ def program(call: Call) -> Callable[..., tuple[Arrays, Cache]]:
     )
 
     def run(
-        cache: Cache, tokens: Arrays, lengths: jax.Array, data: Data, prefix: Arrays
+        cache: Cache, tokens: Arrays, lengths: jax.Array, data: Data, prefix: Prefix
     ) -> tuple[Arrays, Cache]:
         if not call.is_prefill:
             results, cache = local(cache, tokens, lengths, data, prefix)
@@ -129,7 +132,7 @@ def _padded(tokens: Arrays, ranks: int) -> Arrays:
 
 
 def _step(
-    call: Call, cache: Cache, tokens: Arrays, lengths: jax.Array, data: Data, prefix: Arrays
+    call: Call, cache: Cache, tokens: Arrays, lengths: jax.Array, data: Data, prefix: Prefix
 ) -> tuple[Arrays, Cache]:
     """Appends new tokens on one device, and attends over its rows and those of all others."""
     query, key, value = _each(call, tokens)
@@ -164,7 +167,7 @@ def _appended(
 
 
 def _prefill(
-    call: Call, cache: Cache, tokens: Arrays, lengths: jax.Array, data: Data, prefix: Arrays
+    call: Call, cache: Cache, tokens: Arrays, lengths: jax.Array, data: Data, prefix: Prefix
 ) -> tuple[Arrays, Cache]:
     """Appends a chunk of a prompt on one device, whose part of the queries attends to all rows."""
     query, key, value = _each(call, tokens)
@@ -177,33 +180,90 @@ def _prefill(
     found = arguments.sequences(lengths, data["query_lengths"], *key.shape[:2])
     index = ranks.rank() * count + jnp.arange(count, dtype=jnp.int32)[None]
     positions = jnp.where(index < found.counts[:, None], found.starts[:, None] + index, -1)
-    options: dict[str, Any] = dict(call.options)
-    start, stop = _visible(options.pop("local_window_size", None), held, ranks, found)
-    options |= {x: data[x] for x in ("sinks", "alibi_slopes") if x in data}
-    value_dim = arguments.values_in_keys(held, options.pop("value_dim", None))
-    keys = _rows(held.key, held, call.is_paged)
-    if held.value is None:
+    own = _Rows(held, call.is_paged, found.lengths)
+    sinks = {"sinks": data["sinks"]} if "sinks" in data else {}
+    if not prefix:
+        results = _attended(call, query, own, positions, data, ranks, **sinks)
+        return results if call.with_lse else results[:1], cache
+    shared = _shared(call, query, prefix, held, data, ranks)
+    # Positions end where int32 does.
+    most = MAX_INT32 - 1 - shared.lengths[:, None]
+    behind = jnp.where(positions < 0, -1, shared.lengths[:, None] + jnp.minimum(positions, most))
+    out, lse = merge_attention(
+        _attended(call, query, own, positions, data, ranks, **sinks),
+        _attended(call, query, shared, behind, data, ranks),
+    )
+    return (out.astype(query.dtype), lse) if call.with_lse else (out.astype(query.dtype),), cache
+
+
+class _Rows(NamedTuple):
+    """The rows of each sequence on one device."""
+
+    held: arguments.Caches
+    is_paged: bool
+    """Whether the page table says where a sequence's rows are."""
+    lengths: Int32[Array, " batch"]
+
+
+def _shared(
+    call: Call,
+    query: jax.Array,
+    prefix: Cache,
+    own: arguments.Caches,
+    data: Data,
+    ranks: arguments.Ranks,
+) -> _Rows:
+    """Returns the rows of each sequence's prefix, which are one page of the prefixes."""
+    named = dict(zip(("prefix_key", "prefix_value"), prefix, strict=True))
+    run = own.interleave if call.place.layout == "striped" else call.place.interleave
+    place = call.place
+    found = arguments.caches(query, named, None, ranks, place.layout, run, arguments.PREFIXES)
+    arguments.check_prefixes(found, own)
+    count = found.key.shape[0]
+    sizes = arguments.per_entry("prefix_lengths", data["prefix_lengths"], count, "prefixes")
+    source = arguments.per_entry("prefix_of", data["prefix_of"], query.shape[0])
+    exists = (source >= 0) & (source < count)
+    lengths = jnp.where(exists, jnp.append(jnp.maximum(sizes, 0), 0)[source], 0)
+    return _Rows(found._replace(page_table=source[:, None]), True, lengths)
+
+
+def _attended(
+    call: Call,
+    query: jax.Array,
+    rows: _Rows,
+    positions: Int32[Array, "batch T"],
+    data: Data,
+    ranks: arguments.Ranks,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns out and lse of this device's queries over the rows of all devices."""
+    options |= dict(call.options)
+    window, value_dim = options.pop("local_window_size", None), options.pop("value_dim", None)
+    start, stop = _visible(window, rows, ranks)
+    if "alibi_slopes" in data:
+        options["alibi_slopes"] = data["alibi_slopes"]
+    keys = _copied(rows.held.key, rows)
+    if rows.held.value is None:
         if keys.shape[3] > _checks.MAX_HEAD_DIM:
             raise NotImplementedError(
                 f"CachePool.prefill takes latents of up to {_checks.MAX_HEAD_DIM} columns, got "
                 f"{keys.shape[3]}; append wider ones with CachePool.attend, up to "
                 f"{arguments.MOST_QUERIES} tokens at a time"
             )
-        values = keys[..., :value_dim]
+        values = keys[..., : arguments.values_in_keys(rows.held, value_dim)]
     else:
-        values = _rows(held.value, held, call.is_paged)
-    results = attention(
+        values = _copied(rows.held.value, rows)
+    return attention(
         query,
         keys,
         values,
-        axis_name=axis_name,
+        axis_name=axis_name_of(call.place.axes),
         query_positions=positions,
         key_positions=start,
         visible=(start, stop),
-        return_residual=call.with_lse,
+        return_residual=True,
         **options,
     )
-    return results if isinstance(results, tuple) else (results,), cache
 
 
 def _held(
@@ -217,7 +277,7 @@ def _held(
 
 
 def _visible(
-    window: object, held: arguments.Caches, ranks: arguments.Ranks, found: arguments.Sequences
+    window: object, rows: _Rows, ranks: arguments.Ranks
 ) -> tuple[Int32[Array, "batch rows"], Int32[Array, "batch rows"]]:
     """Returns the positions of queries that see each row, from start up to, but without, stop.
 
@@ -225,10 +285,11 @@ def _visible(
     """
     options = check_options("CachePool.prefill", {"local_window_size": window} if window else {})
     left, _ = options.local_window_size or (NO_LIMIT, NO_LIMIT)
+    held = rows.held
     geometry = Geometry(held.interleave, ranks.world_size, held.capacity)
-    rows = jnp.arange(held.capacity, dtype=jnp.int32)
+    index = jnp.arange(held.capacity, dtype=jnp.int32)
     start = jnp.broadcast_to(
-        geometry.positions(rows, ranks.rank()), (len(found.lengths), len(rows))
+        geometry.positions(index, ranks.rank()), (len(rows.lengths), len(index))
     )
     stop = jnp.int32(MAX_INT32)
     if left != NO_LIMIT:
@@ -236,12 +297,12 @@ def _visible(
         stop = jnp.minimum(start, MAX_INT32 - reach) + reach
     table, (pages, page) = held.page_table, held.key.shape[:2]
     exists = jnp.repeat((table >= 0) & (table < pages), page, axis=1)
-    return start, jnp.where(exists & (start < found.lengths[:, None]), stop, start)
+    return start, jnp.where(exists & (start < rows.lengths[:, None]), stop, start)
 
 
-def _rows(x: jax.Array, held: arguments.Caches, is_paged: bool) -> jax.Array:
+def _copied(x: jax.Array, rows: _Rows) -> jax.Array:
     """Returns the rows of each sequence, copied out of pages."""
-    if not is_paged:
+    if not rows.is_paged:
         return x
-    pages = jnp.take(x, held.page_table, axis=0, mode="clip")
-    return pages.reshape(pages.shape[0], held.capacity, *x.shape[2:])
+    pages = jnp.take(x, rows.held.page_table, axis=0, mode="clip")
+    return pages.reshape(pages.shape[0], rows.held.capacity, *x.shape[2:])
