@@ -320,7 +320,7 @@ def test_mistakes_are_errors_while_tracing(name):
         jax.eval_shape(function, query)
 
 
-def test_outside_of_shard_map_it_says_where_to_go():
+def test_without_a_mesh_it_says_what_to_do():
     query, latent, params, *_ = inputs(12)
-    with pytest.raises(ValueError, match="put the call into jax.shard_map"):
+    with pytest.raises(ValueError, match="latent_attention needs a mesh"):
         ba.latent_attention(query, latent, expand, params, axis_name="context")
