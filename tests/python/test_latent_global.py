@@ -60,7 +60,7 @@ def expected(mesh, arrays, ids=None, **options):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 1)])
+@pytest.mark.parametrize("sizes", [(2, 2, 2), pytest.param((1, 4, 1), marks=pytest.mark.long)])
 def test_global_arrays_give_the_results_of_shards(axis_type, sizes):
     """Types say all on Explicit axes, and on Auto axes the specs do."""
     arrays, ids = inputs(16), segments(16)

@@ -172,6 +172,8 @@ class Tile:
         (key, value), pullback = jax.vjp(expanded, params, latents)
         ring, qkv, features = self._prepared(key, value, widened=self._has_float32_kernels())
         o, dout = (padded_to(x, HEAD_DIM_MULTIPLE, 3) for x in (o, dout))
+        # o may be wider than the tile's type, but not narrower.
+        o = o.astype(jnp.promote_types(o.dtype, qkv[0].dtype))
         given = vary_like(qkv[0], (o, lse, dout.astype(qkv[0].dtype), dlse))
         found = vjp.gradients(ring, qkv, features, given)[:3]
         dq, dk, dv = (
