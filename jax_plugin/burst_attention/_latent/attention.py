@@ -50,7 +50,8 @@ def latent_attention(
     time. So the ring sends the bytes of latents, and no device holds the keys and values of more
     than one chunk. Multi-head latent attention has 576 numbers for a token, from which it expands
     tens of thousands (docs/latents.md). The price is that every device expands every chunk that one
-    of its queries sees, and again in the backward pass.
+    of its queries sees, and again in the backward pass: for shards of a few thousand tokens and
+    more it is small.
 
     The gradients of a chunk of latents follow the chunk, in float32. Sums over chunks are float32
     for the gradients of query and params too. Reverse-mode derivatives with respect to the floats
@@ -65,9 +66,8 @@ def latent_attention(
       expand: a function ``expand(params, latent) -> (key, value)`` of JAX, with key ``[batch, seq,
         kv_heads, head_dim]`` and value ``[batch, seq, kv_heads, value_dim]`` in query's dtype. It
         gets a chunk of latents at a time, or half of one, and treats tokens one by one. It must not
-        exchange data
-        along ``axis_name``, since devices expand different chunks, and must not use traced arrays
-        of its surroundings: they get no gradient.
+        exchange data along ``axis_name``, since devices expand different chunks, and must not use
+        traced arrays of its surroundings: they get no gradient.
       params: a tree of arrays that ``expand`` gets, such as the projections; the same on all
         devices of a ring. Where ``check_vma=False`` and ``jax.grad`` stand inside the
         ``shard_map``, each device gets only its own part of their gradient: sum it with

@@ -52,21 +52,24 @@ def _params_specs(given: Tree, params: Tree) -> tuple[PartitionSpec, ...]:
     """Returns the sharding of each array of params, in the order of its leaves."""
     if given is None:
         return tuple(jax.typeof(x).sharding.spec for x in jax.tree.leaves(params))
-    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    wrong = [x for x in jax.tree.leaves(given, is_leaf=is_spec) if not is_spec(x)]
+    wrong = [x for x in jax.tree.leaves(given, is_leaf=_is_spec) if not _is_spec(x)]
     if wrong:
         raise TypeError(
             "params_spec must be a jax.sharding.PartitionSpec, or a tree of them like params, got "
             f"{_checks.describe(wrong[0])} in it"
         )
     try:
-        whole = jax.tree.broadcast(given, params, is_leaf=is_spec)
+        whole = jax.tree.broadcast(given, params, is_leaf=_is_spec)
     except ValueError as error:
         raise ValueError(
             "params_spec must be a tree like params, or like the upper part of it, got "
-            f"{jax.tree.structure(given, is_leaf=is_spec)} for {jax.tree.structure(params)}"
+            f"{jax.tree.structure(given, is_leaf=_is_spec)} for {jax.tree.structure(params)}"
         ) from error
-    return tuple(jax.tree.leaves(whole, is_leaf=is_spec))
+    return tuple(jax.tree.leaves(whole, is_leaf=_is_spec))
+
+
+def _is_spec(x: object) -> bool:
+    return isinstance(x, PartitionSpec)
 
 
 # Outside jit, a call with equal settings and types runs the program of the call before it.
@@ -88,15 +91,10 @@ def _on_shards(
     def of_rows(name: str, tree: Tree) -> Tree:
         return jax.tree.map(lambda x: placement.spec_of(name, x, _shape(x)), tree)
 
-    specs = Inputs(
-        placement.spec("batch q_len heads"),
-        Chunk(
-            of_rows("an array of latent", inputs.chunk.latent),
-            of_rows("segment_ids", inputs.chunk.ids),
-        ),
-        list(params_specs),
-        of_rows("segment_ids", inputs.ids),
-    )
+    ids = of_rows("segment_ids", inputs.ids)
+    chunk = Chunk(of_rows("an array of latent", inputs.chunk.latent), ids)
+    out_spec = placement.spec("batch q_len heads")
+    specs = Inputs._make((out_spec, chunk, list(params_specs), ids))
 
     def local(inputs: Inputs) -> Results:
         own = _own_rows(placement, inputs)
@@ -107,7 +105,7 @@ def _on_shards(
         local,
         mesh=placement.mesh,
         in_specs=(specs,),
-        out_specs=placement.spec("batch q_len heads"),
+        out_specs=out_spec,
     )(inputs)
     return results
 

@@ -134,8 +134,10 @@ def _if_seen(tile: Tile, add: Callable[[Tile, State], State], state: State) -> S
     """Returns the state with a tile added, or the state where no query sees a key of the tile."""
     if tile.way == 0:
         return add(tile, state)
-    branches = [lambda state: state, *(partial(add, part) for part in tile.parts())]
-    return lax.switch(tile.which(), branches, state)
+    branches: list[Callable[[State], State]] = [lambda state: state]
+    branches += [partial(add, part) for part in tile.parts()]
+    found: State = lax.switch(tile.which(), branches, state)
+    return found
 
 
 def _around(

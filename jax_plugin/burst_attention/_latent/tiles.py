@@ -126,8 +126,8 @@ class Tile:
         found = [jnp.where(part.may_see(), i + 1, 0) for i, part in enumerate(parts)]
         if len(parts) == 1:
             return found[0]
-        rank, owner = self._ranks()
-        return jnp.where(owner < rank, *found)
+        (lower, higher), (rank, owner) = found, self._ranks()
+        return jnp.where(owner < rank, lower, higher)
 
     def may_see(self) -> Bool[Array, ""]:
         """Returns False only if positions or segments hide all keys from all queries."""
@@ -177,8 +177,7 @@ class Tile:
         given = vary_like(qkv[0], (o, lse, dout.astype(qkv[0].dtype), dlse))
         found = vjp.gradients(ring, qkv, features, given)[:3]
         dq, dk, dv = (
-            x[..., : of.shape[3]]
-            for x, of in zip(found, (self._query(), key, value), strict=True)
+            x[..., : of.shape[3]] for x, of in zip(found, (self._query(), key, value), strict=True)
         )
         gradients: Gradients = (dq, *pullback((dk.astype(key.dtype), dv.astype(value.dtype))))
         return jax.tree.map(lambda x: x.astype(sum_dtype(x)), gradients)
@@ -272,9 +271,7 @@ class Tile:
         return positions[jnp.array([[0, max(middle - 1, 0)], [middle, rows - 1]])]
 
 
-def taken(
-    x: Shaped[Array, "..."], rows: Rows, axis: int = 1
-) -> Shaped[Array, "..."]:
+def taken(x: Shaped[Array, "..."], rows: Rows, axis: int = 1) -> Shaped[Array, "..."]:
     """Returns some rows of an array."""
     return x if rows is None else lax.slice_in_dim(x, *rows, axis=axis)
 
