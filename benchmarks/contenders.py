@@ -55,13 +55,13 @@ def ours(case: Case, name: str = "ours") -> Contender:
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return sharded(q, k, v, extras)
 
-    return _jax_contender(name, case, attend, NamedSharding(mesh, spec))
+    return compiled(name, attend, *_placed(case, NamedSharding(mesh, spec)))
 
 
 def jax_nn(case: Case) -> Contender:
     """Returns XLA's own attention, which writes all logits to memory."""
     attend = partial(jax.nn.dot_product_attention, is_causal=case.causal)
-    return _jax_contender("jax.nn", case, attend, jax.devices()[0])
+    return compiled("jax.nn", attend, *_placed(case, jax.devices()[0]))
 
 
 def jax_nn_bytes(case: Case) -> int:
@@ -69,22 +69,26 @@ def jax_nn_bytes(case: Case) -> int:
     return 4 * 4 * case.batch * case.heads * case.seq**2
 
 
-def _jax_contender(
-    name: str, case: Case, attend: Callable[..., jax.Array], place: Any
-) -> Contender:
+def _placed(case: Case, place: Any) -> list[jax.Array]:
+    """Returns q, k, v and dout of a case in their place."""
     dtype = jnp.dtype(case.dtype)
-    q, k, v, dout = (jax.device_put(x.astype(dtype), place) for x in case.arrays())
+    return [jax.device_put(x.astype(dtype), place) for x in case.arrays()]
 
-    def forward_backward(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
-        out, vjp = jax.vjp(attend, q, k, v)
+
+def compiled(name: str, attend: Callable[..., jax.Array], *arrays: Any) -> Contender:
+    """Returns the compiled programs of a function; the last of its arrays is its cotangent."""
+    *inputs, dout = arrays
+
+    def forward_backward(dout: jax.Array, *inputs: Any) -> Any:
+        out, vjp = jax.vjp(attend, *inputs)
         return out, vjp(dout)
 
-    forward = jax.jit(attend).lower(q, k, v).compile()
-    both = jax.jit(forward_backward).lower(q, k, v, dout).compile()
+    forward = jax.jit(attend).lower(*inputs).compile()
+    both = jax.jit(forward_backward).lower(dout, *inputs).compile()
     return Contender(
         name,
-        lambda: jax.block_until_ready(forward(q, k, v)),
-        lambda: jax.block_until_ready(both(q, k, v, dout)),
+        lambda: jax.block_until_ready(forward(*inputs)),
+        lambda: jax.block_until_ready(both(dout, *inputs)),
     )
 
 

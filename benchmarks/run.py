@@ -127,7 +127,8 @@ def worker(measurement: str, case: Case, budget_s: float) -> dict[str, Any]:
 
 def bench(cases: list[Case], peak: machine.Peak, budget_s: float) -> dict[str, Any]:
     """Measures everything, and prints each result at once."""
-    results: dict[str, Any] = {"cases": [], "ring": [], "masks": [], "checkpoint": [], "memory": []}
+    kinds = ("cases", "ring", "masks", "latents", "checkpoint", "memory")
+    results: dict[str, Any] = {kind: [] for kind in kinds}
     single = [case for case in cases if case.tags & {"speed", "length"}]
     print(
         COLUMNS.format(
@@ -156,6 +157,14 @@ def bench(cases: list[Case], peak: machine.Peak, budget_s: float) -> dict[str, A
                 f"mask: {case.shape}, {case.mesh[1]} devices {case.layout}, {which}: "
                 f"{gain[which]['masked_s']:.3f} s, {gain[which]['ratio']:.3f} x without "
                 f"(of the pairs {case.seen() / case.without_mask().seen():.3f})"
+            )
+    for case in (case for case in cases if "latents" in case.tags):
+        cost = worker("latents", case, budget_s)
+        results["latents"].append(cost)
+        for which in ("forward", "both"):
+            print(
+                f"latents: {case.shape}, {case.mesh[1]} devices {case.layout}, {which}: "
+                f"{cost[which]['latents_s']:.3f} s, {cost[which]['ratio']:.3f} x expanded before"
             )
     for case in (case for case in cases if "checkpoint" in case.tags):
         gain = worker("checkpoint", case, budget_s)

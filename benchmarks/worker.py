@@ -2,7 +2,8 @@
 
 `ring` times a case on its mesh against the same global problem on one device, both in one process
 with the virtual devices of the mesh. `mask` times a case against the case without window and
-documents. `checkpoint` times a model whose layers are rematerialised, with and without kept
+documents. `latents` times attention over latents that travel against their expansion before
+attention. `checkpoint` times a model whose layers are rematerialised, with and without kept
 attention. `memory` runs forward and backward once.
 """
 
@@ -10,10 +11,13 @@ import argparse
 import json
 import os
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from cases import Case, find
+
+if TYPE_CHECKING:
+    from contenders import Contender
 
 
 def ring_tax(case: Case, budget_s: float) -> dict[str, Any]:
@@ -26,11 +30,25 @@ def mask_gain(case: Case, budget_s: float) -> dict[str, Any]:
     return _compare(case, case.without_mask(), ("masked", "whole"), budget_s)
 
 
+def latent_cost(case: Case, budget_s: float) -> dict[str, Any]:
+    """Returns the median seconds of latents that travel and of keys that do, and their ratio."""
+    from latents import NAMES, contenders
+
+    return _ratios(case, contenders(case), NAMES, budget_s)
+
+
 def _compare(case: Case, other: Case, names: tuple[str, str], budget_s: float) -> dict[str, Any]:
     from contenders import ours
-    from timing import alternate
 
     contenders = [ours(one, name) for one, name in zip((case, other), names, strict=True)]
+    return _ratios(case, contenders, names, budget_s)
+
+
+def _ratios(
+    case: Case, contenders: list["Contender"], names: tuple[str, str], budget_s: float
+) -> dict[str, Any]:
+    from timing import alternate
+
     result: dict[str, Any] = {"case": case.name, "shape": case.shape, "world_size": case.mesh[1]}
     for which in ("forward", "both"):
         taken = alternate({c.name: c.program(which) for c in contenders}, budget_s)
@@ -57,6 +75,14 @@ def checkpoint_gain(case: Case, budget_s: float) -> dict[str, Any]:
     }
 
 
+COMPARISONS = {
+    "ring": ring_tax,
+    "mask": mask_gain,
+    "latents": latent_cost,
+    "checkpoint": checkpoint_gain,
+}
+
+
 def peak_memory(case: Case) -> dict[str, Any]:
     """Returns the bytes by which a run raises resident memory, with the inputs in place.
 
@@ -80,7 +106,7 @@ def peak_memory(case: Case) -> dict[str, Any]:
 def main() -> None:
     """Carries out the measurement that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("measurement", choices=["ring", "mask", "checkpoint", "memory"])
+    parser.add_argument("measurement", choices=[*COMPARISONS, "memory"])
     parser.add_argument("case")
     parser.add_argument("--seq", type=int, help="another length")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of timing per pass")
@@ -88,8 +114,7 @@ def main() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     case = find(flags.case, flags.seq)
     jax.config.update("jax_num_cpu_devices", case.mesh[0] * case.mesh[1] * case.mesh[2])
-    comparisons = {"ring": ring_tax, "mask": mask_gain, "checkpoint": checkpoint_gain}
-    if compare := comparisons.get(flags.measurement):
+    if compare := COMPARISONS.get(flags.measurement):
         print(json.dumps(compare(case, flags.budget)))
     else:
         print(json.dumps(peak_memory(case)))

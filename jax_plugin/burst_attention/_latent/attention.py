@@ -3,17 +3,17 @@
 from typing import Any, Literal
 
 import jax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from burst_attention import _checks, _mesh
 from burst_attention._attention.features import check_features
 from burst_attention._attention.options import AnyArray, Implementation, Kernels, check_options
-from burst_attention._batching import spread
-from burst_attention._latent.ring import latent_ring
-from burst_attention._latent.tiles import Call, Chunk, Expand, Inputs
-from burst_attention._types import Axes, Layout
-
-CALLER = "latent_attention"
+from burst_attention._latent import global_arrays
+from burst_attention._latent.shards import CALLER, Settings, attend
+from burst_attention._latent.tiles import Chunk, Expand, Inputs
+from burst_attention._linear.checks import no_placement
+from burst_attention._types import AnyMesh, Axes, Layout
 
 
 def latent_attention(
@@ -22,7 +22,10 @@ def latent_attention(
     expand: Expand,
     params: PyTree[Shaped[Array, "..."]],
     *,
-    axis_name: str | Axes,
+    axis_name: str | Axes | None = None,
+    mesh: AnyMesh | None = None,
+    spec: PartitionSpec | None = None,
+    params_spec: PyTree[PartitionSpec] | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
@@ -34,9 +37,11 @@ def latent_attention(
     implementation: Implementation | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attention of this device's queries over keys and values that are expanded from latents.
+    """Attention over keys and values that are expanded from latents, of a sharded sequence.
 
-    Works inside ``jax.shard_map``. The result is that of::
+    Inside ``jax.shard_map`` along ``axis_name``, arrays are this device's shards. Everywhere else
+    they are global arrays: as in `dot_product_attention`, their types say mesh, spec and axis_name
+    where mesh axes are Explicit, and Auto meshes need ``spec``. The result is that of::
 
         key, value = expand(params, latent)
         out = ba.attention(query, key, value, axis_name=axis_name, ...)
@@ -45,7 +50,8 @@ def latent_attention(
     time. So the ring sends the bytes of latents, and no device holds the keys and values of more
     than one chunk. Multi-head latent attention has 576 numbers for a token, from which it expands
     tens of thousands (docs/latents.md). The price is that every device expands every chunk that one
-    of its queries sees, and again in the backward pass.
+    of its queries sees, and again in the backward pass: for shards of a few thousand tokens and
+    more it is small.
 
     The gradients of a chunk of latents follow the chunk, in float32. Sums over chunks are float32
     for the gradients of query and params too. Reverse-mode derivatives with respect to the floats
@@ -53,21 +59,28 @@ def latent_attention(
     mode are errors. A chunk that no query of this device sees is not expanded.
 
     Args:
-      query: ``[batch, seq, heads, head_dim]``, this device's part of the sequence. bfloat16,
-        float16 or float32; head_dim up to 256.
+      query: ``[batch, seq, heads, head_dim]``. bfloat16, float16 or float32; head_dim up to 256.
       latent: an array, or a tree of arrays, each ``[batch, seq, ...]`` with the tokens of query, of
         any type. All of them travel. What the expansion needs of a token belongs here, such as its
         position, or a part of its key to which rotary embeddings are applied already.
       expand: a function ``expand(params, latent) -> (key, value)`` of JAX, with key ``[batch, seq,
         kv_heads, head_dim]`` and value ``[batch, seq, kv_heads, value_dim]`` in query's dtype. It
-        gets one chunk of latents at a time and treats tokens one by one. It must not exchange data
-        along ``axis_name``, since devices expand different chunks, and must not use traced arrays
-        of its surroundings: they get no gradient.
+        gets a chunk of latents at a time, or half of one, and treats tokens one by one. It must not
+        exchange data along ``axis_name``, since devices expand different chunks, and must not use
+        traced arrays of its surroundings: they get no gradient.
       params: a tree of arrays that ``expand`` gets, such as the projections; the same on all
         devices of a ring. Where ``check_vma=False`` and ``jax.grad`` stand inside the
         ``shard_map``, each device gets only its own part of their gradient: sum it with
         ``lax.psum``.
-      axis_name: mesh axis along which the sequence is sharded, or a pair (outer, inner).
+      axis_name: mesh axis along which the sequence is sharded, or a pair (outer, inner). Needed
+        inside ``shard_map``; for global arrays the axes that shard dimension 1 are the default.
+      mesh: for global arrays; default: the mesh of the arrays, or of ``jax.set_mesh``.
+      spec: for global arrays, the sharding of query, such as ``P("data", "context", "tensor")``.
+        Latents and segment_ids are sharded like its first two dimensions.
+      params_spec: for global arrays, the sharding of params: a ``PartitionSpec``, or a tree of them
+        like params. Default: the arrays' types on Explicit axes; whole on Auto axes. Where query's
+        heads are sharded, ``expand`` must return a device's key/value heads from its part of
+        params.
       is_causal: as in `attention`.
       scale: factor on q·k, default head_dim ** -0.5.
       local_window_size: as in `attention`.
@@ -106,14 +119,13 @@ def latent_attention(
             f"{_checks.describe(expand)}"
         )
     inputs = _inputs(query, latent, params, segment_ids)
-    _checks.shard_length("query", inputs.query.shape[1], options.layout)
-    axes = _mesh.ring_axes(axis_name)
-    instead = "put the call into jax.shard_map, with specs for the axes of the sequence"
-    mesh = _mesh.ring_mesh(axes, CALLER, instead)
-    _mesh.all_axes_manual(mesh, inputs.query, globally="")
-    call = Call(expand, options, axes, _mesh.axes_size(mesh, axes), with_lse)
-    # Before the custom_vjp: the transpose of this cast sums the gradients of params.
-    out, lse = latent_ring(call, spread(_mesh.vary_together(axes, inputs)))
+    settings = Settings(expand, options, with_lse)
+    if _mesh.is_inside(axis_name):
+        no_placement(CALLER, mesh=mesh, spec=spec, params_spec=params_spec)
+        out, lse = attend(_mesh.ring_axes(axis_name), settings, inputs)
+    else:
+        place = global_arrays.Place(mesh, spec, axis_name, params_spec)
+        out, lse = global_arrays.attend(place, settings, inputs)
     return (out, lse) if with_lse else out
 
 

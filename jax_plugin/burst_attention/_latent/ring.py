@@ -2,7 +2,8 @@
 
 A chunk goes round the ring while ranks compute with the chunk before it. In the backward pass the
 float32 sums of a chunk's gradients follow the chunk, one step behind, and then go home. The ring
-ends with the last hop after which a rank sees a chunk::
+ends with the last hop after which a rank sees a chunk. A window on both sides takes chunks up the
+ring and then down::
 
     forward    (o, lse) = merge over chunks of tile(q, expand(params, latent))
     backward   dq, dk, dv of each tile from o, lse, dout and dlse over all keys
@@ -26,10 +27,12 @@ from burst_attention._latent.tiles import (
     Chunk,
     Gradients,
     Inputs,
+    Rows,
     Tile,
     floats,
     gradients_of,
     sum_dtype,
+    taken,
 )
 from burst_attention._mesh import send_on, vary_like
 
@@ -59,17 +62,25 @@ def _backward_rule(call: Call, residuals: Residuals, cotangents: Results) -> tup
 
     def step(tile: Tile, state: Gradients) -> Gradients:
         dq, dparams, sums = state
-        # The sums of the ranks before arrive during this rank's products.
-        sums = sums if tile.is_own else _send_on(call, sums)
-        own = partial(tile.backward, o, lse, *cotangents)
-        return _if_seen(
-            tile, lambda state: jax.tree.map(jnp.add, state, own()), (dq, dparams, sums)
+        # The sums of the ranks before arrive during this rank's products. So the products' branch
+        # does not get them, and returns what it adds.
+        sums = _send_on(call, sums, tile.way)
+        dq, dparams, found = _if_seen(
+            tile,
+            lambda part, state: _added(part, state, part.backward(o, lse, *cotangents)),
+            (dq, dparams, vary_like(sums, jax.tree.map(jnp.zeros_like, sums))),
         )
+        return dq, dparams, jax.tree.map(jnp.add, sums, found)
+
+    def go_home(state: Gradients, hops: int) -> Gradients:
+        dq, dparams, sums = state
+        return dq, dparams, _send_on(call, sums, -hops)
 
     arrays = (inputs.query, *(floats(x)[0] for x in (inputs.params, inputs.chunk.latent)))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, sum_dtype(x)), arrays)
-    dq, dparams, sums = _around(call, inputs, step, vary_like(inputs.query, zeros))
-    chunk = Chunk(gradients_of(inputs.chunk.latent, _send_home(call, inputs, sums)), None)
+    state = vary_like(inputs.query, zeros)
+    dq, dparams, sums = _around(call, inputs, step, state, go_home)
+    chunk = Chunk(gradients_of(inputs.chunk.latent, sums), None)
     dparams = gradients_of(inputs.params, dparams)
     return (Inputs(dq.astype(inputs.query.dtype), chunk, dparams, None),)
 
@@ -83,58 +94,96 @@ def _results(call: Call, inputs: Inputs) -> Pair:
     def step(tile: Tile, state: Pair | None) -> Pair:
         if state is None:
             return tile.forward()
-        return _if_seen(tile, lambda state: _merge(state, tile.forward()), state)
+        return _if_seen(tile, _merged, state)
 
-    found = _around(call, inputs, step, None)
+    found = _around(call, inputs, step, None, lambda state, _: state)
     assert found is not None
     return found
 
 
-def _merge(a: Pair, b: Pair) -> Pair:
-    """Returns the results over the keys of two parts."""
-    outs, logs = zip(a, b, strict=True)
-    return merged(jnp.stack(outs), jnp.stack(logs))
+def _merged(tile: Tile, state: Pair) -> Pair:
+    """Returns the results over the keys before and those of a tile."""
+    before = tuple(taken(x, tile.queries) for x in state)
+    outs, logs = zip(before, tile.forward(), strict=True)
+    found = merged(jnp.stack(outs), jnp.stack(logs))
+    o, lse = (_put(x, tile.queries, part) for x, part in zip(state, found, strict=True))
+    return o, lse
 
 
-def _if_seen(tile: Tile, add: Callable[[State], State], state: State) -> State:
+def _added(tile: Tile, state: Gradients, found: Gradients) -> Gradients:
+    """Returns gradients and those of a tile's rows added."""
+    dq, dparams, dlatent = state
+    return (
+        _plus(dq, tile.queries, found[0]),
+        jax.tree.map(jnp.add, dparams, found[1]),
+        jax.tree.map(lambda x, part: _plus(x, tile.keys, part), dlatent, found[2]),
+    )
+
+
+def _plus(x: jax.Array, rows: Rows, part: jax.Array) -> jax.Array:
+    """Returns an array with a part added to some of its rows."""
+    return _put(x, rows, taken(x, rows) + part)
+
+
+def _put(x: jax.Array, rows: Rows, part: jax.Array) -> jax.Array:
+    """Returns an array with a part in the place of some of its rows."""
+    return part if rows is None else lax.dynamic_update_slice_in_dim(x, part, rows[0], axis=1)
+
+
+def _if_seen(tile: Tile, add: Callable[[Tile, State], State], state: State) -> State:
     """Returns the state with a tile added, or the state where no query sees a key of the tile."""
-    if tile.is_own:
-        return add(state)
-    return lax.cond(tile.may_see(), add, lambda state: state, state)
+    if tile.way == 0:
+        return add(tile, state)
+    branches: list[Callable[[State], State]] = [lambda state: state]
+    branches += [partial(add, part) for part in tile.parts()]
+    found: State = lax.switch(tile.which(), branches, state)
+    return found
 
 
-def _around(call: Call, inputs: Inputs, step: Step[State], state: State) -> State:
+def _around(
+    call: Call,
+    inputs: Inputs,
+    step: Step[State],
+    state: State,
+    end: Callable[[State, int], State],
+) -> State:
     """Returns the state after the steps of all chunks, this rank's own first.
+
+    ``end`` follows the last step of the way up, and that of the way down, with the way's hops.
+    """
+    up, down = call.hops(inputs.query.shape[1])
+    ways = [(hops, way) for hops, way in ((up, 1), (down, -1)) if hops > 0]
+    # Before the step: the exchange of the next chunk runs during the step's products.
+    following = [_send_on(call, inputs.chunk, way) for _, way in ways]
+    state = step(Tile(call, inputs, inputs.chunk, 0, 0), state)
+    for chunk, (hops, way) in zip(following, ways, strict=True):
+        state = _one_way(call, inputs, step, (chunk, state), hops, way)
+        state = end(state, hops * way)
+    return state
+
+
+def _one_way(
+    call: Call,
+    inputs: Inputs,
+    step: Step[State],
+    carry: tuple[Chunk, State],
+    hops: int,
+    way: int,
+) -> State:
+    """Returns the state after the steps of the chunks that come up or down the ring.
 
     A loop bounds the chunks that live at a time, however early the compiler could exchange them.
     """
-    last = _last_hop(call, inputs)
-    own = Tile(call, inputs, inputs.chunk, 0, True)
-    if last == 0:
-        return step(own, state)
-    # Before the step: the exchange of the next chunk runs during the step's products.
-    following = _send_on(call, inputs.chunk)
-    state = step(own, state)
 
     def body(carry: tuple[Chunk, State], hop: jax.Array) -> tuple[tuple[Chunk, State], None]:
         chunk, state = carry
-        following = _send_on(call, chunk)
-        return (following, step(Tile(call, inputs, chunk, hop, False), state)), None
+        following = _send_on(call, chunk, way)
+        return (following, step(Tile(call, inputs, chunk, hop, way), state)), None
 
-    hops = jnp.arange(1, last, dtype=jnp.int32)
-    (chunk, state), _ = lax.scan(body, (following, state), hops)
-    return step(Tile(call, inputs, chunk, last, False), state)
-
-
-def _last_hop(call: Call, inputs: Inputs) -> int:
-    return call.last_hop(inputs.query.shape[1])
+    (chunk, state), _ = lax.scan(body, carry, way * jnp.arange(1, hops, dtype=jnp.int32))
+    return step(Tile(call, inputs, chunk, way * hops, way), state)
 
 
-def _send_on(call: Call, arrays: State) -> State:
-    """Sends arrays to the next rank and returns the arrays of the rank before."""
-    return send_on(arrays, call.axes, call.world_size)
-
-
-def _send_home(call: Call, inputs: Inputs, arrays: State) -> State:
-    """Sends what followed a chunk to the chunk's rank, and returns what followed this rank's."""
-    return send_on(arrays, call.axes, call.world_size, -_last_hop(call, inputs))
+def _send_on(call: Call, arrays: State, hops: int) -> State:
+    """Sends arrays some ranks up and returns those that arrive; none with 0 hops."""
+    return send_on(arrays, call.axes, call.world_size, hops)

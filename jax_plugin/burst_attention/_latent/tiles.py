@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from burst_attention import _checks
 from burst_attention._attention import calls, shards, vjp
@@ -30,6 +30,8 @@ Tree: TypeAlias = Any
 """Arrays in any tree, as the user has them."""
 Expand: TypeAlias = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
 """Returns key and value of latents, from parameters and latents."""
+Rows: TypeAlias = tuple[int, int] | None
+"""The first of some rows of a shard and the row after the last; None for all rows."""
 Gradients: TypeAlias = tuple[jax.Array, list[jax.Array], list[jax.Array]]
 """The gradients of query, of the parameters and of the latents that are floats."""
 
@@ -69,18 +71,22 @@ class Call:
         is_asked = self.options.residual_dtype is not None
         return calls.kept_dtype(query.dtype, keys, self.options.window(keys), is_asked)
 
-    def last_hop(self, rows: int) -> int:
-        """Returns the number of hops that bring chunks of which a query of some rank sees a key.
+    def hops(self, rows: int) -> tuple[int, int]:
+        """Returns how many hops up and down the ring bring all keys that a query sees.
 
-        Chunks go up from rank to rank, so only a window to the left alone, of shards that are
-        consecutive parts, lets the last hops out.
+        A window ends both ways, unless they are as long as the whole ring. In the layout striped
+        neighbours of a token are at all ranks.
         """
         left, right = self.options.sides
-        whole = self.world_size - 1
-        if left == NO_LIMIT or right != 0 or self.options.layout != "contiguous":
-            return whole
-        # After h hops the last key is (h - 1) · rows + 1 positions before the first query.
-        return min(whole, (left - 1) // rows + 1)
+        whole, layout = self.world_size - 1, self.options.layout
+        if NO_LIMIT in (left, right) or layout == "striped":
+            return whole, 0
+        if layout == "zigzag":
+            # From half to half of the sequence, the rank changes by one at most.
+            up = down = max(_runs(left, rows // 2), _runs(right, rows // 2))
+        else:
+            up, down = _runs(left, rows), _runs(right, rows)
+        return (up, down) if up + down < whole else (whole, 0)
 
     def positions(self, rank: Int32[Array, ""], rows: int) -> Int32[Array, " rows"]:
         """Returns the positions of a rank's rows."""
@@ -90,14 +96,38 @@ class Call:
 
 @dataclass(frozen=True)
 class Tile:
-    """This rank's queries and the chunk that has arrived after some hops."""
+    """This rank's queries and the chunk that has arrived after some hops, or rows of both."""
 
     call: Call
     inputs: Inputs
     chunk: Chunk
     hop: int | Int32[Array, ""]
-    is_own: bool
-    """Whether the chunk is this rank's own."""
+    """The hops that the chunk has come up the ring; negative where it came down."""
+    way: int
+    """1 where the chunk comes up the ring, -1 where it comes down, 0 for this rank's own chunk."""
+    queries: Rows = None
+    keys: Rows = None
+
+    def parts(self) -> tuple["Tile", ...]:
+        """Returns the tiles of which `which` names the one to compute.
+
+        In a causal mask of the layout zigzag, all queries see only the first half of the chunk of
+        a lower rank. Of the chunk of a higher rank only the second half of the queries sees keys.
+        """
+        options, rows = self.call.options, self.inputs.query.shape[1]
+        if self.way == 0 or options.layout != "zigzag" or options.sides[1] != 0:
+            return (self,)
+        first, second = (0, rows // 2), (rows // 2, rows)
+        return replace(self, keys=first), replace(self, queries=second)
+
+    def which(self) -> Int32[Array, ""]:
+        """Returns the number of the part to compute, from 1, or 0 where no query sees a key."""
+        parts = self.parts()
+        found = [jnp.where(part.may_see(), i + 1, 0) for i, part in enumerate(parts)]
+        if len(parts) == 1:
+            return found[0]
+        (lower, higher), (rank, owner) = found, self._ranks()
+        return jnp.where(owner < rank, lower, higher)
 
     def may_see(self) -> Bool[Array, ""]:
         """Returns False only if positions or segments hide all keys from all queries."""
@@ -109,14 +139,15 @@ class Tile:
             sees &= keys[None, :, 1] - queries[:, None, 0] >= -left
         if right != NO_LIMIT:
             sees &= keys[None, :, 0] - queries[:, None, 1] <= right
-        if self.inputs.ids is None or self.chunk.ids is None:
+        queries_ids, keys_ids = self._ids()
+        if queries_ids is None or keys_ids is None:
             return sees.any()
-        (first, last), (first_key, last_key) = map(_bounds, (self.inputs.ids, self.chunk.ids))
+        (first, last), (first_key, last_key) = map(_bounds, (queries_ids, keys_ids))
         return sees.any() & ((first <= last_key) & (first_key <= last)).any()
 
     def forward(self) -> Pair:
-        """Returns o and lse of the queries over the chunk's keys."""
-        key, value = self._expanded(self.inputs.params, self.chunk.latent)
+        """Returns o and lse of the tile's queries over its keys."""
+        key, value = self._expanded(self.inputs.params, self._latent())
         ring, qkv, features = self._prepared(key, value)
         if ring.implementation in ("cpu", "xla"):
             # Kernels of GPUs round o to query's type. Elsewhere the merge gets it in float32.
@@ -125,9 +156,13 @@ class Tile:
         return o[..., : value.shape[3]].astype(jnp.float32), lse
 
     def backward(self, o: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array) -> Gradients:
-        """Returns the chunk's part of gradients, float32, from the results over all keys."""
+        """Returns the tile's part of gradients, float32, from the results over all keys.
+
+        The results are those of all queries, and the gradients those of the tile's rows.
+        """
         params, with_params = floats(self.inputs.params)
-        latents, with_latents = floats(self.chunk.latent)
+        latents, with_latents = floats(self._latent())
+        o, lse, dout, dlse = (taken(x, self.queries) for x in (o, lse, dout, dlse))
 
         def expanded(
             params: list[jax.Array], latents: list[jax.Array]
@@ -137,11 +172,12 @@ class Tile:
         (key, value), pullback = jax.vjp(expanded, params, latents)
         ring, qkv, features = self._prepared(key, value, widened=self._has_float32_kernels())
         o, dout = (padded_to(x, HEAD_DIM_MULTIPLE, 3) for x in (o, dout))
+        # o may be wider than the tile's type, but not narrower.
+        o = o.astype(jnp.promote_types(o.dtype, qkv[0].dtype))
         given = vary_like(qkv[0], (o, lse, dout.astype(qkv[0].dtype), dlse))
         found = vjp.gradients(ring, qkv, features, given)[:3]
         dq, dk, dv = (
-            x[..., : of.shape[3]]
-            for x, of in zip(found, (self.inputs.query, key, value), strict=True)
+            x[..., : of.shape[3]] for x, of in zip(found, (self._query(), key, value), strict=True)
         )
         gradients: Gradients = (dq, *pullback((dk.astype(key.dtype), dv.astype(value.dtype))))
         return jax.tree.map(lambda x: x.astype(sum_dtype(x)), gradients)
@@ -149,15 +185,16 @@ class Tile:
     def _expanded(self, params: Tree, latent: Tree) -> tuple[jax.Array, jax.Array]:
         """Returns key and value of the chunk, checked."""
         found, query = self.call.expand(params, latent), self.inputs.query
+        rows = jax.tree.leaves(latent)[0].shape[1]
         if not isinstance(found, tuple | list) or len(found) != 2:
             raise TypeError(
                 "expand(params, latent) must return a pair of arrays (key, value), got "
                 f"{describe(found)}"
             )
         _, key, value = _checks.arrays(query, *found, any_head_dim=True)
-        if key.shape[1] != query.shape[1]:
+        if key.shape[1] != rows:
             raise ValueError(
-                f"expand(params, latent) must return a key for each of the {query.shape[1]} "
+                f"expand(params, latent) must return a key for each of the {rows} "
                 f"tokens of latent, got key of shape {key.shape}; it gets one chunk at a time"
             )
         key, value = vary_like(query, (key, value))
@@ -167,13 +204,12 @@ class Tile:
         self, key: jax.Array, value: jax.Array, widened: bool = False
     ) -> tuple[Ring, vjp.Qkv, Features]:
         """Returns the tile as a ring of one device, with arrays as kernels take them."""
-        call, query = self.call, self.inputs.query
+        call, query = self.call, self._query()
         if widened:
             query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
         options, features = self._mask()
-        features = features._replace(
-            query_segment_ids=self.inputs.ids, key_segment_ids=self.chunk.ids
-        )
+        queries_ids, keys_ids = self._ids()
+        features = features._replace(query_segment_ids=queries_ids, key_segment_ids=keys_ids)
         features = vary_like(query, features)
         return shards.prepared((), options, (query, key, value), features, call.with_lse)
 
@@ -193,27 +229,59 @@ class Tile:
         is_contiguous = whole.layout == "contiguous"
         # Rows of one shard are in the order of their positions.
         if whole.sides == (NO_LIMIT, NO_LIMIT) or (
-            self.is_own and (is_contiguous or not is_windowed)
+            self.way == 0 and (is_contiguous or not is_windowed)
         ):
             return options, Features()
-        if is_contiguous and not is_windowed:
-            # Of another rank's tokens a query sees all, or none and the tile is left out.
+        if whole.layout != "striped" and not is_windowed:
+            # Of another rank's tokens, the queries of a part see all, or none and it is left out.
             return replace(options, is_causal=False), Features()
         batch = self.inputs.query.shape[0]
         queries, keys = (jnp.broadcast_to(x, (batch, x.shape[0])) for x in self._positions())
         return options, Features(query_positions=queries, key_positions=keys)
 
-    def _positions(self) -> tuple[Int32[Array, " seq"], Int32[Array, " seq"]]:
+    def _query(self) -> Float[Array, "batch seq heads head_dim"]:
+        return taken(self.inputs.query, self.queries)
+
+    def _latent(self) -> Tree:
+        return jax.tree.map(lambda x: taken(x, self.keys), self.chunk.latent)
+
+    def _ids(self) -> tuple[Int32[Array, "batch seq"] | None, Int32[Array, "batch keys"] | None]:
+        """Returns the segments of the queries and of the keys."""
+        queries, keys = self.inputs.ids, self.chunk.ids
+        return (
+            None if queries is None else taken(queries, self.queries),
+            None if keys is None else taken(keys, self.keys),
+        )
+
+    def _ranks(self) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
+        """Returns this rank and the rank that owns the chunk."""
+        rank = lax.axis_index(self.call.axes)
+        return rank, (rank - self.hop) % self.call.world_size
+
+    def _positions(self) -> tuple[Int32[Array, " seq"], Int32[Array, " keys"]]:
         """Returns the positions of the queries and of the keys."""
-        rank, rows = lax.axis_index(self.call.axes), self.inputs.query.shape[1]
-        owner = (rank - self.hop) % self.call.world_size
-        return self.call.positions(rank, rows), self.call.positions(owner, rows)
+        rows = self.inputs.query.shape[1]
+        queries, keys = (self.call.positions(x, rows) for x in self._ranks())
+        return taken(queries, self.queries, 0), taken(keys, self.keys, 0)
 
     def _halves(self, positions: Int32[Array, " seq"]) -> Int32[Array, "halves ends"]:
         """Returns the first and the last position of each half."""
         rows = positions.shape[0]
         middle = rows // 2
         return positions[jnp.array([[0, max(middle - 1, 0)], [middle, rows - 1]])]
+
+
+def taken(x: Shaped[Array, "..."], rows: Rows, axis: int = 1) -> Shaped[Array, "..."]:
+    """Returns some rows of an array."""
+    return x if rows is None else lax.slice_in_dim(x, *rows, axis=axis)
+
+
+def _runs(side: int, rows: int) -> int:
+    """Returns over how many runs of rows, beyond its own, a side of a window reaches.
+
+    Between the row next to a run and the h-th run there are (h - 1) · rows rows.
+    """
+    return (side - 1) // rows + 1
 
 
 def floats(tree: Tree) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Tree]]:
