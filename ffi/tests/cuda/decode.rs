@@ -48,9 +48,16 @@ fn call() -> Call {
     };
     // Room for 4 · 188 runs and 8 pairs, with 16 rows of 24 columns and two numbers each.
     let workspace = (4 * 188 + 8) * 16 * (24 + 2) * 4;
-    let names = ["slice_tiles", "most_slices", "tile_keys", "interleave", "world_size"];
+    let names = [
+        "slice_tiles",
+        "most_slices",
+        "tile_keys",
+        "interleave",
+        "world_size",
+        "values_in_keys",
+    ];
     Call {
-        integers: names.into_iter().zip([1, 0, 64, 64, 2]).collect(),
+        integers: names.into_iter().zip([1, 0, 64, 64, 2, 0]).collect(),
         args: vec![
             array(BF16, &[4, 2, 3, 16], 1),
             array(BF16, &[23, 64, 2, 16], 2),

@@ -11,6 +11,7 @@ fn decode(units: usize, rows: usize, dim: usize, page_rows: usize, split: Split)
         kv_heads: 8,
         head_dim: dim,
         value_dim: dim,
+        values_in_keys: false,
         element: Element::Bf16,
         pages: 100,
         page_rows,

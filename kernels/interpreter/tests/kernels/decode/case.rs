@@ -310,6 +310,7 @@ pub fn place(case: &Case, inputs: &Inputs, world: &mut World) -> (Decode, Arrays
         kv_heads,
         head_dim,
         value_dim,
+        values_in_keys: false,
         element,
         pages,
         page_rows,
