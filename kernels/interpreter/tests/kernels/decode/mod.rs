@@ -221,6 +221,34 @@ fn tiles_of_other_targets() {
     }
 }
 
+const LATENTS: Case = Case {
+    lengths: &[150, 0, 1],
+    page_rows: 192,
+    queries: 2,
+    kv_heads: 1,
+    group: 5,
+    head_dim: 576,
+    value_dim: 512,
+    values_in_keys: true,
+    ..CASE
+};
+
+/// Latents of any width up to 576, of which up to 512 columns are values.
+#[test]
+fn values_in_the_first_columns_of_keys() {
+    let small = Case { lengths: &[70, 0], page_rows: 128, queries: 1, group: 3, ..LATENTS };
+    let dims = [(40, 24), (288, 256), (320, 264), (512, 512)];
+    check_all(&dims.map(|(head_dim, value_dim)| Case { head_dim, value_dim, ..small }));
+    let paged = Case { page_rows: 64, source_pages: 3, spare: 2, ..LATENTS };
+    check_all(&[
+        LATENTS,
+        paged,
+        Case { page_rows: 16, source_pages: 12, element: Element::F16, ..paged },
+        Case { missing: Some((0, 1, -1)), kv_heads: 2, ..paged },
+        Case { split: Split::Slices(3), window: Some(40), soft_cap: 2.0, slopes: true, ..paged },
+    ]);
+}
+
 #[test]
 fn launches_touch_what_their_footprints_say() {
     for case in [Case { slopes: true, hidden: 0.0, ..PAGED }, SHORT] {
