@@ -294,8 +294,14 @@ fn every_mistake_is_found() {
     let sliced = Case { split: Split::Slices(3), slice: 2, ..PAGED };
     let even = Case { value_dim: 16, hidden: 0.0, ..PAGED };
     type Mutant = (&'static str, Case, Change);
+    let latents = Case { kv_heads: 2, ..LATENTS };
     #[rustfmt::skip]
-    let mutants: [Mutant; 19] = [
+    let mutants: [Mutant; 24] = [
+        ("latents of other columns", latents, Change::Launch(|l| force_any(l, "head_dim", 512))),
+        ("half of the values", LATENTS, Change::Launch(|l| if l.value("k").is_some() { force(l, "value_dim", 256); })),
+        ("parts of columns added twice", LATENTS, Change::Module(|m| in_pieces(m, |m| repeat(m, Opcode::AddF, 0)))),
+        ("no rest of columns", LATENTS, Change::Module(|m| in_pieces(m, |m| repeat(m, Opcode::AddF, 1)))),
+        ("latents without masks", LATENTS, Change::Module(|m| in_pieces(m, |m| reroute_all(m, Select, 2, 1)))),
         ("k and v swapped", even, Change::Launch(|l| if l.value("k").is_some() { swap(l, "k", "v"); })),
         ("a page too few", PAGED, Change::Launch(|l| force_any(l, "pages", 14))),
         ("pages of another length", PAGED, Change::Launch(|l| force_any(l, "page_shift", 1))),
