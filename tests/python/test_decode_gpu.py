@@ -100,7 +100,7 @@ def test_tiles_of_any_width(dims):
 @pytest.mark.parametrize("split", some(["balanced", "fixed"]))
 def test_values_in_the_first_columns_of_keys(page, split):
     sharding = Sharding(2, page=page, capacity=192)
-    case = latents(sharding, [190, 31, 0], 2, (6, 1), (72, 64), "bfloat16", **FEATURES["all"])
+    case = latents(sharding, [190, 31, 0], 2, (4, 1), (72, 64), "bfloat16", **FEATURES["all"])
     assert_right(case, split=split)
 
 

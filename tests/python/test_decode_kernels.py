@@ -46,7 +46,7 @@ def test_results_are_those_of_dense_attention(page, split, features):
 @pytest.mark.parametrize("features", [{}, FEATURES], ids=["none", "all"])
 def test_latents_are_read_for_values_too(page, split, features):
     sharding = Sharding(2, page=page, capacity=96 if page is None else 128)
-    case = latents(sharding, [90, 0, 65], 1, (5, 1), (576, 512), "bfloat16", **features)
+    case = latents(sharding, [90, 0, 65], 1, (4, 1), (576, 512), "bfloat16", **features)
     check(decode(case, split=split), dense(case.q, case.k, case.v, case.lengths, **features))
 
 
