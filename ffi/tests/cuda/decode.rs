@@ -48,14 +48,8 @@ fn call() -> Call {
     };
     // Room for 4 · 188 runs and 8 pairs, with 16 rows of 24 columns and two numbers each.
     let workspace = (4 * 188 + 8) * 16 * (24 + 2) * 4;
-    let names = [
-        "slice_tiles",
-        "most_slices",
-        "tile_keys",
-        "interleave",
-        "world_size",
-        "values_in_keys",
-    ];
+    let names =
+        ["slice_tiles", "most_slices", "tile_keys", "interleave", "world_size", "values_in_keys"];
     Call {
         integers: names.into_iter().zip([1, 0, 64, 64, 2, 0]).collect(),
         args: vec![

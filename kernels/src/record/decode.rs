@@ -90,8 +90,8 @@ const NUMBERS: &[Argument] = &arguments! {
 
 /// Arguments of `decode`.
 pub const DECODE: &[Argument] = record!(
-    CACHE, VALUES, PAGE_TABLE, UNITS, FEATURES, PIECES, UNIT_SIZES, HEAD_DIM, VALUE_DIM, PAGE_SIZES,
-    SLOTS, SLICES, CUTS, NUMBERS
+    CACHE, VALUES, PAGE_TABLE, UNITS, FEATURES, PIECES, UNIT_SIZES, HEAD_DIM, VALUE_DIM,
+    PAGE_SIZES, SLOTS, SLICES, CUTS, NUMBERS
 );
 
 /// Arguments of `decode_latents`.

@@ -225,9 +225,8 @@ pub mod decode {
             let h: i32 = pair / parts;
             let part: i32 = pair - h * parts;
             let queries: Rows<BM> = unsafe { rows_of::<BM>(call, u, h, part, has_slopes) };
-            let task: Task = unsafe {
-                task_of::<BM, BN, SUB>(call, scoring, u, h, piece.1, piece.2, queries)
-            };
+            let task: Task =
+                unsafe { task_of::<BM, BN, SUB>(call, scoring, u, h, piece.1, piece.2, queries) };
             let own: Piece = task.piece;
             let (low, inside, outside, high): (i32, i32, i32, i32) =
                 (task.low, task.inside, task.outside, task.high);

@@ -60,8 +60,7 @@ pub mod decode_latents {
     ) -> State<BM, LANES, DT> {
         let place = unsafe { page_place::<BN>(cut, piece.source, tile) };
         let (page, within, first): (i32, i32, i32) = (place.0, place.1, place.2);
-        let own: Tile<E, { [BN, DT] }> =
-            stream_columns(k, page, within, piece.head, columns.own);
+        let own: Tile<E, { [BN, DT] }> = stream_columns(k, page, within, piece.head, columns.own);
         let other: Tile<E, { [BN, DT] }> =
             stream_columns(k, page, within, piece.head, columns.other);
         let rest: Tile<E, { [BN, RT] }> =
@@ -189,9 +188,8 @@ pub mod decode_latents {
             let h: i32 = pair / parts;
             let part: i32 = pair - h * parts;
             let queries: Rows<BM> = unsafe { rows_of::<BM>(call, u, h, part, has_slopes) };
-            let task: Task = unsafe {
-                task_of::<BM, BN, BN>(call, scoring, u, h, piece.1, piece.2, queries)
-            };
+            let task: Task =
+                unsafe { task_of::<BM, BN, BN>(call, scoring, u, h, piece.1, piece.2, queries) };
             let own: Piece = task.piece;
             let (low, inside, outside, high): (i32, i32, i32, i32) =
                 (task.low, task.inside, task.outside, task.high);

@@ -192,9 +192,8 @@ pub mod units {
         let mut inside: i32 = steps.1;
         let mut outside: i32 = steps.2;
         let uneven: i32 = page_rows - page_rows / SUB * SUB;
-        let misses: i32 = unsafe {
-            misses_pages(table, first >> page_shift, (end - 1i32) >> page_shift, pages)
-        };
+        let misses: i32 =
+            unsafe { misses_pages(table, first >> page_shift, (end - 1i32) >> page_shift, pages) };
         if misses == 1i32 || (uneven > 0i32 && units.source_pages > 1i32) {
             inside = low;
             outside = low;
