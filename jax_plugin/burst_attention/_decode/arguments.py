@@ -318,7 +318,7 @@ def _work(
     options = check_options(caller, {name: given[name] for name in names})
     check_soft_cap(options.logits_soft_cap, options.implementation)
     scale = options.softmax_scale(query.shape[3])
-    values = _values_in_keys(cache, given["value_dim"])
+    values = values_in_keys(cache, given["value_dim"])
     if options.implementation is None:
         held = values if cache.value is None else cache.value
         _warn_on_gpus(gpu.lacks(query, held, scale, options.logits_soft_cap))
