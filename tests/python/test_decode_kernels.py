@@ -50,6 +50,12 @@ def test_latents_are_read_for_values_too(page, split, features):
     check(decode(case, split=split), dense(case.q, case.k, case.v, case.lengths, **features))
 
 
+@pytest.mark.parametrize("split", ["balanced", "fixed"])
+def test_narrow_latents_in_short_pages(split):
+    case = latents(Sharding(2, page=16, capacity=48), [90, 0, 33], 1, (4, 1), (72, 64), "bfloat16")
+    check(decode(case, split=split), dense(case.q, case.k, case.v, case.lengths))
+
+
 @pytest.mark.parametrize("page", [None, 16])
 def test_ranks_merge_their_partials(page):
     case = problem(

@@ -13,6 +13,7 @@ use super::told::Told;
 use super::{Platform, Stage};
 use crate::data_type::DataType;
 use crate::decode::arrays::{Arrays, names};
+use crate::decode::values_in_keys;
 use crate::error::{Error, Result};
 use crate::frame::CallFrame;
 use crate::{handler, sys};
@@ -56,7 +57,7 @@ pub unsafe fn run_decode(
 fn decode(frame: &CallFrame<'_>) -> Result<Decode> {
     let [o, lse, workspace] = frame.results()?;
     let attributes = frame.attributes()?;
-    let values_in_keys = attributes.get::<i64>("values_in_keys")? != 0;
+    let values_in_keys = values_in_keys(&attributes)?;
     let operands = frame.all_arguments()?;
     let arrays = Arrays::read(DeviceKind::Cuda, !values_in_keys, operands, [o, lse])?;
     let element = match arrays.activation().activation() {

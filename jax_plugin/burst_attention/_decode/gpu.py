@@ -193,8 +193,10 @@ def units_of(operands: Operands, size: int) -> Units:
 
 def tiles(work: Work, operands: Operands, rows: int) -> Tiles:
     """Returns how the kernels cut units of ``rows`` rows."""
-    page, dims = operands.key_cache.shape[1], (operands.query.shape[3],)
-    columns, is_wide = operands.page_table.shape[1], max(*dims, operands.values.shape[3]) > 128
+    page, columns = operands.key_cache.shape[1], operands.page_table.shape[1]
+    widest = max(operands.query.shape[3], operands.values.shape[3])
+    # Latents of any width take wide tiles.
+    is_wide = widest > 128 or work.values_in_keys > 0
     keys = 32 if is_wide and not work.values_in_keys else 64
     is_short = columns > 1 and page < keys and not is_wide
     step, keys = (4, 16) if is_short else (1, keys)

@@ -218,6 +218,8 @@ fn tiles_of_other_targets() {
         for case in [CASE, PAGED, SHORT, MANY, Case { head_dim: 256, ..CASE }] {
             check_all(&[Case { target, ..case }, Case { target, head_dim: 128, ..case }]);
         }
+        let latents = Case { page_rows: 64, source_pages: 3, spare: 2, target, ..LATENTS };
+        check_all(&[latents, Case { queries: 8, window: Some(40), soft_cap: 2.0, ..latents }]);
     }
 }
 
