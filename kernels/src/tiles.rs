@@ -226,9 +226,9 @@ pub(crate) fn page_tile(variant: Variant, width: i32) -> i32 {
     }
 }
 
-/// Tiles of decode over latents.
+/// Tiles of decode over latents. Tiles of 32 rows spill on two targets.
 pub(crate) fn decode_latents(variant: Variant, target: Target, width: i32) -> TileShape {
-    let rows = if matches!(target, Sm80 | Sm120) { 32 } else { 64 };
+    let rows = if matches!(target, Sm80 | Sm120) { 16 } else { 64 };
     tile(rows, page_tile(variant, width), 8)
 }
 

@@ -97,8 +97,9 @@ fn latents_of_many_heads_take_a_block_for_each_half_of_the_values() {
     assert_eq!(grid(1, 512, Target::Sm90), (2, 2 * 66));
     assert_eq!(grid(1, 264, Target::Sm90), (2, 2 * 66));
     assert_eq!(grid(1, 256, Target::Sm90), (2, 132));
-    // Tiles of 32 rows.
-    assert_eq!(grid(1, 512, Target::Sm80), (4, 2 * 54));
+    // Tiles of 16 rows.
+    assert_eq!(grid(1, 512, Target::Sm80), (8, 2 * 54));
+    assert_eq!(grid(40, 512, Target::Sm120), (320, 2 * (2 * 94 + 320)));
     assert_eq!(grid(1, 512, Target::Sm100), (2, 2 * 74));
     // More pairs are cut into short pieces.
     assert_eq!(grid(17, 512, Target::Sm90), (34, 2 * (2 * 66 + 34)));
