@@ -3,9 +3,9 @@
 The roof of a step is the longer of two times: to read its keys and values as fast as this machine
 reads memory, and to compute its products at 0.8 of the speed of matrix products. Shares of the roof
 and ratios are medians over rounds, in which a probe of the memory and the programs take turns.
-Prints tables of one query for each sequence: time against length, pages and ragged lengths, ranks,
-shared prefixes, and appending. Writes results/decode-<cpu>.json and, with matplotlib, draws
-results/decode-<cpu>.png. `make decode-bench` calls this program.
+Prints tables of one query for each sequence: time against length, latents, pages and ragged
+lengths, ranks, shared prefixes, and appending. Writes results/decode-<cpu>.json and, with
+matplotlib, draws results/decode-<cpu>.png. `make decode-bench` calls this program.
 """
 
 import argparse
@@ -103,6 +103,23 @@ def lengths(bench: Bench) -> list[dict[str, Any]]:
     return rows
 
 
+def latents(bench: Bench) -> list[dict[str, Any]]:
+    """Times one query of many heads over latents against the faster of two programs of jax.nn."""
+    rows, sizes = [], programs.LATENTS
+    lengths = [length // bench.scale for length in sizes["lengths"]]
+    for dtype, length in ((dtype, length) for dtype in TYPES for length in lengths):
+        print(f"{sizes['heads']} heads over {length:,} latents, {dtype}")
+        entrants = programs.latents(length, dtype)
+        work = programs.work_on_latents(length, dtype)
+        found = bench.timed(entrants, dict.fromkeys(entrants, work))
+        peers = [name for name in entrants if name != "ours"]
+        peer = min(peers, key=lambda name: found[name]["median_s"])
+        ratio = bench.compare(found, peer, "ours", "at least 1")
+        rows.append({"dtype": dtype, "length": length, "seconds": found, "peer": peer})
+        rows[-1]["jax.nn_to_ours"] = ratio
+    return rows
+
+
 def pages(bench: Bench) -> dict[str, Any]:
     """Times pages of 16 rows against a contiguous cache, and ragged lengths against equal ones."""
     long, short = LONG // bench.scale, SHORT // bench.scale
@@ -197,6 +214,7 @@ def main() -> None:
         "head_dim": HEAD_DIM,
         "peak": bench.peak.as_dict(),
         "lengths": lengths(bench),
+        "latents": latents(bench),
         "pages": pages(bench),
         "ranks": ranks(bench),
         "prefixes": prefixes(bench),

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 SIZES = cases.sizes("decode")
 DEVICES = SIZES["devices"]
 HEADS, KV_HEADS, HEAD_DIM = (SIZES[name] for name in ("heads", "kv_heads", "head_dim"))
+LATENTS = SIZES["latents"]
 APPENDED_ROWS = 512
 Program = Callable[[], Any]
 
@@ -30,11 +31,21 @@ class Work:
     pairs: int
     """Pairs of a query and a key, in each head."""
     dtype: str
+    numbers: int = 2 * KV_HEADS * HEAD_DIM
+    """Numbers of a row."""
+    products: int = 2 * HEADS * HEAD_DIM
+    """Multiplications for a pair, in all heads."""
 
     def roof_s(self, bytes_per_s: float, flops_per_s: float) -> float:
         """Returns the seconds of the slower of reading and computing."""
-        read = 2 * self.rows * KV_HEADS * HEAD_DIM * jnp.dtype(self.dtype).itemsize
-        return max(read / bytes_per_s, 4 * self.pairs * HEADS * HEAD_DIM / flops_per_s)
+        read = self.rows * self.numbers * jnp.dtype(self.dtype).itemsize
+        return max(read / bytes_per_s, 2 * self.pairs * self.products / flops_per_s)
+
+
+def work_on_latents(length: int, dtype: str) -> Work:
+    """Returns the work of one query over latents, which are read once."""
+    heads, columns, values = (LATENTS[name] for name in ("heads", "head_dim", "value_dim"))
+    return Work(length, length, dtype, columns, heads * (columns + values))
 
 
 def normal(*shape: int, dtype: str) -> jax.Array:
@@ -73,6 +84,36 @@ def plain(length: int, dtype: str) -> dict[str, Program]:
     if importlib.util.find_spec("torch"):
         programs["torch"] = by_torch(query, keys, values)
     return programs
+
+
+def latents(length: int, dtype: str) -> dict[str, Program]:
+    """Returns programs for one query over latents, whose first columns are the values.
+
+    jax.nn takes values as wide as keys only: the latents themselves, whose result is then cut, or
+    an array of their first columns with zeros behind.
+    """
+    heads, columns, values = (LATENTS[name] for name in ("heads", "head_dim", "value_dim"))
+    query, rows = (
+        normal(1, 1, heads, columns, dtype=dtype),
+        normal(1, length, 1, columns, dtype=dtype),
+    )
+    lengths, padded = jnp.full(1, length, jnp.int32), rows.at[..., values:].set(0)
+
+    def ours(query: Any, rows: Any, lengths: Any) -> Any:
+        return ba.decode_attention(query, rows, None, lengths, value_dim=values)
+
+    def by_jax(query: Any, keys: Any, held: Any, lengths: Any) -> jax.Array:
+        out = jax.nn.dot_product_attention(query, keys, held, key_value_seq_lengths=lengths)
+        return out[..., :values]
+
+    def by_jax_cut(query: Any, rows: Any, lengths: Any) -> jax.Array:
+        return by_jax(query, rows, rows, lengths)
+
+    return {
+        "ours": compiled(ours, query, rows, lengths),
+        "jax.nn, result cut": compiled(by_jax_cut, query, rows, lengths),
+        "jax.nn, values padded": compiled(by_jax, query, rows, padded, lengths),
+    }
 
 
 def by_torch(*arrays: jax.Array) -> Program:

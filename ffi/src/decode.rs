@@ -27,7 +27,7 @@ pub(crate) unsafe fn execute(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_
     let body = |frame: &mut CallFrame<'_>| {
         let Executor { isa, pool } = Executor::global()?;
         let attributes = frame.attributes()?;
-        let has_values = number("values_in_keys", &attributes, 0..=1)? == 0;
+        let has_values = !values_in_keys(&attributes)?;
         let operands = frame.all_arguments()?;
         let arrays = Arrays::read(DeviceKind::Host, has_values, operands, frame.results()?)?;
         partial((*isa, pool), &decode(&arrays, &attributes)?);
@@ -103,6 +103,19 @@ fn decode<'a>(arrays: &'a Arrays, attributes: &Attributes<'_>) -> Result<DecodeI
         o: arrays.host("o")?,
         lse: arrays.host("lse")?,
     })
+}
+
+/// Whether the values of a call are the first columns of its keys.
+pub(crate) fn values_in_keys(attributes: &Attributes<'_>) -> Result<bool> {
+    match attributes.get("values_in_keys")? {
+        0i64 => Ok(false),
+        1 => Ok(true),
+        got => {
+            let expected = "0 for a call with value_cache, or 1 for one whose values are the first \
+                            columns of key_cache";
+            Err(Error::mismatch("attribute values_in_keys", expected, got))
+        }
+    }
 }
 
 /// Reads a whole number in a range.

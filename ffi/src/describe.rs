@@ -9,6 +9,7 @@ use burst_attention::cuda::nccl::Nccl;
 use burst_attention::host::isa::Isa;
 use burst_attention::host::ring::Executor;
 use burst_attention::operands::{DeviceKind, Dim, Operand};
+use burst_attention_kernels::instances::{LATENT_VALUES, LATENT_WIDTH};
 use burst_attention_kernels::launch;
 use serde_json::{Value, json};
 
@@ -65,6 +66,8 @@ pub(crate) fn interface() -> Value {
         "few_rows": launch::FEW_ROWS,
         "many_rows": launch::MANY_ROWS,
         "most_runs": launch::MOST_RUNS,
+        "latent_columns": LATENT_WIDTH,
+        "latent_values": LATENT_VALUES,
         "page_elements": launch::PAGE_ELEMENTS,
         "arrays": {"cpu": of(DeviceKind::Host), "cuda": of(DeviceKind::Cuda)},
     });

@@ -176,7 +176,7 @@ fn wrong_calls_are_refused_with_what_was_expected() {
         ("window", -2, "window must be from -1"),
         ("interleave", 0, "interleave must be from 1"),
         ("world_size", 0, "world_size must be from 1 to 65536"),
-        ("values_in_keys", 2, "values_in_keys must be from 0 to 1"),
+        ("values_in_keys", 2, "values_in_keys must be 0 for a call with value_cache, or 1"),
     ] {
         let change = |call: &mut Call| {
             call.attributes.retain(|(entry, _)| entry != name);

@@ -116,6 +116,10 @@ class DecodeInterface(TypedDict):
     """The most equal runs into which any device cuts the keys of all units."""
     page_elements: int
     """What a page must have fewer elements than."""
+    latent_columns: int
+    """The most columns of keys whose first columns are the values."""
+    latent_values: int
+    """The most columns of such values."""
 
 
 class Interface(TypedDict):

@@ -6,8 +6,8 @@ pub use crate::element::Element;
 pub use crate::kernel::Kernel;
 use crate::kernel::{Generic, Role};
 pub use crate::target::Target;
-use crate::tiles::{ROW_BLOCKS, has_one_loop, page_tile, sum_parts};
-pub use crate::tiles::{TileShape, WIDTHS, width_of};
+use crate::tiles::{LATENT_PART, ROW_BLOCKS, has_one_loop, page_tile, sum_parts};
+pub use crate::tiles::{LATENT_VALUES, LATENT_WIDTH, TileShape, WIDTHS, width_of};
 use crate::variant::{Decays, FeatureSet, Variant};
 
 /// The widest tiles of kernels for decays of channels.
@@ -128,10 +128,12 @@ impl Instance {
             Generic::Tile if keys == 0 => vec![rows, width],
             Generic::Tile => vec![rows, keys, width],
             Generic::Parts if kernel.spec().role == Role::Decode => {
-                let parts = if page_tile(variant, width) < keys { 16 } else { 8 };
+                let wide = kernel == Kernel::Decode && page_tile(variant, width) < keys;
+                let parts = if wide { 16 } else { 8 };
                 vec![keys / parts, parts]
             }
             Generic::Parts => vec![keys / sum_parts(width), sum_parts(width)],
+            Generic::Latents => vec![rows, keys, LATENT_PART, LATENT_WIDTH - LATENT_VALUES],
             Generic::PageTile => vec![page_tile(variant, width).min(keys)],
             Generic::Fused => vec![variant.fused.into()],
             Generic::Decays => vec![variant.decays as i32],

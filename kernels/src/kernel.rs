@@ -3,7 +3,7 @@
 use crate::element::Element;
 use crate::record::{self, Argument, Meaning};
 use crate::target::Target;
-use crate::tiles::{self, TileShape, WIDTHS};
+use crate::tiles::{self, LATENT_VALUES, LATENT_WIDTH, TileShape, WIDTHS};
 use crate::variant::{FeatureSet, Variant};
 
 /// The role of a kernel in a computation, which blocks and checks depend on.
@@ -34,6 +34,8 @@ pub enum Generic {
     Parts,
     /// Keys of a tile that lies within a page.
     PageTile,
+    /// Rows of a tile, keys, columns of keys that are the values, and other columns of keys.
+    Latents,
     /// Whether the kernel adds to dq.
     Fused,
     /// What has a decay.
@@ -256,10 +258,19 @@ kernels! {
         tile: tiles::decode,
         ..KernelSpec::rows("decode", "decode", record::DECODE)
     };
+    /// Computes the pieces of decode where values are the first columns of the keys.
+    DecodeLatents => KernelSpec {
+        role: Role::Decode,
+        generics: &[Generic::Element, Generic::Latents, Generic::Parts],
+        widths: &[LATENT_WIDTH],
+        tile: tiles::decode_latents,
+        ..KernelSpec::rows("decode_latents", "decode_latents", record::DECODE_LATENTS)
+    };
     /// Adds the pieces of decode.
     DecodeMerge => KernelSpec {
         role: Role::DecodeMerge,
         generics: &[Generic::Tile],
+        widths: &[64, 128, 256, LATENT_VALUES],
         tile: tiles::decode_merge,
         ..KernelSpec::rows("decode_merge", "decode_merge", record::DECODE_MERGE)
     };

@@ -13,6 +13,14 @@ pub const WIDTHS: [i32; 3] = [64, 128, 256];
 /// the kernel of mask rows packs at once.
 pub(crate) const ROW_BLOCKS: i32 = 32;
 
+/// Columns of keys that a tile of decode over latents can hold, of which the first
+/// [`LATENT_VALUES`] are the values.
+pub const LATENT_WIDTH: i32 = 576;
+/// Columns of values that such a tile can hold, in two parts of [`LATENT_PART`].
+pub const LATENT_VALUES: i32 = 2 * LATENT_PART;
+/// Columns of values of a block in decode over latents.
+pub(crate) const LATENT_PART: i32 = 256;
+
 /// Returns the narrowest tile width that holds `columns` columns.
 pub fn width_of(columns: usize) -> Option<i32> {
     WIDTHS.into_iter().find(|&width| columns <= width as usize)
@@ -216,6 +224,12 @@ pub(crate) fn page_tile(variant: Variant, width: i32) -> i32 {
         256 => 32,
         _ => 64,
     }
+}
+
+/// Tiles of decode over latents. Tiles of 32 rows spill on two targets.
+pub(crate) fn decode_latents(variant: Variant, target: Target, width: i32) -> TileShape {
+    let rows = if matches!(target, Sm80 | Sm120) { 16 } else { 64 };
+    tile(rows, page_tile(variant, width), 8)
 }
 
 /// Tiles of the kernel that adds the pieces of decode: pieces that it adds at once.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from burst_attention._decode import calls, gpu
 from burst_attention._decode.work import Operands, Work
-from decode_cases import FEATURES, SHARDINGS, Sharding, check, decode, problem
+from decode_cases import FEATURES, SHARDINGS, Sharding, check, decode, latents, problem
 from decode_reference import dense
 from jax.scipy.special import logsumexp
 from long import some, spread
@@ -26,6 +26,8 @@ ONE_BY_ONE = [name for name in FEATURES if name not in ("all", "ragged queries")
 
 def kernels(work, cut, operands):
     """Returns o and lse of units, each row over the keys of its interval in the unit's tiles."""
+    if work.values_in_keys:
+        operands = (*operands[:2], operands[1][..., : work.values_in_keys], *operands[2:])
     q, keys, values, table, units, rows, rank, *slopes = operands
     count, heads, _, dim = q.shape
     pages, page = keys.shape[:2]
@@ -92,6 +94,14 @@ def test_tiles_of_any_width(dims):
     for page in (None, 16, 128):
         case = problem(Sharding(1, page=page, capacity=256), [250, 31], 1, (6, 2), dims, "bfloat16")
         assert_right(case, split="fixed" if page == 16 else "balanced")
+
+
+@pytest.mark.parametrize("page", [None, 24, 64])
+@pytest.mark.parametrize("split", some(["balanced", "fixed"]))
+def test_values_in_the_first_columns_of_keys(page, split):
+    sharding = Sharding(2, page=page, capacity=192)
+    case = latents(sharding, [190, 31, 0], 2, (4, 1), (72, 64), "bfloat16", **FEATURES["all"])
+    assert_right(case, split=split)
 
 
 @pytest.mark.parametrize("page", some([4, None]))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from burst_attention._decode import gpu
 from burst_attention._decode.work import Operands, Work
-from decode_cases import SLOPES, Sharding, check, decode, problem
+from decode_cases import SLOPES, Sharding, check, decode, latents, problem
 from decode_reference import dense
 from test_decode_prefix import OWN, PREFIXES, both, shared
 
@@ -40,6 +40,20 @@ def test_results_are_those_of_dense_attention(page, split, features):
     case = problem(sharding, [190, 0, 1, 65], 2, dtype="bfloat16", **features)
     expected = dense(case.q, case.k, case.v, case.lengths, **features)
     check(call(case, split=split), expected)
+
+
+@pytest.mark.parametrize(("page", "split"), [(None, "balanced"), (64, "fixed")])
+@pytest.mark.parametrize("features", [{}, FEATURES], ids=["none", "all"])
+def test_latents_are_read_for_values_too(page, split, features):
+    sharding = Sharding(2, page=page, capacity=96 if page is None else 128)
+    case = latents(sharding, [90, 0, 65], 1, (4, 1), (576, 512), "bfloat16", **features)
+    check(decode(case, split=split), dense(case.q, case.k, case.v, case.lengths, **features))
+
+
+@pytest.mark.parametrize("split", ["balanced", "fixed"])
+def test_narrow_latents_in_short_pages(split):
+    case = latents(Sharding(2, page=16, capacity=48), [90, 0, 33], 1, (4, 1), (72, 64), "bfloat16")
+    check(decode(case, split=split), dense(case.q, case.k, case.v, case.lengths))
 
 
 @pytest.mark.parametrize("page", [None, 16])

@@ -13,6 +13,7 @@ use super::told::Told;
 use super::{Platform, Stage};
 use crate::data_type::DataType;
 use crate::decode::arrays::{Arrays, names};
+use crate::decode::values_in_keys;
 use crate::error::{Error, Result};
 use crate::frame::CallFrame;
 use crate::{handler, sys};
@@ -55,7 +56,10 @@ pub unsafe fn run_decode(
 /// Reads a call with its memory. The device decides the number of runs later.
 fn decode(frame: &CallFrame<'_>) -> Result<Decode> {
     let [o, lse, workspace] = frame.results()?;
-    let arrays = Arrays::read(DeviceKind::Cuda, true, frame.all_arguments()?, [o, lse])?;
+    let attributes = frame.attributes()?;
+    let values_in_keys = values_in_keys(&attributes)?;
+    let operands = frame.all_arguments()?;
+    let arrays = Arrays::read(DeviceKind::Cuda, !values_in_keys, operands, [o, lse])?;
     let element = match arrays.activation().activation() {
         Some(Dtype::Bf16) => Element::Bf16,
         Some(Dtype::F16) => Element::F16,
@@ -64,7 +68,6 @@ fn decode(frame: &CallFrame<'_>) -> Result<Decode> {
             return Err(Error::mismatch("dtype of query", "bfloat16 or float16", got));
         }
     };
-    let attributes = frame.attributes()?;
     let count = |name: &str| -> Result<usize> {
         let got: i64 = attributes.get(name)?;
         usize::try_from(got).map_err(|_| Error::mismatch(name, "a natural number", got))
@@ -83,6 +86,7 @@ fn decode(frame: &CallFrame<'_>) -> Result<Decode> {
         kv_heads: arrays.length(Size::KvHeads),
         head_dim: arrays.length(Size::HeadDim),
         value_dim: arrays.length(Size::ValueDim),
+        values_in_keys,
         element,
         pages: arrays.length(Size::Pages),
         page_rows: arrays.length(Size::PageRows),

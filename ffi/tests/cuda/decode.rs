@@ -4,7 +4,8 @@ use std::ptr;
 
 use burst_attention_ffi::cuda::{Stage, run_decode};
 use burst_attention_ffi::sys;
-use burst_attention_recorder::Recorder;
+use burst_attention_kernels::instances::Kernel;
+use burst_attention_recorder::{Operation, Recorder};
 use burst_attention_test_frames::gpu::FakeGpu;
 use burst_attention_test_frames::{FakeAttribute, FakeBuffer, FakeFrame, FakeRuntime, take_error};
 
@@ -48,9 +49,10 @@ fn call() -> Call {
     };
     // Room for 4 · 188 runs and 8 pairs, with 16 rows of 24 columns and two numbers each.
     let workspace = (4 * 188 + 8) * 16 * (24 + 2) * 4;
-    let names = ["slice_tiles", "most_slices", "tile_keys", "interleave", "world_size"];
+    let names =
+        ["slice_tiles", "most_slices", "tile_keys", "interleave", "world_size", "values_in_keys"];
     Call {
-        integers: names.into_iter().zip([1, 0, 64, 64, 2]).collect(),
+        integers: names.into_iter().zip([1, 0, 64, 64, 2, 0]).collect(),
         args: vec![
             array(BF16, &[4, 2, 3, 16], 1),
             array(BF16, &[23, 64, 2, 16], 2),
@@ -70,6 +72,23 @@ fn call() -> Call {
     }
 }
 
+/// Returns a call over latents of 576 columns that 128 heads share, whose first 512 are the values.
+fn latents() -> Call {
+    let mut call = call();
+    call.integers[5].1 = 1;
+    call.args[0].dims = vec![4, 1, 128, 576];
+    call.args[1].dims = vec![23, 64, 1, 576];
+    call.args.remove(2);
+    call.args[4].dims = vec![4, 2, 128];
+    call.args[6].dims = vec![4, 128];
+    call.args[7].dims = vec![4, 1, 128];
+    call.rets[0].dims = vec![4, 1, 128, 512];
+    call.rets[1].dims = vec![4, 1, 128];
+    // Two tiles of 64 rows of each unit.
+    call.rets[2].dims = vec![(4 * 188 + 8) * 64 * (512 + 2) * 4];
+    call
+}
+
 #[test]
 fn calls_with_and_without_slopes_and_with_fixed_slices_are_launched() {
     let device = Device::new(0, 1);
@@ -86,6 +105,61 @@ fn calls_with_and_without_slopes_and_with_fixed_slices_are_launched() {
     (fixed.integers[0].1, fixed.integers[1].1) = (2, 3);
     fixed.rets[2].dims[0] = 3 * 8 * 16 * (24 + 2) * 4;
     assert_eq!(decode(&device, Stage::Execute, &fixed), Ok(()));
+}
+
+/// The recorder's device has 132 multiprocessors, and each piece has a block for each half of the
+/// values.
+#[test]
+fn latents_are_read_for_values_too() {
+    let device = Device::new(0, 1);
+    let mut plain = latents();
+    plain.args.truncate(6);
+    for call in [latents(), plain] {
+        assert_eq!(decode(&device, Stage::Initialize, &call), Ok(()));
+        device.recorder.take();
+        assert_eq!(decode(&device, Stage::Execute, &call), Ok(()));
+        let calls = device.recorder.take().calls;
+        let launches = calls.iter().map(|call| match &call.operation {
+            Operation::Launch(launch) => (launch.instance().kernel, launch.grid[0]),
+            other => panic!("{other:?}"),
+        });
+        let expected = [(Kernel::DecodeLatents, 132), (Kernel::DecodeMerge, 4 * 128)];
+        assert_eq!(launches.collect::<Vec<_>>(), expected);
+    }
+}
+
+#[test]
+fn latents_that_do_not_fit_are_refused() {
+    let device = Device::new(0, 1);
+    let refused = |change: &dyn Fn(&mut Call), words: &str| {
+        let mut call = latents();
+        change(&mut call);
+        let error = decode(&device, Stage::Initialize, &call).expect_err("refused");
+        assert!(error.contains(words), "{words} in {error}");
+        error
+    };
+    let told = |change: &dyn Fn(&mut Call), words: &str| device.told_of(&refused(change, words));
+    for got in [-1, 2, i64::MAX] {
+        let words = format!(
+            "attribute values_in_keys must be 0 for a call with value_cache, or 1 for one whose \
+             values are the first columns of key_cache, got {got}"
+        );
+        refused(&|call| call.integers[5].1 = got, &words);
+    }
+    refused(&|call| call.integers.truncate(5), "attribute values_in_keys must be given");
+    refused(&|call| call.integers[5].1 = 0, "operands must be 7, or 9 with slopes, got 8");
+    refused(&|call| drop(call.args.pop()), "operands must be 6, or 8 with slopes, got 7");
+    refused(&|call| call.integers[2].1 = 16, "tile_keys must be 64, got 16");
+    let wide = |head_dim, value_dim| {
+        move |call: &mut Call| {
+            call.args[0].dims[3] = head_dim;
+            call.args[1].dims[3] = head_dim;
+            call.rets[0].dims[3] = value_dim;
+        }
+    };
+    told(&wide(584, 512), "head_dim must be a multiple of 8 from 8 to 576, got 584");
+    told(&wide(576, 520), "value_dim must be a multiple of 8 from 8 to 512, got 520");
+    told(&wide(64, 72), "value_dim must be a multiple of 8 from 8 to 64, got 72");
 }
 
 #[test]

@@ -318,8 +318,10 @@ def _work(
     options = check_options(caller, {name: given[name] for name in names})
     check_soft_cap(options.logits_soft_cap, options.implementation)
     scale = options.softmax_scale(query.shape[3])
+    values = values_in_keys(cache, given["value_dim"])
     if options.implementation is None:
-        _warn_on_gpus(gpu.lacks(query, cache.value, scale, options.logits_soft_cap))
+        held = values if cache.value is None else cache.value
+        _warn_on_gpus(gpu.lacks(query, held, scale, options.logits_soft_cap))
     left, _ = options.local_window_size or (NO_LIMIT, NO_LIMIT)
     return Work(
         scale=scale,
@@ -329,7 +331,7 @@ def _work(
         world_size=world_size,
         split=_checks.choice("split", given["split"], SPLITS),
         implementation=options.implementation,
-        values_in_keys=values_in_keys(cache, given["value_dim"]),
+        values_in_keys=values,
     )
 
 

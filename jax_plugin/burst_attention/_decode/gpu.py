@@ -56,17 +56,24 @@ class Units(NamedTuple):
 
 
 def lacks(
-    query: ArrayType, values: ArrayType | None, scale: float, soft_cap: float | None
+    query: ArrayType, values: ArrayType | int, scale: float, soft_cap: float | None
 ) -> str | None:
-    """Returns what the kernels have no images or no range for, so that plain JAX computes it."""
+    """Returns what the kernels have no images or no range for, so that plain JAX computes it.
+
+    Values may be the first columns of the keys, and then ``values`` is their number.
+    """
     least, most = SOFT_CAPS["cuda"]
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return str(query.dtype)
-    if values is None:
-        return "values in the first columns of the keys"
-    for name, x in (("head_dim", query), ("value_dim", values)):
-        if x.shape[3] > _checks.MAX_HEAD_DIM:
-            return f"{name} {x.shape[3]}"
+    if isinstance(values, int):
+        widest = {"head_dim": DECODE["latent_columns"], "value_dim": DECODE["latent_values"]}
+        dims = {"head_dim": query.shape[3], "value_dim": values}
+    else:
+        widest = dict.fromkeys(("head_dim", "value_dim"), _checks.MAX_HEAD_DIM)
+        dims = {"head_dim": query.shape[3], "value_dim": values.shape[3]}
+    for name, dim in dims.items():
+        if dim > widest[name]:
+            return f"{name} {dim}"
     if scale <= 0:
         return f"scale {scale:g}"
     return f"logits_soft_cap {soft_cap:g}" if soft_cap and not least <= soft_cap <= most else None
@@ -74,8 +81,8 @@ def lacks(
 
 def partial(work: Work, operands: Operands) -> Pair:
     """Returns o ``[batch, queries, heads, value_dim]`` and lse of this rank's keys, float32."""
-    query, keys, values = operands[:3]
-    if lacks(query, values, work.scale, work.soft_cap):
+    query, keys = operands[:2]
+    if lacks(query, work.values_in_keys or operands.values, work.scale, work.soft_cap):
         return plain.partial(work, operands)
     capacity = operands.page_table.shape[1] * keys.shape[1]
     begins, ends = intervals(work, operands, capacity)
@@ -144,8 +151,12 @@ def with_even_pages(operands: Operands) -> Operands:
     exists = (table >= 0) & (table < pages)
     parts = table[..., None] * count + jnp.arange(count, dtype=jnp.int32)[None, None]
     parts = jnp.where(exists[..., None], parts, -1).reshape(table.shape[0], -1)
-    keys, values = (x.reshape(pages * count, even, *x.shape[2:]) for x in (keys, values))
-    return operands._replace(key_cache=keys, value_cache=values, page_table=parts)
+    caches = {
+        name: x.reshape(pages * count, even, *x.shape[2:])
+        for name, x in (("key_cache", keys), ("value_cache", operands.value_cache))
+        if x is not None
+    }
+    return operands._replace(page_table=parts, **caches)
 
 
 def entries_of_unit(work: Work, operands: Operands) -> int:
@@ -182,9 +193,11 @@ def units_of(operands: Operands, size: int) -> Units:
 
 def tiles(work: Work, operands: Operands, rows: int) -> Tiles:
     """Returns how the kernels cut units of ``rows`` rows."""
-    page, dims = operands.key_cache.shape[1], (operands.query.shape[3],)
-    columns, is_wide = operands.page_table.shape[1], max(*dims, operands.values.shape[3]) > 128
-    keys = 32 if is_wide else 64
+    page, columns = operands.key_cache.shape[1], operands.page_table.shape[1]
+    widest = max(operands.query.shape[3], operands.values.shape[3])
+    # Latents of any width take wide tiles.
+    is_wide = widest > 128 or work.values_in_keys > 0
+    keys = 32 if is_wide and not work.values_in_keys else 64
     is_short = columns > 1 and page < keys and not is_wide
     step, keys = (4, 16) if is_short else (1, keys)
     few = is_short or rows <= DECODE["few_rows"]
@@ -252,7 +265,8 @@ def _table(
 def _call(
     work: Work, cut: Tiles, operands: Arrays
 ) -> tuple[Float32[Array, "units kv_heads rows value_dim"], Float32[Array, "units kv_heads rows"]]:
-    (count, heads, rows, _), value_dim = operands[0].shape, operands[2].shape[3]
+    (count, heads, rows, _) = operands[0].shape
+    value_dim = work.values_in_keys or operands[2].shape[3]
     pairs = count * heads * -(-rows // cut.rows)
     slots = pairs * cut.most_slices if cut.most_slices else DECODE["most_runs"] + pairs
     results = [
@@ -268,6 +282,7 @@ def _call(
         "slice_tiles": np.int64(cut.slice),
         "most_slices": np.int64(cut.most_slices),
         "tile_keys": np.int64(cut.keys),
+        "values_in_keys": np.int64(work.values_in_keys > 0),
     }
     target = _ffi.DECODE_PAGES
     o, lse, _ = _ffi.call(target, results, operands, attributes)

@@ -55,6 +55,16 @@ fn a_loop_with_one_stage_waits_for_its_tiles() {
     assert_eq!((&found.stages[..], found.tensor), (&[1, 1][..], 1536.0));
 }
 
+/// Latents are one tile in parts, so each of the two tiles of this loop has half of its 16,384 bytes.
+/// The loop waits for one of them, which comes at 48 bytes a cycle.
+#[test]
+fn parts_of_a_tile_take_the_time_of_one_tile() {
+    let text = include_str!("listings/query_grads_d64.sass");
+    let cycles = |kernel| modelled(kernel, 64, text)[0].cycles;
+    let saved = cycles(Kernel::QueryGrads) - cycles(Kernel::DecodeLatents);
+    assert!((saved / (8192.0 / 48.0) - 1.0).abs() < 0.1, "{saved}");
+}
+
 /// Another stage, which the distance of the two barriers says, removes most of the wait.
 #[test]
 fn a_second_stage_is_worth_what_the_wait_for_tiles_costs() {

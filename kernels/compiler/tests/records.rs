@@ -1,9 +1,10 @@
 //! Launch records against the parameter lists in the kernels' source.
 
 use burst_attention_kernels::instances::{Element, Instance, Kernel, Target};
+use burst_attention_kernels::kernel::Role;
 use burst_attention_kernels::record::{Access, Argument, Kind, Meaning, Size, View};
 
-const SOURCES: [&str; 14] = [
+const SOURCES: [&str; 15] = [
     include_str!("../src/device/forward.rs"),
     include_str!("../src/device/backward_keys.rs"),
     include_str!("../src/device/backward_queries.rs"),
@@ -17,6 +18,7 @@ const SOURCES: [&str; 14] = [
     include_str!("../src/device/delta_rule.rs"),
     include_str!("../src/device/delta_keys.rs"),
     include_str!("../src/device/decode.rs"),
+    include_str!("../src/device/decode_latents.rs"),
     include_str!("../src/device/decode_merge.rs"),
 ];
 
@@ -120,7 +122,7 @@ fn every_pointer_has_a_view_that_arguments_of_its_kernel_describe() {
                 "{name}"
             );
             let Some(view) = argument.view else { continue };
-            let is_decode = matches!(kernel, Kernel::Decode | Kernel::DecodeMerge);
+            let is_decode = matches!(kernel.spec().role, Role::Decode | Role::DecodeMerge);
             let is_contiguous = is_decode
                 || matches!(view.dims, [Size::Parts | Size::RunBlocks, ..] | [_, Size::Six]);
             let stride = Meaning::BatchStride(view.batch_stride);

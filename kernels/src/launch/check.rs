@@ -6,6 +6,7 @@ use super::array::Array;
 use super::job::Job;
 use crate::error::LaunchError;
 use crate::record::{Argument, Meaning, Size};
+use crate::tiles::{LATENT_VALUES, LATENT_WIDTH};
 
 /// The kernels count to the end of a tile, and no tile has more rows.
 const LONGEST_TILE: usize = 128;
@@ -15,6 +16,19 @@ pub(super) fn check_columns(head_dim: usize, value_dim: usize) -> Result<(), Lau
     for (name, dim) in [("head_dim", head_dim), ("value_dim", value_dim)] {
         if !dim.is_multiple_of(8) || !(8..=256).contains(&dim) {
             let expected = "a multiple of 8 from 8 to 256 (pad the columns with zeros)";
+            return Err(LaunchError::invalid(name, expected, dim));
+        }
+    }
+    Ok(())
+}
+
+/// Checks that a kernel exists for keys of `head_dim` columns whose first `value_dim` are the values.
+pub(super) fn check_latents(head_dim: usize, value_dim: usize) -> Result<(), LaunchError> {
+    let widest = LATENT_WIDTH as usize;
+    let of_values = head_dim.min(LATENT_VALUES as usize);
+    for (name, dim, most) in [("head_dim", head_dim, widest), ("value_dim", value_dim, of_values)] {
+        if !dim.is_multiple_of(8) || !(8..=most).contains(&dim) {
+            let expected = format!("a multiple of 8 from 8 to {most}");
             return Err(LaunchError::invalid(name, expected, dim));
         }
     }

@@ -4,7 +4,7 @@ use serde::Deserialize;
 
 use super::Launch;
 use super::array::{self, Array};
-use super::check::check_columns;
+use super::check::{check_columns, check_latents};
 use crate::element::Element;
 use crate::error::LaunchError;
 use crate::instances::Instance;
@@ -13,7 +13,7 @@ use crate::place::Statistics;
 use crate::record::{Argument, Meaning, Operand, Size, Value};
 use crate::scores::ScoreNumbers;
 use crate::target::Target;
-use crate::tiles::{decode_rows, page_tile, width_of};
+use crate::tiles::{LATENT_PART, LATENT_WIDTH, page_tile, width_of};
 use crate::variant::Variant;
 
 /// Units with more rows than this take the tiles of many rows.
@@ -65,6 +65,9 @@ pub enum Split {
 ///
 /// Keys of a page id out of range are hidden. An id is read only where a tile of a unit lies in the
 /// page. The keys that a row sees lie within the unit's tiles and the source.
+///
+/// With `values_in_keys` the values are the first `value_dim` columns of the keys, and there is no
+/// array of values.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Decode {
@@ -74,10 +77,12 @@ pub struct Decode {
     pub rows: usize,
     /// Key/value heads.
     pub kv_heads: usize,
-    /// Columns of queries and keys, a multiple of 8 up to 256.
+    /// Columns of queries and keys, a multiple of 8 up to 256, with `values_in_keys` up to 576.
     pub head_dim: usize,
-    /// Columns of values and results, a multiple of 8 up to 256.
+    /// Columns of values and results, a multiple of 8 up to 256, with `values_in_keys` up to 512.
     pub value_dim: usize,
+    /// Whether the values are the first columns of the keys.
+    pub values_in_keys: bool,
     /// Type of queries, keys and values.
     pub element: Element,
     /// Pages of all sources.
@@ -101,7 +106,8 @@ pub struct Decode {
     pub interleave: i64,
     /// Devices that share the keys.
     pub world_size: i64,
-    /// Addresses of [`Decode::ARRAYS`]; 0 for counted positions and slopes where there are none.
+    /// Addresses of [`Decode::ARRAYS`]; 0 for values, and for counted positions and slopes, where
+    /// there are none.
     pub arrays: [u64; Decode::ARRAYS.len()],
     /// A workspace of [`Decode::workspace_bytes`] bytes, at a multiple of 16.
     pub workspace: u64,
@@ -121,12 +127,21 @@ impl Decode {
     pub fn runs(&self, target: Target) -> usize {
         let (pairs, of_one) =
             (self.pairs(target), self.instances(target)[0].tile().blocks as usize);
-        let blocks = of_one * target.multiprocessors();
-        if 2 * pairs <= blocks { blocks - pairs } else { 2 * blocks }
+        let slots = of_one * target.multiprocessors() / self.blocks_of_slot();
+        if 2 * pairs <= slots { slots - pairs } else { 2 * slots }
+    }
+
+    /// Returns the number of blocks that compute the piece in a slot, each for some columns of the
+    /// values.
+    fn blocks_of_slot(&self) -> usize {
+        if self.values_in_keys { self.value_dim.div_ceil(LATENT_PART as usize) } else { 1 }
     }
 
     /// Returns the variant of the image.
     fn variant(&self) -> Variant {
+        if self.values_in_keys {
+            return Variant::PLAIN;
+        }
         let plain = page_tile(Variant::PLAIN, self.width());
         let is_short = self.source_pages > 1 && self.page_rows < plain as usize;
         match self.width() {
@@ -137,6 +152,9 @@ impl Decode {
     }
 
     fn width(&self) -> i32 {
+        if self.values_in_keys {
+            return LATENT_WIDTH;
+        }
         // Sizes without tiles are refused before any launch.
         width_of(self.head_dim.max(self.value_dim)).unwrap_or(256)
     }
@@ -153,7 +171,7 @@ impl Decode {
 
     /// Returns the query rows of a tile.
     pub fn tile_rows(&self, target: Target) -> usize {
-        decode_rows(self.variant(), target, self.width()) as usize
+        self.instances(target)[0].tile().rows as usize
     }
 
     /// Returns the number of pairs of a unit, a key head and a tile of rows.
@@ -161,7 +179,7 @@ impl Decode {
         self.units * self.kv_heads * self.rows.div_ceil(self.tile_rows(target))
     }
 
-    /// Returns the number of slots of pieces, which is the number of blocks.
+    /// Returns the number of slots of pieces.
     pub fn slots(&self, target: Target) -> usize {
         match self.split {
             Split::Runs(runs) => runs + self.pairs(target),
@@ -188,11 +206,13 @@ impl Decode {
     pub fn instances(&self, target: Target) -> [Instance; 2] {
         let Decode { element, .. } = *self;
         let (width, variant) = (self.width(), self.variant());
-        let merge = width_of(self.value_dim).unwrap_or(256);
-        let kernel = Kernel::DecodeMerge;
+        let kernel = if self.values_in_keys { Kernel::DecodeLatents } else { Kernel::Decode };
+        let merge = Kernel::DecodeMerge;
+        let mut widths = merge.spec().widths.iter().copied();
+        let columns = widths.find(|&width| self.value_dim <= width as usize).unwrap_or(256);
         [
-            Instance { kernel: Kernel::Decode, variant, element, width, target },
-            Instance::plain(kernel, kernel.elements()[0], merge, target),
+            Instance { kernel, variant, element, width, target },
+            Instance::plain(merge, merge.elements()[0], columns, target),
         ]
     }
 
@@ -211,7 +231,8 @@ impl Decode {
             Launch::new(instance, blocks as u32, |argument| self.value(argument, &arrays, target))
         };
         let rows = self.units * self.kv_heads * self.rows;
-        Ok(vec![launch(pieces, self.slots(target))?, launch(merge, rows)?])
+        let blocks = self.slots(target) * self.blocks_of_slot();
+        Ok(vec![launch(pieces, blocks)?, launch(merge, rows)?])
     }
 
     /// Checks sizes and numbers.
@@ -220,7 +241,11 @@ impl Decode {
     /// [`LaunchError`], with the expected value and the value that came.
     pub fn check(&self) -> Result<(), LaunchError> {
         let Decode { head_dim, value_dim, kv_heads, page_rows, source_pages, .. } = *self;
-        check_columns(head_dim, value_dim)?;
+        if self.values_in_keys {
+            check_latents(head_dim, value_dim)?;
+        } else {
+            check_columns(head_dim, value_dim)?;
+        }
         let least_one = [
             ("kv_heads", kv_heads),
             ("pages", self.pages),

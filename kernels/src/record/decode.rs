@@ -5,7 +5,13 @@ use super::{Access, Argument, Kind, Meaning, Operand, Size, View, count, joined}
 const CACHE: &[Argument] = &arguments! {
     q: Activations(Q)[Units, KvHeads, QLen, HeadDim] / 16, "queries [units, kv_heads, rows, head_dim]";
     k: Activations(K)[Pages, PageRows, KvHeads, HeadDim] / 16, "keys [pages, page_rows, kv_heads, head_dim]";
+};
+
+const VALUES: &[Argument] = &arguments! {
     v: Activations(V)[Pages, PageRows, KvHeads, ValueDim] / 16, "values [pages, page_rows, kv_heads, value_dim]";
+};
+
+const PAGE_TABLE: &[Argument] = &arguments! {
     page_table: Int32s(PageTable)[Sources, SourcePages] / 4, "ids of the pages of each source [sources, source_pages]; rows of a page out of range are hidden";
 };
 
@@ -84,8 +90,14 @@ const NUMBERS: &[Argument] = &arguments! {
 
 /// Arguments of `decode`.
 pub const DECODE: &[Argument] = record!(
-    CACHE, UNITS, FEATURES, PIECES, UNIT_SIZES, HEAD_DIM, VALUE_DIM, PAGE_SIZES, SLOTS, SLICES,
-    CUTS, NUMBERS
+    CACHE, VALUES, PAGE_TABLE, UNITS, FEATURES, PIECES, UNIT_SIZES, HEAD_DIM, VALUE_DIM,
+    PAGE_SIZES, SLOTS, SLICES, CUTS, NUMBERS
+);
+
+/// Arguments of `decode_latents`.
+pub const DECODE_LATENTS: &[Argument] = record!(
+    CACHE, PAGE_TABLE, UNITS, FEATURES, PIECES, UNIT_SIZES, HEAD_DIM, VALUE_DIM, PAGE_SIZES, SLOTS,
+    SLICES, CUTS, NUMBERS
 );
 
 /// Arguments of `decode_merge`.

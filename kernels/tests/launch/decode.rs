@@ -1,6 +1,6 @@
 //! Launches of decode: room for their pieces, and the number of their blocks.
 
-use burst_attention_kernels::instances::{Element, Target};
+use burst_attention_kernels::instances::{Element, Kernel, Target};
 use burst_attention_kernels::launch::{Decode, MOST_RUNS, Split};
 
 /// Returns units of `rows` rows over eight key heads, in pages of `page_rows`.
@@ -11,6 +11,7 @@ fn decode(units: usize, rows: usize, dim: usize, page_rows: usize, split: Split)
         kv_heads: 8,
         head_dim: dim,
         value_dim: dim,
+        values_in_keys: false,
         element: Element::Bf16,
         pages: 100,
         page_rows,
@@ -71,6 +72,52 @@ fn pieces_of_few_pairs_run_at_once() {
     // More pairs are cut into short pieces instead.
     assert_eq!([on_h100(9, 128), on_h100(17, 64)], [264 + 72, 264 + 136]);
     assert_eq!(slots(17, 64, Target::Sm80), 432 + 136);
+}
+
+/// Returns units of one token with 128 heads over latents.
+fn latents(units: usize, value_dim: usize) -> Decode {
+    let call = decode(units, 128, 576, 64, Split::Runs(1));
+    Decode { kv_heads: 1, value_dim, values_in_keys: true, ..call }
+}
+
+/// A block has up to 256 columns of values, and two blocks have a tile of 64 rows on an H100.
+#[test]
+fn latents_of_many_heads_take_a_block_for_each_half_of_the_values() {
+    let grid = |units, value_dim, target| {
+        let call = latents(units, value_dim);
+        let call = Decode { split: Split::Runs(call.runs(target)), ..call };
+        assert!(call.workspace_bytes(target) <= call.most_workspace_bytes());
+        let [pieces, merge] = &call.launches(target).expect("launches")[..] else {
+            panic!("two launches");
+        };
+        assert_eq!(pieces.instance().kernel, Kernel::DecodeLatents);
+        assert_eq!(merge.grid, [units as u32 * 128, 1, 1]);
+        (call.pairs(target), pieces.grid[0])
+    };
+    assert_eq!(grid(1, 512, Target::Sm90), (2, 2 * 66));
+    assert_eq!(grid(1, 264, Target::Sm90), (2, 2 * 66));
+    assert_eq!(grid(1, 256, Target::Sm90), (2, 132));
+    // Tiles of 16 rows.
+    assert_eq!(grid(1, 512, Target::Sm80), (8, 2 * 54));
+    assert_eq!(grid(40, 512, Target::Sm120), (320, 2 * (2 * 94 + 320)));
+    assert_eq!(grid(1, 512, Target::Sm100), (2, 2 * 74));
+    // More pairs are cut into short pieces.
+    assert_eq!(grid(17, 512, Target::Sm90), (34, 2 * (2 * 66 + 34)));
+    let fixed = Decode { split: Split::Slices(3), ..latents(1, 512) };
+    assert_eq!(fixed.launches(Target::Sm90).expect("launches")[0].grid, [2 * 3 * 2, 1, 1]);
+}
+
+#[test]
+fn latents_wider_than_their_tiles_are_refused() {
+    let refused = |head_dim, value_dim, words: &str| {
+        let call = Decode { head_dim, ..latents(1, value_dim) };
+        let said = call.launches(Target::Sm90).expect_err("refused").to_string();
+        assert!(said.contains(words), "{said}");
+    };
+    refused(584, 512, "head_dim must be a multiple of 8 from 8 to 576");
+    refused(576, 520, "value_dim must be a multiple of 8 from 8 to 512");
+    refused(64, 72, "value_dim must be a multiple of 8 from 8 to 64");
+    refused(576, 0, "value_dim must be a multiple of 8 from 8 to 512");
 }
 
 #[test]

@@ -143,8 +143,21 @@ pub mod common {
         tile: i32,
         head: i32,
     ) -> Tile<E, { [R, W] }> {
+        read_columns(view, shape, batch, tile, head, 0i32)
+    }
+
+    /// Returns tile `tile` of the rows and `column` of the columns. Elements beyond the view's end
+    /// are 0.
+    pub fn read_columns<E: ElementType, const R: i32, const W: i32>(
+        view: &Tensor<E, { [-1, -1, -1, -1] }>,
+        shape: Shape<{ [R, W] }>,
+        batch: i32,
+        tile: i32,
+        head: i32,
+        column: i32,
+    ) -> Tile<E, { [R, W] }> {
         let rows: Tile<E, { [1, R, 1, W] }> =
-            view.partition(const_shape![1, R, 1, W]).load([batch, tile, head, 0i32]);
+            view.partition(const_shape![1, R, 1, W]).load([batch, tile, head, column]);
         rows.reshape(shape)
     }
 

@@ -15,74 +15,12 @@ pub mod decode {
     use super::super::common::common::{edge, product, read, rows_view, statistics_view};
     use super::super::common::common::{stream, write, write_statistics};
     use super::super::modes::modes::SWITCHED;
-    use super::super::pages::pages::{
-        Source, hidden_out, misses_pages, page_place, pairs_of, values_seen,
-    };
-    use super::super::pieces::pieces::{piece_in, word};
-    use super::super::scores::scores::{Scoring, cap_ratio, capped};
-    use super::super::segments::segments::{least, most, segments_view};
+    use super::super::pages::pages::{hidden_out, page_place, pairs_of, values_seen};
+    use super::super::pieces::pieces::piece_in;
+    use super::super::scores::scores::Scoring;
     use super::super::softmax::softmax::{State, empty_state, gather, weigh};
+    use super::super::units::units::{Piece, Rows, Task, Units, rows_of, scores_of, task_of};
     use cutile::core::*;
-
-    /// What each query of a unit sees, its position, and its slope in base 2.
-    #[derive(Clone, Copy)]
-    pub struct Rows<const BM: i32> {
-        pub begin: Tile<i32, { [BM, 1] }>,
-        pub end: Tile<i32, { [BM, 1] }>,
-        pub position: Tile<i32, { [BM, 1] }>,
-        pub slope: Tile<f32, { [BM, 1] }>,
-    }
-
-    /// Which positions the rows of a source have: stripes of `interleave` rows go round the ranks.
-    #[derive(Clone, Copy)]
-    pub struct Stripes {
-        pub rank: i32,
-        pub interleave: i32,
-        pub world_size: i32,
-    }
-
-    /// What the tiles of a piece have in common.
-    #[derive(Clone, Copy)]
-    pub struct Piece {
-        pub source: Source,
-        pub scoring: Scoring,
-        pub stripes: Stripes,
-        pub head: i32,
-    }
-
-    /// Returns scores in base 2 of a tile whose first row is `first`.
-    pub fn scores_of<E: ElementType, const BM: i32, const SUB: i32, const DT: i32>(
-        piece: Piece,
-        rows: Rows<BM>,
-        q: Tile<E, { [BM, DT] }>,
-        k: Tile<E, { [SUB, DT] }>,
-        first: i32,
-    ) -> Tile<f32, { [BM, SUB] }> {
-        let s: Tile<f32, { [BM, SUB] }> = product(q, k);
-        let (scoring, stripes) = (piece.scoring, piece.stripes);
-        let ratio: Tile<f32, { [BM, SUB] }> = cap_ratio(s, scoring);
-        let mut scores: Tile<f32, { [BM, SUB] }> = capped(s, ratio, scoring);
-        if scoring.has_slopes == 1i32 {
-            let (rank, interleave) = (stripes.rank, stripes.interleave);
-            let world_size: i32 = stripes.world_size;
-            let row: Tile<i32, { [SUB] }> = iota(const_shape![SUB]);
-            let row: Tile<i32, { [SUB] }> = row + first.broadcast(const_shape![SUB]);
-            let stripe: Tile<i32, { [SUB] }> = interleave.broadcast(const_shape![SUB]);
-            let ranks: Tile<i32, { [SUB] }> = world_size.broadcast(const_shape![SUB]);
-            let own: Tile<i32, { [SUB] }> = rank.broadcast(const_shape![SUB]);
-            let round: Tile<i32, { [SUB] }> = row / stripe;
-            let whole: Tile<i32, { [SUB] }> = round * ranks + own;
-            let key: Tile<i32, { [SUB] }> = whole * stripe + (row - round * stripe);
-            let key: Tile<i32, { [1, SUB] }> = key.reshape(const_shape![1, SUB]);
-            let key: Tile<i32, { [BM, SUB] }> = key.broadcast(const_shape![BM, SUB]);
-            let away: Tile<i32, { [BM, SUB] }> =
-                key - rows.position.broadcast(const_shape![BM, SUB]);
-            let away: Tile<f32, { [BM, SUB] }> = convert_tile(away);
-            let slope: Tile<f32, { [BM, SUB] }> = rows.slope.broadcast(const_shape![BM, SUB]);
-            scores = fma(away, slope, scores, rounding::NearestEven, ftz::Disabled);
-        }
-        scores
-    }
 
     /// Returns the scores of a tile of keys, and its values. `cut` says that some pairs may not
     /// see each other.
@@ -99,8 +37,8 @@ pub mod decode {
         let first: i32 = place.2;
         let tk: Tile<E, { [SUB, DT] }> = stream(k, place.0, place.1, piece.head);
         let tv: Tile<E, { [SUB, DT] }> = stream(v, place.0, place.1, piece.head);
-        let mut scores: Tile<f32, { [BM, SUB] }> =
-            scores_of::<E, BM, SUB, DT>(piece, rows, q, tk, first);
+        let s: Tile<f32, { [BM, SUB] }> = product(q, tk);
+        let mut scores: Tile<f32, { [BM, SUB] }> = scores_of::<BM, SUB>(piece, rows, s, first);
         let mut values: Tile<E, { [SUB, DT] }> = tv;
         if cut == 1i32 {
             let seen: Tile<bool, { [BM, SUB] }> =
@@ -183,28 +121,6 @@ pub mod decode {
         State::<BM, LANES, DT> { m, l, acc }
     }
 
-    /// Returns the steps of a piece, and the steps that every row sees which sees anything: (low,
-    /// inside, outside, high). Rows see keys `begin ≤ i < end`.
-    pub fn steps_of<const BM: i32, const BN: i32, const SUB: i32>(
-        low_tile: i32,
-        high_tile: i32,
-        begin: Tile<i32, { [BM] }>,
-        end: Tile<i32, { [BM] }>,
-    ) -> (i32, i32, i32, i32) {
-        let step: i32 = BN / SUB;
-        let low: i32 = low_tile / step;
-        let high: i32 = ceil_div(high_tile, step);
-        let sees: Tile<bool, { [BM] }> = lt_tile(begin, end);
-        let far: i32 = 2147483647i32;
-        let zeros: Tile<i32, { [BM] }> = constant(0i32, const_shape![BM]);
-        let fars: Tile<i32, { [BM] }> = far.broadcast(const_shape![BM]);
-        let all_begin: i32 = max(low_tile * SUB, most(select(sees, begin, zeros)));
-        let all_end: i32 = min(high_tile * SUB, least(select(sees, end, fars)));
-        let inside: i32 = max(low, min(high, ceil_div(all_begin, BN)));
-        let outside: i32 = max(inside, min(high, all_end / BN));
-        (low, inside, outside, high)
-    }
-
     /// Computes the piece of each slot: Σ p·v, the largest score in base 2, and Σ p of each row.
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn decode<
@@ -260,6 +176,25 @@ pub mod decode {
             slopes_batch_stride: 0i32,
             has_slopes,
         };
+        let call: Units = Units {
+            table: page_table,
+            units,
+            intervals,
+            places,
+            slopes,
+            rank,
+            unit_count,
+            rows,
+            kv_heads,
+            pages,
+            page_rows,
+            sources,
+            source_pages,
+            page_shift,
+            slice_tiles,
+            interleave,
+            world_size,
+        };
         let pid = get_tile_block_id();
         let slot: i32 = pid.0;
         let q_view =
@@ -272,8 +207,6 @@ pub mod decode {
         };
         let k_part = k_view.partition(const_shape![1, SUB, 1, DT]);
         let v_part = v_view.partition(const_shape![1, SUB, 1, DT]);
-        let intervals_view = unsafe { segments_view(intervals, 2i32 * unit_count, rows, rows) };
-        let intervals_part = intervals_view.partition(const_shape![1, BM]);
         let acc_view = unsafe {
             rows_view(piece_acc, slots, tile_rows, 1i32, value_dim, tile_rows * value_dim)
         };
@@ -291,62 +224,14 @@ pub mod decode {
             let pair: i32 = piece.0 - u * unit_pairs;
             let h: i32 = pair / parts;
             let part: i32 = pair - h * parts;
-            let rank: i32 = unsafe { word(rank, 0i32) };
-            let stripes: Stripes = Stripes { rank, interleave, world_size };
-
-            // The tiles of the piece.
-            let first_tile: i32 = unsafe { word(units, 4i32 * u + 1i32) };
-            let end_tile: i32 = unsafe { word(units, 4i32 * u + 2i32) };
-            let source: i32 = unsafe { word(units, 4i32 * u + 3i32) };
-            let source: i32 = max(0i32, min(source, sources - 1i32));
-            let from: i32 = first_tile / slice_tiles + piece.1;
-            let low_tile: i32 = max(first_tile, from * slice_tiles);
-            let high_tile: i32 = min(end_tile, (from + piece.2) * slice_tiles);
-
-            let t: Tile<i32, { [1, BM] }> = intervals_part.load([2i32 * u, part]);
-            let begin: Tile<i32, { [BM] }> = t.reshape(const_shape![BM]);
-            let t: Tile<i32, { [1, BM] }> = intervals_part.load([2i32 * u + 1i32, part]);
-            let end: Tile<i32, { [BM] }> = t.reshape(const_shape![BM]);
-            let steps = steps_of::<BM, BN, SUB>(low_tile, high_tile, begin, end);
-            let (low, high) = (steps.0, steps.3);
-            let mut inside: i32 = steps.1;
-            let mut outside: i32 = steps.2;
-            let table: PointerTile<*mut i32, { [] }> = pointer_to_tile(page_table);
-            let table: PointerTile<*mut i32, { [] }> = table.offset(source * source_pages);
-            let table: *mut i32 = tile_to_pointer(table);
-            let uneven: i32 = page_rows - page_rows / SUB * SUB;
-            let misses: i32 = unsafe {
-                misses_pages(table, low_tile >> page_shift, (high_tile - 1i32) >> page_shift, pages)
-            };
-            if misses == 1i32 || (uneven > 0i32 && source_pages > 1i32) {
-                inside = low;
-                outside = low;
-            }
-            let begin: Tile<i32, { [BM, 1] }> = begin.reshape(const_shape![BM, 1]);
-            let end: Tile<i32, { [BM, 1] }> = end.reshape(const_shape![BM, 1]);
-
+            let queries: Rows<BM> = unsafe { rows_of::<BM>(call, u, h, part, has_slopes) };
+            let task: Task =
+                unsafe { task_of::<BM, BN, SUB>(call, scoring, u, h, piece.1, piece.2, queries) };
+            let own: Piece = task.piece;
+            let (low, inside, outside, high): (i32, i32, i32, i32) =
+                (task.low, task.inside, task.outside, task.high);
             let tq: Tile<E, { [BM, DT] }> =
                 read(&q_view, const_shape![BM, DT], u * kv_heads + h, part, 0i32);
-            let mut position: Tile<i32, { [BM, 1] }> = constant(0i32, const_shape![BM, 1]);
-            let mut slope: Tile<f32, { [BM, 1] }> = constant(0.0f32, const_shape![BM, 1]);
-            if has_slopes == 1i32 {
-                let view = unsafe { segments_view(places, unit_count, rows, rows) };
-                let t: Tile<i32, { [1, BM] }> = view.partition(const_shape![1, BM]).load([u, part]);
-                position = t.reshape(const_shape![BM, 1]);
-                let view =
-                    unsafe { statistics_view(slopes, 1i32, kv_heads, rows, kv_heads * rows, rows) };
-                let t: Tile<f32, { [1, 1, BM] }> =
-                    view.partition(const_shape![1, 1, BM]).load([0i32, h, part]);
-                let log2e: Tile<f32, { [BM, 1] }> =
-                    constant(1.442695040888963407f32, const_shape![BM, 1]);
-                let t: Tile<f32, { [BM, 1] }> = t.reshape(const_shape![BM, 1]);
-                slope = t * log2e;
-            }
-
-            let keys: Source =
-                Source { table, pages, page_rows, page_shift, first: low_tile, end: high_tile };
-            let own: Piece = Piece { source: keys, scoring, stripes, head: h };
-            let queries: Rows<BM> = Rows::<BM> { begin, end, position, slope };
             let mut state: State<BM, LANES, DT> = empty_state::<BM, LANES, DT>();
             for j in inside..outside {
                 let shape = const_shape![BM, PARTS, LANES];

@@ -42,6 +42,7 @@ pub mod combine_softmax;
 pub mod common;
 pub mod decays;
 pub mod decode;
+pub mod decode_latents;
 pub mod decode_merge;
 pub mod delta_inverse;
 pub mod delta_keys;
@@ -59,6 +60,7 @@ pub mod rows;
 pub mod scores;
 pub mod segments;
 pub mod softmax;
+pub mod units;
 pub mod visible;
 pub mod walk;
 
@@ -73,5 +75,6 @@ pub(crate) fn source(module: &str) -> fn() -> Module {
         };
     }
     among!(forward backward_keys backward_queries segments masks rows combine_softmax linear channels
-           delta_inverse delta_rule delta_keys decode decode_merge)
+           delta_inverse delta_rule delta_keys decode decode_latents
+           decode_merge)
 }

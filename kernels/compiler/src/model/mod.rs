@@ -89,16 +89,22 @@ pub fn loops(
 ) -> Result<Vec<Modelled>, Error> {
     let rows = if streams_keys(kernel) { shape.keys } else { shape.rows };
     let bytes = f64::from(rows * width) * ACTIVATION;
+    // Others than latents stream two tiles, such as those of keys and values.
+    let is_one_tile = kernel == Kernel::DecodeLatents;
+    let all = if is_one_tile { bytes } else { 2.0 * bytes };
     let warpgroups = shape.warps as usize / 4;
     let ranges = listing.matrix_loops()?;
     let modelled = ranges.into_iter().filter_map(|range| {
-        let program = Program::new(listing, &range, bytes)?;
+        let mut program = Program::new(listing, &range, bytes)?;
+        if is_one_tile {
+            program.share(bytes);
+        }
         let instructions = &listing.instructions[range.clone()];
         let count = |is: fn(&str, &str) -> bool| {
             instructions.iter().filter(|i| is(i.base(), &i.opcode)).count()
         };
         let by_fit = FITS.map(|fit| {
-            let of = |apart| cycles(&program, fit, warpgroups, apart, 2.0 * bytes);
+            let of = |apart| cycles(&program, fit, warpgroups, apart, all);
             APART.map(of).iter().sum::<f64>() / APART.len() as f64
         });
         let mean = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>() / FITS.len() as f64;
@@ -130,5 +136,5 @@ pub fn loops(
 
 /// Whether the kernel streams tiles of keys and values, not of queries.
 fn streams_keys(kernel: Kernel) -> bool {
-    kernel.spec().role == Role::Queries
+    matches!(kernel.spec().role, Role::Queries | Role::Decode)
 }

@@ -206,6 +206,16 @@ impl Program {
         }
     }
 
+    /// Gives the tiles equal shares of `bytes`, because they are parts of one tile.
+    pub fn share(&mut self, bytes: f64) {
+        let parts = self.stages().filter(|&stages| stages < usize::MAX).count();
+        for filling in &mut self.fillings {
+            if let Filling::Tiles { bytes: of_part, .. } = filling {
+                *of_part = bytes / parts as f64;
+            }
+        }
+    }
+
     /// Returns the stages of each tile that the accelerator fills.
     pub fn stages(&self) -> impl Iterator<Item = usize> + '_ {
         self.fillings.iter().filter_map(|filling| match filling {

@@ -26,6 +26,8 @@ pub struct Case {
     pub group: usize,
     pub head_dim: usize,
     pub value_dim: usize,
+    /// Whether the values are the first columns of the keys.
+    pub values_in_keys: bool,
     pub page_rows: usize,
     pub source_pages: usize,
     /// Pages that no source has.
@@ -58,6 +60,7 @@ pub const CASE: Case = Case {
     group: 3,
     head_dim: 16,
     value_dim: 24,
+    values_in_keys: false,
     page_rows: 320,
     source_pages: 1,
     spare: 0,
@@ -217,6 +220,10 @@ impl Case {
                 x[at * self.kv_heads * dim..][..self.kv_heads * dim].fill(self.hidden);
             }
         }
+        if self.values_in_keys {
+            let columns = |row: &[f32]| row[..self.value_dim].to_vec();
+            inputs.v = inputs.k.chunks(self.head_dim).flat_map(columns).collect();
+        }
         inputs
     }
 
@@ -303,13 +310,17 @@ pub fn place(case: &Case, inputs: &Inputs, world: &mut World) -> (Decode, Arrays
     };
     let q = array(world, "q", activations, [1, heads * rows, 1, head_dim], &inputs.q);
     let k = array(world, "k", activations, [pages, page_rows, kv_heads, head_dim], &inputs.k);
-    let v = array(world, "v", activations, [pages, page_rows, kv_heads, value_dim], &inputs.v);
+    // No launch reads this array where the values are columns of the keys.
+    let unread = vec![f32::NAN; if case.values_in_keys { inputs.v.len() } else { 0 }];
+    let values = if case.values_in_keys { &unread } else { &inputs.v };
+    let v = array(world, "v", activations, [pages, page_rows, kv_heads, value_dim], values);
     let mut description = Decode {
         units,
         rows,
         kv_heads,
         head_dim,
         value_dim,
+        values_in_keys: case.values_in_keys,
         element,
         pages,
         page_rows,

@@ -218,7 +218,37 @@ fn tiles_of_other_targets() {
         for case in [CASE, PAGED, SHORT, MANY, Case { head_dim: 256, ..CASE }] {
             check_all(&[Case { target, ..case }, Case { target, head_dim: 128, ..case }]);
         }
+        let latents = Case { page_rows: 64, source_pages: 3, spare: 2, target, ..LATENTS };
+        check_all(&[latents, Case { queries: 8, window: Some(40), soft_cap: 2.0, ..latents }]);
     }
+}
+
+const LATENTS: Case = Case {
+    lengths: &[150, 0, 1],
+    page_rows: 192,
+    queries: 2,
+    kv_heads: 1,
+    group: 5,
+    head_dim: 576,
+    value_dim: 512,
+    values_in_keys: true,
+    ..CASE
+};
+
+/// Latents of any width up to 576, of which up to 512 columns are values.
+#[test]
+fn values_in_the_first_columns_of_keys() {
+    let small = Case { lengths: &[70, 0], page_rows: 128, queries: 1, group: 3, ..LATENTS };
+    let dims = [(40, 24), (288, 256), (320, 264), (512, 512)];
+    check_all(&dims.map(|(head_dim, value_dim)| Case { head_dim, value_dim, ..small }));
+    let paged = Case { page_rows: 64, source_pages: 3, spare: 2, ..LATENTS };
+    check_all(&[
+        LATENTS,
+        paged,
+        Case { page_rows: 16, source_pages: 12, element: Element::F16, ..paged },
+        Case { missing: Some((0, 1, -1)), kv_heads: 2, ..paged },
+        Case { split: Split::Slices(3), window: Some(40), soft_cap: 2.0, slopes: true, ..paged },
+    ]);
 }
 
 #[test]
@@ -266,8 +296,14 @@ fn every_mistake_is_found() {
     let sliced = Case { split: Split::Slices(3), slice: 2, ..PAGED };
     let even = Case { value_dim: 16, hidden: 0.0, ..PAGED };
     type Mutant = (&'static str, Case, Change);
+    let latents = Case { kv_heads: 2, ..LATENTS };
     #[rustfmt::skip]
-    let mutants: [Mutant; 19] = [
+    let mutants: [Mutant; 24] = [
+        ("latents of other columns", latents, Change::Launch(|l| force_any(l, "head_dim", 512))),
+        ("half of the values", LATENTS, Change::Launch(|l| if l.value("k").is_some() { force(l, "value_dim", 256); })),
+        ("parts of columns added twice", LATENTS, Change::Module(|m| in_pieces(m, |m| repeat(m, Opcode::AddF, 0)))),
+        ("no rest of columns", LATENTS, Change::Module(|m| in_pieces(m, |m| repeat(m, Opcode::AddF, 1)))),
+        ("latents without masks", LATENTS, Change::Module(|m| in_pieces(m, |m| reroute_all(m, Select, 2, 1)))),
         ("k and v swapped", even, Change::Launch(|l| if l.value("k").is_some() { swap(l, "k", "v"); })),
         ("a page too few", PAGED, Change::Launch(|l| force_any(l, "pages", 14))),
         ("pages of another length", PAGED, Change::Launch(|l| force_any(l, "page_shift", 1))),
