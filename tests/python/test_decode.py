@@ -148,7 +148,7 @@ def test_plain_jax_decodes_where_the_library_does_not():
         ("cuda", "float16", {"scale": -0.5}, "decoding with scale -0.5 on NVIDIA GPUs"),
         ("cuda", "bfloat16", {"logits_soft_cap": 1e-4}, "with logits_soft_cap 0.0001 on NVIDIA"),
         ("cuda", "bfloat16", {"dim": 264}, "decoding with head_dim 264 on NVIDIA GPUs"),
-        ("cuda", "float16", {"value_dim": 8}, "with values in the first columns of the keys on"),
+        ("cuda", "float16", {"dim": 576, "value_dim": 520}, "with value_dim 520 on NVIDIA"),
         ("rocm", "bfloat16", {}, "decoding on GPUs that are not NVIDIA's, so plain JAX"),
     ],
 )

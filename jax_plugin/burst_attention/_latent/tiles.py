@@ -123,7 +123,7 @@ class Tile:
     def which(self) -> Int32[Array, ""]:
         """Returns the number of the part to compute, from 1, or 0 where no query sees a key."""
         parts = self.parts()
-        found = [jnp.where(part.may_see(), i + 1, 0) for i, part in enumerate(parts)]
+        found = [part.may_see().astype(jnp.int32) * (i + 1) for i, part in enumerate(parts)]
         if len(parts) == 1:
             return found[0]
         (lower, higher), (rank, owner) = found, self._ranks()
@@ -173,7 +173,7 @@ class Tile:
         ring, qkv, features = self._prepared(key, value, widened=self._has_float32_kernels())
         o, dout = (padded_to(x, HEAD_DIM_MULTIPLE, 3) for x in (o, dout))
         # o may be wider than the tile's type, but not narrower.
-        o = o.astype(jnp.promote_types(o.dtype, qkv[0].dtype))
+        o = o.astype(max(o.dtype, qkv[0].dtype, key=lambda dtype: dtype.itemsize))
         given = vary_like(qkv[0], (o, lse, dout.astype(qkv[0].dtype), dlse))
         found = vjp.gradients(ring, qkv, features, given)[:3]
         dq, dk, dv = (
