@@ -5,12 +5,12 @@ from typing import Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32
 
 from burst_attention._attention.arguments import MAX_INT32
 from burst_attention._attention.options import AnyArray
 from burst_attention._decode import arguments, results
-from burst_attention._decode.arguments import PREFIXES, Checked, Sequences
+from burst_attention._decode.arguments import PREFIXES, Caches, Checked, Ranks, Sequences
 from burst_attention._decode.options import DEFAULTS, DecodeOptions, Integers, shows_options
 from burst_attention._decode.results import Part
 from burst_attention._signatures import Alone, Either, WithLse
@@ -129,22 +129,42 @@ def _shared(
     given: Mapping[str, object],
 ) -> Part:
     """Returns the prefixes, and what each request sees of them."""
-    # Whole pages go round the ranks, so prefixes are cut in the same runs of positions.
-    is_striped = given["layout"] == "striped"
-    run = checked.caches.interleave if is_striped else given.get("interleave")
-    place, query = checked.ranks, checked.query
-    prefixes = arguments.caches(query, named, None, place, given["layout"], run, PREFIXES)
-    arguments.check_prefixes(prefixes, checked.caches)
-    (count, *_), (batch, queries, *_) = prefixes.key.shape, query.shape
-    sizes = jnp.maximum(arguments.per_entry("prefix_lengths", prefix_lengths, count, "prefixes"), 0)
-    source = arguments.per_entry("prefix_of", prefix_of, batch)
-    place.check_same(prefix_of=source, prefix_lengths=sizes)
-    # The entry after the last prefix stands for none, so there is one even without prefixes.
-    known = jnp.where((source >= 0) & (source < count), source, count)
-    before = jnp.append(sizes, 0)[known]
+    layout, run = given["layout"], given.get("interleave")
+    prefixes = caches_of_prefixes(checked.query, named, checked.caches, checked.ranks, layout, run)
+    batch, queries = checked.query.shape[:2]
+    source, before = sources(prefixes, checked.ranks, batch, prefix_of, prefix_lengths)
     tokens = checked.tokens
     # Positions end where int32 does.
     starts = before + jnp.minimum(tokens.starts, MAX_INT32 - queries - before)
     counts = jnp.where(tokens.lengths > 0, tokens.counts, 0)
     work = checked.work.on_prefixes(prefixes.interleave)
     return Part(work, prefixes, source, Sequences(before, starts, counts))
+
+
+def caches_of_prefixes(
+    query: jax.Array,
+    named: Mapping[str, object],
+    own: Caches,
+    place: Ranks,
+    layout: object,
+    interleave: object,
+) -> Caches:
+    """Returns the caches of prefixes, checked, that lie beside the requests' own caches."""
+    # Whole pages go round the ranks, so prefixes are cut in the same runs of positions.
+    run = own.interleave if layout == "striped" else interleave
+    prefixes = arguments.caches(query, named, None, place, layout, run, PREFIXES)
+    arguments.check_prefixes(prefixes, own)
+    return prefixes
+
+
+def sources(
+    prefixes: Caches, place: Ranks, batch: int, prefix_of: object, prefix_lengths: object
+) -> tuple[Int32[Array, " batch"], Int32[Array, " batch"]]:
+    """Returns the prefix of each request, and how many tokens it has; 0 without a prefix."""
+    count = prefixes.key.shape[0]
+    sizes = jnp.maximum(arguments.per_entry("prefix_lengths", prefix_lengths, count, "prefixes"), 0)
+    source = arguments.per_entry("prefix_of", prefix_of, batch)
+    place.check_same(prefix_of=source, prefix_lengths=sizes)
+    # The entry after the last prefix stands for none, so there is one even without prefixes.
+    known = jnp.where((source >= 0) & (source < count), source, count)
+    return source, jnp.append(sizes, 0)[known]

@@ -20,7 +20,7 @@ from burst_attention._decode.attention import decode_attention
 from burst_attention._decode.geometry import Geometry
 from burst_attention._decode.merge import merge_attention
 from burst_attention._decode.options import CacheLayout
-from burst_attention._decode.prefix import shared_prefix_attention
+from burst_attention._decode.prefix import caches_of_prefixes, shared_prefix_attention, sources
 from burst_attention._mesh import axis_name_of
 from burst_attention._pool import ways
 from burst_attention._types import Arrays, Axes
@@ -215,15 +215,10 @@ def _shared(
 ) -> _Rows:
     """Returns the rows of each sequence's prefix, which are one page of the prefixes."""
     named = dict(zip(("prefix_key", "prefix_value"), prefix, strict=True))
-    run = own.interleave if call.place.layout == "striped" else call.place.interleave
-    place = call.place
-    found = arguments.caches(query, named, None, ranks, place.layout, run, arguments.PREFIXES)
-    arguments.check_prefixes(found, own)
-    count = found.key.shape[0]
-    sizes = arguments.per_entry("prefix_lengths", data["prefix_lengths"], count, "prefixes")
-    source = arguments.per_entry("prefix_of", data["prefix_of"], query.shape[0])
-    exists = (source >= 0) & (source < count)
-    lengths = jnp.where(exists, jnp.append(jnp.maximum(sizes, 0), 0)[source], 0)
+    layout, run = call.place.layout, call.place.interleave
+    found = caches_of_prefixes(query, named, own, ranks, layout, run)
+    given = (data["prefix_of"], data["prefix_lengths"])
+    source, lengths = sources(found, ranks, query.shape[0], *given)
     return _Rows(found._replace(page_table=source[:, None]), True, lengths)
 
 
