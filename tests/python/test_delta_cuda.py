@@ -216,6 +216,8 @@ def test_kernels_and_what_surrounds_them_are_the_recurrence(
     kernels, tokens, own_heads, split, most
 ):
     arrays = inputs(tokens, own_heads, 16, 72, most=most)
+    # Products with a small β, and with none, are not divided by it.
+    arrays[-1][0, ::7], arrays[-1][1, ::7] = 0, 1e-3
     assert_right(found(arrays, split=split), arrays)
 
 
