@@ -62,8 +62,8 @@ def _backward_rule(call: Call, residuals: Residuals, cotangents: Results) -> tup
 
     def step(tile: Tile, state: Gradients) -> Gradients:
         dq, dparams, sums = state
-        # The sums of the ranks before arrive during this rank's products. So the products' branch
-        # does not get them, and returns what it adds.
+        # The sums of the ranks before arrive during this rank's products. So these products do not
+        # take the sums as operands. They start from zeros, and the sums are added afterwards.
         sums = _send_on(call, sums, tile.way)
         dq, dparams, found = _if_seen(
             tile,

@@ -45,7 +45,7 @@ Begins: TypeAlias = Float32[Array, "batch begins heads k_dim columns"]
 
 
 LEAST_RATE = 2.0**-6
-"""The least β by which products with β dy may be divided: β dy keeps the digits of dy."""
+"""The least β by which products are divided. β dy keeps the digits of dy where β is no smaller."""
 
 
 class Again(NamedTuple):

@@ -24,7 +24,7 @@ pub(super) trait Lane {
     /// The caller has made sure that the CPU has these products.
     unsafe fn add<S: Simd>(simd: S, a: S::Vector, b: S::Vector, c: S::Vector) -> S::Vector;
 
-    /// Returns the elements of `x` whose bits in `seen` are 1, and 0 for the others. The places of
+    /// Returns `x` with 0 in place of each element whose bit in `seen` is 0. The places of
     /// elements in the result depend on `seen` alone.
     fn keep<S: Simd>(simd: S, seen: Seen, x: S::Vector) -> S::Vector;
 }

@@ -22,8 +22,8 @@ const FLOATS: usize = 1 << 20;
 const CHUNKS: [usize; 2] = [8, 4];
 /// Columns of a state that a worker takes at least: the lanes of the longest vectors.
 const COLUMNS: usize = 16;
-/// Columns of a state that a worker takes at least while others are busy with the windows beside:
-/// products of fewer columns are slower, and each worker reads all chunks.
+/// The least columns of a state for one worker, while other workers have the windows beside to do.
+/// Products of fewer columns are slower, and each worker reads all chunks.
 const FULL: usize = 64;
 
 /// A value that threads share. It holds pointers to scratch memory.

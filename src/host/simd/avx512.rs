@@ -66,7 +66,7 @@ impl Simd for Avx512 {
     }
 
     unsafe fn vectorize_pairs<T: Task>(self, task: T) {
-        // SAFETY: `self` proves most instructions, and the caller has made sure of the others.
+        // SAFETY: `self` proves that the CPU has AVX-512, and the caller that it has AVX-512 BF16.
         unsafe { self.run_pairs(task) }
     }
 

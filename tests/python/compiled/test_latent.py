@@ -61,7 +61,7 @@ def attends(program, instruction):
 
 
 def exchanges(program, body):
-    """Returns the types that each exchange of a computation sends, and whether tiles run beside.
+    """Returns the types that each exchange sends, and whether a tile runs during the exchange.
 
     An exchange that is no pair of start and end has nothing beside it.
     """
