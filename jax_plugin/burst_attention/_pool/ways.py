@@ -7,6 +7,8 @@ crosses once, however many devices hold copies of it:
   to the device at the same place of the other set.
 - Otherwise one device's copy crosses, and the other set copies or cuts it. A sharded array is
   gathered before, by a program on its own devices: JAX would gather it in the host's memory.
+- Where both sets are CPU devices, which share the host's memory, nothing crosses. One call of
+  ``jax.device_put`` then makes all copies (80 µs instead of 200 for four devices).
 
 Each process sends from its own devices to its own devices, since JAX copies nothing between
 processes outside of programs.
@@ -57,15 +59,23 @@ def local_devices(sharding: Sharding) -> list[jax.Device]:
 def way(source: Sharding, target: Sharding) -> Way:
     """Returns the way of an array, whose sharding is ``target`` at the end if it crosses whole."""
     if source.is_fully_replicated:
-        return Way(None, _first(target), target)
+        return Way(None, _crossing(source, target), target)
     if matched := same_places(source, target):
         return Way(None, matched, matched, is_direct=True)
-    return Way(_whole_like(source), _first(target), target)
+    return Way(_whole_like(source), _crossing(source, target), target)
 
 
-def _first(target: Sharding) -> Sharding:
-    """Returns the sharding of arrays on one device of ``target``, itself where it has no other."""
-    return target if target.num_devices == 1 else SingleDeviceSharding(local_devices(target)[0])
+def _crossing(source: Sharding, target: Sharding) -> Sharding:
+    """Returns the sharding of a whole array as it arrives on the devices of ``target``."""
+    if target.num_devices == 1 or (_is_in_host(source) and _is_in_host(target)):
+        return target
+    return SingleDeviceSharding(local_devices(target)[0])
+
+
+def _is_in_host(sharding: Sharding) -> bool:
+    """Returns whether a sharding's devices are CPU devices of this process."""
+    devices: set[jax.Device] = sharding.device_set
+    return sharding.is_fully_addressable and all(x.platform == "cpu" for x in devices)
 
 
 def _whole_like(source: Sharding) -> NamedSharding:
@@ -86,7 +96,7 @@ def way_back(target: Sharding, home: Sharding) -> tuple[Sharding, Way]:
     """
     if not target.is_fully_replicated and (matched := same_places(target, home)):
         return matched, Way(None, target, target, is_direct=True)
-    return home, Way(None, _first(target), target)
+    return home, Way(None, _crossing(home, target), target)
 
 
 def same_places(source: Sharding, target: Sharding) -> NamedSharding | None:
