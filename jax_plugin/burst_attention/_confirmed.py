@@ -35,9 +35,13 @@ from burst_attention import _ffi
 from burst_attention._library import LIBRARY
 from burst_attention._version import __version__
 
-Family: TypeAlias = Literal["attention", "linear_attention", "decode_attention", "cudnn"]
+Family: TypeAlias = Literal[
+    "attention", "linear_attention", "delta_rule", "decode_attention", "cudnn"
+]
 """Kernels that are confirmed together: a fallback replaces all of them."""
-FAMILIES: tuple[Family, ...] = ("attention", "linear_attention", "decode_attention")
+FAMILIES: tuple[Family, ...] = (
+    *("attention", "linear_attention", "delta_rule", "decode_attention"),
+)
 """The families of this library's own kernels."""
 
 Verdicts: TypeAlias = dict[Family, str]

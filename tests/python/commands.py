@@ -1,5 +1,6 @@
-"""Calls of ``python -m burst_attention`` within the process of a test."""
+"""Calls of ``python -m burst_attention``, and of the examples, within the process of a test."""
 
+import importlib
 import sys
 
 import pytest
@@ -21,3 +22,13 @@ def caller(name, monkeypatch, capsys):
         return printed.err if code else printed.out
 
     return call
+
+
+def refusal(program, arguments, monkeypatch, capsys):
+    """Returns the error with which an example refuses arguments of its command line."""
+    parse = importlib.import_module(program).parse
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    with pytest.raises(SystemExit) as caught:
+        parse()
+    assert caught.value.code == 2
+    return capsys.readouterr().err

@@ -216,6 +216,9 @@ def assert_documents_are_apart(world, method, by, beta=None):
     want, state, dfirst = results(clean)
     assert all(np.isfinite(x).all() for x in want.values())
     for name, spoil in SPOILS.items():
+        if spoil is _overflow and beta is not None and platforms.current().rounds:
+            # The delta rule's kernels compute products of all tokens of a tile.
+            continue
         arrays = {key: x.copy() for key, x in clean.items()}
         spoil(arrays)
         got, got_state, got_dfirst = results(arrays)

@@ -30,7 +30,7 @@ NEEDS = {
     "host": "reads what only the executor for CPU devices has",
     "shipped": "reads the library that ships",
     "float32": "has inputs or bounds of float32",
-    "products": "needs XLA's own matrix products",
+    "products": "has many of XLA's own matrix products, which the stand-in computes slowly",
     "text": "runs nothing: it reads documents, tables or errors of the command line",
     "speed": "is too large for the stand-in",
     "gpu": "reads what only the executor for GPUs has",
@@ -79,6 +79,10 @@ class Platform:
             os.environ.setdefault("BURST_ATTENTION_CHECK", "ignore")
             # A pool of caches is sharded over the host's devices.
             flags = "--xla_force_host_platform_device_count=3"
+            if self.name == "standin":
+                # XLA writes products as loops, since there is no cuBLAS.
+                flags += " --xla_gpu_enable_triton_gemm=false"
+                flags += " --xla_gpu_gemm_rewrite_size_threshold=1000000000"
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
         if self.name == "cuda":
             # The machine's other processes, such as the suite's other workers, need memory too.

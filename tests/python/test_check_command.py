@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.needs("standin")
 
-FAMILIES = ("attention", "linear_attention", "decode_attention", "cudnn")
+FAMILIES = ("attention", "linear_attention", "delta_rule", "decode_attention", "cudnn")
 
 PROGRAM = """
 import jax, jax.numpy as jnp, burst_attention as ba
@@ -66,7 +66,7 @@ def test_what_is_confirmed_is_kept_and_asked_for_no_more(tmp_path):
     assert hints(tmp_path, BURST_ATTENTION_CHECK="ignore") == []
     code, out = check(tmp_path, "--seconds", "150")
     assert code == 0, out
-    assert [line.split()[-1] for line in out.splitlines()[:4]] == ["confirmed"] * 4
+    assert [line.split()[-1] for line in out.splitlines()[:5]] == ["confirmed"] * 5
     key, verdicts = record(tmp_path)
     assert verdicts == dict.fromkeys(FAMILIES, "confirmed")
     assert "; driver " in key

@@ -67,24 +67,27 @@ def test_plain_jax_replaces_attention_that_was_refuted(refute, device, monkeypat
 
 
 @KNOWN
-def test_plain_jax_replaces_linear_attention_that_was_refuted(refute, device):
+@pytest.mark.parametrize("family", ["linear_attention", "delta_rule"])
+def test_plain_jax_replaces_a_recurrence_that_was_refuted(refute, device, family):
     mesh = abstract_mesh(device, (4,), ("context",))
+    rows = [jax.ShapeDtypeStruct((2, 512, 4, 64), "bfloat16")] * 3
+    betas = [jax.ShapeDtypeStruct((2, 512, 4), "float32")] * (family == "delta_rule")
 
     def attend():
         spec = P(None, "context")
+        function = ba.delta_attention if betas else ba.linear_attention
         return jax.shard_map(
-            partial(ba.linear_attention, axis_name="context", decay=np.full(4, 0.9, np.float32)),
+            partial(function, axis_name="context"),
             mesh=mesh,
-            in_specs=(spec,) * 3,
+            in_specs=(spec,) * len(rows + betas),
             out_specs=spec,
         )
 
-    arguments = [jax.ShapeDtypeStruct((2, 512, 4, 64), "bfloat16")] * 3
-    refute("attention")
-    assert targets(attend(), arguments) != []
-    refute("linear_attention")
-    with pytest.warns(UserWarning, match="linear_attention") if device else nullcontext():
-        assert targets(attend(), arguments) == []
+    refute("attention", *{"linear_attention", "delta_rule"} - {family})
+    assert targets(attend(), rows + betas) != []
+    refute(family)
+    with pytest.warns(UserWarning, match=family) if device else nullcontext():
+        assert targets(attend(), rows + betas) == []
 
 
 def test_plain_jax_replaces_decoding_that_was_refuted(refute):

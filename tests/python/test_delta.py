@@ -7,6 +7,7 @@ import burst_attention as ba
 import jax
 import jax.numpy as jnp
 import numpy as np
+import platforms
 import pytest
 import ring
 from burst_attention._linear import checks
@@ -25,21 +26,25 @@ from linear_cases import (
 from linear_reference import recurrence
 from long import some
 
-pytestmark = pytest.mark.needs("products")
-
 KINDS = {"heads": (False, 1), "channels": (True, 1), "negative eigenvalues": (False, 2)}
 """Whether there are decays of channels, and the largest β."""
 
 
 @pytest.mark.parametrize("method", some(["in_turn", "all_gather", "ring"]))
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("shape", CASES, ids=lambda shape: "-".join(map(str, shape)))
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(x, marks=pytest.mark.needs("speed") if x[1] > 65 else ()) for x in CASES],
+    ids=lambda shape: "-".join(map(str, shape)),
+)
 def test_it_is_the_recurrence(shape, kind, method):
     arrays, beta = delta_inputs(*shape, *kind)
     assert_right(found(ring.line(shape[0]), arrays, beta=beta, method=method), arrays, beta=beta)
 
 
-@pytest.mark.parametrize("method", ["all_gather", "ring", "in_turn"])
+@pytest.mark.parametrize(
+    "method", ["all_gather", "ring", pytest.param("in_turn", marks=pytest.mark.needs("speed"))]
+)
 def test_linear_attention_takes_decays_of_channels(method):
     arrays, _ = delta_inputs(4, 100, 4, 2, 24, 16, None, True, 1)
     assert_right(found(ring.line(4), arrays, method=method), arrays)
@@ -81,7 +86,9 @@ def test_equal_keys_do_not_lose_digits():
     assert_right(found(ring.line(2), arrays, beta=beta), arrays, beta=beta)
 
 
-@pytest.mark.parametrize("by", ["segment_ids", "log_decay"])
+@pytest.mark.parametrize(
+    "by", ["segment_ids", pytest.param("log_decay", marks=pytest.mark.needs("host"))]
+)
 @pytest.mark.parametrize("method", ["ring", "all_gather", "in_turn"])
 def test_what_is_not_finite_stays_in_its_document(method, by):
     beta = np.full((2, 240, 2), 0.5, np.float32)
@@ -122,8 +129,10 @@ def test_known_layers(layer):
         return out, jax.lax.pmean(state, "context")
 
     function = jax.shard_map(local, mesh=ring.line(2), in_specs=(X,) * 5, out_specs=(X, P()))
+    # Kernels that round between products may take twice the rounding of a result.
+    bound = limit(2e-6) * (2 if platforms.current().rounds else 1)
     for got, right in zip(jax.jit(function)(q, k, v, g, beta), want, strict=True):
-        assert np.linalg.norm(got - right) <= limit(2e-6) * np.linalg.norm(right)
+        assert np.linalg.norm(got - right) <= bound * np.linalg.norm(right)
 
 
 @pytest.mark.parametrize("channels", [False, True])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
-from burst_attention._pool import programs, ways
+from burst_attention._pool import plan, programs, ways
 from decode_cases import SINKS, SLOPES, Sharding, check, problem
 from decode_reference import dense
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -72,7 +72,7 @@ def equal(found, expected):
 
 @pytest.fixture
 def sent(monkeypatch):
-    """Returns the bytes of each array that crosses."""
+    """Returns the bytes of each array that crosses, between devices that share no memory."""
     found, send = [], ways.send
 
     def counting(arrays, shardings):
@@ -81,8 +81,15 @@ def sent(monkeypatch):
         found.extend(sum(shard.data.nbytes for shard in x.addressable_shards) for x in arrived)
         return arrived
 
-    monkeypatch.setattr(ways, "send", counting)
-    return found
+    cached = (ways.way, ways.way_back, plan.plan)
+    with monkeypatch.context() as patches:
+        patches.setattr(ways, "_is_in_host", lambda sharding: False)
+        patches.setattr(ways, "send", counting)
+        for each in cached:
+            each.cache_clear()
+        yield found
+    for each in cached:
+        each.cache_clear()
 
 
 @pytest.mark.parametrize("holders", some([4, 3, 2, 1], 2))

@@ -40,8 +40,16 @@ CUDNN = (
     Case("bfloat16", 128, {"is_causal": True}),
     Case("float16", 64, {}),
 )
-LINEAR = (Case("bfloat16", 64, {}), Case("float16", 128, {}))
-DECODE = (Case("bfloat16", 128, {}), Case("float16", 64, {"logits_soft_cap": 20.0}))
+RECURRENT = (
+    Case("bfloat16", 64, {"decays": "heads"}),
+    Case("float16", 128, {"decays": "heads"}),
+    Case("bfloat16", 128, {"decays": "channels"}),
+)
+DECODE = (
+    Case("bfloat16", 128, {}),
+    Case("float16", 64, {"logits_soft_cap": 20.0}),
+    Case("bfloat16", 576, {"value_dim": 512}),
+)
 
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,50 +123,71 @@ def _attended(device: jax.Device, options: Mapping[str, Any], given: list[np.nda
     return found
 
 
-def _linear(gpu: jax.Device) -> dict[str, Any]:
+def _recurrent(gpu: jax.Device, names: str) -> dict[str, Any]:
+    """Checks linear attention, or the delta rule if ``names`` has the gradient of beta."""
+    has_beta = "dbeta" in names
+
     def check(case: Case) -> dict[str, Any]:
-        shape = (1, SEQ, 2, case.head_dim)
-        given = _arrays(case.dtype, shape, shape, shape, shape)
-        decay = np.array([0.9, 0.99], np.float32)
-        mesh, spec = Mesh(np.array([gpu]), ("context",)), PartitionSpec(None, "context")
+        heads = 128 // case.head_dim
+        shape = (1, SEQ, heads, case.head_dim)
+        q, k, v, dout = _arrays(case.dtype, shape, shape, shape, shape)
+        generator = np.random.default_rng(1)
+        decayed = shape if case.options["decays"] == "channels" else shape[:3]
+        logs = -generator.uniform(0.001, 0.1, decayed).astype(np.float32)
+        beta = generator.uniform(0.1, 1, shape[:3]).astype(np.float32)
         scale = case.head_dim**-0.5
-        attend = partial(ba.linear_attention, mesh=mesh, spec=spec, decay=decay, scale=scale)
-        found = _with_gradients(attend, [jax.device_put(x, gpu) for x in given])
-        logs = jnp.broadcast_to(jnp.log(decay), (1, SEQ, 2))
-        first = jnp.zeros((1, 2, case.head_dim, case.head_dim), jnp.float32)
+        # The delta rule's keys have unit norm, so its states do not grow.
+        k = (k / np.linalg.norm(k.astype(np.float32), axis=-1, keepdims=True)).astype(k.dtype)
+        given = [q, k, v, logs, *([beta] if has_beta else [])]
 
-        def reference(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return plain.forward(scale, Operands(q, k, v, logs, first, None))[0]
+        def kernels(*given: jax.Array) -> jax.Array:
+            q, k, v, logs, *beta = given
+            mesh, spec = Mesh(np.array([gpu]), ("context",)), PartitionSpec(None, "context")
+            options: Any = {"mesh": mesh, "spec": spec, "scale": scale}
+            if has_beta:
+                return ba.delta_attention(q, k, v, *beta, logs, **options)
+            return ba.linear_attention(q, k, v, log_decay=logs, **options)
 
+        def reference(*given: jax.Array) -> jax.Array:
+            q, k, v, logs, *beta = given
+            first = jnp.zeros((1, heads, case.head_dim, case.head_dim), jnp.float32)
+            return plain.forward(scale, Operands(q, k, v, logs, first, *(beta or [None])))[0]
+
+        found = _with_gradients(kernels, [jax.device_put(x, gpu) for x in (*given, dout)])
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            expected = _with_gradients(reference, [x.astype(np.float32) for x in given])
-        return _compared(case, found, expected, "out dq dk dv")
+            wide = [x.astype(np.float32) for x in (*given, dout)]
+            expected = _with_gradients(reference, wide)
+        return _compared(case, found, expected, names)
 
-    return _first_error(LINEAR, check)
+    return _first_error(RECURRENT, check)
 
 
 @partial(jax.jit, static_argnums=0)
 def _with_gradients(attend: Callable[..., jax.Array], given: list[jax.Array]) -> Arrays:
-    *qkv, dout = given
-    out, pullback = jax.vjp(attend, *qkv)
+    *primal, dout = given
+    out, pullback = jax.vjp(attend, *primal)
     return out, *pullback(dout)
 
 
 def _decode(gpu: jax.Device) -> dict[str, Any]:
     def check(case: Case) -> dict[str, Any]:
-        q, k, v = _arrays(
-            case.dtype,
-            (3, 2, 4, case.head_dim),
-            (3, 512, 2, case.head_dim),
-            (3, 512, 2, case.head_dim),
-        )
+        # Latents are one head of keys, whose first columns are the values.
+        heads = (4, 2, 2) if "value_dim" not in case.options else (16, 1)
+        rows = (2, 512, 512)
+        shapes = [(3, *shape, case.head_dim) for shape in zip(rows, heads, strict=False)]
+        query, *caches = _arrays(case.dtype, *shapes)
         lengths = np.array([512, 300, 2], np.int32)
-        decode = jax.jit(partial(ba.decode_attention, **case.options))
-        found = decode(*(jax.device_put(x, gpu) for x in (q, k, v, lengths)))
+
+        def decode(implementation: str | None, query: jax.Array, *caches: jax.Array) -> jax.Array:
+            key, value = (*caches, None)[:2]
+            options = {"implementation": implementation, **case.options}
+            return ba.decode_attention(query, key, value, lengths, **options)
+
+        given = [jax.device_put(x, gpu) for x in (query, *caches)]
+        found = jax.jit(partial(decode, None))(*given)
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            wide = (x.astype(np.float32) for x in (q, k, v))
-            reference = partial(ba.decode_attention, implementation="xla", **case.options)
-            expected = jax.jit(reference)(*wide, lengths)
+            wide = (x.astype(np.float32) for x in (query, *caches))
+            expected = jax.jit(partial(decode, "xla"))(*wide)
         return _compared(case, (found,), (expected,), "out")
 
     return _first_error(DECODE, check)
@@ -166,7 +195,8 @@ def _decode(gpu: jax.Device) -> dict[str, Any]:
 
 FAMILIES: dict[Family, Callable[[jax.Device], dict[str, Any]]] = {
     "attention": _attention,
-    "linear_attention": _linear,
+    "linear_attention": partial(_recurrent, names="out dq dk dv dlog_decay"),
+    "delta_rule": partial(_recurrent, names="out dq dk dv dlog_decay dbeta"),
     "decode_attention": _decode,
     "cudnn": _cudnn,
 }

@@ -189,7 +189,7 @@ def _on_platform(
     of_gpus = cuda if call.has_kernels else xla
     if call.platform is not None:
         return {"cpu": cpu, "cuda": of_gpus, "xla": xla}[call.platform](*operands)
-    if _confirmed.refuted("linear_attention", None):
+    if _confirmed.refuted(call.family, None):
         of_gpus = xla
     found: Result = lax.platform_dependent(*operands, cpu=cpu, cuda=of_gpus, default=xla)
     return found

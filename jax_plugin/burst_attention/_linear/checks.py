@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from burst_attention import _checks, _confirmed, _mesh
 from burst_attention._attention.arguments import cast
+from burst_attention._confirmed import Family
 from burst_attention._types import LAYOUTS, AnyMesh
 
 Method: TypeAlias = Literal["auto", "ring", "all_gather", "in_turn"]
@@ -155,7 +156,7 @@ def without_order(**arguments: object) -> None:
             )
 
 
-def platform(mesh: AnyMesh, dtype: np.dtype) -> str | None:
+def platform(mesh: AnyMesh, dtype: np.dtype, family: Family) -> str | None:
     """Returns the platform of a mesh, ``cpu`` or ``cuda``; ``xla`` where plain JAX computes.
 
     Returns None where an abstract mesh does not tell. Raises for a dtype without kernels.
@@ -167,7 +168,7 @@ def platform(mesh: AnyMesh, dtype: np.dtype) -> str | None:
             "which there is no kernel yet; cast them with x.astype(jnp.bfloat16) (accumulation is "
             "float32 all the same), or use a mesh of jax.devices('cpu')"
         )
-    if found == "cuda" and _confirmed.refuted("linear_attention", found):
+    if found == "cuda" and _confirmed.refuted(family, found):
         return "xla"
     return found if found in (None, *PLATFORMS) else "xla"
 

@@ -15,8 +15,8 @@ tile of tokens, which needs no state. `kernels/compiler/src/device/delta_rule.rs
 With decays of channels XLA computes what the kernels take instead of log decays (see `channels`).
 
 The kernels take arrays of one number of heads, so XLA repeats heads where numbers differ. With
-documents kernels get finite operands only (see `isolation`). Without documents a value that is not
-finite may pass a log decay of −∞.
+documents kernels get finite operands only (see `isolation`); what overflows in a kernel spoils its
+tile. Without documents a value that is not finite may pass a log decay of −∞.
 """
 
 from typing import NamedTuple, TypeAlias

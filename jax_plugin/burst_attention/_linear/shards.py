@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 from burst_attention import _mesh
 from burst_attention._batching import over_batch, spread
 from burst_attention._checkpoint import OUT_NAME, STATE_NAME
+from burst_attention._confirmed import Family
 from burst_attention._derivatives import refuse_second
 from burst_attention._linear import calls, checks, states, turns
 from burst_attention._linear.checks import Inputs, Settings
@@ -75,14 +76,16 @@ def _prepared(
     first = checks.state("initial_state", first, q, v)
     operands = Operands(*inputs[:3], logs, first, beta)
     operands, ids = spread(vary_together(axes, (operands, ids)))
-    size, platform = _mesh.axes_size(mesh, axes), checks.platform(mesh, q.dtype)
+    family: Family = "linear_attention" if beta is None else "delta_rule"
+    size, platform = _mesh.axes_size(mesh, axes), checks.platform(mesh, q.dtype, family)
     travelling = first.size * (1 if beta is None else 1 + q.shape[3] / v.shape[3])
     method = settings.method
     if method == "auto" and turns.share_cores(platform, logs.shape[0] * logs.shape[2]):
         method = "in_turn"
     method = states.chosen(method, size, round(travelling))
     has_kernels = logs.ndim == 3 or max(*q.shape[3:], *v.shape[3:]) <= WIDEST
-    call = Call(axes, size, method, platform, has_kernels, ids is not None, settings.scale)
+    has_documents, scale = ids is not None, settings.scale
+    call = Call(axes, size, method, platform, has_kernels, has_documents, scale, family)
     return call, operands, ids
 
 

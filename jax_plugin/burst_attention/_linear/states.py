@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from burst_attention._confirmed import Family
 from burst_attention._linear.checks import Method
 from burst_attention._mesh import vary_like
 from burst_attention._types import Axes
@@ -131,6 +132,8 @@ class Call(NamedTuple):
     """Whether there are documents, which keep values that are not finite to themselves."""
     scale: float
     """Factor on the queries."""
+    family: Family = "linear_attention"
+    """The kernels that compute on GPUs."""
 
 
 class Operands(NamedTuple):
