@@ -136,15 +136,15 @@ test-cudnn: $(CUDNN)/ready  ## test cuDNN's plans with the real library, without
 
 test-python: checked-package baselines  ## run the Python tests; PYTEST=... adds arguments
 	$(SAY) "Python: pytest, on 8 CPU devices (PYTEST=... adds arguments; -n0 for one process)"
-	@$(PY) -m pytest --checked -n 2 --dist loadfile $(PYTEST)
+	@$(PY) -m pytest --checked -n 2 --dist worksteal $(PYTEST)
 
 test-python-full: checked-package
 	$(SAY) "Python: the long tests"
-	@$(PY) -m pytest --checked -m long -n 2 --dist loadfile $(PYTEST)
+	@$(PY) -m pytest --checked -m long -n 2 --dist worksteal $(PYTEST)
 
 test-compiled: checked-package $(VENV)/cuda/ready  ## compile training steps for GPUs that are not here
 	$(SAY) "Python: training steps through XLA's compiler for GPUs that are not here"
-	@$(PY) -m pytest --checked tests/python/compiled $(PYTEST)
+	@$(PY) -m pytest --checked -n 2 --dist worksteal tests/python/compiled $(PYTEST)
 
 test-standin: standin-package  ## run some Python tests on GPUs that are not here
 	$(SAY) "Python: pytest on GPUs that are not there, over a driver of our own"
@@ -155,7 +155,7 @@ test-standin: standin-package  ## run some Python tests on GPUs that are not her
 
 test-standin-full: standin-package  ## run all Python tests on GPUs that are not here
 	$(SAY) "Python: the whole suite on GPUs that are not there"
-	@$(PY) -m pytest -n 2 --dist loadfile --platform=standin $(PYTEST)
+	@$(PY) -m pytest -n 2 --dist worksteal --platform=standin $(PYTEST)
 
 # The same tests of softmax attention, in which cuDNN computes the tiles that it serves. Their heads
 # then have 64 columns or more (tests/python/platforms.py). test_cudnn.py has errors of long rings.
