@@ -34,6 +34,7 @@ pub(crate) unsafe fn execute(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_
         let io = decode(&arrays, &attributes)?;
         let device = || frame.runtime().device_ordinal(frame.context());
         let device = trace::is_active().then(device).transpose()?;
+        // The event ends with this function.
         let _recorded = device.map(|device| event(&io, device));
         partial((*isa, pool), &io);
         Ok(())
