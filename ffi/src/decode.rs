@@ -5,8 +5,9 @@ pub(crate) mod arrays;
 
 use std::ops::RangeInclusive;
 
-use burst_attention::host::decode::{DecodeIo, merge_parts, partial};
+use burst_attention::host::decode::{DecodeIo, event, merge_parts, partial};
 use burst_attention::host::ring::Executor;
+use burst_attention::host::trace;
 use burst_attention::operands::DeviceKind;
 use burst_attention_kernels::record::Size;
 
@@ -30,7 +31,12 @@ pub(crate) unsafe fn execute(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_
         let has_values = !values_in_keys(&attributes)?;
         let operands = frame.all_arguments()?;
         let arrays = Arrays::read(DeviceKind::Host, has_values, operands, frame.results()?)?;
-        partial((*isa, pool), &decode(&arrays, &attributes)?);
+        let io = decode(&arrays, &attributes)?;
+        let device = || frame.runtime().device_ordinal(frame.context());
+        let device = trace::is_active().then(device).transpose()?;
+        // The event ends with this function.
+        let _recorded = device.map(|device| event(&io, device));
+        partial((*isa, pool), &io);
         Ok(())
     };
     // SAFETY: the caller guarantees what `guard_stage` demands of the frame.

@@ -1,9 +1,10 @@
 //! The handlers of attention to a cache and of the merge, called as XLA calls them, with a fake
 //! runtime.
 
-use std::ffi::c_void;
+use std::ffi::{CString, c_void};
 use std::ptr;
 
+use burst_attention_ffi::exports::burst_attention_trace;
 use burst_attention_ffi::handlers::{
     burst_attention_decode_execute, burst_attention_decode_merge_execute,
 };
@@ -84,7 +85,12 @@ impl Call {
     }
 
     fn run(self) -> Option<(u32, String)> {
-        let runtime = FakeRuntime::new(5, 1, 0);
+        self.run_on(0)
+    }
+
+    /// Runs the call on a device of that number.
+    fn run_on(self, device: i32) -> Option<(u32, String)> {
+        let runtime = FakeRuntime::new(5, 1, device);
         let mut frame = FakeFrame::new(&self.args, &self.rets, self.attributes, &runtime);
         // SAFETY: `FakeFrame` makes valid frames, whose memory is never freed.
         take_error(unsafe { (self.handler)(frame.address()) })
@@ -120,6 +126,36 @@ fn values_are_the_first_columns_of_keys_without_a_cache_of_their_own() {
         "columns of o must be at most those of key_cache (8)",
     );
     refused(&|call| drop(call.args.pop()), "operands must be 8, or 9 with slopes, got 7");
+}
+
+/// Other tests of this file run meanwhile, on device 0.
+#[test]
+fn the_timeline_has_an_event_of_each_call_in_a_process_of_its_own() {
+    let path = concat!(env!("CARGO_TARGET_TMPDIR"), "/decode-trace.json");
+    let name = CString::new(path).expect("no zero bytes");
+    assert_eq!(Call::new().run_on(2), None);
+    // SAFETY: the path is a C string.
+    assert_eq!(unsafe { burst_attention_trace(name.as_ptr()) }, 0);
+    assert_eq!(Call::new().run_on(3), None);
+    assert_eq!(Call::without_values().run_on(4), None);
+    // SAFETY: NULL is allowed.
+    assert_eq!(unsafe { burst_attention_trace(ptr::null()) }, 0);
+    let text = std::fs::read_to_string(path).expect("the file is written");
+    for (device, count, bytes) in [(2, 0, 0), (3, 1, 2 * (8 + 4) * 4), (4, 1, 2 * 8 * 4)] {
+        let thread = format!("\"pid\":1,\"tid\":{device},");
+        let events: Vec<_> = text.lines().filter(|line| line.contains(&thread)).collect();
+        assert_eq!(events.len(), count, "{text}");
+        let args = format!(
+            "\"args\":{{\"pairs\":4,\"sequences\":1,\"heads\":2,\"rows\":2,\"bytes\":{bytes},\"rank\":1}}"
+        );
+        for event in events {
+            assert!(event.contains("\"name\":\"Decode 1 sequence, 2 positions\""), "{event}");
+            assert!(event.contains(&args), "{args} in {event}");
+        }
+    }
+    let process =
+        "{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":1,\"args\":{\"name\":\"Decode\"}}]}";
+    assert!(text.trim_end().ends_with(process), "{text}");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-"""The library loads or says why not, and reports its version and the timeline of its rings."""
+"""The library loads or says why not, and reports its version and the timeline of its work."""
 
 import json
 import shutil
@@ -6,13 +6,16 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import burst_attention as ba
 import jax
+import numpy as np
 import pytest
 import ring
 from burst_attention import _ffi, _jax, _library
+from decode_cases import Sharding, decode, latents, problem
 
 pytestmark = pytest.mark.needs("host")
 
@@ -123,6 +126,57 @@ def test_timeline_names_every_step_of_every_rank(tmp_path):
             assert (rank, f"Forward Keys step {step} of 4") in names
             assert (rank, f"Backward Queries step {step} of 4") in names
     assert all(event["dur"] >= 0 and event["ph"] == "X" for event in events)
+
+
+def decode_events(path):
+    """Returns the events of a timeline that has nothing but decode, without the process's name."""
+    *events, process = json.loads(path.read_text())["traceEvents"]
+    assert process["args"] == {"name": "Decode"}
+    assert {event["pid"] for event in events} == {process["pid"]}
+    return events
+
+
+@pytest.mark.parametrize(("case_of", "columns"), [(problem, 16 + 8), (latents, 16)])
+def test_timeline_has_an_event_of_each_rank_that_decodes(tmp_path, case_of, columns):
+    """The sequence of length 7 has two positions on the first three ranks, and one on the last."""
+    case = case_of(Sharding(4, capacity=16), [60, 7], 1, (4, 2), (16, 8))
+    with ba.trace(tmp_path / "steps.json"):
+        jax.block_until_ready(decode(case))
+    events = sorted(decode_events(tmp_path / "steps.json"), key=lambda event: event["tid"])
+    for rank, (event, rows) in enumerate(zip(events, (17, 17, 17, 16), strict=True)):
+        assert event["name"] == f"Decode 2 sequences, {rows} positions"
+        assert event["tid"] == rank
+        assert event["args"] == {
+            "pairs": rows * 4,
+            "sequences": 2,
+            "heads": 4,
+            "rows": rows,
+            "bytes": rows * 2 * columns * 4,
+            "rank": rank,
+        }
+
+
+def test_timeline_has_an_event_of_each_layer_and_batch_on_a_pool(tmp_path):
+    """Two batches take turns, and the pool's two devices have half of each sequence."""
+    devices = list(ring.devices(8))
+    there, layers, path = ba.CachePool(devices[4:6]), 3, tmp_path / "steps.json"
+
+    def step(batch):
+        tokens = [
+            jax.device_put(x, devices[0]) for x in ring.normal(batch, *[(batch, 1, 2, 8)] * 3)
+        ]
+        for _ in range(layers):
+            caches = there.init(batch=batch, positions=8, kv_heads=2, head_dim=8, dtype="float32")
+            pending, _ = there.send(caches, *tokens, np.full(batch, 6))
+            yield
+            tokens[0] = pending.receive()
+        return tokens[0]
+
+    with ba.trace(path):
+        jax.block_until_ready(ba.alternate(step, (1, 2)))
+    found = Counter((event["tid"], event["name"]) for event in decode_events(path))
+    names = ["Decode 1 sequence, 3 positions", "Decode 2 sequences, 6 positions"]
+    assert found == dict.fromkeys([(device, name) for device in (4, 5) for name in names], layers)
 
 
 def test_nothing_is_recorded_after_the_block(tmp_path):

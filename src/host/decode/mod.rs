@@ -21,6 +21,7 @@
 mod chunk;
 mod copies;
 mod element;
+mod event;
 mod lane;
 mod many_rows;
 mod merge;
@@ -35,6 +36,7 @@ use rayon::ThreadPool;
 use rayon::prelude::*;
 
 use self::chunk::ChunkTask;
+pub use self::event::event;
 use self::merge::{MergeTask, Partials};
 pub use self::parts::merge_parts;
 use self::plan::Plan;

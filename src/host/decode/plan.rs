@@ -99,7 +99,10 @@ fn chunk_rows(io: &DecodeIo<'_>) -> usize {
 }
 
 /// Returns the source and the position of a query, and the rows that it sees, if there are any.
-fn visible(io: &DecodeIo<'_>, (entry, t): (usize, usize)) -> Option<(usize, i64, Range<usize>)> {
+pub(super) fn visible(
+    io: &DecodeIo<'_>,
+    (entry, t): (usize, usize),
+) -> Option<(usize, i64, Range<usize>)> {
     let source = usize::try_from(io.source[entry]).ok()?;
     let position = i64::from(io.starts[entry]) + t as i64;
     let in_use = (t as i64) < i64::from(io.query_lengths[entry]) && position >= 0;
