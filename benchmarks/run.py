@@ -125,10 +125,32 @@ def worker(measurement: str, case: Case, budget_s: float) -> dict[str, Any]:
     return measured
 
 
+COMPARED = {
+    "ring": ("ring", "ring tax", "ring_s", "one device"),
+    "mask": ("masks", "mask", "masked_s", "without"),
+    "latents": ("latents", "latents", "latents_s", "expanded before"),
+}
+"""For each tag of cases the key of the results, and the label, the key of the seconds and the other
+way in the printed lines."""
+
+
+def compare(tag: str, case: Case, budget_s: float) -> dict[str, Any]:
+    """Prints and returns the times of one way to compute a case as ratios to another way."""
+    _, label, seconds, other = COMPARED[tag]
+    found = worker(tag, case, budget_s)
+    if tag == "mask":
+        other += f" (of the pairs {case.seen() / case.without_mask().seen():.3f})"
+    for which in ("forward", "both"):
+        print(
+            f"{label}: {case.shape}, {case.mesh[1]} devices {case.layout}, {which}: "
+            f"{found[which][seconds]:.3f} s, {found[which]['ratio']:.3f} x {other}"
+        )
+    return found
+
+
 def bench(cases: list[Case], peak: machine.Peak, budget_s: float) -> dict[str, Any]:
     """Measures everything, and prints each result at once."""
-    kinds = ("cases", "ring", "masks", "latents", "checkpoint", "memory")
-    results: dict[str, Any] = {kind: [] for kind in kinds}
+    results: dict[str, Any] = {kind: [] for kind in ("cases", "checkpoint", "memory")}
     single = [case for case in cases if case.tags & {"speed", "length"}]
     print(
         COLUMNS.format(
@@ -141,31 +163,8 @@ def bench(cases: list[Case], peak: machine.Peak, budget_s: float) -> dict[str, A
         for row in rows:
             print_row(row, memory)
         results["cases"] += [row | {"grown_bytes": memory["grown_bytes"]} for row in rows]
-    for case in (case for case in cases if "ring" in case.tags):
-        tax = worker("ring", case, budget_s)
-        results["ring"].append(tax)
-        for which in ("forward", "both"):
-            print(
-                f"ring tax: {case.shape}, {case.mesh[1]} devices {case.layout}, {which}: "
-                f"{tax[which]['ring_s']:.3f} s, {tax[which]['ratio']:.3f} x one device"
-            )
-    for case in (case for case in cases if "mask" in case.tags):
-        gain = worker("mask", case, budget_s)
-        results["masks"].append(gain)
-        for which in ("forward", "both"):
-            print(
-                f"mask: {case.shape}, {case.mesh[1]} devices {case.layout}, {which}: "
-                f"{gain[which]['masked_s']:.3f} s, {gain[which]['ratio']:.3f} x without "
-                f"(of the pairs {case.seen() / case.without_mask().seen():.3f})"
-            )
-    for case in (case for case in cases if "latents" in case.tags):
-        cost = worker("latents", case, budget_s)
-        results["latents"].append(cost)
-        for which in ("forward", "both"):
-            print(
-                f"latents: {case.shape}, {case.mesh[1]} devices {case.layout}, {which}: "
-                f"{cost[which]['latents_s']:.3f} s, {cost[which]['ratio']:.3f} x expanded before"
-            )
+    for tag, (key, *_) in COMPARED.items():
+        results[key] = [compare(tag, case, budget_s) for case in cases if tag in case.tags]
     for case in (case for case in cases if "checkpoint" in case.tags):
         gain = worker("checkpoint", case, budget_s)
         results["checkpoint"].append(gain)

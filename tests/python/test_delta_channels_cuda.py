@@ -110,7 +110,7 @@ def kernels(monkeypatch):
     """As if the devices were GPUs, in parts of two tiles."""
     monkeypatch.setattr(gpu, "_call", channels_cuda.stand_in)
     monkeypatch.setattr(gpu_delta, "_call", delta_stand_in)
-    monkeypatch.setattr(checks, "platform", lambda mesh, dtype: "cuda")
+    monkeypatch.setattr(checks, "platform", lambda *_: "cuda")
     monkeypatch.setattr(gpu, "part_rows", lambda batch, tokens, heads: 2 * TILE)
 
 
