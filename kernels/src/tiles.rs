@@ -158,7 +158,7 @@ pub(crate) fn delta_inverse(variant: Variant, target: Target, width: i32) -> Til
 pub(crate) fn delta_grad(variant: Variant, target: Target, width: i32) -> TileShape {
     match (target, width) {
         (Sm120, 256) => tile(64, 16, 8),
-        (Sm80, 128) if variant.decays == Decays::KeyChannels => tile(64, 16, 8),
+        (Sm80, 128) if variant.decays == Decays::KeyChannels => tile(64, 64, 8),
         (Sm80, _) | (Sm120, 128) => tile(64, 32, 8),
         (Sm120, _) => tile(64, 64, 8),
         _ => linear(variant, target, width),

@@ -213,6 +213,22 @@ pub mod channels {
         Terms::<BM, BN> { dots, out }
     }
 
+    /// Returns terms of what the state before a tile, in reverse behind it, gives its tokens, and of
+    /// what a token's own key and value give it. These are in the outputs alone.
+    pub fn begun_in_channels<E: ElementType, const BM: i32, const BN: i32>(
+        weights: Tile<E, { [BM, BM] }>,
+        strict: i32,
+        crossing: Tile<f32, { [BM, BN] }>,
+        other: Tile<f32, { [BM, BN] }>,
+        v: Tile<E, { [BM, BN] }>,
+        zero: Tile<f32, { [BM, BN] }>,
+    ) -> Terms<BM, BN> {
+        let dots: Tile<f32, { [BM, BN] }> = plus_product(zero, crossing, other);
+        let own: Tile<E, { [BM, BM] }> = diagonal::<E, BM>(strict, weights);
+        let out: Tile<f32, { [BM, BN] }> = mma(own, v, crossing);
+        Terms::<BM, BN> { dots, out }
+    }
+
     /// Returns the outputs of a tile's tokens, where each column of values has decays: of the tile's
     /// keys and values, and of the state before the tile, in reverse behind it. And the products of
     /// the outputs with `other`, without what a token's own key and value give it.
@@ -236,12 +252,9 @@ pub mod channels {
         let weights: Tile<E, { [BM, BM] }> = narrow(pairs, unit, bounded);
         let crossing: Tile<f32, { [BM, BN] }> =
             crossed::<E, BM, DT, BN, BN>(q, received, unit, bounded, state);
-        let factors: Tile<f32, { [BM, BN] }> = convert_tile(other);
+        let other: Tile<f32, { [BM, BN] }> = convert_tile(other);
         let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
-        let dots: Tile<f32, { [BM, BN] }> = plus_product(zero, crossing, factors);
-        let own: Tile<E, { [BM, BM] }> = diagonal::<E, BM>(strict, weights);
-        let out: Tile<f32, { [BM, BN] }> = mma(own, v, crossing);
-        let terms: Terms<BM, BN> = Terms::<BM, BN> { dots, out };
+        let terms: Terms<BM, BN> = begun_in_channels(weights, strict, crossing, other, v, zero);
         let terms: Terms<BM, BN> = spread(met, fades, place, reverse, terms, weights, zero);
         let out: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(unit, bounded, terms.out);
         let dots: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(unit, bounded, terms.dots);
