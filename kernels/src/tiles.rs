@@ -154,7 +154,8 @@ pub(crate) fn delta_inverse(variant: Variant, target: Target, width: i32) -> Til
     TileShape { blocks, ..tile(64, 64, warps) }
 }
 
-/// Tiles of the delta rule's gradients of values.
+/// Tiles of the delta rule's gradients of values. With decays of channels of 128 columns on sm_80,
+/// tiles of 16 and of 32 columns spill 8 and 32 instructions in bfloat16, those of 64 none.
 pub(crate) fn delta_grad(variant: Variant, target: Target, width: i32) -> TileShape {
     match (target, width) {
         (Sm120, 256) => tile(64, 16, 8),

@@ -17,14 +17,16 @@ pub mod delta_keys {
     };
     use super::super::common::common::{product, read_statistics, rows_view, statistics_view};
     use super::super::common::common::{stream, stream_columns, write_columns, write_statistics};
-    use super::super::decays::decays::{advance, attended, between, bound_of, crossed, dots_of, fading};
+    use super::super::decays::decays::{
+        advance, attended, between, bound_of, crossed, dots_of, fading,
+    };
     use super::super::decays::decays::{
         gathered, narrow, share_of, tiles_of, total_of, visible_pairs, weighed, widened,
     };
     use super::super::modes::modes::OF_HEADS;
     use cutile::core::*;
 
-    /// Returns the larger size of two elements.
+    /// Returns the larger of the sizes of two tiles' elements.
     pub fn sizes_of<const R: i32, const C: i32>(
         x: Tile<f32, { [R, C] }>,
         y: Tile<f32, { [R, C] }>,
@@ -164,6 +166,10 @@ pub mod delta_keys {
 
                 let place: Place = Place { entry: b, tile: i, heads, head: h, column: c };
                 let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
+                // All that needs the rows of a tile comes before tokens meet in levels, and both
+                // kinds of pairs share a bound. With the state's step last and two bounds, sm_80
+                // spilled 4 instructions at 128 columns; with the state's step first and two bounds,
+                // 2. With queries' pairs before those of keys it spilled more than 300.
                 let lost: Tile<f32, { [BM, BM] }> = product(tu, tdv);
                 let lost: Tile<f32, { [BM, BM] }> = visible_pairs::<BM>(negf(lost), 1i32);
                 let seen: Tile<f32, { [BM, BM] }> = product(tu, tdo);
@@ -175,25 +181,17 @@ pub mod delta_keys {
                 let received: Tile<f32, { [BM, BN] }> = fading::<BM, BN>(own, total, 0i32);
                 let crossing: Tile<f32, { [BM, BN] }> =
                     crossed::<E, BM, DT, BN, BN>(tu, received, unit, bounded, s);
-                let keys: Tile<f32, { [BM, BN] }> = convert_tile(tk);
-                let kept: Terms<BM, BN> =
-                    begun_in_channels(seen, 0i32, crossing, keys, tq, zero);
+                let tk: Tile<f32, { [BM, BN] }> = convert_tile(tk);
+                let kept: Terms<BM, BN> = begun_in_channels(seen, 0i32, crossing, tk, tq, zero);
                 let fade: Tile<f32, { [BM, BN] }> = fading::<BM, BN>(own, total, 1i32);
                 let tq: Tile<f32, { [BM, BN] }> = convert_tile(tq);
-                let tk: Tile<f32, { [BM, BN] }> = convert_tile(tk);
                 s = advance::<E, BM, DT, BN, BN, 1, BN>(s, tdo, tq, fade, total);
                 s = gathered::<E, BM, DT, BN, BN>(s, tdv, tk, negf(fade));
                 let taken: Terms<BM, BN> = Terms::<BM, BN> { dots: zero, out: zero };
                 let taken: Terms<BM, BN> =
-                    spread(&keys_part, &fades_part, place, 1i32, taken, lost, zero);
-                let out: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(unit, bounded, taken.out);
-                let dots: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(unit, bounded, taken.dots);
-                let taken: Terms<BM, BN> = Terms::<BM, BN> { dots, out };
+                    spread(&keys_part, &fades_part, place, 1i32, unit, bounded, taken, lost, zero);
                 let kept: Terms<BM, BN> =
-                    spread(&met_part, &fades_part, place, 1i32, kept, seen, zero);
-                let out: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(unit, bounded, kept.out);
-                let dots: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(unit, bounded, kept.dots);
-                let kept: Terms<BM, BN> = Terms::<BM, BN> { dots, out };
+                    spread(&met_part, &fades_part, place, 1i32, unit, bounded, kept, seen, zero);
                 let one: Tile<f32, { [BM, BN] }> = constant(1.0f32, const_shape![BM, BN]);
                 let out: Tile<f32, { [BM, BN] }> = plus_product(kept.out, taken.out, one);
                 let dot: Tile<f32, { [BM, BN] }> = plus_product(kept.dots, taken.dots, one);
