@@ -184,12 +184,15 @@ pub mod channels {
     }
 
     /// Returns terms with what pairs of different tokens add to them: w_ij 2^(b_i − b_j) ∘ v_j, and
-    /// the products of this with `other`.
+    /// the products of this with `other`. Then it multiplies with `unit`, which divides the weights
+    /// and the terms given.
     pub fn spread<E: ElementType, const BM: i32, const BN: i32>(
         met: &Partition<E, { [1, BM, 1, BN] }>,
         fades: &Partition<E, { [1, BM, 1, BN] }>,
         place: Place,
         reverse: i32,
+        unit: Tile<f32, { [1, 1] }>,
+        bounded: i32,
         terms: Terms<BM, BN>,
         weights: Tile<E, { [BM, BM] }>,
         zero: Tile<f32, { [BM, BN] }>,
@@ -210,6 +213,24 @@ pub mod channels {
             dots = plus_product(dots, part, tm);
             level = level + 1i32;
         }
+        let out: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(unit, bounded, out);
+        let dots: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(unit, bounded, dots);
+        Terms::<BM, BN> { dots, out }
+    }
+
+    /// Returns terms of what the state before a tile, in reverse behind it, gives its tokens, and of
+    /// what a token's own key and value give it. These are in the outputs alone.
+    pub fn begun_in_channels<E: ElementType, const BM: i32, const BN: i32>(
+        weights: Tile<E, { [BM, BM] }>,
+        strict: i32,
+        crossing: Tile<f32, { [BM, BN] }>,
+        other: Tile<f32, { [BM, BN] }>,
+        v: Tile<E, { [BM, BN] }>,
+        zero: Tile<f32, { [BM, BN] }>,
+    ) -> Terms<BM, BN> {
+        let dots: Tile<f32, { [BM, BN] }> = plus_product(zero, crossing, other);
+        let own: Tile<E, { [BM, BM] }> = diagonal::<E, BM>(strict, weights);
+        let out: Tile<f32, { [BM, BN] }> = mma(own, v, crossing);
         Terms::<BM, BN> { dots, out }
     }
 
@@ -236,15 +257,9 @@ pub mod channels {
         let weights: Tile<E, { [BM, BM] }> = narrow(pairs, unit, bounded);
         let crossing: Tile<f32, { [BM, BN] }> =
             crossed::<E, BM, DT, BN, BN>(q, received, unit, bounded, state);
-        let factors: Tile<f32, { [BM, BN] }> = convert_tile(other);
+        let other: Tile<f32, { [BM, BN] }> = convert_tile(other);
         let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
-        let dots: Tile<f32, { [BM, BN] }> = plus_product(zero, crossing, factors);
-        let own: Tile<E, { [BM, BM] }> = diagonal::<E, BM>(strict, weights);
-        let out: Tile<f32, { [BM, BN] }> = mma(own, v, crossing);
-        let terms: Terms<BM, BN> = Terms::<BM, BN> { dots, out };
-        let terms: Terms<BM, BN> = spread(met, fades, place, reverse, terms, weights, zero);
-        let out: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(unit, bounded, terms.out);
-        let dots: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(unit, bounded, terms.dots);
-        Terms::<BM, BN> { dots, out }
+        let terms: Terms<BM, BN> = begun_in_channels(weights, strict, crossing, other, v, zero);
+        spread(met, fades, place, reverse, unit, bounded, terms, weights, zero)
     }
 }

@@ -13,37 +13,27 @@
 #[cutile::module]
 pub mod delta_keys {
     use super::super::channels::channels::{
-        Place, Terms, attended_in_channels, last_of, level_heads, plus_product, spread,
+        Place, Terms, begun_in_channels, last_of, level_heads, plus_product, spread,
     };
     use super::super::common::common::{product, read_statistics, rows_view, statistics_view};
     use super::super::common::common::{stream, stream_columns, write_columns, write_statistics};
-    use super::super::decays::decays::{advance, attended, between, bound_of, dots_of, fading};
+    use super::super::decays::decays::{
+        advance, attended, between, bound_of, crossed, dots_of, fading,
+    };
     use super::super::decays::decays::{
         gathered, narrow, share_of, tiles_of, total_of, visible_pairs, weighed, widened,
     };
     use super::super::modes::modes::OF_HEADS;
     use cutile::core::*;
 
-    /// Returns what keys with dv take from a tile's dk, and the products of this with k, where
-    /// channels have decays.
-    pub fn taken_in_channels<E: ElementType, const BM: i32, const DT: i32, const BN: i32>(
-        u: Tile<E, { [BM, DT] }>,
-        dv: Tile<E, { [BM, DT] }>,
-        met: &Partition<E, { [1, BM, 1, BN] }>,
-        fades: &Partition<E, { [1, BM, 1, BN] }>,
-        place: Place,
-        bounded: i32,
-        zero: Tile<f32, { [BM, BN] }>,
-    ) -> Terms<BM, BN> {
-        let pairs: Tile<f32, { [BM, BM] }> = product(u, dv);
-        let pairs: Tile<f32, { [BM, BM] }> = visible_pairs::<BM>(negf(pairs), 1i32);
-        let unit: Tile<f32, { [1, 1] }> = bound_of(pairs, bounded);
-        let weights: Tile<E, { [BM, BM] }> = narrow(pairs, unit, bounded);
-        let terms: Terms<BM, BN> = Terms::<BM, BN> { dots: zero, out: zero };
-        let terms: Terms<BM, BN> = spread(met, fades, place, 1i32, terms, weights, zero);
-        let out: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(unit, bounded, terms.out);
-        let dots: Tile<f32, { [BM, BN] }> = widened::<BM, BN>(unit, bounded, terms.dots);
-        Terms::<BM, BN> { dots, out }
+    /// Returns the larger of the sizes of two tiles' elements.
+    pub fn sizes_of<const R: i32, const C: i32>(
+        x: Tile<f32, { [R, C] }>,
+        y: Tile<f32, { [R, C] }>,
+    ) -> Tile<f32, { [R, C] }> {
+        let x: Tile<f32, { [R, C] }> = max_tile(x, negf(x));
+        let y: Tile<f32, { [R, C] }> = max_tile(y, negf(y));
+        max_tile(x, y)
     }
 
     /// Computes dk and its products by row with k, for each tile of k's columns. Where channels have
@@ -176,23 +166,32 @@ pub mod delta_keys {
 
                 let place: Place = Place { entry: b, tile: i, heads, head: h, column: c };
                 let zero: Tile<f32, { [BM, BN] }> = constant(0.0f32, const_shape![BM, BN]);
-                let taken: Terms<BM, BN> =
-                    taken_in_channels(tu, tdv, &keys_part, &fades_part, place, bounded, zero);
+                // All that needs the rows of a tile comes before tokens meet in levels, and both
+                // kinds of pairs share a bound. With the state's step last and two bounds, sm_80
+                // spilled 4 instructions at 128 columns; with the state's step first and two bounds,
+                // 2. With queries' pairs before those of keys it spilled more than 300.
+                let lost: Tile<f32, { [BM, BM] }> = product(tu, tdv);
+                let lost: Tile<f32, { [BM, BM] }> = visible_pairs::<BM>(negf(lost), 1i32);
+                let seen: Tile<f32, { [BM, BM] }> = product(tu, tdo);
+                let seen: Tile<f32, { [BM, BM] }> = visible_pairs::<BM>(seen, 1i32);
+                let sizes: Tile<f32, { [BM, BM] }> = sizes_of(seen, lost);
+                let unit: Tile<f32, { [1, 1] }> = bound_of(sizes, bounded);
+                let lost: Tile<E, { [BM, BM] }> = narrow(lost, unit, bounded);
+                let seen: Tile<E, { [BM, BM] }> = narrow(seen, unit, bounded);
                 let received: Tile<f32, { [BM, BN] }> = fading::<BM, BN>(own, total, 0i32);
-                let kept: Terms<BM, BN> = attended_in_channels(
-                    tu,
-                    tdo,
-                    &met_part,
-                    &fades_part,
-                    place,
-                    1i32,
-                    0i32,
-                    bounded,
-                    s,
-                    received,
-                    tk,
-                    tq,
-                );
+                let crossing: Tile<f32, { [BM, BN] }> =
+                    crossed::<E, BM, DT, BN, BN>(tu, received, unit, bounded, s);
+                let tk: Tile<f32, { [BM, BN] }> = convert_tile(tk);
+                let kept: Terms<BM, BN> = begun_in_channels(seen, 0i32, crossing, tk, tq, zero);
+                let fade: Tile<f32, { [BM, BN] }> = fading::<BM, BN>(own, total, 1i32);
+                let tq: Tile<f32, { [BM, BN] }> = convert_tile(tq);
+                s = advance::<E, BM, DT, BN, BN, 1, BN>(s, tdo, tq, fade, total);
+                s = gathered::<E, BM, DT, BN, BN>(s, tdv, tk, negf(fade));
+                let taken: Terms<BM, BN> = Terms::<BM, BN> { dots: zero, out: zero };
+                let taken: Terms<BM, BN> =
+                    spread(&keys_part, &fades_part, place, 1i32, unit, bounded, taken, lost, zero);
+                let kept: Terms<BM, BN> =
+                    spread(&met_part, &fades_part, place, 1i32, unit, bounded, kept, seen, zero);
                 let one: Tile<f32, { [BM, BN] }> = constant(1.0f32, const_shape![BM, BN]);
                 let out: Tile<f32, { [BM, BN] }> = plus_product(kept.out, taken.out, one);
                 let dot: Tile<f32, { [BM, BN] }> = plus_product(kept.dots, taken.dots, one);
@@ -202,11 +201,6 @@ pub mod delta_keys {
                 let dots_view =
                     unsafe { rows_view(key_dots, batch, padded_rows, heads, head_dim, entry) };
                 unsafe { write_columns(&dots_view, dot, b, i, h, c) };
-                let fade: Tile<f32, { [BM, BN] }> = fading::<BM, BN>(own, total, 1i32);
-                let tq: Tile<f32, { [BM, BN] }> = convert_tile(tq);
-                let tk: Tile<f32, { [BM, BN] }> = convert_tile(tk);
-                s = advance::<E, BM, DT, BN, BN, 1, BN>(s, tdo, tq, fade, total);
-                s = gathered::<E, BM, DT, BN, BN>(s, tdv, tk, negf(fade));
             }
         }
     }

@@ -30,6 +30,10 @@ pub struct Case {
     pub alike: f32,
     /// Length of keys.
     pub key: f32,
+    /// Factor on queries.
+    pub query: f32,
+    /// Factor on values, and on gradients of outputs.
+    pub value: f32,
     /// Factor on the states at the beginning of parts.
     pub start: f32,
     /// A token whose keys, values and gradients are NaN.
@@ -53,6 +57,8 @@ pub const CASE: Case = Case {
     rate: 1.0,
     alike: 0.0,
     key: 1.0,
+    query: 1.0,
+    value: 1.0,
     start: 1.0,
     spoilt: None,
     spoils_states: false,
@@ -129,10 +135,10 @@ impl Case {
         };
         let states = self.batch * self.parts() * self.heads * self.head_dim * self.value_dim;
         let mut inputs = Inputs {
-            q: random.tensor(tokens * self.head_dim, |x| to(x * 0.25)),
+            q: random.tensor(tokens * self.head_dim, |x| to(x * 0.25 * self.query)),
             k: keys,
-            v: random.tensor(tokens * self.value_dim, to),
-            dout: random.tensor(tokens * self.value_dim, to),
+            v: random.tensor(tokens * self.value_dim, |x| to(x * self.value)),
+            dout: random.tensor(tokens * self.value_dim, |x| to(x * self.value)),
             logs: (0..tokens * self.each()).map(|at| log(at, &mut random)).collect(),
             rates: random.tensor(tokens, |x| self.rate * (0.2 + 0.4 * x.abs()).min(1.0)),
             before: random.tensor(states, |x| x * self.start),

@@ -162,6 +162,10 @@ fn columns_of_any_width_and_of_several_tiles() {
     // Tiles of fewer columns.
     let wide = Case { head_dim: 96, value_dim: 200, ..small };
     check_all(&[Target::Sm80, Target::Sm120].map(|target| Case { target, ..wide }), Change::None);
+    let decays = Decays::Random(0.02);
+    let of_channels = Case { of_channels: true, decays, value_dim: 104, ..wide };
+    let targets = [Target::Sm80, Target::Sm90, Target::Sm120];
+    check_all(&targets.map(|target| Case { target, ..of_channels }), Change::None);
 }
 
 #[test]
@@ -178,6 +182,17 @@ fn states_may_be_larger_than_float16() {
     for check in [check_values, check_changes] {
         check(&case, Change::None).unwrap_or_else(|error| panic!("{error}"));
         check(&case, unbounded).expect_err("something is beyond float16");
+    }
+}
+
+/// Products of values with gradients of outputs beyond the range of float16.
+#[test]
+fn weights_may_be_larger_than_float16() {
+    let large = Case { element: Element::F16, query: 1e-3, value: 300.0, batch: 1, ..CASE };
+    let unbounded = Change::Launch(|launch| force(launch, "bounded", 0));
+    for case in [large, Case { of_channels: true, ..large }] {
+        check_keys(&case, Change::None).unwrap_or_else(|error| panic!("{error}"));
+        check_keys(&case, unbounded).expect_err("something is beyond float16");
     }
 }
 
