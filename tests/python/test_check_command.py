@@ -25,6 +25,12 @@ attend.lower(x)
 """
 """Traces attention twice for the GPU."""
 
+KEEP = """
+from burst_attention._cli import check
+check._keep("NVIDIA H200", {"attention": "confirmed"})
+"""
+"""Keeps a verdict as the command does."""
+
 
 def run(cache, *arguments, **environment):
     """Returns the exit code and the output of a Python process with a cache of its own."""
@@ -34,7 +40,7 @@ def run(cache, *arguments, **environment):
         env=base | {"XDG_CACHE_HOME": str(cache), "STANDIN_DEVICES": "1"} | environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
         check=False,
     )
     return ran.returncode, ran.stdout, ran.stderr
@@ -64,7 +70,7 @@ def test_what_is_confirmed_is_kept_and_asked_for_no_more(tmp_path):
     (said,) = hints(tmp_path)
     assert said.startswith("burst_attention: the GPU kernels were not checked on ")
     assert hints(tmp_path, BURST_ATTENTION_CHECK="ignore") == []
-    code, out = check(tmp_path, "--seconds", "150")
+    code, out = check(tmp_path, "--seconds", "300")
     assert code == 0, out
     assert [line.split()[-1] for line in out.splitlines()[:5]] == ["confirmed"] * 5
     key, verdicts = record(tmp_path)
@@ -81,7 +87,7 @@ def test_what_is_confirmed_is_kept_and_asked_for_no_more(tmp_path):
 @pytest.mark.long
 def test_a_family_that_fails_is_refuted_alone(tmp_path):
     fault = "call=cuLaunchKernel code=719 about=linear"
-    code, out = check(tmp_path, "--seconds", "150", STANDIN_FAIL=fault)
+    code, out = check(tmp_path, "--seconds", "300", STANDIN_FAIL=fault)
     assert code == 1, out
     _, verdicts = record(tmp_path)
     assert verdicts["attention"] == verdicts["decode_attention"] == "confirmed"
@@ -99,9 +105,9 @@ def test_a_family_that_hangs_costs_no_more_than_its_time(tmp_path):
 def test_a_folder_that_cannot_be_written_leaves_another(tmp_path):
     (tmp_path / "file").write_text("")
     cache = tmp_path / "file" / "cache"
-    code, out = check(cache, "--seconds", "150", TMPDIR=str(tmp_path))
-    assert code == 0, out
-    assert f"kept in {tmp_path}/burst_attention-{os.getuid()}/checked.json" in out
+    code, out, said = run(cache, "-c", KEEP, TMPDIR=str(tmp_path))
+    assert code == 0, said
+    assert out.strip() == f"kept in {tmp_path}/burst_attention-{os.getuid()}/checked.json"
 
 
 def swap_images(folder, *names):
@@ -130,7 +136,7 @@ def test_a_wrong_image_is_refuted_with_its_error(tmp_path):
     names = [f"attention_fwd_bf16_d{width}_sm_90" for width in (64, 128)]
     package = swap_images(tmp_path / "package", *names)
     path = os.pathsep.join([str(package), os.environ["PYTHONPATH"]])
-    code, out = check(tmp_path, "--seconds", "150", PYTHONPATH=path)
+    code, out = check(tmp_path, "--seconds", "300", PYTHONPATH=path)
     assert code == 1, out
     _, verdicts = record(tmp_path)
     assert verdicts["attention"].startswith("out is off by ")

@@ -13,7 +13,7 @@ import burst_attention as ba
 from burst_attention import _confirmed
 from burst_attention._confirmed import Family
 from burst_attention._linear import plain
-from burst_attention._linear.states import Operands
+from burst_attention._linear.states import Betas, Operands
 from burst_attention._types import Arrays
 
 LIMITS = {"bfloat16": 2e-2, "float16": 4e-3}
@@ -125,41 +125,46 @@ def _attended(device: jax.Device, options: Mapping[str, Any], given: list[np.nda
 
 def _recurrent(gpu: jax.Device, names: str) -> dict[str, Any]:
     """Checks linear attention, or the delta rule if ``names`` has the gradient of beta."""
-    has_beta = "dbeta" in names
+    mesh, spec = Mesh(np.array([gpu]), ("context",)), PartitionSpec(None, "context")
+
+    def kernels(
+        q: jax.Array, k: jax.Array, v: jax.Array, logs: jax.Array, beta: Betas | None = None
+    ) -> jax.Array:
+        options: Any = {"log_decay": logs, "mesh": mesh, "spec": spec}
+        out: jax.Array
+        if beta is None:
+            out = ba.linear_attention(q, k, v, **options)
+        else:
+            out = ba.delta_attention(q, k, v, beta, **options)
+        return out
+
+    def reference(
+        q: jax.Array, k: jax.Array, v: jax.Array, logs: jax.Array, beta: Betas | None = None
+    ) -> jax.Array:
+        first = jnp.zeros((q.shape[0], *q.shape[2:], v.shape[3]), jnp.float32)
+        return plain.forward(1.0, Operands(q, k, v, logs, first, beta))[0]
 
     def check(case: Case) -> dict[str, Any]:
-        heads = 128 // case.head_dim
-        shape = (1, SEQ, heads, case.head_dim)
-        q, k, v, dout = _arrays(case.dtype, shape, shape, shape, shape)
-        generator = np.random.default_rng(1)
-        decayed = shape if case.options["decays"] == "channels" else shape[:3]
-        logs = -generator.uniform(0.001, 0.1, decayed).astype(np.float32)
-        beta = generator.uniform(0.1, 1, shape[:3]).astype(np.float32)
-        scale = case.head_dim**-0.5
-        # The delta rule's keys have unit norm, so its states do not grow.
-        k = (k / np.linalg.norm(k.astype(np.float32), axis=-1, keepdims=True)).astype(k.dtype)
-        given = [q, k, v, logs, *([beta] if has_beta else [])]
-
-        def kernels(*given: jax.Array) -> jax.Array:
-            q, k, v, logs, *beta = given
-            mesh, spec = Mesh(np.array([gpu]), ("context",)), PartitionSpec(None, "context")
-            options: Any = {"mesh": mesh, "spec": spec, "scale": scale}
-            if has_beta:
-                return ba.delta_attention(q, k, v, *beta, logs, **options)
-            return ba.linear_attention(q, k, v, log_decay=logs, **options)
-
-        def reference(*given: jax.Array) -> jax.Array:
-            q, k, v, logs, *beta = given
-            first = jnp.zeros((1, heads, case.head_dim, case.head_dim), jnp.float32)
-            return plain.forward(scale, Operands(q, k, v, logs, first, *(beta or [None])))[0]
-
-        found = _with_gradients(kernels, [jax.device_put(x, gpu) for x in (*given, dout)])
+        given = _tokens(case, has_beta="dbeta" in names)
+        found = _with_gradients(kernels, [jax.device_put(x, gpu) for x in given])
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            wide = [x.astype(np.float32) for x in (*given, dout)]
-            expected = _with_gradients(reference, wide)
+            expected = _with_gradients(reference, [x.astype(np.float32) for x in given])
         return _compared(case, found, expected, names)
 
     return _first_error(RECURRENT, check)
+
+
+def _tokens(case: Case, has_beta: bool) -> list[np.ndarray]:
+    """Returns the operands of a recurrence, and the gradient of its output."""
+    shape = (1, SEQ, 128 // case.head_dim, case.head_dim)
+    q, k, v, dout = _arrays(case.dtype, shape, shape, shape, shape)
+    # The delta rule's keys have unit norm, so its states do not grow.
+    k = (k / np.linalg.norm(k.astype(np.float32), axis=-1, keepdims=True)).astype(k.dtype)
+    generator = np.random.default_rng(1)
+    decayed = shape if case.options["decays"] == "channels" else shape[:3]
+    logs = -generator.uniform(0.001, 0.1, decayed).astype(np.float32)
+    beta = generator.uniform(0.1, 1, shape[:3]).astype(np.float32)
+    return [q, k, v, logs, *([beta] if has_beta else []), dout]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -178,10 +183,13 @@ def _decode(gpu: jax.Device) -> dict[str, Any]:
         query, *caches = _arrays(case.dtype, *shapes)
         lengths = np.array([512, 300, 2], np.int32)
 
-        def decode(implementation: str | None, query: jax.Array, *caches: jax.Array) -> jax.Array:
-            key, value = (*caches, None)[:2]
-            options = {"implementation": implementation, **case.options}
-            return ba.decode_attention(query, key, value, lengths, **options)
+        def decode(
+            implementation: str | None, query: jax.Array, key: jax.Array, *value: jax.Array
+        ) -> jax.Array:
+            options: Any = {"implementation": implementation, **case.options}
+            out: jax.Array
+            out = ba.decode_attention(query, key, value[0] if value else None, lengths, **options)
+            return out
 
         given = [jax.device_put(x, gpu) for x in (query, *caches)]
         found = jax.jit(partial(decode, None))(*given)
