@@ -43,7 +43,7 @@ class TestOnTheStandin:
         assert code == 0, page
         assert {one["stage"] for one in found.values()} == set(STAGES)
         assert found["images"]["words"].endswith("images of sm_90 load")
-        assert found["families"]["words"].count(" confirmed") == 4
+        assert found["families"]["words"].count(" confirmed") == 5
         assert "passed" in found["test_correct"]["words"]
         assert found["rings on one GPU"]["words"].startswith("1 passed")
         for kind in ("packed", "decode", "host"):
@@ -76,7 +76,7 @@ class TestOnTheStandin:
         assert len(found["images"]["found"]["refused"]) == 1
         assert "cuModuleLoadData: error 209" in page
         assert "decode_attention  JaxRuntimeError" in found["families"]["words"]
-        assert found["families"]["words"].count(" confirmed") == 3
+        assert found["families"]["words"].count(" confirmed") == 4
         assert found["test_correct"]["passed"] is True
 
     def test_kernels_that_hang_end_at_their_limit_and_the_page_is_whole(self, tmp_path):
