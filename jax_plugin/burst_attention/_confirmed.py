@@ -40,7 +40,10 @@ Family: TypeAlias = Literal[
 ]
 """Kernels that are confirmed together: a fallback replaces all of them."""
 FAMILIES: tuple[Family, ...] = (
-    *("attention", "linear_attention", "delta_rule", "decode_attention"),
+    "attention",
+    "linear_attention",
+    "delta_rule",
+    "decode_attention",
 )
 """The families of this library's own kernels."""
 
