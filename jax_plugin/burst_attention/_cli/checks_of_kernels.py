@@ -130,7 +130,7 @@ def _recurrent(gpu: jax.Device, names: str) -> dict[str, Any]:
     def kernels(
         q: jax.Array, k: jax.Array, v: jax.Array, logs: jax.Array, beta: Betas | None = None
     ) -> jax.Array:
-        options: Any = {"log_decay": logs, "mesh": mesh, "spec": spec}
+        options: Any = {"log_decay": logs, "mesh": mesh, "spec": spec, "scale": q.shape[3] ** -0.5}
         out: jax.Array
         if beta is None:
             out = ba.linear_attention(q, k, v, **options)
@@ -142,7 +142,7 @@ def _recurrent(gpu: jax.Device, names: str) -> dict[str, Any]:
         q: jax.Array, k: jax.Array, v: jax.Array, logs: jax.Array, beta: Betas | None = None
     ) -> jax.Array:
         first = jnp.zeros((q.shape[0], *q.shape[2:], v.shape[3]), jnp.float32)
-        return plain.forward(1.0, Operands(q, k, v, logs, first, beta))[0]
+        return plain.forward(q.shape[3] ** -0.5, Operands(q, k, v, logs, first, beta))[0]
 
     def check(case: Case) -> dict[str, Any]:
         given = _tokens(case, has_beta="dbeta" in names)
@@ -156,7 +156,7 @@ def _recurrent(gpu: jax.Device, names: str) -> dict[str, Any]:
 
 def _tokens(case: Case, has_beta: bool) -> list[np.ndarray]:
     """Returns the operands of a recurrence, and the gradient of its output."""
-    shape = (1, SEQ, 128 // case.head_dim, case.head_dim)
+    shape = (1, SEQ, 2, case.head_dim)
     q, k, v, dout = _arrays(case.dtype, shape, shape, shape, shape)
     # The delta rule's keys have unit norm, so its states do not grow.
     k = (k / np.linalg.norm(k.astype(np.float32), axis=-1, keepdims=True)).astype(k.dtype)
