@@ -10,8 +10,11 @@ Otherwise eight ranks share the GPU, with copies in place of messages. The kinds
   packed  packed documents against a row for each, and against one long document
   mask    a causal mask as intervals, which are data, against the flag
   decode  a step of decoding against a copy of as many bytes
+  latents a step of decoding over latents against jax.nn and a copy
   host    the host's time for a call and a step of a ring
   linear  linear attention against plain JAX in chunks
+  delta   the delta rule against plain JAX in chunks
+  infini  Infini-attention against its parts
   memory  the peak of forward and backward pass, against one tensor like q
 
 Each row runs in a process of its own with a limit on its time, so no failure hides another. The

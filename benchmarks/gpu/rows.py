@@ -46,8 +46,11 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "packed": [{}],
     "mask": [{}],
     "decode": [{"tokens": tokens} for tokens in (131072, 16384)],
+    "latents": [{"tokens": tokens} for tokens in (131072, 32768)],
     "host": [{}],
-    "linear": [{}],
+    "linear": [{"channels": channels} for channels in (False, True)],
+    "delta": [{"channels": channels} for channels in (False, True)],
+    "infini": [{}],
     "memory": [{"heads": heads, "by": by} for by in ("ring", "launch") for heads in PEAK_BARS],
 }
 """The arguments of each row, by kind."""
@@ -190,32 +193,76 @@ class Work:
         shown = [f"{n}: {took[n]:.0f} µs a call, {us:.1f} µs a step" for n, us in step.items()]
         return {"us_a_call": took, "us_a_step": step, "shown": shown, "wrong": []}
 
-    def _linear(self) -> dict[str, Any]:
-        import burst_attention as ba
-        from linear_programs import CHUNKS, SHARDS, chunked, mesh_of
+    def _latents(self, tokens: int) -> dict[str, Any]:
+        """Times a step of decoding over latents against jax.nn and a copy of as many bytes."""
+        from decode_programs import latents
 
-        quick: dict[str, Any] = {"q_len": 256, "kv_len": 256} if self._quick else {}
-        one = self._problem("equal", 32768, ranks=1, **quick)
-        logs = jnp.full((1, one.q_len, one.heads), jnp.log(0.99))
-        *qkv, dout, _ = arrays_of(one).values()
+        tokens = 256 if self._quick else tokens
+        programs = latents(tokens, "bfloat16")
+        source = jnp.zeros(tokens * 576 // 4, jnp.int32)
+        programs["copy"] = partial(jax.jit(jnp.negative), source)
+        times = timed(programs, quick=self._quick)
+        ms = {name: found["ms"] for name, found in times.items()}
+        peer = min(ms[name] for name in ms if name.startswith("jax.nn"))
+        words = f"{ms['ours']:.3f} ms, {ms['ours'] / peer:.2f} × jax.nn, {ms['copy']:.3f} a copy"
+        return {"contenders": times, "ratio": ms["ours"] / peer, "shown": [words], "wrong": []}
+
+    def _linear(self, channels: bool) -> dict[str, Any]:
+        from linear_programs import CHUNKS, chunked, ours
+
+        contenders: dict[str, Any] = {"ours": lambda *x: ours(1, *x[:4])}
+        if channels:
+            contenders["decays of heads"] = lambda *x: ours(1, *x[:3], x[3][..., 0])
+        else:
+            for chunk in CHUNKS:
+                plain = partial(chunked, chunk, again=True)
+                contenders[f"plain JAX, chunks of {chunk}"] = lambda *x, run=plain: run(*x[:4])
+        return self._recurrence(contenders, channels)
+
+    def _delta(self, channels: bool) -> dict[str, Any]:
+        from delta_programs import CHUNKS, chunked, ours
+
+        def plain(chunk: int, *arrays: jax.Array) -> jax.Array:
+            return chunked(chunk, *(x.astype(jnp.float32) for x in arrays))  # as systems need
+
+        contenders: dict[str, Any] = {"ours": partial(ours, 1)}
+        contenders |= {f"plain JAX, chunks of {chunk}": partial(plain, chunk) for chunk in CHUNKS}
+        return self._recurrence(contenders, channels)
+
+    def _infini(self) -> dict[str, Any]:
+        """Times Infini-attention against the sum of its parts."""
+        from delta_programs import INFINI
+
+        row = self._recurrence({name: function for name, (function, _) in INFINI.items()})
+        for which, found in row["passes"].items():
+            ours, *parts = (each["ms"] for each in found["contenders"].values())
+            found["ratio"] = ours / sum(parts)
+            row["shown"].append(f"{which}: {found['ratio']:.2f} × the sum of its parts")
+        return row
+
+    def _recurrence(
+        self, contenders: dict[str, Callable[..., Any]], channels: bool = False
+    ) -> dict[str, Any]:
+        """Times programs of q, k, v, log decays and β, as many as they take."""
+        length = 4096 if self._quick else 32768
+        one = replace(
+            self._problem("equal", length, 1, head_dim=64, q_len=length, kv_len=length),
+            heads=8,
+            kv_heads=8,
+        )
+        q, k, v, dout, _ = arrays_of(one).values()
+        k = (k / jnp.linalg.norm(k, axis=3, keepdims=True)).astype(k.dtype)
+        logs = jnp.full(q.shape if channels else q.shape[:3], jnp.log(0.99))
+        beta = jax.nn.sigmoid(jax.random.normal(jax.random.key(9), q.shape[:3]))
 
         def contender(attend: Callable[..., Any]) -> Contender:
             def both(*inputs: Any) -> Any:
                 out, pullback = jax.vjp(attend, *inputs)
                 return out, *pullback(dout.astype(out.dtype))
 
-            return Contender(both, [*qkv, logs], restored=None)
+            return Contender(both, [q, k, v, logs, beta], restored=None)
 
-        def local(q: Any, k: Any, v: Any, logs: Any) -> Any:
-            return ba.linear_attention(q, k, v, axis_name="context", log_decay=logs)
-
-        inputs, mesh = (SHARDS,) * 4, mesh_of(1)
-        ours = jax.shard_map(local, mesh=mesh, in_specs=inputs, out_specs=SHARDS)
-        contenders = {"ours": contender(ours)}
-        for chunk in CHUNKS:
-            plain = contender(partial(chunked, chunk, again=True))
-            contenders[f"plain JAX, chunks of {chunk}"] = plain
-        return self._race(contenders)
+        return self._race({name: contender(each) for name, each in contenders.items()})
 
     def _memory(self, heads: str, by: str) -> dict[str, Any]:
         one = self._problem(heads, 8192, None if by == "ring" else 1)
