@@ -18,7 +18,6 @@ and in the backward pass the heads of q. With decays of channels it repeats all 
 what the kernels take instead of log decays (see `channels`).
 """
 
-from functools import partial
 from math import lcm, log2
 from typing import NamedTuple, TypeAlias
 
@@ -29,7 +28,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32
 
 from burst_attention import _ffi
-from burst_attention._linear import channels
+from burst_attention._linear import channels, suffixes
 from burst_attention._linear.channels import TILE, Channels
 from burst_attention._linear.isolation import finite, poisoned, reached, spoilt
 from burst_attention._linear.states import Decay, Logs, State, Transfer, apply, compose
@@ -288,37 +287,21 @@ def decay_gradients(parts: Cut, of_tokens: Dots, crossing: Totals) -> Logs:
     ``of_tokens`` are these differences, ``crossing`` the products ⟨S, D⟩. Decays of channels have
     differences and products of their own.
     """
-    if parts.channels is None:
-        return _decay_gradients(parts.rows, parts.resets, of_tokens, crossing)
-    of_channel = jax.vmap(partial(_decay_gradients, parts.rows), in_axes=-1, out_axes=-1)
-    gradient: Logs = of_channel(parts.channels.stops, of_tokens, crossing)
-    return gradient
-
-
-def _decay_gradients(
-    rows: int,
-    resets: Bool[Array, "batch seq heads"],
-    of_tokens: Float32[Array, "batch heads seq"],
-    crossing: Float32[Array, "batch heads parts"],
-) -> Float32[Array, "batch seq heads"]:
-    batch, tokens, heads = resets.shape
-    resets = resets.swapaxes(1, 2)
-    missing = crossing.shape[2] * rows - tokens
-    padding = [(0, 0), (0, 0), (0, missing)]
-    terms = jnp.pad(of_tokens, padding).reshape(batch, heads, -1, rows)
-    stop = jnp.pad(resets, padding).reshape(batch, heads, -1, rows)
+    stops = parts.channels.stops if parts.channels else parts.resets
+    batch, tokens = stops.shape[:2]
+    # Heads and channels are columns.
+    terms, behind = (x.swapaxes(1, 2).reshape(batch, x.shape[2], -1) for x in (of_tokens, crossing))
+    stop = stops.reshape(batch, tokens, -1)
+    count = behind.shape[1]
+    padding = [(0, 0), (0, count * parts.rows - tokens), (0, 0)]
+    shape = (batch, count, parts.rows, -1)
+    terms, stop = (jnp.pad(x, padding).reshape(shape) for x in (terms, stop))
+    # Otherwise XLA computes them again for each row that reads them.
+    terms, stop = lax.optimization_barrier((terms, stop))
     # The product behind the last part's padding belongs to the last token as well.
-    terms = terms.at[..., -1].add(crossing)
-    passes = jnp.pad(~stop[..., 1:], [(0, 0)] * 3 + [(0, 1)])
-
-    def combine(
-        later: tuple[jax.Array, jax.Array], own: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        return later[0] & own[0], own[1] + jnp.where(own[0], later[1], 0)
-
-    _, sums = lax.associative_scan(combine, (passes, terms), reverse=True, axis=3)
-    sums = jnp.where(stop, 0, sums).reshape(batch, heads, -1)[..., :tokens]
-    return sums.swapaxes(1, 2)
+    stop_follows = jnp.pad(stop[:, :, 1:], [(0, 0), (0, 0), (0, 1), (0, 0)])
+    sums = jnp.where(stop, 0, suffixes.sums(terms, ~stop_follows, behind))
+    return sums.reshape(batch, count * parts.rows, -1)[:, :tokens].reshape(stops.shape)
 
 
 def _parts(
