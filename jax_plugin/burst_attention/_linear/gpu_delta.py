@@ -155,14 +155,17 @@ def backward(has_documents: bool, operands: Arrays, again: Again | None) -> Arra
     seen, of_seen = gpu.attended("seen", parts, given, tokens.k, strict=True)
     dk, of_keys = _keys(tokens, (queries, u, given_dout, dv, d.swapaxes(3, 4)))
     dk = (dk.astype(jnp.float32) - rest * seen.astype(jnp.float32)).astype(dk.dtype)
-    of_values = jnp.einsum("bshv,bshv->bhs", dy, values, preferred_element_type=jnp.float32)
-    rest, own = rest.swapaxes(1, 2), own[..., 0].swapaxes(1, 2)
+    of_values = jnp.einsum("bshv,bshv->bsh", dy, values, preferred_element_type=jnp.float32)
+    # Without the barrier XLA sums rows of values one by one, where it turns the other products.
+    of_values = lax.optimization_barrier(of_values)
+    rest, own = rest.swapaxes(1, 2), own[..., 0]
     if parts.channels:
-        dbeta = of_values - of_seen.sum(axis=3) / own
+        of_tokens = of_seen.sum(axis=3)
     else:
-        dbeta, rest = of_values - of_seen / own, rest[..., 0]
+        of_tokens, rest = of_seen, rest[..., 0]
+    dbeta = of_values - of_tokens.swapaxes(1, 2) / own
     dots = of_queries - rest * of_seen - of_keys
-    gradients: Arrays = (dq, dk, dv, dbeta.swapaxes(1, 2)[..., None])
+    gradients: Arrays = (dq, dk, dv, dbeta[..., None])
     if has_documents:
         gradients, dots = _spread(parts, operands, states[:, 0], gradients, dots)
     dlogs = gpu.decay_gradients(parts, dots, crossing)
