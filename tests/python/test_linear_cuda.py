@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ring
 from burst_attention import _ffi
-from burst_attention._linear import checks, gpu, suffixes
+from burst_attention._linear import checks, gpu, sums
 from jax.sharding import PartitionSpec as P
 from linear_cases import X, assert_documents_are_apart, assert_right, found, grouped, inputs
 from linear_reference import recurrence
@@ -240,7 +240,7 @@ def test_sums_from_behind_stop_where_a_row_passes_nothing(rows):
     for row in reversed(range(rows)):
         following = terms[:, :, row] + np.where(passes[:, :, row], following, 0)
         want[:, :, row] = following
-    got = suffixes.sums(*map(jnp.asarray, (terms, passes, behind)))
+    got = sums.from_behind(*map(jnp.asarray, (terms, passes, behind)))
     np.testing.assert_allclose(got, want, atol=1e-4)
 
 
