@@ -156,13 +156,13 @@ def backward(has_documents: bool, operands: Arrays, again: Again | None) -> Arra
     dk, of_keys = _keys(tokens, (queries, u, given_dout, dv, d.swapaxes(3, 4)))
     dk = (dk.astype(jnp.float32) - rest * seen.astype(jnp.float32)).astype(dk.dtype)
     of_values = jnp.einsum("bshv,bshv->bsh", dy, values, preferred_element_type=jnp.float32)
-    # Without the barrier XLA sums rows of values one by one, where it turns the other products.
-    of_values = lax.optimization_barrier(of_values)
     rest, own = rest.swapaxes(1, 2), own[..., 0]
     if parts.channels:
         of_tokens = of_seen.sum(axis=3)
     else:
         of_tokens, rest = of_seen, rest[..., 0]
+    # Without the barrier XLA sums rows one by one, where it turns arrays of one number a token.
+    of_values, of_tokens = lax.optimization_barrier((of_values, of_tokens))
     dbeta = of_values - of_tokens.swapaxes(1, 2) / own
     dots = of_queries - rest * of_seen - of_keys
     gradients: Arrays = (dq, dk, dv, dbeta[..., None])
