@@ -285,20 +285,19 @@ def decay_gradients(parts: Cut, of_tokens: Dots, crossing: Totals) -> Logs:
     differences and products of their own.
     """
     stops = parts.channels.stops if parts.channels else parts.resets
-    batch, tokens = stops.shape[:2]
-    # Heads and channels are columns.
-    terms, behind = (x.swapaxes(1, 2).reshape(batch, x.shape[2], -1) for x in (of_tokens, crossing))
-    stop = stops.reshape(batch, tokens, -1)
-    count = behind.shape[1]
-    padding = [(0, 0), (0, count * parts.rows - tokens), (0, 0)]
-    shape = (batch, count, parts.rows, -1)
+    tokens = stops.shape[1]
+    # Tokens come last.
+    terms, behind = (jnp.moveaxis(x, 2, -1) for x in (of_tokens, crossing))
+    stop = jnp.moveaxis(stops, 1, -1)
+    padding = [(0, 0)] * (stop.ndim - 1) + [(0, behind.shape[-1] * parts.rows - tokens)]
+    shape = (*behind.shape, parts.rows)
     terms, stop = (jnp.pad(x, padding).reshape(shape) for x in (terms, stop))
     # Otherwise XLA computes them again for each row that reads them.
     terms, stop = lax.optimization_barrier((terms, stop))
     # The product behind the last part's padding belongs to the last token as well.
-    stop_follows = jnp.pad(stop[:, :, 1:], [(0, 0), (0, 0), (0, 1), (0, 0)])
-    found = jnp.where(stop, 0, sums.from_behind(terms, ~stop_follows, behind))
-    return found.reshape(batch, count * parts.rows, -1)[:, :tokens].reshape(stops.shape)
+    passes = jnp.pad(~stop[..., 1:], [(0, 0)] * (stop.ndim - 1) + [(0, 1)], constant_values=True)
+    found = jnp.where(stop, 0, sums.from_behind(terms, passes, behind))
+    return jnp.moveaxis(found.reshape(*shape[:-2], -1)[..., :tokens], -1, 1)
 
 
 def _parts(

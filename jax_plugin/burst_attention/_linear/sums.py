@@ -24,35 +24,37 @@ def of_tiles(x: Float32[Array, "batch seq ..."]) -> Float32[Array, "batch seq ..
 
 
 def from_behind(
-    terms: Float32[Array, "batch parts rows columns"],
-    passes: Bool[Array, "batch parts rows columns"],
-    behind: Float32[Array, "batch parts columns"],
-) -> Float32[Array, "batch parts rows columns"]:
+    terms: Float32[Array, "*leading rows"],
+    passes: Bool[Array, "*leading rows"],
+    behind: Float32[Array, "*leading"],
+) -> Float32[Array, "*leading rows"]:
     """Returns each row's term plus, if the row passes it, the result of the row behind it.
 
     ``behind`` is the result behind the last row. The results at the first rows of blocks follow
     from each other as those of rows do. A barrier keeps XLA from computing the sums of blocks again
     for each block that reads them.
     """
-    count = terms.shape[2]
-    block = min(count, BLOCK)
-    padding = [(0, 0), (0, 0), (0, -count % block), (0, 0)]
-    shape = (*terms.shape[:2], -1, block, terms.shape[3])
-    terms = jnp.pad(terms, padding).reshape(shape)
-    passes = jnp.pad(passes, padding, constant_values=True).reshape(shape)
+    count = terms.shape[-1]
+    block = count if count <= 2 * BLOCK else BLOCK
+    shape = (*terms.shape[:-1], -1, block)
 
-    def of_block(found: jax.Array) -> list[jax.Array]:
-        results = []
+    def padded(x: jax.Array, rows: int, fill: float) -> jax.Array:
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, rows)], constant_values=fill)
+
+    # Rows of 0 that pass everything change nothing.
+    missing = -count % block
+    terms, passes = padded(terms, missing, 0), padded(passes, missing, True)
+    terms, passes = terms.reshape(shape), passes.reshape(shape)
+
+    def of_blocks(found: jax.Array) -> jax.Array:
         for row in reversed(range(block)):
-            found = terms[:, :, :, row] + jnp.where(passes[:, :, :, row], found, 0)
-            results.append(found)
-        return results[::-1]
+            passed = jnp.where(padded(passes[..., row:], row, True), found, 0)
+            found = padded(terms[..., row:], row, 0) + passed
+        return found
 
-    ends = behind[:, :, None]
+    ends = behind[..., None]
     if block < count:
-        first, passed = of_block(jnp.zeros_like(ends))[0], passes.all(axis=3)
-        first, passed = lax.optimization_barrier((first, passed))
-        firsts = from_behind(first, passed, behind)
-        ends = jnp.concatenate([firsts[:, :, 1:], ends], axis=2)
-    results = jnp.stack(of_block(ends), axis=3)
-    return results.reshape(*shape[:2], -1, shape[4])[:, :, :count]
+        firsts = of_blocks(jnp.zeros_like(terms[..., :1]))[..., 0]
+        firsts, passed = lax.optimization_barrier((firsts, passes.all(axis=-1)))
+        ends = jnp.concatenate([from_behind(firsts, passed, behind)[..., 1:], ends], axis=-1)
+    return of_blocks(ends[..., None]).reshape(*shape[:-2], -1)[..., :count]
