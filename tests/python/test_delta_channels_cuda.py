@@ -187,7 +187,8 @@ def test_what_is_not_finite_stays_in_its_document(kernels, name):
 @pytest.mark.parametrize(("dtype", "own_heads"), [("bfloat16", (2, 1, 2)), ("float16", (1, 1, 1))])
 def test_the_kernels_themselves_are_the_recurrence(monkeypatch, dtype, own_heads):
     """Under XLA's runtime, on the interpreter, in parts of two tiles."""
-    monkeypatch.setattr(states, "product", summed)
+    for module in (states, gpu_delta):
+        monkeypatch.setattr(module, "product", summed)
     monkeypatch.setattr(gpu, "part_rows", lambda batch, tokens, heads: 2 * TILE)
     arrays = inputs(170, own_heads, 16, 24, dtype)
     got = delta_cuda.found(arrays, split=150)

@@ -273,6 +273,26 @@ def test_what_is_not_finite_stays_in_its_document(kernels, monkeypatch, name):
         np.testing.assert_allclose(got[key][rows], want[key][rows], atol=1e-3, err_msg=key)
 
 
+@host
+@pytest.mark.parametrize("back", [False, True])
+def test_parts_that_pass_nothing_stop_infinities(back):
+    """A kernel may leave infinities, and the part behind it may begin a document."""
+    parts, k_dim, v_dim = 5, 2, 3
+    states, transfers = ring.normal(
+        1, (1, parts, 1, k_dim, v_dim), (1, parts, 1, k_dim, k_dim), dtype=np.float32
+    )
+    order = range(parts)[:: -1 if back else 1]
+    states[:, order[1]], transfers[:, order[2]] = np.inf, 0
+    got = gpu_delta._between(jnp.asarray(states), jnp.asarray(transfers), back=back)
+    want = np.eye(k_dim, k_dim + v_dim, dtype=np.float32)
+    for at, part in enumerate(order):
+        passed = 0 if at == 2 else transfers[0, part, 0] @ want
+        want = passed + np.pad(states[0, part, 0], [(0, 0), (k_dim, 0)])
+        if at != 1:
+            np.testing.assert_allclose(got[0, at + 1, 0], want, rtol=1e-5)
+    assert not np.isfinite(got[0, 2]).all()
+
+
 def summed(a, b):
     """Returns products of matrices without XLA's matrix products, which the stand-in lacks."""
     return (a[..., None] * b[..., None, :, :]).sum(axis=-2)
@@ -285,7 +305,8 @@ def summed(a, b):
 )
 def test_the_kernels_themselves_are_the_recurrence(monkeypatch, dtype, own_heads, has_documents):
     """Under XLA's runtime, on the interpreter, in parts of two tiles."""
-    monkeypatch.setattr(states, "product", summed)
+    for module in (states, gpu_delta):
+        monkeypatch.setattr(module, "product", summed)
     monkeypatch.setattr(gpu, "part_rows", lambda batch, tokens, heads: 2 * TILE)
     arrays = inputs(170, own_heads, 16, 24, dtype)
     arrays[3][:, 100 if has_documents else ()] = -np.inf

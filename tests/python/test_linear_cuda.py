@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ring
 from burst_attention import _ffi
-from burst_attention._linear import checks, gpu
+from burst_attention._linear import checks, gpu, sums
 from jax.sharding import PartitionSpec as P
 from linear_cases import X, assert_documents_are_apart, assert_right, found, grouped, inputs
 from linear_reference import recurrence
@@ -226,6 +226,22 @@ def test_a_program_calls_each_kernel_as_often_as_it_must():
     assert found[3].operands == [q, kv, kv, "2x4x1024xf32", parts, q]
     assert found[3].results == [q, "2x4x1024xf32"]
     assert {call.attributes["part_rows"].split(" ")[0] for call in found} == {"256"}
+
+
+@pytest.mark.parametrize("rows", [1, 16, 1344])
+def test_sums_from_behind_stop_where_a_row_passes_nothing(rows):
+    """NaN goes no further than numbers. 1344 rows make blocks of blocks, the last not whole."""
+    random = np.random.default_rng(rows)
+    terms = random.standard_normal((2, 3, rows)).astype(np.float32)
+    passes = random.random(terms.shape) < 0.9
+    terms[0, 1, rows // 2] = np.nan
+    behind = np.ones((2, 3), np.float32)
+    want, following = np.empty_like(terms), behind
+    for row in reversed(range(rows)):
+        following = terms[..., row] + np.where(passes[..., row], following, 0)
+        want[..., row] = following
+    got = sums.from_behind(*map(jnp.asarray, (terms, passes, behind)))
+    np.testing.assert_allclose(got, want, atol=1e-4)
 
 
 @KNOWN

@@ -18,7 +18,6 @@ and in the backward pass the heads of q. With decays of channels it repeats all 
 what the kernels take instead of log decays (see `channels`).
 """
 
-from functools import partial
 from math import lcm, log2
 from typing import NamedTuple, TypeAlias
 
@@ -26,10 +25,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Shaped
 
 from burst_attention import _ffi
-from burst_attention._linear import channels
+from burst_attention._linear import channels, sums
 from burst_attention._linear.channels import TILE, Channels
 from burst_attention._linear.isolation import finite, poisoned, reached, spoilt
 from burst_attention._linear.states import Decay, Logs, State, Transfer, apply, compose
@@ -100,30 +99,27 @@ def cut(logs: Logs, has_documents: bool) -> Cut:
     """Returns how tokens with these log decays are cut."""
     batch, tokens, heads = logs.shape[:3]
     rows = part_rows(batch, tokens, heads)
-    found = _cut(logs.reshape(batch, tokens, -1), rows, has_documents)
+    stops = jnp.isneginf(logs)
+    given = jnp.where(stops, LOWEST, finite(logs) if has_documents else logs)
+    padding = [(0, 0), (0, -tokens % TILE), (0, 0), (0, 0)][: logs.ndim]
+    in_base_2 = jnp.pad(jnp.maximum(given * log2(jnp.e), LOWEST), padding)
+    of_tiles = sums.of_tiles(in_base_2)
+    tiles = of_tiles[:, TILE - 1 :: TILE]
+    totals = _of_parts(tiles, rows // TILE).sum(axis=2)
+    # Without the barrier this goes over log decays, in the fusion that would else write sums.
+    ends = _of_parts(lax.optimization_barrier(stops), rows).any(axis=2)
+    totals = jnp.where(ends, -jnp.inf, totals).swapaxes(1, 2)
     if logs.ndim == 3:
-        return found
-    sums = found.sums.reshape(batch, heads, -1, found.sums.shape[2]).transpose(0, 3, 1, 2)
-    totals = found.totals.reshape(batch, heads, -1, found.totals.shape[2]).swapaxes(2, 3)
-    stops = found.resets.reshape(logs.shape)
-    return Cut(rows, sums, totals, stops.all(axis=3), channels.of_sums(sums, stops))
+        return Cut(rows, of_tiles.swapaxes(1, 2), totals, stops, None)
+    return Cut(rows, of_tiles, totals, stops.all(axis=3), channels.of_sums(of_tiles, stops))
 
 
-def _cut(logs: Float32[Array, "batch seq columns"], rows: int, has_documents: bool) -> Cut:
-    """Returns how tokens are cut into parts of ``rows`` tokens, if each column were a head."""
-    batch, tokens, columns = logs.shape
-    resets = jnp.isneginf(logs)
-    logs = jnp.where(resets, LOWEST, finite(logs) if has_documents else logs)
-    in_base_2 = jnp.maximum(logs * log2(jnp.e), LOWEST).swapaxes(1, 2)
-    padded = jnp.pad(in_base_2, [(0, 0), (0, 0), (0, -tokens % TILE)])
-    sums = jnp.cumsum(padded.reshape(batch, columns, -1, TILE), axis=3)
-    tiles = sums[..., -1]
-    whole = jnp.pad(tiles, [(0, 0), (0, 0), (0, -tiles.shape[2] % (rows // TILE))])
-    totals = whole.reshape(batch, columns, -1, rows // TILE).sum(axis=3)
-    ends = jnp.pad(resets, [(0, 0), (0, -tokens % rows), (0, 0)])
-    ends = ends.reshape(batch, -1, rows, columns).any(axis=2).swapaxes(1, 2)
-    totals = jnp.where(ends, -jnp.inf, totals)
-    return Cut(rows, sums.reshape(batch, columns, -1), totals, resets, None)
+def _of_parts(
+    x: Shaped[Array, "batch seq ..."], rows: int
+) -> Shaped[Array, "batch parts rows ..."]:
+    """Returns rows of parts; the last part ends with zeros."""
+    padding = [(0, 0), (0, -x.shape[1] % rows)] + [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, padding).reshape(x.shape[0], -1, rows, *x.shape[2:])
 
 
 def between(totals: Totals, left: States, back: bool) -> Begins:
@@ -141,8 +137,8 @@ def between(totals: Totals, left: States, back: bool) -> Begins:
     ) -> tuple[Transfer, jax.Array]:
         return compose(first[0], then[0]), apply(then[0], first[1], jnp.exp2) + then[1]
 
-    _, sums = lax.associative_scan(combine, (Decay(totals.swapaxes(1, 2)), left), axis=1)
-    return jnp.pad(sums, [(0, 0), (1, 0), (0, 0), (0, 0), (0, 0)])
+    _, found = lax.associative_scan(combine, (Decay(totals.swapaxes(1, 2)), left), axis=1)
+    return jnp.pad(found, [(0, 0), (1, 0), (0, 0), (0, 0), (0, 0)])
 
 
 def states_from(totals: Totals, zero: Begins, start: State, back: bool) -> Begins:
@@ -288,37 +284,20 @@ def decay_gradients(parts: Cut, of_tokens: Dots, crossing: Totals) -> Logs:
     ``of_tokens`` are these differences, ``crossing`` the products ⟨S, D⟩. Decays of channels have
     differences and products of their own.
     """
-    if parts.channels is None:
-        return _decay_gradients(parts.rows, parts.resets, of_tokens, crossing)
-    of_channel = jax.vmap(partial(_decay_gradients, parts.rows), in_axes=-1, out_axes=-1)
-    gradient: Logs = of_channel(parts.channels.stops, of_tokens, crossing)
-    return gradient
-
-
-def _decay_gradients(
-    rows: int,
-    resets: Bool[Array, "batch seq heads"],
-    of_tokens: Float32[Array, "batch heads seq"],
-    crossing: Float32[Array, "batch heads parts"],
-) -> Float32[Array, "batch seq heads"]:
-    batch, tokens, heads = resets.shape
-    resets = resets.swapaxes(1, 2)
-    missing = crossing.shape[2] * rows - tokens
-    padding = [(0, 0), (0, 0), (0, missing)]
-    terms = jnp.pad(of_tokens, padding).reshape(batch, heads, -1, rows)
-    stop = jnp.pad(resets, padding).reshape(batch, heads, -1, rows)
+    stops = parts.channels.stops if parts.channels else parts.resets
+    tokens = stops.shape[1]
+    # Tokens come last.
+    terms, behind = (jnp.moveaxis(x, 2, -1) for x in (of_tokens, crossing))
+    stop = jnp.moveaxis(stops, 1, -1)
+    padding = [(0, 0)] * (stop.ndim - 1) + [(0, behind.shape[-1] * parts.rows - tokens)]
+    shape = (*behind.shape, parts.rows)
+    terms, stop = (jnp.pad(x, padding).reshape(shape) for x in (terms, stop))
+    # Otherwise XLA computes them again for each row that reads them.
+    terms, stop = lax.optimization_barrier((terms, stop))
     # The product behind the last part's padding belongs to the last token as well.
-    terms = terms.at[..., -1].add(crossing)
-    passes = jnp.pad(~stop[..., 1:], [(0, 0)] * 3 + [(0, 1)])
-
-    def combine(
-        later: tuple[jax.Array, jax.Array], own: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
-        return later[0] & own[0], own[1] + jnp.where(own[0], later[1], 0)
-
-    _, sums = lax.associative_scan(combine, (passes, terms), reverse=True, axis=3)
-    sums = jnp.where(stop, 0, sums).reshape(batch, heads, -1)[..., :tokens]
-    return sums.swapaxes(1, 2)
+    passes = jnp.pad(~stop[..., 1:], [(0, 0)] * (stop.ndim - 1) + [(0, 1)], constant_values=True)
+    found = jnp.where(stop, 0, sums.from_behind(terms, passes, behind))
+    return jnp.moveaxis(found.reshape(*shape[:-2], -1)[..., :tokens], -1, 1)
 
 
 def _parts(

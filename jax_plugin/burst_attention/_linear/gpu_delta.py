@@ -32,7 +32,7 @@ from burst_attention._linear import channels, gpu
 from burst_attention._linear.channels import TILE
 from burst_attention._linear.gpu import Cut, Dots, States, cut
 from burst_attention._linear.isolation import finite, poisoned, reached, spoilt
-from burst_attention._linear.states import Betas, Logs, Matrix, State, apply, identity
+from burst_attention._linear.states import Betas, Logs, Matrix, State, apply, identity, product
 from burst_attention._mesh import vary_like
 from burst_attention._types import Arrays
 
@@ -155,14 +155,17 @@ def backward(has_documents: bool, operands: Arrays, again: Again | None) -> Arra
     seen, of_seen = gpu.attended("seen", parts, given, tokens.k, strict=True)
     dk, of_keys = _keys(tokens, (queries, u, given_dout, dv, d.swapaxes(3, 4)))
     dk = (dk.astype(jnp.float32) - rest * seen.astype(jnp.float32)).astype(dk.dtype)
-    of_values = jnp.einsum("bshv,bshv->bhs", dy, values, preferred_element_type=jnp.float32)
-    rest, own = rest.swapaxes(1, 2), own[..., 0].swapaxes(1, 2)
+    of_values = jnp.einsum("bshv,bshv->bsh", dy, values, preferred_element_type=jnp.float32)
+    rest, own = rest.swapaxes(1, 2), own[..., 0]
     if parts.channels:
-        dbeta = of_values - of_seen.sum(axis=3) / own
+        of_tokens = of_seen.sum(axis=3)
     else:
-        dbeta, rest = of_values - of_seen / own, rest[..., 0]
+        of_tokens, rest = of_seen, rest[..., 0]
+    # Without the barrier XLA sums rows one by one, where it turns arrays of one number a token.
+    of_values, of_tokens = lax.optimization_barrier((of_values, of_tokens))
+    dbeta = of_values - of_tokens.swapaxes(1, 2) / own
     dots = of_queries - rest * of_seen - of_keys
-    gradients: Arrays = (dq, dk, dv, dbeta.swapaxes(1, 2)[..., None])
+    gradients: Arrays = (dq, dk, dv, dbeta[..., None])
     if has_documents:
         gradients, dots = _spread(parts, operands, states[:, 0], gradients, dots)
     dlogs = gpu.decay_gradients(parts, dots, crossing)
@@ -213,18 +216,24 @@ def _with_nan(begins: Begins, ends: Bool[Array, "batch parts heads"]) -> Begins:
 def _between(states: States, transfers: Transfers, *, back: bool) -> Begins:
     """Returns A and M of all parts before each part, and of all parts.
 
-    With ``back`` parts are counted from the last one.
+    With ``back`` parts are counted from the last one. A part whose A is 0 passes nothing, not even
+    NaN.
     """
     columns = jnp.concatenate([transfers, states], axis=4)
-    k_dim = columns.shape[3]
+    passes = (transfers != 0).any(axis=(3, 4), keepdims=True)
     if back:
-        columns = columns[:, ::-1]
+        columns, passes = columns[:, ::-1], passes[:, ::-1]
+    k_dim = transfers.shape[4]
+    is_state = np.arange(columns.shape[4]) >= k_dim
 
-    def combine(first: jax.Array, then: jax.Array) -> jax.Array:
-        after = apply(Matrix(then[..., :k_dim]), first)
-        return after.at[..., k_dim:].add(then[..., k_dim:])
+    def combine(
+        first: tuple[jax.Array, jax.Array], then: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        after = jnp.where(then[1], product(then[0][..., :k_dim], first[0]), 0)
+        # XLA fuses this sum with the line above, unlike an update of some columns.
+        return after + jnp.where(is_state, then[0], 0), first[1] & then[1]
 
-    sums = lax.associative_scan(combine, columns, axis=1)
+    sums, _ = lax.associative_scan(combine, (columns, passes), axis=1)
     return jnp.concatenate([identity(sums[:, :1]), sums], axis=1)
 
 
