@@ -172,21 +172,24 @@ SPOILS = {
     "NaN in q": _set("q", 61, np.nan),
     "NaN in dout": _set("dout", 88, np.nan),
     "NaN decay": _set("logs", 25, np.nan),
+    "NaN decay before a document of its tile": _set("logs", 70, np.nan),
     "k vᵀ overflows": _overflow,
 }
 
 
-def assert_documents_are_apart(world, method, by, beta=None):
-    """Asserts that NaN and infinity in one document change no bit of another document's results.
+def assert_documents_are_apart(world, method, by, beta=None, channels=False):
+    """Asserts that NaN and infinity in one document do not change another document's results.
 
     Documents are ended ``by`` segment_ids, or by log decays of −∞. With ``beta`` the recurrence is
-    that of the delta rule.
+    that of the delta rule. With ``channels`` there is a decay of each channel.
     """
     names = ("q", "k", "v", "logs", "first", "dout", "dlast")
     clean = dict(zip(names, inputs(world, 240 // world, 2, 1, 16, 16, None), strict=True))
     clean["logs"][0] *= np.float32(0.01)
     if beta is not None:
         clean["k"] /= np.linalg.norm(clean["k"], axis=3, keepdims=True)
+    if channels:
+        clean["logs"] = clean["logs"][..., None] * np.linspace(0, 1, 16, dtype=np.float32)
     ids = np.broadcast_to(DOCUMENTS, (2, 240))
     if by == "log_decay":
         clean["logs"][:, 1:][:, np.diff(DOCUMENTS) != 0] = -np.inf
@@ -211,23 +214,29 @@ def assert_documents_are_apart(world, method, by, beta=None):
         rows = dict(zip(("o", "dq", "dk", "dv", "dlogs"), (out, *grads[:4]), strict=True))
         return {name: np.asarray(x) for name, x in rows.items()}, np.asarray(state), grads[4]
 
+    def equal(x, y, name):
+        if "before a document" in name:
+            # On GPUs sums of log decays go on over the ends of documents in a tile, and round.
+            return np.linalg.norm(x - y) <= 1e-4 * np.linalg.norm(y)
+        return np.array_equal(x, y)
+
     others = np.ones(240, bool)
     others[SPOILT] = False
     want, state, dfirst = results(clean)
     assert all(np.isfinite(x).all() for x in want.values())
     for name, spoil in SPOILS.items():
-        if spoil is _overflow and beta is not None and platforms.current().rounds:
-            # The delta rule's kernels compute products of all tokens of a tile.
+        if spoil is _overflow and (channels or beta is not None) and platforms.current().rounds:
+            # These kernels compute products of all tokens of a tile.
             continue
         arrays = {key: x.copy() for key, x in clean.items()}
         spoil(arrays)
         got, got_state, got_dfirst = results(arrays)
         for key, x in got.items():
-            assert np.array_equal(x[:, others], want[key][:, others]), (name, key)
+            assert equal(x[:, others], want[key][:, others], name), (name, key)
             assert name == "NaN in dout" or not np.isfinite(got["o"][:, SPOILT]).all(), name
         assert not np.isfinite(got["dlogs"][:, SPOILT]).all(), name
-        assert np.array_equal(got_state, state), name
-        assert np.array_equal(got_dfirst, dfirst), name
+        assert equal(got_state, state, name), name
+        assert equal(got_dfirst, dfirst, name), name
     got, got_state, _ = results({**clean, "first": np.full_like(clean["first"], np.nan)})
     # In the second entry, decays leave nothing of the first state after some tokens.
     assert np.isnan(got["o"][0, : SPOILT.start]).all()

@@ -95,6 +95,11 @@ def test_what_is_not_finite_stays_in_its_document(method, by):
     assert_documents_are_apart(4, method, by, beta)
 
 
+@pytest.mark.parametrize("beta", [None, np.full((2, 240, 2), 0.5, np.float32)], ids=["gla", "kda"])
+def test_what_is_not_finite_stays_in_its_document_with_decays_of_channels(beta):
+    assert_documents_are_apart(1, "in_turn", "segment_ids", beta, channels=True)
+
+
 def layers(q, k, v, g, beta):
     """Returns outputs and the last state of a layer, token by token.
 

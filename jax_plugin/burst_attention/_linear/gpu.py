@@ -54,8 +54,8 @@ COLUMNS = 64
 HEADS, KEYS, VALUES = range(3)
 """What has a decay in a call of kernels: heads, columns of keys, or columns of values."""
 
-LOWEST = -150.0
-"""2 to this power is 0 in float32: a token with this log decay sees no token before it."""
+LOWEST = -160.0
+"""2 to this power is 0 in float32, even rounded up: a token with this log decay sees none before."""
 
 
 class Cut(NamedTuple):
@@ -180,6 +180,19 @@ def ends(
     return came[:, np.minimum(np.arange(1, count + 1) * parts.rows, tokens) - 1]
 
 
+def reached_from(
+    state: State, parts: Cut, found: Bool[Array, "batch seq heads"], *, back: bool
+) -> Bool[Array, "batch seq heads"]:
+    """Returns which tokens a spoilt token reaches, or the state before the first token.
+
+    With ``back``: the gradient of the state after the last token.
+    """
+    is_bad = ~jnp.isfinite(state).all(axis=(2, 3))
+    token = -1 if back else 0
+    is_bad &= back | ~parts.resets[:, token]
+    return reached(found.at[:, token].set(found[:, token] | is_bad), parts.resets, back=back)
+
+
 def forward(
     has_documents: bool, operands: Arrays, zero: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -195,11 +208,10 @@ def forward(
     states = states_from(parts.totals, zero, start, back=False)
     q_heads = logs.shape[2] if parts.channels else q.shape[2]
     paired = (of_heads(q, q_heads), *_paired(k, v, logs))
-    queries, keys, values = kernel_rows(has_documents, *paired)
-    given = (queries, keys, values, states[:, :-1])
+    given = kernel_rows(has_documents, *paired, states[:, :-1])
     out, _ = attended("out", parts, given, None, back=False)
     if has_documents:
-        came = reached(spoilt(logs, k, v), parts.resets, back=False)
+        came = reached_from(start, parts, spoilt(logs, k, v), back=False)
         out = poisoned(out, came | spoilt(logs, q))
     return out, states[:, -1], states
 
@@ -222,28 +234,29 @@ def backward(has_documents: bool, operands: Arrays, zero: jax.Array | None) -> A
     paired = (of_heads(q, all_heads), *_paired(k, v, logs), dout)
     q, k, v, dout = kernel_rows(has_documents, *paired)
     behind = states_from(parts.totals, zero, dafter, back=True)
-    d = behind[:, -2::-1]
-    s_turned, d_turned = (x.swapaxes(3, 4) for x in (states[:, :-1], d))
+    later = behind[:, -2::-1]
+    before, d = kernel_rows(has_documents, states[:, :-1], later)
+    s_turned, d_turned = (x.swapaxes(3, 4) for x in (before, d))
     dq, of_queries = attended("dq", parts, (dout, v, k, s_turned), q, back=False)
     dk, of_keys = attended("dk", parts, (v, dout, q, d_turned), k, back=True)
     dv, _ = attended("dv", parts, (k, q, dout, d), None, back=True)
     gradients: Arrays = (dq, dk, dv)
     dots = of_queries - of_keys
     if has_documents:
-        gradients, dots = _spread(parts, operands, gradients, dots)
-    dlogs = decay_gradients(parts, dots, crossings(parts, states[:, 1:], d, q.dtype))
+        gradients, dots = _spread(parts, operands, states[:, 0], gradients, dots)
+    dlogs = decay_gradients(parts, dots, crossings(parts, states[:, 1:], later, q.dtype))
     groups = (all_heads // own for own in own_heads)
     dq, dk, dv = (of_group(x, group) for x, group in zip(gradients, groups, strict=True))
     return dq, dk, dv, dlogs, behind[:, -1]
 
 
 def _spread(
-    parts: Cut, operands: Arrays, gradients: Arrays, dots: jax.Array
+    parts: Cut, operands: Arrays, first: State, gradients: Arrays, dots: jax.Array
 ) -> tuple[Arrays, jax.Array]:
     """Returns dq, dk, dv and the products by token, with NaN where a spoilt operand reaches."""
-    q, k, v, logs, _, dout, _ = operands
-    from_keys = reached(spoilt(logs, k, v), parts.resets, back=False)
-    from_queries = reached(spoilt(logs, q, dout), parts.resets, back=True)
+    q, k, v, logs, _, dout, dafter = operands
+    from_keys = reached_from(first, parts, spoilt(logs, k, v), back=False)
+    from_queries = reached_from(dafter, parts, spoilt(logs, q, dout), back=True)
     to_queries = from_keys | spoilt(logs, dout)
     to_keys, to_values = (from_queries | spoilt(logs, x) for x in (v, k))
     found = tuple(map(poisoned, gradients, (to_queries, to_keys, to_values)))

@@ -116,7 +116,7 @@ def forward(
     given = (queries, tokens.k, u, before)
     out, _ = gpu.attended("out", tokens.parts, given, None, back=False)
     if has_documents:
-        came = _reached_from(start, tokens.parts, _spoilt(logs, beta, k, v), back=False)
+        came = gpu.reached_from(start, tokens.parts, _spoilt(logs, beta, k, v), back=False)
         out = poisoned(out, came | spoilt(logs, q))
     return out, states[:, -1], states
 
@@ -192,19 +192,6 @@ def _spoilt(logs: Logs, beta: Betas, *rows: jax.Array) -> Bool[Array, "batch seq
     return spoilt(logs, beta[..., None], *rows)
 
 
-def _reached_from(
-    state: State, parts: Cut, found: Bool[Array, "batch seq heads"], *, back: bool
-) -> Bool[Array, "batch seq heads"]:
-    """Returns which tokens a spoilt token reaches, or the state before the first token.
-
-    With ``back``: the gradient of the state after the last token.
-    """
-    is_bad = ~jnp.isfinite(state).all(axis=(2, 3))
-    token = -1 if back else 0
-    is_bad &= back | ~parts.resets[:, token]
-    return reached(found.at[:, token].set(found[:, token] | is_bad), parts.resets, back=back)
-
-
 def _with_nan(begins: Begins, ends: Bool[Array, "batch parts heads"]) -> Begins:
     """Returns ``begins`` with NaN in M behind parts that a spoilt token leaves."""
     k_dim = begins.shape[3]
@@ -248,8 +235,8 @@ def _spread(
 ) -> tuple[Arrays, jax.Array]:
     """Returns gradients and the products by token, with NaN where a spoilt operand reaches."""
     q, k, v, logs, beta, _, dout, dafter = operands
-    earlier = _reached_from(first, parts, _spoilt(logs, beta, k, v), back=False)
-    later = _reached_from(dafter, parts, _spoilt(logs, beta, q, k, dout), back=True)
+    earlier = gpu.reached_from(first, parts, _spoilt(logs, beta, k, v), back=False)
+    later = gpu.reached_from(dafter, parts, _spoilt(logs, beta, q, k, dout), back=True)
     to_queries, to_keys = earlier | spoilt(logs, dout), earlier | later
     reaches = (to_queries, to_keys, later, to_keys)
     found = tuple(map(poisoned, gradients, reaches))

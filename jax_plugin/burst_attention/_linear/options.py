@@ -27,8 +27,9 @@ class SequenceOptions(TypedDict, total=False):
         two.
       segment_ids: integers ``[batch, seq]``, cast as in `attention`. Where they change, the state
         begins at zero again, and a value of one document that is not finite or overflows changes no
-        result of another document. One exception: in `delta_attention` on GPUs, finite values whose
-        products overflow spoil the tile of 64 tokens that they are in, and the states behind it.
+        result of another document. One exception: on GPUs, in `delta_attention` and with decays of
+        channels, finite values whose products overflow spoil the tile of 64 tokens that they are
+        in, and the states behind it.
         Tokens with a negative id are padding: they leave nothing in the state, and their out is 0.
       initial_state: floats ``[batch, heads, k_dim, v_dim]``, cast to float32, the same on every
         rank; default 0. With segment_ids it is the state that the first token's segment begins

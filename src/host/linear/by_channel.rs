@@ -27,12 +27,13 @@ const LINE: usize = 16;
 /// The decays of a chunk, each in a matrix with a row for each token.
 #[derive(Clone, Copy)]
 pub(super) struct ChannelDecays {
-    /// Sums of log decays from the start of the chunk, each as two floats, so that differences have
+    /// Sums of log decays from the start of the run, each as two floats, so that differences have
     /// digits left even if decays are strong.
     sums: [Matrix; 2],
     /// The decay of each token.
     own: Matrix,
-    /// For each size of halves, the factor of each token.
+    /// For each size of halves, the factor of each token; 0 if the last token before the later half is
+    /// of another run, so that not even NaN of one run reaches another.
     factors: [Matrix; HALVES.len()],
     pub from_start: Matrix,
     pub to_end: Matrix,
@@ -90,10 +91,11 @@ impl ChannelDecays {
                     }
                     let [high, low] = self.sums;
                     let to = [high, low, self.own].map(|m| m.at.add(i * m.row + first));
+                    let begins = runs.resets(i);
                     for lane in 0..LINE {
                         let log = f64::from(logs[lane]) * std::f64::consts::LOG2_E;
                         let log = if log < LEAST { LEAST } else { log };
-                        sums[lane] += log;
+                        sums[lane] = if begins { 0.0 } else { sums[lane] + log };
                         let high = sums[lane] as f32;
                         *to[0].add(lane) = high;
                         *to[1].add(lane) = (sums[lane] - f64::from(high)) as f32;
@@ -134,10 +136,10 @@ impl ChannelDecays {
     /// Computes the factors between tokens.
     ///
     /// # Safety
-    /// The caller guarantees the memory of `count` tokens.
+    /// The caller guarantees the memory of the tokens.
     #[inline(always)]
-    pub unsafe fn pair<S: Simd>(&self, simd: S, count: usize) {
-        let (width, [high, low]) = (self.own.row, self.sums);
+    pub unsafe fn pair<S: Simd>(&self, simd: S, runs: &Runs) {
+        let (count, width, [high, low]) = (runs.count(), self.own.row, self.sums);
         for (i, d) in self.vectors::<S>(count) {
             let at = i * width + d;
             // SAFETY: the caller guarantees the memory.
@@ -147,11 +149,16 @@ impl ChannelDecays {
                 let (h, l) = (simd.load(high.at.add(at)), simd.load(low.at.add(at)));
                 for (half, factors) in HALVES.into_iter().zip(self.factors) {
                     let middle = i / (2 * half) * (2 * half) + half - 1;
-                    let from = middle.min(count - 1) * width + d;
+                    let to = factors.at.add(at);
+                    if !(runs.until(i).start..runs.since(i).end).contains(&middle) {
+                        simd.store(to, simd.zero());
+                        continue;
+                    }
+                    let from = middle * width + d;
                     let sign = simd.splat(if i > middle { 1.0 } else { -1.0 });
                     let more = simd.sub(h, simd.load(high.at.add(from)));
                     let left = simd.add(more, simd.sub(l, simd.load(low.at.add(from))));
-                    simd.store(factors.at.add(at), simd.exp2(simd.mul(left, sign)));
+                    simd.store(to, simd.exp2(simd.mul(left, sign)));
                 }
             }
         }

@@ -154,7 +154,7 @@ impl Decays {
         unsafe {
             match &self.of {
                 Kind::Head(of) => of.pair(simd, self.runs.count()),
-                Kind::Channel(of) => of.pair(simd, self.runs.count()),
+                Kind::Channel(of) => of.pair(simd, &self.runs),
             }
         }
     }
