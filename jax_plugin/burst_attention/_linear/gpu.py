@@ -55,7 +55,7 @@ HEADS, KEYS, VALUES = range(3)
 """What has a decay in a call of kernels: heads, columns of keys, or columns of values."""
 
 LOWEST = -160.0
-"""2 to this power is 0 in float32, even rounded up: a token with this log decay sees none before."""
+"""2 to this power is 0 in float32, also rounded up: a token with such a decay sees none before."""
 
 
 class Cut(NamedTuple):
