@@ -208,8 +208,8 @@ def forward(
     states = states_from(parts.totals, zero, start, back=False)
     q_heads = logs.shape[2] if parts.channels else q.shape[2]
     paired = (of_heads(q, q_heads), *_paired(k, v, logs))
-    given = kernel_rows(has_documents, *paired, states[:, :-1])
-    out, _ = attended("out", parts, given, None, back=False)
+    queries, keys, values, before = kernel_rows(has_documents, *paired, states[:, :-1])
+    out, _ = attended("out", parts, (queries, keys, values, before), None, back=False)
     if has_documents:
         came = reached_from(start, parts, spoilt(logs, k, v), back=False)
         out = poisoned(out, came | spoilt(logs, q))
