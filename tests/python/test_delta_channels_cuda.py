@@ -14,12 +14,12 @@ import pytest
 import ring
 import test_channels_cuda as channels_cuda
 import test_delta_cuda as delta_cuda
-from burst_attention._linear import checks, gpu, gpu_delta, states
+from burst_attention._linear import checks, gpu, gpu_delta
 from linear_cases import assert_right, delta_inputs, found
 from linear_reference import recurrence
 from long import spread
 from test_channels_cuda import LEVELS, carried, level_tiles, quarter
-from test_delta_cuda import SPOILS, TILE, in_tiles, of_tiles, product, statistics, summed
+from test_delta_cuda import SPOILS, TILE, in_tiles, of_tiles, product, statistics
 from test_linear_cuda import SLACK, exactly, rounded
 
 
@@ -187,8 +187,6 @@ def test_what_is_not_finite_stays_in_its_document(kernels, name):
 @pytest.mark.parametrize(("dtype", "own_heads"), [("bfloat16", (2, 1, 2)), ("float16", (1, 1, 1))])
 def test_the_kernels_themselves_are_the_recurrence(monkeypatch, dtype, own_heads):
     """Under XLA's runtime, on the interpreter, in parts of two tiles."""
-    for module in (states, gpu_delta):
-        monkeypatch.setattr(module, "product", summed)
     monkeypatch.setattr(gpu, "part_rows", lambda batch, tokens, heads: 2 * TILE)
     arrays = inputs(170, own_heads, 16, 24, dtype)
     got = delta_cuda.found(arrays, split=150)

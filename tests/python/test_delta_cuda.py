@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
-from burst_attention._linear import gpu, gpu_delta, states
+from burst_attention._linear import gpu, gpu_delta
 from burst_attention._linear.states import Matrix, apply
 from linear_cases import delta_limits
 from linear_reference import recurrence
@@ -293,11 +293,6 @@ def test_parts_that_pass_nothing_stop_infinities(back):
     assert not np.isfinite(got[0, 2]).all()
 
 
-def summed(a, b):
-    """Returns products of matrices without XLA's matrix products, which the stand-in lacks."""
-    return (a[..., None] * b[..., None, :, :]).sum(axis=-2)
-
-
 @pytest.mark.needs("standin")
 @pytest.mark.parametrize(
     ("dtype", "own_heads", "has_documents"),
@@ -305,8 +300,6 @@ def summed(a, b):
 )
 def test_the_kernels_themselves_are_the_recurrence(monkeypatch, dtype, own_heads, has_documents):
     """Under XLA's runtime, on the interpreter, in parts of two tiles."""
-    for module in (states, gpu_delta):
-        monkeypatch.setattr(module, "product", summed)
     monkeypatch.setattr(gpu, "part_rows", lambda batch, tokens, heads: 2 * TILE)
     arrays = inputs(170, own_heads, 16, 24, dtype)
     arrays[3][:, 100 if has_documents else ()] = -np.inf
