@@ -195,11 +195,11 @@ class Work:
 
     def _latents(self, tokens: int) -> dict[str, Any]:
         """Times a step of decoding over latents against jax.nn and a copy of as many bytes."""
-        from decode_programs import latents
+        from decode_programs import LATENTS, latents
 
         tokens = 256 if self._quick else tokens
         programs = latents(tokens, "bfloat16")
-        source = jnp.zeros(tokens * 576 // 4, jnp.int32)
+        source = jnp.zeros(tokens * LATENTS["head_dim"] // 4, jnp.int32)
         programs["copy"] = partial(jax.jit(jnp.negative), source)
         times = timed(programs, quick=self._quick)
         ms = {name: found["ms"] for name, found in times.items()}
