@@ -59,7 +59,7 @@ pub(super) fn group(workers: Workers, io: &BackwardIo, (batch, group): (usize, u
         let mut take = |rows, row| Matrix::take(scratch, (rows, row));
         let of_head = |head| HeadStates {
             head: (batch, head),
-            d: States { step: 0, ..take_states(&mut take, 1, dims) },
+            d: take_states(&mut take, 1, dims),
             parts: take_states(&mut take, parts, dims),
             chunks: take_states(&mut take, part, dims),
         };
@@ -98,13 +98,13 @@ impl Group<'_> {
         // SAFETY: the caller guarantees the states and the arrays.
         unsafe {
             for HeadStates { head, d, parts, chunks } in &self.heads {
-                chunks.clear_padding(part, io.k.dim);
-                parts.clear_padding(self.parts, io.k.dim);
+                chunks.clear_padding(io.k.dim);
+                parts.clear_padding(io.k.dim);
                 load_state(&io.before, *head, parts.first);
                 for index in 1..self.parts {
                     let (from, to) = (parts.before(index - 1), parts.before(index));
-                    copy_state(from, to, parts.step);
-                    let states = States { first: to, step: 0 };
+                    copy_state(from, to, parts.rows);
+                    let states = States { first: to, count: 1, ..*parts };
                     self.states(*head, (index - 1) * part..index * part, states);
                 }
                 load_state(&io.dafter, *head, d.first);
@@ -112,7 +112,7 @@ impl Group<'_> {
             for index in (0..self.parts).rev() {
                 let numbers = index * part..count.min((index + 1) * part);
                 for HeadStates { head, parts, chunks, .. } in &self.heads {
-                    copy_state(parts.before(index), chunks.first, parts.step);
+                    copy_state(parts.before(index), chunks.first, parts.rows);
                     let all_but_last = numbers.start..numbers.end.max(1) - 1;
                     self.states(*head, all_but_last, *chunks);
                 }

@@ -127,7 +127,7 @@ impl<'a> GradientSteps<'a> {
         let arrays = [(self.k, k, columns[0]), (values, u, columns[1])];
         for (array, packed, turned) in arrays {
             let Some(array) = array else { continue };
-            if slot.fresh || self.packs(array, chunk.member) {
+            if self.packs(array, chunk.member) {
                 let (array, head) = self.own(array, chunk.member);
                 // SAFETY: the caller guarantees the memory and the rows.
                 unsafe {

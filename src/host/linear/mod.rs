@@ -38,7 +38,7 @@ mod runs;
 mod sequence;
 mod states;
 mod steps;
-mod windows;
+mod turns;
 
 use rayon::ThreadPool;
 use rayon::prelude::*;

@@ -1,16 +1,14 @@
 //! Takes the steps of the chunks of a sequence, on one thread or on all workers.
 //!
-//! If there are fewer heads than workers, the workers share the chunks of each head. A window is some
-//! consecutive chunks. The workers prepare its chunks in parallel. Then the state passes over the
-//! window, in one task or in one for each of some columns, which do not depend on each other. Then
-//! the workers finish the chunks in parallel. While one window's state passes, the chunks of the
-//! window before are finished and those of the window after are prepared. Without the delta rule, what
-//! a chunk adds to the state is computed while chunks are prepared, and the pass only adds states.
-//! Every number is computed as on one thread, so results have the same bits.
+//! If there are fewer heads than workers, the workers share the chunks of each head. They prepare and
+//! finish chunks in parallel, and pass the state on from chunk to chunk, all columns at once or some
+//! at a time, which do not depend on each other. Without the delta rule, what a chunk adds to the
+//! state is computed before the state arrives, and passing it on only adds states. Every number is
+//! computed as on one thread, so results have the same bits.
 
 use super::prefetch::Prefetch;
 use super::steps::{Chunk, Chunks, Slot, States, Steps, load_state, store_state, take_states};
-use super::windows;
+use super::turns;
 use crate::host::array::HostArray;
 use crate::host::isa::Isa;
 use crate::host::matmul::Matrix;
@@ -46,10 +44,10 @@ pub(super) fn pass_on(
         unsafe {
             match before {
                 Some(array) => load_state(array, head, state.first),
-                None => state.first.clear(state.step),
+                None => state.first.clear(state.rows),
             }
             first(state.first);
-            run(workers, steps, chunks, &[States { step: 0, ..state }]);
+            run(workers, steps, chunks, &[state]);
             store_state(state.first, after, head);
         }
     });
@@ -67,7 +65,7 @@ pub(super) unsafe fn run<T: Steps>(
 ) {
     if threads > 1 && chunks.numbers.len() > 1 {
         // SAFETY: the caller guarantees the states and the arrays.
-        unsafe { windows::run(Workers { isa, threads }, steps, chunks, states) }
+        unsafe { turns::run(Workers { isa, threads }, steps, chunks, states) }
     } else {
         isa.run(InScratch(Alone { steps, chunks, states }));
     }
@@ -92,7 +90,7 @@ impl<T: Steps> ScratchTask for Alone<'_, T> {
     unsafe fn work<S: Simd>(&self, simd: S, (parts, temporary): Self::Parts) {
         let Alone { steps, chunks, states } = *self;
         let (members, columns) = (steps.members(), 0..steps.state()[1]);
-        let mut slot = Slot { parts, decays: None, fresh: false };
+        let mut slot = Slot { parts, decays: None };
         let at = |index| {
             let chunk = chunks.at(index / members)?;
             Some(Chunk { member: index % members, ..chunk })

@@ -59,28 +59,30 @@ pub(super) struct Chunk {
 pub(super) struct States {
     /// The state before the first chunk.
     pub first: Matrix,
-    /// Rows from one state to the next; 0 if there is one state, which each chunk overwrites.
-    pub step: usize,
+    /// Rows from one state to the next.
+    pub rows: usize,
+    /// Number of states. Fewer than there are chunks are overwritten in turns.
+    pub count: usize,
 }
 
 // SAFETY: `States` only describes memory. Each user of the memory states why it may access it.
 unsafe impl Sync for States {}
 
 impl States {
-    /// Fills the rows of `count` states from row `rows` on with zeros. Steps write all others.
+    /// Fills the rows of each state from row `rows` on with zeros. Steps write all others.
     ///
     /// # Safety
     /// The caller guarantees that the states are there and are this thread's.
-    pub unsafe fn clear_padding(&self, count: usize, rows: usize) {
-        for place in 0..count {
+    pub unsafe fn clear_padding(&self, rows: usize) {
+        for place in 0..self.count {
             // SAFETY: the caller guarantees the states.
-            unsafe { self.before(place).skip(rows).clear(self.step - rows) }
+            unsafe { self.before(place).skip(rows).clear(self.rows - rows) }
         }
     }
 
     /// Returns the state before the chunk at a place in the order.
     pub fn before(&self, place: usize) -> Matrix {
-        self.first.skip(place * self.step)
+        self.first.skip(place % self.count * self.rows)
     }
 }
 
@@ -92,7 +94,7 @@ pub(super) fn take_states(
     [rows, columns]: [usize; 2],
 ) -> States {
     let rows = padded(rows);
-    States { first: take(count * rows, columns), step: rows }
+    States { first: take(count * rows, columns), rows, count }
 }
 
 /// Copies a head's state from an array.
@@ -136,8 +138,6 @@ pub(super) struct Slot<P> {
     pub parts: P,
     /// The decays, once the chunk is prepared.
     pub decays: Option<Decays>,
-    /// Whether the slot holds nothing that the head before left.
-    pub fresh: bool,
 }
 
 impl<P> Slot<P> {
