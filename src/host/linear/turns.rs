@@ -7,8 +7,8 @@
 
 use std::hint::spin_loop;
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread::yield_now;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::{panicking, yield_now};
 
 use rayon::prelude::*;
 
@@ -65,6 +65,7 @@ pub(super) unsafe fn run<T: Steps>(
             next: AtomicUsize::new(0),
             passed: zeros(states.len() * columns.len()),
             finished: zeros(STATES * threads),
+            has_failed: AtomicBool::new(false),
             columns,
         };
         // SAFETY: the caller guarantees the states and the arrays. The memory is this call's.
@@ -97,6 +98,31 @@ struct Turns<'a, T> {
     passed: Vec<AtomicUsize>,
     /// For each state in turns, the place behind the last finished chunk that has read it.
     finished: Vec<AtomicUsize>,
+    /// Whether a worker has panicked, so that the others must not wait for it.
+    has_failed: AtomicBool,
+}
+
+impl<T> Turns<'_, T> {
+    /// Waits for other workers.
+    fn wait(&self, until: impl Fn() -> bool) {
+        let mut looks = 0;
+        while !until() {
+            assert!(!self.has_failed.load(Ordering::Relaxed), "another worker panicked");
+            looks += 1;
+            if looks < LOOKS { spin_loop() } else { yield_now() }
+        }
+    }
+}
+
+/// Tells the other workers when this one panics.
+struct Alarm<'a>(&'a AtomicBool);
+
+impl Drop for Alarm<'_> {
+    fn drop(&mut self) {
+        if panicking() {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
 }
 
 impl<T: Steps> ScratchTask for &Turns<'_, T> {
@@ -109,7 +135,8 @@ impl<T: Steps> ScratchTask for &Turns<'_, T> {
 
     #[inline(always)]
     unsafe fn work<S: Simd>(&self, simd: S, (parts, temporary): Self::Parts) {
-        let Turns { steps, chunks, threads, states, next, columns, passed, finished } = self;
+        let Turns { steps, chunks, threads, states, next, columns, passed, finished, .. } = self;
+        let _alarm = Alarm(&self.has_failed);
         let (members, [rows, all]) = (steps.members(), steps.state());
         let mut slot = Slot { parts, decays: None };
         loop {
@@ -117,7 +144,7 @@ impl<T: Steps> ScratchTask for &Turns<'_, T> {
             let Some(chunk) = chunks.at(place) else { break };
             // The state after the chunk takes the memory of one that a chunk before has read.
             let free = &finished[(place + 1) % finished.len()];
-            wait(|| free.load(Ordering::Acquire) + finished.len() > place + 1);
+            self.wait(|| free.load(Ordering::Acquire) + finished.len() > place + 1);
             for member in 0..members {
                 let chunk = Chunk { member, ..chunk.clone() };
                 // The chunk that this worker is likely to take next.
@@ -140,7 +167,7 @@ impl<T: Steps> ScratchTask for &Turns<'_, T> {
                     }
                     let of_member = &passed[member * columns.len()..];
                     for (columns, passed) in columns.iter().zip(of_member) {
-                        wait(|| passed.load(Ordering::Acquire) == place);
+                        self.wait(|| passed.load(Ordering::Acquire) == place);
                         if steps.corrects() {
                             steps.correct(simd, prefetch, &slot, before, columns.clone());
                             let states = (Some(before), after);
@@ -159,15 +186,6 @@ impl<T: Steps> ScratchTask for &Turns<'_, T> {
             finished[place % finished.len()].store(place + 1, Ordering::Release);
         }
         simd.fence();
-    }
-}
-
-/// Waits for other workers.
-fn wait(until: impl Fn() -> bool) {
-    let mut looks = 0;
-    while !until() {
-        looks += 1;
-        if looks < LOOKS { spin_loop() } else { yield_now() }
     }
 }
 
