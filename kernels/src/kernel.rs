@@ -3,7 +3,7 @@
 use crate::element::Element;
 use crate::record::{self, Argument, Meaning};
 use crate::target::Target;
-use crate::tiles::{self, LATENT_VALUES, LATENT_WIDTH, TileShape, WIDTHS};
+use crate::tiles::{self, LATENT_PART, LATENT_VALUES, LATENT_WIDTH, TileShape, WIDTHS};
 use crate::variant::{FeatureSet, Variant};
 
 /// The role of a kernel in a computation, which blocks and checks depend on.
@@ -265,6 +265,21 @@ kernels! {
         widths: &[LATENT_WIDTH],
         tile: tiles::decode_latents,
         ..KernelSpec::rows("decode_latents", "decode_latents", record::DECODE_LATENTS)
+    };
+    /// Computes the weights of decode over latents, in memory.
+    LatentWeights => KernelSpec {
+        role: Role::Decode,
+        generics: &[Generic::Element, Generic::Latents],
+        widths: &[LATENT_WIDTH],
+        tile: tiles::latent_weights,
+        ..KernelSpec::rows("latent_weights", "latent_weights", record::LATENT_WEIGHTS)
+    };
+    /// Computes the pieces of decode over latents from these weights.
+    LatentValues => KernelSpec {
+        role: Role::Decode,
+        widths: &[LATENT_PART],
+        tile: tiles::latent_values,
+        ..KernelSpec::rows("latent_values", "latent_values", record::LATENT_VALUES)
     };
     /// Adds the pieces of decode.
     DecodeMerge => KernelSpec {

@@ -233,6 +233,18 @@ pub(crate) fn decode_latents(variant: Variant, target: Target, width: i32) -> Ti
     tile(rows, page_tile(variant, width), 8)
 }
 
+/// Tiles of the weights of decode over latents. 8 warps spill on other targets than sm_80 and sm_90.
+pub(crate) fn latent_weights(variant: Variant, target: Target, width: i32) -> TileShape {
+    let warps = if matches!(target, Sm80 | Sm90) { 8 } else { 4 };
+    TileShape { warps, ..decode_latents(variant, target, width) }
+}
+
+/// Tiles of the sums of decode over latents. The assembler refuses 8 warps on sm_90.
+pub(crate) fn latent_values(variant: Variant, target: Target, _: i32) -> TileShape {
+    let warps = if matches!(target, Sm80 | Sm120) { 8 } else { 4 };
+    tile(64, page_tile(variant, LATENT_WIDTH), warps)
+}
+
 /// Tiles of the kernel that adds the pieces of decode: pieces that it adds at once.
 pub(crate) fn decode_merge(_: Variant, _: Target, _: i32) -> TileShape {
     tile(16, 0, 4)

@@ -51,8 +51,10 @@ def test_latents_are_read_for_values_too(page, split, features):
 
 
 @pytest.mark.parametrize("split", ["balanced", "fixed"])
-def test_narrow_latents_in_short_pages(split):
-    case = latents(Sharding(2, page=16, capacity=48), [90, 0, 33], 1, (4, 1), (72, 64), "bfloat16")
+@pytest.mark.parametrize("heads", [4, 80], ids=["weights in memory", "more heads than columns"])
+def test_narrow_latents_in_short_pages(split, heads):
+    sharding = Sharding(2, page=16, capacity=48)
+    case = latents(sharding, [90, 0, 33], 1, (heads, 1), (72, 64), "bfloat16")
     check(decode(case, split=split), dense(case.q, case.k, case.v, case.lengths))
 
 

@@ -87,6 +87,7 @@ fn decode(frame: &CallFrame<'_>) -> Result<Decode> {
         head_dim: arrays.length(Size::HeadDim),
         value_dim: arrays.length(Size::ValueDim),
         values_in_keys,
+        weights_in_memory: count("weights_in_memory")? != 0,
         element,
         pages: arrays.length(Size::Pages),
         page_rows: arrays.length(Size::PageRows),

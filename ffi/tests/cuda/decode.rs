@@ -49,10 +49,17 @@ fn call() -> Call {
     };
     // Room for 4 · 188 runs and 8 pairs, with 16 rows of 24 columns and two numbers each.
     let workspace = (4 * 188 + 8) * 16 * (24 + 2) * 4;
-    let names =
-        ["slice_tiles", "most_slices", "tile_keys", "interleave", "world_size", "values_in_keys"];
+    let integers = [
+        ("slice_tiles", 1),
+        ("most_slices", 0),
+        ("tile_keys", 64),
+        ("interleave", 64),
+        ("world_size", 2),
+        ("values_in_keys", 0),
+        ("weights_in_memory", 0),
+    ];
     Call {
-        integers: names.into_iter().zip([1, 0, 64, 64, 2, 0]).collect(),
+        integers: integers.into(),
         args: vec![
             array(BF16, &[4, 2, 3, 16], 1),
             array(BF16, &[23, 64, 2, 16], 2),
@@ -126,6 +133,28 @@ fn latents_are_read_for_values_too() {
         let expected = [(Kernel::DecodeLatents, 132), (Kernel::DecodeMerge, 4 * 128)];
         assert_eq!(launches.collect::<Vec<_>>(), expected);
     }
+}
+
+/// The weights of 5 pages of 64 keys have 2 bytes each, and each tile two numbers of 4 bytes.
+#[test]
+fn weights_of_latents_go_through_memory_where_the_call_says_so() {
+    let device = Device::new(0, 1);
+    let mut call = latents();
+    call.integers[6].1 = 1;
+    let refused = decode(&device, Stage::Initialize, &call).expect_err("refused");
+    assert!(refused.contains("workspace"), "{refused}");
+    let rows = 4 * 128;
+    call.rets[2].dims[0] += rows * 5 * (64 * 2 + 8);
+    assert_eq!(decode(&device, Stage::Initialize, &call), Ok(()));
+    device.recorder.take();
+    assert_eq!(decode(&device, Stage::Execute, &call), Ok(()));
+    let calls = device.recorder.take().calls;
+    let kernels = calls.iter().map(|call| match &call.operation {
+        Operation::Launch(launch) => launch.instance().kernel,
+        other => panic!("{other:?}"),
+    });
+    let expected = [Kernel::LatentWeights, Kernel::LatentValues, Kernel::DecodeMerge];
+    assert_eq!(kernels.collect::<Vec<_>>(), expected);
 }
 
 #[test]

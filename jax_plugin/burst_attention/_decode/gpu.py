@@ -209,6 +209,24 @@ def tiles(work: Work, operands: Operands, rows: int) -> Tiles:
     return Tiles(keys, tile_rows, size, -(-most // size))
 
 
+def weights_in_memory(work: Work, cut: Tiles, operands: Arrays) -> int:
+    """Returns the bytes of weights that go through memory, with those of their tiles; 0 if none do.
+
+    Over latents that takes fewer products than a kernel that keeps weights for some columns of the
+    values alone. It is done where weights take no more memory than the latents.
+    """
+    if not work.values_in_keys:
+        return 0
+    query, keys, table = operands[:3]
+    units, heads, rows, _ = query.shape
+    tiles = table.shape[1] * -(-keys.shape[1] // cut.keys)
+    weights = units * heads * rows * tiles * cut.keys
+    if weights > keys.size or weights >= DECODE["page_elements"]:
+        return 0
+    padded = -(-rows // cut.rows) * cut.rows
+    return weights * query.dtype.itemsize + 8 * units * heads * tiles * padded
+
+
 def packed(
     x: Float[Array, "batch queries heads dim"], units: Units, group: int
 ) -> Float[Array, "units kv_heads rows dim"]:
@@ -269,10 +287,11 @@ def _call(
     value_dim = work.values_in_keys or operands[2].shape[3]
     pairs = count * heads * -(-rows // cut.rows)
     slots = pairs * cut.most_slices if cut.most_slices else DECODE["most_runs"] + pairs
+    weights = weights_in_memory(work, cut, operands)
     results = [
         jax.ShapeDtypeStruct((count, heads, rows, value_dim), jnp.float32),
         jax.ShapeDtypeStruct((count, heads, rows), jnp.float32),
-        jax.ShapeDtypeStruct((slots * cut.rows * (value_dim + 2) * 4,), jnp.uint8),
+        jax.ShapeDtypeStruct((slots * cut.rows * (value_dim + 2) * 4 + weights,), jnp.uint8),
     ]
     attributes: _ffi.Attributes = {
         "scale": np.float32(work.scale),
@@ -283,6 +302,7 @@ def _call(
         "most_slices": np.int64(cut.most_slices),
         "tile_keys": np.int64(cut.keys),
         "values_in_keys": np.int64(work.values_in_keys > 0),
+        "weights_in_memory": np.int64(weights > 0),
     }
     target = _ffi.DECODE_PAGES
     o, lse, _ = _ffi.call(target, results, operands, attributes)

@@ -4,7 +4,7 @@ use burst_attention_kernels::instances::{Element, Instance, Kernel, Target};
 use burst_attention_kernels::kernel::Role;
 use burst_attention_kernels::record::{Access, Argument, Kind, Meaning, Size, View};
 
-const SOURCES: [&str; 15] = [
+const SOURCES: [&str; 17] = [
     include_str!("../src/device/forward.rs"),
     include_str!("../src/device/backward_keys.rs"),
     include_str!("../src/device/backward_queries.rs"),
@@ -19,6 +19,8 @@ const SOURCES: [&str; 15] = [
     include_str!("../src/device/delta_keys.rs"),
     include_str!("../src/device/decode.rs"),
     include_str!("../src/device/decode_latents.rs"),
+    include_str!("../src/device/latent_weights.rs"),
+    include_str!("../src/device/latent_values.rs"),
     include_str!("../src/device/decode_merge.rs"),
 ];
 

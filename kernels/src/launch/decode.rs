@@ -1,4 +1,4 @@
-//! Decode over pages: what to compute, and its two launches, which must run in order.
+//! Decode over pages: what to compute, and its launches, which must run in order.
 
 use serde::Deserialize;
 
@@ -46,6 +46,16 @@ pub enum Split {
     Slices(usize),
 }
 
+impl Split {
+    /// Returns the number of slots of pieces.
+    fn slots(self, pairs: usize) -> usize {
+        match self {
+            Split::Runs(runs) => runs + pairs,
+            Split::Slices(most) => most * pairs,
+        }
+    }
+}
+
 /// Computes for units of query rows the softmax over keys in pages. Arrays are row-major without
 /// gaps.
 ///
@@ -83,6 +93,9 @@ pub struct Decode {
     pub value_dim: usize,
     /// Whether the values are the first columns of the keys.
     pub values_in_keys: bool,
+    /// With `values_in_keys`: whether all weights are in memory before they meet values, which takes
+    /// fewer products, and room for an element for each row and key of its source.
+    pub weights_in_memory: bool,
     /// Type of queries, keys and values.
     pub element: Element,
     /// Pages of all sources.
@@ -125,8 +138,8 @@ impl Decode {
     /// Returns the number of equal runs for a device of `target`. If few pairs are cut, all pieces
     /// run at once; otherwise pieces are short, so that the last ones end together.
     pub fn runs(&self, target: Target) -> usize {
-        let (pairs, of_one) =
-            (self.pairs(target), self.instances(target)[0].tile().blocks as usize);
+        let pairs = self.pairs(target);
+        let of_one = self.pieces(target).tile().blocks as usize;
         let slots = of_one * target.multiprocessors() / self.blocks_of_slot();
         if 2 * pairs <= slots { slots - pairs } else { 2 * slots }
     }
@@ -171,25 +184,48 @@ impl Decode {
 
     /// Returns the query rows of a tile.
     pub fn tile_rows(&self, target: Target) -> usize {
-        self.instances(target)[0].tile().rows as usize
+        self.pieces(target).tile().rows as usize
     }
 
     /// Returns the number of pairs of a unit, a key head and a tile of rows.
     pub fn pairs(&self, target: Target) -> usize {
-        self.units * self.kv_heads * self.rows.div_ceil(self.tile_rows(target))
+        self.pairs_of(self.tile_rows(target))
+    }
+
+    fn pairs_of(&self, tile_rows: usize) -> usize {
+        self.units * self.kv_heads * self.rows.div_ceil(tile_rows)
     }
 
     /// Returns the number of slots of pieces.
     pub fn slots(&self, target: Target) -> usize {
-        match self.split {
-            Split::Runs(runs) => runs + self.pairs(target),
-            Split::Slices(most) => most * self.pairs(target),
+        self.split.slots(self.pairs(target))
+    }
+
+    /// Returns the keys of a source, with each page up to the end of its last tile.
+    fn capacity(&self) -> usize {
+        self.source_pages * self.page_rows.next_multiple_of(self.page_tile())
+    }
+
+    /// Returns the elements of the weights that go through memory, and of each of both arrays of
+    /// their tiles.
+    fn weights(&self) -> [usize; 2] {
+        if !self.weights_in_memory {
+            return [0, 0];
         }
+        let heads = self.units * self.kv_heads;
+        let tiles = self.capacity() / self.page_tile();
+        [heads * self.rows * self.capacity(), heads * tiles * self.padded_rows()]
+    }
+
+    fn padded_rows(&self) -> usize {
+        self.rows.next_multiple_of(MANY_ROWS)
     }
 
     /// Returns the bytes of the workspace.
     pub fn workspace_bytes(&self, target: Target) -> u64 {
-        (self.slots(target) * self.tile_rows(target) * (self.value_dim + 2) * 4) as u64
+        let pieces = self.slots(target) * self.tile_rows(target) * (self.value_dim + 2) * 4;
+        let [weights, tiles] = self.weights();
+        (pieces + 8 * tiles + weights * self.element.bytes()) as u64
     }
 
     /// Returns the bytes of a workspace that is large enough with the runs and tiles of any target.
@@ -202,18 +238,15 @@ impl Decode {
         bytes.into_iter().max().unwrap_or_default()
     }
 
-    /// Returns the images of both launches.
-    pub fn instances(&self, target: Target) -> [Instance; 2] {
+    /// Returns the image that computes pieces.
+    fn pieces(&self, target: Target) -> Instance {
         let Decode { element, .. } = *self;
-        let (width, variant) = (self.width(), self.variant());
-        let kernel = if self.values_in_keys { Kernel::DecodeLatents } else { Kernel::Decode };
-        let merge = Kernel::DecodeMerge;
-        let mut widths = merge.spec().widths.iter().copied();
-        let columns = widths.find(|&width| self.value_dim <= width as usize).unwrap_or(256);
-        [
-            Instance { kernel, variant, element, width, target },
-            Instance::plain(merge, merge.elements()[0], columns, target),
-        ]
+        let (kernel, width) = match (self.values_in_keys, self.weights_in_memory) {
+            (false, _) => (Kernel::Decode, self.width()),
+            (true, false) => (Kernel::DecodeLatents, LATENT_WIDTH),
+            (true, true) => (Kernel::LatentValues, LATENT_PART),
+        };
+        Instance { kernel, variant: self.variant(), element, width, target }
     }
 
     /// Returns the launches that compute it, to be run in order on a device of `target`.
@@ -225,14 +258,32 @@ impl Decode {
         if self.units == 0 || self.rows == 0 {
             return Ok(vec![]);
         }
-        let [pieces, merge] = self.instances(target);
-        let launch = |instance: Instance, blocks: usize| {
+        let launch = |instance: Instance, blocks: usize, cut: Split| {
             let arrays = self.arrays(instance);
-            Launch::new(instance, blocks as u32, |argument| self.value(argument, &arrays, target))
+            let value = |argument| self.value(argument, &arrays, cut, target);
+            Launch::new(instance, blocks as u32, value)
         };
-        let rows = self.units * self.kv_heads * self.rows;
+        let mut launches = vec![];
+        if self.weights_in_memory {
+            let (kernel, width) = (Kernel::LatentWeights, LATENT_WIDTH);
+            let weights = Instance { kernel, width, ..self.pieces(target) };
+            let pairs = self.pairs_of(weights.tile().rows as usize);
+            // As many blocks as compute pieces.
+            let cut = match self.split {
+                Split::Runs(runs) => Split::Runs(runs * self.blocks_of_slot()),
+                slices => slices,
+            };
+            launches.push(launch(weights, cut.slots(pairs), cut)?);
+        }
         let blocks = self.slots(target) * self.blocks_of_slot();
-        Ok(vec![launch(pieces, blocks)?, launch(merge, rows)?])
+        launches.push(launch(self.pieces(target), blocks, self.split)?);
+        let merge = Kernel::DecodeMerge;
+        let mut widths = merge.spec().widths.iter().copied();
+        let columns = widths.find(|&width| self.value_dim <= width as usize).unwrap_or(256);
+        let merge = Instance::plain(merge, merge.elements()[0], columns, target);
+        let rows = self.units * self.kv_heads * self.rows;
+        launches.push(launch(merge, rows, self.split)?);
+        Ok(launches)
     }
 
     /// Checks sizes and numbers.
@@ -279,8 +330,15 @@ impl Decode {
             let got = format!("{} and {}", self.interleave, self.world_size);
             return Err(LaunchError::invalid("interleave and world_size", "at least 1", got));
         }
+        if self.weights_in_memory && !self.values_in_keys {
+            let expected = "false without values_in_keys";
+            return Err(LaunchError::invalid("weights_in_memory", expected, true));
+        }
         let columns = head_dim.max(value_dim);
+        let [weights, of_tiles] = self.weights();
         let counts = [
+            ("elements of weights", weights as u128),
+            ("elements of tiles", of_tiles as u128),
             ("elements of a page", page_rows as u128 * (kv_heads * columns) as u128),
             ("elements of q and o", (self.units * kv_heads * self.rows * columns) as u128),
             ("elements of pieces", u128::from(self.most_workspace_bytes() / 4)),
@@ -300,14 +358,23 @@ impl Decode {
     }
 
     fn arrays(&self, Instance { kernel, target, .. }: Instance) -> Vec<Array> {
-        let statistics = (self.slots(target) * self.tile_rows(target) * 4) as u64;
-        let sums = self.workspace + statistics;
-        let pieces = [
-            (Operand::PieceMax, self.workspace),
-            (Operand::PieceSum, sums),
-            (Operand::PieceAcc, sums + statistics),
+        let statistics = self.slots(target) * self.tile_rows(target);
+        let [weights, tiles] = self.weights();
+        let workspace = [
+            (Operand::TileMax, 4 * tiles),
+            (Operand::TileSum, 4 * tiles),
+            (Operand::Weights, weights * self.element.bytes()),
+            (Operand::PieceMax, 4 * statistics),
+            (Operand::PieceSum, 4 * statistics),
+            (Operand::PieceAcc, 4 * statistics * self.value_dim),
         ];
-        let all = Decode::ARRAYS.into_iter().zip(self.arrays).chain(pieces);
+        let mut at = self.workspace;
+        let workspace = workspace.map(|(operand, bytes)| {
+            let address = at;
+            at += bytes as u64;
+            (operand, address)
+        });
+        let all = Decode::ARRAYS.into_iter().zip(self.arrays).chain(workspace);
         let own = all.filter(|(operand, _)| kernel.find(Meaning::Address(*operand)).is_some());
         let size = |size| self.size(size, target);
         let array = |(operand, address)| {
@@ -329,6 +396,9 @@ impl Decode {
             Size::PageRows => self.page_rows,
             Size::Sources => self.sources,
             Size::SourcePages => self.source_pages,
+            Size::Capacity => self.capacity(),
+            Size::Tiles => self.capacity() / self.page_tile(),
+            Size::PaddedRows => self.padded_rows(),
             Size::Slots => self.slots(target),
             Size::TileRows => self.tile_rows(target),
             other => unreachable!("decode has no {other:?}"),
@@ -343,9 +413,10 @@ impl Decode {
         &self,
         argument: &'static Argument,
         arrays: &[Array],
+        cut: Split,
         target: Target,
     ) -> Result<Value, LaunchError> {
-        let (runs, most_slices) = match self.split {
+        let (runs, most_slices) = match cut {
             Split::Runs(runs) => (runs, 0),
             Split::Slices(most) => (1, most),
         };

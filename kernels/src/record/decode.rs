@@ -2,8 +2,11 @@
 
 use super::{Access, Argument, Kind, Meaning, Operand, Size, View, count, joined};
 
-const CACHE: &[Argument] = &arguments! {
+const QUERIES: &[Argument] = &arguments! {
     q: Activations(Q)[Units, KvHeads, QLen, HeadDim] / 16, "queries [units, kv_heads, rows, head_dim]";
+};
+
+const KEYS: &[Argument] = &arguments! {
     k: Activations(K)[Pages, PageRows, KvHeads, HeadDim] / 16, "keys [pages, page_rows, kv_heads, head_dim]";
 };
 
@@ -20,10 +23,25 @@ const UNITS: &[Argument] = &arguments! {
     intervals: Int32s(Intervals)[Units, Two, QLen] / 4, "keys that each row sees [units, 2, rows]: first row of the source, and end";
 };
 
-const FEATURES: &[Argument] = &arguments! {
+const SLOPES: &[Argument] = &arguments! {
     places: Int32s(CountedPositions)[Units, QLen] In(Slopes) / 4, "position of each row that slopes count by [units, rows]; read if has_slopes";
     slopes: Float32s(Slopes)[Units, KvHeads, QLen] In(Slopes) / 4, "ALiBi's slope of each row [units, kv_heads, rows]; read if has_slopes";
+};
+
+const RANK: &[Argument] = &arguments! {
     rank: Int32s(Rank)[One] / 4, "this device's rank among the devices that share the keys";
+};
+
+const WEIGHTS: &[Argument] = &arguments! {
+    weights: Activations(Weights)[Units, KvHeads, QLen, Capacity] Out / 16, "weights of each row and key, relative to the level of the row in the key's tile [units, kv_heads, rows, capacity]; tiles that no row sees are not written";
+    tile_max: Float32s(TileMax)[Units, KvHeads, Tiles, PaddedRows] Out / 16, "level of each row in each tile, its largest score in base 2 [units, kv_heads, tiles, padded_rows]";
+    tile_sum: Float32s(TileSum)[Units, KvHeads, Tiles, PaddedRows] Out / 16, "sums of the weights of each row in each tile [units, kv_heads, tiles, padded_rows]";
+};
+
+const WEIGHTS_READ: &[Argument] = &arguments! {
+    weights: Activations(Weights)[Units, KvHeads, QLen, Capacity] / 16, "weights of each row and key, relative to the level of the row in the key's tile [units, kv_heads, rows, capacity]";
+    tile_max: Float32s(TileMax)[Units, KvHeads, Tiles, PaddedRows] / 16, "level of each row in each tile, its largest score in base 2 [units, kv_heads, tiles, padded_rows]";
+    tile_sum: Float32s(TileSum)[Units, KvHeads, Tiles, PaddedRows] / 16, "sums of the weights of each row in each tile [units, kv_heads, tiles, padded_rows]";
 };
 
 const PIECES: &[Argument] = &arguments! {
@@ -65,6 +83,12 @@ const PAGE_SIZES: &[Argument] = &arguments! {
     page_shift: I32(PageShift), "binary logarithm of the tiles of a page; 31 where a source is one page";
 };
 
+const WEIGHT_SIZES: &[Argument] = &arguments! {
+    capacity: I32(Size(Capacity)) / 16, "keys of a source, with each page up to the end of its last tile";
+    tiles: I32(Size(Tiles)), "tiles of a source";
+    padded_rows: I32(Size(PaddedRows)) / 16, "rows of a unit, rounded up to whole tiles";
+};
+
 const SLOTS: &[Argument] = &arguments! {
     slots: I32(Size(Slots)), "slots of pieces";
     tile_rows: I32(Size(TileRows)), "rows of a piece";
@@ -90,14 +114,50 @@ const NUMBERS: &[Argument] = &arguments! {
 
 /// Arguments of `decode`.
 pub const DECODE: &[Argument] = record!(
-    CACHE, VALUES, PAGE_TABLE, UNITS, FEATURES, PIECES, UNIT_SIZES, HEAD_DIM, VALUE_DIM,
-    PAGE_SIZES, SLOTS, SLICES, CUTS, NUMBERS
+    QUERIES, KEYS, VALUES, PAGE_TABLE, UNITS, SLOPES, RANK, PIECES, UNIT_SIZES, HEAD_DIM,
+    VALUE_DIM, PAGE_SIZES, SLOTS, SLICES, CUTS, NUMBERS
 );
 
 /// Arguments of `decode_latents`.
 pub const DECODE_LATENTS: &[Argument] = record!(
-    CACHE, PAGE_TABLE, UNITS, FEATURES, PIECES, UNIT_SIZES, HEAD_DIM, VALUE_DIM, PAGE_SIZES, SLOTS,
-    SLICES, CUTS, NUMBERS
+    QUERIES, KEYS, PAGE_TABLE, UNITS, SLOPES, RANK, PIECES, UNIT_SIZES, HEAD_DIM, VALUE_DIM,
+    PAGE_SIZES, SLOTS, SLICES, CUTS, NUMBERS
+);
+
+/// Arguments of `latent_weights`.
+pub const LATENT_WEIGHTS: &[Argument] = record!(
+    QUERIES,
+    KEYS,
+    PAGE_TABLE,
+    UNITS,
+    SLOPES,
+    RANK,
+    WEIGHTS,
+    UNIT_SIZES,
+    HEAD_DIM,
+    PAGE_SIZES,
+    WEIGHT_SIZES,
+    SLICES,
+    CUTS,
+    NUMBERS
+);
+
+/// Arguments of `latent_values`.
+pub const LATENT_VALUES: &[Argument] = record!(
+    KEYS,
+    PAGE_TABLE,
+    UNITS,
+    RANK,
+    WEIGHTS_READ,
+    PIECES,
+    UNIT_SIZES,
+    HEAD_DIM,
+    VALUE_DIM,
+    PAGE_SIZES,
+    WEIGHT_SIZES,
+    SLOTS,
+    SLICES,
+    CUTS
 );
 
 /// Arguments of `decode_merge`.

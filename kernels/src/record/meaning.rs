@@ -129,6 +129,12 @@ pub enum Operand {
     Intervals,
     /// Rank of the device among the devices that share the keys.
     Rank,
+    /// Weights of each row and key.
+    Weights,
+    /// Level of each row's weights in each tile of keys.
+    TileMax,
+    /// Sums of each row's weights in each tile of keys.
+    TileSum,
     /// Σ p·v of each piece.
     PieceAcc,
     /// Largest score of each piece.
@@ -146,7 +152,7 @@ pub enum Size {
     QLen,
     /// Key rows.
     KvLen,
-    /// Tokens of linear attention up to the end of a tile.
+    /// Rows up to the end of a tile.
     PaddedRows,
     /// Parts of the tokens.
     Parts,
@@ -172,6 +178,10 @@ pub enum Size {
     Pages,
     /// Rows of a page.
     PageRows,
+    /// Keys of a source, with each page up to the end of its last tile.
+    Capacity,
+    /// Tiles of a source.
+    Tiles,
     /// Slots of pieces.
     Slots,
     /// Rows of a tile of queries.

@@ -12,6 +12,7 @@ fn decode(units: usize, rows: usize, dim: usize, page_rows: usize, split: Split)
         head_dim: dim,
         value_dim: dim,
         values_in_keys: false,
+        weights_in_memory: false,
         element: Element::Bf16,
         pages: 100,
         page_rows,
@@ -105,6 +106,44 @@ fn latents_of_many_heads_take_a_block_for_each_half_of_the_values() {
     assert_eq!(grid(17, 512, Target::Sm90), (34, 2 * (2 * 66 + 34)));
     let fixed = Decode { split: Split::Slices(3), ..latents(1, 512) };
     assert_eq!(fixed.launches(Target::Sm90).expect("launches")[0].grid, [2 * 3 * 2, 1, 1]);
+}
+
+/// Weights of all rows have as many blocks as the pieces, each for tiles of 64 rows.
+#[test]
+fn weights_of_latents_go_through_memory() {
+    let grids = |units, value_dim, target| {
+        let call = Decode { weights_in_memory: true, ..latents(units, value_dim) };
+        let call = Decode { split: Split::Runs(call.runs(target)), ..call };
+        let [weights, values, merge] = &call.launches(target).expect("launches")[..] else {
+            panic!("three launches");
+        };
+        let kernels = [weights, values, merge].map(|launch| launch.instance().kernel);
+        assert_eq!(kernels, [Kernel::LatentWeights, Kernel::LatentValues, Kernel::DecodeMerge]);
+        // Four pages of 64 keys, with two bytes a weight and two numbers a tile.
+        let room = (units * 128 * 4 * (64 * 2 + 8)) as u64;
+        let plain = Decode { weights_in_memory: false, ..call };
+        assert_eq!(call.most_workspace_bytes() - room, plain.most_workspace_bytes());
+        assert!(call.workspace_bytes(target) <= call.most_workspace_bytes());
+        [weights.grid[0], values.grid[0]]
+    };
+    assert_eq!(grids(1, 512, Target::Sm90), [2 * 64 + 2, 2 * 66]);
+    assert_eq!(grids(1, 256, Target::Sm90), [130 + 2, 132]);
+    assert_eq!(grids(40, 512, Target::Sm100), [2 * 148 + 80, 2 * (148 + 80)]);
+    let fixed = Decode { split: Split::Slices(3), weights_in_memory: true, ..latents(1, 512) };
+    let fixed = fixed.launches(Target::Sm90).expect("launches");
+    assert_eq!([fixed[0].grid[0], fixed[1].grid[0]], [2 * 3, 2 * 3 * 2]);
+}
+
+#[test]
+fn weights_without_latents_or_of_too_many_keys_are_refused() {
+    let refused = |call: Decode, words: &str| {
+        let call = Decode { weights_in_memory: true, ..call };
+        let said = call.launches(Target::Sm90).expect_err("refused").to_string();
+        assert!(said.contains(words), "{said}");
+    };
+    refused(decode(1, 4, 64, 64, Split::Runs(1)), "weights_in_memory must be false");
+    let long = Decode { page_rows: 1 << 20, source_pages: 8, ..latents(1, 512) };
+    refused(long, "elements of weights must be fewer than 2^30");
 }
 
 #[test]

@@ -50,6 +50,8 @@ pub mod delta_parts;
 pub mod delta_rule;
 pub mod dropout;
 pub mod forward;
+pub mod latent_values;
+pub mod latent_weights;
 pub mod linear;
 pub mod masks;
 pub mod modes;
@@ -76,5 +78,5 @@ pub(crate) fn source(module: &str) -> fn() -> Module {
     }
     among!(forward backward_keys backward_queries segments masks rows combine_softmax linear channels
            delta_inverse delta_rule delta_keys decode decode_latents
-           decode_merge)
+           latent_weights latent_values decode_merge)
 }

@@ -90,7 +90,7 @@ pub fn loops(
     let rows = if streams_keys(kernel) { shape.keys } else { shape.rows };
     let bytes = f64::from(rows * width) * ACTIVATION;
     // Others than latents stream two tiles, such as those of keys and values.
-    let is_one_tile = kernel == Kernel::DecodeLatents;
+    let is_one_tile = matches!(kernel, Kernel::DecodeLatents | Kernel::LatentWeights);
     let all = if is_one_tile { bytes } else { 2.0 * bytes };
     let warpgroups = shape.warps as usize / 4;
     let ranges = listing.matrix_loops()?;

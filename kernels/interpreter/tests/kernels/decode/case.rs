@@ -28,6 +28,7 @@ pub struct Case {
     pub value_dim: usize,
     /// Whether the values are the first columns of the keys.
     pub values_in_keys: bool,
+    pub weights_in_memory: bool,
     pub page_rows: usize,
     pub source_pages: usize,
     /// Pages that no source has.
@@ -61,6 +62,7 @@ pub const CASE: Case = Case {
     head_dim: 16,
     value_dim: 24,
     values_in_keys: false,
+    weights_in_memory: false,
     page_rows: 320,
     source_pages: 1,
     spare: 0,
@@ -321,6 +323,7 @@ pub fn place(case: &Case, inputs: &Inputs, world: &mut World) -> (Decode, Arrays
         head_dim,
         value_dim,
         values_in_keys: case.values_in_keys,
+        weights_in_memory: case.weights_in_memory,
         element,
         pages,
         page_rows,

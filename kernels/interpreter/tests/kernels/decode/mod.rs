@@ -240,20 +240,30 @@ const LATENTS: Case = Case {
 fn values_in_the_first_columns_of_keys() {
     let small = Case { lengths: &[70, 0], page_rows: 128, queries: 1, group: 3, ..LATENTS };
     let dims = [(40, 24), (288, 256), (320, 264), (512, 512)];
-    check_all(&dims.map(|(head_dim, value_dim)| Case { head_dim, value_dim, ..small }));
     let paged = Case { page_rows: 64, source_pages: 3, spare: 2, ..LATENTS };
-    check_all(&[
-        LATENTS,
-        paged,
-        Case { page_rows: 16, source_pages: 12, element: Element::F16, ..paged },
-        Case { missing: Some((0, 1, -1)), kv_heads: 2, ..paged },
-        Case { split: Split::Slices(3), window: Some(40), soft_cap: 2.0, slopes: true, ..paged },
-    ]);
+    for weights_in_memory in [false, true] {
+        let of = |case| Case { weights_in_memory, ..case };
+        check_all(&dims.map(|(head_dim, value_dim)| of(Case { head_dim, value_dim, ..small })));
+        check_all(&[
+            of(LATENTS),
+            of(paged),
+            of(Case { page_rows: 16, source_pages: 12, element: Element::F16, ..paged }),
+            of(Case { missing: Some((0, 1, -1)), kv_heads: 2, ..paged }),
+            of(Case {
+                split: Split::Slices(3),
+                window: Some(40),
+                soft_cap: 2.0,
+                slopes: true,
+                ..paged
+            }),
+        ]);
+    }
 }
 
 #[test]
 fn launches_touch_what_their_footprints_say() {
-    for case in [Case { slopes: true, hidden: 0.0, ..PAGED }, SHORT] {
+    let written = Case { weights_in_memory: true, ..LATENTS };
+    for case in [Case { slopes: true, hidden: 0.0, ..PAGED }, SHORT, written] {
         check(&case, Change::Before(suffices)).unwrap_or_else(|error| panic!("{error}"));
     }
 }
@@ -297,8 +307,13 @@ fn every_mistake_is_found() {
     let even = Case { value_dim: 16, hidden: 0.0, ..PAGED };
     type Mutant = (&'static str, Case, Change);
     let latents = Case { kv_heads: 2, ..LATENTS };
+    let written = Case { weights_in_memory: true, ..LATENTS };
     #[rustfmt::skip]
-    let mutants: [Mutant; 24] = [
+    let mutants: [Mutant; 28] = [
+        ("weights of other keys", written, Change::Launch(|l| if l.value("piece_acc").is_some() { force_any(l, "capacity", 128); })),
+        ("levels mistaken for sums", written, Change::Launch(|l| if l.value("piece_acc").is_some() && l.value("tile_max").is_some() { swap(l, "tile_max", "tile_sum"); })),
+        ("weights of half of the latents", written, Change::Launch(|l| if l.value("q").is_some() { force(l, "head_dim", 256); })),
+        ("weights without masks", written, Change::Module(|m| in_pieces(m, |m| reroute_all(m, Select, 2, 1)))),
         ("latents of other columns", latents, Change::Launch(|l| force_any(l, "head_dim", 512))),
         ("half of the values", LATENTS, Change::Launch(|l| if l.value("k").is_some() { force(l, "value_dim", 256); })),
         ("parts of columns added twice", LATENTS, Change::Module(|m| in_pieces(m, |m| repeat(m, Opcode::AddF, 0)))),
