@@ -22,10 +22,11 @@ use crate::host::simd::Simd;
 /// States for each worker, if a head keeps one state. They are overwritten in turns, and a worker
 /// waits until the chunk that has read the oldest is finished.
 const STATES: usize = 2;
-/// The least columns of a state that are passed on at a time: the lanes of the longest vectors.
+/// A worker passes on at least this many columns of a state at a time: the lanes of the longest
+/// vectors.
 const COLUMNS: usize = 16;
-/// The least columns that are passed on at a time, unless there are so many workers that they would
-/// wait for each other. Products of fewer columns are slower: with two workers, 32 columns at a time
+/// A worker passes on at least this many columns at a time, unless so many workers share a head that
+/// they would wait for each other. Products of fewer columns are slower: with two workers, 32 columns at a time
 /// instead of 64 make both passes of the delta rule take a tenth longer.
 const FULL: usize = 64;
 /// Times that a worker looks for a state, about as long as two chunks take, before it lets other
@@ -98,7 +99,7 @@ struct Turns<'a, T> {
     passed: Vec<AtomicUsize>,
     /// For each state in turns, the place behind the last finished chunk that has read it.
     finished: Vec<AtomicUsize>,
-    /// Whether a worker has panicked, so that the others must not wait for it.
+    /// Whether a worker has panicked. The other workers then panic instead of waiting for it.
     has_failed: AtomicBool,
 }
 
