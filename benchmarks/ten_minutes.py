@@ -106,8 +106,10 @@ class Run:
     def runs(self) -> Iterator[Item]:
         """Yields the items of the second stage."""
         yield Item("images", module("gpu.loads"), _images)
-        check = [sys.executable, "-m", "burst_attention", "check", "--seconds", "150"]
-        yield Item("families", check, _lines, 160.0)
+        # It ends before the stage does, so that it tells which family hangs.
+        seconds = max(30.0, self.budget.left(SHARES["runs"]) - 20)
+        check = [sys.executable, "-m", "burst_attention", "check", "--seconds", str(seconds)]
+        yield Item("families", check, _lines, seconds + 10)
         some = "test_ring and 8-" + ("zigzag-keys-causal" if self.quick else "")
         yield self._pytest("rings on one GPU", "test_virtual", some)
         if self._found("facts").get("devices", 1) > 1:

@@ -15,7 +15,7 @@ STAGES = ("facts", "runs", "right", "fast", "believe")
 ON_STANDIN = [pytest.mark.needs("standin"), pytest.mark.long]
 
 
-def run(out, minutes=6, **environment):
+def run(out, minutes=16, **environment):
     """Returns the exit code of a quick run, its results by name, and its page."""
     command = [sys.executable, BENCHMARKS / "ten_minutes.py", "--quick", "--platform", "standin"]
     ran = subprocess.run(
