@@ -140,7 +140,7 @@ def test_what_travels_does_not_grow_with_length(update, segments):
 def test_memory_does_not_grow_with_length(update):
     """Beyond arguments and results a device needs the arrays of one group of segments."""
     needed = []
-    for tokens in (2 * 8_192, 2 * 32_768):
+    for tokens in (2 * 8_192, 2 * 131_072):
         rows = jax.ShapeDtypeStruct((1, tokens, 2, 16), jnp.bfloat16)
         shapes = (2,), (1, 2, 16, 16), (1, 2, 16)
         gate, m, z = (jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Shaped
 
 from burst_attention._attention import shards
 from burst_attention._attention.features import Features
@@ -93,12 +93,16 @@ class Segments:
         m, z = map(self.own_heads, before)
         q = rows.query
         batch, tokens, heads, dim = q.shape
-        queries = q.reshape(batch, -1, self.size, m.shape[2], heads // m.shape[2], dim)
+        queries = self._by_head(q).reshape(
+            batch, -1, m.shape[2], heads // m.shape[2] * self.size, dim
+        )
         features = self._features(queries)
-        found = _product("bnshgk,bnhkv->bnshgv", features.astype(q.dtype), m.astype(q.dtype))
-        known = _product("bnshgk,bnhkv->bnshgv", features, z[..., None])
-        weight = jax.nn.sigmoid(gate).reshape(batch, 1, 1, *known.shape[3:5], 1)
-        return (weight * _inverse(known) * found).reshape(batch, tokens, heads, -1), after
+        found = _product("bnhsk,bnhkv->bnhsv", features.astype(q.dtype), m.astype(q.dtype))
+        known = _product("bnhsk,bnhkv->bnhsv", features, z[..., None])
+        shape = (batch, -1, heads, self.size)
+        weight = jax.nn.sigmoid(gate)[:, None, :, None] * _inverse(known).reshape(shape)
+        mixed = weight[..., None] * found.reshape(*shape, found.shape[4])
+        return mixed.swapaxes(2, 3).reshape(batch, tokens, heads, -1), after
 
     def advance(
         self,
@@ -123,20 +127,26 @@ class Segments:
     ) -> tuple[Memories, Memory]:
         """Returns the memory before each segment, and after the last one."""
         m, z = memory
-        keys, values = (x.reshape(x.shape[0], -1, self.size, *x.shape[2:]) for x in (k, v))
+        keys, values = map(self._by_head, (k, v))
         features = self._features(keys)
-        zs, last_z = _passed_on(z[..., None], None, jnp.sum(features, axis=2)[..., None])
-        added = _product("bnshk,bnshv->bnhkv", features.astype(v.dtype), values)
+        zs, last_z = _passed_on(z[..., None], None, jnp.sum(features, axis=3)[..., None])
+        added = _summed(features.astype(v.dtype), values)
         transfers = None
         if self.settings.update == "delta":
-            weight = _inverse(_product("bnshk,bnhkv->bnshv", features, zs))
+            weight = _inverse(_product("bnhsk,bnhkv->bnhsv", features, zs))
             weighed = (weight * features).astype(v.dtype)
-            taken = _product("bnshk,bnshj->bnhkj", features.astype(v.dtype), weighed)
+            taken = _summed(features.astype(v.dtype), weighed)
             transfers = states.identity(taken) - taken
         # Tokens add nothing to columns that say what is left of the memory before.
         added = jnp.pad(added, [(0, 0)] * 4 + [(m.shape[3] - added.shape[4], 0)])
         ms, last_m = _passed_on(m, transfers, added)
         return (ms, zs[..., 0]), (last_m, last_z[..., 0])
+
+    def _by_head(
+        self, x: Shaped[Array, "batch seq heads dim"]
+    ) -> Shaped[Array, "batch segments heads size dim"]:
+        """Returns the rows of each head of each segment, as the products take them."""
+        return x.reshape(x.shape[0], -1, self.size, *x.shape[2:]).swapaxes(2, 3)
 
     def _features(self, x: jax.Array) -> jax.Array:
         """Returns σ of queries or keys, float32."""
@@ -167,16 +177,17 @@ def _passed_on(
 
     A segment turns a state S into T S + M: T is ``transfers``, or 1 for None, and M is ``added``.
     """
+    first = vary_like(added, first)
+    if transfers is None:
+        sums = jnp.cumsum(jnp.concatenate([first[:, None], added], axis=1), axis=1)
+        return sums[:, :-1], sums[:, -1]
 
-    def step(
-        state: jax.Array, segment: tuple[jax.Array | None, jax.Array]
-    ) -> tuple[jax.Array, jax.Array]:
+    def step(state: jax.Array, segment: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         transfer, more = segment
-        kept = state if transfer is None else states.apply(Matrix(transfer), state)
-        return kept + more, state
+        return states.apply(Matrix(transfer), state) + more, state
 
-    by_segment = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (transfers, added))
-    last, found = lax.scan(step, vary_like(added, first), by_segment)
+    by_segment = jnp.moveaxis(transfers, 1, 0), jnp.moveaxis(added, 1, 0)
+    last, found = lax.scan(step, first, by_segment)
     return jnp.moveaxis(found, 0, 1), last
 
 
@@ -189,6 +200,30 @@ def _product(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
     exact = jnp.float32 in (a.dtype, b.dtype)
     precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
     return jnp.einsum(formula, *(x.astype(jnp.float32) for x in (a, b)), precision=precision)
+
+
+@jax.custom_vjp
+def _summed(
+    a: Float[Array, "batch segments kv_heads size k_dim"],
+    b: Float[Array, "batch segments kv_heads size columns"],
+) -> Matrices:
+    """Returns Σ aᵀ b over the rows of each segment."""
+    return _product("bnhsk,bnhsv->bnhkv", a, b)
+
+
+def _summed_rule(a: jax.Array, b: jax.Array) -> tuple[Matrices, tuple[jax.Array, jax.Array]]:
+    return _summed(a, b), (a, b)
+
+
+def _summed_back(rows: tuple[jax.Array, jax.Array], d: Matrices) -> tuple[jax.Array, jax.Array]:
+    # JAX's own rule turns the results, and XLA's CPU compiler reads them in strides of a segment.
+    a, b = rows
+    da = _product("bnhsv,bnhkv->bnhsk", b, d)
+    db = _product("bnhsk,bnhkv->bnhsv", a, d)
+    return da.astype(a.dtype), db.astype(b.dtype)
+
+
+_summed.defvjp(_summed_rule, _summed_back)
 
 
 def _inverse(x: jax.Array) -> jax.Array:

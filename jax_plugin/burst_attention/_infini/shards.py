@@ -81,8 +81,9 @@ def attend(
         out, after = vary_like(q, jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)), (m, z)
     else:
         gates = jnp.broadcast_to(gate, (q.shape[0], *gate.shape))
-        operands = Operands(Rows(q, k, v, local_q, local_k), gates, (m, z))
-        out, after = _attend(Ranks(call, plan_of(segments, q.shape[1])), operands)
+        rows = Rows(q, k, v, local_q, local_k)
+        plan = plan_of(segments, rows, _mesh.platform(jax.sharding.get_abstract_mesh()))
+        out, after = _attend(Ranks(call, plan), Operands(rows, gates, (m, z)))
     one_of_all = partial(of_last_rank, call._replace(axes=axes + whole))
     return out, (one_of_all(after[0]), one_of_all(after[1]))
 
@@ -160,7 +161,7 @@ def _linear_before(ranks: Ranks, rows: Rows, memory: Memory) -> tuple[Memory, Me
 def _delta_before(ranks: Ranks, rows: Rows, memory: Memory) -> tuple[Memory, Memory, Matrix]:
     """Returns the memory before this rank's tokens, after all ranks' tokens, and its transfer."""
     (call, plan), (m, z) = ranks, vary_like(rows, memory)
-    sums = plan.segments.sums(rows.key)[..., None]
+    sums = plan.sums(rows.key)[..., None]
     first_z, last_z = (x[..., 0] for x in states.before(call, z[..., None], None, sums))
     # What all segments do to a state: the state of columns that begin with the identity.
     k_dim = m.shape[2]

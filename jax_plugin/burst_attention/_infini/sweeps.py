@@ -20,7 +20,10 @@ from burst_attention._infini.segments import Gates, Memory, Rows, Segments
 from burst_attention._mesh import vary_like
 
 GROUP = 2_048
-"""The most tokens of a group of several segments."""
+"""The most tokens of a group of several segments on CPU devices, whose caches hold their arrays."""
+GPU_ELEMENTS = 2**24
+"""The most elements of an array of a group of several segments on GPUs: 64 MiB in float32. Kernels
+of one short segment are too small to keep a GPU busy."""
 WINDOWS = 16
 """The most windows of a device."""
 Starts: TypeAlias = tuple[
@@ -70,8 +73,16 @@ class Plan:
         def group(memory: Memory, at: Int32[Array, ""]) -> tuple[Memory, None]:
             return self._advanced(memory, rows, at), None
 
-        count = jnp.arange(self.windows * self.groups, dtype=jnp.int32)
-        return lax.scan(group, vary_like(rows, memory), count)[0]
+        return lax.scan(group, vary_like(rows, memory), self._groups())[0]
+
+    def sums(self, key: Float[Array, "batch seq kv_heads head_dim"]) -> jax.Array:
+        """Returns what all tokens add to z."""
+
+        def group(z: jax.Array, at: Int32[Array, ""]) -> tuple[jax.Array, None]:
+            return z + self.segments.sums(self._part(key, at)), None
+
+        zeros = jnp.zeros((key.shape[0], *key.shape[2:]), jnp.float32)
+        return lax.scan(group, vary_like(key, zeros), self._groups())[0]
 
     def backward(
         self, starts: Starts, rows: Rows, gate: Gates, dout: jax.Array, dafter: Memory
@@ -148,6 +159,10 @@ class Plan:
         key, value = self._part((rows.key, rows.value), at)
         return self.segments.advance(memory, key, value)
 
+    def _groups(self) -> Int32[Array, " groups"]:
+        """Returns the indices of all groups."""
+        return jnp.arange(self.windows * self.groups, dtype=jnp.int32)
+
     def _all(self) -> Int32[Array, " windows"]:
         """Returns the indices of windows."""
         return jnp.arange(self.windows, dtype=jnp.int32)
@@ -167,10 +182,13 @@ class Plan:
         return lax.dynamic_update_slice_in_dim(whole, part, at * self.group, axis=1)
 
 
-def plan_of(segments: Segments, tokens: int) -> Plan:
+def plan_of(segments: Segments, rows: Rows, platform: str | None) -> Plan:
     """Returns the plan for a device's tokens."""
+    q, v = rows.query, rows.value
+    tokens, elements = q.shape[1], q.shape[0] * q.shape[2] * max(q.shape[3], v.shape[3])
+    most = GROUP if platform in ("cpu", None) else GPU_ELEMENTS // elements
     count = tokens // segments.size
-    together = _divisor(count, max(1, GROUP // segments.size))
+    together = _divisor(count, max(1, most // segments.size))
     windows = _divisor(count // together, WINDOWS)
     return Plan(segments, together * segments.size, count // together // windows, windows)
 
