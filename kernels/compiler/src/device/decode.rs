@@ -16,10 +16,10 @@ pub mod decode {
     use super::super::common::common::{stream, write, write_statistics};
     use super::super::modes::modes::SWITCHED;
     use super::super::pages::pages::{hidden_out, page_place, pairs_of, values_seen};
-    use super::super::pieces::pieces::piece_in;
     use super::super::scores::scores::Scoring;
     use super::super::softmax::softmax::{State, empty_state, gather, weigh};
-    use super::super::units::units::{Piece, Rows, Task, Units, rows_of, scores_of, task_of};
+    use super::super::units::units::{Piece, Place, Rows, Task, Units};
+    use super::super::units::units::{place_of, rows_of, scores_of, task_of};
     use cutile::core::*;
 
     /// Returns the scores of a tile of keys, and its values. `cut` says that some pairs may not
@@ -215,18 +215,11 @@ pub mod decode {
         let sum_view =
             unsafe { statistics_view(piece_sum, slots, 1i32, tile_rows, tile_rows, tile_rows) };
 
-        let parts: i32 = ceil_div(rows, BM);
-        let unit_pairs: i32 = kv_heads * parts;
-        let piece =
-            unsafe { piece_in(units, slot, unit_count, unit_pairs, run_count, most_slices) };
-        if piece.2 > 0i32 {
-            let u: i32 = piece.0 / unit_pairs;
-            let pair: i32 = piece.0 - u * unit_pairs;
-            let h: i32 = pair / parts;
-            let part: i32 = pair - h * parts;
-            let queries: Rows<BM> = unsafe { rows_of::<BM>(call, u, h, part, has_slopes) };
-            let task: Task =
-                unsafe { task_of::<BM, BN, SUB>(call, scoring, u, h, piece.1, piece.2, queries) };
+        let place: Place = unsafe { place_of::<BM>(call, slot, run_count, most_slices) };
+        if place.length > 0i32 {
+            let queries: Rows<BM> = unsafe { rows_of::<BM>(call, place, has_slopes) };
+            let task: Task = unsafe { task_of::<BM, BN, SUB>(call, scoring, place, queries) };
+            let (u, h, part): (i32, i32, i32) = (place.u, place.h, place.part);
             let own: Piece = task.piece;
             let (low, inside, outside, high): (i32, i32, i32, i32) =
                 (task.low, task.inside, task.outside, task.high);

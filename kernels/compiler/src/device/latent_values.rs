@@ -11,9 +11,10 @@ pub mod latent_values {
     use super::super::common::common::{stream_columns, write_columns, write_statistics};
     use super::super::modes::modes::ABSENT;
     use super::super::pages::pages::{page_place, pairs_of, values_seen};
-    use super::super::pieces::pieces::piece_in;
+    use super::super::pieces::pieces::elements;
     use super::super::scores::scores::Scoring;
-    use super::super::units::units::{Piece, Rows, Task, Units, rows_of, task_of};
+    use super::super::units::units::{Piece, Place, Rows, Task, Units};
+    use super::super::units::units::{place_of, rows_of, task_of};
     use cutile::core::*;
 
     /// Of each row the level of its weights, and their sum.
@@ -21,32 +22,6 @@ pub mod latent_values {
     pub struct Level<const BM: i32> {
         pub m: Tile<f32, { [1, BM] }>,
         pub l: Tile<f32, { [1, BM] }>,
-    }
-
-    /// Returns the numbers at `base + at`, and `other` where they are not wanted.
-    pub unsafe fn numbers<const N: i32>(
-        base: *mut f32,
-        at: Tile<i32, { [N] }>,
-        wanted: Tile<bool, { [N] }>,
-        other: f32,
-    ) -> Tile<f32, { [N] }> {
-        let pointer: PointerTile<*mut f32, { [] }> = pointer_to_tile(base);
-        let pointer: PointerTile<*mut f32, { [1] }> = pointer.reshape(const_shape![1]);
-        let pointers: PointerTile<*mut f32, { [N] }> = pointer.broadcast(const_shape![N]);
-        let pointers: PointerTile<*mut f32, { [N] }> = pointers.offset_tile(at);
-        let loaded: (Tile<f32, { [N] }>, Token) = unsafe {
-            load_ptr_tko(
-                pointers,
-                ordering::Weak,
-                None::<scope::TileBlock>,
-                Some(wanted),
-                Some(other),
-                None,
-                Latency::<0>,
-            )
-        };
-        let found: Tile<f32, { [N] }> = loaded.0;
-        found
     }
 
     /// Returns the level of a piece, the largest of its tiles `low..high`, and the sum of its weights
@@ -73,9 +48,9 @@ pub mod latent_values {
             let wanted: Tile<bool, { [N] }> = lt_tile(tile, high.broadcast(const_shape![N]));
             let at: Tile<i32, { [N] }> = tile * padded_rows.broadcast(const_shape![N]) + row;
             let at: Tile<i32, { [N] }> = at + first.broadcast(const_shape![N]);
-            let t: Tile<f32, { [N] }> = unsafe { numbers::<N>(tile_max, at, wanted, -1.0e38f32) };
+            let t: Tile<f32, { [N] }> = unsafe { elements(tile_max, at, wanted, -1.0e38f32) };
             let levels: Tile<f32, { [AT, BM] }> = t.reshape(const_shape![AT, BM]);
-            let t: Tile<f32, { [N] }> = unsafe { numbers::<N>(tile_sum, at, wanted, 0.0f32) };
+            let t: Tile<f32, { [N] }> = unsafe { elements(tile_sum, at, wanted, 0.0f32) };
             let sums: Tile<f32, { [AT, BM] }> = t.reshape(const_shape![AT, BM]);
             let highest: Tile<f32, { [BM] }> = reduce_max(levels, 0i32);
             let highest: Tile<f32, { [1, BM] }> = highest.reshape(const_shape![1, BM]);
@@ -211,18 +186,11 @@ pub mod latent_values {
         let sum_view =
             unsafe { statistics_view(piece_sum, slots, 1i32, tile_rows, tile_rows, tile_rows) };
 
-        let parts: i32 = ceil_div(rows, BM);
-        let unit_pairs: i32 = kv_heads * parts;
-        let piece =
-            unsafe { piece_in(units, slot, unit_count, unit_pairs, run_count, most_slices) };
-        if piece.2 > 0i32 {
-            let u: i32 = piece.0 / unit_pairs;
-            let pair: i32 = piece.0 - u * unit_pairs;
-            let h: i32 = pair / parts;
-            let part: i32 = pair - h * parts;
-            let queries: Rows<BM> = unsafe { rows_of::<BM>(call, u, h, part, 0i32) };
-            let task: Task =
-                unsafe { task_of::<BM, BN, BN>(call, scoring, u, h, piece.1, piece.2, queries) };
+        let place: Place = unsafe { place_of::<BM>(call, slot, run_count, most_slices) };
+        if place.length > 0i32 {
+            let queries: Rows<BM> = unsafe { rows_of::<BM>(call, place, 0i32) };
+            let task: Task = unsafe { task_of::<BM, BN, BN>(call, scoring, place, queries) };
+            let (u, h, part): (i32, i32, i32) = (place.u, place.h, place.part);
             let own: Piece = task.piece;
             let (low, inside, outside, high): (i32, i32, i32, i32) =
                 (task.low, task.inside, task.outside, task.high);

@@ -52,6 +52,7 @@ pub mod dropout;
 pub mod forward;
 pub mod latent_values;
 pub mod latent_weights;
+pub mod latents;
 pub mod linear;
 pub mod masks;
 pub mod modes;

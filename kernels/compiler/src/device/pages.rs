@@ -2,7 +2,7 @@
 
 #[cutile::module]
 pub mod pages {
-    use super::super::pieces::pieces::{word, words};
+    use super::super::pieces::pieces::{elements, word};
     use super::super::segments::segments::{least, most};
     use cutile::core::*;
 
@@ -26,7 +26,7 @@ pub mod pages {
             let index: Tile<i32, { [256] }> = iota(const_shape![256]);
             let index: Tile<i32, { [256] }> = index + start.broadcast(const_shape![256]);
             let wanted: Tile<bool, { [256] }> = le_tile(index, last.broadcast(const_shape![256]));
-            let ids: Tile<i32, { [256] }> = unsafe { words::<256>(table, index, wanted, 0i32) };
+            let ids: Tile<i32, { [256] }> = unsafe { elements(table, index, wanted, 0i32) };
             lowest = min(lowest, least(ids));
             highest = max(highest, most(ids));
             start = start + 256i32;

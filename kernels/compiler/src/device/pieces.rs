@@ -23,18 +23,18 @@ pub mod pieces {
         tile_to_scalar(loaded.0)
     }
 
-    /// Returns the integers at `base + at`, and `other` where they are not wanted.
-    pub unsafe fn words<const N: i32>(
-        base: *mut i32,
+    /// Returns the elements at `base + at`, and `other` where they are not wanted.
+    pub unsafe fn elements<E: ElementType, const N: i32>(
+        base: *mut E,
         at: Tile<i32, { [N] }>,
         wanted: Tile<bool, { [N] }>,
-        other: i32,
-    ) -> Tile<i32, { [N] }> {
-        let pointer: PointerTile<*mut i32, { [] }> = pointer_to_tile(base);
-        let pointer: PointerTile<*mut i32, { [1] }> = pointer.reshape(const_shape![1]);
-        let pointers: PointerTile<*mut i32, { [N] }> = pointer.broadcast(const_shape![N]);
-        let pointers: PointerTile<*mut i32, { [N] }> = pointers.offset_tile(at);
-        let loaded: (Tile<i32, { [N] }>, Token) = unsafe {
+        other: E,
+    ) -> Tile<E, { [N] }> {
+        let pointer: PointerTile<*mut E, { [] }> = pointer_to_tile(base);
+        let pointer: PointerTile<*mut E, { [1] }> = pointer.reshape(const_shape![1]);
+        let pointers: PointerTile<*mut E, { [N] }> = pointer.broadcast(const_shape![N]);
+        let pointers: PointerTile<*mut E, { [N] }> = pointers.offset_tile(at);
+        let loaded: (Tile<E, { [N] }>, Token) = unsafe {
             load_ptr_tko(
                 pointers,
                 ordering::Weak,
@@ -45,7 +45,7 @@ pub mod pieces {
                 Latency::<0>,
             )
         };
-        let found: Tile<i32, { [N] }> = loaded.0;
+        let found: Tile<E, { [N] }> = loaded.0;
         found
     }
 
@@ -108,11 +108,10 @@ pub mod pieces {
             let unit: Tile<i32, { [256] }> = pair / unit_pairs;
             let rest: Tile<i32, { [256] }> = pair - unit * unit_pairs;
             let at: Tile<i32, { [256] }> = unit * four;
-            let end: Tile<i32, { [256] }> = unsafe { words::<256>(units, at, exist, 0i32) };
+            let end: Tile<i32, { [256] }> = unsafe { elements(units, at, exist, 0i32) };
             let end: Tile<i32, { [256] }> = end.reshape(const_shape![256]);
             let later: Tile<bool, { [256] }> = exist & gt_tile(unit, zero);
-            let before: Tile<i32, { [256] }> =
-                unsafe { words::<256>(units, at - four, later, 0i32) };
+            let before: Tile<i32, { [256] }> = unsafe { elements(units, at - four, later, 0i32) };
             let before: Tile<i32, { [256] }> = before.reshape(const_shape![256]);
             let count: Tile<i32, { [256] }> = end - before;
             let pair_start: Tile<i32, { [256] }> = before * unit_pairs + rest * count;

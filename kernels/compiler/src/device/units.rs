@@ -4,7 +4,7 @@
 pub mod units {
     use super::super::common::common::statistics_view;
     use super::super::pages::pages::{Source, misses_pages};
-    use super::super::pieces::pieces::word;
+    use super::super::pieces::pieces::{piece_in, word};
     use super::super::scores::scores::{Scoring, cap_ratio, capped};
     use super::super::segments::segments::{least, most, segments_view};
     use cutile::core::*;
@@ -55,6 +55,17 @@ pub mod units {
         pub slice_tiles: i32,
         pub interleave: i32,
         pub world_size: i32,
+    }
+
+    /// Which piece a slot has: `length` slices from `first` on, of rows `part · BM` and on of unit `u`
+    /// with key head `h`. An empty slot has none.
+    #[derive(Clone, Copy)]
+    pub struct Place {
+        pub u: i32,
+        pub h: i32,
+        pub part: i32,
+        pub first: i32,
+        pub length: i32,
     }
 
     /// What a block computes: steps `low..high` of keys, of which `inside..outside` need no masks.
@@ -121,15 +132,28 @@ pub mod units {
         (low, inside, outside, high)
     }
 
-    /// Returns the rows of tile `part` of a unit: the keys that each sees, and with slopes its
-    /// position and its slope.
-    pub unsafe fn rows_of<const BM: i32>(
+    /// Returns the piece of a slot.
+    pub unsafe fn place_of<const BM: i32>(
         units: Units,
-        u: i32,
-        h: i32,
-        part: i32,
-        has_slopes: i32,
-    ) -> Rows<BM> {
+        slot: i32,
+        run_count: i32,
+        most_slices: i32,
+    ) -> Place {
+        let parts: i32 = ceil_div(units.rows, BM);
+        let unit_pairs: i32 = units.kv_heads * parts;
+        let (table, count): (*mut i32, i32) = (units.units, units.unit_count);
+        let piece = unsafe { piece_in(table, slot, count, unit_pairs, run_count, most_slices) };
+        let u: i32 = piece.0 / unit_pairs;
+        let pair: i32 = piece.0 - u * unit_pairs;
+        let h: i32 = pair / parts;
+        let part: i32 = pair - h * parts;
+        Place { u, h, part, first: piece.1, length: piece.2 }
+    }
+
+    /// Returns the rows of a piece: the keys that each sees, and with slopes its position and its
+    /// slope.
+    pub unsafe fn rows_of<const BM: i32>(units: Units, place: Place, has_slopes: i32) -> Rows<BM> {
+        let (u, h, part): (i32, i32, i32) = (place.u, place.h, place.part);
         let (unit_count, count): (i32, i32) = (units.unit_count, units.rows);
         let view = unsafe { segments_view(units.intervals, 2i32 * unit_count, count, count) };
         let intervals = view.partition(const_shape![1, BM]);
@@ -157,16 +181,14 @@ pub mod units {
         Rows::<BM> { begin, end, position, slope }
     }
 
-    /// Returns the task of a piece: `length` slices of unit `u` and head `h` from slice `from` on.
+    /// Returns the task of a piece.
     pub unsafe fn task_of<const BM: i32, const BN: i32, const SUB: i32>(
         units: Units,
         scoring: Scoring,
-        u: i32,
-        h: i32,
-        from: i32,
-        length: i32,
+        place: Place,
         rows: Rows<BM>,
     ) -> Task {
+        let (u, length): (i32, i32) = (place.u, place.length);
         let (pages, page_rows): (i32, i32) = (units.pages, units.page_rows);
         let (page_shift, slice_tiles): (i32, i32) = (units.page_shift, units.slice_tiles);
         let rank: i32 = unsafe { word(units.rank, 0i32) };
@@ -178,7 +200,7 @@ pub mod units {
         let end_tile: i32 = unsafe { word(units.units, 4i32 * u + 2i32) };
         let source: i32 = unsafe { word(units.units, 4i32 * u + 3i32) };
         let source: i32 = max(0i32, min(source, units.sources - 1i32));
-        let from: i32 = first_tile / slice_tiles + from;
+        let from: i32 = first_tile / slice_tiles + place.first;
         let first: i32 = max(first_tile, from * slice_tiles);
         let end: i32 = min(end_tile, (from + length) * slice_tiles);
         let table: PointerTile<*mut i32, { [] }> = pointer_to_tile(units.table);
@@ -199,7 +221,7 @@ pub mod units {
             outside = low;
         }
         let source: Source = Source { table, pages, page_rows, page_shift, first, end };
-        let piece: Piece = Piece { source, scoring, stripes, head: h };
+        let piece: Piece = Piece { source, scoring, stripes, head: place.h };
         Task { low, inside, outside, high, piece }
     }
 }
