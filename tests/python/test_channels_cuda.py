@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
-from burst_attention._linear import checks, gpu
+from burst_attention._linear import checks, cuts, gpu
 from linear_cases import assert_right, delta_inputs, found
 from linear_reference import recurrence
 from test_delta_cuda import in_tiles, of_tiles, product
@@ -70,7 +70,7 @@ def stand_in(
 
 
 def carried(state, total):
-    return jnp.where(total <= gpu.LOWEST, 0, jnp.exp2(total) * state)
+    return jnp.where(total <= cuts.LOWEST, 0, jnp.exp2(total) * state)
 
 
 def by_keys(tiles, operands, shapes, back, narrow):
@@ -128,7 +128,7 @@ def kernels(monkeypatch):
 @pytest.mark.parametrize("heads", [(2, 1), (2, 2)], ids=str)
 def test_kernels_and_what_surrounds_them_are_the_recurrence(kernels, monkeypatch, method, heads):
     """In parts of two tiles. Some channels forget a token at once, others never do."""
-    monkeypatch.setattr(gpu, "part_rows", lambda batch, tokens, heads: 2 * TILE)
+    monkeypatch.setattr(cuts, "part_rows", lambda batch, tokens, heads: 2 * TILE)
     arrays, _ = delta_inputs(2, 170, *heads, 16, 8, None, True, 1)
     assert_right(
         found(ring.line(2), arrays, method=method, scale=0.3), arrays, slack=SLACK, scale=0.3

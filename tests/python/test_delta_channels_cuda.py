@@ -14,7 +14,7 @@ import pytest
 import ring
 import test_channels_cuda as channels_cuda
 import test_delta_cuda as delta_cuda
-from burst_attention._linear import checks, gpu, gpu_delta
+from burst_attention._linear import checks, cuts, gpu, gpu_delta
 from linear_cases import assert_right, delta_inputs, found
 from linear_reference import recurrence
 from long import spread
@@ -111,7 +111,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(gpu, "_call", channels_cuda.stand_in)
     monkeypatch.setattr(gpu_delta, "_call", delta_stand_in)
     monkeypatch.setattr(checks, "platform", lambda *_: "cuda")
-    monkeypatch.setattr(gpu, "part_rows", lambda batch, tokens, heads: 2 * TILE)
+    monkeypatch.setattr(cuts, "part_rows", lambda batch, tokens, heads: 2 * TILE)
 
 
 @host
@@ -187,7 +187,7 @@ def test_what_is_not_finite_stays_in_its_document(kernels, name):
 @pytest.mark.parametrize(("dtype", "own_heads"), [("bfloat16", (2, 1, 2)), ("float16", (1, 1, 1))])
 def test_the_kernels_themselves_are_the_recurrence(monkeypatch, dtype, own_heads):
     """Under XLA's runtime, on the interpreter, in parts of two tiles."""
-    monkeypatch.setattr(gpu, "part_rows", lambda batch, tokens, heads: 2 * TILE)
+    monkeypatch.setattr(cuts, "part_rows", lambda batch, tokens, heads: 2 * TILE)
     arrays = inputs(170, own_heads, 16, 24, dtype)
     got = delta_cuda.found(arrays, split=150)
     *operands, beta = arrays

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
-from burst_attention._linear import gpu, gpu_delta
+from burst_attention._linear import cuts, gpu, gpu_delta
 from burst_attention._linear.states import Matrix, apply
 from linear_cases import delta_limits
 from linear_reference import recurrence
@@ -248,7 +248,7 @@ SPOILS = ("q", "k", "v", "log_decay", "first", "dout", "dlast", "beta")
 @pytest.mark.parametrize("name", spread(SPOILS, 4))
 def test_what_is_not_finite_stays_in_its_document(kernels, monkeypatch, name):
     """In parts of one tile, so that documents begin inside of parts and go through several."""
-    monkeypatch.setattr(gpu, "part_rows", lambda batch, tokens, heads: TILE)
+    monkeypatch.setattr(cuts, "part_rows", lambda batch, tokens, heads: TILE)
     arrays = inputs(200, (1, 1, 1), 8, 8)
     begins = [0, 40, 100, 150, 200]
     arrays[3][:, begins[1:-1]] = -np.inf
@@ -300,7 +300,7 @@ def test_parts_that_pass_nothing_stop_infinities(back):
 )
 def test_the_kernels_themselves_are_the_recurrence(monkeypatch, dtype, own_heads, has_documents):
     """Under XLA's runtime, on the interpreter, in parts of two tiles."""
-    monkeypatch.setattr(gpu, "part_rows", lambda batch, tokens, heads: 2 * TILE)
+    monkeypatch.setattr(cuts, "part_rows", lambda batch, tokens, heads: 2 * TILE)
     arrays = inputs(170, own_heads, 16, 24, dtype)
     arrays[3][:, 100 if has_documents else ()] = -np.inf
     got = found(arrays, split=None if has_documents else 150, has_documents=has_documents)

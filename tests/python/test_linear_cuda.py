@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import ring
 from burst_attention import _ffi
-from burst_attention._linear import checks, gpu, sums
+from burst_attention._linear import checks, cuts, gpu, sums
 from jax.sharding import PartitionSpec as P
 from linear_cases import X, assert_documents_are_apart, assert_right, found, grouped, inputs
 from linear_reference import recurrence
@@ -134,7 +134,7 @@ def test_heads_that_kernels_do_not_share_are_repeated(kernels, own_heads):
 )
 def test_what_is_not_finite_stays_in_its_document(kernels, monkeypatch, world, method):
     """In parts of one tile, so that documents begin inside of parts and go through several."""
-    monkeypatch.setattr(gpu, "part_rows", lambda batch, tokens, heads: TILE)
+    monkeypatch.setattr(cuts, "part_rows", lambda batch, tokens, heads: TILE)
     assert_documents_are_apart(world, method, "segment_ids")
 
 
@@ -187,11 +187,11 @@ def test_a_wrong_part_is_noticed(kernels, monkeypatch):
 
 def test_parts_keep_a_gpu_busy_and_are_tiles():
     for batch, tokens, heads in [(1, 131072, 8), (1, 1, 1), (4, 4096, 64), (1, 1 << 20, 1)]:
-        rows = gpu.part_rows(batch, tokens, heads)
+        rows = cuts.part_rows(batch, tokens, heads)
         parts = -(-tokens // rows)
         assert rows % TILE == 0
-        assert parts * batch * heads >= min(gpu.BLOCKS, tokens // 512) * 0.9
-        assert parts * batch * heads <= gpu.BLOCKS + batch * heads
+        assert parts * batch * heads >= min(cuts.BLOCKS, tokens // 512) * 0.9
+        assert parts * batch * heads <= cuts.BLOCKS + batch * heads
 
 
 def program(device, dtype="bfloat16", tokens=4096):

@@ -30,7 +30,8 @@ from jaxtyping import Array, Bool, Float, Float32
 from burst_attention import _ffi
 from burst_attention._linear import channels, gpu
 from burst_attention._linear.channels import TILE
-from burst_attention._linear.gpu import Cut, Dots, States, cut
+from burst_attention._linear.cuts import Cut, cut
+from burst_attention._linear.gpu import Dots, States
 from burst_attention._linear.isolation import finite, poisoned, reached, spoilt
 from burst_attention._linear.states import Betas, Logs, Matrix, State, apply, identity, product
 from burst_attention._mesh import vary_like
