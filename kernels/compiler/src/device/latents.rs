@@ -36,7 +36,7 @@ pub mod latents {
         Columns { own, other, rest }
     }
 
-    /// Returns the rows of tile `part` of the queries. `rest` is zeros.
+    /// Returns the rows of tile `part` of the queries. `none` and `rest` are zeros.
     pub fn queries_of<E: ElementType, const BM: i32, const DT: i32, const RT: i32>(
         view: &Tensor<E, { [-1, -1, -1, -1] }>,
         heads: i32,
