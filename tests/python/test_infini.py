@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
+from burst_attention._infini.segments import Rows, Segments, Settings
+from burst_attention._infini.sweeps import plan_of
 from infini_cases import SEGMENT, inputs, near, reference, sharded
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -149,6 +151,25 @@ def test_memory_does_not_grow_with_length(update):
         compiled = run.lower((rows, rows, rows, gate, m, z), (rows, m, z)).compile()
         needed.append(compiled.memory_analysis().temp_size_in_bytes)
     assert needed[1] <= 1.1 * needed[0]
+
+
+@pytest.mark.parametrize(
+    ("platform", "tokens", "heads", "group"),
+    [
+        ("cpu", 32_768, 8, 2_048),
+        ("cuda", 32_768, 8, 32_768),
+        ("cuda", 131_072, 8, 32_768),
+        ("cuda", 32_768, 1_024, 2_048),
+    ],
+)
+def test_groups_are_large_on_gpus_and_bounded(platform, tokens, heads, group):
+    """Segments of 2,048 tokens: a group is whole segments, at least one."""
+    q = jax.ShapeDtypeStruct((1, tokens, heads, 64), jnp.bfloat16)
+    settings = Settings(2_048, "linear", "elu", None)
+    segments = Segments(settings, 2_048, lambda x: x)
+    plan = plan_of(segments, Rows(q, q, q, None, None), platform)
+    assert plan.group == group
+    assert plan.group * plan.groups * plan.windows == tokens
 
 
 def test_vmap_and_remat():

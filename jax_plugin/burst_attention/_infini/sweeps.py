@@ -75,7 +75,9 @@ class Plan:
 
         return lax.scan(group, vary_like(rows, memory), self._groups())[0]
 
-    def sums(self, key: Float[Array, "batch seq kv_heads head_dim"]) -> jax.Array:
+    def sums(
+        self, key: Float[Array, "batch seq kv_heads head_dim"]
+    ) -> Float32[Array, "batch kv_heads head_dim"]:
         """Returns what all tokens add to z."""
 
         def group(z: jax.Array, at: Int32[Array, ""]) -> tuple[jax.Array, None]:
