@@ -263,8 +263,11 @@ def _problem(case: Case, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
         arrays["dlse"] = random(q_shape[:3], torch.float32)
     if case.segments:
         for name, length in (("q_segments", case.q_len), ("kv_segments", case.kv_len)):
-            # Three segments, whose lengths depend on the batch entry; the last rows have none.
-            row = torch.arange(length, device=device) * 7 // (2 * length)
+            # Three segments, whose lengths depend on the batch entry. The last rows have none, nor
+            # have some rows within the third, so that a thread has rows with and without one.
+            place = torch.arange(length, device=device)
+            row = place * 7 // (2 * length)
+            row = torch.where((row == 2) & (place % 40 < 8), 3, row)
             entries = [torch.where(row < 3, (row + n) // (n + 1), -1) for n in range(case.batch)]
             arrays[name] = torch.stack(entries).int()
     exact = reference.exact(arrays, case.band, case.soft_cap)

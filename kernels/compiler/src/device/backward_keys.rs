@@ -9,7 +9,7 @@ pub mod backward_keys {
     use super::super::pairs::pairs::{Band, Counted, Inputs, Pair, Rectangle, Saved, Sizes, Turn};
     use super::super::pairs::pairs::{drawn_across, drawn_down, first_key, first_query};
     use super::super::pairs::pairs::{key_rows, query_rows, query_statistics, scores_of, slope_of};
-    use super::super::scores::scores::{Scoring, band, cap_ratio, exponents, same_segment};
+    use super::super::scores::scores::{Scoring, alike, band, cap_ratio, exponents};
     use super::super::scores::scores::{uncapped, unit};
     use super::super::segments::segments::{MaskRows, Segments, segment_rows, segment_tile};
     use super::super::visible::visible::{Keys, Tiles, shown_down};
@@ -126,7 +126,7 @@ pub mod backward_keys {
         let mut seen: Tile<bool, { [BN, BM] }> =
             band::<BN, BM>(how.cut_low, how.cut_high, low, high, 0i32);
         if is_on(rect.segments.mode, rect.segments.switch) {
-            let same: Tile<bool, { [BN, BM] }> = same_segment(own.segment, other);
+            let same: Tile<bool, { [BN, BM] }> = alike(own.segment, other);
             seen = seen & same;
         }
         if rect.segments.mode == PACKED {

@@ -7,9 +7,7 @@ pub mod pairs {
     use super::super::common::common::{rows_view, statistics_view};
     use super::super::dropout::dropout::{Dropout, counted_across, counted_down, kept};
     use super::super::modes::modes::{ABSENT, LIMIT_AND_END, PACKED, is_on};
-    use super::super::scores::scores::{
-        Scoring, band, capped, distances, same_segment, slope_log2,
-    };
+    use super::super::scores::scores::{Scoring, alike, band, capped, distances, slope_log2};
     use super::super::segments::segments::{MaskRows, Segments};
     use super::super::visible::visible::{Queries, counted_columns, shown_across};
     use cutile::core::*;
@@ -208,7 +206,7 @@ pub mod pairs {
         let mut seen: Tile<bool, { [BM, BN] }> =
             band::<BM, BN>(cut_low, LIMIT_AND_END, low, high, rect.sizes.kv_len - pair.key);
         if is_on(rect.segments.mode, rect.segments.switch) {
-            let same: Tile<bool, { [BM, BN] }> = same_segment(own.segment, other);
+            let same: Tile<bool, { [BM, BN] }> = alike(own.segment, other);
             seen = seen & same;
         }
         if rect.segments.mode == PACKED {

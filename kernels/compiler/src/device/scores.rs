@@ -75,17 +75,6 @@ pub mod scores {
         eq_tile(rows, columns)
     }
 
-    /// Returns the pairs within one segment. A negative segment sees nothing.
-    pub fn same_segment<const R: i32, const C: i32>(
-        rows: Tile<i32, { [R, 1] }>,
-        columns: Tile<i32, { [1, C] }>,
-    ) -> Tile<bool, { [R, C] }> {
-        let zero: Tile<i32, { [R, C] }> = constant(0i32, const_shape![R, C]);
-        let same: Tile<bool, { [R, C] }> = alike(rows, columns);
-        let rows: Tile<i32, { [R, C] }> = rows.broadcast(const_shape![R, C]);
-        same & ge_tile(rows, zero)
-    }
-
     /// Returns tanh(scale · s / cap), the capped score divided by cap; 0 without a soft cap.
     ///
     /// tanh x = 1 − 2 / (1 + 2^(2 x log2 e)) is exact to 1e-7, which suffices for a score.

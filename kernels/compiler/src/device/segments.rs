@@ -47,7 +47,25 @@ pub mod segments {
         unsafe { segments_view(side.base, lines, side.rows, stride) }
     }
 
-    /// Returns the segments of a tile of rows; zeros where segments are off.
+    /// Returns the segments of resident rows, where −2 stands for each negative one.
+    ///
+    /// A negative segment sees nothing. [`segment_tile`] gives such streamed rows −1, so one
+    /// comparison of a pair says whether both rows are of one segment. With another comparison, of
+    /// the resident row with 0, the compiler gave rows of two images the outcome of other rows.
+    pub fn segment_column<const R: i32>(
+        part: &Partition<i32, { [1, R] }>,
+        b: i32,
+        tile: i32,
+    ) -> Tile<i32, { [R, 1] }> {
+        let t: Tile<i32, { [1, R] }> = part.load([b, tile]);
+        let rows: Tile<i32, { [R, 1] }> = t.reshape(const_shape![R, 1]);
+        let zero: Tile<i32, { [R, 1] }> = constant(0i32, const_shape![R, 1]);
+        let none: Tile<i32, { [R, 1] }> = constant(-2i32, const_shape![R, 1]);
+        select(lt_tile(rows, zero), none, rows)
+    }
+
+    /// Returns the segments of a tile of streamed rows, where −1 stands for each negative one; zeros
+    /// where segments are off.
     pub fn segment_tile<const C: i32>(
         masks: Segments,
         part: &Partition<i32, { [1, C] }>,
@@ -56,7 +74,9 @@ pub mod segments {
     ) -> Tile<i32, { [1, C] }> {
         let mut all: Tile<i32, { [1, C] }> = constant(0i32, const_shape![1, C]);
         if is_on(masks.mode, masks.switch) {
-            all = part.load([b, tile]);
+            let none: Tile<i32, { [1, C] }> = constant(-1i32, const_shape![1, C]);
+            let t: Tile<i32, { [1, C] }> = part.load([b, tile]);
+            all = max_tile(t, none);
         }
         all
     }

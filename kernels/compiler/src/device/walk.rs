@@ -6,7 +6,7 @@ pub mod walk {
     use super::super::common::common::{edge, streamed};
     use super::super::modes::modes::{ABSENT, ONE_LOOP, PACKED, is_on};
     use super::super::pairs::pairs::{Band, Rectangle};
-    use super::super::segments::segments::{MaskRows, narrowed, segment_rows};
+    use super::super::segments::segments::{MaskRows, narrowed, segment_column, segment_rows};
     use super::super::visible::visible::{
         Keys, Queries, Tiles, packed_rows, run_tile, run_tiles, without_runs,
     };
@@ -112,8 +112,7 @@ pub mod walk {
         let mut counted: Tile<i32, { [BM, 1] }> = segment;
         let mut position: Tile<i32, { [BM, 1] }> = segment;
         if is_on(masks.mode, masks.switch) && band.lower <= band.upper {
-            let t: Tile<i32, { [1, BM] }> = part.load([b, i]);
-            segment = t.reshape(const_shape![BM, 1]);
+            segment = segment_column(&part, b, i);
         }
         if masks.mode == PACKED && band.lower <= band.upper {
             segment = packed_rows(&part, b, i, 0i32);
@@ -135,8 +134,7 @@ pub mod walk {
         let mut also_start: Tile<i32, { [BN, 1] }> = segment;
         let mut also_stop: Tile<i32, { [BN, 1] }> = segment;
         if is_on(masks.mode, masks.switch) && band.lower <= band.upper {
-            let t: Tile<i32, { [1, BN] }> = part.load([b, j]);
-            segment = t.reshape(const_shape![BN, 1]);
+            segment = segment_column(&part, b, j);
         }
         if masks.mode == PACKED && band.lower <= band.upper {
             segment = packed_rows(&part, b, j, 0i32);
