@@ -116,7 +116,7 @@ test-rust-full: $(VENV)/kernels
 	@$(KERNEL_TOOLS) cargo test --quiet $(WORKSPACE) -- --ignored --skip real_cudnn $(IMAGE_TESTS:%=--skip %)
 
 # To compile the images of all targets takes 35 minutes of a processor, too long for test-full.
-IMAGE_TESTS := images_of_all_targets quality_of_all_targets every_tile_of_other_targets
+IMAGE_TESTS := images_of_all_targets quality_of_all_targets every_case_of_hopper every_tile_of_other_targets
 test-images: $(VENV)/dev wheel  ## test the wheel's images, after a change of a CUDA kernel
 	$(SAY) "Rust and Python: images of all targets"
 	@$(KERNEL_TOOLS) cargo test --quiet $(WORKSPACE) -- --ignored $(IMAGE_TESTS)
@@ -140,22 +140,22 @@ test-python: checked-package baselines  ## run the Python tests; PYTEST=... adds
 
 test-python-full: checked-package
 	$(SAY) "Python: the long tests"
-	@$(PY) -m pytest --checked -m long -n 2 --dist worksteal $(PYTEST)
+	@$(PY) -m pytest --checked -m 'long and not rare' -n 2 --dist worksteal $(PYTEST)
 
 test-compiled: checked-package $(VENV)/cuda/ready  ## compile training steps for GPUs that are not here
 	$(SAY) "Python: training steps through XLA's compiler for GPUs that are not here"
 	@$(PY) -m pytest --checked -n 2 --dist worksteal tests/python/compiled $(PYTEST)
 
+# Tests on GPUs that are not here, which `make test` runs and test-standin-full need not.
+STANDIN_TESTS := $(addprefix tests/python/test_,standin.py decode_kernels.py pool_gpu.py gpu_programs.py)
 test-standin: standin-package  ## run some Python tests on GPUs that are not here
 	$(SAY) "Python: pytest on GPUs that are not there, over a driver of our own"
-	@$(PY) -m pytest --platform=standin tests/python/test_standin.py \
-	    tests/python/test_decode_kernels.py \
-	    tests/python/test_pool_gpu.py \
-	    tests/python/test_gpu_programs.py $(PYTEST)
+	@$(PY) -m pytest -n 2 --dist worksteal --platform=standin $(STANDIN_TESTS) $(PYTEST)
 
-test-standin-full: standin-package  ## run all Python tests on GPUs that are not here
-	$(SAY) "Python: the whole suite on GPUs that are not there"
-	@$(PY) -m pytest -n 2 --dist worksteal --platform=standin $(PYTEST)
+test-standin-full: standin-package  ## run the other Python tests on GPUs that are not here
+	$(SAY) "Python: the suite on GPUs that are not there"
+	@$(PY) -m pytest -n 2 --dist worksteal --platform=standin \
+	    $(STANDIN_TESTS:%=--ignore=%) $(PYTEST)
 
 # The same tests of softmax attention, in which cuDNN computes the tiles that it serves. Their heads
 # then have 64 columns or more (tests/python/platforms.py). test_cudnn.py has errors of long rings.

@@ -35,6 +35,7 @@ def pytest_configure(config):
         config.option.timeout_method = "thread"
     config.addinivalue_line("filterwarnings", "error")
     config.addinivalue_line("markers", "long: takes seconds of the processor; for make test-full")
+    config.addinivalue_line("markers", "rare: takes longer still; for make test-exhaustive")
     config.addinivalue_line("markers", "images: needs the images; for make test-images")
     config.addinivalue_line(
         "markers", f"needs(word): leaves the test to other platforms; {', '.join(platforms.NEEDS)}"

@@ -1,4 +1,4 @@
-"""Marks the cases of a test that `make test` leaves to `make test-full`."""
+"""Marks cases that `make test` leaves to `make test-full`, or that to `make test-exhaustive`."""
 
 import pytest
 
@@ -16,11 +16,22 @@ def with_plain(values, *few):
     return [*((x, None) for x in values), *plain]
 
 
-def spread(values, step):
-    """Returns a parameter's values, all but every ``step``-th of them marked as long."""
-    return [pytest.param(x, marks=marks) for x, marks in marked(values, step)]
+def spread(values, step, rare=1):
+    """Returns a parameter's values, all but every ``step``-th of them marked as long.
+
+    Of these, all but every ``rare``-th are rare.
+    """
+    return [
+        pytest.param(x, marks=[*marks, *([pytest.mark.rare] if marks and i % rare else [])])
+        for i, (x, marks) in enumerate(marked(values, step))
+    ]
 
 
 def marked(values, step):
     """Returns pairs of a value and its marks: long, but for every ``step``-th of them."""
     return [(x, [pytest.mark.long] if i % step else []) for i, x in enumerate(values)]
+
+
+def not_on_standin(*values):
+    """Returns values of a parameter that the stand-in leaves out: it takes too long for them."""
+    return [pytest.param(x, marks=pytest.mark.needs("speed")) for x in values]

@@ -48,9 +48,10 @@ def gpu_tests(code, *arguments):
 @pytest.mark.parametrize(
     "kinds",
     [
-        pytest.param(["layer", "linear"], marks=[pytest.mark.needs("host"), pytest.mark.long]),
-        pytest.param(["window"], marks=ON_STANDIN),
-        pytest.param(["ring", "mask", "cudnn", "memory"], marks=[ON_STANDIN, pytest.mark.long]),
+        pytest.param(["layer", "linear"], marks=[pytest.mark.needs("host"), pytest.mark.rare]),
+        pytest.param(
+            ["ring", "window", "mask", "cudnn", "memory"], marks=[ON_STANDIN, pytest.mark.long]
+        ),
     ],
     ids=",".join,
 )

@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.needs("text"), pytest.mark.long]
 PAGE = Path(real_model.__file__).parents[1] / "docs" / "real-model.md"
 
 
+@pytest.mark.rare
 def test_the_page_shows_the_tables():
     text = PAGE.read_text()
     for row in [row for table in real_model.tables() for row in table]:

@@ -104,6 +104,12 @@ fn check(images: impl Iterator<Item = Instance>, count: usize) {
 #[test]
 #[ignore = "takes long: make test-full"]
 fn every_image_of_hopper() {
+    check(images(Target::Sm90), 3);
+}
+
+#[test]
+#[ignore = "takes long: make test-images"]
+fn every_case_of_hopper() {
     check(images(Target::Sm90), usize::MAX);
 }
 
