@@ -57,8 +57,8 @@ fn drop_segments(module: &mut Module) {
 /// Compares segments of resident rows with themselves.
 fn compare_own(module: &mut Module) {
     let compare = masked_always(module, CmpI);
-    let compare = compare.into_iter().filter(|&id| is_wide(module, id)).rev().nth(1);
-    let op = module.op_mut(compare.expect("a comparison of segments before that with 0"));
+    let compare = compare.into_iter().rev().find(|&id| is_wide(module, id));
+    let op = module.op_mut(compare.expect("a comparison of segments"));
     op.operands[1] = op.operands[0];
 }
 
