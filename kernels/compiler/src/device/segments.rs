@@ -51,7 +51,7 @@ pub mod segments {
     ///
     /// A negative segment sees nothing. [`segment_tile`] gives such streamed rows −1, so one
     /// comparison of a pair says whether both rows are of one segment. With another comparison, of
-    /// the resident row with 0, the compiler gave rows of two images the outcome of other rows.
+    /// the resident row with 0, the compiler gave rows of some images the outcome of other rows.
     pub fn segment_column<const R: i32>(
         part: &Partition<i32, { [1, R] }>,
         b: i32,
