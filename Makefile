@@ -58,7 +58,9 @@ REMAP := --remap-path-prefix=$(CURDIR)=burst-attention \
 
 # PYTHON only makes .venv. The build scripts of crates would prefer it to the Python of .venv.
 unexport PYTHON
-# Python compiles what it imports, once, and pip need not compile all that it installs.
+# Python compiles what it imports, once, and pip need not compile all that it installs. Where the
+# environment forbids Python to keep that, each process compiles JAX again: 4 s.
+unexport PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX := $(abspath $(BUILD))/pycache
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export CARGO_TERM_PROGRESS_WHEN := never
@@ -98,6 +100,9 @@ test:  ## run a check of every kind
 	@$(MAKE) --silent test-python test-standin
 	$(SAY) "all tests passed"
 
+# `make test-full` runs one of three cases of each Python test that `make test` leaves out, and
+# `make test-exhaustive` all. PYTEST=--sample=1 gives all cases of one kind.
+SAMPLE := --sample=3
 # One kind after the other, because each uses both cores.
 LONG := test-rust-full test-python-full test-compiled test-wheel test-trainers-short test-standin-full test-standin-cudnn test-cudnn
 test-full: lint docs $(LONG)  ## run lint, docs and the long tests
@@ -140,7 +145,7 @@ test-python: checked-package baselines  ## run the Python tests; PYTEST=... adds
 
 test-python-full: checked-package
 	$(SAY) "Python: the long tests"
-	@$(PY) -m pytest --checked -m 'long and not rare' -n 2 --dist worksteal $(PYTEST)
+	@$(PY) -m pytest --checked -m 'long and not rare' $(SAMPLE) -n 2 --dist worksteal $(PYTEST)
 
 test-compiled: checked-package $(VENV)/cuda/ready  ## compile training steps for GPUs that are not here
 	$(SAY) "Python: training steps through XLA's compiler for GPUs that are not here"
@@ -154,7 +159,7 @@ test-standin: standin-package  ## run some Python tests on GPUs that are not her
 
 test-standin-full: standin-package  ## run the other Python tests on GPUs that are not here
 	$(SAY) "Python: the suite on GPUs that are not there"
-	@$(PY) -m pytest -n 2 --dist worksteal --platform=standin \
+	@$(PY) -m pytest $(SAMPLE) -n 2 --dist worksteal --platform=standin \
 	    $(STANDIN_TESTS:%=--ignore=%) $(PYTEST)
 
 # The same tests of softmax attention, in which cuDNN computes the tiles that it serves. Their heads
@@ -162,7 +167,7 @@ test-standin-full: standin-package  ## run the other Python tests on GPUs that a
 CUDNN_TESTS := correct families global global_features gpu_programs ulysses
 test-standin-cudnn: standin-package  ## run tests of softmax attention by cuDNN on GPUs that are not here
 	$(SAY) "Python: softmax attention by cuDNN on GPUs that are not there"
-	@BURST_ATTENTION_KERNELS=cudnn $(PY) -m pytest -n 2 --dist load --platform=standin \
+	@BURST_ATTENTION_KERNELS=cudnn $(PY) -m pytest $(SAMPLE) -n 2 --dist load --platform=standin \
 	    -k "not does_not_grow" $(CUDNN_TESTS:%=tests/python/test_%.py) $(PYTEST)
 
 test-trainers: build $(TRAINERS)/ready  ## train with MaxText, Tunix and Levanter, this attention against theirs (12 min)
@@ -236,7 +241,8 @@ test-wheel: $(BUILT) $(VENV)/dev $(STANDIN)/ready baselines  ## install a wheel 
 	@cp -r $(LIBRARY) $(STANDIN)/package/burst_attention/images $(TEST_PACKAGE)/burst_attention
 	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(TEST_PACKAGE) \
 	    $(TEST_PACKAGE)
-	@for which in oldest newest; do .ci/test-wheel $(PY) $$which $(TEST_PACKAGE)/*.whl $(PYTEST); done
+	@for which in oldest newest; do \
+	    .ci/test-wheel $(PY) $$which $(TEST_PACKAGE)/*.whl $(SAMPLE) $(PYTEST); done
 
 bench: build  ## measure speed and memory; PYTHON_BENCH=... is a Python with torch
 	$(SAY) "benchmarks (BENCH=--quick measures briefly)"

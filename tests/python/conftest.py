@@ -26,6 +26,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--checked", action="store_true", help="the library of make test, which checks overflow"
     )
+    parser.addoption(
+        "--sample", type=int, default=1, metavar="N", help="one of N cases of each test"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -90,16 +93,19 @@ def pytest_generate_tests(metafunc):
         )
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what the platform can't run, and says how many tests for each reason."""
-    lacks, kept, left = platforms.current().lacks, [], []
+    """Leaves out what the platform can't run, then takes the sample of what other options left."""
+    lacks, kept = platforms.current().lacks, []
     for item in items:
         words = {word for mark in item.iter_markers("needs") for word in mark.args}
         unknown = words - set(platforms.NEEDS)
         assert not unknown, f"{item.nodeid}: {unknown} is none of {list(platforms.NEEDS)}"
-        (left if words & lacks else kept).append(item)
-    if left:
-        config.hook.pytest_deselected(items=left)
+        if not words & lacks:
+            kept.append(item)
+    kept = long.sample(kept, config.getoption("--sample"))
+    if left := set(items) - set(kept):
+        config.hook.pytest_deselected(items=list(left))
         items[:] = kept
 
 

@@ -1,4 +1,8 @@
-"""Marks cases that `make test` leaves to `make test-full`, or that to `make test-exhaustive`."""
+"""Marks cases that `make test` leaves to `make test-full`, and chooses some cases of each test."""
+
+import math
+import random
+from collections import defaultdict
 
 import pytest
 
@@ -16,15 +20,9 @@ def with_plain(values, *few):
     return [*((x, None) for x in values), *plain]
 
 
-def spread(values, step, rare=1):
-    """Returns a parameter's values, all but every ``step``-th of them marked as long.
-
-    Of these, all but every ``rare``-th are rare.
-    """
-    return [
-        pytest.param(x, marks=[*marks, *([pytest.mark.rare] if marks and i % rare else [])])
-        for i, (x, marks) in enumerate(marked(values, step))
-    ]
+def spread(values, step):
+    """Returns a parameter's values, all but every ``step``-th of them marked as long."""
+    return [pytest.param(x, marks=marks) for x, marks in marked(values, step)]
 
 
 def marked(values, step):
@@ -35,3 +33,19 @@ def marked(values, step):
 def not_on_standin(*values):
     """Returns values of a parameter that the stand-in leaves out: it takes too long for them."""
     return [pytest.param(x, marks=pytest.mark.needs("speed")) for x in values]
+
+
+def sample(items, step):
+    """Returns one of ``step`` cases of each test, in the order of ``items``.
+
+    A test has one case at least. Which ones depends on the test's name and on its number of cases.
+    """
+    cases = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.split("[")[0]].append(item)
+    chosen = {
+        item
+        for name, given in cases.items()
+        for item in random.Random(name).sample(given, math.ceil(len(given) / step))
+    }
+    return [item for item in items if item in chosen]

@@ -14,6 +14,7 @@ import ring
 from burst_attention._linear import checks, cuts, gpu
 from linear_cases import assert_right, delta_inputs, found
 from linear_reference import recurrence
+from long import some
 from test_delta_cuda import in_tiles, of_tiles, product
 from test_linear_cuda import SLACK, exactly, rounded
 
@@ -125,7 +126,7 @@ def kernels(monkeypatch):
 
 @host
 @pytest.mark.parametrize("method", ["ring", "all_gather"])
-@pytest.mark.parametrize("heads", [(2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("heads", some([(2, 1), (2, 2)]), ids=str)
 def test_kernels_and_what_surrounds_them_are_the_recurrence(kernels, monkeypatch, method, heads):
     """In parts of two tiles. Some channels forget a token at once, others never do."""
     monkeypatch.setattr(cuts, "part_rows", lambda batch, tokens, heads: 2 * TILE)
@@ -151,6 +152,7 @@ def test_decays_down_to_nothing_keep_their_digits(kernels):
 
 
 @host
+@pytest.mark.long
 def test_rounding_to_16_bits_stays_small_in_all_gradients(kernels, monkeypatch):
     monkeypatch.setattr(gpu, "_call", partial(stand_in, narrow=rounded))
     (q, k, v, *others), _ = delta_inputs(1, 400, 2, 1, 16, 32, None, True, 1)

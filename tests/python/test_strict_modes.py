@@ -256,11 +256,7 @@ def test_plain_features():
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("mode", "first", "every"),
-    [
-        ("checks", 0, 1),
-        *(pytest.param("leaks", i, 4, marks=[pytest.mark.rare] * (i > 0)) for i in range(4)),
-    ],
+    ("mode", "first", "every"), [("checks", 0, 1), *(("leaks", i, 4) for i in range(4))]
 )
 def test_checks_of_traces(mode, first, every):
     """If a call keeps a traced array, JAX may look for the reason until the test's time is over."""

@@ -12,7 +12,6 @@ import pytest
 
 BENCHMARKS = platforms.ROOT / "benchmarks"
 STAGES = ("facts", "runs", "right", "fast", "believe")
-ON_STANDIN = [pytest.mark.needs("standin"), pytest.mark.long]
 
 
 def run(out, minutes=16, **environment):
@@ -30,16 +29,11 @@ def run(out, minutes=16, **environment):
     return ran.returncode, {one["name"]: one for one in found}, (out / "page.md").read_text()
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("whole"))
-
-
 class TestOnTheStandin:
-    pytestmark = ON_STANDIN
+    pytestmark = pytest.mark.needs("standin")
 
-    def test_all_stages_pass(self, whole):
-        code, found, page = whole
+    def test_all_stages_pass_and_the_page_shows_them(self, tmp_path):
+        code, found, page = run(tmp_path)
         assert code == 0, page
         assert {one["stage"] for one in found.values()} == set(STAGES)
         assert found["images"]["words"].endswith("images of sm_90 load")
@@ -54,15 +48,13 @@ class TestOnTheStandin:
             found["predictions"]["words"]
             == "a quick run measures nothing; all figures stay predicted"
         )
-
-    def test_the_page_names_device_driver_and_date(self, whole):
-        _, found, page = whole
         head = page.split("\n")[0]
         assert found["facts"]["found"]["device"] in head
         assert "+00:00" in head
         for stage in STAGES:
             assert f"\n## {stage}\n" in page
 
+    @pytest.mark.long
     def test_faults_are_named_in_their_stage_and_cost_only_their_item(self, tmp_path):
         # The process of the item `images` alone loads a hundredth image.
         refused = "call=cuModuleLoadData code=209 nth=100"
@@ -79,6 +71,7 @@ class TestOnTheStandin:
         assert found["families"]["words"].count(" confirmed") == 4
         assert found["test_correct"]["passed"] is True
 
+    @pytest.mark.long
     def test_kernels_that_hang_end_at_their_limit_and_the_page_is_whole(self, tmp_path):
         code, found, page = run(tmp_path, minutes=1.5, STANDIN_JITTER_US="30000000")
         assert code == 1
@@ -88,6 +81,7 @@ class TestOnTheStandin:
         assert "no end within " in page or "no answer within " in page
         assert {one["stage"] for one in found.values()} == set(STAGES)
 
+    @pytest.mark.long
     def test_a_slow_device_leaves_out_what_the_time_does_not_allow(self, tmp_path):
         code, found, page = run(tmp_path, minutes=1.5, STANDIN_JITTER_US="100000")
         assert found["facts"]["passed"] is True
@@ -189,6 +183,7 @@ class TestBelieve:
         assert (name, passed) == ("predictions", None)
         assert words == "nothing was measured; 14 rates stay predicted"
 
+    @pytest.mark.long
     def test_a_slow_device_is_named(self, believe):
         fast = {"device": "NVIDIA H200", "copy_gb_s": 4300.0, "product_tflop_s": 780.0}
         assert believe.slow(fast) == []

@@ -65,6 +65,7 @@ def test_a_restored_run_continues_bit_for_bit(page):
         assert np.array_equal(x, y)
 
 
+@pytest.mark.long
 def test_a_run_on_other_devices_has_the_same_state_sharded_anew(page):
     for x, y in zip(*(jax.tree.leaves(t.state) for t in (page.run, page.fewer)), strict=True):
         assert (len(x.sharding.device_set), len(y.sharding.device_set)) == (8, 4)
