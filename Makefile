@@ -382,7 +382,7 @@ $(CHECKED_LIBRARY): $(RUST) $(VENV)/kernels
 
 # The program with which the studies predict baselines.
 baselines: $(VENV)/kernels
-	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin burst-attention-baselines
+	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --lib --bin burst-attention-baselines
 
 checked-package: $(CHECKED_LIBRARY) $(VENV)/dev
 	@$(call LINK_SOURCES,$(CHECKED_PACKAGE))

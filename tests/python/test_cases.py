@@ -2,8 +2,10 @@
 
 import itertools
 import json
+from typing import NamedTuple
 
 import case_list
+import long
 import pytest
 
 pytestmark = pytest.mark.needs("text")
@@ -26,3 +28,22 @@ def test_every_allowed_pair_of_values_occurs_in_the_choice(name):
 def test_names_are_unique():
     names = [case.name for case in case_list.correctness_cases()]
     assert len(names) == len(set(names))
+
+
+class Item(NamedTuple):
+    """A test as pytest names it."""
+
+    nodeid: str
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+def test_a_sample_has_some_cases_of_each_test(step):
+    counts = {"alone": 0, "pair": 2, "many": 21}
+    names = [f"{name}[{case}]" for name, count in counts.items() for case in range(count)]
+    items = [Item(name) for name in ["alone", *names]]
+    chosen = long.sample(items, step)
+    assert chosen == [item for item in items if item in chosen], "the order is kept"
+    assert chosen == long.sample(items, step), "the choice is the same each time"
+    found = [item.nodeid.split("[")[0] for item in chosen]
+    expected = {name: max(1, -(-count // step)) for name, count in counts.items()}
+    assert {name: found.count(name) for name in counts} == expected

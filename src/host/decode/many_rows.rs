@@ -18,6 +18,8 @@ use super::tile::{QUAD, QUADS, Seen, TILE};
 use crate::host::matmul::Matrix;
 use crate::host::simd::{Simd, Task};
 
+/// The most lanes of a vector.
+const MOST_LANES: usize = 16;
 /// Keys whose products with a vector of rows are summed at a time.
 const KEYS: usize = 8;
 /// Lanes of rows whose products are summed before they are added to the score. Long sums of float32
@@ -104,15 +106,13 @@ impl RowBlocks<'_> {
         let rows = (self.blocks.len() * ROWS).div_ceil(S::LANES);
         // SAFETY: the caller guarantees the memory and the instructions.
         unsafe {
-            for keys in (0..TILE).step_by(S::LANES) {
-                let mut first = 0;
-                while first < rows {
-                    let most = if in_registers::<S, 2, KEYS>() { 2 } else { 1 };
-                    first += match most.min(rows - first) {
-                        2 => self.score_square::<S, L, 2>(simd, (first, keys), scale),
-                        _ => self.score_square::<S, L, 1>(simd, (first, keys), scale),
-                    };
-                }
+            let mut first = 0;
+            while first < rows {
+                let most = if in_registers::<S, 2, KEYS>() { 2 } else { 1 };
+                first += match most.min(rows - first) {
+                    2 => self.score_rows::<S, L, 2>(simd, first, scale),
+                    _ => self.score_rows::<S, L, 1>(simd, first, scale),
+                };
             }
             for block in self.blocks.clone() {
                 self.softmax(simd, block);
@@ -140,47 +140,49 @@ impl RowBlocks<'_> {
         }
     }
 
-    /// Computes the scores of `V` vectors of rows, from vector `first` on, and of as many keys as a
-    /// vector has lanes, and returns `V`.
+    /// Computes the scores of `V` vectors of rows, from vector `first` on, and returns `V`. A part of
+    /// the rows' lanes meets all keys of the tile before the next part's turn, so it stays in the
+    /// cache next to the core.
     ///
     /// # Safety
     /// The caller guarantees what [`RowBlocks::compute_many`] asks for.
     #[inline(always)]
-    unsafe fn score_square<S: Simd, L: Lane, const V: usize>(
+    unsafe fn score_rows<S: Simd, L: Lane, const V: usize>(
         &self,
         simd: S,
-        (first, first_key): (usize, usize),
+        first: usize,
         scale: f32,
     ) -> usize {
         let (head, depth) = (self.blocks.start / self.per_head, self.state.q.row / L::ELEMENTS);
         let q = self.state.q.skip(head * row_places(self.per_head)).at;
         let q: [_; V] = std::array::from_fn(|v| q.wrapping_add((first + v) * S::LANES * depth));
-        let (mut squares, mut rows) = ([[0f32; 256]; V], [0f32; 256]);
-        // SAFETY: the caller guarantees the queries, the keys and the room for the scores. A square
-        // has LANES² floats, and no vector has more than 16 lanes.
+        let (mut columns, mut square) = ([[0f32; MOST_LANES * TILE]; V], [0f32; MOST_LANES.pow(2)]);
+        // SAFETY: the caller guarantees the queries, the keys and the room for the scores.
         unsafe {
-            for key in (0..S::LANES).step_by(KEYS) {
-                let keys: &[*const u8; KEYS] = self.keys[first_key + key..].first_chunk().unwrap();
-                for from in (0..depth).step_by(DEPTH) {
-                    let to = depth.min(from + DEPTH);
+            for from in (0..depth).step_by(DEPTH) {
+                let to = depth.min(from + DEPTH);
+                for key in (0..TILE).step_by(KEYS) {
+                    let keys = self.keys[key..].first_chunk().unwrap();
                     let sums = products::<S, L, V>(simd, q, keys, from..to);
-                    for (square, sums) in squares.iter_mut().zip(sums) {
+                    for (column, sums) in columns.iter_mut().zip(sums) {
                         for (k, sum) in sums.into_iter().enumerate() {
-                            let at = square.as_mut_ptr().add((key + k) * S::LANES);
+                            let at = column.as_mut_ptr().add((key + k) * S::LANES);
                             let score = simd.mul_add(sum, simd.splat(scale), simd.load(at));
                             simd.store(at, score);
                         }
                     }
                 }
             }
-            for (v, square) in squares.iter().enumerate() {
-                simd.transpose(square.as_ptr(), S::LANES, rows.as_mut_ptr(), S::LANES);
-                for (row, scores) in rows.chunks_exact(S::LANES).take(S::LANES).enumerate() {
+            for part in 0..V * (TILE / S::LANES) {
+                let (v, key) = (part % V, part / V * S::LANES);
+                let column = columns[v].as_ptr().add(key * S::LANES);
+                simd.transpose(column, S::LANES, square.as_mut_ptr(), S::LANES);
+                for (row, scores) in square.chunks_exact(S::LANES).take(S::LANES).enumerate() {
                     let row = (first + v) * S::LANES + row;
                     let block = self.blocks.start + row / ROWS;
                     for (quad, scores) in scores.chunks_exact(QUAD).enumerate() {
                         if block < self.blocks.end {
-                            let to = self.place(block, row % ROWS, first_key + quad * QUAD);
+                            let to = self.place(block, row % ROWS, key + quad * QUAD);
                             to.copy_from_nonoverlapping(scores.as_ptr(), QUAD);
                         }
                     }
