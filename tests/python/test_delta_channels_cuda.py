@@ -116,11 +116,11 @@ def kernels(monkeypatch):
 
 @host
 @pytest.mark.parametrize(
-    ("method", "heads", "most"),
-    some([("all_gather", (2, 1), 2), ("ring", (2, 2), 1), ("in_turn", (2, 1), 1)]),
+    "one", some([("all_gather", (2, 1), 2), ("ring", (2, 2), 1), ("in_turn", (2, 1), 1)]), ids=str
 )
-def test_kernels_and_what_surrounds_them_are_the_recurrence(kernels, method, heads, most):
+def test_kernels_and_what_surrounds_them_are_the_recurrence(kernels, one):
     """Some channels forget a token at once, others never do."""
+    method, heads, most = one
     arrays, beta = delta_inputs(2, 170, *heads, 16, 8, None, True, most)
     got = found(ring.line(2), arrays, beta=beta, method=method, scale=0.3)
     assert_right(got, arrays, slack=SLACK, scale=0.3, beta=beta)

@@ -209,12 +209,12 @@ def assert_right(got, arrays, bounds=lambda name: SLACK * (2e-6 if name in "o st
 
 @host
 @pytest.mark.parametrize(
-    ("tokens", "own_heads", "split", "most"),
+    "one",
     some([(300, (2, 2, 2), None, 1), (70, (4, 2, 2), 1, 2), (700, (2, 1, 4), 333, 1)], 2),
+    ids=str,
 )
-def test_kernels_and_what_surrounds_them_are_the_recurrence(
-    kernels, tokens, own_heads, split, most
-):
+def test_kernels_and_what_surrounds_them_are_the_recurrence(kernels, one):
+    tokens, own_heads, split, most = one
     arrays = inputs(tokens, own_heads, 16, 72, most=most)
     # Products with a small β, and with none, are not divided by it.
     arrays[-1][0, ::7], arrays[-1][1, ::7] = 0, 1e-3
@@ -226,9 +226,10 @@ ROUNDED_CASES = [(400, None, 1, 2), (800, 0.6, 2, 2), (300, 0.99, 2, 3)]
 
 
 @host
-@pytest.mark.parametrize(("tokens", "decay", "most", "of_decays"), some(ROUNDED_CASES))
-def test_rounding_to_16_bits_costs_little(kernels, monkeypatch, tokens, decay, most, of_decays):
+@pytest.mark.parametrize("one", some(ROUNDED_CASES), ids=str)
+def test_rounding_to_16_bits_costs_little(kernels, monkeypatch, one):
     """In gradients of decays and rates too, although they are sums of differences."""
+    tokens, decay, most, of_decays = one
     monkeypatch.setattr(gpu, "_call", partial(stand_in, narrow=rounded))
     monkeypatch.setattr(gpu_delta, "_call", partial(delta_stand_in, narrow=rounded))
     *arrays, beta = inputs(tokens, (2, 1, 2), 16, 32, "bfloat16", most)
