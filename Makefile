@@ -131,13 +131,14 @@ kernel-quality: images  ## print what the compiler made of each CUDA kernel; WRI
 	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin kernel-quality && \
 	    $(BUILD)/checked/kernel-quality $(IMAGES) $(if $(WRITE),--write)
 
-# cuDNN and what it loads come from PyPI. A driver that does nothing takes the place of NVIDIA's.
+# cuDNN and what it loads come from PyPI. A driver that does nothing takes the place of NVIDIA's. All
+# tests are named, because cargo would compile the core again for one of them.
 CUDNN := $(VENV)/cudnn
 CUDNN_PATH = $(CURDIR)/$(CUDNN)/driver:$(CURDIR)/$(CUDNN)/nvidia/cudnn/lib:$(CURDIR)/$(CUDNN)/nvidia/cu13/lib
 test-cudnn: $(CUDNN)/ready  ## test cuDNN's plans with the real library, without a GPU
 	$(SAY) "Rust: plans of cuDNN on three kinds of GPUs that are not here"
 	@$(KERNEL_TOOLS) LD_LIBRARY_PATH=$(CUDNN_PATH) \
-	    cargo test --quiet $(WORKSPACE) --test cudnn -- --ignored
+	    cargo test --quiet $(WORKSPACE) -- --ignored real_cudnn
 
 test-python: checked-package baselines  ## run the Python tests; PYTEST=... adds arguments
 	$(SAY) "Python: pytest, on 8 CPU devices (PYTEST=... adds arguments; -n0 for one process)"
@@ -380,7 +381,8 @@ $(CHECKED_LIBRARY): $(RUST) $(VENV)/kernels
 	@mkdir -p $(@D)
 	@cp $(BUILD)/checked/$(@F) $@.new && mv $@.new $@
 
-# The program with which the studies predict baselines.
+# The program with which the studies predict baselines. With --lib its dependencies are those of the
+# tests, which are compiled already.
 baselines: $(VENV)/kernels
 	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --lib --bin burst-attention-baselines
 

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 from test_documents import DOCS, ROOT
@@ -151,9 +152,11 @@ def test_additions_take_the_files_that_the_page_lists(tmp_path):
         add(tree)
         named = {path.replace("NAME", "twin") for path in listed(section)}
         assert tree.take_changed() == named - OF_KERNELS
-    command = "cargo check --quiet --profile checked -p burst-attention"
+    # With other variables than in `make test`, dependencies would be compiled again there.
+    tools = f'eval "$({sys.executable} {ROOT / "kernels" / "toolchain.py"})"'
+    command = f"{tools} && cargo check --quiet --profile checked -p burst-attention"
     environment = os.environ | {"CARGO_TARGET_DIR": str(ROOT / "target")}
     ran = subprocess.run(
-        command.split(), cwd=tmp_path, env=environment, capture_output=True, text=True
+        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
