@@ -28,7 +28,7 @@ const DEPTH: usize = 96;
 
 /// Returns the rows that queries of a head of keys take in scratch: whole vectors.
 pub(super) const fn row_places(per_head: usize) -> usize {
-    (per_head * ROWS).next_multiple_of(16)
+    (per_head * ROWS).next_multiple_of(MOST_LANES)
 }
 
 /// Writes the lanes of a row of queries, whose rows lie side by side in `to`: those of each vector of
@@ -157,7 +157,8 @@ impl RowBlocks<'_> {
         let q = self.state.q.skip(head * row_places(self.per_head)).at;
         let q: [_; V] = std::array::from_fn(|v| q.wrapping_add((first + v) * S::LANES * depth));
         let (mut columns, mut square) = ([[0f32; MOST_LANES * TILE]; V], [0f32; MOST_LANES.pow(2)]);
-        // SAFETY: the caller guarantees the queries, the keys and the room for the scores.
+        // SAFETY: the caller guarantees the queries, the keys and the room for the scores. No vector
+        // has more than MOST_LANES lanes, so columns and the square have room for whole vectors.
         unsafe {
             for from in (0..depth).step_by(DEPTH) {
                 let to = depth.min(from + DEPTH);
