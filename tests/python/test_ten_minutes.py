@@ -183,7 +183,6 @@ class TestBelieve:
         assert (name, passed) == ("predictions", None)
         assert words == "nothing was measured; 14 rates stay predicted"
 
-    @pytest.mark.long
     def test_a_slow_device_is_named(self, believe):
         fast = {"device": "NVIDIA H200", "copy_gb_s": 4300.0, "product_tflop_s": 780.0}
         assert believe.slow(fast) == []
