@@ -100,8 +100,8 @@ test:  ## run a check of every kind
 	@$(MAKE) --silent test-python test-standin
 	$(SAY) "all tests passed"
 
-# `make test-full` runs one of three cases of each Python test that `make test` leaves out, and
-# `make test-exhaustive` all. PYTEST=--sample=1 gives all cases of one kind.
+# `make test-full` runs one of three cases of each Python test: of long tests, and of tests on GPUs
+# that are not here and with the oldest JAX. PYTEST=--sample=1 gives all cases of one kind.
 SAMPLE := --sample=3
 # One kind after the other, because each uses both cores.
 LONG := test-rust-full test-python-full test-compiled test-wheel test-trainers-short test-standin-full test-standin-cudnn test-cudnn
@@ -131,8 +131,8 @@ kernel-quality: images  ## print what the compiler made of each CUDA kernel; WRI
 	@$(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin kernel-quality && \
 	    $(BUILD)/checked/kernel-quality $(IMAGES) $(if $(WRITE),--write)
 
-# cuDNN and what it loads come from PyPI. A driver that does nothing takes the place of NVIDIA's. All
-# tests are named, because cargo would compile the core again for one of them.
+# cuDNN and what it loads come from PyPI. A driver that does nothing takes the place of NVIDIA's.
+# The filter chooses the tests, because with `--test cudnn` cargo would compile the core once more.
 CUDNN := $(VENV)/cudnn
 CUDNN_PATH = $(CURDIR)/$(CUDNN)/driver:$(CURDIR)/$(CUDNN)/nvidia/cudnn/lib:$(CURDIR)/$(CUDNN)/nvidia/cu13/lib
 test-cudnn: $(CUDNN)/ready  ## test cuDNN's plans with the real library, without a GPU
