@@ -95,17 +95,19 @@ demo-windows: build  ## train window and global layers on packed documents; flag
 # cargo begins as soon as it has its packages, and pip fetches those of the Python tests beside it.
 # The Python tests come last and alone: beside other work, threads of 8 devices wait for each other
 # (test_correct.py on 2 cores: 11 s alone, 119 s at a load of 8).
+# `make test` runs one of two cases of each Python test that is not long; `make test-python` runs all.
 test:  ## run a check of every kind
 	@$(MAKE) --silent -j2 --output-sync=target test-rust $(VENV)/dev $(STANDIN)/ready
-	@$(MAKE) --silent test-python test-standin
+	@$(MAKE) --silent test-python test-standin PYTEST="--sample=2 $(PYTEST)"
 	$(SAY) "all tests passed"
 
-# `make test-full` runs one of three cases of each Python test: of long tests, and of tests on GPUs
+# `make test-full` runs one of four cases of each Python test: of long tests, and of tests on GPUs
 # that are not here and with the oldest JAX. PYTEST=--sample=1 gives all cases of one kind.
-SAMPLE := --sample=3
-# One kind after the other, because each uses both cores.
-LONG := test-rust-full test-python-full test-compiled test-wheel test-trainers-short test-standin-full test-standin-cudnn test-cudnn
+SAMPLE := --sample=4
+# One kind after the other, because each uses both cores; the two that use one core run side by side.
+LONG := test-rust-full test-python-full test-compiled test-wheel test-standin-full test-standin-cudnn
 test-full: lint docs $(LONG)  ## run lint, docs and the long tests
+	@$(MAKE) --silent -j2 --output-sync=target test-trainers-short test-cudnn
 	$(SAY) "all long tests passed"
 
 test-exhaustive: checked-package baselines $(STANDIN)/ready test-images test-trainers  ## test the whole products of the cases (days)

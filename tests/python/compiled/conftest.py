@@ -17,3 +17,13 @@ if not (PLUGIN / "ready").exists():
 sys.path.append(str(PLUGIN))
 # JAX would keep these programs, but can't load a program for devices that are not there.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
+
+def pytest_collection_modifyitems(items):
+    """Puts the tests of one program side by side, so that few workers compile it."""
+
+    def program(item):
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        return str(given.get("name", ""))
+
+    items.sort(key=program)
