@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import ring
 import tour
+import tour_arrays
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh
@@ -183,8 +184,9 @@ def test_jax_itself_still_fails(limit):
 
 
 def test_the_tour_has_every_name_of_the_interface():
-    tree = ast.parse(Path(tour.__file__).read_text())
-    names = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    trees = [ast.parse(Path(module.__file__).read_text()) for module in (tour, tour_arrays)]
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    names = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
     assert names >= {f"ba.{name}" for name in ba.__all__}
     assert names >= {f"ba.masks.{name}" for name in ba.masks.__all__}
 
