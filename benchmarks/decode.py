@@ -196,11 +196,22 @@ def appending(bench: Bench) -> dict[str, Any]:
     return {"seconds": found, "ratio": bench.compare(found, large, small, "at most 1.10")}
 
 
+TABLES = {
+    "lengths": lengths,
+    "latents": latents,
+    "pages": pages,
+    "ranks": ranks,
+    "prefixes": prefixes,
+    "appending": appending,
+}
+
+
 def main() -> None:
     """Measures, prints, writes and draws."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peak", type=Path, required=True, help="the program that measures roofs")
     parser.add_argument("--quick", action="store_true", help="use short sequences, as a smoke test")
+    parser.add_argument("--only", nargs="+", choices=TABLES, default=list(TABLES), help="tables")
     parser.add_argument("--budget", type=float, default=10.0, help="seconds of timing per table")
     flags = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
@@ -213,20 +224,16 @@ def main() -> None:
         "heads": [HEADS, KV_HEADS],
         "head_dim": HEAD_DIM,
         "peak": bench.peak.as_dict(),
-        "lengths": lengths(bench),
-        "latents": latents(bench),
-        "pages": pages(bench),
-        "ranks": ranks(bench),
-        "prefixes": prefixes(bench),
-        "appending": appending(bench),
+        **{name: TABLES[name](bench) for name in flags.only},
         "reads_gb_per_s": bench.reads,
     }
-    folder = HERE / "results" / ("partial" if flags.quick else "")
+    is_whole = len(flags.only) == len(TABLES) and not flags.quick
+    folder = HERE / "results" / ("" if is_whole else "partial")
     folder.mkdir(exist_ok=True)
     path = folder / f"decode-{machine.slug()}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
     print(f"wrote {path}")
-    if importlib.util.find_spec("matplotlib"):
+    if "lengths" in results and importlib.util.find_spec("matplotlib"):
         from decode_plot import draw
 
         draw(results, path.with_suffix(".png"))

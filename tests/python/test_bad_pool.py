@@ -108,17 +108,6 @@ BAD = {
         TypeError,
         "caches of latents have no array of values, so init takes no value_dim, got 8; give",
     ),
-    "latents that no ring takes": (
-        lambda: attend(
-            *tokens(heads=(4, 2), dim=264),
-            None,
-            method="prefill",
-            cache=init(head_dim=264, latents=True),
-            value_dim=8,
-        ),
-        NotImplementedError,
-        "CachePool.prefill takes latents of up to 256 columns, got 264; append wider ones with",
-    ),
     "three dimensions": (
         lambda: attend(*(x[0] for x in tokens())),
         ValueError,

@@ -140,17 +140,18 @@ def test_pages_and_options(types, spec):
     equal(((out, lse), found), expected)
 
 
-@pytest.mark.parametrize("is_paged", [False, True])
-def test_latents_have_one_array(is_paged):
-    """A step and a chunk of a prompt give the bits of caches that hold the values too."""
+@pytest.mark.parametrize(("is_paged", "dim"), [(False, 24), (True, 24), (True, 264)])
+def test_latents_have_one_array(is_paged, dim):
+    """A step and a chunk of a prompt give the results of caches that hold the values too."""
     there, sizes = pool(2), [np.array(x, np.int32) for x in ([20, 17], [21, 18])]
     shape = {"pages": 6, "page": 4} if is_paged else {"batch": 2, "positions": 24}
     data = {"page_table": np.array([[4, 0, 2, 6, 7, 8], [1, 5, 3, 9, 10, 11]])} if is_paged else {}
-    init = partial(there.init, kv_heads=1, head_dim=24, dtype=np.float32, **shape)
+    init = partial(there.init, kv_heads=1, head_dim=dim, dtype=np.float32, **shape)
     found, expected = init(latents=True), init(value_dim=16)
     assert found[1] is None
     steps = [
-        ring.normal(i, (2, n, 4, 24), (2, n, 1, 24), dtype=np.float32) for i, n in ((0, 20), (1, 1))
+        ring.normal(i, (2, n, 4, dim), (2, n, 1, dim), dtype=np.float32)
+        for i, n in ((0, 20), (1, 1))
     ]
     step = reference(there, is_paged, value_dim=16)
     for (query, key), size in zip(steps, sizes, strict=True):
@@ -161,11 +162,10 @@ def test_latents_have_one_array(is_paged):
             out, found = there.attend(found, q, k, None, size, value_dim=16, **data)
             equal(out, same)
             want, expected = there.attend(expected, q, k, v, size, **data)
-            np.testing.assert_allclose(np.asarray(out), np.asarray(want), rtol=1e-5, atol=1e-6)
         else:
             out, found = there.prefill(found, q, k, None, size, value_dim=16, **data)
             want, expected = there.prefill(expected, q, k, v, size, **data)
-            equal(out, want)
+        np.testing.assert_allclose(np.asarray(out), np.asarray(want), rtol=1e-5, atol=1e-6)
         equal(found[0], expected[0])
 
 
@@ -198,26 +198,29 @@ def test_prefixes(is_latent):
 
 
 @pytest.mark.parametrize(
-    ("layout", "page", "is_latent", "given"),
+    ("layout", "page", "is_latent", "dim", "given"),
     some_of(
         [
-            ("striped", None, False, {"sinks": SINKS, "local_window_size": 9}),
-            ("contiguous", None, True, {"value_dim": 8}),
-            ("striped", 4, False, {"alibi_slopes": SLOPES}),
+            ("striped", None, False, 16, {"sinks": SINKS, "local_window_size": 9}),
+            ("contiguous", None, True, 16, {"value_dim": 8}),
+            ("striped", 4, False, 16, {"alibi_slopes": SLOPES}),
+            ("striped", 4, True, 264, {"value_dim": 8, "sinks": SINKS, "local_window_size": 9}),
         ],
         2,
     ),
 )
-def test_a_prompt_behind_a_prefix_is_a_prompt_that_begins_with_it(layout, page, is_latent, given):
+def test_a_prompt_behind_a_prefix_is_a_prompt_that_begins_with_it(
+    layout, page, is_latent, dim, given
+):
     there = pool(2, layout=layout, interleave=page)
     sizes, counts = np.array([7, 12]), np.array([6, 3, 5, 4])
     source = np.array([1, 0, -1, 1])
     before = np.append(sizes, 0)[source]
-    new = ring.normal(0, *[(2, 12, heads, 16) for heads in (4, 2, 2)])
-    chunk = ring.normal(1, *[(4, 6, heads, 16) for heads in (4, 2, 2)])
+    new = ring.normal(0, *[(2, 12, heads, dim) for heads in (4, 2, 2)])
+    chunk = ring.normal(1, *[(4, 6, heads, dim) for heads in (4, 2, 2)])
     if is_latent:
         new[2] = chunk[2] = None
-    init = partial(there.init, kv_heads=2, head_dim=16, dtype=chunk[0].dtype, latents=is_latent)
+    init = partial(there.init, kv_heads=2, head_dim=dim, dtype=chunk[0].dtype, latents=is_latent)
 
     def fill(cache, tokens, lengths, **options):
         tokens = [x if x is None else put(model(2), P(), x)[0] for x in tokens]
@@ -239,28 +242,33 @@ def test_a_prompt_behind_a_prefix_is_a_prompt_that_begins_with_it(layout, page, 
 
 
 @pytest.mark.parametrize(
-    ("layout", "page", "spec", "window"),
+    ("layout", "page", "spec", "window", "dim"),
     some_of(
         [
-            ("striped", 4, P("tensor"), 6),
-            ("contiguous", None, P(), None),
-            ("striped", None, P(None, "tensor"), None),
-            ("striped", 4, P("tensor"), None),
-            ("contiguous", None, P(), 6),
-            ("striped", None, P(None, "tensor"), 6),
+            ("striped", 4, P("tensor"), 6, 16),
+            ("contiguous", None, P(), None, 16),
+            ("striped", 4, P(None, "tensor"), 6, 264),
+            ("striped", None, P(None, "tensor"), None, 16),
+            ("striped", 4, P("tensor"), None, 16),
+            ("contiguous", None, P(), 6, 264),
+            ("striped", None, P(None, "tensor"), 6, 16),
         ],
         3,
     ),
 )
-def test_a_prompt_in_chunks_is_attention_over_all_tokens(layout, page, spec, window):
-    """Chunks of 10 and 6 tokens, the last one not full in each sequence; then one token."""
-    there, ends = pool(2, layout=layout), np.array([[10, 10], [16, 12], [17, 13]], np.int32)
+def test_a_prompt_in_chunks_is_attention_over_all_tokens(layout, page, spec, window, dim):
+    """Chunks of 20 and 6 tokens, the last one not full in each sequence; then one token.
+
+    Heads of 264 columns are wider than a ring takes.
+    """
+    there, ends = pool(2, layout=layout), np.array([[20, 20], [26, 22], [27, 23]], np.int32)
     counts = np.diff(ends, axis=0, prepend=0)
-    case = problem(Sharding(2, layout, page=page, capacity=12), ends[-1], 17, window=window)
-    query = ring.normal(1, (2, 17, 4, 16))[0]
-    shape = {"pages": 6, "page": page} if page else {"batch": 2, "positions": 24}
-    caches = there.init(kv_heads=2, head_dim=16, dtype=query.dtype, **shape)
-    data = {"page_table": np.array([[4, 0, 2], [1, 5, 3]])} if page else {}
+    sharding = Sharding(2, layout, page=page, capacity=16)
+    case = problem(sharding, ends[-1], 27, dims=(dim, dim), window=window)
+    query = ring.normal(1, (2, 27, 4, dim))[0]
+    shape = {"pages": 8, "page": page} if page else {"batch": 2, "positions": 32}
+    caches = there.init(kv_heads=2, head_dim=dim, dtype=query.dtype, **shape)
+    data = {"page_table": np.array([[4, 0, 2, 7], [1, 5, 3, 6]])} if page else {}
     outs = [[], []]
     options = {**data, "local_window_size": window, "return_residual": True}
     for end, count in zip(ends, counts, strict=True):

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
+from burst_attention import _checks
 from burst_attention._pool import checks, ways
 from burst_attention._pool.checks import Tokens
-from burst_attention._pool.programs import Call, Place, program
+from burst_attention._pool.programs import Call, Method, Place, program
 from burst_attention._pool.ways import Way
 from burst_attention._types import Arrays
 
@@ -54,13 +55,16 @@ def plan(request: Request) -> Plan:
     place, is_prefill, static, with_lse, data, tokens = request
     checks.token_types(place, tokens)
     query = tokens[0]
-    landing = place.tokens(query.shape[1]) if is_prefill else place.whole
+    # Rings take heads of attention's width.
+    is_ring = is_prefill and max(x.shape[3] for x in tokens) <= _checks.MAX_HEAD_DIM
+    landing = place.tokens(query.shape[1]) if is_ring else place.whole
     there = tuple(ways.way(x.sharding, landing) for x in tokens)
     is_packed = not any(each.is_direct for each in there)
     packed = tuple((x.shape[2], x.shape[3]) for x in tokens) if is_packed else ()
     targets = _result_shardings(query.sharding, with_lse)
     leaving, back = zip(*(ways.way_back(x, place.whole) for x in targets), strict=True)
-    call = Call(place, is_prefill, "page_table" in data, with_lse, static, packed, leaving)
+    method: Method = "ring" if is_ring else "pieces" if is_prefill else "step"
+    call = Call(place, method, "page_table" in data, with_lse, static, packed, leaving)
     return Plan(there, is_packed, program(call), back)
 
 

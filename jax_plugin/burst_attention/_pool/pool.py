@@ -234,16 +234,16 @@ class CachePool:
         """Appends a chunk of a prompt to a layer's caches and attends over them.
 
         Each device of the pool attends an equal part of the chunk's queries, in a ring over the
-        caches. Chunks of several lengths are programs of their own. Pages, and the prefix of each
-        sequence, are copied into rows for the call.
+        caches. Pages, and the prefix of each sequence, are copied into rows for the call. Heads of
+        more than 256 columns, such as latents, attend as `attend` does, 16 tokens after 16 tokens.
+        Chunks of several lengths are programs of their own.
 
         Args:
           cache: as in `attend`.
           query: ``[batch, T, heads, head_dim]`` on the model's devices, T any number. Query t
             stands at position lengths − query_lengths + t.
           key: ``[batch, T, kv_heads, head_dim]``.
-          value: ``[batch, T, kv_heads, value_dim]``; None for caches of latents, of at most 256
-            columns.
+          value: ``[batch, T, kv_heads, value_dim]``; None for caches of latents.
           lengths: integers ``[batch]``, the tokens of each whole sequence, the chunk included.
           **options: ``page_table``, ``query_lengths``, ``scale``, ``local_window_size``,
             ``logits_soft_cap``, ``sinks``, ``alibi_slopes``, ``value_dim``, ``implementation`` and

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,6 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int32
 
-from burst_attention import _checks
 from burst_attention._attention.arguments import MAX_INT32
 from burst_attention._attention.options import NO_LIMIT, check_options
 from burst_attention._attention.shards import attention
@@ -29,6 +28,9 @@ Cache: TypeAlias = tuple[jax.Array, Any]
 """Keys and values of a layer; None in place of values where keys hold them."""
 Prefix: TypeAlias = Cache | tuple[()]
 """The caches of shared prefixes, if there are some."""
+Method: TypeAlias = Literal["step", "ring", "pieces"]
+"""How new tokens attend: few at once; or a chunk of a prompt, in a ring over the caches' rows or in
+pieces that are as few."""
 Data: TypeAlias = dict[str, Any]
 """Arrays of a call besides tokens and caches, by the names of their options."""
 
@@ -71,7 +73,7 @@ class Call(NamedTuple):
     """Everything static about a call."""
 
     place: Place
-    is_prefill: bool
+    method: Method
     is_paged: bool
     with_lse: bool
     options: tuple[tuple[str, Any], ...]
@@ -98,9 +100,9 @@ def program(call: Call) -> Callable[..., tuple[Arrays, Cache]]:
     """
     place = call.place
     caches, cut = place.spec(call.is_paged), P(None, place.axes)
-    out = cut if call.is_prefill else P()
+    out = cut if call.method == "ring" else P()
     local = jax.shard_map(
-        partial(_prefill if call.is_prefill else _step, call),
+        partial({"step": _step, "ring": _in_ring, "pieces": _in_pieces}[call.method], call),
         mesh=place.mesh,
         in_specs=(caches, out, P(), P(), cut),
         out_specs=(out, caches),
@@ -109,25 +111,25 @@ def program(call: Call) -> Callable[..., tuple[Arrays, Cache]]:
     def run(
         cache: Cache, tokens: Arrays, lengths: jax.Array, data: Data, prefix: Prefix
     ) -> tuple[Arrays, Cache]:
-        if not call.is_prefill:
+        if call.method == "step":
             results, cache = local(cache, tokens, lengths, data, prefix)
             return results, cache
         # Tokens beyond those in use see nothing, and nothing is written for them.
         count = tokens[0].shape[1]
         in_use = jnp.minimum(data.get("query_lengths", count), count)
         data = data | {"query_lengths": jnp.broadcast_to(in_use, lengths.shape)}
-        padded = _padded(tokens, place.mesh.size)
-        results, cache = local(cache, padded, lengths, data, prefix)
+        unit = place.mesh.size if call.method == "ring" else arguments.MOST_QUERIES
+        results, cache = local(cache, _padded(tokens, unit), lengths, data, prefix)
         return tuple(x[:, :count] for x in results), cache
 
     shardings = (call.results, place.cache(call.is_paged))
     return jax.jit(run, donate_argnums=0, out_shardings=shardings)
 
 
-def _padded(tokens: Arrays, ranks: int) -> Arrays:
-    """Returns arrays of tokens with zeros at the end, so that ranks have equally many."""
+def _padded(tokens: Arrays, unit: int) -> Arrays:
+    """Returns arrays of tokens with zeros at the end, so that their number is a multiple."""
     return tuple(
-        jnp.pad(x, [(0, 0), (0, -x.shape[1] % ranks), *[(0, 0)] * (x.ndim - 2)]) for x in tokens
+        jnp.pad(x, [(0, 0), (0, -x.shape[1] % unit), *[(0, 0)] * (x.ndim - 2)]) for x in tokens
     )
 
 
@@ -136,15 +138,45 @@ def _step(
 ) -> tuple[Arrays, Cache]:
     """Appends new tokens on one device, and attends over its rows and those of all others."""
     query, key, value = _each(call, tokens)
-    keys, values = _appended(call, cache, (key, value), lengths, data)
+    cache = _appended(call, cache, (key, value), lengths, data)
+    return _decoded(call, query, cache, lengths, data, prefix), cache
+
+
+def _decoded(
+    call: Call, query: jax.Array, cache: Cache, lengths: jax.Array, data: Data, prefix: Prefix
+) -> Arrays:
+    """Returns the results of a few tokens over all rows."""
     options: dict[str, Any] = dict(call.options) | data | call.place.options
     options["return_residual"] = call.with_lse
     if prefix:
-        first, second = prefix
-        results = shared_prefix_attention(query, first, second, keys, values, lengths, **options)
+        results = shared_prefix_attention(query, *prefix, *cache, lengths, **options)
     else:
-        results = decode_attention(query, keys, values, lengths, **options)
-    return results if isinstance(results, tuple) else (results,), (keys, values)
+        results = decode_attention(query, *cache, lengths, **options)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _in_pieces(
+    call: Call, cache: Cache, tokens: Arrays, lengths: jax.Array, data: Data, prefix: Prefix
+) -> tuple[Arrays, Cache]:
+    """Appends a chunk of a prompt on one device, and attends over all rows, a few tokens at a time.
+
+    Decoding takes wider rows than a ring. It reads the caches once for each piece.
+    """
+    query, key, value = _each(call, tokens)
+    cache = _appended(call, cache, (key, value), lengths, data)
+    most = arguments.MOST_QUERIES
+    found = arguments.sequences(lengths, data["query_lengths"], *query.shape[:2])
+    cut = query.reshape(query.shape[0], -1, most, *query.shape[2:]).swapaxes(0, 1)
+
+    def attend(piece: tuple[jax.Array, jax.Array]) -> Arrays:
+        query, begin = piece
+        ends = found.starts + jnp.minimum(begin + most, found.counts)
+        counts = jnp.clip(found.counts - begin, 0, most)
+        return _decoded(call, query, cache, ends, data | {"query_lengths": counts}, prefix)
+
+    results = jax.lax.map(attend, (cut, most * jnp.arange(len(cut))))
+    joined = [x.swapaxes(0, 1).reshape(*query.shape[:2], *x.shape[3:]) for x in results]
+    return tuple(joined), cache
 
 
 def _each(call: Call, tokens: Arrays) -> tuple[jax.Array, jax.Array, Any]:
@@ -166,7 +198,7 @@ def _appended(
     return append_to_cache(key_cache, value_cache, key, value, lengths, **where)
 
 
-def _prefill(
+def _in_ring(
     call: Call, cache: Cache, tokens: Arrays, lengths: jax.Array, data: Data, prefix: Prefix
 ) -> tuple[Arrays, Cache]:
     """Appends a chunk of a prompt on one device, whose part of the queries attends to all rows."""
@@ -239,12 +271,6 @@ def _attended(
         options["alibi_slopes"] = data["alibi_slopes"]
     keys = _copied(rows.held.key, rows)
     if rows.held.value is None:
-        if keys.shape[3] > _checks.MAX_HEAD_DIM:
-            raise NotImplementedError(
-                f"CachePool.prefill takes latents of up to {_checks.MAX_HEAD_DIM} columns, got "
-                f"{keys.shape[3]}; append wider ones with CachePool.attend, up to "
-                f"{arguments.MOST_QUERIES} tokens at a time"
-            )
         values = keys[..., : arguments.values_in_keys(rows.held, value_dim)]
     else:
         values = _copied(rows.held.value, rows)
