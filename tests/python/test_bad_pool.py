@@ -108,6 +108,11 @@ BAD = {
         TypeError,
         "caches of latents have no array of values, so init takes no value_dim, got 8; give",
     ),
+    "no tokens": (
+        lambda: attend(*(x[:, :0] for x in tokens()), method="prefill"),
+        ValueError,
+        "query must have at least one sequence, token, head and column, [batch, T, heads, head_di",
+    ),
     "three dimensions": (
         lambda: attend(*(x[0] for x in tokens())),
         ValueError,

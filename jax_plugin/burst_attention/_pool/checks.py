@@ -212,6 +212,11 @@ def token_types(place: Place, given: Sequence[Tokens]) -> None:
                 f"and dtype, got query {list(query.shape)} {query.dtype} and {name} "
                 f"{list(x.shape)} {x.dtype}"
             )
+        if 0 in x.shape:
+            raise ValueError(
+                f"{name} must have at least one sequence, token, head and column, "
+                f"[batch, T, heads, head_dim], got {list(x.shape)}"
+            )
         if x.sharding.device_set != query.sharding.device_set:
             raise ValueError(
                 f"query and {name} must be on the same devices, got {_named(query.sharding)} and "
