@@ -11,6 +11,7 @@ from burst_attention._decode import gpu
 from burst_attention._decode.work import Operands, Work
 from decode_cases import SLOPES, Sharding, check, decode, latents, problem
 from decode_reference import dense
+from ring import devices
 from test_decode_prefix import OWN, PREFIXES, both, shared
 
 pytestmark = pytest.mark.needs("gpu")
@@ -48,6 +49,17 @@ def test_latents_are_read_for_values_too(page, split, features):
     sharding = Sharding(2, page=page, capacity=96 if page is None else 128)
     case = latents(sharding, [90, 0, 65], 1, (4, 1), (576, 512), "bfloat16", **features)
     check(decode(case, split=split), dense(case.q, case.k, case.v, case.lengths, **features))
+
+
+def test_a_prompt_of_latents_enters_a_pool():
+    """A piece of 16 tokens, and one of 4."""
+    case = latents(Sharding(2, capacity=16), [20], 20, (4, 1), (576, 512), "bfloat16")
+    pool = ba.CachePool(list(devices(2)))
+    cache = pool.init(batch=1, positions=32, kv_heads=1, head_dim=576, latents=True)
+    tokens = [jax.device_put(x) for x in (case.q, case.k[:, :20])]
+    options = {"value_dim": 512, "return_residual": True}
+    found, _ = pool.prefill(cache, *tokens, None, case.lengths, **options)
+    check(found, dense(case.q, case.k, case.v, case.lengths))
 
 
 @pytest.mark.parametrize("split", ["balanced", "fixed"])

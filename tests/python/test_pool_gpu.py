@@ -27,11 +27,12 @@ def test_the_host_attends_for_gpus(count):
         equal((out, caches), expected)
 
 
-def test_a_prompt_enters_the_hosts_memory():
+@pytest.mark.parametrize("dim", [16, 264])
+def test_a_prompt_enters_the_hosts_memory(dim):
     """The chunk's last token has the result of attending it by itself."""
     there = ba.CachePool(jax.devices("cpu"))
-    tokens = put(model(2), P(None, "tensor"), *ring.normal(0, *[(1, 6, n, 16) for n in (4, 2, 2)]))
-    init = {"batch": 1, "positions": 8, "kv_heads": 2, "head_dim": 16}
+    tokens = put(model(2), P(None, "tensor"), *ring.normal(0, *[(1, 6, n, dim) for n in (4, 2, 2)]))
+    init = {"batch": 1, "positions": 8, "kv_heads": 2, "head_dim": dim}
     out, _ = there.prefill(there.init(**init), *tokens, np.array([6]))
     _, caches = there.prefill(there.init(**init), *(x[:, :5] for x in tokens), np.array([5]))
     last, _ = there.attend(caches, *(x[:, 5:] for x in tokens), np.array([6]))
