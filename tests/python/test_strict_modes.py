@@ -221,11 +221,12 @@ def test_plain_decoding_outside_of_programs_is_finite():
             decode(jnp.array([3, 0]), return_residual=True)
 
 
+@pytest.mark.parametrize("dim", [16, 264])
 @pytest.mark.parametrize("names", some([STRICT, RUN]))
-def test_pools(names):
+def test_pools(names, dim):
     """Pools run their programs themselves. Slices of the arrays move integers to a device."""
     devices = ring.devices(4)
-    given = ring.normal(0, *[(2, 6, heads, 16) for heads in (4, 2, 2)])
+    given = ring.normal(0, *[(2, 6, heads, dim) for heads in (4, 2, 2)])
     expected = tour.pooled(given, devices)
     with modes(*(name for name in names if name != "transfers")):
         found = tour.pooled(given, devices)

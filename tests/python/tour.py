@@ -283,7 +283,8 @@ def pooled(given, devices):
     data = {"page_table": table, "sinks": np.ones(4), "alibi_slopes": np.ones(4)}
 
     def step(length):
-        caches = pool.init(kv_heads=2, head_dim=16, dtype=given[0].dtype, pages=8, page=4)
+        sizes = {"kv_heads": 2, "head_dim": given[0].shape[3], "dtype": given[0].dtype}
+        caches = pool.init(**sizes, pages=8, page=4)
         prompt = [x[:, :length] for x in tokens]
         _, caches = pool.prefill(caches, *prompt, np.full(2, length), **data, **options)
         token = [x[:, length : length + 1] for x in tokens]

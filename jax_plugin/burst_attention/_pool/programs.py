@@ -174,7 +174,7 @@ def _in_pieces(
         counts = jnp.clip(found.counts - begin, 0, most)
         return _decoded(call, query, cache, ends, data | {"query_lengths": counts}, prefix)
 
-    results = jax.lax.map(attend, (cut, most * jnp.arange(len(cut))))
+    results = jax.lax.map(attend, (cut, most * jnp.arange(len(cut), dtype=jnp.int32)))
     joined = [x.swapaxes(0, 1).reshape(*query.shape[:2], *x.shape[3:]) for x in results]
     return tuple(joined), cache
 
