@@ -121,7 +121,8 @@ fn nothing_less_suffices(launch: &Launch, order: &GridRun, memory: &Memory) -> R
 #[test]
 #[ignore = "takes long: make test-full"]
 fn a_footprint_is_all_that_a_launch_touches_and_no_more() {
-    let cases = [SMALL, TEXT, GENERAL].map(|small| {
+    let placed = Case { masks: Some(PLACES), ..UNEVEN };
+    let cases = [SMALL, TEXT, GENERAL, UNEVEN, MASKED, placed].map(|small| {
         let steps = Case { steps: STEPS, ..small };
         [
             Case { second: false, element: Element::F16, ..small },
@@ -130,16 +131,10 @@ fn a_footprint_is_all_that_a_launch_touches_and_no_more() {
             Case { finished: false, batch: 1, ..steps },
             Case { band: NOBODY, ..steps },
             Case { band: NOBODY, ..small },
+            Case { q_len: CUT.q_len, kv_len: CUT.kv_len, heads: 2, limit: CUT.limit, ..small },
         ]
     });
     check_with(cases.as_flattened(), Change::Before(nothing_less_suffices));
-    let placed = Case { masks: Some(PLACES), ..UNEVEN };
-    let cases = [UNEVEN, MASKED, placed].map(|small| {
-        let steps = Case { steps: STEPS, ..small };
-        [small, Case { finished: false, batch: 1, ..steps }, Case { band: NOBODY, ..steps }]
-    });
-    check_with(cases.as_flattened(), Change::Before(nothing_less_suffices));
-    check_with(&[CUT], Change::Before(nothing_less_suffices));
     for steps in [&[], STEPS] {
         let problem = Problem::new(Case { steps, ..SMALL });
         let found = fused::check(&problem, Change::Before(nothing_less_suffices));

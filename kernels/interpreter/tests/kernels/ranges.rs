@@ -167,7 +167,7 @@ fn ranges_of_rows_that_segments_let_others_see() {
 #[test]
 #[ignore = "takes long: make test-full"]
 fn ranges_of_all_patterns_and_lengths() {
-    const LENGTHS: [usize; 6] = [1, 63, 64, 65, 200, 2112];
+    const LENGTHS: [usize; 7] = [1, 63, 64, 65, 200, 2112, 5000];
     for (n, pattern) in ALL.into_iter().enumerate() {
         for (m, of_others) in ALL.into_iter().enumerate() {
             for (rows, len) in LENGTHS.map(|rows| LENGTHS.map(|len| (rows, len))).concat() {

@@ -156,7 +156,7 @@ fn a_reset_at_a_tile_stops_what_is_not_finite() {
 #[ignore = "takes long: make test-full"]
 fn columns_of_any_width_and_of_several_tiles() {
     let small = Case { batch: 1, heads: 2, rows: 70, ..CASE };
-    let dims = [(128, 128), (96, 200), (256, 8), (8, 256)];
+    let dims = [(64, 64), (128, 128), (96, 200), (256, 8), (8, 256)];
     let cases = dims.map(|(head_dim, value_dim)| Case { head_dim, value_dim, ..small });
     check_all(&cases, Change::None);
     // Tiles of fewer columns.
@@ -164,7 +164,7 @@ fn columns_of_any_width_and_of_several_tiles() {
     check_all(&[Target::Sm80, Target::Sm120].map(|target| Case { target, ..wide }), Change::None);
     let decays = Decays::Random(0.02);
     let of_channels = Case { of_channels: true, decays, value_dim: 104, ..wide };
-    let targets = [Target::Sm80, Target::Sm120];
+    let targets = [Target::Sm80, Target::Sm90, Target::Sm120];
     check_all(&targets.map(|target| Case { target, ..of_channels }), Change::None);
 }
 
