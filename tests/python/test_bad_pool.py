@@ -111,7 +111,7 @@ BAD = {
     "no tokens": (
         lambda: attend(*(x[:, :0] for x in tokens()), method="prefill"),
         ValueError,
-        "query must have at least one sequence, token, head and column, [batch, T, heads, head_di",
+        "query must have at least one sequence, token, head and column, [batch, T,",
     ),
     "three dimensions": (
         lambda: attend(*(x[0] for x in tokens())),
