@@ -196,14 +196,7 @@ def appending(bench: Bench) -> dict[str, Any]:
     return {"seconds": found, "ratio": bench.compare(found, large, small, "at most 1.10")}
 
 
-TABLES = {
-    "lengths": lengths,
-    "latents": latents,
-    "pages": pages,
-    "ranks": ranks,
-    "prefixes": prefixes,
-    "appending": appending,
-}
+TABLES = {table.__name__: table for table in (lengths, latents, pages, ranks, prefixes, appending)}
 
 
 def main() -> None:
