@@ -291,8 +291,8 @@ gpu-check:  ## run all tests on NVIDIA GPUs, then measure rings
 	$(SAY) "rings on one GPU: time and memory"
 	@$(PYTHON_BENCH) benchmarks/ring_gpu.py $(BENCH)
 
-gpu-rates: build  ## write the rates that benchmarks/results/ has into docs/gpus.md
-	@PYTHONPATH=benchmarks $(PY) -m gpu.believe --write
+figures: build  ## write the figures that benchmarks/results/ has into the pages
+	@PYTHONPATH=benchmarks $(PY) benchmarks/figures.py
 
 host-cost: $(VENV)/headers  ## measure the host time that issuing a ring to a GPU takes
 	@cargo run --quiet --release -p burst-attention-host-cost

@@ -31,7 +31,7 @@ GLOBAL = SHAPE.layers // SHAPE.period
 WINDOWED = SHAPE.layers - GLOBAL
 RATES = (1574, 1332)
 """TFLOP/s that cuDNN 9.22 reached on a GB200, forward and backward: causal, 8,192 tokens, bfloat16.
-Our kernels have not been timed."""
+No Blackwell GPU has timed our kernels."""
 LINK = 7200
 """Gb/s of NVLink 5 from a GPU each way, as specified."""
 

@@ -40,6 +40,7 @@ def time_case(case: Case, peak: float, budget_s: float) -> list[dict[str, Any]]:
         rounds = dict(zip(names, samples, strict=True))
         seconds = {name: median(values) for name, values in rounds.items()}
         gflops = case.flop(which) / seconds["ours"] / 1e9
+        spreads = {name: quartiles(rounds[name], rounds["ours"]) for name in names[1:]}
         rows.append(
             {
                 "case": case.name,
@@ -50,26 +51,17 @@ def time_case(case: Case, peak: float, budget_s: float) -> list[dict[str, Any]]:
                 "seconds": seconds,
                 "gflops": gflops,
                 "of_peak": gflops / peak,
-                "times_faster": {
-                    name: value / seconds["ours"]
-                    for name, value in seconds.items()
-                    if name != "ours"
-                },
-                "spread": {
-                    name: quartiles(values, rounds["ours"])
-                    for name, values in rounds.items()
-                    if name != "ours"
-                },
+                "times_faster": {name: middle for name, (_, middle, _) in spreads.items()},
+                "spread": {name: (first, third) for name, (first, _, third) in spreads.items()},
             }
         )
     return rows
 
 
-def quartiles(theirs: list[float], ours: list[float]) -> tuple[float, float]:
-    """Returns the first and the third quartile of the ratios of all rounds."""
+def quartiles(theirs: list[float], ours: list[float]) -> list[float]:
+    """Returns the three quartiles of the ratios of all rounds."""
     ratios = [peer / own for peer, own in zip(theirs, ours, strict=True)]
-    first, _, third = quantiles(ratios, n=4, method="inclusive")
-    return first, third
+    return quantiles(ratios, n=4, method="inclusive")
 
 
 def time_passes(
@@ -109,7 +101,7 @@ def print_row(row: dict[str, Any], memory: dict[str, Any]) -> None:
 
 
 def shown(row: dict[str, Any], peer: str) -> str:
-    """Returns our speed against a peer's, and the quartiles of its rounds."""
+    """Returns our speed against a peer's, the median of the rounds, and their quartiles."""
     if peer not in row["times_faster"]:
         return "-"
     first, third = row["spread"][peer]

@@ -1,7 +1,7 @@
 """Compares predictions with measured figures, and finds constants for the model.
 
 `python -m gpu.believe FOLDER`, with the benchmarks' folder in PYTHONPATH, prints what the results
-in a folder say. `--write` puts the measured rates of benchmarks/results/ into docs/gpus.md.
+in a folder say.
 """
 
 import argparse
@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "gpus.md"
-MARKS = ("<!-- rates -->\n", "<!-- end -->")
 ERROR = 0.2
 """How far a prediction may be off: the worst kernel of another model was off by 10 to 14%."""
 MODELLED = re.compile("H[12]00")
@@ -117,22 +115,6 @@ _KERNELS = (
 """Names of the kernels, their pass, and where a row has their time."""
 
 
-def table(found: dict[str, float]) -> str:
-    """Returns predicted and measured rates as a table in Markdown."""
-    lines = ["| problem | predicted, TFLOP/s | measured |", "|---|---|---|"]
-    for name, rate in predicted().items():
-        shown = f"{found[name]:.0f}" if name in found else "not yet"
-        lines.append(f"| {name.replace('_', ' ')} | {rate:.0f} | {shown} |")
-    return "\n".join(lines) + "\n"
-
-
-def page(text: str, results: Path) -> str:
-    """Returns the text of docs/gpus.md with the table of the results in a folder."""
-    before, rest = text.split(MARKS[0])
-    _, after = rest.split(MARKS[1], 1)
-    return before + MARKS[0] + table(measured(_speed(results))) + MARKS[1] + after
-
-
 def _line(points: list[tuple[dict[str, Any], float]], cycles_a_ms: float) -> tuple[float, float]:
     """Fits cycles of a multiprocessor = blocks · (pairs · cycles + around), by least squares."""
     blocks = [row["batch"] * row["heads"] * row["seq"] / SIDE for row, _ in points]
@@ -182,14 +164,10 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Prints what a folder of results says, or writes the page."""
+    """Prints what a folder of results says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--write", action="store_true", help="put the rates into docs/gpus.md")
     flags = parser.parse_args()
-    if flags.write:
-        PAGE.write_text(page(PAGE.read_text(), flags.folder))
-        return
     for name, passed, words in verdicts(flags.folder):
         print(f"{name:<32}{'OFF  ' if passed is False else '     '}{words}")
     for name, words in constants(flags.folder):

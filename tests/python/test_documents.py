@@ -106,4 +106,4 @@ def test_the_api_reference_has_every_public_name():
 
 
 def test_readme_is_read_in_five_minutes():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().split()) <= 900

@@ -35,8 +35,8 @@ class CachePool:
     Attention of decoding reads a whole cache for each token, and needs memory and its bandwidth.
     The rest of a model needs FLOPs. In attention offloading (Lamina, arXiv:2405.01814) each has
     devices of its own: for each layer query, key and value go to the pool, and out comes back. A
-    pool are other GPUs of the process, or its CPU devices with GPUs for the model. Each cache is
-    sharded over all devices of the pool, as `decode_attention` says.
+    pool is a set of other GPUs of the process, or its CPU devices while the model is on GPUs. Each
+    cache is sharded over all devices of the pool, as `decode_attention` says.
 
     A program of JAX has one set of devices, so no ``jit`` holds a whole step of such a model. Cut
     the step at its attention: a compiled program computes query, key and value of a layer, the pool

@@ -1,4 +1,4 @@
-//! What a lane of 32 bits holds of two factors: a float32, or a pair of bfloat16.
+//! What a lane of 32 bits holds of two factors: a float32, or two bfloat16.
 
 use super::element::whole_loads;
 use super::tile::Seen;

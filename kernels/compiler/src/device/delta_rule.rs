@@ -24,8 +24,8 @@
 //! decays from the beginning of their tile, `kh` are keys with those to its end, and `channel_pairs`
 //! gives the products of keys for A, and those of queries with keys.
 //!
-//! A token or a state that is not finite reaches all of its tile. Behind the tile a reset ends it
-//! only going forward, and only a reset at the beginning of a later tile.
+//! A token or state that is not finite spoils its tile. Only going forward does a reset stop it, and
+//! only one at the start of a later tile.
 
 #[cutile::module]
 pub mod delta_rule {
