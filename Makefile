@@ -95,20 +95,29 @@ demo-windows: build  ## train window and global layers on packed documents; flag
 # cargo begins as soon as it has its packages, and pip fetches those of the Python tests beside it.
 # The Python tests come last and alone: beside other work, threads of 8 devices wait for each other
 # (test_correct.py on 2 cores: 11 s alone, 119 s at a load of 8).
-# `make test` runs one of two cases of each Python test that is not long; `make test-python` runs all.
-test:  ## run a check of every kind
-	@$(MAKE) --silent -j2 --output-sync=target test-rust $(VENV)/dev $(STANDIN)/ready
-	@$(MAKE) --silent test-python test-standin PYTEST="--sample=2 $(PYTEST)"
-	$(SAY) "all tests passed"
+# Python tests run in parts (tests/python/long.py). The commit chooses the part of `make test` and
+# of `make test-full`, so every part runs as changes go in. A target by its own runs all cases.
+SAMPLE :=
+PART = $(if $(SAMPLE),--sample=$(SAMPLE))
+PASSED = part $(subst /, of ,$(SAMPLE)) passed; SAMPLE=$(SAMPLE) repeats it, SAMPLE=1/1 runs all parts
 
-# `make test-full` runs one of four cases of each Python test: of long tests, and of tests on GPUs
-# that are not here and with the oldest JAX. PYTEST=--sample=1 gives all cases of one kind.
-SAMPLE := --sample=4
+test: SAMPLE = $(shell .ci/part 2)
+test:  ## run a check of every kind, with one half of the Python tests' cases; SAMPLE=2/2 chooses
+	@$(MAKE) --silent -j2 --output-sync=target test-rust $(VENV)/dev $(STANDIN)/ready
+	@$(MAKE) --silent test-python test-standin SAMPLE=$(SAMPLE)
+	$(SAY) "make test: $(PASSED)"
+
 # One kind after the other, because each uses both cores; the two that use one core run side by side.
 LONG := test-rust-full test-python-full test-compiled test-wheel test-standin-full test-standin-cudnn
-test-full: lint docs $(LONG)  ## run lint, docs and the long tests
+test-full: SAMPLE = $(shell .ci/part 4)
+test-full: lint docs $(LONG)  ## run lint, docs and one quarter of the long tests; SAMPLE=3/4 chooses
 	@$(MAKE) --silent -j2 --output-sync=target test-trainers-short test-cudnn
-	$(SAY) "all long tests passed"
+	$(SAY) "make test-full: $(PASSED)"
+
+test-all:  ## run every part of all tests but test-images and the whole products (about 3 h)
+	@$(MAKE) --silent test SAMPLE=1/1
+	@$(MAKE) --silent lint docs $(LONG) test-rare test-cudnn test-trainers SAMPLE=1/1
+	$(SAY) "make test-all: all parts passed"
 
 test-exhaustive: checked-package baselines $(STANDIN)/ready test-images test-trainers  ## test the whole products of the cases (days)
 	@$(PY) -m pytest --checked -m "" --exhaustive $(PYTEST)
@@ -144,34 +153,35 @@ test-cudnn: $(CUDNN)/ready  ## test cuDNN's plans with the real library, without
 
 test-python: checked-package baselines  ## run the Python tests; PYTEST=... adds arguments
 	$(SAY) "Python: pytest, on 8 CPU devices (PYTEST=... adds arguments; -n0 for one process)"
-	@$(PY) -m pytest --checked -n 2 --dist worksteal $(PYTEST)
+	@$(PY) -m pytest --checked -n 2 --dist worksteal $(PART) $(PYTEST)
 
 test-python-full: checked-package
 	$(SAY) "Python: the long tests"
-	@$(PY) -m pytest --checked -m 'long and not rare' $(SAMPLE) -n 2 --dist worksteal $(PYTEST)
+	@$(PY) -m pytest --checked -m 'long and not rare' -n 2 --dist worksteal $(PART) $(PYTEST)
+
+test-rare: checked-package
+	$(SAY) "Python: the rare tests"
+	@$(PY) -m pytest --checked -m rare -n 2 --dist worksteal $(PYTEST)
 
 test-compiled: checked-package $(VENV)/cuda/ready  ## compile training steps for GPUs that are not here
 	$(SAY) "Python: training steps through XLA's compiler for GPUs that are not here"
 	@$(PY) -m pytest --checked -n 2 --dist worksteal tests/python/compiled $(PYTEST)
 
-# Tests on GPUs that are not here, which `make test` runs and test-standin-full need not.
-STANDIN_TESTS := $(addprefix tests/python/test_,standin.py decode_kernels.py pool_gpu.py gpu_programs.py)
+STANDIN_PYTEST = $(PY) -m pytest --platform=standin -n 2
 test-standin: standin-package  ## run some Python tests on GPUs that are not here
 	$(SAY) "Python: pytest on GPUs that are not there, over a driver of our own"
-	@$(PY) -m pytest -n 2 --dist worksteal --platform=standin $(STANDIN_TESTS) $(PYTEST)
+	@$(STANDIN_PYTEST) --dist worksteal --marked=standin $(PART) $(PYTEST)
 
 test-standin-full: standin-package  ## run the other Python tests on GPUs that are not here
 	$(SAY) "Python: the suite on GPUs that are not there"
-	@$(PY) -m pytest $(SAMPLE) -n 2 --dist worksteal --platform=standin \
-	    $(STANDIN_TESTS:%=--ignore=%) $(PYTEST)
+	@$(STANDIN_PYTEST) --dist worksteal -m 'not (standin or long or rare or images)' $(PART) $(PYTEST)
 
 # The same tests of softmax attention, in which cuDNN computes the tiles that it serves. Their heads
 # then have 64 columns or more (tests/python/platforms.py). test_cudnn.py has errors of long rings.
-CUDNN_TESTS := correct families global global_features gpu_programs ulysses
 test-standin-cudnn: standin-package  ## run tests of softmax attention by cuDNN on GPUs that are not here
 	$(SAY) "Python: softmax attention by cuDNN on GPUs that are not there"
-	@BURST_ATTENTION_KERNELS=cudnn $(PY) -m pytest $(SAMPLE) -n 2 --dist load --platform=standin \
-	    -k "not does_not_grow" $(CUDNN_TESTS:%=tests/python/test_%.py) $(PYTEST)
+	@BURST_ATTENTION_KERNELS=cudnn $(STANDIN_PYTEST) --dist load --marked=cudnn \
+	    -k "not does_not_grow" $(PART) $(PYTEST)
 
 test-trainers: build $(TRAINERS)/ready  ## train with MaxText, Tunix and Levanter, this attention against theirs (12 min)
 	$(SAY) "Python: trainers that others wrote, with this attention and with their own"
@@ -245,7 +255,7 @@ test-wheel: $(BUILT) $(VENV)/dev $(STANDIN)/ready baselines  ## install a wheel 
 	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(TEST_PACKAGE) \
 	    $(TEST_PACKAGE)
 	@for which in oldest newest; do \
-	    .ci/test-wheel $(PY) $$which $(TEST_PACKAGE)/*.whl $(SAMPLE) $(PYTEST); done
+	    .ci/test-wheel $(PY) $$which $(TEST_PACKAGE)/*.whl $(PART) $(PYTEST); done
 
 bench: build  ## measure speed and memory; PYTHON_BENCH=... is a Python with torch
 	$(SAY) "benchmarks (BENCH=--quick measures briefly)"

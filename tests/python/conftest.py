@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import inspect
 import os
+import re
 import typing
 
 import case_list
@@ -14,6 +15,16 @@ import pytest
 LIMIT_SECONDS = 600
 """The time after which a test counts as hanging. A ring that waits for a lost device does so in
 XLA, which no signal interrupts, so pytest-timeout ends the whole process."""
+MARKS = (
+    "long: takes seconds of the processor; for make test-full",
+    "rare: takes longer still; for make test-all",
+    "images: needs the images of all targets; for make test-images",
+    "standin: make test-standin, a part of make test, runs it on GPUs that are not here",
+    "cudnn: make test-standin-cudnn runs it with the tiles that cuDNN computes",
+    "wheel: make test-wheel runs it in each of its environments",
+    "oldest_jax: depends on JAX, so make test-wheel runs it with the oldest JAX",
+)
+"""The marks that say when a test runs."""
 
 
 def pytest_addoption(parser):
@@ -27,7 +38,18 @@ def pytest_addoption(parser):
         "--checked", action="store_true", help="the library of make test, which checks overflow"
     )
     parser.addoption(
-        "--sample", type=int, default=1, metavar="N", help="one of N cases of each test"
+        "--sample",
+        type=long.Part.read,
+        default=long.Part(1, 1),
+        metavar="K/N",
+        help="part K of N parts of the cases; a hash of a case's name decides its part",
+    )
+    parser.addoption(
+        "--marked",
+        action="append",
+        default=[],
+        metavar="MARK",
+        help="only tests with this mark, or one of several; imports no files without it",
     )
 
 
@@ -37,9 +59,8 @@ def pytest_configure(config):
         config.option.timeout = LIMIT_SECONDS
         config.option.timeout_method = "thread"
     config.addinivalue_line("filterwarnings", "error")
-    config.addinivalue_line("markers", "long: takes seconds of the processor; for make test-full")
-    config.addinivalue_line("markers", "rare: takes longer still; for make test-exhaustive")
-    config.addinivalue_line("markers", "images: needs the images; for make test-images")
+    for mark in MARKS:
+        config.addinivalue_line("markers", mark)
     config.addinivalue_line(
         "markers", f"needs(word): leaves the test to other platforms; {', '.join(platforms.NEEDS)}"
     )
@@ -49,9 +70,21 @@ def pytest_configure(config):
         check_annotations()
 
 
-def pytest_report_header():
-    """Says which package the tests import, and so which library."""
-    return f"package: {importlib.util.find_spec('burst_attention').origin}"
+def pytest_report_header(config):
+    """Says which package the tests import, and so which library, and which part of the cases."""
+    part = config.getoption("--sample")
+    chosen = [f"cases: part {part.number} of {part.count}"] if part.count > 1 else []
+    return [f"package: {importlib.util.find_spec('burst_attention').origin}", *chosen]
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leaves out files without the marks of `--marked`; perhaps they import what is not here."""
+    marks = config.getoption("--marked")
+    if not marks or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text()
+    # False would overrule pytest's other reasons to leave a file out.
+    return None if any(f"pytest.mark.{mark}" in text for mark in marks) else True
 
 
 def check_annotations():
@@ -95,15 +128,18 @@ def pytest_generate_tests(metafunc):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what the platform can't run, then takes the sample of what other options left."""
+    """Keeps what the platform can run, has a mark of `--marked` and belongs to the part."""
+    unstable = [item.nodeid for item in items if re.search(r"\b0x[0-9a-f]{6}", item.nodeid)]
+    assert not unstable, f"an address differs from process to process: name the cases {unstable}"
+    marks, part = config.getoption("--marked"), config.getoption("--sample")
     lacks, kept = platforms.current().lacks, []
     for item in items:
         words = {word for mark in item.iter_markers("needs") for word in mark.args}
         unknown = words - set(platforms.NEEDS)
         assert not unknown, f"{item.nodeid}: {unknown} is none of {list(platforms.NEEDS)}"
-        if not words & lacks:
+        marked = not marks or any(map(item.get_closest_marker, marks))
+        if marked and not words & lacks and part.has(item.nodeid):
             kept.append(item)
-    kept = long.sample(kept, config.getoption("--sample"))
     if left := set(items) - set(kept):
         config.hook.pytest_deselected(items=list(left))
         items[:] = kept

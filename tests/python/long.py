@@ -1,8 +1,9 @@
-"""Marks cases that `make test` leaves to `make test-full`, and chooses some cases of each test."""
+"""Marks cases that `make test` leaves to `make test-full`, and cuts all cases into parts."""
 
-import math
-import random
-from collections import defaultdict
+import argparse
+import re
+import zlib
+from typing import NamedTuple
 
 import pytest
 
@@ -35,17 +36,27 @@ def not_on_standin(*values):
     return [pytest.param(x, marks=pytest.mark.needs("speed")) for x in values]
 
 
-def sample(items, step):
-    """Returns one of ``step`` cases of each test, in the order of ``items``.
+class Part(NamedTuple):
+    """Part ``number`` of ``count`` parts of the cases; numbers begin at 1."""
 
-    A test has one case at least. Which ones depends on the test's name and on its number of cases.
-    """
-    cases = defaultdict(list)
-    for item in items:
-        cases[item.nodeid.split("[")[0]].append(item)
-    chosen = {
-        item
-        for name, given in cases.items()
-        for item in random.Random(name).sample(given, math.ceil(len(given) / step))
-    }
-    return [item for item in items if item in chosen]
+    number: int
+    count: int
+
+    @classmethod
+    def read(cls, text):
+        """Returns the part that a text such as ``2/4`` names."""
+        fields = re.fullmatch(r"(\d+)/(\d+)", text)
+        part = cls(*map(int, fields.groups())) if fields else None
+        if part is None or not 1 <= part.number <= part.count:
+            raise argparse.ArgumentTypeError(
+                f"expected K/N with 1 ≤ K ≤ N, such as 1/2 for the first of two parts, got {text!r}"
+            )
+        return part
+
+    def has(self, name):
+        """Whether the case of this name belongs to the part.
+
+        Nothing but the case's own name decides. So the parts of one count share no case and have
+        all cases together, and a new case moves no other one to another part.
+        """
+        return zlib.crc32(name.encode()) % self.count == self.number - 1

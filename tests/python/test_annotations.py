@@ -14,7 +14,7 @@ from burst_attention._attention.options import Options
 from burst_attention._linear import states
 from jaxtyping import TypeCheckError
 
-pytestmark = pytest.mark.needs("text")
+pytestmark = [pytest.mark.needs("text"), pytest.mark.oldest_jax]
 
 HEADS, ROOT = jnp.zeros(3), Path(__file__).parents[2]
 

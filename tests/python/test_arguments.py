@@ -8,7 +8,7 @@ import pytest
 import ring
 from jax.sharding import PartitionSpec as P
 
-pytestmark = pytest.mark.needs("float32", "products")
+pytestmark = [pytest.mark.needs("float32", "products"), pytest.mark.oldest_jax]
 
 
 def options():

@@ -1,12 +1,16 @@
 """The choice of correctness cases covers every pair of values, under unique names."""
 
+import argparse
 import itertools
 import json
-from typing import NamedTuple
+import os
+import subprocess
+import sys
 
 import case_list
-import long
+import platforms
 import pytest
+from long import Part
 
 pytestmark = pytest.mark.needs("text")
 
@@ -30,20 +34,51 @@ def test_names_are_unique():
     assert len(names) == len(set(names))
 
 
-class Item(NamedTuple):
-    """A test as pytest names it."""
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_parts_have_every_case_once_and_are_about_equal(count):
+    parts = [Part(number, count) for number in range(1, count + 1)]
+    names = [f"test_x.py::test_y[{case.name}]" for case in case_list.correctness_cases()]
+    sizes = dict.fromkeys(parts, 0)
+    for name in names:
+        (part,) = (each for each in parts if each.has(name))
+        sizes[part] += 1
+    assert min(sizes.values()) > 0.7 * len(names) / count
 
-    nodeid: str
+
+@pytest.mark.parametrize(
+    ("name", "half", "quarter"), [("test_a", 1, 3), ("test_b[1]", 2, 2), ("test_b[x-y]", 1, 1)]
+)
+def test_a_name_belongs_to_one_part_for_ever(name, half, quarter):
+    """The part depends neither on other cases nor on the process."""
+    assert [k for k in (1, 2) if Part(k, 2).has(name)] == [half]
+    assert [k for k in (1, 2, 3, 4) if Part(k, 4).has(name)] == [quarter]
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, 7])
-def test_a_sample_has_some_cases_of_each_test(step):
-    counts = {"alone": 0, "pair": 2, "many": 21}
-    names = [f"{name}[{case}]" for name, count in counts.items() for case in range(count)]
-    items = [Item(name) for name in ["alone", *names]]
-    chosen = long.sample(items, step)
-    assert chosen == [item for item in items if item in chosen], "the order is kept"
-    assert chosen == long.sample(items, step), "the choice is the same each time"
-    found = [item.nodeid.split("[")[0] for item in chosen]
-    expected = {name: max(1, -(-count // step)) for name, count in counts.items()}
-    assert {name: found.count(name) for name in counts} == expected
+def test_a_part_is_read_from_text():
+    assert Part.read("3/4") == (3, 4)
+    for text in ("2", "0/2", "3/2", "1/0", "-1/2", "1/2/3", "half"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected K/N with 1 ≤ K ≤ N"):
+            Part.read(text)
+
+
+@pytest.mark.long
+def test_names_are_the_same_in_each_process():
+    """They hold neither addresses nor the order of a set, which change from process to process."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "", "-p", "no:xdist"]
+    if "shipped" in platforms.current().lacks:
+        command.append("--checked")
+    printed = [
+        subprocess.run(
+            [*command, str(platforms.ROOT / "tests" / "python")],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            cwd=platforms.ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
+        for seed in ("1", "2")
+    ]
+    first, second = ([line for line in lines if "::" in line] for lines in printed)
+    assert len(first) > 1000
+    assert first == second
+    assert len(first) == len(set(first))

@@ -7,6 +7,8 @@ import ring
 from bounds import check
 from reference import dense, error
 
+pytestmark = [pytest.mark.cudnn, pytest.mark.wheel]
+
 
 def test_ring_equals_dense(case):
     agree(case)

@@ -18,7 +18,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from jax.sharding import PartitionSpec as P
 from reference import dense
 
-pytestmark = pytest.mark.needs("text")
+pytestmark = [pytest.mark.needs("text"), pytest.mark.oldest_jax]
 
 GPU = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
 BATCH, SEQ, HEADS, KV_HEADS, DIM = 4, 1024, 4, 2, 64

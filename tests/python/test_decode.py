@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from long import some, spread, with_plain
 from test_plain import mesh_of
 
-pytestmark = pytest.mark.needs("products")
+pytestmark = [pytest.mark.needs("products"), pytest.mark.oldest_jax]
 
 RAGGED = [37, 0, 1, 64, 9]
 SHAPES = case_list.of("decode", "shapes")

@@ -13,7 +13,7 @@ from decode_cases import IMPLEMENTATIONS, SHARDED, WHOLE, Sharding, check, probl
 from decode_reference import dense
 from jax.sharding import PartitionSpec as P
 
-pytestmark = pytest.mark.needs("products")
+pytestmark = [pytest.mark.needs("products"), pytest.mark.oldest_jax]
 
 LENGTHS, COUNTS = np.array([7, 32, 0, 2, 40], np.int32), np.array([3, 3, 3, 3, 1], np.int32)
 """One sequence before position 0, and one beyond the capacity."""

@@ -14,7 +14,7 @@ from decode_reference import dense
 from ring import devices
 from test_decode_prefix import OWN, PREFIXES, both, shared
 
-pytestmark = pytest.mark.needs("gpu")
+pytestmark = [pytest.mark.needs("gpu"), pytest.mark.standin]
 
 FEATURES = {"window": 40, "soft_cap": 3.0, "slopes": SLOPES}
 

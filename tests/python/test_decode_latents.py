@@ -24,7 +24,7 @@ from long import some, with_plain
 from test_decode_append import COUNTS, LENGTHS
 from test_decode_prefix import OWN, PREFIXES, both, shared
 
-pytestmark = pytest.mark.needs("products")
+pytestmark = [pytest.mark.needs("products"), pytest.mark.oldest_jax]
 
 RAGGED = [37, 0, 1, 64, 9]
 SHARDINGS = {

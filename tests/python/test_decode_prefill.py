@@ -13,7 +13,7 @@ from decode_reference import dense
 from jax.sharding import PartitionSpec as P
 from reference import dense as attention
 
-pytestmark = pytest.mark.needs("products")
+pytestmark = [pytest.mark.needs("products"), pytest.mark.oldest_jax]
 
 RANKS, CHUNK = 4, 16
 OPTIONS = {"axis_name": "context", "layout": "contiguous"}

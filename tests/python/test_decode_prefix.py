@@ -22,7 +22,7 @@ from decode_reference import dense
 from jax.sharding import PartitionSpec as P
 from long import some, with_plain
 
-pytestmark = pytest.mark.needs("products")
+pytestmark = [pytest.mark.needs("products"), pytest.mark.oldest_jax]
 
 PREFIXES, OF = np.array([24, 0, 57], np.int32), np.array([0, 2, -1, 0, 1, 2, 9], np.int32)
 OWN = np.array([5, 16, 3, 1, 9, 0, 12], np.int32)

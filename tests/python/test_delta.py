@@ -26,6 +26,8 @@ from linear_cases import (
 from linear_reference import recurrence
 from long import not_on_standin, some
 
+pytestmark = pytest.mark.oldest_jax
+
 KINDS = {"heads": (False, 1), "channels": (True, 1), "negative eigenvalues": (False, 2)}
 """Whether there are decays of channels, and the largest β."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import burst_attention
 import jax
+import numpy as np
 import pytest
 from burst_attention.integrations import levanter, maxtext
 
@@ -18,14 +19,20 @@ pytestmark = pytest.mark.needs("text")
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md"))]
-RUNNING = ("guide", "masks", "decode", "offloading", "linear-attention", "simulator")
-RUN = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in RUNNING)]
+NOT_RUN = {
+    "your-model.md": "test_your_model.py runs it, and compares its losses",
+    "several-processes.md": "its program takes two processes, which a test below starts",
+}
+"""The pages with code that `test_code_runs` leaves out, with the reason."""
 
 
 def blocks(page, language):
     """Returns the contents of a page's fenced blocks in one language, or of one directive."""
     pattern = rf"^```{re.escape(language)}\n(.*?)^```$"
     return re.findall(pattern, page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+RUN = [page for page in PAGES if blocks(page, "python") and page.name not in NOT_RUN]
 
 
 def anchors(page):
@@ -43,12 +50,32 @@ def test_code_runs(page, tmp_path, monkeypatch):
     # flags of the suite, which XLA reads when it looks for devices.
     jax.devices()
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
-    assert blocks(page, "python")
     names = {}
     for block in blocks(page, "python"):
         # The wheel's environments have JAX and pytest alone.
         if "flax" not in block or importlib.util.find_spec("flax"):
             exec(compile(block, str(page), "exec"), names)
+
+
+def test_pages_are_left_out_for_a_reason():
+    assert all(blocks(DOCS / name, "python") for name in NOT_RUN)
+    fences = [re.findall(r"^\s*```\s*py.*", page.read_text(), re.MULTILINE) for page in PAGES]
+    assert {fence for page in fences for fence in page} == {"```python"}, "`blocks` finds no others"
+
+
+def test_the_short_convolution_keeps_packed_documents_apart():
+    """The second document begins within a device's shard."""
+    page, ids = DOCS / "linear-attention.md", np.arange(256)[None] // 120
+    names = {"ids": ids}
+    for block in blocks(page, "python"):
+        if "import burst_attention" in block or "def convolved" in block:
+            exec(compile(block, str(page), "exec"), names)
+    key = np.asarray(names["k"])
+    documents = [key[:, ids[0] == document] for document in range(3)]
+    padded = [np.pad(x, ((0, 0), (3, 0), (0, 0), (0, 0))) for x in documents]
+    sums = [sum(x[:, 3 - k : x.shape[1] - k] for k in range(4)) / 4 for x in padded]
+    want = jax.nn.silu(np.concatenate(sums, axis=1))
+    assert np.abs(names["smooth"] - want).max() < 1e-6
 
 
 @pytest.mark.long

@@ -14,6 +14,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from philox import kept
 
+pytestmark = pytest.mark.oldest_jax
+
 SEQ, HEADS, BATCH, RATE = 64, 4, 4, 0.3
 MESHES = [(1, 1, 1), (1, 2, 1), (1, 4, 1), (2, 4, 1), (1, 2, 4), (2, 2, 2), (1, 8, 1)]
 LAYOUTS = ("contiguous", "zigzag", "striped")

@@ -14,6 +14,8 @@ import ring
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+pytestmark = pytest.mark.oldest_jax
+
 DTYPE = platforms.dtype("float32")
 SPEC = P(None, "context")
 COMPILES = "/jax/core/compile/backend_compile_duration"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import refusal
 
-pytestmark = pytest.mark.needs("text")
+pytestmark = [pytest.mark.needs("text"), pytest.mark.oldest_jax]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = ("--length", "512", "--steps", "6", "--devices", "4")

@@ -15,6 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from long import marked, spread
 
+pytestmark = [pytest.mark.cudnn, pytest.mark.oldest_jax]
+
 VALUES = {
     "ranks": [(2, 0), (3, 0), (4, 0), (6, 0), (8, 0), (4, 1), (4, 4), (6, 3), (8, 2), (8, 4)],
     "schedule": ["ring", "balanced", "all_gather"],

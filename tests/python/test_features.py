@@ -11,6 +11,8 @@ import ring
 from bounds import check
 from features import SPECS, Problem, segment_ids
 
+pytestmark = pytest.mark.wheel
+
 MORE = 4
 """The number by which a rank's keys exceed its queries."""
 

@@ -12,6 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from reference import dense
 
+pytestmark = [pytest.mark.cudnn, pytest.mark.oldest_jax]
+
 SIZES = [(1, 8, 1), (2, 4, 1), (1, 4, 2), (2, 2, 2)]
 
 

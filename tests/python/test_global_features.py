@@ -10,6 +10,8 @@ from features import Problem
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+pytestmark = [pytest.mark.cudnn, pytest.mark.oldest_jax]
+
 ALL = Problem(
     mesh=(2, 2, 2),
     causal=True,

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from reference import dense
 
-pytestmark = pytest.mark.needs("standin")
+pytestmark = [pytest.mark.needs("standin"), pytest.mark.standin, pytest.mark.cudnn]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from infini_cases import SEGMENT, inputs, near, reference, sharded
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-pytestmark = pytest.mark.needs("products", "float32")
+pytestmark = [pytest.mark.needs("products", "float32"), pytest.mark.oldest_jax]
 
 X = P(None, "context")
 

@@ -24,7 +24,7 @@ from long import some
 from test_arguments import Parameter
 from test_transforms import calls
 
-pytestmark = pytest.mark.needs("float32", "products")
+pytestmark = [pytest.mark.needs("float32", "products"), pytest.mark.oldest_jax]
 
 SHAPES = [(2, 64, 4, 16), (2, 64, 2, 16), (2, 64, 2, 16), (2, 64, 4, 16)]
 """Query, key, value and the cotangent of the result."""

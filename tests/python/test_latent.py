@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from long import some
 from reference import dense
 
-pytestmark = pytest.mark.needs("products", "float32")
+pytestmark = [pytest.mark.needs("products", "float32"), pytest.mark.oldest_jax]
 
 X = P(None, "context")
 HEADS, NOPE, ROPE, VALUE_DIM, COLUMNS = 4, 24, 8, 16, 20

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_latent import expand, inputs, segments
 
-pytestmark = pytest.mark.needs("products", "float32")
+pytestmark = [pytest.mark.needs("products", "float32"), pytest.mark.oldest_jax]
 
 ROWS, HEADS = P("data", "context"), P(None, "tensor")
 SPEC = P("data", "context", "tensor")

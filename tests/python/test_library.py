@@ -17,7 +17,7 @@ import ring
 from burst_attention import _ffi, _jax, _library
 from decode_cases import Sharding, decode, latents, problem
 
-pytestmark = pytest.mark.needs("host")
+pytestmark = [pytest.mark.needs("host"), pytest.mark.wheel]
 
 
 def test_library_and_package_have_one_version():

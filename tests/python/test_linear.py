@@ -25,6 +25,8 @@ from linear_cases import (
 from linear_reference import recurrence
 from long import not_on_standin, some
 
+pytestmark = pytest.mark.wheel
+
 
 @pytest.mark.parametrize("method", some(["in_turn", "ring", "all_gather"]))
 @pytest.mark.parametrize("shape", CASES, ids=lambda shape: "-".join(map(str, shape)))

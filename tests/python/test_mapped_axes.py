@@ -18,6 +18,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+pytestmark = pytest.mark.oldest_jax
+
 DTYPE = platforms.dtype("float32")
 STAGES, RANKS, TOKENS, HEADS, DIM = 2, 4, 32, 4, 8
 MAPPED, SHARED = ("x", "state", "ids"), ("key", "sinks", "slopes")

@@ -9,6 +9,8 @@ import ring
 from burst_attention import masks
 from jax.sharding import PartitionSpec as P
 
+pytestmark = pytest.mark.oldest_jax
+
 
 def documents_of(lengths, seq_len):
     """Returns for each position its document and its place there; None and 0 for padding."""

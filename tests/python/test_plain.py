@@ -19,7 +19,7 @@ from test_correct import agree as agree_plainly
 from test_families import ALONE, CHOICES, SCHEDULES, agree, problem_of
 from test_features import name, problem
 
-pytestmark = pytest.mark.needs("products")
+pytestmark = [pytest.mark.needs("products"), pytest.mark.oldest_jax]
 
 XLA = {"implementation": "xla"}
 CASES = case_list.correctness_cases()

@@ -8,7 +8,7 @@ import ring
 from jax.sharding import PartitionSpec as P
 from test_pool import equal, model, put, reference
 
-pytestmark = pytest.mark.needs("gpu")
+pytestmark = [pytest.mark.needs("gpu"), pytest.mark.standin]
 
 
 @pytest.mark.parametrize("count", [1, 2])

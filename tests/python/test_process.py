@@ -16,7 +16,7 @@ from burst_attention import __main__ as command
 from burst_attention._cli import report
 from jax.sharding import PartitionSpec as P
 
-pytestmark = pytest.mark.needs("host")
+pytestmark = [pytest.mark.needs("host"), pytest.mark.oldest_jax]
 
 TARGETS = ("burst_attention_forward", "burst_attention_backward")
 

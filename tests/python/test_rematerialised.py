@@ -18,7 +18,7 @@ from test_cuda_lowering import KNOWN, abstract_mesh, lowered
 from test_cuda_lowering import calls as lowered_calls
 from test_transforms import calls, close
 
-pytestmark = pytest.mark.needs("products")
+pytestmark = [pytest.mark.needs("products"), pytest.mark.oldest_jax]
 
 LAYERS, WIDTH, HEADS, SEQ, RANKS = 5, 64, 4, 64, 4
 PLACES = {

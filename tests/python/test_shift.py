@@ -13,6 +13,8 @@ from burst_attention._layouts import LAYOUTS
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+pytestmark = pytest.mark.oldest_jax
+
 
 def neighbours(x, offset, fill=0, ids=None):
     """Returns the neighbours' values in a whole sequence along axis 1, token by token."""

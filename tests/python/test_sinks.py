@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 from reference import dense
 from test_cuda_lowering import GPU, abstract_mesh, calls, lowered, shapes
 
+pytestmark = pytest.mark.oldest_jax
+
 SHAPES = [(2, 32, 4, 32), (2, 32, 2, 32), (2, 32, 2, 32), (4,), (2, 32, 4, 32)]
 NAMES = ("o", "dq", "dk", "dv", "dz")
 

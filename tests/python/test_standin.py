@@ -7,7 +7,7 @@ from ctypes import byref, c_char_p, c_int, c_uint, c_uint64, c_void_p
 import platforms
 import pytest
 
-pytestmark = pytest.mark.needs("standin")
+pytestmark = [pytest.mark.needs("standin"), pytest.mark.standin]
 
 STORE = b"""
 .version 8.0

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from long import some
 from test_cuda_lowering import GPU, abstract_mesh
 
-pytestmark = pytest.mark.needs("float32")
+pytestmark = [pytest.mark.needs("float32"), pytest.mark.oldest_jax]
 
 MODES = {
     "ranks": partial(jax.numpy_rank_promotion, "raise"),

@@ -13,6 +13,8 @@ from bounds import check, close
 from jax.sharding import PartitionSpec as P
 from reference import dense
 
+pytestmark = pytest.mark.oldest_jax
+
 SHAPE = (2, 32, 2, 32)
 
 

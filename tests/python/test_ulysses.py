@@ -18,6 +18,8 @@ from reference import error
 from test_cuda_lowering import KNOWN, abstract_mesh, calls, lowered, shapes, with_gradient
 from test_families import MASKS, agree
 
+pytestmark = [pytest.mark.cudnn, pytest.mark.oldest_jax]
+
 VALUES = {
     "over": [
         *(("ulysses", world, 0) for world in (1, 2, 3, 4, 6, 8)),

@@ -14,6 +14,8 @@ from features import SPECS, Problem
 from jax.sharding import PartitionSpec as P
 from long import some
 
+pytestmark = pytest.mark.oldest_jax
+
 OTHER_LAYOUTS = [
     pytest.param(layout, marks=pytest.mark.needs("speed")) for layout in ("contiguous", "striped")
 ]
