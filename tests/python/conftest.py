@@ -1,11 +1,14 @@
 """The platform, before JAX starts; checks of annotations; options of the suite; lost tests."""
 
+import enum
 import gc
 import importlib.util
 import inspect
 import os
 import re
+import types
 import typing
+import zlib
 
 import case_list
 import long
@@ -25,6 +28,10 @@ MARKS = (
     "oldest_jax: depends on JAX, so make test-wheel runs it with the oldest JAX",
 )
 """The marks that say when a test runs."""
+
+PYTEST_NAMES = (str, bytes, int, float, complex, enum.Enum, re.Pattern, types.NoneType)
+"""The types of values that pytest itself writes into the names of cases."""
+ADDRESS = re.compile(r"\b0x[0-9a-f]{6}")
 
 
 def pytest_addoption(parser):
@@ -126,10 +133,21 @@ def pytest_generate_tests(metafunc):
         )
 
 
+def pytest_make_parametrize_id(val):
+    """Names a case by its value where pytest would name it by its place in the list.
+
+    So a new case changes no other one's name, which decides the part that the case belongs to.
+    """
+    text = " ".join(repr(val).split())
+    if isinstance(val, PYTEST_NAMES) or hasattr(val, "__name__") or ADDRESS.search(text):
+        return None
+    return text if len(text) <= 60 else f"{type(val).__name__}-{zlib.crc32(text.encode()):08x}"
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Keeps what the platform can run, has a mark of `--marked` and belongs to the part."""
-    unstable = [item.nodeid for item in items if re.search(r"\b0x[0-9a-f]{6}", item.nodeid)]
+    unstable = [item.nodeid for item in items if ADDRESS.search(item.nodeid)]
     assert not unstable, f"an address differs from process to process: name the cases {unstable}"
     marks, part = config.getoption("--marked"), config.getoption("--sample")
     lacks, kept = platforms.current().lacks, []

@@ -37,12 +37,11 @@ def test_names_are_unique():
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_parts_have_every_case_once_and_are_about_equal(count):
     parts = [Part(number, count) for number in range(1, count + 1)]
-    names = [f"test_x.py::test_y[{case.name}]" for case in case_list.correctness_cases()]
     sizes = dict.fromkeys(parts, 0)
-    for name in names:
-        (part,) = (each for each in parts if each.has(name))
+    for case in range(1000):
+        (part,) = (each for each in parts if each.has(f"test_x.py::test_y[{case}]"))
         sizes[part] += 1
-    assert min(sizes.values()) > 0.7 * len(names) / count
+    assert min(sizes.values()) > 900 / count
 
 
 @pytest.mark.parametrize(

@@ -42,34 +42,42 @@ def anchors(page):
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
-def test_code_runs(page, tmp_path, monkeypatch):
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Returns a function that runs blocks of code of a page and returns their names."""
     monkeypatch.chdir(tmp_path)
     # Pages set flags for their readers. This process, and those that later tests start, keep the
     # flags of the suite, which XLA reads when it looks for devices.
     jax.devices()
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
-    names = {}
-    for block in blocks(page, "python"):
-        # The wheel's environments have JAX and pytest alone.
-        if "flax" not in block or importlib.util.find_spec("flax"):
+
+    def run(page, chosen, **names):
+        for block in chosen:
             exec(compile(block, str(page), "exec"), names)
+        return names
+
+    return run
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_code_runs(run, page):
+    # The wheel's environments have JAX and pytest alone.
+    has_flax = importlib.util.find_spec("flax")
+    run(page, [block for block in blocks(page, "python") if has_flax or "flax" not in block])
 
 
 def test_pages_are_left_out_for_a_reason():
     assert all(blocks(DOCS / name, "python") for name in NOT_RUN)
-    fences = [re.findall(r"^\s*```\s*py.*", page.read_text(), re.MULTILINE) for page in PAGES]
+    fences = [re.findall(r"^[ \t]*```[ \t]*py.*", page.read_text(), re.MULTILINE) for page in PAGES]
     assert {fence for page in fences for fence in page} == {"```python"}, "`blocks` finds no others"
 
 
-def test_the_short_convolution_keeps_packed_documents_apart():
+def test_the_short_convolution_keeps_packed_documents_apart(run):
     """The second document begins within a device's shard."""
     page, ids = DOCS / "linear-attention.md", np.arange(256)[None] // 120
-    names = {"ids": ids}
-    for block in blocks(page, "python"):
-        if "import burst_attention" in block or "def convolved" in block:
-            exec(compile(block, str(page), "exec"), names)
+    first, *others = blocks(page, "python")
+    names = run(page, [first, *(x for x in others if "def convolved" in x)], ids=ids)
     key = np.asarray(names["k"])
     documents = [key[:, ids[0] == document] for document in range(3)]
     padded = [np.pad(x, ((0, 0), (3, 0), (0, 0), (0, 0))) for x in documents]
