@@ -30,8 +30,6 @@ BUILT := $(LIBRARY) $(VENV)/installed
 # The package for tests: its library checks overflow and assertions.
 CHECKED_PACKAGE := $(BUILD)/checked-package/burst_attention
 CHECKED_LIBRARY := $(CHECKED_PACKAGE)/$(notdir $(LIBRARY))
-HOST_PACKAGE := $(BUILD)/$(HOST)-package
-GPU_PACKAGE := $(BUILD)/gpu-package
 TEST_PACKAGE := $(BUILD)/test-package
 # Copies the package without what `build` and `images` make into an empty folder.
 COPY_SOURCES = rm -rf $(1) && mkdir -p $(1) && \
@@ -133,7 +131,7 @@ test-rust-full: $(VENV)/kernels
 
 # To compile the images of all targets takes 35 minutes of a processor, too long for test-full.
 IMAGE_TESTS := images_of_all_targets quality_of_all_targets every_case_of_hopper every_tile_of_other_targets
-test-images: $(VENV)/dev wheel  ## test the wheel's images, after a change of a CUDA kernel
+test-images: $(BUILT) $(VENV)/dev wheel  ## test the wheel's images, after a change of a CUDA kernel
 	$(SAY) "Rust and Python: images of all targets"
 	@$(KERNEL_TOOLS) cargo test --quiet $(WORKSPACE) -- --ignored $(IMAGE_TESTS)
 	@$(PY) -m pytest -m images $(PYTEST)
@@ -215,12 +213,26 @@ format: $(VENV)/dev  ## format files with rustfmt and ruff
 	@$(VENV)/bin/ruff check --fix --quiet
 	@$(VENV)/bin/ruff format
 
-wheel: $(or $(if $(HOST),host-package),$(if $(TARGETS),gpu-package),$(BUILT) images)  ## make dist/*.whl, for this host or HOST=aarch64, for all GPUs or TARGETS="sm_90 sm_100"
+# Zig has the symbols of each glibc, for both kinds of hosts. So a wheel runs on systems that are older
+# than the one that builds it. `rustup target add` installs Rust's standard library for another host.
+GLIBC := 2.28
+WHEEL_PACKAGE := $(BUILD)/wheel-package
+WHEEL_TARGET = $(or $(HOST),$(shell uname -m))-unknown-linux-gnu
+ZIG_CACHE := $(abspath $(BUILD))/zig
+ZIG_BUILD = CARGO_ZIGBUILD_PYTHON_PATH=$(CURDIR)/$(PY) CARGO_ZIGBUILD_CACHE_DIR=$(ZIG_CACHE) \
+    ZIG_GLOBAL_CACHE_DIR=$(ZIG_CACHE) RUSTFLAGS="$(REMAP) $${RUSTFLAGS-}" $(VENV)/bin/cargo-zigbuild zigbuild
+wheel: $(VENV)/dev $(VENV)/zig $(if $(HOST)$(TARGETS),,images)  ## make dist/*.whl, for this host or HOST=aarch64, for all GPUs or TARGETS="sm_90 sm_100"
+	$(SAY) "Rust library for $(WHEEL_TARGET) with glibc $(GLIBC)"
+	@$(call COPY_SOURCES,$(WHEEL_PACKAGE))
+	@$(ZIG_BUILD) --quiet --release -p burst-attention-ffi --target $(WHEEL_TARGET).$(GLIBC)
+	@cp $(BUILD)/$(WHEEL_TARGET)/release/$(notdir $(LIBRARY)) $(WHEEL_PACKAGE)/burst_attention
+	$(SAY) "CUDA kernels for $(or $(TARGETS),all targets)"
+	@$(if $(HOST)$(TARGETS),$(call KERNEL_IMAGES,$(WHEEL_PACKAGE)/burst_attention/images) \
+	    $(if $(HOST),--host $(HOST)) $(TARGETS),cp -r $(IMAGES) $(WHEEL_PACKAGE)/burst_attention)
 	$(SAY) "wheel"
 	@rm -rf dist
-	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist \
-	    $(or $(if $(HOST),$(HOST_PACKAGE)),$(if $(TARGETS),$(GPU_PACKAGE)),./jax_plugin)
-	@ls -sh dist
+	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist $(WHEEL_PACKAGE)
+	@$(PY) .ci/check_wheel.py dist/*.whl $(GLIBC)
 
 gpu-bundle:  ## make dist/gpu-TARGET.tar.gz for ten minutes on a GPU machine; TARGET=sm_90
 	@test -n "$(TARGET)" || { echo 'expected a kind of GPU, such as TARGET=sm_90'; exit 1; }
@@ -228,33 +240,15 @@ gpu-bundle:  ## make dist/gpu-TARGET.tar.gz for ten minutes on a GPU machine; TA
 	$(SAY) "bundle for $(TARGET)"
 	@.ci/gpu-bundle $(PY) $(TARGET) dist/burst_attention-*.whl
 
-# The package with the images of some targets alone, in a folder of its own.
-gpu-package: $(BUILT) $(VENV)/kernels
-	$(SAY) "CUDA kernels for $(TARGETS)"
-	@$(call COPY_SOURCES,$(GPU_PACKAGE))
-	@cp $(LIBRARY) $(GPU_PACKAGE)/burst_attention
-	@$(call KERNEL_IMAGES,$(GPU_PACKAGE)/burst_attention/images) $(TARGETS)
-
-# The package for another kind of host, in a folder of its own. On Debian and Ubuntu the linker is
-# in the package gcc-aarch64-linux-gnu; `rustup target add` installs Rust's standard library.
-host-package: $(VENV)/kernels
-	$(SAY) "Rust library and CUDA kernels for $(HOST)"
-	@$(call COPY_SOURCES,$(HOST_PACKAGE))
-	@RUSTFLAGS="$(REMAP) $${RUSTFLAGS-}" cargo build --quiet --release -p burst-attention-ffi \
-	    --target $(HOST)-unknown-linux-gnu \
-	    --config 'target.$(HOST)-unknown-linux-gnu.linker="$(HOST)-linux-gnu-gcc"'
-	@cp $(BUILD)/$(HOST)-unknown-linux-gnu/release/$(notdir $(LIBRARY)) \
-	    $(HOST_PACKAGE)/burst_attention
-	@$(call KERNEL_IMAGES,$(HOST_PACKAGE)/burst_attention/images) --host $(HOST) $(TARGETS)
-
 # This wheel has the images that the stand-in knows, because to compile the real ones takes long.
-test-wheel: $(BUILT) $(VENV)/dev $(STANDIN)/ready baselines  ## install a wheel with the oldest and the newest JAX and run the tests
+test-wheel: $(BUILT) $(VENV)/dev $(STANDIN)/ready baselines  ## install a wheel with the oldest and the newest JAX and Python, run tests
 	$(SAY) "wheel for tests"
 	@$(call COPY_SOURCES,$(TEST_PACKAGE))
 	@cp -r $(LIBRARY) $(STANDIN)/package/burst_attention/images $(TEST_PACKAGE)/burst_attention
 	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(TEST_PACKAGE) \
 	    $(TEST_PACKAGE)
-	@for which in oldest newest; do \
+	@$(PY) .ci/check_wheel.py $(TEST_PACKAGE)/*.whl
+	@for which in oldest newest newest-python; do \
 	    .ci/test-wheel $(PY) $$which $(TEST_PACKAGE)/*.whl $(PART) $(PYTEST); done
 
 bench: build  ## measure speed and memory; PYTHON_BENCH=... is a Python with torch
@@ -332,6 +326,11 @@ $(VENV)/kernels: $(VENV)/headers requirements/kernels.txt
 $(VENV)/dev: $(VENV)/ready $(VENV)/kernels requirements/dev.txt
 	$(SAY) "Python packages of the tests into $(VENV)"
 	$(PIP_INSTALL) -r requirements/dev.txt
+	@touch $@
+
+$(VENV)/zig: $(VENV)/headers requirements/wheel.txt
+	$(SAY) "zig, which links the wheel's library, into $(VENV) (once, 100 MB)"
+	$(PIP_INSTALL) -r requirements/wheel.txt
 	@touch $@
 
 # The pins of the trainers exclude each other, so the file names every package.

@@ -110,7 +110,9 @@ def test_a_jax_that_is_too_old_is_an_error_that_helps(monkeypatch):
 @pytest.mark.needs("text")
 def test_package_and_metadata_name_one_oldest_jax():
     with (Path(__file__).parents[2] / "jax_plugin" / "pyproject.toml").open("rb") as file:
-        assert f"jax>={_jax.OLDEST}" in tomllib.load(file)["project"]["dependencies"]
+        project = tomllib.load(file)["project"]
+    assert f"jax>={_jax.OLDEST}" in project["dependencies"]
+    assert project["optional-dependencies"] == {"cuda13": [f"jax[cuda13]>={_jax.OLDEST}"]}
 
 
 def test_timeline_names_every_step_of_every_rank(tmp_path):
