@@ -73,6 +73,7 @@ def test_pages_are_left_out_for_a_reason():
     assert {fence for page in fences for fence in page} == {"```python"}, "`blocks` finds no others"
 
 
+@pytest.mark.long
 def test_the_short_convolution_keeps_packed_documents_apart(run):
     """The second document begins within a device's shard."""
     page, ids = DOCS / "linear-attention.md", np.arange(256)[None] // 120
