@@ -6,7 +6,7 @@ A message says what was expected, what came and, where there is one, the way out
 import numbers
 import operator
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Buffer, Callable, Iterable
 from typing import TypeVar
 
 import jax
@@ -73,6 +73,11 @@ def beyond_float32(name: str, got: str) -> ValueError:
     )
 
 
+def beyond_int32(name: str, value: object) -> ValueError:
+    """Returns the error for numbers of Python that int32 can't hold."""
+    return ValueError(f"{name} must be within int32, got {describe(value)}")
+
+
 def integer(name: str, value: object) -> int:
     """Returns an integer of any type as an int of Python."""
     try:
@@ -105,8 +110,12 @@ def array_type(name: str, value: object) -> ArrayType:
     if isinstance(value, ArrayType):
         return value
     if not isinstance(value, numbers.Number | str | None):
+        is_in_host = isinstance(value, Buffer) or hasattr(value, "__array__")
+        is_in_host &= not hasattr(value, "__jax_array__")
         try:
-            return jnp.asarray(value)
+            return as_array(np.asarray(value)) if is_in_host else jnp.asarray(value)
+        except OverflowError:
+            raise beyond_int32(name, value) from None
         except (TypeError, ValueError):
             pass
     raise TypeError(f"{name} must be an array, got {type(value).__name__}")
@@ -136,11 +145,15 @@ def shaped(
 
 
 def as_array(x: ArrayType) -> jax.Array:
-    """Returns an array of JAX.
+    """Returns an array of JAX, which does not change with an array of numpy.
 
-    ``jnp.asarray`` would add an operation to derivatives, also where there is nothing to convert.
+    JAX may read the memory of an array of numpy after the call, when its caller has changed it, and
+    even ``jnp.array`` does so. So JAX gets a copy. Of an array of JAX ``jnp.asarray`` would add an
+    operation to derivatives, also where there is nothing to convert.
     """
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+    if isinstance(x, jax.Array):
+        return x
+    return jnp.asarray(x.copy() if isinstance(x, np.ndarray) else x)
 
 
 def arrays(

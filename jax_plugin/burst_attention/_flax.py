@@ -137,7 +137,7 @@ def _flattened(
 ) -> tuple[tuple[int, ...], tuple[Array4, Array4, Array4]]:
     """Returns the leading dimensions, and the arrays with one batch dimension and one dtype."""
     named = {"query": query, "key": key, "value": value}
-    arrays = [jnp.asarray(_checks.array_type(name, x)) for name, x in named.items()]
+    arrays = [_checks.as_array(_checks.array_type(name, x)) for name, x in named.items()]
     batches = [x.shape[:-3] for x in arrays]
     if any(x.ndim < 3 for x in arrays) or len(set(batches)) > 1:
         raise ValueError(
@@ -151,7 +151,7 @@ def _flattened(
 
 def _padding(mask: object, batch: tuple[int, ...]) -> Bool[Array, "_ 1 _ _"]:
     """Returns a mask of padding with one batch dimension."""
-    shown = jnp.asarray(_checks.array_type("mask", mask)).astype(bool)
+    shown = _checks.as_array(_checks.array_type("mask", mask)).astype(bool)
     most = len(batch) + 3
     if shown.ndim > most:
         raise ValueError(f"mask must have at most {most} dimensions, got shape {shown.shape}")

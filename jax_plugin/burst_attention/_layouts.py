@@ -165,11 +165,12 @@ def _taken(x: jax.Array, index: tuple[Any, ...]) -> jax.Array:
 
 
 def beside(x: jax.Array, value: np.ndarray) -> np.ndarray | jax.Array:
-    """Returns an array of the host for an operation on ``x``, whole on each of its devices.
+    """Returns a copy of an array of the host for an operation on ``x``, whole on its devices.
 
     Outside of programs the transfer is explicit: ``jax.transfer_guard("disallow")`` takes implicit
-    ones for mistakes.
+    ones for mistakes. JAX may read the memory that it gets after the call.
     """
+    value = value.copy()
     # For devices of several processes, device_put would first compare the value between them.
     if isinstance(x, jax.core.Tracer) or not x.is_fully_addressable:
         return value

@@ -73,7 +73,7 @@ def shift(
     Raises:
       ValueError, TypeError: while tracing, with the way out.
     """
-    x = jnp.asarray(_checks.array_type("x", x))
+    x = _checks.as_array(_checks.array_type("x", x))
     axis = _checks.sequence_axis(x, axis)
     axes = _mesh.ring_axes(axis_name)
     mesh = _mesh.ring_mesh(axes, "shift", GLOBALLY)

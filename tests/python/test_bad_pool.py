@@ -40,8 +40,16 @@ def again():
     there.attend(cache, *tokens(), N)
 
 
-def traced():
-    jax.jit(lambda q: attend(q, *tokens()[1:]))(tokens()[0])
+def traced(change, *args):
+    """Traces a call of `attend` with arguments of which ``change`` makes the others."""
+    cache = init()
+    options = {"cache": cache, "lengths": N}
+
+    def call(*args):
+        given, others = change(*args)
+        attend(*given, **(options | others))
+
+    jax.jit(call)(*args)
 
 
 BAD = {
@@ -88,7 +96,7 @@ BAD = {
     "head_dim": (lambda: init(head_dim=12), ValueError, "head_dim must be a multiple of 8"),
     "value_dim": (lambda: init(value_dim=7), ValueError, "value_dim must be a multiple of 8"),
     "a trace": (
-        traced,
+        lambda: traced(lambda q: ((q, *tokens()[1:]), {}), tokens()[0]),
         TypeError,
         "query must be an array outside of any trace, got a traced array float32[2,1,4,8]: a "
         "pool's programs run on other devices, so call it between the compiled programs",

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float32, Int32, UInt32
 from burst_attention import _ffi
 from burst_attention._attention.arguments import Value, batched, cast, intervals, mask_sides
 from burst_attention._batching import spread
-from burst_attention._checks import array_type, index, shaped
+from burst_attention._checks import array_type, as_array, index, shaped
 from burst_attention._types import ArrayType, Axes
 
 
@@ -217,14 +217,14 @@ def dropout_words(key: object, rate: float) -> UInt32[Array, "2"] | None:
     if jnp.issubdtype(found.dtype, jax.dtypes.prng_key):
         if shape:
             raise ValueError(f"dropout_key must be one key, got an array of keys of shape {shape}")
-        words = jax.random.key_data(jnp.asarray(found)).reshape(-1)
+        words = jax.random.key_data(as_array(found)).reshape(-1)
         return words[jnp.array([0, words.size - 1])]
     if found.dtype != jnp.uint32 or shape != (2,):
         raise TypeError(
             "dropout_key must be a key of jax.random, or its data uint32 of shape (2,), got "
             f"{found.dtype} of shape {shape}"
         )
-    return jnp.asarray(found)
+    return as_array(found)
 
 
 def as_operands(

@@ -153,7 +153,7 @@ def _page_table(
                 f"page_table must have shape [batch, pages_per_sequence] with batch {batch} and at "
                 f"least one page, got shape {tuple(table.shape)}; fill missing pages with -1"
             )
-        return jnp.asarray(table)
+        return _checks.as_array(table)
     if words == CACHE and cache.shape[0] != batch:
         raise ValueError(
             f"caches without page_table must have one entry for each of {batch} batch entries, got "

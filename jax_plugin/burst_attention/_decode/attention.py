@@ -3,12 +3,10 @@
 from typing import Unpack, overload
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from burst_attention._decode import arguments, results
 from burst_attention._decode.options import DecodeOptions, Integers, shows_options
-from burst_attention._decode.results import Part
 from burst_attention._signatures import Alone, Either, WithLse
 from burst_attention._types import X
 
@@ -91,5 +89,4 @@ def decode_attention(
     """
     arrays = (query, key_cache, value_cache, lengths)
     checked = arguments.check_call("decode_attention", arrays, options, return_residual)
-    source = jnp.arange(checked.query.shape[0], dtype=jnp.int32)
-    return results.attend(checked, (Part(checked.work, checked.caches, source, checked.tokens),))
+    return results.attend(checked, (results.own_part(checked),))

@@ -71,7 +71,8 @@ def _part(index: int, part: object) -> tuple[jax.Array, jax.Array]:
             f"lse of part {index} must have the shape of out but for the last dimension, got out "
             f"{tuple(out.shape)} and lse {tuple(lse.shape)}"
         )
-    return jnp.asarray(out, jnp.float32), jnp.asarray(lse, jnp.float32)
+    out, lse = (_checks.as_array(x).astype(jnp.float32) for x in (out, lse))
+    return out, lse
 
 
 def merged(

@@ -113,22 +113,20 @@ def shared_prefix_attention(
     """
     arrays = (query, key_cache, value_cache, lengths)
     checked = arguments.check_call("shared_prefix_attention", arrays, options, return_residual)
-    prefixes = {"prefix_key": prefix_key, "prefix_value": prefix_value}
     given = {**DEFAULTS, **options}
-    shared = _shared(checked, prefixes, prefix_of, prefix_lengths, given)
-    source = jnp.arange(checked.query.shape[0], dtype=jnp.int32)
-    own = Part(checked.work, checked.caches, source, checked.tokens)
-    return results.attend(checked, (shared, own))
+    shared = shared_part(checked, (prefix_key, prefix_value), prefix_of, prefix_lengths, given)
+    return results.attend(checked, (shared, results.own_part(checked)))
 
 
-def _shared(
+def shared_part(
     checked: Checked,
-    named: Mapping[str, object],
+    prefix: tuple[object, object],
     prefix_of: object,
     prefix_lengths: object,
     given: Mapping[str, object],
 ) -> Part:
     """Returns the prefixes, and what each request sees of them."""
+    named = dict(zip(("prefix_key", "prefix_value"), prefix, strict=True))
     layout, run = given["layout"], given.get("interleave")
     prefixes = caches_of_prefixes(checked.query, named, checked.caches, checked.ranks, layout, run)
     batch, queries = checked.query.shape[:2]

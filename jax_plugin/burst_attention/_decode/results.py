@@ -24,6 +24,12 @@ class Part(NamedTuple):
     tokens: Sequences
 
 
+def own_part(checked: Checked) -> Part:
+    """Returns the batch's own caches, of which each entry sees its sequence."""
+    source = jnp.arange(checked.query.shape[0], dtype=jnp.int32)
+    return Part(checked.work, checked.caches, source, checked.tokens)
+
+
 class Call(NamedTuple):
     """Everything static about a call."""
 

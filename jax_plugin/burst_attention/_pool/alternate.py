@@ -39,14 +39,16 @@ def alternate(
     Raises:
       TypeError: if ``step`` is no generator function.
     """
-    running = list(enumerate(map(step, batches)))
+    running = []
     results: dict[int, Result] = {}
-    for _, each in running:
+    # A function that is no generator function runs when it is called, so one batch tells.
+    for index, each in enumerate(map(step, batches)):
         if not isinstance(each, Generator):
             raise TypeError(
                 "step must be a generator function, which yields between pool.send and the "
                 f"receive of its result, got a function that returned {describe(each)}"
             )
+        running.append((index, each))
     while running:
         left = []
         for index, each in running:

@@ -8,8 +8,10 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from burst_attention import _checks, _mesh
+from burst_attention._attention.options import check_options
 from burst_attention._checks import describe, listed
-from burst_attention._pool.programs import Place
+from burst_attention._pool import ways
+from burst_attention._pool.programs import Cache, Place
 from burst_attention._types import Arrays, Axes
 
 ARRAYS = (
@@ -26,6 +28,8 @@ OF_PREFILL = (
 KEPT = "arrays on the pool's devices, as CachePool.init returns them"
 OF_POOL = ("axis_name", "layout", "interleave")
 """Options of `decode_attention` that a pool has."""
+OF_ATTENTION = ("scale", "local_window_size", "logits_soft_cap", "implementation")
+"""Options of `attention` that are no arrays."""
 
 
 class Tokens(NamedTuple):
@@ -134,7 +138,20 @@ def options(is_prefill: bool, given: Mapping[str, Any]) -> Options:
     with_lse = _checks.flag("return_residual", rest.pop("return_residual", False))
     data = {each: rest.pop(each) for each in ARRAYS if each in rest}
     static = tuple(sorted((each, _static(each, x)) for each, x in rest.items()))
+    # Programs are kept by their options, and Python takes 0, 0.0 and False for one key.
+    check_options("CachePool", {each: rest[each] for each in OF_ATTENTION if each in rest})
     return Options(static, data, prefix, with_lse)
+
+
+def outside_traces(**named: object) -> None:
+    """Raises for traced arrays, or lists of them."""
+    for name, given in named.items():
+        for x in jax.tree.leaves(given):
+            if isinstance(x, jax.core.Tracer):
+                raise TypeError(
+                    f"{name} must be an array outside of any trace, got {describe(x)}: "
+                    f"{ways.OUTSIDE}"
+                )
 
 
 def _static(name: str, value: Any) -> Any:
@@ -150,9 +167,14 @@ def _static(name: str, value: Any) -> Any:
     return found
 
 
-def prefixes(place: Place, given: object, is_paged: bool) -> None:
+def prefixes(place: Place, given: Any, cache: Cache, is_paged: bool) -> None:
     """Raises for caches of prefixes that are not on the pool's devices, or not cut as pages are."""
     caches(place, given, False, "prefix")
+    if any(x is y for x in given for y in cache if x is not None):
+        raise ValueError(
+            "prefix must not be the cache that the call writes, since its arrays are donated; give "
+            "a copy, tuple(map(jnp.copy, prefix))"
+        )
     if is_paged and place.layout == "striped" and place.interleave is None:
         raise ValueError(
             "whole pages go round the devices, so prefixes beside pages must be cut alike; make "
@@ -168,10 +190,13 @@ def caches(place: Place, given: object, is_paged: bool, name: str = "cache") -> 
             f"{describe(given)}"
         )
     expected = place.cache(is_paged)
+    if given[0] is given[1] is not None:
+        raise ValueError(f"{name} must have arrays of its own for keys and for values, got one")
     for x in given:
         if x is None:
             continue
-        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        outside_traces(**{name: x})
+        if not isinstance(x, jax.Array):
             raise TypeError(f"{name} must have {KEPT}, got {describe(x)}")
         if x.is_deleted():
             raise ValueError(
@@ -187,12 +212,7 @@ def tokens(given: Sequence[object]) -> Arrays:
     for name, x in zip(("query", "key", "value"), given, strict=True):
         if x is None and name == "value":
             continue
-        if isinstance(x, jax.core.Tracer):
-            raise TypeError(
-                f"{name} must be an array outside of any trace, got {describe(x)}: a pool's "
-                "programs run on other devices, so call it between the compiled programs of the "
-                "model, not inside jax.jit, jax.shard_map, jax.lax.scan or jax.grad"
-            )
+        outside_traces(**{name: x})
         if not isinstance(x, jax.Array):
             raise TypeError(
                 f"{name} must be an array of JAX on the model's devices, got {describe(x)}; use "
@@ -230,6 +250,23 @@ def token_types(place: Place, given: Sequence[Tokens]) -> None:
             f"processes {sorted(model)} and a pool in processes {sorted(pool)}; take devices of "
             "each process for both, or run a model and a pool of jax.local_devices() in each"
         )
+
+
+def out(query: Tokens, columns: object) -> None:
+    """Raises where out, of a number of columns, can't be sharded as query is.
+
+    Later the caches would be lost with the error.
+    """
+    if (width := _checks.index(columns)) is None:
+        return
+    shape = (*query.shape[:3], width)
+    try:
+        query.sharding.shard_shape(shape)
+    except ValueError:
+        raise ValueError(
+            f"out is sharded as query is, but {query.sharding} can't cut its shape {list(shape)}; "
+            "cut the heads or the batch of query instead of its columns"
+        ) from None
 
 
 def _processes(sharding: Sharding) -> set[int]:

@@ -45,7 +45,7 @@ class Plan(NamedTuple):
         return tuple(ways.cross([ways.packed(*leaving)], self.there[:1]))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(ways.MOST_KEPT)
 def plan(request: Request) -> Plan:
     """Returns the plan of a call.
 
@@ -55,6 +55,7 @@ def plan(request: Request) -> Plan:
     place, is_prefill, static, with_lse, data, tokens = request
     checks.token_types(place, tokens)
     query = tokens[0]
+    checks.out(query, tokens[2].shape[3] if len(tokens) > 2 else dict(static).get("value_dim"))
     # Rings take heads of attention's width.
     is_ring = is_prefill and max(x.shape[3] for x in tokens) <= _checks.MAX_HEAD_DIM
     landing = place.tokens(query.shape[1]) if is_ring else place.whole

@@ -10,6 +10,7 @@ from burst_attention import _checks, _mesh
 from burst_attention._decode.arguments import MOST_COLUMNS
 from burst_attention._decode.options import CACHE_LAYOUTS, CacheLayout
 from burst_attention._pool import checks, ways
+from burst_attention._pool.context import without_contexts
 from burst_attention._pool.plan import Request, plan, tokens_of
 from burst_attention._pool.programs import Cache, Place, empty
 from burst_attention._pool.ways import Way
@@ -25,7 +26,8 @@ class Pending(NamedTuple):
 
     def receive(self) -> Any:
         """Returns out, or (out, lse), on the model's devices, sharded as query was."""
-        found = ways.cross(ways.leave(self.results, self.ways), self.ways)
+        with without_contexts():
+            found = ways.cross(ways.leave(self.results, self.ways), self.ways)
         return found[0] if len(found) == 1 else tuple(found)
 
 
@@ -156,16 +158,21 @@ class CachePool:
                     "caches of latents have no array of values, so init takes no value_dim, got "
                     f"{value_dim}; give value_dim to the calls"
                 )
-            return empty((*shape, heads, head_dim), str(found), sharding)(), None
-        keys, values = (empty((*shape, heads, dim), str(found), sharding)() for dim in dims)
-        return keys, values
+            dims = dims[:1]
+        with without_contexts():
+            zeros = [empty((*shape, heads, dim), str(found), sharding)() for dim in dims]
+        keys, *values = ways.untraced(zeros)
+        return keys, *(values or [None])
 
     def put(self, x: object) -> jax.Array:
         """Returns an array that every device of the pool has, such as lengths or a page table.
 
-        `send` puts what is not there yet, so it pays for arrays that several layers share.
+        `send` puts what is not there yet, so it pays for arrays that several layers share. An array
+        of the host is copied, and integers beyond int32 end where int32 does.
         """
-        return ways.put([x], self._place.whole)[0]
+        checks.outside_traces(x=x)
+        with without_contexts():
+            return ways.put([x], self._place.whole)[0]
 
     def attend(
         self,
@@ -272,13 +279,15 @@ class CachePool:
         place = self._place
         static, data, prefix, with_lse = checks.options(is_prefill, options)
         given = checks.tokens(tokens)
+        checks.outside_traces(lengths=lengths, **data)
         checks.caches(place, cache, "page_table" in data)
         if prefix is not None:
-            checks.prefixes(place, prefix, "page_table" in data)
+            checks.prefixes(place, prefix, cache, "page_table" in data)
         request = Request(place, is_prefill, static, with_lse, tuple(data), tokens_of(given))
         how = plan(request)
-        sent = how.send(given)
-        sizes, *arrays = ways.put([lengths, *data.values()], place.whole)
-        named = dict(zip(data, arrays, strict=True))
-        results, cache = how.run(tuple(cache), sent, sizes, named, tuple(prefix or ()))
+        with without_contexts():
+            sent = how.send(given)
+            sizes, *arrays = ways.put([lengths, *data.values()], place.whole)
+            named = dict(zip(data, arrays, strict=True))
+            results, cache = how.run(tuple(cache), sent, sizes, named, tuple(prefix or ()))
         return Pending(results, how.back), cache

@@ -1,7 +1,7 @@
 """The programs of a pool's devices: new tokens enter the caches, and attend over them."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -13,13 +13,18 @@ from jaxtyping import Array, Int32
 from burst_attention._attention.arguments import MAX_INT32
 from burst_attention._attention.options import NO_LIMIT, check_options
 from burst_attention._attention.shards import attention
-from burst_attention._decode import arguments
+from burst_attention._decode import arguments, results
 from burst_attention._decode.append import append_to_cache
 from burst_attention._decode.attention import decode_attention
 from burst_attention._decode.geometry import Geometry
 from burst_attention._decode.merge import merge_attention
 from burst_attention._decode.options import CacheLayout
-from burst_attention._decode.prefix import caches_of_prefixes, shared_prefix_attention, sources
+from burst_attention._decode.prefix import (
+    caches_of_prefixes,
+    shared_part,
+    shared_prefix_attention,
+    sources,
+)
 from burst_attention._mesh import axis_name_of
 from burst_attention._pool import ways
 from burst_attention._types import Arrays, Axes
@@ -33,6 +38,8 @@ Method: TypeAlias = Literal["step", "ring", "pieces"]
 pieces that are as few."""
 Data: TypeAlias = dict[str, Any]
 """Arrays of a call besides tokens and caches, by the names of their options."""
+PREFILL = "CachePool.prefill"
+"""The caller of programs of prompts, in errors."""
 
 
 class Place(NamedTuple):
@@ -85,13 +92,13 @@ class Call(NamedTuple):
     """Shardings of out and, if asked for, lse, as they leave the pool."""
 
 
-@cache
+@lru_cache(ways.MOST_KEPT)
 def empty(shape: tuple[int, ...], dtype: str, sharding: Sharding) -> Callable[[], jax.Array]:
     """Returns the program that makes an array of zeros, without a transfer from the host."""
     return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)
 
 
-@cache
+@lru_cache(ways.MOST_KEPT)
 def program(call: Call) -> Callable[..., tuple[Arrays, Cache]]:
     """Returns the program of a call.
 
@@ -112,15 +119,14 @@ def program(call: Call) -> Callable[..., tuple[Arrays, Cache]]:
         cache: Cache, tokens: Arrays, lengths: jax.Array, data: Data, prefix: Prefix
     ) -> tuple[Arrays, Cache]:
         if call.method == "step":
-            results, cache = local(cache, tokens, lengths, data, prefix)
-            return results, cache
+            return local(cache, tokens, lengths, data, prefix)
         # Tokens beyond those in use see nothing, and nothing is written for them.
-        count = tokens[0].shape[1]
-        in_use = jnp.minimum(data.get("query_lengths", count), count)
-        data = data | {"query_lengths": jnp.broadcast_to(in_use, lengths.shape)}
+        batch, count = tokens[0].shape[:2]
+        found = arguments.sequences(lengths, data.get("query_lengths"), batch, count)
+        data = data | {"query_lengths": found.counts}
         unit = place.mesh.size if call.method == "ring" else arguments.MOST_QUERIES
-        results, cache = local(cache, _padded(tokens, unit), lengths, data, prefix)
-        return tuple(x[:, :count] for x in results), cache
+        whole, cache = local(cache, _padded(tokens, unit), lengths, data, prefix)
+        return tuple(x[:, :count] for x in whole), cache
 
     shardings = (call.results, place.cache(call.is_paged))
     return jax.jit(run, donate_argnums=0, out_shardings=shardings)
@@ -139,20 +145,15 @@ def _step(
     """Appends new tokens on one device, and attends over its rows and those of all others."""
     query, key, value = _each(call, tokens)
     cache = _appended(call, cache, (key, value), lengths, data)
-    return _decoded(call, query, cache, lengths, data, prefix), cache
-
-
-def _decoded(
-    call: Call, query: jax.Array, cache: Cache, lengths: jax.Array, data: Data, prefix: Prefix
-) -> Arrays:
-    """Returns the results of a few tokens over all rows."""
     options: dict[str, Any] = dict(call.options) | data | call.place.options
     options["return_residual"] = call.with_lse
-    if prefix:
-        results = shared_prefix_attention(query, *prefix, *cache, lengths, **options)
-    else:
-        results = decode_attention(query, *cache, lengths, **options)
-    return results if isinstance(results, tuple) else (results,)
+    attend = shared_prefix_attention if prefix else decode_attention
+    return _as_tuple(attend(query, *prefix, *cache, lengths, **options)), cache
+
+
+def _as_tuple(found: jax.Array | Arrays) -> Arrays:
+    """Returns out and, if asked for, lse."""
+    return found if isinstance(found, tuple) else (found,)
 
 
 def _in_pieces(
@@ -166,16 +167,25 @@ def _in_pieces(
     cache = _appended(call, cache, (key, value), lengths, data)
     most = arguments.MOST_QUERIES
     found = arguments.sequences(lengths, data["query_lengths"], *query.shape[:2])
+    options: dict[str, Any] = dict(call.options) | data | call.place.options
+    of_prefix = [options.pop(name) for name in ("prefix_of", "prefix_lengths") if prefix]
     cut = query.reshape(query.shape[0], -1, most, *query.shape[2:]).swapaxes(0, 1)
 
     def attend(piece: tuple[jax.Array, jax.Array]) -> Arrays:
         query, begin = piece
-        ends = found.starts + jnp.minimum(begin + most, found.counts)
         counts = jnp.clip(found.counts - begin, 0, most)
-        return _decoded(call, query, cache, ends, data | {"query_lengths": counts}, prefix)
+        # The rows that queries see end with the piece. A sequence with tokens has one at least.
+        ends = jnp.clip(found.starts + begin + counts, 1, found.lengths)
+        given = options | {"query_lengths": counts}
+        checked = arguments.check_call(PREFILL, (query, *cache, ends), given, call.with_lse)
+        # Of a piece that begins before position 0, lengths do not tell where it begins.
+        tokens = checked.tokens._replace(starts=found.starts + begin)
+        checked = checked._replace(tokens=tokens)
+        parts = (shared_part(checked, prefix, *of_prefix, options),) if prefix else ()
+        return _as_tuple(results.attend(checked, (*parts, results.own_part(checked))))
 
-    results = jax.lax.map(attend, (cut, most * jnp.arange(len(cut), dtype=jnp.int32)))
-    joined = [x.swapaxes(0, 1).reshape(*query.shape[:2], *x.shape[3:]) for x in results]
+    found = jax.lax.map(attend, (cut, most * jnp.arange(len(cut), dtype=jnp.int32)))
+    joined = [x.swapaxes(0, 1).reshape(*query.shape[:2], *x.shape[3:]) for x in found]
     return tuple(joined), cache
 
 
@@ -204,23 +214,25 @@ def _in_ring(
     """Appends a chunk of a prompt on one device, whose part of the queries attends to all rows."""
     query, key, value = _each(call, tokens)
     axis_name = axis_name_of(call.place.axes)
-    ranks, count = arguments.ranks("CachePool.prefill", axis_name), query.shape[1]
+    ranks, count = arguments.ranks(PREFILL, axis_name), query.shape[1]
     gather = partial(jax.lax.all_gather, axis_name=ranks.axes, axis=1, tiled=True, to="invarying")
     key, value = gather(key), None if value is None else gather(value)
     cache = _appended(call, cache, (key, value), lengths, data)
     held = _held(call, query, cache, data, ranks)
     found = arguments.sequences(lengths, data["query_lengths"], *key.shape[:2])
     index = ranks.rank() * count + jnp.arange(count, dtype=jnp.int32)[None]
-    positions = jnp.where(index < found.counts[:, None], found.starts[:, None] + index, -1)
+    in_use = index < found.counts[:, None]
+    positions = jnp.where(in_use, found.starts[:, None] + index, -1)
     own = _Rows(held, call.is_paged, found.lengths)
     sinks = {"sinks": data["sinks"]} if "sinks" in data else {}
     if not prefix:
-        results = _attended(call, query, own, positions, data, ranks, **sinks)
-        return results if call.with_lse else results[:1], cache
+        pair = _attended(call, query, own, positions, data, ranks, **sinks)
+        return pair if call.with_lse else pair[:1], cache
     shared = _shared(call, query, prefix, held, data, ranks)
     # Positions end where int32 does.
-    most = MAX_INT32 - 1 - shared.lengths[:, None]
-    behind = jnp.where(positions < 0, -1, shared.lengths[:, None] + jnp.minimum(positions, most))
+    before = shared.lengths[:, None]
+    behind = before + jnp.minimum(positions, MAX_INT32 - 1 - before)
+    behind = jnp.where(in_use & (found.lengths > 0)[:, None], behind, -1)
     out, lse = merge_attention(
         _attended(call, query, own, positions, data, ranks, **sinks),
         _attended(call, query, shared, behind, data, ranks),
@@ -265,15 +277,12 @@ def _attended(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns out and lse of this device's queries over the rows of all devices."""
     options |= dict(call.options)
-    window, value_dim = options.pop("local_window_size", None), options.pop("value_dim", None)
-    start, stop = _visible(window, rows, ranks)
+    start, stop = _visible(options.pop("local_window_size", None), rows, ranks)
+    columns = arguments.values_in_keys(rows.held, options.pop("value_dim", None))
     if "alibi_slopes" in data:
         options["alibi_slopes"] = data["alibi_slopes"]
     keys = _copied(rows.held.key, rows)
-    if rows.held.value is None:
-        values = keys[..., : arguments.values_in_keys(rows.held, value_dim)]
-    else:
-        values = _copied(rows.held.value, rows)
+    values = keys[..., :columns] if rows.held.value is None else _copied(rows.held.value, rows)
     return attention(
         query,
         keys,
@@ -304,7 +313,7 @@ def _visible(
 
     A row is visible from its own position on, up to the end of a window, if its sequence has it.
     """
-    options = check_options("CachePool.prefill", {"local_window_size": window} if window else {})
+    options = check_options(PREFILL, {"local_window_size": window})
     left, _ = options.local_window_size or (NO_LIMIT, NO_LIMIT)
     held = rows.held
     geometry = Geometry(held.interleave, ranks.world_size, held.capacity)

@@ -19,9 +19,9 @@ array.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding, Sharding, SingleDeviceSh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from burst_attention._checks import beyond_int32, describe
 from burst_attention._mesh import names_of
+
+Found = TypeVar("Found", bound=Sequence[jax.Array])
+
+MOST_KEPT = 1024
+"""How many results each cache of a pool keeps, such as programs: those that were used last."""
+OUTSIDE = (
+    "a pool's programs run on other devices, so call it between the compiled programs of the "
+    "model, not inside jax.jit, jax.shard_map, jax.lax.scan or jax.grad"
+)
+"""Why a pool takes no traced arrays, and the way out."""
 
 
 class Way(NamedTuple):
@@ -55,7 +66,7 @@ def local_devices(sharding: Sharding) -> list[jax.Device]:
     return sorted(own, key=lambda device: device.id)
 
 
-@cache
+@lru_cache(MOST_KEPT)
 def way(source: Sharding, target: Sharding) -> Way:
     """Returns the way of an array, whose sharding is ``target`` at the end if it crosses whole."""
     if source.is_fully_replicated:
@@ -88,7 +99,7 @@ def _whole_like(source: Sharding) -> NamedSharding:
     return NamedSharding(source.mesh, P())
 
 
-@cache
+@lru_cache(MOST_KEPT)
 def way_back(target: Sharding, home: Sharding) -> tuple[Sharding, Way]:
     """Returns how a program shards a result over a pool, and the result's way to ``target``.
 
@@ -155,6 +166,13 @@ def cross(leaving: list[jax.Array], ways: Sequence[Way]) -> list[jax.Array]:
 def send(arrays: list[jax.Array], shardings: list[Sharding]) -> list[jax.Array]:
     """Copies arrays to the other set of devices. Everything that crosses passes through here."""
     found: list[jax.Array] = jax.device_put(arrays, shardings)
+    return untraced(found)
+
+
+def untraced(found: Found) -> Found:
+    """Returns arrays, or raises where the call that made them is being traced."""
+    if any(isinstance(x, jax.core.Tracer) for x in found):
+        raise TypeError(f"the methods of a CachePool can't be traced: {OUTSIDE}")
     return found
 
 
@@ -170,17 +188,35 @@ def put(given: Sequence[object], whole: NamedSharding) -> list[jax.Array]:
             moved = jax.device_put(ones, whole)
         else:
             moved = [_spread(x, whole) for x in ones]
-        found.update(zip(away, moved, strict=True))
+        found.update(zip(away, untraced(moved), strict=True))
     return [found[at] for at in range(len(given))]
 
 
 def _whole_on_one(x: object) -> jax.Array | np.ndarray:
     """Returns a copy of an array on one of its devices, or on the host if it is there."""
     if not isinstance(x, jax.Array):
-        return np.asarray(x)
+        return _copied(x)
     if not x.is_fully_replicated:
-        (x,) = _resharding((_whole_like(x.sharding),))(x)
+        (x,) = untraced(_resharding((_whole_like(x.sharding),))(x))
     return x.addressable_data(0)
+
+
+def _copied(x: object) -> np.ndarray:
+    """Returns a copy of an array of the host, since CPU devices may keep the memory that they get.
+
+    Integers that JAX narrows end where the narrow type does. So none becomes another number.
+    """
+    whole = np.array(x)
+    if whole.dtype.kind in "OSU":
+        raise TypeError(f"arrays for a CachePool must hold numbers, got {describe(x)}")
+    narrow = jax.dtypes.canonicalize_dtype(whole.dtype)
+    if whole.dtype.kind not in "iu" or narrow == whole.dtype:
+        return whole
+    limits = np.iinfo(narrow)
+    clipped = np.clip(whole, limits.min, limits.max)
+    if not isinstance(x, np.ndarray | np.generic) and (clipped != whole).any():
+        raise beyond_int32("arrays for a CachePool", x)
+    return np.array(clipped, narrow)
 
 
 def _all_gathered(arrays: Sequence[jax.Array], ways: Sequence[Way]) -> Sequence[jax.Array]:
@@ -189,11 +225,11 @@ def _all_gathered(arrays: Sequence[jax.Array], ways: Sequence[Way]) -> Sequence[
     if not to:
         return arrays
     cut = [x for x, way in zip(arrays, ways, strict=True) if way.gathered is not None]
-    found = iter(_resharding(to)(*cut))
+    found = iter(untraced(_resharding(to)(*cut)))
     return [x if way.gathered is None else next(found) for x, way in zip(arrays, ways, strict=True)]
 
 
-@cache
+@lru_cache(MOST_KEPT)
 def _resharding(to: tuple[Sharding, ...]) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns the program that gives arrays other shardings on the same devices."""
 
