@@ -22,6 +22,7 @@ MAX_HEAD_DIM = 256
 HEAD_DIM_MULTIPLE = 8
 """What divides the head dimensions that kernels compute."""
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
+MAX_INT32 = 2**31 - 1
 
 PAD = "burst_attention.pad_sequence pads any length, with segment_ids that mask the padding"
 """The way out of lengths that a layout can't cut."""
@@ -91,6 +92,14 @@ def at_least_1(name: str, value: object) -> int:
     found = integer(name, value)
     if found < 1:
         raise ValueError(f"{name} must be at least 1, got {found}")
+    return found
+
+
+def size(name: str, value: object) -> int:
+    """Returns a positive integer within int32, as an int of Python."""
+    found = at_least_1(name, value)
+    if found > MAX_INT32:
+        raise beyond_int32(name, found)
     return found
 
 

@@ -190,7 +190,7 @@ def _explicit_sharding(x: jax.Array) -> NamedSharding | None:
 def parts(axis_size: object, layout: object) -> int:
     """Returns into how many equal parts a layout cuts a sequence for ``axis_size`` devices."""
     layout = _checks.choice("layout", layout, LAYOUTS)
-    size = _checks.at_least_1("axis_size", axis_size)
+    size = _checks.size("axis_size", axis_size)
     return 2 * size if layout == "zigzag" else size
 
 

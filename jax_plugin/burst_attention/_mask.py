@@ -135,7 +135,11 @@ def items(name: str, values: object) -> list[object]:
 
 def integers(name: str, values: list[object]) -> Positions:
     """Returns integers as an array."""
-    return np.array([_checks.integer(f"an item of {name}", value) for value in values], np.int64)
+    found = [_checks.integer(f"an item of {name}", value) for value in values]
+    try:
+        return np.array(found, np.int64)
+    except OverflowError:
+        raise _checks.beyond_int32(f"an item of {name}", max(found, key=abs)) from None
 
 
 @dataclass(frozen=True)

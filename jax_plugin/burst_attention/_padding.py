@@ -92,6 +92,8 @@ def segment_ids_from_cu_seqlens(cu_seqlens: AnyArray, total_length: int) -> AnyA
     total = _checks.integer("total_length", total_length)
     if total < 0:
         raise ValueError(f"total_length must not be negative, got {total}")
+    if total > _checks.MAX_INT32:
+        raise _checks.beyond_int32("total_length", total)
     if not isinstance(cu_seqlens, np.ndarray | jax.Array) or not jnp.issubdtype(
         cu_seqlens.dtype, jnp.integer
     ):

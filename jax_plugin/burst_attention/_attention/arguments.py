@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from burst_attention._attention.options import AnyArray
-from burst_attention._checks import array_type, describe
+from burst_attention._checks import MAX_INT32, array_type, describe
 from burst_attention._padding import PADDING
 from burst_attention._types import ArrayType
 
 Value = TypeVar("Value")
 
-MAX_INT32 = 2**31 - 1
 KINDS = {"int32": (jnp.integer, "an integer type"), "float32": (jnp.floating, "a float type")}
 """For each dtype the dtypes that are cast to it, and their name in errors."""
 INSTEAD = (

@@ -82,16 +82,16 @@ def cache_shape(
     named = [name for name, x in given.items() if x is not None]
     if named == ["batch", "positions"]:
         run = ranks * (place.interleave or 1)
-        rows = -(-_checks.at_least_1("positions", positions) // run) * run
-        return (_checks.at_least_1("batch", batch), rows), False
+        rows = -(-_checks.size("positions", positions) // run) * run
+        return (_checks.size("batch", batch), _checks.size("positions", rows)), False
     if named == ["pages", "page"]:
-        rows = _checks.at_least_1("page", page)
+        rows = _checks.size("page", page)
         if place.interleave not in (None, rows):
             raise ValueError(
                 f"page must be the pool's interleave, {place.interleave}, since whole pages go "
                 f"round the devices, got {rows}; leave interleave out of the pool"
             )
-        return (ranks * _checks.at_least_1("pages", pages), rows), True
+        return (_checks.size("pages", ranks * _checks.size("pages", pages)), rows), True
     raise TypeError(
         "caches have either batch and positions or pages and page, got "
         f"{' and '.join(named) or 'none of them'}"

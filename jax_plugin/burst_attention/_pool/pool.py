@@ -88,7 +88,7 @@ class CachePool:
     ) -> None:
         mesh, axes = checks.mesh(devices, axis_name)
         kind = _checks.choice("layout", layout, CACHE_LAYOUTS)
-        run = None if interleave is None else _checks.at_least_1("interleave", interleave)
+        run = None if interleave is None else _checks.size("interleave", interleave)
         auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(axes))
         self._place = Place(auto, axes, kind, run)
 
@@ -146,7 +146,7 @@ class CachePool:
           ValueError, TypeError: for sizes that make no cache.
         """
         shape, is_paged = checks.cache_shape(self._place, batch, positions, pages, page)
-        heads = _checks.at_least_1("kv_heads", kv_heads)
+        heads = _checks.size("kv_heads", kv_heads)
         dims = (head_dim, head_dim if value_dim is None else value_dim)
         found = checks.dtype(dtype)
         for name, dim in zip(("head_dim", "value_dim"), dims, strict=True):
