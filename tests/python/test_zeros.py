@@ -35,7 +35,7 @@ behind = partial(
 )
 latent = partial(
     *(over_two, ba.latent_attention, Q, np.concatenate([K, V], -1)),
-    *(lambda x, _: tuple(jnp.split(x, 2, -1)), ()),
+    *(lambda _, x: tuple(jnp.split(x, 2, -1)), ()),
     is_causal=True,
 )
 CALLS = {"attend": attend, "decode": decode, "behind": behind, "latent": latent}

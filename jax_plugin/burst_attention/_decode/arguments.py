@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from burst_attention import _checks, _mesh
-from burst_attention._attention.arguments import MAX_INT32, cast
+from burst_attention._attention.arguments import cast
+from burst_attention._checks import MAX_INT32
 from burst_attention._attention.features import check_features
 from burst_attention._attention.implementation import check_soft_cap, warn_of_plain
 from burst_attention._attention.options import NO_LIMIT, check_options

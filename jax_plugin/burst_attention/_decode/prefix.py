@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
-from burst_attention._attention.arguments import MAX_INT32
+from burst_attention._checks import MAX_INT32
 from burst_attention._attention.options import AnyArray
 from burst_attention._decode import arguments, results
 from burst_attention._decode.arguments import PREFIXES, Caches, Checked, Ranks, Sequences

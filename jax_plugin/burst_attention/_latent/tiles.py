@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from burst_attention import _checks
 from burst_attention._attention import calls, shards, vjp
-from burst_attention._attention.arguments import MAX_INT32
+from burst_attention._checks import MAX_INT32
 from burst_attention._attention.features import Features
 from burst_attention._attention.options import NO_LIMIT, Options
 from burst_attention._attention.ring import Ring

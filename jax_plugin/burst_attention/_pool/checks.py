@@ -11,7 +11,7 @@ from burst_attention import _checks, _mesh
 from burst_attention._attention.options import check_options
 from burst_attention._checks import describe, listed
 from burst_attention._pool import ways
-from burst_attention._pool.programs import Cache, Place
+from burst_attention._pool.programs import Place
 from burst_attention._types import Arrays, Axes
 
 ARRAYS = (
@@ -167,7 +167,7 @@ def _static(name: str, value: Any) -> Any:
     return found
 
 
-def prefixes(place: Place, given: Any, cache: Cache, is_paged: bool) -> None:
+def prefixes(place: Place, given: Any, cache: Any, is_paged: bool) -> None:
     """Raises for caches of prefixes that are not on the pool's devices, or not cut as pages are."""
     caches(place, given, False, "prefix")
     if any(x is y for x in given for y in cache if x is not None):

@@ -147,7 +147,7 @@ class CachePool:
         """
         shape, is_paged = checks.cache_shape(self._place, batch, positions, pages, page)
         heads = _checks.size("kv_heads", kv_heads)
-        dims = (head_dim, head_dim if value_dim is None else value_dim)
+        dims: tuple[int, ...] = (head_dim, head_dim if value_dim is None else value_dim)
         found = checks.dtype(dtype)
         for name, dim in zip(("head_dim", "value_dim"), dims, strict=True):
             _checks.head_dim(name, _checks.integer(name, dim), most=MOST_COLUMNS)
@@ -162,7 +162,7 @@ class CachePool:
         with without_contexts():
             zeros = [empty((*shape, heads, dim), str(found), sharding)() for dim in dims]
         keys, *values = ways.untraced(zeros)
-        return keys, *(values or [None])
+        return keys, values[0] if values else None
 
     def put(self, x: object) -> jax.Array:
         """Returns an array that every device of the pool has, such as lengths or a page table.
@@ -192,12 +192,13 @@ class CachePool:
           cache: what `init`, or the call before, returned. Its arrays are donated: use those that
             this call returns.
           query: ``[batch, T, heads, head_dim]`` on the model's devices, T from 1 to 16. An array
-            may be sharded in any way. One that is whole on a device, or whose shards are one for
-            each device of the pool, crosses as it is; another one is gathered first, on the
-            model's devices.
+            may be sharded in any way that cuts out alike. One that is whole on a device, or whose
+            shards are one for each device of the pool, crosses as it is; another one is gathered
+            first, on the model's devices.
           key: ``[batch, T, kv_heads, head_dim]``.
           value: ``[batch, T, kv_heads, value_dim]``; None for caches of latents.
-          lengths: integers ``[batch]``, the tokens of each whole sequence, new ones included.
+          lengths: integers ``[batch]``, the tokens of each whole sequence, new ones included. Arrays
+            of the host are copied, so they may change after the call.
           **options: those of `decode_attention`, ``page_table`` among them, which all devices of
             the pool share; axis_name, layout and interleave are the pool's. ``prefix`` takes the
             caches of shared prefixes, with ``prefix_of`` and ``prefix_lengths`` of
@@ -208,7 +209,8 @@ class CachePool:
           ``return_residual=True`` ``((out, lse), cache)``.
 
         Raises:
-          ValueError, TypeError, NotImplementedError: before the devices compute, with the way out.
+          ValueError, TypeError, NotImplementedError: before the devices compute and before the cache
+            is donated, with the way out.
         """
         pending, cache = self.send(cache, query, key, value, lengths, **options)
         return pending.receive(), cache

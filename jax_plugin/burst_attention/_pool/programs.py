@@ -10,9 +10,9 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int32
 
-from burst_attention._attention.arguments import MAX_INT32
 from burst_attention._attention.options import NO_LIMIT, check_options
 from burst_attention._attention.shards import attention
+from burst_attention._checks import MAX_INT32
 from burst_attention._decode import arguments, results
 from burst_attention._decode.append import append_to_cache
 from burst_attention._decode.attention import decode_attention
@@ -147,7 +147,7 @@ def _step(
     cache = _appended(call, cache, (key, value), lengths, data)
     options: dict[str, Any] = dict(call.options) | data | call.place.options
     options["return_residual"] = call.with_lse
-    attend = shared_prefix_attention if prefix else decode_attention
+    attend: Callable[..., Any] = shared_prefix_attention if prefix else decode_attention
     return _as_tuple(attend(query, *prefix, *cache, lengths, **options)), cache
 
 
