@@ -125,6 +125,8 @@ fn long_sources_agree() {
         check([Dtype::F32, Dtype::Bf16].map(|dtype| Case { dtype, window: Some(300), ..case }));
         check([Case { rank: (1, 2), interleave: 64, ..case }]);
     }
+    // One query in two chunks: the fewest tasks whose results are merged.
+    check([Case { queries: [1, 1], sources: 1, pages: [64, 4], ..CASE }]);
 }
 
 #[test]
@@ -158,6 +160,13 @@ fn entries_share_sources() {
         data.starts.fill(case.capacity() as i32);
         assert_right(&data);
     }
+    // Of the readers of a source, the first one needs the last chunk alone.
+    let case = Case { queries: [3, 1], sources: 1, pages: [16, 24], window: Some(20), ..CASE };
+    let mut data = Data::new(case, 5);
+    data.source.fill(0);
+    data.starts = vec![380, 200, 30];
+    data.lengths = vec![384; 3];
+    assert_right(&data);
 }
 
 /// No integer leads out of bounds: what does not exist is hidden.

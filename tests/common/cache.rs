@@ -100,9 +100,7 @@ impl Data {
             starts: lengths.iter().map(|length| length - len as i32).collect(),
             lengths,
             query_lengths: vec![len as i32; batch],
-            slopes: (0..heads)
-                .map(|h| if case.slopes { 0.02 * (h + 1) as f32 } else { 0.0 })
-                .collect(),
+            slopes: (0..heads).map(|h| if case.slopes { 0.02 * h as f32 } else { 0.0 }).collect(),
             o: Array::random(&mut random, Dtype::F32, [batch, len, heads, dims[1]]),
             lse: Array::random(&mut random, Dtype::F32, [batch, len, heads, 1]),
             case,
