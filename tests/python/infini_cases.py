@@ -2,6 +2,7 @@
 
 import burst_attention as ba
 import jax
+import jax.numpy as jnp
 import numpy as np
 import ring
 from jax.sharding import PartitionSpec as P
@@ -68,3 +69,19 @@ def near(got, want, bound):
     for x, y in zip(got, want, strict=True):
         y = np.asarray(y, np.float64)
         assert np.linalg.norm(np.asarray(x, np.float64) - y) <= limit(bound) * np.linalg.norm(y)
+
+
+def assert_right(world, update, segment=SEGMENT):
+    """Asserts that results and gradients are those of the recurrence in float64."""
+    arrays = inputs(world)
+    exact = [np.float64(x) for x in arrays]
+    want = reference(*exact, segment, update)
+    function = sharded(ring.line(world), update=update, segment_size=segment)
+    cotangents = ring.normal(5, *[np.shape(x) for x in want], dtype=np.float32)
+    got, gradients = ring.gradients(function)(arrays, tuple(cotangents))
+    near(got, want, 2e-6)
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(x) for x in exact]
+        pullback = jax.vjp(lambda *x: reference(*x, segment, update, jnp), *exact)[1]
+        wanted = pullback(tuple(jnp.asarray(np.float64(x)) for x in cotangents))
+    near(gradients, wanted, 1e-5)

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ring
+from burst_attention._infini import shards, sweeps
 from burst_attention._infini.segments import Rows, Segments, Settings
 from burst_attention._infini.sweeps import plan_of
-from infini_cases import SEGMENT, inputs, near, reference, sharded
+from infini_cases import SEGMENT, assert_right, inputs, near, reference, sharded
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from long import some
 
 pytestmark = [pytest.mark.needs("products", "float32"), pytest.mark.oldest_jax]
 
@@ -23,18 +25,18 @@ X = P(None, "context")
 @pytest.mark.parametrize("update", ["linear", "delta"])
 @pytest.mark.parametrize("world", [1, 4])
 def test_it_is_the_papers_recurrence(world, update):
-    arrays = inputs(world)
-    exact = [np.float64(x) for x in arrays]
-    want = reference(*exact, SEGMENT, update)
-    function = sharded(ring.line(world), update=update)
-    cotangents = ring.normal(5, *[np.shape(x) for x in want], dtype=np.float32)
-    got, gradients = ring.gradients(function)(arrays, tuple(cotangents))
-    near(got, want, 2e-6)
-    with jax.enable_x64(True):
-        exact = [jnp.asarray(x) for x in exact]
-        pullback = jax.vjp(lambda *x: reference(*x, SEGMENT, update, jnp), *exact)[1]
-        wanted = pullback(tuple(jnp.asarray(np.float64(x)) for x in cotangents))
-    near(gradients, wanted, 1e-5)
+    assert_right(world, update)
+
+
+@pytest.mark.parametrize("update", some(["delta", "linear"]))
+def test_groups_and_windows_follow_each_other(monkeypatch, update):
+    """Each of two ranks has two windows of three groups, as very long texts have."""
+    segment, plans = 8, []
+    monkeypatch.setattr(sweeps, "GROUP", segment)
+    monkeypatch.setattr(sweeps, "WINDOWS", 2)
+    monkeypatch.setattr(shards, "plan_of", lambda *x: plans.append(plan_of(*x)) or plans[-1])
+    assert_right(2, update, segment)
+    assert {(plan.group, plan.groups, plan.windows) for plan in plans} == {(segment, 3, 2)}
 
 
 @pytest.mark.parametrize("update", ["linear", "delta"])
@@ -199,6 +201,7 @@ def test_bad_input():
     refused(
         ValueError, "segment_size must divide the tokens of each rank, 48, got 10", segment_size=10
     )
+    refused(ValueError, "the tokens of each rank, 48, got 96; take a divisor", segment_size=96)
     refused(ValueError, "segment_size must be at least 1", segment_size=0)
     refused(ValueError, "update must be one of 'linear' or 'delta'", update="sum")
     refused(ValueError, "feature_map must be 'elu' or a function", feature_map="relu")
