@@ -25,7 +25,7 @@ X = P(None, "context")
 @pytest.mark.parametrize("update", ["linear", "delta"])
 @pytest.mark.parametrize("world", [1, 4])
 def test_it_is_the_papers_recurrence(world, update):
-    assert_right(world, update)
+    assert_right(inputs(world), update, world)
 
 
 @pytest.mark.parametrize("update", some(["delta", "linear"]))
@@ -35,8 +35,32 @@ def test_groups_and_windows_follow_each_other(monkeypatch, update):
     monkeypatch.setattr(sweeps, "GROUP", segment)
     monkeypatch.setattr(sweeps, "WINDOWS", 2)
     monkeypatch.setattr(shards, "plan_of", lambda *x: plans.append(plan_of(*x)) or plans[-1])
-    assert_right(2, update, segment)
+    assert_right(inputs(2), update, 2, segment=segment)
     assert {(plan.group, plan.groups, plan.windows) for plan in plans} == {(segment, 3, 2)}
+
+
+@pytest.mark.parametrize(
+    "one", some([(1e30, "linear"), (1e-30, "delta"), (1e5, "delta")], 2), ids=str
+)
+def test_a_memory_that_float16_does_not_hold_keeps_its_digits(one):
+    (*rows, m, z), (size, update) = inputs(2, dtype="float16"), one
+    size = np.float32(size)
+    assert_right((*rows, size * m, size * z), update, 2, bounds=(2.0**-11, 2.0**-11))
+
+
+@pytest.mark.parametrize(
+    "one",
+    some([("float32", 80, "delta"), ("float16", 20, "linear"), ("float32", 60, "linear")], 2),
+    ids=str,
+)
+def test_keys_and_queries_far_below_0_have_their_shares(one):
+    """The first keys leave a tiny z, and queries and keys meet it with a tiny σ."""
+    dtype, low, update = one
+    q, k, v, gate, m, z = inputs(2, segments=3, dtype=dtype)
+    k[:, :SEGMENT] = -low - np.abs(k[:, :SEGMENT])
+    q[:, SEGMENT : SEGMENT + 4], k[:, SEGMENT + 4 : 2 * SEGMENT] = -low, -low
+    bounds = (2e-6, 1e-5) if dtype == "float32" else (2.0**-11, 2.0**-11)
+    assert_right((q, k, v, gate, 0 * m, 0 * z), update, 2, bounds)
 
 
 @pytest.mark.parametrize("update", ["linear", "delta"])
@@ -109,14 +133,13 @@ def test_the_softmax_may_have_other_queries_and_keys():
 
 
 def test_an_empty_memory_gives_nothing_and_no_nan():
-    q, k, v, gate, m, z = inputs(1, segments=1)
+    """Before the first segment, and behind keys whose σ are 0."""
+    q, k, v, gate, m, z = inputs(1, segments=2)
+    k[:, :SEGMENT] = -1000
+    arrays = (q, k, v, gate, 0 * m, 0 * z)
     function = sharded(ring.line(1), update="delta")
-    got, gradients = ring.gradients(function)((q, k, v, gate, 0 * m, 0 * z), (v.repeat(2, 2), m, z))
-    near(
-        [got[0]],
-        [reference(*map(np.float64, (q, k, v, gate, 0 * m, 0 * z)), SEGMENT, "delta")[0]],
-        2e-6,
-    )
+    got, gradients = ring.gradients(function)(arrays, (v.repeat(2, 2), m, z))
+    near([got[0]], [reference(*map(np.float64, arrays), SEGMENT, "delta")[0]], 2e-6)
     assert all(np.isfinite(x).all() for x in gradients)
 
 

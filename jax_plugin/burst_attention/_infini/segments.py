@@ -5,10 +5,12 @@ Between segments there are a few products of small matrices, which XLA computes.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Shaped
 
@@ -17,6 +19,7 @@ from burst_attention._attention.features import Features
 from burst_attention._attention.options import Options
 from burst_attention._linear import states
 from burst_attention._linear.states import Matrix
+from burst_attention._linear.units import power_within
 from burst_attention._mesh import vary_like
 
 Update: TypeAlias = Literal["linear", "delta"]
@@ -34,6 +37,7 @@ Memories: TypeAlias = tuple[
 """M and z before each segment."""
 Matrices: TypeAlias = Float32[Array, "batch segments kv_heads head_dim columns"]
 Gates: TypeAlias = Float32[Array, "batch heads"]
+SINGLE = np.dtype(np.float32)
 
 
 class Settings(NamedTuple):
@@ -96,9 +100,9 @@ class Segments:
         queries = self._by_head(q).reshape(
             batch, -1, m.shape[2], heads // m.shape[2] * self.size, dim
         )
-        features = self._features(queries)
-        found = _product("bnhsk,bnhkv->bnhsv", features.astype(q.dtype), m.astype(q.dtype))
-        known = _product("bnhsk,bnhkv->bnhsv", features, z[..., None])
+        features, unit, known = _scaled(self._features(queries), z)
+        rounded = _rounded(features, q.dtype), _rounded(m / unit, q.dtype)
+        found = _product("bnhsk,bnhkv->bnhsv", *rounded, q.dtype)
         shape = (batch, -1, heads, self.size)
         weight = jax.nn.sigmoid(gate)[:, None, :, None] * _inverse(known).reshape(shape)
         mixed = weight[..., None] * found.reshape(*shape, found.shape[4])
@@ -130,12 +134,13 @@ class Segments:
         keys, values = map(self._by_head, (k, v))
         features = self._features(keys)
         zs, last_z = _passed_on(z[..., None], None, jnp.sum(features, axis=3)[..., None])
-        added = _summed(features.astype(v.dtype), values)
+        rounded = _rounded(features, v.dtype)
+        added = _summed(v.dtype, rounded, values)
         transfers = None
         if self.settings.update == "delta":
-            weight = _inverse(_product("bnhsk,bnhkv->bnhsv", features, zs))
-            weighed = (weight * features).astype(v.dtype)
-            taken = _summed(features.astype(v.dtype), weighed)
+            scaled, unit, known = _scaled(features, zs[..., 0])
+            weighed = _rounded(_inverse(known) * scaled / unit, v.dtype)
+            taken = _summed(v.dtype, rounded, weighed)
             transfers = states.identity(taken) - taken
         # Tokens add nothing to columns that say what is left of the memory before.
         added = jnp.pad(added, [(0, 0)] * 4 + [(m.shape[3] - added.shape[4], 0)])
@@ -191,31 +196,65 @@ def _passed_on(
     return jnp.moveaxis(found, 0, 1), last
 
 
-def _product(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns a product with sums in float32.
+def _scaled(
+    features: Float32[Array, "batch segments heads rows head_dim"],
+    z: Float32[Array, "batch segments heads head_dim"],
+) -> tuple[
+    Float32[Array, "batch segments heads rows head_dim"],
+    Float32[Array, "batch segments heads 1 1"],
+    Float32[Array, "batch segments heads rows 1"],
+]:
+    """Returns σ in units of each row, a unit of z, and the product of both in these units.
 
-    Factors of 16 bits are exact in float32, and in the types by which GPUs multiply float32. XLA's
-    CPU compiler does not take them as they are.
+    σ M / (σ z) is the same in any units of σ, and of M with z. In these, no product of tiny numbers
+    is 0 where its factors are not. Units are powers of two, which round nothing.
     """
-    exact = jnp.float32 in (a.dtype, b.dtype)
+    features = features / power_within(features.max(axis=4, keepdims=True))
+    unit = power_within(z.max(axis=3)[..., None, None])
+    return features, unit, _product("bnhsk,bnhkv->bnhsv", features, z[..., None] / unit)
+
+
+def _rounded(x: Float32[Array, "*shape"], dtype: np.dtype) -> Float[Array, "*shape"]:
+    """Returns ``x`` with the digits of a type, and the range of float32.
+
+    A memory grows with the text, beyond float16. GPUs multiply float32 by types that have float16's
+    digits and float32's range.
+    """
+    if dtype == jnp.float16:
+        return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
+    return x.astype(dtype)
+
+
+def _product(formula: str, a: jax.Array, b: jax.Array, digits: np.dtype = SINGLE) -> jax.Array:
+    """Returns a product with sums in float32; ``digits`` is a type that has all digits of factors.
+
+    Digits of 16 bits are exact in float32, and in the types by which GPUs multiply float32. XLA's
+    CPU compiler does not take such types as they are.
+    """
+    exact = digits == SINGLE
     precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
     return jnp.einsum(formula, *(x.astype(jnp.float32) for x in (a, b)), precision=precision)
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _summed(
+    digits: np.dtype,
     a: Float[Array, "batch segments kv_heads size k_dim"],
     b: Float[Array, "batch segments kv_heads size columns"],
 ) -> Matrices:
-    """Returns Σ aᵀ b over the rows of each segment."""
-    return _product("bnhsk,bnhsv->bnhkv", a, b)
+    """Returns Σ aᵀ b over the rows of each segment; ``digits`` is as in `_product`."""
+    return _product("bnhsk,bnhsv->bnhkv", a, b, digits)
 
 
-def _summed_rule(a: jax.Array, b: jax.Array) -> tuple[Matrices, tuple[jax.Array, jax.Array]]:
-    return _summed(a, b), (a, b)
+def _summed_rule(
+    digits: np.dtype, a: jax.Array, b: jax.Array
+) -> tuple[Matrices, tuple[jax.Array, jax.Array]]:
+    return _summed(digits, a, b), (a, b)
 
 
-def _summed_back(rows: tuple[jax.Array, jax.Array], d: Matrices) -> tuple[jax.Array, jax.Array]:
+def _summed_back(
+    digits: np.dtype, rows: tuple[jax.Array, jax.Array], d: Matrices
+) -> tuple[jax.Array, jax.Array]:
     # JAX's own rule turns the results, and XLA's CPU compiler reads them in strides of a segment.
     a, b = rows
     da = _product("bnhsv,bnhkv->bnhsk", b, d)
@@ -226,6 +265,18 @@ def _summed_back(rows: tuple[jax.Array, jax.Array], d: Matrices) -> tuple[jax.Ar
 _summed.defvjp(_summed_rule, _summed_back)
 
 
-def _inverse(x: jax.Array) -> jax.Array:
+@jax.custom_jvp
+def _inverse(x: Float32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     """Returns 1 / x, and 0 where x is 0: there the memory is empty."""
     return jnp.where(x == 0, 0, 1 / jnp.where(x == 0, 1, x))
+
+
+@_inverse.defjvp
+def _inverse_rule(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    # The square of a small x is 0 in float32, and that of its power of two times x is not.
+    (x,), (tangent,) = primals, tangents
+    power = 1 / power_within(x)
+    square = jnp.where(x == 0, 0, (x * power) ** -2)
+    return _inverse(x), -tangent * power * square * power

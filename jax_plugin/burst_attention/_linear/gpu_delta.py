@@ -34,6 +34,7 @@ from burst_attention._linear.cuts import Cut, cut
 from burst_attention._linear.gpu import Dots, States
 from burst_attention._linear.isolation import finite, poisoned, reached, spoilt
 from burst_attention._linear.states import Betas, Logs, Matrix, State, apply, identity, product
+from burst_attention._linear.units import units_of
 from burst_attention._mesh import vary_like
 from burst_attention._types import Arrays
 
@@ -113,9 +114,12 @@ def forward(
     states = _states_from(again.begins, start)
     queries, values = _of_heads(has_documents, logs, q, v)
     before = finite(states[:, :-1]) if has_documents else states[:, :-1]
+    unit = units_of(before, tokens.parts.rows, q.dtype)
+    before, values = unit.of_states(before), unit.of_rows(values)
     u = _corrected(tokens, again.inverse, values, before)
     given = (queries, tokens.k, u, before)
     out, _ = gpu.attended("out", tokens.parts, given, None, back=False)
+    out = unit.rows(out)
     if has_documents:
         came = gpu.reached_from(start, tokens.parts, _spoilt(logs, beta, k, v), back=False)
         out = poisoned(out, came | spoilt(logs, q))
@@ -139,12 +143,15 @@ def backward(has_documents: bool, operands: Arrays, again: Again | None) -> Arra
     parts, inverse = tokens.parts, again.inverse
     behind = _states_from(again.begins, dafter)
     before, d = states[:, :-1], behind[:, -2::-1]
-    crossing = gpu.crossings(parts, states[:, 1:], d, q.dtype)
-    if has_documents:
-        before, d = finite(before), finite(d)
+    known = (finite(before), finite(d)) if has_documents else (before, d)
+    # Of u and of dy, and so of what follows from them.
+    unit, d_unit = (units_of(x, parts.rows, q.dtype) for x in known)
+    crossing = gpu.crossings(parts, states[:, 1:], d_unit.of_states(d), q.dtype)
+    before, d = unit.of_states(known[0]), d_unit.of_states(known[1])
     queries, values, given_dout = _of_heads(has_documents, logs, q, v, dout)
-    u = _corrected(tokens, inverse, values, before)
-    dy = _changes(tokens, inverse, (queries, given_dout), d)
+    u = _corrected(tokens, inverse, unit.of_rows(values), before)
+    in_units = d_unit.of_rows(given_dout)
+    dy = _changes(tokens, inverse, (queries, in_units), d)
     rate = (finite(beta) if has_documents else beta)[..., None]
     dv = (rate * dy.astype(jnp.float32)).astype(dy.dtype)
     turned = before.swapaxes(3, 4)
@@ -154,8 +161,8 @@ def backward(has_documents: bool, operands: Arrays, again: Again | None) -> Arra
     rest, own = jnp.where(is_small, rate, 1), jnp.where(is_small, 1, rate)
     given = (jnp.where(is_small, dy, dv), u, tokens.k, turned)
     seen, of_seen = gpu.attended("seen", parts, given, tokens.k, strict=True)
-    dk, of_keys = _keys(tokens, (queries, u, given_dout, dv, d.swapaxes(3, 4)))
-    dk = (dk.astype(jnp.float32) - rest * seen.astype(jnp.float32)).astype(dk.dtype)
+    dk, of_keys = _keys(tokens, (queries, u, in_units, dv, d.swapaxes(3, 4)))
+    dk = dk.astype(jnp.float32) - rest * seen.astype(jnp.float32)
     of_values = jnp.einsum("bshv,bshv->bsh", dy, values, preferred_element_type=jnp.float32)
     rest, own = rest.swapaxes(1, 2), own[..., 0]
     if parts.channels:
@@ -164,12 +171,14 @@ def backward(has_documents: bool, operands: Arrays, again: Again | None) -> Arra
         of_tokens, rest = of_seen, rest[..., 0]
     # Without the barrier XLA sums rows one by one, where it turns arrays of one number a token.
     of_values, of_tokens = lax.optimization_barrier((of_values, of_tokens))
-    dbeta = of_values - of_tokens.swapaxes(1, 2) / own
-    dots = of_queries - rest * of_seen - of_keys
-    gradients: Arrays = (dq, dk, dv, dbeta[..., None])
+    dbeta = of_values - unit.dots(of_tokens).swapaxes(1, 2) / own
+    of_seen, of_keys = (d_unit.dots(unit.dots(x)) for x in (rest * of_seen, of_keys))
+    dots = unit.dots(of_queries) - of_seen - of_keys
+    dk = d_unit.rows(unit.rows(dk)).astype(k.dtype)
+    gradients: Arrays = (unit.rows(dq), dk, d_unit.rows(dv), d_unit.rows(dbeta[..., None]))
     if has_documents:
         gradients, dots = _spread(parts, operands, states[:, 0], gradients, dots)
-    dlogs = gpu.decay_gradients(parts, dots, crossing)
+    dlogs = gpu.decay_gradients(parts, dots, d_unit.crossings(crossing))
     groups = (logs.shape[2] // x.shape[2] for x in (q, k, v))
     *dqkv, dbeta = gradients
     dq, dk, dv = (gpu.of_group(x, group) for x, group in zip(dqkv, groups, strict=True))
