@@ -19,6 +19,7 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Shaped
 
+from burst_attention._derivatives import without_transpose
 from burst_attention._mesh import (
     explicit_axes,
     names_of,
@@ -82,7 +83,8 @@ def _zero(given: list[jax.Array]) -> tuple[ArrayType, frozenset[str]]:
         shape = (size,) if hidden else ()
         return vary_like(arrays, jnp.zeros(shape, bool)), bool(hidden)
 
-    return zero(*map(lax.stop_gradient, given)), frozenset[str]().union(*found)
+    result = without_transpose(zero(*map(lax.stop_gradient, given)))
+    return result, frozenset[str]().union(*found)
 
 
 @contextmanager
@@ -128,7 +130,7 @@ def _exchange(
 def _exchange_back(
     axes: Axes, split_axis: int, concat_axis: int, _: None, cotangent: jax.Array
 ) -> tuple[jax.Array]:
-    return (all_to_all(cotangent, axes, concat_axis, split_axis),)
+    return (without_transpose(all_to_all(cotangent, axes, concat_axis, split_axis)),)
 
 
 all_to_all.defvjp(_exchange, _exchange_back)
@@ -174,7 +176,7 @@ def _mapped(
         results = _on_owners(compute, arrays, mapped)
         return results, jax.tree.map(lambda _: True, results)
 
-    return call(*given)
+    return without_transpose(call(*given))
 
 
 def _in_batch(

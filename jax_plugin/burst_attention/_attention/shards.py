@@ -20,6 +20,7 @@ from burst_attention._attention.padding import pad_head_dims, padding_as_ids
 from burst_attention._attention.ring import Ring, ring_along
 from burst_attention._attention.vjp import Qkv, ring_attention
 from burst_attention._batching import spread
+from burst_attention._derivatives import without_transpose
 from burst_attention._mesh import axis_name_of, ring_axes, vary_like, vary_together, varying_axes
 from burst_attention._signatures import Alone, Either, WithLse
 from burst_attention._types import Axes, X
@@ -162,7 +163,7 @@ def attend(
         out, lse = heads.scattered(ring, qkv, features)
     else:
         out, lse = ring_attention(ring, qkv, features)
-    return out[..., :value_dim], lse
+    return without_transpose((out[..., :value_dim], lse))
 
 
 def prepared(

@@ -15,7 +15,7 @@ from burst_attention import _mesh
 from burst_attention._batching import over_batch, spread
 from burst_attention._checkpoint import OUT_NAME, STATE_NAME
 from burst_attention._confirmed import Family
-from burst_attention._derivatives import refuse_second
+from burst_attention._derivatives import refuse_second, without_transpose
 from burst_attention._linear import calls, checks, states, turns
 from burst_attention._linear.checks import Inputs, Settings
 from burst_attention._linear.states import Call, Logs, Matrix, Operands, State, Transfer
@@ -51,14 +51,15 @@ def attend(axes: Axes, settings: Settings, inputs: Inputs) -> Results:
     elif not settings.is_causal:
         out, last = _without_order(call, q, k, v, first)
     elif ids is None:
-        out, last = _attend(call, given)
+        out, last = without_transpose(_attend(call, given))
     else:
         # Values in padding, and in its gradients, stay there, even NaN.
         padding = (ids < 0)[:, :, None]
         logs = _with_resets(call, _without(padding, logs), ids)
         q, k, v = (_without(padding, x) for x in (q, k, v))
         beta = None if beta is None else _without(padding, beta)
-        out, last = _attend(call, Operands(q, k, v, logs, first, beta))
+        operands = Operands(q, k, v, logs, first, beta)
+        out, last = without_transpose(_attend(call, operands))
         out = _without(padding, out)
     if settings.return_state == "replicated":
         return out, of_last_rank(call, last)
