@@ -191,8 +191,13 @@ def vary_over(axes: Set[str], inputs: Inputs) -> Inputs:
     names = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes]
 
     def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(name for name in names if name not in varying_axes(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
+        missing = [name for name in names if name not in varying_axes(x)]
+        # JAX casts reduced axes, whose gradients nobody sums yet, and others by different rules.
+        reduced = jax.typeof(x).manual_axis_type.reduced
+        for is_reduced in (True, False):
+            axes = tuple(name for name in missing if (name in reduced) == is_reduced)
+            x = lax.pcast(x, axes, to="varying") if axes else x
+        return x
 
     return jax.tree.map(cast, inputs)
 

@@ -3,7 +3,7 @@
 Source: Munkhdalai et al. 2024, arXiv:2404.07143.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import get_args
 
@@ -88,8 +88,10 @@ def infini_attention(
         does not find in the memory.
       memory: M, floats ``[batch, kv_heads, head_dim, value_dim]``, and z, floats ``[batch,
         kv_heads, head_dim]``, of the text before, the same on every rank; default zeros.
-      feature_map: σ: ``elu`` for ELU + 1, or a function of float32 arrays whose results are not
-        negative. Traced arrays that it takes from its surroundings get no gradient.
+      feature_map: σ: ``elu`` for ELU + 1, or a function that the call applies to query and to key,
+        float32 ``[batch, seq, heads, head_dim]``, once each. It treats tokens and heads one by one,
+        and its results have the same shape and are not negative. Arrays of its surroundings get
+        gradients too. Its results are arrays of the whole length, which ``elu`` does not keep.
       scale: factor on the scores of the softmax, default head_dim ** -0.5.
       local_query, local_key: query and key of the softmax attention, such as with rotary
         embeddings, which the memory must not have; default: query and key.
@@ -103,6 +105,8 @@ def infini_attention(
     """
     settings = _settings(segment_size, update, feature_map, scale)
     inputs = _inputs(_checks.arrays(query, key, value), gate, memory, (local_query, local_key))
+    if callable(feature_map):
+        inputs = _with_features(feature_map, inputs)
     if _mesh.is_inside(axis_name):
         no_placement("infini_attention", mesh=mesh, spec=spec)
         axes = _mesh.ring_axes(axis_name)
@@ -123,7 +127,7 @@ def _settings(segment_size: object, update: object, feature_map: object, scale: 
         raise ValueError(f"feature_map must be 'elu' or a function of arrays, got {feature_map!r}")
     options = check_options("infini_attention", {"is_causal": True, "scale": scale})
     chosen = _checks.choice("update", update, get_args(Update))
-    return Settings(size, chosen, feature_map, options)
+    return Settings(size, chosen, None if callable(feature_map) else "elu", options)
 
 
 def _inputs(qkv: Three, gate: object, memory: object, local: Sequence[object]) -> Inputs:
@@ -151,6 +155,21 @@ def _inputs(qkv: Three, gate: object, memory: object, local: Sequence[object]) -
     )
     gate = _float32("gate", gate, q.shape[2:3], "[heads]")
     return Inputs(q, k, v, gate, *before, local_q, local_k)
+
+
+def _with_features(feature_map: Callable[[jax.Array], object], inputs: Inputs) -> Inputs:
+    """Returns inputs whose query and key are features, those of the softmax attention as before."""
+    local = inputs.local_query, inputs.local_key
+    q, k = (
+        _float32(
+            f"feature_map({name})", feature_map(x.astype(jnp.float32)), x.shape, f"that of {name}"
+        )
+        for name, x in (("query", inputs.query), ("key", inputs.key))
+    )
+    local_q, local_k = (
+        x if y is None else y for x, y in zip((inputs.query, inputs.key), local, strict=True)
+    )
+    return inputs._replace(query=q, key=k, local_query=local_q, local_key=local_k)
 
 
 def _float32(name: str, value: object, shape: tuple[int, ...], words: str) -> jax.Array:

@@ -25,7 +25,7 @@ from burst_attention._mesh import vary_like
 Update: TypeAlias = Literal["linear", "delta"]
 """How a segment changes the memory."""
 FeatureMap: TypeAlias = Literal["elu"] | Callable[[jax.Array], jax.Array]
-"""σ, the function of queries and keys."""
+"""σ, the function of queries and keys, as a call gives it."""
 Memory: TypeAlias = tuple[
     Float32[Array, "batch kv_heads head_dim columns"], Float32[Array, "batch kv_heads head_dim"]
 ]
@@ -45,7 +45,8 @@ class Settings(NamedTuple):
 
     segment_size: int
     update: Update
-    feature_map: FeatureMap
+    feature_map: Literal["elu"] | None
+    """σ; None where query and key of `Rows` are features already."""
     options: Options
     """The options of the softmax attention."""
 
@@ -87,7 +88,7 @@ class Segments:
         out, _ = shards.attend((), options, (query, key, value), Features(), False)
         of_softmax = out.reshape(of_memory.shape).astype(jnp.float32)
         mixed = of_memory + jax.nn.sigmoid(-gate)[:, None, :, None] * of_softmax
-        return mixed.astype(rows.query.dtype), after
+        return mixed.astype(rows.value.dtype), after
 
     def recall(
         self, memory: Memory, rows: Rows, gate: Gates
@@ -101,8 +102,9 @@ class Segments:
             batch, -1, m.shape[2], heads // m.shape[2] * self.size, dim
         )
         features, unit, known = _scaled(self._features(queries), z)
-        rounded = _rounded(features, q.dtype), _rounded(m / unit, q.dtype)
-        found = _product("bnhsk,bnhkv->bnhsv", *rounded, q.dtype)
+        dtype = rows.value.dtype
+        rounded = _rounded(features, dtype), _rounded(m / unit, dtype)
+        found = _product("bnhsk,bnhkv->bnhsv", *rounded, dtype)
         shape = (batch, -1, heads, self.size)
         weight = jax.nn.sigmoid(gate)[:, None, :, None] * _inverse(known).reshape(shape)
         mixed = weight[..., None] * found.reshape(*shape, found.shape[4])
@@ -155,8 +157,9 @@ class Segments:
 
     def _features(self, x: jax.Array) -> jax.Array:
         """Returns σ of queries or keys, float32."""
-        x, function = x.astype(jnp.float32), self.settings.feature_map
-        return lax.optimization_barrier(_elu_and_1(x) if function == "elu" else function(x))
+        if self.settings.feature_map is None:
+            return x
+        return lax.optimization_barrier(_elu_and_1(x.astype(jnp.float32)))
 
 
 @jax.custom_jvp

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32
 from burst_attention import _mesh
 from burst_attention._batching import over_batch, spread
 from burst_attention._checkpoint import OUT_NAME, STATE_NAME
-from burst_attention._derivatives import refuse_second
+from burst_attention._derivatives import refuse_second, without_transpose
 from burst_attention._infini.segments import Gates, Memory, Rows, Segments, Settings
 from burst_attention._infini.sweeps import Plan, Starts, plan_of
 from burst_attention._linear import states
@@ -78,12 +78,13 @@ def attend(
     call = _call(axes, m)
     segments = Segments(settings, _segment(settings, q.shape[1], call.world_size), own_heads)
     if q.size == 0:
-        out, after = vary_like(q, jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)), (m, z)
+        out, after = vary_like(q, jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype)), (m, z)
     else:
         gates = jnp.broadcast_to(gate, (q.shape[0], *gate.shape))
         rows = Rows(q, k, v, local_q, local_k)
         plan = plan_of(segments, rows, _mesh.platform(jax.sharding.get_abstract_mesh()))
-        out, after = _attend(Ranks(call, plan), Operands(rows, gates, (m, z)))
+        operands = Operands(rows, gates, (m, z))
+        out, after = without_transpose(_attend(Ranks(call, plan), operands))
     one_of_all = partial(of_last_rank, call._replace(axes=axes + whole))
     return out, (one_of_all(after[0]), one_of_all(after[1]))
 

@@ -63,7 +63,7 @@ class Plan:
             return lax.scan(group, carry, self._within(index))[0], carry[0]
 
         q, v = rows.query, rows.value
-        outs = vary_like(rows, jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype))
+        outs = vary_like(rows, jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype))
         (memory, outs), starts = lax.scan(window, (vary_like(rows, memory), outs), self._all())
         return outs, memory, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), starts)
 

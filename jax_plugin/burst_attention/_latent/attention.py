@@ -4,14 +4,16 @@ from typing import Any, Literal
 
 import jax
 from jax.sharding import PartitionSpec
+from jax.tree_util import PyTreeDef
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from burst_attention import _checks, _mesh
 from burst_attention._attention.features import check_features
 from burst_attention._attention.options import AnyArray, Implementation, Kernels, check_options
-from burst_attention._latent import global_arrays
-from burst_attention._latent.shards import CALLER, Settings, attend
-from burst_attention._latent.tiles import Chunk, Expand, Inputs
+from burst_attention._latent import global_arrays, shards
+from burst_attention._latent.expansion import Expand, Leaves
+from burst_attention._latent.shards import CALLER, Settings
+from burst_attention._latent.tiles import Chunk, Inputs
 from burst_attention._linear.checks import no_placement
 from burst_attention._types import AnyMesh, Axes, Layout
 
@@ -66,8 +68,9 @@ def latent_attention(
       expand: a function ``expand(params, latent) -> (key, value)`` of JAX, with key ``[batch, seq,
         kv_heads, head_dim]`` and value ``[batch, seq, kv_heads, value_dim]`` in query's dtype. It
         gets a chunk of latents at a time, or half of one, and treats tokens one by one. It must not
-        exchange data along ``axis_name``, since devices expand different chunks, and must not use
-        traced arrays of its surroundings: they get no gradient.
+        exchange data along ``axis_name``, since devices expand different chunks. The call runs it
+        once for each shape of a chunk. Where JAX differentiates arrays that it finds in its
+        surroundings, the call is an error.
       params: a tree of arrays that ``expand`` gets, such as the projections; the same on all
         devices of a ring. Where ``check_vma=False`` and ``jax.grad`` stand inside the
         ``shard_map``, each device gets only its own part of their gradient: sum it with
@@ -118,28 +121,37 @@ def latent_attention(
             "expand must be a function expand(params, latent) -> (key, value), got "
             f"{_checks.describe(expand)}"
         )
-    inputs = _inputs(query, latent, params, segment_ids)
-    settings = Settings(expand, options, with_lse)
+    inputs, trees = _inputs(query, latent, params, segment_ids)
+
+    def of_leaves(*leaves: Leaves) -> object:
+        return expand(*map(jax.tree.unflatten, trees, leaves))
+
     if _mesh.is_inside(axis_name):
         no_placement(CALLER, mesh=mesh, spec=spec, params_spec=params_spec)
-        out, lse = attend(_mesh.ring_axes(axis_name), settings, inputs)
+        axes = _mesh.ring_axes(axis_name)
+        expansion, captured = shards.trace(axes, of_leaves, options, inputs)
+        inputs = inputs._replace(captured=captured)
+        out, lse = shards.attend(axes, Settings(expansion, options, with_lse), inputs)
     else:
-        place = global_arrays.Place(mesh, spec, axis_name, params_spec)
-        out, lse = global_arrays.attend(place, settings, inputs)
+        place = global_arrays.Place(mesh, spec, axis_name, params_spec, trees[0])
+        out, lse = global_arrays.attend(place, of_leaves, options, with_lse, inputs)
     return (out, lse) if with_lse else out
 
 
-def _inputs(query: object, latent: Any, params: Any, segment_ids: object) -> Inputs:
-    """Returns the arrays of a call, checked."""
+def _inputs(
+    query: object, latent: Any, params: Any, segment_ids: object
+) -> tuple[Inputs, tuple[PyTreeDef, PyTreeDef]]:
+    """Returns the arrays of a call, checked, and the trees of params and of latents."""
     q = _checks.as_array(_checks.activation("query", query, "[batch, seq, heads, head_dim]"))
     if q.size == 0:
         raise ValueError(f"query must have batch entries, tokens and heads, got shape {q.shape}")
+    (latent, latent_tree), (params, params_tree) = map(jax.tree.flatten, (latent, params))
     latent, params = (
-        jax.tree.map(lambda x, name=name: _checks.as_array(_checks.array_type(name, x)), tree)
-        for name, tree in (("an array of latent", latent), ("an array of params", params))
+        [_checks.as_array(_checks.array_type(name, x)) for x in leaves]
+        for name, leaves in (("an array of latent", latent), ("an array of params", params))
     )
     rows = q.shape[:2]
-    found = [x.shape for x in jax.tree.leaves(latent)]
+    found = [x.shape for x in latent]
     if not found or any(shape[:2] != rows for shape in found):
         raise ValueError(
             f"latent must consist of arrays [batch, seq, ...] that begin with {rows} as query "
@@ -151,4 +163,5 @@ def _inputs(query: object, latent: Any, params: Any, segment_ids: object) -> Inp
             f"a {type(segment_ids).__name__}"
         )
     ids = check_features({"segment_ids": segment_ids}, q, q, 0.0)
-    return Inputs(q, Chunk(latent, ids.key_segment_ids), params, ids.query_segment_ids)
+    inputs = Inputs(q, Chunk(latent, ids.key_segment_ids), params, ids.query_segment_ids)
+    return inputs, (params_tree, latent_tree)

@@ -1,12 +1,18 @@
 """Latent attention on global arrays: on their shards, in a ``shard_map`` over the mesh."""
 
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from burst_attention import _checks
+from burst_attention._attention.options import Options
 from burst_attention._attention.placement import (
     Placement,
     checked_spec,
@@ -16,8 +22,9 @@ from burst_attention._attention.placement import (
 from burst_attention._attention.vjp import Results
 from burst_attention._batching import explained_vmaps
 from burst_attention._latent import shards
+from burst_attention._latent.expansion import Captured, Expansion, Leaves, OfLeaves, Tree
 from burst_attention._latent.shards import Settings
-from burst_attention._latent.tiles import Chunk, Inputs, Tree
+from burst_attention._latent.tiles import Chunk, Inputs
 from burst_attention._mesh import names_of, ring_axes
 from burst_attention._types import AnyMesh, Axes
 
@@ -32,20 +39,96 @@ class Place(NamedTuple):
     spec: object
     axis_name: object
     params_spec: Tree
+    params_tree: jax.tree_util.PyTreeDef
 
 
-def attend(place: Place, settings: Settings, inputs: Inputs) -> Results:
+class Cut(NamedTuple):
+    """How a call cuts its arrays."""
+
+    mesh: AnyMesh
+    spec: PartitionSpec | None
+    axes: Axes | None
+    params_specs: tuple[PartitionSpec, ...]
+
+
+def attend(
+    place: Place, expand: OfLeaves, options: Options, with_lse: bool, inputs: Inputs
+) -> Results:
     """Returns out and lse of all queries."""
     mesh = find_mesh(place.mesh, inputs.query, shards.CALLER)
     axes = None if place.axis_name is None else ring_axes(place.axis_name)
-    leaves, tree = jax.tree.flatten(inputs.params)
-    specs = _params_specs(place.params_spec, inputs.params)
+    params = jax.tree.unflatten(place.params_tree, inputs.params)
+    specs = _params_specs(place.params_spec, params)
+    cut = Cut(mesh, checked_spec(place.spec), axes, specs)
     with explained_vmaps():
-        flat = inputs._replace(params=leaves)
-        results: Results = _on_shards(
-            mesh, checked_spec(place.spec), axes, specs, tree, settings, flat
-        )
+        expansion, inputs = _traced(cut, expand, options, inputs)
+        settings = Settings(expansion, options, with_lse)
+        text = None if _is_traced() else _text(cut, settings, inputs)
+        if text is None:
+            results: Results = _new_program(cut, settings)(inputs)
+        else:
+            settings = settings._replace(expand=replace(expansion, text=text))
+            results = _program(cut, settings)(inputs)
     return results
+
+
+def _new_program(cut: Cut, settings: Settings) -> Callable[[Inputs], Results]:
+    """Returns what computes a call. In a program of the user it leaves no trace."""
+
+    def run(inputs: Inputs) -> Results:
+        return _on_shards(cut, partial(shards.attend, settings=settings), inputs)
+
+    return jax.jit(run, inline=True)
+
+
+# Outside jit, a call with an equal text and equal types runs the program of the call before it.
+_program = lru_cache(maxsize=128)(_new_program)
+
+
+def _is_traced() -> bool:
+    """Whether the surroundings put operations into a program, as ``jax.jit`` does."""
+    return isinstance(lax.neg(np.int32(0)), jax.core.Tracer)
+
+
+def _traced(
+    cut: Cut, expand: OfLeaves, options: Options, inputs: Inputs
+) -> tuple[Expansion, Inputs]:
+    """Returns the programs of ``expand``, and the inputs with the arrays that it captured."""
+    found: list[tuple[Expansion, Captured]] = []
+
+    def local(axes: Axes, inputs: Inputs) -> tuple[()]:
+        found.append(shards.trace(axes, expand, options, inputs))
+        return ()
+
+    jax.eval_shape(lambda inputs: _on_shards(cut, local, inputs, ()), inputs)
+    expansion, captured = found[0]
+    return expansion, inputs._replace(captured=captured)
+
+
+def _text(cut: Cut, settings: Settings, inputs: Inputs) -> str | None:
+    """Returns all that ``expand`` computes, with gradients where JAX may ask for them.
+
+    It is None where a text does not show all.
+    """
+    if not settings.expand.shows_all():
+        return None
+    every = PartitionSpec(cut.mesh.axis_names)
+
+    def run(inputs: Inputs, cotangents: jax.Array | None) -> Leaves:
+        def local(axes: Axes, inputs: Inputs) -> Leaves:
+            results = shards.samples(axes, settings, inputs, cotangents)
+            return [x.reshape(1, -1) for x in results]
+
+        results: Leaves = _on_shards(cut, local, inputs, every)
+        return results
+
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(inputs)):
+        return jax.jit(run).lower(inputs, None).as_text()
+    try:
+        return jax.jit(run).lower(inputs, jnp.ones(2, jnp.float32)).as_text()
+    except Exception:
+        # Without derivatives there is no text of them. If the call needs some, JAX says what lacks.
+        return None
 
 
 def _params_specs(given: Tree, params: Tree) -> tuple[PartitionSpec, ...]:
@@ -72,21 +155,17 @@ def _is_spec(x: object) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-# Outside jit, a call with equal settings and types runs the program of the call before it.
-@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5), inline=True)
 def _on_shards(
-    mesh: AnyMesh,
-    spec: PartitionSpec | None,
-    axis_name: Axes | None,
-    params_specs: tuple[PartitionSpec, ...],
-    params_tree: jax.tree_util.PyTreeDef,
-    settings: Settings,
+    cut: Cut,
+    function: Callable[..., Any],
     inputs: Inputs,
-) -> Results:
+    out_specs: Any = None,
+) -> Any:
+    """Returns results of each device's inputs, by default sharded like query."""
     query = inputs.query
     # Latents have no heads, and the heads of keys are known on the shards alone.
-    placement = find_placement(mesh, spec, axis_name, query, query, query)
-    _check_params(placement, params_specs)
+    placement = find_placement(cut.mesh, cut.spec, cut.axes, query, query, query)
+    _check_params(placement, cut.params_specs)
 
     def of_rows(name: str, tree: Tree) -> Tree:
         return jax.tree.map(lambda x: placement.spec_of(name, x, _shape(x)), tree)
@@ -94,20 +173,14 @@ def _on_shards(
     ids = of_rows("segment_ids", inputs.ids)
     chunk = Chunk(of_rows("an array of latent", inputs.chunk.latent), ids)
     out_spec = placement.spec("batch q_len heads")
-    specs = Inputs._make((out_spec, chunk, list(params_specs), ids))
-
-    def local(inputs: Inputs) -> Results:
-        own = _own_rows(placement, inputs)
-        params = jax.tree.unflatten(params_tree, own.params)
-        return shards.attend(placement.ring_axes, settings, own._replace(params=params))
-
-    results: Results = jax.shard_map(
-        local,
+    whole = jax.tree.map(lambda _: PartitionSpec(), inputs.captured)
+    specs = Inputs._make((out_spec, chunk, list(cut.params_specs), ids, whole))
+    return jax.shard_map(
+        lambda inputs: function(placement.ring_axes, inputs=_own_rows(placement, inputs)),
         mesh=placement.mesh,
         in_specs=(specs,),
-        out_specs=out_spec,
+        out_specs=out_spec if out_specs is None else out_specs,
     )(inputs)
-    return results
 
 
 def _shape(x: jax.Array) -> str:
@@ -119,7 +192,8 @@ def _check_params(placement: Placement, specs: tuple[PartitionSpec, ...]) -> Non
     """Raises where axes cut params that do not cut heads: each rank expands with all of them."""
     heads = placement.axes["heads"]
     for spec in specs:
-        other = [name for entry in spec for name in names_of(entry) if name not in heads]
+        cut = [name for entry in spec.partitions for name in names_of(entry)]
+        other = [name for name in cut if name not in heads]
         if any(placement.mesh.shape[name] > 1 for name in other):
             raise ValueError(
                 f"params must be whole along all mesh axes but those of query's heads, {heads}, "

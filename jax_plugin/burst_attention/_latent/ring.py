@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from burst_attention._attention.vjp import Results
 from burst_attention._checkpoint import LSE_NAME, OUT_NAME
 from burst_attention._decode.merge import Pair, merged
+from burst_attention._latent.expansion import floats
 from burst_attention._latent.tiles import (
     Call,
     Chunk,
@@ -29,7 +30,6 @@ from burst_attention._latent.tiles import (
     Inputs,
     Rows,
     Tile,
-    floats,
     gradients_of,
     sum_dtype,
     taken,
@@ -44,7 +44,10 @@ Residuals: TypeAlias = tuple[Inputs, jax.Array, jax.Array]
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def latent_ring(call: Call, inputs: Inputs) -> Results:
-    """Returns out and lse of one rank. All inputs vary over the same mesh axes."""
+    """Returns out and lse of one rank.
+
+    All inputs but the captured ones vary over the same mesh axes.
+    """
     o, lse = _results(call, inputs)
     return o.astype(inputs.query.dtype), lse
 
@@ -82,7 +85,7 @@ def _backward_rule(call: Call, residuals: Residuals, cotangents: Results) -> tup
     dq, dparams, sums = _around(call, inputs, step, state, go_home)
     chunk = Chunk(gradients_of(inputs.chunk.latent, sums), None)
     dparams = gradients_of(inputs.params, dparams)
-    return (Inputs(dq.astype(inputs.query.dtype), chunk, dparams, None),)
+    return (Inputs(dq.astype(inputs.query.dtype), chunk, dparams, None, None),)
 
 
 latent_ring.defvjp(_forward_rule, _backward_rule)

@@ -2,12 +2,23 @@
 
 from typing import NamedTuple
 
+from jaxtyping import Array, Float
+
 from burst_attention import _checks, _mesh
 from burst_attention._attention.options import Options
 from burst_attention._attention.vjp import Results
 from burst_attention._batching import spread
+from burst_attention._derivatives import without_transpose
+from burst_attention._latent.expansion import (
+    Captured,
+    Expansion,
+    Leaves,
+    OfLeaves,
+    traced,
+    without_gradient,
+)
 from burst_attention._latent.ring import latent_ring
-from burst_attention._latent.tiles import Call, Expand, Inputs
+from burst_attention._latent.tiles import Call, Inputs, has_halves
 from burst_attention._types import Axes
 
 CALLER = "latent_attention"
@@ -16,20 +27,49 @@ CALLER = "latent_attention"
 class Settings(NamedTuple):
     """What is static about a call, wherever it runs."""
 
-    expand: Expand
+    expand: Expansion
     options: Options
     with_lse: bool
     """Whether lse may have a gradient."""
 
 
+def trace(
+    axes: Axes, expand: OfLeaves, options: Options, inputs: Inputs
+) -> tuple[Expansion, Captured]:
+    """Returns the programs of ``expand`` for this device's chunks, and their captured arrays."""
+    query, chunk, params, *_ = _typed(axes, options, inputs)
+    rows = query.shape[1]
+    lengths = (rows, rows // 2) if has_halves(options) else (rows,)
+    return traced(expand, query, params, chunk.latent, lengths)
+
+
 def attend(axes: Axes, settings: Settings, inputs: Inputs) -> Results:
     """Returns out and lse of this device's queries; all arguments are checked."""
-    _checks.shard_length("query", inputs.query.shape[1], settings.options.layout)
+    assert inputs.captured is not None
+    own = _typed(axes, settings.options, inputs)
+    size = _mesh.axes_size(_mesh.ring_mesh(axes, CALLER), axes)
+    call = Call(settings.expand, settings.options, axes, size, settings.with_lse)
+    own = own._replace(captured=without_gradient(inputs.captured))
+    return without_transpose(latent_ring(call, own))
+
+
+def samples(
+    axes: Axes, settings: Settings, inputs: Inputs, cotangents: Float[Array, "2"] | None
+) -> Leaves:
+    """Returns what ``expand`` computes of this device's chunks, and gradients from cotangents."""
+    assert inputs.captured is not None
+    own = _typed(axes, settings.options, inputs)
+    return settings.expand.samples(inputs.captured, own.params, own.chunk.latent, cotangents)
+
+
+def _typed(axes: Axes, options: Options, inputs: Inputs) -> Inputs:
+    """Returns inputs that vary over the same mesh axes, but for the captured arrays.
+
+    The programs of ``expand`` take these as they were found.
+    """
+    _checks.shard_length("query", inputs.query.shape[1], options.layout)
     mesh = _mesh.ring_mesh(axes, CALLER)
     globally = f", or call {CALLER} outside of it, on global arrays"
     _mesh.all_axes_manual(mesh, inputs.query, globally=globally)
-    call = Call(
-        settings.expand, settings.options, axes, _mesh.axes_size(mesh, axes), settings.with_lse
-    )
     # Before the custom_vjp: the transpose of this cast sums the gradients of params.
-    return latent_ring(call, spread(_mesh.vary_together(axes, inputs)))
+    return spread(_mesh.vary_together(axes, inputs._replace(captured=None)))

@@ -3,7 +3,6 @@
 The user's function expands the chunk to keys and values, which live as long as the tile.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,24 +11,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
-from burst_attention import _checks
 from burst_attention._attention import calls, shards, vjp
 from burst_attention._checks import MAX_INT32
 from burst_attention._attention.features import Features
 from burst_attention._attention.options import NO_LIMIT, Options
 from burst_attention._attention.ring import Ring
-from burst_attention._checks import HEAD_DIM_MULTIPLE, describe
+from burst_attention._checks import HEAD_DIM_MULTIPLE
 from burst_attention._decode.merge import Pair
+from burst_attention._latent.expansion import Captured, Expansion, KeyValue, Leaves, floats
 from burst_attention._layouts import positions_of
 from burst_attention._mesh import platform as platform_of
 from burst_attention._mesh import vary_like
 from burst_attention._padding import padded_to
 from burst_attention._types import Axes
 
-Tree: TypeAlias = Any
-"""Arrays in any tree, as the user has them."""
-Expand: TypeAlias = Callable[[Tree, Tree], tuple[jax.Array, jax.Array]]
-"""Returns key and value of latents, from parameters and latents."""
 Rows: TypeAlias = tuple[int, int] | None
 """The first of some rows of a shard and the row after the last; None for all rows."""
 Gradients: TypeAlias = tuple[jax.Array, list[jax.Array], list[jax.Array]]
@@ -39,7 +34,7 @@ Gradients: TypeAlias = tuple[jax.Array, list[jax.Array], list[jax.Array]]
 class Chunk(NamedTuple):
     """What travels of a shard."""
 
-    latent: Tree
+    latent: Leaves
     ids: Int32[Array, "batch seq"] | None
     """The segments of the keys."""
 
@@ -49,16 +44,18 @@ class Inputs(NamedTuple):
 
     query: Float[Array, "batch seq heads head_dim"]
     chunk: Chunk
-    params: Tree
+    params: Leaves
     ids: Int32[Array, "batch seq"] | None
     """The segments of the queries."""
+    captured: Captured | None = None
+    """What ``expand`` found elsewhere, once it is traced. It has no gradient."""
 
 
 @dataclass(frozen=True)
 class Call:
     """What is static about a call."""
 
-    expand: Expand
+    expand: Expansion
     options: Options
     axes: Axes
     world_size: int
@@ -114,8 +111,8 @@ class Tile:
         In a causal mask of the layout zigzag, all queries see only the first half of the chunk of
         a lower rank. Of the chunk of a higher rank only the second half of the queries sees keys.
         """
-        options, rows = self.call.options, self.inputs.query.shape[1]
-        if self.way == 0 or options.layout != "zigzag" or options.sides[1] != 0:
+        rows = self.inputs.query.shape[1]
+        if self.way == 0 or not has_halves(self.call.options):
             return (self,)
         first, second = (0, rows // 2), (rows // 2, rows)
         return replace(self, keys=first), replace(self, queries=second)
@@ -182,23 +179,12 @@ class Tile:
         gradients: Gradients = (dq, *pullback((dk.astype(key.dtype), dv.astype(value.dtype))))
         return jax.tree.map(lambda x: x.astype(sum_dtype(x)), gradients)
 
-    def _expanded(self, params: Tree, latent: Tree) -> tuple[jax.Array, jax.Array]:
-        """Returns key and value of the chunk, checked."""
-        found, query = self.call.expand(params, latent), self.inputs.query
-        rows = jax.tree.leaves(latent)[0].shape[1]
-        if not isinstance(found, tuple | list) or len(found) != 2:
-            raise TypeError(
-                "expand(params, latent) must return a pair of arrays (key, value), got "
-                f"{describe(found)}"
-            )
-        _, key, value = _checks.arrays(query, *found, any_head_dim=True)
-        if key.shape[1] != rows:
-            raise ValueError(
-                f"expand(params, latent) must return a key for each of the {rows} "
-                f"tokens of latent, got key of shape {key.shape}; it gets one chunk at a time"
-            )
-        key, value = vary_like(query, (key, value))
-        return key, value
+    def _expanded(self, params: Leaves, latent: Leaves) -> KeyValue:
+        """Returns key and value of the chunk."""
+        captured = self.inputs.captured
+        assert captured is not None
+        pair: KeyValue = vary_like(self.inputs.query, self.call.expand(captured, params, latent))
+        return pair
 
     def _prepared(
         self, key: jax.Array, value: jax.Array, widened: bool = False
@@ -242,8 +228,8 @@ class Tile:
     def _query(self) -> Float[Array, "batch seq heads head_dim"]:
         return taken(self.inputs.query, self.queries)
 
-    def _latent(self) -> Tree:
-        return jax.tree.map(lambda x: taken(x, self.keys), self.chunk.latent)
+    def _latent(self) -> Leaves:
+        return [taken(x, self.keys) for x in self.chunk.latent]
 
     def _ids(self) -> tuple[Int32[Array, "batch seq"] | None, Int32[Array, "batch keys"] | None]:
         """Returns the segments of the queries and of the keys."""
@@ -271,6 +257,11 @@ class Tile:
         return positions[jnp.array([[0, max(middle - 1, 0)], [middle, rows - 1]])]
 
 
+def has_halves(options: Options) -> bool:
+    """Whether tiles of other ranks' chunks are halves: of the chunk, or of the queries."""
+    return options.layout == "zigzag" and options.sides[1] == 0
+
+
 def taken(x: Shaped[Array, "..."], rows: Rows, axis: int = 1) -> Shaped[Array, "..."]:
     """Returns some rows of an array."""
     return x if rows is None else lax.slice_in_dim(x, *rows, axis=axis)
@@ -284,27 +275,14 @@ def _runs(side: int, rows: int) -> int:
     return (side - 1) // rows + 1
 
 
-def floats(tree: Tree) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Tree]]:
-    """Returns the arrays of floats in a tree, and a function that puts others in their place."""
-    leaves, structure = jax.tree.flatten(tree)
-    are_floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
-
-    def put(given: list[jax.Array]) -> Tree:
-        rest = iter(given)
-        mixed = (next(rest) if is_one else x for x, is_one in zip(leaves, are_floats, strict=True))
-        return jax.tree.unflatten(structure, list(mixed))
-
-    return [x for x, is_one in zip(leaves, are_floats, strict=True) if is_one], put
-
-
-def gradients_of(tree: Tree, found: list[jax.Array]) -> Tree:
-    """Returns gradients in the form of a tree and in its types, None for arrays without one."""
-    rest = iter(found)
+def gradients_of(arrays: Leaves, gradients: Leaves) -> list[Any]:
+    """Returns the gradients of arrays in their types, None for arrays without one."""
+    rest = iter(gradients)
 
     def one(x: jax.Array) -> jax.Array | None:
         return next(rest).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else None
 
-    return jax.tree.map(one, tree)
+    return [one(x) for x in arrays]
 
 
 def sum_dtype(x: jax.Array) -> jnp.dtype:
