@@ -85,6 +85,18 @@ impl<'a> Attributes<'a> {
         T::from_attribute(name, attribute)
     }
 
+    /// Reads the scale of a call.
+    ///
+    /// # Errors
+    /// If it is missing, of another type or not finite.
+    pub fn scale(&self) -> Result<f32> {
+        let scale: f32 = self.get("scale")?;
+        if scale.is_finite() {
+            return Ok(scale);
+        }
+        Err(Error::mismatch("attribute scale", "finite", scale))
+    }
+
     /// Returns the names of all entries, in XLA's order.
     pub fn names(&self) -> impl Iterator<Item = &'a str> {
         self.entries.iter().map(|(name, _)| *name)

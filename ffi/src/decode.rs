@@ -9,6 +9,7 @@ use burst_attention::host::decode::{DecodeIo, event, merge_parts, partial};
 use burst_attention::host::ring::Executor;
 use burst_attention::host::trace;
 use burst_attention::operands::DeviceKind;
+use burst_attention::problem::Features;
 use burst_attention_kernels::record::Size;
 
 use self::arrays::Arrays;
@@ -101,14 +102,21 @@ fn decode<'a>(arrays: &'a Arrays, attributes: &Attributes<'_>) -> Result<DecodeI
         starts: arrays.values("starts")?,
         query_lengths: arrays.values("query_lengths")?,
         slopes: arrays.has("slopes").then(|| arrays.values("slopes")).transpose()?,
-        scale: attributes.get("scale")?,
-        soft_cap: attributes.get("soft_cap")?,
+        scale: attributes.scale()?,
+        soft_cap: soft_cap(attributes)?,
         window: u32::try_from(number("window", attributes, -1..=i64::from(i32::MAX))?).ok(),
         interleave: number("interleave", attributes, 1..=i64::from(i32::MAX))?,
         rank: (rank, world_size),
         o: arrays.host("o")?,
         lse: arrays.host("lse")?,
     })
+}
+
+/// Reads the soft cap of the scores, within the range that rings take; 0 for none.
+fn soft_cap(attributes: &Attributes<'_>) -> Result<f32> {
+    let soft_cap = attributes.get("soft_cap")?;
+    Features::of_operands(soft_cap, 0.0, &[])?.validate()?;
+    Ok(soft_cap)
 }
 
 /// Whether the values of a call are the first columns of its keys.

@@ -62,7 +62,8 @@ pub extern "C" fn burst_attention_stop_watch() {
 
 /// Opens the Chrome trace file `path` and records the steps of all rings and the calls of decode on
 /// CPU devices from now on. NULL stops the recording and writes the file. Returns 0, or the system's
-/// error number (`errno`), or -1 for an error without a number.
+/// error number (`errno`), which is EALREADY while another file is being recorded, or -1 for an
+/// error without a number.
 ///
 /// # Safety
 /// `path` is NULL or a C string.

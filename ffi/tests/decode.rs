@@ -4,6 +4,7 @@
 use std::ffi::{CString, c_void};
 use std::ptr;
 
+use burst_attention::host::trace::RECORDING;
 use burst_attention_ffi::exports::burst_attention_trace;
 use burst_attention_ffi::handlers::{
     burst_attention_decode_execute, burst_attention_decode_merge_execute,
@@ -48,7 +49,6 @@ impl Call {
             floats(&[2], &|_| 0.0),
         ];
         let rets = vec![floats(&[1, 1, 2, 4], &|_| f32::NAN), floats(&[1, 1, 2], &|_| f32::NAN)];
-        let float = |value: f32| FakeAttribute::Scalar(F32, value.to_ne_bytes().into());
         let attributes = vec![
             ("values_in_keys".into(), int(0)),
             ("scale".into(), float(1.0)),
@@ -97,6 +97,10 @@ impl Call {
     }
 }
 
+fn float(value: f32) -> FakeAttribute {
+    FakeAttribute::Scalar(F32, value.to_ne_bytes().into())
+}
+
 fn int(value: i64) -> FakeAttribute {
     FakeAttribute::Scalar(sys::XLA_FFI_DataType_S64, value.to_ne_bytes().into())
 }
@@ -135,7 +139,8 @@ fn the_timeline_has_an_event_of_each_call_in_a_process_of_its_own() {
     let name = CString::new(path).expect("no zero bytes");
     assert_eq!(Call::new().run_on(2), None);
     // SAFETY: the path is a C string.
-    assert_eq!(unsafe { burst_attention_trace(name.as_ptr()) }, 0);
+    let start = || unsafe { burst_attention_trace(name.as_ptr()) };
+    assert_eq!([start(), start()], [0, RECORDING]);
     assert_eq!(Call::new().run_on(3), None);
     assert_eq!(Call::without_values().run_on(4), None);
     // SAFETY: NULL is allowed.
@@ -168,6 +173,18 @@ fn a_merge_weighs_the_parts_of_a_row() {
     let total = 1f32.exp() + 2f32.exp();
     assert!((out - 2f32.exp() / total).abs() < 1e-6, "{out}");
     assert!((lse - total.ln()).abs() < 1e-6, "{lse}");
+}
+
+/// Rings refuse the same numbers.
+#[test]
+fn numbers_that_scores_cannot_have_are_refused() {
+    for number in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        refused(Call::new(), &|call| call.attributes[1].1 = float(number), "scale must be finite");
+    }
+    for number in [f32::NAN, f32::INFINITY, -1.0, 1e-38, 1e31] {
+        let change = |call: &mut Call| call.attributes[2].1 = float(number);
+        refused(Call::new(), &change, "soft cap must be from 1e-30 to 1e30");
+    }
 }
 
 /// Asserts that a call is refused after a change.

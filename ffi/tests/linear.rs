@@ -17,6 +17,7 @@ struct Call {
     handler: Handler,
     args: Vec<FakeBuffer>,
     rets: Vec<FakeBuffer>,
+    scale: f32,
 }
 
 fn leak(values: Vec<f32>) -> *mut c_void {
@@ -47,7 +48,7 @@ const TRANSFER: [i64; 5] = [2, 1, 4, 8, 24];
 fn call(handler: Handler, args: &[(&[i64], f32)], rets: &[&[i64]]) -> Call {
     let args = args.iter().map(|(dims, value)| floats(dims, *value)).collect();
     let rets = rets.iter().map(|dims| floats(dims, f32::NAN)).collect();
-    Call { handler, args, rets }
+    Call { handler, args, rets, scale: 1.0 }
 }
 
 const QUERY: (&[i64], f32) = (&Q, 1.0);
@@ -97,7 +98,7 @@ impl Call {
     /// Runs the call, and returns the message of its error.
     fn run(&self) -> Result<(), String> {
         let runtime = FakeRuntime::new(5, 1, 0);
-        let scale = FakeAttribute::Scalar(F32, 1f32.to_ne_bytes().into());
+        let scale = FakeAttribute::Scalar(F32, self.scale.to_ne_bytes().into());
         let backward = FakeAttribute::Scalar(sys::XLA_FFI_DataType_PRED, vec![0]);
         let attributes = vec![("scale".into(), scale), ("backward".into(), backward)];
         let mut frame = FakeFrame::new(&self.args, &self.rets, attributes, &runtime);
@@ -111,6 +112,18 @@ impl Call {
         change(&mut call);
         let message = call.run().expect_err("refused");
         assert!(message.contains(words), "{words} in {message}");
+    }
+}
+
+/// Rings refuse the same numbers. What the delta rule's tokens do to a state has no scale.
+#[test]
+fn a_scale_that_is_not_finite_is_refused() {
+    let [state, forward, backward] = linear_calls();
+    let [_, delta_gradient, delta_forward, delta_backward] = delta_calls();
+    for call in [state, forward, backward, delta_gradient, delta_forward, delta_backward] {
+        for scale in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            call.refused(|call| call.scale = scale, "attribute scale must be finite, got ");
+        }
     }
 }
 

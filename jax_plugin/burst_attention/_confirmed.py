@@ -20,9 +20,7 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Mapping
 from importlib import metadata
@@ -31,7 +29,7 @@ from typing import Literal, TypeAlias, cast
 
 import jax
 
-from burst_attention import _ffi
+from burst_attention import _environment, _ffi, _record
 from burst_attention._library import LIBRARY
 from burst_attention._version import __version__
 
@@ -107,7 +105,7 @@ def _hint(kinds: tuple[str, ...]) -> None:
 def _records() -> tuple[dict[Family, str], tuple[str, ...], frozenset[Family]]:
     """Returns refuted families with their reasons, the kinds of GPU that were not checked, and the
     families that all processes have confirmed."""
-    if os.environ.get(VARIABLE) == "ignore":
+    if _environment.choice(VARIABLE, "ignore"):
         return {}, (), frozenset()
     try:
         kinds = {gpu.device_kind for gpu in jax.local_devices(backend="cuda")}
@@ -151,54 +149,16 @@ def _of_all_processes(own: list[Verdicts]) -> tuple[list[Verdicts], bool]:
 
 def read(kind: str) -> Verdicts:
     """Returns the valid verdicts about the kernels on a kind of GPU."""
-    return _file().get(_key(kind), {})
+    return cast(Verdicts, _record.read().get(_key(kind), {}))
 
 
 def write(kind: str, verdicts: Mapping[Family, str]) -> Path:
-    """Keeps verdicts and returns the file.
+    """Keeps verdicts, beside those about other families, and returns the file.
 
     Raises:
       OSError: if no folder for it can be written.
     """
-    error: OSError | None = None
-    for folder in _folders():
-        try:
-            return _write_into(folder, kind, verdicts)
-        except OSError as refused:
-            error = error or refused
-    assert error is not None
-    raise error
-
-
-def _write_into(folder: Path, kind: str, verdicts: Mapping[Family, str]) -> Path:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = folder / "checked.json"
-    kept = _file() | {_key(kind): dict(verdicts)}
-    # Another process reads the old file or the new one, never a part.
-    with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as new:
-        json.dump(kept, new, indent=1)
-    os.replace(new.name, path)
-    return path
-
-
-def _file() -> dict[str, Verdicts]:
-    """Returns the records of all keys, the first folder's where two folders have one."""
-    found: dict[str, Verdicts] = {}
-    for folder in reversed(_folders()):
-        with contextlib.suppress(OSError, ValueError):
-            path = folder / "checked.json"
-            if path.stat().st_uid == os.getuid():
-                found |= cast(dict[str, Verdicts], json.loads(path.read_text()))
-    return found
-
-
-def _folders() -> list[Path]:
-    """Returns the folders for the record: the user's cache, then one for users who have none."""
-    temporary = Path(tempfile.gettempdir()) / f"burst_attention-{os.getuid()}"
-    cache = os.environ.get("XDG_CACHE_HOME")
-    with contextlib.suppress(RuntimeError):  # no home
-        return [(Path(cache) if cache else Path.home() / ".cache") / "burst_attention", temporary]
-    return [temporary]
+    return _record.write(_key(kind), verdicts)
 
 
 def _key(kind: str) -> str:

@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import errno
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -148,12 +149,19 @@ def start_trace(path: AnyPath) -> None:
 
     Raises:
       OSError: if the file can't be opened.
+      RuntimeError: if another file is being recorded.
       ValueError: for a path with a zero byte.
     """
     encoded = os.fsencode(path)
     if b"\0" in encoded:
         raise ValueError(f"path must not contain a zero byte, got {os.fspath(path)!r}")
-    _check_traced(_library.burst_attention_trace(encoded), path)
+    code = _library.burst_attention_trace(encoded)
+    if code == errno.EALREADY:
+        raise RuntimeError(
+            "trace records one timeline at a time, and another block of it has not ended, perhaps "
+            "in another thread: end that block first, since it records the steps of all threads"
+        )
+    _check_traced(code, path)
 
 
 def stop_trace(path: AnyPath) -> None:

@@ -36,6 +36,7 @@ def trace(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> Iterator
 
     Raises:
       OSError: if the file can't be opened when the block begins, or written when the block ends.
+      RuntimeError: within another block, of this thread or another one, whose timeline goes on.
       ValueError: for a path with a zero byte.
     """
     path = os.fspath(path)

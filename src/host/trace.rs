@@ -13,6 +13,9 @@ use std::time::Instant;
 /// behind it.
 pub(super) const DECODE: u64 = 1;
 
+/// The number of the error that a timeline is being recorded: EALREADY, which opening no file gives.
+pub const RECORDING: i32 = 114;
+
 static ACTIVE: AtomicBool = AtomicBool::new(false);
 static RINGS: AtomicU64 = AtomicU64::new(DECODE + 1);
 static ORIGIN: LazyLock<Instant> = LazyLock::new(Instant::now);
@@ -29,12 +32,15 @@ struct Timeline {
 /// Creates the file and begins to record the steps of all rings and the calls of decode.
 ///
 /// # Errors
-/// If the file cannot be opened for writing.
+/// [`RECORDING`] if a timeline is being recorded, or if the file cannot be opened for writing.
 pub fn start(path: &Path) -> io::Result<()> {
     LazyLock::force(&ORIGIN);
+    let mut timeline = TIMELINE.lock().unwrap_or_else(PoisonError::into_inner);
+    if timeline.is_some() {
+        return Err(io::Error::from_raw_os_error(RECORDING));
+    }
     let file = File::create(path)?;
-    let timeline = Timeline { file, events: String::new(), decodes: false };
-    *TIMELINE.lock().unwrap_or_else(PoisonError::into_inner) = Some(timeline);
+    *timeline = Some(Timeline { file, events: String::new(), decodes: false });
     ACTIVE.store(true, Ordering::Relaxed);
     Ok(())
 }

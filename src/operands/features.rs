@@ -24,7 +24,7 @@ impl Features {
     ///
     /// # Errors
     /// [`Error::InvalidProblem`] that names the number.
-    pub(crate) fn validate(&self) -> Result<()> {
+    pub fn validate(&self) -> Result<()> {
         if self.also_visible && !self.visible {
             return Err(invalid("second interval of keys", "a first one too", "none"));
         }

@@ -1,7 +1,6 @@
 """What a check of GPU kernels found decides which implementation computes; plain JAX is right."""
 
 import json
-import os
 from contextlib import nullcontext
 from functools import partial
 
@@ -120,37 +119,6 @@ def test_plain_linear_attention_passes_nothing_over_a_decay_of_zero():
     assert np.array_equal(np.asarray(state)[0, 0, :, 0], [5, 5])
 
 
-def test_a_record_is_kept_for_its_gpu_driver_library_and_images(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert _confirmed.read("NVIDIA H200") == {}
-    _confirmed.write("NVIDIA B200", {"attention": "confirmed"})
-    path = _confirmed.write("NVIDIA H200", {"attention": "wrong"})
-    assert path.parent.parent == tmp_path
-    assert _confirmed.read("NVIDIA H200") == {"attention": "wrong"}
-    assert _confirmed.read("NVIDIA B200") == {"attention": "confirmed"}
-    for name in ("_driver", "_images"):
-        with monkeypatch.context() as other:
-            other.setattr(_confirmed, name, lambda: "another")
-            assert _confirmed.read("NVIDIA H200") == {}
-    path.write_text("{")
-    assert _confirmed.read("NVIDIA H200") == {}
-    assert [each.name for each in path.parent.iterdir()] == ["checked.json"]
-
-
-def test_the_record_of_another_user_does_not_count(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    _confirmed.write("NVIDIA H200", {"attention": "wrong"})
-    monkeypatch.setattr(os, "getuid", lambda: 4321)
-    assert _confirmed.read("NVIDIA H200") == {}
-
-
-def test_without_a_folder_the_error_is_the_system_s(monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(_confirmed, "_folders", lambda: [tmp_path / "file" / "cache"])
-    with pytest.raises(OSError, match="cache"):
-        _confirmed.write("NVIDIA H200", {})
-
-
 class Gpu:
     """A device of this process."""
 
@@ -184,6 +152,17 @@ def test_whoever_ignores_the_check_takes_the_kernels(monkeypatch, capsys, tmp_pa
     monkeypatch.delenv("BURST_ATTENTION_CHECK")
     with pytest.warns(UserWarning, match="wrong"):
         assert _confirmed.refuted("attention", "cuda") == "wrong"
+
+
+@pytest.mark.parametrize("value", ["ignored", "IGNORE", "0"])
+def test_another_value_of_the_variable_is_an_error(monkeypatch, value):
+    monkeypatch.setenv("BURST_ATTENTION_CHECK", value)
+    words = f"BURST_ATTENTION_CHECK must be 'ignore', or unset for the default, got '{value}'"
+    with pytest.raises(ValueError, match=words):
+        _confirmed.refuted("attention", "cuda")
+    monkeypatch.setenv("BURST_ATTENTION_CHECK", " ")
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [Gpu()])
+    assert _confirmed.refuted("attention", "cuda") is None
 
 
 @pytest.mark.long

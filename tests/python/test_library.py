@@ -7,6 +7,7 @@ import sys
 import tomllib
 import zipfile
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import burst_attention as ba
@@ -216,6 +217,29 @@ def test_timeline_takes_the_paths_that_open_takes(tmp_path, monkeypatch):
     with ba.trace("here"):
         monkeypatch.chdir("/")
     assert (tmp_path / "here").read_text()
+
+
+def test_a_timeline_within_another_is_an_error_and_the_other_goes_on(tmp_path):
+    """The second block is in this thread, in another one, and names the first block's file."""
+    function = jax.jit(ring.sharded(ring.line(2)))
+    inputs = ring.put(ring.line(2), *ring.normal(0, *[(1, 4, 1, 8)] * 3))
+    outer, inner = tmp_path / "outer.json", tmp_path / "inner.json"
+
+    def begin(path):
+        with pytest.raises(RuntimeError, match="one timeline at a time"), ba.trace(path):
+            pytest.fail("the block must not begin")
+
+    with ba.trace(outer):
+        begin(inner)
+        begin(outer)
+        with ThreadPoolExecutor() as threads:
+            threads.submit(begin, inner).result()
+        jax.block_until_ready(function(*inputs))
+    assert not inner.exists()
+    assert len(json.loads(outer.read_text())["traceEvents"]) == 4
+    with ba.trace(inner):
+        pass
+    assert json.loads(inner.read_text())["traceEvents"] == []
 
 
 def test_timeline_refuses_what_is_no_path(tmp_path, monkeypatch):

@@ -46,8 +46,7 @@ pub unsafe fn run_decode(
             return Ok(executor.launch(stream, operation)?);
         }
         let choices = executor.prepare(stream, operation)?;
-        explain(&platform.write, "decoding", &choices);
-        Ok(())
+        explain(&platform.write, "decoding", &choices)
     };
     // SAFETY: the caller of `run_decode` guarantees the frame.
     unsafe { handler::guard_stage(raw, stage.number(), |frame| Told::run(frame, platform(), body)) }

@@ -3,25 +3,31 @@
 use std::collections::HashSet;
 use std::sync::{LazyLock, Mutex, PoisonError};
 
+use burst_attention::environment;
 use burst_attention_kernels::backend::Choices;
 
 use super::told::Write;
+use crate::error::Result;
 
 /// The variable that asks which backend computes each operation.
 const VARIABLE: &str = "BURST_ATTENTION_EXPLAIN";
 
 /// Writes which backends compute the operations of a call and why others refused. Writes each line
 /// once in a process, and nothing unless the user asks.
-pub fn explain(write: &Write, call: &str, choices: &Choices) {
-    static IS_ASKED: LazyLock<bool> =
-        LazyLock::new(|| std::env::var(VARIABLE).is_ok_and(|value| !matches!(&*value, "" | "0")));
+///
+/// # Errors
+/// If the variable holds anything but 0 or 1.
+pub fn explain(write: &Write, call: &str, choices: &Choices) -> Result<()> {
     static WRITTEN: LazyLock<Mutex<HashSet<String>>> = LazyLock::new(Mutex::default);
-    if choices.is_empty() || !*IS_ASKED {
-        return;
+    let parse = |text: &str| ["0", "1"].iter().position(|value| *value == text);
+    let is_asked = environment::read(VARIABLE, || "0 or 1".into(), parse)? == Some(1);
+    if choices.is_empty() || !is_asked {
+        return Ok(());
     }
     let line = format!("{call}: {choices}");
     let mut written = WRITTEN.lock().unwrap_or_else(PoisonError::into_inner);
     if written.insert(line.clone()) {
         write(&line);
     }
+    Ok(())
 }

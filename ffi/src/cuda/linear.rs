@@ -60,8 +60,7 @@ pub unsafe fn run_linear(
                 return turn.issued();
             }
             let choices = executor.prepare(turn.stream, operation)?;
-            explain(&platform.write, "linear attention", &choices);
-            Ok(())
+            explain(&platform.write, "linear attention", &choices)
         })
     };
     // SAFETY: the caller of `run_linear` guarantees the frame.

@@ -200,8 +200,7 @@ fn initialize(
         let choices = prepared.map_err(|error| site.failed(&error))?;
         let pass = if call.pass == Pass::Forward { "forward" } else { "backward" };
         let name = format!("{pass} pass over {} ranks", call.problem.world_size);
-        explain(&platform.write, &name, &choices);
-        Ok(())
+        explain(&platform.write, &name, &choices)
     });
     let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
     failed.remove(&turn.stream);

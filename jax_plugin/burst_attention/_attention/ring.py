@@ -1,6 +1,5 @@
 """Everything static about a call: what does not depend on the values of arrays."""
 
-import os
 from dataclasses import dataclass
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-from burst_attention import _checks, _confirmed, _mesh
+from burst_attention import _checks, _confirmed, _environment, _mesh
 from burst_attention._attention import choice, implementation
 from burst_attention._attention.features import Features
 from burst_attention._attention.options import NO_LIMIT, Options, Window
@@ -112,9 +111,7 @@ def _kernels(options: Options, rows: int, chosen: str | None) -> str:
     """Returns the kernels of GPUs that may compute a call, with at least ``rows`` on each rank."""
     if options.kernels != "auto":
         return options.kernels
-    asked = os.environ.get(KERNELS_VARIABLE)
-    if asked not in ("tile", "cudnn", "", None):
-        raise ValueError(f"{KERNELS_VARIABLE} must be 'tile' or 'cudnn', got {asked!r}")
+    asked = _environment.choice(KERNELS_VARIABLE, "tile", "cudnn")
     pays = rows >= LEAST_ROWS and _confirmed.confirmed("cudnn", chosen)
     return asked or ("cudnn" if pays else "tile")
 

@@ -1,13 +1,15 @@
 """The checks of ``python -m burst_attention check``, each in a child process."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
 
 import burst_attention as ba
 from burst_attention import _confirmed
@@ -21,6 +23,24 @@ LIMITS = {"bfloat16": 2e-2, "float16": 4e-3}
 
 SEQ = 200
 """Tokens: more than a tile of any kernel, and no multiple of one."""
+
+LAUNCHED, DONE = "launched", "done"
+
+OF_KERNELS = {
+    f"CUDA_ERROR_{name}"
+    for name in (
+        # The driver refuses an image, or to launch it on this kind of GPU.
+        *("INVALID_IMAGE", "NO_BINARY_FOR_GPU", "INVALID_PTX", "UNSUPPORTED_PTX_VERSION"),
+        *("INVALID_SOURCE", "NOT_FOUND", "INVALID_VALUE", "LAUNCH_OUT_OF_RESOURCES"),
+        *("INVALID_CLUSTER_SIZE", "NOT_SUPPORTED"),
+        # A kernel computes something that ends it.
+        *("ILLEGAL_ADDRESS", "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS", "INVALID_PC"),
+        *("INVALID_ADDRESS_SPACE", "HARDWARE_STACK_ERROR", "ASSERT", "LAUNCH_FAILED"),
+        # A kernel takes longer than the driver allows.
+        "LAUNCH_TIMEOUT",
+    )
+}
+"""Errors that will come again. All others, such as memory that is taken, may pass."""
 
 
 class Case(NamedTuple):
@@ -52,15 +72,45 @@ DECODE = (
 )
 
 
-def answer(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the kinds of GPU, each with an index, or the ``error`` of a family's kernels."""
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU whose kernels are checked."""
+
+    device: jax.Device
+    tell: Callable[[str], None]
+    """Is told `LAUNCHED` before the GPU has work, and `DONE` once it has computed."""
+
+    def results(self, program: Callable[..., Arrays], operands: Iterable[np.ndarray]) -> Arrays:
+        """Returns what a program returns for operands on the GPU."""
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+        place = SingleDeviceSharding(self.device)
+        compiled = jax.jit(program, in_shardings=place).lower(*shapes).compile()
+        self.tell(LAUNCHED)
+        found: Arrays = jax.block_until_ready(compiled(*jax.device_put(list(operands), place)))
+        self.tell(DONE)
+        return found
+
+
+def answer(question: Mapping[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
+    """Returns the kinds of GPU, each with an index, or what was found about a family.
+
+    That is ``wrong`` for kernels that refute the family, ``absent`` for a family that is not here,
+    ``error`` for what kept it from being checked, or nothing for kernels that are right.
+    """
     try:
         gpus = jax.local_devices(backend="cuda")
         if question["ask"] == "kinds":
             return {"kinds": {gpu.device_kind: gpus.index(gpu) for gpu in reversed(gpus)}}
-        return FAMILIES[question["family"]](gpus[question["gpu"]])
+        return FAMILIES[question["family"]](Gpu(gpus[question["gpu"]], tell))
     except Exception as error:  # whatever it is, the kernels did not compute
-        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+        words = f"{type(error).__name__}: {_first_line(error)}".removesuffix(": ")
+        is_refusal = not OF_KERNELS.isdisjoint(re.findall(r"CUDA_ERROR_\w+", str(error)))
+        return {"wrong" if is_refusal else "error": words}
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next(filter(None, lines), "")[:200]
 
 
 def _compared(case: Case, found: Arrays, expected: Arrays, names: str) -> dict[str, Any]:
@@ -70,7 +120,7 @@ def _compared(case: Case, found: Arrays, expected: Arrays, names: str) -> dict[s
         error = _error(np.asarray(got, np.float64), np.asarray(wanted, np.float64))
         if not error <= limit:
             where = f"head_dim {case.head_dim}, {case.dtype}"
-            return {"error": f"{name} is off by {error:.1e} at {where}, expected at most {limit}"}
+            return {"wrong": f"{name} is off by {error:.1e} at {where}, expected at most {limit}"}
     return {}
 
 
@@ -90,42 +140,34 @@ def _first_error(
     return next(filter(None, map(check, cases)), {})
 
 
-def _attention(gpu: jax.Device, cases: tuple[Case, ...] = ATTENTION, **also: Any) -> dict[str, Any]:
+def _attention(gpu: Gpu, cases: tuple[Case, ...] = ATTENTION, **also: Any) -> dict[str, Any]:
     def check(case: Case) -> dict[str, Any]:
         shapes = [(1, SEQ, heads, case.head_dim) for heads in (4, 2, 2, 4)]
         given = _arrays(case.dtype, *shapes)
-        found = _attended(gpu, {**case.options, **also}, given)
-        wide = [x.astype(np.float32) for x in given]
+        found = gpu.results(_attended(gpu.device, {**case.options, **also}), given)
         cpu = jax.local_devices(backend="cpu")[0]
-        expected = _attended(cpu, {**case.options, "implementation": "xla"}, wide)
+        reference = _attended(cpu, {**case.options, "implementation": "xla"})
+        expected = jax.jit(reference)(*(jax.device_put(x.astype(np.float32), cpu) for x in given))
         return _compared(case, found, expected, "out dq dk dv")
 
     return _first_error(cases, check)
 
 
-def _cudnn(gpu: jax.Device) -> dict[str, Any]:
+def _cudnn(gpu: Gpu) -> dict[str, Any]:
     if not _confirmed.cudnn()[0].isdigit():
         return {"absent": _confirmed.cudnn()}
     return _attention(gpu, CUDNN, kernels="cudnn", backward_order="any")
 
 
-def _attended(device: jax.Device, options: Mapping[str, Any], given: list[np.ndarray]) -> Arrays:
-    """Returns attention on one device and its gradients."""
+def _attended(device: jax.Device, options: Mapping[str, Any]) -> Callable[..., Arrays]:
+    """Returns a function that returns attention on one device and its gradients."""
     mesh, spec = Mesh(np.array([device]), ("context",)), PartitionSpec(None, "context")
-    attend = partial(ba.dot_product_attention, mesh=mesh, spec=spec, **options)
-
-    @jax.jit
-    def results(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Arrays:
-        out, pullback = jax.vjp(attend, q, k, v)
-        return out, *pullback(dout)
-
-    found: Arrays = results(*(jax.device_put(x, device) for x in given))
-    return found
+    return _with_gradients(partial(ba.dot_product_attention, mesh=mesh, spec=spec, **options))
 
 
-def _recurrent(gpu: jax.Device, names: str) -> dict[str, Any]:
+def _recurrent(gpu: Gpu, names: str) -> dict[str, Any]:
     """Checks linear attention, or the delta rule if ``names`` has the gradient of beta."""
-    mesh, spec = Mesh(np.array([gpu]), ("context",)), PartitionSpec(None, "context")
+    mesh, spec = Mesh(np.array([gpu.device]), ("context",)), PartitionSpec(None, "context")
 
     def kernels(
         q: jax.Array, k: jax.Array, v: jax.Array, logs: jax.Array, beta: Betas | None = None
@@ -146,9 +188,10 @@ def _recurrent(gpu: jax.Device, names: str) -> dict[str, Any]:
 
     def check(case: Case) -> dict[str, Any]:
         given = _tokens(case, has_beta="dbeta" in names)
-        found = _with_gradients(kernels, [jax.device_put(x, gpu) for x in given])
+        found = gpu.results(_with_gradients(kernels), given)
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            expected = _with_gradients(reference, [x.astype(np.float32) for x in given])
+            wide = (x.astype(np.float32) for x in given)
+            expected = jax.jit(_with_gradients(reference))(*wide)
         return _compared(case, found, expected, names)
 
     return _first_error(RECURRENT, check)
@@ -167,14 +210,18 @@ def _tokens(case: Case, has_beta: bool) -> list[np.ndarray]:
     return [q, k, v, logs, *([beta] if has_beta else []), dout]
 
 
-@partial(jax.jit, static_argnums=0)
-def _with_gradients(attend: Callable[..., jax.Array], given: list[jax.Array]) -> Arrays:
-    *primal, dout = given
-    out, pullback = jax.vjp(attend, *primal)
-    return out, *pullback(dout)
+def _with_gradients(attend: Callable[..., jax.Array]) -> Callable[..., Arrays]:
+    """Returns a function that returns attention and its gradients."""
+
+    def results(*given: jax.Array) -> Arrays:
+        *primal, dout = given
+        out, pullback = jax.vjp(attend, *primal)
+        return out, *pullback(dout)
+
+    return results
 
 
-def _decode(gpu: jax.Device) -> dict[str, Any]:
+def _decode(gpu: Gpu) -> dict[str, Any]:
     def check(case: Case) -> dict[str, Any]:
         # Latents are one head of keys, whose first columns are the values.
         heads = (4, 2, 2) if "value_dim" not in case.options else (16, 1)
@@ -185,23 +232,21 @@ def _decode(gpu: jax.Device) -> dict[str, Any]:
 
         def decode(
             implementation: str | None, query: jax.Array, key: jax.Array, *value: jax.Array
-        ) -> jax.Array:
+        ) -> Arrays:
             options: Any = {"implementation": implementation, **case.options}
-            out: jax.Array
-            out = ba.decode_attention(query, key, value[0] if value else None, lengths, **options)
-            return out
+            cache = (key, value[0] if value else None)
+            return (ba.decode_attention(query, *cache, lengths, **options),)
 
-        given = [jax.device_put(x, gpu) for x in (query, *caches)]
-        found = jax.jit(partial(decode, None))(*given)
+        found = gpu.results(partial(decode, None), (query, *caches))
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             wide = (x.astype(np.float32) for x in (query, *caches))
             expected = jax.jit(partial(decode, "xla"))(*wide)
-        return _compared(case, (found,), (expected,), "out")
+        return _compared(case, found, expected, "out")
 
     return _first_error(DECODE, check)
 
 
-FAMILIES: dict[Family, Callable[[jax.Device], dict[str, Any]]] = {
+FAMILIES: dict[Family, Callable[[Gpu], dict[str, Any]]] = {
     "attention": _attention,
     "linear_attention": partial(_recurrent, names="out dq dk dv dlog_decay"),
     "delta_rule": partial(_recurrent, names="out dq dk dv dlog_decay dbeta"),
