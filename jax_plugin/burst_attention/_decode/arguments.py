@@ -9,10 +9,10 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from burst_attention import _checks, _mesh
 from burst_attention._attention.arguments import cast
-from burst_attention._checks import MAX_INT32
 from burst_attention._attention.features import check_features
 from burst_attention._attention.implementation import check_soft_cap, warn_of_plain
 from burst_attention._attention.options import NO_LIMIT, check_options
+from burst_attention._checks import MAX_INT32
 from burst_attention._decode import gpu
 from burst_attention._decode.options import CACHE_LAYOUTS, DEFAULTS, CacheLayout, DecodeOptions
 from burst_attention._decode.work import SPLITS, Work

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
-from burst_attention._checks import MAX_INT32
 from burst_attention._attention.options import AnyArray
+from burst_attention._checks import MAX_INT32
 from burst_attention._decode import arguments, results
 from burst_attention._decode.arguments import PREFIXES, Caches, Checked, Ranks, Sequences
 from burst_attention._decode.options import DEFAULTS, DecodeOptions, Integers, shows_options

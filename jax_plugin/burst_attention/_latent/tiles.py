@@ -12,11 +12,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from burst_attention._attention import calls, shards, vjp
-from burst_attention._checks import MAX_INT32
 from burst_attention._attention.features import Features
 from burst_attention._attention.options import NO_LIMIT, Options
 from burst_attention._attention.ring import Ring
-from burst_attention._checks import HEAD_DIM_MULTIPLE
+from burst_attention._checks import HEAD_DIM_MULTIPLE, MAX_INT32
 from burst_attention._decode.merge import Pair
 from burst_attention._latent.expansion import Captured, Expansion, KeyValue, Leaves, floats
 from burst_attention._layouts import positions_of

@@ -197,8 +197,8 @@ class CachePool:
             first, on the model's devices.
           key: ``[batch, T, kv_heads, head_dim]``.
           value: ``[batch, T, kv_heads, value_dim]``; None for caches of latents.
-          lengths: integers ``[batch]``, the tokens of each whole sequence, new ones included. Arrays
-            of the host are copied, so they may change after the call.
+          lengths: integers ``[batch]``, the tokens of each whole sequence, new ones included. An
+            array of NumPy may change after the call.
           **options: those of `decode_attention`, ``page_table`` among them, which all devices of
             the pool share; axis_name, layout and interleave are the pool's. ``prefix`` takes the
             caches of shared prefixes, with ``prefix_of`` and ``prefix_lengths`` of
@@ -209,8 +209,8 @@ class CachePool:
           ``return_residual=True`` ``((out, lse), cache)``.
 
         Raises:
-          ValueError, TypeError, NotImplementedError: before the devices compute and before the cache
-            is donated, with the way out.
+          ValueError, TypeError, NotImplementedError: before the devices compute and the cache is
+            donated, with the way out.
         """
         pending, cache = self.send(cache, query, key, value, lengths, **options)
         return pending.receive(), cache

@@ -168,7 +168,7 @@ def _in_pieces(
     most = arguments.MOST_QUERIES
     found = arguments.sequences(lengths, data["query_lengths"], *query.shape[:2])
     options: dict[str, Any] = dict(call.options) | data | call.place.options
-    of_prefix = [options.pop(name) for name in ("prefix_of", "prefix_lengths") if prefix]
+    of_own = {x: options[x] for x in options if x not in ("prefix_of", "prefix_lengths")}
     cut = query.reshape(query.shape[0], -1, most, *query.shape[2:]).swapaxes(0, 1)
 
     def attend(piece: tuple[jax.Array, jax.Array]) -> Arrays:
@@ -176,13 +176,16 @@ def _in_pieces(
         counts = jnp.clip(found.counts - begin, 0, most)
         # The rows that queries see end with the piece. A sequence with tokens has one at least.
         ends = jnp.clip(found.starts + begin + counts, 1, found.lengths)
-        given = options | {"query_lengths": counts}
+        given = of_own | {"query_lengths": counts}
         checked = arguments.check_call(PREFILL, (query, *cache, ends), given, call.with_lse)
         # Of a piece that begins before position 0, lengths do not tell where it begins.
         tokens = checked.tokens._replace(starts=found.starts + begin)
         checked = checked._replace(tokens=tokens)
-        parts = (shared_part(checked, prefix, *of_prefix, options),) if prefix else ()
-        return _as_tuple(results.attend(checked, (*parts, results.own_part(checked))))
+        own = results.own_part(checked)
+        if not prefix:
+            return _as_tuple(results.attend(checked, (own,)))
+        shared = shared_part(checked, prefix, data["prefix_of"], data["prefix_lengths"], options)
+        return _as_tuple(results.attend(checked, (shared, own)))
 
     found = jax.lax.map(attend, (cut, most * jnp.arange(len(cut), dtype=jnp.int32)))
     joined = [x.swapaxes(0, 1).reshape(*query.shape[:2], *x.shape[3:]) for x in found]
