@@ -66,6 +66,11 @@ def test_new_tokens(tokens):
     assert_right(problem(Sharding(2, capacity=32), RAGGED, tokens))
 
 
+def test_no_more_queries_are_in_use_than_there_are():
+    case = problem(Sharding(2, capacity=32), RAGGED, 3)
+    assert_right(case, query_lengths=np.full(len(RAGGED), 9))
+
+
 @pytest.mark.parametrize(("shape", "implementation"), with_plain(SHAPES, SHAPES[3]), ids=str)
 @pytest.mark.parametrize("dtype", some(["bfloat16", "float32", "float16"]))
 def test_heads_and_types(shape, dtype, implementation):
