@@ -196,3 +196,8 @@ def test_the_kernels_themselves_are_the_recurrence(monkeypatch, dtype, own_heads
     for name, exact in recurrence(*operands, beta=beta).items():
         error = np.linalg.norm(got[name].astype(np.float64) - exact) / np.linalg.norm(exact)
         assert error <= unit, (name, error)
+
+
+@host
+def test_states_beyond_float16_keep_their_digits(kernels):
+    delta_cuda.assert_large_states_are_right(inputs(130, (2, 1, 2), 16, 8, "float16"))

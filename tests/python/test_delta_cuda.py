@@ -242,6 +242,33 @@ def test_rounding_to_16_bits_costs_little(kernels, monkeypatch, one):
         assert error <= limits[name], (name, error / limits[name])
 
 
+def half(x):
+    """Rounds to float16, as kernels round the operands of products."""
+    return x.astype(jnp.float16).astype(jnp.float32)
+
+
+def assert_large_states_are_right(inputs):
+    """Asserts right results with float16 rows and states of 10^5, wherever float16 holds them."""
+    *arrays, beta = inputs
+    arrays[4], arrays[6] = (np.float32(1e5) * arrays[n] for n in (4, 6))
+    got = found((*arrays, beta))
+    for name, exact in recurrence(*arrays, beta=beta).items():
+        is_held = np.abs(exact) < (np.inf if got[name].dtype == np.float32 else 65504)
+        error = np.linalg.norm((got[name].astype(np.float64) - exact)[is_held])
+        limit = {"dlog_decay": 2.0**-8}.get(name, 2.0**-10) * np.linalg.norm(exact)
+        assert is_held.mean() > 0.2
+        assert error <= limit, (name, error / limit)
+
+
+@host
+def test_states_beyond_float16_keep_their_digits(kernels, monkeypatch):
+    """And gradients of states; each part has its own unit."""
+    monkeypatch.setattr(gpu, "_call", partial(stand_in, narrow=half))
+    monkeypatch.setattr(gpu_delta, "_call", partial(delta_stand_in, narrow=half))
+    monkeypatch.setattr(cuts, "part_rows", lambda batch, tokens, heads: TILE)
+    assert_large_states_are_right(inputs(130, (2, 1, 2), 16, 24, "float16"))
+
+
 SPOILS = ("q", "k", "v", "log_decay", "first", "dout", "dlast", "beta")
 
 
@@ -310,3 +337,9 @@ def test_the_kernels_themselves_are_the_recurrence(monkeypatch, dtype, own_heads
     for name, exact in recurrence(*operands, beta=beta).items():
         error = np.linalg.norm(got[name].astype(np.float64) - exact) / np.linalg.norm(exact)
         assert error <= unit, (name, error)
+
+
+@pytest.mark.needs("standin")
+def test_the_kernels_themselves_keep_large_states(monkeypatch):
+    monkeypatch.setattr(cuts, "part_rows", lambda batch, tokens, heads: TILE)
+    assert_large_states_are_right(inputs(100, (1, 1, 1), 16, 24, "float16"))

@@ -71,8 +71,9 @@ def infini_attention(
     of the sequence. Everywhere else they are global arrays: as in `dot_product_attention`, their
     types say mesh, spec and axis_name where mesh axes are Explicit, and Auto meshes need ``spec``.
     Each rank sends its z and M, whatever the length. With ``update="delta"`` it also sends what its
-    tokens do to M, ``batch · kv_heads · head_dim²`` floats. Sums are float32. Reverse-mode
-    derivatives with respect to all arrays.
+    tokens do to M, ``batch · kv_heads · head_dim²`` floats. Sums are float32. With
+    float16, σ and the memory have float16's digits and float32's range. Reverse-mode derivatives
+    with respect to all arrays.
 
     Args:
       query: ``[batch, seq, heads, head_dim]``: bfloat16, float16 or float32; head_dim up to 256.

@@ -101,10 +101,12 @@ class Segments:
         queries = self._by_head(q).reshape(
             batch, -1, m.shape[2], heads // m.shape[2] * self.size, dim
         )
-        features, unit, known = _scaled(self._features(queries), z)
+        features = self._features(queries)
+        of_rows, unit = _units(features, z)
         dtype = rows.value.dtype
-        rounded = _rounded(features, dtype), _rounded(m / unit, dtype)
+        rounded = _rounded(features / of_rows, dtype), _rounded(m / unit, dtype)
         found = _product("bnhsk,bnhkv->bnhsv", *rounded, dtype)
+        known = _product("bnhsk,bnhkv->bnhsv", features / of_rows, z[..., None] / unit)
         shape = (batch, -1, heads, self.size)
         weight = jax.nn.sigmoid(gate)[:, None, :, None] * _inverse(known).reshape(shape)
         mixed = weight[..., None] * found.reshape(*shape, found.shape[4])
@@ -136,13 +138,14 @@ class Segments:
         keys, values = map(self._by_head, (k, v))
         features = self._features(keys)
         zs, last_z = _passed_on(z[..., None], None, jnp.sum(features, axis=3)[..., None])
-        rounded = _rounded(features, v.dtype)
-        added = _summed(v.dtype, rounded, values)
+        added = _summed(v.dtype, _rounded(features, v.dtype), values)
         transfers = None
         if self.settings.update == "delta":
-            scaled, unit, known = _scaled(features, zs[..., 0])
-            weighed = _rounded(_inverse(known) * scaled / unit, v.dtype)
-            taken = _summed(v.dtype, rounded, weighed)
+            of_rows, unit = _units(features, zs[..., 0])
+            known = _product("bnhsk,bnhkv->bnhsv", features / of_rows, zs / unit)
+            weighed = _inverse(known) * (features / of_rows) / unit
+            rounded = _rounded(features, v.dtype), _rounded(weighed, v.dtype)
+            taken = _summed(v.dtype, *rounded)
             transfers = states.identity(taken) - taken
         # Tokens add nothing to columns that say what is left of the memory before.
         added = jnp.pad(added, [(0, 0)] * 4 + [(m.shape[3] - added.shape[4], 0)])
@@ -199,22 +202,19 @@ def _passed_on(
     return jnp.moveaxis(found, 0, 1), last
 
 
-def _scaled(
+def _units(
     features: Float32[Array, "batch segments heads rows head_dim"],
     z: Float32[Array, "batch segments heads head_dim"],
 ) -> tuple[
-    Float32[Array, "batch segments heads rows head_dim"],
-    Float32[Array, "batch segments heads 1 1"],
-    Float32[Array, "batch segments heads rows 1"],
+    Float32[Array, "batch segments heads rows 1"], Float32[Array, "batch segments heads 1 1"]
 ]:
-    """Returns σ in units of each row, a unit of z, and the product of both in these units.
+    """Returns a unit of σ for each row, and a unit of M and z.
 
-    σ M / (σ z) is the same in any units of σ, and of M with z. In these, no product of tiny numbers
-    is 0 where its factors are not. Units are powers of two, which round nothing.
+    σ M / (σ z) is the same in any units. In these, no product of tiny numbers is 0 unless a factor
+    is. They are powers of two, which round nothing.
     """
-    features = features / power_within(features.max(axis=4, keepdims=True))
-    unit = power_within(z.max(axis=3)[..., None, None])
-    return features, unit, _product("bnhsk,bnhkv->bnhsv", features, z[..., None] / unit)
+    of_rows = power_within(features.max(axis=4, keepdims=True))
+    return of_rows, power_within(z.max(axis=3)[..., None, None])
 
 
 def _rounded(x: Float32[Array, "*shape"], dtype: np.dtype) -> Float[Array, "*shape"]:

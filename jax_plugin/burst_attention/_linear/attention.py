@@ -75,7 +75,8 @@ def linear_attention(
     derivatives are errors.
 
     On NVIDIA GPUs weights and states enter their products in the inputs' 16-bit type, as in softmax
-    attention. Kernels there compute with tiles of 64 tokens. Without ``segment_ids`` an input that
+    attention; in float16 they are scaled there, so a state may exceed 65,504. Kernels there compute
+    with tiles of 64 tokens. Without ``segment_ids`` an input that
     is not finite spoils its whole tile there, whatever the decays are, and the state that the tile
     leaves.
 

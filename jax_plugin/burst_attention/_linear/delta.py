@@ -82,6 +82,9 @@ def delta_attention(
     whatever the length. Reverse-mode derivatives with respect to all arrays; forward mode and
     second derivatives are errors.
 
+    With float16 a state may exceed 65,504. On NVIDIA GPUs values keep all digits down to 2⁻²³ times
+    the largest element of the state where their part of the sequence begins.
+
     Args:
       query: ``[batch, seq, q_heads, k_dim]``: bfloat16, float16 or, on CPU devices, float32; k_dim
         a multiple of 8 up to 256.

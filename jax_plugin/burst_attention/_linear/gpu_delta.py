@@ -14,6 +14,8 @@ tile of tokens, which needs no state. `kernels/compiler/src/device/delta_rule.rs
 
 With decays of channels XLA computes what the kernels take instead of log decays (see `channels`).
 
+With float16 all arrays of a part are divided by its units (see `units`).
+
 The kernels take arrays of one number of heads, so XLA repeats heads where numbers differ. With
 documents kernels get finite operands only (see `isolation`); what overflows in a kernel spoils its
 tile. Without documents a value that is not finite may pass a log decay of −∞.
@@ -119,7 +121,7 @@ def forward(
     u = _corrected(tokens, again.inverse, values, before)
     given = (queries, tokens.k, u, before)
     out, _ = gpu.attended("out", tokens.parts, given, None, back=False)
-    out = unit.rows(out)
+    out = unit.rows(out).astype(q.dtype)
     if has_documents:
         came = gpu.reached_from(start, tokens.parts, _spoilt(logs, beta, k, v), back=False)
         out = poisoned(out, came | spoilt(logs, q))
@@ -162,7 +164,7 @@ def backward(has_documents: bool, operands: Arrays, again: Again | None) -> Arra
     given = (jnp.where(is_small, dy, dv), u, tokens.k, turned)
     seen, of_seen = gpu.attended("seen", parts, given, tokens.k, strict=True)
     dk, of_keys = _keys(tokens, (queries, u, in_units, dv, d.swapaxes(3, 4)))
-    dk = dk.astype(jnp.float32) - rest * seen.astype(jnp.float32)
+    dk = (dk.astype(jnp.float32) - rest * seen.astype(jnp.float32)).astype(dk.dtype)
     of_values = jnp.einsum("bshv,bshv->bsh", dy, values, preferred_element_type=jnp.float32)
     rest, own = rest.swapaxes(1, 2), own[..., 0]
     if parts.channels:
@@ -174,14 +176,15 @@ def backward(has_documents: bool, operands: Arrays, again: Again | None) -> Arra
     dbeta = of_values - unit.dots(of_tokens).swapaxes(1, 2) / own
     of_seen, of_keys = (d_unit.dots(unit.dots(x)) for x in (rest * of_seen, of_keys))
     dots = unit.dots(of_queries) - of_seen - of_keys
-    dk = d_unit.rows(unit.rows(dk)).astype(k.dtype)
-    gradients: Arrays = (unit.rows(dq), dk, d_unit.rows(dv), d_unit.rows(dbeta[..., None]))
+    dq, dk, dv = unit.rows(dq), d_unit.rows(unit.rows(dk)), d_unit.rows(dv)
+    gradients: Arrays = (dq, dk, dv, d_unit.rows(dbeta[..., None]))
     if has_documents:
         gradients, dots = _spread(parts, operands, states[:, 0], gradients, dots)
     dlogs = gpu.decay_gradients(parts, dots, d_unit.crossings(crossing))
     groups = (logs.shape[2] // x.shape[2] for x in (q, k, v))
     *dqkv, dbeta = gradients
-    dq, dk, dv = (gpu.of_group(x, group) for x, group in zip(dqkv, groups, strict=True))
+    sums = (gpu.of_group(x, group) for x, group in zip(dqkv, groups, strict=True))
+    dq, dk, dv = (x.astype(q.dtype) for x in sums)
     return dq, dk, dv, dlogs, dbeta[..., 0], behind[:, -1]
 
 

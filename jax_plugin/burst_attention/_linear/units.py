@@ -20,7 +20,8 @@ class Units(NamedTuple):
     """The units of one GPU's states and of rows that follow from them, one for each part and head.
 
     float16 does not hold what a key takes from a state beyond 65,504. So the states and the rows of
-    a part are divided by its unit, and results are multiplied with it.
+    a part are divided by its unit, and results are multiplied with it. In their unit rows keep all
+    digits down to 2^-14.
     """
 
     parts: Float32[Array, "batch parts heads"] | None
@@ -35,13 +36,11 @@ class Units(NamedTuple):
         """Returns rows in their units, in their type."""
         if self.parts is None:
             return x
-        return (x.astype(jnp.float32) / self._tokens(x.shape[1])[..., None]).astype(x.dtype)
+        return (x / self._tokens(x.shape[1])[..., None]).astype(x.dtype)
 
     def rows(self, x: Rows) -> Rows:
-        """Returns rows that were in these units, in their type."""
-        if self.parts is None:
-            return x
-        return (x.astype(jnp.float32) * self._tokens(x.shape[1])[..., None]).astype(x.dtype)
+        """Returns rows that were in these units: float32, or in their type where units are 1."""
+        return x if self.parts is None else x * self._tokens(x.shape[1])[..., None]
 
     def dots(self, x: Float32[Array, "batch heads seq ..."]) -> jax.Array:
         """Returns products of each token that were in these units."""
