@@ -49,6 +49,16 @@ def one_by_one(function: Callable[..., Results], *operands: object) -> Results:
     return _mapped(function, operands, _in_turn)
 
 
+def mapped_on_devices(function: Callable[..., Results], *operands: object) -> Results:
+    """Returns ``function(*operands)``, whose ``vmap`` is that of the function on each device.
+
+    Inside it types show the axes that the outer ``vmap`` hides. JAX does not join arrays that the
+    outer one maps over axes of ``spmd_axis_name`` with arrays that it leaves whole, such as
+    constants of a user's function.
+    """
+    return _mapped(function, operands, _in_vmap)
+
+
 def spread(arrays: Results) -> Results:
     """Returns arrays that a ``vmap`` over axes of ``spmd_axis_name`` maps, all or none.
 
@@ -171,7 +181,7 @@ def _mapped(
     @call.def_vmap
     def rule(_: int, mapped: list[bool], *arrays: jax.Array) -> tuple[Results, object]:
         def compute(*own: jax.Array) -> Results:
-            return entries(lambda *x: _mapped(one, x, entries), list(own), mapped)
+            return entries(one, list(own), mapped)
 
         results = _on_owners(compute, arrays, mapped)
         return results, jax.tree.map(lambda _: True, results)
@@ -187,7 +197,7 @@ def _in_batch(
         x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
         for x, is_mapped in zip(arrays, mapped, strict=True)
     ]
-    results = function(*(x.reshape(size * x.shape[1], *x.shape[2:]) for x in whole))
+    results = over_batch(function, *(x.reshape(size * x.shape[1], *x.shape[2:]) for x in whole))
     batch = whole[0].shape[1]
     return jax.tree.map(lambda x: x.reshape(size, batch, *x.shape[1:]), results)
 
@@ -198,9 +208,16 @@ def _in_turn(
     def one(entry: list[jax.Array]) -> Results:
         parts = iter(entry)
         pairs = zip(arrays, mapped, strict=True)
-        return function(*(next(parts) if is_mapped else x for x, is_mapped in pairs))
+        return one_by_one(function, *(next(parts) if is_mapped else x for x, is_mapped in pairs))
 
     found: Results = lax.map(one, [x for x, y in zip(arrays, mapped, strict=True) if y])
+    return found
+
+
+def _in_vmap(
+    function: Callable[..., Results], arrays: list[jax.Array], mapped: list[bool]
+) -> Results:
+    found: Results = jax.vmap(function, [0 if is_mapped else None for is_mapped in mapped])(*arrays)
     return found
 
 

@@ -20,8 +20,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from burst_attention._attention.vjp import Results
+from burst_attention._batching import mapped_on_devices
 from burst_attention._checkpoint import LSE_NAME, OUT_NAME
 from burst_attention._decode.merge import Pair, merged
+from burst_attention._derivatives import refuse_second
 from burst_attention._latent.expansion import floats
 from burst_attention._latent.tiles import (
     Call,
@@ -61,6 +63,17 @@ def _forward_rule(call: Call, inputs: Inputs) -> tuple[Results, Residuals]:
 
 
 def _backward_rule(call: Call, residuals: Residuals, cotangents: Results) -> tuple[Inputs]:
+    return (_gradients(call, residuals, cotangents),)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gradients(call: Call, residuals: Residuals, cotangents: Results) -> Inputs:
+    """Returns the gradients of one rank's inputs."""
+    return mapped_on_devices(partial(_backward, call), residuals, cotangents)
+
+
+def _backward(call: Call, residuals: Residuals, cotangents: Results) -> Inputs:
+    """Computes `_gradients`."""
     inputs, o, lse = residuals
 
     def step(tile: Tile, state: Gradients) -> Gradients:
@@ -85,14 +98,17 @@ def _backward_rule(call: Call, residuals: Residuals, cotangents: Results) -> tup
     dq, dparams, sums = _around(call, inputs, step, state, go_home)
     chunk = Chunk(gradients_of(inputs.chunk.latent, sums), None)
     dparams = gradients_of(inputs.params, dparams)
-    return (Inputs(dq.astype(inputs.query.dtype), chunk, dparams, None, None),)
+    return Inputs(dq.astype(inputs.query.dtype), chunk, dparams, None, None)
 
 
-latent_ring.defvjp(_forward_rule, _backward_rule)
-
-
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _results(call: Call, inputs: Inputs) -> Pair:
     """Returns out, float32, and lse of one rank."""
+    return mapped_on_devices(partial(_forward, call), inputs)
+
+
+def _forward(call: Call, inputs: Inputs) -> Pair:
+    """Computes `_results`."""
 
     def step(tile: Tile, state: Pair | None) -> Pair:
         if state is None:
@@ -102,6 +118,12 @@ def _results(call: Call, inputs: Inputs) -> Pair:
     found = _around(call, inputs, step, None, lambda state, _: state)
     assert found is not None
     return found
+
+
+latent_ring.defvjp(_forward_rule, _backward_rule)
+# Deriving a rule itself is a second derivative.
+_results.defjvp(refuse_second)
+_gradients.defjvp(refuse_second)
 
 
 def _merged(tile: Tile, state: Pair) -> Pair:
