@@ -1,7 +1,7 @@
 """The mesh: axes along which rings run, ranks on them, and the axes that arrays vary over."""
 
 import math
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import TypeVar
 
 import jax
@@ -20,19 +20,38 @@ Inputs = TypeVar("Inputs")
 
 
 def ring_axes(axis_name: object) -> Axes:
-    """Returns the mesh axis of a ring, or the two axes of a double ring, the outer one first."""
+    """Returns the mesh axes of the sequence, the outermost one first.
+
+    `levels` checks that a mesh has rings along them.
+    """
     axes = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(axes, tuple | list) or not all(isinstance(axis, str) for axis in axes):
         raise TypeError(
             "axis_name must be the name of a mesh axis, or a pair (outer, inner) of names, got "
             f"{describe(axis_name)}"
         )
-    if len(axes) not in (1, 2) or len(set(axes)) < len(axes):
-        raise ValueError(
-            "axis_name must be one mesh axis or two different ones, (outer, inner), got "
-            f"{axis_name!r}; reshape the mesh so that at most two hold the sequence"
-        )
+    if not axes or len(set(axes)) < len(axes):
+        raise _not_a_ring(repr(axis_name))
     return tuple(axes)
+
+
+def levels(mesh: AnyMesh, axes: Axes) -> Axes:
+    """Returns the axis of a ring, or the two axes of a double ring, the outer one first.
+
+    Of more than two axes, it leaves out axes of one device, the last ones first.
+    """
+    spare = [name for name in axes if mesh.shape[name] == 1][::-1][: max(0, len(axes) - 2)]
+    found = tuple(name for name in axes if name not in spare)
+    if len(found) > 2:
+        raise _not_a_ring(f"{found}, all of several devices")
+    return found
+
+
+def _not_a_ring(words: str) -> ValueError:
+    return ValueError(
+        "axis_name must be one mesh axis or two different ones, (outer, inner), got "
+        f"{words}; reshape the mesh so that at most two hold the sequence"
+    )
 
 
 def axis_name_of(axes: Axes) -> str | Axes:
@@ -61,18 +80,28 @@ def ring_mesh(
             f"axis_name must be an axis of the surrounding jax.shard_map, one of "
             f"{listed(manual)}, got {axis_name_of(axes)!r}"
         )
+    levels(mesh, axes)
     return mesh
 
 
-def is_inside(axis_name: object) -> bool:
-    """Whether the surrounding ``shard_map`` makes arrays shards along ``axis_name``.
+def axes_inside(caller: str, axis_name: object) -> Axes | None:
+    """Returns the axes along which the surrounding ``shard_map`` makes arrays shards.
 
-    Outside of any ``shard_map``, and inside one over other axes, arrays are global.
+    Returns None where arrays are global: outside of any ``shard_map``, and inside one over other
+    axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if axis_name is not None and set(ring_axes(axis_name)).intersection(mesh.manual_axes):
-        return True
-    return bool(mesh.manual_axes) and not (mesh.auto_axes or mesh.explicit_axes)
+    axes = None if axis_name is None else ring_axes(axis_name)
+    if axes and set(axes).intersection(mesh.manual_axes):
+        return axes
+    if not mesh.manual_axes or mesh.auto_axes or mesh.explicit_axes:
+        return None
+    if axes is None:
+        raise ValueError(
+            f"{caller} needs axis_name inside jax.shard_map, where arrays are shards: the axis "
+            f"that shards the sequence, one of {listed(mesh.manual_axes)}"
+        )
+    return axes
 
 
 def all_axes_manual(
@@ -207,4 +236,17 @@ def send_on(arrays: Inputs, axes: Axes, size: int, hops: int = 1) -> Inputs:
     if hops % size == 0:
         return arrays
     pairs = [(rank, (rank + hops) % size) for rank in range(size)]
-    return jax.tree.map(lambda x: lax.ppermute(x, axes, pairs), arrays)
+    return jax.tree.map(lambda x: permute(x, axes, pairs), arrays)
+
+
+def permute(x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """Sends arrays from rank to rank, for each pair (sender, receiver); zeros where none arrives.
+
+    Ranks count in the order of ``axes``. JAX counts them in the order of the mesh here, and
+    nowhere else.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    declared = tuple(name for name in mesh.axis_names if name in axes)
+    ranks = np.arange(axes_size(mesh, axes)).reshape([mesh.shape[name] for name in axes])
+    place = np.argsort(ranks.transpose([axes.index(name) for name in declared]).reshape(-1))
+    return lax.ppermute(x, declared, [(int(place[a]), int(place[b])) for a, b in pairs])

@@ -174,7 +174,7 @@ def _from_chunks(ring: _Ring, own: list[Tokens], distance: int, fill: Fill) -> l
             if all(giver == getter for giver, getter in pairs):
                 came = given
             else:
-                came = lax.ppermute(given, ring.axes, pairs)
+                came = _mesh.permute(given, ring.axes, pairs)
             getters = {getter for _, getter in pairs}
             if len(getters) == ring.size:
                 results[to] = came
@@ -194,7 +194,7 @@ def _between_stripes(ring: _Ring, x: Tokens, fill: Fill) -> Tokens:
     if step == 0:
         return _along(ring, x, distance, fill)
     pairs = [((rank + step) % ring.size, rank) for rank in range(ring.size)]
-    came = lax.ppermute(x, ring.axes, pairs)
+    came = _mesh.permute(x, ring.axes, pairs)
     wraps = ring.of_this_rank([rank + step >= ring.size for rank in range(ring.size)])
     near, far = (_along(ring, came, each, fill) for each in (distance, distance + 1))
     return jnp.where(wraps, far, near)

@@ -19,14 +19,15 @@ def qkv(batch=1, seq=8, heads=4, kv_heads=2, dim=32, dtype="float32"):
     return ring.normal(0, *shapes, dtype=dtype)
 
 
-def call(*arrays, spec=None, axis_name="context", **options):
-    """Runs `attention` on two devices."""
+def call(*arrays, spec=None, axis_name="context", sizes=(1, 2, 1), **options):
+    """Runs `attention` on two devices, or on another mesh."""
     spec = P(None, "context") if spec is None else spec
 
     def local(*arrays):
         return ba.attention(*arrays, axis_name=axis_name, **options)
 
-    return jax.shard_map(local, mesh=ring.line(2), in_specs=spec, out_specs=spec)(*arrays)
+    mesh = ring.mesh(*sizes)
+    return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)(*arrays)
 
 
 def refused(kind, words, *arrays, **options):
@@ -172,7 +173,8 @@ def test_axis_names():
         ValueError, r"one of 'data', .*got \('ring', 'context'\)", axis_name=("ring", "context")
     )
     refused(ValueError, "one mesh axis or two different ones", axis_name=("context", "context"))
-    refused(ValueError, "at most two hold", axis_name=("data", "context", "tensor"))
+    three = {"axis_name": ring.AXES, "spec": P(None, ring.AXES), "sizes": (2, 2, 2)}
+    refused(ValueError, "at most two hold", **three)
     refused(
         TypeError, r"axis_name must be the name of a mesh axis, or a pair .*got 1 ", axis_name=1
     )

@@ -187,12 +187,8 @@ def _on_shards(
     specs = {
         row.name: placement.spec_of(row.argument, x, row.shape) for row, x in features.present()
     }
-    return jax.shard_map(
-        local,
-        mesh=placement.mesh,
-        in_specs=((q_spec, kv_spec, kv_spec), specs),
-        out_specs=(q_spec,) * (1 + with_lse),
-    )(qkv, arrays)
+    in_specs, out_specs = ((q_spec, kv_spec, kv_spec), specs), (q_spec,) * (1 + with_lse)
+    return placement.on_shards(local, in_specs, out_specs)(qkv, arrays)
 
 
 def _own_parts(

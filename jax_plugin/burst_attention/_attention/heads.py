@@ -139,7 +139,7 @@ class Exchange:
         """Sends shards from rank to rank where the layout needs it."""
         if self.layout != "striped" or self.groups == 1:
             return x
-        return lax.ppermute(x, self.all_axes, pairs)
+        return _mesh.permute(x, self.all_axes, pairs)
 
 
 def _exchange(ring: Ring, heads: int) -> tuple[Exchange, Ring]:

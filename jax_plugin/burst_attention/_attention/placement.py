@@ -1,17 +1,19 @@
 """Which mesh, and which of its axes cut which dimension of global arrays."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import jax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from burst_attention import _checks
-from burst_attention._mesh import axes_size, axis_name_of, names_of, ring_axes
+from burst_attention._mesh import axes_size, axis_name_of, levels, names_of, ring_axes
 from burst_attention._types import AnyMesh, Axes
 
+Results = TypeVar("Results")
+"""Arrays, in any tree."""
 Cuts: TypeAlias = tuple[Axes, ...]
 """For each dimension of an array the mesh axes that cut it."""
 DIMENSIONS = ("batch", "seq", "heads", "head_dim")
@@ -49,7 +51,7 @@ class Placement:
 
     def spec_of(self, name: str, x: jax.Array, shape: str) -> PartitionSpec:
         """Returns the sharding of an array that may be whole, if its type says so."""
-        explicit = set(_of_type(self.mesh, AxisType.Explicit))
+        explicit = _of_type(self.mesh, AxisType.Explicit)
         actual = _only(explicit, _actual_axes(x))
         if actual == _only(explicit, self._cuts(shape)):
             return self.spec(shape)
@@ -60,6 +62,53 @@ class Placement:
                 f"got {_spec(actual)}; use jax.reshard"
             )
         return PartitionSpec()
+
+    def of_several(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns a spec without axes of one device."""
+        cuts = cuts_of(spec, len(spec))
+        several = _several(self.mesh, cuts)
+        # A spec may also say along which axes gradients are not summed.
+        return spec if several == cuts else _spec(several)
+
+    def on_shards(
+        self, function: Callable[..., Results], in_specs: object, out_specs: object
+    ) -> Callable[..., Results]:
+        """Returns a function of global arrays that computes on their shards.
+
+        Axes of one device cut nothing, but ``shard_map`` wants to see them in the types of arrays.
+        So arrays take the types that their specs say. Arrays that lie on no mesh can't take one:
+        their specs name no Explicit axes.
+        """
+
+        def compute(*arrays: object) -> Results:
+            specs = jax.tree.map(
+                lambda spec, tree: jax.tree.map(lambda x: self._known_to(x, spec), tree),
+                in_specs,
+                arrays,
+            )
+            typed = jax.tree.map(self._typed, arrays, specs)
+            mapped: Callable[..., Results] = jax.shard_map(
+                function, mesh=self.mesh, in_specs=specs, out_specs=out_specs
+            )
+            return mapped(*typed)
+
+        return compute
+
+    def _known_to(self, x: jax.Array, spec: PartitionSpec) -> PartitionSpec:
+        """Returns a spec without the axes that the type of an array can't name."""
+        if not jax.typeof(x).sharding.mesh.empty:
+            return spec
+        others = [name for name in self.mesh.axis_names if name not in self.mesh.explicit_axes]
+        return _spec(_only(others, cuts_of(spec, x.ndim)))
+
+    def _typed(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """Returns an array whose type names the Explicit axes of a spec."""
+        if jax.typeof(x).sharding.spec == spec:
+            return x
+        cuts = _only(self.mesh.explicit_axes, cuts_of(spec, x.ndim))
+        if _only(self.mesh.explicit_axes, _actual_axes(x)) == cuts:
+            return x
+        return jax.reshard(x, NamedSharding(self.mesh, _spec(cuts)))
 
     def own_heads(self, x: jax.Array, name: str) -> jax.Array:
         """Returns the heads of an array that this device's heads of the result use.
@@ -145,7 +194,9 @@ def find_placement(
             name: few if name != most and x.shape[2] < shards else whole
             for name, x in arrays.items()
         }
-        _check_explicit(mesh, arrays, cuts)
+        for name, x in arrays.items():
+            check_explicit(mesh, name, x, cuts[name], "spec")
+    cuts = {name: _named_like(mesh, own, cuts[most]) for name, own in cuts.items()}
     _check_alike(cuts, same_heads=key.shape[2] == value.shape[2])
     batch, seq, heads, _ = cuts[most]
     ring = _ring_axes(axis_name, seq, mesh, is_said=spec is not None)
@@ -217,8 +268,12 @@ def _cuts_from_types(mesh: AnyMesh, arrays: Mapping[str, jax.Array]) -> dict[str
 
 def _actual_axes(x: jax.Array) -> Cuts:
     """Returns the axes that cut an array, from its type."""
-    spec = tuple(jax.typeof(x).sharding.spec)
-    return tuple(names_of(entry) for entry in spec + (None,) * (x.ndim - len(spec)))
+    return cuts_of(jax.typeof(x).sharding.spec, x.ndim)
+
+
+def cuts_of(spec: PartitionSpec, ndim: int) -> Cuts:
+    """Returns the axes that a spec names for each dimension."""
+    return tuple(names_of(entry) for entry in tuple(spec) + (None,) * (ndim - len(spec)))
 
 
 def checked_spec(spec: object) -> PartitionSpec | None:
@@ -237,7 +292,7 @@ def _axes_of(spec: PartitionSpec, mesh: AnyMesh) -> Cuts:
             "spec must say of each dimension which mesh axes cut it, with None for none, got "
             f"PartitionSpec.UNCONSTRAINED in {spec}"
         )
-    axes = tuple(names_of(entry) for entry in tuple(spec) + (None,) * (4 - len(spec)))
+    axes = cuts_of(spec, 4)
     unknown = [name for names in axes for name in names if name not in mesh.axis_names]
     if unknown:
         names = tuple(mesh.axis_names)
@@ -245,8 +300,19 @@ def _axes_of(spec: PartitionSpec, mesh: AnyMesh) -> Cuts:
     return axes
 
 
-def _only(some: set[str], cuts: Cuts) -> Cuts:
+def _only(some: Sequence[str], cuts: Cuts) -> Cuts:
     return tuple(tuple(name for name in axes if name in some) for axes in cuts)
+
+
+def _several(mesh: AnyMesh, cuts: Cuts) -> Cuts:
+    """Returns cuts without the axes of one device."""
+    return _only([name for name in mesh.axis_names if mesh.shape[name] > 1], cuts)
+
+
+def _named_like(mesh: AnyMesh, cuts: Cuts, like: Cuts) -> Cuts:
+    """Returns cuts that name axes of one device only where others do that cut alike."""
+    pairs = zip(_several(mesh, cuts), _several(mesh, like), like, strict=True)
+    return tuple(names if own == its else own for own, its, names in pairs)
 
 
 def _check_owned(name: str, count: int, most: str, shards: int) -> None:
@@ -273,19 +339,19 @@ def _ring_axes(given: object, found: Axes, mesh: AnyMesh, *, is_said: bool) -> A
             names = tuple(mesh.axis_names)
             raise ValueError(f"axis_name must be an axis of the mesh {names}, got {unknown[0]!r}")
         # Programs leave axes of one device out of a spec.
-        if found != axes and (found or axes_size(mesh, axes) > 1):
+        if _several(mesh, (found,)) != _several(mesh, (axes,)):
             raise ValueError(
                 f"axis_name={axis_name_of(axes)!r} must shard the sequence, dimension 1 of query, "
                 f"but that is sharded over {found or None}"
             )
-        return axes if found else ()
-    if not found and not is_said:
+    elif not found and not is_said:
         raise ValueError(
             "the sequence, dimension 1 of query, must be sharded over a mesh axis, but is not; "
             'reshard it with jax.reshard(x, P(None, "context")), or pass spec=P() for one rank '
             "with the whole sequence"
         )
-    return ring_axes(found) if found else ()
+    levels(mesh, found)
+    return found
 
 
 def _check_divisible(mesh: AnyMesh, cuts: Cuts, shape: tuple[int, ...], array: str) -> None:
@@ -303,18 +369,14 @@ def _check_divisible(mesh: AnyMesh, cuts: Cuts, shape: tuple[int, ...], array: s
             )
 
 
-def _check_explicit(
-    mesh: AnyMesh, arrays: Mapping[str, jax.Array], cuts: Mapping[str, Cuts]
-) -> None:
-    """Raises where the types of Explicit axes disagree with ``spec``: no array is resharded."""
-    explicit = set(_of_type(mesh, AxisType.Explicit))
-    for name, x in arrays.items():
-        actual = _actual_axes(x)
-        if _only(explicit, actual) != _only(explicit, cuts[name]):
-            raise ValueError(
-                f"{name} must be sharded as {_spec(cuts[name])} on this Explicit mesh, got "
-                f"{_spec(actual)}; use jax.reshard({name}, spec), or leave out spec"
-            )
+def check_explicit(mesh: AnyMesh, name: str, x: jax.Array, cuts: Cuts, argument: str) -> None:
+    """Raises where the type of Explicit axes disagrees with an argument: no array is resharded."""
+    explicit, actual = _of_type(mesh, AxisType.Explicit), _actual_axes(x)
+    if _only(explicit, actual) != _only(explicit, cuts):
+        raise ValueError(
+            f"{name} must be sharded as {_spec(cuts)} on this Explicit mesh, got {_spec(actual)}; "
+            f"use jax.reshard({name}, {argument}), or leave out {argument}"
+        )
 
 
 def _of_type(mesh: AnyMesh, kind: AxisType) -> Axes:

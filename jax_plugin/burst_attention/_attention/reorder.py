@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from burst_attention._batching import all_to_all
+from burst_attention._mesh import permute
 from burst_attention._types import Axes, Layout
 
 
@@ -74,7 +75,7 @@ class Reorder:
         return [(rank, min(c, 2 * self.size - 1 - c)) for rank, c in enumerate(chunks)]
 
     def _permute(self, x: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-        return lax.ppermute(x, self.axes, pairs)
+        return permute(x, self.axes, pairs)
 
     def _by_parity(self, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns (x, y) on even ranks, (y, x) on odd ones: even and odd chunk in stored order.

@@ -79,6 +79,7 @@ def ring_along(
         _check_axes(name, getattr(options, name), mesh, axes)
     for name, x in (("query", query), ("key", key)):
         _checks.shard_length(name, x.shape[1], options.layout)
+    axes = _mesh.levels(mesh, axes)
     world_size = _mesh.axes_size(mesh, axes)
     chosen = implementation.chosen(options.implementation, mesh, query.dtype, world_size)
     implementation.check_soft_cap(options.logits_soft_cap, chosen)

@@ -134,10 +134,10 @@ def _listed(words: Sequence[str]) -> str:
 def check_local(**arrays: jax.Array) -> None:
     """Raises for arrays whose types say that several devices hold parts of them."""
     for name, x in arrays.items():
-        axes = [axis for axis in jax.typeof(x).sharding.spec if axis is not None]
-        if axes:
+        cuts = [axis for entry in jax.typeof(x).sharding.spec for axis in _mesh.names_of(entry)]
+        if axes := set(cuts).intersection(_mesh.explicit_axes(x)):
             raise ValueError(
-                f"{name} must be the array of one device, but is sharded over {axes[0]!r}; call "
+                f"{name} must be the array of one device, but is sharded over {min(axes)!r}; call "
                 "inside jax.shard_map over the mesh, where each device has its part"
             )
 

@@ -108,9 +108,9 @@ def infini_attention(
     inputs = _inputs(_checks.arrays(query, key, value), gate, memory, (local_query, local_key))
     if callable(feature_map):
         inputs = _with_features(feature_map, inputs)
-    if _mesh.is_inside(axis_name):
+    axes = _mesh.axes_inside("infini_attention", axis_name)
+    if axes is not None:
         no_placement("infini_attention", mesh=mesh, spec=spec)
-        axes = _mesh.ring_axes(axis_name)
         _mesh.all_axes_manual(_mesh.ring_mesh(axes, "infini_attention"), *inputs[:3])
         return attend(axes, settings, inputs)
     found = find_mesh(mesh, inputs.query, "infini_attention")
@@ -205,10 +205,5 @@ def _on_shards(
         return attend(placement.ring_axes, settings, Inputs(**arrays), whole, own_heads)
 
     memory = placement.spec("batch kv_heads")
-    results: tuple[jax.Array, Memory] = jax.shard_map(
-        local,
-        mesh=placement.mesh,
-        in_specs=(specs,),
-        out_specs=(specs["query"], (memory, memory)),
-    )(inputs._asdict())
-    return results
+    out_specs = specs["query"], (memory, memory)
+    return placement.on_shards(local, (specs,), out_specs)(inputs._asdict())

@@ -126,9 +126,9 @@ def latent_attention(
     def of_leaves(*leaves: Leaves) -> object:
         return expand(*map(jax.tree.unflatten, trees, leaves))
 
-    if _mesh.is_inside(axis_name):
+    axes = _mesh.axes_inside(CALLER, axis_name)
+    if axes is not None:
         no_placement(CALLER, mesh=mesh, spec=spec, params_spec=params_spec)
-        axes = _mesh.ring_axes(axis_name)
         expansion, captured = shards.trace(axes, of_leaves, options, inputs)
         inputs = inputs._replace(captured=captured)
         out, lse = shards.attend(axes, Settings(expansion, options, with_lse), inputs)

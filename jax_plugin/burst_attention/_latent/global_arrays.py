@@ -15,7 +15,9 @@ from burst_attention import _checks
 from burst_attention._attention.options import Options
 from burst_attention._attention.placement import (
     Placement,
+    check_explicit,
     checked_spec,
+    cuts_of,
     find_mesh,
     find_placement,
 )
@@ -166,6 +168,10 @@ def _on_shards(
     # Latents have no heads, and the heads of keys are known on the shards alone.
     placement = find_placement(cut.mesh, cut.spec, cut.axes, query, query, query)
     _check_params(placement, cut.params_specs)
+    for x, each in zip(inputs.params, cut.params_specs, strict=True):
+        if each != jax.typeof(x).sharding.spec:
+            check_explicit(cut.mesh, "params", x, cuts_of(each, x.ndim), "params_spec")
+    params_specs = list(map(placement.of_several, cut.params_specs))
 
     def of_rows(name: str, tree: Tree) -> Tree:
         return jax.tree.map(lambda x: placement.spec_of(name, x, _shape(x)), tree)
@@ -174,12 +180,11 @@ def _on_shards(
     chunk = Chunk(of_rows("an array of latent", inputs.chunk.latent), ids)
     out_spec = placement.spec("batch q_len heads")
     whole = jax.tree.map(lambda _: PartitionSpec(), inputs.captured)
-    specs = Inputs._make((out_spec, chunk, list(cut.params_specs), ids, whole))
-    return jax.shard_map(
+    specs = Inputs._make((out_spec, chunk, params_specs, ids, whole))
+    return placement.on_shards(
         lambda inputs: function(placement.ring_axes, inputs=_own_rows(placement, inputs)),
-        mesh=placement.mesh,
-        in_specs=(specs,),
-        out_specs=out_spec if out_specs is None else out_specs,
+        (specs,),
+        out_spec if out_specs is None else out_specs,
     )(inputs)
 
 

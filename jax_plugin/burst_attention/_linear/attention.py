@@ -117,9 +117,10 @@ def attended(
     qkv, state = checks.arrays(*rows), checks.return_state(return_state)
     settings, inputs = checks.settings(caller, given, state), checks.inputs(qkv, given)
     mesh, spec, axis_name = (given[name] for name in ("mesh", "spec", "axis_name"))
-    if _mesh.is_inside(axis_name):
+    axes = _mesh.axes_inside(caller, axis_name)
+    if axes is not None:
         checks.no_placement(caller, mesh=mesh, spec=spec)
-        out, last = shards.attend(_mesh.ring_axes(axis_name), settings, inputs)
+        out, last = shards.attend(axes, settings, inputs)
     else:
         out, last = global_arrays.attend(mesh, spec, axis_name, settings, inputs)
     return out if last is None else (out, last)

@@ -63,13 +63,7 @@ def _on_shards(
     def local(arrays: dict[str, jax.Array]) -> Results:
         return shards.attend(placement.ring_axes, settings, _own_parts(placement, arrays))
 
-    results: Results = jax.shard_map(
-        local,
-        mesh=placement.mesh,
-        in_specs=(specs,),
-        out_specs=(out_spec, state_spec),
-    )(arrays)
-    return results
+    return placement.on_shards(local, (specs,), (out_spec, state_spec))(arrays)
 
 
 def _own_parts(placement: Placement, arrays: dict[str, jax.Array]) -> Inputs:

@@ -106,7 +106,7 @@ def of_last_rank(call: Call, state: Float32[Array, "*state"]) -> Float32[Array, 
 def _with_resets(call: Call, logs: Logs, ids: Int32[Array, "batch seq"]) -> Logs:
     """Returns the log decays with a reset where a segment begins."""
     pairs = [(rank, rank + 1) for rank in range(call.world_size - 1)]
-    last = lax.ppermute(ids[:, -1:], call.axes, pairs)
+    last = _mesh.permute(ids[:, -1:], call.axes, pairs)
     # Rank 0 begins without a reset: the initial state belongs to its first segment.
     came = jnp.where(lax.axis_index(call.axes) == 0, ids[:, :1], last)
     begins = ids != jnp.concatenate([came, ids[:, :-1]], axis=1)

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Float32
 
 from burst_attention._confirmed import Family
 from burst_attention._linear.checks import Method
-from burst_attention._mesh import vary_like
+from burst_attention._mesh import permute, vary_like
 from burst_attention._types import Axes
 
 Logs: TypeAlias = Float32[Array, "batch seq heads"] | Float32[Array, "batch seq heads k_dim"]
@@ -202,6 +202,6 @@ def _ring(
     own = first
     for sender, receiver in pairwise(order):
         sent = apply(transfer, own) + left
-        came = lax.ppermute(sent, call.axes, [(sender, receiver)])
+        came = permute(sent, call.axes, [(sender, receiver)])
         own = jnp.where(rank == receiver, came, own)
     return own, apply(transfer, own) + left

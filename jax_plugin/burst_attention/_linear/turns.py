@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from burst_attention._linear.states import State
-from burst_attention._mesh import vary_like
+from burst_attention._mesh import permute, vary_like
 from burst_attention._types import Axes
 
 Results = TypeVar("Results")
@@ -64,6 +64,6 @@ def in_turn(
 
     for sender, receiver in pairwise(ranks):
         results = turn(sender, own, results)
-        came = lax.ppermute(state_of(results), axes, [(sender, receiver)])
+        came = permute(state_of(results), axes, [(sender, receiver)])
         own = jnp.where(rank == receiver, came, own)
     return turn(ranks[-1], own, results)

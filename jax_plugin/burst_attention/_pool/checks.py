@@ -58,6 +58,7 @@ def mesh(devices: object, axis_name: object) -> tuple[Mesh, Axes]:
             f"{listed(devices.axis_names)}: each cache is sharded over all devices of a pool; make "
             "a pool for each group of devices"
         )
+    _mesh.levels(devices, axes)
     return devices, axes
 
 
