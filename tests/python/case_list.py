@@ -122,7 +122,12 @@ def _features(name):
     return [{n: tuple(x) if n in pairs else x for n, x in choice.items()} for choice in found]
 
 
-def pairwise(values, cost=None):
+def _allowed(picked):
+    odd = picked.get("tokens_per_rank", 2) % 2
+    return not (odd and picked.get("layout") == "zigzag")
+
+
+def pairwise(values, cost=None, allowed=_allowed):
     """Yields a small set of choices in which every allowed pair of values occurs together.
 
     Each choice starts from a pair that no choice covers yet. Then it takes, factor by factor, the
@@ -133,7 +138,7 @@ def pairwise(values, cost=None):
         ((a, i), (b, j))
         for a, b in itertools.combinations(names, 2)
         for i, j in itertools.product(range(len(values[a])), range(len(values[b])))
-        if _allowed({a: values[a][i], b: values[b][j]})
+        if allowed({a: values[a][i], b: values[b][j]})
     ]
     # Expensive pairs come first, so that cheap pairs join few expensive choices.
     pairs.sort(key=lambda pair: -cost({n: values[n][i] for n, i in pair}, values))
@@ -142,13 +147,13 @@ def pairwise(values, cost=None):
         chosen = dict(next(iter(uncovered)))
         for name in names:
             if name not in chosen:
-                chosen[name] = _best_value(name, chosen, values, uncovered, cost)
+                chosen[name] = _best_value(name, chosen, values, uncovered, cost, allowed)
         for pair in _pairs_of(chosen, names):
             uncovered.pop(pair, None)
         yield {name: values[name][chosen[name]] for name in names}
 
 
-def _best_value(name, chosen, values, uncovered, cost_of):
+def _best_value(name, chosen, values, uncovered, cost_of, allowed):
     names = list(values)
 
     def rank(index):
@@ -156,7 +161,7 @@ def _best_value(name, chosen, values, uncovered, cost_of):
         picked = {n: values[n][i] for n, i in candidate.items()}
         new = sum(pair in uncovered for pair in _pairs_of(candidate, names) if name in dict(pair))
         cost = cost_of(picked, values)
-        return (not _allowed(picked), max(cost, LARGEST), -new, cost, index)
+        return (not allowed(picked), max(cost, LARGEST), -new, cost, index)
 
     return min(range(len(values[name])), key=rank)
 
@@ -164,11 +169,6 @@ def _best_value(name, chosen, values, uncovered, cost_of):
 def _pairs_of(chosen, names):
     items = [(name, chosen[name]) for name in names if name in chosen]
     return itertools.combinations(items, 2)
-
-
-def _allowed(picked):
-    odd = picked.get("tokens_per_rank", 2) % 2
-    return not (odd and picked.get("layout") == "zigzag")
 
 
 def _cost(picked, values):
