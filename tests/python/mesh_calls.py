@@ -168,9 +168,7 @@ CALLS = [
         (*QKV, "sinks", "alibi_slopes", "segment_ids", "latent", "gate"),
         is_global=False,
     ),
-    Call(
-        "recurrences", recurrences, (*QKV, "decay", "beta", "segment_ids"), is_global=False
-    ),
+    Call("recurrences", recurrences, (*QKV, "decay", "beta", "segment_ids"), is_global=False),
     Call("shift", shifted, ("query", "segment_ids"), is_global=False),
     Call(
         "decode",
