@@ -13,7 +13,7 @@ use crate::data_type::DataType;
 use crate::error::{Error, Result};
 use crate::frame::CallFrame;
 use crate::options::Options;
-use crate::rendezvous::Call;
+use crate::rendezvous::{Call, Work};
 use crate::shapes::{Checked, Shapes, split};
 
 /// Ranks that a ring of one process may have; more is taken for a garbled attribute.
@@ -57,20 +57,13 @@ impl CallSite {
     /// # Errors
     /// If one is missing, of another type or out of range.
     pub fn decode(attributes: &Attributes<'_>, pass: Pass) -> Result<CallSite> {
-        let world_size = attributes.get::<i64>("world_size")?;
         let travels = match pass {
             Pass::Forward => None,
             Pass::Backward => travels_of(attributes.get("backward")?)?,
         };
         Ok(CallSite {
             pass,
-            world_size: usize::try_from(world_size)
-                .ok()
-                .filter(|size| (1..=MAX_WORLD_SIZE).contains(size))
-                .ok_or_else(|| {
-                    let expected = format!("from 1 to {MAX_WORLD_SIZE}");
-                    Error::mismatch("world_size", expected, world_size)
-                })?,
+            world_size: world_size_of(attributes)?,
             layout: attributes.get::<&str>("layout")?.parse()?,
             options: Options::decode(attributes)?,
             softmax_scale: attributes.get("softmax_scale")?,
@@ -94,7 +87,8 @@ impl CallSite {
         let rank_and_ring =
             if empty { None } else { Some(read_rank_and_ring(&given.operands[0])?) };
         let (family, axis) = (self.options.family, self.axis.clone());
-        let call = Call { problem, family, pass: self.pass, travels: self.travels, axis };
+        let work = Work { problem, family, pass: self.pass, travels: self.travels };
+        let call = Call { work: Some(work), world_size: self.world_size, axis };
         Ok(RankCall { call, rank_and_ring, arrays })
     }
 
@@ -172,6 +166,18 @@ fn counted(what: &str, all: Vec<Buffer>, expected: usize) -> Result<Vec<Buffer>>
     Err(Error::mismatch(format!("number of {what}"), expected.to_string(), all.len()))
 }
 
+/// Reads the length of a ring.
+///
+/// # Errors
+/// If it is missing, of another type or out of range.
+pub(crate) fn world_size_of(attributes: &Attributes<'_>) -> Result<usize> {
+    let world_size = attributes.get::<i64>("world_size")?;
+    let size = usize::try_from(world_size).ok().filter(|n| (1..=MAX_WORLD_SIZE).contains(n));
+    size.ok_or_else(|| {
+        Error::mismatch("world_size", format!("from 1 to {MAX_WORLD_SIZE}"), world_size)
+    })
+}
+
 /// What travels backward, by its name in the public interface.
 ///
 /// # Errors
@@ -186,7 +192,7 @@ pub(crate) fn travels_of(name: &str) -> Result<Option<Travels>> {
 }
 
 /// Reads rank and ring. vmap may have put dimensions in front, along which all entries are equal.
-fn read_rank_and_ring(place: &Buffer) -> Result<[i32; 2]> {
+pub(crate) fn read_rank_and_ring(place: &Buffer) -> Result<[i32; 2]> {
     let data = place.typed("place", DataType::S32)?.data("place")?;
     if place.dims.last() != Some(&2) || place.elements() == 0 {
         let got = format!("{:?}", place.dims);

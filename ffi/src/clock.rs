@@ -1,9 +1,9 @@
-//! A clock that stands still while rings compute.
+//! A clock that stands still while the library computes.
 
 use std::time::{Duration, Instant};
 
-/// A clock that measures the time in which no ring of the process computes. A rank may be late
-/// because other rings keep the cores busy, so only idle time counts against the rank timeout.
+/// A clock that measures the time in which the library computes nothing. A rank may be late
+/// because other work keeps the cores busy, so only idle time counts against the rank timeout.
 #[derive(Debug)]
 pub struct IdleClock {
     idle: Duration,
@@ -12,7 +12,7 @@ pub struct IdleClock {
 }
 
 impl IdleClock {
-    /// Returns a clock that shows zero at `now`, with no ring computing.
+    /// Returns a clock that shows zero at `now`, with nothing computing.
     pub fn new(now: Instant) -> IdleClock {
         IdleClock { idle: Duration::ZERO, idle_since: now, computing: 0 }
     }
@@ -26,23 +26,23 @@ impl IdleClock {
         }
     }
 
-    /// Whether a ring computes.
+    /// Whether anything computes.
     pub fn stands(&self) -> bool {
         self.computing > 0
     }
 
-    /// Notes that a ring begins to compute.
+    /// Notes that a ring or a recurrence begins to compute.
     pub fn stop(&mut self, now: Instant) {
         self.idle = self.read(now);
         self.computing += 1;
     }
 
-    /// Notes that a ring ends.
+    /// Notes that a ring or a recurrence ends.
     ///
     /// # Panics
-    /// If no ring computes.
+    /// If nothing computes.
     pub fn resume(&mut self, now: Instant) {
-        self.computing = self.computing.checked_sub(1).expect("a ring computes");
+        self.computing = self.computing.checked_sub(1).expect("something computes");
         self.idle_since = now;
     }
 }

@@ -19,12 +19,12 @@ use crate::call::{CallSite, RankCall};
 use crate::coordinator::{Completion, Coordinator, Member};
 use crate::error::{Error, Result};
 use crate::frame::CallFrame;
-use crate::rendezvous::{Key, RankDevice};
+use crate::rendezvous::{Key, RankDevice, Work};
 use crate::state::{self, CallState, Kind};
 use crate::{rank_timeout, sys};
 
 /// The coordinator of all rings of this process.
-static COORDINATOR: LazyLock<Coordinator<Arrays<HostArray>, Promise>> =
+pub(crate) static COORDINATOR: LazyLock<Coordinator<Arrays<HostArray>, Promise>> =
     LazyLock::new(|| Coordinator::new(rank_timeout::DEFAULT, threads::reserve));
 
 /// Is completed once the environment or the program has set the rank timeout.
@@ -50,9 +50,14 @@ struct State {
 
 impl State {
     fn new(call: CallSite) -> State {
-        static SITES: AtomicU64 = AtomicU64::new(0);
-        State { site: SITES.fetch_add(1, Ordering::Relaxed), call }
+        State { site: new_site(), call }
     }
+}
+
+/// Returns the number of another call site.
+pub(crate) fn new_site() -> u64 {
+    static SITES: AtomicU64 = AtomicU64::new(0);
+    SITES.fetch_add(1, Ordering::Relaxed)
 }
 
 impl Drop for State {
@@ -181,15 +186,16 @@ pub(crate) unsafe fn execute(raw: *mut sys::XLA_FFI_CallFrame) -> *mut sys::XLA_
         let key = Key { site: state.site, run: api.run_id(frame.context())?, ring };
         let arriving = RankDevice { rank, device: api.device_ordinal(frame.context())? };
 
-        let (problem, family, travels) = (call.problem.clone(), call.family, call.travels);
+        let work = call.work.clone();
         let join = || {
             let promise = api.future()?;
             frame.set_future(&promise);
             Ok(Member { buffers: arrays, completion: promise })
         };
         COORDINATOR.arrive(key, arriving, &call, join, move |ranks| {
-            let sent = ring::run(&problem, family, travels, ranks)?;
-            count_bytes(sent);
+            if let Some(Work { problem, family, travels, .. }) = work {
+                count_bytes(ring::run(&problem, family, travels, ranks)?);
+            }
             Ok(())
         })
     };

@@ -15,6 +15,7 @@ use crate::decode;
 use crate::error::Result;
 use crate::handler;
 use crate::linear::{self, Kind};
+use crate::meeting;
 use crate::sys::{XLA_FFI_CallFrame, XLA_FFI_Error};
 
 /// The driver and NCCL of this machine.
@@ -39,6 +40,9 @@ handlers! {
     burst_attention_forward_execute => handler::execute;
     burst_attention_backward_instantiate => handler::instantiate, Pass::Backward;
     burst_attention_backward_execute => handler::execute;
+
+    burst_attention_linear_meeting_instantiate => meeting::instantiate;
+    burst_attention_linear_meeting_execute => meeting::execute;
 
     burst_attention_linear_state_execute => linear::execute, Kind::State;
     burst_attention_linear_forward_execute => linear::execute, Kind::Forward;

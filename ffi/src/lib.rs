@@ -35,6 +35,7 @@ mod json;
 mod kernels;
 mod linear;
 mod machine;
+mod meeting;
 mod options;
 mod rank_timeout;
 pub mod rendezvous;

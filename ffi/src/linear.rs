@@ -14,7 +14,7 @@ use burst_attention::host::ring::Executor;
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 use crate::frame::CallFrame;
-use crate::handler::guard_stage;
+use crate::handler::{COORDINATOR, guard_stage};
 use crate::shapes::split;
 use crate::sys;
 
@@ -48,6 +48,7 @@ pub(crate) unsafe fn execute(
 ) -> *mut sys::XLA_FFI_Error {
     let body = |frame: &mut CallFrame<'_>| {
         let Executor { isa, pool } = Executor::global()?;
+        let _computing = COORDINATOR.computing();
         match kind {
             Kind::State => state_call(frame, (*isa, pool)),
             Kind::Forward => forward_call(frame, (*isa, pool)),

@@ -142,6 +142,38 @@ fn a_ring_of_one_takes_the_same_path() {
     assert!(wait_for(future).error.is_none());
 }
 
+/// The arrays of a meeting are operands and results at once.
+#[test]
+fn ranks_meet_and_their_arrays_stay() {
+    let ranks: Vec<_> = (0..3).map(|rank| Rank::new(20, rank, DIMS)).collect();
+    let frame = |rank: &Rank, arrays: &[FakeBuffer], stage| {
+        let args = [&rank.args[3..], &rank.args[..2]].concat();
+        let mut frame = FakeFrame::new(&args, arrays, attributes(3), &rank.runtime);
+        frame.raw.stage = stage;
+        frame
+    };
+    let mut first = frame(&ranks[0], &[], sys::XLA_FFI_ExecutionStage_INSTANTIATE);
+    // SAFETY: `FakeFrame` makes valid frames.
+    let error = unsafe { burst_attention_linear_meeting_instantiate(first.address()) };
+    assert_eq!(take_error(error), None);
+    let state = ranks[0].runtime.context.state.get();
+    ranks.iter().for_each(|rank| rank.runtime.context.state.set(state));
+    let arrive = |rank: &Rank, arrays: &[FakeBuffer]| {
+        let mut frame = frame(rank, arrays, sys::XLA_FFI_ExecutionStage_EXECUTE);
+        // SAFETY: `FakeFrame` makes valid frames, and the ranks' memory is never freed.
+        let error = unsafe { burst_attention_linear_meeting_execute(frame.address()) };
+        take_error(error).map_or(Ok(frame.raw.future), |(_, message)| Err(message))
+    };
+    for others in [&ranks[0].rets[..], &ranks[1].args[..2], &ranks[0].args[..1]] {
+        let message = arrive(&ranks[0], others).expect_err("refused");
+        assert!(message.contains("results must be the operands behind the place"), "{message}");
+    }
+    let futures: Vec<_> = ranks.iter().map(|rank| arrive(rank, &rank.args[..2])).collect();
+    for future in futures {
+        assert_eq!(wait_for(future.expect("no error")).error, None);
+    }
+}
+
 #[test]
 fn nothing_to_compute_is_done_at_once() {
     for dims in [[0, 2, 1, 8], [1, 0, 1, 8]] {

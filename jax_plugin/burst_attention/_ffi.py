@@ -22,6 +22,8 @@ FORWARD = "burst_attention_forward"
 BACKWARD = "burst_attention_backward"
 LINEAR = {name: f"burst_attention_linear_{name}" for name in ("state", "forward", "backward")}
 """The calls of linear attention on CPU devices."""
+MEETING = "burst_attention_linear_meeting"
+"""The call on CPU devices in which the ranks of a recurrence wait for each other."""
 DELTA = {
     name: f"burst_attention_delta_{name}" for name in ("state", "grad_state", "forward", "backward")
 }
@@ -52,6 +54,7 @@ STAGES = {
 def _register(library: ctypes.CDLL) -> None:
     # At import, so that exported programs and cached executables find their custom calls too.
     targets = [(target, platform) for target in (FORWARD, BACKWARD) for platform in STAGES]
+    targets.append((MEETING, "cpu"))
     stages = [(target, platform, tuple(STAGES[platform])) for target, platform in targets]
     of_cpus = (*LINEAR.values(), *DELTA.values(), DECODE, DECODE_MERGE)
     stages += [(target, "cpu", ("execute",)) for target in of_cpus]

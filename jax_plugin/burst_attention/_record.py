@@ -44,7 +44,7 @@ def read() -> Records:
     return records
 
 
-def write(key: str, verdicts: Mapping[str, str]) -> Path:
+def write(key: str, verdicts: Mapping[Any, str]) -> Path:
     """Adds verdicts to the record of a key and returns the file.
 
     Raises:
@@ -114,7 +114,7 @@ def _is_record(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(verdict, str) for verdict in value.values())
 
 
-def _add(folder: int, key: str, verdicts: Mapping[str, str]) -> None:
+def _add(folder: int, key: str, verdicts: Mapping[Any, str]) -> None:
     """Adds verdicts to the file in a folder. Whoever reads it has the old file or the new one."""
     with open(_claimed(folder), "w", encoding="utf-8") as new:
         try:

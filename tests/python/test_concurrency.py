@@ -213,6 +213,24 @@ def test_missing_ranks_are_named_and_the_next_call_works():
 
 
 @pytest.mark.needs("host")
+@pytest.mark.parametrize("method", ["in_turn", "ring", "all_gather"])
+def test_missing_ranks_of_a_recurrence_are_named(method):
+    """XLA would end the process, after 40 s."""
+
+    def local(k):
+        def call(k):
+            return ba.linear_attention(k, k, k, axis_name="context", method=method)
+
+        return lax.cond(lax.axis_index("context") < SIZE - 1, call, lambda k: k, k)
+
+    program = over_ring(local, check_vma=False)
+    (k,) = inputs(8, 1, SIZE * 4, 2, 8)[:1]
+    words = "context, ring 0: rank 7 of 8 did not reach the call within 500ms"
+    with rank_timeout(0.5), pytest.raises(jax.errors.JaxRuntimeError, match=words):
+        jax.block_until_ready(program(k))
+
+
+@pytest.mark.needs("host")
 def test_a_late_rank_gets_the_error_of_the_others():
     def local(work, q, k, v):
         # Rank 3 first does other work, whose result is never above 1.

@@ -273,7 +273,7 @@ def test_where_the_platform_is_unknown_a_program_runs_on_cpu():
 
     operands = (*arrays[:4], arrays[5])
     sharding = jax.sharding.NamedSharding(mesh, P(None, "context"))
-    names = (*_ffi.LINEAR.values(), *_ffi.LINEAR_KERNELS.values())
+    names = (_ffi.MEETING, *_ffi.LINEAR.values(), *_ffi.LINEAR_KERNELS.values())
     exported = jax.export.export(
         jax.jit(run, in_shardings=sharding, out_shardings=sharding),
         platforms=("cpu", "cuda"),

@@ -83,6 +83,13 @@ impl<B: Send + 'static, C: Completion> Coordinator<B, C> {
         self.changed.notify_all();
     }
 
+    /// Notes that work outside of rings computes, as long as the value lives. Other ranks may be
+    /// late meanwhile.
+    pub fn computing(&'static self) -> impl Drop {
+        self.lock().clock.stop(Instant::now());
+        Computing(self)
+    }
+
     /// Forgets a call site that is gone.
     pub fn forget(&self, site: u64) {
         self.lock().rendezvous.forget(site);
@@ -109,7 +116,7 @@ impl<B: Send + 'static, C: Completion> Coordinator<B, C> {
         let mut shared = self.lock();
         let now = shared.clock.read(Instant::now());
         // A thread watches as long as a session is open.
-        let watches = !shared.watched && call.problem.world_size > 1;
+        let watches = !shared.watched && call.world_size > 1;
         let joined = self.prepare(arriving, call, watches).and_then(|(thread, watcher)| {
             let member = join()?;
             Ok((Arrival { member, thread }, watcher))
@@ -150,7 +157,7 @@ impl<B: Send + 'static, C: Completion> Coordinator<B, C> {
             (self.reserve)().map_err(|refused| burst_attention::Error::NoThread {
                 purpose: format!(
                     "rank {} of {} over mesh axis {:?}",
-                    arriving.rank, call.problem.world_size, call.axis
+                    arriving.rank, call.world_size, call.axis
                 ),
                 reason: refused.to_string(),
             })
@@ -231,7 +238,7 @@ fn complete<C: Completion>(
     }
 }
 
-/// A ring that computes. The clock goes on when this is dropped, even after a panic.
+/// Work that computes. The clock goes on when this is dropped, even after a panic.
 struct Computing<B: Send + 'static, C: Completion>(&'static Coordinator<B, C>);
 
 impl<B: Send + 'static, C: Completion> Drop for Computing<B, C> {

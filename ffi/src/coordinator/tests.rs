@@ -6,6 +6,7 @@ use burst_attention::schedule::Family;
 use burst_attention::{Dtype, Features, Layout, Pass, Problem, Window};
 
 use super::*;
+use crate::rendezvous::Work;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 const KEY: Key = Key { site: 0, run: 0, ring: 0 };
@@ -51,8 +52,8 @@ fn call(world_size: usize) -> Call {
         layout: Layout::Contiguous,
         world_size,
     };
-    let family = Family::Ring;
-    Call { problem, family, pass: Pass::Forward, travels: None, axis: "context".into() }
+    let work = Work { problem, family: Family::Ring, pass: Pass::Forward, travels: None };
+    Call { work: Some(work), world_size, axis: "context".into() }
 }
 
 /// Returns a coordinator at which `ranks` of a ring of `world_size` have arrived. The buffers that
@@ -161,6 +162,16 @@ fn time_in_which_a_ring_computes_does_not_count() {
     finish.send(()).expect("the ring waits");
     assert_eq!(hear(&heard, 1), [Ok(())]);
     assert!(hear(&late, 1)[0].as_ref().is_err_and(|message| message.contains("rank 1 of 2")));
+}
+
+#[test]
+fn time_in_which_other_work_computes_does_not_count() {
+    let (coordinator, heard) = meet(Duration::MAX, 2, &[0], |_| unreachable!("rank 1 is missing"));
+    let computing = coordinator.computing();
+    coordinator.set_rank_timeout(Duration::from_millis(10));
+    assert!(heard.recv_timeout(Duration::from_millis(200)).is_err(), "the clock stands");
+    drop(computing);
+    assert!(hear(&heard, 1)[0].as_ref().is_err_and(|message| message.contains("rank 1 of 2")));
 }
 
 #[test]

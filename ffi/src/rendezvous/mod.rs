@@ -35,6 +35,17 @@ pub struct Key {
 /// The part of a call that all ranks of a ring must agree on.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Call {
+    /// What the ring computes; `None` where its ranks do nothing but wait for each other.
+    pub work: Option<Work>,
+    /// The length of the ring.
+    pub world_size: usize,
+    /// Name of the mesh axis, as the user wrote it.
+    pub axis: Arc<str>,
+}
+
+/// The computation of a ring.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Work {
     /// The problem.
     pub problem: Problem,
     /// Forward or backward.
@@ -43,8 +54,6 @@ pub struct Call {
     pub travels: Option<Travels>,
     /// The family of schedules.
     pub family: Family,
-    /// Name of the mesh axis, as the user wrote it.
-    pub axis: Arc<str>,
 }
 
 /// A rank that arrives, and its device.
@@ -124,7 +133,7 @@ impl<M> Rendezvous<M> {
         let Some(rank) = arriving.index(call) else {
             let what = format!(
                 "device {} says it is rank {} of {}",
-                arriving.device, arriving.rank, call.problem.world_size
+                arriving.device, arriving.rank, call.world_size
             );
             return Outcome::Failed(self.misfit(key, call, &what, member, now));
         };
@@ -262,13 +271,13 @@ impl<M> Rendezvous<M> {
 impl RankDevice {
     /// Returns the rank, if the ring has it.
     fn index(self, call: &Call) -> Option<usize> {
-        usize::try_from(self.rank).ok().filter(|&rank| rank < call.problem.world_size)
+        usize::try_from(self.rank).ok().filter(|&rank| rank < call.world_size)
     }
 }
 
 impl<M> Session<M> {
     fn new(call: &Call, now: Duration) -> Session<M> {
-        let seats = (0..call.problem.world_size).map(|_| Seat::Empty).collect();
+        let seats = (0..call.world_size).map(|_| Seat::Empty).collect();
         Session { call: call.clone(), since: now, seats, failed: None }
     }
 
@@ -336,17 +345,25 @@ fn in_words(ranks: &[usize]) -> String {
 
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.work {
+            Some(work) => write!(f, "{work}, world_size {}", self.world_size),
+            None => write!(f, "no work, world_size {}", self.world_size),
+        }
+    }
+}
+
+impl fmt::Display for Work {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Problem { batch, q_len, kv_len, heads, kv_heads, head_dim, dtype, .. } = &self.problem;
         write!(
             f,
             "{:?} q [{batch}, {q_len}, {heads}, {head_dim}], k and v [{batch}, {kv_len}, \
-             {kv_heads}, {head_dim}], {dtype}, layout {}, {:?}, scale {}, {:?}, world_size {}",
+             {kv_heads}, {head_dim}], {dtype}, layout {}, {:?}, scale {}, {:?}",
             self.pass,
             self.problem.layout,
             self.problem.window,
             self.problem.softmax_scale,
             self.problem.features,
-            self.problem.world_size
         )
     }
 }

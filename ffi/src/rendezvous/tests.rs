@@ -6,7 +6,7 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 const KEY: Key = Key { site: 1, run: 7, ring: 0 };
 
 fn call(world_size: usize) -> Call {
-    Call {
+    let work = Work {
         problem: Problem {
             batch: 1,
             q_len: 4,
@@ -25,8 +25,8 @@ fn call(world_size: usize) -> Call {
         pass: Pass::Forward,
         travels: None,
         family: Family::Ring,
-        axis: "context".into(),
-    }
+    };
+    Call { work: Some(work), world_size, axis: "context".into() }
 }
 
 fn seconds(seconds: u64) -> Duration {
@@ -124,7 +124,7 @@ fn ranks_that_disagree_are_refused() {
     let mut meeting = Rendezvous::default();
     assert_eq!(arrive(&mut meeting, KEY, 0, 'a'), Outcome::Waiting);
     let mut other = call(3);
-    other.problem.q_len = 6;
+    other.work.as_mut().expect("a ring computes").problem.q_len = 6;
     let outcome =
         meeting.arrive(KEY, RankDevice { rank: 1, device: 1 }, &other, Ok('b'), seconds(0));
     let (message, members) = failure(outcome);

@@ -18,6 +18,7 @@ from burst_attention._confirmed import Family
 from burst_attention._derivatives import refuse_second, without_transpose
 from burst_attention._linear import calls, checks, states, turns
 from burst_attention._linear.checks import Inputs, Settings
+from burst_attention._linear.meeting import meet
 from burst_attention._linear.states import Call, Logs, Matrix, Operands, State, Transfer
 from burst_attention._mesh import vary_like, vary_together
 from burst_attention._types import Axes
@@ -181,11 +182,13 @@ def _forward(call: Call, operands: Operands) -> tuple[jax.Array, State, Again]:
             return calls.forward(call, operands._replace(first=first), None)
 
         first = _with_workers(call, operands, first)
-        out, last, kept = turns.in_turn(call.axes, first, results, lambda results: results[1])
+        out, last, kept = turns.in_turn(call, first, results, lambda results: results[1])
+        out, last = meet(call.axes, call.platform, (out, last))
         return out, last, (kept, None)
     transfer, left, again = calls.left(call, k, v, logs, beta)
     start, last = vary_like(q, states.before(call, first, transfer, left))
     out, _, kept = calls.forward(call, operands._replace(first=start), again)
+    out, last = meet(call.axes, call.platform, (out, last))
     # The transfer of decays is a sum, so it is not kept.
     return out, last, (kept, transfer if isinstance(transfer, Matrix) else None)
 
@@ -225,16 +228,17 @@ def _backward(call: Call, residuals: Kept, cotangents: Pair) -> Operands:
             return calls.backward(call, operands, dout, dafter, None)
 
         dlast = _with_workers(call, operands, dlast)
-        gradients = turns.in_turn(call.axes, dlast, results, lambda own: own.first, back=True)
+        gradients = turns.in_turn(call, dlast, results, lambda own: own.first, back=True)
         dfirst = gradients.first
     else:
         left, again = calls.grad_left(call, operands, dout)
         back = states.turned(states.total(operands.logs) if transfer is None else transfer)
         dafter, dfirst = vary_like(operands.q, states.before(call, dlast, back, left, back=True))
         gradients = calls.backward(call, operands, dout, dafter, again)
+    gradients = meet(call.axes, call.platform, gradients._replace(first=dfirst))
     # Every rank got the first state, but only rank 0 uses it.
     is_first = lax.axis_index(call.axes) == 0
-    return gradients._replace(first=jnp.where(is_first, dfirst, 0))
+    return gradients._replace(first=jnp.where(is_first, gradients.first, 0))
 
 
 _attend.defvjp(_forward_rule, _backward_rule)

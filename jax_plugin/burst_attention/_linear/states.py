@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Float32
 
 from burst_attention._confirmed import Family
 from burst_attention._linear.checks import Method
+from burst_attention._linear.meeting import meet
 from burst_attention._mesh import permute, vary_like
 from burst_attention._types import Axes
 
@@ -169,6 +170,7 @@ def before(
     the first. With the method ``ring`` only the first rank in this order needs ``first``, and only
     the last rank gets the state after all tokens.
     """
+    transfer, left = meet(call.axes, call.platform, (transfer, left))
     method = _ring if call.method == "ring" else _gathered
     return method(call, first, transfer, left, back)
 

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from burst_attention._linear.states import State
+from burst_attention._linear.meeting import meet
+from burst_attention._linear.states import Call, State
 from burst_attention._mesh import permute, vary_like
-from burst_attention._types import Axes
 
 Results = TypeVar("Results")
 
@@ -33,7 +33,7 @@ def share_cores(platform: str | None, heads: int) -> bool:
 
 
 def in_turn(
-    axes: Axes,
+    call: Call,
     first: State,
     compute: Callable[[State], Results],
     state_of: Callable[[Results], State],
@@ -45,8 +45,8 @@ def in_turn(
     ``first`` is the state before rank 0, and ``state_of`` finds the state after a rank's tokens in
     its results. With ``back`` ranks follow each other from the last to the first.
     """
-    ranks = list(range(lax.axis_size(axes)))[:: -1 if back else 1]
-    rank, own = lax.axis_index(axes), first
+    ranks = list(range(call.world_size))[:: -1 if back else 1]
+    rank, own = lax.axis_index(call.axes), first
     # A rank has its results once its turn has come, and hands them from turn to turn from then on.
     results: Results = jax.tree.map(
         lambda x: vary_like(first, lax.empty(x.shape, x.dtype)), jax.eval_shape(compute, first)
@@ -64,6 +64,7 @@ def in_turn(
 
     for sender, receiver in pairwise(ranks):
         results = turn(sender, own, results)
-        came = permute(state_of(results), axes, [(sender, receiver)])
+        sent = meet(call.axes, call.platform, state_of(results))
+        came = permute(sent, call.axes, [(sender, receiver)])
         own = jnp.where(rank == receiver, came, own)
     return turn(ranks[-1], own, results)
