@@ -199,5 +199,6 @@ def test_the_kernels_themselves_are_the_recurrence(monkeypatch, dtype, own_heads
 
 
 @host
+@pytest.mark.long
 def test_states_beyond_float16_keep_their_digits(kernels):
     delta_cuda.assert_large_states_are_right(inputs(130, (2, 1, 2), 16, 8, "float16"))

@@ -36,11 +36,13 @@ class Units(NamedTuple):
         """Returns rows in their units, in their type."""
         if self.parts is None:
             return x
-        return (x / self._tokens(x.shape[1])[..., None]).astype(x.dtype)
+        return (x.astype(jnp.float32) / self._tokens(x.shape[1])[..., None]).astype(x.dtype)
 
     def rows(self, x: Rows) -> Rows:
         """Returns rows that were in these units: float32, or in their type where units are 1."""
-        return x if self.parts is None else x * self._tokens(x.shape[1])[..., None]
+        if self.parts is None:
+            return x
+        return x.astype(jnp.float32) * self._tokens(x.shape[1])[..., None]
 
     def dots(self, x: Float32[Array, "batch heads seq ..."]) -> jax.Array:
         """Returns products of each token that were in these units."""
@@ -60,7 +62,7 @@ def units_of(states: States, part_rows: int, dtype: np.dtype) -> Units:
     if dtype != jnp.float16:
         return Units(None, part_rows)
     largest = jnp.abs(states).max(axis=(3, 4))
-    # Less than twice the power of two within it.
+    # A number is less than twice the power of two within it.
     return Units(power_within(jnp.maximum(1, largest * (2 / LARGEST))), part_rows)
 
 
