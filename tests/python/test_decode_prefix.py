@@ -105,6 +105,20 @@ def test_the_bits_of_a_request_are_its_own(dtype):
         assert np.array_equal(found, whole[entries])
 
 
+def test_positions_behind_a_prefix_end_where_int32_does():
+    q, prefix, cache = ring.normal(0, (2, 1, 4, 16), (1, 8, 2, 16), (2, 16, 2, 16))
+    data = {"prefix_of": np.array([0, 0]), "prefix_lengths": np.array([7])}
+
+    @jax.jit
+    def run(lengths):
+        caches = prefix, prefix, cache, cache
+        return ba.shared_prefix_attention(q, *caches, lengths, return_residual=True, **data)
+
+    found, want = run(np.array([2**31 - 1, 9])), run(np.array([16, 9]))
+    for x, y in zip(found, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize("implementation", CALL_FIRST)
 @pytest.mark.parametrize("sharding", [Sharding(1, capacity=16), Sharding(2, page=4, capacity=8)])
 def test_without_prefixes_it_is_attention_over_own_tokens(sharding, implementation):

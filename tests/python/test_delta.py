@@ -10,7 +10,7 @@ import numpy as np
 import platforms
 import pytest
 import ring
-from burst_attention._linear import checks
+from burst_attention._linear import checks, states
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from linear_cases import (
@@ -50,6 +50,18 @@ def test_it_is_the_recurrence(shape, kind, method):
 def test_linear_attention_takes_decays_of_channels(method):
     arrays, _ = delta_inputs(4, 100, 4, 2, 24, 16, None, True, 1)
     assert_right(found(ring.line(4), arrays, method=method), arrays)
+
+
+@pytest.mark.needs("host")
+def test_a_channel_may_forget_all_while_others_do_not():
+    arrays, beta = delta_inputs(2, 20, 2, 1, 8, 8, None, True, 1)
+    arrays[3][:, 5, :, 3] = -np.inf
+    assert_right(found(ring.line(2), arrays, beta=beta, method="ring"), arrays, beta=beta)
+
+
+def test_a_transfer_passes_no_row_that_it_does_not_read():
+    matrix, state = jnp.array([[1.0, 0], [2, 0]]), jnp.array([[1, 3], [jnp.nan, jnp.inf]])
+    assert np.array_equal(states.apply(states.Matrix(matrix), state), [[1, 3], [2, 6]])
 
 
 @pytest.mark.needs("host")

@@ -144,6 +144,7 @@ CASES = [
     (8, "contiguous", "window"),
     (8, "zigzag", "window"),
     (4, "zigzag", "causal"),
+    (4, "striped", "causal"),
 ]
 LAYOUTS = [(1, "contiguous"), (2, "zigzag"), (4, "contiguous"), (4, "striped"), (4, "zigzag")]
 OTHERS = [(*x, mask) for x in LAYOUTS for mask in MASKS if (*x, mask) not in CASES]
@@ -152,6 +153,20 @@ OTHERS = [(*x, mask) for x in LAYOUTS for mask in MASKS if (*x, mask) not in CAS
 @pytest.mark.parametrize("one", some([*CASES, *OTHERS], len(CASES)), ids=str)
 def test_it_equals_expansion_before_attention(one):
     agree(*one)
+
+
+def test_a_window_may_end_at_the_edge_of_a_chunk():
+    """Of the farthest chunk on each side, one query sees one key."""
+    agree(4, "contiguous", "full", local_window_size=(13, 1))
+
+
+def test_out_of_16_bits_is_rounded_once():
+    """The results of chunks, of more than 256 keys each, are merged before they are rounded."""
+    query, latent, params, *_ = arrays = inputs(528, jnp.bfloat16)
+    exact = expected(arrays)[0].o
+    out, _ = sharded(ring.line(2))(query, latent, params)
+    rounding = np.linalg.norm(exact.astype(jnp.bfloat16).astype(np.float64) - exact)
+    assert np.linalg.norm(np.float64(out) - exact) <= 1.1 * rounding
 
 
 @pytest.mark.parametrize("tokens", [96, 288])
