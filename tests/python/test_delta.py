@@ -59,6 +59,7 @@ def test_a_channel_may_forget_all_while_others_do_not():
     assert_right(found(ring.line(2), arrays, beta=beta, method="ring"), arrays, beta=beta)
 
 
+@pytest.mark.needs("host")
 def test_a_transfer_passes_no_row_that_it_does_not_read():
     matrix, state = jnp.array([[1.0, 0], [2, 0]]), jnp.array([[1, 3], [jnp.nan, jnp.inf]])
     assert np.array_equal(states.apply(states.Matrix(matrix), state), [[1, 3], [2, 6]])

@@ -147,6 +147,7 @@ def test_padding_leaves_nothing_whatever_its_decays_are():
     assert all(np.isfinite(x).all() for x in grads)
 
 
+@pytest.mark.needs("host")
 def test_the_first_segment_begins_with_the_initial_state():
     arrays = inputs(1, 40, 2, 1, 16, 16, 0.9)
     ids = np.broadcast_to(np.repeat(np.array([5, 6], np.int32), [25, 15]), (2, 40))
