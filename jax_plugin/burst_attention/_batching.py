@@ -226,7 +226,7 @@ def _on_owners(
 ) -> Results:
     """Computes on each device with its own part of the mapped dimension."""
     first = arrays[mapped.index(True)]
-    axes = names_of(jax.typeof(first).sharding.spec[0]) if explicit_axes(first) else ()
+    axes = names_of(jax.typeof(first).sharding.spec[0])
     if not axes:
         return function(*arrays)
     own, whole = PartitionSpec(axes), PartitionSpec()

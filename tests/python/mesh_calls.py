@@ -76,13 +76,16 @@ def latents(case, a):
 
 
 def on_shards(case, a):
-    """Attention of shards, and over latents, both rematerialised."""
+    """Attention of shards, rematerialised, and over latents."""
 
     def local(a):
         names = ("sinks", "alibi_slopes", "segment_ids")
         options = {name: a[name] for name in names}
         attend = partial(ba.attention, axis_name=case.axes, is_causal=True, **options)
-        out = jax.checkpoint(attend, policy=ba.save_attention)(*(a[name] for name in QKV))
+        # JAX fails jax.checkpoint inside a shard_map that a vmap maps over spmd_axis_name.
+        if case.is_explicit or not case.stage_axis:
+            attend = jax.checkpoint(attend, policy=ba.save_attention)
+        out = attend(*(a[name] for name in QKV))
         arrays = a["query"], a["latent"], expanded, a["gate"]
         return out, ba.latent_attention(*arrays, axis_name=case.axes, is_causal=True)
 
