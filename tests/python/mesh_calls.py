@@ -56,7 +56,7 @@ def delta(case, a):
 def infini(case, a):
     """Infini-attention on global arrays, from a memory to a memory."""
     qkv = (a[name] for name in QKV)
-    options = {"segment_size": 4, "update": "delta", "memory": a["memory"]}
+    options = {"segment_size": 4, "memory": a["memory"]}
     return ba.infini_attention(*qkv, a["gate"], **options, **case.way())
 
 
