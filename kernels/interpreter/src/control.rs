@@ -9,6 +9,7 @@ impl<'a> Machine<'a> {
     pub fn branch(&mut self, step: &Step<'a>) -> Outcome<Flow> {
         let [condition] = self.tiles::<1>(step)?;
         let taken = if condition.int()? != 0 { 0 } else { 1 };
+        self.note(step, 1 - taken as u64);
         match (step.regions.get(taken), step.regions.len()) {
             (Some(body), 1 | 2) => self.run(body, vec![]),
             (None, 1) => Ok(Flow::End),
@@ -37,6 +38,7 @@ impl<'a> Machine<'a> {
             return undefined(format!("for with step {stride}"));
         }
         let mut carried = self.operands(step)?.split_off(3);
+        let mut turns = 0;
         while index < end {
             let data = Data::Int(vec![wrap(index, bits)]);
             let induction = Tile::new(element, [], data);
@@ -49,7 +51,9 @@ impl<'a> Machine<'a> {
                 Flow::Break(_) | Flow::Yield(_) => return malformed("a for ends in continue"),
             };
             index += stride;
+            turns += 1;
         }
+        self.note(step, turns);
         Ok(Flow::Continue(carried))
     }
 
@@ -59,13 +63,18 @@ impl<'a> Machine<'a> {
             return malformed(format!("one region expected, got {}", step.regions.len()));
         };
         let mut carried = self.operands(step)?;
+        let mut turns = 0;
         loop {
             match self.run(body, carried)? {
                 Flow::Continue(values) => carried = values,
                 Flow::End => carried = vec![],
-                flow @ (Flow::Break(_) | Flow::Return) => return Ok(flow),
+                flow @ (Flow::Break(_) | Flow::Return) => {
+                    self.note(step, turns);
+                    return Ok(flow);
+                }
                 Flow::Yield(_) => return malformed("a loop's body ends in continue or break"),
             }
+            turns += 1;
         }
     }
 }

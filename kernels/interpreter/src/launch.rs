@@ -5,11 +5,14 @@ use super::error::Error;
 use super::machine::{Machine, Value};
 use super::memory::{Address, Memory};
 use super::program::{Program, function_name};
+use super::reach::Reach;
 use super::tile::{Data, Element, Tile, tile_type};
 use cutile_ir::Module;
 use cutile_ir::bytecode::Opcode;
 use cutile_ir::ir::{ScalarType, format_type};
 use half::{bf16, f16};
+use std::cell::RefCell;
+use std::rc::Rc;
 
 /// An argument of a launch.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -71,11 +74,19 @@ pub struct GridRun {
     pub allow_zero_strides: bool,
     /// The largest number of operations of the launch. It makes a loop without end an error.
     pub operation_limit: u64,
+    /// Where to add how often branches and loops ran.
+    pub reach: Option<Rc<RefCell<Reach>>>,
 }
 
 impl Default for GridRun {
     fn default() -> Self {
-        Self { seed: 0, blocks: None, allow_zero_strides: false, operation_limit: 1 << 32 }
+        Self {
+            seed: 0,
+            blocks: None,
+            allow_zero_strides: false,
+            operation_limit: 1 << 32,
+            reach: None,
+        }
     }
 }
 
@@ -104,7 +115,11 @@ impl GridRun {
         let adds = program.body.contains(Opcode::AtomicRedViewTko);
         memory.accesses = adds.then(Accesses::default);
         let mut machine = Machine::new(&program, grid, memory, self);
-        blocks.into_iter().try_for_each(|block| machine.run_block(block, &arguments))
+        blocks.into_iter().try_for_each(|block| machine.run_block(block, &arguments))?;
+        if let (Some(reach), Some(turns)) = (&self.reach, &machine.turns) {
+            reach.borrow_mut().add(&program, turns);
+        }
+        Ok(())
     }
 }
 

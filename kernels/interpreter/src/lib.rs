@@ -20,6 +20,8 @@
 //!   gather/scatter views and block-scaled products. Using one of them is an error.
 //! - NaNs are quiet; their payloads need not survive conversions.
 //!
+//! With [`GridRun::reach`] a run records how often the branches and loops ran that data decide.
+//!
 //! [`execute`] runs the launches of `burst-attention-kernels`; `burst-attention-compiler` compiles
 //! the kernels to Tile IR.
 
@@ -27,6 +29,7 @@ mod additions;
 mod attributes;
 mod control;
 mod conversion;
+mod decided;
 mod error;
 pub mod execute;
 mod float;
@@ -39,6 +42,7 @@ mod memory;
 mod pointer;
 mod program;
 mod promise;
+mod reach;
 mod shape;
 mod tile;
 mod view;
@@ -46,3 +50,4 @@ mod view;
 pub use error::{Error, Fault};
 pub use launch::{Argument, GridRun};
 pub use memory::{Address, Memory};
+pub use reach::{Line, Place, Reach, Turns};

@@ -5,10 +5,12 @@ use super::error::{Error, Fault, Outcome, malformed, unsupported};
 use super::launch::GridRun;
 use super::memory::Memory;
 use super::program::{Body, Program, Step, at, slot};
+use super::reach::Turns;
 use super::tile::{Tile, declared_tile};
 use super::view::{TensorView, TileView};
 use cutile_ir::bytecode::Opcode;
-use cutile_ir::ir::{ScalarType, Type, format_type};
+use cutile_ir::ir::{OpId, ScalarType, Type, format_type};
+use std::collections::HashMap;
 use std::rc::Rc;
 
 #[derive(Debug, Clone)]
@@ -41,6 +43,8 @@ pub(super) struct Machine<'a> {
     /// The number of elements that the body of a reduction runs on at once. Its scalars are then
     /// tiles of this many elements.
     pub lanes: Option<usize>,
+    /// How often bodies of branches and loops ran, if someone asks for it.
+    pub turns: Option<HashMap<OpId, Turns>>,
     /// The error, with its place, of the innermost failed operation.
     failed: Option<Error>,
 }
@@ -62,6 +66,7 @@ impl<'a> Machine<'a> {
             operations: 0,
             slots: vec![None; program.slots],
             lanes: None,
+            turns: grid_run.reach.is_some().then(HashMap::new),
             failed: None,
         }
     }
@@ -113,6 +118,13 @@ impl<'a> Machine<'a> {
             }
         }
         Ok(Flow::End)
+    }
+
+    /// Notes that a body of a branch or of a loop ran so many times.
+    pub fn note(&mut self, step: &Step, turns: u64) {
+        if let Some(all) = &mut self.turns {
+            all.entry(step.id).or_default().add(turns);
+        }
     }
 
     fn step(&mut self, step: &Step<'a>) -> Outcome<Flow> {

@@ -9,6 +9,7 @@ use std::collections::HashMap;
 
 /// An operation, and the slots of its results.
 pub(super) struct Step<'m> {
+    pub id: OpId,
     pub op: &'m Operation,
     /// Slot of each result; `None` where nothing uses the result.
     pub results: Vec<Option<usize>>,
@@ -120,7 +121,7 @@ fn lower_step<'m>(module: &'m Module, id: OpId, slots: &ResultSlots) -> Lowered<
     results.resize(op.result_types.len(), None);
     let lower = |&region: &_| lower_body(module, op, region, slots);
     let regions = op.regions.iter().map(lower).collect::<Result<_, _>>()?;
-    Ok(Step { op, results, regions })
+    Ok(Step { id, op, results, regions })
 }
 
 fn lower_body<'m>(

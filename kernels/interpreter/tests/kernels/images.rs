@@ -4,14 +4,15 @@ use std::collections::BTreeSet;
 use std::sync::Mutex;
 
 use burst_attention_interpreter::{GridRun, Memory};
-use burst_attention_kernels::instances::{Instance, Kernel, Target};
+use burst_attention_kernels::instances::{Element, Instance, Kernel, Target};
 use burst_attention_kernels::launch::Launch;
 use burst_attention_kernels::variant::FeatureSet;
 
 use super::case::{CASE, CAUSAL, Case, NONE, Runs};
-use super::features::{DOCUMENTS, LONG, OTHERS, PADDED, SHORT, SORTED};
+use super::coverage::Group;
+use super::features::{DOCUMENTS, LONG, ONE, OTHERS, PADDED, SHORT, SORTED};
 use super::problem::Problem;
-use super::visible::{ANY, TREE, TURNED};
+use super::visible::{ANY, COMBS, OPEN, SCATTERED, TREE, TURNED};
 use super::world::Change;
 use super::{forward, fused, gradients};
 
@@ -79,26 +80,85 @@ fn cases(instance: &Instance, count: usize) -> Vec<Case> {
     (0..rounds).map(at).collect()
 }
 
+/// Runs an image's kernel on a case.
+fn check_image(instance: &Instance, case: Case) {
+    let problem = Problem::new(case);
+    let check = match instance.kernel {
+        Kernel::Forward => forward::check,
+        Kernel::QueryGrads => gradients::check_queries,
+        _ if instance.variant.fused => fused::check,
+        _ => gradients::check_keys,
+    };
+    let found = check(&problem, Change::Before(see));
+    let found = found.unwrap_or_else(|error| panic!("{instance}: {error}\n{case:?}"));
+    println!("{instance} {:.2}", found.worst);
+}
+
 /// Runs some images on some of their cases.
 fn check(images: impl Iterator<Item = Instance>, count: usize) {
     let images: Vec<_> = images.collect();
     for instance in &images {
         for case in cases(instance, count) {
-            let problem = Problem::new(case);
-            let check = match instance.kernel {
-                Kernel::Forward => forward::check,
-                Kernel::QueryGrads => gradients::check_queries,
-                _ if instance.variant.fused => fused::check,
-                _ => gradients::check_keys,
-            };
-            let found = check(&problem, Change::Before(see));
-            let found = found.unwrap_or_else(|error| panic!("{instance}: {error}\n{case:?}"));
-            println!("{instance} {:.2}", found.worst);
+            check_image(instance, case);
         }
     }
     let seen = SEEN.lock().expect("no panics");
     let missed = images.iter().find(|&instance| !seen.contains(instance));
     assert_eq!(missed, None, "an image that no case took");
+}
+
+/// Returns cases in which the kernels' branches and loops go every way.
+fn ways(instance: &Instance) -> Vec<Case> {
+    let Instance { kernel, variant, .. } = *instance;
+    let small = Case { batch: 1, heads: 1, ..cases(instance, 1)[0] };
+    let long = Case { q_len: 660, kv_len: 660, ..small };
+    let mut all = vec![
+        long,
+        Case { band: (-600, 4), ..long },
+        Case { band: (i64::MIN, 57), ..long },
+        Case { heads: 2, ..small },
+        Case { heads: 2, band: (-60, 4), ..small },
+        Case { band: (-20, i64::MAX), ..small },
+        Case { band: (i64::MIN, -600), ..small },
+        Case { steps: &[(0, 64), (64, 290)], ..small },
+        Case { q_len: 5, kv_len: 0, ..small },
+    ];
+    // More keys than the kernels that prepare others take at once.
+    if kernel == Kernel::Forward {
+        all.push(Case { q_len: 70, kv_len: 2100, ..small });
+    }
+    if variant.has(FeatureSet::SEGMENTS) {
+        all.push(Case { segments: Some((ONE, ONE)), band: (-600, 4), ..long });
+    }
+    if variant.has(FeatureSet::VISIBLE) {
+        let masked = |masks| Case { masks: Some(masks), band: NONE, segments: None, ..long };
+        all.extend([COMBS, SCATTERED, OPEN].map(masked));
+    }
+    if variant.is_general() {
+        let off = Case { segments: None, soft_cap: 0.0, slopes: false, dropout: None, ..small };
+        all.push(Case { dropout: Some(0.3), ..off });
+        all.push(Case { soft_cap: 4.0, slopes: true, ..off });
+    }
+    all
+}
+
+/// Takes each variant with as few columns as it has. Some cases run another variant, and the fused
+/// kernel leaves out what it does not compute.
+#[test]
+#[ignore = "takes long: make test-full"]
+fn branches_and_loops_go_every_way() {
+    let mut known = BTreeSet::new();
+    let images = images(Target::Sm90).filter(|image| image.element == Element::Bf16);
+    let images: Vec<_> =
+        images.filter(|image| known.insert((image.kernel, image.variant))).collect();
+    Group::Attention.assert_reached(|| {
+        for instance in &images {
+            let mut all = ways(instance);
+            let fused = instance.variant.fused;
+            all.retain(|case| case.instance(instance.kernel, fused).is_some());
+            all.into_iter().for_each(|case| check_image(instance, case));
+        }
+    });
 }
 
 #[test]

@@ -3,6 +3,7 @@
 mod bounded;
 mod case;
 mod combine_softmax;
+mod coverage;
 mod decode;
 mod delta_rule;
 mod feature_arrays;

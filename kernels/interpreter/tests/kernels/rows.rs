@@ -2,7 +2,10 @@
 
 use burst_attention_kernels::launch::{Accumulate, AddGradient, Cast, Delta};
 
-use super::case::{Case, Random, round};
+use super::case::{CASE, Case, Random, round};
+use super::combine_softmax;
+use super::coverage::Group;
+use super::fold_result;
 use super::problem::{Found, Problem};
 use super::world::{Change, Scalar, Stores, World};
 
@@ -258,4 +261,31 @@ pub fn check_add_gradient(problem: &Problem, change: Change) -> Result<Found, St
         None => Ok(Found { worst: 0.0, launches }),
         Some(at) => Err(format!("element {at} is {}", outputs[0][at])),
     }
+}
+
+#[test]
+fn branches_and_loops_go_every_way() {
+    let case = Case { q_len: 70, heads: 4, kv_heads: 2, head_dim: 16, ..CASE };
+    let cases = [
+        case,
+        Case { second: false, kv_heads: 4, ..case },
+        Case { finished: false, ..case },
+        Case { steps: &[(0, 64), (64, 100)], ..case },
+    ];
+    let checks = [
+        check_delta,
+        check_cast,
+        check_accumulate,
+        check_add_gradient,
+        combine_softmax::check,
+        fold_result::check,
+    ];
+    Group::Rows.assert_reached(|| {
+        for case in cases {
+            let problem = Problem::new(case);
+            for check in checks {
+                check(&problem, Change::None).unwrap_or_else(|error| panic!("{error}\n{case:?}"));
+            }
+        }
+    });
 }

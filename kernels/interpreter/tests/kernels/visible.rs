@@ -54,9 +54,16 @@ fn local(_: usize, j: usize) -> [[i32; 2]; 2] {
     [[j as i32, j as i32 + 200], [0, 0]]
 }
 
+/// Keys of four kinds, each seen by another stretch of queries: four runs of queries see all keys.
+fn scattered(_: usize, j: usize) -> [[i32; 2]; 2] {
+    let first = 192 * (j as i32 % 4);
+    [[first, first + 40], [0, 0]]
+}
+
 pub const ANY: Masks = Masks { position: row, intervals: any, count: 2, counted: None };
 pub const TREE: Masks = Masks { intervals: tree, ..ANY };
 pub const COMBS: Masks = Masks { intervals: combs, ..ANY };
+pub const SCATTERED: Masks = Masks { intervals: scattered, ..ANY };
 pub const OPEN: Masks = Masks { intervals: open, ..ANY };
 pub const LOCAL: Masks = Masks { intervals: local, ..ANY };
 const PREFIX: Masks = Masks { count: 1, ..TREE };

@@ -11,6 +11,8 @@ use cutile_ir::Module;
 use half::{bf16, f16};
 use std::ops::Range;
 
+use super::coverage::reach_of;
+
 /// All kernels, compiled once for all tests.
 pub static KERNELS: LazyLock<Kernels> = LazyLock::new(|| {
     let temporary = Path::new(env!("CARGO_TARGET_TMPDIR"));
@@ -283,6 +285,7 @@ impl World {
                 seed: self.seed,
                 blocks: blocks(&launch),
                 operation_limit: 1 << 24,
+                reach: reach_of(&launch.instance()),
                 ..GridRun::default()
             };
             let change = match self.change {

@@ -8,15 +8,15 @@ use cutile_ir::ir::{Attribute, RegionId, Type, Value};
 
 const SIGNED: (&str, Attribute) = ("signedness", Attribute::Bool(true));
 
-fn int32() -> Type {
+pub fn int32() -> Type {
     tile(I32, &[])
 }
 
-fn sum(build: &mut Build, x: Value, y: Value) -> Value {
+pub fn sum(build: &mut Build, x: Value, y: Value) -> Value {
     build.op(AddI, &[x, y], int32(), &[int("overflow", 0)])
 }
 
-fn compare(build: &mut Build, predicate: i64, x: Value, y: Value) -> Value {
+pub fn compare(build: &mut Build, predicate: i64, x: Value, y: Value) -> Value {
     let attributes = [int("comparison_predicate", predicate), SIGNED];
     build.op(CmpI, &[x, y], tile(I1, &[]), &attributes)
 }

@@ -11,6 +11,7 @@ mod launches;
 mod matrices;
 mod pointers;
 mod promises;
+mod reach;
 #[allow(
     clippy::undocumented_unsafe_blocks,
     reason = "in the dialect every use of a raw pointer is unsafe; none of it is run as Rust"

@@ -1,15 +1,17 @@
 //! Decode: `decode` and `decode_merge` against dense attention.
 
 mod case;
+mod coverage;
 
 use burst_attention_kernels::instances::{Element, Target};
 use burst_attention_kernels::launch::{Launch, Split};
 use cutile_ir::Module;
 use cutile_ir::bytecode::Opcode::{self, MinI, MmaF, MulF, Select};
+use cutile_ir::ir::ValueProducer;
 
 use crate::footprints::suffices;
 use crate::linear::{near, rounding};
-use crate::modules::{find, is_wide};
+use crate::modules::{find, inside, is_wide, of};
 use crate::mutants::{force, reroute_all, scale, swap};
 use crate::world::{Change, Stores, World};
 use case::{CASE, Case, place};
@@ -235,6 +237,15 @@ const LATENTS: Case = Case {
     ..CASE
 };
 
+/// A piece of more tiles than a turn of the loop over their levels takes.
+const MANY_TILES: Case = Case {
+    lengths: &[2000],
+    page_rows: 2048,
+    split: Split::Runs(1),
+    weights_in_memory: true,
+    ..LATENTS
+};
+
 /// Latents of any width up to 576, of which up to 512 columns are values.
 #[test]
 fn values_in_the_first_columns_of_keys() {
@@ -297,6 +308,24 @@ fn repeat(module: &mut Module, opcode: Opcode, n: usize) {
     op.operands[last] = op.operands[last - 1];
 }
 
+/// Forgets that sums of earlier tiles are relative to their own level: where a loop finds the level
+/// of a piece, it adds them as they are.
+fn forget_levels(module: &mut Module) {
+    for id in find(module, Opcode::Loop) {
+        let of = |opcode| of(module, inside(module, id), opcode);
+        if of(Opcode::Exp2).is_empty() || !of(MmaF).is_empty() {
+            continue;
+        }
+        let sum = of(Opcode::AddF).into_iter().find(|&id| is_wide(module, id)).expect("a sum");
+        let ValueProducer::OpResult { op, .. } =
+            module.value_data(module.op(sum).operands[0]).producer
+        else {
+            panic!("a product with the earlier sum");
+        };
+        module.op_mut(sum).operands[0] = module.op(op).operands[0];
+    }
+}
+
 #[test]
 fn every_mistake_is_found() {
     let all =
@@ -309,10 +338,11 @@ fn every_mistake_is_found() {
     let latents = Case { kv_heads: 2, ..LATENTS };
     let written = Case { weights_in_memory: true, ..LATENTS };
     #[rustfmt::skip]
-    let mutants: [Mutant; 28] = [
+    let mutants: [Mutant; 29] = [
         ("weights of other keys", written, Change::Launch(|l| if l.value("piece_acc").is_some() { force_any(l, "capacity", 128); })),
         ("levels mistaken for sums", written, Change::Launch(|l| if l.value("piece_acc").is_some() && l.value("tile_max").is_some() { swap(l, "tile_max", "tile_sum"); })),
         ("weights of half of the latents", written, Change::Launch(|l| if l.value("q").is_some() { force(l, "head_dim", 256); })),
+        ("levels of earlier tiles forgotten", MANY_TILES, Change::Module(forget_levels)),
         ("weights without masks", written, Change::Module(|m| in_pieces(m, |m| reroute_all(m, Select, 2, 1)))),
         ("latents of other columns", latents, Change::Launch(|l| force_any(l, "head_dim", 512))),
         ("half of the values", LATENTS, Change::Launch(|l| if l.value("k").is_some() { force(l, "value_dim", 256); })),

@@ -4,8 +4,11 @@ mod case;
 mod runs;
 
 use burst_attention_kernels::instances::{Element, Target};
-use cutile_ir::bytecode::Opcode::{MmaF, Select};
+use cutile_ir::Module;
+use cutile_ir::bytecode::Opcode::{If, MmaF, Select};
+use cutile_ir::ir::{OpId, ValueProducer};
 
+use crate::coverage::Group;
 use crate::footprints::suffices;
 use crate::linear::case::Decays;
 use crate::linear::{near, rounding};
@@ -196,9 +199,83 @@ fn weights_may_be_larger_than_float16() {
     }
 }
 
+/// Returns the branches that the argument `bounded`, the last one, decides.
+fn bounded_branches(module: &Module) -> Vec<OpId> {
+    let region = module.op(module.functions[0]).regions[0];
+    let arguments = &module.block(module.region(region).blocks[0]).args;
+    let (bounded, _) = *arguments.last().expect("arguments");
+    let mut branches = find(module, If);
+    branches.retain(|&id| match module.value_data(module.op(id).operands[0]).producer {
+        ValueProducer::OpResult { op, .. } => module.op(op).operands.contains(&bounded),
+        ValueProducer::BlockArg { .. } => false,
+    });
+    branches
+}
+
+/// Makes products of keys leave out the `N`-th step of those that keep them within float16, if there
+/// are so many.
+fn skip_step<const N: usize>(module: &mut Module) {
+    if let Some(&id) = bounded_branches(module).get(N) {
+        let op = module.op_mut(id);
+        op.regions[0] = op.regions[1];
+    }
+}
+
+/// Cases in which pairs of tokens, and states, are larger than float16, and the results are not.
+const LARGE: [Case; 2] = {
+    let case = Case { element: Element::F16, batch: 1, heads: 1, ..CASE };
+    [
+        Case { query: 1e-3, value: 300.0, start: 25.0, ..case },
+        Case { key: 1e-6, value: 1e-3, start: 1e5, rate: 0.2, ..case },
+    ]
+};
+
+/// The gradient of keys needs each step that scales a product down or up again. The first of the
+/// kernel for heads alone makes no difference here: it finds the bound of pairs of values, which
+/// bound the result as well, so they exceed 2¹⁵ but not float16.
+#[test]
+fn every_step_that_bounds_products_of_keys_counts() {
+    const STEPS: [fn(&mut Module); 12] = [
+        skip_step::<0>,
+        skip_step::<1>,
+        skip_step::<2>,
+        skip_step::<3>,
+        skip_step::<4>,
+        skip_step::<5>,
+        skip_step::<6>,
+        skip_step::<7>,
+        skip_step::<8>,
+        skip_step::<9>,
+        skip_step::<10>,
+        skip_step::<11>,
+    ];
+    for (of_channels, counts) in [(false, 1..12), (true, 0..11)] {
+        let cases = LARGE.map(|case| Case { of_channels, ..case });
+        for case in &cases {
+            check_keys(case, Change::None).unwrap_or_else(|error| panic!("{error}"));
+        }
+        let notices =
+            |step| cases.iter().any(|case| check_keys(case, Change::Module(step)).is_err());
+        let found: Vec<_> = (0..12).filter(|&n| notices(STEPS[n])).collect();
+        assert_eq!(found, counts.collect::<Vec<_>>(), "of channels: {of_channels}");
+    }
+}
+
 #[test]
 fn launches_touch_what_their_footprints_say() {
     check_all(&[CASE, Case { limit: 40_000, ..CASE }], Change::Before(suffices));
+}
+
+/// Parts of one tile and of two; and one tile in float16, which is bounded.
+#[test]
+fn branches_and_loops_go_every_way() {
+    let case = Case { batch: 1, heads: 1, ..CASE };
+    let channels = Case { of_channels: true, decays: Decays::Random(3.0), ..case };
+    Group::DeltaRule.assert_reached(|| {
+        for (element, rows) in [(Element::Bf16, 150), (Element::F16, 40)] {
+            check_all(&[case, channels].map(|case| Case { element, rows, ..case }), Change::None);
+        }
+    });
 }
 
 #[test]

@@ -13,6 +13,7 @@ use cutile_ir::bytecode::Opcode::Select;
 use self::case::{Case, Exact, Inputs, KEYS, VALUES, turned};
 use super::case::Decays;
 use super::{near, rounding, twice};
+use crate::coverage::Group;
 use crate::footprints::suffices;
 use crate::mutants::{force, reroute_all, swap};
 use crate::world::{Array, Change, Scalar, Stores, World};
@@ -319,6 +320,20 @@ fn weights_may_be_larger_than_float16() {
         check_attend(&case, Change::None).unwrap_or_else(|error| panic!("{error}"));
         check_attend(&case, unbounded).expect_err("something is beyond float16");
     }
+}
+
+/// Parts of one tile and of two; and one tile in float16, which is bounded.
+#[test]
+fn branches_and_loops_go_every_way() {
+    let of_heads = super::Case { part: 128, batch: 1, ..super::CASE };
+    let of_channels = Case { batch: 1, heads: 1, ..KEYS };
+    Group::Linear.assert_reached(|| {
+        for (element, rows) in [(Element::Bf16, 150), (Element::F16, 40)] {
+            let cases = super::both_ways(super::Case { element, rows, ..of_heads });
+            super::check_all(&cases, Change::None);
+            check_all(&all_kinds(Case { element, rows, ..of_channels }), Change::None);
+        }
+    });
 }
 
 #[test]
