@@ -90,15 +90,15 @@ demo-windows: build  ## train window and global layers on packed documents; flag
 	$(SAY) "demo: packed documents over 2 x 4 CPU devices"
 	@$(PY) examples/packed_windows.py $(WINDOWS)
 
-# cargo begins as soon as it has its packages, and pip fetches those of the Python tests beside it.
-# The Python tests come last and alone: beside other work, threads of 8 devices wait for each other
-# (test_correct.py on 2 cores: 11 s alone, 119 s at a load of 8).
 # Python tests run in parts (tests/python/long.py). The commit chooses the part of `make test` and
-# of `make test-full`, so every part runs as changes go in. A target by its own runs all cases.
+# of `make test-full`, so every part runs as changes go in. A target by itself runs all cases.
 SAMPLE :=
 PART = $(if $(SAMPLE),--sample=$(SAMPLE))
 PASSED = part $(subst /, of ,$(SAMPLE)) passed; SAMPLE=$(SAMPLE) repeats it, SAMPLE=1/1 runs all parts
 
+# cargo begins as soon as it has its packages, and pip fetches those of the Python tests beside it.
+# The Python tests come last and alone: beside other work, threads of 8 devices wait for each other
+# (test_correct.py on 2 cores: 11 s alone, 119 s at a load of 8).
 test: SAMPLE = $(shell .ci/part 2)
 test:  ## run a check of every kind, with one half of the Python tests' cases; SAMPLE=2/2 chooses
 	@$(MAKE) --silent -j2 --output-sync=target test-rust $(VENV)/dev $(STANDIN)/ready
