@@ -83,7 +83,7 @@ def test_a_user_who_asks_reads_once_which_backend_computes(monkeypatch):
 def test_a_user_who_asks_with_another_value_gets_an_error(monkeypatch):
     monkeypatch.setenv("BURST_ATTENTION_EXPLAIN", "yes")
     nothing = "call=cuLaunchKernel code=719 about=no_such_kernel"
-    row = failures.report("ring", 2, "execute", "forward", nothing)
+    row = failures.report("ring", 2, "initialize", "forward", nothing)
     assert not row["hung"], row
     words = "BURST_ATTENTION_EXPLAIN must be 0 or 1, or unset for the default, got"
     assert words in row["run"][1], row
