@@ -173,8 +173,10 @@ def _mapped(
 
     def one(*arrays: jax.Array) -> Results:
         # JAX types some arrays by the axes that the vmap hides, such as zeros that are cotangents.
-        axes = union_of_varying(arrays) | hidden
-        return function(*jax.tree.unflatten(tree, vary_over(axes, arrays)))
+        # A user's function that is traced already takes arrays of the types that they had then.
+        if hidden or entries is not _in_vmap:
+            arrays = vary_over(union_of_varying(arrays) | hidden, arrays)
+        return function(*jax.tree.unflatten(tree, arrays))
 
     call = custom_vmap(lambda *arrays: _on_devices(one, arrays))
 

@@ -206,6 +206,18 @@ def test_transformed_calls_outside_jit_compile_nothing_anew(call, reference, tra
         assert not events(lambda: of(call)(x))[COMPILES]
 
 
+def test_gradients_on_explicit_axes_compile_nothing_anew():
+    mesh = ring.line(2, axis_type=AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x, layer = jax.device_put(ring.normal(0, ROWS)[0], NamedSharding(mesh, X)), Layer(0.5)
+        call = lambda x: ba.latent_attention(x, x, layer.expand, ())  # noqa: E731
+        gradient = jax.grad(lambda x: (call(x) ** 2).sum())
+        first = np.asarray(gradient(x))
+        assert not events(lambda: gradient(x))[COMPILES]
+        layer.weight = 0.25
+        assert np.abs(gradient(x) - first).max() > 0
+
+
 def test_a_backward_rule_that_changed_is_another_program():
     """The text of the forward pass is the same. So are those of callbacks and stopped gradients."""
     x, factor = array(), [1.0]
@@ -229,19 +241,20 @@ def test_a_backward_rule_that_changed_is_another_program():
 
 
 def test_a_callback_is_that_of_its_call():
-    x, seen = array(), []
+    x, name, seen = array(), ["first"], []
 
-    def call(name):
-        def expand(params, latent):
-            jax.debug.callback(lambda: seen.append(name))
-            return latent, latent
+    def expand(params, latent):
+        jax.debug.callback(partial(seen.append, name[0]))
+        return latent, latent
 
-        jax.block_until_ready(ba.latent_attention(x, x, expand, (), mesh=ring.line(2), spec=X))
+    def call():
+        ba.latent_attention(x, x, expand, (), mesh=ring.line(2), spec=X).block_until_ready()
         jax.effects_barrier()
 
-    call("first")
+    call()
     seen.clear()
-    call("second")
+    name[0] = "second"
+    call()
     assert set(seen) == {"second"}
 
 
@@ -256,18 +269,21 @@ def test_no_call_keeps_what_its_function_holds():
 
 
 def test_threads_read_their_own():
-    x, results = array(), {}
+    x, own, results = array(), threading.local(), {}
+    call = partial(ba.latent_attention, x, x, mesh=ring.line(2), spec=X)
+    expand = lambda params, latent: (latent, latent * own.weight)  # noqa: E731
 
     def run(weight):
-        results[weight] = np.asarray(latents(x, Layer(jnp.full(8, weight)))).sum()
+        own.weight = np.full(8, weight, np.float32)
+        results[weight] = np.asarray(call(expand, ()))
 
     threads = [threading.Thread(target=run, args=(0.25 * i,)) for i in range(1, 7)]
     for each in threads:
         each.start()
     for each in threads:
         each.join()
-    for weight, got in results.items():
-        close(got, np.asarray(expanded_first(x, Layer(jnp.full(8, weight)))).sum(), 1e-5)
+    for weight, result in results.items():
+        close(result, results[1.0] * weight, 3e-6)
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])

@@ -273,7 +273,7 @@ def _actual_axes(x: jax.Array) -> Cuts:
 
 def cuts_of(spec: PartitionSpec, ndim: int) -> Cuts:
     """Returns the axes that a spec names for each dimension."""
-    return tuple(names_of(entry) for entry in tuple(spec) + (None,) * (ndim - len(spec)))
+    return tuple(names_of(entry) for entry in (*spec.partitions, *(None,) * (ndim - len(spec))))
 
 
 def checked_spec(spec: object) -> PartitionSpec | None:

@@ -6,7 +6,6 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -116,18 +115,15 @@ def _text(cut: Cut, settings: Settings, inputs: Inputs) -> str | None:
         return None
     every = PartitionSpec(cut.mesh.axis_names)
 
-    def run(inputs: Inputs, cotangents: jax.Array | None) -> Leaves:
-        def local(axes: Axes, inputs: Inputs) -> Leaves:
-            results = shards.samples(axes, settings, inputs, cotangents)
-            return [x.reshape(1, -1) for x in results]
+    def local(axes: Axes, *cotangents: jax.Array, inputs: Inputs) -> Leaves:
+        results = shards.samples(axes, settings, inputs, *cotangents)
+        return [x.reshape(1, -1) for x in results]
 
-        results: Leaves = _on_shards(cut, local, inputs, every)
-        return results
-
+    lower = jax.jit(lambda inputs, *whole: _on_shards(cut, local, inputs, every, *whole)).lower
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(inputs)):
-        return jax.jit(run).lower(inputs, None).as_text()
+        return lower(inputs).as_text()
     try:
-        return jax.jit(run).lower(inputs, jnp.ones(2, jnp.float32)).as_text()
+        return lower(inputs, np.ones(2, np.float32)).as_text()
     except Exception:
         # Without derivatives there is no text of them. If the call needs some, JAX says what lacks.
         return None
@@ -162,8 +158,12 @@ def _on_shards(
     function: Callable[..., Any],
     inputs: Inputs,
     out_specs: Any = None,
+    *whole: jax.Array,
 ) -> Any:
-    """Returns results of each device's inputs, by default sharded like query."""
+    """Returns results of each device's inputs and of whole arrays.
+
+    By default the results are sharded like query.
+    """
     query = inputs.query
     # Latents have no heads, and the heads of keys are known on the shards alone.
     placement = find_placement(cut.mesh, cut.spec, cut.axes, query, query, query)
@@ -179,13 +179,16 @@ def _on_shards(
     ids = of_rows("segment_ids", inputs.ids)
     chunk = Chunk(of_rows("an array of latent", inputs.chunk.latent), ids)
     out_spec = placement.spec("batch q_len heads")
-    whole = jax.tree.map(lambda _: PartitionSpec(), inputs.captured)
-    specs = Inputs._make((out_spec, chunk, params_specs, ids, whole))
-    return placement.on_shards(
-        lambda inputs: function(placement.ring_axes, inputs=_own_rows(placement, inputs)),
-        (specs,),
-        out_spec if out_specs is None else out_specs,
-    )(inputs)
+    captured, specs_of_whole = jax.tree.map(lambda _: PartitionSpec(), (inputs.captured, whole))
+    specs = Inputs._make((out_spec, chunk, params_specs, ids, captured))
+
+    def local(inputs: Inputs, *whole: jax.Array) -> Any:
+        return function(placement.ring_axes, *whole, inputs=_own_rows(placement, inputs))
+
+    in_specs = (specs, *specs_of_whole)
+    return placement.on_shards(local, in_specs, out_spec if out_specs is None else out_specs)(
+        inputs, *whole
+    )
 
 
 def _shape(x: jax.Array) -> str:

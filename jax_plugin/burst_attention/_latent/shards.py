@@ -54,7 +54,7 @@ def attend(axes: Axes, settings: Settings, inputs: Inputs) -> Results:
 
 
 def samples(
-    axes: Axes, settings: Settings, inputs: Inputs, cotangents: Float[Array, "2"] | None
+    axes: Axes, settings: Settings, inputs: Inputs, cotangents: Float[Array, "2"] | None = None
 ) -> Leaves:
     """Returns what ``expand`` computes of this device's chunks, and gradients from cotangents."""
     assert inputs.captured is not None
