@@ -54,7 +54,7 @@ def mapped_on_devices(function: Callable[..., Results], *operands: object) -> Re
 
     Inside it types show the axes that the outer ``vmap`` hides. JAX does not join arrays that the
     outer one maps over axes of ``spmd_axis_name`` with arrays that it leaves whole, such as
-    constants of a user's function.
+    constants of a user's function. The function casts its operands to one type itself.
     """
     return _mapped(function, operands, _in_vmap)
 
@@ -173,8 +173,7 @@ def _mapped(
 
     def one(*arrays: jax.Array) -> Results:
         # JAX types some arrays by the axes that the vmap hides, such as zeros that are cotangents.
-        # A user's function that is traced already takes arrays of the types that they had then.
-        if hidden or entries is not _in_vmap:
+        if entries is not _in_vmap:
             arrays = vary_over(union_of_varying(arrays) | hidden, arrays)
         return function(*jax.tree.unflatten(tree, arrays))
 

@@ -335,3 +335,30 @@ def test_params_typed_reduced(reduced):
         return value, jax.reshard(gradient, NamedSharding(mesh, P()))
 
     close(run(P(reduced=reduced)), run(P()), 3e-6)
+
+
+@pytest.mark.parametrize("kind", ["captured", "constant", "relu", "scan"])
+def test_a_pipeline_maps_all_that_expand_computes(kind):
+    """A vmap over axes of spmd_axis_name shows its axes in the types of arrays in the ring."""
+    mesh = jax.make_mesh(
+        (2, 2), ("stage", "context"), (AxisType.Auto,) * 2, devices=ring.devices(4)
+    )
+    x = jax.device_put(
+        ring.normal(0, (2, *ROWS))[0], NamedSharding(mesh, P("stage", None, "context"))
+    )
+    weight = jnp.linspace(0.5, 1, 8)
+    expand = {
+        "captured": lambda c: c * weight,
+        "constant": lambda c: jnp.concatenate([c[..., :4] * 2, jnp.zeros_like(c[..., 4:])], -1),
+        "relu": jax.nn.relu,
+        "scan": lambda c: jax.lax.scan(lambda c, _: (c * 1.5, None), c, None, length=2)[0],
+    }[kind]
+
+    def gradient(call):
+        mapped = jax.vmap(lambda x: (call(x) ** 2).sum(), spmd_axis_name="stage")
+        return jax.jit(jax.value_and_grad(lambda x: mapped(x).sum()))(x)
+
+    place = {"mesh": mesh, "spec": X}
+    got = gradient(lambda x: ba.latent_attention(x, x, lambda _, c: (expand(c), c), (), **place))
+    want = gradient(lambda x: ba.dot_product_attention(x, expand(x), x, **place))
+    close(got, want, 3e-6)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Shaped
 
 from burst_attention import _checks
 from burst_attention._attention.options import AnyArray
-from burst_attention._mesh import vary_like
+from burst_attention._mesh import vary_like, varying_axes
 
 Tree: TypeAlias = Any
 """Arrays in any tree, as the user has them."""
@@ -29,8 +29,10 @@ Leaves: TypeAlias = list[Shaped[Array, "..."]]
 """The arrays of a tree."""
 OfLeaves: TypeAlias = Callable[[Leaves, Leaves], object]
 """``expand`` as a function of the arrays of its trees."""
-Captured: TypeAlias = dict[int, list[Shaped[AnyArray, "..."]]]
-"""The arrays that ``expand`` found in its surroundings, for each number of tokens."""
+Kind: TypeAlias = tuple[int, frozenset[str]]
+"""The tokens of a chunk of latents, and the mesh axes over which it varies."""
+Captured: TypeAlias = dict[Kind, list[Shaped[AnyArray, "..."]]]
+"""The arrays that ``expand`` found in its surroundings, for each kind of chunk."""
 KeyValue: TypeAlias = tuple[
     Float[Array, "batch seq kv_heads head_dim"], Float[Array, "batch seq kv_heads value_dim"]
 ]
@@ -44,16 +46,21 @@ NOT_IN_THE_TEXT = re.compile("callback|debug_print|custom_vmap")
 class Expansion:
     """What ``expand`` computes, as one call has traced it."""
 
-    programs: Mapping[int, Any] = field(compare=False)
-    """The program for each number of tokens, of captured arrays, params and latents."""
+    programs: Mapping[Kind, Any] = field(compare=False)
+    """The program for each kind of chunk, of captured arrays, params and latents."""
     text: object
     """What tells programs apart: all that they compute, or an object that equals no other."""
 
     def __call__(self, captured: Captured, params: Leaves, latent: Leaves) -> KeyValue:
         """Returns key and value of some tokens."""
-        rows = latent[0].shape[1]
-        arrays = (*captured[rows], *params, *latent)
-        key, value = jax.core.eval_jaxpr(self.programs[rows].jaxpr, (), *arrays)
+        kind = _kind(latent)
+        if kind not in self.programs:
+            raise NotImplementedError(
+                "a vmap with spmd_axis_name maps a program that JAX has traced without it, and "
+                "expand is traced in it already; put jax.jit around this vmap, not inside it"
+            )
+        arrays = (*captured[kind], *params, *latent)
+        key, value = jax.core.eval_jaxpr(self.programs[kind].jaxpr, (), *arrays)
         return key, value
 
     def samples(
@@ -65,7 +72,7 @@ class Expansion:
     ) -> Leaves:
         """Returns results of all programs, and gradients if there are cotangents."""
         results: list[jax.Array] = []
-        for rows in self.programs:
+        for rows, _ in self.programs:
             own, with_params = floats(params)
             part, with_part = floats([x[:, :rows] for x in latent])
 
@@ -95,7 +102,7 @@ def traced(
     params: Leaves,
     latent: Leaves,
     lengths: Iterable[int],
-) -> tuple[Expansion, Captured]:
+) -> tuple[dict[Kind, Any], Captured]:
     """Returns the programs of ``expand`` for the first tokens of latents, for some lengths."""
     programs, captured = {}, {}
     for rows in lengths:
@@ -105,11 +112,16 @@ def traced(
                 params, part
             )
         # Traced anew, the program holds no array.
-        captured[rows] = [x if isinstance(x, jax.Array) else np.asarray(x) for x in found.consts]
-        programs[rows] = jax.make_jaxpr(
+        kind = _kind(part)
+        captured[kind] = [x if isinstance(x, jax.Array) else np.asarray(x) for x in found.consts]
+        programs[kind] = jax.make_jaxpr(
             lambda consts, *arrays, jaxpr=found.jaxpr: jax.core.eval_jaxpr(jaxpr, consts, *arrays)
-        )(captured[rows], *params, *part)
-    return Expansion(programs, object()), captured
+        )(captured[kind], *params, *part)
+    return programs, captured
+
+
+def _kind(latent: Leaves) -> Kind:
+    return latent[0].shape[1], varying_axes(latent[0])
 
 
 @contextmanager

@@ -101,7 +101,11 @@ def _traced(
         found.append(shards.trace(axes, expand, options, inputs))
         return ()
 
-    jax.eval_shape(lambda inputs: _on_shards(cut, local, inputs, ()), inputs)
+    def run(inputs: Inputs) -> Any:
+        return _on_shards(cut, local, inputs, ())
+
+    # A vmap with spmd_axis_name shows its axes only in the program of which it is a part.
+    _ = run(inputs) if _is_traced() else jax.eval_shape(run, inputs)
     expansion, captured = found[0]
     return expansion, inputs._replace(captured=captured)
 

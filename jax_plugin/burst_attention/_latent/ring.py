@@ -12,7 +12,7 @@ ring and then down::
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ def _gradients(call: Call, residuals: Residuals, cotangents: Results) -> Inputs:
 
 def _backward(call: Call, residuals: Residuals, cotangents: Results) -> Inputs:
     """Computes `_gradients`."""
-    inputs, o, lse = residuals
+    inputs, o, lse, cotangents = varied(*residuals, cotangents)
 
     def step(tile: Tile, state: Gradients) -> Gradients:
         dq, dparams, sums = state
@@ -109,6 +109,7 @@ def _results(call: Call, inputs: Inputs) -> Pair:
 
 def _forward(call: Call, inputs: Inputs) -> Pair:
     """Computes `_results`."""
+    (inputs,) = varied(inputs)
 
     def step(tile: Tile, state: Pair | None) -> Pair:
         if state is None:
@@ -124,6 +125,15 @@ latent_ring.defvjp(_forward_rule, _backward_rule)
 # Deriving a rule itself is a second derivative.
 _results.defjvp(refuse_second)
 _gradients.defjvp(refuse_second)
+
+
+def varied(inputs: Inputs, *others: Any) -> tuple[Any, ...]:
+    """Returns arrays that vary over the same mesh axes, but for the captured arrays.
+
+    The programs of ``expand`` take these as they were found.
+    """
+    own, *rest = vary_like((inputs, others), (inputs._replace(captured=None), *others))
+    return own._replace(captured=inputs.captured), *rest
 
 
 def _merged(tile: Tile, state: Pair) -> Pair:

@@ -1,23 +1,26 @@
 """Latent attention of one device's queries in a whole, sharded sequence."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+from jax import lax
 from jaxtyping import Array, Float
 
 from burst_attention import _checks, _mesh
 from burst_attention._attention.options import Options
 from burst_attention._attention.vjp import Results
-from burst_attention._batching import spread
+from burst_attention._batching import mapped_on_devices, spread
 from burst_attention._derivatives import without_transpose
 from burst_attention._latent.expansion import (
     Captured,
     Expansion,
+    Kind,
     Leaves,
     OfLeaves,
     traced,
     without_gradient,
 )
-from burst_attention._latent.ring import latent_ring
+from burst_attention._latent.ring import latent_ring, varied
 from burst_attention._latent.tiles import Call, Inputs, has_halves
 from burst_attention._types import Axes
 
@@ -37,10 +40,22 @@ def trace(
     axes: Axes, expand: OfLeaves, options: Options, inputs: Inputs
 ) -> tuple[Expansion, Captured]:
     """Returns the programs of ``expand`` for this device's chunks, and their captured arrays."""
-    query, chunk, params, *_ = _typed(axes, options, inputs)
-    rows = query.shape[1]
+    rows, programs, captured = inputs.query.shape[1], dict[Kind, Any](), Captured()
     lengths = (rows, rows // 2) if has_halves(options) else (rows,)
-    return traced(expand, query, params, chunk.latent, lengths)
+
+    def record(inputs: Inputs) -> jax.Array:
+        (own,) = varied(inputs)
+        for all_, found in zip(
+            (programs, captured),
+            traced(expand, own.query, own.params, own.chunk.latent, lengths),
+            strict=True,
+        ):
+            all_.update(found)
+        return own.query
+
+    # A vmap with spmd_axis_name traces once more, for the types that the ring has in it.
+    mapped_on_devices(record, lax.stop_gradient(_typed(axes, options, inputs)))
+    return Expansion(programs, object()), captured
 
 
 def attend(axes: Axes, settings: Settings, inputs: Inputs) -> Results:
