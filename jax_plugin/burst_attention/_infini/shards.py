@@ -21,6 +21,7 @@ from burst_attention._derivatives import refuse_second, without_transpose
 from burst_attention._infini.segments import Gates, Memory, Rows, Segments, Settings
 from burst_attention._infini.sweeps import Plan, Starts, plan_of
 from burst_attention._linear import states
+from burst_attention._linear.meeting import meet
 from burst_attention._linear.shards import of_last_rank
 from burst_attention._linear.states import Call, Matrix, State
 from burst_attention._mesh import vary_like, vary_together
@@ -148,7 +149,8 @@ def _forward(ranks: Ranks, operands: Operands) -> tuple[jax.Array, Memory, Kept]
     exchanged = _linear_before if plan.segments.settings.update == "linear" else _delta_before
     first, last, transfer = exchanged(ranks, rows, memory)
     out, _, starts = plan.forward(first, rows, gate)
-    return out, vary_like(rows, last), (starts, transfer)
+    out, last = meet(call.axes, call.platform, (out, vary_like(rows, last)))
+    return out, last, (starts, transfer)
 
 
 def _linear_before(ranks: Ranks, rows: Rows, memory: Memory) -> tuple[Memory, Memory, None]:
@@ -199,7 +201,7 @@ def _backward(ranks: Ranks, residuals: tuple[Operands, Kept], cotangents: Result
     # Every rank got the first memory, but only rank 0 uses it.
     is_first = lax.axis_index(call.axes) == 0
     dfirst = jax.tree.map(lambda x: jnp.where(is_first, x, 0), vary_like(rows, dfirst))
-    return Operands(drows, dgate, dfirst)
+    return meet(call.axes, call.platform, Operands(drows, dgate, dfirst))
 
 
 def _after_ranks(

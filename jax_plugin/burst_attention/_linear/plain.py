@@ -111,9 +111,11 @@ def _zeros(k: jax.Array, v: jax.Array, logs: Logs) -> State:
 
 def _by_heads(logs: Logs, beta: Betas | None, *rows: jax.Array) -> Arrays:
     """Returns rows, log decays and beta: float32, tokens first, and each with all heads."""
-    wide = (jnp.repeat(x, logs.shape[2] // x.shape[2], axis=2) for x in rows)
     per_head = (logs,) if beta is None else (logs, beta)
-    return tuple(jnp.moveaxis(x.astype(jnp.float32), 1, 0) for x in (*wide, *per_head))
+    exact = (x.astype(jnp.float32) for x in (*rows, *per_head))
+    # The gradients of heads that share a head are summed before they are rounded.
+    wide = (jnp.repeat(x, logs.shape[2] // x.shape[2], axis=2) for x in exact)
+    return tuple(jnp.moveaxis(x, 1, 0) for x in wide)
 
 
 def _over_tokens(
