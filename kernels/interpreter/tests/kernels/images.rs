@@ -12,7 +12,7 @@ use super::case::{CASE, CAUSAL, Case, NONE, Runs};
 use super::coverage::Group;
 use super::features::{DOCUMENTS, LONG, ONE, OTHERS, PADDED, SHORT, SORTED};
 use super::problem::Problem;
-use super::visible::{ANY, COMBS, OPEN, SCATTERED, TREE, TURNED};
+use super::visible::{ANY, COMBS, OPEN, STRETCHES, TREE, TURNED};
 use super::world::Change;
 use super::{forward, fused, gradients};
 
@@ -132,7 +132,7 @@ fn ways(instance: &Instance) -> Vec<Case> {
     }
     if variant.has(FeatureSet::VISIBLE) {
         let masked = |masks| Case { masks: Some(masks), band: NONE, segments: None, ..long };
-        all.extend([COMBS, SCATTERED, OPEN].map(masked));
+        all.extend([COMBS, STRETCHES, OPEN].map(masked));
     }
     if variant.is_general() {
         let off = Case { segments: None, soft_cap: 0.0, slopes: false, dropout: None, ..small };

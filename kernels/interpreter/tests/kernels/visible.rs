@@ -54,16 +54,21 @@ fn local(_: usize, j: usize) -> [[i32; 2]; 2] {
     [[j as i32, j as i32 + 200], [0, 0]]
 }
 
-/// Keys of four kinds, each seen by another stretch of queries: four runs of queries see all keys.
-fn scattered(_: usize, j: usize) -> [[i32; 2]; 2] {
-    let first = 192 * (j as i32 % 4);
-    [[first, first + 40], [0, 0]]
+/// Positions of which every second stretch of 64 rows is beyond 1,000.
+fn by_turns(_: usize, i: usize) -> i32 {
+    let i = i as i32;
+    i + 1000 * (i / 64 % 2)
+}
+
+fn early(_: usize, _: usize) -> [[i32; 2]; 2] {
+    [[0, 1000], [0, 0]]
 }
 
 pub const ANY: Masks = Masks { position: row, intervals: any, count: 2, counted: None };
 pub const TREE: Masks = Masks { intervals: tree, ..ANY };
 pub const COMBS: Masks = Masks { intervals: combs, ..ANY };
-pub const SCATTERED: Masks = Masks { intervals: scattered, ..ANY };
+/// Many runs of queries see all keys.
+pub const STRETCHES: Masks = Masks { position: by_turns, intervals: early, ..ANY };
 pub const OPEN: Masks = Masks { intervals: open, ..ANY };
 pub const LOCAL: Masks = Masks { intervals: local, ..ANY };
 const PREFIX: Masks = Masks { count: 1, ..TREE };
