@@ -82,7 +82,7 @@ def test_schedules(schedule, axes, shown):
 
 
 LINEAR = {
-    "cpu": ["state_forward", "forward", "state_backward", "backward"],
+    "cpu": ["meeting", "state_forward", "forward", "state_backward", "backward"],
     "cuda": [
         "parts_forward",
         "attend_out",
