@@ -147,15 +147,6 @@ def test_padding_leaves_nothing_whatever_its_decays_are():
     assert all(np.isfinite(x).all() for x in grads)
 
 
-@pytest.mark.needs("host")
-def test_the_first_segment_begins_with_the_initial_state():
-    arrays = inputs(1, 40, 2, 1, 16, 16, 0.9)
-    ids = np.broadcast_to(np.repeat(np.array([5, 6], np.int32), [25, 15]), (2, 40))
-    got = found(ring.line(1), arrays, segment_ids=ids)
-    arrays[3][:, 25] = -np.inf
-    assert_right(got, arrays)
-
-
 def test_a_reset_in_a_step_lets_nothing_pass():
     q, k, v = ring.normal(0, *[(2, 2, 8)] * 3)
     logs = np.array([[-np.inf, -0.5], [-0.25, -np.inf]], np.float32)

@@ -33,6 +33,15 @@ def test_heads_are_shared_and_queries_scaled(own_heads, method):
 
 
 @pytest.mark.needs("host")
+def test_the_first_segment_begins_with_the_initial_state():
+    arrays = inputs(1, 40, 2, 1, 16, 16, 0.9)
+    ids = np.broadcast_to(np.repeat(np.array([5, 6], np.int32), [25, 15]), (2, 40))
+    got = found(ring.line(1), arrays, segment_ids=ids)
+    arrays[3][:, 25] = -np.inf
+    assert_right(got, arrays)
+
+
+@pytest.mark.needs("host")
 def test_the_scale_is_not_rounded_to_16_bits():
     arrays = grouped(1, 300, (2, 2, 4), 32, 16, "bfloat16")
     assert_right(found(ring.line(1), arrays, scale=0.3), arrays, "bfloat16", scale=0.3)
