@@ -46,9 +46,10 @@ def recurrence(size, seq):
 few = recurrence(1, 512)
 timed(*few)
 seq = max(512, int(512 * 3 / timed(*few)) // 64 * 64)
-print("a turn and all:", timed(*recurrence(1, seq)), timed(*recurrence(2, seq)))
+while timed(*recurrence(2, seq)) < 5:
+    seq *= 2
 """
-"""Each rank's turn takes about 3 s."""
+"""At last each of two ranks' turns takes 2.5 s or more."""
 
 OTHER_WORK = """
 def local(method, count, k):
@@ -69,18 +70,16 @@ def program(method):
 
 call, k = program(sys.argv[1])
 count, seconds = 10_000, 0.0
-while seconds < 0.2:
+while seconds < 2.5:
     count *= 2
     work, = put(mesh_of(2), np.full((1, 2), count, np.int32))
     seconds = timed(call, k, work)
-work, = put(mesh_of(2), np.full((1, 2), count * 3 / seconds, np.int32))
-print("all:", timed(call, k, work))
 """
-"""One rank is 3 s late."""
+"""At last one rank is almost 2.5 s late."""
 
 
-def seconds(program, *arguments, **environment):
-    """Returns the times that a program prints, on two CPU devices under XLA's low limits."""
+def assert_ends_well(program, *arguments, **environment):
+    """Asserts that a program ends well, on two CPU devices under XLA's low limits."""
     flags = f"--xla_force_host_platform_device_count=2 {LIMITS}"
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM + program, *arguments],
@@ -91,19 +90,16 @@ def seconds(program, *arguments, **environment):
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    return list(map(float, ran.stdout.splitlines()[-1].split(":")[1].split()))
 
 
+@pytest.mark.long
 def test_a_turn_may_take_longer_than_all_limits():
     """The rank timeout is no limit for a rank that computes."""
     settings = {"BURST_ATTENTION_THREADS": "1", "BURST_ATTENTION_RANK_TIMEOUT_S": "1"}
-    turn, both = seconds(TURNS, BURST_ATTENTION_ISA="portable", **settings)
-    assert turn > 2
-    assert both > 4
+    assert_ends_well(TURNS, BURST_ATTENTION_ISA="portable", **settings)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["in_turn", "ring", "all_gather"])
 def test_a_rank_may_come_later_than_the_limit_of_xla(method):
-    (late,) = seconds(OTHER_WORK, method)
-    assert late > 2
+    assert_ends_well(OTHER_WORK, method)
