@@ -153,7 +153,7 @@ def read(kind: str) -> Verdicts:
 
 
 def write(kind: str, verdicts: Mapping[Family, str]) -> Path:
-    """Keeps verdicts, beside those about other families, and returns the file.
+    """Adds verdicts to the record, keeps those about other families, and returns the file.
 
     Raises:
       OSError: if no folder for it can be written.

@@ -221,7 +221,7 @@ def vary_over(axes: Set[str], inputs: Inputs) -> Inputs:
 
     def cast(x: jax.Array) -> jax.Array:
         missing = [name for name in names if name not in varying_axes(x)]
-        # JAX casts reduced axes, whose gradients nobody sums yet, and others by different rules.
+        # Gradients along reduced axes are not summed yet. JAX does not cast them with other axes.
         reduced = jax.typeof(x).manual_axis_type.reduced
         for is_reduced in (True, False):
             axes = tuple(name for name in missing if (name in reduced) == is_reduced)

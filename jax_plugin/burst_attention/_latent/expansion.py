@@ -1,4 +1,4 @@
-"""The user's function ``expand``, traced once in each call.
+"""The user's function ``expand``, traced in each call.
 
 ``expand`` may read what changes after the call, such as an attribute, a list or a global. So no
 cache has it as a key, and nothing runs it later than the call: the ring and its backward pass

@@ -1,9 +1,9 @@
 """Where the ranks of a recurrence wait for each other on CPU devices: in the library, not in XLA.
 
-XLA ends the process if a device waits in a collective for longer than 40 s, even if the others only
-compute for long. Devices that share cores or compute in turn may do so. They meet in the library
-before each exchange and at the end. There only time in which nothing computes counts as waiting. A
-rank that never comes is an error of the call after the rank timeout.
+XLA ends the process if a device waits in a collective for longer than 40 s, even if no device is
+missing and the others still compute, as devices that share cores or compute in turn may do. Ranks
+meet in the library before each exchange and at the end. There only time in which nothing computes
+counts as waiting. A rank that never comes is an error of the call after the rank timeout.
 """
 
 from typing import TypeVar

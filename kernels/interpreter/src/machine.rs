@@ -120,7 +120,7 @@ impl<'a> Machine<'a> {
         Ok(Flow::End)
     }
 
-    /// Notes that a body of a branch or of a loop ran so many times.
+    /// Records how often the body of a branch or of a loop ran.
     pub fn note(&mut self, step: &Step, turns: u64) {
         if let Some(all) = &mut self.turns {
             all.entry(step.id).or_default().add(turns);

@@ -159,7 +159,7 @@ thread_local! {
     static RECORD: RefCell<Option<Record>> = const { RefCell::new(None) };
 }
 
-/// Returns where a launch of an image adds what it reaches, while a test asks for it.
+/// Returns the record to which launches of an image add what they reach, if a test asks for it.
 pub fn reach_of(instance: &Instance) -> Option<Rc<RefCell<Reach>>> {
     let of_image = |record: &mut Record| record.entry(*instance).or_default().clone();
     RECORD.with_borrow_mut(|record| record.as_mut().map(of_image))
