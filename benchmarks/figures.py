@@ -5,30 +5,21 @@ tests/python/test_figures.py compares both.
 """
 
 import argparse
-import json
 import re
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import result_files as files
+from figure_sentences import sentences
 from gpu.believe import measured, predicted
+from result_files import H100, ROOT, results
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-CPU = "amd-epyc-family-26-model-2-2-cores"
-H100 = "nvidia-h100-80gb-hbm3"
 NOISY = 0.2
 """A peer's rate counts if the spread of its rounds, over their median, is at most this number."""
 BLOCK = re.compile(
     r"^(?P<open>( *)<!-- figures: (?P<name>\w+) -->\n).*?(?P<end>^ *<!-- end -->)", re.M | re.S
 )
-
-
-@cache
-def results(name: str) -> Any:
-    """Returns the results of a file in benchmarks/results/."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def gpu_rates() -> list[list[str]]:
@@ -91,7 +82,7 @@ def cpu_attention() -> list[list[str]]:
         ]
     ]
     cases: dict[str, dict[str, Any]] = {}
-    for row in results(CPU)["cases"]:
+    for row in results(files.CPU)["cases"]:
         if "speed" in row["tags"]:
             cases.setdefault(row["shape"], {})[row["pass"]] = row
     for shape, passes in cases.items():
@@ -114,7 +105,7 @@ def cpu_decode() -> list[list[str]]:
     rows = [["tokens in the cache"]]
     for dtype in ("float32", "bfloat16"):
         rows[0] += [f"{dtype}, share of the roof", "× `jax.nn`", "× torch"]
-    lengths = results("decode-amd-epyc-family-25-model-1-2-cores")["lengths"]
+    lengths = results(files.DECODE_CPU)["lengths"]
     for length in sorted({row["length"] for row in lengths}):
         cells = [f"{length:,}"]
         for row in [row for row in lengths if row["length"] == length]:
@@ -126,7 +117,7 @@ def cpu_decode() -> list[list[str]]:
 
 def cpu_offload() -> list[list[str]]:
     """Returns the time of a layer beyond decoding where caches are on other devices."""
-    timed = results("offload-amd-epyc-family-26-model-2-2-cores")["beyond_decoding"]
+    timed = results(files.OFFLOAD_CPU)["beyond_decoding"]
     lengths = sorted({row["positions"] for row in timed})
     rows = [["devices of the model + pool", *(f"{length:,} positions" for length in lengths)]]
     for devices in dict.fromkeys((row["model"], row["pool"]) for row in timed):
@@ -136,106 +127,76 @@ def cpu_offload() -> list[list[str]]:
     return rows
 
 
+def cpu_latents() -> list[list[str]]:
+    """Returns the time of latents that travel over that of keys and values."""
+    layouts = ("contiguous", "zigzag")
+    rows = [["machine, type, heads", "ratio of", "tokens of a device", *layouts]]
+    for row in results(files.LATENTS_CPUS)["travelling"]:
+        name = f"{row['machine']}, {row['dtype']}, {row['heads']}"
+        ratios = (f"{row[layout]:.2f}" if layout in row else "" for layout in layouts)
+        rows.append([name, row["of"], f"{row['tokens']:,}", *ratios])
+    return rows
+
+
+def h200_latents() -> list[list[str]]:
+    """Returns the time of the kernels of a step over latents on an H200."""
+    peer = "`jax.nn.dot_product_attention`"
+    rows = [["query heads", "latents", "weights through memory", "weights in registers", peer]]
+    numbers = {4: "four", 8: "eight"}
+    for row in results(files.H200_PROFILE)["latents"]["rows"]:
+        heads, latents = str(row["heads"]), f"{row['capacity']:,}"
+        for what in ("sequences", "new_tokens"):
+            if row[what] > 1:
+                heads += f", {numbers[row[what]]} {what.replace('_', ' ')}"
+        if row["in_use"] < row["capacity"]:
+            latents += f", of which {row['in_use']:,} are in use"
+        rows.append([heads, latents, *(f"{us} µs" for us in row["us"].values())])
+    return rows
+
+
+def linear_memory() -> list[list[str]]:
+    """Returns the memory of recurrences besides arguments and results, on a CPU."""
+    linear = results(files.LINEAR_CPU)
+    ours = "ours, 8 devices"
+    kinds = {
+        "linear attention": ("linear", ours),
+        "the fastest chunked program in plain JAX, one device": (
+            "linear",
+            linear["speed"]["fastest_chunked"],
+        ),
+        "the delta rule, decays of heads": ("delta", ours),
+        "the delta rule, decays of channels": ("delta of channels", ours),
+        "Infini-attention, as XLA plans it": ("infini", ours),
+    }
+    lengths = (65536, 131072, 262144, 1048576)
+    found = {
+        (row["recurrence"], row["name"], row["length"]): row[
+            "planned_bytes" if row["recurrence"] == "infini" else "extra_bytes"
+        ]
+        for row in linear["memory"] + linear["memory_of_others"]
+    }
+    rows = [["measured", f"{lengths[0]:,} tokens", *(f"{length:,}" for length in lengths[1:])]]
+    for title, kind in kinds.items():
+        sizes = (found.get((*kind, length)) for length in lengths)
+        rows.append([title, *(f"{size / 2**20:,.0f} MiB" if size else "" for size in sizes)])
+    return rows
+
+
 TABLES: dict[str, Callable[[], list[list[str]]]] = {
     each.__name__: each
-    for each in (gpu_rates, gpu_orders, gpu_peers, cpu_attention, cpu_decode, cpu_offload)
+    for each in (
+        gpu_rates,
+        gpu_orders,
+        gpu_peers,
+        cpu_attention,
+        cpu_decode,
+        cpu_offload,
+        cpu_latents,
+        h200_latents,
+        linear_memory,
+    )
 }
 """The tables by the name in a page's mark, ``<!-- figures: NAME -->``."""
-
-
-def sentences() -> Iterable[tuple[str, str]]:
-    """Yields the name of a page, and words with measured figures that stand in it."""
-    yield from cpu_sentences()
-    yield from gpu_sentences()
-    yield from linear_sentences()
-
-
-def cpu_sentences() -> Iterable[tuple[str, str]]:
-    """Yields pages and words of the measurements on CPUs."""
-    cpu = results(CPU)
-    equal, single = cpu["ring"]
-    yield (
-        "benchmarks",
-        "Eight virtual devices in zigzag layout take {:.2f} times the time of one device, and "
-        "{:.2f} times in the forward pass".format(*ratios(equal, "both", "forward")),
-    )
-    words = "With one key/value head they take {:.2f} and {:.2f} times the time."
-    yield "benchmarks", words.format(*ratios(single, "both", "forward"))
-    window, packed = cpu["masks"]
-    words = "take{} {:.3f} times the time forward and {:.3f} times with the backward pass"
-    yield "benchmarks", words.format("s", *ratios(window, "forward", "both"))
-    yield "benchmarks", words.format("", *ratios(packed, "forward", "both"))
-    (kept,) = cpu["checkpoint"]
-    yield "benchmarks", f"`save_attention` takes {kept['ratio']:.2f} times the time"
-    (memory,) = cpu["memory"]
-    yield (
-        "benchmarks",
-        f"{memory['extra_bytes'] / 2**20:.0f} MiB beyond inputs, outputs and gradients, "
-        f"{memory['of_kv']:.2f} times the size of key and value",
-    )
-    masks = results("masks-amd-epyc-family-25-model-17-2-cores")
-    yield (
-        "benchmarks",
-        f"as intervals takes {masks['causal']['visible_to_is_causal']:.2f} times the time",
-    )
-    yield "benchmarks", f"in one row is {masks['tree']['apart_to_tree']:.2f} times as fast"
-
-
-def linear_sentences() -> Iterable[tuple[str, str]]:
-    """Yields words of the measurements of recurrences on a CPU."""
-    linear = results("linear-amd-epyc-family-26-model-2-2-cores")
-    kinds = {
-        "linear attention with decays of heads": linear["speed"],
-        "the delta rule with decays of heads": linear["delta"]["decays of heads"],
-        "the delta rule with decays of channels": linear["delta"]["decays of channels"],
-    }
-    for kind, row in kinds.items():
-        times = row["fastest_chunked_to_ours"]["median_s"]
-        yield "linear-attention", f"{kind} | {times:.1f} times"
-    ratio = linear["delta"]["infini"]["whole_to_parts"]
-    yield "linear-attention", f"| {ratio:.2f} times the time of its two parts |"
-
-
-def gpu_sentences() -> Iterable[tuple[str, str]]:
-    """Yields pages and words of the measurements on an H100."""
-    rows = results(f"{H100}-ring")["rows"]
-    both = "forward + backward"
-    forward, all_of_it = (rows["mask"]["passes"][which]["ratio"] for which in ("forward", both))
-    yield (
-        "gpus",
-        f"cost {forward - 1:.0%} more than `is_causal` forward and "
-        f"{all_of_it - 1:.1%} with gradients",
-    )
-    yield (
-        "gpus",
-        f"takes {rows['window']['passes']['forward']['ratio']:.2f} times as long as the whole",
-    )
-    decode = rows["decode, tokens 131072"]
-    yield "gpus", f"reads {decode['gb_s']['ours']:,.0f} GB/s, {decode['ratio']:.2f} times a copy"
-    ring = [
-        rows["ring, heads grouped, tokens 4096"]["passes"][which] for which in ("forward", both)
-    ]
-    words = "takes {:.2f} times as long as one launch forward and {:.2f} with gradients"
-    yield "gpus", words.format(*(each["ratio"] for each in ring))
-    words = "takes {:.2f} times as long as one launch forward, and {:.2f} times with gradients"
-    yield "README", words.format(*(each["ratio"] for each in ring))
-    packed = [rows["packed"]["passes"][which]["share"] for which in ("forward", both)]
-    yield "gpus", "take {:.2f} and {:.2f} times their share".format(*packed)
-    step = rows["host"]["us_a_step"]
-    words = "The host takes {:.0f} µs for a step forward and {:.0f} with gradients"
-    yield "gpus", words.format(step["forward"], step[both])
-    linear, delta = (rows[f"{name}, channels False"]["passes"] for name in ("linear", "delta"))
-    yield (
-        "gpus",
-        f"takes {linear['forward']['ratio']:.2f} times as long as plain JAX in chunks of 256",
-    )
-    words = "takes {:.2f} and {:.2f} times as long as plain JAX in chunks of 128"
-    yield "gpus", words.format(*(delta[which]["ratio"] for which in ("forward", both)))
-
-
-def ratios(row: dict[str, Any], *passes: str) -> list[float]:
-    """Returns the ratios of a row of results, for some passes."""
-    return [row[which]["ratio"] for which in passes]
 
 
 def markdown(rows: list[list[str]]) -> str:
