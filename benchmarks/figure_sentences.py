@@ -117,10 +117,10 @@ def linear_sentences() -> Iterable[tuple[str, str]]:
     for kind, row in kinds.items():
         times = row["fastest_chunked_to_ours"]["median_s"]
         yield "linear-attention", f"{kind} | {times:.1f} times"
-    kinds = [linear["delta"][f"decays of {what}"] for what in ("heads", "channels")]
+    deltas = [linear["delta"][f"decays of {what}"] for what in ("heads", "channels")]
     seconds = linear["speed"]["seconds"]
     several, one = (seconds[f"ours, {count} devices, S 32768"]["median_s"] for count in (8, 1))
-    several_to_one = [several / one, *(kind["devices_to_one"]["median_s"] for kind in kinds)]
+    several_to_one = [several / one, *(kind["devices_to_one"]["median_s"] for kind in deltas)]
     words = "{:.2f}, {:.2f} and {:.2f} times the time of one"
     yield "linear-attention", words.format(*several_to_one)
     longer = linear["length"]["twice_the_length"]["median_s"]

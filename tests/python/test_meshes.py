@@ -1,8 +1,10 @@
 """Public calls give the results of one device on every mesh, or say what they need."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 from bounds import close
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mesh_calls import CALLS
 from mesh_cases import Case, chosen, inputs, product
@@ -38,3 +40,19 @@ def test_shards_need_axis_name(name):
     )
     with pytest.raises(ValueError, match="_attention needs axis_name inside jax.shard_map"):
         jax.eval_shape(local, inputs(case))
+
+
+def test_jax_does_not_sum_over_axes_of_one_device_in_an_explicit_vmap():
+    """Cases leave out what plain JAX refuses; once it does not, they can come in."""
+    mesh = jax.make_mesh((1, 2), ("data", "stage"), (AxisType.Explicit,) * 2)
+    x = jax.device_put(jnp.ones((2, 2)), NamedSharding(mesh, P("stage")))
+    scaled = jax.shard_map(
+        lambda x, data: x * data, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")
+    )
+    data = jax.device_put(jnp.ones(2), NamedSharding(mesh, P("data")))
+
+    def loss(x):
+        return jax.vmap(scaled, (0, None))(x, data).sum()
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Cross-partition allreduce must be in"):
+        jax.jit(jax.grad(loss))(x)

@@ -1,16 +1,18 @@
 """Writes new tokens into a sharded cache."""
 
+from functools import partial
 from typing import TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32
 
 from burst_attention._attention.options import AnyArray
+from burst_attention._batching import mapped_on_devices
 from burst_attention._decode import arguments
 from burst_attention._decode.geometry import Geometry
 from burst_attention._decode.options import CacheLayout, Integers
-from burst_attention._mesh import vary_together
+from burst_attention._mesh import explicit_axes, vary_like
 from burst_attention._types import Axes, X
 
 
@@ -100,17 +102,43 @@ def append_to_cache(
             arguments.check_new(name, x, (batch, tokens), f"{name}_cache", held)
     found = arguments.sequences(lengths, query_lengths, batch, tokens)
     place.check_same(**new, lengths=found.lengths, query_lengths=found.counts)
-    index = jnp.arange(tokens, dtype=jnp.int32)[None]
-    positions = found.starts[:, None] + index
-    in_use = (index < found.counts[:, None]) & (positions >= 0)
-    geometry = Geometry(cache.interleave, place.world_size, cache.capacity)
+    write = partial(_written, place, cache.interleave)
+    arrays = (
+        cache.key,
+        cache.value,
+        cache.page_table,
+        new["key"],
+        values,
+        found.starts,
+        found.counts,
+    )
+    # JAX's own vmap over Explicit axes does not index arrays that it leaves whole.
+    return mapped_on_devices(write, *arrays) if explicit_axes(*new.values()) else write(*arrays)
+
+
+def _written(
+    place: arguments.Ranks,
+    interleave: int,
+    keys: Float[Array, "pages page kv_heads head_dim"],
+    values: Float[Array, "pages page kv_heads value_dim"] | None,
+    page_table: Int32[Array, "sources columns"],
+    key: Float[Array, "batch T kv_heads head_dim"],
+    value: Float[Array, "batch T kv_heads value_dim"] | None,
+    starts: Int32[Array, " batch"],
+    counts: Int32[Array, " batch"],
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the caches with the new tokens of which this rank holds the positions."""
+    pages, page = keys.shape[:2]
+    index = jnp.arange(key.shape[1], dtype=jnp.int32)[None]
+    positions = starts[:, None] + index
+    in_use = (index < counts[:, None]) & (positions >= 0)
+    geometry = Geometry(interleave, place.world_size, page_table.shape[1] * page)
     owner, row = geometry.place(positions)
-    pages, page = cache.key.shape[:2]
-    ids = jnp.take_along_axis(cache.page_table, row // max(page, 1), axis=1, mode="clip")
-    written = in_use & (owner == place.rank()) & (row < cache.capacity) & (ids >= 0)
+    ids = jnp.take_along_axis(page_table, row // max(page, 1), axis=1, mode="clip")
+    written = in_use & (owner == place.rank()) & (row < geometry.capacity) & (ids >= 0)
     # A token without a place goes beyond the last page, where nothing is written.
     target = (jnp.where(written, ids, pages), row % max(page, 1))
-    arrays = (cache.key, cache.value, new["key"], values, target)
-    keys, values, key, value, target = vary_together(place.axes, arrays) if place.axes else arrays
+    arrays = (keys, values, key, value, target)
+    keys, values, key, value, target = vary_like((place.rank(), arrays), arrays)
     keys = keys.at[target].set(key, mode="drop")
     return keys, None if values is None else values.at[target].set(value, mode="drop")

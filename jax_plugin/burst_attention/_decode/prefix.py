@@ -163,6 +163,6 @@ def sources(
     sizes = jnp.maximum(arguments.per_entry("prefix_lengths", prefix_lengths, count, "prefixes"), 0)
     source = arguments.per_entry("prefix_of", prefix_of, batch)
     place.check_same(prefix_of=source, prefix_lengths=sizes)
-    # The entry after the last prefix stands for none, so there is one even without prefixes.
-    known = jnp.where((source >= 0) & (source < count), source, count)
-    return source, jnp.append(sizes, 0)[known]
+    # JAX's vmap over Explicit axes does not index arrays that it leaves whole.
+    is_own = source[:, None] == jnp.arange(count)
+    return source, jnp.where(is_own, sizes, 0).sum(1, dtype=jnp.int32)

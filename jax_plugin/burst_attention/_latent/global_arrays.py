@@ -64,8 +64,10 @@ def attend(
     with explained_vmaps():
         expansion, inputs = _traced(cut, expand, options, inputs)
         settings = Settings(expansion, options, with_lse)
-        text = None if _is_traced() else _text(cut, settings, inputs)
-        if text is None:
+        if _is_traced():
+            # Under a vmap over mesh axes, jax.jit would trace for another mesh than _traced did.
+            return _of_shards(cut, settings, inputs)
+        if (text := _text(cut, settings, inputs)) is None:
             results: Results = _new_program(cut, settings)(inputs)
         else:
             settings = settings._replace(expand=replace(expansion, text=text))
@@ -73,13 +75,15 @@ def attend(
     return results
 
 
+def _of_shards(cut: Cut, settings: Settings, inputs: Inputs) -> Results:
+    """Computes a call."""
+    results: Results = _on_shards(cut, partial(shards.attend, settings=settings), inputs)
+    return results
+
+
 def _new_program(cut: Cut, settings: Settings) -> Callable[[Inputs], Results]:
-    """Returns what computes a call. In a program of the user it leaves no trace."""
-
-    def run(inputs: Inputs) -> Results:
-        return _on_shards(cut, partial(shards.attend, settings=settings), inputs)
-
-    return jax.jit(run, inline=True)
+    """Returns a program of its own that computes a call."""
+    return jax.jit(partial(_of_shards, cut, settings))
 
 
 # Outside jit, a call with an equal text and equal types runs the program of the call before it.
