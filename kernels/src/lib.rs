@@ -2,12 +2,13 @@
 //!
 //! [`kernel`] lists the kernels, [`record`] their arguments, [`features`] and [`instances`] the
 //! images that exist. [`launch`] turns descriptions of what to compute into checked launches, and
-//! [`backend`] chooses the code that computes each. [`images`] finds the images that the driver
+//! [`backend`] chooses the code that computes each, and [`cost`] predicts its seconds. [`images`] finds the images that the driver
 //! loads, [`host`] names the processors of GPUs' hosts.
 //! The kernels' source and its compiler are the crate `burst-attention-compiler`. This crate knows
 //! neither the ring nor XLA, nor the driver.
 
 pub mod backend;
+pub mod cost;
 mod element;
 mod error;
 pub mod features;
