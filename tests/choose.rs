@@ -5,7 +5,7 @@ mod common;
 use burst_attention::problem::{Dtype, Pass, Problem};
 use burst_attention::schedule::Family;
 use burst_attention::simulate::{
-    Choice, Cost, Link, Machine, Method, choose, cost, named, predict,
+    Choice, Cost, Link, Machine, Method, Speed, choose, cost, named, predict,
 };
 use burst_attention::{Layout, Window};
 use common::needs::families_with_inner;
@@ -22,8 +22,9 @@ fn problem(world_size: usize, n: usize, heads: usize, kv_heads: usize) -> Proble
 /// change with the kernels.
 fn h200() -> Machine {
     let mut machine = named()[1].machine.clone();
-    machine.kernels.forward = 644e12;
-    machine.kernels.backward = 541e12;
+    machine.kernels.forward = Speed::Rate(644e12);
+    machine.kernels.backward = Speed::Rate(541e12);
+    machine.kernels.launch = 5e-6;
     machine
 }
 
@@ -110,7 +111,7 @@ fn an_impossible_schedule_is_not_chosen_and_says_why() {
     assert_eq!(choice.candidates[3].cost.as_ref().unwrap_err(), "not here");
     assert!(choose(&problem, Some(3), None, &h200(), |_| None).is_err());
     let mut machine = h200();
-    machine.kernels.forward = 0.0;
+    machine.kernels.forward = Speed::Rate(0.0);
     assert!(choose(&problem, None, None, &machine, |_| None).is_err());
 }
 

@@ -4,7 +4,9 @@ mod common;
 
 use burst_attention::problem::{Dtype, Pass, Problem, Travels};
 use burst_attention::schedule::{Family, ring, total_bytes};
-use burst_attention::simulate::{Bytes, Kernels, Link, Machine, Method, Network, Report, predict};
+use burst_attention::simulate::{
+    Bytes, Kernels, Link, Machine, Method, Network, Report, Speed, predict,
+};
 use burst_attention::{Layout, Window};
 use common::PASSES;
 
@@ -19,7 +21,7 @@ fn problem(world_size: usize, n: usize) -> Problem {
 fn machine(ranks_per_node: usize) -> Machine {
     let within = Link { latency: 7.0, bandwidth: 4.0 };
     let between = Link { latency: 11.0, bandwidth: 2.0 };
-    let (forward, backward, launch) = (3.0, 5.0, 0.0);
+    let (forward, backward, launch) = (Speed::Rate(3.0), Speed::Rate(5.0), 0.0);
     Machine {
         kernels: Kernels {
             forward,

@@ -5,7 +5,7 @@ mod common;
 use burst_attention::problem::{Dtype, Pass, Problem, Travels};
 use burst_attention::schedule::{Family, Schedule, ring, schedule};
 use burst_attention::simulate::{
-    Activity, Kernels, Link, Machine, Network, Report, named, simulate,
+    Activity, Kernels, Link, Machine, Network, Report, Speed, named, simulate,
 };
 use burst_attention::{Layout, Window};
 
@@ -26,7 +26,7 @@ fn causal(problem: Problem) -> Problem {
 /// A machine as formulas assume it: one rate, and one kernel for all gradients.
 fn machine(rate: f64, bandwidth: f64, sum_bytes: usize) -> Machine {
     let link = Link { latency: 0.0, bandwidth };
-    let (forward, backward) = (rate, rate);
+    let [forward, backward] = [Speed::Rate(rate); 2];
     Machine {
         kernels: Kernels {
             forward,
@@ -297,6 +297,7 @@ fn nvlink_hides_all_but_the_last_hop_home() {
     assert_eq!(report.exposed(), 0.0);
     let backward = run(&problem, Pass::Backward, Travels::Keys, &nvlink.machine);
     assert!(backward.exposed() < 0.02 * backward.seconds, "{}", backward.exposed());
-    // A rank may have one launch more than the other ranks.
-    assert!(report.idle_share() < 0.002 && backward.idle_share() < 0.02);
+    // A rank may have one launch more than the other ranks, and equal work in other rounds of blocks.
+    let idle = [report.idle_share(), backward.idle_share()];
+    assert!(idle.iter().all(|share| *share < 0.02), "{idle:?}");
 }

@@ -10,10 +10,11 @@ use burst_attention::schedule::{
     total_bytes,
 };
 use burst_attention::simulate::{
-    Activity, Bytes, Class, Event, Kernels, Link, Machine, Method, Network, Report, TileLibrary,
-    named, predict, simulate,
+    Activity, Bytes, Class, Event, Kernels, Link, Machine, Method, Network, Report, Speed, named,
+    predict, simulate,
 };
 use burst_attention::{Error, Layout, Window};
+use burst_attention_kernels::cost::launch_gap;
 use burst_attention_kernels::instances::Target;
 use common::{passes_and_sides, problems};
 
@@ -30,8 +31,8 @@ fn machine(rate: f64, bandwidth: f64) -> Machine {
     let link = Link { latency: 0.0, bandwidth };
     Machine {
         kernels: Kernels {
-            forward: rate,
-            backward: rate,
+            forward: Speed::Rate(rate),
+            backward: Speed::Rate(rate),
             launch: 0.0,
             one_backward: false,
             sum_bytes: 4,
@@ -121,13 +122,13 @@ fn launches_add_to_every_tile() {
     assert_eq!(seconds(Pass::Backward, Travels::Queries), 9.0);
 }
 
-/// Kernels of cuDNN at `rates`, and kernels of this library at 32 FLOP/s.
-fn with_cudnn(rates: [f64; 2], bandwidth: f64) -> Machine {
-    let mut machine = machine(f64::INFINITY, bandwidth);
-    let library = TileLibrary { target: Target::Sm90, memory: 1.0, forward: 32.0, backward: 32.0 };
-    let [forward, backward] = rates;
-    machine.kernels =
-        Kernels { forward, backward, library: Some(library), ..machine.kernels.clone() };
+/// The kernels of an H100, with cuDNN or without.
+fn h100(library: Option<Target>) -> Machine {
+    let mut machine = machine(1.0, f64::INFINITY);
+    let speed = Speed::Blocks(Target::Sm90);
+    let launch = launch_gap(Target::Sm90).unwrap();
+    let (forward, backward) = (speed, speed);
+    machine.kernels = Kernels { forward, backward, launch, library, ..machine.kernels };
     machine
 }
 
@@ -136,37 +137,54 @@ fn wide(world_size: usize, n: usize) -> Problem {
     Problem { head_dim: 64, value_dim: 64, ..small(world_size, n) }
 }
 
-/// Arithmetic takes no time and memory one second a byte, of 16 rows of 64 elements on each side.
-#[test]
-fn sums_of_cudnn_add_to_every_tile_it_computes() {
-    let machine = with_cudnn([f64::INFINITY; 2], f64::INFINITY);
-    let seconds = |problem: &Problem, pass, travels| {
-        simulate(problem, &ring(problem, pass, travels), &machine).unwrap().seconds
-    };
-    let elements = 1024.0;
-    // cuDNN writes the results of a rank with one tile itself.
-    assert_eq!(seconds(&wide(1, 16), Pass::Forward, Travels::Keys), 0.0);
-    assert_eq!(seconds(&wide(4, 16), Pass::Forward, Travels::Keys), 4.0 * elements * 10.0);
-    let tile = elements * (16.0 + 10.0 + 10.0);
-    assert_eq!(seconds(&wide(4, 16), Pass::Backward, Travels::Keys), 4.0 * tile);
-    // Where queries travel other kernels compute all tiles, without these sums.
-    let others = 4.0 * 640.0 * 256.0 / 32.0;
-    assert_eq!(seconds(&wide(4, 16), Pass::Backward, Travels::Queries), others);
-    // They compute what cuDNN refuses, too.
-    assert_eq!(seconds(&small(4, 16), Pass::Forward, Travels::Keys), 4.0 * 32.0 * 256.0 / 32.0);
-    let fed = Features { soft_cap: Some(5.0), ..Features::default() };
-    let capped = Problem { features: fed, ..wide(4, 16) };
-    assert_eq!(seconds(&capped, Pass::Backward, Travels::Keys), others);
+fn micros(machine: &Machine, problem: &Problem, pass: Pass, travels: Travels) -> f64 {
+    1e6 * simulate(problem, &ring(problem, pass, travels), machine).unwrap().seconds
 }
 
-/// Keys and their sums take 768 bytes a row, queries and theirs 520. A tile takes cuDNN a second and
-/// other kernels 5,120.
+/// A tile is one block of one tile: 0.568 + 4 microseconds forward, 64 · 0.0227 + 7 backward. Bytes
+/// take nanoseconds, and each launch 2.2 microseconds.
+#[test]
+fn sums_of_cudnn_add_launches_to_every_tile_it_computes() {
+    let machine = h100(Some(Target::Sm90));
+    let near = |problem: &Problem, pass, expected: f64| {
+        let found = micros(&machine, problem, pass, Travels::Keys);
+        assert!((found / expected - 1.0).abs() < 0.005, "{found}, not {expected}");
+    };
+    let (forward, backward) = (0.568 + 4.0 + 2.2, 64.0 * 0.0227 + 7.0 + 2.2);
+    // cuDNN writes the results of a rank with one tile itself.
+    near(&wide(1, 16), Pass::Forward, forward);
+    near(&wide(4, 16), Pass::Forward, 4.0 * (forward + 2.2));
+    // dq, dk and dv are added, and at last dk and dv that come home.
+    near(&wide(4, 16), Pass::Backward, 4.0 * (backward + 3.0 * 2.2) + 2.0 * 2.2);
+}
+
+#[test]
+fn own_kernels_compute_what_cudnn_refuses() {
+    let same = |problem: &Problem, pass, travels| {
+        let [with, without] =
+            [Some(Target::Sm90), None].map(|it| micros(&h100(it), problem, pass, travels));
+        assert_eq!(with, without, "{pass:?}");
+        without
+    };
+    // Where queries travel they compute all tiles.
+    same(&wide(4, 16), Pass::Backward, Travels::Queries);
+    let fed = Features { soft_cap: Some(5.0), ..Features::default() };
+    let capped = Problem { features: fed, ..wide(4, 16) };
+    same(&capped, Pass::Backward, Travels::Keys);
+    // Four tiles of one block, between which the state goes out and comes in three times. A block's
+    // state has 128 rows of 64 columns.
+    let expected = 4.0 * (1.162 + 3.4 + 2.2) + 6.0 * 2.9 / 2.0;
+    let found = same(&small(4, 16), Pass::Forward, Travels::Keys);
+    assert!((found - expected).abs() < 1e-6, "{found}, not {expected}");
+}
+
+/// Keys and their sums take 768 bytes a row, queries and theirs 520. A tile takes cuDNN a second, and
+/// other kernels more by what they are slower on an H100.
 #[test]
 fn the_side_that_travels_where_cudnn_computes_takes_less_time() {
-    let rate = 640.0 * 256.0;
     let predicted = |problem: &Problem, travels, bandwidth| {
-        let mut machine = with_cudnn([rate; 2], bandwidth);
-        machine.kernels.library.as_mut().expect("cuDNN").memory = f64::INFINITY;
+        let mut machine = machine(640.0 * 256.0, bandwidth);
+        machine.kernels.library = Some(Target::Sm90);
         let method = Method::Travel(Family::Ring);
         predict(problem, method, Pass::Backward, travels, &machine, false).unwrap()
     };
@@ -387,7 +405,7 @@ fn machines_that_cannot_be_are_errors() {
         spoil(&mut machine);
         simulate(&problem, &schedules, &machine).unwrap_err().to_string()
     };
-    let rate = error(|machine| machine.kernels.backward = 0.0);
+    let rate = error(|machine| machine.kernels.backward = Speed::Rate(0.0));
     assert_eq!(rate, "backward FLOP/s must be above 0, got 0");
     assert!(error(|machine| machine.network.within.bandwidth = f64::NAN).contains("got NaN"));
     assert!(error(|machine| machine.network.between.latency = -1.0).contains("at least 0, got -1"));

@@ -1,6 +1,7 @@
 //! The machine of a prediction: a named machine, with the numbers that the caller replaces.
 
-use burst_attention::simulate::{Link, Machine, Named, named};
+use burst_attention::Pass;
+use burst_attention::simulate::{Kernels, Link, Machine, Named, Speed, named};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -33,23 +34,14 @@ impl MachineRequest {
         network.ranks_per_node = self.ranks_per_node.unwrap_or(network.ranks_per_node);
         network.shared |= self.shared;
         let [forward, backward] = pair("tflops", &self.tflops)?;
-        let given = [forward, backward].map(|rate| rate.map(|rate| rate * 1e12));
-        if let Some(library) = &mut kernels.library {
-            // This library's own kernels keep their share of cuDNN's rates.
-            library.forward *= given[0].map_or(1.0, |rate| rate / kernels.forward);
-            library.backward *= given[1].map_or(1.0, |rate| rate / kernels.backward);
-        }
-        kernels.forward = given[0].unwrap_or(kernels.forward);
-        kernels.backward = given[1].unwrap_or(kernels.backward);
-        let which = match (forward, backward) {
-            (Some(_), Some(_)) => Some("as given"),
-            (Some(_), None) => Some("the first as given"),
-            (None, Some(_)) => Some("the second as given"),
-            (None, None) => None,
-        };
-        if let Some(which) = which {
-            let [forward, backward] = [kernels.forward, kernels.backward].map(|rate| rate / 1e12);
-            sources[0] = format!("{forward} TFLOP/s forward, {backward} backward, {which}");
+        let rate = |tflops: f64| Speed::Rate(tflops * 1e12);
+        kernels.forward = forward.map_or(kernels.forward, rate);
+        kernels.backward = backward.map_or(kernels.backward, rate);
+        if let Some(text) = given(kernels, [forward, backward].map(|rate| rate.is_some())) {
+            // A pass with a rate takes no blocks, in which the time to begin and to end lies.
+            kernels.launch = RATE_LAUNCH;
+            sources[0] = text;
+            sources[1] = format!("{} us each, an assumption", 1e6 * RATE_LAUNCH);
         }
         if let Some(launch) = self.launch_us {
             kernels.launch = launch * 1e-6;
@@ -112,6 +104,22 @@ pub(crate) struct Resolved {
     pub(crate) machine: Machine,
 }
 
+/// Seconds that a launch takes besides its arithmetic where a rate is given.
+const RATE_LAUNCH: f64 = 5e-6;
+
+/// Returns the source of the rates if some are given, for the forward and for the backward pass.
+fn given(kernels: &Kernels, [forward, backward]: [bool; 2]) -> Option<String> {
+    let which = match (forward, backward) {
+        (true, true) => "as given",
+        (true, false) => "the first as given",
+        (false, true) => "the second as given",
+        (false, false) => return None,
+    };
+    let rate = |pass| (kernels.rate(pass) / 1e11).round() / 10.0;
+    let [forward, backward] = [Pass::Forward, Pass::Backward].map(rate);
+    Some(format!("{forward} TFLOP/s forward, {backward} backward, {which}"))
+}
+
 fn source(given: Option<f64>) -> &'static str {
     if given.is_some() { "as given" } else { "as this machine has it" }
 }
@@ -137,7 +145,10 @@ impl Resolved {
             "name": name,
             "title": title,
             "ranks_per_node": network.ranks_per_node,
-            "flops": { "forward": kernels.forward, "backward": kernels.backward },
+            "flops": {
+                "forward": kernels.rate(Pass::Forward),
+                "backward": kernels.rate(Pass::Backward),
+            },
             "launch": kernels.launch,
             "within": network.within,
             "shared": network.shared,

@@ -182,7 +182,7 @@ mod tests {
         assert_eq!(backward["flops"], json!(pairs * 1280.0));
         assert_eq!(forward["ranks"].as_array().unwrap().len(), 8);
         assert_eq!(forward["timeline"], Value::Null);
-        assert!(answer["machine"]["sources"]["compute"].as_str().unwrap().contains("predicted"));
+        assert!(answer["machine"]["sources"]["compute"].as_str().unwrap().contains("measured"));
         assert_eq!(answer["machine"]["between"], Value::Null);
         let timed = ask(|request| request["timeline"] = true.into());
         let event = &timed["passes"][0]["timeline"][0];

@@ -9,7 +9,7 @@
 //! From the bottom: [`driver`] and [`nccl`] are the libraries' calls, and [`libcuda`] is the driver
 //! itself; `region`, `buffer`, [`workspace`] and [`rank`] say where arrays lie; `tiles`, `kernel`
 //! and `transport` implement the engine's two traits; `served` says
-//! what cuDNN computes of them; `lower` makes the command list of a [`call`];
+//! what predictions ask of them; `lower` makes the command list of a [`call`];
 //! `objects` keeps the objects of each device; `connect` makes the first contact with peers, and
 //! `issue` issues the command list. The [`executor`] uses all of them.
 

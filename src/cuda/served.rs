@@ -1,63 +1,127 @@
-//! What cuDNN computes of a schedule, for predictions: the choice among backends without memory.
+//! The operations of a schedule's tiles without memory, for predictions: questions to backends and
+//! to the costs of kernels.
 
 use burst_attention_kernels::backend::{BACKENDS, Backends, Kernels, cudnn};
 use burst_attention_kernels::instances::{Element, Target};
-use burst_attention_kernels::launch::{Features, Forward, Rows};
+use burst_attention_kernels::launch::{
+    Features, Forward, KeyGrads, QueryGrads, Rectangle, Rows, Statistics,
+};
 
+use super::final_writes::FinalWrites;
 use super::tiles::{all_gradients, can_fuse, element_of, features_of, rectangle};
 use crate::problem::{Order, Pass, Problem};
-use crate::schedule::{Schedule, Tile};
+use crate::schedule::{Payload, Schedule, Step, Tile};
 
-/// The tiles of a schedule that cuDNN may compute.
+/// The operations of the tiles of a schedule.
 #[derive(Debug)]
-pub(crate) struct ServedTiles<'a> {
+pub(crate) struct Operations<'a> {
     problem: &'a Problem,
-    pass: Pass,
-    element: Element,
     features: Features,
+    element: Element,
+    final_writes: FinalWrites,
+}
+
+impl<'a> Operations<'a> {
+    /// Returns the operations of a schedule. With `fused`, one operation computes all gradients of
+    /// a tile. Types that no kernel computes count as bfloat16.
+    pub(crate) fn of(problem: &'a Problem, schedule: &Schedule, fused: bool) -> Operations<'a> {
+        Operations {
+            problem,
+            features: features_of(problem),
+            element: element_of(problem.dtype).unwrap_or(Element::Bf16),
+            final_writes: match schedule.pass {
+                // Tiles of the forward pass know when they are last.
+                Pass::Forward => FinalWrites::default(),
+                Pass::Backward => FinalWrites::of(problem, schedule, fused),
+            },
+        }
+    }
+
+    fn rectangle(&self, tile: &Tile) -> Rectangle {
+        let (queries, keys) = (&tile.queries.rows, &tile.keys.rows);
+        rectangle(self.problem, self.element, queries, keys, tile.band)
+    }
+
+    /// Returns the forward pass of a tile.
+    pub(crate) fn forward(&self, tile: &Tile) -> Forward {
+        let at = Rows::default();
+        Forward {
+            rectangle: self.rectangle(tile),
+            features: self.features,
+            q: at,
+            k: at,
+            v: at,
+            acc: Some(at),
+            row_max: None,
+            row_sum: None,
+            o: Some(at),
+            lse: Some(at),
+            first: tile.query_state.first,
+            last: tile.query_state.last,
+        }
+    }
+
+    /// Returns the operation that computes all gradients of the tile at `index` of a step.
+    pub(crate) fn all_gradients(&self, step: &Step, index: usize) -> KeyGrads {
+        let tile = &step.tiles[index];
+        KeyGrads {
+            first: tile.key_state.first,
+            last: self.final_writes.is_tile(Payload::KeyGrads, step.index, index),
+            ..all_gradients(self.problem, self.rectangle(tile), Order::Any, true)
+        }
+    }
+
+    /// Returns the gradients of keys of a tile.
+    pub(crate) fn key_grads(&self, step: &Step, index: usize) -> KeyGrads {
+        KeyGrads { dq_acc: None, ..self.all_gradients(step, index) }
+    }
+
+    /// Returns the gradient of queries of a tile.
+    pub(crate) fn query_grads(&self, step: &Step, index: usize) -> QueryGrads {
+        let (tile, at) = (&step.tiles[index], Rows::default());
+        let statistics = Statistics::default();
+        QueryGrads {
+            rectangle: self.rectangle(tile),
+            features: self.features,
+            q: at,
+            k: at,
+            v: at,
+            dout: at,
+            lse_log2: statistics,
+            delta: statistics,
+            dq_acc: Some(at),
+            dq: Some(at),
+            dslopes: None,
+            first: tile.query_state.first,
+            last: self.final_writes.is_tile(Payload::QueryGrads, step.index, index),
+        }
+    }
+}
+
+/// What cuDNN computes of a schedule.
+#[derive(Debug)]
+pub(crate) struct Served {
+    pass: Pass,
     backends: Backends,
 }
 
-impl<'a> ServedTiles<'a> {
-    /// Returns the tiles that cuDNN computes on `target` if sums may have any order and lse has no
-    /// gradient. `None` if it computes none of the schedule.
-    pub(crate) fn of(
-        problem: &'a Problem,
-        schedule: &Schedule,
-        target: Target,
-    ) -> Option<ServedTiles<'a>> {
+impl Served {
+    /// Returns what cuDNN computes on `target` if sums may have any order and lse has no gradient.
+    /// `None` if it computes none of the schedule.
+    pub(crate) fn of(problem: &Problem, schedule: &Schedule, target: Target) -> Option<Served> {
         let backends = Backends { all: BACKENDS, target, kernels: Kernels::Cudnn, scratch: 0 };
-        let element = element_of(problem.dtype).ok()?;
+        element_of(problem.dtype).ok()?;
         let pass = schedule.pass;
         let gradients = || can_fuse(problem, schedule, backends, Order::Any, false);
         let may_serve = pass == Pass::Forward || gradients().ok()?;
-        let features = features_of(problem);
-        may_serve.then_some(ServedTiles { problem, pass, element, features, backends })
+        may_serve.then_some(Served { pass, backends })
     }
 
-    /// Whether cuDNN computes a tile of the schedule.
-    pub(crate) fn has(&self, tile: &Tile) -> bool {
-        let ServedTiles { problem, element, features, .. } = *self;
-        let (queries, keys) = (&tile.queries.rows, &tile.keys.rows);
-        let rectangle = rectangle(problem, element, queries, keys, tile.band);
-        let at = Rows::default();
+    /// Whether cuDNN computes the tile at `index` of a step.
+    pub(crate) fn has(&self, operations: &Operations<'_>, step: &Step, index: usize) -> bool {
         let operation = match self.pass {
-            Pass::Forward => Forward {
-                rectangle,
-                features,
-                q: at,
-                k: at,
-                v: at,
-                acc: Some(at),
-                row_max: None,
-                row_sum: None,
-                o: Some(at),
-                lse: Some(at),
-                first: true,
-                last: false,
-            }
-            .into(),
-            Pass::Backward => all_gradients(problem, rectangle, Order::Any, true).into(),
+            Pass::Forward => operations.forward(&step.tiles[index]).into(),
+            Pass::Backward => operations.all_gradients(step, index).into(),
         };
         self.backends.choose(&operation).0.is_some_and(|backend| backend.name == cudnn::NAME)
     }

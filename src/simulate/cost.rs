@@ -1,11 +1,15 @@
 //! What a schedule costs: the seconds of its tiles, and the bytes of its messages and buffers.
 
 use std::collections::BTreeMap;
+use std::ops::AddAssign;
 
-use super::machine::{Kernels, TileLibrary};
-use crate::cuda::served::ServedTiles;
+use burst_attention_kernels::cost::{self, Cost, CudnnParts};
+use burst_attention_kernels::launch::TileOperation;
+
+use super::kernels::{Kernels, Speed};
+use crate::cuda::served::{Operations, Served};
 use crate::problem::{Pass, Problem};
-use crate::schedule::{Accumulator, Chunk, Payload, Place, Schedule, Step, Tile};
+use crate::schedule::{Chunk, Merge, Payload, Place, Schedule, Step, Tile};
 
 /// Seconds of a step's work before and after [`crate::schedule::Due::Fold`].
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -22,26 +26,21 @@ fn halves(place: Place, seconds: f64) -> Halves {
     }
 }
 
+impl AddAssign for Halves {
+    fn add_assign(&mut self, more: Halves) {
+        self.before += more.before;
+        self.after += more.after;
+    }
+}
+
 /// Costs of a schedule of one problem on the kernels of a machine.
 pub(super) struct Costs<'a> {
     problem: &'a Problem,
     kernels: &'a Kernels,
-    /// cuDNN and the tiles of the schedule that it computes, if the machine has it.
-    library: Option<(TileLibrary, Option<ServedTiles<'a>>)>,
-}
-
-/// FLOP/s of kernels.
-struct Rates {
-    forward: f64,
-    backward: f64,
-}
-
-/// What computes a tile.
-enum Computes {
-    /// This library's kernels, at these rates.
-    Own(Rates),
-    /// cuDNN.
-    Library(TileLibrary),
+    pass: Pass,
+    operations: Operations<'a>,
+    /// The tiles that cuDNN computes, if the machine has it.
+    served: Option<Served>,
 }
 
 /// Returns the FLOPs of one tile, by convention: two for each multiplication of the products that
@@ -66,111 +65,130 @@ pub fn tile_flops(problem: &Problem, pass: Pass, tile: &Tile) -> f64 {
 
 impl<'a> Costs<'a> {
     pub fn of(problem: &'a Problem, schedule: &Schedule, kernels: &'a Kernels) -> Costs<'a> {
-        let served = |library: TileLibrary| ServedTiles::of(problem, schedule, library.target);
-        let library = kernels.library.map(|library| (library, served(library)));
-        Costs { problem, kernels, library }
+        let pass = schedule.pass;
+        let served = kernels.library.and_then(|target| Served::of(problem, schedule, target));
+        let operations = Operations::of(problem, schedule, served.is_some());
+        Costs { problem, kernels, pass, operations, served }
     }
 
     /// Seconds that the tiles and merges of a step take.
-    pub fn step(&self, pass: Pass, step: &Step) -> Halves {
-        let mut sum = Halves { before: 0.0, after: self.kernels.launch * step.merges.len() as f64 };
-        for tile in &step.tiles {
-            let Halves { before, after } = match pass {
-                Pass::Forward => self.forward(tile),
-                Pass::Backward => self.backward(tile),
+    pub fn step(&self, step: &Step) -> Halves {
+        let merges = step.merges.iter().map(|merge| self.merge(merge)).sum();
+        let mut sum = Halves { before: 0.0, after: merges };
+        for index in 0..step.tiles.len() {
+            sum += match self.pass {
+                Pass::Forward => self.forward(step, index),
+                Pass::Backward => self.backward(step, index),
             };
-            sum.before += before;
-            sum.after += after;
         }
         sum
     }
 
     /// A tile whose state is at home is computed while states arrive. Other tiles wait for them;
     /// of cuDNN's tiles only the sums wait.
-    fn forward(&self, tile: &Tile) -> Halves {
-        let Accumulator { place, first, last } = tile.query_state;
-        let Kernels { forward, launch, .. } = *self.kernels;
-        let seconds = |rate| tile_flops(self.problem, Pass::Forward, tile) / rate + launch;
-        let library = match self.computes(tile) {
-            Computes::Own(rates) => return halves(place, seconds(rates.forward)),
-            Computes::Library(library) => library,
-        };
-        // o in 16 bits is read, and the running state is read and written.
-        let sums = match first && last {
-            true => 0.0,
-            false => self.sums(library, tile.queries.rows.len() * self.problem.heads, 10),
-        };
-        let sums = halves(place, sums);
-        Halves { before: seconds(forward) + sums.before, after: sums.after }
-    }
-
-    fn backward(&self, tile: &Tile) -> Halves {
-        let Kernels { backward, launch, one_backward, .. } = *self.kernels;
-        let flops = tile_flops(self.problem, Pass::Backward, tile);
-        let seconds = flops / backward + launch;
-        match self.computes(tile) {
-            Computes::Own(_) if one_backward => Halves { before: seconds, after: 0.0 },
-            Computes::Own(rates) => self.two_kernels(tile, flops / rates.backward),
-            Computes::Library(library) => {
-                let Problem { heads, kv_heads, .. } = *self.problem;
-                // dq in float32 is cleared, read and added. dk and dv of each query head are read, in
-                // 16 bits, and added for each head of keys.
-                let (queries, keys) = (tile.queries.rows.len(), tile.keys.rows.len());
-                let queries = self.sums(library, queries * heads, 16);
-                let keys = 2.0 * self.sums(library, keys * (kv_heads * 8 + heads * 2), 1);
-                let keys = halves(tile.key_state.place, keys);
-                Halves { before: seconds + queries + keys.before, after: keys.after }
-            }
+    fn forward(&self, step: &Step, index: usize) -> Halves {
+        let (tile, place) = (&step.tiles[index], step.tiles[index].query_state.place);
+        let operation = self.operations.forward(tile).into();
+        if let Some((call, sums, _)) = self.by_library(&operation, step, index) {
+            let sums = halves(place, sums);
+            return Halves { before: call + sums.before, after: sums.after };
         }
+        halves(place, self.by_own(&operation, tile_flops(self.problem, self.pass, tile)))
     }
 
-    /// Says what computes a tile.
-    fn computes(&self, tile: &Tile) -> Computes {
-        let Kernels { forward, backward, .. } = *self.kernels;
-        match &self.library {
-            None => Computes::Own(Rates { forward, backward }),
-            Some((library, Some(served))) if served.has(tile) => Computes::Library(*library),
-            Some((TileLibrary { forward, backward, .. }, _)) => {
-                Computes::Own(Rates { forward: *forward, backward: *backward })
-            }
+    fn backward(&self, step: &Step, index: usize) -> Halves {
+        let tile = &step.tiles[index];
+        let flops = tile_flops(self.problem, self.pass, tile);
+        if self.kernels.one_backward {
+            let seconds = flops / self.kernels.rate(self.pass) + self.kernels.launch;
+            return Halves { before: seconds, after: 0.0 };
         }
-    }
-
-    /// Seconds in which a kernel adds a library's results to sums: rows of all heads, with bytes for
-    /// each element.
-    fn sums(&self, library: TileLibrary, rows: usize, bytes: usize) -> f64 {
-        let Problem { batch, value_dim, .. } = *self.problem;
-        (batch * rows * value_dim * bytes) as f64 / library.memory + self.kernels.launch
-    }
-
-    /// For each pair, the kernel of dq multiplies 2D + Dv elements, and the kernel of dk and dv
-    /// 2D + 2Dv, because each computes s and dp itself. They divide the tile's seconds accordingly.
-    fn two_kernels(&self, tile: &Tile, seconds: f64) -> Halves {
+        let operation = self.operations.all_gradients(step, index).into();
+        if let Some((call, queries, keys)) = self.by_library(&operation, step, index) {
+            let keys = halves(tile.key_state.place, keys);
+            return Halves { before: call + queries + keys.before, after: keys.after };
+        }
+        // For each pair, the kernel of dq multiplies 2D + Dv elements, and the kernel of dk and dv
+        // 2D + 2Dv, because each computes s and dp itself. They divide FLOPs accordingly.
         let Problem { head_dim, value_dim, .. } = *self.problem;
         let products = [2 * head_dim + value_dim, 2 * head_dim + 2 * value_dim];
-        let all = (products[0] + products[1]) as f64;
-        let mut halves = Halves::default();
-        let sides = [(&tile.queries, tile.query_state), (&tile.keys, tile.key_state)];
-        for ((operand, state), products) in sides.into_iter().zip(products) {
-            if operand.rows.is_empty() {
-                continue;
-            }
-            let seconds = seconds * products as f64 / all + self.kernels.launch;
-            let part = self::halves(state.place, seconds);
-            halves =
-                Halves { before: halves.before + part.before, after: halves.after + part.after };
+        let part = |at: usize| flops * products[at] as f64 / (products[0] + products[1]) as f64;
+        let mut sum = Halves::default();
+        if !tile.queries.rows.is_empty() {
+            let operation = self.operations.query_grads(step, index).into();
+            sum += halves(tile.query_state.place, self.by_own(&operation, part(0)));
         }
-        halves
+        if !tile.keys.rows.is_empty() {
+            let operation = self.operations.key_grads(step, index).into();
+            sum += halves(tile.key_state.place, self.by_own(&operation, part(1)));
+        }
+        sum
+    }
+
+    /// Seconds of an operation by this library's kernels, which has so many FLOPs by convention.
+    fn by_own(&self, operation: &TileOperation, flops: f64) -> f64 {
+        let known = match self.kernels.speed(self.pass) {
+            Speed::Blocks(target) => {
+                cost::own(operation, target).map(|cost| self.kernels.seconds(cost, target))
+            }
+            Speed::Rate(_) => None,
+        };
+        let by_rate = || flops / self.kernels.own_rate(self.pass) + self.kernels.launch;
+        known.unwrap_or_else(by_rate)
+    }
+
+    /// Seconds of cuDNN's call for an operation, of adding its results to the sums of queries, and
+    /// of adding them to the sums of keys; `None` where cuDNN does not compute the tile.
+    fn by_library(
+        &self,
+        operation: &TileOperation,
+        step: &Step,
+        index: usize,
+    ) -> Option<(f64, f64, f64)> {
+        let target = self.kernels.library?;
+        let served = self.served.as_ref()?;
+        if !served.has(&self.operations, step, index) {
+            return None;
+        }
+        let CudnnParts { call, queries, keys } = cost::cudnn_parts(operation, target)?;
+        let seconds =
+            |cost: Option<Cost>| cost.map_or(0.0, |cost| self.kernels.seconds(cost, target));
+        let call = match self.kernels.speed(self.pass) {
+            Speed::Blocks(_) => seconds(Some(call)),
+            Speed::Rate(rate) => {
+                let flops = tile_flops(self.problem, self.pass, &step.tiles[index]);
+                flops / rate + self.kernels.launch
+            }
+        };
+        Some((call, seconds(queries), seconds(keys)))
+    }
+
+    /// Seconds in which an accumulator that arrived is added to the one at home. Only where blocks
+    /// are counted its bytes take time.
+    fn merge(&self, merge: &Merge) -> f64 {
+        let Speed::Blocks(target) = self.kernels.speed(self.pass) else {
+            return self.kernels.launch;
+        };
+        let Problem { batch, heads, kv_heads, head_dim, value_dim, .. } = *self.problem;
+        let (columns, launches) = match merge.chunk.payload {
+            Payload::Partial => (heads * value_dim, 1),
+            Payload::KeyGrads => (kv_heads * (head_dim + value_dim), 2),
+            _ => (heads * head_dim, 1),
+        };
+        // Both accumulators are read, and the sum is written, or the result in 16 bits.
+        let bytes = batch * merge.chunk.rows.len() * columns * if merge.last { 10 } else { 12 };
+        let seconds = cost::memory_seconds(bytes, target).unwrap_or_default();
+        seconds + self.kernels.launch * f64::from(launches)
     }
 
     /// Bytes of a message with a chunk.
-    pub fn chunk(&self, chunk: &Chunk, pass: Pass) -> u64 {
-        (chunk.rows.len() * self.row(chunk.payload, pass)) as u64
+    pub fn chunk(&self, chunk: &Chunk) -> u64 {
+        (chunk.rows.len() * self.row(chunk.payload)) as u64
     }
 
     /// [`Payload::row_bytes`], with accumulators of the size that the kernels give them.
-    fn row(&self, payload: Payload, pass: Pass) -> usize {
-        let bytes = payload.row_bytes(self.problem, pass);
+    fn row(&self, payload: Payload) -> usize {
+        let bytes = payload.row_bytes(self.problem, self.pass);
         // The statistics, a maximum and a sum for each query head, stay float32.
         let statistics = match payload {
             Payload::Partial => self.problem.batch * self.problem.heads * 8,
@@ -192,7 +210,7 @@ impl<'a> Costs<'a> {
             let opened = step.opens.iter().map(|(chunk, slot)| (chunk, Place::Slot(*slot)));
             for (chunk, place) in arriving.chain(opened) {
                 let size = sizes.entry((chunk.payload, place)).or_default();
-                *size = self.chunk(chunk, schedule.pass).max(*size);
+                *size = self.chunk(chunk).max(*size);
             }
         }
         sizes.into_values().sum()

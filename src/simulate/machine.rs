@@ -1,46 +1,13 @@
 //! The machine of a simulation: the kernels of a rank and the links between ranks.
 
+use burst_attention_kernels::cost;
 use burst_attention_kernels::instances::Target;
-use burst_attention_kernels::rates;
 use serde::Serialize;
 
+use super::kernels::{Kernels, Speed};
 use crate::error::Result;
+use crate::problem::Pass;
 use crate::types::invalid;
-
-/// How fast a rank computes, and how its kernels treat travelling accumulators.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Kernels {
-    /// FLOP/s of the forward pass.
-    pub forward: f64,
-    /// FLOP/s of the backward pass.
-    pub backward: f64,
-    /// Seconds that each launch takes in addition to its arithmetic.
-    pub launch: f64,
-    /// Whether one kernel computes all gradients of a tile, and adds them to travelling
-    /// accumulators as it ends. In this library dq and (dk, dv) have a kernel each: the kernel
-    /// whose accumulator is at home runs while the other accumulator arrives.
-    pub one_backward: bool,
-    /// Bytes per element of travelling accumulators; 4 in this library.
-    pub sum_bytes: usize,
-    /// cuDNN, if it computes tiles. Its rates then are `forward` and `backward`.
-    pub library: Option<TileLibrary>,
-}
-
-/// cuDNN. It writes what a tile contributes to memory, o, dk and dv in 16 bits and dq in float32.
-/// Kernels add it to sums in float32.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct TileLibrary {
-    /// The GPU's architecture, which says what cuDNN computes.
-    pub target: Target,
-    /// Bytes per second that kernels read and write as they add.
-    pub memory: f64,
-    /// FLOP/s of the forward pass of this library's own kernels, which compute the tiles that cuDNN
-    /// refuses.
-    pub forward: f64,
-    /// FLOP/s of the backward pass of this library's own kernels. They compute those tiles too, and
-    /// all tiles where gradients of queries travel.
-    pub backward: f64,
-}
 
 /// A connection. A message takes `latency + bytes / bandwidth`. It shares the bandwidth with the
 /// other messages that use the link in the same direction at that time.
@@ -127,15 +94,9 @@ impl Machine {
         let rate: (_, fn(f64) -> bool) = ("above 0", |rate| rate > 0.0);
         let time: (_, fn(f64) -> bool) = ("at least 0", |time| time.is_finite() && time >= 0.0);
         let count: (_, fn(f64) -> bool) = ("at least 1", |count| count >= 1.0);
-        let [memory, own_forward, own_backward] = kernels
-            .library
-            .map_or([1.0; 3], |library| [library.memory, library.forward, library.backward]);
         let numbers = [
-            ("forward FLOP/s", kernels.forward, rate),
-            ("backward FLOP/s", kernels.backward, rate),
-            ("bytes per second of sums", memory, rate),
-            ("forward FLOP/s without cuDNN", own_forward, rate),
-            ("backward FLOP/s without cuDNN", own_backward, rate),
+            ("forward FLOP/s", kernels.rate(Pass::Forward), rate),
+            ("backward FLOP/s", kernels.rate(Pass::Backward), rate),
             ("bandwidth within a node", within.bandwidth, rate),
             ("bandwidth between nodes", between.bandwidth, rate),
             ("seconds of a launch", kernels.launch, time),
@@ -150,11 +111,16 @@ impl Machine {
     }
 }
 
+/// Where the time between launches comes from, where blocks are counted.
+const GAPS: &str = "2.2 us between them, an assumption; what a block takes to begin and to end is \
+                    in its own constants";
+
 /// Sources of the numbers of H200s in nodes of eight.
 const H200: [&str; 4] = [
-    "predicted for this library's kernels at 8,192 tokens, causal, head_dim 128, bfloat16, by a \
-     model of their machine code (docs/kernel-model.md), -10% to +20%; an H100 measured 0.93 to 1.19 times these rates",
-    "5 us each, an assumption",
+    "rounds of this library's blocks on 132 multiprocessors, as measured on an H100, which \
+     has the same multiprocessors and slower memory: its rings within 2%, its launches within 3% \
+     forward and 9% backward",
+    GAPS,
     "NVLink 4, 450 GB/s each way per GPU, as specified, through switches that block nothing; \
      latency of a message 10 us, an assumption",
     "400 Gb/s, which is 50 GB/s, each way per GPU, as specified; latency of a message 20 us, an \
@@ -175,22 +141,24 @@ const A100: [&str; 4] = [
 
 /// Sources of the numbers of the same H200s where cuDNN computes tiles.
 const H200_CUDNN: [&str; 4] = [
-    "cuDNN 9.19.1 as NVIDIA publishes it for 8,192 tokens, causal, head_dim 128, bfloat16; its \
-     results are added to float32 sums at 3 TB/s, an assumption; where queries travel, and what \
-     cuDNN does not serve, the library's own kernels compute, at the rates of h200-nvlink",
-    H200[1],
+    "rounds of cuDNN 9.19's blocks on 132 multiprocessors, fitted to its launches on an H100 \
+     within 6%; no ring with cuDNN was measured; its results are added to float32 sums at the \
+     H100's 2.9 TB/s; where queries travel, and what cuDNN does not serve, the library's own kernels \
+     compute, as on h200-nvlink",
+    GAPS,
     H200[2],
     H200[3],
 ];
 
 /// Sources of the numbers of GB200s in racks of 72, where cuDNN computes tiles.
 const GB200_CUDNN: [&str; 4] = [
-    "cuDNN 9.22 on a GB200 as NVIDIA publishes it for 8,192 tokens, causal, head_dim 128, \
-     bfloat16; its results are added to float32 sums at 5 TB/s, an assumption; where queries \
-     travel, and what cuDNN does not serve, the library's own kernels compute, assumed to be as \
-     fast as a kernel of the same Tile IR on a B200, published in arXiv:2604.23466, 1007 TFLOP/s \
-     forward, and backward by as much slower than cuDNN",
-    H200[1],
+    "rounds of blocks on 148 multiprocessors, fitted to rates of cuDNN 9.27 on a GB200 that NVIDIA \
+     published in August 2026 (1552 and 1297 TFLOP/s for 8,192 tokens, causal, head_dim 128, bfloat16), \
+     within 10%; its results are added to float32 sums at 5 TB/s, an assumption; where queries travel, \
+     and what cuDNN does not serve, the library's own kernels compute, assumed to be as fast as a kernel \
+     of the same Tile IR on a B200, published in arXiv:2604.23466, 1007 TFLOP/s forward, and \
+     backward by as much slower as cuDNN",
+    GAPS,
     "NVLink 5, 900 GB/s each way per GPU, as specified, through switches that block nothing; \
      latency of a message 10 us, an assumption",
     H200[3],
@@ -198,21 +166,16 @@ const GB200_CUDNN: [&str; 4] = [
 
 /// Sources of the numbers of GB300s in racks of 72, where cuDNN computes tiles.
 const GB300_CUDNN: [&str; 4] = [
-    "cuDNN 9.22 on a GB300 as NVIDIA publishes it for 8,192 tokens, causal, head_dim 128, \
-     bfloat16; its results are added to float32 sums at 5 TB/s, an assumption; where queries \
-     travel, and what cuDNN does not serve, the library's own kernels compute, assumed to be as \
-     fast as on gb200-nvlink-cudnn",
-    H200[1],
+    "rounds of blocks on 148 multiprocessors, fitted to rates of cuDNN 9.25 on a GB300 that NVIDIA \
+     published in July 2026 (2024 and 1457 TFLOP/s for 8,192 tokens, causal, head_dim 128, bfloat16), \
+     within 5%; its results are added to float32 sums at 5 TB/s, an assumption; where queries travel, \
+     and what cuDNN does not serve, the library's own kernels compute, assumed to be as fast as on \
+     gb200-nvlink-cudnn",
+    GAPS,
     GB200_CUDNN[2],
     "800 Gb/s, which is 100 GB/s, each way per GPU, as specified; latency of a message 20 us, an \
      assumption",
 ];
-
-/// Returns the predicted FLOP/s of the library's kernels.
-fn predicted(case: &str) -> f64 {
-    let rate = rates::predicted(case);
-    1e12 * rate.unwrap_or_else(|| unreachable!("the table of rates has {case}"))
-}
 
 /// Returns the machines that have a name. The first one with enough ranks is the default.
 pub fn named() -> [Named; 10] {
@@ -225,43 +188,24 @@ pub fn named() -> [Named; 10] {
             shared: false,
         },
     };
-    let h200 = Kernels {
-        forward: predicted("forward_d128_causal_8k"),
-        backward: predicted("backward_d128_causal_8k"),
-        launch: 5e-6,
+    // Kernels whose blocks are counted.
+    let counted = |target: Target, library: Option<Target>| Kernels {
+        forward: Speed::Blocks(target),
+        backward: Speed::Blocks(target),
+        launch: cost::launch_gap(target).unwrap_or_default(),
         one_backward: false,
         sum_bytes: 4,
-        library: None,
+        library,
     };
+    let cudnn = |target| counted(target, Some(target));
     let a100 = Kernels {
-        forward: 190e12,
-        backward: 190e12,
+        forward: Speed::Rate(190e12),
+        backward: Speed::Rate(190e12),
+        launch: 5e-6,
         one_backward: true,
         sum_bytes: 2,
-        ..h200.clone()
+        library: None,
     };
-    let cudnn = |[forward, backward]: [f64; 2], library: TileLibrary| Kernels {
-        forward,
-        backward,
-        library: Some(library),
-        ..h200.clone()
-    };
-    let on_hopper = TileLibrary {
-        target: Target::Sm90,
-        memory: 3e12,
-        forward: h200.forward,
-        backward: h200.backward,
-    };
-    let on_blackwell = TileLibrary {
-        target: Target::Sm100,
-        memory: 5e12,
-        forward: 1007e12,
-        backward: 1332e12 / 1574e12 * 1007e12,
-    };
-    let h200_cudnn = cudnn([644e12, 541e12], on_hopper);
-    let gb200_cudnn = cudnn([1574e12, 1332e12], on_blackwell);
-    let gb300_cudnn =
-        cudnn([1856e12, 1435e12], TileLibrary { target: Target::Sm103, ..on_blackwell });
     // A machine of one node, named after its links, and one of many nodes.
     let both = |names: [&'static str; 2], titles: [&'static str; 2], sources, machine: Machine| {
         let ranks = [Some(machine.network.ranks_per_node), None];
@@ -278,7 +222,7 @@ pub fn named() -> [Named; 10] {
             ["h200-nvlink", "h200-400g"],
             ["8 × H200, NVLink", "nodes of 8 × H200, 400 Gb/s per GPU between them"],
             H200,
-            nodes(h200, 8, 450e9, 50e9),
+            nodes(counted(Target::Sm90, None), 8, 450e9, 50e9),
         ),
         both(
             ["h200-nvlink-cudnn", "h200-400g-cudnn"],
@@ -287,7 +231,7 @@ pub fn named() -> [Named; 10] {
                 "nodes of 8 × H200 with cuDNN, 400 Gb/s per GPU between them",
             ],
             H200_CUDNN,
-            nodes(h200_cudnn, 8, 450e9, 50e9),
+            nodes(cudnn(Target::Sm90), 8, 450e9, 50e9),
         ),
         both(
             ["gb200-nvlink-cudnn", "gb200-400g-cudnn"],
@@ -296,7 +240,7 @@ pub fn named() -> [Named; 10] {
                 "racks of 72 × GB200 with cuDNN, 400 Gb/s per GPU between them",
             ],
             GB200_CUDNN,
-            nodes(gb200_cudnn, 72, 900e9, 50e9),
+            nodes(cudnn(Target::Sm100), 72, 900e9, 50e9),
         ),
         both(
             ["gb300-nvlink-cudnn", "gb300-800g-cudnn"],
@@ -305,7 +249,7 @@ pub fn named() -> [Named; 10] {
                 "racks of 72 × GB300 with cuDNN, 800 Gb/s per GPU between them",
             ],
             GB300_CUDNN,
-            nodes(gb300_cudnn, 72, 900e9, 100e9),
+            nodes(cudnn(Target::Sm103), 72, 900e9, 100e9),
         ),
         both(
             ["a100-nvlink", "a100-200g"],

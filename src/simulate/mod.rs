@@ -10,14 +10,15 @@
 //! A [`Method`] may also exchange rows for heads, before and after a schedule, on the same clock.
 //! [`run`] times any other method, from the [`Script`] of each rank.
 //!
-//! The simulator leaves out memory bandwidth, delta and casts, and the part of a processor that
-//! messages take from kernels.
+//! Tiles take rounds of blocks on a GPU's multiprocessors, or their FLOPs at a rate: [`Speed`]. The
+//! simulator leaves out delta and casts, and the part of a processor that messages take from kernels.
 
 mod choose;
 mod clock;
 mod cost;
 mod estimate;
 mod heads;
+mod kernels;
 mod line;
 mod machine;
 mod messages;
@@ -32,7 +33,8 @@ mod wires;
 pub use choose::{Candidate, Choice, choose};
 pub use cost::tile_flops;
 pub use estimate::{Cost, cost, estimate};
-pub use machine::{Class, Kernels, Link, Machine, Named, Network, TileLibrary, named};
+pub use kernels::{Kernels, Speed};
+pub use machine::{Class, Link, Machine, Named, Network, named};
 pub use method::{Method, predict};
 pub use report::{Activity, Bytes, Estimate, Event, RankReport, Report};
 pub use script::Script;

@@ -112,7 +112,7 @@ impl<'a> Script<'a> {
             let flops = |tile| tile_flops(problem, schedule.pass, tile);
             self.report.tiles += step.tiles.len();
             self.report.flops += step.tiles.iter().map(flops).sum::<f64>();
-            self.begin(first + step.index, costs.step(schedule.pass, step));
+            self.begin(first + step.index, costs.step(step));
             for Exchange { sends, receives, due } in &step.exchanges {
                 let due = match due {
                     Due::Begin(step) => Due::Begin(first + step),
@@ -121,7 +121,7 @@ impl<'a> Script<'a> {
                 let message = |end| {
                     let (number, costs) = (&number, &costs);
                     move |Transfer { chunk, peer, .. }: &Transfer| {
-                        let bytes = costs.chunk(chunk, schedule.pass);
+                        let bytes = costs.chunk(chunk);
                         (end, number(*peer), bytes, Label::chunk(chunk))
                     }
                 };

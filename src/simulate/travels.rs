@@ -1,7 +1,7 @@
 //! The side that travels in the backward pass, where the caller leaves it.
 
 use super::machine::Machine;
-use crate::cuda::served::ServedTiles;
+use crate::cuda::served::{Operations, Served};
 use crate::error::Result;
 use crate::problem::{Pass, Problem, Travels};
 use crate::schedule::ring;
@@ -31,11 +31,13 @@ pub(super) fn with_side<R>(
 
 /// Whether cuDNN computes gradients of a ring in which keys travel.
 fn library_computes(problem: &Problem, machine: &Machine) -> bool {
-    let Some(library) = machine.kernels.library else { return false };
+    let Some(target) = machine.kernels.library else { return false };
     let few = Problem { world_size: problem.world_size.min(FEW), ..problem.clone() };
     ring(&few, Pass::Backward, Travels::Keys).iter().any(|schedule| {
-        let served = ServedTiles::of(&few, schedule, library.target);
-        let mut tiles = schedule.steps.iter().flat_map(|step| &step.tiles);
-        served.is_some_and(|served| tiles.any(|tile| served.has(tile)))
+        let Some(served) = Served::of(&few, schedule, target) else { return false };
+        let operations = Operations::of(&few, schedule, true);
+        let steps = schedule.steps.iter();
+        let mut tiles = steps.flat_map(|step| (0..step.tiles.len()).map(move |n| (step, n)));
+        tiles.any(|(step, index)| served.has(&operations, step, index))
     })
 }

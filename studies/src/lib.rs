@@ -174,10 +174,7 @@ impl Kept<'_> {
     ) {
         let Problem { batch, q_len, kv_len, heads, world_size, .. } = *self.problem;
         let flops = (products * 2 * batch * heads * q_len * kv_len * width) as f64;
-        let rate = match self.pass {
-            Pass::Forward => self.kernels.forward,
-            Pass::Backward => self.kernels.backward,
-        };
+        let rate = self.kernels.rate(self.pass);
         let work = flops / rate
             + passes * self.block() / self.memory
             + self.kernels.launch * products as f64;

@@ -1,6 +1,8 @@
 //! Baselines of publications, against calculations by hand.
 
-use burst_attention::simulate::{self, Bytes, Kernels, Link, Machine, Method, Network, Report};
+use burst_attention::simulate::{
+    self, Bytes, Kernels, Link, Machine, Method, Network, Report, Speed,
+};
 use burst_attention::{Dtype, Family, Features, Layout, Pass, Problem, Travels, Window};
 use burst_attention_studies::{Baseline, predict};
 
@@ -32,7 +34,7 @@ fn problem(world_size: usize, n: usize) -> Problem {
 fn machine(ranks_per_node: usize) -> Machine {
     let within = Link { latency: 7.0, bandwidth: 4.0 };
     let between = Link { latency: 11.0, bandwidth: 2.0 };
-    let (forward, backward, launch) = (3.0, 5.0, 0.0);
+    let (forward, backward, launch) = (Speed::Rate(3.0), Speed::Rate(5.0), 0.0);
     Machine {
         kernels: Kernels {
             forward,

@@ -4,7 +4,6 @@ import json
 import re
 import struct
 import sys
-from pathlib import Path
 from typing import get_args
 
 import commands
@@ -15,7 +14,6 @@ from burst_attention._attention.options import Schedule
 pytestmark = pytest.mark.needs("text")
 
 PROBLEM = "--world 8 --seq 65536 --heads 32 --kv-heads 8 --layout zigzag --causal"
-RATES = Path(__file__).parents[2] / "kernels" / "rates.tsv"
 RANK = re.compile(
     r"^ *(\d+(?:-\d+)?) +(\d+) +(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)%.*", re.M
 )
@@ -30,30 +28,30 @@ def schedule(monkeypatch, capsys):
 def test_table_has_every_rank_of_both_passes_and_what_it_rests_on(schedule):
     output = schedule(f"{PROBLEM} --backward queries --machine h200-nvlink")
     assert "65,536 tokens over 8 ranks, 32 query and 8 key/value heads, head_dim 128" in output
-    assert "predicted for this library's kernels" in output
+    assert "rounds of this library's blocks on 132 multiprocessors, as measured on an H100" in output
     assert "an assumption" in output
     assert "between:" not in output
     forward, backward = output.split("\n\n")[1:3]
     assert forward.startswith("forward, keys travel")
     assert backward.startswith("backward, queries travel")
-    rates = dict(line.split("\t") for line in RATES.read_text().splitlines()[1:])
+    found = json.loads(schedule(f"{PROBLEM} --json --machine h200-nvlink"))
     for table, products in ((forward, 4), (backward, 10)):
-        rate = 1e12 * float(rates[f"{table.split(',')[0]}_d128_causal_8k"])
+        rate = found["machine"]["flops"][table.split(",")[0]]
         rows = RANK.findall(table)
         assert [int(row[0]) for row in rows] == list(range(8))
         ideal = products / 2 * 65536 * 65537 / 8 * 32 * 128 / rate * 1e3
-        # Launches add 5 us each; a backward tile has two kernels.
+        # Against one launch, states come in and go out, and rounds of blocks are not full.
         for row in rows:
-            assert ideal < float(row[3]) < ideal + 0.005 * 3 * int(row[2])
+            assert ideal < float(row[3]) < 1.15 * ideal
     assert re.search(r"^forward \+ backward: [\d.]+ ms, \d+ TFLOP/s a rank", output, re.M)
 
 
-def test_machines_with_cudnn_say_that_its_rates_are_published(schedule):
+def test_machines_with_cudnn_say_where_its_speed_was_measured(schedule):
     own, cudnn = (
         json.loads(schedule(f"{PROBLEM} --json --backward keys --machine {machine}"))
         for machine in ("h200-nvlink", "h200-nvlink-cudnn")
     )
-    assert "as NVIDIA publishes it" in cudnn["machine"]["sources"]["compute"]
+    assert "cuDNN 9.19's blocks" in cudnn["machine"]["sources"]["compute"]
     for slow, fast in zip(own["passes"], cudnn["passes"], strict=True):
         rates = (cudnn["machine"]["flops"][fast["pass"]], own["machine"]["flops"][slow["pass"]])
         # Sums of results in 16 bits take some of what the rates gain.
@@ -61,15 +59,19 @@ def test_machines_with_cudnn_say_that_its_rates_are_published(schedule):
 
 
 @pytest.mark.parametrize(
-    ("machine", "kind"), [("gb200-nvlink-cudnn", "GB200"), ("gb300-nvlink-cudnn", "GB300")]
+    ("machine", "words"),
+    [
+        ("gb200-nvlink-cudnn", "cuDNN 9.27 on a GB200 that NVIDIA published"),
+        ("gb300-nvlink-cudnn", "cuDNN 9.25 on a GB300 that NVIDIA published"),
+    ],
 )
-def test_machines_of_blackwells_have_published_rates(schedule, machine, kind):
+def test_machines_of_blackwells_have_published_rates(schedule, machine, words):
     found, hopper = (
         json.loads(schedule(f"{PROBLEM} --json --backward keys --machine {name}"))
         for name in (machine, "h200-nvlink-cudnn")
     )
     sources = found["machine"]["sources"]
-    assert f"cuDNN 9.22 on a {kind} as NVIDIA publishes it" in sources["compute"]
+    assert words in sources["compute"]
     assert found["machine"]["ranks_per_node"] == 72
     for fast, slow in zip(found["passes"], hopper["passes"], strict=True):
         assert fast["seconds"] < slow["seconds"] / 2

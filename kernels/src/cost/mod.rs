@@ -115,13 +115,31 @@ pub fn own(operation: &TileOperation, target: Target) -> Option<Cost> {
 /// A result of [`KeyGrads`] with `dq_acc` compares with the own kernels for dk and dv and for dq
 /// together: see [`apart`].
 pub fn cudnn(operation: &TileOperation, target: Target) -> Option<Cost> {
+    let CudnnParts { call, queries, keys } = cudnn_parts(operation, target)?;
+    Some([queries, keys].into_iter().flatten().fold(call, |all, sum| all + sum))
+}
+
+/// The parts of a cost of cuDNN.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct CudnnParts {
+    /// The call of cuDNN, which needs no sums.
+    pub call: Cost,
+    /// Adding its o or dq to sums, unless cuDNN itself writes the result.
+    pub queries: Option<Cost>,
+    /// Adding its dk and dv to sums.
+    pub keys: Option<Cost>,
+}
+
+/// Returns the parts of [`cudnn`].
+pub fn cudnn_parts(operation: &TileOperation, target: Target) -> Option<CudnnParts> {
     let device = Device::of(target)?;
     match operation {
         TileOperation::Forward(tile) if tile.features == Features::default() => {
             let (block, streams, source) = device.cudnn_forward(&tile.rectangle)?;
             let call = device.launch(&tile.rectangle, &block, streams, source);
             let is_whole = tile.first && tile.last;
-            Some(if is_whole { call } else { call + device.pass(folded(tile)) })
+            let queries = (!is_whole).then(|| device.pass(folded(tile)));
+            Some(CudnnParts { call, queries, keys: None })
         }
         TileOperation::KeyGrads(tile) if tile.features == Features::default() => {
             tile.dq_acc?;
@@ -131,12 +149,10 @@ pub fn cudnn(operation: &TileOperation, target: Target) -> Option<Cost> {
             // cuDNN's own passes over rows: delta, and dq cleared and converted.
             let elements = query_elements(&tile.rectangle);
             let seconds = call.seconds + device.seconds(CUDNN_DQ_BYTES * elements);
-            Some(
-                added(tile)
-                    .into_iter()
-                    .map(|bytes| device.pass(bytes))
-                    .fold(Cost { seconds, ..call }, |all, sum| all + sum),
-            )
+            // In a fixed order cuDNN writes dq in 16 bits.
+            let queries = device.pass(elements * if tile.fixed_order { 10 } else { 12 });
+            let keys = added_keys(tile).map(|bytes| device.pass(bytes)).reduce(|a, b| a + b);
+            Some(CudnnParts { call: Cost { seconds, ..call }, queries: Some(queries), keys })
         }
         _ => None,
     }
@@ -150,6 +166,12 @@ pub fn apart(tile: &KeyGrads, ends: (bool, bool), target: Target) -> Option<Cost
     let KeyGrads { rectangle, first, last, .. } = tile;
     let keys = own_launch(Kernel::KeyGrads, false, rectangle, (*first, *last), device)?;
     Some(keys + own_launch(Kernel::QueryGrads, false, rectangle, ends, device)?)
+}
+
+/// Returns the seconds in which a launch moves so many bytes over a device's memory, without its
+/// gap. `None` where nothing is known of the device.
+pub fn memory_seconds(bytes: usize, target: Target) -> Option<f64> {
+    Device::of(target).map(|device| device.seconds(bytes))
 }
 
 /// Bytes for each element of dq with which a call clears the sums of the fused kernel and converts
@@ -196,18 +218,14 @@ fn folded(tile: &Forward) -> usize {
     batch * q_len * heads * value_dim * fold_bytes(*first, *last)
 }
 
-/// Returns the bytes that each sum of cuDNN's gradients moves: dq, dk and dv.
-fn added(tile: &KeyGrads) -> Vec<usize> {
-    let KeyGrads { rectangle, first, last, fixed_order, .. } = tile;
+/// Returns the bytes that each sum of cuDNN's gradients of keys moves: dk and dv.
+fn added_keys(tile: &KeyGrads) -> impl Iterator<Item = usize> {
+    let KeyGrads { rectangle, first, last, .. } = tile;
     let Rectangle { batch, kv_len, heads, kv_heads, head_dim, value_dim, .. } = *rectangle;
-    // In a fixed order cuDNN writes dq in 16 bits.
-    let queries = query_elements(rectangle) * if *fixed_order { 10 } else { 12 };
     // Without groups and without other rectangles cuDNN writes dk and dv itself.
-    if *first && *last && heads == kv_heads {
-        return vec![queries];
-    }
+    let is_written = *first && *last && heads == kv_heads;
     let column = batch * kv_len * (2 * heads + kv_heads * sum_bytes(*first, *last));
-    vec![queries, column * head_dim, column * value_dim]
+    [head_dim, value_dim].into_iter().filter(move |_| !is_written).map(move |dim| dim * column)
 }
 
 /// Returns the bytes for each element of a float32 sum that a launch reads, unless it is the first,
