@@ -28,7 +28,8 @@ def schedule(monkeypatch, capsys):
 def test_table_has_every_rank_of_both_passes_and_what_it_rests_on(schedule):
     output = schedule(f"{PROBLEM} --backward queries --machine h200-nvlink")
     assert "65,536 tokens over 8 ranks, 32 query and 8 key/value heads, head_dim 128" in output
-    assert "rounds of this library's blocks on 132 multiprocessors, as measured on an H100" in output
+    assert "rounds of this library's blocks" in output
+    assert "as measured on an H100" in output
     assert "an assumption" in output
     assert "between:" not in output
     forward, backward = output.split("\n\n")[1:3]

@@ -26,11 +26,13 @@ class Links:
     outer_latency_us: float | None = None
     """Microseconds until the first byte of a message arrives at another node."""
     tflops_forward: float | None = None
-    """10¹² FLOP/s that the kernels of one device reach in the forward pass."""
+    """10¹² FLOP/s that the kernels of one device reach in the forward pass. None counts rounds of
+    blocks on the device's multiprocessors, as an H100 measured them."""
     tflops_backward: float | None = None
-    """10¹² FLOP/s that the kernels of one device reach in the backward pass."""
+    """10¹² FLOP/s that the kernels of one device reach in the backward pass; None as above."""
     launch_us: float | None = None
-    """Microseconds that each kernel takes in addition to its arithmetic."""
+    """Microseconds that each kernel takes in addition to its arithmetic or its blocks. None is 2.2,
+    or 5 with ``tflops_forward`` or ``tflops_backward``."""
     devices_per_node: int | None = None
     """How many neighbours on one axis form a node. Of a pair of axes, the inner axis is a node."""
     shared_link: bool = False

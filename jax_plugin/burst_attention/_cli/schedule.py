@@ -9,10 +9,11 @@ from burst_attention import _ffi
 from burst_attention._cli.problem import add_problem, count, problem_of, title
 
 EPILOG = """\
-A clock walks the schedule: tiles take time at the machine's rates, messages at the rates of its
-links. Messages that use a link at the same time share it. The prediction leaves out the memory
-traffic of kernels and the part of a GPU that messages take. From 1,025 to 4,096 ranks it estimates
-all figures from smaller worlds, and the table has the rank that computes longest.
+A clock walks the schedule: tiles take rounds of blocks on a GPU's multiprocessors, or time at the
+rates of --tflops; messages take time at the rates of the machine's links. Messages that use a link
+at the same time share it. The prediction leaves out the part of a GPU that messages take. From 1,025
+to 4,096 ranks it estimates all figures from smaller worlds, and the table has the rank that computes
+longest.
 
 example:
   python -m burst_attention schedule --world 8 --seq 65536 --heads 32 --kv-heads 8 \\
@@ -21,8 +22,8 @@ example:
 MACHINES = (
     "h200-nvlink, h200-nvlink-cudnn or a100-nvlink (up to 8 ranks), h200-400g, h200-400g-cudnn or "
     "a100-200g (nodes of 8), gb200-nvlink-cudnn or gb300-nvlink-cudnn (up to 72 ranks), "
-    "gb200-400g-cudnn or gb300-800g-cudnn (racks of 72); the A100s have the rates of "
-    "FlashAttention-2, and -cudnn means published rates of cuDNN"
+    "gb200-400g-cudnn or gb300-800g-cudnn (racks of 72); H200s have what an H100 measured, other "
+    "machines published rates: A100s those of FlashAttention-2, -cudnn those of cuDNN"
 )
 MOST_RANKS = 32
 """A table of more ranks has one line for neighbouring ranks that do the same."""
