@@ -11,9 +11,9 @@ from burst_attention._cli.problem import add_problem, count, problem_of, title
 EPILOG = """\
 A clock walks the schedule: tiles take rounds of blocks on a GPU's multiprocessors, or time at the
 rates of --tflops; messages take time at the rates of the machine's links. Messages that use a link
-at the same time share it. The prediction leaves out the part of a GPU that messages take. From 1,025
-to 4,096 ranks it estimates all figures from smaller worlds, and the table has the rank that computes
-longest.
+at the same time share it. The prediction leaves out the part of a GPU that messages take. From
+1,025 to 4,096 ranks it estimates all figures from smaller worlds, and the table has the rank that
+computes longest.
 
 example:
   python -m burst_attention schedule --world 8 --seq 65536 --heads 32 --kv-heads 8 \\
