@@ -44,8 +44,8 @@ impl Kernels {
         }
     }
 
-    /// Returns FLOP/s of a pass: the rate, or with blocks that of [`reference`], one launch of four
-    /// causal sequences.
+    /// Returns FLOP/s of a pass: the rate, or with blocks that of four causal sequences of 8,192
+    /// tokens in one launch, with 32 query and 8 key/value heads of 128 columns.
     pub fn rate(&self, pass: Pass) -> f64 {
         match self.speed(pass) {
             Speed::Rate(rate) => rate,
