@@ -39,9 +39,9 @@ impl MachineRequest {
         kernels.backward = backward.map_or(kernels.backward, rate);
         if let Some(text) = given(kernels, [forward, backward].map(|rate| rate.is_some())) {
             // A pass with a rate takes no blocks, in which the time to begin and to end lies.
-            kernels.launch = RATE_LAUNCH;
+            kernels.launch = RATE_LAUNCH_US * 1e-6;
             sources[0] = text;
-            sources[1] = format!("{} us each, an assumption", 1e6 * RATE_LAUNCH);
+            sources[1] = format!("{RATE_LAUNCH_US} us each, an assumption");
         }
         if let Some(launch) = self.launch_us {
             kernels.launch = launch * 1e-6;
@@ -104,8 +104,8 @@ pub(crate) struct Resolved {
     pub(crate) machine: Machine,
 }
 
-/// Seconds that a launch takes besides its arithmetic where a rate is given.
-const RATE_LAUNCH: f64 = 5e-6;
+/// Microseconds that a launch takes besides its arithmetic where a rate is given.
+const RATE_LAUNCH_US: f64 = 5.0;
 
 /// Returns the source of the rates if some are given, for the forward and for the backward pass.
 fn given(kernels: &Kernels, [forward, backward]: [bool; 2]) -> Option<String> {
