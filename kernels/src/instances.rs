@@ -125,6 +125,7 @@ impl Instance {
         let TileShape { rows, keys, .. } = self.tile();
         match generic {
             Generic::Element => vec![],
+            Generic::Rows => vec![rows],
             Generic::Tile if keys == 0 => vec![rows, width],
             Generic::Tile => vec![rows, keys, width],
             Generic::Parts if kernel.spec().role == Role::Decode => {

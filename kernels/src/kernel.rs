@@ -30,6 +30,8 @@ pub enum Generic {
     Element,
     /// Rows of a tile, keys if the kernel has keys, and columns.
     Tile,
+    /// Rows of a tile.
+    Rows,
     /// Keys of a tile that one part of a row's sum has, and the number of parts.
     Parts,
     /// Keys of a tile that lies within a page.
@@ -189,6 +191,13 @@ kernels! {
     };
     /// Adds a rounded gradient to an accumulator.
     AddGradient => KernelSpec::rows("add_gradient", "rows", record::ADD_GRADIENT);
+    /// Writes lse head by head.
+    PackLse => KernelSpec {
+        generics: &[Generic::Rows],
+        widths: &[64],
+        tile: tiles::pack_lse,
+        ..KernelSpec::rows("pack_lse", "rows", record::PACK_LSE)
+    };
     /// Adds a running softmax state to another one.
     CombineSoftmax =>
         KernelSpec::rows("combine_softmax", "combine_softmax", record::COMBINE_SOFTMAX);

@@ -255,6 +255,11 @@ pub(crate) fn rows(_: Variant, _: Target, width: i32) -> TileShape {
     tile(if width == 256 { 32 } else { 64 }, 0, 4)
 }
 
+/// Tiles of the kernel that writes lse head by head.
+pub(crate) fn pack_lse(_: Variant, _: Target, _: i32) -> TileShape {
+    tile(256, 0, 4)
+}
+
 /// Tiles of the kernel that compares segments.
 pub(crate) fn segment_ranges(_: Variant, _: Target, _: i32) -> TileShape {
     tile(64, 0, 4)

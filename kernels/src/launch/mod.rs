@@ -108,6 +108,8 @@ operations! {
     Accumulate = "accumulate",
     /// A sum of a float32 array and a rounded one.
     AddGradient = "add_gradient",
+    /// Log-sum-exp, head by head.
+    PackLse = "pack_lse",
     /// One softmax state of two.
     CombineSoftmax = "combine_softmax",
     /// A softmax state and a result.

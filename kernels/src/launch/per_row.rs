@@ -126,6 +126,22 @@ pub struct AddGradient {
     pub last: bool,
 }
 
+/// Writes log-sum-exp head by head. The rows of a head may begin at any element.
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PackLse {
+    /// Batch entries.
+    pub batch: usize,
+    /// Rows.
+    pub q_len: usize,
+    /// Heads.
+    pub heads: usize,
+    /// Log-sum-exp `[batch, q_len, heads]`, float32.
+    pub lse: Rows,
+    /// Result: the same numbers.
+    pub packed: Statistics,
+}
+
 /// Adds a running softmax state to another state of the same rows.
 ///
 /// ```text
@@ -249,6 +265,17 @@ impl AddGradient {
     }
 }
 
+impl PackLse {
+    fn job(&self) -> Job {
+        let PackLse { batch, q_len, heads, .. } = *self;
+        // The rows have no columns; the kernel's only image counts as that of the fewest.
+        let (kernel, head_dim) = (Kernel::PackLse, 8);
+        Job::per_row(kernel, (batch, q_len, heads, head_dim), kernel.elements()[0])
+            .array(Operand::Lse, Some(self.lse))
+            .statistics(Operand::PackedLse, Some(self.packed))
+    }
+}
+
 impl FoldResult {
     fn job(&self) -> Job {
         let FoldResult { batch, q_len, heads, head_dim, element, first, last, home, .. } = *self;
@@ -280,4 +307,4 @@ impl CombineSoftmax {
     }
 }
 
-launches!(Delta, Cast, Accumulate, AddGradient, CombineSoftmax, FoldResult);
+launches!(Delta, Cast, Accumulate, AddGradient, PackLse, CombineSoftmax, FoldResult);

@@ -13,6 +13,8 @@ pub enum Operand {
     O,
     /// Log-sum-exp, natural.
     Lse,
+    /// Log-sum-exp, natural, head by head without gaps.
+    PackedLse,
     /// Running Σ p·v.
     Acc,
     /// Running maximum of the scaled scores.

@@ -99,6 +99,20 @@ const ADD_GRADIENT_NUMBERS: &[Argument] = &arguments! {
 pub const ADD_GRADIENT: &[Argument] =
     record!(ADD_GRADIENT_ARRAYS, ADD_GRADIENT_SIZES, ACCUMULATE_STRIDES, ADD_GRADIENT_NUMBERS);
 
+const PACK_LSE_ARGUMENTS: &[Argument] = &arguments! {
+    lse: Float32s(Lse)[QLen, Heads] / 4, "log-sum-exp [batch, q_len, heads], natural";
+    packed: Float32s(PackedLse)[Heads, QLen; PackedLse, PackedLse] Out / 4, "the same numbers [batch, heads, q_len]";
+    batch: I32(Size(Batch)), "batch entries";
+    q_len: I32(Size(QLen)), "rows";
+    heads: I32(Size(Heads)), "heads";
+    lse_batch_stride: I32(BatchStride(Lse)), "elements between batch entries of lse";
+    packed_batch_stride: I32(BatchStride(PackedLse)), "elements between batch entries of packed";
+    packed_head_stride: I32(HeadStride(PackedLse)), "elements between heads of packed";
+};
+
+/// Arguments of `pack_lse`.
+pub const PACK_LSE: &[Argument] = record!(PACK_LSE_ARGUMENTS);
+
 const COMBINE_ARRAYS: &[Argument] = &arguments! {
     acc: Float32s(Acc)[QLen, Heads, HeadDim] Carry / 16, "running Σ p·v [batch, q_len, heads, head_dim]; becomes that of both states";
     row_max: Float32s(RowMax)[Heads, QLen; RowMax, RowMax] Carry / 16, "running maximum of the scaled scores, in base 2 [batch, heads, q_len]";

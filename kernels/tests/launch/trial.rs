@@ -5,8 +5,8 @@ use std::ops::Range;
 use burst_attention_kernels::instances::{Kernel, Target};
 use burst_attention_kernels::launch::{
     Accumulate, AddGradient, Cast, CombineSoftmax, Delta, Dropout, EvenPositions, Features,
-    FoldResult, Forward, KeyGrads, Launch, LaunchError, QueryGrads, Rectangle, Rows, Segments,
-    SoftmaxState, Statistics,
+    FoldResult, Forward, KeyGrads, Launch, LaunchError, PackLse, QueryGrads, Rectangle, Rows,
+    Segments, SoftmaxState, Statistics,
 };
 use burst_attention_kernels::record::Value;
 use burst_attention_kernels::variant::{FeatureSet, Variant};
@@ -14,7 +14,7 @@ use burst_attention_kernels::variant::{FeatureSet, Variant};
 use crate::random::Random;
 
 /// Kernels that have descriptions of their own, except the kernels of linear attention.
-pub const KERNELS: [Kernel; 9] = [
+pub const KERNELS: [Kernel; 10] = [
     Kernel::Forward,
     Kernel::KeyGrads,
     Kernel::QueryGrads,
@@ -22,6 +22,7 @@ pub const KERNELS: [Kernel; 9] = [
     Kernel::Cast,
     Kernel::Accumulate,
     Kernel::AddGradient,
+    Kernel::PackLse,
     Kernel::CombineSoftmax,
     Kernel::FoldResult,
 ];
@@ -316,6 +317,14 @@ impl Trial {
                 out: Some(self.shared("out", 2)),
                 first,
                 last,
+            }
+            .launches_within(target, limit),
+            Kernel::PackLse => PackLse {
+                batch,
+                q_len,
+                heads,
+                lse: self.per_query("lse"),
+                packed: self.statistics("packed"),
             }
             .launches_within(target, limit),
             Kernel::FoldResult => FoldResult {

@@ -75,6 +75,30 @@ pub mod rows {
         }
     }
 
+    /// Writes lse, `[batch, rows, heads]`, as `[batch, heads, rows]`, for `BM` rows of one head.
+    #[cutile::entry(unchecked_accesses = true)]
+    unsafe fn pack_lse<const BM: i32>(
+        lse: *mut f32,
+        packed: *mut f32,
+        batch: i32,
+        q_len: i32,
+        heads: i32,
+        lse_batch_stride: i32,
+        packed_batch_stride: i32,
+        packed_head_stride: i32,
+    ) {
+        let block = block_of(ceil_div(q_len, BM), heads, heads, 0i32);
+        let (i, b, h) = (block.0, block.1, block.2);
+        let lse_view = unsafe { per_row_view(lse, batch, q_len, heads, lse_batch_stride) };
+        let t: Tile<f32, { [1, BM, 1] }> =
+            lse_view.partition(const_shape![1, BM, 1]).load([b, i, h]);
+        let t: Tile<f32, { [BM, 1] }> = t.reshape(const_shape![BM, 1]);
+        let packed_view = unsafe {
+            statistics_view(packed, batch, heads, q_len, packed_batch_stride, packed_head_stride)
+        };
+        unsafe { write_statistics(&packed_view, t, b, i, h) };
+    }
+
     /// Computes out = scale · (a + b), cast to the activations' type; without `has_b`, b is 0.
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn cast<E: ElementType, const BM: i32, const DT: i32>(

@@ -29,7 +29,9 @@ impl Group {
             Forward | KeyGrads | QueryGrads | SegmentRanges | MaskRows | MaskRuns => {
                 Group::Attention
             }
-            Delta | Cast | Accumulate | AddGradient | CombineSoftmax | FoldResult => Group::Rows,
+            Delta | Cast | Accumulate | AddGradient | PackLse | CombineSoftmax | FoldResult => {
+                Group::Rows
+            }
             LinearState | LinearAttend | ChannelPairs => Group::Linear,
             DeltaRuleInverse | DeltaRuleState | DeltaRuleGrad | DeltaRuleKeys => Group::DeltaRule,
             Decode | DecodeMerge => Group::Decode,

@@ -13,7 +13,9 @@ use super::forward::check as fwd;
 use super::gradients::{check_keys as dkdv, check_queries as dq};
 use super::modules::{find, is_wide, masked};
 use super::problem::{Found, Problem};
-use super::rows::{check_accumulate as accumulate, check_add_gradient as add};
+use super::rows::{
+    check_accumulate as accumulate, check_add_gradient as add, check_pack_lse as pack,
+};
 use super::rows::{check_cast as cast, check_delta as delta};
 use super::world::Change::{self, Launch as Launched, Module as Compiled};
 
@@ -147,7 +149,7 @@ pub const TILE: usize = 2;
 const HEAD: usize = 3;
 
 #[rustfmt::skip]
-static MUTANTS: [Mutant; 65] = [
+static MUTANTS: [Mutant; 67] = [
     ("fwd: keys of another head", fwd, FULL, Compiled(|m| reroute(m, LoadViewTko, 0, HEAD, ENTRY))),
     ("fwd: v of another tile", fwd, FULL, Compiled(|m| reroute(m, LoadViewTko, 1, TILE, ENTRY))),
     ("fwd: no mask", fwd, BAND, Compiled(|m| reroute(m, Select, 0, 2, 1))),
@@ -212,6 +214,8 @@ static MUTANTS: [Mutant; 65] = [
     ("fold: m of home alone", fold, STEEP, Compiled(|m| of_one(m, MaxF, 0))),
     ("fold: lse of blind rows finite", fold, BLIND, Compiled(drop_choice)),
     ("fold: a row too few", fold, FULL, Launched(|l| force(l, "q_len", 149))),
+    ("pack: strides swapped", pack, FULL, Launched(|l| swap(l, "lse_batch_stride", "packed_batch_stride"))),
+    ("pack: a row too few", pack, FULL, Launched(|l| force(l, "q_len", 149))),
     ("cast: out a row further on", cast, FULL, Launched(|l| move_a_row(l, "out", "heads"))),
 ];
 
@@ -219,7 +223,7 @@ static MUTANTS: [Mutant; 65] = [
 fn every_mistake_is_found() {
     assert_found(
         &[FULL, HALF, BAND, BLIND, STEPS, STEEP],
-        &[fwd, dkdv, dq, delta, cast, accumulate, add, combine, fold],
+        &[fwd, dkdv, dq, delta, cast, accumulate, add, pack, combine, fold],
         &MUTANTS,
     );
 }

@@ -1,6 +1,7 @@
-//! `delta`, `cast` and `accumulate`: their launches, and whether their results are right.
+//! `delta`, `cast`, `accumulate`, `add_gradient` and `pack_lse`: their launches, and whether their
+//! results are right.
 
-use burst_attention_kernels::launch::{Accumulate, AddGradient, Cast, Delta};
+use burst_attention_kernels::launch::{Accumulate, AddGradient, Cast, Delta, PackLse};
 
 use super::case::{CASE, Case, Random, round};
 use super::combine_softmax;
@@ -263,6 +264,36 @@ pub fn check_add_gradient(problem: &Problem, change: Change) -> Result<Found, St
     }
 }
 
+fn run_pack_lse(
+    problem: &Problem,
+    seed: u64,
+    change: Change,
+) -> Result<(Vec<Vec<f32>>, usize), String> {
+    let Case { batch, q_len, heads, margin, .. } = problem.case;
+    let mut world = World::new(seed, change);
+    let lse = world.rows("lse", Scalar::F32, [batch, q_len, heads, 1], 3 * margin / 2);
+    let packed = world.statistics("packed", [batch, q_len, heads], margin);
+    lse.fill(&mut world.memory, 0..q_len, &problem.saved.lse);
+    let description =
+        PackLse { batch, q_len, heads, lse: lse.rows(0), packed: packed.statistics(0) };
+    let chain = description.launches_within(problem.case.target, problem.case.limit);
+    let chain = chain.map_err(|error| error.to_string())?;
+    let launches = chain.len();
+    world.run(chain, |_| None)?;
+    world.audit(&[(&lse, Stores::Never), (&packed, Stores::Exactly(1))])?;
+    Ok((vec![packed.read(&world.memory)], launches))
+}
+
+/// Checks that the numbers keep their bits.
+pub fn check_pack_lse(problem: &Problem, change: Change) -> Result<Found, String> {
+    let (outputs, launches) = problem.twice(|seed| run_pack_lse(problem, seed, change))?;
+    let numbers = problem.saved.lse.iter().zip(&outputs[0]);
+    match numbers.clone().position(|(lse, packed)| lse.to_bits() != packed.to_bits()) {
+        None => Ok(Found { worst: 0.0, launches }),
+        Some(at) => Err(format!("number {at} is {}", outputs[0][at])),
+    }
+}
+
 #[test]
 fn branches_and_loops_go_every_way() {
     let case = Case { q_len: 70, heads: 4, kv_heads: 2, head_dim: 16, ..CASE };
@@ -277,6 +308,7 @@ fn branches_and_loops_go_every_way() {
         check_cast,
         check_accumulate,
         check_add_gradient,
+        check_pack_lse,
         combine_softmax::check,
         fold_result::check,
     ];

@@ -14,7 +14,7 @@ use super::{combine_softmax, fold_result, forward, gradients, rows};
 
 type Check = fn(&Problem, Change) -> Result<Found, String>;
 
-const CHECKS: [(Kernel, Check); 9] = [
+const CHECKS: [(Kernel, Check); 10] = [
     (Kernel::Forward, forward::check),
     (Kernel::KeyGrads, gradients::check_keys),
     (Kernel::QueryGrads, gradients::check_queries),
@@ -22,6 +22,7 @@ const CHECKS: [(Kernel, Check); 9] = [
     (Kernel::Cast, rows::check_cast),
     (Kernel::Accumulate, rows::check_accumulate),
     (Kernel::AddGradient, rows::check_add_gradient),
+    (Kernel::PackLse, rows::check_pack_lse),
     (Kernel::CombineSoftmax, combine_softmax::check),
     (Kernel::FoldResult, fold_result::check),
 ];
@@ -182,7 +183,7 @@ fn large_problems_are_cut_by_batch_rows_and_keys() {
         Case { band: (-30, -10), steps: &[(128, 300), (0, 128)], ..cut },
     ]);
     // 128 rows of float32 arrays fit the limit, and 256 rows of activations.
-    assert_eq!(launches[0], [12, 18, 12, 6, 6, 6, 6, 6, 6]);
+    assert_eq!(launches[0], [12, 18, 12, 6, 6, 6, 6, 1, 6, 6]);
     // Two of three entries fit the limit.
     let small = Case { batch: 3, q_len: 40, kv_len: 40, limit: 60_000, ..cut };
     let launches = check(&[small]);
