@@ -46,7 +46,8 @@ KERNEL_TOOLS = unset MAKEFLAGS MFLAGS && eval "$$($(PY) kernels/toolchain.py)" &
 WORKSPACE := --profile checked --workspace --exclude burst-attention-peak
 # A library in place of NVIDIA's, under the names that JAX's plugin looks for.
 STANDIN := $(BUILD)/standin
-STANDIN_NAMES := libcuda.so.1 libcudart.so.13 libnccl.so.2 libnvidia-ml.so.1 libcudnn.so.9 libcublasLt.so.13
+STANDIN_NAMES := libcuda.so.1 libcudart.so.13 libnccl.so.2 libnvidia-ml.so.1 libcudnn.so.9 libcublasLt.so.13 \
+    libnvrtc.so.13
 KERNEL_IMAGES = $(KERNEL_TOOLS) cargo build --quiet $(WORKSPACE) --bin kernel-images && \
     $(BUILD)/checked/kernel-images $(or $(1),$(IMAGES)) $(BUILD)/kernel-images
 
@@ -142,12 +143,16 @@ kernel-quality: images  ## print what the compiler made of each CUDA kernel; WRI
 
 # cuDNN and what it loads come from PyPI. A driver that does nothing takes the place of NVIDIA's.
 # The filter chooses the tests, because with `--test cudnn` cargo would compile the core once more.
-CUDNN := $(VENV)/cudnn
-CUDNN_PATH = $(CURDIR)/$(CUDNN)/driver:$(CURDIR)/$(CUDNN)/nvidia/cudnn/lib:$(CURDIR)/$(CUDNN)/nvidia/cu13/lib
-test-cudnn: $(CUDNN)/ready  ## test cuDNN's plans with the real library, without a GPU
-	$(SAY) "Rust: plans of cuDNN on three kinds of GPUs that are not here"
-	@$(KERNEL_TOOLS) LD_LIBRARY_PATH=$(CUDNN_PATH) \
-	    cargo test --quiet $(WORKSPACE) -- --ignored real_cudnn
+CUDNN_VERSION :=
+CUDNN_VERSIONS := $(or $(CUDNN_VERSION),$(shell \
+    sed -n 's/^nvidia-cudnn-cu13==//p' requirements/cudnn-oldest.txt requirements/cudnn-newest.txt))
+CUDNN_NEEDS := $(VENV)/cudnn-needs
+CUDNN_PATH = $(CURDIR)/$(CUDNN_NEEDS)/driver:$(CURDIR)/$(CUDNN_NEEDS)/nvidia/cu13/lib
+test-cudnn: $(CUDNN_VERSIONS:%=$(VENV)/cudnn-%/ready)  ## test plans of the oldest and the newest cuDNN, or of CUDNN_VERSION=9.25.1.1, without a GPU
+	@for version in $(CUDNN_VERSIONS); do \
+	    printf '\n\033[1m== %s\033[0m\n' "Rust: plans of cuDNN $$version on three kinds of GPUs that are not here"; \
+	    ( $(KERNEL_TOOLS) LD_LIBRARY_PATH=$(CUDNN_PATH):$(CURDIR)/$(VENV)/cudnn-$$version/nvidia/cudnn/lib \
+	        cargo test --quiet $(WORKSPACE) -- --ignored real_cudnn ); done
 
 test-python: checked-package baselines  ## run the Python tests; PYTEST=... adds arguments
 	$(SAY) "Python: pytest, on 8 CPU devices (PYTEST=... adds arguments; -n0 for one process)"
@@ -347,12 +352,18 @@ $(VENV)/cuda/ready: requirements/cuda.txt $(VENV)/headers
 	$(PIP_INSTALL) --no-deps --target $(@D) -r requirements/cuda.txt
 	@touch $@
 
-$(CUDNN)/ready: requirements/cudnn.txt tests/cudnn_driver.c $(VENV)/kernels
-	$(SAY) "cuDNN into $(CUDNN) (once, 960 MB)"
+$(CUDNN_NEEDS)/ready: requirements/cudnn.txt tests/cudnn_driver.c $(VENV)/kernels
+	$(SAY) "what cuDNN loads into $(CUDNN_NEEDS) (once, 760 MB)"
 	@rm -rf $(@D)
 	$(PIP_INSTALL) --no-deps --target $(@D) -r requirements/cudnn.txt
 	@mkdir $(@D)/driver
 	@$${CC:-cc} -shared -fPIC -Wl,-soname,libcuda.so.1 -o $(@D)/driver/libcuda.so.1 tests/cudnn_driver.c
+	@touch $@
+
+$(VENV)/cudnn-%/ready: $(CUDNN_NEEDS)/ready
+	$(SAY) "cuDNN $* into $(@D) (once, 850 MB)"
+	@rm -rf $(@D)
+	$(PIP_INSTALL) --no-deps --target $(@D) nvidia-cudnn-cu13==$*
 	@touch $@
 
 # The stand-in for GPUs: the library under NVIDIA's names, the compiler's files as XLA looks for

@@ -1,16 +1,23 @@
 //! Tests of cuDNN's plans with the real library, which need no GPU. `make test-cudnn` runs them, with
 //! cuDNN from PyPI and a stand-in for the driver.
 
-use std::collections::BTreeMap;
 use std::time::Instant;
 
 use burst_attention::cuda::cudnn::{CompiledPlan, DeviceProperties, Functions};
-use burst_attention_kernels::backend::cudnn::{Sdpa, SdpaArray, SdpaPass};
-use burst_attention_kernels::instances::Element;
+use burst_attention_kernels::backend::Computation;
+use burst_attention_kernels::backend::cudnn::{BACKEND, Sdpa, Version};
+use burst_attention_kernels::instances::{Element, Target};
+use burst_attention_kernels::launch::{
+    Features, Forward, ForwardResults, KeyGrads, Rectangle, Rows, Statistics, TileOperation,
+};
+use rayon::prelude::*;
 
-/// Devices: their compute capability times 100, and their multiprocessors.
-const DEVICES: [(&str, i64, i64); 3] =
-    [("NVIDIA H200", 900, 132), ("NVIDIA B200", 1000, 148), ("NVIDIA B300", 1030, 148)];
+/// Devices: their targets, their compute capability times 100, and their multiprocessors.
+const DEVICES: [(&str, Target, i64, i64); 3] = [
+    ("NVIDIA H200", Target::Sm90, 900, 132),
+    ("NVIDIA B200", Target::Sm100, 1000, 148),
+    ("NVIDIA B300", Target::Sm103, 1030, 148),
+];
 
 /// Returns the properties of a device, with the keys that XLA writes.
 fn properties(name: &str, version: i64, multiprocessors: i64) -> String {
@@ -43,29 +50,48 @@ fn properties(name: &str, version: i64, multiprocessors: i64) -> String {
     format!("{{{numbers},{limits},\"deviceName\":\"{name}\"}}")
 }
 
-/// What a plan has: columns of queries and keys, columns of values, and key/value heads.
-type Sizes = (i64, i64, i64);
+/// A kind of device, without a device.
+struct Device {
+    target: Target,
+    properties: DeviceProperties,
+}
+
+/// Returns all kinds of devices.
+fn devices(functions: &'static Functions) -> [Device; 3] {
+    DEVICES.map(|(name, target, version, multiprocessors)| {
+        let text = properties(name, version, multiprocessors);
+        let properties = DeviceProperties::from_json(functions, &text).expect("known keys");
+        Device { target, properties }
+    })
+}
+
+/// What a tile has: columns of queries and keys, columns of values, and key/value heads.
+type Sizes = (usize, usize, usize);
 
 /// The limits of a band.
-type Limits = (Option<i64>, Option<i64>);
+type Limits = (i64, i64);
 
-const FULL: Limits = (None, None);
-const CAUSAL: Limits = (None, Some(0));
+const FULL: Limits = (i64::MIN, i64::MAX);
+const CAUSAL: Limits = (i64::MIN, 0);
 /// A causal window; its corner between two ranks; a band on both sides; a part of a causal mask.
-const BANDS: [Limits; 4] =
-    [(Some(-1023), Some(0)), (Some(0), None), (Some(-1023), Some(512)), (None, Some(512))];
+const BANDS: [Limits; 4] = [(-1023, 0), (0, i64::MAX), (-1023, 512), (i64::MIN, 512)];
 
-fn sdpa(
-    pass: SdpaPass,
-    element: Element,
-    (head_dim, value_dim, kv_heads): Sizes,
-    (lower, upper): Limits,
-) -> Sdpa {
-    use SdpaArray::{Delta, Key, KeyGrad, Lse, Out, OutGrad, Query, QueryGrad, Value, ValueGrad};
-    let mut plan = Sdpa {
-        pass,
-        fixed_order: false,
-        element,
+/// What a tile asks of cuDNN.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Asked {
+    Forward,
+    /// Gradients, in a fixed order or in any.
+    Backward {
+        fixed_order: bool,
+    },
+}
+
+const ANY: Asked = Asked::Backward { fixed_order: false };
+const FIXED: Asked = Asked::Backward { fixed_order: true };
+
+fn rectangle(element: Element, (head_dim, value_dim, kv_heads): Sizes, band: Limits) -> Rectangle {
+    let (lower, upper) = band;
+    Rectangle {
         batch: 2,
         q_len: 4096,
         kv_len: 4096,
@@ -73,110 +99,179 @@ fn sdpa(
         kv_heads,
         head_dim,
         value_dim,
+        element,
         lower,
         upper,
         softmax_scale: 0.125,
-        workspace_bytes: 4096,
-        strides: BTreeMap::new(),
-    };
-    let backward = [OutGrad, QueryGrad, KeyGrad, ValueGrad, Delta];
-    let arrays = [Query, Key, Value, Out, Lse];
-    let backward = backward.into_iter().filter(|_| pass == SdpaPass::Backward);
-    for array in arrays.into_iter().chain(backward) {
-        let [_, heads, rows, columns] = plan.dims(array);
-        let strides = match array {
-            Delta => [heads * rows, rows, 1, 1],
-            _ => [rows * heads * columns, columns, heads * columns, 1],
-        };
-        plan.strides.insert(array, strides);
     }
-    plan
 }
 
-/// Returns the properties of each device, with its name and its version.
-fn devices(functions: &'static Functions) -> Vec<(&'static str, i64, DeviceProperties)> {
-    let device = |(name, version, multiprocessors)| {
-        let text = properties(name, version, multiprocessors);
-        let device = DeviceProperties::from_json(functions, &text).expect("known keys");
-        (name, version, device)
+/// Returns an operation over a rectangle, the first of several. Its arrays lie anywhere.
+fn operation(asked: Asked, rectangle: Rectangle) -> TileOperation {
+    let Rectangle { q_len, heads, .. } = rectangle;
+    let at = |n: u64| Rows { address: n << 40, batch_stride: 1 << 30 };
+    let statistics = |n: u64| Statistics {
+        address: n << 40,
+        batch_stride: (heads * q_len) as u64,
+        head_stride: q_len as u64,
     };
-    DEVICES.map(device).into()
-}
-
-/// Compiles plans for all devices that `serves`, by their version, and prints the times.
-fn compile(functions: &'static Functions, plans: &[Sdpa], serves: impl Fn(i64, &Sdpa) -> bool) {
-    for (name, version, device) in devices(functions) {
-        for sdpa in plans.iter().filter(|sdpa| serves(version, sdpa)) {
-            let began = Instant::now();
-            CompiledPlan::new(functions, sdpa, &device).expect("a plan");
-            let took = began.elapsed();
-            let Sdpa { pass, fixed_order, element, lower, upper, .. } = *sdpa;
-            let sizes = (sdpa.head_dim, sdpa.value_dim, sdpa.kv_heads);
-            let band = (lower, upper);
-            println!("{name} {pass:?} {element:?} {sizes:?} {band:?} {fixed_order}: {took:?}");
+    match asked {
+        Asked::Forward => Forward {
+            rectangle,
+            features: Features::default(),
+            q: at(1),
+            k: at(2),
+            v: at(3),
+            acc: Some(at(4)),
+            row_max: Some(statistics(5)),
+            row_sum: Some(statistics(6)),
+            o: None,
+            lse: None,
+            first: true,
+            last: false,
         }
+        .into(),
+        Asked::Backward { fixed_order } => KeyGrads {
+            q: at(1),
+            k: at(2),
+            v: at(3),
+            dout: at(4),
+            lse_log2: statistics(5),
+            delta: statistics(6),
+            dq_acc: Some(at(7)),
+            fixed_order,
+            results: Some(ForwardResults { o: at(8), lse: at(9) }),
+            dk_acc: Some(at(10)),
+            dv_acc: Some(at(11)),
+            first: true,
+            last: false,
+            ..KeyGrads::fused(rectangle, Features::default())
+        }
+        .into(),
     }
 }
 
+/// Returns the plan of the call that computes an operation.
+fn plan(operation: &TileOperation, target: Target) -> Sdpa {
+    let computations = (BACKEND.lower)(operation, target, 1 << 50).expect("it is served");
+    let call = computations.iter().find_map(|computation| match computation {
+        Computation::Library(call) => Some(call),
+        Computation::Launch(_) => None,
+    });
+    serde_json::from_str(&call.expect("a call of cuDNN").plan).expect("a plan")
+}
+
+/// Whether a version computes an operation, which is served on a target.
+fn has(version: Version, operation: &TileOperation, target: Target) -> bool {
+    (BACKEND.needs)(operation, target).is_some_and(|oldest| oldest <= version)
+}
+
+/// Returns operations: each pass over tiles of many sizes, types and masks.
+fn operations() -> Vec<TileOperation> {
+    let narrow = [(64, 64, 8), (64, 64, 2), (128, 128, 8), (128, 128, 2)];
+    let wide = [(192, 128, 8), (256, 256, 2)];
+    let mut all = Vec::new();
+    for asked in [Asked::Forward, ANY, FIXED] {
+        let mut add = |element, sizes: &[Sizes], bands: &[Limits]| {
+            let each = |sizes: &Sizes, band| operation(asked, rectangle(element, *sizes, band));
+            all.extend(sizes.iter().flat_map(|sizes| bands.iter().map(|band| each(sizes, *band))));
+        };
+        if asked == FIXED {
+            add(Element::Bf16, &narrow[1..3], &[FULL, CAUSAL, BANDS[0], BANDS[1]]);
+            add(Element::F16, &narrow[3..], &[CAUSAL]);
+        } else {
+            add(Element::Bf16, &narrow, &[FULL, CAUSAL]);
+            add(Element::F16, &narrow, &[CAUSAL]);
+            add(Element::Bf16, &narrow[1..3], &BANDS);
+        }
+        add(Element::Bf16, &wide, &[FULL, CAUSAL, BANDS[0]]);
+    }
+    all
+}
+
+/// Compiles the plans of operations on all devices that serve them, if the version has them.
 #[test]
 #[ignore = "needs cuDNN"]
 fn real_cudnn_has_a_plan_for_every_operation_that_is_served() {
     let functions = Functions::load().expect("cuDNN");
-    let narrow = [(64, 64, 8), (64, 64, 2), (128, 128, 8), (128, 128, 2)];
-    let wide = [(192, 128, 8), (256, 256, 2)];
-    let mut plans = Vec::new();
-    for pass in SdpaPass::ALL {
-        let mut add = |element, sizes: &[Sizes], bands: &[Limits]| {
-            let each = |sizes| bands.iter().map(move |band| sdpa(pass, element, sizes, *band));
-            plans.extend(sizes.iter().copied().flat_map(each));
-        };
-        add(Element::Bf16, &narrow, &[FULL, CAUSAL]);
-        add(Element::F16, &narrow, &[CAUSAL]);
-        add(Element::Bf16, &narrow[1..3], &BANDS);
-        add(Element::Bf16, &wide, &[FULL, CAUSAL, BANDS[0]]);
+    let version = functions.version();
+    let operations = operations();
+    for Device { target, properties } in &devices(functions) {
+        let is_served = |one: &&TileOperation| (BACKEND.serves)(one, *target).is_ok();
+        let served: Vec<_> = operations.iter().filter(is_served).collect();
+        assert!(served.len() + 6 >= operations.len(), "{} on {}", served.len(), target.name());
+        served.par_iter().filter(|one| has(version, one, *target)).for_each(|one| {
+            let sdpa = plan(one, *target);
+            let began = Instant::now();
+            let compiled = CompiledPlan::new(functions, &sdpa, properties);
+            compiled.unwrap_or_else(|error| panic!("{version} on {}: {error}", target.name()));
+            let (took, Sdpa { pass, order, element, lower, upper, .. }) = (began.elapsed(), &sdpa);
+            let sizes = (sdpa.head_dim, sdpa.value_dim, sdpa.kv_heads);
+            let name = target.name();
+            println!(
+                "{name} {pass:?} {order:?} {element:?} {sizes:?} {lower:?} {upper:?}: {took:?}"
+            );
+        });
     }
-    compile(functions, &plans, |version, sdpa| {
-        sdpa.head_dim < 256 || sdpa.pass == SdpaPass::Forward || version == 900
-    });
 }
 
+/// What [`BACKEND`] refuses to do with older versions, they refuse to do.
 #[test]
 #[ignore = "needs cuDNN"]
-fn real_cudnn_adds_in_a_fixed_order_with_little_workspace() {
+fn real_cudnn_has_no_plan_before_the_version_that_an_operation_needs() {
     let functions = Functions::load().expect("cuDNN");
-    let mut plans = Vec::new();
-    for sizes in [(128, 128, 8), (192, 128, 2)] {
-        for band in [FULL, CAUSAL, BANDS[0], BANDS[1]] {
-            let sdpa = sdpa(SdpaPass::Backward, Element::Bf16, sizes, band);
-            plans.push(Sdpa { fixed_order: true, ..sdpa });
+    let version = functions.version();
+    let (narrow, wide) = ((128, 128, 8), (256, 256, 8));
+    for Device { target, properties } in &devices(functions) {
+        for sizes in [narrow, wide] {
+            let one = operation(FIXED, rectangle(Element::Bf16, sizes, CAUSAL));
+            let compiled = CompiledPlan::new(functions, &plan(&one, *target), properties);
+            let name = target.name();
+            assert_eq!(
+                compiled.is_ok(),
+                has(version, &one, *target),
+                "{version}, {name}, {sizes:?}"
+            );
         }
     }
-    compile(functions, &plans, |version, _| version > 900);
 }
 
-/// The backend refuses these, see `has_columns` and `TARGETS` there.
+/// Sums of 256 columns in any order are refused on Blackwell, where cuDNN proposes nothing that it
+/// can compile.
 #[test]
 #[ignore = "needs cuDNN"]
-fn real_cudnn_has_no_plan_with_256_columns_backward_on_blackwell() {
+fn real_cudnn_has_no_plan_with_256_columns_in_any_order_on_blackwell() {
     let functions = Functions::load().expect("cuDNN");
-    let wide = sdpa(SdpaPass::Backward, Element::Bf16, (256, 256, 8), CAUSAL);
-    for (name, version, device) in devices(functions) {
-        let has_plan = CompiledPlan::new(functions, &wide, &device).is_ok();
-        assert_eq!(has_plan, version == 900, "{name}");
+    let one = operation(ANY, rectangle(Element::Bf16, (256, 256, 8), CAUSAL));
+    for Device { target, properties } in &devices(functions) {
+        let compiled = CompiledPlan::new(functions, &plan(&one, *target), properties);
+        assert_eq!(compiled.is_ok(), (BACKEND.serves)(&one, *target).is_ok(), "{}", target.name());
     }
 }
 
+/// The workspace of a fixed order on Hopper grows with the rows: 256 bytes, and 8 for each 64 query
+/// rows of a head.
 #[test]
 #[ignore = "needs cuDNN"]
 fn real_cudnn_gets_enough_workspace_or_is_refused() {
     let functions = Functions::load().expect("cuDNN");
-    let (name, version, multiprocessors) = DEVICES[0];
-    let text = properties(name, version, multiprocessors);
-    let device = DeviceProperties::from_json(functions, &text).expect("known keys");
-    let plan = sdpa(SdpaPass::Backward, Element::Bf16, (64, 64, 2), CAUSAL);
-    let little = Sdpa { workspace_bytes: 16, ..plan };
-    let error = CompiledPlan::new(functions, &little, &device).expect_err("it needs more");
+    let [Device { target, properties }, ..] = &devices(functions);
+    let square = rectangle(Element::Bf16, (64, 64, 2), FULL);
+    let little = Sdpa { workspace_bytes: 16, ..plan(&operation(ANY, square), *target) };
+    let error = CompiledPlan::new(functions, &little, properties).expect_err("it needs more");
     assert!(error.to_string().contains("expected at most 16 bytes of workspace"), "{error}");
+    for (q_len, kv_len) in [(32_768, 4096), (130, 32_768), (8193, 70)] {
+        let one = operation(FIXED, Rectangle { q_len, kv_len, ..square });
+        if !has(functions.version(), &one, *target) {
+            return;
+        }
+        let sdpa = plan(&one, *target);
+        CompiledPlan::new(functions, &sdpa, properties).expect("the backend knows the workspace");
+        let workspace_bytes = 256 + 8 * 16 * q_len.div_ceil(64) as i64;
+        println!("{q_len} {kv_len}: {workspace_bytes}");
+        let less = Sdpa { workspace_bytes: workspace_bytes - 1, ..sdpa };
+        CompiledPlan::new(functions, &less, properties).expect_err("it needs more");
+    }
 }
 
 #[test]
@@ -185,9 +280,8 @@ fn real_cudnn_does_not_know_everything() {
     let functions = Functions::load().expect("cuDNN");
     let error = DeviceProperties::from_json(functions, "{}").expect_err("nothing is said");
     assert!(error.to_string().contains("cudnnBackendFinalize failed"), "{error}");
-    let (name, version, multiprocessors) = DEVICES[0];
-    let text = properties(name, version, multiprocessors);
-    let device = DeviceProperties::from_json(functions, &text).expect("known keys");
-    let odd = Sdpa { head_dim: 60, ..sdpa(SdpaPass::Forward, Element::Bf16, (64, 64, 8), FULL) };
-    assert!(CompiledPlan::new(functions, &odd, &device).is_err());
+    let [Device { target, properties }, ..] = &devices(functions);
+    let known = operation(Asked::Forward, rectangle(Element::Bf16, (64, 64, 8), FULL));
+    let odd = Sdpa { head_dim: 60, ..plan(&known, *target) };
+    assert!(CompiledPlan::new(functions, &odd, properties).is_err());
 }

@@ -86,7 +86,7 @@ fn cuda() -> Value {
         Err(error) => error.to_string(),
     };
     let cudnn = match cudnn::Functions::load() {
-        Ok(cudnn) => cudnn.version_text(),
+        Ok(cudnn) => cudnn.version().to_string(),
         Err(error) => error.to_string(),
     };
     json!({ "driver": driver, "nccl": nccl, "cudnn": cudnn, "kernels": images::describe() })

@@ -1,7 +1,7 @@
 //! The calls of the CUDA driver that the executor makes, as a trait. The driver itself implements
 //! it, and so does the test double on which tests run the executor.
 
-use burst_attention_kernels::backend::LibraryCall;
+use burst_attention_kernels::backend::{LibraryCall, Version};
 use burst_attention_kernels::launch::Launch;
 
 use crate::error::Result;
@@ -77,11 +77,16 @@ pub struct Copy {
     pub to: Block,
 }
 
-/// A library that launches kernels of its own. Both methods concern the context that this thread
+/// A library that launches kernels of its own. Plans and calls concern the context that this thread
 /// pushed last.
 pub trait Library: Send + Sync {
     /// Returns the name by which a [`LibraryCall`] asks for the library.
     fn name(&self) -> &'static str;
+
+    /// Returns the version of cuDNN, if this is cuDNN and can be used.
+    fn cudnn_version(&self) -> Option<Version> {
+        None
+    }
 
     /// Prepares a plan for the context's device. It may allocate and wait. The plan stays as long
     /// as the context lives.

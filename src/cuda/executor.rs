@@ -239,7 +239,11 @@ impl Executor {
 
     /// Returns the backends of a device that may compute.
     fn backends(&self, target: Target, kernels: Kernels) -> Backends {
-        Backends { all: self.tools.backends, target, kernels, scratch: 0 }
+        let Tools { backends: all, libraries, .. } = &self.tools;
+        // Without leave for a library nobody asks whether it is there.
+        let mut asked = libraries.iter().filter(|_| kernels != Kernels::Tile);
+        let cudnn = asked.find_map(|library| library.cudnn_version());
+        Backends { all, target, kernels, cudnn, scratch: 0 }
     }
 
     /// Runs `body` with the context of the stream current.
@@ -312,7 +316,8 @@ fn lower(
 /// # Errors
 /// If CUDA can't compute the problem.
 pub fn choices(call: &Call, target: Target) -> Result<Choices> {
-    let backends = Backends { all: BACKENDS, target, kernels: call.kernels, scratch: 0 };
+    let backends =
+        Backends { all: BACKENDS, target, kernels: call.kernels, cudnn: None, scratch: 0 };
     Ok(rehearse(call, backends, RankSet::All)?.choices)
 }
 

@@ -109,7 +109,8 @@ impl Served {
     /// Returns what cuDNN computes on `target` if sums may have any order and lse has no gradient.
     /// `None` if it computes none of the schedule.
     pub(crate) fn of(problem: &Problem, schedule: &Schedule, target: Target) -> Option<Served> {
-        let backends = Backends { all: BACKENDS, target, kernels: Kernels::Cudnn, scratch: 0 };
+        let backends =
+            Backends { all: BACKENDS, target, kernels: Kernels::Cudnn, cudnn: None, scratch: 0 };
         element_of(problem.dtype).ok()?;
         let pass = schedule.pass;
         let gradients = || can_fuse(problem, schedule, backends, Order::Any, false);

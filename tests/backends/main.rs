@@ -25,6 +25,7 @@ const LIBRARY: Backend = Backend {
         TileOperation::Forward(_) => Err(Reason("features are not served".into())),
         _ => Err(Reason("only the forward pass is served".into())),
     },
+    needs: |_, _| None,
     scratch_bytes: |_, _| 0,
     lower: |operation, target, _| {
         let TileOperation::Forward(tile) = operation else { unreachable!("it is not served") };

@@ -4,7 +4,7 @@ use burst_attention::cuda::call::Call;
 use burst_attention::problem::{Features, Order, Pass, Problem, Travels};
 use burst_attention::schedule::Family;
 use burst_attention::{Layout, Window};
-use burst_attention_kernels::backend::{BACKENDS, Kernels, cudnn};
+use burst_attention_kernels::backend::{BACKENDS, Kernels, Version, cudnn};
 use burst_attention_kernels::instances::{Element, Target};
 use burst_attention_kernels::launch::{
     Features as LaunchFeatures, ForwardResults, KeyGrads, Rectangle, TileOperation,
@@ -114,25 +114,61 @@ fn widths_of_cudnn_have_no_race_and_end() {
     }
 }
 
+/// Blackwell's dq has 16 bits, Hopper's float32.
 #[test]
 fn sums_of_cudnn_in_a_fixed_order_have_no_race_and_end() {
     for (layout, family) in
         [(Layout::Zigzag, Family::Ring), (Layout::Contiguous, Family::AllGather)]
     {
         let call = of_cudnn(Problem { layout, ..problem(4, 8) }, Pass::Backward, family);
-        let problem = Problem { head_dim: 128, value_dim: 128, ..call.problem };
-        let call = Call { problem, backward_order: Order::Fixed, ..call };
-        assert!(checked((10, 0), &call) >= 4, "{call:?}");
-        for program in Devices::of((10, 0), 4, BACKENDS).programs(&call) {
-            let names = names(&program);
-            let after = names.windows(2).filter(|pair| pair[0] == "cudnn").map(|pair| pair[1]);
-            assert!(
-                after.into_iter().all(|name| name == "add_gradient"),
-                "dq has 16 bits: {names:?}"
-            );
+        let call = Call { backward_order: Order::Fixed, ..call };
+        for (head_dim, value_dim) in [(64, 64), (128, 128), (192, 128), (256, 256)] {
+            let problem = Problem { head_dim, value_dim, ..call.problem.clone() };
+            let call = Call { problem, ..call.clone() };
+            for (capability, sum) in [((9, 0), "accumulate"), ((10, 0), "add_gradient")] {
+                assert!(checked(capability, &call) >= 4, "{call:?}");
+                for program in Devices::of(capability, 4, BACKENDS).programs(&call) {
+                    let names = names(&program);
+                    let sums = names.windows(2).filter(|pair| pair[0] == "cudnn");
+                    let sums: Vec<_> = sums.map(|pair| pair[1]).collect();
+                    assert!(sums.iter().all(|name| *name == sum), "{names:?}");
+                }
+            }
         }
-        assert_eq!(checked((9, 0), &call), 0, "{call:?}");
     }
+}
+
+/// The newest version counts where none is known, as without a GPU.
+#[test]
+fn own_kernels_compute_what_an_older_cudnn_lacks() {
+    let call = of_cudnn(problem(2, 8), Pass::Backward, Family::Ring);
+    let fixed = Call { backward_order: Order::Fixed, ..call.clone() };
+    let wide = Problem { head_dim: 256, value_dim: 256, ..call.problem.clone() };
+    let wide = Call { problem: wide, ..fixed.clone() };
+    let any = Version::OLDEST;
+    for (capability, call, oldest) in [
+        ((9, 0), &call, any),
+        ((9, 0), &fixed, Version::FIXED_ON_HOPPER),
+        ((10, 0), &fixed, any),
+        ((10, 0), &wide, Version::FIXED_256),
+    ] {
+        let devices = |version| Devices::of(capability, 2, BACKENDS).with_cudnn(version);
+        let calls = |version| -> usize {
+            let programs = devices(version).programs(call);
+            programs.iter().map(|program| count(program, IS_LIBRARY)).sum()
+        };
+        assert_eq!(calls(oldest), checked(capability, call), "{oldest} on {capability:?}");
+        assert!(calls(oldest) >= 2, "{oldest} on {capability:?}");
+        if oldest > any {
+            let older = Version(oldest.0 - 1);
+            assert_eq!(calls(older), 0, "{older} on {capability:?}");
+        }
+    }
+    let older = Devices::new(2).with_cudnn(Version(92_499));
+    let choices = older.choices(&fixed).expect("kernels serve").to_string();
+    let expected = "key_grads by tile (cudnn: it computes all gradients at once; it needs version \
+                    9.25.0 or newer for this, got 9.24.99)";
+    assert!(choices.contains(expected), "{choices}");
 }
 
 /// Returns the names of what a rank computes.
@@ -158,7 +194,7 @@ fn parts_of_a_ring_are_folded_and_whole_results_are_not() {
     };
     assert_eq!(of_ring(1, Pass::Forward), ["cudnn"]);
     assert_eq!(of_ring(2, Pass::Forward), ["cudnn", "fold_result", "cudnn", "fold_result"]);
-    let one = ["delta", "cudnn", "accumulate", "add_gradient", "add_gradient", "cast"];
+    let one = ["delta", "pack_lse", "cudnn", "accumulate", "add_gradient", "add_gradient", "cast"];
     assert_eq!(of_ring(1, Pass::Backward), one, "heads share keys");
     let two = of_ring(2, Pass::Backward);
     assert_eq!(two.iter().filter(|name| **name == "cudnn").count(), 2, "{two:?}");
@@ -214,10 +250,24 @@ fn what_cudnn_refuses_says_why() {
     let expected = "key_grads by tile (cudnn: it needs the results of the queries, and a \
                     log-sum-exp without gradient)";
     assert!(refusals(&with_gradient).contains(expected), "{}", refusals(&with_gradient));
-    let fixed = Call { backward_order: Order::Fixed, ..call(Pass::Backward) };
+    let travelling = Call { travels: Some(Travels::Queries), ..call(Pass::Backward) };
     let expected = "cudnn: it computes all gradients at once";
-    assert!(refusals(&fixed).contains(expected), "{}", refusals(&fixed));
+    assert!(refusals(&travelling).contains(expected), "{}", refusals(&travelling));
 }
+
+const SQUARE: Rectangle = Rectangle {
+    batch: 1,
+    q_len: 8,
+    kv_len: 8,
+    heads: 2,
+    kv_heads: 1,
+    head_dim: 128,
+    value_dim: 128,
+    element: Element::Bf16,
+    lower: i64::MIN,
+    upper: 0,
+    softmax_scale: 0.1,
+};
 
 /// The reason why cuDNN refuses an operation on a target.
 fn reason(target: Target, operation: impl Into<TileOperation>) -> String {
@@ -227,19 +277,7 @@ fn reason(target: Target, operation: impl Into<TileOperation>) -> String {
 
 #[test]
 fn what_cudnn_has_no_plan_for_is_refused_with_a_reason() {
-    let square = Rectangle {
-        batch: 1,
-        q_len: 8,
-        kv_len: 8,
-        heads: 2,
-        kv_heads: 1,
-        head_dim: 128,
-        value_dim: 128,
-        element: Element::Bf16,
-        lower: i64::MIN,
-        upper: 0,
-        softmax_scale: 0.1,
-    };
+    let square = SQUARE;
     let gradients = |rectangle| KeyGrads {
         results: Some(ForwardResults::default()),
         ..KeyGrads::fused(rectangle, LaunchFeatures::default())
@@ -251,18 +289,13 @@ fn what_cudnn_has_no_plan_for_is_refused_with_a_reason() {
         assert_eq!(reason(Target::Sm90, gradients(beside)), expected, "{beside:?}");
     }
     let wide = Rectangle { head_dim: 256, value_dim: 256, ..square };
-    let expected = "it has no such pass of 256 and 256 columns on sm_100";
+    let expected = "it adds 256 columns on sm_100 in a fixed order alone";
     assert_eq!(reason(Target::Sm100, gradients(wide)), expected);
     let odd = Rectangle { head_dim: 96, value_dim: 96, ..square };
-    let expected = "it has no such pass of 96 and 96 columns on sm_90";
+    let expected = "it has no plan for 96 and 96 columns";
     assert_eq!(reason(Target::Sm90, gradients(odd)), expected);
-    let fixed = |rectangle| KeyGrads { fixed_order: true, ..gradients(rectangle) };
-    let expected = "no rate of its fixed order is published for 128 and 128 columns on sm_90";
-    assert_eq!(reason(Target::Sm90, fixed(square)), expected);
-    let narrow = Rectangle { head_dim: 64, value_dim: 64, ..square };
-    let expected = "no rate of its fixed order is published for 64 and 64 columns on sm_100";
-    assert_eq!(reason(Target::Sm100, fixed(narrow)), expected);
-    assert_eq!((cudnn::BACKEND.serves)(&fixed(square).into(), Target::Sm100), Ok(()));
+    let fixed = KeyGrads { fixed_order: true, ..gradients(wide) };
+    assert_eq!((cudnn::BACKEND.serves)(&fixed.into(), Target::Sm100), Ok(()));
     assert_eq!(reason(Target::Sm120, gradients(square)), "it is not used on sm_120");
     let pair = Rectangle { q_len: 1, kv_len: 1, ..square };
     assert_eq!(reason(Target::Sm90, gradients(pair)), "there is too little to compute");

@@ -7,7 +7,7 @@ use burst_attention::cuda::nccl::{Comm, Communicator};
 use burst_attention::cuda::workspace::Workspace;
 use burst_attention::operands::{Arrays, Operand};
 use burst_attention::problem::{Dtype, Problem};
-use burst_attention_kernels::backend::{BACKENDS, Backend, Choices};
+use burst_attention_kernels::backend::{BACKENDS, Backend, Choices, Version};
 use burst_attention_recorder::{Program, Recorder, images, nccl};
 
 /// Distance between arrays, which are all smaller.
@@ -51,12 +51,22 @@ impl Devices {
             let recorder = Recorder::new(capability);
             let executor = Executor::new(Box::new(recorder.clone()), images).with_backends(
                 backends,
-                ["recorder", "cudnn"].map(|name| recorder.library(name)).into(),
+                ["recorder", "cudnn"].map(|name| recorder.library(name, None)).into(),
             );
             let comms = [(); 2].map(|()| recorder.add_comm(rank, world_size));
             Device { recorder, executor, comms }
         };
         Devices((0..world_size).map(device).collect())
+    }
+
+    /// The devices with a version of cuDNN.
+    pub fn with_cudnn(self, version: Version) -> Devices {
+        let with = |device: Device| {
+            let cudnn = device.recorder.library("cudnn", Some(version));
+            let executor = device.executor.with_backends(BACKENDS, vec![cudnn]);
+            Device { executor, ..device }
+        };
+        Devices(self.0.into_iter().map(with).collect())
     }
 
     /// The devices without their libraries.

@@ -96,6 +96,7 @@ pub const BACKEND: Backend = Backend {
             arrays: (0..).zip(arrays).collect(),
         })])
     },
+    needs: |_, _| None,
     scratch_bytes: |_, _| 0,
 };
 """

@@ -48,7 +48,7 @@ impl Rank {
     fn new(world_size: usize) -> Rank {
         let recorder = Recorder::new((9, 0));
         let executor = Executor::new(Box::new(recorder.clone()), images);
-        let executor = executor.with_backends(BACKENDS, vec![recorder.library(cudnn::NAME)]);
+        let executor = executor.with_backends(BACKENDS, vec![recorder.library(cudnn::NAME, None)]);
         Rank { recorder, executor, world_size }
     }
 

@@ -129,9 +129,9 @@ class AttentionOptions(TypedDict, total=False):
       kernels: which kernels of GPUs compute. ``tile``: this library's own. ``cudnn``: cuDNN's where
         they serve a tile, and this library's own elsewhere. cuDNN serves full and causal masks and
         windows without other features, and 64, 128 or 256 columns, on H100, H200 and data-center
-        Blackwell; gradients only without ``return_residual``, and on Hopper only with
-        ``backward_order="any"``. A tile's results and gradients then have 16 bits, and their sums
-        over a ring are float32 all the same. ``auto``: what the environment variable
+        Blackwell; gradients only without ``return_residual``, and on Hopper with
+        ``backward_order="fixed"`` from cuDNN 9.25 on. A tile's results and gradients then have 16
+        bits, and their sums over a ring are float32 all the same. ``auto``: what the environment variable
         ``BURST_ATTENTION_KERNELS`` says, or else ``cudnn`` for 4,096 rows of a rank and more where
         ``python -m burst_attention check`` has confirmed it on all GPUs of the program, or else
         ``tile``.

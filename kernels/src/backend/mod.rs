@@ -2,14 +2,17 @@
 //!
 //! [`BACKENDS`] is the only list of them. [`Backends::choose`] asks each, in this order, whether it
 //! serves an operation; the first that does lowers it. The choice follows from static facts alone:
-//! sizes, types, features and the target. So it is the same whenever the same call is recorded, and
-//! on all ranks.
+//! sizes, types, features, the target and the version of cuDNN. So it is the same whenever the same
+//! call is recorded, and on all ranks that have the same cuDNN. Ranks may also choose differently:
+//! what they exchange does not depend on it.
 
 pub mod cudnn;
 pub mod tile;
 
 use std::borrow::Cow;
 use std::fmt;
+
+pub use cudnn::Version;
 
 use crate::error::LaunchError;
 use crate::launch::{Footprint, Launch, Rectangle, TileOperation};
@@ -34,6 +37,9 @@ pub struct Backend {
     /// Says whether the backend computes an operation on a target, or why it does not. It must not
     /// read addresses: whether an array is given is a static fact, where the array lies is none.
     pub serves: fn(&TileOperation, Target) -> Result<(), Reason>,
+    /// Returns the oldest version of cuDNN that can compute an operation; `None` if the backend needs
+    /// no cuDNN.
+    pub needs: fn(&TileOperation, Target) -> Option<Version>,
     /// Returns what computes an operation that the backend serves, in the order of a stream. It may
     /// use scratch memory from an address on.
     pub lower: fn(&TileOperation, Target, u64) -> Result<Vec<Computation>, LaunchError>,
@@ -174,6 +180,9 @@ pub struct Backends {
     pub target: Target,
     /// Which of them a call may take.
     pub kernels: Kernels,
+    /// The version of cuDNN that the process has; `None` where that is unknown, and the newest
+    /// counts.
+    pub cudnn: Option<Version>,
     /// The address of scratch memory.
     pub scratch: u64,
 }
@@ -196,7 +205,7 @@ impl Backends {
     /// Returns the first backend that serves an operation, and the choice as users may read it.
     pub fn choose(&self, operation: &TileOperation) -> (Option<&'static Backend>, Choice) {
         let mut refusals = Vec::new();
-        let serves = |backend: &&'static Backend| match (backend.serves)(operation, self.target) {
+        let serves = |backend: &&'static Backend| match self.serves(backend, operation) {
             Ok(()) => true,
             Err(reason) => {
                 refusals.push((backend.name, reason));
@@ -207,6 +216,25 @@ impl Backends {
         let chosen = allowed.find(serves);
         let (operation, backend) = (operation.name(), chosen.map(|backend| backend.name));
         (chosen, Choice { operation, backend, refusals })
+    }
+
+    /// Says whether a backend computes an operation with the cuDNN that the process has. All reasons
+    /// count: one may follow from another, as where older versions do not compute all gradients of a
+    /// tile at once.
+    fn serves(&self, backend: &Backend, operation: &TileOperation) -> Result<(), Reason> {
+        let answer = (backend.serves)(operation, self.target);
+        let (Some(got), Some(oldest)) = (self.cudnn, (backend.needs)(operation, self.target))
+        else {
+            return answer;
+        };
+        if got >= oldest {
+            return answer;
+        }
+        let reason = format!("it needs version {oldest} or newer for this, got {got}");
+        Err(match answer {
+            Ok(()) => Reason(reason.into()),
+            Err(other) => Reason(format!("{other}; {reason}").into()),
+        })
     }
 
     /// Returns what computes an operation, and the choice.

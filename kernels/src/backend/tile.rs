@@ -15,6 +15,7 @@ pub const BACKEND: Backend = Backend {
         TileOperation::KeyGrads(tile) if tile.dq_acc.is_some() => fuses(tile, target),
         _ => Ok(()),
     },
+    needs: |_, _| None,
     lower: |operation, target, _| Ok(launches(operation, target)?.collect()),
     scratch_bytes: |_, _| 0,
 };

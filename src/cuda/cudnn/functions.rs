@@ -3,6 +3,8 @@
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
+use burst_attention_kernels::backend::cudnn::Version;
+
 use crate::cuda::error::CudaError;
 use crate::cuda::shared_library::{functions, open};
 use crate::error::Result;
@@ -10,15 +12,14 @@ use crate::error::Result;
 const LIBRARY: &str = "libcudnn.so.9";
 /// cuDNN aborts the process when it makes a graph and can't load this library.
 const NEEDED: &str = "libcublasLt.so.13";
-const REMEDY: &str =
-    "it comes with jax[cuda13], as the packages nvidia-cudnn-cu13 and nvidia-cublas";
+/// Before version 9.21 cuDNN compiles kernels with this library, and has no plan without it.
+const COMPILER: &str = "libnvrtc.so.13";
+const WITHOUT_COMPILER: Version = Version(92_100);
+const REMEDY: &str = "it comes with jax[cuda13], as the packages nvidia-cudnn-cu13, nvidia-cublas \
+                      and nvidia-cuda-nvrtc";
+const OTHER_VERSION: &str =
+    "install nvidia-cudnn-cu13 of such a version, or leave cuDNN out by kernels=\"tile\"";
 const SUCCESS: c_int = 0;
-
-/// The oldest version that is used. Before it, statistics in the order of this library are not read
-/// correctly in the backward pass.
-pub const OLDEST: usize = 92_600;
-/// The first version that is not used, since it has not been tested.
-pub const TOO_NEW: usize = 93_000;
 
 functions! {
     /// A table of cuDNN's functions.
@@ -49,9 +50,12 @@ impl Functions {
         if let Some(found) = CUDNN.get() {
             return Ok(found);
         }
-        let unusable = |library, reason| CudaError::Library { library, reason, remedy: REMEDY };
-        let missing =
-            |library| move |error: libloading::Error| unusable(library, error.to_string());
+        let missing = |library| {
+            move |error: libloading::Error| {
+                let (reason, remedy) = (error.to_string(), REMEDY);
+                CudaError::Library { library, reason, remedy }
+            }
+        };
         // SAFETY: NVIDIA's libraries guarantee that their initialisers and finalisers may run on
         // any thread.
         let (needed, library) = unsafe { (open(NEEDED), open(LIBRARY)) };
@@ -60,22 +64,27 @@ impl Functions {
         // SAFETY: `functions!` declares each function with its type in cudnn_graph.h, which is the
         // same in all versions 9. Enumerations are C integers there.
         let found = unsafe { Functions::find(&library) }.map_err(missing(LIBRARY))?;
-        // SAFETY: the function takes no arguments.
-        let version = unsafe { (found.version)() };
-        if !(OLDEST..TOO_NEW).contains(&version) {
-            let [oldest, newest] = [OLDEST, TOO_NEW - 1].map(text_of);
-            let reason = format!("expected version {oldest} to {newest}, got {}", text_of(version));
-            return Err(unusable(LIBRARY, reason).into());
+        let version = found.version();
+        if !version.is_tested() {
+            let (oldest, newest) = (Version::OLDEST, Version(Version::TOO_NEW.0 - 1));
+            let reason = format!("expected version {oldest} to {newest}, got {version}");
+            let (library, remedy) = (LIBRARY, OTHER_VERSION);
+            return Err(CudaError::Library { library, reason, remedy }.into());
+        }
+        if version < WITHOUT_COMPILER {
+            // SAFETY: as above.
+            let compiler = unsafe { open(COMPILER) }.map_err(missing(COMPILER))?;
+            std::mem::forget(compiler);
         }
         // The functions stay valid because the libraries are never closed.
         std::mem::forget((needed, library));
         Ok(CUDNN.get_or_init(|| found))
     }
 
-    /// Returns the version, such as 9.28.1.
-    pub fn version_text(&self) -> String {
+    /// Returns the version.
+    pub fn version(&self) -> Version {
         // SAFETY: the function takes no arguments.
-        text_of(unsafe { (self.version)() })
+        Version(unsafe { (self.version)() })
     }
 
     /// Turns a code into an error. It names the function and its purpose.
@@ -96,9 +105,4 @@ impl Functions {
         let (name, last) = (name.to_string_lossy(), last.to_string_lossy());
         Err(CudaError::Driver { call, reason: format!("{purpose}: {name}: {last}") }.into())
     }
-}
-
-/// Returns a version as cuDNN's documentation writes it.
-fn text_of(version: usize) -> String {
-    format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
 }

@@ -4,9 +4,11 @@
 //! before the first exchange, from the properties of the device alone, and devices of a kind share
 //! it.
 
+mod builder;
 mod descriptor;
 mod functions;
 mod graph;
+mod numbers;
 mod plan;
 
 use std::collections::HashMap;
@@ -15,7 +17,7 @@ use std::ptr;
 use std::sync::{Arc, Mutex};
 
 use burst_attention_kernels::backend::LibraryCall;
-use burst_attention_kernels::backend::cudnn::{NAME, Sdpa};
+use burst_attention_kernels::backend::cudnn::{NAME, Sdpa, Version};
 use cudarc::driver::sys::{CUresult, cuCtxGetCurrent};
 
 use super::driver::{Library, Plan, Stream};
@@ -23,7 +25,7 @@ use super::error::CudaError;
 use super::objects::lock;
 use crate::error::Result;
 
-pub use functions::{Functions, OLDEST, TOO_NEW};
+pub use functions::Functions;
 pub use plan::{CompiledPlan, DeviceProperties};
 
 /// cuDNN on the devices of this machine. It looks for the library at the first plan.
@@ -111,6 +113,10 @@ impl Cudnn {
 impl Library for Cudnn {
     fn name(&self) -> &'static str {
         NAME
+    }
+
+    fn cudnn_version(&self) -> Option<Version> {
+        Functions::load().ok().map(Functions::version)
     }
 
     fn prepare(&self, text: &str) -> Result<Plan> {

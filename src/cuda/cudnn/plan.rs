@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::ptr;
 
 use burst_attention_kernels::backend::LibraryCall;
-use burst_attention_kernels::backend::cudnn::{Sdpa, WORKSPACE};
+use burst_attention_kernels::backend::cudnn::{Sdpa, SdpaOrder, Version, WORKSPACE};
 use cudarc::cudnn::sys::cudnnBackendAttributeName_t::{self as Name, *};
 use cudarc::cudnn::sys::cudnnBackendAttributeType_t::{CUDNN_TYPE_HEUR_MODE, CUDNN_TYPE_KNOB_TYPE};
 use cudarc::cudnn::sys::cudnnBackendDescriptorType_t::*;
@@ -13,9 +13,13 @@ use cudarc::cudnn::sys::cudnnBackendKnobType_t::{self as Knob, *};
 
 use super::descriptor::{Descriptor, Value};
 use super::functions::Functions;
-use super::graph::{Graph, HostNumber};
+use super::graph::Graph;
+use super::numbers::HostNumber;
 use crate::cuda::error::CudaError;
 use crate::error::Result;
+
+/// The first version with the knobs of tiles in the engine of Blackwell.
+const OTHER_KNOBS: Version = Version(92_300);
 
 /// The properties of a kind of device.
 #[derive(Debug)]
@@ -63,17 +67,39 @@ impl DeviceProperties {
     }
 }
 
-/// The engine and its knobs that compute the backward pass on sm_100 and sm_103 with a fixed order
-/// of sums, as cuDNN's frontend chooses them. cuDNN proposes an engine whose workspace is quadratic.
-const FIXED_ENGINE: i64 = 5;
-const FIXED_KNOBS: [(Knob, i64); 6] = [
-    (CUDNN_KNOB_TYPE_TILE_M, 3),
-    (CUDNN_KNOB_TYPE_TILE_N, 2),
-    (CUDNN_KNOB_TYPE_KERNEL_CFG, 2),
-    (CUDNN_KNOB_TYPE_STREAM_K, 0),
-    (CUDNN_KNOB_TYPE_TILE_CGA_M, 0),
-    (CUDNN_KNOB_TYPE_STAGES, 2),
-];
+/// An engine of cuDNN, and its knobs.
+struct Engine {
+    index: i64,
+    knobs: Vec<(Knob, i64)>,
+}
+
+impl Engine {
+    /// Returns the engine that computes a backward pass in a fixed order of sums, as cuDNN's frontend
+    /// chooses it; `None` if any order will do. cuDNN proposes an engine whose workspace is
+    /// quadratic.
+    fn in_fixed_order(sdpa: &Sdpa, version: Version) -> Option<Engine> {
+        let tiles = |rows, columns, stages| {
+            vec![
+                (CUDNN_KNOB_TYPE_TILE_M, rows),
+                (CUDNN_KNOB_TYPE_TILE_N, columns),
+                (CUDNN_KNOB_TYPE_KERNEL_CFG, 2),
+                (CUDNN_KNOB_TYPE_STREAM_K, 0),
+                (CUDNN_KNOB_TYPE_TILE_CGA_M, 0),
+                (CUDNN_KNOB_TYPE_STAGES, stages),
+            ]
+        };
+        let (index, knobs) = match sdpa.order {
+            SdpaOrder::Any => return None,
+            SdpaOrder::Fixed => (6, tiles(2, 1, 4)),
+            SdpaOrder::FixedRounded if version < OTHER_KNOBS => {
+                (5, vec![(CUDNN_KNOB_TYPE_KERNEL_CFG, 31), (CUDNN_KNOB_TYPE_STAGES, 2)])
+            }
+            SdpaOrder::FixedRounded if sdpa.head_dim == 256 => (5, tiles(3, 2, 3)),
+            SdpaOrder::FixedRounded => (5, tiles(3, 2, 2)),
+        };
+        Some(Engine { index, knobs })
+    }
+}
 
 /// Returns the configuration that cuDNN proposes first, and what it refers to.
 fn proposed(
@@ -99,15 +125,16 @@ fn proposed(
     }
 }
 
-/// Returns the configuration that adds in a fixed order, and what it refers to.
-fn fixed(
+/// Returns the configuration of an engine, and what it refers to.
+fn configured(
     functions: &'static Functions,
     graph: &Graph,
     device: &DeviceProperties,
+    Engine { index, knobs }: Engine,
 ) -> Result<(Descriptor, Vec<Descriptor>)> {
     let asked = [
         (CUDNN_ATTR_ENGINE_OPERATION_GRAPH, Value::Descriptors(&[graph.descriptor()])),
-        (CUDNN_ATTR_ENGINE_GLOBAL_INDEX, Value::Integers(&[FIXED_ENGINE])),
+        (CUDNN_ATTR_ENGINE_GLOBAL_INDEX, Value::Integers(&[index])),
         (CUDNN_ATTR_ENGINE_DEVICEPROP, Value::Descriptors(&[&device.0])),
     ];
     let engine = Descriptor::new(functions, CUDNN_BACKEND_ENGINE_DESCRIPTOR, &asked)?;
@@ -119,7 +146,7 @@ fn fixed(
         ];
         Descriptor::new(functions, CUDNN_BACKEND_KNOB_CHOICE_DESCRIPTOR, &chosen)
     };
-    let mut kept = FIXED_KNOBS.into_iter().map(choice).collect::<Result<Vec<_>>>()?;
+    let mut kept = knobs.into_iter().map(choice).collect::<Result<Vec<_>>>()?;
     let choices: Vec<_> = kept.iter().collect();
     let configured = [
         (CUDNN_ATTR_ENGINECFG_ENGINE, Value::Descriptors(&[&engine])),
@@ -150,9 +177,9 @@ impl CompiledPlan {
         device: &DeviceProperties,
     ) -> Result<CompiledPlan> {
         let graph = Graph::new(functions, sdpa)?;
-        let (config, mut kept) = match sdpa.fixed_order {
-            true => fixed(functions, &graph, device)?,
-            false => proposed(functions, &graph, device, sdpa)?,
+        let (config, mut kept) = match Engine::in_fixed_order(sdpa, functions.version()) {
+            Some(engine) => configured(functions, &graph, device, engine)?,
+            None => proposed(functions, &graph, device, sdpa)?,
         };
         let configured =
             [(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, Value::Descriptors(&[&config]))];

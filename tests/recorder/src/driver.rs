@@ -5,7 +5,7 @@ use burst_attention::cuda::driver::{
     Context, Copy, Driver, Event, Function, Library, Plan, Stream,
 };
 use burst_attention::cuda::error::CudaError;
-use burst_attention_kernels::backend::LibraryCall;
+use burst_attention_kernels::backend::{LibraryCall, Version};
 use burst_attention_kernels::launch::Launch;
 
 use super::recorder::{State, instance_of};
@@ -133,23 +133,31 @@ impl Driver for Recorder {
     }
 }
 
-/// The recorder as a library of any name, which prepares any plan.
-struct RecordedLibrary(Recorder, &'static str);
+/// The recorder as a library of any name, perhaps a version of cuDNN. It prepares any plan.
+struct RecordedLibrary {
+    recorder: Recorder,
+    name: &'static str,
+    version: Option<Version>,
+}
 
 impl Recorder {
-    /// Returns the recorder as a library.
-    pub fn library(&self, name: &'static str) -> Box<dyn Library> {
-        Box::new(RecordedLibrary(self.clone(), name))
+    /// Returns the recorder as a library, perhaps as a version of cuDNN.
+    pub fn library(&self, name: &'static str, version: Option<Version>) -> Box<dyn Library> {
+        Box::new(RecordedLibrary { recorder: self.clone(), name, version })
     }
 }
 
 impl Library for RecordedLibrary {
     fn name(&self) -> &'static str {
-        self.1
+        self.name
+    }
+
+    fn cudnn_version(&self) -> Option<Version> {
+        self.version
     }
 
     fn prepare(&self, plan: &str) -> Result<Plan> {
-        self.0.call("prepare", |state| {
+        self.recorder.call("prepare", |state| {
             let handle = Plan(state.handle());
             state.plans.insert(handle, plan.to_owned());
             Ok(handle)
@@ -157,7 +165,7 @@ impl Library for RecordedLibrary {
     }
 
     fn enqueue(&self, stream: Stream, plan: Plan, call: &LibraryCall) -> Result<()> {
-        self.0.call("enqueue", |state| {
+        self.recorder.call("enqueue", |state| {
             if state.plans.get(&plan) != Some(&call.plan) {
                 return Err(format!("{plan:?} is not {}", call.plan));
             }

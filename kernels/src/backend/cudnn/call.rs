@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::plan::{Sdpa, SdpaArray, SdpaPass, WORKSPACE};
+use super::plan::{Sdpa, SdpaArray, SdpaOrder, SdpaPass, WORKSPACE};
 use super::{NAME, limits};
 use crate::backend::{Computation, LibraryCall};
 use crate::launch::{Footprint, Rectangle, Rows, Statistics};
@@ -33,7 +33,7 @@ impl CallBuilder {
         let (lower, upper) = limits(rectangle);
         let plan = Sdpa {
             pass,
-            fixed_order: false,
+            order: SdpaOrder::Any,
             element: rectangle.element,
             batch: batch as i64,
             q_len: q_len as i64,
@@ -51,9 +51,9 @@ impl CallBuilder {
         CallBuilder { plan, arrays: Vec::new() }
     }
 
-    /// Says whether sums must have the same order in every run.
-    pub(super) fn in_fixed_order(mut self, fixed_order: bool) -> CallBuilder {
-        self.plan.fixed_order = fixed_order;
+    /// Sets the order of the sums of gradients.
+    pub(super) fn in_order(mut self, order: SdpaOrder) -> CallBuilder {
+        self.plan.order = order;
         self
     }
 
@@ -78,10 +78,10 @@ impl CallBuilder {
         self.rows(array, Rows { address, batch_stride }, writes)
     }
 
-    /// Adds statistics `[batch, heads, rows]` that the call writes.
-    pub(super) fn statistics(self, array: SdpaArray, at: Statistics) -> CallBuilder {
+    /// Adds statistics `[batch, heads, rows]`.
+    pub(super) fn statistics(self, array: SdpaArray, at: Statistics, writes: bool) -> CallBuilder {
         let strides = [at.batch_stride as i64, at.head_stride as i64, 1, 1];
-        self.array(Given { array, address: at.address, strides, writes: true })
+        self.array(Given { array, address: at.address, strides, writes })
     }
 
     fn array(mut self, given: Given) -> CallBuilder {

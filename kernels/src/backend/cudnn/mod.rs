@@ -6,6 +6,7 @@
 mod call;
 mod plan;
 mod scratch;
+mod version;
 
 use call::CallBuilder;
 use scratch::Scratch;
@@ -14,11 +15,12 @@ use super::tile::launches;
 use super::{Backend, Computation, Reason, TilePass};
 use crate::launch::{
     Accumulate, AddGradient, Features, FoldResult, Forward, ForwardResults, KeyGrads, LaunchError,
-    Rectangle, Rows, SoftmaxState, TileOperation,
+    PackLse, Rectangle, Rows, SoftmaxState, TileOperation,
 };
 use crate::target::Target;
 
-pub use plan::{Sdpa, SdpaArray, SdpaPass, WORKSPACE};
+pub use plan::{Sdpa, SdpaArray, SdpaOrder, SdpaPass, WORKSPACE};
+pub use version::Version;
 
 /// The name of the backend and of the library.
 pub const NAME: &str = "cudnn";
@@ -36,14 +38,17 @@ pub const BACKEND: Backend = Backend {
         TileOperation::KeyGrads(tile) => gradients_are_served(tile, target),
         _ => refused("it serves attention over tiles only"),
     },
+    needs: |operation, target| match operation {
+        TileOperation::KeyGrads(tile) => Some(oldest(tile, target)),
+        _ => Some(Version::OLDEST),
+    },
     lower: |operation, target, scratch| match operation {
         TileOperation::Forward(tile) => forward(tile, target, scratch),
         TileOperation::KeyGrads(tile) => gradients(tile, target, scratch),
         _ => unreachable!("it is not served"),
     },
     scratch_bytes: |rectangle, pass| {
-        let has_plans = TARGETS.iter().any(|&target| has_columns(rectangle, pass, target));
-        if has_plans { Scratch::new(rectangle, pass, 0).end } else { 0 }
+        if has_columns(rectangle) { Scratch::new(rectangle, pass, 0).end } else { 0 }
     },
 };
 
@@ -68,19 +73,29 @@ fn mask_is_served(rectangle: &Rectangle) -> bool {
 }
 
 /// Whether there are plans for a rectangle's columns.
-fn has_columns(rectangle: &Rectangle, pass: TilePass, target: Target) -> bool {
-    match (rectangle.head_dim, rectangle.value_dim) {
-        (64, 64) | (128, 128) | (192, 128) => true,
-        (256, 256) => pass == TilePass::Forward || target == Target::Sm90,
-        _ => false,
+const fn has_columns(rectangle: &Rectangle) -> bool {
+    matches!(
+        (rectangle.head_dim, rectangle.value_dim),
+        (64, 64) | (128, 128) | (192, 128) | (256, 256)
+    )
+}
+
+/// Returns the order of sums of a tile's plan.
+fn order(tile: &KeyGrads, target: Target) -> SdpaOrder {
+    match (tile.fixed_order, target) {
+        (false, _) => SdpaOrder::Any,
+        (true, Target::Sm90) => SdpaOrder::Fixed,
+        (true, _) => SdpaOrder::FixedRounded,
     }
 }
 
-/// Whether there are plans with a fixed order of sums that should be faster than this library's own
-/// kernels. Published rates are those of GB200 and GB300, for full and causal masks.
-fn has_fixed_order(rectangle: &Rectangle, target: Target) -> bool {
-    let columns = (rectangle.head_dim, rectangle.value_dim);
-    target != Target::Sm90 && matches!(columns, (128, 128) | (192, 128))
+/// Returns the oldest version that computes the gradients of a tile which is served.
+fn oldest(tile: &KeyGrads, target: Target) -> Version {
+    match order(tile, target) {
+        SdpaOrder::Fixed => Version::FIXED_ON_HOPPER,
+        SdpaOrder::FixedRounded if tile.rectangle.head_dim == 256 => Version::FIXED_256,
+        _ => Version::OLDEST,
+    }
 }
 
 /// Says whether cuDNN computes attention over a rectangle.
@@ -97,9 +112,8 @@ fn served(
     if *features != Features::default() {
         return refused("it serves no feature but a causal mask and a window");
     }
-    if !has_columns(rectangle, pass, target) {
-        let columns = format!("{head_dim} and {value_dim} columns");
-        return refused(format!("it has no such pass of {columns} on {}", target.name()));
+    if !has_columns(rectangle) {
+        return refused(format!("it has no plan for {head_dim} and {value_dim} columns"));
     }
     let is_one_pair = q_len == 1 && kv_len == 1 && pass == TilePass::Backward;
     if q_len == 0 || kv_len == 0 || is_one_pair {
@@ -119,10 +133,10 @@ fn gradients_are_served(tile: &KeyGrads, target: Target) -> Result<(), Reason> {
     if tile.dq_acc.is_none() {
         return refused("it computes all gradients at once");
     }
-    if tile.fixed_order && !has_fixed_order(&tile.rectangle, target) {
-        let Rectangle { head_dim, value_dim, .. } = tile.rectangle;
-        let columns = format!("{head_dim} and {value_dim} columns on {}", target.name());
-        return refused(format!("no rate of its fixed order is published for {columns}"));
+    let is_wide = tile.rectangle.head_dim == 256;
+    if is_wide && target != Target::Sm90 && !tile.fixed_order {
+        let target = target.name();
+        return refused(format!("it adds 256 columns on {target} in a fixed order alone"));
     }
     if tile.results.is_none() {
         return refused("it needs the results of the queries, and a log-sum-exp without gradient");
@@ -137,7 +151,7 @@ fn missing(name: &'static str) -> LaunchError {
 /// Returns what folds a rectangle of keys into the running softmax of its queries.
 fn forward(tile: &Forward, target: Target, scratch: u64) -> Result<Vec<Computation>, LaunchError> {
     let Forward { rectangle, first, last, o, lse, .. } = *tile;
-    let Scratch { rows, statistics, workspace, .. } =
+    let Scratch { rows, lse: scratch_lse, workspace, .. } =
         Scratch::new(&rectangle, TilePass::Forward, scratch);
     let call = CallBuilder::new(SdpaPass::Forward, &rectangle, &workspace)
         .rows(SdpaArray::Query, tile.q, false)
@@ -149,8 +163,9 @@ fn forward(tile: &Forward, target: Target, scratch: u64) -> Result<Vec<Computati
         return Ok(vec![call.call(workspace)]);
     }
     let Rectangle { batch, q_len, heads, value_dim: head_dim, element, .. } = rectangle;
-    let arrived_lse = scratch::statistics_at(&rectangle, statistics);
-    let call = call.packed(SdpaArray::Out, rows, true).statistics(SdpaArray::Lse, arrived_lse);
+    let arrived_lse = scratch::padded_at(&rectangle, scratch_lse);
+    let call =
+        call.packed(SdpaArray::Out, rows, true).statistics(SdpaArray::Lse, arrived_lse, true);
     let state = tile.acc.zip(tile.row_max).zip(tile.row_sum);
     let fold = FoldResult {
         batch,
@@ -179,18 +194,22 @@ fn gradients(
     let KeyGrads { rectangle, first, last, .. } = *tile;
     let (dq_acc, results) = (tile.dq_acc.ok_or_else(|| missing("dq_acc"))?, tile.results);
     let ForwardResults { o, lse } = results.ok_or_else(|| missing("results"))?;
+    let Rectangle { batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim, element, .. } =
+        rectangle;
     let scratch = Scratch::new(&rectangle, TilePass::Backward, scratch);
+    let [packed_lse, delta] =
+        [scratch.lse, scratch.delta].map(|address| scratch::packed_at(&rectangle, address));
+    let pack = PackLse { batch, q_len, heads, lse, packed: packed_lse };
     let call = CallBuilder::new(SdpaPass::Backward, &rectangle, &scratch.workspace)
-        .in_fixed_order(tile.fixed_order)
+        .in_order(order(tile, target))
         .rows(SdpaArray::Query, tile.q, false)
         .rows(SdpaArray::Key, tile.k, false)
         .rows(SdpaArray::Value, tile.v, false)
         .rows(SdpaArray::Out, o, false)
-        .rows(SdpaArray::Lse, lse, false)
+        .statistics(SdpaArray::Lse, packed_lse, false)
         .rows(SdpaArray::OutGrad, tile.dout, false)
         .packed(SdpaArray::QueryGrad, scratch.rows, true)
-        .statistics(SdpaArray::Delta, scratch::statistics_at(&rectangle, scratch.statistics));
-    let Rectangle { batch, kv_len, heads, kv_heads, head_dim, value_dim, element, .. } = rectangle;
+        .statistics(SdpaArray::Delta, delta, true);
     let group = heads / kv_heads;
     let of_keys = [
         (SdpaArray::KeyGrad, head_dim, tile.dk_acc, tile.dk, scratch.keys[0]),
@@ -219,17 +238,19 @@ fn gradients(
         };
         added.extend(launches(&add.into(), target)?);
     }
-    let sum = launches(&query_sum(tile, dq_acc, scratch.rows), target)?;
-    Ok(std::iter::once(call.call(scratch.workspace)).chain(sum).chain(added).collect())
+    let pack = launches(&pack.into(), target)?;
+    let is_rounded = order(tile, target) == SdpaOrder::FixedRounded;
+    let sum = launches(&query_sum(tile, dq_acc, scratch.rows, is_rounded), target)?;
+    Ok(pack.chain([call.call(scratch.workspace)]).chain(sum).chain(added).collect())
 }
 
-/// Returns what adds cuDNN's gradient of queries, which lies at an address, to the sum. The gradient
-/// has the factor on q·k, the sum has it not.
-fn query_sum(tile: &KeyGrads, home: Rows, address: u64) -> TileOperation {
+/// Returns what adds cuDNN's gradient of queries, which lies at an address, perhaps rounded, to the
+/// sum. The gradient has the factor on q·k, the sum has it not.
+fn query_sum(tile: &KeyGrads, home: Rows, address: u64, is_rounded: bool) -> TileOperation {
     let Rectangle { batch, q_len: rows, heads, head_dim, element, .. } = tile.rectangle;
     let (arrived, scale) =
         (packed([rows, heads, head_dim], address), tile.rectangle.softmax_scale.recip());
-    if !tile.fixed_order {
+    if !is_rounded {
         return Accumulate { batch, rows, heads, head_dim, home, arrived, scale }.into();
     }
     let (group, home, out, first, last) = (1, Some(home), None, false, false);

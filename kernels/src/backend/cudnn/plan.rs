@@ -21,6 +21,18 @@ named! {
 }
 
 named! {
+    /// An order of the sums of gradients.
+    SdpaOrder, "an order" {
+        /// Any order.
+        Any = "any",
+        /// The same order in every run, as Hopper has it.
+        Fixed = "fixed",
+        /// The same order in every run, as Blackwell has it: cuDNN rounds the gradient of queries.
+        FixedRounded = "fixed_rounded",
+    }
+}
+
+named! {
     /// An array of a plan.
     SdpaArray, "an array" {
         /// Queries.
@@ -35,7 +47,7 @@ named! {
         Lse = "lse",
         /// Gradient of the result.
         OutGrad = "out_grad",
-        /// Gradient of the queries, float32 unless sums have a fixed order. cuDNN clears it first.
+        /// Gradient of the queries, float32 unless the order rounds it. cuDNN clears it first.
         QueryGrad = "query_grad",
         /// Gradient of the keys, of each query head.
         KeyGrad = "key_grad",
@@ -59,8 +71,8 @@ impl SdpaArray {
 pub struct Sdpa {
     /// The pass.
     pub pass: SdpaPass,
-    /// Whether the sums of gradients have the same order in every run.
-    pub fixed_order: bool,
+    /// The order of the sums of gradients.
+    pub order: SdpaOrder,
     /// Type of the activations.
     pub element: Element,
     /// Batch entries.
@@ -109,10 +121,10 @@ impl Sdpa {
     }
 
     /// Whether the elements of an array are float32. Others have the type of the activations.
-    pub const fn is_float32(&self, array: SdpaArray) -> bool {
+    pub fn is_float32(&self, array: SdpaArray) -> bool {
         match array {
             SdpaArray::Lse | SdpaArray::Delta => true,
-            SdpaArray::QueryGrad => !self.fixed_order,
+            SdpaArray::QueryGrad => self.order != SdpaOrder::FixedRounded,
             _ => false,
         }
     }

@@ -22,6 +22,7 @@ for _name in (
     "libnccl.so.2",
     "libnvidia-ml.so.1",
     "libcublasLt.so.13",
+    "libnvrtc.so.13",
     "libcudnn.so.9",
 ):
     if _name != os.environ.get("STANDIN_WITHOUT"):

@@ -8,6 +8,7 @@ use cudarc::cudnn::sys::cudnnBackendAttributeName_t::{self as Name, *};
 use cudarc::cudnn::sys::cudnnBackendAttributeType_t as Type;
 use cudarc::cudnn::sys::cudnnBackendDescriptorType_t::{self as Kind, *};
 
+use super::engine;
 use super::evaluate::Graph;
 use crate::call::{Outcome, put};
 use crate::handles::Handles;
@@ -17,8 +18,6 @@ use crate::report::{has_log, lock, log};
 pub const BAD_PARAM: c_int = 2000;
 /// `CUDNN_STATUS_NOT_SUPPORTED`.
 pub const NOT_SUPPORTED: c_int = 3000;
-/// Bytes of workspace that every plan wants.
-const WORKSPACE: i64 = 256;
 
 pub static DESCRIPTORS: Handles<Descriptor> = Handles::new("descriptor of cuDNN");
 static LAST_ERROR: Mutex<String> = Mutex::new(String::new());
@@ -130,7 +129,9 @@ impl Descriptor {
         }
         if name == CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE as c_int {
             put(count, 1);
-            put(at.cast(), WORKSPACE);
+            let config = self.descriptor(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG)?;
+            let graph = Graph::of_config(&config)?;
+            put(at.cast(), engine::workspace_bytes(&config, &graph)?);
             return Ok(());
         }
         if name == CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION as c_int {
@@ -144,14 +145,20 @@ impl Descriptor {
         Err(wrong(NOT_SUPPORTED, format!("attribute {name}")))
     }
 
-    /// Finalises the descriptor. A plan must have a graph that can be carried out.
+    /// Finalises the descriptor. A configuration must have an engine that the version has, and a plan
+    /// a graph that can be carried out.
     pub fn finalize(&self) -> Outcome {
         *lock(&self.is_final) = true;
         if self.is(CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR) {
-            let graph = Graph::of_plan(self)?;
+            let config = self.descriptor(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG)?;
+            let graph = Graph::of_config(&config)?;
+            engine::check_plan(&graph);
             if has_log() {
                 log(&format!("plan {graph:?}"));
             }
+        }
+        if self.is(CUDNN_BACKEND_ENGINECFG_DESCRIPTOR) {
+            engine::check_config(self)?;
         }
         Ok(())
     }

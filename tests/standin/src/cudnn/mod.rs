@@ -4,6 +4,7 @@
 #![allow(non_snake_case)]
 
 mod descriptor;
+mod engine;
 mod evaluate;
 mod tensor;
 

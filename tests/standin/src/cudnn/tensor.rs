@@ -14,6 +14,8 @@ pub enum Element {
     Float16,
     Bfloat16,
     Int32,
+    /// Exists within graphs alone.
+    Boolean,
 }
 
 impl Element {
@@ -27,6 +29,8 @@ impl Element {
             Ok(Element::Bfloat16)
         } else if is(CUDNN_DATA_INT32) {
             Ok(Element::Int32)
+        } else if is(CUDNN_DATA_BOOLEAN) {
+            Ok(Element::Boolean)
         } else {
             Err(wrong(BAD_PARAM, format!("data type {number}")))
         }
@@ -37,6 +41,7 @@ impl Element {
         match self {
             Element::Float16 | Element::Bfloat16 => 2,
             Element::Float32 | Element::Int32 => 4,
+            Element::Boolean => 1,
         }
     }
 
@@ -45,7 +50,7 @@ impl Element {
         match self {
             Element::Float16 => f16::from_f32(value).to_f32(),
             Element::Bfloat16 => bf16::from_f32(value).to_f32(),
-            Element::Float32 | Element::Int32 => value,
+            Element::Float32 | Element::Int32 | Element::Boolean => value,
         }
     }
 
@@ -59,6 +64,7 @@ impl Element {
             match self {
                 Element::Float32 => (at as *const f32).read_unaligned(),
                 Element::Int32 => (at as *const i32).read_unaligned() as f32,
+                Element::Boolean => (at as *const u8).read().into(),
                 Element::Float16 => (at as *const f16).read_unaligned().to_f32(),
                 Element::Bfloat16 => (at as *const bf16).read_unaligned().to_f32(),
             }
@@ -75,6 +81,7 @@ impl Element {
             match self {
                 Element::Float32 => (at as *mut f32).write_unaligned(value),
                 Element::Int32 => (at as *mut i32).write_unaligned(value as i32),
+                Element::Boolean => (at as *mut u8).write(value as u8),
                 Element::Float16 => (at as *mut f16).write_unaligned(f16::from_f32(value)),
                 Element::Bfloat16 => (at as *mut bf16).write_unaligned(bf16::from_f32(value)),
             }
