@@ -23,6 +23,8 @@ BLOCK_CYCLES, ROW_PASS_TB_S, CLOCK_GHZ = 4750, 3.0, "1.26 to 1.39"
 """The model's cycles of a block around its loops, its rate of passes over rows, and its clock."""
 PACKED, STEP_US = (1.19, 1.28), (5.0, 25.0)
 """Predicted: time of packed documents over their share of one, and the host's time for a step."""
+CARRY_US = (2.0, 2.9)
+"""Predicted: microseconds in which a block of the forward kernel takes sums in, or leaves them."""
 STATED = {"A100": (2039, 312), "H100": (3350, 989), "H200": (4800, 989), "B200": (8000, 2250)}
 """GB/s of the memory and dense bfloat16 TFLOP/s that NVIDIA states for the SXM parts."""
 REACHED = (0.75, 0.6)
@@ -65,6 +67,10 @@ def verdicts(folder: Path) -> Iterator[tuple[str, bool | None, str]]:
             if "share" in one:
                 words = f"predicted {PACKED[0]} to {PACKED[1]} × the share, {one['share']:.2f} ×"
                 yield f"packed, {which}", _within(one["share"], *PACKED), words
+        carried = row.get("passes", {}).get("forward", {}).get("us_a_block", {})
+        for way in [way for way in ("in", "out") if way in carried]:
+            words = f"predicted {CARRY_US[0]} to {CARRY_US[1]} µs a block, {carried[way]:.2f} µs"
+            yield f"sums {way}", _within(carried[way], *CARRY_US), words
         for which, us in row.get("us_a_step", {}).items():
             words = f"predicted {STEP_US[0]:.0f} to {STEP_US[1]:.0f} µs a step, {us:.0f} µs"
             yield f"host, {which}", us <= STEP_US[1] * (1 + ERROR), words

@@ -18,7 +18,15 @@ import jax.numpy as jnp
 
 from .serve import nvidia_smi, package
 
-PACKAGES = ("jax", "jaxlib", "burst-attention", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "torch")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "burst-attention",
+    "nvidia-cudnn-cu13",
+    "nvidia-nccl-cu13",
+    "torch",
+    "flash-linear-attention",
+)
 ROUNDS = 8
 
 

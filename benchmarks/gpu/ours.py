@@ -13,7 +13,9 @@ ANY: Band = (LEAST, MOST)
 """A band that hides nothing."""
 CAUSAL: Band = (LEAST, 0)
 WHOLE = slice(None)
-ELEMENTS = {"torch.bfloat16": "bf16", "torch.float16": "f16"}
+ELEMENTS = {"torch.bfloat16": "bf16", "torch.float16": "f16", "bfloat16": "bf16"}
+WHOLE_SUM = (True, True)
+"""Whether sums begin with the first step of a launch, and whether they end with its last one."""
 
 
 def rows(tensor: Any) -> dict[str, int]:
@@ -67,7 +69,8 @@ class Attention:
 
     `arrays` has q, k, v and, for the backward pass, dout, o, lse, lse_log2, delta and perhaps dlse,
     q_segments and kv_segments. The functions add results to it, which `empty(name, shape, dtype)`
-    makes. The caller keeps `arrays` alive while it calls the functions.
+    makes; `float32` is its type of sums, by default torch's. The caller keeps `arrays` alive while
+    it calls the functions. Where `ends` are false, launches take sums in, or leave sums to others.
     """
 
     def __init__(
@@ -77,18 +80,22 @@ class Attention:
         empty: Callable[[str, tuple[int, ...], Any], Any],
         band: Band = ANY,
         soft_cap: float = 0.0,
+        float32: Any = None,
     ):
         self.arrays = arrays
         self._launcher, self._empty, self._band, self._soft_cap = launcher, empty, band, soft_cap
+        self._float32 = float32
 
-    def forward(self, steps: int = 1) -> Callable[[], None]:
+    def forward(self, steps: int = 1, ends: tuple[bool, bool] = WHOLE_SUM) -> Callable[[], None]:
         """Computes o and lse, with the keys in ``steps`` parts."""
         q = self.arrays["q"]
         state = {"o": rows(self._like("o", "q")), "lse": rows(self._new("lse", q.shape[:3]))}
-        if steps > 1:
+        if steps > 1 or ends != WHOLE_SUM:
             state["acc"] = rows(self._new("acc", q.shape))
             state |= {name: statistics(self.statistic(name)) for name in ("row_max", "row_sum")}
-        return self._in_steps("forward", steps, "k", lambda keys: self._pair(WHOLE, keys) | state)
+        return self._in_steps(
+            "forward", steps, ends, "k", lambda keys: self._pair(WHOLE, keys) | state
+        )
 
     def make_delta(self, zeros: bool = False) -> Callable[[], None]:
         """Computes delta, and lse in base 2. With `zeros`, also sets dq's accumulator to 0."""
@@ -108,7 +115,9 @@ class Attention:
             request["zeros"] = rows(self._new("dq_acc", q.shape))
         return self._launcher.prepare({"delta": request})
 
-    def key_grads(self, steps: int = 1, fused: bool = False) -> Callable[[], None]:
+    def key_grads(
+        self, steps: int = 1, ends: tuple[bool, bool] = WHOLE_SUM, fused: bool = False
+    ) -> Callable[[], None]:
         """Computes dk and dv, with the queries in ``steps`` parts.
 
         With `fused`, the kernel also adds to dq's accumulator.
@@ -116,11 +125,11 @@ class Attention:
         running = {name: rows(self._like(name, "k")) for name in ("dk", "dv")}
         if fused:
             running["dq_acc"] = rows(self.arrays["dq_acc"])
-        if steps > 1:
+        if steps > 1 or ends != WHOLE_SUM:
             shape = self.arrays["k"].shape
             running |= {name: rows(self._new(name, shape)) for name in ("dk_acc", "dv_acc")}
         return self._in_steps(
-            "key_grads", steps, "q", lambda part: self._gradient(part, WHOLE) | running
+            "key_grads", steps, ends, "q", lambda part: self._gradient(part, WHOLE) | running
         )
 
     def all_grads(self) -> Callable[[], None]:
@@ -142,13 +151,15 @@ class Attention:
         cast["cast"]["scale"] = q.shape[3] ** -0.5
         return sequence(first, kernel, self._launcher.prepare(cast))
 
-    def query_grads(self, steps: int = 1) -> Callable[[], None]:
+    def query_grads(
+        self, steps: int = 1, ends: tuple[bool, bool] = WHOLE_SUM
+    ) -> Callable[[], None]:
         """Computes dq, with the keys in ``steps`` parts."""
         running = {"dq": rows(self._like("dq", "q"))}
-        if steps > 1:
+        if steps > 1 or ends != WHOLE_SUM:
             running["dq_acc"] = rows(self._new("dq_acc", self.arrays["q"].shape))
         return self._in_steps(
-            "query_grads", steps, "k", lambda part: self._gradient(WHOLE, part) | running
+            "query_grads", steps, ends, "k", lambda part: self._gradient(WHOLE, part) | running
         )
 
     def statistic(self, name: str) -> Any:
@@ -157,13 +168,23 @@ class Attention:
         return self._new(name, (batch, heads, padded(q_len)))[:, :, :q_len]
 
     def _in_steps(
-        self, kernel: str, steps: int, along: str, request: Callable[[slice], dict[str, Any]]
+        self,
+        kernel: str,
+        steps: int,
+        ends: tuple[bool, bool],
+        along: str,
+        request: Callable[[slice], dict[str, Any]],
     ) -> Callable[[], None]:
-        parts = slices(self.arrays[along].shape[1], steps)
-        ends = [{"first": n == 0, "last": n == steps - 1} for n in range(steps)]
+        parts = slices(self.arrays[along].shape[1], steps) if steps > 1 else [WHOLE]
+        begins, finishes = ends
         prepared = [
-            self._launcher.prepare({kernel: request(part) | end})
-            for part, end in zip(parts, ends, strict=True)
+            self._launcher.prepare(
+                {
+                    kernel: request(part)
+                    | {"first": begins and n == 0, "last": finishes and n == steps - 1}
+                }
+            )
+            for n, part in enumerate(parts)
         ]
         return sequence(*prepared)
 
@@ -201,9 +222,11 @@ class Attention:
         return self.arrays[name]
 
     def _new(self, name: str, shape: tuple[int, ...]) -> Any:
-        import torch
+        if self._float32 is None:
+            import torch
 
-        self.arrays[name] = self._empty(name, tuple(shape), torch.float32)
+            self._float32 = torch.float32
+        self.arrays[name] = self._empty(name, tuple(shape), self._float32)
         return self.arrays[name]
 
 

@@ -57,11 +57,26 @@ def own_output() -> TextIO:
 
 def nvidia_smi() -> str:
     """Returns name, driver, clocks and power, or why they are unknown."""
-    command = ["nvidia-smi", SMI, "--format=csv,noheader"]
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        return _asked(SMI, "noheader")
     except (OSError, subprocess.SubprocessError) as error:
         return f"unknown: {error}"
+
+
+def clock() -> dict[str, float] | None:
+    """Returns MHz of the first GPU's multiprocessors and its power in W, or None if unknown."""
+    try:
+        told = _asked("--query-gpu=clocks.sm,power.draw", "noheader,nounits")
+        mhz, watts = map(float, told.split("\n")[0].split(","))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return {"sm_mhz": mhz, "power_w": watts}
+
+
+def _asked(question: str, form: str) -> str:
+    """Returns what nvidia-smi answers."""
+    command = ["nvidia-smi", question, f"--format=csv,{form}"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     return ran.stdout.strip()
 
 

@@ -1,7 +1,7 @@
 """Measures TFLOP/s of our kernels and of their peers, which take turns."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any
@@ -69,7 +69,7 @@ def shapes() -> list[Shape]:
     """Returns all timed problems, the most important first."""
     found = [
         Shape(seq * 1024, dim, heads, kv_heads, causal)
-        for seq in (8, 16, 2, 4, 32)
+        for seq in (8, 32, 4, 16, 2)
         for dim in (128, 64, 256)
         for heads, kv_heads in (((32, 32), (32, 8)) if dim < 256 else ((16, 16), (16, 4)))
         for causal in (True, False)
@@ -187,14 +187,20 @@ def milliseconds(
 
 
 def wall_milliseconds(
-    programs: dict[str, Callable[[], None]], budget_s: float, least: int = 3, most: int = 10
+    programs: Mapping[str, Callable[[], float | None]],
+    budget_s: float,
+    least: int = 3,
+    most: int = 10,
 ) -> dict[str, list[float]]:
-    """Returns wall-clock times of programs that take turns and return when they are done."""
+    """Returns wall-clock times of programs that take turns and return when they are done.
 
-    def one(program: Callable[[], None]) -> float:
+    A program whose work is in another process returns the milliseconds that it took there.
+    """
+
+    def one(program: Callable[[], float | None]) -> float:
         began = time.perf_counter()
-        program()
-        return (time.perf_counter() - began) * 1e3
+        told = program()
+        return (time.perf_counter() - began) * 1e3 if told is None else told
 
     for program in programs.values():
         one(program)

@@ -80,8 +80,10 @@ class Work:
         return {"tflops": speed.matrix_peak(), "nvidia-smi": shared.nvidia_smi()}
 
     def speed(self, shape: str, which: str, seconds: float) -> dict[str, Any]:
-        """Returns the figures of one shape, see speed.py."""
-        return speed.measure(shape, which, self.launcher, seconds)
+        """Returns the figures of one shape, see speed.py, and the clock around it."""
+        before = shared.clock()
+        row = speed.measure(shape, which, self.launcher, seconds)
+        return row | {"clock": {"before": before, "after": shared.clock()}}
 
     def jax(self, shape: str, seconds: float) -> dict[str, Any]:
         """Returns the figures of one shape against jax.nn, see speed.py."""

@@ -59,6 +59,8 @@ class Problem:
     sinks: bool = False
     dropout: float = 0.0
     kernels: str = "auto"
+    order: str | None = None
+    """The order of sums of gradients; None for the platform's."""
     residual_dtype: str | None = None
     implementation: str | None = None
     changes: dict = field(default_factory=dict)
@@ -84,7 +86,7 @@ class Problem:
     @property
     def has_lse(self):
         """Whether the call returns lse, which then has a gradient."""
-        return not platforms.has_cudnn()
+        return self.kernels != "cudnn" and not platforms.has_cudnn()
 
     def feature_arrays(self):
         """Returns the arrays of the features by name.
@@ -142,7 +144,7 @@ class Problem:
             "layout": self.layout,
             "schedule": self.schedule,
             "backward": self.backward,
-            "backward_order": platforms.order(),
+            "backward_order": self.order or platforms.order(),
             "kernels": self.kernels,
             "residual_dtype": self.residual_dtype,
             "implementation": self.implementation,

@@ -50,13 +50,14 @@ def gpu_tests(code, *arguments):
     [
         pytest.param(["layer", "linear"], marks=[pytest.mark.needs("host"), pytest.mark.rare]),
         pytest.param(
-            ["ring", "window", "mask", "cudnn", "memory"], marks=[ON_STANDIN, pytest.mark.long]
+            ["carry", "ring", "window", "mask", "layer", "packed", "delta", "memory"],
+            marks=[ON_STANDIN, pytest.mark.long],
         ),
     ],
     ids=",".join,
 )
 def test_the_benchmark_runs(tmp_path, kinds):
-    flags = ("--quick", "--out", tmp_path, "--only", *kinds)
+    flags = ("--quick", "--each", 3, "--out", tmp_path, "--only", *kinds)
     printed = output_of(0, BENCHMARK, *flags, XLA_PYTHON_CLIENT_ALLOCATOR="default")
     (file,) = tmp_path.glob("*-ring.json")
     found = json.loads(file.read_text())
@@ -64,6 +65,23 @@ def test_the_benchmark_runs(tmp_path, kinds):
     assert {name.split(",")[0] for name in found["rows"]} == set(kinds)
     assert all("shown" in row for row in found["rows"].values()), printed
     assert found["device"] != "unknown device"
+
+
+@ON_STANDIN
+@pytest.mark.long
+def test_a_cudnn_that_is_not_served_or_fails_is_named_in_its_place(tmp_path):
+    """The own kernels of the row are timed all the same, and none in cuDNN's name."""
+    flags = ("--quick", "--each", 1, "--out", tmp_path, "--only", "layer")
+    old = output_of(0, BENCHMARK, *flags, STANDIN_CUDNN="90000")
+    assert "forward: no cuDNN: " in old
+    assert "9.0.0" in old
+    broken = output_of(0, BENCHMARK, *flags, STANDIN_FAIL="call=cudnnBackendExecute code=3000")
+    assert "forward: no cuDNN: it can't: " in broken
+    (file,) = tmp_path.glob("*-ring.json")
+    (row,) = json.loads(file.read_text())["rows"].values()
+    for found in row["passes"].values():
+        assert {"ours", "own kernels"} <= set(found["contenders"])
+        assert "cuDNN" in found["absent"]
 
 
 @pytest.mark.long

@@ -117,6 +117,17 @@ def test_keys_in_steps_move_the_band_and_the_addresses(problem):
     assert {"acc", "row_max", "row_sum"} <= steps[0].keys()
 
 
+def test_launches_take_sums_in_and_leave_sums_to_others(problem):
+    attention, _ = problem
+    attention.make_delta()
+    for kernel, name in (("forward", "acc"), ("key_grads", "dk_acc"), ("query_grads", "dq_acc")):
+        for ends in ((True, True), (True, False), (False, True), (False, False)):
+            getattr(attention, kernel)(ends=ends)
+            step = attention._launcher.of(kernel)[-1]
+            assert (step["first"], step["last"]) == ends
+            assert (name in step) == (ends != (True, True))
+
+
 def test_queries_in_steps_move_the_band_the_other_way(problem):
     attention, _ = problem
     attention.make_delta()

@@ -40,8 +40,10 @@ class TestOnTheStandin:
         assert found["families"]["words"].count(" confirmed") == 5
         assert "passed" in found["test_correct"]["words"]
         assert found["rings on one GPU"]["words"].startswith("1 passed")
-        for kind in ("packed", "decode", "host"):
+        assert found["padding"]["words"].startswith("1 passed")
+        for kind in ("carry", "ring", "layer", "packed", "delta", "host"):
             assert f"\n{kind}" in found["programs"]["words"]
+        assert "no flash-linear-attention: expected torch" in found["programs"]["words"]
         # There is no torch here, so the kernels alone are not timed.
         assert found["kernels"]["passed"] is None
         assert (
@@ -59,7 +61,8 @@ class TestOnTheStandin:
         # The process of the item `images` alone loads a hundredth image.
         refused = "call=cuModuleLoadData code=209 nth=100"
         fails = "call=cuLaunchKernel code=719 about=decode"
-        code, found, page = run(tmp_path, STANDIN_FAIL=f"{refused}; {fails}")
+        plans = "call=cudnnBackendExecute code=3000"
+        code, found, page = run(tmp_path, STANDIN_FAIL=f"{refused}; {fails}; {plans}")
         assert code == 1
         assert {name for name, one in found.items() if one["passed"] is False} == {
             "images",
@@ -68,7 +71,11 @@ class TestOnTheStandin:
         assert len(found["images"]["found"]["refused"]) == 1
         assert "cuModuleLoadData: error 209" in page
         assert "decode_attention  JaxRuntimeError" in found["families"]["words"]
-        assert found["families"]["words"].count(" confirmed") == 4
+        assert found["families"]["words"].count(" confirmed") == 3
+        # Each row that cuDNN takes part in goes on without it.
+        assert "no ring by cuDNN: it can't: " in found["programs"]["words"]
+        assert found["programs"]["passed"] is True
+        assert found["padding"]["passed"] is True
         assert found["test_correct"]["passed"] is True
 
     @pytest.mark.long
@@ -157,6 +164,7 @@ class TestBelieve:
         rows = {
             "packed": {"passes": {"forward": {"share": 1.3}, "forward + backward": {"share": 2.0}}},
             "host": {"us_a_step": {"forward": 12.0}},
+            "carry": {"passes": {"forward": {"us_a_block": {"in": 2.1, "out": 0.9, "both": 3.0}}}},
         }
         ring = {"device": "NVIDIA H200", "rows": rows}
         (tmp_path / "b.json").write_text(json.dumps(ring))
@@ -168,6 +176,8 @@ class TestBelieve:
             "packed, forward": True,
             "packed, forward + backward": False,
             "host, forward": True,
+            "sums in": True,
+            "sums out": False,
         }
 
     def test_the_constants_are_those_of_the_computation(self, believe, tmp_path):

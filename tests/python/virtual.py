@@ -95,7 +95,7 @@ def _call(one, which, results, given, order=None, aliases=None):
     register()
     size, scale = one.mesh[1], np.float32(one.head_dim**-0.5)
     options, sums = _options(one), {"backward": one.backward}
-    sums["backward_order"] = order or platforms.order()
+    sums["backward_order"] = order or one.order or platforms.order()
     left = "cudnn" if platforms.has_cudnn() else "tile"
     kernels = {"kernels": left if one.kernels == "auto" else one.kernels}
     q, k, v = (jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in given[:3])
