@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from .launching import OnDevice, Stream
 from .ours import Attention, sequence
 from .problems import Rows
-from .race import arrays_of
+from .race import arrays_of, in_turns
 from .serve import clock
-from .speed import AGREE, PRODUCTS, figures, wall_milliseconds
+from .speed import AGREE, PRODUCTS, figures
 
 HOP = (4096, 2048)
 """Queries and keys of a step of a zigzag ring with 4,096 tokens on a rank."""
@@ -103,13 +103,13 @@ class CarryRows(Rows):
 
     def _timed(self, hop: Hop, kernel: str, flop: float) -> dict[str, Any]:
         """Returns the times of a kernel's launches, and of what a block spends on its sums."""
-        seconds, count = (0.0, 2) if self._quick else (SECONDS, IN_A_ROW)
-        programs = {
+        count = 1 if self._quick else IN_A_ROW
+        programs: dict[str, Callable[[], float | None]] = {
             name: partial(_in_a_row, hop, hop.launched(kernel, ends), count)
             for name, ends in ENDS.items()
         }
         before = clock()
-        taken = wall_milliseconds(programs, seconds)
+        taken = in_turns(programs, self._quick, SECONDS)
         found = {n: figures([ms / count for ms in each], flop) for n, each in taken.items()}
         us = {n: 1e3 * (found[n]["ms"] - found["11"]["ms"]) / hop.rounds(kernel) for n in found}
         return {

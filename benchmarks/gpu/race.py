@@ -28,7 +28,7 @@ class Elsewhere(Protocol):
 
 @dataclass
 class Contender:
-    """A function of arrays that returns o, then gradients and maybe more."""
+    """A function of arrays that returns o, then gradients and maybe more; None is no result."""
 
     function: Callable[..., Any]
     given: Any
@@ -161,11 +161,21 @@ def timed(
     programs: dict[str, Callable[[], Any]], flop: float = 0.0, quick: bool = False
 ) -> dict[str, dict[str, float]]:
     """Returns the figures of one call of each program; the programs take turns."""
+    calls = 1 if quick else CALLS
     waited: dict[str, Callable[[], float | None]] = {
-        name: partial(_calls, program) for name, program in programs.items()
+        name: partial(_calls, program, calls) for name, program in programs.items()
     }
-    taken = wall_milliseconds(waited, 0.0 if quick else SECONDS)
-    return {name: figures([ms / CALLS for ms in each], flop) for name, each in taken.items()}
+    taken = in_turns(waited, quick, SECONDS)
+    return {name: figures([ms / calls for ms in each], flop) for name, each in taken.items()}
+
+
+def in_turns(
+    programs: dict[str, Callable[[], float | None]], quick: bool, seconds: float
+) -> dict[str, list[float]]:
+    """Returns the milliseconds of programs in each round; a trial run has the fewest rounds."""
+    return (
+        wall_milliseconds(programs, 0.0, least=2) if quick else wall_milliseconds(programs, seconds)
+    )
 
 
 def arrays_of(one: Any, is_random: bool = True) -> dict[str, Any]:
@@ -216,7 +226,8 @@ def _sharded(one: Any, arrays: dict[str, Any]) -> Contender:
 
     def both(q: Any, k: Any, v: Any, dout: Any, dlse: Any) -> Any:
         found, pullback = jax.vjp(lambda *qkv: attend(dict(zip("qkv", qkv, strict=True))), q, k, v)
-        return *found, *pullback((dout, dlse))
+        o, lse = found
+        return o, lse if one.has_lse else None, *pullback((dout, dlse))
 
     def stored(name: str, x: jax.Array) -> jax.Array:
         placed = jax.NamedSharding(mesh, one.spec(name))
@@ -246,7 +257,7 @@ def _all_differences(
         found[name], other = [], contenders[name].restored
         if first and other:
             pairs = zip(own, programs[name](), strict=True)
-            found[name] = [float(_distance(first(x), other(y))) for x, y in pairs]
+            found[name] = [float(_distance(first(x), other(y))) for x, y in pairs if y is not None]
     return found
 
 
@@ -262,15 +273,15 @@ def _relative(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.linalg.norm((x - y).ravel()) / jnp.linalg.norm(y.ravel())
 
 
-def _calls(program: Callable[[], Any]) -> float | None:
+def _calls(program: Callable[[], Any], calls: int) -> float | None:
     """Calls a program several times and waits for the last result.
 
     Returns the milliseconds that another process tells of its own calls.
     """
     if isinstance(program, Elsewhere):
-        return program.milliseconds(CALLS)
+        return program.milliseconds(calls)
     result = None
-    for _ in range(CALLS):
+    for _ in range(calls):
         result = program()
     jax.block_until_ready(result)
     return None

@@ -75,6 +75,13 @@ def test_ratios_are_to_the_peer_and_differences_are_named():
     ]
 
 
+def test_a_result_that_a_contender_lacks_is_not_compared():
+    lacks = race.Contender(lambda x: (x, None), [jnp.arange(1.0, 5.0)])
+    row = race.race({"ours": contender(), "lacks": lacks}, quick=True)
+    assert [found["differs"]["lacks"] for found in row["passes"].values()] == [[0.0], [0.0]]
+    assert row["wrong"] == []
+
+
 def test_the_peer_of_the_delta_rule_answers_from_its_own_process(monkeypatch, tmp_path):
     (tmp_path / "torch.py").write_text(ANYTHING.format(name="unused"))
     for module, name in (("kda", "chunk_kda"), ("gated_delta_rule", "chunk_gated_delta_rule")):
@@ -133,7 +140,7 @@ def test_what_no_gpu_has_answered_comes_first():
         return [item.name for items in stages.STAGES[stage].items for item in items(Asked())]
 
     assert list(stages.STAGES) == ["facts", "runs", "fast", "right"]
-    assert names("runs")[:2] == ["padding", "families"]
+    assert names("runs")[:3] == ["images", "padding", "families"]
     assert names("fast") == ["programs", "kernels"]
     assert [kind for kind, _ in agenda.AGENDA[:3]] == ["carry", "ring", "ring"]
 
