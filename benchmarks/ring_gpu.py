@@ -54,7 +54,7 @@ def bench(
     for kind, about in rows:
         name = agenda.name_of(kind, about)
         if budget.left() < 0:
-            print(f"{name:<54}left out: the time was up", flush=True)
+            print(f"{name:<53} left out: the time was up", flush=True)
             continue
         answer, wrong = measured(session, kind, about, budget, row_s)
         row = answer.get("result", answer)
@@ -62,7 +62,7 @@ def bench(
         wrong += row.get("wrong", [])
         left_out = [f"left out: {answer['absent']}"] if "absent" in answer else []
         for text in [*row.get("shown", []), *left_out, *(f"FAILED: {text}" for text in wrong)]:
-            print(f"{name:<54}{text}", flush=True)
+            print(f"{name:<53} {text}", flush=True)
         results["rows"][name] = row
         results["failed"] |= {name: wrong} if wrong else {}
         report.save(results, folder / f"{report.slug(results['device'])}-ring.json")

@@ -106,7 +106,8 @@ class RecurrentRows(Rows):
         """
         shape = {"batch": 1, "tokens": 32768, "heads": 8, "head_dim": 64} | sizes
         if self._quick:
-            shape |= {"batch": 1, "tokens": 128 if sizes else 4096, "heads": 2 if sizes else 8}
+            small = {"batch": 1, "tokens": 64, "heads": 1, "head_dim": 64}
+            shape |= small if sizes else {"tokens": 4096}
         length, heads = shape["tokens"], shape["heads"]
         one = self._problem("equal", length, 1, head_dim=shape["head_dim"], batch=shape["batch"])
         one = replace(one, q_len=length, kv_len=length, heads=heads, kv_heads=heads)
