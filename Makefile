@@ -13,8 +13,9 @@ PACKAGE := jax_plugin/burst_attention
 LIBRARY := $(PACKAGE)/libburst_attention_ffi.so
 IMAGES := $(PACKAGE)/images
 PYTHON_BENCH := $(PY)
-# HOST, TARGETS, TARGET, ATTENTION and POOL count on the command line only, because some shells have variables
-# of such names.
+# HOST, TARGETS, TARGET, NCCL, ATTENTION and POOL count on the command line only, because some shells have
+# variables of such names.
+NCCL :=
 ATTENTION :=
 POOL :=
 HOST :=
@@ -239,11 +240,12 @@ wheel: $(VENV)/dev $(VENV)/zig $(if $(HOST)$(TARGETS),,images)  ## make dist/*.w
 	@$(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist $(WHEEL_PACKAGE)
 	@$(PY) .ci/check_wheel.py dist/*.whl $(GLIBC)
 
-gpu-bundle:  ## make dist/gpu-TARGET.tar.gz for ten minutes on a GPU machine; TARGET=sm_90
+gpu-bundle: $(VENV)/dev  ## make dist/gpu-TARGET.tar.gz for ten minutes on a GPU machine; TARGET=sm_90 NCCL=libnccl.so.2
 	@test -n "$(TARGET)" || { echo 'expected a kind of GPU, such as TARGET=sm_90'; exit 1; }
+	@test -z "$(NCCL)" || $(PY) tests/python/nccl_library.py "$(NCCL)"
 	@$(MAKE) --silent wheel TARGETS=$(TARGET)
 	$(SAY) "bundle for $(TARGET)"
-	@.ci/gpu-bundle $(PY) $(TARGET) dist/burst_attention-*.whl
+	@.ci/gpu-bundle $(PY) $(TARGET) dist/burst_attention-*.whl $(if $(NCCL),"$(NCCL)")
 
 # This wheel has the images that the stand-in knows, because to compile the real ones takes long.
 test-wheel: $(BUILT) $(VENV)/dev $(STANDIN)/ready baselines  ## install a wheel with the oldest and the newest JAX and Python, run tests

@@ -6,7 +6,8 @@ its time, so a hang or a crash costs only this item. After each item it writes r
 page.md. gpu/stages.py has the items.
 
   facts    the GPU, its driver and versions; rates of copies and of products
-  runs     all images load; padding within a sequence; each family of kernels agrees with plain JAX
+  runs     all images load; padding within a sequence; each family of kernels agrees with plain JAX;
+           ranks in several processes, which share a GPU if there is one only, over NCCL
   fast     single launches, rings and layers by own kernels, by cuDNN and by their peers
   right    rings agree with float64; memcheck where compute-sanitizer is installed; the Python
            tests, the most telling files first, as far as the time goes

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from . import processes
 from .session import BENCHMARKS, Budget, module
 
 ROOT = BENCHMARKS.parent
@@ -98,6 +99,19 @@ def _families(asked: Asked) -> Iterator[Item]:
     yield Item("families", _check(seconds), _lines, seconds + 10)
 
 
+def _processes(asked: Asked) -> Iterator[Item]:
+    """Ranks in several processes over NCCL; four processes run only after two have passed."""
+    ways = processes.ways(asked.found("facts").get("devices", 1))[: 1 if asked.quick else None]
+    for number, (count, way) in enumerate(ways):
+        if count == 2 or asked.found(f"2 processes, {way}").get("passed"):
+            # It leaves as much time to each later way of as many processes. Others come after them.
+            later = [other for other, _ in ways[number:]].count(count)
+            seconds = max(1.0, (asked.left("runs") - 10) / later)
+            flags = ["--seconds", str(seconds), "--platform", asked.platform, *_quick(asked)]
+            command = [*module("gpu.processes"), str(count), way, *flags]
+            yield Item(f"{count} processes, {way}", command, _read_processes, seconds + 20)
+
+
 def _programs(asked: Asked) -> Iterator[Item]:
     only = ["--only", *QUICK_ROWS, "--each", "1"] if asked.quick else []
     yield _benchmark(asked, "programs", "ring_gpu.py", 0.8, only)
@@ -130,7 +144,7 @@ def _memcheck(asked: Asked) -> Iterator[Item]:
 
 STAGES = {
     "facts": Stage(0.06, (_facts, _rates)),
-    "runs": Stage(0.25, (_images, _padding, _families)),
+    "runs": Stage(0.40, (_images, _padding, _families, _processes)),
     "fast": Stage(0.85, (_programs, _kernels)),
     "right": Stage(1.0, (_rings, _memcheck, _tests)),
 }
@@ -203,6 +217,11 @@ def _read_tests(code: int, out: str) -> Answer:
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     words = "\n".join([lines[-1].strip("= "), *failed[:5]]) if lines else ""
     return {"passed": None if code == 5 else code == 0, "words": words}
+
+
+def _read_processes(code: int, out: str) -> Answer:
+    """Reads the output of `gpu.processes`, and keeps whether all passed for later items."""
+    return _read_benchmark(code, out) | {"found": {"passed": code == 0}}
 
 
 def _read_benchmark(code: int, out: str) -> Answer:

@@ -13,6 +13,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import nccl_library
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -131,24 +132,48 @@ def choose(name: str, checked: bool) -> None:
     _current.start()
 
 
-def of_process(rank: int, devices: int, folder: Path) -> dict[str, str]:
+NCCL = "BURST_ATTENTION_TEST_NCCL"
+"""Names a library of NCCL with which processes share a machine's only GPU directly."""
+
+
+def of_process(rank: int, processes: int, devices: int, folder: Path) -> dict[str, str]:
     """Returns the variables of one of several processes with ``devices`` devices each.
 
-    Processes on the stand-in exchange messages through the folder. On a machine with one GPU, all
-    processes share it: each seems to be on a host of its own, since NCCL refuses two ranks of one
-    host on the same GPU.
+    Processes on the stand-in exchange messages through the folder. On GPUs NCCL writes into it what
+    it does. On a machine with one GPU, all processes share it (`_sharing`).
     """
     if _current.name == "standin":
         return {"STANDIN_DEVICES": str(devices), "STANDIN_MAIL": str(folder)}
     if _current.name == "cuda":
         gpus = visible_gpus()
+        told = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{folder}/nccl.{rank}"}
         if len(gpus) == 1:
-            alone = {"NCCL_HOSTID": f"burst-attention-{rank}", "NCCL_NET": "Socket"}
-            return {"CUDA_VISIBLE_DEVICES": gpus[0], **alone}
-        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank * devices :][:devices])}
+            return {"CUDA_VISIBLE_DEVICES": gpus[0]} | told | _sharing(rank, processes)
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[rank * devices :][:devices])} | told
     # The last of equal flags counts. The other flags stay, since they change bits of results.
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     return {"XLA_FLAGS": flags}
+
+
+def _sharing(rank: int, processes: int) -> dict[str, str]:
+    """Returns the variables of a process that shares a GPU with others.
+
+    With the library that `NCCL` names, messages go through the GPU's memory. With any other, each
+    process seems to be on a host of its own, since NCCL refuses two ranks of one host on the same
+    GPU, and messages go through sockets.
+    """
+    library = os.environ.get(NCCL)
+    if not library:
+        return {"NCCL_HOSTID": f"burst-attention-{rank}", "NCCL_NET": "Socket"}
+    nccl_library.check(library)
+    return {
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        # Each rank has blocks of its own, and a small library has only rings.
+        "NCCL_MAX_CTAS": "4" if processes <= 2 else "2",
+        "NCCL_ALGO": "Ring",
+        "NCCL_NVLS_ENABLE": "0",
+        "LD_PRELOAD": library,
+    }
 
 
 def visible_gpus() -> list[str]:

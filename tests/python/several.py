@@ -1,9 +1,13 @@
 """The program of each of several processes: ``python several.py RANK PROCESSES PORT WORK ARGS``.
 
-`start` starts all processes of a run, each with its devices.
+`start` starts all processes of a run, each with its devices. `Group` lets processes solve problems
+of `several_cases`, one after the other.
 """
 
+import contextlib
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,9 +19,48 @@ import platforms
 
 HEARTBEAT_SECONDS = 5
 """The time after which the other processes take a silent one for dead."""
+DEATH = "heartbeat|UNAVAILABLE|Connection closed|remote process exited"
+"""What processes say after another one has died. Any word of gloo would not do, since gloo greets
+its peers by name."""
+LAST_WORDS = 300
+"""Characters of a process's last output that an error repeats."""
 
 
-def start(work, processes, devices, *arguments):
+class FailedError(Exception):
+    """Processes ended, or did not end in time; the message says how."""
+
+
+class Process(subprocess.Popen):
+    """A process whose output goes to a file, so that it never waits for a reader."""
+
+    def __init__(self, command, environment, mail):
+        self.mail = mail
+        self._kept = None
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - until `close`
+        super().__init__(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=self._file,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def said(self):
+        """Returns the output so far."""
+        if self._kept is not None:
+            return self._kept
+        # The process writes at the file's own position, which this leaves alone.
+        size = os.fstat(self._file.fileno()).st_size
+        return os.pread(self._file.fileno(), size, 0).decode(errors="replace")
+
+    def close(self):
+        """Keeps the output so far, and closes the file."""
+        self._kept = self.said()
+        self._file.close()
+
+
+def start(work, processes, devices, *arguments, environment=None):
     """Starts the processes of a run of ``work``, a function of this file; `outputs` ends them."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -25,12 +68,10 @@ def start(work, processes, devices, *arguments):
     mail = Path(tempfile.mkdtemp(prefix="mail-"))
     command = [sys.executable, str(Path(__file__)), "{}", str(processes), str(port), work]
     return [
-        subprocess.Popen(
+        Process(
             [part.format(rank) for part in command] + list(map(str, arguments)),
-            env=os.environ | platforms.of_process(rank, devices, mail),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            os.environ | platforms.of_process(rank, processes, devices, mail) | (environment or {}),
+            mail,
         )
         for rank in range(processes)
     ]
@@ -38,23 +79,155 @@ def start(work, processes, devices, *arguments):
 
 def outputs(started, timeout):
     """Returns each process's output once all processes have ended, and kills any that remain."""
+    end = time.monotonic() + timeout
     try:
-        return [process.communicate(timeout=timeout)[0] for process in started]
-    finally:
+        # A process that ends waits for the others.
         for process in started:
-            process.kill()
+            process.stdin.close()
+        for process in started:
+            process.wait(max(0, end - time.monotonic()))
+    finally:
+        kill(started)
+    return [process.said() for process in started]
+
+
+def kill(started):
+    """Ends processes at once, and removes the folder of their messages."""
+    for process in started:
+        process.kill()
+    for process in started:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        # A process that the driver holds can't be killed.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+        process.close()
+        shutil.rmtree(process.mail, ignore_errors=True)
+
+
+class Group:
+    """Processes that solve problems of `several_cases` one after the other, as they are told.
+
+    After a problem that fails or does not end within its limit, new processes solve the next one,
+    so it costs only itself.
+    """
+
+    def __init__(self, processes, devices, environment=None):
+        self._shape, self._environment = (processes, devices), environment
+        self._started = []
+        self._folder = tempfile.TemporaryDirectory(prefix="several-")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        kill(self._started)
+        self._folder.cleanup()
+
+    def solve(self, name, limit_s):
+        """Returns the results of a problem by name of each array."""
+        end, folder = time.monotonic() + limit_s, Path(self._folder.name)
+        if not self._started:
+            self._started = start("solve", *self._shape, folder, environment=self._environment)
+        try:
+            for process in self._started:
+                with contextlib.suppress(BrokenPipeError):  # the process has ended
+                    print(name, file=process.stdin, flush=True)
+            while len(list(folder.glob(f"{name}.done.*"))) < len(self._started):
+                self._check(time.monotonic() < end, f"no end within {limit_s:.0f} s")
+                time.sleep(0.02)
+        except FailedError:
+            kill(self._started)
+            self._started = []
+            raise
+        return load(folder / f"{name}.npz")
+
+    def carried(self):
+        """Returns how NCCL carries messages, in its own words: version and kinds of links."""
+        said = nccl_said(self._started)
+        found = re.findall(r"NCCL version [\d.]+", said)[:1]
+        return " ".join([*found, *sorted(set(re.findall(r" via ([A-Z0-9]+/[A-Za-z]+)", said)))])
+
+    def end(self, limit_s):
+        """Lets the processes end, which they must do without an error."""
+        started, self._started = self._started, []
+        printed = outputs(started, limit_s)
+        for rank, process in enumerate(started):
+            if process.returncode:
+                words = " ".join(printed[rank].split())[-LAST_WORDS:]
+                raise FailedError(f"process {rank} ended by {process.returncode}: {words}")
+
+    def _check(self, in_time, words):
+        """Raises an error with a process's last words if it has ended, or if the time is up."""
+        dead = [rank for rank, x in enumerate(self._started) if x.poll() is not None]
+        if in_time and not dead:
+            return
+        rank = dead[0] if dead else 0
+        if dead:
+            words = f"process {rank} ended by {self._started[rank].returncode}"
+        said = " ".join(self._started[rank].said().split())[-LAST_WORDS:]
+        warned = re.findall(r"NCCL WARN (.*)", nccl_said(self._started))[-1:]
+        raise FailedError("; ".join([words, *warned, f"process {rank} last said: {said}"]))
+
+
+def nccl_said(started):
+    """Returns what NCCL wrote in processes on GPUs, one after the other."""
+    files = [x for process in started[:1] for x in sorted(process.mail.glob("nccl.*"))]
+    return "\n".join(file.read_text(errors="replace") for file in files)
+
+
+def load(file):
+    """Returns the arrays of a file of `solve`; numpy's files name no bfloat16."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    with np.load(file) as found:
+        return {n: x.view(jnp.bfloat16) if x.dtype.kind == "V" else x for n, x in found.items()}
 
 
 def solve(folder):
-    """Solves every problem of the list; the first process writes the results."""
+    """Solves the problems whose names come on stdin; the first process writes the results.
+
+    Each process leaves a file for each problem that it has solved.
+    """
+    import traceback
+
     import jax
     import numpy as np
     from several_cases import cases
 
-    for number, case in enumerate(cases(jax.device_count())):
-        found = case.found(case.arrays())
-        if jax.process_index() == 0:
-            np.savez(Path(folder) / f"{number}.npz", **found)
+    known, rank = cases(jax.device_count()), jax.process_index()
+    for name in map(str.strip, sys.stdin):
+        try:
+            found = known[name].found(known[name].arrays())
+            complaints = platforms.complaints()
+            assert not complaints, complaints
+        except Exception:
+            # JAX would wait for the other processes, which may wait for this one.
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        if rank == 0:
+            np.savez(Path(folder) / f"{name}.npz", **found)
+        (Path(folder) / f"{name}.done.{rank}").touch()
+
+
+def assert_death_ends_all(processes, devices, limit_s, environment=None):
+    """Asserts that all processes end with an error soon after the last one has died in a ring."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = start("die", processes, devices, folder, environment=environment)
+        try:
+            started[-1].wait(limit_s)
+        finally:
+            gone = time.monotonic()
+            printed = outputs(started, 60)
+    assert time.monotonic() - gone < 60
+    assert started[-1].returncode == 3, printed[-1]
+    for process, said in zip(started[:-1], printed, strict=False):
+        assert "ring ran" in said, said
+        assert "ring ran again" not in said, said
+        assert process.returncode != 0, said
+        assert re.search(DEATH, said), said
 
 
 def die(folder):
@@ -66,7 +239,7 @@ def die(folder):
     import jax
     from several_cases import cases
 
-    ring = cases(jax.device_count())[0]
+    ring = cases(jax.device_count())["ring, zigzag"]
     arrays = ring.arrays()
     ring.found(arrays)
     print("ring ran", flush=True)

@@ -4,25 +4,18 @@ On CPU devices several processes compute in plain JAX, and results are those of 
 results agree with float64.
 """
 
-import re
-import time
 from dataclasses import replace
 from functools import cache
 
-import bounds
-import decode_cases
-import infini_cases
 import jax
 import jax.numpy as jnp
-import linear_cases
 import numpy as np
 import platforms
 import pytest
 import ring
 import several
-from decode_reference import dense
 from features import Problem
-from several_cases import DecodeProblem, InfiniProblem, PoolProblem, cases
+from several_cases import DecodeProblem, InfiniProblem, PoolProblem, assert_right, cases
 
 SPLITS = {
     "cpu": [(2, 4), (4, 2)],
@@ -49,12 +42,11 @@ def assert_close(got, expected, what):
 
 
 @cache
-def of_one_process(ranks):
-    """Returns the results of the ring in plain JAX, which several processes run, in one process."""
-    problems = (
-        replace(x, implementation="xla") if isinstance(x, Problem) else x for x in cases(ranks)
-    )
-    return [one.found(one.arrays()) for one in problems]
+def of_one_process(ranks, name):
+    """Returns a problem's results in plain JAX, which several processes run, in one process."""
+    case = cases(ranks)[name]
+    case = replace(case, implementation="xla") if isinstance(case, Problem) else case
+    return case.found(case.arrays())
 
 
 def assert_equals_one_process(one, got, expected):
@@ -64,23 +56,6 @@ def assert_equals_one_process(one, got, expected):
             assert_close(got[name], x, (one, name))
         else:
             assert np.array_equal(got[name], x), (one, name)
-
-
-def assert_right(one, got):
-    """Asserts that results agree with float64."""
-    arrays = one.arrays()
-    if isinstance(one, Problem):
-        bounds.check(got, one.expected(arrays), arrays["dout"], one.dtype)
-    elif isinstance(one, DecodeProblem):
-        exact = dense(arrays.q, arrays.k, arrays.v, arrays.lengths)
-        decode_cases.check((got["o"], got["lse"]), exact)
-    elif isinstance(one, InfiniProblem):
-        exact = map(np.float64, arrays)
-        want = infini_cases.reference(*exact, infini_cases.SEGMENT, one.update)
-        infini_cases.near([got[name] for name in ("o", "m", "z")], want, 2e-6)
-    else:
-        arrays, beta = arrays
-        linear_cases.assert_right(got, arrays, one.dtype, beta=beta)
 
 
 @pytest.mark.needs("host")
@@ -101,34 +76,33 @@ def test_a_pool_has_devices_of_each_process(tmp_path):
 
 
 @pytest.mark.parametrize(("processes", "devices"), SPLITS[platforms.current().name])
-def test_results(tmp_path, processes, devices):
+def test_results(processes, devices):
     ranks = processes * devices
     if jax.device_count() > 1 or processes > SHARING:
         ring.devices(ranks)
-    started = several.start("solve", processes, devices, tmp_path)
-    printed = several.outputs(started, SECONDS)
-    assert [process.returncode for process in started] == [0] * processes, "\n".join(printed)
-    for number, one in enumerate(cases(ranks)):
-        with np.load(tmp_path / f"{number}.npz") as found:
-            # numpy's files name no bfloat16.
-            got = {n: x.view(jnp.bfloat16) if x.dtype.kind == "V" else x for n, x in found.items()}
-        if platforms.current().name == "cpu":
-            assert_equals_one_process(one, got, of_one_process(ranks)[number])
-        else:
-            assert_right(one, got)
+    with several.Group(processes, devices) as group:
+        for name, case in cases(ranks).items():
+            got = group.solve(name, SECONDS)
+            if platforms.current().name == "cpu":
+                assert_equals_one_process(case, got, of_one_process(ranks, name))
+            else:
+                assert_right(case, got)
+        group.end(SECONDS)
 
 
 @pytest.mark.long
-def test_a_process_that_dies_ends_the_others_with_an_error(tmp_path):
-    started = several.start("die", *SPLITS[platforms.current().name][0], tmp_path)
-    started[1].wait(timeout=SECONDS)
-    gone = time.monotonic()
-    printed = several.outputs(started, 60)
-    assert time.monotonic() - gone < 60
-    assert started[1].returncode == 3, printed[1]
-    assert "ring ran" in printed[0]
-    assert "ring ran again" not in printed[0]
-    assert started[0].returncode != 0
-    # Any word of gloo would not do, since gloo greets its peers by name.
-    words = "heartbeat|UNAVAILABLE|Connection closed"
-    assert re.search(words, printed[0]), printed[0]
+def test_a_process_that_dies_ends_the_others_with_an_error():
+    several.assert_death_ends_all(*SPLITS[platforms.current().name][0], SECONDS)
+
+
+@pytest.mark.long
+def test_a_problem_that_fails_or_hangs_costs_only_itself():
+    processes, devices = SPLITS[platforms.current().name][0]
+    name = "messages of XLA"
+    with several.Group(processes, devices) as group:
+        with pytest.raises(several.FailedError, match=r"process \d ended by 1.*KeyError: 'none'"):
+            group.solve("none", SECONDS)
+        with pytest.raises(several.FailedError, match="no end within 1 s; process 0 last said: "):
+            group.solve(name, 1)
+        assert_right(cases(processes * devices)[name], group.solve(name, SECONDS))
+        group.end(SECONDS)

@@ -41,6 +41,7 @@ class TestOnTheStandin:
         assert "passed" in found["test_correct"]["words"]
         assert found["rings on one GPU"]["words"].startswith("1 passed")
         assert found["padding"]["words"].startswith("1 passed")
+        assert found["2 processes, sockets"]["words"].startswith("3 of 3 items passed")
         for kind in ("carry", "ring", "layer", "packed", "delta", "host"):
             assert f"\n{kind}" in found["programs"]["words"]
         assert "no flash-linear-attention: expected torch" in found["programs"]["words"]
