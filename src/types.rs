@@ -75,8 +75,11 @@ pub enum Travels {
 pub enum Order {
     /// A fixed order: every run gives the same bits.
     Fixed,
-    /// Any order: runs may differ in the last bits.
+    /// Any order where that is predicted faster, or where nothing is predicted: runs may differ in
+    /// the last bits.
     Any,
+    /// Any order where that is predicted faster, otherwise a fixed one.
+    Auto,
 }
 
 impl FromStr for Order {
@@ -86,7 +89,8 @@ impl FromStr for Order {
         match name {
             "fixed" => Ok(Order::Fixed),
             "any" => Ok(Order::Any),
-            other => Err(invalid("backward_order", "fixed or any", other)),
+            "auto" => Ok(Order::Auto),
+            other => Err(invalid("backward_order", "fixed, any or auto", other)),
         }
     }
 }

@@ -3,7 +3,8 @@
 use burst_attention::cuda::call::Call;
 use burst_attention::cuda::executor::choices;
 use burst_attention::{Family, Order, Pass, Problem, Travels};
-use burst_attention_kernels::backend::{Choice, Kernels, Reason};
+use burst_attention_kernels::backend::{Choice, Kernels, Refusal};
+use burst_attention_kernels::cost::Cost;
 use burst_attention_kernels::instances::Target;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -30,8 +31,9 @@ pub(crate) struct Request {
 }
 
 impl Request {
-    /// Returns `{"passes": [{"pass", "operations": [{"operation", "count", "backend",
-    /// "refusals"}]}]}` of all ranks together.
+    /// Returns `{"passes": [{"pass", "operations": [{"operation", "count", "backend", "cost",
+    /// "refusals": [{"backend", "reason", "cost"}]}]}]}` of all ranks together. A cost is null or
+    /// the mean of the operations: `{"seconds", "source"}`.
     pub(crate) fn answer(&self) -> Result<Value> {
         let target = Target::of_name(&self.target)?;
         self.problem.validate()?;
@@ -53,18 +55,27 @@ impl Request {
                 ..Call::new(self.problem.clone(), family, pass)
             };
             let operations = choices(&call, target)?;
-            let operations = operations.iter().map(|(choice, count)| json_of(choice, *count));
+            let operations = operations.iter().map(|(choice, count)| json_of(&choice, count));
             Ok(json!({ "pass": pass, "operations": operations.collect::<Vec<_>>() }))
         };
         Ok(json!({ "passes": [of_pass(Pass::Forward)?, of_pass(Pass::Backward)?] }))
     }
 }
 
-fn json_of(Choice { operation, backend, refusals }: &Choice, count: usize) -> Value {
-    let refusal =
-        |(backend, reason): &(&str, Reason)| json!({ "backend": backend, "reason": reason.0 });
+fn json_of(Choice { operation, backend, cost, refusals }: &Choice, count: usize) -> Value {
+    let of_cost = |cost: Cost| json!({ "seconds": cost.seconds, "source": cost.source.name() });
+    let refusal = |(backend, refusal): &(&str, Refusal)| {
+        let (reason, cost) = (refusal.reason(), refusal.cost().map(of_cost));
+        json!({ "backend": backend, "reason": reason, "cost": cost })
+    };
     let refusals: Vec<_> = refusals.iter().map(refusal).collect();
-    json!({ "operation": operation, "count": count, "backend": backend, "refusals": refusals })
+    json!({
+        "operation": operation,
+        "count": count,
+        "backend": backend,
+        "cost": cost.map(of_cost),
+        "refusals": refusals,
+    })
 }
 
 #[cfg(test)]
@@ -102,7 +113,10 @@ mod tests {
         assert!(*tiles >= 16, "each of four ranks meets the keys of each: {tiles}");
         let names: Vec<_> = of_pass(1).into_iter().map(|(name, _)| name).collect();
         assert!(names.contains(&"key_grads".into()) && names.contains(&"query_grads".into()));
-        let fused = ask(|request| request["backward_order"] = "any".into());
+        let fused = ask(|request| {
+            request["backward_order"] = "any".into();
+            (request["head_dim"], request["value_dim"]) = (64.into(), 64.into());
+        });
         assert!(!fused["passes"][1].to_string().contains("query_grads"), "{fused}");
     }
 

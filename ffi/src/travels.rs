@@ -1,7 +1,8 @@
 //! The side that travels in the backward pass of a call, where the caller leaves it.
 
-use burst_attention::simulate::{Method, estimate};
-use burst_attention::{Pass, Problem};
+use burst_attention::simulate::{Method, estimate, library_computes};
+use burst_attention::{Order, Pass, Problem};
+use burst_attention_kernels::backend::Kernels;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -17,6 +18,9 @@ pub(crate) struct Request {
     problem: Problem,
     /// The call's attributes, which hold the window and the features of the problem.
     options: Options,
+    /// The order of sums, and the kernels that may compute.
+    backward_order: Order,
+    kernels: Kernels,
     machine: MachineRequest,
 }
 
@@ -25,7 +29,10 @@ impl Request {
     /// computes gradients, or else the side that costs fewer bytes.
     pub(crate) fn answer(&self) -> Result<Value> {
         let problem = self.options.of(&self.problem)?;
-        let machine = self.machine.resolved(problem.world_size)?.machine;
+        let mut machine = self.machine.resolved(problem.world_size)?.machine;
+        let asked = (self.kernels, self.backward_order);
+        let computes = |target| library_computes(&problem, target, asked);
+        machine.kernels.library = machine.kernels.library.filter(|target| computes(*target));
         let method = Method::Travel(self.options.family);
         let found = estimate(&problem, method, Pass::Backward, None, &machine)?;
         Ok(json!({ "travels": found.travels }))
@@ -46,7 +53,7 @@ mod tests {
                 "window_left": i64::MIN, "window_right": 0, "logits_soft_cap": 0.0,
                 "dropout_rate": 0.0, "feature_operands": "", "schedule": "ring", "inner_size": 0,
             },
-            "machine": { "name": "h200-400g-cudnn" },
+            "backward_order": "any", "kernels": "cudnn", "machine": { "name": "h200-400g-cudnn" },
         });
         edit(&mut request);
         json::answer(request.to_string().as_bytes())["travels"].clone()
@@ -77,5 +84,7 @@ mod tests {
         let segments = json!("query_segment_ids,key_segment_ids");
         assert_eq!(ask(|request| request["options"]["feature_operands"] = segments), "queries");
         assert_eq!(ask(|request| request["kv_heads"] = 8.into()), "keys");
+        assert_eq!(ask(|request| request["kernels"] = "tile".into()), "queries");
+        assert_eq!(ask(|request| request["backward_order"] = "fixed".into()), "queries");
     }
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use burst_attention_kernels::backend::Kernels;
 
+use super::gradients::GradientOperations;
 use super::workspace::WorkspaceLayout;
 use crate::problem::{Order, Pass, Problem, Travels};
 use crate::schedule::{self, Family, Schedule};
@@ -45,15 +46,9 @@ impl Call {
             .expect("the family fits the number of ranks")
     }
 
-    /// Returns the bytes of workspace that are enough on every rank.
+    /// Returns the bytes of workspace that are enough on every rank and every GPU.
     pub fn workspace_bytes(&self) -> u64 {
-        WorkspaceLayout::bytes(self, &self.schedules(), self.may_fuse())
-    }
-
-    /// Whether one operation may compute all gradients of a tile. This library's own kernel for it
-    /// adds in any order.
-    pub(super) fn may_fuse(&self) -> bool {
-        let has_kernel = self.backward_order == Order::Any || self.kernels != Kernels::Tile;
-        self.pass == Pass::Backward && has_kernel
+        let schedules = self.schedules();
+        WorkspaceLayout::bytes(self, &schedules, GradientOperations::may_fuse(self, &schedules))
     }
 }

@@ -12,7 +12,7 @@ use super::tiles::{CommandKernel, query_parts};
 use crate::error::Result;
 use crate::kernel::{AttentionKernel, BackwardOperands};
 use crate::operands::{DeviceKind, Operand};
-use crate::problem::{Order, Problem};
+use crate::problem::Problem;
 use crate::schedule::{Accumulator, Chunk, Merge, Payload, Place, Tile};
 
 impl CommandKernel<'_> {
@@ -32,7 +32,7 @@ impl CommandKernel<'_> {
             let is_last = self.final_writes.is_tile(Payload::KeyGrads, step, turn);
             self.key_grads(tile, [queries, keys, sums], is_last)?;
         }
-        let query_grads = operands.query_grads.filter(|_| !self.fused);
+        let query_grads = operands.query_grads.filter(|_| !self.operations.are_fused());
         if let Some(sums) = query_grads.filter(|_| wanted(tile.query_state)) {
             let is_last = self.final_writes.is_tile(Payload::QueryGrads, step, turn);
             self.query_grads(tile, [queries, keys, sums], is_last)?;
@@ -47,7 +47,7 @@ impl CommandKernel<'_> {
         let [queries, keys, sums] = buffers;
         let [dk, dv] = [Operand::KeyGrad, Operand::ValueGrad].map(|it| self.memory.operand(it));
         // A tile without queries only defines the state of its keys.
-        let adds = self.fused && !tile.queries.rows.is_empty();
+        let adds = self.operations.are_fused() && !tile.queries.rows.is_empty();
         let dq_sums = adds.then(|| self.memory.home(Payload::QueryGrads));
         let ends = (tile.key_state.first, is_last);
         for part in self.parts(tile, (queries, keys), Payload::Keys, ends) {
@@ -61,7 +61,7 @@ impl CommandKernel<'_> {
                 lse_log2: queries.statistics_at(2, &part.queries),
                 delta: queries.statistics_at(3, &part.queries),
                 dq_acc: dq_sums.as_ref().map(|sums| sums.rows_at(0, &part.queries)),
-                fixed_order: self.backward_order == Order::Fixed,
+                fixed_order: self.operations.have_fixed_order(),
                 results: self.results(queries, &part.queries),
                 dk_acc: sums.optional_rows_at(0, &part.keys),
                 dv_acc: sums.optional_rows_at(1, &part.keys),
@@ -125,7 +125,7 @@ impl CommandKernel<'_> {
     /// Writes the results of rows: their sums at home, plus the sums that arrived, if any.
     fn write(&self, payload: Payload, rows: &Range<usize>, arrived: Option<&Buffer>) -> Result<()> {
         let home = self.memory.home(payload);
-        let unscaled = self.fused && payload == Payload::QueryGrads;
+        let unscaled = self.operations.are_fused() && payload == Payload::QueryGrads;
         let scale = if unscaled { self.memory.problem.softmax_scale } else { 1.0 };
         for (n, (gradient, head_dim)) in self.gradients(payload).enumerate() {
             let operation = Cast {
@@ -264,7 +264,7 @@ impl AttentionKernel for CommandKernel<'_> {
         let queries = self.memory.home(Payload::Queries);
         let inputs = [Operand::Out, Operand::Lse, Operand::LseGrad];
         let [o, lse, dlse] = inputs.map(|input| self.memory.operand(input));
-        let sums = self.fused.then(|| self.memory.home(Payload::QueryGrads));
+        let sums = self.operations.are_fused().then(|| self.memory.home(Payload::QueryGrads));
         // The kernel sets arrays to 0 that have the columns of o.
         let alike = sums.as_ref().filter(|_| key_dim == head_dim);
         for part in &query_parts(self.memory.problem, &(0..q_len)) {

@@ -7,10 +7,11 @@ use super::commands::{Command, CommandList, CommandListBuilder, PeerBlocks, Work
 use super::driver::{Block, Copy};
 use super::error::CudaError;
 use super::final_writes::FinalWrites;
+use super::gradients::GradientOperations;
 use super::nccl::{Group, Message};
 use super::rank::RankMemory;
 use super::region::{Queue, Region, reads, writes};
-use super::tiles::{CommandKernel, can_fuse, element_of};
+use super::tiles::{CommandKernel, element_of};
 use super::transport::CommandTransport;
 use super::workspace::{Workspace, WorkspaceLayout};
 use crate::engine::walk;
@@ -70,9 +71,10 @@ fn walk_rank(
     arrays: Arrays<u64>,
     workspace: Workspace,
 ) -> Result<(CommandList, WorkspaceLayout)> {
-    let Call { problem, backward_order: order, lse_gradient, .. } = call;
-    let fused = call.may_fuse() && can_fuse(problem, schedule, backends, *order, *lse_gradient)?;
-    let final_writes = FinalWrites::of(problem, schedule, fused);
+    let Call { problem, backward_order, lse_gradient, .. } = call;
+    let (operations, choice) =
+        GradientOperations::of(problem, schedule, backends, *backward_order, *lse_gradient)?;
+    let final_writes = FinalWrites::of(problem, schedule, operations.are_fused());
     let layout = WorkspaceLayout::of_rank(call, schedule, &final_writes);
     if workspace.bytes < layout.bytes {
         let (name, expected) = ("workspace", layout.bytes);
@@ -81,6 +83,7 @@ fn walk_rank(
     let memory = RankMemory { problem, arrays, base: workspace.address, workspace: &layout };
     let scratch = layout.at(Region::Scratch, workspace.address).unwrap_or_default();
     let list = CommandListBuilder::default();
+    choice.into_iter().for_each(|choice| list.note(choice));
     let mut kernel = CommandKernel {
         schedule,
         backends: Backends { scratch, ..backends },
@@ -90,8 +93,7 @@ fn walk_rank(
         final_writes: &final_writes,
         list: &list,
         turns: [0; 2],
-        fused,
-        backward_order: call.backward_order,
+        operations,
     };
     let mut transport = CommandTransport { schedule, memory, list: &list, bytes: 0 };
     walk(schedule, &mut kernel, &mut transport)?;

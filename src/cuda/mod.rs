@@ -8,8 +8,9 @@
 //!
 //! From the bottom: [`driver`] and [`nccl`] are the libraries' calls, and [`libcuda`] is the driver
 //! itself; `region`, `buffer`, [`workspace`] and [`rank`] say where arrays lie; `tiles`, `kernel`
-//! and `transport` implement the engine's two traits; `served` says
-//! what predictions ask of them; `lower` makes the command list of a [`call`];
+//! and `transport` implement the engine's two traits; `gradients` chooses the operations that compute
+//! the gradients of tiles, and `served` says what predictions ask of them; `lower` makes the command
+//! list of a [`call`];
 //! `objects` keeps the objects of each device; `connect` makes the first contact with peers, and
 //! `issue` issues the command list. The [`executor`] uses all of them.
 
@@ -22,6 +23,7 @@ pub mod driver;
 pub mod error;
 pub mod executor;
 mod final_writes;
+mod gradients;
 mod issue;
 mod kernel;
 pub mod libcuda;

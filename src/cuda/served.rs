@@ -8,9 +8,13 @@ use burst_attention_kernels::launch::{
 };
 
 use super::final_writes::FinalWrites;
-use super::tiles::{all_gradients, can_fuse, element_of, features_of, rectangle};
+use super::gradients::GradientOperations;
+use super::tiles::{element_of, features_of, rectangle};
 use crate::problem::{Order, Pass, Problem};
 use crate::schedule::{Payload, Schedule, Step, Tile};
+
+/// The way in which one operation computes all gradients of a tile, unless a call says more.
+const IN_ANY_ORDER: GradientOperations = GradientOperations::One { fixed_order: false };
 
 /// The operations of the tiles of a schedule.
 #[derive(Debug)]
@@ -67,7 +71,7 @@ impl<'a> Operations<'a> {
         KeyGrads {
             first: tile.key_state.first,
             last: self.final_writes.is_tile(Payload::KeyGrads, step.index, index),
-            ..all_gradients(self.problem, self.rectangle(tile), Order::Any, true)
+            ..IN_ANY_ORDER.all_gradients(self.rectangle(tile), self.features, true)
         }
     }
 
@@ -103,26 +107,35 @@ impl<'a> Operations<'a> {
 pub(crate) struct Served {
     pass: Pass,
     backends: Backends,
+    operations: GradientOperations,
 }
 
 impl Served {
-    /// Returns what cuDNN computes on `target` if sums may have any order and lse has no gradient.
-    /// `None` if it computes none of the schedule.
-    pub(crate) fn of(problem: &Problem, schedule: &Schedule, target: Target) -> Option<Served> {
-        let backends =
-            Backends { all: BACKENDS, target, kernels: Kernels::Cudnn, cudnn: None, scratch: 0 };
-        element_of(problem.dtype).ok()?;
+    /// Returns what cuDNN computes on `target` among these kernels, if sums have this order and lse
+    /// has no gradient. `None` if it computes none of the schedule.
+    pub(crate) fn of(
+        problem: &Problem,
+        schedule: &Schedule,
+        target: Target,
+        (kernels, order): (Kernels, Order),
+    ) -> Option<Served> {
+        let backends = Backends { all: BACKENDS, target, kernels, cudnn: None, scratch: 0 };
         let pass = schedule.pass;
-        let gradients = || can_fuse(problem, schedule, backends, Order::Any, false);
-        let may_serve = pass == Pass::Forward || gradients().ok()?;
-        may_serve.then_some(Served { pass, backends })
+        element_of(problem.dtype).ok()?;
+        let (operations, _) =
+            GradientOperations::of(problem, schedule, backends, order, false).ok()?;
+        let may_serve = pass == Pass::Forward || operations.are_fused();
+        may_serve.then_some(Served { pass, backends, operations })
     }
 
     /// Whether cuDNN computes the tile at `index` of a step.
     pub(crate) fn has(&self, operations: &Operations<'_>, step: &Step, index: usize) -> bool {
         let operation = match self.pass {
             Pass::Forward => operations.forward(&step.tiles[index]).into(),
-            Pass::Backward => operations.all_gradients(step, index).into(),
+            Pass::Backward => {
+                let fixed_order = self.operations.have_fixed_order();
+                KeyGrads { fixed_order, ..operations.all_gradients(step, index) }.into()
+            }
         };
         self.backends.choose(&operation).0.is_some_and(|backend| backend.name == cudnn::NAME)
     }

@@ -5,8 +5,7 @@ use std::ops::Range;
 use burst_attention_kernels::backend::{Backends, Computation, TilePass};
 use burst_attention_kernels::instances::Element;
 use burst_attention_kernels::launch::{
-    self, Dropout, EvenPositions, ForwardResults, KeyGrads, Rectangle, Rows, Segments,
-    TileOperation, Visible,
+    self, Dropout, EvenPositions, Rectangle, Rows, Segments, TileOperation, Visible,
 };
 
 use super::buffer::{Buffer, cut_by_layout, sections};
@@ -14,13 +13,14 @@ use super::call::Call;
 use super::commands::{CommandListBuilder, Work};
 use super::error::CudaError;
 use super::final_writes::FinalWrites;
+use super::gradients::GradientOperations;
 use super::rank::RankMemory;
 use super::region::{Queue, Region, Use, reads, writes};
 use crate::error::{Error, Result};
 use crate::mask::Band;
 use crate::operands::Operand;
-use crate::problem::{Dtype, Features, Order, Pass, Problem};
-use crate::schedule::{Payload, Place, Schedule, Tile};
+use crate::problem::{Dtype, Features, Pass, Problem};
+use crate::schedule::{Payload, Schedule, Tile};
 
 /// Appends the launches of one rank to a command list.
 #[derive(Debug)]
@@ -33,10 +33,8 @@ pub struct CommandKernel<'a> {
     pub(super) list: &'a CommandListBuilder,
     /// The tiles of this step that each of the two halves of a backward tile has reached.
     pub(super) turns: [usize; 2],
-    /// Whether one operation computes all gradients of a tile and adds to dq at home.
-    pub(super) fused: bool,
-    /// The order of sums.
-    pub(super) backward_order: Order,
+    /// The operations that compute gradients.
+    pub(super) operations: GradientOperations,
     /// Whether lse has a gradient.
     pub(super) lse_gradient: bool,
 }
@@ -74,55 +72,6 @@ pub(super) fn element_of(dtype: Dtype) -> Result<Element> {
     }
 }
 
-/// Whether one operation can compute all gradients of each tile and add to dq, in an order and with
-/// or without a gradient of lse. It can't where dq travels, since a travelling accumulator does not
-/// start with zeros, and other ranks scale it.
-pub(super) fn can_fuse(
-    problem: &Problem,
-    schedule: &Schedule,
-    backends: Backends,
-    order: Order,
-    lse_gradient: bool,
-) -> Result<bool> {
-    if schedule.pass == Pass::Forward {
-        return Ok(false);
-    }
-    let element = element_of(problem.dtype)?;
-    let mut merges = schedule.steps.iter().flat_map(|step| &step.merges);
-    let mut tiles = schedule.steps.iter().flat_map(|step| &step.tiles);
-    let at_home = merges.all(|merge| merge.chunk.payload != Payload::QueryGrads);
-    let adds = |tile: &Tile, queries: &Range<usize>, keys: &Range<usize>| {
-        let rectangle = rectangle(problem, element, queries, keys, tile.band);
-        let has_results = !lse_gradient && tile.queries.place == Place::Home;
-        let operation = all_gradients(problem, rectangle, order, has_results);
-        backends.choose(&operation.into()).0.is_some()
-    };
-    Ok(at_home
-        && tiles.all(|tile| {
-            let (queries, keys) = (&tile.queries.rows, &tile.keys.rows);
-            let is_empty = queries.is_empty() || keys.is_empty();
-            let keys = key_parts(problem, keys);
-            let serves = |queries| keys.iter().all(|keys| adds(tile, queries, keys));
-            tile.query_state.place == Place::Home
-                && (is_empty || query_parts(problem, queries).iter().all(serves))
-        }))
-}
-
-/// Returns an operation that computes all gradients of a tile, without addresses: a question to a
-/// backend.
-pub(super) fn all_gradients(
-    problem: &Problem,
-    rectangle: Rectangle,
-    order: Order,
-    has_results: bool,
-) -> KeyGrads {
-    KeyGrads {
-        fixed_order: order == Order::Fixed,
-        results: has_results.then(ForwardResults::default),
-        ..KeyGrads::fused(rectangle, features_of(problem))
-    }
-}
-
 /// Returns the features of a problem's tiles, without addresses: a question to a backend.
 pub(super) fn features_of(problem: &Problem) -> launch::Features {
     let Features { segments, soft_cap, slopes, dropout, .. } = problem.features;
@@ -155,7 +104,7 @@ pub(super) fn query_parts(problem: &Problem, queries: &Range<usize>) -> Vec<Rang
 }
 
 /// Returns the parts of a tile's keys that take launches of their own.
-fn key_parts(problem: &Problem, keys: &Range<usize>) -> Vec<Range<usize>> {
+pub(super) fn key_parts(problem: &Problem, keys: &Range<usize>) -> Vec<Range<usize>> {
     if keys.is_empty() || !counts_places(problem) {
         return vec![keys.clone()];
     }

@@ -3,12 +3,13 @@
 use std::collections::BTreeMap;
 use std::ops::AddAssign;
 
+use burst_attention_kernels::backend;
 use burst_attention_kernels::cost::{self, Cost, CudnnParts};
 use burst_attention_kernels::launch::TileOperation;
 
 use super::kernels::{Kernels, Speed};
 use crate::cuda::served::{Operations, Served};
-use crate::problem::{Pass, Problem};
+use crate::problem::{Order, Pass, Problem};
 use crate::schedule::{Chunk, Merge, Payload, Place, Schedule, Step, Tile};
 
 /// Seconds of a step's work before and after [`crate::schedule::Due::Fold`].
@@ -66,7 +67,9 @@ pub fn tile_flops(problem: &Problem, pass: Pass, tile: &Tile) -> f64 {
 impl<'a> Costs<'a> {
     pub fn of(problem: &'a Problem, schedule: &Schedule, kernels: &'a Kernels) -> Costs<'a> {
         let pass = schedule.pass;
-        let served = kernels.library.and_then(|target| Served::of(problem, schedule, target));
+        let asked = (backend::Kernels::Cudnn, Order::Any);
+        let served = |target| Served::of(problem, schedule, target, asked);
+        let served = kernels.library.and_then(served);
         let operations = Operations::of(problem, schedule, served.is_some());
         Costs { problem, kernels, pass, operations, served }
     }

@@ -39,3 +39,4 @@ pub use method::{Method, predict};
 pub use report::{Activity, Bytes, Estimate, Event, RankReport, Report};
 pub use script::Script;
 pub use simulation::{run, simulate};
+pub use travels::library_computes;

@@ -9,7 +9,7 @@ use burst_attention::cuda::call::Call;
 use burst_attention::problem::{Features, Order, Pass, Problem, Travels};
 use burst_attention::schedule::Family;
 use burst_attention_kernels::backend::{
-    BACKENDS, Backend, Computation, Kernels, LibraryCall, Reason, tile,
+    BACKENDS, Backend, Choice, Computation, Kernels, LibraryCall, Reason, Refusal, tile,
 };
 use burst_attention_kernels::instances::Target;
 use burst_attention_kernels::launch::{Features as LaunchFeatures, Forward, Rows, TileOperation};
@@ -26,6 +26,7 @@ const LIBRARY: Backend = Backend {
         _ => Err(Reason("only the forward pass is served".into())),
     },
     needs: |_, _| None,
+    cost: |_, _| None,
     scratch_bytes: |_, _| 0,
     lower: |operation, target, _| {
         let TileOperation::Forward(tile) = operation else { unreachable!("it is not served") };
@@ -100,13 +101,24 @@ fn the_choices_of_a_call_name_every_reason() {
     let featured = call(Problem { features, ..problem(2, 6) }, Pass::Forward);
     let devices = Devices::with_backends(2, BOTH);
     let choices = devices.choices(&featured).expect("nothing refuses");
-    assert_eq!(choices.to_string(), "forward by tile (library: features are not served)");
+    let refused = |choice: &Choice, reason| {
+        assert_eq!(choice.backend, Some("tile"), "{choice}");
+        assert_eq!(choice.refusals, [("library", Refusal::because(reason))], "{choice}");
+    };
+    for (choice, _) in choices.iter() {
+        assert_eq!(choice.operation, "forward");
+        refused(&choice, "features are not served");
+    }
     assert!(devices.choices(&featured).expect("it is ready").is_empty(), "once");
     let backward = call(problem(2, 6), Pass::Backward);
-    for (choice, _) in devices.choices(&backward).expect("nothing refuses").iter() {
-        let expected = "by tile (library: only the forward pass is served)";
-        assert!(choice.to_string().ends_with(expected), "{choice}");
-    }
+    let choices = devices.choices(&backward).expect("nothing refuses");
+    let mut choices: Vec<_> = choices.iter().map(|(choice, _)| choice).collect();
+    let gradients = choices.remove(0);
+    assert_eq!((gradients.operation, gradients.backend), ("gradients", Some("two operations")));
+    let expected = "one operation in a fixed order: library: only the forward pass is served, \
+                    tile: its fused kernel adds to dq in any order";
+    assert!(gradients.to_string().contains(expected), "{gradients}");
+    choices.iter().for_each(|choice| refused(choice, "only the forward pass is served"));
     let error = Devices::with_backends(2, NONE).choices(&backward).expect_err("nobody serves");
     let expected = "no backend computes an operation: delta by none (library: only the forward \
                     pass is served)";

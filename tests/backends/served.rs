@@ -244,11 +244,10 @@ fn what_cudnn_refuses_says_why() {
         problem: Problem { features: segments, ..call(Pass::Forward).problem },
         ..call(Pass::Forward)
     };
-    let expected = "forward by tile (cudnn: it serves no feature but a causal mask and a window)";
+    let expected = "(cudnn: it serves no feature but a causal mask and a window)";
     assert!(refusals(&featured).contains(expected), "{}", refusals(&featured));
     let with_gradient = Call { lse_gradient: true, ..call(Pass::Backward) };
-    let expected = "key_grads by tile (cudnn: it needs the results of the queries, and a \
-                    log-sum-exp without gradient)";
+    let expected = "cudnn: it needs the results of the queries, and a log-sum-exp without gradient";
     assert!(refusals(&with_gradient).contains(expected), "{}", refusals(&with_gradient));
     let travelling = Call { travels: Some(Travels::Queries), ..call(Pass::Backward) };
     let expected = "cudnn: it computes all gradients at once";

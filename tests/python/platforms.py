@@ -86,6 +86,8 @@ class Platform:
                 flags += " --xla_gpu_gemm_rewrite_size_threshold=1000000000"
             os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
         if self.name == "cuda":
+            # Many tests compare bits, so gradients have a fixed order unless a test asks for any.
+            os.environ["XLA_FLAGS"] += " --xla_gpu_deterministic_ops=true"
             # The machine's other processes, such as the suite's other workers, need memory too.
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         if self.name == "standin":

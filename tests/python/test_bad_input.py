@@ -67,7 +67,7 @@ def test_misspelt_choices_list_what_there_is():
     refused(
         ValueError, "backward must be one of 'auto', 'keys' or 'queries', got 'key'", backward="key"
     )
-    words = "backward_order must be one of 'fixed' or 'any', got 'random'"
+    words = "backward_order must be one of 'auto', 'fixed' or 'any', got 'random'"
     refused(ValueError, words, backward_order="random")
     refused(ValueError, "schedule must be one of .*'hybrid', got 'rings'", schedule="rings")
     refused(ValueError, "layout must be one of .*, got None", layout=None)

@@ -146,6 +146,15 @@ def test_what_cudnn_refuses_has_the_bits_of_the_own_kernels():
 
 
 @pytest.mark.needs("standin")
+def test_the_default_order_lets_cudnn_compute():
+    one = PROBLEMS["zigzag"]
+    arrays = one.arrays()
+    found, expected = results(one, arrays, "auto"), results(one, arrays, "any")
+    for name, x in found.items():
+        np.testing.assert_array_equal(x, expected[name])
+
+
+@pytest.mark.needs("standin")
 @pytest.mark.parametrize("wrap", [jax.checkpoint, KEEPING], ids=["recomputed", "kept"])
 def test_layers_of_a_scan_that_are_rematerialised_have_the_same_bits(wrap):
     """cuDNN computes the forward pass of each layer again, or the layers keep its results."""
@@ -226,15 +235,14 @@ def test_unknown_kernels_are_refused_while_tracing(kernels):
 
 @pytest.mark.needs("text")
 def test_the_choice_where_the_call_leaves_it(monkeypatch):
-    def kernels(rows=8192, **options):
-        return rings._kernels(Options(**options), rows, "cuda")
+    def kernels(**options):
+        return rings._kernels(Options(**options), "cuda")
 
     found = {"cudnn": False}
     monkeypatch.setattr(_confirmed, "confirmed", lambda family, _: found[family])
     assert kernels() == "tile"
     found["cudnn"] = True
-    assert kernels() == "cudnn"
-    assert kernels(rows=1024) == "tile"
+    assert kernels() == "auto"
     assert kernels(kernels="tile") == "tile"
     monkeypatch.setenv("BURST_ATTENTION_KERNELS", "tile")
     assert kernels() == "tile"
@@ -296,9 +304,10 @@ NODES_OF_ONE = ba.Links(devices_per_node=1)
         # Bytes decide where cuDNN serves no gradient.
         ("queries", {"logits_soft_cap": 5.0}),
         ("queries", {"dim": 96}),
+        ("queries", {"backward_order": "fixed"}),
+        ("keys", {"backward_order": "auto"}),
         # The library compares bytes where cuDNN is out of the question.
         ("auto", {"kernels": "tile"}),
-        ("auto", {"backward_order": "fixed"}),
         ("auto", {"return_residual": True}),
         ("auto", {"axes": 1}),
         ("queries", {"backward": "queries"}),

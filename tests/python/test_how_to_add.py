@@ -87,6 +87,7 @@ pub const BACKEND: Backend = Backend {
         TileOperation::Delta(_) => Ok(()),
         _ => Err(Reason("only deltas are served".into())),
     },
+    cost: |_, _| None,
     lower: |operation, target, _| {
         let launches = operation.launches(target)?.into_iter();
         let arrays = launches.flat_map(|launch| launch.footprint());

@@ -1,9 +1,11 @@
 """``python -m burst_attention kernels`` prints which backend computes each operation."""
 
 import json
+import re
 
 import commands
 import pytest
+from burst_attention import _environment
 
 pytestmark = pytest.mark.needs("text")
 
@@ -19,24 +21,34 @@ def operations(found):
     """Returns the names of the operations of both passes, after a check of their backend."""
     for each in found["passes"]:
         for one in each["operations"]:
-            assert (one["backend"], one["refusals"]) == ("tile", [])
             assert one["count"] >= 1
+            if one["operation"] != "gradients":
+                assert (one["backend"], one["refusals"]) == ("tile", [])
     return [{one["operation"] for one in each["operations"]} for each in found["passes"]]
 
 
 def test_a_line_for_each_operation(kernels):
-    output = kernels(PROBLEM)
+    output = kernels(f"{PROBLEM} --kernels tile")
     assert output.startswith("4,096 tokens over 4 ranks, 8 query and 2 key/value heads")
     assert "schedule ring on sm_90:" in output
-    assert operations(json.loads(kernels(f"{PROBLEM} --json"))) == [
+    assert re.search(r"forward +tile, [0-9.]+ ms predicted from measured rates\n", output)
+    assert re.search(r"gradients +two operations, .* order: measured slower at 128 columns", output)
+    assert operations(json.loads(kernels(f"{PROBLEM} --json --kernels tile"))) == [
         {"forward"},
-        {"delta", "key_grads", "query_grads", "cast"},
+        {"gradients", "delta", "key_grads", "query_grads", "cast"},
     ]
 
 
+def test_options_of_the_caller_are_those_of_a_call(kernels, monkeypatch):
+    assert "one operation" in kernels(f"{PROBLEM} --kernels tile")
+    monkeypatch.setattr(_environment, "asks_for_determinism", lambda: True)
+    assert "one operation" not in kernels(f"{PROBLEM} --kernels tile")
+
+
 def test_sums_in_any_order_are_fused_where_a_kernel_is(kernels):
-    any_order = f"{PROBLEM} --json --backward keys --backward-order any"
-    assert operations(json.loads(kernels(any_order)))[1] == {"delta", "key_grads", "cast"}
+    any_order = f"{PROBLEM} --json --kernels tile --backward keys --backward-order any"
+    fused = {"gradients", "delta", "key_grads", "cast"}
+    assert operations(json.loads(kernels(f"{any_order} --seq 65536 --head-dim 64")))[1] == fused
     features = f"{any_order} --with slopes --soft-cap 30 --head-dim 256"
     assert "query_grads" in operations(json.loads(kernels(features)))[1]
 

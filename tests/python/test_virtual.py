@@ -113,6 +113,17 @@ def test_sums_in_any_order(world, layout, causal, segments):
     agree(ranks((1, world, 1), backward="keys", **more), order="any")
 
 
+@pytest.mark.parametrize(("dim", "same"), [(64, "any"), (128, "fixed")])
+def test_sums_in_the_order_that_is_predicted_faster(dim, same):
+    """On an H100, which the stand-in is, one kernel is faster at 64 columns, and two at 128."""
+    one = ranks((1, 2, 1), backward="keys", causal=True, head_dim=dim, value_dim=dim)
+    arrays = one.arrays()
+    agree(one, order="auto")
+    expected = virtual.found(one, arrays, order=same)
+    for name, x in virtual.found(one, arrays, order="auto").items():
+        np.testing.assert_array_equal(x, expected[name])
+
+
 def long_features():
     """Returns the cases of one feature each, several times as long on GPUs, and combinations."""
     base = {"q_len": 48, "kv_len": 48} | ({"head_dim": 128, "value_dim": 128} if IS_LARGE else {})

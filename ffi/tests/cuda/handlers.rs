@@ -78,7 +78,7 @@ fn the_backward_pass_needs_one_of_two_orders_and_the_forward_pass_none() {
         assert_eq!(code, sys::XLA_FFI_Error_Code_INVALID_ARGUMENT, "{message}");
         parts.iter().for_each(|part| assert!(message.contains(part), "{part} in {message}"));
     };
-    refused(&rank, ["backward_order", "fixed or any", "some"]);
+    refused(&rank, ["backward_order", "fixed, any or auto", "some"]);
     rank.attributes.remove(index);
     refused(&rank, ["attribute backward_order", "given", "only ["]);
     let rank = device.rank(&forward(2));

@@ -122,7 +122,7 @@ def _cuda_backward(ring: Ring, qkv: Arrays, features: Features, given: Arrays) -
     zeros = vary_like(q, zeros)
     attributes: Attributes = {
         "backward": ring.options.backward,
-        "backward_order": ring.options.backward_order,
+        "backward_order": ring.backward_order,
         "lse_gradient": ring.lse_gradient,
     }
     dq, dk, dv, *partial_sums = _cuda_call(
@@ -136,11 +136,11 @@ def _with_side(ring: Ring, qkv: Arrays, features: Features) -> Ring:
 
     Elsewhere ``auto`` stays: the library lets the side travel that costs fewer bytes.
     """
-    options = ring.options
-    may_serve = ring.kernels == "cudnn" and options.backward_order == "any"
-    if options.backward != "auto" or not may_serve or ring.lse_gradient or ring.world_size == 1:
+    options, may_serve = ring.options, ring.kernels != "tile" and not ring.lse_gradient
+    if options.backward != "auto" or not may_serve or ring.world_size == 1:
         return ring
     problem = _problem(ring, qkv, _options(ring, features))
+    problem |= {"kernels": ring.kernels, "backward_order": ring.backward_order}
     backward = choice.travelling(problem, options.links, ring.node)
     return replace(ring, options=replace(options, backward=backward))
 
@@ -280,7 +280,7 @@ def _request(target: str, ring: Ring, operands: Arrays, options: Attributes) -> 
     return _problem(ring, operands, options) | {
         "pass": "forward" if target == _ffi.FORWARD else "backward",
         "backward": ring.options.backward,
-        "backward_order": ring.options.backward_order,
+        "backward_order": ring.backward_order,
         "kernels": ring.kernels,
     }
 

@@ -200,7 +200,7 @@ def travelling(problem: dict[str, object], links: Links | None, node: int | None
     With as many key as query heads, queries and their sums are a third less bytes than keys and
     theirs. But where queries travel, the library's own kernels compute. So the simulator predicts
     both rings, on H200s unless ``links`` say otherwise, and the faster one is taken. The prediction
-    depends on static facts alone: all ranks choose alike. Where cuDNN serves no gradient, bytes
+    depends on static facts alone: all ranks choose alike. Where cuDNN computes no gradient, bytes
     decide.
 
     Args:

@@ -31,7 +31,7 @@ Schedule: TypeAlias = Literal["auto", "ring", "balanced", "all_gather", "ulysses
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 Backward: TypeAlias = Literal["auto", "keys", "queries"]
 BACKWARDS: tuple[Backward, ...] = get_args(Backward)
-BackwardOrder: TypeAlias = Literal["fixed", "any"]
+BackwardOrder: TypeAlias = Literal["auto", "fixed", "any"]
 BACKWARD_ORDERS: tuple[BackwardOrder, ...] = get_args(BackwardOrder)
 Kernels: TypeAlias = Literal["auto", "tile", "cudnn"]
 KERNELS: tuple[Kernels, ...] = get_args(Kernels)
@@ -121,20 +121,25 @@ class AttentionOptions(TypedDict, total=False):
         the choice that sends fewer bytes. Where cuDNN would compute gradients, it is the choice
         that is predicted to take less time, on H200s unless ``links`` are given.
       backward_order: the order in which kernels of GPUs add to a gradient. ``fixed``: one order, so
-        every run gives the same bits. ``any``: any order, so gradients differ from run to run in
-        the last bits, and one kernel computes all gradients where it can: queries stay at home
-        (``backward="keys"``), segments are the only feature, heads have up to 128 columns, and the
-        GPU is a Hopper or one of its successors in data centers. On CPU devices both give the same
-        bits in every run.
+        every run gives the same bits. ``any``: any order, so gradients may differ from run to run
+        in the last bits. One kernel may then compute all gradients, the library's own or cuDNN's;
+        it does where it is predicted faster, and where nothing is predicted. It needs queries at
+        home (``backward="keys"``). The library's own has segments as its only feature, heads of up
+        to 128 columns, and a Hopper GPU or one of its successors in data centers. ``auto``:
+        ``fixed`` if the environment variable ``XLA_FLAGS`` has ``--xla_gpu_deterministic_ops`` or
+        ``--xla_gpu_exclude_nondeterministic_ops`` when a process traces its first call, or else
+        whichever order is predicted faster, and ``fixed`` where nothing is predicted. Options of
+        ``jax.jit(compiler_options=…)`` can't be seen while tracing: beside them take ``fixed``.
+        On CPU devices every run gives the same bits, whatever the order.
       kernels: which kernels of GPUs compute. ``tile``: this library's own. ``cudnn``: cuDNN's where
         they serve a tile, and this library's own elsewhere. cuDNN serves full and causal masks and
         windows without other features, and 64, 128 or 256 columns, on H100, H200 and data-center
         Blackwell; gradients only without ``return_residual``, and on Hopper with
         ``backward_order="fixed"`` from cuDNN 9.25 on. A tile's results and gradients then have 16
-        bits, and their sums over a ring are float32 all the same. ``auto``: what the environment variable
-        ``BURST_ATTENTION_KERNELS`` says, or else ``cudnn`` for 4,096 rows of a rank and more where
-        ``python -m burst_attention check`` has confirmed it on all GPUs of the program, or else
-        ``tile``.
+        bits, and their sums over a ring are float32 all the same. ``auto``: what the environment
+        variable ``BURST_ATTENTION_KERNELS`` says, or else, for each tile, those that are predicted
+        faster, where ``python -m burst_attention check`` has confirmed cuDNN on all GPUs of the
+        program, or else ``tile``.
       residual_dtype: ``"float32"``, on CPU devices or with ``implementation="xla"``, keeps out in
         float32 for the backward pass. This takes two more bytes for each value than out in 16 bits.
         By default out is kept in query's dtype, but in float32 for up to 256 keys and for windows
@@ -290,7 +295,7 @@ class Options:
     schedule: Schedule = _option("auto", partial(_checks.choice, allowed=SCHEDULES))
     backward: Backward = _option("auto", partial(_checks.choice, allowed=BACKWARDS))
     backward_order: BackwardOrder = _option(
-        "fixed", partial(_checks.choice, allowed=BACKWARD_ORDERS)
+        "auto", partial(_checks.choice, allowed=BACKWARD_ORDERS)
     )
     kernels: Kernels = _option("auto", partial(_checks.choice, allowed=KERNELS))
     query_offset: int = _option(0, _offset)

@@ -10,16 +10,19 @@ from jaxtyping import Array, Int32
 from burst_attention import _checks, _confirmed, _environment, _mesh
 from burst_attention._attention import choice, implementation
 from burst_attention._attention.features import Features
-from burst_attention._attention.options import NO_LIMIT, Options, Window
+from burst_attention._attention.options import (
+    KERNELS,
+    NO_LIMIT,
+    BackwardOrder,
+    Kernels,
+    Options,
+    Window,
+)
 from burst_attention._layouts import positions_of
 from burst_attention._types import Axes, Layout
 
 KERNELS_VARIABLE = "BURST_ATTENTION_KERNELS"
 """The environment variable that names the kernels of GPUs where a call leaves the choice."""
-LEAST_ROWS = 4096
-"""The fewest rows of a rank for which cuDNN is taken where a call leaves the choice. By arithmetic
-from published rates, sums of its 16-bit parts take all that it gains in the forward pass at this
-length, and half of it at twice the length."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,10 @@ class Ring:
     """Logical ids of the devices of all rings, see `ring_groups`."""
     lse_gradient: bool
     """Whether lse may have a gradient."""
-    kernels: str
+    kernels: Kernels
     """The kernels of GPUs that may compute, as the library names them."""
+    backward_order: BackwardOrder
+    """The order of sums in gradients, as the library names it."""
 
     def positions(self, length: int) -> Int32[Array, " rows"]:
         """Returns the positions that the layout gives to this rank's rows."""
@@ -104,17 +109,24 @@ def ring_along(
         implementation=chosen,
         groups=_mesh.ring_groups(mesh, axes),
         lse_gradient=lse_gradient,
-        kernels=_kernels(options, min(query.shape[1], key.shape[1]), chosen),
+        kernels=_kernels(options, chosen),
+        backward_order=order_of_sums(options.backward_order),
     )
 
 
-def _kernels(options: Options, rows: int, chosen: str | None) -> str:
-    """Returns the kernels of GPUs that may compute a call, with at least ``rows`` on each rank."""
+def _kernels(options: Options, chosen: str | None) -> Kernels:
+    """Returns the kernels of GPUs that may compute a call: ``auto`` where cuDNN is confirmed."""
     if options.kernels != "auto":
         return options.kernels
-    asked = _environment.choice(KERNELS_VARIABLE, "tile", "cudnn")
-    pays = rows >= LEAST_ROWS and _confirmed.confirmed("cudnn", chosen)
-    return asked or ("cudnn" if pays else "tile")
+    if asked := _environment.choice(KERNELS_VARIABLE, "tile", "cudnn"):
+        return _checks.choice(KERNELS_VARIABLE, asked, KERNELS)
+    return "auto" if _confirmed.confirmed("cudnn", chosen) else "tile"
+
+
+def order_of_sums(asked: BackwardOrder) -> BackwardOrder:
+    """Returns the order of sums in gradients, ``fixed`` in place of ``auto`` where XLA's flags ask
+    for the same bits in every run."""
+    return "fixed" if asked == "auto" and _environment.asks_for_determinism() else asked
 
 
 def _check_axes(name: str, names: Axes, mesh: jax.sharding.AbstractMesh, ring_axes: Axes) -> None:

@@ -1,19 +1,21 @@
 //! The backends: kinds of code that compute operations, and the choice among them.
 //!
 //! [`BACKENDS`] is the only list of them. [`Backends::choose`] asks each, in this order, whether it
-//! serves an operation; the first that does lowers it. The choice follows from static facts alone:
-//! sizes, types, features, the target and the version of cuDNN. So it is the same whenever the same
-//! call is recorded, and on all ranks that have the same cuDNN. Ranks may also choose differently:
-//! what they exchange does not depend on it.
+//! serves an operation. The first that does lowers it, or the one that is predicted to take least
+//! time ([`Kernels`]). The choice follows from static facts alone: sizes, types, features, the target
+//! and the version of cuDNN. So it is the same whenever the same call is recorded, and on all ranks
+//! that have the same cuDNN. Ranks may also choose differently: what they exchange does not depend on
+//! it.
 
+mod choice;
 pub mod cudnn;
+mod known;
 pub mod tile;
 
-use std::borrow::Cow;
-use std::fmt;
-
+pub use choice::{Choice, Choices, MARGIN, Reason, Refusal};
 pub use cudnn::Version;
 
+use crate::cost::Cost;
 use crate::error::LaunchError;
 use crate::launch::{Footprint, Launch, Rectangle, TileOperation};
 use crate::names::named;
@@ -26,6 +28,9 @@ named! {
         Tile = "tile",
         /// cuDNN where it serves an operation, otherwise this library's own kernels.
         Cudnn = "cudnn",
+        /// What is predicted to compute an operation in the least time; this library's own kernels
+        /// without a prediction, and where others are hardly faster.
+        Auto = "auto",
     }
 }
 
@@ -40,6 +45,8 @@ pub struct Backend {
     /// Returns the oldest version of cuDNN that can compute an operation; `None` if the backend needs
     /// no cuDNN.
     pub needs: fn(&TileOperation, Target) -> Option<Version>,
+    /// Predicts what an operation costs that the backend serves, if anything is known.
+    pub cost: fn(&TileOperation, Target) -> Option<Cost>,
     /// Returns what computes an operation that the backend serves, in the order of a stream. It may
     /// use scratch memory from an address on.
     pub lower: fn(&TileOperation, Target, u64) -> Result<Vec<Computation>, LaunchError>,
@@ -58,16 +65,6 @@ pub enum TilePass {
 
 /// All backends, the preferred one first.
 pub const BACKENDS: &[Backend] = &[cudnn::BACKEND, tile::BACKEND];
-
-/// The reason why a backend does not compute an operation: a clause without a full stop.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Reason(pub Cow<'static, str>);
-
-impl fmt::Display for Reason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
 
 /// What a backend puts on a stream.
 #[derive(Debug, Clone, PartialEq)]
@@ -106,71 +103,6 @@ impl LibraryCall {
     }
 }
 
-/// The backend of an operation, and why backends before it refused.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Choice {
-    /// The name of the operation.
-    pub operation: &'static str,
-    /// The name of the first backend that serves the operation; `None` if all refuse.
-    pub backend: Option<&'static str>,
-    /// The names of backends that refused, with their reasons.
-    pub refusals: Vec<(&'static str, Reason)>,
-}
-
-impl fmt::Display for Choice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} by {}", self.operation, self.backend.unwrap_or("none"))?;
-        if self.refusals.is_empty() {
-            return Ok(());
-        }
-        let refusals = self.refusals.iter().map(|(name, reason)| format!("{name}: {reason}"));
-        write!(f, " ({})", refusals.collect::<Vec<_>>().join("; "))
-    }
-}
-
-/// Choices that were made, each with the number of operations.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Choices(Vec<(Choice, usize)>);
-
-impl Choices {
-    /// Adds a choice for `count` operations.
-    pub fn add(&mut self, choice: Choice, count: usize) {
-        match self.0.iter_mut().find(|(known, _)| *known == choice) {
-            Some((_, all)) => *all += count,
-            None => self.0.push((choice, count)),
-        }
-    }
-
-    /// Adds all of `other`.
-    pub fn extend(&mut self, other: Choices) {
-        other.0.into_iter().for_each(|(choice, count)| self.add(choice, count));
-    }
-
-    /// Returns the choices in the order in which they first came.
-    pub fn iter(&self) -> impl Iterator<Item = &(Choice, usize)> {
-        self.0.iter()
-    }
-
-    /// Whether no choice was made.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-}
-
-impl From<Choice> for Choices {
-    fn from(choice: Choice) -> Choices {
-        Choices(vec![(choice, 1)])
-    }
-}
-
-/// Lists the choices without their numbers, which differ from rank to rank.
-impl fmt::Display for Choices {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let all: Vec<_> = self.iter().map(|(choice, _)| choice.to_string()).collect();
-        f.write_str(&all.join(", "))
-    }
-}
-
 /// The backends of a device.
 #[derive(Debug, Clone, Copy)]
 pub struct Backends {
@@ -202,20 +134,32 @@ impl Kernels {
 }
 
 impl Backends {
-    /// Returns the first backend that serves an operation, and the choice as users may read it.
+    /// Returns the backend that computes an operation, and the choice as users may read it.
     pub fn choose(&self, operation: &TileOperation) -> (Option<&'static Backend>, Choice) {
-        let mut refusals = Vec::new();
-        let serves = |backend: &&'static Backend| match self.serves(backend, operation) {
-            Ok(()) => true,
-            Err(reason) => {
-                refusals.push((backend.name, reason));
-                false
+        let (mut served, mut refusals) = (Vec::new(), Vec::new());
+        for backend in self.all.iter().filter(|backend| self.kernels.allow(backend)) {
+            match self.serves(backend, operation) {
+                Ok(()) => served.push((backend, known::cost(backend, operation, self.target))),
+                Err(reason) => refusals.push((backend.name, Refusal::Unserved(reason))),
             }
+            if self.kernels != Kernels::Auto && !served.is_empty() {
+                break;
+            }
+        }
+        let chosen = (!served.is_empty()).then(|| served.remove(cheapest(&served)));
+        let of_chosen = chosen.and_then(|(_, cost): (_, Option<Cost>)| cost);
+        let slower = |(backend, cost): (&Backend, Option<Cost>)| {
+            let is_close = |cost: Cost| of_chosen.is_some_and(|one| cost.seconds < one.seconds);
+            let refusal = |cost| match is_close(cost) {
+                true => Refusal::Close(cost),
+                false => Refusal::Slower(cost),
+            };
+            (backend.name, cost.map_or(Refusal::UNPREDICTED, refusal))
         };
-        let mut allowed = self.all.iter().filter(|backend| self.kernels.allow(backend));
-        let chosen = allowed.find(serves);
-        let (operation, backend) = (operation.name(), chosen.map(|backend| backend.name));
-        (chosen, Choice { operation, backend, refusals })
+        refusals.extend(served.into_iter().map(slower));
+        let (backend, cost) = chosen.unzip();
+        let (operation, name) = (operation.name(), backend.map(|backend: &Backend| backend.name));
+        (backend, Choice { operation, backend: name, cost: cost.flatten(), refusals })
     }
 
     /// Says whether a backend computes an operation with the cuDNN that the process has. All reasons
@@ -251,4 +195,14 @@ impl Backends {
         };
         Ok(((backend.lower)(operation, self.target, self.scratch)?, choice))
     }
+}
+
+/// Returns the place of the backend that is known to cost least, where others have to be faster than
+/// this library's own kernels by [`MARGIN`]; if nothing is known, of own kernels.
+fn cheapest(served: &[(&Backend, Option<Cost>)]) -> usize {
+    let share = |at: &usize| if served[*at].0.name == tile::NAME { 1.0 - MARGIN } else { 1.0 };
+    let seconds = |at: &usize| served[*at].1.map_or(f64::INFINITY, |cost| share(at) * cost.seconds);
+    let least = (0..served.len()).min_by(|one, other| seconds(one).total_cmp(&seconds(other)));
+    let own = || served.iter().position(|(backend, _)| backend.name == tile::NAME);
+    least.filter(|at| served[*at].1.is_some()).or_else(own).unwrap_or_default()
 }

@@ -2,6 +2,7 @@
 //! exists for some features and widths only.
 
 use super::{Backend, Computation, Reason};
+use crate::cost;
 use crate::launch::{KeyGrads, LaunchError, TileOperation};
 use crate::target::Target;
 
@@ -16,6 +17,7 @@ pub const BACKEND: Backend = Backend {
         _ => Ok(()),
     },
     needs: |_, _| None,
+    cost: cost::own,
     lower: |operation, target, _| Ok(launches(operation, target)?.collect()),
     scratch_bytes: |_, _| 0,
 };

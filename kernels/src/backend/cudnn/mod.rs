@@ -13,6 +13,7 @@ use scratch::Scratch;
 
 use super::tile::launches;
 use super::{Backend, Computation, Reason, TilePass};
+use crate::cost;
 use crate::launch::{
     Accumulate, AddGradient, Features, FoldResult, Forward, ForwardResults, KeyGrads, LaunchError,
     PackLse, Rectangle, Rows, SoftmaxState, TileOperation,
@@ -42,6 +43,7 @@ pub const BACKEND: Backend = Backend {
         TileOperation::KeyGrads(tile) => Some(oldest(tile, target)),
         _ => Some(Version::OLDEST),
     },
+    cost: cost::cudnn,
     lower: |operation, target, scratch| match operation {
         TileOperation::Forward(tile) => forward(tile, target, scratch),
         TileOperation::KeyGrads(tile) => gradients(tile, target, scratch),
