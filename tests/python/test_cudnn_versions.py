@@ -6,10 +6,9 @@ import subprocess
 import sys
 from dataclasses import replace
 
-import numpy as np
 import platforms
 import pytest
-from test_cudnn import MOST, PROBLEMS, assert_near, errors, results
+from test_cudnn import PROBLEMS, assert_near, errors
 
 pytestmark = pytest.mark.needs("standin")
 
@@ -44,19 +43,12 @@ def test_errors_in_a_fixed_order_are_near_those_of_the_own_kernels_on_blackwell(
     assert_near(ratios)
 
 
-def with_this_version():
-    """Returns whether cuDNN computes gradients in a fixed order, after a check of its errors in any
-    order. The lengths divide no alignment of statistics."""
+def worst_error():
+    """Returns the largest error in any order and in a fixed one, relative to a result's norm. The
+    lengths divide no alignment of statistics."""
     one = replace(PROBLEMS["zigzag"], mesh=(1, 2, 1), q_len=140, kv_len=140)
     arrays = one.arrays()
-    found, own = errors(one, arrays), errors(replace(one, kernels="tile"), arrays)
-    assert found["dq"] != own["dq"], "cuDNN computed nothing"
-    assert all(error <= MOST * own[name] for name, error in found.items()), (found, own)
-    fixed, own = (
-        results(replace(one, kernels=kernels), arrays, "fixed")["dq"]
-        for kernels in ("cudnn", "tile")
-    )
-    return not np.array_equal(fixed, own)
+    return max(max(errors(one, arrays, order).values()) for order in ("any", "fixed"))
 
 
 @pytest.mark.parametrize(
@@ -64,8 +56,9 @@ def with_this_version():
 )
 def test_older_versions_compute_what_they_can(version, has_fixed_order):
     environment = {"STANDIN_CUDNN": version, "BURST_ATTENTION_EXPLAIN": "1"}
-    found, told = answer_of("test_cudnn_versions.with_this_version()", **environment)
-    assert found is has_fixed_order
+    error, told = answer_of("test_cudnn_versions.worst_error()", **environment)
+    assert error <= 6e-3
+    assert "key_grads by cudnn" in told
     assert ("it needs version 9.25.0 or newer for this, got 9." in told) is not has_fixed_order
 
 
