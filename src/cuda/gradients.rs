@@ -97,7 +97,8 @@ impl GradientOperations {
     /// Whether one operation computes all gradients of some rank's tiles on some GPU.
     pub(super) fn may_fuse(call: &Call, schedules: &[Schedule]) -> bool {
         let fuses = |schedule, target| {
-            let backends = Backends { all: BACKENDS, target, kernels: call.kernels, cudnn: None, scratch: 0 };
+            let backends =
+                Backends { all: BACKENDS, target, kernels: call.kernels, cudnn: None, scratch: 0 };
             let (order, lse_gradient) = (call.backward_order, call.lse_gradient);
             let found =
                 GradientOperations::of(&call.problem, schedule, backends, order, lse_gradient);
