@@ -84,7 +84,7 @@ def way(operations):
         # Nothing is predicted of a fused kernel there, and the caller allows any order.
         ("sm_100", 128, 8192, {"backward_order": "any"}, "tile", ("tile", ANY)),
         # With cuDNN.
-        ("sm_90", 64, 8192, {"confirmed": True}, "tile", ("cudnn", ANY)),
+        ("sm_90", 64, 8192, {"confirmed": True}, "tile", ("cudnn and tile", ANY)),
         ("sm_90", 64, 32768, {"confirmed": True}, "tile", ("cudnn", ANY)),
         ("sm_90", 64, 8192, {"confirmed": True, "backward": "queries"}, "tile", ("tile", TWO)),
         # Sums of what cuDNN computes take what it gains in tiles between others.
