@@ -38,7 +38,7 @@ def missing_of_fused(one: Any) -> dict[str, str]:
         return {}
     if is_fused(one, _target(device)):
         return {}
-    return {BOTH: f"there is no fused kernel of {one.head_dim} columns for this GPU"}
+    return {BOTH: f"two kernels compute gradients of {one.head_dim} columns on this GPU"}
 
 
 def refused_by_cudnn(one: Any, order: str, target: str) -> dict[str, str]:

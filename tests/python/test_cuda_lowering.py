@@ -111,7 +111,7 @@ def problem(kind, **changes):
         "layout": "contiguous",
         "world_size": 4,
         "backward": "auto",
-        "backward_order": "fixed",
+        "backward_order": "auto",
         "kernels": "tile",
         "options": OPTIONS | options,
     } | changes

@@ -304,8 +304,8 @@ NODES_OF_ONE = ba.Links(devices_per_node=1)
         # Bytes decide where cuDNN serves no gradient.
         ("queries", {"logits_soft_cap": 5.0}),
         ("queries", {"dim": 96}),
-        ("queries", {"backward_order": "fixed"}),
         ("keys", {"backward_order": "auto"}),
+        ("keys", {"backward_order": "fixed"}),
         # The library compares bytes where cuDNN is out of the question.
         ("auto", {"kernels": "tile"}),
         ("auto", {"return_residual": True}),

@@ -114,8 +114,8 @@ def test_rows_ask_who_computes_before_they_time_in_its_name():
     assert set(choices.refused_by_cudnn(odd, "any", "sm_90")) == {forward, both}
     assert "96" in choices.refused_by_cudnn(odd, "any", "sm_90")[forward]
     assert set(choices.refused_by_cudnn(one, "any", "sm_120")) == {forward, both}
-    wide = replace(one, head_dim=256, value_dim=256)
-    assert [choices.is_fused(each, "sm_90") for each in (one, wide)] == [True, False]
+    narrow = replace(one, head_dim=64, value_dim=64)
+    assert [choices.is_fused(each, "sm_90") for each in (narrow, one)] == [True, False]
     # A CPU device computes nothing by cuDNN.
     assert set(choices.missing_of_cudnn(one, "any")) == {forward, both}
 
@@ -131,7 +131,10 @@ def test_names_of_rows_are_those_of_the_files_of_results():
 
 def test_what_no_gpu_has_answered_comes_first():
     class Asked:
-        quick, platform, out, found = False, "cuda", "out", {}.get
+        quick, platform, out = False, "cuda", "out"
+
+        def found(self, item):
+            return {}
 
         def left(self, stage):
             return 100.0

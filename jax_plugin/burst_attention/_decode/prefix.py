@@ -164,5 +164,5 @@ def sources(
     source = arguments.per_entry("prefix_of", prefix_of, batch)
     place.check_same(prefix_of=source, prefix_lengths=sizes)
     # JAX's vmap over Explicit axes does not index arrays that it leaves whole.
-    is_own = source[:, None] == jnp.arange(count)
-    return source, jnp.where(is_own, sizes, 0).sum(1, dtype=jnp.int32)
+    is_own = source[:, None] == jnp.arange(count, dtype=jnp.int32)[None]
+    return source, jnp.where(is_own, sizes[None], 0).sum(1, dtype=jnp.int32)
