@@ -299,5 +299,5 @@ fn nvlink_hides_all_but_the_last_hop_home() {
     assert!(backward.exposed() < 0.02 * backward.seconds, "{}", backward.exposed());
     // A rank may have one launch more than the other ranks, and equal work in other rounds of blocks.
     let idle = [report.idle_share(), backward.idle_share()];
-    assert!(idle.iter().all(|share| *share < 0.02), "{idle:?}");
+    assert!(idle.iter().all(|share| *share < 0.03), "{idle:?}");
 }

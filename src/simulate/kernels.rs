@@ -54,7 +54,7 @@ impl Kernels {
     }
 
     /// Returns FLOP/s of a pass by this library's kernels. Where cuDNN's rate is given, they are as
-    /// much slower or faster as in [`reference`].
+    /// much slower or faster as in [`reference()`].
     pub(super) fn own_rate(&self, pass: Pass) -> f64 {
         let of = |target, by_library| reference(target, pass, by_library);
         match (self.speed(pass), self.library) {
