@@ -116,6 +116,7 @@ mod tests {
         let fused = ask(|request| {
             request["backward_order"] = "any".into();
             (request["head_dim"], request["value_dim"]) = (64.into(), 64.into());
+            (request["q_len"], request["kv_len"]) = (8192.into(), 8192.into());
         });
         assert!(!fused["passes"][1].to_string().contains("query_grads"), "{fused}");
     }

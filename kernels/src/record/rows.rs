@@ -101,13 +101,13 @@ pub const ADD_GRADIENT: &[Argument] =
 
 const PACK_LSE_ARGUMENTS: &[Argument] = &arguments! {
     lse: Float32s(Lse)[QLen, Heads] / 4, "log-sum-exp [batch, q_len, heads], natural";
-    packed: Float32s(PackedLse)[Heads, QLen; PackedLse, PackedLse] Out / 4, "the same numbers [batch, heads, q_len]";
+    packed_lse: Float32s(PackedLse)[Heads, QLen; PackedLse, PackedLse] Out / 4, "the same numbers [batch, heads, q_len]";
     batch: I32(Size(Batch)), "batch entries";
     q_len: I32(Size(QLen)), "rows";
     heads: I32(Size(Heads)), "heads";
     lse_batch_stride: I32(BatchStride(Lse)), "elements between batch entries of lse";
-    packed_batch_stride: I32(BatchStride(PackedLse)), "elements between batch entries of packed";
-    packed_head_stride: I32(HeadStride(PackedLse)), "elements between heads of packed";
+    packed_lse_batch_stride: I32(BatchStride(PackedLse)), "elements between batch entries of packed_lse";
+    packed_lse_head_stride: I32(HeadStride(PackedLse)), "elements between heads of packed_lse";
 };
 
 /// Arguments of `pack_lse`.

@@ -79,13 +79,13 @@ pub mod rows {
     #[cutile::entry(unchecked_accesses = true)]
     unsafe fn pack_lse<const BM: i32>(
         lse: *mut f32,
-        packed: *mut f32,
+        packed_lse: *mut f32,
         batch: i32,
         q_len: i32,
         heads: i32,
         lse_batch_stride: i32,
-        packed_batch_stride: i32,
-        packed_head_stride: i32,
+        packed_lse_batch_stride: i32,
+        packed_lse_head_stride: i32,
     ) {
         let block = block_of(ceil_div(q_len, BM), heads, heads, 0i32);
         let (i, b, h) = (block.0, block.1, block.2);
@@ -94,7 +94,14 @@ pub mod rows {
             lse_view.partition(const_shape![1, BM, 1]).load([b, i, h]);
         let t: Tile<f32, { [BM, 1] }> = t.reshape(const_shape![BM, 1]);
         let packed_view = unsafe {
-            statistics_view(packed, batch, heads, q_len, packed_batch_stride, packed_head_stride)
+            statistics_view(
+                packed_lse,
+                batch,
+                heads,
+                q_len,
+                packed_lse_batch_stride,
+                packed_lse_head_stride,
+            )
         };
         unsafe { write_statistics(&packed_view, t, b, i, h) };
     }

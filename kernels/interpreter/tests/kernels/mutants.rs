@@ -214,7 +214,7 @@ static MUTANTS: [Mutant; 67] = [
     ("fold: m of home alone", fold, STEEP, Compiled(|m| of_one(m, MaxF, 0))),
     ("fold: lse of blind rows finite", fold, BLIND, Compiled(drop_choice)),
     ("fold: a row too few", fold, FULL, Launched(|l| force(l, "q_len", 149))),
-    ("pack: strides swapped", pack, FULL, Launched(|l| swap(l, "lse_batch_stride", "packed_batch_stride"))),
+    ("pack: strides swapped", pack, FULL, Launched(|l| swap(l, "lse_batch_stride", "packed_lse_batch_stride"))),
     ("pack: a row too few", pack, FULL, Launched(|l| force(l, "q_len", 149))),
     ("cast: out a row further on", cast, FULL, Launched(|l| move_a_row(l, "out", "heads"))),
 ];
