@@ -1,5 +1,6 @@
 """A failure on one device is told at once, and no run hangs."""
 
+import re
 import signal
 
 import failures
@@ -75,9 +76,9 @@ def test_a_user_who_asks_reads_once_which_backend_computes(monkeypatch):
     nothing = "call=cuLaunchKernel code=719 about=no_such_kernel"
     row = failures.report("ring", 4, "execute", "forward", nothing)
     assert (row["run"][1], row["next"][1]) == ("ends", "ends"), row
-    assert [line.strip() for line in row["told"]] == [
-        "burst_attention: forward pass over 4 ranks: forward by tile"
-    ]
+    (told,) = row["told"]
+    words = "burst_attention: forward pass over 4 ranks: forward by tile, .* ms predicted from measured"
+    assert re.match(words, told.strip()), told
 
 
 def test_a_user_who_asks_with_another_value_gets_an_error(monkeypatch):

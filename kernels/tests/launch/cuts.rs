@@ -188,7 +188,7 @@ pub fn span(launch: &Launch, name: &str, kind: Kind) -> u64 {
         "v" | "dv" | "dv_acc" => ("kv_len", ["kv_heads", of_values]),
         "lse" | "dlse" | "dslopes" => (rows, ["heads", ""]),
         "row_max" | "row_sum" | "lse_log2" | "delta" | "arrived_max" | "arrived_sum"
-        | "arrived_lse" => (rows, [""; 2]),
+        | "arrived_lse" | "packed_lse" => (rows, [""; 2]),
         "slopes" => ("", ["heads", ""]),
         "dropout" => ("", [""; 2]),
         "ranges" if kernel == Kernel::KeyGrads => ("kv_len", [""; 2]),
@@ -207,6 +207,7 @@ pub fn span(launch: &Launch, name: &str, kind: Kind) -> u64 {
         "arrived_lse_batch_stride" => {
             (get("heads") - 1) * get("arrived_lse_head_stride") + get(rows)
         }
+        "packed_lse_batch_stride" => (get("heads") - 1) * get("packed_lse_head_stride") + get(rows),
         "dropout_batch_stride" => 4,
         "ranges_batch_stride" => 4 * get(rows).div_ceil(64),
         _ => get(rows) * factors.product::<u64>(),
