@@ -117,6 +117,7 @@ mod tests {
             request["backward_order"] = "any".into();
             (request["head_dim"], request["value_dim"]) = (64.into(), 64.into());
             (request["q_len"], request["kv_len"]) = (8192.into(), 8192.into());
+            (request["heads"], request["kv_heads"]) = (32.into(), 8.into());
         });
         assert!(!fused["passes"][1].to_string().contains("query_grads"), "{fused}");
     }
