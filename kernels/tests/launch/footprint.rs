@@ -41,7 +41,7 @@ fn touched(launch: &Launch) -> Vec<(&'static str, (bool, bool))> {
             return [Some(("a", READ)), b, Some(("out", WRITTEN))].into_iter().flatten().collect();
         }
         Kernel::Accumulate => return vec![("home", BOTH), ("arrived", READ)],
-        Kernel::PackLse => return vec![("lse", READ), ("packed", WRITTEN)],
+        Kernel::PackLse => return vec![("lse", READ), ("packed_lse", WRITTEN)],
         Kernel::MaskRows => {
             let arrays = ["segments", "visible", "also_visible", "positions", "places"];
             let flags = [

@@ -324,7 +324,7 @@ impl Trial {
                 q_len,
                 heads,
                 lse: self.per_query("lse"),
-                packed: self.statistics("packed"),
+                packed: self.statistics("packed_lse"),
             }
             .launches_within(target, limit),
             Kernel::FoldResult => FoldResult {

@@ -272,7 +272,7 @@ fn run_pack_lse(
     let Case { batch, q_len, heads, margin, .. } = problem.case;
     let mut world = World::new(seed, change);
     let lse = world.rows("lse", Scalar::F32, [batch, q_len, heads, 1], 3 * margin / 2);
-    let packed = world.statistics("packed", [batch, q_len, heads], margin);
+    let packed = world.statistics("packed_lse", [batch, q_len, heads], margin);
     lse.fill(&mut world.memory, 0..q_len, &problem.saved.lse);
     let description =
         PackLse { batch, q_len, heads, lse: lse.rows(0), packed: packed.statistics(0) };
