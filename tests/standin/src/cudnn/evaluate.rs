@@ -44,6 +44,16 @@ const MODES: [Mode; 10] = [
 pub struct Graph(Arc<Vec<Operation>>);
 
 impl Operation {
+    /// Returns the number of the quotient of weights and their sums, if this operation computes it.
+    fn quotient(&self) -> Option<i64> {
+        match self {
+            Operation::Pointwise { mode: CUDNN_POINTWISE_DIV, out, .. } if out.is_virtual => {
+                Some(out.number)
+            }
+            _ => None,
+        }
+    }
+
     fn of(descriptor: &Descriptor) -> Outcome<Operation> {
         let at = |name| Tensor::of(&*descriptor.descriptor(name)?);
         if descriptor.is(CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR) {
@@ -216,6 +226,7 @@ pub fn enqueue(stream: &Arc<Stream>, plan: &Descriptor, pack: &Descriptor) -> Ou
 /// # Safety
 /// The caller must pass the address of each tensor in memory.
 unsafe fn run(graph: &[Operation], places: &BTreeMap<i64, u64>, known: &mut BTreeMap<i64, Values>) {
+    let quotients: BTreeSet<i64> = graph.iter().filter_map(Operation::quotient).collect();
     for operation in graph {
         let (inputs, out) = operation.tensors();
         for input in inputs {
@@ -223,7 +234,10 @@ unsafe fn run(graph: &[Operation], places: &BTreeMap<i64, u64>, known: &mut BTre
             let load = || unsafe { input.load(places[&input.number]) };
             known.entry(input.number).or_insert_with(load);
         }
-        let values = result(operation, known).rounded(out.element);
+        let mut values = result(operation, known, &quotients);
+        if !quotients.contains(&out.number) {
+            values = values.rounded(out.element);
+        }
         if !out.is_virtual {
             // SAFETY: the caller guarantees the memory.
             unsafe { out.store(places[&out.number], &values) };
@@ -232,17 +246,29 @@ unsafe fn run(graph: &[Operation], places: &BTreeMap<i64, u64>, known: &mut BTre
     }
 }
 
-/// Returns the output of an operation.
-fn result(operation: &Operation, known: &BTreeMap<i64, Values>) -> Values {
+/// Returns the output of an operation. An engine of attention rounds weights for the product with
+/// values, and divides its results by their sums: so a quotient of weights holds rounded weights
+/// over sums, which no product rounds again.
+fn result(
+    operation: &Operation,
+    known: &BTreeMap<i64, Values>,
+    quotients: &BTreeSet<i64>,
+) -> Values {
     let of = |tensor: &Tensor| &known[&tensor.number];
     match operation {
+        Operation::Pointwise { inputs, out, .. } if quotients.contains(&out.number) => {
+            let (weights, sums) = (of(&inputs[0]).clone().rounded(out.element), of(&inputs[1]));
+            Values::new(out.dims, |at| weights.get(at) / sums.get(at))
+        }
         Operation::Pointwise { mode, axis, inputs, out } => {
             let inputs: Vec<_> = inputs.iter().map(of).collect();
             Values::new(out.dims, |at| pointwise(*mode, *axis, &inputs, at))
         }
         Operation::Product { a, b, out } => {
             let element = if a.element == Element::Float32 { b.element } else { a.element };
-            let (a, b) = (of(a).clone().rounded(element), of(b));
+            let is_quotient = quotients.contains(&a.number);
+            let (a, b) = (of(a).clone(), of(b));
+            let a = if is_quotient { a } else { a.rounded(element) };
             let groups = out.dims[1] / b.dims[1];
             Values::new(out.dims, |[n, h, i, j]| {
                 let shared = [n, h / groups];
