@@ -1,4 +1,4 @@
-"""The row of single launches: what it costs to take sums in and to leave sums to another launch."""
+"""The row of single launches, which read sums of earlier launches or write sums for later ones."""
 
 import math
 from collections.abc import Callable

@@ -146,7 +146,7 @@ def _wrong(found: dict[str, Any], quick: bool) -> list[str]:
 
 
 def _shown(found: dict[str, Any], mine: str, has_rate: bool) -> list[str]:
-    """Returns lines about a pass: the first contender, then the others and why some are absent."""
+    """Returns lines about a pass: times of the contenders, and reasons why peers are absent."""
     times, peer, bar = found["contenders"], found["peer"], found["bar"]
     line = f"{times[mine]['ms']:.3f} ms"
     line += f", {times[mine]['tflops']:.0f} TFLOP/s" if has_rate else ""

@@ -240,7 +240,7 @@ impl Executor {
     /// Returns the backends of a device that may compute.
     fn backends(&self, target: Target, kernels: Kernels) -> Backends {
         let Tools { backends: all, libraries, .. } = &self.tools;
-        // Without leave for a library nobody asks whether it is there.
+        // A call of own kernels alone must not load a library.
         let mut asked = libraries.iter().filter(|_| kernels != Kernels::Tile);
         let cudnn = asked.find_map(|library| library.cudnn_version());
         Backends { all, target, kernels, cudnn, scratch: 0 }

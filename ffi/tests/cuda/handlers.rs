@@ -63,7 +63,7 @@ fn a_missing_part_of_the_runtime_is_named() {
 }
 
 #[test]
-fn the_backward_pass_needs_one_of_two_orders_and_the_forward_pass_none() {
+fn the_backward_pass_needs_an_order_and_the_forward_pass_none() {
     let device = Device::new(0, 2);
     let mut rank = device.rank(&backward(Travels::Keys));
     let order = |(name, _): &(String, _)| name == "backward_order";

@@ -53,7 +53,7 @@ impl Refusal {
         Refusal::Unserved(Reason(Cow::Borrowed(reason)))
     }
 
-    /// Returns what it would cost, if that is the reason.
+    /// Returns the predicted cost, if the backend was refused for its cost.
     pub fn cost(&self) -> Option<Cost> {
         match self {
             Refusal::Slower(cost) | Refusal::Close(cost) => Some(*cost),
@@ -77,9 +77,7 @@ impl Refusal {
             Refusal::Unserved(_) => None,
         }
     }
-}
 
-impl Refusal {
     /// Returns the reason in words.
     pub fn reason(&self) -> &str {
         match self {
@@ -106,7 +104,7 @@ pub struct Choice {
     pub backend: Option<&'static str>,
     /// What the operation costs, where that is predicted.
     pub cost: Option<Cost>,
-    /// The names of the others, with their refusals.
+    /// The names of the other backends, with the reasons why they do not compute the operation.
     pub refusals: Vec<(&'static str, Refusal)>,
 }
 

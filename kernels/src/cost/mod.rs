@@ -168,8 +168,8 @@ pub fn apart(tile: &KeyGrads, ends: (bool, bool), target: Target) -> Option<Cost
     Some(keys + own_launch(Kernel::QueryGrads, false, rectangle, ends, device)?)
 }
 
-/// Returns the seconds in which a launch moves so many bytes over a device's memory, without its
-/// gap. `None` where nothing is known of the device.
+/// Returns the seconds that a device's memory takes for a number of bytes, without the gap of a
+/// launch. `None` where nothing is known of the device.
 pub fn memory_seconds(bytes: usize, target: Target) -> Option<f64> {
     Device::of(target).map(|device| device.seconds(bytes))
 }
@@ -299,12 +299,12 @@ impl Device {
         Cost { seconds: (last + self.gap) * 1e-6, launches: 1, source }
     }
 
-    /// Seconds in which the device's memory moves so many bytes.
+    /// Returns the seconds that the device's memory takes for a number of bytes.
     fn seconds(self, bytes: usize) -> f64 {
         bytes as f64 / self.memory
     }
 
-    /// Returns the cost of a launch that moves so many bytes.
+    /// Returns the cost of a launch that reads and writes a number of bytes.
     fn pass(self, bytes: usize) -> Cost {
         let seconds = self.seconds(bytes) + self.gap * 1e-6;
         Cost { seconds, launches: 1, source: self.memory_source }

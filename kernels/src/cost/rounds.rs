@@ -14,7 +14,7 @@ pub(super) fn end(groups: impl Iterator<Item = (f64, usize)>, processors: usize)
         while left > 0 {
             let ends = (levels[0].0, levels[levels.len() - 1].0);
             let turns = left / processors;
-            // After a turn every processor is as far behind the others as before it.
+            // Each turn gives every processor one block, so differences between processors stay.
             if turns > 0 && ends.1 - ends.0 <= duration {
                 levels.iter_mut().for_each(|(time, _)| *time += duration * turns as f64);
                 left -= turns * processors;

@@ -125,7 +125,7 @@ fn proposed(
     }
 }
 
-/// Returns the configuration of an engine, and what it refers to.
+/// Returns the descriptor of an engine's configuration, and the descriptors that it refers to.
 fn configured(
     functions: &'static Functions,
     graph: &Graph,
