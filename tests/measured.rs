@@ -10,9 +10,7 @@ use burst_attention::simulate::{Machine, named, simulate};
 use burst_attention::{Layout, Window};
 use burst_attention_kernels::cost;
 use burst_attention_kernels::instances::{Element, Target};
-use burst_attention_kernels::launch::{
-    Features, Forward, KeyGrads, Rectangle, Rows, TileOperation,
-};
+use burst_attention_kernels::launch::{Features, Forward, KeyGrads, Rectangle, TileOperation};
 use serde_json::Value;
 
 /// Returns a file of results of the H100; `kind` is the end of its name.
@@ -91,22 +89,7 @@ fn rectangle(row: &Value) -> Rectangle {
 }
 
 fn forward(rectangle: Rectangle) -> TileOperation {
-    let at = Rows::default();
-    Forward {
-        rectangle,
-        features: Features::default(),
-        q: at,
-        k: at,
-        v: at,
-        acc: None,
-        row_max: None,
-        row_sum: None,
-        o: Some(at),
-        lse: Some(at),
-        first: true,
-        last: true,
-    }
-    .into()
+    Forward::unplaced(rectangle, Features::default()).into()
 }
 
 /// The worst error of predictions, as a part, and the number of rows.

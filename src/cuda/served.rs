@@ -48,21 +48,8 @@ impl<'a> Operations<'a> {
 
     /// Returns the forward pass of a tile.
     pub(crate) fn forward(&self, tile: &Tile) -> Forward {
-        let at = Rows::default();
-        Forward {
-            rectangle: self.rectangle(tile),
-            features: self.features,
-            q: at,
-            k: at,
-            v: at,
-            acc: Some(at),
-            row_max: None,
-            row_sum: None,
-            o: Some(at),
-            lse: Some(at),
-            first: tile.query_state.first,
-            last: tile.query_state.last,
-        }
+        let (first, last) = (tile.query_state.first, tile.query_state.last);
+        Forward { first, last, ..Forward::unplaced(self.rectangle(tile), self.features) }
     }
 
     /// Returns the operation that computes all gradients of the tile at `index` of a step.

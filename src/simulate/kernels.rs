@@ -2,7 +2,7 @@
 
 use burst_attention_kernels::cost;
 use burst_attention_kernels::instances::{Element, Target};
-use burst_attention_kernels::launch::{Features, Forward, KeyGrads, Rectangle, Rows};
+use burst_attention_kernels::launch::{Features, Forward, KeyGrads, Rectangle};
 
 use crate::problem::Pass;
 
@@ -92,7 +92,7 @@ fn reference(target: Target, pass: Pass, by_library: bool) -> f64 {
         softmax_scale: 1.0,
     };
     let all = KeyGrads { last: true, ..KeyGrads::fused(rectangle, Features::default()) };
-    let forward = || whole_forward(rectangle).into();
+    let forward = || Forward::unplaced(rectangle, Features::default()).into();
     let cost = match (pass, by_library) {
         (Pass::Forward, true) => cost::cudnn(&forward(), target),
         (Pass::Forward, false) => cost::own(&forward(), target),
@@ -103,23 +103,4 @@ fn reference(target: Target, pass: Pass, by_library: bool) -> f64 {
     let pairs = q_len * (q_len + 1) / 2;
     let flops = (batch * heads * pairs * products * head_dim) as f64;
     cost.map_or(f64::INFINITY, |cost| flops / cost.seconds)
-}
-
-/// Returns the forward pass of a rectangle in one launch.
-fn whole_forward(rectangle: Rectangle) -> Forward {
-    let at = Rows::default();
-    Forward {
-        rectangle,
-        features: Features::default(),
-        q: at,
-        k: at,
-        v: at,
-        acc: None,
-        row_max: None,
-        row_sum: None,
-        o: Some(at),
-        lse: Some(at),
-        first: true,
-        last: true,
-    }
 }

@@ -22,22 +22,7 @@ fn rectangle(rows: [usize; 2], columns: usize, upper: i64) -> Rectangle {
 }
 
 fn forward(rectangle: Rectangle, first: bool, last: bool) -> TileOperation {
-    let at = crate::place::Rows::default();
-    Forward {
-        rectangle,
-        features: Features::default(),
-        q: at,
-        k: at,
-        v: at,
-        acc: None,
-        row_max: None,
-        row_sum: None,
-        o: None,
-        lse: None,
-        first,
-        last,
-    }
-    .into()
+    Forward { first, last, ..Forward::unplaced(rectangle, Features::default()) }.into()
 }
 
 /// A hop of a ring: 1,024 blocks of 32 tiles take 8 rounds of 132, and each way of a state adds to

@@ -151,6 +151,25 @@ fn job(
 }
 
 impl Forward {
+    /// Returns the operation that computes all of a rectangle, without memory: a question to a
+    /// backend or to a cost.
+    pub fn unplaced(rectangle: Rectangle, features: Features) -> Forward {
+        Forward {
+            rectangle,
+            features,
+            q: Rows::default(),
+            k: Rows::default(),
+            v: Rows::default(),
+            acc: None,
+            row_max: None,
+            row_sum: None,
+            o: None,
+            lse: None,
+            first: true,
+            last: true,
+        }
+    }
+
     fn job(&self) -> Job {
         let Forward { rectangle, features, q, k, v, first, last, .. } = *self;
         job(Kernel::Forward, rectangle, features, (first, last), [q, k, v])
